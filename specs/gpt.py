@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.mixers.base import RecurrentMixer
 from megatron_gdn.mixers.loader_layout import AUTO
 
 from .layer import (
@@ -89,7 +90,7 @@ def gpt_block_spec(
             "Megatrons 'gdn', or 'gdn2' for Gated DeltaNet-2) and choose linear_attention_freq (an "
             "interval, or a list of 0 and 1 per layer)."
         )
-    mixer = cast(type, _mixer_spec(config, "local").module)
+    mixer = cast(type[RecurrentMixer], _mixer_spec(config, "local").module)
     options = with_launch_options(mixer, options)
     if config.transformer_impl == "local":
         layer_specs, final_norm = _local_layer_specs(config, options), TorchRMSNorm

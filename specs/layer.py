@@ -10,7 +10,6 @@ another value. The variable must be equal in all processes.
 """
 
 import ast
-import inspect
 import os
 import re
 from collections.abc import Mapping
@@ -40,15 +39,11 @@ from megatron_gdn.gdn2.layer import GatedDeltaNet2
 from megatron_gdn.kda.layer import KimiDeltaAttention, KimiDeltaAttentionSubmodules
 from megatron_gdn.mamba2.layer import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_gdn.mixers.attention import TorchAttention, TorchSelfAttention
+from megatron_gdn.mixers.base import RecurrentMixer
 from megatron_gdn.mixers.loader_layout import AUTO
 
 MODULES = ("auto", "local", "te")
 VARIABLE = "MEGATRON_GDN_OPTIONS"
-# Arguments that Megatron passes; every other keyword of a mixer's constructor is an option.
-_MEGATRON_ARGUMENTS = {
-    "self", "config", "submodules", "layer_number", "pg_collection", "name", "cp_comm_type",
-    "pp_layer_offset", "is_mtp_layer",
-}  # fmt: skip
 # The spec's field is annotated as a class, but Megatron calls its value, which may be a function.
 BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
@@ -181,9 +176,9 @@ class UnavailableLayer:
         )
 
 
-def with_launch_options(mixer: type, named: Mapping[str, Any]) -> dict[str, Any]:
+def with_launch_options(mixer: type[RecurrentMixer], named: Mapping[str, Any]) -> dict[str, Any]:
     """``named`` (a call's options), plus other options of the environment that ``mixer`` has."""
-    known = _options_of(mixer)
+    known = launch_options_of(mixer)
     return {**{name: value for name, value in _launch_options().items() if name in known}, **named}
 
 
@@ -199,7 +194,7 @@ def _launch_options() -> dict[str, Any]:
 
 def parse_options(text: str) -> dict[str, Any]:
     """The options in ``"name=value,name=value"``; a value is a Python literal or a word."""
-    legal = _options_of(KimiDeltaAttention) | _options_of(GatedDeltaNet)
+    legal = launch_options_of(KimiDeltaAttention) | launch_options_of(GatedDeltaNet)
     options = {}
     for part in filter(None, re.split(r"[,\s]+(?=\w+\s*=)|^\s+|[,\s]+$", text)):
         name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -211,14 +206,11 @@ def parse_options(text: str) -> dict[str, Any]:
         options[name] = value
         with suppress(ValueError, SyntaxError):
             options[name] = ast.literal_eval(value)
-        if legal[name].startswith("bool") and not isinstance(options[name], bool):
+        if value.lower() in ("true", "false") and not isinstance(options[name], bool):
             raise ValueError(f"{VARIABLE} has {name}={value!r}; it must be True or False.")
     return options
 
 
-def _options_of(mixer: type) -> dict[str, str]:
-    """The names of the options of a mixer's constructor, each with its annotation as text."""
-    arguments = inspect.signature(mixer).parameters.items()
-    return {
-        name: str(given.annotation) for name, given in arguments if name not in _MEGATRON_ARGUMENTS
-    }
+def launch_options_of(mixer: type[RecurrentMixer]) -> frozenset[str]:
+    """The names of the options that ``VARIABLE`` may set for this mixer."""
+    return mixer.options_class.names() | set(mixer.launch_arguments)

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel.scheme import local_parameters
 from megatron_gdn.mixers.base import MixerSubmodules, RecurrentMixer
+from megatron_gdn.mixers.options import MixerOptions
 from megatron_gdn.mixers.out_norm import readout_norm
 from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
@@ -109,11 +110,12 @@ class ToyMixer(RecurrentMixer):
     _keep_in_float32_parameter_names = ("decay_bias",)
     recurrence = "attention"
 
-    def __init__(self, config, pg_collection, *, cp_layout="zigzag", linear_cp_mode=None) -> None:
-        super().__init__(config, Dims(), pg_collection=pg_collection, cp_layout=cp_layout)
+    def __init__(self, config, pg_collection, *, cp_layout="zigzag", **options) -> None:
+        given = MixerOptions(cp_layout=cp_layout, **options)
+        super().__init__(config, Dims(), given, pg_collection=pg_collection)
         specs = MixerSubmodules(ColumnParallelLinear, TorchRMSNorm, RowParallelLinear)
         heads = self.dims.layout.state_heads
-        self._build(specs, choose_rule, fp32={"decay_bias": heads}, linear_cp_mode=linear_cp_mode)
+        self._build(specs, choose_rule, fp32={"decay_bias": heads})
 
     def _init_others(self):
         self._fill_share(self.decay_bias, torch.zero_, 0, (H,))

@@ -150,10 +150,10 @@ def _description(tokens: int, rows: int, count: int, fingerprint: int, layout: i
     return f"{tokens} tokens over all ranks in {rows} row{'s' * (rows != 1)}, {packed}, {cut}"
 
 
-def check_ranks_per_machine(ranks: Any) -> int | None:
-    """Return ``ranks``, the option cp_ranks_per_machine, if None or at least 1; else raise."""
+def check_ranks_per_machine(ranks: Any) -> None:
+    """Raise unless ``ranks``, the option cp_ranks_per_machine, is None or at least 1."""
     if ranks is None or (type(ranks) is int and ranks >= 1):
-        return ranks
+        return
     raise ValueError(
         f"cp_ranks_per_machine={ranks!r} must be an integer of at least 1, the number of ranks of "
         f"a context-parallel group that NVLink joins (GPUs of a machine divided by "

@@ -88,7 +88,7 @@ class _PatchedClass:
             )
         if self.replaced:
             theirs, ours = _constructor_arguments(self.theirs), _constructor_arguments(self.ours)
-            known = ours.keys() - theirs.keys()
+            known = self.ours.options_class.names()
             if unknown := sorted(self.options.keys() - known):
                 raise TypeError(
                     f"{self.public} has no option {', '.join(unknown)}. Its options are "
@@ -98,7 +98,7 @@ class _PatchedClass:
 
     def _require_known_constructor(self, theirs: Arguments, ours: Arguments) -> None:
         """Raise if our constructor (``ours``) lacks or changes an argument of Megatron's."""
-        places = [name for name, each in ours.items() if each.kind is not each.KEYWORD_ONLY]
+        places = [name for name, each in ours.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
         wrong = []
         for place, (name, argument) in enumerate(theirs.items()):
             our_argument = ours.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,10 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..compat.observe import warn_of_untested
-from ..context_parallel import LinearCpMode, SequenceLayout
-from ..mixers.arguments import recomputed_parts
 from ..mixers.base import MixerSubmodules
-from ..mixers.loader_layout import AUTO
+from ..mixers.options import MixerOptions
 from ..ops.parts import Parts
 from ..ops.readout.base import ACTIVATIONS
 from .front import gdn_parts
@@ -28,6 +27,21 @@ warn_of_untested(megatron_version)
 
 class GatedDeltaNetSubmodules(MixerSubmodules):
     """Specs of the modules inside a :class:`GatedDeltaNet`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDNOptions(MixerOptions):
+    """The options of a :class:`GatedDeltaNet`.
+
+    Args:
+        output_gate_activation: the activation of z, ``"silu"`` or ``"sigmoid"``
+            (Qwen3.8-Flash-Next); default ``config.gdn_output_gate_activation`` or ``"silu"``.
+        allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a token may reverse a direction
+            of the state (OLMo Hybrid); default ``config.linear_allow_neg_eigval`` or False.
+    """
+
+    output_gate_activation: str | None = None
+    allow_neg_eigval: bool | None = None
 
 
 class GatedDeltaNet(UpstreamNames):
@@ -60,34 +74,11 @@ class GatedDeltaNet(UpstreamNames):
         pp_layer_offset: number of layers on earlier pipeline stages. Megatron's
             ``DynamicInferenceContext`` counts only the layers of this stage.
         cp_comm_type, is_mtp_layer: have no effect; Megatron passes them to every such layer.
-        backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
-            (plain torch, deterministic) or ``"auto"``, the first of these three that supports the
-            device and dtype of the rows; see :func:`megatron_gdn.gdn.rule.resolve_rule`.
-        rule_operands: ``"fp16"`` or ``"bf16"``, the dtype to which the GPU backends round operands
-            of products inside a chunk, in a bf16 layer. fp16 is more exact, bf16 has the wider
-            range, see :mod:`megatron_gdn.gdn.half`. Deterministic mode uses bf16.
-        cp_layout: how the data loader cut sequences for context parallelism, see
-            :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
-            itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``; ``"auto"``
-            means Megatron's setting, else zigzag, see :mod:`megatron_gdn.mixers.loader_layout`. A
-            value that contradicts Megatron's setting raises a ValueError.
-        linear_cp_mode: ``"headwise"`` (an all-to-all gives a rank all tokens of some heads),
-            ``"chunkwise"`` (ranks send states, not activations) or ``"auto"``, the cheaper for each
-            micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
-        cp_ranks_per_machine: the number of successive context-parallel ranks that NVLink joins;
-            ``linear_cp_mode="auto"`` needs it to estimate costs. The last machine may have fewer
-            ranks. None (default): the ranks exchange their hosts' names once to find the number.
-        recompute: tensors that the backward computes again and the forward does not keep:
-            ``"none"``, ``"light"`` (query, key, value, the normed output that out_proj reads) or
-            ``"full"`` (also the delta rule's output and the inverses of its chunks). Megatron's
-            ``--recompute-modules gdn_norm_out`` adds the normed output; ``gdn`` of newer Megatrons
-            computes the whole layer again.
-        output_gate_activation: the activation of z, ``"silu"`` or ``"sigmoid"``
-            (Qwen3.8-Flash-Next); default ``config.gdn_output_gate_activation`` or ``"silu"``.
-        allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a token may reverse a direction
-            of the state (OLMo Hybrid); default ``config.linear_allow_neg_eigval`` or False.
+        options: the fields of :class:`.mixers.options.MixerOptions` and :class:`GDNOptions`, such
+            as ``backend`` and ``linear_cp_mode``; ``backend`` is ``"flash_qla"``, ``"fla"``,
+            ``"reference"`` or ``"auto"``, see :func:`megatron_gdn.gdn.rule.resolve_rule`.
 
-    Pass ``backend`` and later arguments through ``ModuleSpec(params={...})``.
+    Pass options through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
@@ -97,6 +88,8 @@ class GatedDeltaNet(UpstreamNames):
         ImportError: the requested backend is not available.
     """
 
+    options_class = GDNOptions
+    launch_arguments = ("bias", "conv_bias", "conv_init", "use_qk_l2norm", "A_init_range")
     in_layer_graphs: ClassVar[bool] = True
     stored_by_section: ClassVar[bool] = True
 
@@ -116,20 +109,10 @@ class GatedDeltaNet(UpstreamNames):
         cp_comm_type: str | Sequence[str] | None = None,
         pp_layer_offset: int | None = 0,
         is_mtp_layer: bool = False,
-        backend: str = "auto",
-        rule_operands: str = "fp16",
-        cp_layout: str | SequenceLayout = AUTO,
-        linear_cp_mode: str | LinearCpMode | None = None,
-        cp_ranks_per_machine: int | None = None,
-        recompute: str | None = None,
-        output_gate_activation: str | None = None,
-        allow_neg_eigval: bool | None = None,
+        **options: Any,
     ) -> None:
         """``A_init_range``: range of first exp(A_log). ``conv_init``: bound of first conv weights.
-        ``cp_layout``: how the loader cut sequences. ``linear_cp_mode``: headwise, chunkwise, auto.
-        ``cp_ranks_per_machine``: ranks that NVLink joins. ``recompute``: what the backward computes
-        again. ``rule_operands``: dtype of products in a chunk. ``cp_comm_type``, ``is_mtp_layer``
-        have no effect. The class documents all arguments.
+        ``cp_comm_type`` and ``is_mtp_layer`` have no effect. The class documents all arguments.
         """
         if config.experimental_attention_variant == "gdn2":
             raise ValueError(
@@ -137,32 +120,31 @@ class GatedDeltaNet(UpstreamNames):
                 "is Gated DeltaNet ('gdn', 'gated_delta_net' in older Megatrons), which has other "
                 "gates and parameters. Change the variant, or build megatron_gdn.GatedDeltaNet2."
             )
-        again = recomputed_parts(config, recompute)
+        given = GDNOptions.of(options)
         super().__init__(
-            config, GDNDims.from_config(config), layer_number, pg_collection, pp_layer_offset,
-            cp_layout, A_init_range, conv_init,
+            config, GDNDims.from_config(config), given, layer_number, pg_collection,
+            pp_layer_offset, A_init_range, conv_init,
         )  # fmt: skip
         self.bias, self.conv_bias, self.use_qk_l2norm = bias, conv_bias, use_qk_l2norm
-        self.recompute_qkv = "qkv" in again
         by_config = getattr(config, "gdn_output_gate_activation", None) or "silu"
-        self.output_gate_activation = output_gate_activation or by_config
+        self.output_gate_activation = given.output_gate_activation or by_config
         if self.output_gate_activation not in ACTIVATIONS:
             raise ValueError(
                 f"output_gate_activation={self.output_gate_activation!r}; use one of "
                 f"{', '.join(map(repr, ACTIVATIONS))}."
             )
-        if allow_neg_eigval is None:
-            allow_neg_eigval = getattr(config, "linear_allow_neg_eigval", False)
-        self.allow_neg_eigval = bool(allow_neg_eigval)
+        negative = given.allow_neg_eigval
+        if negative is None:
+            negative = getattr(config, "linear_allow_neg_eigval", False)
+        self.allow_neg_eigval = bool(negative)
         rule = partial(
-            resolve_rule, backend, sizes=self.dims.heads, operands=rule_operands,
+            resolve_rule, given.backend, sizes=self.dims.heads, operands=given.rule_operands,
             normalise_qk=use_qk_l2norm,
         )  # fmt: skip
         H = self.dims.num_value_heads
         self._build(
             submodules, rule, fp32={"dt_bias": H, "A_log": H}, name=name, bias=bias,
-            conv_bias=conv_bias, linear_cp_mode=linear_cp_mode,
-            cp_ranks_per_machine=cp_ranks_per_machine, recomputed=again,
+            conv_bias=conv_bias,
         )  # fmt: skip
 
     def make_parts(self, rows: Tensor, *parameters: Any, **others: Any) -> Parts:

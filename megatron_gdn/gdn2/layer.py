@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,15 +11,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..context_parallel import LinearCpMode, SequenceLayout
-from ..mixers.arguments import recomputed_parts
 from ..mixers.base import MixerSubmodules, RecurrentMixer
-from ..mixers.loader_layout import AUTO
+from ..mixers.options import MixerOptions
 from ..mixers.tensor_parallel import ConvModule
 from ..ops.parts import Parts
 from .front import gdn2_parts
 from .rule import choose_gdn2
 from .sizes import GDN2Dims
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDN2Options(MixerOptions):
+    """The options of a :class:`GatedDeltaNet2`."""
+
+    absent = ("rule_operands",)
 
 
 class GatedDeltaNet2(ConvModule, RecurrentMixer):
@@ -39,12 +45,12 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
     ``megatron.core.ssm.gated_delta_net``.
 
     Args:
-        backend: implementation of the recurrence: ``"fla"`` (fla's kernels, on a GPU),
-            ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
+        options: the fields of :class:`.mixers.options.MixerOptions`, without ``rule_operands``;
+            ``backend`` is ``"fla"`` (fla's kernels, on a GPU), ``"reference"`` or ``"auto"``, see
             `megatron_gdn.gdn2.rule`.
 
     Other arguments are those of :class:`megatron_gdn.GatedDeltaNet`. The backward always computes
-    the gates again. Pass ``backend`` and later arguments through ``ModuleSpec(params={...})``.
+    the gates again. Pass options through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
@@ -52,6 +58,8 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
         ImportError: the requested backend is not available.
     """
 
+    options_class = GDN2Options
+    launch_arguments = ("bias", "conv_bias", "conv_init", "use_qk_l2norm", "A_init_range")
     recurrence: ClassVar[str] = "GDN-2"
     in_layer_graphs: ClassVar[bool] = True
     decay_section: ClassVar[str | None] = "f"
@@ -74,24 +82,18 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
         cp_comm_type: str | Sequence[str] | None = None,
         pp_layer_offset: int | None = 0,
         is_mtp_layer: bool = False,
-        backend: str = "auto",
-        cp_layout: str | SequenceLayout = AUTO,
-        linear_cp_mode: str | LinearCpMode | None = None,
-        cp_ranks_per_machine: int | None = None,
-        recompute: str | None = None,
+        **options: Any,
     ) -> None:
-        again = recomputed_parts(config, recompute)
+        given = GDN2Options.of(options)
         super().__init__(
-            config, GDN2Dims.from_config(config), layer_number, pg_collection, pp_layer_offset,
-            cp_layout, A_init_range, conv_init,
+            config, GDN2Dims.from_config(config), given, layer_number, pg_collection,
+            pp_layer_offset, A_init_range, conv_init,
         )  # fmt: skip
-        self.use_qk_l2norm, self.recompute_qkv = use_qk_l2norm, "qkv" in again
+        self.use_qk_l2norm = use_qk_l2norm
         G, K = self.dims.num_key_heads, self.dims.key_head_dim
         self._build(
-            submodules, partial(choose_gdn2, backend, self.dims.state),
+            submodules, partial(choose_gdn2, given.backend, self.dims.state),
             fp32={"dt_bias": G * K, "A_log": G}, name=name, bias=bias, conv_bias=conv_bias,
-            linear_cp_mode=linear_cp_mode, cp_ranks_per_machine=cp_ranks_per_machine,
-            recomputed=again,
         )  # fmt: skip
 
     def make_parts(self, rows: Tensor, *parameters: Any, **others: Any) -> Parts:

@@ -6,6 +6,7 @@ Legend: R columns of a gate's narrow half on all tensor-parallel ranks, C of a g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,10 +17,8 @@ from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tens
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from ..context_parallel import LinearCpMode, SequenceLayout
-from ..mixers.arguments import recomputed_parts
 from ..mixers.base import MixerSubmodules, RecurrentMixer
-from ..mixers.loader_layout import AUTO
+from ..mixers.options import MixerOptions
 from ..ops.parts import Parts
 from .front import kda_parts
 from .rule import choose_kda
@@ -28,6 +27,33 @@ from .sizes import KDADims
 
 class KimiDeltaAttentionSubmodules(MixerSubmodules):
     """Specs of the modules inside a :class:`KimiDeltaAttention`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDAOptions(MixerOptions):
+    """The options of a :class:`KimiDeltaAttention`; ``"light"`` recomputes only ``out_norm``.
+
+    Args:
+        forget_rank, output_rank: columns of the narrow half of the forget gate and of the output
+            gate; default the value head's dim, as in Kimi Linear. 0: the gate is a full section of
+            ``in_proj``.
+        gate_lower_bound: a number below 0 for the gate
+            ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
+    """
+
+    absent = ("rule_operands",)
+
+    forget_rank: int | None = None
+    output_rank: int | None = None
+    gate_lower_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gate_lower_bound is not None and not self.gate_lower_bound < 0:
+            raise ValueError(
+                f"gate_lower_bound={self.gate_lower_bound} must be below 0: it bounds a log-decay. "
+                f"Use -5, or None for the unbounded gate."
+            )
 
 
 class KimiDeltaAttention(RecurrentMixer):
@@ -50,18 +76,12 @@ class KimiDeltaAttention(RecurrentMixer):
             value head has gates and a state; Kimi Linear has as many key heads as value heads.
         A_init_range: as in :class:`megatron_gdn.GatedDeltaNet`; default (1, 16), or (1, 1) with
             ``gate_lower_bound``.
-        backend: implementation of the recurrence: ``"fla"``, ``"cudnn"`` (Hopper; ``"auto"`` never
-            takes it), ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
-            :func:`megatron_gdn.kda.rule.choose_kda`.
-        forget_rank, output_rank: columns of the narrow half of the forget gate and of the output
-            gate; default the value head's dim, as in Kimi Linear. 0: the gate is a full section of
-            ``in_proj``.
-        gate_lower_bound: a number below 0 for the gate
-            ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
-        recompute: as in `GatedDeltaNet`, but ``"light"`` recomputes only ``out_norm``.
+        options: the fields of :class:`.mixers.options.MixerOptions` and :class:`KDAOptions`;
+            ``backend`` is ``"fla"``, ``"cudnn"`` (Hopper; ``"auto"`` never takes it),
+            ``"reference"`` or ``"auto"``, see :func:`megatron_gdn.kda.rule.choose_kda`.
 
-    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass ``backend`` and later
-    arguments through ``ModuleSpec(params={...})``.
+    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass options through
+    ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, or an option with an
@@ -74,6 +94,8 @@ class KimiDeltaAttention(RecurrentMixer):
     f_b_weight: nn.Parameter | None
     z_b_weight: nn.Parameter | None
 
+    options_class = KDAOptions
+    launch_arguments = ("conv_bias", "conv_init", "A_init_range")
     recurrence: ClassVar[str] = "KDA"
     stays_wide: ClassVar[bool] = True
     in_layer_graphs: ClassVar[bool] = True
@@ -95,23 +117,13 @@ class KimiDeltaAttention(RecurrentMixer):
         cp_comm_type: str | Sequence[str] | None = None,
         pp_layer_offset: int | None = 0,
         is_mtp_layer: bool = False,
-        backend: str = "auto",
-        forget_rank: int | None = None,
-        output_rank: int | None = None,
-        gate_lower_bound: float | None = None,
-        cp_layout: str | SequenceLayout = AUTO,
-        linear_cp_mode: str | LinearCpMode | None = None,
-        cp_ranks_per_machine: int | None = None,
-        recompute: str | None = None,
+        **options: Any,
     ) -> None:
-        """``forget_rank``, ``output_rank``: columns of f_a, z_a. ``gate_lower_bound``: least g."""
+        """The class documents all arguments."""
+        given = KDAOptions.of(options)
+        bound = given.gate_lower_bound
         if A_init_range is None:
-            A_init_range = (1, 16) if gate_lower_bound is None else (1, 1)
-        if gate_lower_bound is not None and not gate_lower_bound < 0:
-            raise ValueError(
-                f"gate_lower_bound={gate_lower_bound} must be below 0: it bounds a log-decay. Use "
-                f"-5, or None for the unbounded gate."
-            )
+            A_init_range = (1, 16) if bound is None else (1, 1)
         if getattr(config, "linear_allow_neg_eigval", False):
             raise NotImplementedError(
                 "linear_allow_neg_eigval=True: write strengths of KimiDeltaAttention end at 1. "
@@ -122,18 +134,15 @@ class KimiDeltaAttention(RecurrentMixer):
                 "delay_wgrad_compute: KimiDeltaAttention computes the gradients of its gates' "
                 "weights at once. Switch it off."
             )
-        again = recomputed_parts(config, recompute)
         super().__init__(
-            config, KDADims.of(config, forget_rank, output_rank), layer_number,
-            pg_collection, pp_layer_offset, cp_layout, A_init_range, conv_init,
+            config, KDADims.of(config, given.forget_rank, given.output_rank), given, layer_number,
+            pg_collection, pp_layer_offset, A_init_range, conv_init,
         )  # fmt: skip
-        self.gate_lower_bound = gate_lower_bound
+        self.gate_lower_bound = bound
         H, K, _ = (state := self.dims.state)[:3]
         self._build(
-            submodules, partial(choose_kda, backend, state, gate_lower_bound),
+            submodules, partial(choose_kda, given.backend, state, bound),
             fp32={"dt_bias": H * K, "A_log": H}, name=name, conv_bias=conv_bias,
-            linear_cp_mode=linear_cp_mode, cp_ranks_per_machine=cp_ranks_per_machine,
-            recomputed=again,
         )  # fmt: skip
 
     def project(self, hidden_states: Tensor) -> Tensor:

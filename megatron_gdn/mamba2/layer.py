@@ -15,11 +15,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from ..context_parallel import LinearCpMode, Scheme, SequenceLayout
+from ..context_parallel import Scheme
 from ..mixers.arguments import ConfigFields
 from ..mixers.base import RecurrentMixer
 from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
-from ..mixers.loader_layout import AUTO
+from ..mixers.options import MixerOptions
 from ..mixers.out_norm import PLAIN_FORWARDS, is_plain
 from ..mixers.tensor_parallel import device_for, mark_sharded
 from ..ops.aligned import apply_token_by_token
@@ -47,6 +47,24 @@ class Mamba2MixerSubmodules:
     out_proj: ModuleSpec | type = IdentityOp
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Options(MixerOptions):
+    """The options of a :class:`Mamba2Mixer`.
+
+    With ``linear_cp_mode="headwise"``, heads of one group may be on several ranks; each of these
+    ranks holds a copy of the group's B and C.
+
+    Args:
+        dt_limit: the least and the greatest time step.
+        norm_eps: epsilon of the output norm.
+    """
+
+    absent = ("rule_operands", "recompute")
+
+    dt_limit: tuple[float, float] = UNLIMITED
+    norm_eps: float = 1e-5
+
+
 class Mamba2Mixer(RecurrentMixer):
     """Mamba2 as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
 
@@ -72,14 +90,12 @@ class Mamba2Mixer(RecurrentMixer):
         dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between ``dt_min`` and
             ``dt_max``, but not below ``dt_init_floor``.
         chunk_size: Megatron's dynamic context may cut prompts at multiples of it; any is correct.
-        backend: implementation of the recurrence: ``"fla"``, ``"reference"`` (plain torch,
-            deterministic) or ``"auto"``, see `megatron_gdn.mamba2.rule`.
-        linear_cp_mode: as in :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group
-            may be on several ranks; each of these ranks holds a copy of the group's B and C.
-        dt_limit, norm_eps: least and greatest time step; epsilon of the output norm.
+        options: the fields of :class:`.mixers.options.MixerOptions` and :class:`Mamba2Options`,
+            without ``rule_operands`` and ``recompute``; ``backend`` is ``"fla"``, ``"reference"``
+            or ``"auto"``, see `megatron_gdn.mamba2.rule`.
 
-    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass ``backend`` and the
-    arguments after it through ``ModuleSpec(params={...})``.
+    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass options through
+    ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, or an argument that
@@ -88,6 +104,7 @@ class Mamba2Mixer(RecurrentMixer):
     """
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+    options_class = Mamba2Options
     config_fields = MAMBA2_FIELDS
     recurrence = "SSD"
     use_muon = False  # as in Megatron's mixer
@@ -123,37 +140,31 @@ class Mamba2Mixer(RecurrentMixer):
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int | None = 0,
         name: str | None = None,
-        *,
-        backend: str = "auto",
-        cp_layout: str | SequenceLayout = AUTO,
-        linear_cp_mode: str | LinearCpMode | None = None,
-        cp_ranks_per_machine: int | None = None,
-        dt_limit: tuple[float, float] = UNLIMITED,
-        norm_eps: float = 1e-5,
+        **options: Any,
     ) -> None:
         """``d_model``: hidden size. ``d_conv``: taps. ``expand``: d_inner / d_model.
-        ``D_has_hdim``: D per channel. ``rmsnorm``: norm before out_proj, with epsilon ``norm_eps``.
+        ``D_has_hdim``: D per channel. ``rmsnorm``: norm before out_proj.
         softplus(dt_bias) starts between ``dt_min`` and ``dt_max``, not below ``dt_init_floor``.
         ``dt_init``, ``dt_scale``, ``norm_before_gate`` and ``bias`` must have their defaults.
         """
         pass_masks_to_mixers()
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
-        check_ranges((dt_min, dt_max), dt_init_floor, dt_limit)
+        given = Mamba2Options.of(options)
+        check_ranges((dt_min, dt_max), dt_init_floor, given.dt_limit)
         super().__init__(
-            config, Mamba2Dims.from_config(config, d_model, d_conv, expand), layer_number,
-            pg_collection, pp_layer_offset, cp_layout, A_init_range, conv_init,
+            config, Mamba2Dims.from_config(config, d_model, d_conv, expand), given, layer_number,
+            pg_collection, pp_layer_offset, A_init_range, conv_init,
         )  # fmt: skip
         self.d_model, self.d_conv, self.expand = d_model, d_conv, expand
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
         self.dt_init_range, self.dt_init_floor = (dt_min, dt_max), dt_init_floor
-        self.dt_limit = dt_limit[0], dt_limit[1]
-        self.norm_eps, self.chunk_size = norm_eps, chunk_size
+        self.dt_limit = given.dt_limit[0], given.dt_limit[1]
+        self.norm_eps, self.chunk_size = given.norm_eps, chunk_size
         heads, channels = self.dims.num_heads, self.dims.d_inner
         self._build(
-            submodules, partial(choose_ssd, backend, self.dims.state),
+            submodules, partial(choose_ssd, given.backend, self.dims.state),
             fp32={"dt_bias": heads, "A_log": heads, "D": channels if D_has_hdim else heads},
-            name=name, conv_bias=conv_bias, linear_cp_mode=linear_cp_mode,
-            cp_ranks_per_machine=cp_ranks_per_machine,
+            name=name, conv_bias=conv_bias,
         )  # fmt: skip
 
     def _name_sizes(self) -> None:

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..compat.observe import log_once, nvtx_range_of
-from ..context_parallel import LinearCpMode, Scheme, SequenceLayout
+from ..context_parallel import Scheme
 from ..context_parallel.scheme import local_parameters
 from ..ops.autograd import uncompiled
 from ..ops.layout import layout_of_in_proj
@@ -33,6 +33,7 @@ from .arguments import (
     GDN_FIELDS,
     ConfigFields,
     check_config_fields,
+    recomputed_parts,
     refuse_unsupported,
     require_causal,
 )
@@ -48,8 +49,9 @@ from .fp8 import (
 )
 from .generation import GeneratingMixer
 from .graphs import in_layer_graph, refuse_packed
-from .loader_layout import AUTO, FollowsLoader, LoaderLayout
+from .loader_layout import FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
+from .options import MixerOptions
 from .out_norm import readout_norm
 from .precision import SeparatelyShardedFp32
 from .rotary_lengths import explain_rotary_lengths
@@ -87,6 +89,9 @@ class RecurrentMixer(
     out_proj: Any
     out_norm: Any
     micro_batches: MicroBatches
+    options_class: ClassVar[type[MixerOptions]] = MixerOptions
+    # Arguments of Megatron's constructor that a launch may set by MEGATRON_GDN_OPTIONS too.
+    launch_arguments: ClassVar[tuple[str, ...]] = ()
     config_fields: ClassVar[ConfigFields] = GDN_FIELDS  # the config's fields about this mixer
     recurrence: ClassVar[str] = "delta rule"  # the rule's name in log and error messages
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
@@ -98,9 +103,10 @@ class RecurrentMixer(
     decay_section: ClassVar[str | None] = None  # the section whose heads A_log has; None: all heads
     output_gate_activation: str = "silu"  # activation of the output gate z
     gates_own_rows: bool = False  # whether the readout runs after passage.close
-    recompute_whole: bool = False  # whether training keeps only the layer's input
+    recompute_whole: bool  # whether training keeps only the layer's input
     recompute_norm_out: bool = False  # whether the backward computes out_proj's input again
-    recompute_rule: bool = False  # whether front and rule run again in the backward
+    recompute_rule: bool  # whether front and rule run again in the backward
+    recompute_qkv: bool  # whether the backward computes inputs of the rule again (q: always)
     # Recomputes out_proj's input of the last forward; the attribute has Megatron's name.
     norm_out_checkpoint: RefilledOutput | None = None
 
@@ -108,10 +114,10 @@ class RecurrentMixer(
         self,
         config: TransformerConfig,
         dims: Any,
+        options: MixerOptions,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int | None = 0,
-        cp_layout: str | SequenceLayout = AUTO,
         A_init_range: tuple[float, float] = (1, 16),
         conv_init: float | None = None,
     ) -> None:
@@ -123,6 +129,12 @@ class RecurrentMixer(
                 f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
                 f"A_log starts as the logarithm of a number drawn from it."
             )
+        self.options = options
+        recomputed = frozenset()
+        if "recompute" in options.names():
+            recomputed = recomputed_parts(config, options.recompute)
+        self.recompute_whole, self.recompute_rule = "whole" in recomputed, "rule" in recomputed
+        self.recompute_qkv, self._recomputes_norm = "qkv" in recomputed, "norm_out" in recomputed
         check_config_fields(mixer, self.config_fields, config)
         if self.in_layer_graphs:
             in_layer_graph(config)  # raises if a graph of the layer could not be replayed
@@ -131,7 +143,7 @@ class RecurrentMixer(
         self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
         self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.tp_size = pg_collection.tp.size()
-        self.loader_layout = LoaderLayout(cp_layout, config)
+        self.loader_layout = LoaderLayout(options.cp_layout, config)
         self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # whole mixer, this rank
         self.A_init_range, self.conv_init = tuple(A_init_range), conv_init
         check_fp8_settings(config, mixer, self.dims.layout, self.stays_wide)
@@ -316,20 +328,16 @@ class RecurrentMixer(
         name: str | None = None,
         bias: bool = False,
         conv_bias: bool = False,
-        linear_cp_mode: str | LinearCpMode | None = None,
-        cp_ranks_per_machine: int | None = None,
-        recomputed: frozenset[str] = frozenset(),
     ) -> None:
         """Make ``micro_batches``, and all parameters in their order in checkpoint files.
 
         ``choose_rule(device, dtype, bits)`` returns rule and reason; ``fp32`` maps fp32 parameters'
-        names to lengths on this rank; ``recomputed`` is from :func:`.arguments.recomputed_parts`.
+        names to lengths on this rank.
         """
         config, dims = self.config, self.dims
         self.micro_batches = MicroBatches(
             config, dims.layout, dims.state, dims.conv_kernel_dim, self.pg_collection.cp,
-            self.loader_layout, mode=linear_cp_mode, choose_rule=choose_rule,
-            cp_ranks_per_machine=cp_ranks_per_machine, mixer=type(self).__name__,
+            self.loader_layout, self.options, choose_rule, mixer=type(self).__name__,
             recurrence=self.recurrence,
         )  # fmt: skip
         whole, path = self.global_dims, "" if name is None else f"{name}."
@@ -354,8 +362,7 @@ class RecurrentMixer(
             tp_comm_buffer_name="fc2", name=f"{path}out_proj" if path else None, **of_both,
         )  # fmt: skip
         self.remember_marks()
-        self.recompute_whole, self.recompute_rule = "whole" in recomputed, "rule" in recomputed
-        if "norm_out" in recomputed:
+        if self._recomputes_norm:
             self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
         self.reset_parameters()
 

@@ -16,12 +16,7 @@ from torch import Tensor
 
 from ..compat.observe import log_once
 from ..context_parallel import Chunkwise, Headwise, LinearCpMode, Scheme, SequenceLayout, Whole
-from ..context_parallel.agreement import (
-    check_ranks_per_machine,
-    number_of_new_layer,
-    ranks_per_machine,
-    require_agreement,
-)
+from ..context_parallel.agreement import number_of_new_layer, ranks_per_machine, require_agreement
 from ..context_parallel.price import price
 from ..context_parallel.scheme import Passage, keep_in_place
 from ..ops.documents import Documents, require_one_row
@@ -31,6 +26,7 @@ from ..ops.parts import WHOLE_SEQUENCES
 from ..ops.rules.base import Bits, Rule
 from ..ops.state_maps.state_map import StateShape
 from .loader_layout import LoaderLayout
+from .options import MixerOptions
 from .packing import context_parallel_group_of, resolve_packed_seq_params
 
 if TYPE_CHECKING:
@@ -74,7 +70,8 @@ class MicroBatches:
     ``layout`` and ``state`` are the projection columns and head states of one tensor-parallel rank,
     ``taps`` is W, ``group`` is the context-parallel group of micro-batches that do not bring their
     own, ``loader_layout`` finds how the loader cut sequences. ``mixer`` and ``recurrence`` are
-    names for the log. If ``mode`` is headwise, ``group``'s ranks must be able to share the heads.
+    names for the log. If ``options.linear_cp_mode`` is headwise, ``group``'s ranks must be able to
+    share the heads.
     """
 
     def __init__(
@@ -85,18 +82,18 @@ class MicroBatches:
         taps: int,
         group: Any,
         loader_layout: LoaderLayout,
-        *,
-        mode: str | LinearCpMode | None,
+        options: MixerOptions,
         choose_rule: ChooseRule,
-        cp_ranks_per_machine: int | None = None,
+        *,
         mixer: str = "GatedDeltaNet",
         recurrence: str = "delta rule",
     ) -> None:
         """``loader_layout`` tells the loader's cut; ``recurrence`` names the rule in the log."""
         self._config, self._layout, self._state, self._taps = config, layout, state, taps
         self._loader_layout = loader_layout
-        self._mode, self._choose_rule = LinearCpMode.of(mode, config), choose_rule
-        self._per_machine = check_ranks_per_machine(cp_ranks_per_machine)
+        self._mode = LinearCpMode.of(options.linear_cp_mode, config)
+        self._per_machine = options.cp_ranks_per_machine
+        self._choose_rule = choose_rule
         self._layer, self._mixer, self._recurrence = number_of_new_layer(), mixer, recurrence
         self._whole: dict[tuple, MicroBatch] = {}
         self._schemes: dict[tuple[Any, Rule, SequenceLayout], tuple[Scheme, ...]] = {}

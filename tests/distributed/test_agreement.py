@@ -13,6 +13,7 @@ from megatron_gdn.context_parallel import agreement
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.mixers.loader_layout import LoaderLayout
 from megatron_gdn.mixers.micro_batch import MicroBatches
+from megatron_gdn.mixers.options import MixerOptions
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from tests.distributed.layer_laws import over_ranks, thd
 from tests.parallel import make_config
@@ -107,8 +108,9 @@ def test_schemes_of_groups_that_went_are_not_kept():
     """Sixteen groups are kept at a time, the layer's own (none) among them; each has one scheme."""
     sizes, config = HeadSizes(2, 4, 4, 4), make_config()
     chooser = MicroBatches(
-        config, sizes.layout, sizes.state, 4, None, LoaderLayout("zigzag", config), mode="auto",
-        choose_rule=partial(resolve_rule, "reference", sizes=sizes, operands="bf16"),
+        config, sizes.layout, sizes.state, 4, None, LoaderLayout("zigzag", config),
+        MixerOptions(linear_cp_mode="auto"),
+        partial(resolve_rule, "reference", sizes=sizes, operands="bf16"),
     )  # fmt: skip
     made = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(20)]
     seen = []

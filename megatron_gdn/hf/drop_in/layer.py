@@ -14,6 +14,7 @@ from ...context_parallel.scheme import local_parameters
 from ...mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
 from ...mixers.loader_layout import LoaderLayout
 from ...mixers.micro_batch import MicroBatch, MicroBatches
+from ...mixers.options import MixerOptions
 from ...ops.layout import Layout
 from ...ops.mixer import mix
 from ...ops.parts import GatedNorm
@@ -249,8 +250,8 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
     loader_layout = LoaderLayout(options.cp_layout, megatron_config)
     micro_batches = MicroBatches(
         megatron_config, mixer.dims.layout, mixer.dims.state, mixer.dims.conv_kernel_dim,
-        group_of(options.cp_mesh), loader_layout, mode=options.linear_cp_mode,
-        choose_rule=mixer.rule, **mixer.names,
+        group_of(options.cp_mesh), loader_layout,
+        MixerOptions(linear_cp_mode=options.linear_cp_mode), mixer.rule, **mixer.names,
     )  # fmt: skip
     original: Any = families.transformers_class(module)
     if not isinstance(module, CPAwareGatedDeltaNet):

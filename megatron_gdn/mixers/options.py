@@ -1,0 +1,81 @@
+"""The options of this package that every mixer has, beside Megatron's own arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from ..context_parallel import LinearCpMode, SequenceLayout
+from ..context_parallel.agreement import check_ranks_per_machine
+from .arguments import RECOMPUTE_LEVELS
+from .loader_layout import AUTO
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerOptions:
+    """How a mixer runs. A mixer with options of its own extends this class.
+
+    A constructor of a mixer takes these options as keywords; ``ModuleSpec(params={...})``, the
+    specs, ``MEGATRON_GDN_OPTIONS`` and ``patch_megatron`` pass them on.
+
+    Args:
+        backend: implementation of the recurrence: ``"reference"`` (plain torch, deterministic),
+            ``"fla"``, a name that only this mixer has (``"flash_qla"``, ``"cudnn"``), or
+            ``"auto"``, the first that supports the device and dtype of the rows. The mixer's
+            ``rule.py`` lists them.
+        rule_operands: ``"fp16"`` or ``"bf16"``, the dtype to which the GPU backends round operands
+            of products inside a chunk, in a bf16 layer. fp16 is more exact, bf16 has the wider
+            range, see :mod:`megatron_gdn.gdn.half`. Deterministic mode uses bf16.
+        cp_layout: how the data loader cut sequences for context parallelism, see
+            :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
+            itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``; ``"auto"``
+            means Megatron's setting, else zigzag, see :mod:`megatron_gdn.mixers.loader_layout`. A
+            value that contradicts Megatron's setting raises a ValueError.
+        linear_cp_mode: ``"headwise"`` (an all-to-all gives a rank all tokens of some heads),
+            ``"chunkwise"`` (ranks send states, not activations) or ``"auto"``, the cheaper for each
+            micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
+        cp_ranks_per_machine: the number of successive context-parallel ranks that NVLink joins;
+            ``linear_cp_mode="auto"`` needs it to estimate costs. The last machine may have fewer
+            ranks. None (default): the ranks exchange their hosts' names once to find the number.
+        recompute: tensors that the backward computes again and the forward does not keep:
+            ``"none"``, ``"light"`` (query, key, value, the normed output that out_proj reads) or
+            ``"full"`` (also the rule's output and the inverses of its chunks). Megatron's
+            ``--recompute-modules gdn_norm_out`` adds the normed output; ``gdn`` of newer Megatrons
+            computes the whole layer again.
+
+    Raises:
+        ValueError: an illegal value of ``cp_ranks_per_machine`` or ``recompute``. The objects that
+            read the other options check them: the choice of a rule, `LoaderLayout`, `LinearCpMode`.
+    """
+
+    absent: ClassVar[tuple[str, ...]] = ()  # the fields that this mixer does not have
+
+    backend: str = "auto"
+    rule_operands: str = "fp16"
+    cp_layout: str | SequenceLayout = AUTO
+    linear_cp_mode: str | LinearCpMode | None = None
+    cp_ranks_per_machine: int | None = None
+    recompute: str | None = None
+
+    def __post_init__(self) -> None:
+        check_ranks_per_machine(self.cp_ranks_per_machine)
+        if self.recompute is not None and self.recompute not in RECOMPUTE_LEVELS:
+            legal = ", ".join(repr(level) for level in RECOMPUTE_LEVELS)
+            raise ValueError(f"recompute={self.recompute!r} is not known; use one of {legal}.")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The options that a constructor was given; a TypeError if the mixer lacks one of them."""
+        unknown = sorted(given.keys() - cls.names())
+        if unknown:
+            raise TypeError(
+                f"unknown arguments {', '.join(unknown)}: beside Megatron's arguments this mixer "
+                f"takes the options {', '.join(sorted(cls.names()))}."
+            )
+        return cls(**given)
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """The names of the options that the mixer has."""
+        return frozenset(field.name for field in fields(cls)) - set(cls.absent)
