@@ -67,10 +67,11 @@ def gated_delta_rule(
             backend, a chunk size that a kernel refuses.
         ImportError: the backend's package is missing.
     """
-    if backend not in ("auto", "recurrent", *RULES):
+    names = [rule.name for rule in RULES]
+    if backend not in ("auto", "recurrent", *names):
         raise ValueError(
             f"unknown backend {backend!r}; use 'auto', 'recurrent' or one of "
-            f"{', '.join(repr(name) for name in RULES)}."
+            f"{', '.join(map(repr, names))}."
         )
     common = {
         "initial_state": initial_state,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,16 +10,15 @@ from torch import Tensor
 from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
 from ..ops.delta_rule.fla import STATE_KERNELS, FlaDeltaRule
 from ..ops.delta_rule.plain import PlainRule
-from ..ops.obstacles import Obstacle, installed_version, why_not_flash_qla
+from ..ops.obstacles import Obstacle
 from ..ops.rules.base import Bits, Rule
-from ..ops.rules.choice import Choice, Kernels, RepeatabilityTest, choose
-from ..ops.rules.fla import SEQUENCES, ChunkProducts, FlaBackward, FlaForward, kernels_of_fla
+from ..ops.rules.choice import Choice, choose
+from ..ops.rules.fla import SEQUENCES, ChunkProducts, FlaBackward, FlaForward
 from .flash_qla.rule import FlashQlaRule
 from .half import HalfOperands
 
 __all__ = ["RULES", "Choice", "Rule", "RuleGrads", "RuleInputs", "resolve_rule"]
 
-RULES = ("flash_qla", "fla", "reference")
 _HOME = "fla.ops.gated_delta_rule.chunk"
 
 
@@ -36,6 +35,10 @@ class FlaGDN(FlaDeltaRule):
         f"{_HOME} chunk_gated_delta_rule_bwd":
             f"q k v g beta A scale initial_state do dht {SEQUENCES}",
     }  # fmt: skip
+
+    @classmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Obstacle | None:
+        return super().why_not(device, dtype, sizes.state)
 
     def inside(self, x: FlaForward) -> ChunkProducts:
         """The products inside each chunk, which need no state."""
@@ -71,6 +74,9 @@ class FlaGDN(FlaDeltaRule):
             initial_state=initial, do=x.d_o, dht=d_final, **x.at,
         )  # fmt: skip
         return RuleGrads(dq, dk, dv, dg, dbeta)
+
+
+RULES = (FlashQlaRule, FlaGDN, PlainRule)  # in the order of preference
 
 
 def resolve_rule(
@@ -109,16 +115,9 @@ def resolve_rule(
             f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or 'bf16'."
         )
     device = torch.device(device)
-    kernels = {
-        "flash_qla": Kernels(
-            lambda: _why_not_flash_qla(device, dtype, sizes),
-            FlashQlaRule,
-            f"{dtype} heads of 128 on this GPU",
-            tested=lambda: _repeatability_test(device, dtype, sizes),
-        ),
-        "fla": kernels_of_fla(FlaGDN, device, dtype, sizes.state),
-    }
-    choice = choose(backend, "Gated DeltaNet", kernels, PlainRule, device=device, bits=bits)
+    choice = choose(
+        backend, "Gated DeltaNet", RULES, device=device, dtype=dtype, sizes=sizes, bits=bits
+    )
     rule, reason = choice
     if operands == "bf16" or rule.name == "reference" or dtype != torch.bfloat16:
         return choice  # bf16 was asked for, or the operands are at least as exact as fp16
@@ -129,57 +128,3 @@ def resolve_rule(
     else:
         return Choice(HalfOperands(rule), f"{reason}; fp16 operands")
     return Choice(rule, f"{reason}; no fp16 operands: {why}")
-
-
-def _why_not_flash_qla(
-    device: torch.device, dtype: torch.dtype, sizes: HeadSizes
-) -> Obstacle | None:
-    """Why flash_qla cannot run ``sizes`` in ``dtype`` on ``device``; None if flash_qla can."""
-    obstacle = why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim)
-    heads = FlashQlaRule().why_not_heads(sizes.value_heads)
-    return Obstacle(heads) if obstacle is None and heads is not None else obstacle
-
-
-class Repeatable(NamedTuple):
-    """A GPU, versions, dtypes and ratios of heads for which flash_qla repeats bit for bit.
-
-    ``benchmarks/bench_determinism.py`` ran hundreds of forward and backward passes on this GPU in
-    two processes, in memory that was filled with NaN, while another CUDA stream was busy.
-    """
-
-    capability: tuple[int, int]
-    versions: dict[str, str]  # versions of packages that contain or compile the kernels
-    dtypes: tuple[torch.dtype, ...]
-    value_heads_per_key_head: tuple[int, ...]
-    evidence: str  # what the log says about the test
-
-
-REPEATABLE: tuple[Repeatable, ...] = (
-    Repeatable(
-        (9, 0), {"flash-qla": "0.1.3", "tilelang": "0.1.15"}, (torch.bfloat16,),
-        (1, 2, 4),
-        "2 x 200 repeats of 8192 tokens were equal on an H200",
-    ),
-)  # fmt: skip
-
-
-def _repeatability_test(
-    device: torch.device, dtype: torch.dtype, sizes: HeadSizes
-) -> RepeatabilityTest:
-    """Whether ``REPEATABLE`` covers this GPU, dtype, ratio of heads and installed versions."""
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        ratio = sizes.value_heads // sizes.key_heads
-        for known in REPEATABLE:
-            if (
-                known.capability == capability
-                and all(installed_version(name) == v for name, v in known.versions.items())
-                and dtype in known.dtypes
-                and ratio in known.value_heads_per_key_head
-            ):
-                return RepeatabilityTest(True, known.evidence)
-    return RepeatabilityTest(
-        False,
-        f"flash_qla was not tested for repeatability with {dtype}, {sizes.key_heads} key and "
-        f"{sizes.value_heads} value heads on this GPU with the installed versions",
-    )

@@ -9,17 +9,19 @@ its value heads. The front sums the gradients of a key head's copies.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..ops.delta_rule.chunk_math import Values
 from ..ops.delta_rule.fla import CHANNEL_RULE_KERNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
-from ..ops.rules.base import Saved
-from ..ops.rules.fla import SEQUENCES, choose_fla_or_plain
+from ..ops.rules.base import Bits, Saved
+from ..ops.rules.choice import Choice, choose
+from ..ops.rules.fla import SEQUENCES
+from ..ops.state_maps.state_map import StateShape
 
 
 class GDN2Inputs(NamedTuple):
@@ -83,5 +85,15 @@ def _repeat_key_heads(inputs: GDN2Inputs) -> GDN2Inputs:
     )
 
 
-# ``"auto"`` takes fla if its kernels run here and the caller does not ask for repeatable bits.
-choose_gdn2 = partial(choose_fla_or_plain, "Gated DeltaNet-2", FlaGDN2, PlainGDN2)
+def choose_gdn2(
+    backend: str,
+    state: StateShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    bits: Bits = Bits.FREE,
+) -> Choice:
+    """Choose the rule of a Gated DeltaNet-2: ``"fla"``, ``"reference"`` or ``"auto"``."""
+    return choose(
+        backend, "Gated DeltaNet-2", (FlaGDN2, PlainGDN2),
+        device=device, dtype=dtype, sizes=state, bits=bits,
+    )  # fmt: skip

@@ -29,36 +29,12 @@ from ..ops.documents import Documents
 from ..ops.obstacles import Obstacle, installed_version, version_tuple
 from ..ops.rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_one_row, in_rows
 from ..ops.state_maps.state_map import StateMap
+from .sizes import KDARuleSizes
 
 HEAD_DIM = 128
 LEAST_LOG_DECAY = -5.0
 _SUPPORTED_VERSION = (1, 32)
 _PLAN = "kda_hopper_cuda"
-
-
-def why_not_cudnn(
-    device: torch.device,
-    dtype: torch.dtype,
-    key_dim: int,
-    value_dim: int | None,
-    lower_bound: float | None,
-) -> Obstacle | None:
-    """Why cuDNN cannot train such heads with g >= ``lower_bound``, and a fix; None if it can."""
-    if device.type != "cuda":
-        return Obstacle(f"cuDNN runs on a GPU, not on {device}")
-    if dtype != torch.bfloat16:
-        return Obstacle(f"cuDNN's KDA takes bf16, not {dtype}")
-    for dim in (key_dim, value_dim):
-        if dim not in (HEAD_DIM, None):
-            return Obstacle(f"cuDNN's KDA takes heads of {HEAD_DIM}, not {dim}")
-    if lower_bound is None or lower_bound < LEAST_LOG_DECAY:
-        return Obstacle(
-            f"cuDNN's KDA returns NaN for log-decays below -5.5, and gate_lower_bound="
-            f"{lower_bound}. A layer with gate_lower_bound={LEAST_LOG_DECAY} or more can take it"
-        )
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return Obstacle("cuDNN's KDA runs on compute capability 9.0 only")
-    return _why_not_package()
 
 
 @cache
@@ -177,6 +153,29 @@ class CudnnBackward(RuleBackward):
 class CudnnKDA(Rule):
     """The rule ``backend="cudnn"``: KDA by cuDNN's kernels; ``"auto"`` never takes it."""
 
-    name = "cudnn"
+    name, by_name = "cudnn", True
+    unsteady = "cuDNN cuts a sequence into pieces by the number of all sequences"
     reads_again = frozenset(RuleInputs._fields)
     forward, backward = CudnnForward, CudnnBackward
+
+    @classmethod
+    def why_not(
+        cls, device: torch.device, dtype: torch.dtype, sizes: KDARuleSizes
+    ) -> Obstacle | None:
+        """Why cuDNN cannot train heads of these sizes, and the fix; None if it can."""
+        if device.type != "cuda":
+            return Obstacle(f"cuDNN runs on a GPU, not on {device}")
+        if dtype != torch.bfloat16:
+            return Obstacle(f"cuDNN's KDA takes bf16, not {dtype}")
+        for dim in (sizes.state.rows, sizes.state.columns):
+            if dim != HEAD_DIM:
+                return Obstacle(f"cuDNN's KDA takes heads of {HEAD_DIM}, not {dim}")
+        bound = sizes.lower_bound
+        if bound is None or bound < LEAST_LOG_DECAY:
+            return Obstacle(
+                f"cuDNN's KDA returns NaN for log-decays below -5.5, and gate_lower_bound={bound}. "
+                f"A layer with gate_lower_bound={LEAST_LOG_DECAY} or more can take it"
+            )
+        if torch.cuda.get_device_capability(device) != (9, 0):
+            return Obstacle("cuDNN's KDA runs on compute capability 9.0 only")
+        return _why_not_package()

@@ -7,11 +7,13 @@ import torch
 from ..ops.delta_rule.base import RuleInputs
 from ..ops.delta_rule.fla import CHANNEL_RULE_KERNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
+from ..ops.obstacles import Obstacle
 from ..ops.rules.base import Bits
-from ..ops.rules.choice import Choice, Kernels, choose
-from ..ops.rules.fla import SEQUENCES, kernels_of_fla
+from ..ops.rules.choice import Choice, choose
+from ..ops.rules.fla import SEQUENCES
 from ..ops.state_maps.state_map import StateShape
-from .cudnn import CudnnKDA, why_not_cudnn
+from .cudnn import CudnnKDA
+from .sizes import KDARuleSizes
 
 _SAFE_LOWER_BOUND = -5.0  # fla's faster kernels compute exp of the sum of 16 log-decays
 
@@ -35,6 +37,16 @@ class FlaKDA(FlaChannelRule):
         safe = lower_bound is not None and lower_bound >= _SAFE_LOWER_BOUND
         self.settings = {"safe_gate": safe}
 
+    @classmethod
+    def why_not(
+        cls, device: torch.device, dtype: torch.dtype, sizes: KDARuleSizes
+    ) -> Obstacle | None:
+        return super().why_not(device, dtype, sizes.state)
+
+    @classmethod
+    def of(cls, sizes: KDARuleSizes, bits: Bits) -> FlaKDA:
+        return cls(sizes.lower_bound)
+
 
 def choose_kda(
     backend: str,
@@ -50,13 +62,7 @@ def choose_kda(
     (plain torch) or ``"auto"``: fla if it runs here, else the reference. If the log-decay has a
     ``lower_bound`` of -5 or more, fla runs faster kernels; cuDNN needs such a bound.
     """
-    K, V = state.rows, state.columns
-    kernels = {
-        "fla": kernels_of_fla(FlaKDA, device, dtype, state, lambda: FlaKDA(lower_bound)),
-        "cudnn": Kernels(
-            lambda: why_not_cudnn(device, dtype, K, V, lower_bound), CudnnKDA,
-            unsteady="cuDNN cuts a sequence into pieces by the number of all sequences",
-            by_name=True,
-        ),
-    }  # fmt: skip
-    return choose(backend, "Kimi Delta Attention", kernels, PlainRule, device=device, bits=bits)
+    return choose(
+        backend, "Kimi Delta Attention", (FlaKDA, CudnnKDA, PlainRule),
+        device=device, dtype=dtype, sizes=KDARuleSizes(state, lower_bound), bits=bits,
+    )  # fmt: skip

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..ops.delta_rule.base import HeadSizes, delta_layout
 from ..ops.delta_rule.sizes import LinearDims
 from ..ops.layout import Layout, Section
+from ..ops.state_maps.state_map import StateShape
+
+
+class KDARuleSizes(NamedTuple):
+    """What decides which rules can run."""
+
+    state: StateShape
+    lower_bound: float | None  # of the log-decay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ the skip D x is added afterwards. If documents are packed, fla reads a length on
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,8 @@ from torch import Tensor
 from ..ops.delta_rule.chunk_math import Values
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.obstacles import fla_needs_tilelang
+from ..ops.rules.base import Bits
+from ..ops.rules.choice import Choice, choose
 from ..ops.rules.chunk_table import CHUNK
 from ..ops.rules.fla import (
     Boundaries,
@@ -28,7 +29,6 @@ from ..ops.rules.fla import (
     FlaBackward,
     FlaForward,
     FlaRule,
-    choose_fla_or_plain,
 )
 from ..ops.state_maps.state_map import StateMap, StateShape
 
@@ -190,5 +190,14 @@ class FlaSSD(FlaRule):
         return SSDInputs(d_x, d_B, d_C, d_dt, d_g, d_D)
 
 
-# ``"auto"`` takes fla if its kernels run here and the caller asks for no promise about bits.
-choose_ssd = partial(choose_fla_or_plain, "Mamba2", FlaSSD, PlainSSD)
+def choose_ssd(
+    backend: str,
+    state: StateShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    bits: Bits = Bits.FREE,
+) -> Choice:
+    """Choose the rule of a Mamba2 mixer: ``"fla"``, ``"reference"`` or ``"auto"``."""
+    return choose(
+        backend, "Mamba2", (FlaSSD, PlainSSD), device=device, dtype=dtype, sizes=state, bits=bits
+    )

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from megatron_gdn.gdn import rule as resolve
 from megatron_gdn.gdn.api import gated_delta_rule, run_rule, torch_chunk_gated_delta_rule
-from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
-from megatron_gdn.gdn.rule import Repeatable, resolve_rule
+from megatron_gdn.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule, Repeatable
+from megatron_gdn.gdn.rule import FlaGDN, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.obstacles import log_obstacle_once, why_not_flash_qla
-from megatron_gdn.ops.rules import fla
 from megatron_gdn.ops.rules.base import Bits
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.test_gated_delta_rule import make_inputs
@@ -43,10 +42,10 @@ KNOWN = Repeatable(
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(resolve, "installed_version", lambda package: "0.1.3")
-    monkeypatch.setattr(resolve, "REPEATABLE", (KNOWN,))
-    monkeypatch.setattr(resolve, "why_not_flash_qla", lambda *_: None)
-    monkeypatch.setattr(fla, "why_not_fla", lambda *_: None)
+    monkeypatch.setattr(flash_qla, "installed_version", lambda package: "0.1.3")
+    monkeypatch.setattr(flash_qla, "REPEATABLE", (KNOWN,))
+    monkeypatch.setattr(flash_qla, "why_not_flash_qla", lambda *_: None)
+    monkeypatch.setattr(FlaGDN, "why_not", lambda *_: None)
     log_obstacle_once.cache_clear()
     return monkeypatch
 
@@ -86,7 +85,7 @@ def test_an_aligned_rule_is_flash_qla_where_it_was_seen_to_repeat_and_else_plain
     ids=["GPU", "version", "dtype", "heads"],
 )
 def test_deterministic_auto_takes_nothing_untested(hopper, change, dtype, sizes):
-    hopper.setattr(resolve, "REPEATABLE", (KNOWN._replace(**change),))
+    hopper.setattr(flash_qla, "REPEATABLE", (KNOWN._replace(**change),))
     choice = on_a_gpu(dtype=dtype, sizes=sizes)
     assert type(choice.rule) is PlainRule
     assert "not flash_qla: flash_qla was not tested for repeatability" in choice.reason

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from megatron_gdn.gdn import rule as resolve
+from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.half_torch import power_exponent
@@ -14,7 +14,6 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.readout.base import PlainReadout
-from megatron_gdn.ops.rules import fla
 from megatron_gdn.ops.rules.base import Bits
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule import states
@@ -236,8 +235,8 @@ def test_without_norm_o_leaves_in_the_dtype_of_the_projection():
 
 @pytest.fixture
 def choose(monkeypatch):
-    monkeypatch.setattr(resolve, "why_not_flash_qla", lambda *_: None)
-    monkeypatch.setattr(fla, "why_not_fla", lambda *_: None)
+    monkeypatch.setattr(flash_qla, "why_not_flash_qla", lambda *_: None)
+    monkeypatch.setattr(FlaGDN, "why_not", lambda *_: None)
 
     def choose(backend="auto", **options):
         options = {"dtype": torch.bfloat16, "device": "cpu", **options}

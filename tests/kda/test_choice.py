@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from megatron_gdn.kda import cudnn
-from megatron_gdn.kda import rule as resolve
-from megatron_gdn.kda.rule import choose_kda
+from megatron_gdn.kda.rule import FlaKDA, choose_kda
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.elementwise import l2norm
-from megatron_gdn.ops.rules import fla
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from megatron_gdn.ops.static_documents import StaticDocuments
@@ -26,7 +24,7 @@ BOUNDED = {**GPU, "lower_bound": -5.0}
 
 
 def test_auto_is_fla_where_it_runs(monkeypatch):
-    monkeypatch.setattr(fla, "why_not_fla", lambda *_: None)
+    monkeypatch.setattr(FlaKDA, "why_not", lambda *_: None)
     assert choose_kda("auto", **GPU).rule.name == "fla"
     monkeypatch.undo()
     choice = choose_kda("auto", **{**GPU, "device": torch.device("cpu")})
@@ -60,8 +58,8 @@ def test_cudnn_says_what_it_takes(monkeypatch, changed, said):
 
 
 def test_cudnn_is_taken_by_name_alone(monkeypatch):
-    monkeypatch.setattr(fla, "why_not_fla", lambda *_: None)
-    monkeypatch.setattr(resolve, "why_not_cudnn", lambda *_: None)
+    for rule in (FlaKDA, cudnn.CudnnKDA):
+        monkeypatch.setattr(rule, "why_not", lambda *_: None)
     assert choose_kda("cudnn", **BOUNDED).rule.name == "cudnn"
     assert choose_kda("auto", **GPU).rule.name == "fla"
 

@@ -7,14 +7,17 @@ backward of the front sums dq and dk over value heads.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ...ops.delta_rule.base import RuleGrads, RuleInputs
+from ...ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
 from ...ops.documents import Documents, documents_of_rows
+from ...ops.obstacles import Obstacle, installed_version, why_not_flash_qla
 from ...ops.rules.base import (
     Bits,
+    Repeats,
     Rule,
     RuleBackward,
     RuleForward,
@@ -151,6 +154,37 @@ class FlashQlaBackward(RuleBackward):
         return RuleGrads(*(in_rows(x, self.rows) for x in grads))
 
 
+class Repeatable(NamedTuple):
+    """A GPU, versions, dtypes and ratios of heads for which flash_qla repeats bit for bit.
+
+    ``benchmarks/bench_determinism.py`` ran hundreds of forward and backward passes on this GPU in
+    two processes, in memory that was filled with NaN, while another CUDA stream was busy.
+    """
+
+    capability: tuple[int, int]
+    versions: dict[str, str]  # versions of packages that contain or compile the kernels
+    dtypes: tuple[torch.dtype, ...]
+    value_heads_per_key_head: tuple[int, ...]
+    evidence: str  # what the log says about the test
+
+
+REPEATABLE: tuple[Repeatable, ...] = (
+    Repeatable(
+        (9, 0), {"flash-qla": "0.1.3", "tilelang": "0.1.15"}, (torch.bfloat16,),
+        (1, 2, 4),
+        "2 x 200 repeats of 8192 tokens were equal on an H200",
+    ),
+)  # fmt: skip
+
+
+def _why_not_heads(heads: int) -> str | None:
+    """Why FlashQLA cannot run this number of value heads, or None if it can."""
+    if heads % 2 == 0:
+        return None
+    # With 3 value heads tilelang found no layout for the sums of g over a chunk.
+    return f"flash_qla compiles for an even number of value heads per rank, not {heads}"
+
+
 class FlashQlaRule(Rule):
     """FlashQLA's gated delta rule for bf16 or fp16 heads of 128.
 
@@ -167,13 +201,43 @@ class FlashQlaRule(Rule):
             state in fp32, and can start at any chunk. Its backward cuts as ``DETERMINISTIC`` does.
     """
 
-    name = "flash_qla"
+    name, fits = "flash_qla", "heads of 128 on this GPU"
     reads_again = frozenset({"q", "k", "v", "beta"})
     forward, backward = FlashQlaForward, FlashQlaBackward
 
     def __init__(self, bits: Bits = Bits.FREE) -> None:
         """``bits``: how sequences are cut into parts; see the docstring of the class."""
         self.bits = bits
+
+    @classmethod
+    def of(cls, sizes: HeadSizes, bits: Bits) -> FlashQlaRule:
+        return cls(bits)
+
+    @classmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Obstacle | None:
+        obstacle = why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim)
+        heads = _why_not_heads(sizes.value_heads)
+        return Obstacle(heads) if obstacle is None and heads is not None else obstacle
+
+    @classmethod
+    def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Repeats:
+        """Whether ``REPEATABLE`` covers this GPU, dtype, ratio of heads and installed versions."""
+        if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            ratio = sizes.value_heads // sizes.key_heads
+            for known in REPEATABLE:
+                if (
+                    known.capability == capability
+                    and all(installed_version(name) == v for name, v in known.versions.items())
+                    and dtype in known.dtypes
+                    and ratio in known.value_heads_per_key_head
+                ):
+                    return Repeats(True, known.evidence)
+        return Repeats(
+            False,
+            f"flash_qla was not tested for repeatability with {dtype}, {sizes.key_heads} key and "
+            f"{sizes.value_heads} value heads on this GPU with the installed versions",
+        )
 
     def plan(
         self, inputs: RuleInputs, documents: Documents | None, states: bool
@@ -200,11 +264,7 @@ class FlashQlaRule(Rule):
         return parts
 
     def why_not_heads(self, heads: int) -> str | None:
-        """Why FlashQLA cannot run this number of value heads, or None if it can."""
-        if heads % 2 == 0:
-            return None
-        # With 3 value heads tilelang found no layout for the sums of g over a chunk.
-        return f"flash_qla compiles for an even number of value heads per rank, not {heads}"
+        return _why_not_heads(heads)
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
         """``saved`` without g_sum and A, which the second run computes again."""

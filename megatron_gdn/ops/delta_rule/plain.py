@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -184,6 +184,10 @@ class PlainRule(Rule):
         self, bits: Bits = Bits.FREE, chunk_size: int = CHUNK, scale: float | None = None
     ) -> None:
         self.bits, self.chunk_size, self.scale = max(bits, self.bits), chunk_size, scale
+
+    @classmethod
+    def of(cls, sizes: Any, bits: Bits) -> Self:
+        return cls(bits)
 
     def values(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Values:
         scale = k.shape[-1] ** -0.5 if self.scale is None else self.scale

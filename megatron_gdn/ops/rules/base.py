@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from ..documents import Documents
+from ..obstacles import Obstacle
 from ..state_maps.state_map import StateMap
 
 
@@ -30,6 +31,13 @@ class Bits(IntEnum):
     FREE = 0
     DETERMINISTIC = 1  # a sequence's bits do not depend on the run or on other sequences
     ON_GRID = 2  # a token's bits depend only on its sequence's tokens: batch_invariant_mode
+
+
+class Repeats(NamedTuple):
+    """Whether a rule gave the same bits again in a test, and words about the test for the log."""
+
+    yes: bool
+    words: str = ""
 
 
 class Saved(NamedTuple):
@@ -109,15 +117,40 @@ class RuleBackward(_RuleCall):
 
 
 class Rule:
-    """A recurrence; its inputs are those that a mixer's front computes from projection rows."""
+    """A recurrence; its inputs are those that a mixer's front computes from projection rows.
+
+    The class says where it runs (:meth:`why_not`) and whether its bits repeat (:meth:`repeats`,
+    :attr:`unsteady`); :func:`.choice.choose` takes the first class of a list that fits, and builds
+    the rule by :meth:`of`. ``sizes`` are the mixer's: head counts and dims, and what else its rules
+    read.
+    """
 
     name: str  # the value of ``backend`` that selects the rule
+    fits: ClassVar[str] = ""  # the log's reason if "auto" takes this rule and skipped none
+    by_name: ClassVar[bool] = False  # whether only its name selects this rule, and never "auto"
+    # Why bits may depend on the run or on other sequences. None: repeats() says if they repeat.
+    unsteady: ClassVar[str | None] = None
     bits: Bits = Bits.FREE
     # The dtype of inputs and o; None: the dtype of projection rows. d_o always has the rows' dtype.
     operand_dtype: torch.dtype | None = None
     reads_again: frozenset[str] = frozenset()  # names of the inputs that the backward reads
     forward: ClassVar[Callable[..., RuleForward]]
     backward: ClassVar[Callable[..., RuleBackward]]
+
+    @classmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, sizes: Any) -> Obstacle | None:
+        """Why the rule cannot run rows of this dtype on this device; None if it can."""
+        return None
+
+    @classmethod
+    def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: Any) -> Repeats:
+        """Whether a test found that bits repeat, from run to run and next to other sequences."""
+        return Repeats(True)
+
+    @classmethod
+    def of(cls, sizes: Any, bits: Bits) -> Self:
+        """The rule for these sizes that promises ``bits``."""
+        return cls()
 
     @property
     def batch_invariant(self) -> bool:

@@ -1,9 +1,9 @@
-"""The choice of a mixer's rule: :func:`choose` takes one from the mixer's table of kernels."""
+"""The choice of a mixer's rule: :func:`choose` takes one from the mixer's list of classes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,105 +24,91 @@ class Choice(NamedTuple):
     reason: str
 
 
-class RepeatabilityTest(NamedTuple):
-    """Whether kernels gave the same bits again in a test, and words about the test for the log."""
-
-    repeats: bool
-    words: str
-
-
-class Kernels(NamedTuple):
-    """A backend that computes the rule in a package's kernels."""
-
-    why_not: Callable[[], Obstacle | None]  # why the kernels cannot run here, or None
-    rule: Callable[..., Rule]  # builds the rule; its argument is :class:`Bits` if ``tested`` is set
-    fits: str = ""  # the log's reason if "auto" takes these kernels and skipped none
-    unsteady: str | None = None  # why bits may depend on the run or on other sequences
-    tested: Callable[[], RepeatabilityTest] | None = None  # tests repeatability; None: no test
-    by_name: bool = False  # whether only their name selects these kernels, and never "auto"
-
-
 def choose(
     backend: str,
     mixer: str,
-    kernels: Mapping[str, Kernels],
-    plain: Callable[..., Rule],
+    rules: Sequence[type[Rule]],
     *,
     device: torch.device,
+    dtype: torch.dtype,
+    sizes: Any,
     bits: Bits,
 ) -> Choice:
-    """Choose the rule of a mixer: kernels in order of preference, or else plain torch.
+    """Choose the rule of a mixer.
 
     Args:
-        backend: a name of ``kernels``, ``"reference"``, or ``"auto"``, which takes the first of
-            ``kernels`` that runs here, or else the reference. The log says once why "auto" skipped
-            kernels. A backend that is asked for by name is never replaced by another backend.
-        plain: builds the reference, a rule in plain torch, for the argument ``bits``.
-        bits: what the rule must promise. For more than ``FREE``, ``"auto"`` takes kernels whose
-            repeatability was tested, or the reference. A name may select other kernels for
-            ``DETERMINISTIC``; the log then says that they are untested.
+        backend: the name of one of ``rules``, or ``"auto"``, which takes the first of ``rules``
+            that runs here. The log says once why "auto" skipped rules. A rule that is asked for by
+            name is never replaced by another rule.
+        mixer: the mixer's name in the log and in errors.
+        rules: classes in the order of preference. The last is plain torch, ``"reference"``, which
+            runs everywhere and keeps every promise.
+        sizes: what the rules' :meth:`.base.Rule.why_not` and :meth:`.base.Rule.of` get.
+        bits: what the rule must promise. For more than ``FREE``, ``"auto"`` takes a rule only if a
+            test found that its bits repeat. A name may select other rules for ``DETERMINISTIC``;
+            the log then says that they are untested.
 
     Raises:
-        ValueError: an unknown name, or a backend that cannot run here or keep the promise.
-        ImportError: the backend's package is missing, too old, or computes wrong results here.
+        ValueError: an unknown name, or a rule that cannot run here or keep the promise.
+        ImportError: the rule's package is missing, too old, or computes wrong results here.
     """
-    if backend not in ("auto", "reference", *kernels):
-        legal = ", ".join(repr(name) for name in (*kernels, "reference"))
+    names = [rule.name for rule in rules]
+    if backend not in ("auto", *names):
+        legal = ", ".join(map(repr, names))
         raise ValueError(f"unknown backend {backend!r} of {mixer}; use 'auto' or one of {legal}.")
-    if backend == "reference":
-        return Choice(plain(bits), "requested")
     if backend != "auto":
-        return _choose_by_name(backend, mixer, kernels[backend], device, bits)
-    passed: dict[str, Obstacle] = {}
-    taken, words = "reference", []
-    for name, each in kernels.items():
-        if each.by_name or (bits and each.tested is None):
+        named = rules[names.index(backend)]
+        reason = _require(named, mixer, device, dtype, sizes, bits)
+        return Choice(named.of(sizes, bits), reason)
+    taken, passed = rules[-1], {}
+    words = ""
+    for rule in rules:
+        if rule.by_name or (bits and rule.unsteady):
             continue
-        tested = each.tested() if bits and each.tested else RepeatabilityTest(True, each.fits)
-        obstacle = each.why_not() or (None if tested.repeats else Obstacle(tested.words))
+        words, obstacle = rule.fits, rule.why_not(device, dtype, sizes)
+        if bits and obstacle is None:
+            repeats, words = rule.repeats(device, dtype, sizes)
+            obstacle = None if repeats else Obstacle(words)
         if obstacle is None:
-            taken, words = name, [tested.words]
+            taken = rule
             break
-        passed[name] = obstacle
+        passed[rule.name] = obstacle
     whys = [f"not {name}: {obstacle.why}" for name, obstacle in passed.items()]
     if whys:
-        named = f"Deterministic {mixer}" if bits else mixer
+        whose = f"Deterministic {mixer}" if bits else mixer
         log_obstacle_once(
-            f"{named} takes a slower rule, {taken!r} ({'; '.join(whys)}).", device.type
+            f"{whose} takes a slower rule, {taken.name!r} ({'; '.join(whys)}).", device.type
         )
-    reason = "; ".join([*_MODES[bits], *(whys or words)])
-    if taken == "reference":
-        return Choice(plain(bits), reason + advice_about_plain_rule(device, *passed.values()))
-    return Choice(_build_rule(kernels[taken], bits), reason)
+        words = "; ".join(whys)
+    reason = "; ".join([*_MODES[bits], *filter(None, [words])])
+    if taken is rules[-1]:
+        reason += advice_about_plain_rule(device, *passed.values())
+    return Choice(taken.of(sizes, bits), reason)
 
 
-def _choose_by_name(
-    backend: str, mixer: str, asked: Kernels, device: torch.device, bits: Bits
-) -> Choice:
-    """The rule of the kernels that the caller asked for by name; an error if they cannot run."""
+def _require(
+    rule: type[Rule], mixer: str, device: torch.device, dtype: torch.dtype, sizes: Any, bits: Bits
+) -> str:
+    """Raise if a rule that was asked for by name cannot run; else the reason for the log."""
+    if rule.name == "reference":
+        return "requested"
+    asked = f"backend={rule.name!r}"
     if bits is Bits.ON_GRID:
         raise ValueError(
-            f"backend={backend!r} and config.batch_invariant_mode: the mode takes kernels whose "
-            f"bits were tested. Use 'auto' or 'reference' (plain torch, slower), or leave the mode "
-            f"off."
+            f"{asked} and config.batch_invariant_mode: the mode takes kernels whose bits were "
+            f"tested. Use 'auto' or 'reference' (plain torch, slower), or leave the mode off."
         )
-    if bits and asked.tested is None:
+    if bits and rule.unsteady is not None:
         raise ValueError(
-            f"backend={backend!r}: {asked.unsteady}; in deterministic mode use 'auto' or "
-            f"'reference'."
+            f"{asked}: {rule.unsteady}; in deterministic mode use 'auto' or 'reference'."
         )
-    obstacle = asked.why_not()
+    obstacle = rule.why_not(device, dtype, sizes)
     if obstacle is not None:
-        raise obstacle.error(f"backend={backend!r}: {obstacle.why}.")
-    reason = "requested"
-    if bits and asked.tested is not None:
-        repeats, words = asked.tested()
-        if not repeats:
-            reason = f"requested; {words}"
-            log_obstacle_once(f"Deterministic {mixer}: {words}.", device.type)
-    return Choice(_build_rule(asked, bits), reason)
-
-
-def _build_rule(kernels: Kernels, bits: Bits) -> Rule:
-    """The rule of ``kernels``; only kernels with a repeatability test take ``bits``."""
-    return kernels.rule(bits) if kernels.tested else kernels.rule()
+        raise obstacle.error(f"{asked}: {obstacle.why}.")
+    if not bits:
+        return "requested"
+    repeats, words = rule.repeats(device, dtype, sizes)
+    if repeats:
+        return "requested"
+    log_obstacle_once(f"Deterministic {mixer}: {words}.", device.type)
+    return f"requested; {words}"

@@ -8,7 +8,7 @@ arguments. The import of fla takes seconds, so fla is imported only if a rule fo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, cached_property
 from importlib import import_module
 from types import SimpleNamespace
@@ -21,14 +21,9 @@ from ..documents import Documents
 from ..obstacles import Obstacle, why_not_fla_package
 from ..state_maps.parts import CHUNK
 from ..state_maps.state_map import StateMap, StateShape
-from .base import Bits, Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
-from .choice import Choice, Kernels, choose
+from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
 
 SEQUENCES = "cu_seqlens chunk_indices"
-FLA_IS_TIMED = (
-    "fla picks its kernels by timing them, so another run or rank may add in another order"
-)
-
 Boundaries = dict[str, Tensor | None]  # fla's arguments cu_seqlens and chunk_indices, by name
 
 
@@ -127,7 +122,10 @@ class FlaRule(Rule):
     for boundaries; a backward also has ``d_o`` and ``kept``, the result of :meth:`again`.
     """
 
-    name = "fla"
+    name, fits = "fla", "fla runs here"
+    unsteady = (
+        "fla picks its kernels by timing them, so another run or rank may add in another order"
+    )
     forward, backward = FlaForward, FlaBackward
     reads_boundaries: ClassVar[bool] = False  # whether fla reads boundaries on the host
     # "module function" -> the arguments that are passed by name. A rule calls no other functions.
@@ -137,6 +135,24 @@ class FlaRule(Rule):
     def fla(self) -> Any:
         """fla's functions that :attr:`called` lists, each an attribute of the result."""
         return _functions_of(type(self))
+
+    @classmethod
+    def why_not(
+        cls, device: torch.device, dtype: torch.dtype, sizes: StateShape
+    ) -> Obstacle | None:
+        """Why fla cannot train heads with states of ``sizes``, and the fix; None if it can."""
+        if device.type != "cuda":
+            return Obstacle(f"fla runs on a GPU, not on {device}")
+        if dtype not in (torch.bfloat16, torch.float16):
+            return Obstacle(f"fla would round {dtype} to tf32")
+        why = cls.why_not_sizes(sizes)
+        if why is not None:
+            return Obstacle(why)
+        package = why_not_fla_package(torch.cuda.get_device_capability(device)[0])
+        if package is not None:
+            return package
+        missing = why_not_callable(cls)  # the last check, since it imports fla
+        return None if missing is None else Obstacle(missing, ImportError)
 
     @classmethod
     def why_not_sizes(cls, state: StateShape) -> str | None:
@@ -175,44 +191,3 @@ def _functions_of(rule: type[FlaRule]) -> SimpleNamespace | str:
             return f"{name} of {home} has no argument {missing}"
         setattr(functions, name, function)
     return functions
-
-
-def why_not_fla(
-    rule: type[FlaRule], device: torch.device, dtype: torch.dtype, state: StateShape
-) -> Obstacle | None:
-    """Why fla cannot train heads with this ``state`` on ``device``, and the fix; None if it can."""
-    if device.type != "cuda":
-        return Obstacle(f"fla runs on a GPU, not on {device}")
-    if dtype not in (torch.bfloat16, torch.float16):
-        return Obstacle(f"fla would round {dtype} to tf32")
-    sizes = rule.why_not_sizes(state)
-    if sizes is not None:
-        return Obstacle(sizes)
-    package = why_not_fla_package(torch.cuda.get_device_capability(device)[0])
-    why = why_not_callable(rule) if package is None else None  # last check, since it imports fla
-    return package if why is None else Obstacle(why, ImportError)
-
-
-def kernels_of_fla(
-    rule: type[FlaRule], device: torch.device, dtype: torch.dtype, state: StateShape,
-    make: Callable[[], FlaRule] | None = None,
-) -> Kernels:  # fmt: skip
-    """fla's entry in a mixer's table of kernels; the rule is ``make()``, or ``rule()`` if None."""
-    return Kernels(
-        lambda: why_not_fla(rule, device, dtype, state), make or rule, "fla runs here", FLA_IS_TIMED
-    )
-
-
-def choose_fla_or_plain(
-    mixer: str,
-    fla_rule: type[FlaRule],
-    plain: Callable[..., Rule],
-    backend: str,
-    state: StateShape,
-    device: torch.device,
-    dtype: torch.dtype,
-    bits: Bits = Bits.FREE,
-) -> Choice:
-    """Choose ``fla_rule`` or ``plain`` for the layer named ``mixer``, by :func:`.choice.choose`."""
-    kernels = {"fla": kernels_of_fla(fla_rule, device, dtype, state)}
-    return choose(backend, mixer, kernels, plain, device=device, bits=bits)
