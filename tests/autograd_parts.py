@@ -17,6 +17,7 @@ class AutogradFront:
     ``inputs`` in fp32 or wider; those named in ``convolved`` are rounded to the rows' dtype."""
 
     again: tuple[str, ...] = ()
+    triton = False
 
     def __init__(self, layout, make, inputs, convolved):
         self.layout, self.names, self.convolved = layout, inputs._fields, convolved

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from megatron_gdn.gdn.front import gdn_parts
 from megatron_gdn.gdn.sizes import GDNDims
+from megatron_gdn.inference import gdn_rows
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents, require_one_row
 from megatron_gdn.ops.mixer import mix
@@ -38,12 +38,12 @@ def gated_delta_mixer(
     refilled: RefilledOutput | None = None,
     kernels: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`mix` of :func:`gdn_parts`; without ``norm`` o and z, both ``[B, S, H, V]``."""
+    """:func:`mix` of :func:`gdn_rows`; without ``norm`` o and z, both ``[B, S, H, V]``."""
     if norm is None and refilled is not None:
         raise ValueError("refilled repeats the gated norm, so it needs norm.")
     gate, heads = sizes.layout.gate_columns, sizes.value_heads
     plain = SplitReadout(PassThrough(gate, heads), lambda o, _: o)
-    parts = gdn_parts(
+    parts = gdn_rows(
         proj, conv_weight, conv_bias, A_log, dt_bias, sizes.layout,
         rule=rule, norm=plain if norm is None else norm,
         normalise_qk=normalise_qk, allow_neg_eigval=allow_neg_eigval, recompute_qkv=recompute_qkv,

@@ -10,14 +10,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
-from megatron_gdn.context_parallel.scheme import local_parameters
 from megatron_gdn.mixers.base import MixerSubmodules, RecurrentMixer
 from megatron_gdn.mixers.options import MixerOptions
-from megatron_gdn.mixers.out_norm import readout_norm
 from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
-from megatron_gdn.ops.parts import Parts
-from megatron_gdn.ops.readout.base import PlainReadout
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.autograd_parts import AutogradFront, AutogradRule
 
@@ -104,6 +100,10 @@ def choose_rule(device, dtype, bits):
     return RULE, "the only one"
 
 
+def make_front(layout, rule, device, dtype, taps):
+    return AutogradFront(layout, partial(front, layout), Inputs, ("q", "k", "v"))
+
+
 class ToyMixer(RecurrentMixer):
     """``[s, B, D] -> [s, B, D]``; ``decay_bias`` is fp32 whatever the layer around it is."""
 
@@ -115,19 +115,7 @@ class ToyMixer(RecurrentMixer):
         super().__init__(config, Dims(), given, pg_collection=pg_collection)
         specs = MixerSubmodules(ColumnParallelLinear, TorchRMSNorm, RowParallelLinear)
         heads = self.dims.layout.state_heads
-        self._build(specs, choose_rule, fp32={"decay_bias": heads})
+        self._build(specs, choose_rule, make_front, fp32={"decay_bias": heads})
 
     def _init_others(self):
         self._fill_share(self.decay_bias, torch.zero_, 0, (H,))
-
-    def parts(self, rows, batch):
-        layout = batch.scheme.layout
-        own = (*self.conv_parameters, *self.fp32_parameters())
-        parameters = local_parameters(batch.scheme, *own)
-        gamma, eps, zero_centered, _ = readout_norm(self.out_norm, self.norm_group, layout)
-        return Parts(
-            AutogradFront(layout, partial(front, layout), Inputs, ("q", "k", "v")),
-            batch.rule,
-            PlainReadout(layout.gate_columns, eps=eps, zero_centered=zero_centered),
-            (*parameters, gamma),
-        )

@@ -125,8 +125,8 @@ class Problem:
         self.proj, self.d_proj = normal(S, B, sizes.layout.width), normal(S, B, sizes.layout.width)
         per_head = partial(normal, H, dtype=torch.float32)
         front = front_of(
-            gdn_table(sizes), device, self.proj.dtype, taps, "triton",
-            operands=operands if half else None, again=("q",),
+            gdn_table(sizes.layout), device, self.proj.dtype, taps, "triton",
+            operands=operands if half else None,
         )  # fmt: skip
         self.front = cache(partial(replace, front))  # with other options
         self.parameters = (normal(sizes.layout.conv_width, 1, taps), None, per_head(), per_head())

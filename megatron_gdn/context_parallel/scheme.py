@@ -84,14 +84,15 @@ def local_parameters(
     bias: Tensor | None,
     *per_head: Tensor,
     section: str | None = None,
-) -> list[Any]:
-    """This rank's rows of the parameters; ``per_head`` have a row per head (of ``section``)."""
-    if not scheme.moves_rows:
-        return [weight, bias, *per_head]
+) -> tuple[Any, ...]:
+    """The parameters' rows that this rank's mixer needs, if the scheme moves rows between ranks.
+
+    ``per_head`` have a row per head (of ``section``).
+    """
     convolved = scheme.layout.conv_names
     of_convolution = [x if x is None else scheme.local(x, convolved) for x in (weight, bias)]
     heads = None if section is None else (section,)
-    return [*of_convolution, *[scheme.local(x, heads) for x in per_head]]
+    return *of_convolution, *[scheme.local(x, heads) for x in per_head]
 
 
 def keep_in_place(rows: Tensor) -> Tensor:

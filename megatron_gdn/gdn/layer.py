@@ -10,14 +10,13 @@ from typing import Any, ClassVar
 from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from ..compat.observe import warn_of_untested
 from ..mixers.base import MixerSubmodules
 from ..mixers.options import MixerOptions
-from ..ops.parts import Parts
+from ..ops.parts import fronts_of
 from ..ops.readout.base import ACTIVATIONS
-from .front import gdn_parts
+from .front import gdn_table
 from .rule import resolve_rule
 from .sizes import GDNDims
 from .upstream_names import UpstreamNames
@@ -141,13 +140,12 @@ class GatedDeltaNet(UpstreamNames):
             resolve_rule, given.backend, sizes=self.dims.heads, operands=given.rule_operands,
             normalise_qk=use_qk_l2norm,
         )  # fmt: skip
+        front = fronts_of(
+            gdn_table, normalise_qk=use_qk_l2norm, allow_neg_eigval=self.allow_neg_eigval,
+            recompute_qkv=self.recompute_qkv,
+        )  # fmt: skip
         H = self.dims.num_value_heads
         self._build(
-            submodules, rule, fp32={"dt_bias": H, "A_log": H}, name=name, bias=bias,
+            submodules, rule, front, fp32={"dt_bias": H, "A_log": H}, name=name, bias=bias,
             conv_bias=conv_bias,
         )  # fmt: skip
-
-    def make_parts(self, rows: Tensor, *parameters: Any, **others: Any) -> Parts:
-        """Make the mixer's parts with this layer's options (:func:`.front.gdn_parts`)."""
-        options = {"allow_neg_eigval": self.allow_neg_eigval, "recompute_qkv": self.recompute_qkv}
-        return gdn_parts(rows, *parameters, normalise_qk=self.use_qk_l2norm, **options, **others)

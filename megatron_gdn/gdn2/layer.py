@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.options import MixerOptions
 from ..mixers.tensor_parallel import ConvModule
-from ..ops.parts import Parts
-from .front import gdn2_parts
+from ..ops.parts import fronts_of
+from .front import gdn2_table
 from .rule import choose_gdn2
 from .sizes import GDN2Dims
 
@@ -91,11 +90,8 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
         )  # fmt: skip
         self.use_qk_l2norm = use_qk_l2norm
         G, K = self.dims.num_key_heads, self.dims.key_head_dim
+        front = fronts_of(gdn2_table, normalise_qk=use_qk_l2norm, recompute_qkv=self.recompute_qkv)
         self._build(
-            submodules, partial(choose_gdn2, given.backend, self.dims.state),
+            submodules, partial(choose_gdn2, given.backend, self.dims.state), front,
             fp32={"dt_bias": G * K, "A_log": G}, name=name, bias=bias, conv_bias=conv_bias,
         )  # fmt: skip
-
-    def make_parts(self, rows: Tensor, *parameters: Any, **others: Any) -> Parts:
-        others |= {"normalise_qk": self.use_qk_l2norm, "recompute_qkv": self.recompute_qkv}
-        return gdn2_parts(rows, *parameters, **others)

@@ -8,14 +8,11 @@
 Only :mod:`.generate` needs Megatron.
 """
 
-from ..gdn.front import gdn_parts as gdn_rows
-from ..gdn2.front import gdn2_parts as gdn2_rows
-from ..kda.front import kda_parts as kda_rows
-from ..mamba2.front import mamba2_parts as mamba2_rows
 from ..mixers.static_context import MOST_DECODED, roll_back
 from ..ops.generation.memory import Memory, MemoryShape, choose
 from ..ops.generation.step import decode, prefill
 from ..ops.parts import Parts as RowMixer
+from .rows import gdn2_rows, gdn_rows, kda_rows, mamba2_rows
 
 __all__ = [
     "MOST_DECODED",

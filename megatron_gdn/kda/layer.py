@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.options import MixerOptions
-from ..ops.parts import Parts
-from .front import kda_parts
+from ..ops.parts import fronts_of
+from .front import kda_table
 from .rule import choose_kda
 from .sizes import KDADims
 
@@ -142,6 +142,7 @@ class KimiDeltaAttention(RecurrentMixer):
         H, K, _ = (state := self.dims.state)[:3]
         self._build(
             submodules, partial(choose_kda, given.backend, state, bound),
+            fronts_of(kda_table, lower_bound=bound),
             fp32={"dt_bias": H * K, "A_log": H}, name=name, conv_bias=conv_bias,
         )  # fmt: skip
 
@@ -167,9 +168,6 @@ class KimiDeltaAttention(RecurrentMixer):
             # A copy: a view would keep all of of_ranks in memory, and other strides change bits.
             sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
         return torch.cat(sections, -1)
-
-    def make_parts(self, rows: Tensor, *parameters: Any, **others: Any) -> Parts:
-        return kda_parts(rows, *parameters, lower_bound=self.gate_lower_bound, **others)
 
     def _add_others(self) -> None:
         """Add ``f_b_weight`` and ``z_b_weight``, which widen gates with a narrow half."""

@@ -23,9 +23,9 @@ from ..mixers.options import MixerOptions
 from ..mixers.out_norm import PLAIN_FORWARDS, is_plain
 from ..mixers.tensor_parallel import device_for, mark_sharded
 from ..ops.aligned import apply_token_by_token
-from ..ops.parts import GatedNorm, Parts
+from ..ops.parts import GatedNorm, fronts_of
 from ..ops.readout.base import PassThrough, PlainReadout, SplitReadout, grouped_rms_norm
-from .front import mamba2_parts
+from .front import mamba2_table
 from .rule import UNLIMITED, choose_ssd
 from .sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments
 
@@ -163,6 +163,7 @@ class Mamba2Mixer(RecurrentMixer):
         heads, channels = self.dims.num_heads, self.dims.d_inner
         self._build(
             submodules, partial(choose_ssd, given.backend, self.dims.state),
+            fronts_of(mamba2_table, dt_limit=self.dt_limit),
             fp32={"dt_bias": heads, "A_log": heads, "D": channels if D_has_hdim else heads},
             name=name, conv_bias=conv_bias,
         )  # fmt: skip
@@ -199,9 +200,6 @@ class Mamba2Mixer(RecurrentMixer):
         if self.rmsnorm:
             self.norm.weight.fill_(1)
 
-    def make_parts(self, rows: Tensor, *parameters: Any, **others: Any) -> Parts:
-        return mamba2_parts(rows, *parameters, dt_limit=self.dt_limit, **others)
-
     @property
     def gates_own_rows(self) -> bool:
         """Whether the readout runs after ``passage.close``, and calls the module ``norm``."""
@@ -228,10 +226,11 @@ class Mamba2Mixer(RecurrentMixer):
             )
         wait_for_parameters(self.norm)
         weight, groups, eps = self.norm.weight, self.ngroups_local_tp, self.norm.eps
+        own_groups = layout.heads("group")
         if not scheme.moves_rows:
-            return GatedNorm(weight, eps)
-        if layout.heads("group") * scheme.size == groups:
-            return GatedNorm(scheme.local(weight), eps)
+            return GatedNorm(weight, eps, groups=own_groups)
+        if own_groups * scheme.size == groups:
+            return GatedNorm(scheme.local(weight), eps, groups=own_groups)
         norm = partial(grouped_rms_norm, gamma=weight, groups=groups, eps=eps)
         norm = partial(apply_token_by_token, norm) if self.config.batch_invariant_mode else norm
         return SplitReadout(PlainReadout(layout.gate_columns), lambda u, _: norm(u), closed=True)

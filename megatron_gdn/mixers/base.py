@@ -25,7 +25,7 @@ from ..context_parallel.scheme import local_parameters
 from ..ops.autograd import uncompiled
 from ..ops.layout import layout_of_in_proj
 from ..ops.mixer import mix
-from ..ops.parts import GatedNorm, Parts
+from ..ops.parts import GatedNorm, MakeFront, Parts, parts_of
 from ..ops.readout.base import SplitReadout
 from ..ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from ..ops.rules.base import Rule
@@ -78,11 +78,11 @@ class RecurrentMixer(
 ):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
-    A subclass defines :meth:`make_parts`. A subclass's ``__init__`` calls this ``__init__``, sets
-    options, and calls :meth:`_build`. ``dims`` are the sizes of the whole mixer: ``hidden_size``,
-    ``conv_kernel_dim``, the ``layout`` of a projection row, the ``state`` of the heads, and the
-    ``in_proj_layout`` if the columns of in_proj differ from that row. ``dims.shard(n)`` are the
-    sizes on one of n ranks.
+    A subclass's ``__init__`` calls this ``__init__``, sets options, and calls :meth:`_build` with
+    its rules, its front and its fp32 parameters. ``dims`` are the sizes of the whole mixer:
+    ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a projection row, the ``state`` of the
+    heads, and the ``in_proj_layout`` if the columns of in_proj differ from that row.
+    ``dims.shard(n)`` are the sizes on one of n ranks.
     """
 
     in_proj: Any
@@ -261,7 +261,7 @@ class RecurrentMixer(
         refilled = RefilledOutput() if recompute else None
         if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             self.norm_out_checkpoint = refilled
-        parts = self.parts(rows, batch, **({} if gates is None else {"gates": gates}))
+        parts = self.parts(rows, batch, gates)
         mixed = mix(rows, parts, batch.passage.neighbours, refilled)
         if batch.scheme.moves_rows:
             mixed = batch.passage.close(mixed)
@@ -273,25 +273,19 @@ class RecurrentMixer(
         return mixed, refilled
 
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
-        """The parts for rows ``[S, B, p]`` after ``passage.open``; ``gates``: see :meth:`_mix`."""
-        scheme, own = batch.scheme, (*self.conv_parameters, *self.fp32_parameters())
-        return self.make_parts(
-            rows,
-            *local_parameters(scheme, *own, section=self.decay_section),
-            layout=scheme.layout,
-            rule=batch.rule,
-            norm=self._norm_for(scheme),
-            run_again=self.recompute_rule and self.training,
-            gates=gates,
-        )
+        """Front, rule and readout of ``batch`` with this rank's parameters.
 
-    def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
-        """The parts that :func:`..ops.parts.parts_of` makes with this mixer's settings.
-
-        ``parameters`` are the convolution's weight and bias and the fp32 parameters; ``given`` has
-        ``layout`` (the columns of ``rows``) and the keyword arguments of `parts_of`.
+        ``rows`` are ``[S, B, p]`` after ``passage.open``; ``gates``: see :meth:`_mix`.
         """
-        raise NotImplementedError
+        scheme = batch.scheme
+        parameters = *self.read_conv(rows, scheme.layout), *self.fp32_parameters()
+        if scheme.moves_rows:
+            parameters = local_parameters(scheme, *parameters, section=self.decay_section)
+        run_again = self.recompute_rule and self.training
+        return parts_of(
+            batch.front, batch.rule, rows, parameters, self._norm_for(scheme),
+            run_again=run_again, gates=gates,
+        )  # fmt: skip
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
         activation = self.output_gate_activation
@@ -323,6 +317,7 @@ class RecurrentMixer(
         self,
         submodules: Any,
         choose_rule: ChooseRule,
+        make_front: MakeFront,
         *,
         fp32: Mapping[str, int],
         name: str | None = None,
@@ -331,13 +326,13 @@ class RecurrentMixer(
     ) -> None:
         """Make ``micro_batches``, and all parameters in their order in checkpoint files.
 
-        ``choose_rule(device, dtype, bits)`` returns rule and reason; ``fp32`` maps fp32 parameters'
-        names to lengths on this rank.
+        ``choose_rule(device, dtype, bits)`` returns rule and reason; ``make_front`` is from
+        :func:`..ops.parts.fronts_of`; ``fp32`` maps fp32 parameters' names to lengths on this rank.
         """
         config, dims = self.config, self.dims
         self.micro_batches = MicroBatches(
             config, dims.layout, dims.state, dims.conv_kernel_dim, self.pg_collection.cp,
-            self.loader_layout, self.options, choose_rule, mixer=type(self).__name__,
+            self.loader_layout, self.options, choose_rule, make_front, mixer=type(self).__name__,
             recurrence=self.recurrence,
         )  # fmt: skip
         whole, path = self.global_dims, "" if name is None else f"{name}."

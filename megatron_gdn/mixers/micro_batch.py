@@ -20,9 +20,10 @@ from ..context_parallel.agreement import number_of_new_layer, ranks_per_machine,
 from ..context_parallel.price import price
 from ..context_parallel.scheme import Passage, keep_in_place
 from ..ops.documents import Documents, require_one_row
+from ..ops.front.table import TableFront
 from ..ops.host_tables import keep_if_captured, stream_of_tables
 from ..ops.layout import Layout
-from ..ops.parts import WHOLE_SEQUENCES
+from ..ops.parts import WHOLE_SEQUENCES, MakeFront
 from ..ops.rules.base import Bits, Rule
 from ..ops.state_maps.state_map import StateShape
 from .loader_layout import LoaderLayout
@@ -47,6 +48,7 @@ class MicroBatch:
     documents: Documents | None  # None: the batch is not packed
     tokens: int  # tokens of one batch row over all context-parallel ranks
     rule: Rule  # the recurrence
+    front: TableFront  # computes the rule's inputs from rows of the scheme's layout
     scheme: Scheme  # decides which heads and tokens each rank computes
     passage: Passage  # exchanges rows: ``open`` before the mixer runs, ``close`` afterwards
 
@@ -69,9 +71,9 @@ class MicroBatches:
 
     ``layout`` and ``state`` are the projection columns and head states of one tensor-parallel rank,
     ``taps`` is W, ``group`` is the context-parallel group of micro-batches that do not bring their
-    own, ``loader_layout`` finds how the loader cut sequences. ``mixer`` and ``recurrence`` are
-    names for the log. If ``options.linear_cp_mode`` is headwise, ``group``'s ranks must be able to
-    share the heads.
+    own, ``loader_layout`` finds how the loader cut sequences. ``make_front`` makes the front of a
+    scheme's rows. ``mixer`` and ``recurrence`` are names for the log. If
+    ``options.linear_cp_mode`` is headwise, ``group``'s ranks must be able to share the heads.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class MicroBatches:
         loader_layout: LoaderLayout,
         options: MixerOptions,
         choose_rule: ChooseRule,
+        make_front: MakeFront,
         *,
         mixer: str = "GatedDeltaNet",
         recurrence: str = "delta rule",
@@ -93,7 +96,7 @@ class MicroBatches:
         self._loader_layout = loader_layout
         self._mode = LinearCpMode.of(options.linear_cp_mode, config)
         self._per_machine = options.cp_ranks_per_machine
-        self._choose_rule = choose_rule
+        self._choose_rule, self._make_front = choose_rule, make_front
         self._layer, self._mixer, self._recurrence = number_of_new_layer(), mixer, recurrence
         self._whole: dict[tuple, MicroBatch] = {}
         self._schemes: dict[tuple[Any, Rule, SequenceLayout], tuple[Scheme, ...]] = {}
@@ -157,7 +160,8 @@ class MicroBatches:
             rule = self.whole(device, dtype).rule
             scheme = self._choose_scheme(group, rule, layout, documents, proj_sBP)
             passage = scheme.passage(documents, tokens, B, proj_sBP)
-            found = MicroBatch(documents, tokens, rule, scheme, passage)
+            front = self._make_front(scheme.layout, rule, device, dtype, self._taps)
+            found = MicroBatch(documents, tokens, rule, front, scheme, passage)
             if len(self._batches) >= _MOST_MICRO_BATCHES:
                 del self._batches[next(iter(self._batches))]
             self._batches[key] = found
@@ -179,7 +183,8 @@ class MicroBatches:
             rule, reason = self._choose_rule(device=device, dtype=dtype, bits=key[2])
             log_once(f"{self._mixer}: {self._recurrence} backend {rule.name!r} ({reason})")
             passage = Passage(keep_in_place, keep_in_place, WHOLE_SEQUENCES)
-            self._whole[key] = MicroBatch(None, 0, rule, Whole(self._layout), passage)
+            front = self._make_front(self._layout, rule, device, dtype, self._taps)
+            self._whole[key] = MicroBatch(None, 0, rule, front, Whole(self._layout), passage)
         return self._whole[key]
 
     def _schemes_of(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:

@@ -19,10 +19,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
-from ..ops.layout import layout_of_in_proj
-from ..ops.parts import Parts
+from ..ops.layout import Layout, layout_of_in_proj
 from .hooks import has_hooks, require_plain_conv, run_pre_hooks
-from .micro_batch import MicroBatch, MicroBatches
+from .micro_batch import MicroBatches
 from .precision import mark_keep_in_fp32, replace_fully_shard_in_megatron
 from .tensor_map import take_share
 
@@ -156,6 +155,10 @@ class OwnParameters(MarkedParameters):
     def conv_parameters(self) -> tuple[Any, Any]:
         """The convolution's weight ``[C, 1, W]``, and its bias ``[C]`` or None."""
         return self.conv1d_weight, self.conv1d_bias
+
+    def read_conv(self, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """The convolution's weight and bias for a forward over ``rows`` of this ``layout``."""
+        return self.conv_parameters
 
     def _add_parameter(
         self, name: str, sections: Sequence[int], *shape: int, dtype: torch.dtype | None = None
@@ -294,15 +297,14 @@ class ConvModule(nn.Module):
     def conv_parameters(self) -> tuple[Any, Any]:
         return self.conv1d.weight, self.conv1d.bias
 
-    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
-        """Run the forward pre-hooks of ``conv1d``; return the mixer's front, rule and readout."""
+    def read_conv(self, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """Run the forward pre-hooks of ``conv1d``; return its weight and bias."""
         conv = self.conv1d
         require_plain_conv(conv)
         if has_hooks(conv):  # hooks may change parameters, so they run first
-            columns = batch.scheme.layout.conv_columns
+            columns = layout.conv_columns
             run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
-        mixer: Any = super()
-        return mixer.parts(rows, batch, gates)
+        return conv.weight, conv.bias
 
 
 class FollowsGroups(nn.Module):

@@ -11,10 +11,12 @@ The source of the convolution's history and of the initial state:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from .documents import Documents
@@ -22,6 +24,7 @@ from .front.history import HistoryLink
 from .front.plain import front_of
 from .front.table import FrontTable, TableFront
 from .generation.memory import MemoryShape
+from .layout import Layout
 from .readout.base import PlainReadout, Readout, SplitReadout
 from .rules.base import Bits, Rule, RuleBackward, RuleForward
 from .state_maps.state_map import StateShape
@@ -34,6 +37,7 @@ class GatedNorm(NamedTuple):
     eps: float = 1e-6
     zero_centered: bool = False
     activation: str = "silu"  # or "sigmoid"
+    groups: int | None = None  # the groups of heads that share a norm; None: a norm per head
 
 
 @lru_cache(maxsize=64)
@@ -87,38 +91,70 @@ class Parts(NamedTuple):
         return MemoryShape.of(self.table.layout, self.state, self.past + 1, self.on_grid)
 
 
-def parts_of(
-    table: FrontTable,
-    rows: Tensor,
-    parameters: tuple[Tensor | None, ...],
-    *,
+# Makes the front of rows from their layout, the rule, device, dtype and number of conv taps.
+MakeFront = Callable[[Layout, Rule, torch.device, torch.dtype, int], TableFront]
+
+
+def fronts_of(table: Callable[..., FrontTable], **settings: Any) -> MakeFront:
+    """Make fronts by the tables ``table(layout, **settings)``; the settings must be hashable."""
+    return partial(front_by_table, partial(table, **settings))
+
+
+def front_by_table(
+    table: Callable[[Layout], FrontTable],
+    layout: Layout,
     rule: Rule,
-    norm: GatedNorm | SplitReadout | None,
-    groups: int | None = None,
-    again: tuple[str, ...] = (),
-    run_again: bool = False,
+    device: torch.device,
+    dtype: torch.dtype,
+    taps: int,
     kernels: str = "auto",
-    gates: Tensor | None = None,
-) -> Parts:
-    """The front, rule and readout of a mixer whose front is described by ``table``.
+) -> TableFront:
+    """The front that gives ``rule`` its inputs, from rows of this layout, device and dtype.
 
     Args:
-        rows: ``[S, B, P]``, S and B with any strides; the device and dtype decide the kernels.
+        table: makes the mixer's description of its front, for rows of a layout.
+        kernels: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Raises:
+        ValueError: ``kernels`` is unknown, or the rule has fp16 operands and the front leaves q and
+            k at any length.
+    """
+    of_layout = table(layout)
+    operands = rule.operand_dtype
+    if operands is not None and not of_layout.unit_length:
+        raise ValueError(
+            f"this rule takes q and k in {operands}, but without unit length they may overflow; "
+            f"pass normalise_qk=False to resolve_rule too, or choose operands='bf16'."
+        )
+    return front_of(of_layout, device.type, dtype, taps, kernels, rule.bits, operands)
+
+
+def parts_of(
+    front: TableFront,
+    rule: Rule,
+    rows: Tensor,
+    parameters: tuple[Tensor | None, ...],
+    norm: GatedNorm | SplitReadout | None,
+    *,
+    run_again: bool = False,
+    gates: Tensor | None = None,
+) -> Parts:
+    """The parts of a mixer with ``front`` and ``rule``, for one call.
+
+    Args:
+        rows: ``[S, B, P]``, S and B with any strides.
         parameters: the front's parameters, without ``gates``.
         norm: the gated output norm (gamma and its settings), or a readout that calls the norm.
             If None, the readout applies the gate and no norm.
-        groups: if each group of heads has one norm, the number of groups; None: a norm per head.
-        again: names of rule inputs that are not saved; the backward computes these inputs again.
         run_again: whether the backward computes front and rule again.
-        kernels: ``"auto"``, ``"triton"`` or ``"torch"``, for the front and the norm.
         gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` does not have these
             columns. Generation has no ``gates``.
 
     Raises:
         ValueError: rows or gates have a wrong shape or stride; the conv weight has a wrong number
-            of channels or is not contiguous; ``kernels`` is unknown.
+            of channels or is not contiguous.
     """
-    layout, weight = table.layout, cast(Tensor, parameters[0])
+    layout, weight = front.layout, cast(Tensor, parameters[0])
     width = layout.width if gates is None else layout.main_width
     if rows.dim() != 3 or rows.shape[2] != width or rows.stride(2) != 1:
         raise ValueError(
@@ -136,16 +172,12 @@ def parts_of(
             f"conv_weight must be contiguous [{layout.conv_width}, 1, W] for these heads, got "
             f"shape {tuple(weight.shape)} and strides {weight.stride()}."
         )
-    front = front_of(
-        table, rows.device.type, rows.dtype, weight.shape[-1], kernels, rule.bits,
-        rule.operand_dtype, again,
-    )  # fmt: skip
     gamma, readout = None, norm
     if norm is None:
         readout = PlainReadout(layout.gate_columns)
     elif isinstance(norm, GatedNorm):
         gamma, *settings = norm
-        readout = _norm_and_gate(layout.gate_columns, *settings, groups, front.triton)
+        readout = _norm_and_gate(layout.gate_columns, *settings, front.triton)
     if gates is not None:
         parameters = (*parameters, gates.contiguous())
     kept = (*parameters, gamma)

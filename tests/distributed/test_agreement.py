@@ -10,11 +10,13 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_gdn.context_parallel import agreement
+from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.mixers.loader_layout import LoaderLayout
 from megatron_gdn.mixers.micro_batch import MicroBatches
 from megatron_gdn.mixers.options import MixerOptions
 from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.parts import fronts_of
 from tests.distributed.layer_laws import over_ranks, thd
 from tests.parallel import make_config
 from tests.ranks import on_ranks
@@ -110,7 +112,7 @@ def test_schemes_of_groups_that_went_are_not_kept():
     chooser = MicroBatches(
         config, sizes.layout, sizes.state, 4, None, LoaderLayout("zigzag", config),
         MixerOptions(linear_cp_mode="auto"),
-        partial(resolve_rule, "reference", sizes=sizes, operands="bf16"),
+        partial(resolve_rule, "reference", sizes=sizes, operands="bf16"), fronts_of(gdn_table),
     )  # fmt: skip
     made = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(20)]
     seen = []

@@ -7,10 +7,9 @@ gradient of g, a difference of sums.
 import pytest
 import torch
 
-from megatron_gdn.gdn2.front import gdn2_parts
 from megatron_gdn.gdn2.rule import GDN2Inputs, PlainGDN2, choose_gdn2
 from megatron_gdn.gdn2.sizes import gdn2_layout as rows_of_gdn2
-from megatron_gdn.kda.front import kda_parts
+from megatron_gdn.inference import gdn2_rows, kda_rows
 from megatron_gdn.kda.rule import choose_kda
 from megatron_gdn.kda.sizes import kda_layout as rows_of_kda
 from megatron_gdn.mamba2.rule import PlainSSD, SSDInputs, choose_ssd
@@ -117,8 +116,8 @@ G, H = 2, 4
 SILU, SIGMOID = (1e-6, False, "silu"), (1e-6, False, "sigmoid")
 # Rows, rules, heads of the gates, parts and norm of a layer.
 LAYERS = {
-    "kda": (rows_of_kda, fla_of_kda, PlainRule, H, kda_parts, SIGMOID),
-    "gdn2": (rows_of_gdn2, fla_of_gdn2, PlainGDN2, G, gdn2_parts, SILU),
+    "kda": (rows_of_kda, fla_of_kda, PlainRule, H, kda_rows, SIGMOID),
+    "gdn2": (rows_of_gdn2, fla_of_gdn2, PlainGDN2, G, gdn2_rows, SILU),
 }
 
 

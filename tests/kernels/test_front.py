@@ -55,7 +55,7 @@ class ParameterGrads(NamedTuple):
 
 def front(kernels, case, dtype=None, tile=None, bits=Bits.FREE, **options):
     kind = "cpu", torch.float32, case.conv_weight.shape[-1], kernels, bits, dtype
-    made = front_of(gdn_table(case.sizes, **options), *kind)
+    made = front_of(gdn_table(case.sizes.layout, **options), *kind)
     return made if tile is None else replace(made, tile=tile)
 
 

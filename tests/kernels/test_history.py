@@ -142,7 +142,10 @@ def test_a_gdn_front_equals_the_plain_way(name, cut, device):
         ratio = sizes.value_heads // sizes.key_heads
         factor = (2.0 ** torch.arange(sizes.key_heads, device=device)).repeat_interleave(ratio)
     grads = RuleGrads(*case.grads(options.get("per_value_head", False)), factor=factor)
-    kind, bits = (gdn_table(sizes, normalise), "cpu", torch.float32), options.get("bits", Bits.FREE)
+    kind, bits = (
+        (gdn_table(sizes.layout, normalise), "cpu", torch.float32),
+        options.get("bits", Bits.FREE),
+    )
     ours, twin = (front_of(*kind, taps, kernels, bits) for kernels in ("triton", "torch"))
     compare(
         ours, twin, history, returned, case.proj, case.parameters, grads, documents, ("q",)

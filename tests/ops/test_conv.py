@@ -139,7 +139,7 @@ def test_bad_input_is_refused(arguments, message):
 def test_a_front_on_a_gpu_without_triton_is_plain_torch_and_the_log_says_so(monkeypatch, caplog):
     monkeypatch.setattr(plain, "why_not_triton", lambda *_: "triton is not installed")
     log_obstacle_once.cache_clear()
-    table = gdn_table(HeadSizes(2, 4, 64, 64))
+    table = gdn_table(HeadSizes(2, 4, 64, 64).layout)
     with caplog.at_level("INFO"):
         front = plain.front_of.__wrapped__(table, "cuda", torch.bfloat16, 4)
     assert not front.triton

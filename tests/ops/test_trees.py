@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_gdn.gdn.front import gdn_parts
+from megatron_gdn.inference import gdn_rows
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import GatedNorm, SequenceContext
@@ -20,7 +20,7 @@ SIZES = HeadSizes(1, 2, 4, 3)
 
 def run(leaves, rows, documents, recompute=False):
     _, weight, bias, A_log, dt_bias, gamma = leaves
-    parts = gdn_parts(
+    parts = gdn_rows(
         rows, weight, bias, A_log, dt_bias, SIZES.layout,
         rule=plain_rule(SIZES), norm=GatedNorm(gamma), recompute_qkv=recompute,
     )  # fmt: skip

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...gdn.front import gdn_parts
+from ...gdn.front import gdn_table
 from ...gdn.hf import PROJECTIONS, ba_rows, qkvz_rows
 from ...gdn.rule import resolve_rule
 from ...gdn.sizes import GDNDims
-from ...kda.front import kda_parts
+from ...kda.front import kda_table
 from ...kda.rule import choose_kda
 from ...kda.sizes import KDADims
 from ...mixers.micro_batch import ChooseRule
-from ...ops.parts import Parts
+from ...ops.parts import MakeFront, fronts_of
 from .sources import CACHE_NAMES
 
 
@@ -32,7 +32,7 @@ class Mixer(NamedTuple):
 
     dims: Any
     rule: ChooseRule
-    parts: Callable[..., Parts]  # called with rows, conv weight and bias, A_log, dt_bias
+    front: MakeFront
     names: dict[str, Any]  # ``mixer`` and ``recurrence`` of MicroBatches, for error messages
 
 
@@ -42,7 +42,7 @@ def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
     rule = partial(resolve_rule, options.backend, sizes=dims.heads, operands=options.rule_operands)
     negative = getattr(module, "allow_neg_eigval", False)
     settings = {"allow_neg_eigval": negative, "recompute_qkv": options.recompute_qkv}
-    return Mixer(dims, rule, partial(gdn_parts, **settings), {})
+    return Mixer(dims, rule, fronts_of(gdn_table, **settings), {})
 
 
 def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
@@ -69,7 +69,7 @@ def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
         bound = gate.lower_bound
     rule = partial(choose_kda, options.backend, dims.state, bound)
     names = {"mixer": "KimiDeltaAttention", "recurrence": "KDA"}
-    return Mixer(dims, rule, partial(kda_parts, lower_bound=bound), names)
+    return Mixer(dims, rule, fronts_of(kda_table, lower_bound=bound), names)
 
 
 class Family(NamedTuple):

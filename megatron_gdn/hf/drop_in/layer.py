@@ -17,7 +17,7 @@ from ...mixers.micro_batch import MicroBatch, MicroBatches
 from ...mixers.options import MixerOptions
 from ...ops.layout import Layout
 from ...ops.mixer import mix
-from ...ops.parts import GatedNorm
+from ...ops.parts import GatedNorm, parts_of
 from ...ops.readout.base import ACTIVATIONS, SplitReadout, readout_by_module
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES
 from . import families
@@ -195,10 +195,11 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         A_log, dt_bias = gate_owner(self)._gates()
         _require_silu_and_plain_conv(self)
         run_pre_hooks(conv, lambda: rows.detach()[..., layout.conv_columns].permute(1, 2, 0))
-        parameters = local_parameters(scheme, conv.weight, conv.bias, A_log.flatten(), dt_bias)
+        parameters = conv.weight, conv.bias, A_log.flatten(), dt_bias
+        if scheme.moves_rows:
+            parameters = local_parameters(scheme, *parameters)
         norm = _gated_norm(self._modules[families.family_of(self).norm], layout)
-        parts_of = self.drop_in.mixer.parts
-        parts = parts_of(rows, *parameters, layout=layout, rule=batch.rule, norm=norm)
+        parts = parts_of(batch.front, batch.rule, rows, parameters, norm)
         return batch.passage.close(mix(rows, parts, batch.passage.neighbours))
 
 
@@ -251,7 +252,7 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
     micro_batches = MicroBatches(
         megatron_config, mixer.dims.layout, mixer.dims.state, mixer.dims.conv_kernel_dim,
         group_of(options.cp_mesh), loader_layout,
-        MixerOptions(linear_cp_mode=options.linear_cp_mode), mixer.rule, **mixer.names,
+        MixerOptions(linear_cp_mode=options.linear_cp_mode), mixer.rule, mixer.front, **mixer.names,
     )  # fmt: skip
     original: Any = families.transformers_class(module)
     if not isinstance(module, CPAwareGatedDeltaNet):

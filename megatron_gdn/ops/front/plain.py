@@ -100,7 +100,6 @@ def front_of(
     kernels: str = "auto",
     bits: Bits = Bits.FREE,
     operands: torch.dtype | None = None,
-    again: tuple[str, ...] = (),
 ) -> TableFront:
     """The front of ``table`` for rows of ``rows_dtype`` and a rule that promises ``bits``.
 
@@ -108,11 +107,10 @@ def front_of(
         kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
             or ``"torch"``.
         operands: the dtype of the q, k and v that the rule gets; None: ``rows_dtype``.
-        again: names of the rule's inputs that the backward computes again.
     """
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
-    options = operands, bits >= Bits.DETERMINISTIC, again
+    options = operands, bits >= Bits.DETERMINISTIC
     why = why_not_triton(device, rows_dtype, taps) if kernels == "auto" else None
     if kernels == "torch" or why is not None:
         if why is not None:

@@ -71,6 +71,8 @@ class FrontTable:
     step_sections: tuple[str, str, str] = ("query", "key", "value")
     scale: float = 1.0
     erases: bool = True
+    # Inputs that are not saved, adjacent in ``inputs``: the backward computes them from the rows.
+    again: tuple[str, ...] = ()
 
     @cached_property
     def unit_length(self) -> bool:
@@ -109,7 +111,6 @@ class TableFront:
     table: FrontTable
     dtype: torch.dtype | None = None  # dtype of the convolved inputs; None: the rows' dtype
     batch_invariant: bool = False  # whether bits must not depend on places in the buffer
-    again: tuple[str, ...] = ()  # inputs that the backward computes again, adjacent in ``names``
 
     triton: ClassVar[bool] = False
     # Takes a Batch and names of inputs; returns these inputs by name, without the shared parameter.
@@ -121,6 +122,11 @@ class TableFront:
     @cached_property
     def layout(self) -> Layout:
         return self.table.layout
+
+    @cached_property
+    def again(self) -> tuple[str, ...]:
+        """Names of the inputs that the backward computes again."""
+        return self.table.again
 
     @cached_property
     def names(self) -> tuple[str, ...]:

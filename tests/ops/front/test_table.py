@@ -29,7 +29,7 @@ def test_gradients_of_value_heads_are_summed_for_the_key_head_that_they_share():
     sizes, tokens = HeadSizes(2, 4, 3, 5), 9
     (proj, *given, _), _ = make_inputs(sizes, tokens, bias=True)
     proj, *given = (x.detach() for x in (proj, *given))
-    front = front_of(gdn_table(sizes), "cpu", torch.float64, 4, "torch")
+    front = front_of(gdn_table(sizes.layout), "cpu", torch.float64, 4, "torch")
     shapes = ((4, 3), (4, 3), (4, 5), (4,), (4,))
     many = RuleGrads(*(torch.randn(1, tokens, *shape, dtype=torch.float64) for shape in shapes))
     summed = {name: getattr(many, name).unflatten(2, (2, 2)).sum(3) for name in ("q", "k")}

@@ -1,0 +1,141 @@
+"""The parts of a mixer for rows without a layer: the tables of the layers, for whole sequences.
+
+All functions take:
+
+    rows                   [S, B, P], S and B with any strides
+    conv_weight, conv_bias [C, 1, W] or [C, W]; [C] or None
+    A_log, dt_bias         fp32, with a value per head, or per channel as in the layer
+    layout                 the sections of a row
+    rule                   the recurrence that the mixer's choice gives (``resolve_rule``, ...)
+    norm                   the output norm, a readout that calls it, or None for the gate alone
+    run_again              whether a backward computes front and rule again
+    kernels                "auto", "triton" or "torch", for the front and the norm
+
+and raise a ValueError for rows, gates or a weight of wrong shape or strides, and for unknown
+``kernels``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..gdn.front import gdn_table
+from ..gdn2.front import gdn2_table
+from ..kda.front import kda_table
+from ..mamba2.front import mamba2_table
+from ..mamba2.rule import UNLIMITED
+from ..ops.front.table import FrontTable
+from ..ops.layout import Layout
+from ..ops.parts import GatedNorm, Parts, front_by_table, parts_of
+from ..ops.readout.base import SplitReadout
+from ..ops.rules.base import Rule
+
+
+def gdn_rows(
+    rows: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    layout: Layout,
+    *,
+    rule: Rule,
+    norm: GatedNorm | SplitReadout | None,
+    normalise_qk: bool = True,
+    allow_neg_eigval: bool = False,
+    recompute_qkv: bool = False,
+    run_again: bool = False,
+    kernels: str = "auto",
+) -> Parts:
+    """The parts of a Gated DeltaNet; :func:`..gdn.front.gdn_table` lists the other options.
+
+    Raises:
+        ValueError: also if ``rule`` has fp16 operands without ``normalise_qk``.
+    """
+    table = gdn_table(layout, normalise_qk, allow_neg_eigval, recompute_qkv)
+    parameters = conv_weight, conv_bias, A_log, dt_bias
+    return _parts(table, rows, parameters, rule, norm, run_again, kernels)
+
+
+def gdn2_rows(
+    rows: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    layout: Layout,
+    *,
+    rule: Rule,
+    norm: GatedNorm | SplitReadout | None,
+    normalise_qk: bool = True,
+    recompute_qkv: bool = False,
+    run_again: bool = False,
+    kernels: str = "auto",
+) -> Parts:
+    """The parts of a Gated DeltaNet-2, with ``A_log [G]`` and ``dt_bias [G K]``."""
+    table = gdn2_table(layout, normalise_qk, recompute_qkv)
+    parameters = conv_weight, conv_bias, A_log, dt_bias
+    return _parts(table, rows, parameters, rule, norm, run_again, kernels)
+
+
+def kda_rows(
+    rows: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    layout: Layout,
+    *,
+    rule: Rule,
+    norm: GatedNorm | SplitReadout | None,
+    lower_bound: float | None = None,
+    run_again: bool = False,
+    kernels: str = "auto",
+) -> Parts:
+    """The parts of a Kimi Delta Attention; log-decays are above ``lower_bound``, if it is given."""
+    table = kda_table(layout, lower_bound)
+    parameters = conv_weight, conv_bias, A_log, dt_bias
+    return _parts(table, rows, parameters, rule, norm, run_again, kernels)
+
+
+def mamba2_rows(
+    rows: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    D: Tensor,
+    layout: Layout,
+    *,
+    rule: Rule,
+    norm: GatedNorm | SplitReadout | None,
+    dt_limit: tuple[float, float] = UNLIMITED,
+    run_again: bool = False,
+    kernels: str = "auto",
+) -> Parts:
+    """The parts of a Mamba2 mixer, with ``D`` ``[H]`` or ``[H V]`` and a norm per group.
+
+    ``dt_limit``: the least and the greatest time step. The norm's gamma is ``[H V]``.
+    """
+    table, parameters = mamba2_table(layout, dt_limit), (conv_weight, conv_bias, A_log, dt_bias, D)
+    if isinstance(norm, GatedNorm):
+        norm = norm._replace(groups=layout.heads("group"))
+    return _parts(table, rows, parameters, rule, norm, run_again, kernels)
+
+
+def _parts(
+    table: FrontTable,
+    rows: Tensor,
+    parameters: tuple[Tensor | None, ...],
+    rule: Rule,
+    norm: GatedNorm | SplitReadout | None,
+    run_again: bool,
+    kernels: str,
+) -> Parts:
+    """The parts of the mixer whose front ``table`` describes, with these ``parameters``."""
+    weight = parameters[0]
+    assert weight is not None
+    front = front_by_table(
+        lambda _: table, table.layout, rule, rows.device, rows.dtype, weight.shape[-1], kernels
+    )
+    return parts_of(front, rule, rows, parameters, norm, run_again=run_again)
