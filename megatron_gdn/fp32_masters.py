@@ -58,6 +58,9 @@ def load_fp32_masters(
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.utils import log_single_rank, unwrap_model
 
+    from .compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
+
+    repair_mixed_dtype_optimizers()  # the file reader too
     chunks: Any = unwrap_model([model] if isinstance(model, nn.Module) else list(model))
     saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     masters = _masters_by_key(saved)

@@ -276,11 +276,11 @@ def gates_in_fp32() -> Iterator[None]:
     post_init = PreTrainedModel.post_init
 
     @wraps(post_init)
-    def post_init_with_gates(model: Any) -> None:
+    def post_init_with_gates(self: Any) -> None:
         """Build the model; add the gates to those names of its class that stay fp32."""
-        post_init(model)
-        names = model._keep_in_fp32_modules_strict or ()
-        model._keep_in_fp32_modules_strict = {*names, *FP32_GDN_PARAM_NAMES}
+        post_init(self)
+        names = self._keep_in_fp32_modules_strict or ()
+        self._keep_in_fp32_modules_strict = {*names, *FP32_GDN_PARAM_NAMES}
 
     PreTrainedModel.post_init = post_init_with_gates
     try:

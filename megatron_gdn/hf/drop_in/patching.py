@@ -297,8 +297,9 @@ def _attention_mask(text: Any, batch: ModelBatch, x: Tensor, position_ids: Tenso
     from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 
     weight = text.get_input_embeddings().weight
+    no_cache: dict[str, Any] = {cache_parameter(create_causal_mask): None}
     return create_causal_mask(
-        **{cache_parameter(create_causal_mask): None},
+        **no_cache,
         config=text.config,
         inputs_embeds=torch.empty(*x.shape[:2], 1, dtype=weight.dtype, device=x.device),
         attention_mask=batch.keep,
