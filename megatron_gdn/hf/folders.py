@@ -10,8 +10,11 @@ in memory in the dtypes of the file. An imported checkpoint has weights alone (M
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,13 +22,17 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import dict_utils, mapping
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from ..compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
 from ..compat.one_process import in_one_process
 from .build import build_model, megatron_arguments
 from .megatron_model import load_hf_weights, save_hf_weights
 from .model_map import Architecture, count_of_others, read_hf_config
 from .safetensors_files import new_folder, refuse_existing
 
+# Errors of code, or of versions that do not fit together; no damaged file is their cause.
+_FAULTS_OF_CODE = (TypeError, AttributeError, NameError, ImportError, NotImplementedError)
 _TRACKER, _RELEASE, _FORMAT = "latest_checkpointed_iteration.txt", "release", "metadata.json"
 # Arguments of `build_model` for a model on the CPU, whose weights have no values yet.
 _ON_CPU: dict[str, Any] = {
@@ -66,7 +73,7 @@ def import_folder(source: str | Path, target: str | Path, model: Architecture = 
         load_hf_weights(built, source, keep_dtypes=True)
         (folder / _RELEASE).mkdir()
         state = _with_extra_states_of_te(built.sharded_state_dict()) | common
-        with _errors_begin_with(f"{target} cannot be written"):
+        with _one_line_errors(lambda: f"{target} cannot be written"):
             dist_checkpointing.save(state, str(folder / _RELEASE), content_metadata=_CONTENT)
         (folder / _TRACKER).write_text(_RELEASE)
 
@@ -117,11 +124,8 @@ def _with_extra_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
 def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     """Build the model of ``like`` with a checkpoint's weights, in the checkpoint's dtypes."""
     folder = find_checkpoint(source)
-    damaged = (
-        f"{folder} cannot be read; copy the folder again, or take another iteration. One of its "
-        f"files is missing or damaged"
-    )
-    with _errors_begin_with(damaged):
+    repair_mixed_dtype_optimizers()  # Megatron's reader refuses the metadata of torch 2.15
+    with _one_line_errors(lambda: _describe_damage(folder)):
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
         common = dist_checkpointing.load_common_state_dict(folder)
     args = common.get("args")  # arguments of the run; if None, we assume zero-centred norms
@@ -145,23 +149,54 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
         entry.data = torch.empty_like(entry.data, dtype=cast(Any, stored[key]).dtype)
         if isinstance(entry, mapping.ShardedTensor):
             entry.dtype = entry.data.dtype
-    with _errors_begin_with(damaged):
+    with _one_line_errors(lambda: _describe_damage(folder)):
         loaded = dist_checkpointing.load(state, str(folder))
     model.load_state_dict(loaded, strict=False, assign=True)
     return model
 
 
 @contextmanager
-def _errors_begin_with(prefix: str) -> Iterator[None]:
-    """Turn an error of torch or Megatron into a ValueError of one line, ``prefix: cause``."""
+def _one_line_errors(describe: Callable[[], str]) -> Iterator[None]:
+    """Turn an error of torch or Megatron into a ValueError of one line, ``describe(): cause``.
+
+    A fault of the code, such as a TypeError, stays what it is.
+    """
     try:
         yield
     except (Exception, CheckpointException) as error:
         cause: BaseException = error
         if isinstance(error, CheckpointException):
             cause = next(failure for failure, _ in error.failures.values())
+        if isinstance(cause, _FAULTS_OF_CODE):
+            raise cause from error
         line = (str(cause) or type(cause).__name__).splitlines()[0]
-        raise ValueError(f"{prefix}: {line}") from error
+        raise ValueError(f"{describe()}: {line}") from error
+
+
+def _describe_damage(folder: Path) -> str:
+    """Which file of a checkpoint that could not be read is damaged, and what to do about it."""
+    advice = "copy the folder again, or take another iteration"
+    try:
+        json.loads((folder / _FORMAT).read_text())
+    except ValueError:
+        return f"{folder / _FORMAT} is damaged; {advice}"
+    try:
+        storage = FileSystemReader(folder).read_metadata().storage_data
+    except Exception:  # unpickling raises what the bytes make it raise
+        return f"{folder / '.metadata'} is missing or damaged; {advice}"
+    for place in sorted(storage.values(), key=lambda place: (place.relative_path, place.offset)):
+        file = folder / place.relative_path
+        if not file.is_file():
+            return f"{file} is missing; {advice}"
+        size, needed = file.stat().st_size, place.offset + place.length
+        if size < needed:
+            return f"{file} has {size} bytes, of {needed} or more that were written; {advice}"
+        with file.open("rb") as content:
+            content.seek(place.offset)
+            is_whole = zipfile.is_zipfile(BytesIO(content.read(place.length)))
+        if not is_whole:  # torch.save writes each tensor as a zip archive
+            return f"{file} is damaged from byte {place.offset} on; {advice}"
+    return f"{folder} cannot be read, though its files have the sizes that were written; {advice}"
 
 
 def _refuse_another_model(

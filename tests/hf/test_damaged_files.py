@@ -1,12 +1,17 @@
-"""The export command over damaged checkpoints and a full disk: one line, which names the folder."""
+"""The export command over damaged checkpoints and a full disk: one line, which names the file."""
 
 import resource
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_gdn.hf import import_folder
+from megatron_gdn.compat.mixed_dtype_optimizers import restore_mixed_dtype_optimizers
+from megatron_gdn.hf import export_folder, import_folder
 from megatron_gdn.hf.__main__ import main
+from megatron_gdn.hf.safetensors_files import compare_folders
 
 # The last as a crash of the machine leaves a file whose last blocks were not written.
 DAMAGE = {
@@ -30,8 +35,9 @@ def damage(file: Path, how: str) -> None:
 def test_a_checkpoint_with_a_damaged_shard_is_named(
     imported, hf_folder, tmp_path, refused, shard, how
 ):
-    damage(sorted(imported.glob("*.distcp"))[shard], how)
-    assert_named(imported, hf_folder("dense"), tmp_path, refused)
+    file = sorted(imported.glob("*.distcp"))[shard]
+    damage(file, how)
+    assert_named(file, hf_folder("dense"), tmp_path, refused)
 
 
 @pytest.mark.each_value
@@ -41,7 +47,51 @@ def test_a_checkpoint_with_a_damaged_table_is_named(
     imported, hf_folder, tmp_path, refused, name, how
 ):
     damage(imported / name, how)
-    assert_named(imported, hf_folder("dense"), tmp_path, refused)
+    named = imported if (name, how) == ("metadata.json", "gone") else imported / name
+    assert_named(named, hf_folder("dense"), tmp_path, refused)
+
+
+ERROR_OF_CODE = TypeError("empty() got an unexpected keyword argument 'strides'")
+
+
+@pytest.mark.parametrize(
+    ("where", "raised"),
+    [
+        ("load_tensors_metadata", ERROR_OF_CODE),
+        ("load", CheckpointException("", {0: (ERROR_OF_CODE, None)})),
+    ],
+)
+def test_an_error_of_code_is_no_damaged_file(
+    imported, hf_folder, tmp_path, monkeypatch, where, raised
+):
+    from megatron.core import dist_checkpointing
+
+    def fail(*_):
+        raise raised
+
+    monkeypatch.setattr(dist_checkpointing, where, fail)
+    with pytest.raises(TypeError, match="keyword argument 'strides'"):
+        export_folder(imported, tmp_path / "back", hf_folder("dense"))
+    assert not (tmp_path / "back").exists()
+
+
+def test_metadata_of_torch_2_15_is_read_before_a_layer_is_built(
+    imported, hf_folder, tmp_path, monkeypatch
+):
+    """Its tensors have strides, which megatron-core 0.19 gives to ``torch.empty``."""
+    read = FileSystemReader.read_metadata
+
+    def with_strides(reader, *args):
+        metadata = read(reader, *args)
+        for tensor in metadata.state_dict_metadata.values():
+            if isinstance(tensor, TensorStorageMetadata):
+                vars(tensor.properties)["strides"] = (1,) * len(tensor.size)
+        return metadata
+
+    monkeypatch.setattr(FileSystemReader, "read_metadata", with_strides)
+    restore_mixed_dtype_optimizers()
+    export_folder(imported, tmp_path / "back", hf_folder("dense"))
+    assert not list(compare_folders(hf_folder("dense"), tmp_path / "back"))
 
 
 def test_a_fault_of_ours_keeps_its_traceback(imported, hf_folder, tmp_path, monkeypatch):
@@ -72,7 +122,8 @@ def imported(hf_folder, tmp_path) -> Path:
     return tmp_path / "imported" / "release"
 
 
-def assert_named(source: Path, like: Path, at: Path, refused) -> None:
+def assert_named(damaged: Path, like: Path, at: Path, refused) -> None:
+    source = damaged if damaged.is_dir() else damaged.parent
     said = refused("export", source, at / "back", "--like", like)
-    assert f"{source} " in said and said.startswith("error: ") and said.count("\n") == 1, said
+    assert f"{damaged} " in said and said.startswith("error: ") and said.count("\n") == 1, said
     assert not (at / "back").exists()
