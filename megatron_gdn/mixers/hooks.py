@@ -75,14 +75,48 @@ def gathered_parameters(module: nn.Module) -> Iterator[None]:
             part._forward_pre_hooks = own
 
 
+def forward_slot(module: nn.Module) -> str:
+    """The attribute of an instance whose value a call runs in place of the class's ``forward``.
+
+    accelerate's hooks set ``forward`` and keep what it was, which they call, in ``_old_forward``.
+    """
+    hooked = "_hf_hook" in vars(module) and "_old_forward" in vars(module)
+    return "_old_forward" if hooked else "forward"
+
+
+def runs_class_forward(module: nn.Module) -> bool:
+    """Whether a call of ``module`` runs its class's ``forward``, inside accelerate's hooks if any.
+
+    A bound method of the class is what accelerate leaves behind when its hooks are removed.
+    """
+    forward = vars(module).get(forward_slot(module))
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward
+
+
+@contextmanager
+def loaded_by_accelerate(*modules: nn.Module) -> Iterator[None]:
+    """In this context accelerate's hooks have loaded offloaded parameters of ``modules``.
+
+    The hooks run in a module's forward, so they do not run for modules that are not called.
+    """
+    hooked = [(module, vars(module).get("_hf_hook")) for module in modules]
+    hooked = [(module, hook) for module, hook in hooked if hook is not None]
+    for module, hook in hooked:
+        hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        for module, hook in reversed(hooked):
+            hook.post_forward(module, ())
+
+
 def require_plain_conv(conv: nn.Module) -> None:
     """Refuse a ``conv1d`` that is not torch's plain convolution with stride and dilation 1.
 
     accelerate's forward, which moves inputs between devices, is legal, and so is modelopt's class
     while its quantizers are off.
     """
-    own = vars(conv)
-    plain = type(conv).forward is _CONV_FORWARD and ("forward" not in own or "_hf_hook" in own)
+    plain = type(conv).forward is _CONV_FORWARD and runs_class_forward(conv)
     if not plain and any(cls.__module__.startswith("modelopt.") for cls in type(conv).__mro__):
         plain = not any(part.is_enabled for part in conv.children())
     if not plain or not conv.dilation == conv.stride == (1,):

@@ -92,7 +92,10 @@ class ModelBatch:
 
     def _zero_padding(self, x_BsH: Tensor) -> Tensor:
         """Set padding tokens to zero; their gradients are zero too."""
-        return x_BsH if self.keep is None else x_BsH.masked_fill(~self.keep[..., None], 0)
+        if self.keep is None:
+            return x_BsH
+        padding = ~self.keep.to(x_BsH.device)  # a model's layers may lie on several devices
+        return x_BsH.masked_fill(padding[..., None], 0)
 
 
 @torch.compiler.disable  # the host reads boundaries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from ...context_parallel import LinearCpMode, SequenceLayout
 from ...context_parallel.scheme import local_parameters
-from ...mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
+from ...mixers.hooks import (
+    forward_slot,
+    has_hooks,
+    loaded_by_accelerate,
+    require_plain_conv,
+    run_pre_hooks,
+    runs_class_forward,
+)
 from ...mixers.loader_layout import LoaderLayout
 from ...mixers.micro_batch import MicroBatch, MicroBatches
 from ...mixers.options import MixerOptions
@@ -189,6 +196,13 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     @torch.compiler.disable  # the host computes tables, which torch.compile cannot trace
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
         """Run conv, rule and norm on the projections ``proj_TBP`` of the batch ``model_batch``."""
+        owner = gate_owner(self)
+        not_called = [self.conv1d] if owner is self else [self.conv1d, owner]
+        with loaded_by_accelerate(*not_called):
+            return self._mix_loaded(proj_TBP, model_batch)
+
+    def _mix_loaded(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
+        """:meth:`_mix` while the parameters that it reads are on the device of ``proj_TBP``."""
         batch = self.drop_in.micro_batch(model_batch, proj_TBP)
         scheme, conv = batch.scheme, self.conv1d
         rows, layout = batch.passage.open(proj_TBP), batch.scheme.layout
@@ -210,7 +224,8 @@ def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
         cls.__name__.endswith("RMSNormGated")
         and cls.__module__.startswith("transformers.")
         and cls.forward.__module__.startswith("transformers.")
-        and "forward" not in vars(norm)
+        and "_hf_hook" not in vars(norm)
+        and runs_class_forward(norm)
         and not has_hooks(norm)
     )
     if plain and activation in ACTIVATIONS:
@@ -237,6 +252,12 @@ def _require_silu_and_plain_conv(module: Any) -> None:
 def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareGatedDeltaNet:
     """Turn transformers' ``module`` into a drop-in in place; its parameters stay the same."""
     _require_silu_and_plain_conv(module)
+    if not runs_class_forward(module):
+        raise ValueError(
+            f"{type(module).__name__} has a forward of its own ({vars(module)['forward']}), which "
+            f"would run in place of the mixer. Patch the model before other code sets this "
+            f"forward, or remove it (del module.forward); accelerate's hooks may stay."
+        )
     family, owner = families.family_of(module), gate_owner(module)
     dtype = module._modules[family.out].weight.dtype
     mixer = family.mixer(module, config, options)
@@ -256,7 +277,7 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
     )  # fmt: skip
     original: Any = families.transformers_class(module)
     if not isinstance(module, CPAwareGatedDeltaNet):
-        module.__class__ = families.subclass("CPAware", CPAwareGatedDeltaNet, original)
+        _change_class(module, families.subclass("CPAware", CPAwareGatedDeltaNet, original))
     families.plain_functions_on_cpu(module)
     hold_gates(owner)
     cache_name = families.cache_parameter(original.forward)
@@ -268,4 +289,12 @@ def undo_drop_in(module: CPAwareGatedDeltaNet) -> None:
     """Undo :func:`become_drop_in`; cast ``A_log`` and ``dt_bias`` back to their old dtypes."""
     release_gates(gate_owner(module), module.drop_in.stored)
     del module.drop_in
-    module.__class__ = type(module).__bases__[1]
+    _change_class(module, type(module).__bases__[1])
+
+
+def _change_class(module: nn.Module, cls: type) -> None:
+    """Give ``module`` the class ``cls``; a bound ``forward`` of its own becomes that of ``cls``."""
+    before, slot = type(module).forward, forward_slot(module)
+    module.__class__ = cls
+    if getattr(vars(module).get(slot), "__func__", None) is before:
+        vars(module)[slot] = MethodType(cls.forward, module)

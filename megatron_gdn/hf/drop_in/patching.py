@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...mixers.hooks import forward_slot, runs_class_forward
 from ...ops.host_tables import to_device
 from .batch import ModelBatch, group_of, resolve_batch
 from .families import (
@@ -147,8 +148,13 @@ class Patch(AbstractContextManager):
                     f"{name} has become a {type(layer).__name__} since it was replaced (sharded?), "
                     f"so the patch cannot be undone. Undo a patch before wrapping the model."
                 )
+            if not runs_class_forward(layer):
+                raise RuntimeError(
+                    f"the forward of {name} was replaced since it was patched, and may call the "
+                    f"patched forward. Restore that forward before undoing the patch."
+                )
         for text, forward in self._forwards.items():
-            if getattr(vars(text).get("forward"), "__func__", None) is not forward:
+            if getattr(vars(text).get(forward_slot(text)), "__func__", None) is not forward:
                 raise RuntimeError(
                     f"the forward of {type(text).__name__} was replaced since it was patched, and "
                     f"may call the patched forward. Restore that forward before undoing the patch."
@@ -201,17 +207,20 @@ class Patch(AbstractContextManager):
             if not any(linear_attentions(layer)):
                 hook = layer.register_forward_pre_hook(_drop_resolved_batch, with_kwargs=True)
                 self._changes.callback(hook.remove)
-        vars(text)[_FORWARD_BEFORE] = vars(text).get("forward")
-        vars(text)["forward"] = MethodType(forward, text)  # deepcopy binds a method to the copy
+        slot = forward_slot(text)
+        vars(text)[_FORWARD_BEFORE] = vars(text).get(slot)
+        vars(text)[slot] = MethodType(forward, text)  # deepcopy binds a method to the copy
         self._forwards[text] = forward
         self._changes.callback(_restore_forward, text)
 
 
 def _restore_forward(text: Any) -> None:
     """Remove the wrapper of ``text.forward``."""
-    del vars(text)["forward"]
-    if (wrapped := vars(text).pop(_FORWARD_BEFORE)) is not None:
-        vars(text)["forward"] = wrapped
+    slot, wrapped = forward_slot(text), vars(text).pop(_FORWARD_BEFORE)
+    if wrapped is None and slot == "forward":
+        del vars(text)["forward"]
+    else:
+        vars(text)[slot] = wrapped or MethodType(type(text).forward, text)
 
 
 def _drop_resolved_batch(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
