@@ -61,7 +61,19 @@ def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
+def one_line(text: object) -> str:
+    """``text`` with its control characters escaped.
+
+    A name that comes from a file, a folder or another process can then neither begin a line of its
+    own nor control the terminal.
+    """
+    characters = str(text)
+    if characters.isprintable():
+        return characters
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in characters)
+
+
 def print_error(error: BaseException | str) -> int:
     """Print the error as one line on standard error, and return the exit status 2."""
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {one_line(error)}", file=sys.stderr)
     return 2

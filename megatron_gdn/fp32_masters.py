@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .compat.untrusted_checkpoints import untrusted_checkpoint
+
 logger = logging.getLogger(__name__)
 
 # Keys of masters: Float16Optimizer names them fp32_param, DistributedOptimizer names them param.
@@ -62,7 +64,8 @@ def load_fp32_masters(
 
     repair_mixed_dtype_optimizers()  # the file reader too
     chunks: Any = unwrap_model([model] if isinstance(model, nn.Module) else list(model))
-    saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
+    with untrusted_checkpoint():
+        saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     masters = _masters_by_key(saved)
     # A parameter that is fp32 in the file is exact already. Its master may be out of date, because
     # a fused Adam with its own masters does not update the masters of fp32 parameters.
@@ -76,13 +79,12 @@ def load_fp32_masters(
         and saved[tensor.key].dtype != torch.float32
     }
     # The masters are loaded into new tensors, so that a failed load does not change the model.
-    loaded: Any = dist_checkpointing.load(
-        {
-            name: replace(tensor, key=name, data=torch.empty_like(tensor.data))
-            for name, tensor in wanted.items()
-        },
-        str(folder),
-    )
+    state = {
+        name: replace(tensor, key=name, data=torch.empty_like(tensor.data))
+        for name, tensor in wanted.items()
+    }
+    with untrusted_checkpoint():
+        loaded: Any = dist_checkpointing.load(state, str(folder))
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.data.copy_(loaded[name])

@@ -76,12 +76,13 @@ def load_pretrained(folder: str | Path, training: Any) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
+    from megatron_gdn.compat.untrusted_checkpoints import untrusted_checkpoint
     from megatron_gdn.hf.folders import find_checkpoint
 
     [model] = unwrap_model([training.model])
-    state: Any = dist_checkpointing.load(
-        {"model": model.sharded_state_dict()}, str(find_checkpoint(folder))
-    )
+    wanted = {"model": model.sharded_state_dict()}
+    with untrusted_checkpoint():
+        state: Any = dist_checkpointing.load(wanted, str(find_checkpoint(folder)))
     model.load_state_dict(state["model"])
     # The optimizer holds fp32 copies of what was there before.
     training.optimizer.reload_model_params()

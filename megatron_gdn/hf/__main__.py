@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..command_line import Parser, print_error
+from ..command_line import Parser, one_line, print_error
 
 _DESCRIPTION = "Weights between Hugging Face folders and Megatron checkpoints."
 
@@ -26,10 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(**options)
     except (ValueError, NotImplementedError, ImportError, OSError, SafetensorError) as error:
-        message = (str(error) or type(error).__name__).splitlines()[0]
-        folders = [
-            options[name] for name in ("source", "left", "right", "target") if name in options
-        ]
+        message = str(error) or type(error).__name__
+        given = [options[name] for name in ("source", "left", "right", "target") if name in options]
+        folders = [one_line(folder) for folder in given]
+        for folder, shown in zip(given, folders, strict=True):
+            message = message.replace(folder, shown)
+        message = message.splitlines()[0]
         if not any(folder in message for folder in folders):  # for example if the disk is full
             message = f"{' or '.join(folders)} cannot be read or written: {message}"
         return print_error(message)
@@ -89,7 +91,7 @@ def _run(command: str, **options: Any) -> int:
 
     convert = folders.import_folder if command == "import" else folders.export_folder
     convert(**options)
-    print(f"{command}ed {options['source']} to {options['target']}")
+    print(one_line(f"{command}ed {options['source']} to {options['target']}"))
     return 0
 
 

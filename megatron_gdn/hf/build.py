@@ -153,10 +153,13 @@ def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> lis
     Raises:
         NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers.
     """
-    flags = []
+    flags: list[str] = []
     for name, value in _launch_settings(config, model).items():
-        flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
-        flags += [flag] if isinstance(value, bool) else [flag, *str(value).split(" ")]
+        flags.append(f"--{_FLAGS.get(name, name).replace('_', '-')}")
+        if isinstance(value, tuple):  # a flag with several values
+            flags += value
+        elif not isinstance(value, bool):
+            flags.append(str(value))
     return flags
 
 
@@ -188,7 +191,7 @@ def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, An
         spec = f"{'gdn_qk_norm_' if 'qk_layernorm' in settings else ''}hybrid_stack_spec"
         del settings["num_layers"], settings["is_hybrid_model"]  # the pattern implies both
         settings = {"hybrid_layer_pattern": config.hybrid_layer_pattern} | settings
-    flags: dict[str, Any] = {"spec": f"megatron_gdn.specs {spec}"}
+    flags: dict[str, Any] = {"spec": ("megatron_gdn.specs", spec)}
     for name, value in settings.items():
         value = f"([{','.join(map(str, value))}])" if isinstance(value, list) else value
         flags["num_experts" if name == "num_moe_experts" else name] = value
@@ -202,6 +205,11 @@ def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, An
     if config.rotary_fraction:
         flags["position_embedding_type"] = "rope"
         flags["rotary_percent"] = config.rotary_fraction
+        if config.rope_theta != int(config.rope_theta):
+            raise ValueError(
+                f"rope_theta={config.rope_theta}: Megatron's --rotary-base is a whole number. "
+                f"Only a model with a whole rope_theta can be launched or imported."
+            )
         flags["rotary_base"] = int(config.rope_theta)
     if not config.tied:
         flags["untie_embeddings_and_output_weights"] = True

@@ -10,11 +10,12 @@ in memory in the dtypes of the file. An imported checkpoint has weights alone (M
 
 from __future__ import annotations
 
-import json
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,10 +27,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ..compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
 from ..compat.one_process import in_one_process
+from ..compat.untrusted_checkpoints import foreign_class, untrusted_checkpoint
 from .build import build_model, megatron_arguments
+from .json_files import read_object, shown
 from .megatron_model import load_hf_weights, save_hf_weights
-from .model_map import Architecture, count_of_others, read_hf_config
-from .safetensors_files import new_folder, refuse_existing
+from .model_map import Architecture, HFModelConfig, read_hf_config
+from .new_folder import new_folder, refuse_existing
+from .safetensors_files import SafetensorsFolder
+from .tensor_plan import count_of_others, plan_of
 
 # Errors of code, or of versions that do not fit together; no damaged file is their cause.
 _FAULTS_OF_CODE = (TypeError, AttributeError, NameError, ImportError, NotImplementedError)
@@ -66,7 +71,7 @@ def import_folder(source: str | Path, target: str | Path, model: Architecture = 
             cause, and no folder is left behind.
         RuntimeError: torch.distributed runs several processes.
     """
-    config = read_hf_config(source)
+    config = _compared_config(source, model)
     common = {"args": megatron_arguments(config, model), "checkpoint_version": 3.0, "iteration": 0}
     with new_folder(target) as folder, in_one_process():
         built: Any = build_model(config, model, **_ON_CPU)[0]
@@ -102,14 +107,33 @@ def find_checkpoint(folder: str | Path) -> Path:
     folder = Path(folder)
     iteration = folder
     if (folder / _TRACKER).is_file():
-        name = (folder / _TRACKER).read_text().strip()
-        iteration = folder / (f"iter_{int(name):07d}" if name.isdigit() else name)
+        iteration = folder / _name_of_iteration(folder / _TRACKER)
     if not (iteration / _FORMAT).is_file():
         raise FileNotFoundError(
             f"{iteration} is no distributed checkpoint: it has no {_FORMAT}. Give a folder that "
             f"Megatron's --save or the import wrote (it has {_TRACKER}), or one of its iterations."
         )
     return iteration
+
+
+def _name_of_iteration(tracker: Path) -> str:
+    """The name of the subfolder that the file ``tracker`` stands for."""
+    content = tracker.read_bytes()[:100].decode(errors="replace").strip()
+    if content == _RELEASE:
+        return _RELEASE
+    if re.fullmatch("[0-9]{1,18}", content):
+        return f"iter_{int(content):07d}"
+    raise ValueError(
+        f"{tracker} holds {shown(content)}; legal are the number of an iteration, or {_RELEASE!r}. "
+        f"Give the folder of one iteration."
+    )
+
+
+def _compared_config(folder: str | Path, model: Architecture) -> HFModelConfig:
+    """The config of a Hugging Face folder, after a comparison with the shapes in its files."""
+    config = read_hf_config(folder)
+    plan_of(config, SafetensorsFolder(folder).specs, model, True)
+    return config
 
 
 def _with_extra_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
@@ -125,15 +149,22 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     """Build the model of ``like`` with a checkpoint's weights, in the checkpoint's dtypes."""
     folder = find_checkpoint(source)
     repair_mixed_dtype_optimizers()  # Megatron's reader refuses the metadata of torch 2.15
-    with _one_line_errors(lambda: _describe_damage(folder)):
+    with untrusted_checkpoint(), _one_line_errors(lambda: _describe_damage(folder)):
+        _require_format(folder / _FORMAT)
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
-        common = dist_checkpointing.load_common_state_dict(folder)
+        common = _load_common(folder)
+        table: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
     args = common.get("args")  # arguments of the run; if None, we assume zero-centred norms
     # Older versions of Megatron name the setting apply_layernorm_1p.
     centred = getattr(args, "apply_layernorm_1p", True)
     centred = getattr(args, "layernorm_zero_centered_gamma", centred)
+    if not isinstance(centred, bool):
+        raise ValueError(
+            f"{folder} was saved with layernorm_zero_centered_gamma={shown(centred)}; legal are "
+            f"True and False."
+        )
     kind: Architecture = "hybrid" if "decoder.final_norm.weight" in stored else "gpt"
-    config = read_hf_config(like)
+    config = _compared_config(like, kind)
     built = build_model(config, kind, layernorm_zero_centered_gamma=centred, **_ON_CPU)
     model: Any = built[0]
     pairs = model.sharded_state_dict().items()
@@ -142,6 +173,8 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     mapping.apply_factories(expected)
     by_key = {entry.key: entry for entry in dict_utils.nested_values(expected)}
     _refuse_another_model(stored, by_key, folder, like)
+    for key in by_key:
+        _require_every_part(key, table[key], folder)
     for entry in state.values():
         key = entry.key
         if key not in stored:  # the checkpoint stores a fused projection by its sections
@@ -149,7 +182,7 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
         entry.data = torch.empty_like(entry.data, dtype=cast(Any, stored[key]).dtype)
         if isinstance(entry, mapping.ShardedTensor):
             entry.dtype = entry.data.dtype
-    with _one_line_errors(lambda: _describe_damage(folder)):
+    with untrusted_checkpoint(), _one_line_errors(lambda: _describe_damage(folder)):
         loaded = dist_checkpointing.load(state, str(folder))
     model.load_state_dict(loaded, strict=False, assign=True)
     return model
@@ -170,14 +203,40 @@ def _one_line_errors(describe: Callable[[], str]) -> Iterator[None]:
         if isinstance(cause, _FAULTS_OF_CODE):
             raise cause from error
         line = (str(cause) or type(cause).__name__).splitlines()[0]
+        if name := foreign_class(cause):
+            line = (
+                f"its pickles load {name}, which no checkpoint needs and which may run code of "
+                f"whoever wrote it"
+            )
         raise ValueError(f"{describe()}: {line}") from error
 
 
+def _require_format(file: Path) -> None:
+    """Raise a ValueError unless ``file``, which names the checkpoint's format, names torch_dist."""
+    backend = read_object(file).get("sharded_backend")
+    if backend != "torch_dist":
+        raise ValueError(f"it has sharded_backend={shown(backend)}; only 'torch_dist' is read")
+
+
+def _load_common(folder: Path) -> dict[str, Any]:
+    """What Megatron stored beside the tensors, such as the arguments of the run."""
+    try:
+        common = dist_checkpointing.load_common_state_dict(folder)
+    except (TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"the state beside its tensors has another form: {error}") from error
+    if not isinstance(common, dict):
+        raise ValueError(f"the state beside its tensors is {shown(common)}, but must be a dict")
+    return common
+
+
 def _describe_damage(folder: Path) -> str:
-    """Which file of a checkpoint that could not be read is damaged, and what to do about it."""
+    """Which file of a checkpoint that could not be read is damaged, and what to do about it.
+
+    It reads the checkpoint: call it within `untrusted_checkpoint`.
+    """
     advice = "copy the folder again, or take another iteration"
     try:
-        json.loads((folder / _FORMAT).read_text())
+        _require_format(folder / _FORMAT)
     except ValueError:
         return f"{folder / _FORMAT} is damaged; {advice}"
     try:
@@ -199,6 +258,20 @@ def _describe_damage(folder: Path) -> str:
     return f"{folder} cannot be read, though its files have the sizes that were written; {advice}"
 
 
+def _require_every_part(key: str, entry: Any, folder: Path) -> None:
+    """Raise unless the parts of the tensor ``key`` in the table's ``entry`` add up to the tensor.
+
+    torch reads the parts that are listed, and would leave the others as the memory was.
+    """
+    places = {tuple(chunk.offsets) for chunk in entry.chunks}
+    listed = sum(prod(chunk.sizes) for chunk in entry.chunks)
+    if listed != prod(entry.size) or len(places) != len(entry.chunks):
+        raise ValueError(
+            f"{folder} has {listed} of {prod(entry.size)} values of {key} in {len(places)} parts; "
+            f"its table is damaged. Copy the folder again, or take another iteration."
+        )
+
+
 def _refuse_another_model(
     stored: dict[str, Any], expected: dict[str, Any], folder: Path, like: str | Path
 ) -> None:
@@ -216,10 +289,16 @@ def _refuse_another_model(
         first = f"{keys[0]}{count_of_others(keys)}"
         raise ValueError(f"{folder} and {like} are not the same model: {lacks} {first}.")
     for key, entry in sorted(expected.items()):
+        if not stored[key].dtype.is_floating_point:
+            raise ValueError(
+                f"{key} has dtype {stored[key].dtype} in {folder}; weights are floating-point "
+                f"numbers."
+            )
         shape, asked = tuple(stored[key].global_shape), tuple(entry.global_shape)
         # Runs may pad the vocabulary differently; rows of padding follow the vocabulary's rows.
-        rows = max(shape[0], asked[0]) if entry.allow_shape_mismatch else asked[0]
-        if shape != (rows, *asked[1:]):
+        if entry.allow_shape_mismatch and shape[:1] > asked[:1]:
+            asked = (*shape[:1], *asked[1:])
+        if shape != asked:
             raise ValueError(
                 f"{key} has shape {shape} in {folder}, but config.json of {like} asks for {asked}."
             )

@@ -23,16 +23,11 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from torch import Tensor, nn
 
 from ..mixers.tensor_map import HFRef, TensorMap, dequantised
-from .model_map import (
-    Architecture,
-    HFModelConfig,
-    TensorPlan,
-    count_of_others,
-    plan_of,
-    read_hf_config,
-)
-from .safetensors_files import SafetensorsFolder, progress_bar, refuse_existing, write_folder
+from .model_map import Architecture, HFModelConfig, read_hf_config
+from .new_folder import refuse_existing
+from .safetensors_files import SafetensorsFolder, progress_bar, require_finite, write_folder
 from .state_dict_adapter import is_gated_delta_net_fp32_param_key
+from .tensor_plan import TensorPlan, count_of_others, plan_of
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +125,7 @@ def save_hf_weights(
     # Every rank must raise here: a rank that went on would wait in a collective for ever.
     refuse_existing(folder)
     source = SafetensorsFolder(like)
+    source.other_files()  # raises for a link out of the folder
     export = _Export(model, source, fp32_gates)
     if tp_rank:
         # Rank 0 writes; the other ranks enter the same collectives in the same order.
@@ -166,9 +162,18 @@ class _Export:
         self._cached_pieces = lru_cache(maxsize=4)(self._pieces)
 
     def read(self, key: str) -> Tensor:
-        """Compute the tensor ``key`` in its export dtype; experts are stacked as in the file."""
+        """Compute the tensor ``key`` in its export dtype; experts are stacked as in the file.
+
+        Raises a ValueError if a value is NaN or inf, on every tensor-parallel rank.
+        """
         if key not in self._maps_of:
             return self._source.read(key)
+        computed = self._compute(key)
+        require_finite(computed, f"the model's {key}", "Export other weights")
+        return computed
+
+    def _compute(self, key: str) -> Tensor:
+        """The tensor ``key``, of the model's weights."""
         parts = self._maps_of[key]
         if parts[0][1].expert is None:
             ((entry, source),) = parts

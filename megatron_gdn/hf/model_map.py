@@ -1,16 +1,15 @@
-"""Flatten a model's ``config.json`` into one record, and list a `TensorMap` for each tensor.
+"""Flatten a model's ``config.json`` into one record, and make a `TensorMap` for each tensor.
 
 A GPTModel has one layer for each layer of the config, a HybridModel has two (mixer, then MLP).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +18,15 @@ from ..gdn.hf import Storage, gdn_layer_maps
 from ..gdn.sizes import GDNDims
 from ..mixers.tensor_map import HFRef, TensorMap, rows_by_group, tensor_map
 from ..ops.delta_rule.sizes import LINEAR_SIZES
-from .safetensors_files import TensorSpec
+from .config_fields import ConfigFields
+from .json_files import read_object, shown
 from .state_dict_adapter import GDN_FP32_CHECKPOINT_ARCHITECTURES
 
 Architecture = Literal["hybrid", "gpt"]
 
-_EMBEDDING = "embed_tokens.weight"
-_LM_HEAD = "lm_head.weight"
-# Weights of multi-token prediction and vision, which an export copies and no import loads.
-_PASSTHROUGH = ("mtp.", "model.visual.", "visual.")
-_NEMOTRON = "NemotronHForCausalLM"  # a Mamba2 model that can be built but not filled from files
+EMBEDDING = "embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+NEMOTRON = "NemotronHForCausalLM"  # a Mamba2 model that can be built but not filled from files
 
 # For each kind of layer, fields of a TransformerConfig -> fields of config.json. "" is any kind.
 _SIZES = {
@@ -59,15 +57,12 @@ _NAMES_OF_NEMOTRON = {
     "n_routed_experts": "num_experts",
     "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
 }
-# Legal values of settings that config.json may leave out; the first is the default.
-_LEGAL: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "hidden_act": ("silu",),
-    "output_gate_type": ("silu", "swish"),
-    "attn_output_gate": (True,),  # q_proj also computes the output gate
-    "rope_type": ("default",),
-    "norm_topk_prob": (True,),
-}
+# Settings that the built model assumes; a config.json may leave them out.
+_SETTINGS = (
+    "attention_bias", "hidden_act", "output_gate_type", "attn_output_gate", "rope_type",
+    "norm_topk_prob",
+)  # fmt: skip
+_ROPE_FIELDS = ("rope_type", "rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +94,7 @@ class HFModelConfig:
         """
         pattern, settings = self.hybrid_layer_pattern, dict(vars(self.sizes))
         settings |= {"normalization": "RMSNorm", "add_bias_linear": False}
-        if self.architecture == _NEMOTRON:
+        if self.architecture == NEMOTRON:
             from megatron.core.activations import squared_relu
 
             settings |= {"gated_linear_unit": False, "activation_func": squared_relu}
@@ -139,76 +134,86 @@ def read_hf_config(folder: str | Path) -> HFModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a Hugging Face model folder.")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error
-    return parse_hf_config(config)
+    return parse_hf_config(read_object(path), str(path))
 
 
-def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
+def parse_hf_config(config: Mapping[str, Any], where: str = "config.json") -> HFModelConfig:
     """Flatten a parsed ``config.json``; if it has a ``text_config``, sizes are read there.
 
     ``tie_word_embeddings`` is read at the top level: that of ``text_config`` is wrong for some
-    published models. An unknown architecture, missing field or illegal setting raises a ValueError.
+    published models. `config_fields.FIELDS` has the type and the range of each field.
+
+    Args:
+        config: the parsed file.
+        where: the file's name, for errors.
+
+    Raises:
+        ValueError: the architecture is unknown, or a field is missing, has an illegal type or
+            value, or contradicts another field.
     """
+    top = ConfigFields(config, where)
     known = sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES)
-    named = config.get("architectures") or []
-    architecture = next((name for name in named if name in (*known, _NEMOTRON)), None)
+    named = top.get("architectures", [])
+    architecture = next((name for name in named if name in (*known, NEMOTRON)), None)
     if architecture is None:
         raise ValueError(
-            f"unknown architecture {list(named)}; known: {', '.join(known)}. Linear-"
+            f"unknown architecture {shown(named)}; known: {', '.join(known)}. Linear-"
             f"attention layers of other models convert one by one, see layer_from_hf of "
             f"megatron_gdn.hf."
         )
-    text = config.get("text_config") or config
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    is_nemotron = architecture == NEMOTRON
+    text = top.get("text_config", {}) or config
+    fields = ConfigFields(text, where, architecture, _NAMES_OF_NEMOTRON if is_nemotron else {})
+    rope = fields.get("rope_parameters", {}) or fields.get("rope_scaling", {})
     rope = {"rope_type": rope.get("type"), **rope}
-    entries: dict[str, Any] = {**text, **rope, "architecture": architecture}
-    fields = _Fields(
-        (_NAMES_OF_NEMOTRON.get(name, name), value)
-        for name, value in entries.items()
-        if value is not None
-    )
-    for name, legal in _LEGAL.items():
-        if (value := fields.get(name, legal[0])) not in legal:
-            value, best = (json.dumps(one).replace('"', "'") for one in (value, legal[0]))
-            raise ValueError(
-                f"{name}={value} is not supported in whole models; it must be {best}. Layers "
-                f"convert one by one, see layer_from_hf of megatron_gdn.hf."
-            )
-    is_nemotron = architecture == _NEMOTRON
-    pattern = fields["hybrid_override_pattern"] if is_nemotron else _layer_pattern(fields)
+    given = {name: rope[name] for name in _ROPE_FIELDS if rope.get(name) is not None}
+    fields = fields.with_values(given)
+    for name in _SETTINGS:
+        fields.get(name, None)
+    pattern = _nemotron_pattern(fields) if is_nemotron else _layer_pattern(fields)
     tables = [table for kind, table in _SIZES.items() if kind in pattern]
     pairs = (pair for table in tables for pair in table.items())
     sizes = SimpleNamespace(**{field: fields[hf_name] for field, hf_name in pairs})
-    head_dim = sizes.hidden_size // sizes.num_attention_heads
+    fields.require_multiple("num_attention_heads", "num_key_value_heads")
+    if "G" in pattern:
+        fields.require_multiple("linear_num_value_heads", "linear_num_key_heads")
+    if "M" in pattern:
+        fields.require_multiple("mamba_num_heads", "n_groups")
+    if "E" in pattern:
+        fields.require_at_most("num_experts_per_tok", "num_experts")
+    head_dim = max(sizes.hidden_size // sizes.num_attention_heads, 1)
     sizes.kv_channels = fields.get("head_dim", head_dim)
     sizes.layernorm_epsilon = fields.get("rms_norm_eps", 1e-6)
-    if "routed_scaling_factor" in fields:
-        sizes.moe_router_topk_scaling_factor = fields["routed_scaling_factor"]
+    scaling = fields.get("routed_scaling_factor", None)
+    if scaling is not None:
+        sizes.moe_router_topk_scaling_factor = scaling
     return HFModelConfig(
         architecture=architecture,
         hybrid_layer_pattern=pattern,
         sizes=sizes,
         vocab_size=fields["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=top.get("tie_word_embeddings", False),
         rope_theta=fields.get("rope_theta", 10_000_000.0),
         rotary_fraction=0.0 if is_nemotron else fields.get("partial_rotary_factor", 0.25),
     )
 
 
-class _Fields(dict[str, Any]):
-    """The fields of a ``config.json``; reading a missing field raises an error with its name."""
+def _nemotron_pattern(fields: ConfigFields) -> str:
+    """The pattern that a Nemotron's config.json has as one text."""
+    pattern = fields["hybrid_override_pattern"]
+    count = fields.get("num_hidden_layers", len(pattern))
+    if count != len(pattern):
+        raise ValueError(
+            f"{fields.where}: num_hidden_layers={count}, but hybrid_override_pattern has "
+            f"{len(pattern)} layers."
+        )
+    return pattern
 
-    def __missing__(self, name: str) -> Any:
-        raise ValueError(f"config.json of a {self['architecture']} has no {name!r}.")
 
-
-def _layer_pattern(fields: _Fields) -> str:
+def _layer_pattern(fields: ConfigFields) -> str:
     """A HybridModel's pattern: for each layer the symbols of its mixer and of its MLP."""
     count = fields["num_hidden_layers"]
-    types = fields.get("layer_types")
+    types = fields.get("layer_types", None)
     if types is None:
         interval = fields.get("full_attention_interval", 4)
         kinds = "linear_attention", "full_attention"
@@ -217,26 +222,20 @@ def _layer_pattern(fields: _Fields) -> str:
     unknown = sorted(set(types) - symbols.keys())
     if unknown or len(types) != count:
         raise ValueError(
-            f"layer_types must be {count} times 'linear_attention' or 'full_attention'; it has "
-            f"{len(types)} entries{f' and also {unknown}' if unknown else ''}."
+            f"{fields.where}: layer_types must be {count} times 'linear_attention' or "
+            f"'full_attention'; it has {len(types)} entries"
+            f"{f' and also {shown(unknown)}' if unknown else ''}."
         )
-    step, dense = fields.get("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
-    has_experts = bool(fields.get("num_experts"))
+    step, dense = fields.get("decoder_sparse_step", 1), set(fields.get("mlp_only_layers", []))
+    has_experts = fields.get("num_experts", 0) > 0
     is_moe = [has_experts and (n + 1) % step == 0 and n not in dense for n in range(count)]
     return "".join(symbols[kind] + "-E"[moe] for kind, moe in zip(types, is_moe, strict=True))
 
 
-class TensorPlan(NamedTuple):
-    """What an import and an export do with every tensor of a folder."""
-
-    maps: list[TensorMap]
-    passthrough: list[str]  # keys that an export copies unchanged
-    aliases: dict[str, str]  # key -> key of the equal tensor (a tied model's output layer)
-
-
-def count_of_others(names: list[str]) -> str:
-    """The end of a message that shows only the first of ``names``: " (and N more)" or nothing."""
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+def root_of(keys: Iterable[str]) -> str:
+    """The prefix of a text model's keys in files with these ``keys``, such as "model."."""
+    roots = (key.removesuffix(EMBEDDING) for key in keys if key.endswith(f".{EMBEDDING}"))
+    return next((root for root in roots if root.startswith("model.")), "model.")
 
 
 def model_maps(
@@ -247,8 +246,7 @@ def model_maps(
 ) -> Iterator[TensorMap]:
     """Yield the maps of a whole model; ``keys``: all keys of the files, with the model's prefix."""
     hidden, vocab = config.sizes.hidden_size, config.vocab_size
-    roots = (key.removesuffix(_EMBEDDING) for key in keys if key.endswith(f".{_EMBEDDING}"))
-    root = next((root for root in roots if root.startswith("model.")), "model.")
+    root = root_of(keys)
 
     def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
         # For a gain of 1 + w the file stores w; a plain Megatron norm stores the gain itself.
@@ -257,7 +255,7 @@ def model_maps(
     embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
     # The last pipeline stage of a tied model has a copy of the embedding.
     names = (embedding, output) if config.tied else (embedding,)
-    yield tensor_map(names, {root + _EMBEDDING: (vocab, hidden)}, 0, pad_rows=True)
+    yield tensor_map(names, {root + EMBEDDING: (vocab, hidden)}, 0, pad_rows=True)
     pattern = config.hybrid_layer_pattern
     for layer, (mixer_kind, mlp_kind) in enumerate(zip(pattern[::2], pattern[1::2], strict=True)):
         mixer = mlp = f"decoder.layers.{layer}."
@@ -287,7 +285,7 @@ def model_maps(
     final = "norm" if model == "hybrid" else "layernorm"
     yield norm(f"decoder.final_{final}.weight", f"{root}norm.weight")
     if not config.tied:
-        yield tensor_map(output, {_LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
+        yield tensor_map(output, {LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
 
 
 def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:
@@ -332,42 +330,3 @@ def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> 
     yield from _mlp_maps(f"{p}shared_experts.", f"{hf}shared_expert.", hidden, shared)
     gate = {f"{hf}shared_expert_gate.weight": (1, hidden)}
     yield tensor_map(f"{p}shared_experts.gate_weight", gate)
-
-
-def plan_of(
-    config: HFModelConfig, specs: Mapping[str, TensorSpec], model: Architecture, centred: bool
-) -> TensorPlan:
-    """Assign every tensor of ``specs`` to a map, to passthrough or to an alias, or refuse it.
-
-    ``specs``: the tensors of the files; ``centred``: Megatron's ``layernorm_zero_centered_gamma``.
-    """
-    if config.architecture == _NEMOTRON:
-        raise NotImplementedError(
-            f"whole models of {_NEMOTRON} are not converted; megatron_gdn.hf.layer_from_hf "
-            f"converts one Mamba2 layer."
-        )
-    for key, spec in specs.items():
-        if spec.dtype.startswith("F8") or key.endswith("weight_scale_inv"):
-            raise NotImplementedError(
-                f"{key} is quantised ({spec.dtype}); block-scaled FP8 checkpoints are not read. "
-                f"Convert the folder to BF16 first."
-            )
-    maps = list(model_maps(config, specs.keys(), model, centred))
-    shapes = {source.key: source.shape for entry in maps for source in entry.sources}
-    whose = f"a {config.architecture} with {len(config.hybrid_layer_pattern) // 2} layers"
-    if missing := [key for key in shapes if key not in specs]:
-        raise ValueError(f"missing key {missing[0]!r}{count_of_others(missing)}: {whose} needs it.")
-    for key, shape in shapes.items():
-        if specs[key].shape != shape:
-            raise ValueError(
-                f"{key} has shape {specs[key].shape}, but config.json asks for {shape}."
-            )
-    aliases = {_LM_HEAD: maps[0].sources[0].key} if config.tied and _LM_HEAD in specs else {}
-    unmapped = [key for key in specs if key not in shapes and key not in aliases]
-    if unknown := [key for key in unmapped if not key.startswith(_PASSTHROUGH)]:
-        raise ValueError(
-            f"unknown key {unknown[0]!r}{count_of_others(unknown)}: it is no weight of {whose}, "
-            f"and starts with none of {', '.join(_PASSTHROUGH)}, which an export copies "
-            f"unchanged."
-        )
-    return TensorPlan(maps, unmapped, aliases)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +16,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..command_line import one_line
 from ..mixers.tensor_map import bits_of
+from .json_files import parse_object, read_object, shown
+from .new_folder import new_folder
+
+logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+
+# Other files in a folder from which transformers may load weights.
+_OTHER_WEIGHTS = (
+    "model*.safetensors", "pytorch_model*.bin", "pytorch_model*.bin.index.json",
+    "adapter_model.*", "adapter_config.json",
+)  # fmt: skip
+# Endings of files with weights, and of pickles. An export never copies such a file.
+_WEIGHT_ENDINGS = (
+    ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt",
+    ".pkl", ".pickle", ".h5", ".msgpack", ".gguf", ".onnx", ".npz", ".npy", ".distcp",
+)  # fmt: skip
+_LONGEST_KEY = 512  # characters
 
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -43,45 +61,113 @@ class SafetensorsFolder:
     """The weights of a Hugging Face folder; `file_of` and `specs` have keys in storage order."""
 
     def __init__(self, folder: str | Path) -> None:
+        """Read the headers of the folder's files, not their tensors.
+
+        Raises:
+            FileNotFoundError: the index, or a file that it names, is missing.
+            ValueError: an index or a file is damaged or contradicts another one, names in it are
+                no plain names, or the folder has two sets of weights.
+            NotImplementedError: a tensor has a dtype that is not known here.
+        """
         self.folder = Path(folder)
         index = self._read_index()
         names = [SINGLE_NAME] if index is None else sorted(set(index.values()))
+        self._refuse_other_weights(names)
         self.files = {name: self._open(name) for name in names}
         pairs = [(key, name) for name in names for key in self.files[name].offset_keys()]
         if index is not None:
             self._require_index_matches(index, pairs)
+        if not pairs:
+            raise ValueError(f"{self.folder} has no weights: its files hold no tensor.")
         self.file_of = dict(pairs)
         self.specs = {key: self._read_spec(key) for key in self.file_of}
 
     def read(self, key: str, expert: int | None = None) -> Tensor:
         """Read the tensor ``key``, or only its slice ``[expert]``."""
+        from safetensors import SafetensorError
+
         file = self.files[self.file_of[key]]
-        return file.get_tensor(key) if expert is None else file.get_slice(key)[expert]
+        try:
+            return file.get_tensor(key) if expert is None else file.get_slice(key)[expert]
+        except (SafetensorError, RuntimeError, TypeError, IndexError) as error:
+            cause = str(error).partition("\n")[0]
+            raise ValueError(f"{key} in {self.path_of(key)} cannot be read: {cause}") from error
 
     def read_finite(self, key: str, expert: int | None = None) -> Tensor:
         """Read as `read` does; raise a ValueError if a value is NaN or inf."""
         piece = self.read(key, expert)
-        # If a value is NaN or inf, so is the minimum or the maximum. aminmax copies nothing.
-        if piece.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(piece)):
-            which = "" if expert is None else f" (expert {expert})"
-            number = int(piece.isfinite().logical_not().sum())
-            raise ValueError(
-                f"{key}{which} in {self.path_of(key)} holds {number} of {piece.numel()} values "
-                f"that are NaN or inf; weights must be finite. Download the file again, or take a "
-                f"checkpoint from before the training diverged."
-            )
+        which = "" if expert is None else f" (expert {expert})"
+        require_finite(piece, f"{key}{which} in {self.path_of(key)}", "Download the file again")
         return piece
 
     def path_of(self, key: str) -> Path:
         return self.folder / self.file_of[key]
 
-    def other_files(self) -> Iterator[Path]:
-        """Yield the paths, relative to the folder, of files without weights that are not hidden."""
-        for path in sorted(self.folder.rglob("*")):
+    def other_files(self) -> tuple[list[Path], list[Path]]:
+        """Files that an export copies, and files that it leaves out as they may hold weights.
+
+        The paths are relative to the folder; hidden files are in neither list.
+
+        Raises:
+            ValueError: a file is a link out of the folder, or a subfolder is a link.
+        """
+        copied, left_out = [], []
+        for path in self._visible_files():
             relative = path.relative_to(self.folder)
-            hidden = any(part.startswith(".") for part in relative.parts)
-            if path.is_file() and not hidden and str(relative) not in self.files:
-                yield relative
+            if str(relative) in self.files or str(relative) == INDEX_NAME:
+                self._refuse_link_out(path)
+            elif path.name.lower().endswith(_WEIGHT_ENDINGS):
+                left_out.append(relative)
+            else:
+                self._refuse_link_out(path)
+                copied.append(relative)
+        return copied, left_out
+
+    def _visible_files(self) -> Iterator[Path]:
+        """Yield the paths of the folder's files, also in subfolders; none that is hidden."""
+        for base, subfolders, names in os.walk(self.folder):
+            here = Path(base)
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            if links := [name for name in subfolders if (here / name).is_symlink()]:
+                raise ValueError(
+                    f"{here / links[0]} is a link to a folder; an export copies no linked folder. "
+                    f"Remove the link."
+                )
+            for name in sorted(names):
+                if not name.startswith(".") and (here / name).is_file():
+                    yield here / name
+
+    def _refuse_link_out(self, path: Path) -> None:
+        """Raise if the file ``path`` is a link that leaves the folder, or the hub's cache of it."""
+        folder = self.folder.resolve()
+        homes = [folder]
+        if folder.parent.name == "snapshots":  # the hub's cache: snapshots/REVISION and blobs
+            homes.append(folder.parent.parent / "blobs")
+        found = path.resolve()
+        if not any(found.is_relative_to(home) for home in homes):
+            raise ValueError(
+                f"{path} is a link out of the folder, to {found}; an export copies only files of "
+                f"the folder. Put the file itself there."
+            )
+
+    def _refuse_other_weights(self, names: list[str]) -> None:
+        """Raise if the folder has other weights than those in the files ``names``."""
+        others = sorted(
+            entry.name
+            for entry in self.folder.iterdir()
+            if entry.name not in names
+            and any(fnmatchcase(entry.name.lower(), pattern) for pattern in _OTHER_WEIGHTS)
+        )
+        if others:
+            raise ValueError(
+                f"{self.folder} has two sets of weights: {names[0]} and {others[0]}. transformers "
+                f"may load another set than this package. Remove {others[0]}, or the older set."
+            )
+        if SINGLE_NAME in names and len(names) > 1:
+            raise ValueError(
+                f"{self.folder / INDEX_NAME} names {SINGLE_NAME} beside other files; transformers "
+                f"would load {SINGLE_NAME} alone. Rename the file and its entries in the index."
+            )
 
     def _read_index(self) -> dict[str, str] | None:
         """The index's table of tensor keys and file names; None if the folder has no index."""
@@ -92,13 +178,26 @@ class SafetensorsFolder:
             raise FileNotFoundError(
                 f"{self.folder} has no weights: neither {INDEX_NAME} nor {SINGLE_NAME}."
             )
-        try:
-            listed = json.loads(path.read_text())["weight_map"].items()
-            return {key: str(name) for key, name in listed}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        index = read_object(path)
+        table = index.get("weight_map")
+        if not isinstance(table, dict) or not table:
             raise ValueError(
-                f"{path} is not an index of weights: it needs a 'weight_map' ({error})."
-            ) from error
+                f"{path} is not an index of weights: it needs a 'weight_map' of keys and file "
+                f"names, but has {shown(table)}."
+            )
+        if not isinstance(index.get("metadata", {}), dict):
+            raise ValueError(
+                f"{path}: 'metadata' must be an object such as {{'total_size': 1234}}, but is "
+                f"{shown(index['metadata'])}."
+            )
+        for key, name in table.items():
+            if not _is_plain_name(name):
+                raise ValueError(
+                    f"{path} says that {shown(key)} is in {shown(name)}; legal are names of "
+                    f".safetensors files inside the folder, without a path. Download the index "
+                    f"again."
+                )
+        return table
 
     def _require_index_matches(self, index: dict[str, str], pairs: list[tuple[str, str]]) -> None:
         """Raise if ``index`` is not equal to ``pairs``, the keys and the files that store them."""
@@ -130,12 +229,53 @@ class SafetensorsFolder:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing.")
         try:
-            return safe_open(path, framework="pt")
+            file = safe_open(path, framework="pt")
         except SafetensorError as error:
             raise ValueError(
                 f"{path} is truncated or not a safetensors file ({path.stat().st_size} bytes): "
                 f"{error}. Download it again."
             ) from error
+        _check_header(path)
+        return file
+
+
+def _is_plain_name(name: Any) -> bool:
+    """Whether ``name`` is the name of a safetensors file, without a path."""
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and name.isprintable()
+        and not name.startswith(".")
+        and "/" not in name
+        and "\\" not in name
+    )
+
+
+def _check_header(path: Path) -> None:
+    """Raise if the header of the safetensors file lists a key twice, or a key that cannot be shown.
+
+    The package safetensors has read the header before, so its size is known to be legal.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = parse_object(file.read(size), f"the header of {path}")
+    for key in header:
+        if not key.isprintable() or len(key) > _LONGEST_KEY:
+            raise ValueError(
+                f"{path} has a tensor with the key {shown(key)}; legal are at most {_LONGEST_KEY} "
+                f"printable characters."
+            )
+
+
+def require_finite(tensor: Tensor, where: str, advice: str) -> None:
+    """Raise a ValueError, which names ``where`` and gives ``advice``, if a value is NaN or inf."""
+    # If a value is NaN or inf, so is the minimum or the maximum. aminmax copies nothing.
+    if tensor.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(tensor)):
+        number = int(tensor.isfinite().logical_not().sum())
+        raise ValueError(
+            f"{where} holds {number} of {tensor.numel()} values that are NaN or inf; weights must "
+            f"be finite. {advice}, or take a checkpoint from before the training diverged."
+        )
 
 
 def progress_bar[Item](items: Collection[Item], label: str) -> Iterable[Item]:
@@ -149,43 +289,26 @@ def progress_bar[Item](items: Collection[Item], label: str) -> Iterable[Item]:
     return tqdm(items, desc=label, unit="part")
 
 
-def refuse_existing(target: str | Path) -> None:
-    """Raise FileExistsError if ``target`` exists and is not an empty folder."""
-    target = Path(target).absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists; remove it or choose another name.")
-
-
-@contextmanager
-def new_folder(target: str | Path) -> Iterator[Path]:
-    """Yield an empty folder, which becomes ``target`` at the end, and is deleted on any error."""
-    refuse_existing(target)
-    target = Path(target).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # The new folder lies beside the target: a rename within one file system is atomic.
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield scratch
-        scratch.chmod(0o755)
-        scratch.rename(target)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-
-
 def write_folder(
     target: str | Path, like: SafetensorsFolder, read: Callable[[str], Tensor]
 ) -> None:
     """Write folder ``target``: files as in ``like``, but each tensor ``key`` is ``read(key)``."""
     from safetensors.torch import save_file
 
+    copied, left_out = like.other_files()
+    if left_out:
+        logger.warning(
+            "%d files of %s are not copied, because they may hold old weights; the first is %s.",
+            *(len(left_out), one_line(like.folder), one_line(left_out[0])),
+        )
     with new_folder(target) as folder:
-        for path in like.other_files():
+        for path in copied:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(like.folder / path, folder / path)
+        if (like.folder / INDEX_NAME).is_file():
+            shutil.copyfile(like.folder / INDEX_NAME, folder / INDEX_NAME)
         size = 0
         for name, file in progress_bar(like.files.items(), "export"):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             # safetensors refuses tensors that share storage, as the pieces of one projection do.
             tensors = {
                 key: read(key).detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -195,7 +318,7 @@ def write_folder(
             save_file(tensors, folder / name, metadata=file.metadata() or None)
         index = folder / INDEX_NAME
         if index.is_file():
-            content = json.loads(index.read_text())
+            content = read_object(index)
             if content.get("metadata", {}).get("total_size", size) != size:
                 content["metadata"]["total_size"] = size
                 index.write_text(json.dumps(content, indent=2) + "\n")
@@ -208,7 +331,7 @@ class Difference(NamedTuple):
     what: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.what}"
+        return one_line(f"{self.key}: {self.what}")
 
 
 def compare_folders(left: str | Path, right: str | Path) -> Iterator[Difference]:

@@ -29,7 +29,8 @@ class Model:
     @cached_property
     def hf(self) -> HFModelConfig:
         """The parsed config, for `build_model`, `transformer_config` and `megatron_flags`."""
-        return parse_hf_config({"architectures": [self.architecture]} | self.fields)
+        config = {"architectures": [self.architecture]} | self.fields
+        return parse_hf_config(config, f"{self.name} in catalogue.toml")
 
     @property
     def pattern(self) -> str:

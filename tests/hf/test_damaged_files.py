@@ -4,10 +4,10 @@ import resource
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_gdn.compat import untrusted_checkpoints
 from megatron_gdn.compat.mixed_dtype_optimizers import restore_mixed_dtype_optimizers
 from megatron_gdn.hf import export_folder, import_folder
 from megatron_gdn.hf.__main__ import main
@@ -79,7 +79,7 @@ def test_metadata_of_torch_2_15_is_read_before_a_layer_is_built(
     imported, hf_folder, tmp_path, monkeypatch
 ):
     """Its tensors have strides, which megatron-core 0.19 gives to ``torch.empty``."""
-    read = FileSystemReader.read_metadata
+    read = untrusted_checkpoints._read_metadata
 
     def with_strides(reader, *args):
         metadata = read(reader, *args)
@@ -88,7 +88,7 @@ def test_metadata_of_torch_2_15_is_read_before_a_layer_is_built(
                 vars(tensor.properties)["strides"] = (1,) * len(tensor.size)
         return metadata
 
-    monkeypatch.setattr(FileSystemReader, "read_metadata", with_strides)
+    monkeypatch.setattr(untrusted_checkpoints, "_read_metadata", with_strides)
     restore_mixed_dtype_optimizers()
     export_folder(imported, tmp_path / "back", hf_folder("dense"))
     assert not list(compare_folders(hf_folder("dense"), tmp_path / "back"))

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_gdn.hf import export_folder, import_folder, read_hf_config
 from megatron_gdn.hf.__main__ import main
-from megatron_gdn.hf.model_map import plan_of
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
+from megatron_gdn.hf.tensor_plan import plan_of
 from tests.hf.model_laws import save_with_plain_norms, stored_tensors
 from tests.hf.tiny_models import FOLDERS
 from tests.processes import python, python_without
@@ -292,7 +292,7 @@ def test_a_folder_that_names_no_checkpoint_is_named_on_export(copy, tmp_path, re
     import_folder(copy, imported)
     (imported / "latest_checkpointed_iteration.txt").write_text("")
     said = refused("export", imported, tmp_path / "back", "--like", copy)
-    assert "is no distributed checkpoint: it" in said
+    assert "latest_checkpointed_iteration.txt holds ''; legal are" in said
     assert not (tmp_path / "back").exists()
 
 

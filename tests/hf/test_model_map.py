@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from megatron_gdn.hf import parse_hf_config
-from megatron_gdn.hf.model_map import model_maps, plan_of
+from megatron_gdn.hf.model_map import model_maps
 from megatron_gdn.hf.safetensors_files import TensorSpec
+from megatron_gdn.hf.tensor_plan import plan_of
 from megatron_gdn.models import find
 
 CONFIG = {

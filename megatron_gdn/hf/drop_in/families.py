@@ -23,7 +23,9 @@ from ...kda.front import kda_table
 from ...kda.rule import choose_kda
 from ...kda.sizes import KDADims
 from ...mixers.micro_batch import ChooseRule
+from ...ops.delta_rule.sizes import LINEAR_SIZES
 from ...ops.parts import MakeFront, fronts_of
+from ..config_fields import check_config
 from .sources import CACHE_NAMES
 
 
@@ -72,6 +74,12 @@ def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
     return Mixer(dims, rule, fronts_of(kda_table, lower_bound=bound), names)
 
 
+_GDN_FIELDS = ("hidden_size", "rms_norm_eps", *(f"linear_{name}" for name in LINEAR_SIZES))
+_KDA_FIELDS = (
+    "hidden_size", "rms_norm_eps", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim",
+)  # fmt: skip
+
+
 class Family(NamedTuple):
     """A family of models in transformers, with the names of its linear attention's submodules.
 
@@ -88,11 +96,13 @@ class Family(NamedTuple):
     out: str = "out_proj"
     gate: str = ""  # submodule with A_log and dt_bias; empty: the module itself
     mixer: Callable[[Any, Any, Any], Mixer] = _gdn_mixer  # called with module, config, options
+    fields: tuple[str, ...] = _GDN_FIELDS  # fields of the config that the layer reads
 
 
 _FLAT, _SEPARATE = tuple(PROJECTIONS["flat"]), tuple(PROJECTIONS["separate"])
 _KDA: dict[str, Any] = {
     "norm": "o_norm", "out": "o_proj", "gate": "forget_gate", "mixer": _kda_mixer,
+    "fields": _KDA_FIELDS,
 }  # fmt: skip
 _LOW_RANK = (
     "q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj > forget_gate.f_b_proj",
@@ -134,10 +144,11 @@ def linear_attentions(module: nn.Module) -> Iterator[Any]:
 
 
 def class_for_config(config: Any) -> type:
-    """The linear-attention class of transformers for a text config."""
-    kind = getattr(config, "model_type", "")
+    """The linear-attention class of transformers for a text config, whose fields are checked."""
+    kind = str(getattr(config, "model_type", ""))
     for name, family in FAMILIES.items():
         if family.package == kind.removesuffix("_text"):
+            check_config(config, family.fields)
             package = f"transformers.models.{family.package}"
             return getattr(import_module(f"{package}.modeling_{family.package}"), name)
     raise ValueError(

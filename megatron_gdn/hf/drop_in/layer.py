@@ -26,6 +26,7 @@ from ...ops.layout import Layout
 from ...ops.mixer import mix
 from ...ops.parts import GatedNorm, parts_of
 from ...ops.readout.base import ACTIVATIONS, SplitReadout, readout_by_module
+from ..config_fields import check_config
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES
 from . import families
 from .batch import ModelBatch, group_of, resolve_batch
@@ -259,6 +260,7 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
             f"forward, or remove it (del module.forward); accelerate's hooks may stay."
         )
     family, owner = families.family_of(module), gate_owner(module)
+    check_config(config, family.fields)
     dtype = module._modules[family.out].weight.dtype
     mixer = family.mixer(module, config, options)
     megatron_config: Any = SimpleNamespace(  # fields of the config that MicroBatches reads

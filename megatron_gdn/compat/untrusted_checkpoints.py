@@ -1,0 +1,171 @@
+"""Reads distributed checkpoints that nobody vouches for: no code of theirs is run.
+
+The file ``.metadata`` of such a checkpoint is a pickle, and so are the objects beside the tensors
+(in ``common.pt``, or in the files of tensors). torch and Megatron unpickle both with any class.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+# Modules and the names that the ``.metadata`` of a checkpoint has from them.
+_LEGAL = {
+    "builtins": {"set", "frozenset", "bytearray"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},  # Python 3.13
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+        "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    # torch before 2.3
+    "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
+}  # fmt: skip
+
+# What a table may say of a tensor; torch 2.15 adds strides.
+_PROPERTIES = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}
+
+_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles the classes of a ``.metadata`` file and dtypes, and nothing else."""
+
+    def find_class(self, module_name: str, name: str, /) -> Any:
+        if name in _LEGAL.get(module_name, ()):
+            return super().find_class(module_name, name)
+        if module_name == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        # In the words of torch's weights_only=True, which `foreign_class` looks for.
+        raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module_name}.{name}")
+
+
+def foreign_class(error: BaseException) -> str | None:
+    """The class or function that a pickle may not load, if ``error`` says so."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return None
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return found[1] if found else None
+
+
+@contextmanager
+def untrusted_checkpoint() -> Iterator[None]:
+    """Within this context torch and Megatron read checkpoints without running code of theirs.
+
+    ``.metadata`` may have only the classes that such a file needs, and the names of files in it
+    must be plain. Objects are loaded by torch's ``weights_only=True``, also where Megatron asks for
+    more; classes that a ``torch.serialization.add_safe_globals`` has named are legal.
+
+    Raises:
+        pickle.UnpicklingError, ValueError: within the context, for a file that has more.
+    """
+    reader_class: Any = filesystem.FileSystemReader
+    before = reader_class.read_metadata
+    variables = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
+    os.environ[_FORCE] = "1"
+    reader_class.read_metadata = _read_metadata
+    try:
+        yield
+    finally:
+        reader_class.read_metadata = before
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _read_metadata(reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+    """Read what ``FileSystemReader.read_metadata`` reads, by `_Unpickler`, and check it."""
+    path = Path(reader._get_metadata_path(kwargs.get("rank")))
+    with path.open("rb") as file:
+        try:
+            metadata = _Unpickler(file).load()
+        except (pickle.UnpicklingError, OSError):
+            raise
+        except Exception as error:  # unpickling raises what the bytes make it raise
+            raise ValueError(f"{path} is no pickle of a table: {error}") from error
+    _check(metadata, path)
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    cast(StorageMeta, metadata.storage_meta).load_id = reader.load_id
+    return metadata
+
+
+def _check(metadata: Any, path: Path) -> None:
+    """Raise a ValueError unless ``metadata``, the content of ``path``, has the form that it needs.
+
+    A pickle can make an object of a legal class with any content.
+    """
+    tensors = getattr(metadata, "state_dict_metadata", None)
+    stored = getattr(metadata, "storage_data", None)
+    is_metadata = isinstance(metadata, Metadata)
+    if not is_metadata or not isinstance(tensors, dict) or not isinstance(stored, dict):
+        raise ValueError(f"{path} is not a table of tensors and their files")
+    for key, entry in tensors.items():
+        is_object = isinstance(entry, BytesStorageMetadata)
+        if not isinstance(key, str) or not (is_object or _is_tensor(entry)):
+            raise ValueError(f"{path} has an entry {key!r} that is neither a tensor nor an object")
+    for index, entry in stored.items():
+        name = getattr(entry, "relative_path", None)
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise ValueError(f"{path} names the file {name!r}; legal are names inside the folder")
+        if not _is_place(index, entry):
+            raise ValueError(f"{path} has a place in {name} that is none")
+
+
+def _is_tensor(entry: Any) -> bool:
+    """Whether ``entry`` describes a tensor: its size, its properties and its parts."""
+    if not isinstance(entry, TensorStorageMetadata) or not _is_size(entry.size):
+        return False
+    properties = vars(entry.properties) if hasattr(entry.properties, "__dict__") else {}
+    if not isinstance(properties.get("dtype"), torch.dtype) or not properties.keys() <= _PROPERTIES:
+        return False
+    if not isinstance(entry.chunks, list):
+        return False
+    return all(_is_part(chunk, entry.size) for chunk in entry.chunks)
+
+
+def _is_part(chunk: Any, size: torch.Size) -> bool:
+    """Whether ``chunk`` is a part of a tensor of ``size``."""
+    if not isinstance(chunk, ChunkStorageMetadata):
+        return False
+    if not (_is_size(chunk.offsets) and _is_size(chunk.sizes)):
+        return False
+    if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+        return False
+    ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
+    return all(end <= whole for end, whole in zip(ends, size, strict=True))
+
+
+def _is_place(index: Any, entry: Any) -> bool:
+    """Whether ``entry`` is the place in a file of the part of a tensor that ``index`` names."""
+    if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
+        return False
+    if not isinstance(entry, filesystem._StorageInfo):
+        return False
+    numbers = entry.offset, entry.length
+    return all(isinstance(number, int) and number >= 0 for number in numbers)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.Size) and all(length >= 0 for length in value)

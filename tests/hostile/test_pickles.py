@@ -1,0 +1,226 @@
+"""A checkpoint that nobody vouches for: an export reads it, and runs no code of it."""
+
+import io
+import os
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from megatron_gdn.hf import import_folder
+from megatron_gdn.hf.folders import find_checkpoint
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+class Planted:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture(scope="module")
+def clean(hf_folder, tmp_path_factory) -> Path:
+    """An imported checkpoint; do not write into it."""
+    target = tmp_path_factory.mktemp("clean") / "imported"
+    import_folder(hf_folder("dense"), target)
+    return target
+
+
+@pytest.fixture
+def checkpoint(clean, tmp_path) -> Path:
+    return shutil.copytree(clean, tmp_path / "imported")
+
+
+@pytest.fixture
+def refusal(checkpoint, tmp_path, hf_folder, refused):
+    """``refusal()``: what an export of ``checkpoint`` says; it leaves nothing."""
+
+    def said() -> str:
+        back = tmp_path / "back"
+        text = refused("export", checkpoint, back, "--like", hf_folder("dense"))
+        assert not (tmp_path / "mark").exists(), "the export ran code of the checkpoint"
+        assert not back.exists()
+        assert text.startswith("error: ") and text.count("\n") == 1
+        return text
+
+    return said
+
+
+def change(checkpoint: Path, how) -> None:
+    """Apply ``how(metadata)`` to the checkpoint's table, which is trusted here."""
+    path = checkpoint / "release" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    how(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def plant_object(checkpoint: Path, name: str, content: object) -> None:
+    """Let the entry ``name`` of the table be an object, ``content``, in the files of tensors."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+
+    def redirect(metadata) -> None:
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        [index] = [one for one in metadata.storage_data if one.fqn == name][:1]
+        info = metadata.storage_data[index]
+        file = checkpoint / "release" / info.relative_path
+        metadata.storage_data[index] = replace(
+            info, offset=file.stat().st_size, length=len(buffer.getvalue())
+        )
+        with file.open("ab") as stream:
+            stream.write(buffer.getvalue())
+
+    change(checkpoint, redirect)
+
+
+@pytest.mark.parametrize("where", ["whole", "within"])
+def test_a_table_that_is_a_pickle_of_code_is_not_run(checkpoint, tmp_path, refusal, where):
+    planted = Planted(tmp_path / "mark")
+    if where == "whole":
+        (checkpoint / "release" / ".metadata").write_bytes(pickle.dumps(planted))
+    else:
+        change(checkpoint, lambda metadata: setattr(metadata, "planner_data", planted))
+    assert "posix.mkdir" in refusal()
+
+
+def test_the_object_beside_the_tensors_is_not_run(checkpoint, tmp_path, refusal):
+    """Megatron keeps arguments and more in an object; torch loads it with any class."""
+    table = pickle.loads((checkpoint / "release" / ".metadata").read_bytes())
+    [name] = [key for key in table.state_dict_metadata if key.startswith("common_state")]
+    plant_object(checkpoint, name, [Planted(tmp_path / "mark")])
+    assert "posix.mkdir" in refusal()
+
+
+def test_the_file_of_older_versions_is_not_run(checkpoint, tmp_path, refusal, monkeypatch):
+    """A user's variable lets torch load any class."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    torch.save({"args": Planted(tmp_path / "mark")}, checkpoint / "release" / "common.pt")
+    assert "posix.mkdir" in refusal()
+    assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
+
+
+def test_a_weight_that_is_an_object_is_not_run(checkpoint, tmp_path, refusal):
+    plant_object(checkpoint, EMBEDDING, Planted(tmp_path / "mark"))
+    assert f"the checkpoint has no {EMBEDDING}" in refusal()
+
+
+@pytest.mark.parametrize(
+    "name", ["../other/release", "{there}", "..", "release/../release", "x\ny"]
+)
+def test_a_tracker_names_an_iteration_and_no_path(checkpoint, clean, tmp_path, refusal, name):
+    shutil.copytree(clean, tmp_path / "other")
+    named = name.format(there=tmp_path / "other" / "release")
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text(named)
+    assert "legal are the number of an iteration, or 'release'" in refusal()
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [("release", "release"), ("160", "iter_0000160"), ("160\n", "iter_0000160")],
+)
+def test_a_legal_tracker_names_its_folder(tmp_path, content, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "metadata.json").write_text("{}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(content)
+    assert find_checkpoint(tmp_path) == tmp_path / name
+
+
+@pytest.mark.parametrize("name", ["../other.distcp", "{there}", "", 5])
+def test_a_table_names_files_inside_the_folder(checkpoint, tmp_path, refusal, name):
+    release = checkpoint / "release"
+    first = sorted(release.glob("*.distcp"))[0]
+    shutil.copy(first, checkpoint / "other.distcp")
+    named = name.format(there=checkpoint / "other.distcp") if isinstance(name, str) else name
+
+    def redirect(metadata) -> None:
+        for index, info in metadata.storage_data.items():
+            if info.relative_path == first.name:
+                metadata.storage_data[index] = replace(info, relative_path=named)
+
+    change(checkpoint, redirect)
+    assert "legal are names inside the folder" in refusal()
+
+
+def test_a_tensor_with_a_missing_part_is_refused(checkpoint, refusal):
+    """torch reads the parts that the table lists, and leaves the rest of the memory as it is."""
+    change(checkpoint, lambda metadata: metadata.state_dict_metadata[EMBEDDING].chunks.clear())
+    assert f"has 0 of 1608 values of {EMBEDDING} in 0 parts" in refusal()
+
+
+def strange(metadata) -> dict:
+    """Changes of a table after which torch or Megatron would fail in a way of their own."""
+    tensor = metadata.state_dict_metadata[EMBEDDING]
+    [index, info] = next(iter(metadata.storage_data.items()))
+    return {
+        "no table": lambda: setattr(metadata, "state_dict_metadata", None),
+        "no places": lambda: setattr(metadata, "storage_data", [1]),
+        "a key": lambda: metadata.state_dict_metadata.update({5: tensor}),
+        "an entry": lambda: metadata.state_dict_metadata.update({EMBEDDING: "x"}),
+        "a size": lambda: setattr(tensor, "size", (67, 24)),
+        "a size below 0": lambda: setattr(tensor, "size", torch.Size((-1, 24))),
+        "a dtype": lambda: setattr(tensor.properties, "dtype", "bfloat16"),
+        "a property": lambda: setattr(metadata, "state_dict_metadata", {EMBEDDING: index}),
+        "parts": lambda: setattr(tensor, "chunks", None),
+        "a part": lambda: setattr(tensor.chunks[0], "offsets", torch.Size((5, 5))),
+        "a part's dims": lambda: setattr(tensor.chunks[0], "sizes", torch.Size((5,))),
+        "an offset": lambda: metadata.storage_data.update({index: replace(info, offset="x")}),
+        "a length": lambda: metadata.storage_data.update({index: replace(info, length=-1)}),
+        "an index": lambda: metadata.storage_data.update({"x": info}),
+    }
+
+
+STRANGE = [
+    "no table", "no places", "a key", "an entry", "a size", "a size below 0", "a dtype",
+    "a property", "parts", "a part", "a part's dims", "an offset", "a length", "an index",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_a_table_of_another_form_is_refused(checkpoint, refusal, what):
+    change(checkpoint, lambda metadata: strange(metadata)[what]())
+    assert f"{checkpoint / 'release' / '.metadata'} is missing or damaged" in refusal()
+
+
+def test_a_weight_of_whole_numbers_is_refused(checkpoint, refusal):
+    def retype(metadata) -> None:
+        metadata.state_dict_metadata[EMBEDDING].properties.dtype = torch.int64
+
+    change(checkpoint, retype)
+    assert f"{EMBEDDING} has dtype torch.int64" in refusal()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"{}", b'{"sharded_backend": 5}', b"[" * 100_000, b"null", b"\xff"],
+)
+def test_a_format_of_another_form_is_refused(checkpoint, refusal, content):
+    path = checkpoint / "release" / "metadata.json"
+    path.write_bytes(content)
+    assert f"{path} is damaged" in refusal()
+
+
+@pytest.mark.parametrize("state", [5, [], [5], ["x"], None])
+def test_a_state_beside_the_tensors_of_another_form_is_refused(checkpoint, refusal, state):
+    table = pickle.loads((checkpoint / "release" / ".metadata").read_bytes())
+    [name] = [key for key in table.state_dict_metadata if key.startswith("common_state")]
+    plant_object(checkpoint, name, state)
+    assert "the state beside its tensors" in refusal()
+
+
+@pytest.mark.parametrize("shape", [(), (67,), (10**6, 10**6)])
+def test_a_shape_of_another_model_is_refused(checkpoint, refusal, shape):
+    def reshape(metadata) -> None:
+        metadata.state_dict_metadata[EMBEDDING].size = torch.Size(shape)
+
+    change(checkpoint, reshape)
+    text = refusal()
+    assert f"{EMBEDDING} has shape {shape}" in text or ".metadata is missing or damaged" in text
