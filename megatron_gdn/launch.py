@@ -36,7 +36,7 @@ def script_file(script: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the script ``arguments[0]`` with the other arguments; return 0, or 2 without a script."""
+    """Run the script ``arguments[0]`` with the other arguments; return 0, or 2 if it cannot run."""
     if not arguments or arguments[0].startswith("-"):  # options after SCRIPT belong to the script
         parser = Parser(
             "python -m megatron_gdn.launch", description=_DESCRIPTION, usage="%(prog)s SCRIPT ..."
@@ -50,7 +50,10 @@ def main(arguments: list[str]) -> int:
     sys.argv = [str(path), *arguments[1:]]
     # Python imports from the script's folder first: a script in a clone gets the clone's Megatron.
     sys.path[0] = str(path.parent)
-    import_module("megatron_gdn.enable")
+    try:
+        import_module("megatron_gdn.enable")
+    except ValueError as error:  # the environment names layers that do not exist
+        return print_error(error)
     if "megatron.training" in path.read_text(encoding="utf-8", errors="ignore"):
         import_module("megatron_gdn.models.stack").count_flops_in_megatron()
     runpy.run_path(str(path), run_name="__main__")

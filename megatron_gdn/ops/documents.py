@@ -92,8 +92,9 @@ class Documents:
         if documents.total_tokens != total_tokens:
             raise ValueError(
                 f"cu_seqlens ends at {documents.total_tokens}, which does not match the "
-                f"{total_tokens} tokens of the buffer. Offsets must cover all of it: make padding "
-                f"at its end a document of its own, or add it to the last one."
+                f"{total_tokens} tokens of the buffer. Offsets must cover the whole buffer, with "
+                f"context parallelism that of all ranks before it is cut: make padding at its end "
+                f"a document of its own, or add it to the last one."
             )
         return documents
 

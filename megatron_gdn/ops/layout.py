@@ -116,7 +116,8 @@ class Layout:
     @property
     def held(self) -> str:
         """The numbers of heads in words, for error messages."""
-        return " and ".join(f"{count} {kind} heads" for kind, count in self.counts)
+        words = {"head": "heads", "group": "groups"}  # the two kinds of Mamba2
+        return " and ".join(f"{n} {words.get(kind, f'{kind} heads')}" for kind, n in self.counts)
 
     @cached_property
     def mixed_width(self) -> int:

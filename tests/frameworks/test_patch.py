@@ -134,6 +134,16 @@ def test_verl_finds_a_plugin_which_waits_for_the_environment_variable(monkeypatc
     assert "this process trains Megatron's own" in caplog.text
 
 
+def test_launch_says_in_one_line_that_the_environment_names_no_layer(monkeypatch, tmp_path, capsys):
+    (script := tmp_path / "train.py").touch()
+    monkeypatch.setenv("MEGATRON_GDN", "gdm")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    sys.modules.pop("megatron_gdn.enable", None)
+    assert launch.main([str(script)]) == 2
+    assert capsys.readouterr().err.startswith("error: MEGATRON_GDN='gdm' is not legal")
+
+
 SCRIPT = """
 import json, sys
 from pathlib import Path

@@ -76,7 +76,7 @@ def test_heads_groups_and_copies_of_a_rank(sizes, local):
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ((6, 2, 4), "cannot share the 6 head heads and 2 group heads .* use one of 1, 2, 6"),
+        ((6, 2, 4), "cannot share the 6 heads and 2 groups .* use one of 1, 2, 6"),
         ((7, 2, 1), "num_heads=7 is not a multiple of n_groups=2"),
     ],
 )
