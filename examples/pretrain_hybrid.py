@@ -16,8 +16,10 @@ if __name__ == "__main__":
     # Imported here: a helper process of Megatron may import this file again.
     import sys
 
+    from pretraining.flags import make_parser
     from pretraining.launch import launch, processes_to_start
 
+    make_parser().parse_args()  # a wrong flag ends the run here, before torch is loaded
     processes = processes_to_start(sys.argv[1:])
     if processes > 1:
         sys.exit(launch(processes, sys.argv[0], sys.argv[1:]))

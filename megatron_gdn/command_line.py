@@ -36,11 +36,15 @@ class Parser(argparse.ArgumentParser):
         return did_you_mean([word for word in words if word not in known], known)
 
     def _options(self) -> list[str]:
-        """Option strings, such as ``--tokens``, of this parser and of its subcommands."""
+        """Options that ``--help`` shows, such as ``--tokens``, here and in subcommands."""
         choices = (action.choices for action in self._actions if action.nargs == argparse.PARSER)
         commands = [command for each in choices for command in dict(each or {}).values()]
-        known = [name for command in commands for name in command._option_string_actions]
-        return [*self._option_string_actions, *known]
+        return [
+            name
+            for parser in (self, *commands)
+            for name, action in parser._option_string_actions.items()
+            if action.help != argparse.SUPPRESS
+        ]
 
 
 def heads(text: str) -> tuple[int, int]:

@@ -102,9 +102,8 @@ def _leave(line: str, code: int) -> NoReturn:
     below_the_bar = "\n" if sys.stderr.isatty() else ""
     print(below_the_bar + line, file=sys.stderr, flush=True)
     _tell_torchrun(line)
-    import torch
-
-    if torch.distributed.is_initialized():
+    torch = sys.modules.get("torch")  # None: a wrong flag, found before torch was imported
+    if torch is not None and torch.distributed.is_initialized():
         os._exit(code)
     raise SystemExit(code)
 

@@ -21,7 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     for name in ("megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    from safetensors import SafetensorError
+    try:
+        from safetensors import SafetensorError
+    except ImportError:
+        return print_error(
+            "this command needs safetensors, which is not installed: pip install "
+            "'megatron-gdn[hf]', in a clone pip install '.[hf]'"
+        )
 
     try:
         return _run(**options)

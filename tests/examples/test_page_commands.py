@@ -97,6 +97,7 @@ RUN_BY = {
         INSTALLED.format("wheel")
     ),
     'pip install ".[hopper]"': EXTRAS,
+    'pip install ".[hf]"': EXTRAS,
     "pip install -c constraints.txt . setuptools": INSTALLED.format("clone"),
     'pip install -c constraints.txt --no-build-isolation ".[hopper]"': EXTRAS,
     'pip install "flash-qla>=0.1.3" tilelang "flash-linear-attention>=0.6,<0.7"': (

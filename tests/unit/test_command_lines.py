@@ -7,6 +7,7 @@ from importlib import import_module
 
 import pytest
 
+from megatron_gdn import __version__
 from megatron_gdn.__main__ import COMMANDS
 from tests.processes import ROOT, python
 
@@ -16,6 +17,14 @@ import runpy, sys
 sys.modules["torch"] = None
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+WITHOUT_TORCH_A_SCRIPT = """
+import os, runpy, sys
+sys.modules["torch"] = None
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -30,6 +39,13 @@ def test_the_package_lists_its_commands():
         assert f"python -m megatron_gdn.{name} " in said and about in said
     error = command("megatron_gdn", "doctr", ends=2).stderr
     assert "did you mean doctor?" in error and error.count("\n") == 1
+    assert command("megatron_gdn", "--version").stdout == f"megatron-gdn {__version__}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_may_follow_a_space(name):
+    by_dot = command(f"megatron_gdn.{name}", "--help").stdout
+    assert command("megatron_gdn", name, "--help").stdout == by_dot
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -56,6 +72,33 @@ def test_a_wrong_option_is_answered_with_the_nearest_in_one_line(given, near):
     error = command(f"megatron_gdn.{name}", *words, ends=2).stderr
     assert error.startswith("error: ") and error.count("\n") == 1
     assert f"did you mean {near}?" in error
+
+
+def test_an_option_that_help_does_not_show_is_not_suggested():
+    error = command("megatron_gdn.warm_up", "--heads", "16:32", "--dry-run", ends=2).stderr
+    assert error == "error: unrecognized arguments: --dry-run (see --help)\n"
+
+
+WITHOUT_EXTRAS = """
+import sys
+sys.modules.update(dict.fromkeys(["safetensors", "transformers", "tqdm", "accelerate", "fla"]))
+from megatron_gdn.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("given", ["import a b", "export a b --like c", "compare a b", "flags a"])
+def test_the_commands_of_hugging_face_name_what_to_install(given):
+    error = python("-c", WITHOUT_EXTRAS, "hf", *given.split(), ends=2).stderr
+    said = "error: this command needs safetensors, which is not installed: pip install "
+    assert error.startswith(f"{said}'megatron-gdn[hf]'") and error.count("\n") == 1
+
+
+def test_the_example_answers_a_wrong_flag_once_and_before_torch_is_loaded():
+    script = "examples/pretrain_hybrid.py", "--nproc-per-node", "2", "--trian-iters", "3"
+    done = python("-c", WITHOUT_TORCH_A_SCRIPT, *script, ends=2)
+    said = "pretrain_hybrid.py: error: unrecognized arguments: --trian-iters 3 (--help lists"
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == 1 and not done.stdout
 
 
 def test_launch_names_a_script_that_is_not_there_in_one_sentence(tmp_path):
