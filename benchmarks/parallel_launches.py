@@ -87,8 +87,7 @@ MODELS = {
     "heads": Model(f"{DENSE}/*-"),
     "experts": Model(
         "GE*EGE*E",
-        "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
-        " --expert-model-parallel-size 4",
+        "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall",
     ),
     # Transformer Engine's attention cannot read the layout of documents cut with their buffer.
     "documents": Model("G-G-G-G-", "--dataloader-inter-document-masking", data=TEXT),
@@ -122,10 +121,9 @@ class Case:
     environment: dict[str, str | None] = field(default_factory=dict)
 
 
+PATTERN_OF_STAGES = "--hybrid-layer-pattern G-*-|G-*-"
 TP2_CP2 = f"{TP} 2 {CP} 2 {SP}"
-PP2_TP2 = f"{PP} 2 {TP} 2 {SP} --hybrid-layer-pattern G-*-|G-*-"
-TP4 = f"{TP} 4 {SP}"
-DETERMINISTIC = f"{TP2_CP2} --deterministic-mode"
+PP2_TP2 = f"{PP} 2 {TP} 2 {SP} {PATTERN_OF_STAGES}"
 FSDP2 = "--use-torch-fsdp2 --ckpt-format torch_dcp"
 MEGATRON_FSDP = (
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
@@ -133,83 +131,121 @@ MEGATRON_FSDP = (
 )
 MANY = {"CUDA_DEVICE_MAX_CONNECTIONS": None}
 FROM = ("dense", 3)
+# By number of GPUs, the ways to divide a model.
 DIVIDED = {
-    "tp2-cp2": TP2_CP2,
-    "tp4": TP4,
-    "cp4-headwise": f"{CP} 4",
-    "cp4-chunkwise": f"{CP} 4",
-    "pp2-tp2": PP2_TP2,
-    "pp2-cp2": f"{PP} 2 {CP} 2 --hybrid-layer-pattern G-*-|G-*-",
-    "dp4": "",
+    2: {
+        "tp2": f"{TP} 2 {SP}",
+        "cp2-headwise": f"{CP} 2",
+        "cp2-chunkwise": f"{CP} 2",
+        "pp2": f"{PP} 2 {PATTERN_OF_STAGES}",
+        "dp2": "",
+    },
+    4: {
+        "tp2-cp2": TP2_CP2,
+        "tp4": f"{TP} 4 {SP}",
+        "cp4-headwise": f"{CP} 4",
+        "cp4-chunkwise": f"{CP} 4",
+        "pp2-tp2": PP2_TP2,
+        "pp2-cp2": f"{PP} 2 {CP} 2 {PATTERN_OF_STAGES}",
+        "dp4": "",
+    },
 }
+# The first way that DIVIDED names saves checkpoints, from which these ways go on.
+RESUMED = {2: ("pp2", "cp2-chunkwise"), 4: ("pp2-tp2", "tp4")}
+# Ways to divide the model with Megatron's own layer.
+UPSTREAM = {2: ("tp2", "cp2-headwise", "pp2", "dp2"), 4: ("tp2-cp2", "tp4", "pp2-tp2", "dp4")}
 
 
-def divided(name: str) -> Case:
-    mode = name.partition("-")[2]
-    options = f"linear_cp_mode={mode}" if name.startswith("cp4") else ""
-    return Case(flags=DIVIDED[name], start=FROM, options=options, saves=name == "tp2-cp2")
+def waves_of(gpus: int) -> list[dict[str, Case]]:
+    """Launches of a wave begin when those of the waves before have ended."""
+    ways = DIVIDED[gpus]
+    first = next(iter(ways))
+    flags = ways[first]
+
+    def divided(name: str) -> Case:
+        mode = name.partition("wise")[0].partition("-")[2]
+        options = f"linear_cp_mode={mode}wise" if name.endswith("wise") else ""
+        return Case(flags=ways[name], gpus=gpus, start=FROM, options=options, saves=name == first)
+
+    def upstream(name: str) -> Case:
+        return Case(layer="upstream", flags=ways[name], gpus=gpus, start=FROM, held_to="upstream")
+
+    deterministic = f"{flags} --deterministic-mode"
+    one_gpu = ("mamba", "kda", "heads", "gdn2", "documents", "chats")
+    return [
+        {
+            "dense": Case(gpus=1, saves=True),
+            **{name: Case(name, gpus=1, saves=True) for name in one_gpu},
+            "experts": Case(
+                "experts", gpus=gpus, flags=f"--expert-model-parallel-size {gpus}", saves=True
+            ),
+            # They fill the caches of Megatron's layer; nothing is held to them.
+            "upstream, first": Case(layer="upstream", gpus=1),
+            "upstream divided, first": Case(layer="upstream", gpus=gpus, flags=flags),
+        },
+        {
+            "upstream": Case(layer="upstream", gpus=1, start=FROM),
+            **{f"upstream-{name}": upstream(name) for name in UPSTREAM[gpus]},
+            **{name: divided(name) for name in ways},
+            "deterministic": Case(gpus=gpus, flags=deterministic, start=FROM),
+            "deterministic again": Case(
+                gpus=gpus, flags=deterministic, start=FROM, held_to="deterministic", exact=True
+            ),
+            "graphs": Case(gpus=gpus, flags=f"{flags} --cuda-graph-impl local", start=FROM),
+            "fp8 on one": Case(gpus=1, flags=FP8, start=FROM),
+            "fp8": Case(gpus=2, flags=f"{TP} 2 {SP} {FP8}", start=FROM, held_to="fp8 on one"),
+            "fsdp2": Case(gpus=gpus, flags=FSDP2, environment=MANY),
+            "megatron-fsdp": Case(gpus=gpus, flags=MEGATRON_FSDP, environment=MANY),
+            **{
+                f"{name}-divided": Case(name, gpus=gpus, flags=flags, start=(name, 3))
+                for name in ("mamba", "kda", "gdn2", "heads")
+            },
+            "experts-upstream": Case(
+                "experts",
+                gpus=gpus,
+                flags=f"--expert-model-parallel-size {gpus}",
+                layer="upstream",
+                start=("experts", 3),
+            ),
+            **{
+                f"{name}-divided": Case(name, gpus=2, flags=f"{CP} 2", start=(name, 3))
+                for name in ("documents", "chats")
+            },
+            "async": Case(gpus=gpus, flags=f"{flags} --async-save", start=FROM, saves=True),
+            "killed": Case(
+                gpus=gpus,
+                flags=f"{flags} --save-interval 1",
+                start=FROM,
+                saves=True,
+                killed_at=r"saving checkpoint at iteration +6",
+            ),
+        },
+        {
+            **{
+                f"{first} to {name}": Case(
+                    gpus=gpus, flags=ways[name], start=(first, 6), held_to=first
+                )
+                for name in RESUMED[gpus]
+            },
+            f"{first} to upstream": Case(
+                gpus=gpus, layer="upstream", flags=flags, start=(first, 6), held_to=first
+            ),
+            "async, resumed": Case(gpus=gpus, start=("async", 6), held_to="async"),
+            "killed, resumed": Case(gpus=gpus, flags=flags, start=("killed", None), held_to=first),
+        },
+    ]
 
 
-# Launches of a wave begin when those of the waves before have ended.
-WAVES: list[dict[str, Case]] = [
-    {
-        "dense": Case(gpus=1, saves=True),
-        **{name: Case(name, gpus=1, saves=True) for name in ("mamba", "kda", "heads", "gdn2")},
-        **{name: Case(name, gpus=1, saves=True) for name in ("documents", "chats")},
-        "experts": Case("experts", saves=True),
-    },
-    {
-        "upstream": Case(layer="upstream", gpus=1, start=FROM),
-        "upstream-tp2-cp2": Case(layer="upstream", flags=TP2_CP2, start=FROM, held_to="upstream"),
-        "upstream-tp4": Case(layer="upstream", flags=TP4, start=FROM, held_to="upstream"),
-        "upstream-pp2-tp2": Case(layer="upstream", flags=PP2_TP2, start=FROM, held_to="upstream"),
-        "upstream-dp4": Case(layer="upstream", start=FROM, held_to="upstream"),
-        **{name: divided(name) for name in DIVIDED},
-        "deterministic": Case(flags=DETERMINISTIC, start=FROM),
-        "deterministic again": Case(
-            flags=DETERMINISTIC, start=FROM, held_to="deterministic", exact=True
-        ),
-        "graphs": Case(flags=f"{TP2_CP2} --cuda-graph-impl local", start=FROM),
-        "fp8 on one": Case(gpus=1, flags=FP8, start=FROM),
-        "fp8": Case(gpus=2, flags=f"{TP} 2 {SP} {FP8}", start=FROM, held_to="fp8 on one"),
-        "fsdp2": Case(flags=FSDP2, environment=MANY),
-        "megatron-fsdp": Case(flags=MEGATRON_FSDP, environment=MANY),
-        "mamba-divided": Case("mamba", flags=TP2_CP2, start=("mamba", 3)),
-        "kda-divided": Case("kda", flags=TP2_CP2, start=("kda", 3)),
-        "gdn2-divided": Case("gdn2", flags=TP2_CP2, start=("gdn2", 3)),
-        "heads-divided": Case("heads", flags=f"{TP} 4 {SP}", start=("heads", 3)),
-        "experts-upstream": Case("experts", layer="upstream", start=("experts", 3)),
-        "documents-divided": Case("documents", gpus=2, flags=f"{CP} 2", start=("documents", 3)),
-        "chats-divided": Case("chats", gpus=2, flags=f"{CP} 2", start=("chats", 3)),
-        "async": Case(flags=f"{TP2_CP2} --async-save", start=FROM, saves=True),
-        "killed": Case(
-            flags=f"{TP2_CP2} --save-interval 1",
-            start=FROM,
-            saves=True,
-            killed_at=r"saving checkpoint at iteration +6",
-        ),
-    },
-    {
-        "tp2-cp2 to pp2-tp2": Case(flags=PP2_TP2, start=("tp2-cp2", 6), held_to="tp2-cp2"),
-        "tp2-cp2 to tp4": Case(flags=TP4, start=("tp2-cp2", 6), held_to="tp2-cp2"),
-        "tp2-cp2 to upstream": Case(
-            layer="upstream", flags=TP2_CP2, start=("tp2-cp2", 6), held_to="tp2-cp2"
-        ),
-        "async, resumed": Case(start=("async", 6), held_to="async"),
-        "killed, resumed": Case(flags=TP2_CP2, start=("killed", None), held_to="tp2-cp2"),
-    },
-]
-CASES = {name: case for wave in WAVES for name, case in wave.items()}
-# Launches that differ from `held_to` by what Megatron's own layer differs by when it is divided.
-SPREAD = [name for name in CASES if name.startswith("upstream-")]
+WAVES = {gpus: waves_of(gpus) for gpus in DIVIDED}
 HELD_STEPS = 3
 
 
 class Launches:
     """Starts launches, and keeps which folders they saved to and what they printed."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, args: argparse.Namespace, cases: dict[str, Case], folder: Path) -> None:
         self.args = args
+        self.cases = cases
         self.folder = folder
         self.records: dict[str, dict[str, Any]] = {}
         self.next_gpu = 0
@@ -244,7 +280,7 @@ class Launches:
         return self.folder / name.replace(" ", "-")
 
     def begin(self, name: str) -> Launch:
-        case = CASES[name]
+        case = self.cases[name]
         model = MODELS[case.model]
         flags = self.flags(name, case)
         if self.args.toy:
@@ -266,7 +302,7 @@ class Launches:
         )
 
     def run(self, name: str, launch: Launch) -> None:
-        case = CASES[name]
+        case = self.cases[name]
         began = time.monotonic()
         if self.args.left() < 20:
             launch.kill()
@@ -296,7 +332,7 @@ class Launches:
 
         def run(name: str) -> None:
             nonlocal free
-            gpus = CASES[name].gpus
+            gpus = self.cases[name].gpus
             with places:
                 places.wait_for(lambda: free >= gpus)
                 free -= gpus
@@ -320,16 +356,16 @@ def distance(record: dict[str, Any], other: dict[str, Any]) -> float | None:
     return max(abs(here[step] - there[step]) / abs(there[step]) for step in steps)
 
 
-def hold(records: dict[str, dict[str, Any]]) -> list[str]:
+def hold(records: dict[str, dict[str, Any]], cases: dict[str, Case]) -> list[str]:
     """Adds to each record how far it is from what it is held to; returns what is too far."""
     far = []
     for name, record in records.items():
-        case = CASES[name]
-        held_to = case.held_to or (name if name == case.model else case.model)
-        if held_to != name and held_to in records:
+        held_to = held_to_of(name, cases[name])
+        if held_to in records:
             record["held_to"] = held_to
             record["distance"] = distance(record, records[held_to])
-    spreads = [records[name].get("distance") for name in SPREAD if name in records]
+    # Megatron's own layer, divided, beside its launch on one GPU.
+    spreads = [r.get("distance") for r in records.values() if r.get("held_to") == "upstream"]
     measured = [one for one in spreads if one is not None]
     if not measured:
         return ["no launch with Megatron's own layer to measure bf16's spread by"]
@@ -340,11 +376,17 @@ def hold(records: dict[str, dict[str, Any]]) -> list[str]:
             far.append(f"{name}: {record['failed']}")
         elif "held_to" in record:
             off = record["distance"]
-            case = CASES[name]
-            bound = 0.0 if case.exact else 2 * spread
+            bound = 0.0 if cases[name].exact else 2 * spread
             if off is None or off > bound:
                 far.append(f"{name}: {off} from {record['held_to']}, {bound:.1e} allowed")
     return far
+
+
+def held_to_of(name: str, case: Case) -> str:
+    """The case whose losses a launch is held to; "" if none."""
+    if case.held_to or name == case.model or name.endswith(", first"):
+        return case.held_to
+    return case.model
 
 
 def prepare_data(args: argparse.Namespace, folder: Path) -> None:
@@ -362,17 +404,19 @@ def prepare_data(args: argparse.Namespace, folder: Path) -> None:
     )
 
 
-def compile_kernels(args: argparse.Namespace) -> None:
+def compile_kernels(gpus: int) -> None:
     """FlashQLA's kernels for the heads of every rank, ours and Megatron's, all side by side."""
     here = Path(__file__).parent
+    shares = [1 << power for power in range(gpus.bit_length())]
     ours = [sys.executable, "-m", "megatron_gdn.warm_up", "--kernels", "flash_qla"]
     parts = ["--parts", "cut", "uncut", "rows", "states"]
     commands = [
-        [*ours, "--heads", heads, "--operands", operands, *parts, "--processes", "16"]
-        for heads in ("16:32", "8:16", "4:8")
+        [*ours, "--heads", f"{16 // n}:{32 // n}", "--operands", operands, *parts]
+        for n in shares
         for operands in ("fp16", "bf16")
     ]
-    commands.append([sys.executable, str(here / "compile_upstream.py"), "32", "16", "8"])
+    theirs = [str(32 // n) for n in shares]
+    commands.append([sys.executable, str(here / "compile_upstream.py"), *theirs])
     began = time.monotonic()
 
     def one(command: list[str]) -> str:
@@ -388,20 +432,26 @@ def compile_kernels(args: argparse.Namespace) -> None:
 def laws(args: argparse.Namespace) -> int:
     setting = environment(args)
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
-        all_launches = Launches(args, Path(folder))
+        cases = {name: case for wave in WAVES[args.divide] for name, case in wave.items()}
+        all_launches = Launches(args, cases, Path(folder))
         prepare_data(args, Path(folder))
-        waves = [[name for name in wave if name in args.cases] for wave in WAVES]
+        waves = [
+            [name for name in wave if not args.cases or name in args.cases]
+            for wave in WAVES[args.divide]
+        ]
         # They import while others compile and train.
         held = {} if args.toy else {n: all_launches.begin(n) for n in [*waves[0], *waves[1]]}
         if args.compile and not args.toy:
-            compile_kernels(args)
+            compile_kernels(args.divide)
         for wave in waves:
             all_launches.run_wave(wave, held)
     records = all_launches.records
-    far = hold(records)
+    far = hold(records, cases)
     with (args.out / "launches_gpus.jsonl").open("a") as file:
-        for record in records.values():
-            file.write(json.dumps(record | setting) + "\n")
+        for name, record in records.items():
+            if not name.endswith(", first"):
+                words = {"divide": args.divide, "model": cases[name].model}
+                file.write(json.dumps(record | words | setting) + "\n")
     print(markdown(law_rows(list(records.values()))))
     print("\n".join(["held", *far]) if not far else "\n".join(["too far or failed:", *far]))
     return bool(far)
@@ -554,20 +604,20 @@ def time_rows(records: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def start_in_words(case: Case) -> str:
+def start_in_words(case: Case, cases: dict[str, Case]) -> str:
     if case.start is None or case.start[0] in MODELS:
         return ""
-    saved = CASES[case.start[0]]
-    how = "killed while it saved" if saved.killed_at else f"saved by {saved.flags or 'dp 4'}"
+    saved = cases[case.start[0]]
+    how = "killed while it saved" if saved.killed_at else f"saved by {saved.flags}"
     return f"--load, {how}"
 
 
-def held_to_in_words(case: Case, held_to: str) -> str:
+def held_to_in_words(case: Case, held_to: str, cases: dict[str, Case]) -> str:
     if not held_to:
         return ""
     if case.exact:
         return "the same launch"
-    other = CASES[held_to]
+    other = cases[held_to]
     if other.saves and held_to not in MODELS:
         return "the run that saved"
     if other.gpus == 1:
@@ -581,20 +631,21 @@ def table(records: Path) -> int:
 
     for line in records.read_text().splitlines():
         record = json.loads(line)
-        case = CASES[record["case"]]
+        cases = {name: case for wave in WAVES[record["divide"]] for name, case in wave.items()}
+        case = cases[record["case"]]
         model = MODELS[case.model]
         off = record.get("distance")
         result = "trains" if off is None else f"{off:.0e}" if off else "0"
         script = "pretrain_hybrid.py"
         options = f"MEGATRON_GDN_OPTIONS={case.options}" if case.options else ""
-        words = f"{options} {record['flags']} {start_in_words(case)}"
+        words = f"{options} {record['flags']} {start_in_words(case, cases)}"
         if case.layer == "upstream":
             words += ", Megatron's own layer"
         place = (
             f"megatron_gdn.launch {script}" if model.launcher else script,
             str(case.gpus),
             " ".join(words.split()),
-            held_to_in_words(case, record.get("held_to", "")),
+            held_to_in_words(case, record.get("held_to", ""), cases),
             f"{BRANCHES[model.clone]} on H200",
         )
         write({
@@ -611,11 +662,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["laws", "times", "table"])
     parser.add_argument("clones", type=Path, help="the folder of the clones, or of table: records")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", help="of laws; all of them by default")
     parser.add_argument("--timed", nargs="+", choices=TIMED, default=list(TIMED))
     parser.add_argument("--rounds", type=int, default=2, help="of times")
     parser.add_argument("--steps", type=int, default=16, help="of a timed launch")
-    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--gpus", type=int, default=4, help="of this machine")
+    parser.add_argument("--divide", type=int, choices=DIVIDED, help="among so many; default: all")
     parser.add_argument("--at-once", type=int, default=4, help="launches of laws on a GPU")
     parser.add_argument("--compile", action="store_true", help="FlashQLA's kernels, first")
     parser.add_argument("--seconds", type=float, default=560, help="of all launches together")
@@ -625,6 +677,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--called", default="", help="of the clones, for the records")
     parser.add_argument("--toy", action="store_true", help="tiny, on a CPU")
     args = parser.parse_args()
+    args.divide = args.divide or max(args.gpus, 2)
     args.clones = args.clones.resolve()
     args.megatron_lm = args.clones / "mlm-core"
     args.out = args.out.resolve()

@@ -14,6 +14,10 @@ def script(monkeypatch):
     return __import__("parallel_launches")
 
 
+def cases_of(script):
+    return {name: case for wave in script.WAVES[4] for name, case in wave.items()}
+
+
 def records_of(script, **losses):
     return {
         name: {"case": name, "layer": "", "gpus": 4, "losses": {4: 8.0, 5: 4.0, 6: value}}
@@ -24,7 +28,9 @@ def records_of(script, **losses):
 def test_a_launch_may_be_twice_as_far_as_megatrons_own_layer_is(script):
     records = records_of(script, dense=2.0, upstream=2.0, tp4=2.03, dp4=2.05)
     records |= records_of(script, **{"upstream-tp4": 1.98})
-    assert script.hold(records) == ["dp4: 0.02499999999999991 from dense, 2.0e-02 allowed"]
+    assert script.hold(records, cases_of(script)) == [
+        "dp4: 0.02499999999999991 from dense, 2.0e-02 allowed"
+    ]
     assert records["tp4"]["distance"] == pytest.approx(0.015)
     assert records["tp4"]["spread"] == pytest.approx(0.01)
 
@@ -32,7 +38,7 @@ def test_a_launch_may_be_twice_as_far_as_megatrons_own_layer_is(script):
 def test_equal_bits_are_asked_of_the_deterministic_launch(script):
     records = records_of(script, dense=2.0, upstream=2.0, deterministic=2.0)
     records |= records_of(script, **{"upstream-tp4": 1.0, "deterministic again": 2.000001})
-    (said,) = script.hold(records)
+    (said,) = script.hold(records, cases_of(script))
     assert said.startswith("deterministic again") and said.endswith("0.0e+00 allowed")
 
 
@@ -41,13 +47,13 @@ def test_a_launch_that_failed_or_ended_early_is_named(script):
     records |= records_of(script, **{"upstream-tp4": 1.98})
     records["tp4"]["failed"] = "killed after 120 s"
     del records["dp4"]["losses"][6]
-    assert script.hold(records) == [
+    assert script.hold(records, cases_of(script)) == [
         "tp4: killed after 120 s", "dp4: None from dense, 2.0e-02 allowed"
     ]  # fmt: skip
 
 
 def test_without_megatrons_own_layer_nothing_is_held(script):
-    assert script.hold(records_of(script, dense=2.0, tp4=2.0)) == [
+    assert script.hold(records_of(script, dense=2.0, tp4=2.0), cases_of(script)) == [
         "no launch with Megatron's own layer to measure bf16's spread by"
     ]
 
@@ -58,6 +64,7 @@ def test_records_become_rows_of_the_table_of_launches(script, tmp_path, monkeypa
     (tmp_path / "launches.jsonl").write_text("")
     (tmp_path / "page.md").write_text("<!-- launches -->\n<!-- end -->\n")
     setting = {"environment": {"torch": "2.11.0", "megatron-lm": "f8837c04ef"}, "date": "a day"}
+    setting["divide"] = 4
     lines = [
         {"case": "tp4", "gpus": 4, "flags": "--tp 4", "held_to": "dense", "distance": 0.0012},
         {"case": "dense", "gpus": 1, "flags": ""},
@@ -73,10 +80,13 @@ def test_records_become_rows_of_the_table_of_launches(script, tmp_path, monkeypa
 
 
 def test_the_table_says_where_a_launch_went_on_from_and_what_it_is_held_to(script):
+    cases = cases_of(script)
+
     def words(name):
-        case = script.CASES[name]
-        held_to = case.held_to or case.model
-        return script.start_in_words(case), script.held_to_in_words(case, held_to)
+        case = cases[name]
+        held_to = script.held_to_of(name, case)
+        start = script.start_in_words(case, cases)
+        return start, script.held_to_in_words(case, held_to, cases)
 
     assert words("tp4") == ("", "one GPU")
     assert words("experts-upstream") == ("", "our layer")
