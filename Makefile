@@ -46,7 +46,8 @@ test-all: test-kernels test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu and not nightly"
 
 test-kernels: $(VENV)/.ready
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto tests/kernels
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto tests/kernels \
+		tests/hostile/test_offsets.py
 
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -128,7 +129,9 @@ def errors(layer, x: torch.Tensor, told: dict, truth: dict[str, torch.Tensor]) -
         name: ((found[name].double() - exact.double()).norm() / exact.double().norm()).item()
         for name, exact in truth.items()
     }
-    worst = max((name for name in off if name not in ("y", "dx")), key=off.__getitem__)
+    # NaN is larger than every number.
+    parameters = [name for name in off if name not in ("y", "dx")]
+    worst = max(parameters, key=lambda name: (math.isnan(off[name]), off[name]))
     return {"y": off["y"], "dx": off["dx"], f"worst parameter ({worst})": off[worst]}
 
 

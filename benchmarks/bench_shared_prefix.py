@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -218,9 +219,10 @@ def distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, fl
     """Root mean squares of differences over those of what is right: all together, and the worst."""
     squares = [(n, (x.double() - right[n]).square().sum(), right[n].square().sum())
                for n, x in found.items()]  # fmt: skip
-    each = {name: (off / of).sqrt().item() for name, off, of in squares if of > 0}
+    each = {name: (off / of).sqrt().item() for name, off, of in squares if of != 0}
     off, of = (torch.stack([x[i] for x in squares]).sum() for i in (1, 2))
-    worst = max(each, key=lambda name: each[name])
+    # NaN is larger than every number.
+    worst = max(each, key=lambda name: (math.isnan(each[name]), each[name]))
     return {"all": (off / of).sqrt().item(), "worst": each[worst], "name": worst}
 
 

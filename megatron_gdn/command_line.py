@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+MOST_HEADS = MOST_HEAD_DIM = 2**14  # the largest numbers that commands take
+MOST_RANKS = 2**10
+
 
 class Parser(argparse.ArgumentParser):
     """Parses a command's options, which may not be abbreviated; prints errors in one line."""
@@ -25,7 +28,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print argparse's ``message`` with a suggestion, and exit with status 2."""
-        self.exit(2, f"error: {message}{self._suggestion(message)} (see --help)\n")
+        said = one_line(f"{message}{self._suggestion(message)}")
+        self.exit(2, f"error: {said} (see --help)\n")
 
     def _suggestion(self, message: str) -> str:
         """``; did you mean X?`` for the wrong option or value in ``message``, or an empty text."""
@@ -50,12 +54,30 @@ class Parser(argparse.ArgumentParser):
 def heads(text: str) -> tuple[int, int]:
     """The numbers of key heads and of value heads in ``text``, which is ``KEY:VALUE``."""
     key, _, value = text.partition(":")
-    numbers = key.isdecimal() and value.isdecimal() and int(key) and int(value)
-    if not numbers or int(value) % int(key):
+    try:
+        numbers = whole_number(key, MOST_HEADS), whole_number(value, MOST_HEADS)
+    except argparse.ArgumentTypeError:
+        numbers = 2, 1
+    if numbers[1] % numbers[0]:
         raise argparse.ArgumentTypeError(
-            f"{text} is not KEY:VALUE, such as 16:32; key heads must divide value heads"
+            f"{_shown(text)} is not KEY:VALUE, such as 16:32; key heads must divide value heads, "
+            f"of which there are at most {MOST_HEADS}"
         )
-    return int(key), int(value)
+    return numbers
+
+
+def whole_number(text: str, most: int = 2**31 - 1) -> int:
+    """The whole number in ``text``, from 1 to ``most``."""
+    # int() takes no more than some thousand digits, and the number of digits bounds the number.
+    plain = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
+    if not plain or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not a whole number from 1 to {most}")
+    return int(text)
+
+
+def _shown(text: str) -> str:
+    """``text`` for a message, cut if it is long."""
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:

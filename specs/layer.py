@@ -44,6 +44,7 @@ from megatron_gdn.mixers.loader_layout import AUTO
 
 MODULES = ("auto", "local", "te")
 VARIABLE = "MEGATRON_GDN_OPTIONS"
+_MOST_CHARACTERS = 2000  # of the variable
 # The spec's field is annotated as a class, but Megatron calls its value, which may be a function.
 BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
@@ -195,19 +196,24 @@ def _launch_options() -> dict[str, Any]:
 def parse_options(text: str) -> dict[str, Any]:
     """The options in ``"name=value,name=value"``; a value is a Python literal or a word."""
     legal = launch_options_of(KimiDeltaAttention) | launch_options_of(GatedDeltaNet)
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(
+            f"{VARIABLE} has {len(text)} characters, and at most {_MOST_CHARACTERS} are legal."
+        )
     options = {}
     for part in filter(None, re.split(r"[,\s]+(?=\w+\s*=)|^\s+|[,\s]+$", text)):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in legal:
             raise ValueError(
-                f"{VARIABLE}={text!r} has {part!r}; it must be name=value,name=value with the "
-                f"names {', '.join(sorted(legal))}."
+                f"{VARIABLE}={text[:200]!r} has {part[:80]!r}; it must be name=value,name=value "
+                f"with the names {', '.join(sorted(legal))}."
             )
         options[name] = value
-        with suppress(ValueError, SyntaxError):
+        # A value that is no literal is a word, however Python says that it is none.
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             options[name] = ast.literal_eval(value)
         if value.lower() in ("true", "false") and not isinstance(options[name], bool):
-            raise ValueError(f"{VARIABLE} has {name}={value!r}; it must be True or False.")
+            raise ValueError(f"{VARIABLE} has {name}={value[:80]!r}; it must be True or False.")
     return options
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..command_line import one_line
+
 logger = logging.getLogger(__name__)
 
 OLDEST, UNTESTED_FROM = (0, 18), (0, 20)  # pyproject.toml also allows 0.20
@@ -38,12 +40,15 @@ def _nvtx_range(utils: Any, message: str) -> Iterator[None]:
 
 def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
     """Log ``message`` on rank 0 only; torch.distributed, torchrun or Slurm gives the rank."""
-    if dist.is_initialized():
-        rank = dist.get_rank()
-    else:
-        rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    rank = dist.get_rank() if dist.is_initialized() else _rank_of_environment()
     if rank == 0:
-        logger.log(level, message)
+        logger.log(level, "%s", one_line(message))
+
+
+def _rank_of_environment() -> int:
+    """This process's rank by torchrun or Slurm; 0 without either, or if it is no number."""
+    text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 @cache

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.autograd import uncompiled
-from ..ops.documents import Documents
+from ..ops.documents import Documents, shown
 from ..ops.host_tables import to_device
 from .layouts import SequenceLayout
 
@@ -53,6 +53,7 @@ class _Agreement:
 
     chosen_after: int = -1  # _latest_built when `layer` was chosen
     layer: int = 0  # the layer that compares
+    compares: bool = True  # False if the ranks' environments switch the comparison off
     agreed: set[tuple[int, ...]] = field(default_factory=set)  # the integers of micro-batches
     # Value of the option cp_ranks_per_machine -> number of successive ranks on one machine.
     per_machine: dict[int | None, int] = field(default_factory=dict)
@@ -87,8 +88,9 @@ def require_agreement(
         return
     known = _agreement_of(group)
     if known.chosen_after != _latest_built:
+        known.compares = _all_ranks_compare(group, device)
         known.chosen_after, known.layer = _latest_built, layer
-    if known.layer != layer or os.environ.get(SWITCH, "1") == "0":
+    if known.layer != layer or not known.compares:
         return
     packed = (-1, 0) if documents is None else documents.contents
     integers = (tokens, rows, *packed, _LAYOUTS.index(layout))
@@ -103,6 +105,22 @@ def require_agreement(
     known.agreed.add(integers)
 
 
+def _all_ranks_compare(group: Any, device: torch.device) -> bool:
+    """Whether the ranks compare micro-batches; raise on all ranks if SWITCH differs between them.
+
+    If ranks did not exchange the switch, a rank that compares would wait for one that does not.
+    """
+    own = os.environ.get(SWITCH, "1") != "0"
+    of_ranks = _gather((int(own),), group, device).flatten().tolist()
+    if len(set(of_ranks)) == 1:
+        return own
+    off = ", ".join(str(rank) for rank, switched_on in enumerate(of_ranks) if not switched_on)
+    raise ValueError(
+        f"{SWITCH} differs between the ranks of a context-parallel group: it is 0 on rank(s) "
+        f"{off} and not on the others. Set it to 0 on all ranks, or unset it on all ranks."
+    )
+
+
 def _cannot_compare(device: torch.device) -> bool:
     """Whether ranks cannot compare: meta tensors have no values, or a CUDA graph is captured."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -114,7 +132,14 @@ def _gather(numbers: Sequence[int], group: Any, device: torch.device) -> Tensor:
     """All-gather n ``numbers`` of each rank of ``group``: int64 ``[ranks, n]``."""
     sent = to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
     received = sent.new_empty(group.size() * len(numbers))
-    dist.all_gather_into_tensor(received, sent, group=group)
+    try:
+        dist.all_gather_into_tensor(received, sent, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the ranks of a context-parallel group could not exchange {len(numbers)} numbers "
+            f"({error}). Install the same version of megatron_gdn on all ranks, and look for a "
+            f"rank that has ended."
+        ) from error
     return received.view(-1, len(numbers))
 
 
@@ -129,10 +154,7 @@ def _disagreement_message(by_rank: list[tuple[int, ...]], documents: Documents |
     )
     boundaries = ""
     if documents is not None and documents.known:
-        offsets = [str(offset) for offset in documents.offsets]
-        if len(offsets) > 20:
-            offsets[10:-2] = [f"... {offsets[-3]}"]
-        boundaries = f" This rank was given cu_seqlens=[{', '.join(offsets)}]."
+        boundaries = f" This rank was given cu_seqlens={shown(documents.offsets)}."
     return (
         f"the ranks of a context-parallel group disagree about the micro-batch. "
         f"{descriptions}.{boundaries} Every rank must hold the same number of tokens of the same "
@@ -146,7 +168,9 @@ def _description(tokens: int, rows: int, count: int, fingerprint: int, layout: i
     packed = "not packed" if count < 0 else f"{count} documents (boundaries {fingerprint:014x})"
     if count == -2:
         packed = f"fixed buffers for up to {fingerprint} documents"
-    cut = f"cut {_LAYOUTS[layout].value!r}"
+    cut = f"cut by an unknown layout {layout}"
+    if 0 <= layout < len(_LAYOUTS):
+        cut = f"cut {_LAYOUTS[layout].value!r}"
     return f"{tokens} tokens over all ranks in {rows} row{'s' * (rows != 1)}, {packed}, {cut}"
 
 

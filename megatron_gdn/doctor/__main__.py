@@ -6,14 +6,16 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
-from ..command_line import Parser, heads
+from ..command_line import MOST_HEAD_DIM, Parser, heads, whole_number
 
 _DESCRIPTION = """\
 Print this machine's GPU and packages, the delta rule that a Gated DeltaNet layer takes and why,
 versions that do not work, and whether the rule is exact and repeats its bits, within seconds.
 """
+_MOST_TOKENS = 2**20
 _EPILOG = """\
 States: ok; note: the layer works, but slower or with fewer functions; wrong: the layer raises or
 computes wrong values. The exit status is 1 if a finding is wrong, else 0.
@@ -25,8 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     help = "heads of one rank, as 16:32 (2:4)"
     add("--heads", type=heads, default=(2, 4), metavar="KEY:VALUE", help=help)
-    add("--head-dim", type=int, default=128, help="of keys and values (128)")
-    add("--tokens", type=int, default=1000, help="of the checks (1000)")
+    head_dim = partial(whole_number, most=MOST_HEAD_DIM)
+    add("--head-dim", type=head_dim, default=128, help="of keys and values (128)")
+    tokens = partial(whole_number, most=_MOST_TOKENS)
+    add("--tokens", type=tokens, default=1000, help="of the checks (1000)")
     add("--json", action="store_true", help="a list of findings, for programs")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")  # imported packages warn; problems that matter become findings

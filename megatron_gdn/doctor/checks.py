@@ -8,6 +8,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
+from math import inf, isfinite, isnan
 from typing import Literal, NamedTuple
 
 import torch
@@ -143,21 +144,34 @@ def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
             errors = _rms_errors(_run_rule(rule, inputs, documents), exact)
             yield _compare_errors(subject, errors, plain)
         elif subject == "rule":
-            worst = max(_RESULTS, key=lambda name: plain[name])
+            worst = _largest(plain)
             text = f"{worst} {plain[worst]:.1e}, of plain torch, against fp64"
-            yield Finding("rule, errors", "ok", text)
+            yield Finding("rule, errors", "ok" if isfinite(plain[worst]) else "wrong", text)
     yield _check_repeats(choices["deterministic rule"].rule, inputs, documents)
 
 
 def _compare_errors(subject: str, errors: dict[str, float], plain: dict[str, float]) -> Finding:
     """Compare RMS ``errors`` (by tensor) of the rule ``subject`` with those of ``plain`` torch."""
     subject = f"{subject}, errors"
-    worst = max(_RESULTS, key=lambda name: errors[name] / plain[name])
-    ratio = errors[worst] / plain[worst]
+    ratios = {name: _ratio(errors[name], plain[name]) for name in _RESULTS}
+    worst = _largest(ratios)
+    ratio = ratios[worst]
     text = f"{worst} {errors[worst]:.1e}, {ratio:.2f} of plain torch's error against fp64"
     if ratio <= 2:  # kernels round once more than plain torch, so twice its error is ok
         return Finding(subject, "ok", text)
     return Finding(subject, "wrong", f"{text}: choose another backend, and report this")
+
+
+def _largest(numbers: dict[str, float]) -> str:
+    """The name of the largest of ``numbers``; NaN is larger than every number."""
+    return max(numbers, key=lambda name: (isnan(numbers[name]), numbers[name]))
+
+
+def _ratio(error: float, of: float) -> float:
+    """``error / of``; of two zeros 0, since an exact result is not worse than another."""
+    if of:
+        return error / of
+    return inf if error else 0.0
 
 
 def _check_repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Finding:
@@ -184,7 +198,8 @@ def _run_rule(rule: Rule, inputs: RuleInputs, documents: Documents) -> dict[str,
 def _rms_errors(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
     """The relative RMS error of every tensor in ``results`` against ``exact``, by name."""
     return {
-        name: ((results[name].double() - x).norm() / x.norm()).item() for name, x in exact.items()
+        name: _ratio((results[name].double() - x).norm().item(), x.norm().item())
+        for name, x in exact.items()
     }
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.kernels.launch import MOST_PLANS, Launch
-from ..ops.kernels.tiles import block_dim
+from ..ops.kernels.tiles import block_dim, require_32_bits
 from .half_torch import BIAS, MANTISSA
 
 _TILES = 64  # the largest number of tiles; the second launch reads the maxima of all tiles
@@ -111,6 +111,7 @@ def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int
     rows = max(1, _ELEMENTS // block)
     tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
     tiles = triton.cdiv(T, max(1, tokens))
+    require_32_bits("the number of rows of a key head", T + tokens + rows)
     return tiles, Launch(
         _largest_kernel, (tiles, key_heads), T, tokens,
         G=key_heads, C=columns, ROWS=rows, BLOCK_C=block, RUN=run, num_warps=4,
@@ -124,6 +125,8 @@ def _scale_launch(
     """`_scale_kernel`'s launch for |x| < 2^log2_bound; ``ratio``: RATIO, ``lower``: LOWER."""
     block = block_dim(columns)
     rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
+    require_32_bits("the number of rows of a key head", T + rows)
+    require_32_bits("the number of elements of a tile", rows * key_heads * columns)
     return Launch(
         _scale_kernel, (max(1, triton.cdiv(T, rows)), key_heads), T, tiles,
         EXPONENT=2 * BIAS - 1 + log2_bound, BIAS=BIAS, MANTISSA=MANTISSA, LOWER=lower, G=key_heads,

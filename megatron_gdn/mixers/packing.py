@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx
 
 from ..context_parallel.gathered import Span, gather_in_order, spans_of
 from ..context_parallel.layouts import SequenceLayout, positions
-from ..ops.documents import Documents, changed_boundaries_message
+from ..ops.documents import Documents, changed_boundaries_message, offsets_of, shown
 from ..ops.host_tables import stream_of_tables, to_device
 from ..ops.static_documents import StaticDocuments
 from ..ops.trees import TreeDocuments
@@ -114,7 +114,7 @@ def _resolve(params: PackedSeqParams, total_tokens: int, device: torch.device) -
         return documents  # not stored, since torch does not count writes to inference tensors
     before = known.documents if known is not None and _is_recomputed() else documents
     if not torch.equal(documents.stamp, before.stamp):
-        found = f"{list(documents.offsets)} after {list(before.offsets)}"
+        found = f"{shown(documents.offsets)} after {shown(before.offsets)}"
         raise RuntimeError(changed_boundaries_message(found))
     by_stream = {stream_of_tables(): documents}
     params.__dict__[_RESOLVED] = _ResolvedDocuments(
@@ -150,7 +150,7 @@ def _require_same_tokens(params: PackedSeqParams, documents: Documents) -> None:
     if index.numel() != tokens or not torch.equal(changes, to_device(expected, index.device)):
         raise ValueError(
             f"packed_seq_params has a seq_idx of shape {tuple(index.shape)} whose documents are "
-            f"not those of cu_seqlens, {list(documents.offsets)}. Make it [1, {tokens}] with "
+            f"not those of cu_seqlens, {shown(documents.offsets)}. Make it [1, {tokens}] with "
             f"another number in each document (Megatron does if total_tokens is given), or None."
         )
 
@@ -240,7 +240,9 @@ def _read_documents(
     device: torch.device,
 ) -> Documents:
     """Documents from offsets ``sources``, ordered as _BOUNDARIES; ``parents``: those of a tree."""
-    q_padded, q, kv_padded, kv = sources
+    # Each tensor is read once, since the host waits for a GPU; most are the same tensor.
+    read = {id(x): offsets_of(x) for x in sources if x is not None}
+    q_padded, q, kv_padded, kv = (None if x is None else read[id(x)] for x in sources)
     boundaries = q if q_padded is None else q_padded
     if boundaries is None:
         raise ValueError(
@@ -253,23 +255,23 @@ def _read_documents(
     if kv_padded is not None and q_padded is None:
         q_padded = q  # the slots of keys must equal those of queries
     for name, queries, keys in (("_padded", q_padded, kv_padded), ("", q, kv)):
-        if queries is None or keys is None or queries is keys:
+        if queries is None or keys is None or queries == keys:
             continue
-        if queries.tolist() != keys.tolist():
-            raise ValueError(
-                f"packed_seq_params gives cu_seqlens_q{name}={queries.tolist()} and "
-                f"cu_seqlens_kv{name}={keys.tolist()}; this layer reads and writes one sequence, "
-                f"so the two must be equal."
-            )
-    if q_padded is not None and q is not None and q is not q_padded:
-        lengths = tuple(q.diff().tolist())
+        raise ValueError(
+            f"packed_seq_params gives cu_seqlens_q{name}={shown(queries)} and "
+            f"cu_seqlens_kv{name}={shown(keys)}; this layer reads and writes one sequence, so the "
+            f"two must be equal."
+        )
+    name, unpadded = ("q", q) if q is not None else ("kv", kv)
+    if q_padded is not None and unpadded is not None:
+        lengths = Documents(unpadded, documents.device).lengths
         if len(lengths) != len(slots) or not all(
-            0 <= length <= slot for length, slot in zip(lengths, slots, strict=True)
+            length <= slot for length, slot in zip(lengths, slots, strict=True)
         ):
             raise ValueError(
-                f"cu_seqlens_q gives documents of {list(lengths)} tokens, cu_seqlens_q_padded "
-                f"slots of {list(slots)}; there must be one slot per document, at least as long "
-                f"as the document."
+                f"cu_seqlens_{name} gives documents of {shown(lengths)} tokens, "
+                f"cu_seqlens_q_padded slots of {shown(slots)}; there must be one slot per "
+                f"document, at least as long as the document."
             )
     if (parents is not None) != (qkv_format == TREE):
         had = "no parents" if parents is None else "parents of its documents"

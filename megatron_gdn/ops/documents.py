@@ -59,6 +59,11 @@ class Documents:
                 f"cu_seqlens starts at {offsets[0]}, not at 0, so the first {offsets[0]} tokens "
                 f"belong to no document. Offsets must start at 0."
             )
+        if offsets[-1] >= 2**31:
+            raise ValueError(
+                f"cu_seqlens ends at {offsets[-1]}; tables of tokens have 32 bits, so a buffer has "
+                f"at most {2**31 - 1} tokens. Split the micro-batch."
+            )
         for index, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
             if end < start:
                 raise ValueError(
@@ -88,7 +93,7 @@ class Documents:
         else:
             if device is None:
                 device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
-            documents = _shared_documents(_offsets_of(cu_seqlens), torch.device(device))
+            documents = _shared_documents(offsets_of(cu_seqlens), torch.device(device))
         if documents.total_tokens != total_tokens:
             raise ValueError(
                 f"cu_seqlens ends at {documents.total_tokens}, which does not match the "
@@ -156,7 +161,9 @@ class Documents:
 
     def changed_message(self, stamp: Tensor) -> str:
         """The error message if a recomputation found these documents in place of ``stamp``'s."""
-        return changed_boundaries_message(f"{self.stamp.tolist()} after {stamp.tolist()}")
+        return changed_boundaries_message(
+            f"{shown(self.stamp.tolist())} after {shown(stamp.tolist())}"
+        )
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         """Raise if ``saved``, the stamp that autograd saved, is not the forward's ``stamp``."""
@@ -317,6 +324,14 @@ def ceil_div(count: Tensor, by: Tensor | int) -> Tensor:
     return (count + (by - 1)).div(by, rounding_mode="floor")
 
 
+def shown(numbers: Sequence[int]) -> str:
+    """``numbers`` for an error's text; of more than 20 only the first ten and the last two."""
+    words = [str(number) for number in numbers]
+    if len(words) > 20:
+        words[10:-2] = [f"... ({len(words) - 12} more) ..."]
+    return f"[{', '.join(words)}]"
+
+
 def changed_boundaries_message(found: str) -> str:
     """The error message if a recomputation found other boundaries, which ``found`` describes."""
     return (
@@ -335,14 +350,16 @@ def require_one_row(rows: int, description: str) -> None:
         )
 
 
-def _offsets_of(source: Tensor | Sequence[int]) -> tuple[int, ...]:
+def offsets_of(source: Tensor | Sequence[int]) -> tuple[int, ...]:
     """The integers of ``cu_seqlens``; to read a tensor on a GPU, the host waits for the GPU."""
     if isinstance(source, Tensor):
         integers = not (source.is_floating_point() or source.is_complex())
-        if source.dim() != 1 or not integers or source.dtype == torch.bool or source.is_meta:
+        dense = source.layout == torch.strided and not source.is_meta
+        if source.dim() != 1 or not integers or source.dtype == torch.bool or not dense:
             raise ValueError(
                 f"cu_seqlens must be a 1-D integer tensor of cumulative lengths on the CPU or on a "
-                f"GPU, got shape {tuple(source.shape)} and dtype {source.dtype} on {source.device}."
+                f"GPU, got shape {tuple(source.shape)}, dtype {source.dtype} and layout "
+                f"{source.layout} on {source.device}."
             )
         return tuple(source.tolist())
     try:

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -27,12 +30,13 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 
-from ..command_line import Parser, heads
+from ..command_line import MOST_HEAD_DIM, MOST_RANKS, Parser, heads, whole_number
 from ..compat.observe import hide_import_notes
 from ..context_parallel import local_indices
 from ..mixers.padding import packed_seq_params_of
 
 CLIP = 0.2  # PPO and GRPO usually clip the ratio to 1 - 0.2 .. 1 + 0.2
+_MOST_HIDDEN = 2**20
 VOCABULARY, PATTERN = 512, "G-*-G-"
 
 
@@ -80,10 +84,12 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--heads", type=heads, default=(16, 32), metavar="KEY:VALUE", help="as 16:32")
-    add("--head-dim", type=int, default=128)
-    add("--hidden", type=int, default=256)
-    add("--lengths", type=int, nargs="+", default=[512, 256, 256], help="of the packed documents")
-    add("--cp", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    add("--head-dim", type=partial(whole_number, most=MOST_HEAD_DIM), default=128)
+    add("--hidden", type=partial(whole_number, most=_MOST_HIDDEN), default=256)
+    lengths = {"type": whole_number, "nargs": "+", "default": [512, 256, 256]}
+    add("--lengths", **lengths, help="of the packed documents")
+    ranks = partial(whole_number, most=MOST_RANKS)
+    add("--cp", type=ranks, nargs="+", default=[2, 4], help="numbers of ranks")
     add("--modes", nargs="+", default=["headwise", "chunkwise"], choices=["headwise", "chunkwise"])
     add("--json", action="store_true", help="one JSON line a row in place of a table")
     args = parser.parse_args(given)
@@ -124,10 +130,12 @@ def _make_row(name: str, mode: str, cp: int, found: Any, exact: Any, one_rank: A
     p, q = (x["logits"].double().log_softmax(-1) for x in (one_rank, found))
     token = one_rank["token"][:, None]
     ratio = (q - p).gather(1, token).exp()
+    inside = (ratio - 1).abs() <= CLIP  # NaN is not inside
     return Row(
-        name, mode, cp, _relative_error(found["output"], exact["output"]), max(gradients),
+        name, mode, cp, _relative_error(found["output"], exact["output"]),
+        torch.tensor(gradients).max().item(),  # NaN if one of them is, as max() may not be
         (p.exp() * (p - q)).sum(-1).mean().item(), ratio.mean().item(),
-        (ratio - 1).abs().max().item(), ((ratio - 1).abs() > CLIP).double().mean().item(),
+        (ratio - 1).abs().max().item(), (~inside).double().mean().item(),
     )  # fmt: skip
 
 
@@ -262,17 +270,22 @@ def _run_policy(case: _Case) -> dict[str, Tensor]:
     return {"logits": logits[0].float().cpu(), "token": tokens[0, 1:][held]}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the rows; return the exit status 0, or 1 if a number is NaN or infinite."""
     args = parse_arguments(argv)
     rows = certificate(args)
     if args.json:
         for row in rows:
             print(json.dumps(row._asdict()))
-        return
-    print(f"| {' | '.join(HEADINGS)} |", "|" + " --- |" * len(HEADINGS), sep="\n")
-    for row in rows:
-        print(f"| {' | '.join(row.cells)} |")
+    else:
+        print(f"| {' | '.join(HEADINGS)} |", "|" + " --- |" * len(HEADINGS), sep="\n")
+        for row in rows:
+            print(f"| {' | '.join(row.cells)} |")
+    if all(math.isfinite(number) for row in rows for number in row[3:]):
+        return 0
+    print("error: a number of the table is NaN or infinite", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,8 +14,9 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
-from ..command_line import Parser, heads, print_error
+from ..command_line import MOST_RANKS, Parser, heads, print_error, whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +79,8 @@ def _compile(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_MOST_PROCESSES, _MOST_MULTIPROCESSORS = 2**12, 2**10
+
 _DESCRIPTION = """\
 Compile, before a run, the kernels of its Gated DeltaNet layers for Hopper GPUs, in parallel
 processes. No GPU is needed. Kernels in the caches are not compiled again.
@@ -105,10 +108,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--heads", type=heads, metavar="KEY:VALUE", help="of the whole layer, as 16:32"
     )
 
-    number = partial(parser.add_argument, type=_at_least_1, metavar="N")
+    def number(name: str, most: int, **about: Any) -> None:
+        """Add an option whose value is a whole number from 1 to ``most``."""
+        of_option = partial(whole_number, most=most)
+        parser.add_argument(name, type=of_option, metavar="N", **about)
+
     several = partial(parser.add_argument, nargs="+")
-    number("--tp", help="tensor parallel ranks (1)")
-    number("--cp", help="context parallel ranks (1)")
+    number("--tp", MOST_RANKS, help="tensor parallel ranks (1)")
+    number("--cp", MOST_RANKS, help="context parallel ranks (1)")
     parser.add_argument(
         "--linear-cp-mode", choices=("auto", "headwise", "chunkwise"), default="auto",
         help="the scheme of context parallelism; auto may use both (auto)",
@@ -127,20 +134,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "states (chunkwise), whole (batch_invariant_mode), again (recompute=full). The default is "
         "all but the last two; without context parallelism all but the last three",
     )  # fmt: skip
-    number("--processes", help="processes at a time (one per core)")
+    number("--processes", _MOST_PROCESSES, help="processes at a time (one per core)")
     number(
-        "--multiprocessors", default=132,
+        "--multiprocessors", _MOST_MULTIPROCESSORS, default=132,
         help="number in the GPU; FlashQLA chooses its kernels by this number (132)",
     )  # fmt: skip
     parser.add_argument("--for-a-run", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
-
-
-def _at_least_1(text: str) -> int:
-    """The integer in ``text``; argparse reports the error if it is less than 1."""
-    if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
 
 
 if __name__ == "__main__":

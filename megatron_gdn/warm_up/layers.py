@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..command_line import MOST_HEADS, MOST_RANKS, whole_number
 from ..context_parallel import agreement
 from ..gdn.flash_qla.builds import USUAL_PARTS, Heads, expected_heads
 from ..gdn.sizes import GDNDims
@@ -71,25 +71,33 @@ def read_model(path: str | Path) -> Model:
             f"{path} does not exist; give config.json, a Hugging Face model folder, a launch "
             f"script or a YAML file."
         )
-    text = path.read_text()
+    text = path.read_text(errors="replace")
 
-    def number_after(argument: str) -> int | None:
+    def number_after(argument: str, most: int) -> int | None:
         """The number after the name ``argument`` in the file, with - or _ between its words."""
         words = r"[-_]".join(argument.split("_"))
-        found = set(re.findall(rf"(?<![\w]){words}[\"']?\s*[:=\s]\s*(\d+)\b", text))
+        # Of two patterns for spaces side by side the time would grow with the square of spaces.
+        separated = r"(?:\s*[:=]\s*|\s+)"
+        found = set(re.findall(rf"(?<![\w]){words}[\"']?{separated}([0-9]+)\b", text))
         if len(found) > 1:
-            said = " and as ".join(sorted(found))
+            said = " and as ".join(f"{number:.20}" for number in sorted(found)[:3])
             raise ValueError(f"{path} gives {argument} as {said}; keep one.")
-        return int(found.pop()) if found else None
+        if not found:
+            return None
+        try:
+            return whole_number(found.pop(), most)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{path} gives {argument}, and {error}.") from None
 
-    sizes = {name: number_after(f"linear_{name}") for name in _SIZES}
+    sizes = {name: number_after(f"linear_{name}", MOST_HEADS) for name in _SIZES}
     if missing := [f"linear_{name}" for name, size in sizes.items() if size is None]:
         raise ValueError(
             f"{path} does not name {', '.join(missing)}; add them, or give --heads and the "
             f"other sizes on the command line."
         )
     known = {name: size for name, size in sizes.items() if size is not None}
-    tp, cp = (number_after(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "context"))
+    kinds = "tensor_model", "context"
+    tp, cp = (number_after(f"{kind}_parallel_size", MOST_RANKS) or 1 for kind in kinds)
     return Model(GDNDims(hidden_size=_HIDDEN_SIZE, **known), tp, cp)
 
 
@@ -216,7 +224,7 @@ def _fake_groups(tp: int, cp: int) -> Iterator[Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     # Other ranks do not exist and send nothing, so ranks cannot compare micro-batches.
-    no_comparison = patch.dict(os.environ, {agreement.SWITCH: "0"})
+    no_comparison = patch.object(agreement, "_all_ranks_compare", lambda *_: False)
     one_machine = patch.object(agreement, "_hosts", lambda group, *_: [0] * group.size())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp * cp)
     groups: Any = ProcessGroupCollection()

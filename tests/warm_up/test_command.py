@@ -105,7 +105,7 @@ def test_flags_go_before_what_the_file_names(tmp_path):
         ([], "one of the arguments --config --heads is required"),
         (["--heads", "16"], "16 is not KEY:VALUE"),
         (["--heads", "0:4"], "0:4 is not KEY:VALUE"),
-        (["--heads", "1:2", "--tp", "0"], "--tp: 0 is not a whole number of at least 1"),
+        (["--heads", "1:2", "--tp", "0"], "--tp: 0 is not a whole number from 1 to 1024"),
     ],
 )
 def test_flags_that_make_no_sense_end_with_a_sentence(argv, said, capsys):

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops.kernels.launch import MOST_PLANS, Launch
+from ...ops.kernels.tiles import require_32_bits
 from .shares import HeadShares, Strip, alignment, strips
 
 _WARPS, _COLUMNS = 8, 1024
@@ -45,6 +46,12 @@ def _rows_of_tile(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
     tile = _TILE_BYTES if rows >= 4096 else _TILE_BYTES // 4
     widest = max(strip.block for strip in cut) * element_size
     return max(1, min(128, tile // widest))
+
+
+def _require_32_bits(rows: int, tiles: int) -> None:
+    """Raise a ValueError if a kernel could not count up to ``rows`` or up to ``tiles``."""
+    require_32_bits("the number of tokens times batch rows", rows)
+    require_32_bits("the number of tiles of a head exchange", tiles)
 
 
 def _strides(whole: Tensor) -> tuple[int, int, int]:
@@ -99,8 +106,10 @@ def _copy_launch(
     stride_s, stride_b, align = strides
     at_once = _rows_of_tile(tokens * batch, element_size, cut)
     tiles = triton.cdiv(tokens * batch, at_once) * message_count
+    programs = _programs(tiles, device, beside_transfer)
+    _require_32_bits(tokens * batch + at_once, tiles + programs)
     return Launch(
-        copy_columns_kernel, (_programs(tiles, device, beside_transfer),),
+        copy_columns_kernel, (programs,),
         first_rank, skipped_rank, tokens, batch, tiles, stride_s, stride_b,
         STRIPS=cut, RANK_WIDTH=rank_width, ALIGN=align, ROWS=at_once,
         PLACED=has_places, KEPT=kept, PACK=pack, num_warps=_WARPS,
@@ -187,8 +196,10 @@ def _sum_launches(
         at_once = max(1, _rows_of_tile(rows, dtype.itemsize, cut) // 2)
         tiles = triton.cdiv(rows, at_once) * (shares.ranks // copies)
         if tiles:
+            programs = _programs(tiles, device, beside_transfer)
+            _require_32_bits(rows + at_once, tiles + programs)
             launches.append(Launch(
-                sum_copies_kernel, (_programs(tiles, device, beside_transfer),),
+                sum_copies_kernel, (programs,),
                 rank, tokens, batch, tiles, stride_s, stride_b,
                 STRIPS=cut, RANK_WIDTH=rank_width, ALIGN=align, ROWS=at_once, COPIES=copies,
                 WIDE=tl.float64 if dtype == torch.float64 else tl.float32, num_warps=_WARPS,

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial, wraps
 from hashlib import sha256
 from pathlib import Path
@@ -117,9 +118,9 @@ def _may_start() -> bool:
 def _start_command(lock: int) -> subprocess.Popen:
     """Start the warm-up command, which gets file descriptor ``lock`` and ends with this process."""
     logger.warning(
-        "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d cores, into %s. "
+        "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d cores, into %r. "
         "`python -m megatron_gdn.warm_up %s` does this before a run.",
-        _heads, len(os.sched_getaffinity(0)), tilelang_env().TILELANG_CACHE_DIR, _heads.flags,
+        _heads, len(os.sched_getaffinity(0)), str(tilelang_env().TILELANG_CACHE_DIR), _heads.flags,
     )  # fmt: skip
     _started[_heads] = subprocess.Popen(
         # When this process ends, the system closes the pipe, and the command ends too.
@@ -180,4 +181,6 @@ def remember(entry: Path, compiled: Any) -> None:
     """Create the file ``entry`` if tilelang has stored the ``compiled`` kernel on disk."""
     if os.path.isdir(getattr(compiled, "_tilelang_cache_path", None) or ""):
         entry.parent.mkdir(parents=True, exist_ok=True)
-        entry.touch()
+        # Not through a link, which somebody else may have put there.
+        with suppress(OSError):
+            os.close(os.open(entry, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents, documents_of_rows
+from ..kernels.tiles import MOST_PROGRAMS
 from ..rules.fla import SEQUENCES, ChunkProducts, FlaBackward, FlaForward, FlaRule
 from ..state_maps.parts import CHUNK, SequenceParts, compose, cut_by_length
 from ..state_maps.state_map import StateMap
@@ -55,6 +56,11 @@ class FlaDeltaRule(FlaRule):
 
     def state_map(self, x: FlaForward, products: ChunkProducts) -> StateMap:
         parts, u = parts_of(x.inputs, x.documents), products.chunks["u"]
+        if len(parts.offsets) > MOST_PROGRAMS:
+            raise ValueError(
+                f"{len(parts.offsets) - 1} pieces of sequences: fla's kernel of state maps takes "
+                f"at most {MOST_PROGRAMS - 1}. Pack fewer documents, or use backend='reference'."
+            )
         # fla's kernel for context parallelism makes the state maps [local | through] of all parts.
         (H, V), K, P = u.shape[2:], products.chunks["k"].shape[-1], len(parts.offsets) - 1
         maps = u.new_empty(P, H, K, V + K, dtype=torch.float32)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.launch import MOST_PLANS, Launch
+from ..kernels.tiles import require_32_bits, require_rows_within_grid
 from .conv_forward import load_taps
 from .history import History
 
@@ -109,7 +110,7 @@ def add_rows_kernel(
 
     Line m at ``additions_ptr`` has a token to add to, then ``most`` indices of gradients or -1.
     """
-    line_ptr = additions_ptr + tl.program_id(0) * (1 + most)
+    line_ptr = additions_ptr + tl.cast(tl.program_id(0), tl.int64) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)
     c_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.cast(tl.load(line_ptr), tl.int64)
@@ -155,5 +156,9 @@ def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
 @lru_cache(maxsize=MOST_PLANS)
 def _launch(kernel, N: int, B: int, C: int, *scalars: int, **constants: int) -> Launch:
     """A launch of ``kernel`` with these arguments on the grid (N, blocks of channels, B)."""
+    require_rows_within_grid(B)
+    stride_c = scalars[2] if kernel is not add_rows_kernel else 1
+    require_32_bits("the number of channels times their distance", (C + _CHANNELS) * stride_c)
+    require_32_bits("the number of batch rows times channels", B * (C + _CHANNELS))
     grid = N, triton.cdiv(C, _CHANNELS), B
     return Launch(kernel, grid, *scalars, CHANNELS=C, BLOCK=_CHANNELS, num_warps=4, **constants)

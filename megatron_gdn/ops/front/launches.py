@@ -18,6 +18,7 @@ from ..kernels.tiles import (
     block_dim,
     front_backward_tile,
     front_forward_tile,
+    require_32_bits,
     within_32_bit_offsets,
     within_grid,
     within_shared_memory,
@@ -138,6 +139,7 @@ def _forward_launch(
     tile = within_32_bit_offsets(
         within_grid(tile, S, B), S, W, (strides[0], gate_strides[0], *_elements_per_token(front))
     )
+    require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
     convolved, gates, functions = kernel_tables(front, gates_apart)
     slots = [of[1] for of in (*convolved, *gates)]
     first = wanted_outputs.index(True)
@@ -171,6 +173,7 @@ def _backward_plan(
         group * width for group, width in zip(groups, _elements_per_token(front), strict=True)
     ]
     tile = within_32_bit_offsets(tile, S, W, (*strides[::2], *widths))
+    require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
     convolved, gates, functions = kernel_tables(front, gates_apart, "_backward", groups)
     copied = [of[4] * (element_bytes[0] + of[6] * element_bytes[1]) for of in convolved]
     tile = within_shared_memory(tile, max(copied))

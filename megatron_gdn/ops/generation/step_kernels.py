@@ -26,7 +26,7 @@ from ..front.launches import kernel_tables
 from ..front.table import TableFront
 from ..kernels.elementwise import sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
-from ..kernels.tiles import block_dim
+from ..kernels.tiles import MOST_PROGRAMS, block_dim, require_32_bits
 
 # History, state and slots, the three fields of a :class:`.memory.Memory`.
 type Buffers = tuple[Tensor, Tensor, Tensor | None]
@@ -82,6 +82,9 @@ def _step_launches(
     histories and of the states; ``after_strides``: the same for a second memory, or None.
     """
     table, layout, (H, K, V, _) = front.table, front.layout, front.table.state
+    _require_sequences_within_grid(N)
+    require_32_bits("the number of elements of a state", H * block_dim(K) * block_dim(V))
+    require_32_bits("the number of inputs of a history", layout.conv_width * (history_rows + taps))
     starts = [front.channels(name).start for name in table.step_sections]
     _, gates, functions = kernel_tables(front)
     G, _ = layout.shape_of(table.step_sections[0])
@@ -284,10 +287,26 @@ def _compute_gate(
 
 def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
     """``buffer[slots] = values`` for slots from 0 up; the values of a slot must be contiguous."""
-    size = values[0].numel()
-    write_slots_kernel[(triton.cdiv(size, 4096), len(values))](
-        buffer, slots, values, buffer.stride(0), size, BLOCK=4096, num_warps=8
-    )
+    launch = _write_slots_launch(len(values), values[0].numel(), buffer.stride(0))
+    launch(buffer, slots, values)
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _write_slots_launch(N: int, size: int, stride: int) -> Launch:
+    """The launch of :func:`write_slots_kernel` for N sequences."""
+    _require_sequences_within_grid(N)
+    require_32_bits("the number of elements of a slot", size + 4096)
+    grid = triton.cdiv(size, 4096), N
+    return Launch(write_slots_kernel, grid, stride, size, BLOCK=4096, num_warps=8)
+
+
+def _require_sequences_within_grid(N: int) -> None:
+    """Raise a ValueError if a grid cannot count ``N`` sequences."""
+    if N > MOST_PROGRAMS:
+        raise ValueError(
+            f"a call decodes {N} sequences, but the Triton kernels take at most {MOST_PROGRAMS}. "
+            f"Decode them in several calls."
+        )
 
 
 @triton.jit

@@ -6,20 +6,25 @@ system releases a lock when all processes that hold it have ended, also after a 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
 import os
+import re
+import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_WAIT = 1800.0  # seconds; all kernels of FlashQLA take minutes on a few cores
 _QUICK = 0.5  # seconds; a shorter call only loads a kernel from disk and is not logged
 
 
@@ -55,23 +60,40 @@ def compile_in_one_process(kernel: Any) -> None:
 
 @contextmanager
 def build_lock(
-    path: Path, what: str, is_built: Callable[[], bool] = lambda: False, patience: float = 0.0
+    path: Path,
+    what: str,
+    is_built: Callable[[], bool] = lambda: False,
+    patience: float = 0.0,
+    longest_wait: float = _LONGEST_WAIT,
 ) -> Iterator[int | None]:
-    """Hold the lock of the file ``path`` while the caller builds the kernel named ``what``.
+    """Hold the lock of a file while the caller builds the kernel named ``what``.
 
-    The wait for the lock ends early if ``is_built()`` is true, and is logged after ``patience``
-    seconds. Yields the file's descriptor if this process holds the lock, else None. A child process
-    that inherits the descriptor holds the lock too. The file is never removed.
+    The file is :func:`lock_file` of ``path``, so that each user has files of their own. The wait
+    for the lock ends early if ``is_built()`` is true, and after ``longest_wait`` seconds, and is
+    logged after ``patience`` seconds. Yields the file's descriptor if this process holds the lock,
+    else None; then the caller builds without a lock. A child process that inherits the descriptor
+    holds the lock too. The file is never removed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file, began = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), time.monotonic()
+    began = time.monotonic()
+    file = _open_lock(path)
+    if file is None:
+        yield None
+        return
     taken = said = False
     try:
         while not (there := is_built()) and not (taken := _try_to_lock(file)):
-            if not said and time.monotonic() - began >= patience:
+            waited = time.monotonic() - began
+            if waited >= longest_wait:
+                logger.warning(
+                    "waited %.0f s for %s, which %s still compiles; this process compiles it too",
+                    waited, what, _holder_of(file),
+                )  # fmt: skip
+                break
+            if not said and waited >= patience:
                 said = True
-                holder = os.pread(file, 100, 0).decode(errors="replace") or "another process"
-                logger.warning("waits for %s, which is being compiled by %s", what, holder)
+                logger.warning(
+                    "waits for %s, which is being compiled by %s", what, _holder_of(file)
+                )
             time.sleep(0.1)
         if said:
             logger.warning("waited %.0f s for %s", time.monotonic() - began, what)
@@ -79,6 +101,70 @@ def build_lock(
         yield file if not there and taken and not is_built() else None
     finally:
         os.close(file)
+
+
+def lock_file(path: Path) -> Path:
+    """This user's file for the lock ``path``: in a folder of the user beside the other files.
+
+    Users may share a cache folder. If they shared its lock files, one user could hold a lock
+    for ever, or put a link to a file of another user in the place of a lock.
+    """
+    return path.parent / f"locks-{os.geteuid()}" / path.name
+
+
+def _open_lock(path: Path) -> int | None:
+    """Open the user's lock file for ``path``; None, with a warning, if others could change it."""
+    own = lock_file(path)
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
+    folder = None
+    try:
+        own.parent.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            own.parent.mkdir(mode=0o700)
+        # Files are opened relative to the folder, so that nobody can exchange the folder meanwhile.
+        folder = os.open(own.parent, os.O_RDONLY | os.O_DIRECTORY | flags)
+        _require_own(folder)
+        file = os.open(own.name, os.O_RDWR | os.O_CREAT | flags, 0o600, dir_fd=folder)
+        try:
+            _require_own(file, regular=True)
+        except OSError:
+            os.close(file)
+            raise
+        return file
+    except OSError as error:
+        logger.warning(
+            "no lock for kernels in %r (%s), so every process compiles every kernel. Put the cache "
+            "in a folder of your own (TRITON_CACHE_DIR, TILELANG_CACHE_DIR).",
+            str(own.parent), error,
+        )  # fmt: skip
+        return None
+    finally:
+        if folder is not None:
+            os.close(folder)
+
+
+def _require_own(descriptor: int, regular: bool = False) -> None:
+    """Raise an OSError unless this user owns the file; ``regular``: it must be an ordinary file."""
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}")
+    if regular and not (stat.S_ISREG(status.st_mode) and status.st_nlink == 1):
+        raise PermissionError(errno.EPERM, "it is no ordinary file with one name")
+
+
+def _holder_of(file: int) -> str:
+    """The process that the lock's file names, if it runs; the file's text may be of any kind."""
+    text = os.pread(file, 100, 0).decode(errors="replace")
+    found = re.fullmatch(r"process ([0-9]{1,10}) on (.{1,80})", text)
+    if found is None or found[2] != _host():
+        return "another process"
+    # The next holder writes its own number a moment after it takes the lock.
+    return f"process {found[1]}" if Path("/proc", found[1]).exists() else "another process"
+
+
+def _host() -> str:
+    """This machine's name, without characters that a log line should not have."""
+    return re.sub(r"[^\w.-]", "?", socket.gethostname())[:64]
 
 
 def _try_to_lock(file: int) -> bool:
@@ -94,5 +180,5 @@ def _try_to_lock(file: int) -> bool:
             error,
         )
     os.ftruncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()}".encode(), 0)
+    os.pwrite(file, f"process {os.getpid()} on {_host()}".encode(), 0)
     return True

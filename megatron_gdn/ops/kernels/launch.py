@@ -16,7 +16,9 @@ from torch import Tensor
 from triton import JITFunction, knobs
 
 from .builds import compile_in_one_process
+from .tiles import MOST_PROGRAMS
 
+_LARGEST_GRID = 2**31 - 1, MOST_PROGRAMS, MOST_PROGRAMS  # of CUDA, by axis
 _ALIGNED = 16  # bytes; if a pointer is no multiple of 16, Triton compiles another variant
 MOST_PLANS = 256  # size of a cache of launches, whose keys are shapes, strides and options
 
@@ -45,6 +47,8 @@ def pointers_and_key(tensors: Sequence[Tensor | None]) -> tuple[list[int | None]
 class Launch:
     """A kernel with its grid, numbers and constants; a call passes only the tensors.
 
+    Raises a ValueError if the grid is larger than CUDA's largest.
+
         launch = Launch(kernel, (tiles, B), S, stride, H=32, BLOCK_H=32, num_warps=4)
         launch(x, out)          # as kernel[(tiles, B)](x, out, S, stride, H=32, ...)
 
@@ -55,6 +59,11 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **constants: Any) -> None:
         self._kernel, self._grid = kernel, grid
         self._axes = (*grid, 1, 1)[:3]
+        if any(size > most for size, most in zip(self._axes, _LARGEST_GRID, strict=True)):
+            raise ValueError(
+                f"{kernel.__name__} needs a grid of {grid} programs, and CUDA takes at most "
+                f"{_LARGEST_GRID}. Use a smaller batch or fewer documents, or kernels='torch'."
+            )
         self._numbers, self._constants = numbers, constants
         self._prepared: dict[tuple, tuple[Any, tuple, tuple, Any]] = {}
         self._ordinary = not isinstance(kernel, JITFunction)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import MOST_PLANS, Launch
+from .tiles import MOST_PROGRAMS, require_32_bits
 
 _ROWS_AT_ONCE = 8
 _MOST_ROWS = 256  # per program; if there are more rows, a further launch adds the programs' sums
@@ -76,11 +77,15 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
 def _reduction_launches(N: int, M: int, sizes: tuple[int, ...]) -> tuple[tuple[int, Launch], ...]:
     """The launches that sum N rows, as pairs (rows written, launch); the last writes one row."""
     assert sum(sizes) == M and 1 <= len(sizes) <= _MOST_OUTS
+    require_32_bits("the number of columns of partial sums", M + _COLUMNS)
     ends = tuple(accumulate(sizes))
     ends += (M,) * (_MOST_OUTS - 1 - len(ends))
     stages = []
     while True:
-        span = N if N <= _MOST_ROWS else 64
+        span = N
+        if N > _MOST_ROWS:
+            span = max(64, triton.cdiv(N, MOST_PROGRAMS))
+        require_32_bits("the number of rows of partial sums", N + span + _ROWS_AT_ONCE)
         repeats = triton.cdiv(span, _ROWS_AT_ONCE)
         groups = max(1, triton.cdiv(N, _ROWS_AT_ONCE * max(1, repeats)))
         launch = Launch(

@@ -98,14 +98,46 @@ def within_32_bit_offsets(
 
 def within_grid(tile: SegmentTile, tokens: int, batch: int) -> SegmentTile:
     """``tile``, with more steps if a batch row would have more tiles than a grid's axis takes."""
+    require_rows_within_grid(batch)
+    while -(-tokens // tile.tokens) > MOST_PROGRAMS:
+        tile = tile._replace(steps=2 * tile.steps)
+    return tile
+
+
+def require_rows_within_grid(batch: int) -> None:
+    """Raise a ValueError if a grid's second or third axis cannot count ``batch`` rows."""
     if batch > MOST_PROGRAMS:
         raise ValueError(
             f"the batch has {batch} rows, but the Triton kernels take at most {MOST_PROGRAMS}. Use "
             f"a smaller batch, or lay the rows end to end as packed documents."
         )
-    while -(-tokens // tile.tokens) > MOST_PROGRAMS:
-        tile = tile._replace(steps=2 * tile.steps)
-    return tile
+
+
+def require_32_bits(what: str, number: int) -> None:
+    """Raise a ValueError if ``number``, which a kernel holds in 32 bits, does not fit."""
+    if number >= 2**31:
+        raise ValueError(
+            f"{what} is {number}, which the Triton kernels count with 32 bits: at most "
+            f"{2**31 - 1}. Use a smaller batch, fewer tokens, or kernels='torch'."
+        )
+
+
+def rows_need_64_bits(
+    tile_rows: int, rows: int, heads: int, strides: Sequence[int], row_stride: int
+) -> bool:
+    """Whether offsets of a readout's tile of ``tile_rows`` rows do not fit into 32 bits.
+
+    Row ``s * heads + h`` is head h of token s; there are ``rows`` rows. ``strides`` has, for each
+    tensor of projection rows, the number of elements from one token to the next; ``row_stride`` is
+    the number from one row of the rule's output to the next. A stride of more than 32 bits is
+    skipped, since its offsets are computed with 64 bits.
+    """
+    stride = max((x for x in strides if x < 2**31), default=0)
+    last_token = (min(tile_rows, rows) + heads - 2) // heads  # counted from the tile's first token
+    last_token = min(last_token, max(rows // heads - 1, 0))
+    in_projection_rows = last_token * stride + heads * row_stride
+    in_output = min(tile_rows, rows) * row_stride
+    return max(in_projection_rows, in_output, rows + tile_rows) >= 2**31
 
 
 def within_shared_memory(tile: SegmentTile, row_bytes: int) -> SegmentTile:

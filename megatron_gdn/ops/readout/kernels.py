@@ -20,7 +20,14 @@ from torch import Tensor
 from ..kernels.elementwise import gate_activation, gate_activation_slope, sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
-from ..kernels.tiles import RowTile, block_dim, norm_backward_tile, norm_forward_tile
+from ..kernels.tiles import (
+    RowTile,
+    block_dim,
+    norm_backward_tile,
+    norm_forward_tile,
+    require_rows_within_grid,
+    rows_need_64_bits,
+)
 from .base import PlainReadout
 
 
@@ -67,11 +74,14 @@ def _forward_launch(
     out_strides: tuple[int, ...],
 ) -> Launch:  # fmt: skip
     """The forward's launch; ``strides`` of S and B in the rows, ``out_strides`` in the output."""
+    require_rows_within_grid(B)
     G, H, V = _row_sizes(norm, H, V)
     tile = norm_forward_tile(V)
+    wide = rows_need_64_bits(tile.rows, S * H, H, (strides[0], out_strides[0]), G * V)
     return Launch(
         gated_norm_forward_kernel, (triton.cdiv(S * H, tile.rows) * G, B),
-        S * H, norm.gate.start, *strides, *out_strides, norm.eps, **_constants(norm, G, H, V, tile),
+        S * H, norm.gate.start, *strides, *out_strides, norm.eps,
+        **_constants(norm, G, H, V, tile, wide),
     )  # fmt: skip
 
 
@@ -81,12 +91,14 @@ def _backward_launch(
     tile: RowTile | None,
 ) -> tuple[int, Launch]:  # fmt: skip
     """The number of partial rows of d_gamma per batch row, and the launch of the backward."""
+    require_rows_within_grid(B)
     G, H, V = _row_sizes(norm, H, V)
     tile = norm_backward_tile(S * H * G * B, V) if tile is None else tile
     tiles = triton.cdiv(S * H, tile.rows * tile.repeats)
+    wide = rows_need_64_bits(tile.rows * tile.repeats, S * H, H, strides[::2], G * V)
     return tiles, Launch(
         gated_norm_backward_kernel, (tiles * G, B), S * H, norm.gate.start, *strides, norm.eps,
-        REPEATS=tile.repeats, **_constants(norm, G, H, V, tile),
+        REPEATS=tile.repeats, **_constants(norm, G, H, V, tile, wide),
     )  # fmt: skip
 
 
@@ -95,12 +107,27 @@ def _row_sizes(norm: TritonReadout, H: int, V: int) -> tuple[int, int, int]:
     return (1, H, V) if norm.groups is None else (norm.groups, 1, H * V // norm.groups)
 
 
-def _constants(norm: TritonReadout, G: int, H: int, V: int, tile: RowTile) -> dict[str, Any]:
+def _constants(
+    norm: TritonReadout, G: int, H: int, V: int, tile: RowTile, wide: bool
+) -> dict[str, Any]:
     return {
-        "G": G, "H": H, "V": V, "ROWS": tile.rows, "BLOCK_V": block_dim(V),
+        "G": G, "H": H, "V": V, "ROWS": tile.rows, "BLOCK_V": block_dim(V), "WIDE": wide,
         "GATE_FIRST": norm.groups is not None, "ZERO_CENTERED": norm.zero_centered,
         "SIGMOID": norm.activation == "sigmoid", "num_warps": tile.warps,
     }  # fmt: skip
+
+
+@triton.jit
+def _rows_of_tile(tile, ROWS: tl.constexpr, ROWS_OF_TILE: tl.constexpr, WIDE: tl.constexpr):
+    """The first row of ``tile``, which has ROWS_OF_TILE rows, and the numbers 0 to ROWS - 1.
+
+    If WIDE, both have 64 bits, and so has every offset that is computed from them.
+    """
+    row_R = tl.arange(0, ROWS)
+    if WIDE:
+        tile = tl.cast(tile, tl.int64)
+        row_R = tl.cast(row_R, tl.int64)
+    return tile * ROWS_OF_TILE, row_R
 
 
 @triton.jit
@@ -108,7 +135,7 @@ def _row_offsets(row_R, first, H: tl.constexpr, V: tl.constexpr, stride_s):
     """Offsets, in elements, of the rows ``first + row_R``; row s H + h is head h of token s.
 
     Tokens are ``stride_s`` elements apart. Offsets count from the token of row ``first``, so they
-    fit into 32 bits at any length.
+    fit into 32 bits at any length, if tokens lie close together; else the rows have 64 bits.
     """
     return ((first + row_R) // H - first // H) * stride_s + (first + row_R) % H * V
 
@@ -125,17 +152,18 @@ def gated_norm_forward_kernel(
     o_ptr, proj_ptr, gamma_ptr, out_ptr,
     rows, z, stride_s, stride_b, out_stride_s, out_stride_b, eps,
     G: tl.constexpr, H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
-    GATE_FIRST: tl.constexpr, ZERO_CENTERED: tl.constexpr, SIGMOID: tl.constexpr,
+    WIDE: tl.constexpr, GATE_FIRST: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """Norm and gate of ROWS rows in one group; grid (tiles * G, B), with ``rows`` = S H.
 
     ``z``: the gate's first column in ``proj_ptr``. GATE_FIRST: the gate comes before the norm.
     ZERO_CENTERED: the norm is scaled by 1 + gamma. ``gamma_ptr``: [G V]. ``out_stride_s``,
     ``out_stride_b``: elements of the output from token to token and from batch row to batch row.
+    WIDE: offsets inside a tile need 64 bits.
     """
     column = tl.program_id(0) % G * V
-    first = tl.program_id(0) // G * ROWS
-    row_R = tl.arange(0, ROWS)
+    first, row_R = _rows_of_tile(tl.program_id(0) // G, ROWS, ROWS, WIDE)
     d_V = tl.arange(0, BLOCK_V)
     real_V = d_V < V
     real_RV = (first + row_R < rows)[:, None] & real_V[None, :]
@@ -167,8 +195,8 @@ def gated_norm_backward_kernel(
     o_ptr, proj_ptr, gamma_ptr, dy_ptr, do_ptr, d_proj_ptr, partial_ptr,
     rows, z, stride_s, stride_b, d_stride_s, d_stride_b, dy_stride_s, dy_stride_b, eps,
     G: tl.constexpr, H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, REPEATS: tl.constexpr,
-    BLOCK_V: tl.constexpr, GATE_FIRST: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    BLOCK_V: tl.constexpr, WIDE: tl.constexpr, GATE_FIRST: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """Gradients of ROWS * REPEATS rows in one of G norm groups; grid (tiles * G, B), rows = S H.
 
@@ -187,7 +215,7 @@ def gated_norm_backward_kernel(
     if ZERO_CENTERED:
         gamma_V += 1.0
     d_gamma_RV = tl.zeros((ROWS, BLOCK_V), tl.float32)
-    first = tile * (ROWS * REPEATS)
+    first, row_R = _rows_of_tile(tile, ROWS, ROWS * REPEATS, WIDE)
     b = tl.cast(tl.program_id(1), tl.int64)
     base = (b * rows + first) * (G * V) + column
     o_ptr += base
@@ -196,7 +224,6 @@ def gated_norm_backward_kernel(
     dz_ptr = _pointer_to_token(d_proj_ptr + z + column, first, d_stride_s, d_stride_b, H)
     dy_ptr = _pointer_to_token(dy_ptr + column, first, dy_stride_s, dy_stride_b, H)
 
-    row_R = tl.arange(0, ROWS)
     real_RV = (first + row_R < rows)[:, None] & real_V[None, :]
     z_at_RV = _row_offsets(row_R, first, H, V, stride_s)[:, None] + d_V[None, :]
     dy_at_RV = _row_offsets(row_R, first, H, V, dy_stride_s)[:, None] + d_V[None, :]

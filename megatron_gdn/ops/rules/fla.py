@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
+from ..kernels.tiles import MOST_PROGRAMS
 from ..obstacles import Obstacle, why_not_fla_package
 from ..state_maps.parts import CHUNK
 from ..state_maps.state_map import StateMap, StateShape
@@ -59,6 +60,13 @@ class FlaForward(RuleForward):
                 f"{type(rule).__name__} reads the documents' boundaries on the host, and those in "
                 f"fixed buffers are known on the device alone. Use backend='reference', or pass "
                 f"ordinary packed_seq_params and leave this layer out of the graph."
+            )
+        rows, _, heads, *_ = self.inputs.v.shape
+        if rows * heads > MOST_PROGRAMS:
+            raise ValueError(
+                f"{rows} batch rows of {heads} heads: fla's kernels take at most {MOST_PROGRAMS} "
+                f"rows times heads. Use a smaller batch, or lay the rows end to end as packed "
+                f"documents."
             )
         self.at = boundaries_of(documents)
 

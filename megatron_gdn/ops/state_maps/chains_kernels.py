@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.launch import MOST_PLANS, Launch
-from ..kernels.tiles import block_dim
+from ..kernels.tiles import block_dim, require_32_bits
 
 _COLUMNS = 64  # columns of a state per program
 _ZERO, _GIVEN, _IDENTITY = range(3)
@@ -100,6 +100,9 @@ def _follow_launch(
     N: int, L: int, H: int, K: int, V: int, X: int, strides: tuple[int, ...], kind: int, cut: bool
 ) -> Launch:
     """The kernel's launch; ``kind`` of start: _ZERO, _GIVEN, _IDENTITY; ``cut``: are there cuts."""
+    # Strides of rows and columns: ``strides`` are of local, of through (with columns), of the rest.
+    within_a_map = max(strides[2], strides[5] + strides[6], strides[9], strides[12])
+    require_32_bits("the size of a state map with its strides", within_a_map * K + X + _COLUMNS)
     return Launch(
         _follow_kernel, (N, H, triton.cdiv(X, _COLUMNS)), L, V, X, *strides,
         K=K, BLOCK_K=block_dim(K), COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY,
