@@ -84,6 +84,17 @@ def _is_pattern(value: Any) -> bool:
 
 _ROPE = Field("settings of the rotary embedding", "an object", _is_object)
 
+
+def _is_unlimited(value: Any) -> bool:
+    """Whether ``value`` is [0, infinity]; transformers writes infinity in two ways."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    infinity = math.inf, {"__float__": "Infinity"}
+    return _is_number(value[0]) and value[0] == 0 and value[1] in infinity
+
+
+_BLOCKS = "attention", "full_attention", "linear_attention", "mamba", "mlp", "moe"
+
 FIELDS: dict[str, Field] = {
     # What the file describes.
     "architectures": _list_of(
@@ -103,6 +114,10 @@ FIELDS: dict[str, Field] = {
     "hybrid_override_pattern": Field(
         "one symbol for each layer", f"1 to {_MOST_LAYERS} of the symbols 'M', '*', '-', 'E'",
         _is_pattern,
+    ),
+    "layers_block_type": _list_of(
+        "the kind of each layer", ", ".join(map(repr, _BLOCKS)),
+        lambda value: isinstance(value, str) and value in _BLOCKS,
     ),
     "decoder_sparse_step": _whole("each layer of this number has experts"),
     "mlp_only_layers": _list_of(
@@ -146,6 +161,27 @@ FIELDS: dict[str, Field] = {
     "output_gate_type": _setting("activation of the output gate", "silu", "swish"),
     "attn_output_gate": _setting("whether q_proj also computes attention's output gate", True),
     "norm_topk_prob": _setting("whether the chosen experts' weights add up to 1", True),
+    # Settings of a NemotronH that the built model assumes.
+    "conv_kernel": _setting("taps of the convolution", 4),
+    "mamba_hidden_act": _setting("activation of the convolutions", "silu"),
+    "mamba_proj_bias": _setting("whether Mamba2's projections have biases", False),
+    "mlp_bias": _setting("whether MLPs have biases", False),
+    "mlp_hidden_act": _setting("activation of the MLPs", "relu2"),
+    "moe_latent_size": Field(
+        "width of the experts' input", "null", lambda value: False, is_setting=True
+    ),
+    "n_group": _setting("groups of experts", 1),
+    "n_shared_experts": _setting("shared experts", 1),
+    "residual_in_fp32": _setting("whether the residual stream is fp32", False),
+    "sliding_window": Field(
+        "tokens that attention sees", "null", lambda value: False, is_setting=True
+    ),
+    "time_step_limit": Field(
+        "range of the time steps", "[0, Infinity]", _is_unlimited, is_setting=True
+    ),
+    "topk_group": _setting("groups of experts that a token may choose", 1),
+    "use_bias": _setting("whether Mamba2's projections have biases", False),
+    "use_conv_bias": _setting("whether the convolution has a bias", True),
 }  # fmt: skip
 
 

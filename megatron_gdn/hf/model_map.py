@@ -18,6 +18,7 @@ from ..gdn.hf import Storage, gdn_layer_maps
 from ..gdn.sizes import GDNDims
 from ..mixers.tensor_map import HFRef, TensorMap, rows_by_group, tensor_map
 from ..ops.delta_rule.sizes import LINEAR_SIZES
+from . import nemotron
 from .config_fields import ConfigFields
 from .json_files import read_object, shown
 from .state_dict_adapter import GDN_FP32_CHECKPOINT_ARCHITECTURES
@@ -50,12 +51,6 @@ _SIZES = {
         "moe_router_topk": "num_experts_per_tok",
     },
     "-": {"ffn_hidden_size": "intermediate_size"},
-}
-# Fields of Nemotron's config.json -> the names of these fields in the other models.
-_NAMES_OF_NEMOTRON = {
-    "layer_norm_epsilon": "rms_norm_eps",
-    "n_routed_experts": "num_experts",
-    "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
 }
 # Settings that the built model assumes; a config.json may leave them out.
 _SETTINGS = (
@@ -163,14 +158,17 @@ def parse_hf_config(config: Mapping[str, Any], where: str = "config.json") -> HF
         )
     is_nemotron = architecture == NEMOTRON
     text = top.get("text_config", {}) or config
-    fields = ConfigFields(text, where, architecture, _NAMES_OF_NEMOTRON if is_nemotron else {})
+    if is_nemotron:
+        text = nemotron.with_usual_names(text, where)
+    fields = ConfigFields(text, where, architecture, nemotron.OWN_NAMES if is_nemotron else {})
     rope = fields.get("rope_parameters", {}) or fields.get("rope_scaling", {})
-    rope = {"rope_type": rope.get("type"), **rope}
+    if rope.get("rope_type") is None:
+        rope = {**rope, "rope_type": rope.get("type")}  # the older name
     given = {name: rope[name] for name in _ROPE_FIELDS if rope.get(name) is not None}
     fields = fields.with_values(given)
     for name in _SETTINGS:
         fields.get(name, None)
-    pattern = _nemotron_pattern(fields) if is_nemotron else _layer_pattern(fields)
+    pattern = nemotron.pattern_of(fields) if is_nemotron else _layer_pattern(fields)
     tables = [table for kind, table in _SIZES.items() if kind in pattern]
     pairs = (pair for table in tables for pair in table.items())
     sizes = SimpleNamespace(**{field: fields[hf_name] for field, hf_name in pairs})
@@ -181,9 +179,10 @@ def parse_hf_config(config: Mapping[str, Any], where: str = "config.json") -> HF
         fields.require_multiple("mamba_num_heads", "n_groups")
     if "E" in pattern:
         fields.require_at_most("num_experts_per_tok", "num_experts")
-    head_dim = max(sizes.hidden_size // sizes.num_attention_heads, 1)
+    # What transformers takes for a missing field.
+    head_dim = 128 if is_nemotron else max(sizes.hidden_size // sizes.num_attention_heads, 1)
     sizes.kv_channels = fields.get("head_dim", head_dim)
-    sizes.layernorm_epsilon = fields.get("rms_norm_eps", 1e-6)
+    sizes.layernorm_epsilon = fields.get("rms_norm_eps", 1e-5 if is_nemotron else 1e-6)
     scaling = fields.get("routed_scaling_factor", None)
     if scaling is not None:
         sizes.moe_router_topk_scaling_factor = scaling
@@ -196,18 +195,6 @@ def parse_hf_config(config: Mapping[str, Any], where: str = "config.json") -> HF
         rope_theta=fields.get("rope_theta", 10_000_000.0),
         rotary_fraction=0.0 if is_nemotron else fields.get("partial_rotary_factor", 0.25),
     )
-
-
-def _nemotron_pattern(fields: ConfigFields) -> str:
-    """The pattern that a Nemotron's config.json has as one text."""
-    pattern = fields["hybrid_override_pattern"]
-    count = fields.get("num_hidden_layers", len(pattern))
-    if count != len(pattern):
-        raise ValueError(
-            f"{fields.where}: num_hidden_layers={count}, but hybrid_override_pattern has "
-            f"{len(pattern)} layers."
-        )
-    return pattern
 
 
 def _layer_pattern(fields: ConfigFields) -> str:

@@ -93,3 +93,9 @@ def test_a_folder_without_one_text_model_is_refused():
     assert plan_of(config, files, "hybrid", True).passthrough == []
     with pytest.raises(ValueError, match=f"unknown key '{second}'"):
         plan_of(config, files | {second: files["model.embed_tokens.weight"]}, "hybrid", True)
+
+
+@pytest.mark.parametrize("rope", [{"type": "mrope"}, {"rope_type": None, "type": "yarn"}])
+def test_a_kind_of_rotary_embedding_under_its_older_name_is_refused_too(rope):
+    with pytest.raises(ValueError, match="rope_type=.* must be 'default'"):
+        parse_hf_config(CONFIG | {"rope_scaling": rope})
