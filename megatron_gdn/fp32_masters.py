@@ -53,7 +53,7 @@ def load_fp32_masters(
         Checkpoint keys of the parameters that were set on this rank's pipeline stage.
 
     Raises:
-        ValueError: the checkpoint has two masters of one parameter.
+        ValueError: the checkpoint has two masters of one parameter, or a pickle that may run code.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor

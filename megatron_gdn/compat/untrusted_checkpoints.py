@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -56,16 +57,21 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module_name, name)
         if module_name == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        # In the words of torch's weights_only=True, which `foreign_class` looks for.
+        # In the words of torch's weights_only=True, which `why_refused` looks for.
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module_name}.{name}")
 
 
-def foreign_class(error: BaseException) -> str | None:
-    """The class or function that a pickle may not load, if ``error`` says so."""
-    if not isinstance(error, pickle.UnpicklingError):
-        return None
+def why_refused(error: BaseException) -> str | None:
+    """What a pickle may not load, in one line, if ``error`` refuses it; else None."""
+    if isinstance(error, CheckpointException):
+        error = next(failure for failure, _ in error.failures.values())
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return found[1] if found else None
+    if found is None or not isinstance(error, pickle.UnpicklingError):
+        return None
+    return (
+        f"its pickles load {found[1]}, which no checkpoint needs and which may run code of whoever "
+        f"wrote it"
+    )
 
 
 @contextmanager
@@ -77,15 +83,30 @@ def untrusted_checkpoint() -> Iterator[None]:
     more; classes that a ``torch.serialization.add_safe_globals`` has named are legal.
 
     Raises:
-        pickle.UnpicklingError, ValueError: within the context, for a file that has more.
+        ValueError: a pickle has another class, or ``.metadata`` has another form.
     """
     reader_class: Any = filesystem.FileSystemReader
     before = reader_class.read_metadata
     variables = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
+    refusals: list[Exception] = []  # torch hides an error of this method from its callers
+
+    def read_metadata(reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+        """Call `_read_metadata`, and keep its error."""
+        try:
+            return _read_metadata(reader, *args, **kwargs)
+        except (pickle.UnpicklingError, ValueError) as error:
+            refusals.append(error)
+            raise
+
     os.environ[_FORCE] = "1"
-    reader_class.read_metadata = _read_metadata
+    reader_class.read_metadata = read_metadata
     try:
         yield
+    except (Exception, CheckpointException) as error:
+        cause = refusals[0] if refusals else error
+        if reason := why_refused(cause):
+            raise ValueError(f"The checkpoint is refused: {reason}.") from error
+        raise
     finally:
         reader_class.read_metadata = before
         for name, value in variables.items():

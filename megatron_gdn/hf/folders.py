@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ..compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
 from ..compat.one_process import in_one_process
-from ..compat.untrusted_checkpoints import foreign_class, untrusted_checkpoint
+from ..compat.untrusted_checkpoints import untrusted_checkpoint, why_refused
 from .build import build_model, megatron_arguments
 from .json_files import read_object, shown
 from .megatron_model import load_hf_weights, save_hf_weights
@@ -203,11 +203,7 @@ def _one_line_errors(describe: Callable[[], str]) -> Iterator[None]:
         if isinstance(cause, _FAULTS_OF_CODE):
             raise cause from error
         line = (str(cause) or type(cause).__name__).splitlines()[0]
-        if name := foreign_class(cause):
-            line = (
-                f"its pickles load {name}, which no checkpoint needs and which may run code of "
-                f"whoever wrote it"
-            )
+        line = why_refused(cause) or line
         raise ValueError(f"{describe()}: {line}") from error
 
 

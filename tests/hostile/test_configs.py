@@ -187,9 +187,9 @@ def test_sizes_are_compared_with_the_files_before_anything_is_built(
     folder = shutil.copytree(hf_folder("next"), tmp_path / "source")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    start = time.monotonic()
+    start = time.process_time()
     assert said in refused("import", folder, tmp_path / "imported")
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_a_published_models_entry_is_read_by_the_same_table():

@@ -23,11 +23,11 @@ from megatron_gdn.hf.safetensors_files import SafetensorsFolder, write_folder
 from tests.hf.test_model_map import CONFIG
 from tests.hostile.test_configs import EXPERTS, NEMOTRON
 
-LIMIT = 10  # seconds of one example, on a busy machine
+LIMIT = 10  # seconds of the processor for one command; a busy machine may need more by the clock
 INDEX = "model.safetensors.index.json"
 bounded = settings(
     max_examples=60,
-    deadline=timedelta(seconds=LIMIT),
+    deadline=timedelta(seconds=12 * LIMIT),
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -84,9 +84,9 @@ def says(capsys):
     """``says(*command)``: the exit code; an error is one line, which can be printed."""
 
     def run(*command: object) -> int:
-        start = time.monotonic()
+        start = time.process_time()
         code = main([*map(str, command)])
-        assert time.monotonic() - start < LIMIT
+        assert time.process_time() - start < LIMIT
         out, err = capsys.readouterr()
         assert code in (0, 1, 2)
         if code == 2:

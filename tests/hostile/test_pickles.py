@@ -4,15 +4,20 @@ import io
 import os
 import pickle
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from megatron_gdn.fp32_masters import load_fp32_masters
 from megatron_gdn.hf import import_folder
 from megatron_gdn.hf.folders import find_checkpoint
+from tests.processes import ROOT
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -90,6 +95,36 @@ def test_a_table_that_is_a_pickle_of_code_is_not_run(checkpoint, tmp_path, refus
     else:
         change(checkpoint, lambda metadata: setattr(metadata, "planner_data", planted))
     assert "posix.mkdir" in refusal()
+
+
+class Model(nn.Module):
+    """A model without weights."""
+
+    def sharded_state_dict(self, **_) -> dict:
+        return {}
+
+
+def load_masters(folder: Path) -> None:
+    load_fp32_masters(Model(), folder)
+
+
+def load_pretrained(folder: Path) -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from pretraining import hf_model
+    finally:
+        sys.path.pop(0)
+    hf_model.load_pretrained(folder, SimpleNamespace(model=Model()))
+
+
+@pytest.mark.parametrize("load", [load_masters, load_pretrained])
+def test_other_functions_that_read_a_checkpoint_run_no_code_of_it(checkpoint, tmp_path, load):
+    mark = tmp_path / "mark"
+    (checkpoint / "release" / ".metadata").write_bytes(pickle.dumps(Planted(mark)))
+    (checkpoint / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(ValueError, match=r"refused: its pickles load posix\.mkdir"):
+        load(checkpoint / "release")
+    assert not mark.exists()
 
 
 def test_the_object_beside_the_tensors_is_not_run(checkpoint, tmp_path, refusal):
