@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..compat.observe import log_once
+from .options import RECOMPUTE_LEVELS
 
 _ATTENTION_ONLY = (
     "key_value_states", "padding_mask", "rotary_pos_cos", "rotary_pos_cos_sin", "rotary_pos_emb",
@@ -127,14 +128,6 @@ GDN_FIELDS = ConfigFields(
 
 # The part of the mixer that each name of `--recompute-modules` computes again.
 _RECOMPUTED = {"gdn": "whole", "gdn_norm_out": "norm_out"}
-# What the backward computes again for each value of the option `recompute`. "qkv" is k and v (q is
-# always computed again), "norm_out" is out_proj's input, "rule" is the rule's output, its gates and
-# the inverses of its chunks.
-RECOMPUTE_LEVELS = {
-    "none": frozenset(),
-    "light": frozenset({"qkv", "norm_out"}),
-    "full": frozenset({"qkv", "norm_out", "rule"}),
-}
 # Values of `--offload-modules` that name parts of attention.
 _ATTENTION_OFFLOADS = ("qkv_linear", "core_attn", "attn_proj")
 

@@ -8,8 +8,16 @@ from typing import Any, ClassVar, Self
 
 from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.agreement import check_ranks_per_machine
-from .arguments import RECOMPUTE_LEVELS
 from .loader_layout import AUTO
+
+# What the backward computes again for each value of the option `recompute`. "qkv" is k and v (q is
+# always computed again), "norm_out" is out_proj's input, "rule" is the rule's output, its gates and
+# the inverses of its chunks.
+RECOMPUTE_LEVELS = {
+    "none": frozenset(),
+    "light": frozenset({"qkv", "norm_out"}),
+    "full": frozenset({"qkv", "norm_out", "rule"}),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 from ..gdn.sizes import GDNDims
 from ..hf.model_map import HFModelConfig, parse_hf_config
 from ..mamba2.sizes import Mamba2Dims
-from ..mixers.arguments import RECOMPUTE_LEVELS
+from ..mixers.options import RECOMPUTE_LEVELS
 from .stack import CHUNK, MAMBA_TAPS, Stack
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.mixers.arguments import RECOMPUTE_LEVELS
+from megatron_gdn.mixers.options import RECOMPUTE_LEVELS
 from tests.distributed.layer_laws import build, forward_backward, require_same_bits
 from tests.ops.test_second_run import saved_bytes
 from tests.parallel import make_config
