@@ -28,7 +28,7 @@ from megatron_gdn.inference.generate import (
     ready_for_single_tokens,
     static_context,
 )
-from megatron_gdn.specs import gated_delta_net_spec, mamba2_spec
+from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec, mamba2_spec
 from megatron_gdn.testing import RowByRow, check_generation
 from tests.distributed.layer_laws import thd
 from tests.parallel import hybrid_model, make_config, model_config, parallel
@@ -176,6 +176,17 @@ def test_sequence_parallel_prefill_leaves_the_same_states():
         with ready_for_single_tokens(model):
             torch.testing.assert_close(logits, next_logits(model, text, whole))
             torch.testing.assert_close(steps, next_logits(model, text[:, :2], whole))
+
+
+@on_ranks(cp=2)
+def test_a_recurrent_layer_refuses_a_cut_sequence_itself():
+    """In a model whose attention does not refuse before it, since there is none."""
+    config = model_config("G-", context_parallel_size=2)
+    model = hybrid_model(config, "G-", hybrid_stack_spec("local"))
+    text = torch.zeros(1, 4, dtype=torch.int64)
+    refused = pytest.raises(NotImplementedError, match="generation runs on whole sequences")
+    with torch.inference_mode(), refused:
+        next_logits(model, text, StaticInferenceContext(1, 8))
 
 
 @on_ranks(cp=2)

@@ -152,6 +152,8 @@ def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(tp, tmp_pat
         torch.manual_seed(5 + groups.tp.rank())
         theirs, ours = _theirs(config, groups), build_mamba2(config, groups)
         assert described(ours) == described(theirs)
+        shapes = ours.mamba_state_shapes_per_request()
+        assert shapes == theirs.mamba_state_shapes_per_request(), "Megatron allocates by them"
         through_a_file(theirs, ours)
         through_a_file(ours, _theirs(config, groups))
 

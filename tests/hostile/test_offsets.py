@@ -94,7 +94,7 @@ def run_front(simulation, S, B, table, channels=False, packed=False, history=Fal
 
 def run_decode(simulation, N, slots, sizes, transposed=False):
     """A step of N sequences whose memory is in the last of ``slots``."""
-    table = gdn_table(sizes)
+    table = gdn_table(sizes.layout)
     H, C = sizes.value_heads, table.layout.conv_width
     state = tensor(slots, H, sizes.key_dim, sizes.value_dim, dtype=FP32)
     if transposed:
@@ -143,8 +143,8 @@ def run_additions(simulation, M, most, tokens, B, C):
     add_rows(tensor(tokens, B, C), tensor(tokens, B, C), additions)
 
 
-GDN = gdn_table(HeadSizes(1, 1, 128, 128))
-SMALL = gdn_table(HeadSizes(1, 1, 16, 16))
+GDN = gdn_table(HeadSizes(1, 1, 128, 128).layout)
+SMALL = gdn_table(HeadSizes(1, 1, 16, 16).layout)
 FEW_STEPS = SegmentTile(128, 8, 4)  # the interpreter takes time for each step
 TWO_COPIES = HeadShares(4, (256, 256, 512, 4), (2, 2, 1, 1))
 # One value head of 128 and one of 16 behind a row of 514 and 546 columns, and Mamba2's groups: from

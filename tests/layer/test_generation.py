@@ -6,6 +6,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 
 from benchmarks import bench_decode, bench_grid
 from megatron_gdn.inference import roll_back
+from megatron_gdn.mixers.static_context import MOST_DECODED
 from megatron_gdn.testing import RowByRow
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixers import BY_NAME, GDN, OLMO_HYBRID, whole
@@ -213,3 +214,27 @@ def test_the_benchmark_of_the_grid_runs(kind):
     bench_grid.decode(layer, 2, 5, 1, lambda **line: lines.append(line))
     assert [line["mode"] for line in lines] == 3 * [*bench_grid.MODES]
     assert all(line.get("step_ms", line.get("forward_backward_ms")) > 0 for line in lines)
+
+
+@of_both
+@pytest.mark.parametrize("tokens", [1, MOST_DECODED + 1])
+def test_a_step_of_one_token_or_of_many_cannot_be_rolled_back(kind, tokens):
+    layer, x, context = make(kind, tokens=9 + tokens)
+    run(layer, x, context, (5, 4, tokens))
+    with pytest.raises(ValueError, match="no step to roll back"):
+        roll_back(context, 0)
+
+
+@of_both
+def test_a_context_begun_again_with_other_rows_rolls_these_back(kind):
+    """The two rows that it had before are no layer's progress any more."""
+    layer, x, context = make(kind, tokens=9)
+    run(layer, x[:8], context, (5, 2, 1))
+    context.sequence_len_offset, context.batch_size_offset = 0, 1
+    other = x[:, :1]
+    run(layer, other[:8], context, (5, 3))
+    roll_back(context, 1)
+    assert context.sequence_len_offset == 6
+    with torch.no_grad():
+        expected, _ = layer(other)
+    torch.testing.assert_close(step(layer, other[6:], context), expected[6:], **CLOSE)

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_gdn.gdn2.rule import FlaGDN2, PlainGDN2, choose_gdn2
+from megatron_gdn.gdn2.rule import FlaGDN2, PlainGDN2, _repeat_key_heads, choose_gdn2
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.distributed.mixers import GDN2_FP32, KDA_FP32, whole
+from tests.gdn2.oracle import random_inputs
 from tests.parallel import alone
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -104,3 +105,16 @@ def test_a_16_bit_layer_gives_its_rule_log_decays_in_fp32(dtype, monkeypatch):
     layer = whole("kda", {"params_dtype": dtype})
     layer(torch.randn(5, 1, layer.config.hidden_size, dtype=dtype), None)
     assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
+def test_every_value_head_of_gdn2_gets_its_key_heads_tensors(ratio):
+    """For fla, whose kernels have as many key heads as value heads."""
+    inputs = random_inputs("usual", rows=1, tokens=3, G=2, H=2 * ratio)
+    found = _repeat_key_heads(inputs)
+    for name in ("q", "k", "g", "b"):
+        given, repeated = getattr(inputs, name), getattr(found, name)
+        assert repeated.shape == (1, 3, 2 * ratio, 5)
+        for head in range(2 * ratio):
+            assert torch.equal(repeated[:, :, head], given[:, :, head // ratio]), (name, head)
+    assert torch.equal(found.v, inputs.v) and torch.equal(found.w, inputs.w)

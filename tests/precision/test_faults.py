@@ -4,7 +4,7 @@ A test that fails with the remedy *off* says that Megatron has repaired the faul
 ``megatron_gdn.compat.mixed_dtype_optimizers`` that it names can go.
 """
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -255,3 +255,31 @@ def test_a_repaired_optimizer_gets_states_without_padding():
     )
     found = [state["param"].data.tolist() for state in saved(optimizer, {}, metadata={}).values()]
     assert found == [[0.0, 1.0, 2.0], [3.0, 4.0]], found
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_leaves_the_optimizer_as_it_was(fails):
+    """The states that it gathers later, in another format, are of its own buffers again."""
+    buckets = [
+        SimpleNamespace(grad_data=torch.zeros(128), numel_unpadded=n, offset=at)
+        for n, at in ((3, 0), (2, 128))
+    ]
+    buffer = SimpleNamespace(buckets=buckets, numel_unpadded=5, param_index_map={"a": (0, 3, 0)})
+
+    class Optimizer:
+        buffers = [buffer]
+
+        def get_parameter_state_dp_zero(self, **_):
+            return self.buffers
+
+    def shard_state(optimizer, **_):
+        assert optimizer.get_parameter_state_dp_zero() == [buffer]
+        assert optimizer.buffers[0] is not buffer, "cut without padding"
+        if fails:
+            raise OSError("no space left on device")
+
+    optimizer = Optimizer()
+    with pytest.raises(OSError) if fails else nullcontext():
+        cut_without_padding(shard_state, optimizer)
+    assert "get_parameter_state_dp_zero" not in vars(optimizer)
+    assert optimizer.get_parameter_state_dp_zero()[0] is buffer and optimizer.buffers[0] is buffer

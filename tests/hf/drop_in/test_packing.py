@@ -254,3 +254,24 @@ def test_what_was_found_is_logged(fresh, caplog):
     assert "3 linear-attention modules" in repr(patched) and "every batch" in repr(patched)
     patched.undo()
     assert repr(patched) == f"Patch of {DENSE}: undone"
+
+
+def test_the_report_of_leaks_does_not_depend_on_dropout():
+    """A module in training is measured in evaluation, and is in training afterwards."""
+
+    class WithDropout(torch.nn.Module):
+        hidden_size = 8
+
+        def __init__(self):
+            super().__init__()
+            self.linear, self.dropout = torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)
+
+        def forward(self, hidden_states, **_):
+            return self.dropout(self.linear(hidden_states))
+
+    module = WithDropout().train()
+    assert packing_reach(module).leaks() == []
+    assert module.training and module.dropout.training
+    module.eval()
+    packing_reach(module)
+    assert not module.training
