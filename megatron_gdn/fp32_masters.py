@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .command_line import one_line
 from .compat.untrusted_checkpoints import untrusted_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def load_fp32_masters(
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.data.copy_(loaded[name])
-    log_single_rank(logger, logging.INFO, f"{folder}: {len(wanted)} fp32 masters loaded")
+    log_single_rank(logger, logging.INFO, f"{one_line(folder)}: {len(wanted)} fp32 masters loaded")
     return sorted(tensor.key for tensor in wanted.values())
 
 

@@ -125,7 +125,10 @@ def _read_metadata(reader: filesystem.FileSystemReader, *args: Any, **kwargs: An
             raise
         except Exception as error:  # unpickling raises what the bytes make it raise
             raise ValueError(f"{path} is no pickle of a table: {error}") from error
-    _check(metadata, path)
+    try:
+        _check(metadata, path)
+    except AttributeError as error:
+        raise ValueError(f"{path} has an object without one of its fields: {error}") from error
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     cast(StorageMeta, metadata.storage_meta).load_id = reader.load_id

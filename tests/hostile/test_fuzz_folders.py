@@ -1,4 +1,4 @@
-"""Random configs, headers and indexes: an error of ours in one line, soon, and nothing outside.
+"""Random configs, headers, indexes and tables: an error of ours, soon, and nothing outside.
 
 Each example is a legal file with one change, or bytes. What is legal may pass; whatever else
 happens must be an error that the command line prints.
@@ -8,6 +8,7 @@ import copy
 import json
 import math
 import os
+import pickle
 import shutil
 import struct
 import time
@@ -15,9 +16,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader, metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from megatron_gdn.compat.untrusted_checkpoints import untrusted_checkpoint
 from megatron_gdn.hf.__main__ import main
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder, write_folder
 from tests.hf.test_model_map import CONFIG
@@ -204,6 +209,48 @@ def test_any_index_is_read_or_refused(says, two, index):
     attack(says, two, small_file(HEADER), index)
 
 
-def test_the_legal_files_pass(says, two):
+def a_table() -> bytes:
+    """The table of a distributed checkpoint with one tensor in two parts."""
+    halves = [
+        metadata.ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((2, 3)))
+        for start in (0, 2)
+    ]
+    properties = metadata.TensorProperties(torch.bfloat16)
+    entry = metadata.TensorStorageMetadata(properties, torch.Size((4, 3)), halves)
+    places = {
+        metadata.MetadataIndex("a", half.offsets, number): _StorageInfo("__0_0.distcp", 12, 12)
+        for number, half in enumerate(halves)
+    }
+    return pickle.dumps(metadata.Metadata({"a": entry}, None, places))
+
+
+TABLE_BYTES = a_table()
+PLACES = st.integers(0, len(TABLE_BYTES) - 1)
+
+
+@bounded
+@given(changes=st.dictionaries(PLACES, st.integers(0, 255), max_size=4), cut=PLACES)
+def test_any_table_of_a_checkpoint_is_read_or_refused(tmp_path, changes, cut):
+    content = bytearray(TABLE_BYTES)
+    for place, byte in changes.items():
+        content[place] = byte
+    start = time.process_time()
+    for written in (content, content[:cut]):
+        (tmp_path / ".metadata").write_bytes(written)
+        try:
+            with untrusted_checkpoint():
+                found = FileSystemReader(tmp_path).read_metadata()
+        except (ValueError, pickle.UnpicklingError) as error:
+            assert str(error)
+        else:
+            assert isinstance(found, metadata.Metadata)
+    assert time.process_time() - start < LIMIT
+    assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
+
+
+def test_the_legal_files_pass(says, two, tmp_path):
+    (tmp_path / ".metadata").write_bytes(TABLE_BYTES)
+    with untrusted_checkpoint():
+        assert "a" in FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     attack(says, two, small_file(HEADER), content_of(TABLE))
     assert two[1].exists()
