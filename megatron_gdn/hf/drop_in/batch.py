@@ -38,6 +38,11 @@ _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
     """The process group of a one-dimensional device mesh; None without mesh or with one rank."""
+    if mesh is not None and not hasattr(mesh, "get_group"):
+        raise ValueError(
+            f"cp_mesh={mesh!r} is no device mesh; give the one-dimensional DeviceMesh of the "
+            f"context-parallel ranks (torch.distributed.device_mesh.init_device_mesh), or None."
+        )
     if mesh is None or mesh.size() == 1:
         return None
     if mesh.ndim != 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
 
@@ -52,7 +52,21 @@ class DropInOptions:
     unpacked: str = "transformers"
     recompute_qkv: bool = False
 
+    @classmethod
+    def from_keywords(cls, **options: Any) -> DropInOptions:
+        """The options that a caller gave; a ValueError names an option that does not exist."""
+        legal = [field.name for field in fields(cls)]
+        if unknown := [name for name in options if name not in legal]:
+            raise ValueError(
+                f"unknown option {', '.join(unknown)}; the options are {', '.join(legal)}, and "
+                f"attention of megatron_gdn.hf.patch."
+            )
+        return cls(**options)
+
     def __post_init__(self) -> None:
+        group_of(self.cp_mesh)
+        if not isinstance(self.recompute_qkv, bool):
+            raise ValueError(f"recompute_qkv={self.recompute_qkv!r} must be True or False.")
         self.cp_layout = SequenceLayout.parse(self.cp_layout)
         if self.unpacked not in ("transformers", "fused"):
             raise ValueError(
@@ -115,7 +129,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     def __init__(self, config: Any, layer_idx: int, **options: Any) -> None:
         """``layer_idx``: the layer's index in the model; ``options``: as in the class."""
         super().__init__(config, layer_idx)
-        become_drop_in(self, config, DropInOptions(**options))
+        become_drop_in(self, config, DropInOptions.from_keywords(**options))
 
     @property
     def _cp_mesh(self) -> Any:

@@ -77,7 +77,7 @@ def patch(
     """
     if attention not in (None, "gathered"):
         raise ValueError(f"attention={attention!r} is not known; use 'gathered' or None.")
-    known = DropInOptions(cp_mesh=cp_mesh, **options)
+    known = DropInOptions.from_keywords(cp_mesh=cp_mesh, **options)
     if attention is not None:
         from transformers import AttentionInterface
 

@@ -36,13 +36,17 @@ class PackingCollator:
     ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. With ``shift_labels`` transformers'
     losses shift no labels, because a shift would be wrong inside a rank's share of a row.
 
+    ``labels`` of a document (its ``input_ids`` if left out) are transformers' labels: at each token
+    what this token is, or -100; the collator shifts them.
+
     Args:
         pad_to_multiple_of: the row is padded to a multiple of this number, by a document of
             ``pad_token_id`` with ignored labels. Context parallelism needs multiples of ``2 * cp``.
 
     Raises:
-        ValueError: no tokens, labels of another length than their document, documents with padding
-            (an ``attention_mask`` with 0), or columns that packing would drop.
+        ValueError: no tokens, labels of another length than their document, labels that are shifted
+            already, documents with padding (an ``attention_mask`` with 0), or columns that packing
+            would drop.
     """
 
     def __init__(self, pad_to_multiple_of: int = 1, pad_token_id: int = 0) -> None:
@@ -58,6 +62,7 @@ class PackingCollator:
             _require_packable(number, document)
             rows.append(_to_list(document["input_ids"]))
             labels.append(_to_list(document.get("labels", document["input_ids"])))
+            _refuse_shifted_labels(number, rows[-1], labels[-1])
         if not any(rows):
             raise ValueError(f"the {len(rows)} documents have no tokens.")
         if gap := -sum(map(len, rows)) % self.multiple:
@@ -99,6 +104,18 @@ def _require_packable(number: int, document: Mapping[str, Any]) -> None:
         raise ValueError(
             f"document {number} has padding (0 in its attention_mask), which would be packed as "
             f"tokens. Tokenize without padding."
+        )
+
+
+def _refuse_shifted_labels(number: int, tokens: list[int], labels: list[int]) -> None:
+    """Raise if the labels of document ``number`` are the next tokens, not the tokens themselves."""
+    given = [place for place, label in enumerate(labels[:-1]) if label != IGNORED]
+    shifted = bool(given) and all(labels[place] == tokens[place + 1] for place in given)
+    if shifted and any(labels[place] != tokens[place] for place in given):
+        raise ValueError(
+            f"the labels of document {number} are its input_ids one token ahead. The collator "
+            f"shifts labels itself: give at each token the token itself, or {IGNORED} where the "
+            f"loss ignores it, or leave labels out."
         )
 
 

@@ -53,6 +53,8 @@ def test_shares_hold_every_token_once(layout):
         ([{"labels": [1, 1]}], "document 1 has 3 input_ids and 2 labels"),
         ([{"attention_mask": [1, 1, 0]}], "document 1 has padding"),
         ([{"loss_mask": [1, 1, 0]}], "document 1 has 'loss_mask'"),
+        ([{"labels": [6, 7, -100]}], "labels of document 1 are its input_ids one token ahead"),
+        ([{"labels": [-100, 7, 8]}], "labels of document 1 are its input_ids one token ahead"),
     ],
 )
 def test_what_cannot_be_packed_or_would_be_lost_is_refused(documents, message):
@@ -61,6 +63,24 @@ def test_what_cannot_be_packed_or_would_be_lost_is_refused(documents, message):
     with pytest.raises(ValueError, match=message):
         PackingCollator()(documents)
     PackingCollator()([{"input_ids": [5, 6], "attention_mask": [1, 1]}])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "labels"),
+    [
+        ([5, 6, 7], [5, 6, 7]),
+        ([5, 5, 5], [5, 5, 5]),
+        ([5, 6, 6], [-100, 6, 6]),
+        ([5, 6, 7], [-100, -100, 7]),
+        ([5, 6, 7], [5, 7, 7]),
+        ([5, 6, 7], [8, 9, 10]),
+        ([5], [5]),
+        ([5, 6, 7], [-100] * 3),
+    ],
+)
+def test_labels_at_their_own_tokens_are_taken(tokens, labels):
+    batch = PackingCollator()([{"input_ids": tokens, "labels": labels}])
+    assert batch["shift_labels"].tolist() == [[*labels[1:], -100]]
 
 
 def losses_of(*flags: str) -> list[float]:

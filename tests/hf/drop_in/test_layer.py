@@ -183,6 +183,30 @@ def test_what_cannot_be_replaced_is_refused(fresh):
         patch(fresh(DENSE), attention="ring")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mode": "headwise"}, "unknown option mode; the options are cp_mesh, .*linear_cp_mode"),
+        ({"cp_mesh": 2}, "cp_mesh=2 is no device mesh"),
+        ({"cp_mesh": "cp"}, "cp_mesh='cp' is no device mesh"),
+        ({"recompute_qkv": "no"}, "recompute_qkv='no' must be True or False"),
+        ({"backend": "triton"}, "unknown backend 'triton'"),
+        ({"rule_operands": "fp8"}, "unknown rule_operands 'fp8'"),
+        ({"linear_cp_mode": "ring"}, "unknown linear_cp_mode 'ring'"),
+        ({"cp_layout": "zigzga"}, "unknown context-parallel layout 'zigzga'"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_when_they_are_given(fresh, options, said):
+    model, before = fresh(DENSE), fresh(DENSE)
+    with pytest.raises(ValueError, match=said):
+        patch(model, **options)
+    for ours, theirs in zip(model.modules(), before.modules(), strict=True):
+        assert type(ours) is type(theirs)
+    with pytest.raises(ValueError, match=said):
+        CPAwareGatedDeltaNet(model.config, 0, **options)
+
+
 def test_a_patched_model_can_be_compiled_around(fresh):
     model, before = fresh(DENSE), fresh(DENSE)
     patch(model, unpacked="fused")
