@@ -170,7 +170,7 @@ def _require_agreement(sources: Sources, rows: int, share: MicroBatchShare) -> N
     offsets = b"" if sources.cu_seqlens is None else sources.cu_seqlens.long().numpy().tobytes()
     facts = {"rows": rows, "tokens": sum(share.lengths)}
     for name, x in sources._asdict().items():
-        facts[f"kinds of {name}"] = 0 if x is None else x.dim()
+        facts[f"kinds of {name}"] = x.dim() if isinstance(x, Tensor) else 0
     facts |= {"numbers of offsets": len(offsets), "offsets": zlib.crc32(offsets)}
     all_cT = _gather(torch.tensor([*facts.values()], device="cpu"), share)
     differs = (all_cT != all_cT[0]).any(0).tolist()

@@ -32,7 +32,7 @@ from .families import (
 )
 from .gates import gate_owner
 from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, undo_drop_in
-from .sources import Sources, cache_in, text_positions
+from .sources import Sources, cache_in, split_masks, text_positions
 
 GATHERED = "megatron_gdn_gathered"
 # Under this name a patched text model keeps the forward that another tool had set, or None.
@@ -234,8 +234,14 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
     """Add ``gdn_batch`` (documents, padding) and masks to the text model's ``kwargs``."""
     kwargs.pop("gdn_batch", None)
     mask = kwargs.get("attention_mask")
-    of_linear = mask.get("linear_attention") if isinstance(mask, dict) else mask
-    sources = Sources.from_keywords(of_linear, kwargs)
+    one_rank = group_of(options.cp_mesh) is None
+    of_linear, others = mask, {}
+    if one_rank:
+        of_linear, others = split_masks(mask)
+    elif isinstance(mask, dict):
+        of_linear = mask.get("linear_attention")
+    read = {kind: other for kind, other in others.items() if isinstance(other, Tensor)}
+    sources = Sources.from_keywords(of_linear, kwargs)._replace(other_masks=read)
     x, cache = kwargs.get("input_ids"), cache_in(kwargs)
     x = kwargs.get("inputs_embeds") if x is None else x
     if x is None:  # no input, so the model's forward will raise an error
@@ -245,8 +251,12 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
     if batch is None:
         return kwargs
     kwargs["gdn_batch"] = batch
-    if _has_four_dimensions(mask):
-        mask = kwargs["attention_mask"] = None  # ``batch`` has the mask's documents and padding
+    if _has_four_dimensions(of_linear):
+        of_linear = None  # ``batch`` has the mask's documents and padding
+    if one_rank:
+        kwargs["attention_mask"] = of_linear
+        if isinstance(mask, dict):
+            kwargs["attention_mask"] = {**mask, "linear_attention": of_linear}
     if batch.is_plain:
         return kwargs
     kwargs["use_cache"] = False
@@ -256,8 +266,8 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
     refuse_modules_that_mix(text.config, batch.kind)
     masks: dict[str, Any] = {"linear_attention": None}
     for kind in set(text.config.layer_types) - {"linear_attention"}:
-        if isinstance(mask, dict) and (batch.share.group or not _has_four_dimensions(mask[kind])):
-            masks[kind] = mask[kind]
+        if _is_for_the_callers_attention(mask, kind, batch, others.get(kind)):
+            masks[kind] = cast(Any, mask)[kind]
         else:
             masks[kind] = _attention_mask(text, batch, x, kwargs["position_ids"])
     kwargs["attention_mask"] = masks
@@ -272,6 +282,17 @@ def _refuse_unread_cache(text: Any, kwargs: dict[str, Any]) -> None:
             f"cache= is the name of transformers 5.24; the installed version's "
             f"{type(text).__name__} would ignore it. Pass the cache as past_key_values."
         )
+
+
+def _is_for_the_callers_attention(mask: Any, kind: str, batch: ModelBatch, read: Any) -> bool:
+    """Whether ``mask[kind]`` is passed on with packed documents, and not made from them.
+
+    ``read`` is that entry as the documents were read from it. On one rank it is passed on if it is
+    no mask that is known here, under context parallelism always.
+    """
+    if not isinstance(mask, dict) or kind not in mask:
+        return False
+    return batch.share.group is not None or not (read is None or isinstance(read, Tensor))
 
 
 def _has_four_dimensions(mask: Any) -> bool:

@@ -5,9 +5,11 @@
 | ``attention_mask`` ``[B, S]`` with ids > 1    | indexed masks of collators                      |
 | ``_packed_seq_ids`` ``[B, S]``                | indexed masks beside a 4-D attention mask       |
 | ``attention_mask`` ``[B, 1, S, S]``           | block-causal masks                              |
+| ``attention_mask`` as a dict                  | masks of the two kinds of layers                |
 | ``cu_seq_lens_q`` ``[N + 1]``                 | flash-attention kwargs, padding-free collators  |
 | ``cu_seqlens`` with ``indices`` ``[T]``       | flash-attention kwargs without padding tokens   |
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
+| ``position_ids`` ``[3, B, S]``, all 0 again   | vision-language models                          |
 
 Ids count documents from 1 along each row; 0 is padding. The table is on the host. A 4-D mask is 1
 or True where a token sees another token; a float mask, which is added to scores, is 0 there.
@@ -17,6 +19,7 @@ Legend: B batch, S tokens of a row, N documents, T tokens without padding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -26,6 +29,7 @@ from ...ops.documents import Documents
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _BLOCKS = "attention_mask (4-D)"
+_LINEAR = "linear_attention"  # the entry of linear attentions in a dict of masks
 _EXCLUDED = -1e4  # a score plus this number, or plus a lower one, gives the attention weight 0
 
 
@@ -38,6 +42,7 @@ class Sources(NamedTuple):
     position_ids: Tensor | None = None
     indices: Tensor | None = None  # places of tokens in flattened [B * S]; other places are padding
     seq_index: Tensor | None = None
+    other_masks: Mapping[str, Tensor] = {}  # of the other layers, in a dict of masks
 
     @classmethod
     def from_keywords(cls, mask: Tensor | None, keywords: dict[str, Any]) -> Sources:
@@ -54,6 +59,33 @@ class Sources(NamedTuple):
         if offsets is not None:
             offsets = torch.as_tensor(offsets, device="cpu").detach()
         return cls(mask, ids, offsets, keywords.get("position_ids"), indices, seq_index)
+
+
+def split_masks(mask: Any) -> tuple[Any, dict[str, Any]]:
+    """The mask of linear attentions and the masks of the other layers, whether in a dict or not.
+
+    A dict without a mask of linear attentions has the ``[B, S]`` mask of the other layers for them.
+    torch's BlockMask becomes a 4-D bool mask.
+    """
+    if not isinstance(mask, dict):
+        return _dense(mask), {}
+    others = {kind: _dense(one) for kind, one in mask.items() if kind != _LINEAR}
+    of_linear = _dense(mask.get(_LINEAR))
+    if of_linear is None:
+        two_dimensional = (x for x in others.values() if isinstance(x, Tensor) and x.dim() == 2)
+        of_linear = next(two_dimensional, None)
+    return of_linear, others
+
+
+def _dense(mask: Any) -> Any:
+    """``mask``, or a 4-D bool mask if it is torch's BlockMask."""
+    if not hasattr(mask, "mask_mod"):
+        return mask
+    from torch.nn.attention.flex_attention import create_mask
+
+    rows, heads = mask.kv_num_blocks.shape[:2]
+    device = mask.kv_num_blocks.device.type
+    return create_mask(mask.mask_mod, rows, heads, *mask.seq_lengths, device=device)
 
 
 def cache_in(keywords: dict[str, Any]) -> Any:
@@ -85,6 +117,22 @@ def text_positions(position_ids: Tensor | None) -> Tensor | None:
     return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else None
 
 
+def _positions_in_documents(position_ids: Tensor | None) -> Tensor | None:
+    """:func:`text_positions`, or for ``[3, B, S]`` positions that start again where those do.
+
+    Three equal tables are text positions. Three other tables are of images: a document starts where
+    all three are 0, as only a document's first token has them.
+    """
+    if position_ids is None or position_ids.dim() != 3 or position_ids.shape[0] != 3:
+        return text_positions(position_ids)
+    first_table = position_ids[0]
+    if bool((position_ids == first_table).all()):
+        return first_table
+    place = torch.arange(first_table.shape[-1], device=first_table.device)
+    start = torch.where((position_ids == 0).all(0), place, 0).cummax(-1).values
+    return place - start
+
+
 def starts_of(ids_BS: Tensor) -> Tensor:
     """bool ``[B, S]``: True where a document of ``ids_BS`` or a run of padding begins."""
     starts = torch.ones_like(ids_BS, dtype=torch.bool)
@@ -99,7 +147,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
     previous token's plus 1 starts a document (as in transformers' attention masks). Tokens with 0
     in a 0/1 ``attention_mask`` are padding, whichever source names the documents.
     """
-    mask, packed_seq_ids, cu_seqlens, position_ids, indices, _ = sources
+    mask, packed_seq_ids, cu_seqlens, position_ids, indices, _, other_masks = sources
     ids_of: dict[str, Tensor] = {}
     if mask is not None and mask.dim() == 4:
         ids_of[_BLOCKS], mask = _ids_from_block_mask(mask, rows, tokens), None
@@ -107,6 +155,13 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
         mask = to_host("attention_mask", mask, rows, tokens)
         if is_indexed_packed_mask(mask):
             ids_of["attention_mask"] = mask.long()
+    for kind, other in other_masks.items():
+        name = f"attention_mask[{kind!r}]"
+        if other.dim() == 4:
+            ids = _ids_of_documents_kept_apart(other, mask, rows, tokens)
+            ids_of |= {} if ids is None else {name: ids}
+        elif is_indexed_packed_mask(other):
+            ids_of[name] = to_host(name, other, rows, tokens).long()
     if packed_seq_ids is not None:
         ids = to_host("_packed_seq_ids", packed_seq_ids, rows, tokens)
         ids_of["_packed_seq_ids"] = ids.long()
@@ -119,7 +174,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
         )
     # A 4-D mask in which each row is one document names no boundaries, so positions are read too.
     unnamed = set(ids_of) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in ids_of.values())
-    positions = text_positions(position_ids)
+    positions = _positions_in_documents(position_ids)
     if unnamed and positions is not None:
         ids = _document_ids_from_positions(positions, ids_of.get(_BLOCKS, mask), rows, tokens)
         ids_of |= {} if ids is None else {"position_ids": ids}
@@ -210,6 +265,37 @@ def _document_ids_from_positions(
     ids = torch.zeros_like(position_BS)
     ids[row_T, column_T] = starts.cumsum(0)
     return ids
+
+
+def _ids_of_documents_kept_apart(
+    mask: Tensor, padding: Tensor | None, rows: int, tokens: int
+) -> Tensor | None:
+    """Ids from the mask ``[B, 1, S, S]`` of softmax attention; None if it keeps none apart.
+
+    Such a mask may be of another kind (causal, a window, another treatment of padding). Only if no
+    token from some place on sees a token before that place, it must be block-causal. Where
+    ``padding`` ``[B, S]`` is 0, the mask is not read. Columns after the S-th are a cache's.
+    """
+    sees = mask > _EXCLUDED if mask.is_floating_point() else mask != 0
+    sees = sees.any(1)[..., :tokens].cpu()
+    if sees.shape[0] not in (1, rows) or sees.shape[1:] != (tokens, tokens):
+        raise ValueError(
+            f"a 4-D attention_mask of shape {tuple(mask.shape)} does not fit {rows} rows of "
+            f"{tokens} tokens; it must be [{rows}, 1, {tokens}, {tokens}]."
+        )
+    sees = sees.expand(rows, -1, -1)
+    if padding is not None and padding.dim() == 2:
+        keep_BS = padding.cpu() != 0
+        sees = sees & keep_BS[:, :, None] & keep_BS[:, None]
+    place = torch.arange(tokens, device="cpu")
+    keep_BS = sees.diagonal(dim1=-2, dim2=-1)
+    first_seen_BS = torch.where(sees.any(-1), sees.int().argmax(-1), tokens)
+    seen_later_BS = first_seen_BS.flip(-1).cummin(-1).values.flip(-1)
+    starts_BS = (seen_later_BS >= place) & keep_BS
+    padding_first = bool((keep_BS.diff(dim=-1, prepend=keep_BS[:, :1]) & keep_BS).any())
+    if int(starts_BS.sum(-1).max()) < 2 and not (padding is None and padding_first):
+        return None
+    return _ids_from_block_mask(sees[:, None], rows, tokens)
 
 
 def _ids_from_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:

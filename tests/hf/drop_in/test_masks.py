@@ -5,7 +5,7 @@ import torch
 
 from megatron_gdn import unpad_data
 from megatron_gdn.hf import patch
-from tests.hf.drop_in.conftest import DENSE, NEXT
+from tests.hf.drop_in.conftest import DENSE, NEXT, VISION
 from tests.hf.drop_in.test_sources import block_mask
 from tests.hf.tiny_models import cache_name
 from tests.parallel import assert_close
@@ -40,10 +40,85 @@ def test_a_block_causal_mask_keeps_documents_apart(model, kind):
         {"attention_mask": mask},
         {"attention_mask": mask, "_packed_seq_ids": torch.tensor(IDS)},
         {"attention_mask": {"full_attention": mask, "linear_attention": torch.tensor(IDS)}},
+        {"attention_mask": {"full_attention": mask, "linear_attention": None}},
+        {"attention_mask": {"full_attention": mask, "linear_attention": torch.ones(1, 9)}},
+        {"attention_mask": {"full_attention": mask}},
+        {"attention_mask": {"full_attention": None, "linear_attention": mask}},
     )
     for told in forms:
         logits = model(TOKENS, use_cache=False, **told).logits
         assert_close("logits", logits, torch.cat(alone, 1), 1e-5)
+
+
+def test_any_entry_of_a_dict_of_masks_names_the_documents(model):
+    alone = [model(TOKENS[:, start:end], use_cache=False).logits for start, end in SPANS]
+    ids, positions = torch.tensor(IDS), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1]])
+    forms = (
+        {"attention_mask": {"full_attention": ids}},
+        {"attention_mask": {"full_attention": ids, "linear_attention": ids}},
+        {"attention_mask": {"linear_attention": ids}},
+        {"attention_mask": {"full_attention": None}, "position_ids": positions},
+        {"attention_mask": {"full_attention": None, "linear_attention": None},
+         "position_ids": positions},
+        {"attention_mask": {"full_attention": block_mask([[1] * 9])}, "_packed_seq_ids": ids},
+        {"attention_mask": {}, "cu_seq_lens_q": torch.tensor([0, 5, 7, 9])},
+    )  # fmt: skip
+    for told in forms:
+        logits = model(TOKENS, use_cache=False, **told).logits
+        assert_close("logits", logits, torch.cat(alone, 1), 1e-5)
+
+
+def test_masks_in_a_dict_that_name_no_documents_have_the_bits_of_transformers(fresh):
+    """Also padding as transformers masks it: padding sees what is before it."""
+    theirs, ours = fresh(DENSE), fresh(DENSE)
+    patch(ours)
+    tokens = torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(2))
+    causal, padding = block_mask([[1] * 9] * 2), torch.ones(2, 9, dtype=torch.long)
+    padding[0, :3] = padding[1, 7:] = 0
+    window = causal & ~causal.tril(-3)
+    prefix = causal.clone()
+    prefix[..., :4, :4] = True
+    padded = causal & (padding[:, None, None] > 0)
+    padded[0, :, :3] = True  # a row in which nothing is seen sees everything
+    cases = (
+        {"full_attention": causal, "linear_attention": None},
+        {"full_attention": window, "linear_attention": None},
+        {"full_attention": prefix, "linear_attention": None},
+        {"full_attention": padded, "linear_attention": padding},
+        {"full_attention": None, "linear_attention": padding},
+    )
+    for masks in cases:
+        expected = theirs(tokens, attention_mask=dict(masks), use_cache=False).logits
+        given = dict(masks)
+        found = ours(tokens, attention_mask=given, use_cache=False).logits
+        assert torch.equal(found, expected) and given == masks
+
+
+def test_masks_in_a_dict_that_contradict_are_refused(patched):
+    model, mask = patched(), block_mask(IDS)
+    other = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 3, 3]])
+    for linear in (other, block_mask(other.tolist())):
+        with pytest.raises(ValueError, match="put the boundaries of documents in different"):
+            masks = {"full_attention": mask, "linear_attention": linear}
+            model(TOKENS, attention_mask=masks, use_cache=False)
+    whole_documents = mask | mask.transpose(-1, -2)  # each token sees all of its document
+    with pytest.raises(ValueError, match="is not block-causal"):
+        model(TOKENS, attention_mask={"full_attention": whole_documents}, use_cache=False)
+
+
+def test_a_block_mask_of_torch_names_the_documents(patched):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ids = torch.tensor([[1] * 5 + [2] * 2 + [3] * 2])
+
+    def sees(row, head, token, other):
+        return (ids[row, token] == ids[row, other]) & (token >= other)
+
+    blocks = create_block_mask(sees, 1, None, 9, 9, device="cpu")
+    model = patched()
+    expected = model(TOKENS, _packed_seq_ids=ids, use_cache=False).logits
+    for mask in (blocks, {"full_attention": blocks}):
+        assert torch.equal(model(TOKENS, attention_mask=mask, use_cache=False).logits, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,6 +135,16 @@ def test_a_causal_mask_is_no_mask(model, kind):
     assert_close("a step on a cache", step, expected[:, 8:], 1e-5)
     layer, x = model.model.layers[0].linear_attn, torch.randn(1, 9, 24, dtype=torch.float64)
     assert torch.equal(layer(x, attention_mask=mask), layer(x))
+
+
+@pytest.mark.parametrize("family", [DENSE, VISION])
+def test_three_tables_of_positions_that_start_again_keep_documents_apart(fresh, family):
+    model = fresh(family).double()
+    patch(model, unpacked="fused")
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1]]).expand(3, 1, -1)
+    logits = model(TOKENS, position_ids=positions, use_cache=False).logits
+    alone = [model(TOKENS[:, start:end], use_cache=False).logits for start, end in SPANS]
+    assert_close("logits", logits, torch.cat(alone, 1), 1e-5)
 
 
 PADDED = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]])

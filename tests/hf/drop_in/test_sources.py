@@ -40,7 +40,19 @@ def test_every_source_names_the_same_documents():
     assert read(cu_seqlens=torch.tensor([0, 3, 3, 4, 8], dtype=torch.int32)) == IDS
     assert read(position_ids=positions) == IDS
     assert read(position_ids=positions.expand(4, 1, -1)) == IDS
+    assert read(position_ids=positions.expand(3, 1, -1)) == IDS
     assert read(packed_seq_ids=ids, cu_seqlens=torch.tensor([0, 3, 4, 8]), position_ids=ids) == IDS
+
+
+def test_positions_of_images_start_documents_where_all_three_are_0():
+    """Two documents that begin with an image of 2 x 2 tokens, and a document of one token."""
+    image = [[0, 0, 0, 0, 2], [0, 0, 1, 1, 2], [0, 1, 0, 1, 2]]
+    tables = torch.tensor([table * 2 + [0] for table in image])[:, None]
+    assert read(1, 11, position_ids=tables) == [[1] * 5 + [2] * 5 + [3]]
+    assert read(1, 5, position_ids=tables[..., :5]) is None
+    padding = torch.tensor([[0, 0] + [1] * 5])
+    padded = torch.cat([torch.zeros(3, 1, 2).long(), tables[..., :5]], -1)
+    assert read(1, 7, position_ids=padded, attention_mask=padding) is None
 
 
 def test_two_names_of_offsets_must_agree():
