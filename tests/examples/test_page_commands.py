@@ -41,6 +41,9 @@ LAUNCH = "tests/launches/test_page_launches.py::test_a_launch_of_the_pages_train
 RUN_BY = {
     "make demo": IN_ORDER,
     "make test-gpu": GPU,
+    "python -m tests.golden.write VERSION": (
+        "tests/golden/test_golden.py::test_a_version_writes_a_checkpoint_of_every_mixer"
+    ),
     "make test-launches MEGATRON_LM=FOLDER": LAUNCH,
     "benchmarks/launches.sh MEGATRON_LM": (
         "tests/launches/test_benchmark.py::test_losses_go_on_after_a_kill"

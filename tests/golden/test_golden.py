@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.golden import write
 from tests.golden.models import FILES, MODELS, RANKS, differences, load_and_save
 
 VERSIONS = sorted(file.name.removesuffix(".tar.xz") for file in FILES.iterdir())
@@ -44,3 +45,12 @@ def test_an_earlier_versions_checkpoint_loads_bit_for_bit(
     wanted = json.loads(Path(f"{folder}.json").read_text())
     # Another machine or tensor-parallel size rounds some twenty bf16 products otherwise.
     assert losses == pytest.approx([wanted] * tp, rel=2**-8)
+
+
+@pytest.mark.slow
+def test_a_version_writes_a_checkpoint_of_every_mixer(tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "FILES", tmp_path)
+    write.main("9.9.9")
+    with tarfile.open(tmp_path / "9.9.9.tar.xz") as archive:
+        names = set(archive.getnames())
+    assert {f"{name}-tp{tp}/.metadata" for name in MODELS for tp in RANKS} <= names

@@ -35,6 +35,15 @@ def test_a_launch_may_be_twice_as_far_as_megatrons_own_layer_is(script):
     assert records["tp4"]["spread"] == pytest.approx(0.01)
 
 
+def test_a_launch_that_changes_the_layer_may_be_twice_as_far_as_the_layers_are(script):
+    one_gpu = {"dense": 2.0, "upstream": 2.04, "upstream-tp4": 2.05, "tp2-cp2": 2.0}
+    records = records_of(script, **one_gpu, **{"tp2-cp2 to upstream": 2.07})
+    assert script.hold(records, cases_of(script)) == []
+    records |= records_of(script, **{"tp2-cp2 to upstream": 2.09})
+    (said,) = script.hold(records, cases_of(script))
+    assert said.startswith("tp2-cp2 to upstream: 0.044")
+
+
 def test_equal_bits_are_asked_of_the_deterministic_launch(script):
     records = records_of(script, dense=2.0, upstream=2.0, deterministic=2.0)
     records |= records_of(script, **{"upstream-tp4": 1.0, "deterministic again": 2.000001})
@@ -89,7 +98,7 @@ def test_the_table_says_where_a_launch_went_on_from_and_what_it_is_held_to(scrip
         return start, script.held_to_in_words(case, held_to, cases)
 
     assert words("tp4") == ("", "one GPU")
-    assert words("experts-upstream") == ("", "our layer")
+    assert words("experts-upstream") == ("", "")
     assert words("deterministic again") == ("", "the same launch")
     assert words("killed, resumed") == ("--load, killed while it saved", "the run that saved")
     saved_by = f"--load, saved by {script.TP2_CP2}"
