@@ -198,6 +198,13 @@ def waves_of(gpus: int) -> list[dict[str, Case]]:
             "fp8": Case(gpus=2, flags=f"{TP} 2 {SP} {FP8}", start=FROM, held_to="fp8 on one"),
             "fsdp2": Case(gpus=gpus, flags=FSDP2, environment=MANY),
             "megatron-fsdp": Case(gpus=gpus, flags=MEGATRON_FSDP, environment=MANY),
+            "upstream megatron-fsdp": Case(
+                layer="upstream",
+                gpus=gpus,
+                flags=MEGATRON_FSDP,
+                environment=MANY,
+                held_to="upstream, first",
+            ),
             **{
                 f"{name}-divided": Case(name, gpus=gpus, flags=flags, start=(name, 3))
                 for name in ("mamba", "kda", "gdn2", "heads")
