@@ -24,9 +24,10 @@ from ..kernels.tiles import (
     within_shared_memory,
 )
 from . import gate_kernels
+from . import gates as plain_gates
 from .history_kernels import lead_in, lead_in_backward
 from .kernels import front_backward_kernel, front_forward_kernel
-from .table import Batch, TableFront
+from .table import Batch, FrontTable, TableFront
 
 _EPS = 1e-6  # as in :func:`..elementwise.l2norm`
 _MOST_GATES = 3
@@ -117,6 +118,17 @@ class TritonFront(TableFront):
         made = [None if x is None else torch.empty_like(x) for x in given[:4]]
         sum_rows(partial, *[x for x in made if x is not None])
         return tuple(made)
+
+
+def gates_without_kernels(table: FrontTable) -> tuple[str, ...]:
+    """The sections whose gate is no function of :mod:`.gates` with a twin in `.gate_kernels`."""
+    lacking = []
+    for gate in table.gates:
+        name = getattr(gate.function, "__name__", "")
+        ours = gate.function is getattr(plain_gates, name, None)
+        if not ours or not hasattr(gate_kernels, f"{name}_backward"):
+            lacking.append(gate.section)
+    return tuple(lacking)
 
 
 def _padded(per_gate: list[Any], absent: Any) -> list[Any]:

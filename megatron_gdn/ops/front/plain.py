@@ -104,18 +104,24 @@ def front_of(
     """The front of ``table`` for rows of ``rows_dtype`` and a rule that promises ``bits``.
 
     Args:
-        kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
-            or ``"torch"``.
+        kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps, any dtype but fp64, and gates whose
+            functions have Triton twins), ``"triton"`` or ``"torch"``.
         operands: the dtype of the q, k and v that the rule gets; None: ``rows_dtype``.
     """
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
     options = operands, bits >= Bits.DETERMINISTIC
-    why = why_not_triton(device, rows_dtype, taps) if kernels == "auto" else None
-    if kernels == "torch" or why is not None:
-        if why is not None:
-            log_obstacle_once(f"conv, gates and norm run in plain torch: {why}.", device)
+    if kernels == "torch":
         return PlainFront(table, *options)
-    from .launches import TritonFront
+    why = why_not_triton(device, rows_dtype, taps) if kernels == "auto" else None
+    if why is None:
+        from .launches import TritonFront, gates_without_kernels
 
-    return TritonFront(table, *options)
+        lacking = gates_without_kernels(table)
+        if not lacking:
+            return TritonFront(table, *options)
+        why = f"the gates {', '.join(lacking)} have no functions in ops/front/gate_kernels.py"
+        if kernels == "triton":
+            raise ValueError(f"kernels='triton': {why}. Write them, or use 'auto' or 'torch'.")
+    log_obstacle_once(f"conv, gates and norm run in plain torch: {why}.", device)
+    return PlainFront(table, *options)

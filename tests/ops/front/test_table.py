@@ -1,12 +1,15 @@
 """A front by its table: gates at the ends of their range, gradients of value heads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front import gates
-from megatron_gdn.ops.front.plain import front_of
+from megatron_gdn.ops.front.plain import PlainFront, front_of
+from megatron_gdn.ops.obstacles import log_obstacle_once
 from tests.ops.test_mixer import make_inputs
 
 
@@ -39,3 +42,30 @@ def test_gradients_of_value_heads_are_summed_for_the_key_head_that_they_share():
         found.append([d_proj, *front.backward(proj, given, grads, d_proj, None)])
     for one, other in zip(*found, strict=True):
         assert one is other is None or torch.equal(one, other)
+
+
+def soft(x, A_log, low, high):
+    """A gate that has no Triton twin."""
+    return (x / (1 + x.abs()),)
+
+
+def strength(x, A_log, low, high):
+    """A gate with the name of a Triton function that computes another gate."""
+    return (x.tanh(),)
+
+
+@pytest.mark.parametrize("function", [soft, strength])
+def test_a_gate_without_a_triton_twin_runs_in_torch_on_a_gpu_and_the_log_says_so(caplog, function):
+    pytest.importorskip("triton")
+    table = gdn_table(HeadSizes(2, 4, 16, 16).layout)
+    g, beta = table.gates
+    assert front_of(table, "cuda", torch.float32, 4).triton
+    ours = replace(table, gates=(g, beta._replace(function=function)))
+    front_of.cache_clear()
+    log_obstacle_once.cache_clear()
+    for taps in (3, 4):
+        assert type(front_of(ours, "cuda", torch.float32, taps)) is PlainFront
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "run in plain torch: the gates beta have no functions in" in caplog.text
+    with pytest.raises(ValueError, match="kernels='triton': the gates beta .* Write them, or use"):
+        front_of(ours, "cuda", torch.float32, 4, "triton")
