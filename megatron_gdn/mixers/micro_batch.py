@@ -22,7 +22,7 @@ from ..context_parallel.scheme import Passage, keep_in_place
 from ..ops.documents import Documents, require_one_row
 from ..ops.front.table import TableFront
 from ..ops.host_tables import keep_if_captured, stream_of_tables
-from ..ops.layout import Layout
+from ..ops.layout import Layout, SizeError
 from ..ops.parts import WHOLE_SEQUENCES, MakeFront
 from ..ops.rules.base import Bits, Rule
 from ..ops.state_maps.state_map import StateShape
@@ -203,24 +203,31 @@ class MicroBatches:
         """Make the schemes that the heads and the layer's mode allow."""
         if group is None or group.size() == 1:
             return (Whole(self._layout),)
-        found: list[Scheme] = []
-        if self._mode is not LinearCpMode.CHUNKWISE:
-            try:
-                headwise = Headwise(self._layout, group, layout)
-                heads = headwise.layout.state_heads
-                if (why := rule.why_not_heads(heads)) is not None:
-                    raise ValueError(
-                        f"context_parallel_size={group.size()} leaves {heads} value heads on a "
-                        f"rank, and {why}. Use fewer ranks or backend='fla'."
-                    )
-                found.append(headwise)
-            except ValueError as error:
-                if self._mode is LinearCpMode.HEADWISE:
-                    words = f"{error} Or set linear_cp_mode='chunkwise'."
-                    raise type(error)(words) from None
+        chunkwise = Chunkwise(self._layout, self._taps, group, layout)
+        if self._mode is LinearCpMode.CHUNKWISE:
+            return (chunkwise,)
+        why = self._why_not_headwise(group.size(), rule)
         if self._mode is LinearCpMode.HEADWISE:
-            return tuple(found)
-        return *found, Chunkwise(self._layout, self._taps, group, layout)
+            if why is not None:
+                raise SizeError(f"{why} Or set linear_cp_mode='chunkwise'.")
+            return (Headwise(self._layout, group, layout),)
+        if why is not None:
+            return (chunkwise,)
+        return Headwise(self._layout, group, layout), chunkwise
+
+    def _why_not_headwise(self, ranks: int, rule: Rule) -> str | None:
+        """Why ranks cannot share the heads, or ``rule`` cannot run on a share; None if they can."""
+        why = self._layout.why_not_share(ranks)
+        if why is not None:
+            return why
+        heads = self._layout.share(ranks).state_heads
+        of_rule = rule.why_not_heads(heads)
+        if of_rule is None:
+            return None
+        return (
+            f"context_parallel_size={ranks} leaves {heads} value heads on a rank, and {of_rule}. "
+            f"Use fewer ranks or backend='fla'."
+        )
 
     def _choose_scheme(
         self, group: Any, rule: Rule, layout: SequenceLayout, documents: Documents | None, x: Tensor

@@ -159,6 +159,16 @@ class Layout:
             count % ranks == 0 or ranks % count == 0 for _, count in self.counts[1:]
         )
 
+    def why_not_share(self, ranks: int) -> str | None:
+        """Why :meth:`share` refuses this number of ranks, with the legal numbers; else None."""
+        if ranks >= 1 and self.shares_among(ranks):
+            return None
+        legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]
+        return (
+            f"context_parallel_size={ranks} cannot share the {self.held} of a tensor-parallel "
+            f"rank evenly; use one of {', '.join(map(str, legal))}."
+        )
+
     def share(self, ranks: int) -> Layout:
         """The layout on one of ``ranks`` ranks, each with an equal share of the H state heads.
 
@@ -169,12 +179,9 @@ class Layout:
             ValueError: ``ranks`` does not divide the state heads, or on some rank two heads of one
                 kind would serve unequal numbers of state heads; the message lists the legal sizes.
         """
-        if ranks < 1 or not self.shares_among(ranks):
-            legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]
-            raise SizeError(
-                f"context_parallel_size={ranks} cannot share the {self.held} of a tensor-parallel "
-                f"rank evenly; use one of {', '.join(map(str, legal))}."
-            )
+        why = self.why_not_share(ranks)
+        if why is not None:
+            raise SizeError(why)
         counts = ((kind, max(1, count // ranks)) for kind, count in self.counts)
         return replace(self, counts=tuple(counts))
 

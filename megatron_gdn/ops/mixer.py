@@ -11,6 +11,7 @@ and the rule its initial state.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -111,14 +112,37 @@ class MixerArguments(NamedTuple):
     second_run: SecondRun | None  # None if front and rule run only once
 
 
+class _SavedTensors(NamedTuple):
+    """The tensors that autograd saves for the backward, which autograd keeps as one flat list."""
+
+    stamp: Tensor | None  # :attr:`Documents.stamp`, whose changes autograd and we notice
+    rows: Any
+    o: Any  # the rule's output, or None if the backward does not read it
+    parameters: Sequence[Any]
+    inputs: Sequence[Any]  # of the rule; None where the backward computes it or does not read it
+    linked: Sequence[Any]  # of ``neighbours.states``
+    of_rule: Sequence[Any]
+
+    def flat(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """All tensors in the order of the fields, and the lengths of the four lists."""
+        one_each, lists = self[:3], self[3:]
+        return (*one_each, *itertools.chain(*lists)), tuple(map(len, lists))
+
+    @classmethod
+    def of_flat(cls, flat: Sequence[Any], sizes: Sequence[int]) -> _SavedTensors:
+        """The tensors of which :meth:`flat` made ``flat``, with lists of ``sizes``."""
+        ends = list(itertools.accumulate(sizes, initial=3))
+        lists = [flat[start:end] for start, end in itertools.pairwise(ends)]
+        return cls(*flat[:3], *lists)
+
+
 class _BackwardValues(NamedTuple):
     """Values that the backward needs besides the tensors that autograd saves."""
 
     call: MixerArguments
     rule_plan: Any
     stamp: Tensor | None  # from :attr:`Documents.stamp`, the boundaries in the forward
-    parameters: int  # the number of saved tensors that are parameters
-    linked: int  # the number of saved tensors of ``neighbours.states``
+    sizes: tuple[int, ...]  # of :class:`_SavedTensors`
     history: History | None
 
 
@@ -170,8 +194,10 @@ def _forward(
         named = zip(front.names, inputs, strict=True)
         read = [x if name in wanted and name not in again else None for name, x in named]
         stamp = None if neighbours.documents is None else neighbours.documents.stamp
-        saved = (stamp, rows, of_readout, *parameters, *read, *linked, *of_rule.tensors)
-        kept = _BackwardValues(call, of_rule.plan, stamp, len(parameters), len(linked), history)
+        saved, sizes = _SavedTensors(
+            stamp, rows, of_readout, parameters, read, linked, of_rule.tensors
+        ).flat()
+        kept = _BackwardValues(call, of_rule.plan, stamp, sizes, history)
         del read
     del inputs  # if nothing is kept for a backward, this frees the rule's inputs
     mixed = readout.forward(o, rows, gamma)
@@ -191,16 +217,12 @@ def _forward(
 def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
     """The gradients of rows and parameters; empties ``saved``, ``gradient`` to free tensors."""
     (front, rule, readout, neighbours, *_), history = values.call, values.history
-    stamp, rows, o = saved[:3]
+    stamp, rows, o, parameters, read, linked, of_rule = _SavedTensors.of_flat(saved, values.sizes)
+    saved.clear()
     if neighbours.documents is not None and values.stamp is not None:
         neighbours.documents.require_unchanged(values.stamp, stamp)
-    a = 3 + values.parameters
-    b = a + len(front.names)
-    c = b + values.linked
-    *of_front, gamma = saved[3:a]
-    read, linked = saved[a:b], tuple(saved[b:c])
-    of_rule = Saved(tuple(saved[c:]), values.rule_plan)
-    saved.clear()
+    *of_front, gamma = parameters
+    linked, of_rule = tuple(linked), Saved(tuple(of_rule), values.rule_plan)
     d_rows = rows.new_empty(rows.shape)
     inputs, second_run = None, values.call.second_run
     if second_run is not None:

@@ -7,7 +7,6 @@ from megatron_gdn.context_parallel.chunkwise.fragments import Nodes
 from megatron_gdn.context_parallel.chunkwise.map_exchange import _steps_of_share, _view_by_place
 from megatron_gdn.ops.state_maps import chains_kernels
 from megatron_gdn.ops.state_maps.state_map import (
-    IDENTITY,
     NONE,
     Cuts,
     Steps,
@@ -25,9 +24,9 @@ CHAINS = {
 SIZES = [(1, 16, 5), (3, 32, 40), (2, 16, 32), (1, 24, 40), (1, 5, 7)]
 
 
-def in_one_launch(local, through, steps, out, start, cuts=None):
+def in_one_launch(local, through, steps, out, start, cuts=None, compose=False):
     flags = None if cuts is None else cuts.flags
-    return chains_kernels.follow(local, through, steps.table, out, start, flags)
+    return chains_kernels.follow(local, through, steps.table, out, start, flags, compose)
 
 
 def case(chains, sizes, device):
@@ -42,15 +41,15 @@ def case(chains, sizes, device):
     return steps, maps.to(device), start.to(device), Q
 
 
-def both(steps, local, through, Q, start, cuts=None):
+def both(steps, local, through, Q, start, cuts=None, compose=False):
     """The kernel's states and the exact ones; those that no step writes stay NaN."""
     K, V = local.shape[2:]
-    X = V + K if start is IDENTITY else V
+    X = V + K if compose else V
     out = local.new_full((Q, local.shape[1], K, X), float("nan"))
-    in_one_launch(local, through, steps, out, start, cuts)
+    in_one_launch(local, through, steps, out, start, cuts, compose)
     exact = torch.full_like(out, float("nan"), dtype=torch.float64)
-    wide = start.double() if isinstance(start, torch.Tensor) else start
-    follow_chains_in_torch(local.double(), through.double(), steps, exact, wide, cuts)
+    wide = None if start is None else start.double()
+    follow_chains_in_torch(local.double(), through.double(), steps, exact, wide, cuts, compose)
     return out, exact
 
 
@@ -84,7 +83,7 @@ def test_maps_are_the_twins(sizes, device):
     chains = [[(NONE, 1), (NONE, 0), (NONE, 3), (1, NONE)], [(NONE, 2), (0, NONE)]]
     steps, maps, _, Q = case(chains, sizes, device)
     local, through = (x.contiguous() for x in maps.split([sizes[2], sizes[1]], dim=-1))
-    got, exact = both(steps, local, through, Q, IDENTITY)
+    got, exact = both(steps, local, through, Q, None, compose=True)
     assert_fp32(got, exact, steps)
     assert torch.equal(got[0], maps[2]), "one map alone is handed on as it is"
 

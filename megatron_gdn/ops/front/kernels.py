@@ -22,6 +22,10 @@ import triton.language as tl
 from .conv_backward import walk_head_backward
 from .conv_forward import meets_a_boundary, walk_head
 
+# Places in a section's tuple of CONVOLVED and in a gate's tuple of GATES; the first five are equal.
+AT_SLOT, AT_COUNT, AT_COLUMN, AT_WIDTH, AT_BLOCK = map(tl.constexpr, range(5))
+AT_UNIT, AT_SUMMED = map(tl.constexpr, (5, 6))  # of CONVOLVED
+AT_CHANNELS, AT_RESULTS, AT_RATED, AT_LOW, AT_HIGH, AT_GATE_SUMMED = map(tl.constexpr, range(5, 11))
 _SPAN = tl.constexpr(1024)  # elements (tokens times columns) of a gate's tile, at most 8 per thread
 
 
@@ -39,12 +43,12 @@ def _convolve_slot(
     ``b``, ``start``: batch row and first token of the tile. ALWAYS_MASKED: run the code with masks
     in every tile, not only in a tile that meets an end of a document or of the sequence.
     """
-    FIRST: tl.constexpr = TABLE[SECTION_INDEX][0]
-    HEADS: tl.constexpr = TABLE[SECTION_INDEX][1]
-    CHANNEL: tl.constexpr = TABLE[SECTION_INDEX][2]
-    D: tl.constexpr = TABLE[SECTION_INDEX][3]
-    BLOCK: tl.constexpr = TABLE[SECTION_INDEX][4]
-    UNIT: tl.constexpr = TABLE[SECTION_INDEX][5]
+    FIRST: tl.constexpr = TABLE[SECTION_INDEX][AT_SLOT]
+    HEADS: tl.constexpr = TABLE[SECTION_INDEX][AT_COUNT]
+    CHANNEL: tl.constexpr = TABLE[SECTION_INDEX][AT_COLUMN]
+    D: tl.constexpr = TABLE[SECTION_INDEX][AT_WIDTH]
+    BLOCK: tl.constexpr = TABLE[SECTION_INDEX][AT_BLOCK]
+    UNIT: tl.constexpr = TABLE[SECTION_INDEX][AT_UNIT]
     if (slot >= FIRST) & (slot < FIRST + HEADS):
         head = slot - FIRST
         out_ptr += b * S * (HEADS * D) + head * D
@@ -73,16 +77,16 @@ def _gate_slot(
     ``first_ptr``, ``second_ptr``: receive the first and, if there is one, the second result.
     ``A_log_ptr``, ``dt_bias_ptr``: parameters A_log and dt_bias, read if the gate has a rate.
     """
-    FIRST: tl.constexpr = TABLE[GATE_INDEX][0]
-    PROGRAMS: tl.constexpr = TABLE[GATE_INDEX][1]
-    COLUMN: tl.constexpr = TABLE[GATE_INDEX][2]
-    D: tl.constexpr = TABLE[GATE_INDEX][3]
-    BLOCK: tl.constexpr = TABLE[GATE_INDEX][4]
-    CHANNELS: tl.constexpr = TABLE[GATE_INDEX][5]
-    MAKES: tl.constexpr = TABLE[GATE_INDEX][6]
-    RATED: tl.constexpr = TABLE[GATE_INDEX][7]
-    LOW: tl.constexpr = TABLE[GATE_INDEX][8]
-    HIGH: tl.constexpr = TABLE[GATE_INDEX][9]
+    FIRST: tl.constexpr = TABLE[GATE_INDEX][AT_SLOT]
+    PROGRAMS: tl.constexpr = TABLE[GATE_INDEX][AT_COUNT]
+    COLUMN: tl.constexpr = TABLE[GATE_INDEX][AT_COLUMN]
+    D: tl.constexpr = TABLE[GATE_INDEX][AT_WIDTH]
+    BLOCK: tl.constexpr = TABLE[GATE_INDEX][AT_BLOCK]
+    CHANNELS: tl.constexpr = TABLE[GATE_INDEX][AT_CHANNELS]
+    MAKES: tl.constexpr = TABLE[GATE_INDEX][AT_RESULTS]
+    RATED: tl.constexpr = TABLE[GATE_INDEX][AT_RATED]
+    LOW: tl.constexpr = TABLE[GATE_INDEX][AT_LOW]
+    HIGH: tl.constexpr = TABLE[GATE_INDEX][AT_HIGH]
     SPAN: tl.constexpr = _SPAN // BLOCK if BLOCK < _SPAN else 1
     if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
         program = slot - FIRST
@@ -166,13 +170,13 @@ def _convolve_slot_backward(
     SECTION_INDEX: tl.constexpr,
 ):  # fmt: skip
     """Backward of :func:`_convolve_slot`; if SCALED, ``factor_ptr [H]`` multiplies gradients."""
-    FIRST: tl.constexpr = TABLE[SECTION_INDEX][0]
-    HEADS: tl.constexpr = TABLE[SECTION_INDEX][1]
-    CHANNEL: tl.constexpr = TABLE[SECTION_INDEX][2]
-    D: tl.constexpr = TABLE[SECTION_INDEX][3]
-    BLOCK: tl.constexpr = TABLE[SECTION_INDEX][4]
-    UNIT: tl.constexpr = TABLE[SECTION_INDEX][5]
-    GROUP: tl.constexpr = TABLE[SECTION_INDEX][6]
+    FIRST: tl.constexpr = TABLE[SECTION_INDEX][AT_SLOT]
+    HEADS: tl.constexpr = TABLE[SECTION_INDEX][AT_COUNT]
+    CHANNEL: tl.constexpr = TABLE[SECTION_INDEX][AT_COLUMN]
+    D: tl.constexpr = TABLE[SECTION_INDEX][AT_WIDTH]
+    BLOCK: tl.constexpr = TABLE[SECTION_INDEX][AT_BLOCK]
+    UNIT: tl.constexpr = TABLE[SECTION_INDEX][AT_UNIT]
+    GROUP: tl.constexpr = TABLE[SECTION_INDEX][AT_SUMMED]
     if (slot >= FIRST) & (slot < FIRST + HEADS):
         head = slot - FIRST
         column = CHANNEL + head * D
@@ -207,17 +211,17 @@ def _gate_slot_backward(
 
     RATE_COLUMN: the column of ``partial_ptr`` where the sums for A_log and dt_bias begin.
     """
-    FIRST: tl.constexpr = TABLE[GATE_INDEX][0]
-    PROGRAMS: tl.constexpr = TABLE[GATE_INDEX][1]
-    COLUMN: tl.constexpr = TABLE[GATE_INDEX][2]
-    D: tl.constexpr = TABLE[GATE_INDEX][3]
-    BLOCK: tl.constexpr = TABLE[GATE_INDEX][4]
-    CHANNELS: tl.constexpr = TABLE[GATE_INDEX][5]
-    MAKES: tl.constexpr = TABLE[GATE_INDEX][6]
-    RATED: tl.constexpr = TABLE[GATE_INDEX][7]
-    LOW: tl.constexpr = TABLE[GATE_INDEX][8]
-    HIGH: tl.constexpr = TABLE[GATE_INDEX][9]
-    GROUP: tl.constexpr = TABLE[GATE_INDEX][10]
+    FIRST: tl.constexpr = TABLE[GATE_INDEX][AT_SLOT]
+    PROGRAMS: tl.constexpr = TABLE[GATE_INDEX][AT_COUNT]
+    COLUMN: tl.constexpr = TABLE[GATE_INDEX][AT_COLUMN]
+    D: tl.constexpr = TABLE[GATE_INDEX][AT_WIDTH]
+    BLOCK: tl.constexpr = TABLE[GATE_INDEX][AT_BLOCK]
+    CHANNELS: tl.constexpr = TABLE[GATE_INDEX][AT_CHANNELS]
+    MAKES: tl.constexpr = TABLE[GATE_INDEX][AT_RESULTS]
+    RATED: tl.constexpr = TABLE[GATE_INDEX][AT_RATED]
+    LOW: tl.constexpr = TABLE[GATE_INDEX][AT_LOW]
+    HIGH: tl.constexpr = TABLE[GATE_INDEX][AT_HIGH]
+    GROUP: tl.constexpr = TABLE[GATE_INDEX][AT_GATE_SUMMED]
     HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
     SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
     # GROUP gradients are summed, which are D elements apart if the gate is per channel, else 1.

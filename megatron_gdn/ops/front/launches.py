@@ -26,7 +26,13 @@ from ..kernels.tiles import (
 from . import gate_kernels
 from . import gates as plain_gates
 from .history_kernels import lead_in, lead_in_backward
-from .kernels import front_backward_kernel, front_forward_kernel
+from .kernels import (
+    AT_BLOCK,
+    AT_COUNT,
+    AT_SUMMED,
+    front_backward_kernel,
+    front_forward_kernel,
+)
 from .table import Batch, FrontTable, TableFront
 
 _EPS = 1e-6  # as in :func:`..elementwise.l2norm`
@@ -50,8 +56,10 @@ class TritonFront(TableFront):
         """Names and shape (``[heads]``, ``[heads, dim]``) of the rule inputs of each section."""
         shape_of, table = self.layout.shape_of, self.table
         made = [((part.rule_input,), shape_of(part.section)) for part in table.convolved]
-        gates = [(x.rule_input, shape_of(x.section)[: 1 + x.channels]) for x in table.gates]
-        return (*made, *gates)
+        for gate in table.gates:
+            heads, width = shape_of(gate.section)
+            made.append((gate.rule_input, (heads, width) if gate.channels else (heads,)))
+        return tuple(made)
 
     def _make_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor | None]:
         """Compute the rule's inputs that ``wanted`` names, in one launch."""
@@ -153,7 +161,7 @@ def _forward_launch(
     )
     require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
     convolved, gates, functions = kernel_tables(front, gates_apart)
-    slots = [of[1] for of in (*convolved, *gates)]
+    slots = [of[AT_COUNT] for of in (*convolved, *gates)]
     first = wanted_outputs.index(True)
     last = len(wanted_outputs) - wanted_outputs[::-1].index(True)
     assert all(wanted_outputs[first:last]), "wanted sections must be adjacent"
@@ -187,7 +195,9 @@ def _backward_plan(
     tile = within_32_bit_offsets(tile, S, W, (*strides[::2], *widths))
     require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
     convolved, gates, functions = kernel_tables(front, gates_apart, "_backward", groups)
-    copied = [of[4] * (element_bytes[0] + of[6] * element_bytes[1]) for of in convolved]
+    copied = [
+        of[AT_BLOCK] * (element_bytes[0] + of[AT_SUMMED] * element_bytes[1]) for of in convolved
+    ]
     tile = within_shared_memory(tile, max(copied))
     assert tile.steps >= W - 1, "a segment must have at least W - 1 steps"
     tiles, rate_column = triton.cdiv(S, tile.tokens), layout.conv_width * (W + has_bias)
@@ -195,7 +205,7 @@ def _backward_plan(
     n, width = layout.shape_of(rated.section)
     columns = rate_column + n + n * width
     launch = Launch(
-        front_backward_kernel, (sum(of[1] for of in (*gates, *convolved)), tiles, B),
+        front_backward_kernel, (sum(of[AT_COUNT] for of in (*gates, *convolved)), tiles, B),
         S, tile.steps, *strides, _EPS,
         CONVOLVED=convolved, GATES=gates, **functions,
         **_constants(front, tile, W, has_bias, packed, has_history),

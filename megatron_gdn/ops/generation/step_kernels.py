@@ -22,6 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..front.kernels import (
+    AT_CHANNELS,
+    AT_COLUMN,
+    AT_COUNT,
+    AT_HIGH,
+    AT_LOW,
+    AT_RATED,
+    AT_WIDTH,
+)
 from ..front.launches import kernel_tables
 from ..front.table import TableFront
 from ..kernels.elementwise import sigmoid
@@ -272,17 +281,17 @@ def _compute_gate(
     ``real_K``: mask of k_K < K. TABLE: columns and settings of all gates, as ``GATES`` in
     :mod:`..front.kernels`.
     """
-    COLUMN: tl.constexpr = TABLE[N][2]
-    CHANNELS: tl.constexpr = TABLE[N][5]
-    HEADS: tl.constexpr = TABLE[N][1] if CHANNELS else TABLE[N][3]
+    COLUMN: tl.constexpr = TABLE[N][AT_COLUMN]
+    CHANNELS: tl.constexpr = TABLE[N][AT_CHANNELS]
+    HEADS: tl.constexpr = TABLE[N][AT_COUNT] if CHANNELS else TABLE[N][AT_WIDTH]
     h = h // (H // HEADS)  # several heads of the state may share one head of the gate
     column_K = h * K + k_K if CHANNELS else h + 0 * k_K
     x_K = tl.load(row_ptr + COLUMN + column_K, mask=real_K, other=0.0).to(tl.float32)
     A_log_K = 0.0
-    if TABLE[N][7]:
+    if TABLE[N][AT_RATED]:
         A_log_K = tl.load(A_log_ptr + h + 0 * k_K).to(tl.float32)
         x_K += tl.load(dt_bias_ptr + column_K, mask=real_K, other=0.0).to(tl.float32)
-    return FUNCTION(x_K, A_log_K, TABLE[N][8], TABLE[N][9])
+    return FUNCTION(x_K, A_log_K, TABLE[N][AT_LOW], TABLE[N][AT_HIGH])
 
 
 def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:

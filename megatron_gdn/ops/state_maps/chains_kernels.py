@@ -77,18 +77,19 @@ def follow(
     through: Tensor,
     table: Tensor,
     out: Tensor,
-    start: Tensor | str | None,
+    start: Tensor | None,
     cut: Tensor | None = None,
+    compose: bool = False,
 ) -> Tensor:
     """:func:`.state_map.follow_chains` on a GPU; ``table``: Steps.table, ``cut``: Cuts.flags."""
     N, L, _ = table.shape
     _, H, K, V = local.shape
     X = out.shape[3]
-    given = (
-        start if isinstance(start, Tensor) else local
-    )  # without initial states the kernel gets any pointer and ignores it
+    given = local if start is None else start  # without initial states the kernel ignores it
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
-    kind = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
+    kind = _ZERO if start is None else _GIVEN
+    if compose:
+        kind = _IDENTITY
     strides = *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3]
     launch = _follow_launch(N, L, H, K, V, X, strides, kind, cut is not None)
     launch(local, through, given, out, table, table if cut is None else cut)

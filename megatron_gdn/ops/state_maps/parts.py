@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..documents import ChunkPlaces, Documents, ceil_div, chunk_places
 from ..host_tables import to_device
-from .state_map import IDENTITY, NONE, Steps, follow_chains
+from .state_map import NONE, Steps, follow_chains
 
 CHUNK = 64
 # The aim for (parts of a sequence) * heads: about the 132 multiprocessors of an H200. The number is
@@ -179,7 +179,7 @@ def compose(local: Tensor, through: Tensor, parts: SequenceParts) -> tuple[Tenso
         return local, through
     (_, H, K, V), N = local.shape, len(parts.whole.chains)
     whole = local.new_empty(N, H, K, V + K)
-    follow_chains(local, through, parts.whole, whole, IDENTITY)
+    follow_chains(local, through, parts.whole, whole, compose=True)
     return whole[..., :V], whole[..., V:]
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from ..host_tables import to_device
 from ..switches import full_fp32_matmul
 
-IDENTITY = "identity"
 MOST_ROWS = 128  # the most rows of a state that the kernel takes; one program loads all rows
 NONE = -1
 
@@ -110,36 +109,38 @@ def follow_chains(
     through: Tensor,
     steps: Steps,
     out: Tensor,
-    start: Tensor | str | None = None,
+    start: Tensor | None = None,
     cuts: Cuts | None = None,
+    compose: bool = False,
 ) -> Tensor:
     """Apply the maps of every chain in order, and write the states at the targets of its steps.
 
     Args:
         local: ``[P, H, K, V]`` fp32 (or fp64, in plain torch).
         through: ``[P, H, K, K]``, any strides; or ``[P, H, K, 1]``, one factor per row.
-        out: ``[Q, H, K, X]``, overwritten; X is V, or with IDENTITY V plus ``through``'s columns.
-        start: ``[N, H, K, V]``, the states before the first maps; None: zero. With IDENTITY ``out``
-            gets each chain's composed map instead of states, ``local`` beside ``through``.
-        cuts: the cut steps, the same for every chain; not allowed with IDENTITY.
+        out: ``[Q, H, K, X]``, overwritten; X is V, with ``compose`` V plus ``through``'s columns.
+        start: ``[N, H, K, V]``, the states before the first maps; None: zero.
+        cuts: the cut steps, the same for every chain; not allowed with ``compose``.
+        compose: whether ``out`` gets each chain's composed map, ``local`` beside ``through``, in
+            place of states; ``start`` is None then.
 
     Returns:
         ``out``, computed in fp32 even if torch's TF32 switches are on. The GPU kernel replaces each
         factor by a sum of two TF32 numbers, to within 2^-20, and adds in a fixed order.
     """
     P, H, K, V = local.shape
-    identity = isinstance(start, str)
     assert through.shape[:3] == (P, H, K) and out.shape[1:3] == (H, K)
     dense = through.shape[3] == K
     assert dense or through.shape[3] == 1
-    assert out.shape[3] == V + through.shape[3] * identity
-    assert not identity or all(chain[0][0] == NONE for chain in steps.chains), "not the identity"
+    assert out.shape[3] == (V + through.shape[3] if compose else V)
+    if compose:
+        assert all(chain[0][0] == NONE for chain in steps.chains), "the identity is not written"
     if local.is_cuda and local.dtype == torch.float32 and dense and K <= MOST_ROWS:
         from . import chains_kernels
 
         flags = None if cuts is None else cuts.flags
-        return chains_kernels.follow(local, through, steps.table, out, start, flags)
-    return follow_chains_in_torch(local, through, steps, out, start, cuts)
+        return chains_kernels.follow(local, through, steps.table, out, start, flags, compose)
+    return follow_chains_in_torch(local, through, steps, out, start, cuts, compose)
 
 
 def follow_chains_in_torch(
@@ -147,15 +148,16 @@ def follow_chains_in_torch(
     through: Tensor,
     steps: Steps,
     out: Tensor,
-    start: Tensor | str | None,
+    start: Tensor | None,
     cuts: Cuts | None = None,
+    compose: bool = False,
 ) -> Tensor:
     """:func:`follow_chains` in plain torch; no map is applied after a chain's last write."""
-    V, identity = local.shape[-1], isinstance(start, str)
+    V = local.shape[-1]
     rows_decay = through.shape[-1] < through.shape[-2]
     with full_fp32_matmul(local.device.type):
         for n, chain in enumerate(steps.chains):
-            state = start[n] if isinstance(start, Tensor) else None
+            state = None if start is None else start[n]
             last = max(j for j, (target, _) in enumerate(chain) if target != NONE)
             for j, (target, place) in enumerate(chain[: last + 1]):
                 if target != NONE:
@@ -167,7 +169,7 @@ def follow_chains_in_torch(
                     product = through[place] * state if rows_decay else through[place] @ state
                     product[..., :V].add_(local[place])
                     state = product if cut is False else torch.where(cut, local[place], product)
-                elif identity:
+                elif compose:
                     state = torch.cat([local[place], through[place]], dim=-1)
                 else:
                     state = local[place]
