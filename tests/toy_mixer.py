@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.base import MixerSubmodules, RecurrentMixer
 from megatron_gdn.mixers.options import MixerOptions
+from megatron_gdn.mixers.tensor_parallel import fill_share
 from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.state_maps.state_map import StateShape
@@ -118,4 +119,4 @@ class ToyMixer(RecurrentMixer):
         self._build(specs, choose_rule, make_front, fp32={"decay_bias": heads})
 
     def _init_others(self):
-        self._fill_share(self.decay_bias, torch.zero_, 0, (H,))
+        fill_share(self.tp_group, self.decay_bias, torch.zero_, 0, (H,))

@@ -91,6 +91,8 @@ class GatedDeltaNet(UpstreamNames):
     launch_arguments = ("bias", "conv_bias", "conv_init", "use_qk_l2norm", "A_init_range")
     in_layer_graphs: ClassVar[bool] = True
     stored_by_section: ClassVar[bool] = True
+    conv_is_module = True
+    split_module = "conv1d"
 
     def __init__(
         self,

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from ..mixers.base import RecurrentMixer
 from ..mixers.out_norm import apply_gated_norm
-from ..mixers.tensor_parallel import ConvModule
 from ..ops.elementwise import l2norm
 from ..ops.front.gates import decay_and_write_gates
 from .api import gated_delta_rule, torch_chunk_gated_delta_rule
 from .sizes import GDNDims
 
 
-class UpstreamNames(ConvModule, RecurrentMixer):
+class UpstreamNames(RecurrentMixer):
     """A mixer with the attribute and method names of ``megatron.core.ssm.gated_delta_net``."""
 
     global_dims: GDNDims

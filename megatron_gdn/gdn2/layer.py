@@ -12,7 +12,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.options import MixerOptions
-from ..mixers.tensor_parallel import ConvModule
 from ..ops.parts import fronts_of
 from .front import gdn2_table
 from .rule import choose_gdn2
@@ -26,7 +25,7 @@ class GDN2Options(MixerOptions):
     absent = ("rule_operands",)
 
 
-class GatedDeltaNet2(ConvModule, RecurrentMixer):
+class GatedDeltaNet2(RecurrentMixer):
     """Gated DeltaNet-2 as a Megatron mixer: ``[s, B, D] -> [s, B, D]``::
 
         q, k, v, z, f, b, w = in_proj(x)
@@ -61,6 +60,8 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
     launch_arguments = ("bias", "conv_bias", "conv_init", "use_qk_l2norm", "A_init_range")
     recurrence: ClassVar[str] = "GDN-2"
     in_layer_graphs: ClassVar[bool] = True
+    conv_is_module = True
+    split_module = "conv1d"
     decay_section: ClassVar[str | None] = "f"
     dt_init_range = (0.001, 0.1)
     dt_init_floor = 1e-4

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.options import MixerOptions
+from ..mixers.tensor_parallel import add_parameter, fill_share
 from ..ops.parts import fronts_of
 from .front import kda_table
 from .rule import choose_kda
@@ -175,12 +176,12 @@ class KimiDeltaAttention(RecurrentMixer):
             self.register_parameter(f"{gate}_b_weight", None)
             if rank:
                 columns = self.dims.layout.columns(gate)
-                self._add_parameter(f"{gate}_b_weight", (columns.stop - columns.start,), rank)
+                add_parameter(self, f"{gate}_b_weight", (columns.stop - columns.start,), rank)
 
     def _init_others(self) -> None:
         """Fill ``f_b_weight`` and ``z_b_weight`` by the config's ``init_method``."""
         assert (method := self.config.init_method) is not None
         layout = self.global_dims.layout
         widths = dict(zip(layout.names, layout.widths, strict=True))
-        self._fill_share(self.f_b_weight, method, 0, (widths["f"],))
-        self._fill_share(self.z_b_weight, method, 0, (widths["z"],))
+        fill_share(self.tp_group, self.f_b_weight, method, 0, (widths["f"],))
+        fill_share(self.tp_group, self.z_b_weight, method, 0, (widths["z"],))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from megatron.core.inference.contexts import BaseInferenceContext
@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..compat.observe import log_once, nvtx_range_of
-from ..context_parallel import Scheme
+from ..context_parallel import Scheme, SequenceLayout
 from ..context_parallel.scheme import local_parameters
 from ..ops.autograd import uncompiled
 from ..ops.layout import layout_of_in_proj
@@ -37,7 +37,7 @@ from .arguments import (
     refuse_unsupported,
     require_causal,
 )
-from .checkpoint import ShardedBySections
+from .checkpoint import add_row_order, require_row_order, sharded_state_dict
 from .fp8 import (
     GatesOutsideFP8,
     build_linear,
@@ -47,15 +47,30 @@ from .fp8 import (
     may_use_fp8,
     refuse_fp8_product,
 )
-from .generation import GeneratingMixer
+from .generation import (
+    decode_requests,
+    generate,
+    prefill_requests,
+    state_shapes_per_request,
+)
 from .graphs import in_layer_graph, refuse_packed
-from .loader_layout import FollowsLoader, LoaderLayout
+from .loader_layout import LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
 from .options import MixerOptions
 from .out_norm import readout_norm
 from .precision import SeparatelyShardedFp32
 from .rotary_lengths import explain_rotary_lengths
-from .tensor_parallel import FollowsGroups, OwnParameters, mark_packed
+from .tensor_parallel import (
+    MarkedParameters,
+    add_conv,
+    add_fp32,
+    copy_with_same_groups,
+    cp_group_of,
+    mark_packed,
+    read_conv_module,
+    require_same_tensor_ranks,
+    reset_parameters,
+)
 
 
 @dataclass
@@ -67,15 +82,7 @@ class MixerSubmodules:
     out_proj: ModuleSpec | type = IdentityOp  # row-parallel, H * V -> hidden
 
 
-class RecurrentMixer(
-    OwnParameters,
-    FollowsGroups,
-    FollowsLoader,
-    GeneratingMixer,
-    ShardedBySections,
-    SeparatelyShardedFp32,
-    MegatronModule,
-):
+class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
     A subclass's ``__init__`` calls this ``__init__``, sets options, and calls :meth:`_build` with
@@ -88,6 +95,9 @@ class RecurrentMixer(
     in_proj: Any
     out_proj: Any
     out_norm: Any
+    conv1d: Any
+    conv1d_weight: Any
+    conv1d_bias: Any
     micro_batches: MicroBatches
     options_class: ClassVar[type[MixerOptions]] = MixerOptions
     # Arguments of Megatron's constructor that a launch may set by MEGATRON_GDN_OPTIONS too.
@@ -101,6 +111,18 @@ class RecurrentMixer(
     in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
     stays_wide: ClassVar[bool] = False  # whether in_proj, which makes the gates, refuses FP8
     decay_section: ClassVar[str | None] = None  # the section whose heads A_log has; None: all heads
+    conv_is_module: ClassVar[bool] = False  # whether conv1d is a submodule, as in Megatron's layer
+    conv_init_of_bias: ClassVar[bool] = True  # whether conv_init also bounds the conv bias
+    dt_init_range: tuple[float, float] | None = None  # range of softplus(dt_bias); None: dt_bias 1
+    dt_init_floor: float = 0.0
+    stored_by_section: ClassVar[bool] = False  # whether Megatron's scripts cut in_proj by sections
+    # Parameters with rows per head, apart from the fp32 parameters.
+    split_by_heads: ClassVar[tuple[str, ...]] = ()
+    split_module: ClassVar[str] = ""  # a child module whose parameters have rows per head
+    state_transposed: ClassVar[bool] = False  # whether Megatron stores the states as [H, V, K]
+    # Megatron's dynamic context may cut prompts at multiples of this number, which must be equal
+    # in all recurrent layers of a model.
+    chunk_size: int = 128
     output_gate_activation: str = "silu"  # activation of the output gate z
     gates_own_rows: bool = False  # whether the readout runs after passage.close
     recompute_whole: bool  # whether training keeps only the layer's input
@@ -167,7 +189,7 @@ class RecurrentMixer(
             hidden_states: ``[s, B, D]`` of this rank's s tokens; B is 1 for packed documents.
             attention_mask: None or a causal mask, see :func:`.arguments.require_causal`.
             inference_context (old name: inference_params): Megatron's context with the states to
-                continue, without gradients (:meth:`.generation.GeneratingMixer.generate`).
+                continue, without gradients (:func:`.generation.generate`).
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the micro-batch's own context-parallel group if it has one.
             pg_collection: process groups of this forward; ``cp`` may differ from the mixer's group.
@@ -191,7 +213,7 @@ class RecurrentMixer(
             )
         cp_group = self._pg_collection.cp
         if pg_collection is not None:
-            cp_group = self.cp_group_of(pg_collection, context)
+            cp_group = cp_group_of(self, pg_collection, context)
         graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config, packed_seq_params)
@@ -210,7 +232,7 @@ class RecurrentMixer(
             else:
                 rows = self.project(hidden_states)
         if context is not None:
-            return self.out_proj(self.generate(rows, context, attention_mask, packed_seq_params))
+            return self.out_proj(generate(self, rows, context, attention_mask, packed_seq_params))
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
         if gates is not None and not batch.rows_stay:
             rows, gates = torch.cat([rows, gates], dim=-1), None
@@ -262,7 +284,11 @@ class RecurrentMixer(
         if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             self.norm_out_checkpoint = refilled
         parts = self.parts(rows, batch, gates)
-        mixed = mix(rows, parts, batch.passage.neighbours, refilled)
+        # Chunkwise exchanges inside the mixer: before the front the W - 1 rows before each piece
+        # (`history`), before the rule the state maps of all pieces (`states`), and their gradients
+        # in the backward. In the other schemes both are None.
+        exchanges = batch.passage.neighbours
+        mixed = mix(rows, parts, exchanges, refilled)
         if batch.scheme.moves_rows:
             mixed = batch.passage.close(mixed)
             if refilled is not None:
@@ -278,7 +304,10 @@ class RecurrentMixer(
         ``rows`` are ``[S, B, p]`` after ``passage.open``; ``gates``: see :meth:`_mix`.
         """
         scheme = batch.scheme
-        parameters = *self.read_conv(rows, scheme.layout), *self.fp32_parameters()
+        conv = self.conv_parameters
+        if self.conv_is_module:
+            conv = read_conv_module(self.conv1d, rows, scheme.layout)
+        parameters = *conv, *self.fp32_parameters()
         if scheme.moves_rows:
             parameters = local_parameters(scheme, *parameters, section=self.decay_section)
         run_again = self.recompute_rule and self.training
@@ -286,6 +315,10 @@ class RecurrentMixer(
             batch.front, batch.rule, rows, parameters, self._norm_for(scheme),
             run_again=run_again, gates=gates,
         )  # fmt: skip
+
+    def whole_parts(self, rows: Tensor) -> Parts:
+        """The parts for rows ``[s, B, P]`` of sequences that this rank holds whole."""
+        return self.parts(rows, self.micro_batches.whole(rows.device, rows.dtype))
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
         activation = self.output_gate_activation
@@ -346,9 +379,9 @@ class RecurrentMixer(
         mark_packed(self.in_proj, layout.widths, self.use_muon)
         if may_use_fp8(config):
             compute_gates_outside_fp8(self.in_proj, layout, self.tp_group)
-        self._add_conv(conv_bias)
+        add_conv(self, conv_bias)
         self._add_others()
-        self._add_fp32(**fp32)
+        add_fp32(self, **fp32)
         self._build_out_norm(submodules)
         self.out_proj = build_linear(
             submodules.out_proj, config, whole.state.heads * whole.state.columns, whole.hidden_size,
@@ -368,6 +401,128 @@ class RecurrentMixer(
         )
         for parameter in self.out_norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
+
+    def _add_others(self) -> None:
+        """A subclass with more parameters adds them here, by `add_parameter`."""
+
+    def _init_others(self) -> None:
+        """A subclass with more parameters fills them here, by `fill_share`."""
+
+    def _name_sizes(self) -> None:
+        """A subclass sets its sizes here, under the attribute names of Megatron's mixer."""
+
+    @property
+    def conv_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """The convolution's weight ``[C, 1, W]``, and its bias ``[C]`` or None."""
+        if self.conv_is_module:
+            return self.conv1d.weight, self.conv1d.bias
+        return self.conv1d_weight, self.conv1d_bias
+
+    def reset_parameters(self) -> None:
+        """Set all parameters' initial values (:func:`.tensor_parallel.reset_parameters`)."""
+        reset_parameters(self)
+
+    @property
+    def norm_group(self) -> Any:
+        """The group over which our backward sums the norm's gradients; None if Megatron sums them.
+
+        Every rank has the whole norm, and the norm's gradient of its own heads only. Megatron sums
+        the ranks' gradients if the norm has the mark ``sequence_parallel``; else our backward does.
+        """
+        return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
+
+    # What may be replaced between micro-batches.
+
+    @property
+    def pg_collection(self) -> ProcessGroupCollection:
+        """The mixer's process groups; if replaced, later micro-batches use the new ``cp`` group.
+
+        All ranks of the old and of the new context-parallel group must replace it together. The
+        tensor-parallel group cannot change: its ranks hold shares of the parameters.
+        """
+        return self._pg_collection
+
+    @pg_collection.setter
+    def pg_collection(self, groups: ProcessGroupCollection) -> None:
+        require_same_tensor_ranks(self.tp_group, groups)
+        self.micro_batches.use_group(groups.cp)
+        self._pg_collection = groups
+        self._name_sizes()
+
+    @property
+    def cp_size(self) -> int:
+        """The number of context-parallel ranks; setting another number is refused."""
+        return self._pg_collection.cp.size()
+
+    @cp_size.setter
+    def cp_size(self, size: int) -> None:
+        if size != self.cp_size:
+            raise ValueError(
+                f"cp_size={size} and a context-parallel group of {self.cp_size} ranks: set "
+                f"pg_collection, which the size follows."
+            )
+
+    @property
+    def cp_layout(self) -> str | SequenceLayout:
+        """How the loader cuts. Set a new value in all layers; it holds from the next forward on."""
+        return self.loader_layout.option
+
+    @cp_layout.setter
+    def cp_layout(self, option: str | SequenceLayout) -> None:
+        self.loader_layout.set_option(option)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return copy_with_same_groups(self, memo)
+
+    # Checkpoints (:mod:`.checkpoint`).
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict | None = None,
+        tp_group: Any = None,
+    ) -> dict[str, Any]:
+        """Megatron's method: the parameters for distributed checkpoints, with Megatron's keys."""
+        return sharded_state_dict(self, prefix, sharded_offsets, metadata, tp_group)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        add_row_order(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load as torch does; refuse a file with another order of in_proj's rows."""
+        require_row_order(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # Megatron's dynamic inference calls the next three methods by their names (:mod:`.generation`).
+
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """The shapes of a request's conv window and of its states."""
+        return state_shapes_per_request(self)
+
+    def ssm_decode(
+        self,
+        projected: Tensor,
+        conv_state: Tensor,
+        ssm_state: Tensor,
+        batch_indices: Tensor | None = None,
+        intermediate_conv_state: Tensor | None = None,
+        intermediate_ssm_state: Tensor | None = None,
+    ) -> Tensor:
+        """The next tokens of N requests, see :func:`.generation.decode_requests`."""
+        return decode_requests(
+            self, projected, conv_state, ssm_state, batch_indices, intermediate_conv_state,
+            intermediate_ssm_state,
+        )  # fmt: skip
+
+    def ssm_prefill(
+        self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
+    ) -> Tensor:
+        """Prompts or chunks of prompts, see :func:`.generation.prefill_requests`."""
+        return prefill_requests(self, projected, conv_state, ssm_state, context)
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Let in_proj save its input unquantised, since the norm before in_proj is recomputed."""

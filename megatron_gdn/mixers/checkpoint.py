@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
@@ -48,106 +48,97 @@ _SECTIONS = 0
 _SCRIPTS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpointing")
 
 
-class ShardedBySections(nn.Module):
-    """Mixin that stores a mixer's parameters as Megatron's sharded tensors.
+def sharded_state_dict(
+    mixer: Any,
+    prefix: str = "",
+    sharded_offsets: tuple = (),
+    metadata: dict | None = None,
+    tp_group: Any = None,
+) -> dict[str, Any]:
+    """The mixer's parameters for distributed checkpoints, with Megatron's keys.
 
     Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the rows of
     ``in_proj``, are stored section by section. Megatron's layer stores biases and adapters whole,
-    and such files load too. Megatron-FSDP's files without `_ENTRY_KEY` load without a check.
+    and such files load too. The arguments are those of Megatron's method of this name.
     """
+    if any(isinstance(parameter, DTensor) for parameter in mixer.parameters()):
+        raise ValueError(f"{prefix}in_proj.weight: {NOT_BY_SECTION}")
+    layout = layout_of_in_proj(mixer.dims)
+    metadata = ensure_metadata_has_dp_cp_group(metadata)
+    tp_group = mixer.tp_group if tp_group is None else tp_group
 
-    tp_size: int
-    stored_by_section: ClassVar[bool] = False  # whether _SCRIPTS store in_proj by sections
-    # Parameters with rows per head, apart from the fp32 parameters.
-    split_by_heads: ClassVar[tuple[str, ...]] = ()
-    split_module: ClassVar[str] = ""  # a child module whose parameters have rows per head
-
-    def sharded_state_dict(
-        self: Any,
-        prefix: str = "",
-        sharded_offsets: tuple = (),
-        metadata: dict | None = None,
-        tp_group: Any = None,
-    ) -> dict[str, Any]:
-        """Megatron's method: the parameters for distributed checkpoints, with Megatron's keys."""
-        if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
-            raise ValueError(f"{prefix}in_proj.weight: {NOT_BY_SECTION}")
-        layout = layout_of_in_proj(self.dims)
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        tp_group = self.tp_group if tp_group is None else tp_group
-
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        children = dict(self.named_children())
-        if self.split_module in children:
-            module = children.pop(self.split_module)
-            own |= module.state_dict(prefix=f"{self.split_module}.", keep_vars=True)
-        split = (*self._keep_in_float32_parameter_names, *_CONV, *self.split_by_heads)
-        groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        result = make_sharded_tensors_for_checkpoint(
-            own, prefix, dict.fromkeys(split, 0), sharded_offsets, **groups
+    own: dict[str, Any] = {}
+    mixer._save_to_state_dict(own, "", keep_vars=True)
+    children = dict(mixer.named_children())
+    if mixer.split_module in children:
+        module = children.pop(mixer.split_module)
+        own |= module.state_dict(prefix=f"{mixer.split_module}.", keep_vars=True)
+    split = (*mixer._keep_in_float32_parameter_names, *_CONV, *mixer.split_by_heads)
+    groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+    result = make_sharded_tensors_for_checkpoint(
+        own, prefix, dict.fromkeys(split, 0), sharded_offsets, **groups
+    )
+    for name, stored in _CONV_PARAMETERS.items():
+        if name in own:
+            result[f"{prefix}{name}"].key = f"{prefix}{stored}"
+    for name, child in children.items():
+        result |= sharded_state_dict_default(
+            child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=tp_group
         )
-        for name, stored in _CONV_PARAMETERS.items():
-            if name in own:
-                result[f"{prefix}{name}"].key = f"{prefix}{stored}"
-        for name, child in children.items():
-            result |= sharded_state_dict_default(
-                child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=tp_group
-            )
 
-        for key, tensor in result.items():
-            name = key.removeprefix(prefix)
-            of_adapter = name.startswith("in_proj.") and (
-                name.endswith(_ADAPTER_ROWS) or _PEFT_ROWS.search(name)
-            )
-            by_row = of_adapter and tensor.data.shape[0] == layout.width
-            if name in _CONV:
-                sections = layout.conv_widths, layout.conv_names
-            elif name in ("in_proj.weight", "in_proj.bias") or by_row:
-                sections = layout.widths, layout.names
-            else:
-                continue
-            if isinstance(tensor, ShardedTensor):
-                widths, names = sections
-                stored = _split_tensor_factory(tensor, list(widths), list(names), 0)
-                if name.endswith(_WHOLE_UPSTREAM):
-                    stored.build_fn = register_sections_of_upstream(stored.build_fn)
-                result[key] = stored
-        return result
+    for key, tensor in result.items():
+        name = key.removeprefix(prefix)
+        of_adapter = name.startswith("in_proj.") and (
+            name.endswith(_ADAPTER_ROWS) or _PEFT_ROWS.search(name)
+        )
+        by_row = of_adapter and tensor.data.shape[0] == layout.width
+        if name in _CONV:
+            sections = layout.conv_widths, layout.conv_names
+        elif name in ("in_proj.weight", "in_proj.bias") or by_row:
+            sections = layout.widths, layout.names
+        else:
+            continue
+        if isinstance(tensor, ShardedTensor):
+            widths, names = sections
+            stored = _split_tensor_factory(tensor, list(widths), list(names), 0)
+            if name.endswith(_WHOLE_UPSTREAM):
+                stored.build_fn = register_sections_of_upstream(stored.build_fn)
+            result[key] = stored
+    return result
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        weight = self.get_submodule("in_proj")._parameters.get("weight")
-        if weight is not None and hasattr(weight, "megatron_fsdp_dist_index"):
-            _load_files_without_entry()
-            destination[f"{prefix}{_ENTRY_KEY}"] = torch.tensor(
-                [self._row_order()], device=weight.device
-            )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as torch does; refuse a file with another order of in_proj's rows."""
-        entry: Tensor | None = state_dict.pop(f"{prefix}{_ENTRY_KEY}", None)
-        if entry is not None and (found := int(entry.item())) != self._row_order():
-            how = (
-                f"Load it with --tensor-model-parallel-size {found}, and with scripts that store "
-                f"in_proj as a whole."
-            )
-            if found == _SECTIONS:
-                how = "Load it with the scripts that wrote it (Megatron-LM's dev, Megatron-Bridge)."
-            raise ValueError(
-                f"{prefix}in_proj.weight: the fsdp_dtensor checkpoint holds "
-                f"{_order_in_words(found)}, this launch reads "
-                f"{_order_in_words(self._row_order())}: weights would be wrong. {how}"
-            )
-        super()._load_from_state_dict(state_dict, prefix, *args)
+def add_row_order(mixer: Any, destination: dict[str, Any], prefix: str) -> None:
+    """Under Megatron-FSDP, add the entry that says in which order in_proj's rows are stored."""
+    weight = mixer.get_submodule("in_proj")._parameters.get("weight")
+    if weight is not None and hasattr(weight, "megatron_fsdp_dist_index"):
+        _load_files_without_entry()
+        order = torch.tensor([_row_order(mixer)], device=weight.device)
+        destination[f"{prefix}{_ENTRY_KEY}"] = order
 
-    def _row_order(self) -> int:
-        """The tensor-parallel size that orders in_proj's stored rows; 0: section by section."""
-        scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
-        cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
-        return _SECTIONS if self.stored_by_section and cut else self.tp_size
+
+def require_row_order(mixer: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Refuse a file with another order of in_proj's rows; files without the entry pass."""
+    entry: Tensor | None = state_dict.pop(f"{prefix}{_ENTRY_KEY}", None)
+    if entry is None or (found := int(entry.item())) == _row_order(mixer):
+        return
+    how = (
+        f"Load it with --tensor-model-parallel-size {found}, and with scripts that store "
+        f"in_proj as a whole."
+    )
+    if found == _SECTIONS:
+        how = "Load it with the scripts that wrote it (Megatron-LM's dev, Megatron-Bridge)."
+    raise ValueError(
+        f"{prefix}in_proj.weight: the fsdp_dtensor checkpoint holds "
+        f"{_order_in_words(found)}, this launch reads "
+        f"{_order_in_words(_row_order(mixer))}: weights would be wrong. {how}"
+    )
+
+
+def _row_order(mixer: Any) -> int:
+    """The tensor-parallel size that orders in_proj's stored rows; 0: section by section."""
+    scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
+    cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
+    return _SECTIONS if mixer.stored_by_section and cut else mixer.tp_size
 
 
 def _load_files_without_entry() -> None:

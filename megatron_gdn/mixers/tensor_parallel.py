@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from ..compat.observe import log_once
 from ..ops.layout import Layout, layout_of_in_proj
 from .hooks import has_hooks, require_plain_conv, run_pre_hooks
-from .micro_batch import MicroBatches
 from .precision import mark_keep_in_fp32, replace_fully_shard_in_megatron
 from .tensor_map import take_share
 
@@ -136,254 +136,176 @@ def _mark_loaded(module: MarkedParameters, incompatible_keys: object) -> None:
     module.mark_parameters()
 
 
-class OwnParameters(MarkedParameters):
-    """Mixin of a mixer: makes parameters outside of its linears, and sets all initial values."""
-
-    config: Any
-    global_dims: Any
-    dims: Any
-    tp_group: Any
-    A_log: Any
-    dt_bias: Any
-    A_init_range: tuple[float, ...]
-    conv_init: float | None = None
-    conv_init_of_bias: ClassVar[bool] = True  # whether conv_init also bounds the conv bias
-    dt_init_range: tuple[float, float] | None = None  # range of softplus(dt_bias); None: dt_bias 1
-    dt_init_floor: float = 0.0
-
-    @property
-    def conv_parameters(self) -> tuple[Any, Any]:
-        """The convolution's weight ``[C, 1, W]``, and its bias ``[C]`` or None."""
-        return self.conv1d_weight, self.conv1d_bias
-
-    def read_conv(self, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        """The convolution's weight and bias for a forward over ``rows`` of this ``layout``."""
-        return self.conv_parameters
-
-    def _add_parameter(
-        self, name: str, sections: Sequence[int], *shape: int, dtype: torch.dtype | None = None
-    ) -> None:
-        """Add a parameter ``[sum(sections), *shape]`` with this rank's rows of each section."""
-        dtype = self.config.params_dtype if dtype is None else dtype
-        empty = torch.empty(sum(sections), *shape, dtype=dtype, device=device_for(self.config))
-        parameter = nn.Parameter(empty)
-        mark_sharded(parameter, sections)
-        self.register_parameter(name, parameter)
-
-    def _add_others(self) -> None:
-        """A subclass with more parameters adds them here, by :meth:`_add_parameter`."""
-
-    def _add_conv(self, bias: bool) -> None:
-        """Add the convolution's weight ``[C, 1, W]`` and, if ``bias``, its bias ``[C]``."""
-        widths = self.dims.layout.conv_widths
-        self._add_parameter("conv1d_weight", widths, 1, self.dims.conv_kernel_dim)
-        if bias:
-            self._add_parameter("conv1d_bias", widths)
-        else:
-            self.conv1d_bias = None
-
-    def _add_fp32(self, **rows: int) -> None:
-        """Add fp32 parameters ``name=count``, each with ``count`` elements on this rank."""
-        replace_fully_shard_in_megatron()
-        for name, count in rows.items():
-            self._add_parameter(name, (count,), dtype=torch.float32)
-            mark_keep_in_fp32(self.get_parameter(name))
-
-    def reset_parameters(self) -> None:
-        """Set all parameters' initial values, the same values at every tensor-parallel size.
-
-        ============================  ===============================================
-        parameter                     value
-        ============================  ===============================================
-        in_proj, KDA's wide halves    ``config.init_method``
-        out_proj                      ``config.output_layer_init_method``
-        convolution, weight and bias  U(-conv_init, conv_init), default 1 / sqrt(W);
-                                      Mamba2's bias always has the default
-        A_log                         log U(A_init_range)
-        dt_bias                       1, or softplus^-1(exp U(log low, log high)) with
-                                      ``dt_init_range``
-        D, Mamba2's norm              1
-        ============================  ===============================================
-
-        If ``config.perform_initialization`` is off, in_proj and out_proj keep their values.
-        """
-        whole, config, fill = self.global_dims, self.config, self._fill_share
-        if config.perform_initialization:
-            rows, columns = layout_of_in_proj(whole).widths, whole.state.heads * whole.state.columns
-            fill(getattr(self.in_proj, "weight", None), config.init_method, 0, rows)
-            method = config.output_layer_init_method
-            fill(getattr(self.out_proj, "weight", None), method, 1, (columns,))
-        bound, widths = whole.conv_kernel_dim**-0.5, whole.layout.conv_widths
-        of_weight = bound if self.conv_init is None else self.conv_init
-        of_bias = of_weight if self.conv_init_of_bias else bound
-        weight, bias = self.conv_parameters
-        fill(weight, lambda x: x.uniform_(-of_weight, of_weight), 0, widths)
-        fill(bias, lambda x: x.uniform_(-of_bias, of_bias), 0, widths)
-        self._init_others()
-        draws = {
-            "A_log": lambda x: x.uniform_(*self.A_init_range).log_(),
-            "dt_bias": self._fill_dt_bias,
-        }
-        for name, method in draws.items():
-            if (parameter := getattr(self, name, None)) is not None:
-                fill(parameter, method, 0, (len(parameter) * self.tp_group.size(),))
-
-    @torch.no_grad()
-    def _fill_share(
-        self,
-        parameter: Tensor | None,
-        method: Callable[[Tensor], object],
-        dim: int,
-        sections: Sequence[int],
-    ) -> None:
-        """Fill the parameter of all ranks by ``method``; copy this rank's share to ``parameter``.
-
-        ``sections`` are sizes of all ranks' parameter along ``dim``; each is split by itself.
-        """
-        if parameter is None:
-            return
-        # The seed is from the CPU's generator, which Megatron keeps equal on tensor-parallel ranks.
-        seed = int(torch.randint(2**62, (), device="cpu"))
-        if parameter.is_meta:
-            return
-        shape = list(parameter.shape)
-        shape[dim] = sum(sections)
-        whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-        on_gpu = [parameter.device] if parameter.is_cuda else []
-        with torch.random.fork_rng(devices=on_gpu):
-            if on_gpu:
-                with torch.cuda.device(parameter.device):
-                    torch.cuda.manual_seed(seed)
-            else:
-                torch.default_generator.manual_seed(seed)
-            method(whole)
-        rank, size = self.tp_group.rank(), self.tp_group.size()
-        parameter.copy_(take_share(whole, dim, sections, rank, size))
-
-    def _init_others(self) -> None:
-        """A subclass with more parameters fills them here, by :meth:`_fill_share`."""
-
-    def _fill_dt_bias(self, dt_bias: Tensor) -> None:
-        """Fill all ranks' ``dt_bias`` with 1, or randomly if ``dt_init_range`` is set."""
-        if self.dt_init_range is None:
-            dt_bias.fill_(1)
-            return
-        low, high = map(math.log, self.dt_init_range)
-        dt = dt_bias.uniform_(low, high).exp_().clamp_(min=self.dt_init_floor)
-        dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+def add_parameter(
+    mixer: Any,
+    name: str,
+    sections: Sequence[int],
+    *shape: int,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Add a parameter ``[sum(sections), *shape]`` with this rank's rows of each section."""
+    dtype = mixer.config.params_dtype if dtype is None else dtype
+    empty = torch.empty(sum(sections), *shape, dtype=dtype, device=device_for(mixer.config))
+    parameter = nn.Parameter(empty)
+    mark_sharded(parameter, sections)
+    mixer.register_parameter(name, parameter)
 
 
-class ConvModule(nn.Module):
-    """Mixin of a mixer whose convolution is a submodule ``conv1d``, as in Megatron's layers."""
+def add_conv(mixer: Any, bias: bool) -> None:
+    """Add the convolution's weight ``[C, 1, W]`` and, if ``bias``, its bias ``[C]``.
 
-    split_module: ClassVar[str] = "conv1d"
-    conv1d: Any
-    config: Any
-    dims: Any
-
-    def _add_conv(self, bias: bool) -> None:
-        """Add the convolution as ``nn.Conv1d`` with uninitialised parameters."""
-        channels, taps = self.dims.layout.conv_width, self.dims.conv_kernel_dim
-        # Without skip_init, torch would draw a number for each weight on this rank, so all later
-        # random numbers would depend on the tensor-parallel size.
-        self.conv1d = nn.utils.skip_init(
-            nn.Conv1d, channels, channels, taps, groups=channels, bias=bias, padding=taps - 1,
-            device=device_for(self.config), dtype=self.config.params_dtype,
-        )  # fmt: skip
-        for parameter in self.conv1d.parameters():
-            mark_sharded(parameter, self.dims.layout.conv_widths)
-
-    @property
-    def conv_parameters(self) -> tuple[Any, Any]:
-        return self.conv1d.weight, self.conv1d.bias
-
-    def read_conv(self, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        """Run the forward pre-hooks of ``conv1d``; return its weight and bias."""
-        conv = self.conv1d
-        require_plain_conv(conv)
-        if has_hooks(conv):  # hooks may change parameters, so they run first
-            columns = layout.conv_columns
-            run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
-        return conv.weight, conv.bias
-
-
-class FollowsGroups(nn.Module):
-    """Mixin of a mixer whose ``pg_collection`` may be replaced between micro-batches.
-
-    All ranks of the old and of the new context-parallel group must replace ``pg_collection``
-    together. The tensor-parallel group cannot change: its ranks hold shares of the parameters.
+    They are parameters of the mixer, or with ``conv_is_module`` of its submodule ``conv1d``.
     """
+    layout, taps = mixer.dims.layout, mixer.dims.conv_kernel_dim
+    if not mixer.conv_is_module:
+        add_parameter(mixer, "conv1d_weight", layout.conv_widths, 1, taps)
+        if bias:
+            add_parameter(mixer, "conv1d_bias", layout.conv_widths)
+        else:
+            mixer.conv1d_bias = None
+        return
+    # Without skip_init, torch would draw a number for each weight on this rank, so all later
+    # random numbers would depend on the tensor-parallel size.
+    channels = layout.conv_width
+    mixer.conv1d = nn.utils.skip_init(
+        nn.Conv1d, channels, channels, taps, groups=channels, bias=bias, padding=taps - 1,
+        device=device_for(mixer.config), dtype=mixer.config.params_dtype,
+    )  # fmt: skip
+    for parameter in mixer.conv1d.parameters():
+        mark_sharded(parameter, layout.conv_widths)
 
-    config: Any
-    micro_batches: MicroBatches
-    tp_group: Any
-    tp_size: int
-    _pg_collection: ProcessGroupCollection
 
-    @property
-    def pg_collection(self) -> ProcessGroupCollection:
-        """The mixer's process groups; if replaced, later micro-batches use the new ``cp`` group."""
-        return self._pg_collection
+def add_fp32(mixer: Any, **rows: int) -> None:
+    """Add fp32 parameters ``name=count``, each with ``count`` elements on this rank."""
+    replace_fully_shard_in_megatron()
+    for name, count in rows.items():
+        add_parameter(mixer, name, (count,), dtype=torch.float32)
+        mark_keep_in_fp32(mixer.get_parameter(name))
 
-    @pg_collection.setter
-    def pg_collection(self, groups: ProcessGroupCollection) -> None:
-        self.require_same_tensor_ranks(groups)
-        self.micro_batches.use_group(groups.cp)
-        self._pg_collection = groups
-        self._name_sizes()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of the layer that shares the process groups, since torch cannot copy groups."""
-        for module in self.modules():
-            for thing in vars(module).values():
-                if isinstance(thing, dist.ProcessGroup | ProcessGroupCollection):
-                    memo[id(thing)] = thing
-        made = memo[id(self)] = type(self).__new__(type(self))
-        made.__setstate__(copy.deepcopy(self.__dict__, memo))
-        return made
+def reset_parameters(mixer: Any) -> None:
+    """Set all parameters' initial values, the same values at every tensor-parallel size.
 
-    @property
-    def cp_size(self) -> int:
-        """The number of context-parallel ranks; setting another number is refused."""
-        return self._pg_collection.cp.size()
+    ============================  ===============================================
+    parameter                     value
+    ============================  ===============================================
+    in_proj, KDA's wide halves    ``config.init_method``
+    out_proj                      ``config.output_layer_init_method``
+    convolution, weight and bias  U(-conv_init, conv_init), default 1 / sqrt(W);
+                                  Mamba2's bias always has the default
+    A_log                         log U(A_init_range)
+    dt_bias                       1, or softplus^-1(exp U(log low, log high)) with
+                                  ``dt_init_range``
+    D, Mamba2's norm              1
+    ============================  ===============================================
 
-    @cp_size.setter
-    def cp_size(self, size: int) -> None:
-        if size != self.cp_size:
-            raise ValueError(
-                f"cp_size={size} and a context-parallel group of {self.cp_size} ranks: set "
-                f"pg_collection, which the size follows."
-            )
+    If ``config.perform_initialization`` is off, in_proj and out_proj keep their values.
+    """
+    whole, config, group = mixer.global_dims, mixer.config, mixer.tp_group
+    fill = partial(fill_share, group)
+    if config.perform_initialization:
+        rows, columns = layout_of_in_proj(whole).widths, whole.state.heads * whole.state.columns
+        fill(getattr(mixer.in_proj, "weight", None), config.init_method, 0, rows)
+        method = config.output_layer_init_method
+        fill(getattr(mixer.out_proj, "weight", None), method, 1, (columns,))
+    bound, widths = whole.conv_kernel_dim**-0.5, whole.layout.conv_widths
+    of_weight = bound if mixer.conv_init is None else mixer.conv_init
+    of_bias = of_weight if mixer.conv_init_of_bias else bound
+    weight, bias = mixer.conv_parameters
+    fill(weight, lambda x: x.uniform_(-of_weight, of_weight), 0, widths)
+    fill(bias, lambda x: x.uniform_(-of_bias, of_bias), 0, widths)
+    mixer._init_others()
+    draws = {
+        "A_log": lambda x: x.uniform_(*mixer.A_init_range).log_(),
+        "dt_bias": partial(_fill_dt_bias, mixer.dt_init_range, mixer.dt_init_floor),
+    }
+    for name, method in draws.items():
+        if (parameter := getattr(mixer, name, None)) is not None:
+            fill(parameter, method, 0, (len(parameter) * group.size(),))
 
-    @property
-    def norm_group(self) -> Any:
-        """The group over which our backward sums the norm's gradients; None if Megatron sums them.
 
-        Every rank has the whole norm, and the norm's gradient of its own heads only. Megatron sums
-        the ranks' gradients if the norm has the mark ``sequence_parallel``; else our backward does.
-        """
-        return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
+@torch.no_grad()
+def fill_share(
+    group: Any,
+    parameter: Tensor | None,
+    method: Callable[[Tensor], object],
+    dim: int,
+    sections: Sequence[int],
+) -> None:
+    """Fill the parameter of all ranks by ``method``; copy this rank's share to ``parameter``.
 
-    def require_same_tensor_ranks(self, groups: ProcessGroupCollection) -> None:
-        """Refuse process groups whose tensor-parallel group has other ranks than the layer's."""
-        tp, mine, ranks = getattr(groups, "tp", None), self.tp_group, dist.get_process_group_ranks
-        if tp is None or tp is mine or ranks(tp) == ranks(mine):
-            return
-        raise ValueError(
-            f"pg_collection has a tensor-parallel group of {tp.size()} ranks {ranks(tp)}, and "
-            f"this layer holds its share of the parameters among {mine.size()} ranks "
-            f"{ranks(mine)}. Only the context-parallel group of a built layer can change."
+    ``group`` is the tensor-parallel group. ``sections`` are sizes of all ranks' parameter along
+    ``dim``; each is split by itself.
+    """
+    if parameter is None:
+        return
+    # The seed is from the CPU's generator, which Megatron keeps equal on tensor-parallel ranks.
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    if parameter.is_meta:
+        return
+    shape = list(parameter.shape)
+    shape[dim] = sum(sections)
+    whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+    on_gpu = [parameter.device] if parameter.is_cuda else []
+    with torch.random.fork_rng(devices=on_gpu):
+        if on_gpu:
+            with torch.cuda.device(parameter.device):
+                torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+        method(whole)
+    rank, size = group.rank(), group.size()
+    parameter.copy_(take_share(whole, dim, sections, rank, size))
+
+
+def _fill_dt_bias(init_range: tuple[float, float] | None, floor: float, dt_bias: Tensor) -> None:
+    """Fill all ranks' ``dt_bias`` with 1, or randomly if ``init_range`` is set."""
+    if init_range is None:
+        dt_bias.fill_(1)
+        return
+    low, high = map(math.log, init_range)
+    dt = dt_bias.uniform_(low, high).exp_().clamp_(min=floor)
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+
+def read_conv_module(conv: Any, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+    """Run the forward pre-hooks of the module ``conv`` for ``rows``; return its weight and bias."""
+    require_plain_conv(conv)
+    if has_hooks(conv):  # hooks may change parameters, so they run first
+        columns = layout.conv_columns
+        run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
+    return conv.weight, conv.bias
+
+
+def copy_with_same_groups(module: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a layer that shares the process groups, since torch cannot copy groups."""
+    for part in module.modules():
+        for thing in vars(part).values():
+            if isinstance(thing, dist.ProcessGroup | ProcessGroupCollection):
+                memo[id(thing)] = thing
+    made = memo[id(module)] = type(module).__new__(type(module))
+    made.__setstate__(copy.deepcopy(module.__dict__, memo))
+    return made
+
+
+def require_same_tensor_ranks(mine: Any, groups: ProcessGroupCollection) -> None:
+    """Refuse groups whose tensor-parallel group has other ranks than ``mine``, the layer's."""
+    tp, ranks = getattr(groups, "tp", None), dist.get_process_group_ranks
+    if tp is None or tp is mine or ranks(tp) == ranks(mine):
+        return
+    raise ValueError(
+        f"pg_collection has a tensor-parallel group of {tp.size()} ranks {ranks(tp)}, and "
+        f"this layer holds its share of the parameters among {mine.size()} ranks "
+        f"{ranks(mine)}. Only the context-parallel group of a built layer can change."
+    )
+
+
+def cp_group_of(mixer: Any, groups: ProcessGroupCollection, context: Any) -> Any:
+    """The ``cp`` group of ``groups``; raise if a forward with ``context`` cannot use it."""
+    require_same_tensor_ranks(mixer.tp_group, groups)
+    if context is not None and groups.cp.size() != mixer.cp_size:
+        raise NotImplementedError(
+            f"generation with a context-parallel group of {groups.cp.size()} ranks for one "
+            f"forward, in a layer with {mixer.cp_size}: set the layer's pg_collection."
         )
-
-    def cp_group_of(self, groups: ProcessGroupCollection, context: Any) -> Any:
-        """The ``cp`` group of ``groups``; raise if a forward with ``context`` cannot use it."""
-        self.require_same_tensor_ranks(groups)
-        if context is not None and groups.cp.size() != self.cp_size:
-            raise NotImplementedError(
-                f"generation with a context-parallel group of {groups.cp.size()} ranks for one "
-                f"forward, in a layer with {self.cp_size}: set the layer's pg_collection."
-            )
-        return groups.cp
-
-    def _name_sizes(self) -> None:
-        """A subclass sets its sizes here, under the attribute names of Megatron's mixer."""
+    return groups.cp

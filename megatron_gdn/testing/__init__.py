@@ -103,7 +103,7 @@ def check_generation(
         NotImplementedError: the model has context parallelism.
     """
     from ..inference.generate import evaluating, next_logits, static_context, unwrap_model
-    from ..mixers.generation import GeneratingMixer
+    from ..mixers.base import RecurrentMixer
 
     B, S = tokens.shape
     if not 0 < prompt < S or at_once < 1:
@@ -126,7 +126,7 @@ def check_generation(
     text = tokens[:, prompt:, None]
     gap = (generated[:, :-1].gather(2, text) - trained[:, :-1].gather(2, text)).abs()
     kl = (trained.exp() * (trained - generated)).sum(-1)
-    layers = [m for m in model.modules() if isinstance(m, GeneratingMixer)]
+    layers = [m for m in model.modules() if isinstance(m, RecurrentMixer)]
     return GenerationGap(
         gap.max().item(), gap.mean().item(), kl.mean().item(), kl.max().item(),
         torch.equal(generated, trained), layers[0].backend if layers else None,
