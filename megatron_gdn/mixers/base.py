@@ -54,6 +54,7 @@ from .generation import (
     state_shapes_per_request,
 )
 from .graphs import in_layer_graph, refuse_packed
+from .hooks import read_conv_module
 from .loader_layout import LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
 from .options import MixerOptions
@@ -67,7 +68,6 @@ from .tensor_parallel import (
     copy_with_same_groups,
     cp_group_of,
     mark_packed,
-    read_conv_module,
     require_same_tensor_ranks,
     reset_parameters,
 )
@@ -304,9 +304,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         ``rows`` are ``[S, B, p]`` after ``passage.open``; ``gates``: see :meth:`_mix`.
         """
         scheme = batch.scheme
-        conv = self.conv_parameters
         if self.conv_is_module:
             conv = read_conv_module(self.conv1d, rows, scheme.layout)
+        else:
+            conv = self.conv1d_weight, self.conv1d_bias
         parameters = *conv, *self.fp32_parameters()
         if scheme.moves_rows:
             parameters = local_parameters(scheme, *parameters, section=self.decay_section)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
 from ..compat.observe import log_once
+from ..ops.layout import Layout
 
 _CONV_FORWARD = nn.Conv1d.forward
 _HOOKS_OF_ALL = (  # torch never replaces these dictionaries
@@ -155,3 +156,12 @@ def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
                 f"The mixer computes this module from the projection's rows, so a hook may read "
                 f"them and return None; to change them, hook in_proj's output."
             )
+
+
+def read_conv_module(conv: Any, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+    """Run the forward pre-hooks of the module ``conv`` for ``rows``; return its weight and bias."""
+    require_plain_conv(conv)
+    if has_hooks(conv):  # hooks may change parameters, so they run first
+        columns = layout.conv_columns
+        run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
+    return conv.weight, conv.bias

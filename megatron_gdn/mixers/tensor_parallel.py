@@ -20,8 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
-from ..ops.layout import Layout, layout_of_in_proj
-from .hooks import has_hooks, require_plain_conv, run_pre_hooks
+from ..ops.layout import layout_of_in_proj
 from .precision import mark_keep_in_fp32, replace_fully_shard_in_megatron
 from .tensor_map import take_share
 
@@ -266,15 +265,6 @@ def _fill_dt_bias(init_range: tuple[float, float] | None, floor: float, dt_bias:
     low, high = map(math.log, init_range)
     dt = dt_bias.uniform_(low, high).exp_().clamp_(min=floor)
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
-
-
-def read_conv_module(conv: Any, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
-    """Run the forward pre-hooks of the module ``conv`` for ``rows``; return its weight and bias."""
-    require_plain_conv(conv)
-    if has_hooks(conv):  # hooks may change parameters, so they run first
-        columns = layout.conv_columns
-        run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
-    return conv.weight, conv.bias
 
 
 def copy_with_same_groups(module: Any, memo: dict[int, Any]) -> Any:

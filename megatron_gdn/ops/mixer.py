@@ -28,7 +28,7 @@ from .obstacles import why_not_triton
 from .parts import WHOLE_SEQUENCES, Parts, SequenceContext
 from .readout.base import Readout, SplitReadout
 from .recompute import HandOver, RefilledOutput, SecondRun
-from .rules.base import Rule, Saved
+from .rules.base import Bits, Rule, Saved
 from .switches import leaves_memory_unfilled
 from .trees import RuleByLevel, TreeDocuments
 
@@ -49,7 +49,7 @@ def mix(
     split_readout = None
     if isinstance(inside, SplitReadout):
         split_readout, inside = inside, inside.inside
-    if parts.on_grid:
+    if rule.bits is Bits.ON_GRID:
         front = cast(TableFront, AlignedFront(front))
         inside = AlignedReadout(inside, neighbours.documents) if inside.reads_o else inside
     if rows.numel():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -88,7 +88,9 @@ class Parts(NamedTuple):
     @property
     def shape(self) -> MemoryShape:
         """Sizes of the memory that generation keeps for one sequence."""
-        return MemoryShape.of(self.table.layout, self.state, self.past + 1, self.on_grid)
+        table, weight = self.front.table, cast(Tensor, self.parameters[0])
+        on_grid = self.rule.bits is Bits.ON_GRID
+        return MemoryShape.of(table.layout, table.state, weight.shape[-1], on_grid)
 
 
 # Makes the front of rows from their layout, the rule, device, dtype and number of conv taps.
@@ -217,7 +219,7 @@ class SequenceContext:
     history: HistoryLink | None = None
     states: StateLink | None = None
 
-    @property
+    @cached_property
     def of_rule(self) -> Documents | None:
         """The boundaries for the rule: those of ``states``, or ``documents`` if states is None."""
         return self.documents if self.states is None else self.states.documents

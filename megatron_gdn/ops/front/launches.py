@@ -252,7 +252,7 @@ def kernel_tables(
     slot = slot if suffix else 0
     for part, group in zip(front.table.convolved, groups, strict=False):
         heads, dim = layout.shape_of(part.section)
-        channel, unit = front.channels(part.section).start, part.unit_length
+        channel, unit = front.channels[part.section].start, part.unit_length
         convolved.append((slot, heads, channel, dim, block_dim(dim), unit, group))
         slot += heads
     functions = [getattr(gate_kernels, x.function.__name__ + suffix) for x in front.table.gates]

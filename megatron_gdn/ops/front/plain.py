@@ -40,7 +40,7 @@ class PlainFront(TableFront):
         for part in self.table.convolved:
             if part.rule_input not in wanted:
                 continue
-            channels = self.channels(part.section)
+            channels = self.channels[part.section]
             x = convolve_rows(
                 rows_BSP[..., self.layout.columns(part.section)].to(wide),
                 given.weight.flatten(1)[channels].to(wide),

@@ -137,10 +137,14 @@ class TableFront:
     def convolved(self) -> tuple[str, ...]:
         return tuple(part.rule_input for part in self.table.convolved)
 
-    def channels(self, section: str) -> slice:
-        """The slice of the convolution's channels that belong to ``section``."""
-        columns, first = self.layout.columns(section), self.layout.conv_columns.start
-        return slice(columns.start - first, columns.stop - first)
+    @cached_property
+    def channels(self) -> dict[str, slice]:
+        """For each convolved section's name, the slice of its channels in the convolution."""
+        found, first = {}, self.layout.conv_columns.start
+        for section in self.layout.conv_names:
+            columns = self.layout.columns(section)
+            found[section] = slice(columns.start - first, columns.stop - first)
+        return found
 
     def gates_of(
         self,

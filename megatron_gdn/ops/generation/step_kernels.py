@@ -94,7 +94,7 @@ def _step_launches(
     _require_sequences_within_grid(N)
     require_32_bits("the number of elements of a state", H * block_dim(K) * block_dim(V))
     require_32_bits("the number of inputs of a history", layout.conv_width * (history_rows + taps))
-    starts = [front.channels(name).start for name in table.step_sections]
+    starts = [front.channels[name].start for name in table.step_sections]
     _, gates, functions = kernel_tables(front)
     G, _ = layout.shape_of(table.step_sections[0])
     shape = {
