@@ -171,7 +171,7 @@ def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor
     if cut.known:
         return positions(cut.lengths, cp_size, layout)
     require_cut(cut, cp_size, layout)
-    return cut.table(("zigzag", cp_size), lambda bounds: _zigzag_positions(bounds, cp_size))[0]
+    return cut.table(_zigzag_positions, cp_size)[0]
 
 
 def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> None:

@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..context_parallel.gathered import Span, gather_in_order
-from ..context_parallel.layouts import SequenceLayout
-from ..ops.documents import one_document
+from ..context_parallel.layouts import SequenceLayout, positions
+from ..ops.documents import Documents, one_document
 from .arguments import require_causal
 from .flex_attention import Mask, attend
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
@@ -209,8 +209,11 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 def _shared_mask(share: MicroBatchShare) -> Mask:
     """The mask of this rank's queries over the keys of all ranks; made once for all layers."""
     documents = share.documents or one_document(sum(share.lengths), share.device)
-    how = Mask, share.size, share.rank, share.layout
-    return documents.plan(how, lambda: Mask.of(documents, share.positions))
+    return documents.keep(_mask_of_rank, share.size, share.rank, share.layout)
+
+
+def _mask_of_rank(documents: Documents, size: int, rank: int, layout: SequenceLayout) -> Mask:
+    return Mask.of(documents, positions(documents.lengths, size, layout)[rank])
 
 
 def _config_of_one_rank(config: TransformerConfig) -> TransformerConfig:

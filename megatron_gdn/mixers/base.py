@@ -308,7 +308,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             conv = read_conv_module(self.conv1d, rows, scheme.layout)
         else:
             conv = self.conv1d_weight, self.conv1d_bias
-        parameters = *conv, *self.fp32_parameters()
+        parameters: tuple[Any, ...] = (*conv, *self.fp32_parameters())
         if scheme.moves_rows:
             parameters = local_parameters(scheme, *parameters, section=self.decay_section)
         run_again = self.recompute_rule and self.training

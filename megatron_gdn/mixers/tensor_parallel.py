@@ -273,7 +273,8 @@ def copy_with_same_groups(module: Any, memo: dict[int, Any]) -> Any:
         for thing in vars(part).values():
             if isinstance(thing, dist.ProcessGroup | ProcessGroupCollection):
                 memo[id(thing)] = thing
-    made = memo[id(module)] = type(module).__new__(type(module))
+    kind: Any = type(module)
+    made = memo[id(module)] = kind.__new__(kind)
     made.__setstate__(copy.deepcopy(module.__dict__, memo))
     return made
 

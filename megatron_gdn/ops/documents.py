@@ -14,9 +14,9 @@ import operator
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property
 from hashlib import blake2b
-from typing import Any, ClassVar, Concatenate, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -187,46 +187,60 @@ class Documents:
         return to_device(self.starts, self.device)
 
     @cached_property
-    def plans(self) -> dict[Hashable, Any]:
-        """Objects that rules and schemes made from these documents, by key."""
+    def kept(self) -> dict[Hashable, Any]:
+        """What :meth:`keep` and :meth:`table` have made, by function and arguments."""
         return {}
 
-    def plan[Made](self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """The object that ``make()`` returned at the first call with this key."""
-        if key not in self.plans:
-            self.plans[key] = make()
-        return self.plans[key]
-
-    def table[Made: tuple[Tensor, ...]](
-        self, key: Hashable, make: Callable[[Any], Made], move: bool = True
+    def keep[*Arguments, Made](
+        self, make: Callable[[Any, *Arguments], Made], *arguments: *Arguments
     ) -> Made:
-        """The tensors that ``make(self)`` returned at the first call with this key, on the device.
+        """``make(self, *arguments)``, made at the first call and kept as long as this object.
+
+        The package keeps what it has made in two ways. What is made from a `Documents` lives on the
+        `Documents`, by this method (tensors by :meth:`table`); a `Documents` belongs to one CUDA
+        stream and lives as long as its micro-batch. What is made from sizes alone is the result of
+        an ``lru_cache``; if it has tensors, of a :func:`.host_tables.cached_by_stream`.
+        """
+        key = make, *arguments
+        if key not in self.kept:
+            self.kept[key] = make(self, *arguments)
+        return self.kept[key]
+
+    def table[*Arguments, Made: tuple[Tensor, ...]](
+        self,
+        make: Callable[[Any, *Arguments], Made],
+        *arguments: *Arguments,
+        move: bool = True,
+    ) -> Made:
+        """:meth:`keep` for tensors, which are moved to the device.
 
         In fixed buffers shapes must not depend on the boundaries, and every change of boundaries
         runs ``make`` again. ``move=False`` leaves the tensors on the device of :attr:`starts`.
         """
-        found = self.plans.get((key, move))
+        key = make, *arguments, move
+        found = self.kept.get(key)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
-                found = make(self)
+                found = make(self, *arguments)
                 if move:
                     on_device = [to_device(x, self.device) for x in found]
                     of_kind = getattr(found, "_make", tuple)  # of a NamedTuple
                     found = cast(Made, of_kind(on_device))
-            self.plans[key, move] = found
+            self.kept[key] = found
         return found
 
-    def cut(
-        self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
+    def cut[*Arguments](
+        self,
+        make: Callable[[Any, *Arguments], tuple[Tensor]],
+        *arguments: *Arguments,
+        most: int,
+        tokens: int,
     ) -> Documents:
-        """Documents with offsets ``make(self)`` (0 to ``tokens``); at most ``most`` have tokens."""
+        """Documents with offsets ``make(self, *arguments)`` (0 to ``tokens``), kept on this object.
 
-        def non_empty_documents() -> Documents:
-            """The documents with offsets ``make(self)``, without those that have no tokens."""
-            offsets = tuple(dict.fromkeys(make(self)[0].tolist()))
-            return Documents(offsets if len(offsets) > 1 else (0, 0), self.device)
-
-        return self.plan((Documents, key), non_empty_documents)
+        At most ``most`` have tokens. Documents without tokens are left out.
+        """
+        return self.keep(_cut_documents, make, *arguments)
 
     def document_T(self) -> Tensor:
         """int64 ``[T]``, on the device of :attr:`starts`: the index of every token's sequence."""
@@ -235,10 +249,7 @@ class Documents:
     @cached_property
     def position_T(self) -> Tensor:
         """int32 ``[T]``: how many tokens of the same document come before each token."""
-        return self.table(
-            "position_T",
-            lambda bounds: (_tokens_of(bounds) - bounds.starts[bounds.document_T()],),
-        )[0]
+        return self.table(_positions_in_documents)[0]
 
     def most_chunks(self, size: int) -> int:
         """An upper bound of the number of chunks of ``size`` tokens in these documents."""
@@ -246,7 +257,7 @@ class Documents:
 
     def chunks(self, size: int) -> ChunkPlaces:
         """For every chunk of ``size`` tokens, its sequence and its number in the sequence."""
-        return self.table(("chunks", size), lambda documents: chunk_places_of(documents, size))
+        return self.table(chunk_places_of, size)
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
         """The tokens of all ancestors of the document that begins at token ``start``, as slices."""
@@ -263,18 +274,17 @@ class Documents:
         return self.position_T
 
 
-def planned[**Options, Made](
-    make: Callable[Concatenate[Documents, Options], Made],
-) -> Callable[Concatenate[Documents, Options], Made]:
-    """Let ``make`` run once for each ``Documents`` object, which keeps the result, and each choice
-    of further arguments; an argument by place and the same one by name are two choices."""
+def _cut_documents(
+    documents: Documents, make: Callable[..., tuple[Tensor]], *arguments: Any
+) -> Documents:
+    """The documents with offsets ``make(documents, *arguments)``, without those without tokens."""
+    offsets = tuple(dict.fromkeys(make(documents, *arguments)[0].tolist()))
+    return Documents(offsets if len(offsets) > 1 else (0, 0), documents.device)
 
-    @wraps(make)
-    def make_once(documents: Documents, *args: Options.args, **kwargs: Options.kwargs) -> Made:
-        key = make, args, *kwargs.items()
-        return documents.plan(key, lambda: make(documents, *args, **kwargs))
 
-    return make_once
+def _positions_in_documents(documents: Documents) -> tuple[Tensor]:
+    """int64 ``[T]``: how many tokens of the same document come before each token."""
+    return (_tokens_of(documents) - documents.starts[documents.document_T()],)
 
 
 @cached_by_stream(32)

@@ -219,7 +219,7 @@ def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor])
     (front, rule, readout, neighbours, *_), history = values.call, values.history
     stamp, rows, o, parameters, read, linked, of_rule = _SavedTensors.of_flat(saved, values.sizes)
     saved.clear()
-    if neighbours.documents is not None and values.stamp is not None:
+    if neighbours.documents is not None and stamp is not None and values.stamp is not None:
         neighbours.documents.require_unchanged(values.stamp, stamp)
     *of_front, gamma = parameters
     linked, of_rule = tuple(linked), Saved(tuple(of_rule), values.rule_plan)

@@ -10,6 +10,7 @@ Legend: N documents at most, T tokens of the buffer, M = N + 1 sequences (the la
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,36 +172,34 @@ class StaticDocuments(Documents):
         if stamp is not self.stamp:
             raise RuntimeError(_FILLED_AGAIN)
 
-    def table[Made: tuple[Tensor, ...]](
-        self, key: Hashable, make: Callable[[Any], Made], move: bool = True
+    def table[*Arguments, Made: tuple[Tensor, ...]](
+        self,
+        make: Callable[[Any, *Arguments], Made],
+        *arguments: *Arguments,
+        move: bool = True,
     ) -> Made:
-        """The tensors of ``make(self)``, stored by ``key``; a new key during a capture raises."""
+        """The tensors of ``make(self, *arguments)``; a new table during a capture raises."""
+        key = make, *arguments
         found = self._tables.get((self._key, key))
         if found is None:
             require_no_capture("a table of packed documents")
             with torch.inference_mode(False), torch.no_grad():
-                found = self._tables[self._key, key] = (lambda: make(self)), make(self)
+                again = partial(make, self, *arguments)
+                found = self._tables[self._key, key] = again, again()
         return found[1]  # pyright: ignore[reportReturnType]
 
     def on(self, device: torch.device) -> Documents:
         return self
 
-    def cut(
-        self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
+    def cut[*Arguments](
+        self,
+        make: Callable[[Any, *Arguments], tuple[Tensor]],
+        *arguments: *Arguments,
+        most: int,
+        tokens: int,
     ) -> Documents:
-        """Up to ``most`` documents with boundaries ``make(self)``; :meth:`fill` updates both."""
-
-        def made() -> StaticDocuments:
-            (boundaries,) = self.table(key, make)
-            cut = object.__new__(StaticDocuments)
-            vars(cut).update(
-                device=self.device, boundaries=boundaries, most=most, longest=tokens,
-                total_tokens=tokens, _key=(self._key, key), _tables=self._tables,
-                _checks={}, _stamps=self._stamps,
-            )  # fmt: skip
-            return cut
-
-        return self.plan((StaticDocuments, key), made)
+        """Up to ``most`` documents with boundaries of ``make``; :meth:`fill` updates both."""
+        return self.keep(_cut_static_documents, most, tokens, make, *arguments)
 
     def on_host(self) -> Documents:
         """The documents of the latest fill; the host waits for a GPU, so not during a capture."""
@@ -223,7 +222,7 @@ class StaticDocuments(Documents):
         The values change with each :meth:`fill`. Each read returns a new view, since packages cache
         results by the identity of this tensor.
         """
-        return self.table("cu_seqlens", _without_empty)[0].view(-1)
+        return self.table(_without_empty)[0].view(-1)
 
     starts = cu_seqlens  # pyright: ignore[reportAssignmentType]
 
@@ -239,6 +238,24 @@ class StaticDocuments(Documents):
 def require_on_device(holds: Tensor, otherwise: str) -> None:
     """Fail on the device, with the message ``otherwise``, if the bool tensor ``holds`` is false."""
     torch._assert_async(holds, otherwise)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _cut_static_documents(
+    documents: StaticDocuments,
+    most: int,
+    tokens: int,
+    make: Any,
+    *arguments: Any,
+) -> StaticDocuments:
+    """Up to ``most`` documents of ``tokens`` tokens, with boundaries ``make(documents, ...)``."""
+    (boundaries,) = documents.table(make, *arguments)
+    cut = object.__new__(StaticDocuments)
+    vars(cut).update(
+        device=documents.device, boundaries=boundaries, most=most, longest=tokens,
+        total_tokens=tokens, _key=(documents._key, (make, *arguments)), _tables=documents._tables,
+        _checks={}, _stamps=documents._stamps,
+    )  # fmt: skip
+    return cut
 
 
 def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:

@@ -148,7 +148,7 @@ class TreeDocuments(Documents):
 
     def history(self, past: int) -> HistoryOfParents | None:
         """The last ``past`` rows of each document's ancestors; None if there are no such rows."""
-        return self.plan((HistoryOfParents, past), lambda: self._history(past))
+        return self.keep(TreeDocuments._history, past)
 
     def _history(self, past: int) -> HistoryOfParents | None:
         """Compute the last ``past`` rows of documents' ancestors, which :meth:`history` caches."""

@@ -55,7 +55,7 @@ def offsets_of(lengths: tuple[int, ...]) -> list[int]:
 def addresses(documents) -> dict:
     """Of every tensor that is derived from the boundaries."""
     tables = {key: [x.data_ptr() for x in made] for key, (_, made) in documents._tables.items()}
-    return {"plans": {key: id(plan) for key, plan in documents.plans.items()}, **tables}
+    return {"plans": {key: id(plan) for key, plan in documents.kept.items()}, **tables}
 
 
 def assert_same(found, expected, lengths, mode: str | None) -> None:

@@ -82,8 +82,7 @@ class Fragments(NamedTuple):
 def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
     """The fragments that ``cutting`` makes; errors as in :func:`..layouts.check_lengths`."""
     require_cut(documents, cutting.cp_size, cutting.layout)
-    key = (Fragments, cutting)
-    return documents.table(key, lambda bounds: _cut_fragments(bounds, cutting), move=False)
+    return documents.table(_cut_fragments, cutting, move=False)
 
 
 def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
@@ -123,7 +122,7 @@ def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
     if cutting.layout is SequenceLayout.ZIGZAG:
         most = 2 * documents.most
     tokens = documents.total_tokens // cutting.cp_size
-    return documents.cut(cutting, lambda bounds: _piece_boundaries(bounds, cutting), most, tokens)
+    return documents.cut(_piece_boundaries, cutting, most=most, tokens=tokens)
 
 
 def _piece_boundaries(documents: Documents, cutting: Cutting) -> tuple[Tensor]:

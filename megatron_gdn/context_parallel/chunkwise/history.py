@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.documents import Documents, planned
+from ...ops.documents import Documents
 from ...ops.front.history import History, HistoryTable
 from ...ops.host_tables import to_device
 from ..layouts import SequenceLayout
@@ -49,9 +49,12 @@ class _TravellingRows(NamedTuple):
     peer: Tensor  # the other rank, which receives or sends the row
 
 
-@planned
 def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryRoute | None:
     """The rows to exchange for a convolution of ``taps`` taps; None if no rank needs any row."""
+    return documents.keep(_make_history_route, cutting, taps)
+
+
+def _make_history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryRoute | None:
     history_len = taps - 1  # the number of rows before a piece
     if not (history_len and any_document_continues(documents, cutting)):
         return None
@@ -62,9 +65,7 @@ def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryR
         _TravellingRows(*(to_device(x, device) for x in rows)) for rows in listed
     )
     *tables, of_sent, of_received = documents.table(
-        (HistoryTable, cutting, history_len),
-        lambda bounds: _build_tables(bounds, cutting, history_len, sendable, receivable),
-        move=False,
+        _build_tables, cutting, history_len, sendable, receivable, move=False
     )
     counts = []
     for rows, travels in zip(listed, (of_sent, of_received), strict=True):
@@ -125,7 +126,8 @@ def _build_tables(
 
     def by_piece(x: Tensor) -> Tensor:
         """Flatten ``x [nodes here, chains]`` by chain, without chains' first nodes (no history)."""
-        return x[rank == 0 :].T.flatten()
+        with_history = x[1:] if rank == 0 else x
+        return with_history.T.flatten()
 
     h, C = local.shape
     arrives, number, distance = travelling_rows(receivable)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.documents import Documents, planned
+from ...ops.documents import Documents
 from ...ops.front.history import ranges
 from ...ops.host_tables import to_device
 from ...ops.rules.base import Rule, RuleBackward, RuleForward, map_inputs
@@ -64,17 +64,16 @@ class _NodeTensors(NamedTuple):
     cuts_back: Tensor
 
 
-@planned
 def state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable | None:
     """The table of a micro-batch of ``rows`` batch rows; None if all documents lie on one node."""
+    return documents.keep(_make_state_table, cutting, rows)
+
+
+def _make_state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable | None:
     if not any_document_continues(documents, cutting):
         return None
     pieces, known = pieces_of(documents, cutting), documents.known
-    tensors = documents.table(
-        (_NodeTensors, cutting, rows),
-        lambda bounds: _node_tensors(bounds, pieces, cutting, rows),
-        move=False,
-    )
+    tensors = documents.table(_node_tensors, pieces, cutting, rows, move=False)
     nodes, n, N = cutting.nodes, len(cutting.nodes.hosts), pieces.sequences
 
     def index(x: Tensor) -> Tensor | None:

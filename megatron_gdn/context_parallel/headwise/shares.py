@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.documents import Documents, planned
+from ...ops.documents import Documents
 from ..layouts import SequenceLayout, positions_of
 
 
@@ -162,26 +162,38 @@ def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
     )
 
 
-@planned
 def waves_of(
     cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
 ) -> tuple[Wave, ...]:
     """Cut rank ``cp_rank``'s exchange of ``cut`` into ``waves`` waves of about equal size."""
-    tokens = cut.total_tokens // cp_size
-    bounds = [tokens * wave // waves for wave in range(waves + 1)]
-    slices = [slice(a, b) for a, b in pairwise(bounds) if a < b]  # no wave is empty
+    return cut.keep(_make_waves, cp_size, cp_rank, layout, waves)
+
+
+def _make_waves(
+    cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int
+) -> tuple[Wave, ...]:
     table_Rs = positions_of(cut, cp_size, layout)
-
-    def places_of_waves(boundaries: Documents) -> tuple[Tensor, ...]:
-        """For each wave, the positions in ``boundaries`` of this rank's and its peers' tokens."""
-        table_Rs = positions_of(boundaries, cp_size, layout)
-        return tuple(chain(*(_split_places(table_Rs, cp_rank, tokens) for tokens in slices)))
-
-    places = cut.table((Wave, cp_size, cp_rank, layout, waves), places_of_waves)
+    slices = _tokens_of_waves(cut.total_tokens // cp_size, waves)
+    places = cut.table(_places_of_waves, cp_size, cp_rank, layout, waves)
     return tuple(
         Wave(tokens, own_place, peer_place, table_Rs[:, tokens] if cut.known else None)
         for tokens, own_place, peer_place in zip(slices, places[::2], places[1::2], strict=True)
     )
+
+
+def _tokens_of_waves(tokens: int, waves: int) -> list[slice]:
+    """The tokens of each wave; no wave is empty."""
+    bounds = [tokens * wave // waves for wave in range(waves + 1)]
+    return [slice(a, b) for a, b in pairwise(bounds) if a < b]
+
+
+def _places_of_waves(
+    cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int
+) -> tuple[Tensor, ...]:
+    """For each wave, the positions in ``cut`` of this rank's and its peers' tokens."""
+    table_Rs = positions_of(cut, cp_size, layout)
+    slices = _tokens_of_waves(cut.total_tokens // cp_size, waves)
+    return tuple(chain(*(_split_places(table_Rs, cp_rank, tokens) for tokens in slices)))
 
 
 def _split_places(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:

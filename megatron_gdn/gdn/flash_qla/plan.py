@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...ops.documents import Documents, documents_of_rows, planned
+from ...ops.documents import Documents, documents_of_rows
 from ...ops.host_tables import cached_by_stream
 from ...ops.state_maps.parts import (
     CHUNK,
@@ -22,6 +22,7 @@ from ...ops.state_maps.parts import (
     cut_at,
     cut_by_length,
     largest_number_of_cuts,
+    one_part_per_sequence,
 )
 from .builds import compile_once_per_machine, multiprocessors
 from .fences import fence_bulk_stores
@@ -103,7 +104,6 @@ def plan_of_rows(
     return plan_of(documents, value_heads, False, False)
 
 
-@planned
 def plan_of(
     documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
 ) -> SequenceParts:
@@ -112,24 +112,33 @@ def plan_of(
     If ``batch_invariant``, a sequence is cut by its own length and the number of heads alone.
     ``with_states``: whether documents have initial states.
     """
+    return documents.keep(_make_plan, value_heads, batch_invariant, with_states)
+
+
+def _make_plan(
+    documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
+) -> SequenceParts:
     if not documents.known and (
         with_states or not (batch_invariant or largest_number_of_cuts(documents, value_heads))
     ):
         return plan_of_whole(documents)
-    key, cut = ("by length", value_heads), cut_by_length
     if documents.known and not batch_invariant:
         offsets = _cut_by_cost(documents, value_heads)
         if offsets is None:
             return plan_of_whole(documents)
-        key, cut = ("by cost", value_heads), lambda bounds, _: cut_at(bounds, offsets)
-    parts = SequenceParts.of(documents, key, lambda bounds: cut(bounds, value_heads))
+        parts = SequenceParts.of(documents, cut_at, tuple(offsets))
+    else:
+        parts = SequenceParts.of(documents, cut_by_length, value_heads)
     return _store_chunk_tables(parts, documents)
 
 
-@planned
 def plan_of_whole(documents: Documents) -> SequenceParts:
     """The plan that cuts no sequence: each sequence is one part."""
-    return _store_chunk_tables(SequenceParts.of(documents, "whole"), documents)
+    return documents.keep(_make_plan_of_whole)
+
+
+def _make_plan_of_whole(documents: Documents) -> SequenceParts:
+    return _store_chunk_tables(SequenceParts.of(documents, one_part_per_sequence), documents)
 
 
 def _store_chunk_tables(parts: SequenceParts, documents: Documents) -> SequenceParts:

@@ -15,7 +15,13 @@ from torch import Tensor
 from ..documents import Documents, documents_of_rows
 from ..kernels.tiles import MOST_PROGRAMS
 from ..rules.fla import SEQUENCES, ChunkProducts, FlaBackward, FlaForward, FlaRule
-from ..state_maps.parts import CHUNK, SequenceParts, compose, cut_by_length
+from ..state_maps.parts import (
+    CHUNK,
+    SequenceParts,
+    compose,
+    cut_by_length,
+    one_part_per_sequence,
+)
 from ..state_maps.state_map import StateMap
 from .base import RuleGrads
 
@@ -141,13 +147,11 @@ def parts_of(inputs: Any, documents: Documents | None) -> SequenceParts:
     if documents is None:
         documents = documents_of_rows((rows, tokens), inputs.v.device)
     if documents.known:
-        return SequenceParts.of(
-            documents, ("by length", H, longest), lambda x: cut_by_length(x, H, longest)
-        )
+        return SequenceParts.of(documents, cut_by_length, H, longest)
     if tokens > longest:
         raise NotImplementedError(
             f"backend='fla' with {H} value heads and initial states takes documents in fixed "
             f"buffers of at most {longest} tokens per rank, not {tokens}; use "
             f"backend='flash_qla' or linear_cp_mode='headwise'."
         )
-    return SequenceParts.of(documents, "uncut")
+    return SequenceParts.of(documents, one_part_per_sequence)

@@ -55,7 +55,9 @@ class TritonFront(TableFront):
     def outputs(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         """Names and shape (``[heads]``, ``[heads, dim]``) of the rule inputs of each section."""
         shape_of, table = self.layout.shape_of, self.table
-        made = [((part.rule_input,), shape_of(part.section)) for part in table.convolved]
+        made: list[tuple[tuple[str, ...], tuple[int, ...]]] = [
+            ((part.rule_input,), shape_of(part.section)) for part in table.convolved
+        ]
         for gate in table.gates:
             heads, width = shape_of(gate.section)
             made.append((gate.rule_input, (heads, width) if gate.channels else (heads,)))

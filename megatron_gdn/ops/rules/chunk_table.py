@@ -176,8 +176,7 @@ class ChunkTable:
         """The cached table; with ``one_chunk_groups`` a group on a CPU has one chunk."""
         fill_up = fills_last_group(documents.device)
         chunks_per_group = 1 if one_chunk_groups and not fill_up else chunks_at_once(heads)
-        key = ChunkTable, chunk_size, chunks_per_group, fill_up
-        return documents.plan(key, lambda: _build_table(documents, *key[1:]))
+        return documents.keep(_build_table, chunk_size, chunks_per_group, fill_up)
 
     def chunks_in(self, group: ChunkGroup) -> int:
         """The number of chunks of the group, including empty chunks."""
@@ -262,15 +261,14 @@ def _build_table(documents: Documents, C: int, chunks_per_group: int, fill_up: b
     if n == 0:
         return ChunkTable(C, N, (), None)
     chunk_count = -(-n // chunks_per_group) * chunks_per_group if fill_up else n
-    key = _TokenPlaces, C, chunk_count
-    places = documents.table(key, lambda bounds: _token_places(bounds, C, chunk_count), move=False)
+    places = documents.table(_token_places, C, chunk_count, move=False)
     groups = []
     for start in range(0, n, chunks_per_group):
         stop = min(start + chunks_per_group, chunk_count)
         if documents.known:
             groups.append(_group(places, C, start, stop, min(stop, n), documents.device))
         else:
-            groups.append(_group_on_device(documents, places, C, start, stop))
+            groups.append(_group_on_device(documents, places, C, chunk_count, start, stop))
     return ChunkTable(C, N, tuple(groups), None if documents.known else places.slot)
 
 
@@ -309,21 +307,24 @@ def _group(
     )
 
 
+def _sequences_of_group(
+    documents: Documents, C: int, chunk_count: int, start: int, stop: int
+) -> tuple[Tensor, ...]:
+    """A group's fields ``first``, ``last``, ``first_here`` and ``last_here``."""
+    places = documents.table(_token_places, C, chunk_count, move=False)
+    both = places.first, places.last
+    inside = [(chunk - start).clamp(0, stop - start - 1) for chunk in both]
+    here = [places.filled & (chunk >= start) & (chunk < stop) for chunk in both]
+    return *inside, *(x.view(-1, 1, 1, 1) for x in here)
+
+
 def _group_on_device(
-    documents: Documents, places: _TokenPlaces, C: int, start: int, stop: int
+    documents: Documents, places: _TokenPlaces, C: int, chunk_count: int, start: int, stop: int
 ) -> ChunkGroup:
     """The group of chunks ``start`` to ``stop`` of fixed buffers."""
     slots, chunks = slice(start * C, stop * C), slice(start, stop)
-
-    def of_sequences(_: Documents) -> tuple[Tensor, ...]:
-        """The group's fields ``first``, ``last``, ``first_here`` and ``last_here``."""
-        both = places.first, places.last
-        inside = [(chunk - start).clamp(0, stop - start - 1) for chunk in both]
-        here = [places.filled & (chunk >= start) & (chunk < stop) for chunk in both]
-        return *inside, *(x.view(-1, 1, 1, 1) for x in here)
-
     first, last, first_here, last_here = documents.table(
-        ("sequences of a group", C, start, stop), of_sequences
+        _sequences_of_group, C, chunk_count, start, stop
     )
     return GroupOnDevice(
         slots, stop - start, places.token[slots], places.empty[slots],

@@ -8,7 +8,7 @@ not cut sequences with initial states. P is the number of parts; N, H, K, V are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -116,39 +116,37 @@ class SequenceParts:
         """Whether no sequence is cut."""
         return len(self.owner) == len(self.first) - 1
 
-    @classmethod
-    def of(
-        cls,
+    @staticmethod
+    def of[*Arguments](
         documents: Documents,
-        key: Hashable,
-        cut: Callable[[Documents], Cut] = one_part_per_sequence,
+        cut: Callable[[Documents, *Arguments], Cut],
+        *arguments: *Arguments,
     ) -> SequenceParts:
-        """The parts of ``documents``, stored there under ``key``, which must name the ``cut``."""
-        key = SequenceParts, key
-        return documents.plan(key, lambda: cls._build(documents, key, cut))
-
-    @classmethod
-    def _build(
-        cls, documents: Documents, key: Hashable, cut: Callable[[Documents], Cut]
-    ) -> SequenceParts:
-        """Compute the tables for the parts of ``cut(documents)``."""
-        made = documents.table(("tables", key), lambda x: _compute_tables(x, cut(x)), False)
-        *tables, ragged, first_chunks, indices = (to_device(x, documents.device) for x in made)
-        chains: list[range] = []
-        if documents.known:
-            chains = [range(a, b) for a, b in pairwise(made[1].tolist())]
-            ragged = ragged if made[-3].any() else None
-        backwards = [chain[::-1] for chain in chains]
-        makers = _steps_to_final_states, _steps_to_part_states
-        ways = (make(way, documents.device) for way in (chains, backwards) for make in makers)
-        places = ChunkPlaces(first_chunks, indices)
-        fields: list[Any] = [documents.cu_seqlens, *tables, ragged, places, *ways]
-        return cls(*fields)
+        """The parts of ``cut(documents, *arguments)``, kept on ``documents``."""
+        return documents.keep(_build_parts, cut, *arguments)
 
 
-def _compute_tables(documents: Documents, cut: Cut) -> tuple[Tensor, ...]:
+def _build_parts(documents: Documents, cut: Callable[..., Cut], *arguments: Any) -> SequenceParts:
+    """Compute the tables for the parts of ``cut(documents, *arguments)``."""
+    made = documents.table(_compute_tables, cut, *arguments, move=False)
+    *tables, ragged, first_chunks, indices = (to_device(x, documents.device) for x in made)
+    chains: list[range] = []
+    if documents.known:
+        chains = [range(a, b) for a, b in pairwise(made[1].tolist())]
+        ragged = ragged if made[-3].any() else None
+    backwards = [chain[::-1] for chain in chains]
+    makers = _steps_to_final_states, _steps_to_part_states
+    ways = (make(way, documents.device) for way in (chains, backwards) for make in makers)
+    places = ChunkPlaces(first_chunks, indices)
+    fields: list[Any] = [documents.cu_seqlens, *tables, ragged, places, *ways]
+    return SequenceParts(*fields)
+
+
+def _compute_tables(
+    documents: Documents, cut: Callable[..., Cut], *arguments: Any
+) -> tuple[Tensor, ...]:
     """The fields of :class:`SequenceParts` from ``offsets`` to ``ragged``, and ``places``."""
-    (offsets, first), starts = cut, documents.starts
+    (offsets, first), starts = cut(documents, *arguments), documents.starts
     number = torch.arange(len(offsets) - 1, dtype=torch.int32, device=starts.device)
     owner = torch.searchsorted(first[1:].contiguous(), number, right=True, out_int32=True)
     owner = owner.clamp(max=documents.sequences - 1)

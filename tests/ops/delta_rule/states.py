@@ -45,7 +45,7 @@ def random_inputs(S: int, B: int = 1, heads=(2, 4), K=3, V=5) -> tuple[RuleInput
 def parts_at(sequences, offsets, device="cpu") -> SequenceParts:
     """Of sequences and parts that begin at these tokens."""
     documents = Documents(tuple(sequences), torch.device(device))
-    return SequenceParts.of(documents, "given", lambda these: cut_at(these, offsets))
+    return SequenceParts.of(documents, cut_at, tuple(offsets))
 
 
 class InHalf(PlainRule):

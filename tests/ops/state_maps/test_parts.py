@@ -170,7 +170,7 @@ def test_the_worst_case_fills_all_chunks():
 def test_parts_are_those_that_the_host_cuts(heads):
     for tokens, most in ((8192, 6), (130, 9), (20000, 2)):
         static = StaticDocuments(tokens, most)
-        parts = SequenceParts.of(static, heads, lambda these: cut_by_length(these, heads))
+        parts = SequenceParts.of(static, cut_by_length, heads)
         for _ in range(10):
             offsets = random_offsets(tokens, most)
             static.fill(offsets)
