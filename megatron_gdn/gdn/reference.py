@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.reference_steps import causal_conv1d, unit_length
 from .sizes import GDNDims
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -84,15 +85,3 @@ def gated_delta_net(
     o_THV = F.rms_norm(o_THV, (V,), gamma_V, norm_eps)
     gate_THV = ACTIVATIONS[output_gate_activation](z.unflatten(-1, (H, V)))
     return F.linear((o_THV * gate_THV).flatten(1), p["out_proj.weight"], p.get("out_proj.bias"))
-
-
-def causal_conv1d(x_TC: Tensor, weight_C1W: Tensor, bias_C: Tensor | None) -> Tensor:
-    """``y_t = sum_j weight_j x_{t - W + 1 + j}`` for each channel; zeros before the sequence."""
-    C, _, W = weight_C1W.shape
-    padded_CT = F.pad(x_TC.T, (W - 1, 0))
-    return F.conv1d(padded_CT, weight_C1W, bias_C, groups=C).T
-
-
-def unit_length(x: Tensor) -> Tensor:
-    """``x / |x|`` over the last dimension; zeros for zeros."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

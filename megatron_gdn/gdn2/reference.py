@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gdn.reference import causal_conv1d, unit_length
+from ..ops.reference_steps import causal_conv1d, unit_length
 from .sizes import GDN2Dims
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gdn.reference import causal_conv1d
+from ..ops.reference_steps import causal_conv1d
 from .sizes import Mamba2Dims
 
 

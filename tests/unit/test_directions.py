@@ -13,7 +13,7 @@ ROOMS = [
     ["mixers.attention"], ["gdn", "gdn2", "kda", "mamba2"],
     ["ops.__init__"], ["inference"], ["specs"], ["hf"], ["fp32_masters", "testing", "warm_up"],
     ["doctor", "frameworks", "models"], ["enable"], ["frameworks.verl", "launch"],
-    ["__init__", "__main__"],
+    ["__init__"], ["__main__"],
 ]  # fmt: skip
 ROW = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}
 
