@@ -2,9 +2,10 @@
 
 from megatron.core import __version__ as _megatron_version
 
-from megatron_gdn.compat.observe import warn_of_untested
+from megatron_gdn.compat.tested import warn_of_untested
 
-warn_of_untested(_megatron_version)  # called first, since the next imports may fail
+# Called first, since the next imports may fail.
+warn_of_untested("megatron-core", _megatron_version)
 
 from .gpt import gpt_block_spec  # noqa: E402
 from .hybrid import (  # noqa: E402

@@ -3,8 +3,10 @@
 make test-versions [ROWS="torch==2.7.0 python==3.13"] [CLONES=folder] [SCRATCH=folder]
 
 A row is one package's version in an environment with ``constraints.txt`` for the rest: the quick
-tests of two folders and a launch run there, for a line of ``docs/versions.jsonl``. Rows against the
-bounds of ``pyproject.toml`` run too: that is how a bound is known to be true.
+tests of some folders and a launch run there, for a line of ``docs/versions.jsonl``. Rows against
+the bounds of ``pyproject.toml`` run too: that is how a bound is known to be true. The row
+``newest`` has the newest version of every package, as pip installs them today, and runs every
+folder.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_gdn.compat.tested import TESTED
+
 ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "docs" / "versions.jsonl", ROOT / "docs" / "versions.md"
 # The ends of each package's versions, and those beside which something broke.
@@ -30,9 +34,10 @@ ROWS = [
     *("megatron-core@main", "megatron-core@dev"),
     *(f"torch=={v}" for v in ("2.7.0", "2.8.0", "2.15.0")),
     *("python==3.13", "python==3.14"),
-    *(f"transformers=={v}" for v in ("5.2.0", "5.4.0", "5.16.1", "5.23.0")),
+    *(f"transformers=={v}" for v in ("5.2.0", "5.4.0", "5.16.1", "5.23.0", "5.24.0")),
+    "newest",
 ]
-PINNED = "3.12"
+PINNED, NEWEST_PYTHON = "3.12", "3.13"
 # What a package's own requirements move with it, as the constraints begin.
 MOVES = {
     "torch": ("torch==", "triton==", "nvidia-", "cuda-"),
@@ -41,14 +46,20 @@ MOVES = {
     "python": (),
 }
 SHOWN = ("torch", "megatron-core", "transformers")
-TESTS = {"transformers": ["tests/hf"]}
+# Folders of tests that a row runs; a row that is not named here runs the first two.
+QUICK = ["tests/unit", "tests/layer"]
+TESTS = {
+    "torch": [*QUICK, "tests/hf", "tests/precision"],
+    "transformers": ["tests/hf"],
+    "newest": ["tests"],
+}
 LAUNCH = "tests/examples/test_pretrain_hybrid.py::test_torchrun_launches_the_same_run"
 MEGATRON_LM = "https://github.com/NVIDIA/Megatron-LM"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``package==version``, or ``megatron-core@branch``."""
+    """``package==version``, ``megatron-core@branch``, or ``newest``, which has no version."""
 
     package: str
     version: str
@@ -56,17 +67,21 @@ class Row:
 
     @classmethod
     def of(cls, text: str) -> Row:
+        if text == "newest":
+            return cls(text, "", False)
         found = re.fullmatch(r"(\S+?)(==|@)(\S+)", text)
         package, sign, version = found.groups() if found else ("", "", "")
         if package not in MOVES or (sign == "@" and package != "megatron-core"):
             raise ValueError(
-                f"{text} is no row: give package==version with one of {', '.join(MOVES)}, or "
-                "megatron-core@branch"
+                f"{text} is no row: give package==version with one of {', '.join(MOVES)}, "
+                "megatron-core@branch, or newest"
             )
         return cls(package, version, sign == "@")
 
     def requirement(self, clones: Path | None) -> str:
-        """What the row installs, in place of what ``pyproject.toml`` asks for."""
+        """What the row installs, in place of what ``pyproject.toml`` asks for; "" for nothing."""
+        if self.package in ("python", "newest"):
+            return ""
         if not self.branch:
             return f"{self.package}=={self.version}"
         where = f"git+{MEGATRON_LM}@{self.version}"
@@ -80,16 +95,15 @@ class Environment:
 
     def __init__(self, row: Row, folder: Path, clones: Path | None) -> None:
         self.python = folder / "venv" / "bin" / "python"
-        python = row.version if row.package == "python" else PINNED
-        uv("venv", "--python", python, str(folder / "venv"))
-        pins = (ROOT / "constraints.txt").read_text().splitlines()
-        kept = [pin for pin in pins if not pin.startswith(MOVES[row.package])]
-        (folder / "constraints.txt").write_text("\n".join(kept))
-        instead = "" if row.package == "python" else row.requirement(clones)
-        (folder / "overrides.txt").write_text(instead)
+        pythons = {"python": row.version, "newest": NEWEST_PYTHON}
+        uv("venv", "--python", pythons.get(row.package, PINNED), str(folder / "venv"))
+        (folder / "constraints.txt").write_text("\n".join(kept_pins(row)))
+        (folder / "overrides.txt").write_text(row.requirement(clones))
+        # Every folder of tests needs more than two of them.
+        extra = "dev" if row.package == "newest" else "test"
         uv(
             "pip", "install", "--python", str(self.python), "-r", str(ROOT / "pyproject.toml"),
-            "--extra", "test", "--constraint", str(folder / "constraints.txt"),
+            "--extra", extra, "--constraint", str(folder / "constraints.txt"),
             "--override", str(folder / "overrides.txt"),
         )  # fmt: skip
 
@@ -113,6 +127,14 @@ class Environment:
             [str(self.python), *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
             env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
+
+
+def kept_pins(row: Row) -> list[str]:
+    """The lines of ``constraints.txt`` that hold for ``row``; none for the newest packages."""
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    if row.package == "newest":
+        return []
+    return [pin for pin in pins if not pin.startswith(MOVES[row.package])]
 
 
 def last_words(printed: str) -> str:
@@ -145,7 +167,8 @@ def run(name: str, folder: Path, clones: Path | None) -> dict:
         git = ["git", "-C", str(clones / f"mlm-{row.version}"), "rev-parse", "--short=10", "HEAD"]
         line["commit"] = subprocess.check_output(git, text=True).strip()
     quick = "not gpu and not nightly and not slow"
-    folders = TESTS.get(row.package, ["tests/unit", "tests/layer"])
+    folders = TESTS.get(row.package, QUICK)
+    line["folders"] = " ".join(folders)
     passed, line["tests"] = environment.pytest(
         *folders, "-m", quick, "-n", "2", "--dist", "loadfile"
     )
@@ -166,24 +189,35 @@ def record(line: dict) -> None:
     lines = [other for other in lines if other["row"] != line["row"]] + [line]
     RECORD.write_text("".join(json.dumps(one) + "\n" for one in lines))
     RECORD.write_text("".join(json.dumps(one) + "\n" for one in recorded()))
-    PAGE.write_text(filled(PAGE.read_text(), table(recorded())))
+    PAGE.write_text(filled(PAGE.read_text(), "versions", table(recorded())))
+
+
+def sentence() -> str:
+    """Which versions were tested, as README and the page of versions say it."""
+    named = {
+        "python": "Python",
+        "flash-linear-attention": "fla",
+        "transformer-engine": "Transformer Engine",
+    }
+    ranges = [f"{named.get(package, package)} {tested}" for package, tested in TESTED.items()]
+    return f"Tested with {', '.join(ranges)}."
 
 
 def table(lines: list[dict]) -> str:
-    head = ["row", "Python", *SHOWN, "tests", "launch", "result", "date"]
+    head = ["row", "Python", *SHOWN, "folders", "tests", "launch", "result", "date"]
     rows = [head, ["---"] * len(head)]
     run = {line["row"] for line in lines}
     for line in lines + [{"row": name, "result": "not run"} for name in ROWS if name not in run]:
         name = f"`{line['row']}`" + (f" ({line['commit']})" if "commit" in line else "")
-        keys = ("python", *SHOWN, "tests", "launch", "result", "date")
+        keys = ("python", *SHOWN, "folders", "tests", "launch", "result", "date")
         rows.append([name, *(line.get(key, "-") for key in keys)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def filled(page: str, rows: str) -> str:
-    """The page with its table in the marked place."""
-    start, end = "<!-- versions -->\n", "\n<!-- end of versions -->"
-    return page[: page.index(start) + len(start)] + rows + page[page.index(end) :]
+def filled(page: str, place: str, text: str) -> str:
+    """The page with ``text`` in the marked ``place``."""
+    start, end = f"<!-- {place} -->\n", f"\n<!-- end of {place} -->"
+    return page[: page.index(start) + len(start)] + text + page[page.index(end) :]
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
-"""Makes NVTX ranges, log lines and warnings, without importing Megatron."""
+"""Makes NVTX ranges and log lines, without importing Megatron."""
 
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from ..command_line import one_line
 
 logger = logging.getLogger(__name__)
 
-OLDEST, UNTESTED_FROM = (0, 18), (0, 20)  # pyproject.toml also allows 0.20
 _NO_RANGE = nullcontext()
 
 
@@ -62,18 +60,3 @@ def hide_import_notes() -> None:
     for module in ("megatron", "fla"):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-
-
-@cache
-def warn_of_untested(version: str) -> None:
-    """Warn once if ``version`` of Megatron-Core lies outside the tested range."""
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    if OLDEST <= numbers < UNTESTED_FROM:
-        return
-    oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST, UNTESTED_FROM))
-    warnings.warn(
-        f"megatron_gdn was tested with megatron-core >= {oldest}, < {newest}; the installed "
-        f"version {version} was not tested. Install a tested version, or run the tests of "
-        f"megatron_gdn with {version}.",
-        stacklevel=3,
-    )

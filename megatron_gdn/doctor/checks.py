@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
+from ..compat.tested import why_untested
 from ..gdn.api import run_rule
 from ..gdn.rule import FlaGDN, resolve_rule
 from ..ops.delta_rule.base import HeadSizes, RuleInputs
@@ -63,7 +65,8 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Compare installed versions with the requirements of this package, and try the imports."""
+    """Compare installed versions with the tested ones and with the requirements; try imports."""
+    yield _check_tested("python", platform.python_version())
     try:
         asked = [Requirement(text) for text in requires("megatron-gdn") or ()]
     except PackageNotFoundError:
@@ -95,7 +98,13 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
     except Exception as error:  # a broken build may raise any exception
         rebuild = f"build it for torch {torch.__version__}"
         return Finding(name, "wrong", f"{installed} cannot be imported: {error}; {rebuild}")
-    return Finding(name, "ok", installed)
+    return _check_tested(name, installed)
+
+
+def _check_tested(name: str, installed: str) -> Finding:
+    """A note if the ``installed`` version of the package ``name`` was not tested."""
+    why = why_untested(name, installed)
+    return Finding(name, "ok" if why is None else "note", why or installed)
 
 
 def check_kernel_versions() -> Iterator[Finding]:

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ..compat.observe import warn_of_untested
 from ..mixers.base import MixerSubmodules
 from ..mixers.options import MixerOptions
 from ..ops.parts import fronts_of
@@ -20,8 +18,6 @@ from .front import gdn_table
 from .rule import resolve_rule
 from .sizes import GDNDims
 from .upstream_names import UpstreamNames
-
-warn_of_untested(megatron_version)
 
 
 class GatedDeltaNetSubmodules(MixerSubmodules):

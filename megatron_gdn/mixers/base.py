@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
+from megatron.core import __version__ as megatron_version
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -20,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..compat.observe import log_once, nvtx_range_of
+from ..compat.tested import warn_of_untested
 from ..context_parallel import Scheme, SequenceLayout
 from ..context_parallel.scheme import local_parameters
 from ..ops.autograd import uncompiled
@@ -71,6 +73,10 @@ from .tensor_parallel import (
     require_same_tensor_ranks,
     reset_parameters,
 )
+
+warn_of_untested("python")
+warn_of_untested("torch")
+warn_of_untested("megatron-core", megatron_version)
 
 
 @dataclass

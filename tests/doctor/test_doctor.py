@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_gdn.compat.tested import TESTED
 from megatron_gdn.doctor import checks
 from megatron_gdn.doctor.__main__ import main
 from megatron_gdn.doctor.checks import _EXTRAS, check_kernel_versions, check_machine, check_packages
@@ -67,6 +68,29 @@ def test_a_version_that_does_not_work_is_named(environment, name, version, told)
     assert state == "wrong" and text.startswith(told)
 
 
+@pytest.mark.parametrize(
+    "name, version, told",
+    [
+        ("torch", "2.99.1", "tested with torch 2.8 to 2."),
+        ("megatron_core", "0.20.0", "tested with megatron-core 0.18 to 0."),
+        ("transformers", "5.99.0", "tested with transformers 5.16 to 5."),
+    ],
+)
+def test_a_version_that_was_not_tested_is_a_note(environment, name, version, told):
+    environment(**{name: version})
+    state, text = said(check_packages(), name.replace("_", "-"))
+    assert state == "note" and text.startswith(told) and text.endswith(f"this is {version}")
+
+
+def test_a_python_that_was_not_tested_is_a_note(monkeypatch):
+    assert said(check_packages(), "python")[0] == "ok"
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
+    assert said(check_packages(), "python") == (
+        "note",
+        f"tested with python {TESTED['python']}, this is 3.99.0",
+    )
+
+
 def test_of_transformers_it_is_a_note_for_no_layer_needs_it(environment):
     environment(transformers="5.12.1")
     state, text = said(check_packages(), "transformers")
@@ -114,7 +138,13 @@ def test_a_gpu_that_torch_does_not_see_is_named(tmp_path, monkeypatch):
 
 def test_what_is_absent_and_optional_is_a_note_and_the_rest_is_well():
     found = list(check_packages())
-    assert {each.subject for each in found} >= {"torch", "megatron-core", "psutil", "transformers"}
+    assert {each.subject for each in found} >= {
+        "python",
+        "torch",
+        "megatron-core",
+        "psutil",
+        "transformers",
+    }
     assert all(each.state == "ok" or "not installed" in each.text for each in found)
 
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module, impor
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_gdn import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention, Mamba2Mixer, specs
-from megatron_gdn.compat import observe
+from megatron_gdn.compat import tested
 from megatron_gdn.mixers.attention import TorchSelfAttention
 from megatron_gdn.specs import (
     gated_delta_net_spec,
@@ -307,7 +307,7 @@ def test_an_untested_megatron_is_warned_of_when_the_specs_are_imported(
     monkeypatch, version, warned
 ):
     monkeypatch.setattr(megatron.core, "__version__", version)
-    observe.warn_of_untested.cache_clear()
+    tested.warn_of_untested.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         importlib.reload(specs)

@@ -6,8 +6,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from megatron_gdn.compat.tested import TESTED
 from tests import versions
-from tests.versions import MEGATRON_LM, PAGE, ROOT, Row, filled, recorded, table
+from tests.versions import MEGATRON_LM, PAGE, ROOT, Row, filled, recorded, sentence, table
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ASKED = {
@@ -20,7 +21,51 @@ RELEASES = [tuple(row.split("==")) for row in RUN if row.partition("==")[0] in A
 
 
 def test_the_table_of_the_page_is_of_the_record():
-    assert filled(PAGE.read_text(), table(recorded())) == PAGE.read_text()
+    assert filled(PAGE.read_text(), "versions", table(recorded())) == PAGE.read_text()
+
+
+def test_readme_and_the_page_say_which_versions_were_tested():
+    for page in (ROOT / "README.md", PAGE):
+        assert filled(page.read_text(), "tested", sentence()) == page.read_text()
+
+
+def versions_run(package: str) -> list[tuple[int, ...]]:
+    """The first two numbers of every version of ``package`` that a green row had installed."""
+    green = [line for line in recorded() if line["result"] == "green" and "commit" not in line]
+    return sorted(Version(line[package]).release[:2] for line in green if package in line)
+
+
+@pytest.mark.parametrize("package", ["python", "torch", "megatron-core", "transformers"])
+def test_what_is_called_tested_begins_and_ends_with_green_rows(package):
+    run = versions_run(package)
+    ends = tuple(Version(end).release for end in TESTED[package])
+    assert ends == (run[0], run[-1])
+
+
+@pytest.mark.parametrize("package", ["accelerate", "flash-linear-attention"])
+def test_what_has_no_row_is_tested_in_its_pinned_version(package):
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()[1:]
+    )
+    newest = Version(TESTED[package].newest).release
+    assert newest == Version(pins[package]).release[:2]
+
+
+def test_every_tested_version_may_be_installed():
+    extras = PROJECT["optional-dependencies"]
+    asked = [*PROJECT["dependencies"], *extras["hf-train"], *extras["hf"], *extras["fla"]]
+    for text in [*asked, *extras["te"]]:
+        requirement = Requirement(text)
+        for end in TESTED.get(requirement.name, ()):
+            assert requirement.specifier.contains(f"{end}.9"), requirement
+
+
+def test_the_row_newest_pins_nothing_and_runs_every_folder():
+    row = Row.of("newest")
+    assert row.requirement(None) == "" and versions.kept_pins(row) == []
+    assert versions.TESTS[row.package] == ["tests"]
+    pinned = versions.kept_pins(Row.of("python==3.13"))
+    assert "transformers==5.23.0" in pinned
 
 
 def test_a_row_that_was_not_run_is_in_the_table_as_such():

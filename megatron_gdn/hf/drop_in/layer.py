@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ...compat.tested import warn_of_untested
 from ...context_parallel import LinearCpMode, SequenceLayout
 from ...context_parallel.scheme import local_parameters
 from ...mixers.hooks import (
@@ -266,6 +267,8 @@ def _require_silu_and_plain_conv(module: Any) -> None:
 
 def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareGatedDeltaNet:
     """Turn transformers' ``module`` into a drop-in in place; its parameters stay the same."""
+    for package in ("python", "torch", "transformers"):
+        warn_of_untested(package)
     _require_silu_and_plain_conv(module)
     if not runs_class_forward(module):
         raise ValueError(

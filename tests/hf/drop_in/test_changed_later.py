@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_gdn.compat.tested import TESTED, VersionRange, warn_of_untested
 from megatron_gdn.hf import PackingCollator, SSMGate, context_parallel_share, patch
 from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, NEXT, QWEN4, VISION, mixer_of
 from tests.hf.drop_in.test_collator import Mesh
@@ -76,6 +77,17 @@ def test_a_patch_whose_forward_was_wrapped_is_not_undone_around_it(fresh):
     text(TOKENS, **SOURCES["ids"], use_cache=False)
     text.forward = ours
     patched.undo()
+
+
+def test_a_patch_under_untested_versions_warns_once_in_one_line(fresh, monkeypatch):
+    monkeypatch.setitem(TESTED, "transformers", VersionRange("5.1", "5.2"))
+    warn_of_untested.cache_clear()
+    with pytest.warns(UserWarning, match="megatron_gdn was tested with") as warned:
+        patch(fresh(DENSE))
+        patch(fresh(NEXT))
+    (said,) = (str(one.message) for one in warned if "was tested with" in str(one.message))
+    assert "tested with transformers 5.1 to 5.2, this is 5." in said and "\n" not in said
+    warn_of_untested.cache_clear()
 
 
 class Wrapped(nn.Module):

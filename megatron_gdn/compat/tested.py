@@ -1,0 +1,75 @@
+"""The versions that were tested: one table, for the doctor, the warnings, the pages and the tests.
+
+``make test-versions`` runs other versions; docs/versions.md has its results.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import warnings
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+
+class VersionRange(NamedTuple):
+    """The oldest and the newest version of a package that were tested, as ``"2.15"``."""
+
+    oldest: str
+    newest: str
+
+    def __str__(self) -> str:
+        return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
+
+TESTED = {
+    "python": VersionRange("3.12", "3.14"),
+    "torch": VersionRange("2.8", "2.15"),
+    "megatron-core": VersionRange("0.18", "0.19"),
+    "transformers": VersionRange("5.16", "5.23"),
+    "accelerate": VersionRange("1.15", "1.15"),
+    "flash-linear-attention": VersionRange("0.6", "0.6"),
+    "transformer-engine": VersionRange("2.20", "2.20"),
+}
+
+
+def why_untested(package: str, installed: str) -> str | None:
+    """Which versions of ``package`` were tested, if ``installed`` is none of them; else None.
+
+    Versions are compared by their first two numbers. A package that is not in `TESTED` is fine.
+    """
+    tested = TESTED.get(package)
+    if tested is None or _numbers(tested.oldest) <= _numbers(installed) <= _numbers(tested.newest):
+        return None
+    return f"tested with {package} {tested}, this is {installed}"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+
+
+@cache
+def warn_of_untested(package: str, installed: str | None = None) -> None:
+    """Warn once, in one line, if the version of ``package`` was not tested.
+
+    ``installed``: the version; None: of the installed distribution, if there is one.
+    """
+    if installed is None:
+        installed = _installed_version(package)
+    if installed is not None and (why := why_untested(package, installed)):
+        warnings.warn(
+            f"megatron_gdn was {why}. Install a tested version, or run the tests of megatron_gdn "
+            f"with {installed}.",
+            stacklevel=3,
+        )
+
+
+def _installed_version(package: str) -> str | None:
+    if package == "python":
+        return platform.python_version()
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
