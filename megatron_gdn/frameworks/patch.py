@@ -49,8 +49,10 @@ def patch_megatron(
             ``gdn`` is False.
 
     Raises:
-        TypeError: our layer does not know an option; or an argument of Megatron's constructor is
-            absent in our constructor, or has another default or position there.
+        TypeError: an argument is neither a bool nor a dict; our layer does not know an option; or
+            an argument of Megatron's constructor is absent in our constructor, or has another
+            default or position there.
+        ValueError: an option has an illegal value.
         RuntimeError: other code has replaced ``__new__`` of Megatron's class.
     """
     classes = [_PatchedClass(*_GDN, gdn), _PatchedClass(*_MAMBA, mamba)]
@@ -75,6 +77,11 @@ class _PatchedClass:
     def __init__(self, theirs: str, our_class: str, options: Options) -> None:
         self.theirs, self.ours = resolve_name(theirs), resolve_name(our_class)
         self.public, self.replaced = our_class.replace(":", "."), options is not False
+        if not isinstance(options, bool | Mapping):
+            raise TypeError(
+                f"patch_megatron was given {options!r} for {self.public}; it takes True, False or "
+                f"a dict of options, such as {{'backend': 'fla'}}."
+            )
         self.options = dict(options) if isinstance(options, Mapping) else {}
 
     def check(self) -> None:
@@ -94,6 +101,7 @@ class _PatchedClass:
                     f"{self.public} has no option {', '.join(unknown)}. Its options are "
                     f"{', '.join(sorted(known))}."
                 )
+            self.ours.options_class.of(self.options)  # raises for an illegal value
             self._require_known_constructor(theirs, ours)
 
     def _require_known_constructor(self, theirs: Arguments, ours: Arguments) -> None:

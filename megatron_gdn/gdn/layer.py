@@ -15,7 +15,7 @@ from ..mixers.options import MixerOptions
 from ..ops.parts import fronts_of
 from ..ops.readout.base import ACTIVATIONS
 from .front import gdn_table
-from .rule import resolve_rule
+from .rule import RULES, require_operands, resolve_rule
 from .sizes import GDNDims
 from .upstream_names import UpstreamNames
 
@@ -35,8 +35,25 @@ class GDNOptions(MixerOptions):
             of the state (OLMo Hybrid); default ``config.linear_allow_neg_eigval`` or False.
     """
 
+    mixer = "Gated DeltaNet"
+    rules = RULES
+
     output_gate_activation: str | None = None
     allow_neg_eigval: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_operands(self.rule_operands)
+        if self.output_gate_activation is not None:
+            _require_activation(self.output_gate_activation)
+
+
+def _require_activation(name: str) -> None:
+    """Raise a ValueError for an activation that the readout does not have."""
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"output_gate_activation={name!r}; use one of {', '.join(map(repr, ACTIVATIONS))}."
+        )
 
 
 class GatedDeltaNet(UpstreamNames):
@@ -125,11 +142,7 @@ class GatedDeltaNet(UpstreamNames):
         self.bias, self.conv_bias, self.use_qk_l2norm = bias, conv_bias, use_qk_l2norm
         by_config = getattr(config, "gdn_output_gate_activation", None) or "silu"
         self.output_gate_activation = given.output_gate_activation or by_config
-        if self.output_gate_activation not in ACTIVATIONS:
-            raise ValueError(
-                f"output_gate_activation={self.output_gate_activation!r}; use one of "
-                f"{', '.join(map(repr, ACTIVATIONS))}."
-            )
+        _require_activation(self.output_gate_activation)
         negative = given.allow_neg_eigval
         if negative is None:
             negative = getattr(config, "linear_allow_neg_eigval", False)

@@ -79,6 +79,14 @@ class FlaGDN(FlaDeltaRule):
 RULES = (FlashQlaRule, FlaGDN, PlainRule)  # in the order of preference
 
 
+def require_operands(operands: str) -> None:
+    """Raise a ValueError for other operands than "fp16" and "bf16"."""
+    if operands not in ("fp16", "bf16"):
+        raise ValueError(
+            f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or 'bf16'."
+        )
+
+
 def resolve_rule(
     backend: str = "auto",
     *,
@@ -110,10 +118,7 @@ def resolve_rule(
             this device or ``bits``.
         ImportError: the backend's package is missing, too old, or faulty on this machine.
     """
-    if operands not in ("fp16", "bf16"):
-        raise ValueError(
-            f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or 'bf16'."
-        )
+    require_operands(operands)
     device = torch.device(device)
     choice = choose(
         backend, "Gated DeltaNet", RULES, device=device, dtype=dtype, sizes=sizes, bits=bits

@@ -14,7 +14,7 @@ from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.options import MixerOptions
 from ..ops.parts import fronts_of
 from .front import gdn2_table
-from .rule import choose_gdn2
+from .rule import RULES, choose_gdn2
 from .sizes import GDN2Dims
 
 
@@ -23,6 +23,8 @@ class GDN2Options(MixerOptions):
     """The options of a :class:`GatedDeltaNet2`."""
 
     absent = ("rule_operands",)
+    mixer = "Gated DeltaNet-2"
+    rules = RULES
 
 
 class GatedDeltaNet2(RecurrentMixer):

@@ -85,6 +85,9 @@ def _repeat_key_heads(inputs: GDN2Inputs) -> GDN2Inputs:
     )
 
 
+RULES = FlaGDN2, PlainGDN2  # in the order of preference
+
+
 def choose_gdn2(
     backend: str,
     state: StateShape,
@@ -94,6 +97,6 @@ def choose_gdn2(
 ) -> Choice:
     """Choose the rule of a Gated DeltaNet-2: ``"fla"``, ``"reference"`` or ``"auto"``."""
     return choose(
-        backend, "Gated DeltaNet-2", (FlaGDN2, PlainGDN2),
+        backend, "Gated DeltaNet-2", RULES,
         device=device, dtype=dtype, sizes=state, bits=bits,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from ..mixers.options import MixerOptions
 from ..mixers.tensor_parallel import add_parameter, fill_share
 from ..ops.parts import fronts_of
 from .front import kda_table
-from .rule import choose_kda
+from .rule import RULES, choose_kda
 from .sizes import KDADims
 
 
@@ -43,6 +43,8 @@ class KDAOptions(MixerOptions):
     """
 
     absent = ("rule_operands",)
+    mixer = "Kimi Delta Attention"
+    rules = RULES
 
     forget_rank: int | None = None
     output_rank: int | None = None

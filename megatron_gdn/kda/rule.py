@@ -48,6 +48,9 @@ class FlaKDA(FlaChannelRule):
         return cls(sizes.lower_bound)
 
 
+RULES = FlaKDA, CudnnKDA, PlainRule  # in the order of preference
+
+
 def choose_kda(
     backend: str,
     state: StateShape,
@@ -63,6 +66,6 @@ def choose_kda(
     ``lower_bound`` of -5 or more, fla runs faster kernels; cuDNN needs such a bound.
     """
     return choose(
-        backend, "Kimi Delta Attention", (FlaKDA, CudnnKDA, PlainRule),
+        backend, "Kimi Delta Attention", RULES,
         device=device, dtype=dtype, sizes=KDARuleSizes(state, lower_bound), bits=bits,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from ..ops.aligned import apply_token_by_token
 from ..ops.parts import GatedNorm, fronts_of
 from ..ops.readout.base import PassThrough, PlainReadout, SplitReadout, grouped_rms_norm
 from .front import mamba2_table
-from .rule import UNLIMITED, choose_ssd
+from .rule import RULES, UNLIMITED, choose_ssd
 from .sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments
 
 MAMBA2_FIELDS = ConfigFields(
@@ -60,6 +60,8 @@ class Mamba2Options(MixerOptions):
     """
 
     absent = ("rule_operands", "recompute")
+    mixer = "Mamba2"
+    rules = RULES
 
     dt_limit: tuple[float, float] = UNLIMITED
     norm_eps: float = 1e-5

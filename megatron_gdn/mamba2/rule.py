@@ -190,6 +190,9 @@ class FlaSSD(FlaRule):
         return SSDInputs(d_x, d_B, d_C, d_dt, d_g, d_D)
 
 
+RULES = FlaSSD, PlainSSD  # in the order of preference
+
+
 def choose_ssd(
     backend: str,
     state: StateShape,
@@ -198,6 +201,4 @@ def choose_ssd(
     bits: Bits = Bits.FREE,
 ) -> Choice:
     """Choose the rule of a Mamba2 mixer: ``"fla"``, ``"reference"`` or ``"auto"``."""
-    return choose(
-        backend, "Mamba2", (FlaSSD, PlainSSD), device=device, dtype=dtype, sizes=state, bits=bits
-    )
+    return choose(backend, "Mamba2", RULES, device=device, dtype=dtype, sizes=state, bits=bits)

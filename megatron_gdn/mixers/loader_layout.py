@@ -36,6 +36,15 @@ def launch_arguments() -> dict[str, Any]:
     return {} if args is None else vars(args)
 
 
+def check_cp_layout(option: str | SequenceLayout) -> None:
+    """Raise a ValueError for an unknown ``cp_layout``."""
+    if option not in _LEGAL:
+        raise ValueError(
+            f"unknown context-parallel layout {option!r}; use one of "
+            f"{', '.join(repr(str(legal)) for legal in _LEGAL)}."
+        )
+
+
 class LoaderLayout:
     """Finds the layout of each micro-batch of a layer; ``option`` is the layer's ``cp_layout``."""
 
@@ -45,11 +54,7 @@ class LoaderLayout:
 
     def set_option(self, option: str | SequenceLayout) -> None:
         """Set the layer's ``cp_layout``; an unknown layout is a ValueError."""
-        if option not in _LEGAL:
-            raise ValueError(
-                f"unknown context-parallel layout {option!r}; use one of "
-                f"{', '.join(repr(str(legal)) for legal in _LEGAL)}."
-            )
+        check_cp_layout(option)
         self.option = option if option == AUTO else SequenceLayout(option)
 
     def of(self, packed: PackedSeqParams | None) -> SequenceLayout:

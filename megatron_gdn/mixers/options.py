@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.agreement import check_ranks_per_machine
-from .loader_layout import AUTO
+from ..context_parallel.layouts import parse_member
+from ..ops.rules.base import Rule
+from ..ops.rules.choice import require_known
+from .loader_layout import AUTO, check_cp_layout
 
 # What the backward computes again for each value of the option `recompute`. "qkv" is k and v (q is
 # always computed again), "norm_out" is out_proj's input, "rule" is the rule's output, its gates and
@@ -53,11 +56,12 @@ class MixerOptions:
             computes the whole layer again.
 
     Raises:
-        ValueError: an illegal value of ``cp_ranks_per_machine`` or ``recompute``. The objects that
-            read the other options check them: the choice of a rule, `LoaderLayout`, `LinearCpMode`.
+        ValueError: an illegal value.
     """
 
     absent: ClassVar[tuple[str, ...]] = ()  # the fields that this mixer does not have
+    mixer: ClassVar[str] = "the mixer"  # its name in errors
+    rules: ClassVar[Sequence[type[Rule]]] = ()  # the rules that ``backend`` may name; (): any name
 
     backend: str = "auto"
     rule_operands: str = "fp16"
@@ -67,6 +71,11 @@ class MixerOptions:
     recompute: str | None = None
 
     def __post_init__(self) -> None:
+        if self.rules:
+            require_known(self.backend, self.mixer, self.rules)
+        check_cp_layout(self.cp_layout)
+        if self.linear_cp_mode is not None:
+            parse_member(LinearCpMode, self.linear_cp_mode, "linear_cp_mode")
         check_ranks_per_machine(self.cp_ranks_per_machine)
         if self.recompute is not None and self.recompute not in RECOMPUTE_LEVELS:
             legal = ", ".join(repr(level) for level in RECOMPUTE_LEVELS)

@@ -71,6 +71,29 @@ def test_an_unknown_option_is_refused_before_anything_is_replaced():
     assert vars(Theirs).get("__new__") is before
 
 
+@pytest.mark.parametrize(
+    "given, error, told",
+    [
+        ({"gdn": "fla"}, TypeError, "given 'fla' for megatron_gdn.GatedDeltaNet; it takes True"),
+        ({"mamba": 1}, TypeError, "given 1 for megatron_gdn.Mamba2Mixer"),
+        ({"gdn": {"backend": "triton"}}, ValueError, "unknown backend 'triton' of Gated DeltaNet;"),
+        ({"mamba": {"backend": "flash_qla"}}, ValueError, "'flash_qla' of Mamba2; use 'auto' or"),
+        ({"gdn": {"linear_cp_mode": "ring"}}, ValueError, "linear_cp_mode 'ring'; use one of"),
+        ({"gdn": {"cp_layout": "striped"}}, ValueError, "layout 'striped'; use one of 'auto'"),
+        ({"gdn": {"rule_operands": "tf32"}}, ValueError, "'tf32'.* use 'fp16' or 'bf16'"),
+        ({"gdn": {"recompute": "all"}}, ValueError, "recompute='all' is not known"),
+        ({"gdn": {"cp_ranks_per_machine": 0}}, ValueError, "cp_ranks_per_machine"),
+        ({"gdn": {"output_gate_activation": "relu"}}, ValueError, "activation='relu'; use one of"),
+    ],
+    ids=str,
+)
+def test_an_illegal_value_is_refused_before_anything_is_replaced(given, error, told):
+    before = [vars(cls).get("__new__") for cls in (Theirs, MambaMixer)]
+    with pytest.raises(error, match=told):
+        megatron_gdn.patch_megatron(**given)
+    assert [vars(cls).get("__new__") for cls in (Theirs, MambaMixer)] == before
+
+
 def test_a_class_that_other_code_has_changed_is_left_to_it():
     with (
         patch.object(MambaMixer, "__new__", lambda cls, *args, **kwargs: object.__new__(cls)),

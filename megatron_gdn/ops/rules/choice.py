@@ -52,12 +52,9 @@ def choose(
         ValueError: an unknown name, or a rule that cannot run here or keep the promise.
         ImportError: the rule's package is missing, too old, or computes wrong results here.
     """
-    names = [rule.name for rule in rules]
-    if backend not in ("auto", *names):
-        legal = ", ".join(map(repr, names))
-        raise ValueError(f"unknown backend {backend!r} of {mixer}; use 'auto' or one of {legal}.")
+    require_known(backend, mixer, rules)
     if backend != "auto":
-        named = rules[names.index(backend)]
+        named = next(rule for rule in rules if rule.name == backend)
         reason = _require(named, mixer, device, dtype, sizes, bits)
         return Choice(named.of(sizes, bits), reason)
     taken, passed = rules[-1], {}
@@ -84,6 +81,14 @@ def choose(
     if taken is rules[-1]:
         reason += advice_about_plain_rule(device, *passed.values())
     return Choice(taken.of(sizes, bits), reason)
+
+
+def require_known(backend: str, mixer: str, rules: Sequence[type[Rule]]) -> None:
+    """Raise a ValueError unless ``backend`` is "auto" or the name of one of ``rules``."""
+    names = [rule.name for rule in rules]
+    if backend not in ("auto", *names):
+        legal = ", ".join(map(repr, names))
+        raise ValueError(f"unknown backend {backend!r} of {mixer}; use 'auto' or one of {legal}.")
 
 
 def _require(
