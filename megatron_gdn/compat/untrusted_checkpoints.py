@@ -39,6 +39,10 @@ _LEGAL = {
         "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    # torch 2.15 stores the plan of a save
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
+    },
     # torch before 2.3
     "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
 }  # fmt: skip
