@@ -51,6 +51,17 @@ def test_what_has_no_row_is_tested_in_its_pinned_version(package):
     assert newest == Version(pins[package]).release[:2]
 
 
+def test_the_classifiers_name_the_tested_pythons_and_what_an_index_page_sorts_by():
+    classifiers = PROJECT["classifiers"]
+    prefix = "Programming Language :: Python :: 3."
+    named = [int(one.removeprefix(prefix)) for one in classifiers if one.startswith(prefix)]
+    oldest, newest = (Version(end).minor for end in TESTED["python"])
+    assert named == list(range(oldest, newest + 1))
+    for kind in ("Development Status", "Operating System", "Topic"):
+        assert any(one.startswith(f"{kind} :: ") for one in classifiers)
+    assert PROJECT["authors"]
+
+
 def test_every_tested_version_may_be_installed():
     extras = PROJECT["optional-dependencies"]
     asked = [*PROJECT["dependencies"], *extras["hf-train"], *extras["hf"], *extras["fla"]]
