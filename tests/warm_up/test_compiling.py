@@ -49,7 +49,8 @@ def test_variants_of_a_kernel_do_not_wait_for_each_other(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     under_lock(str.upper)("first")
-    (lock,) = (tmp_path / "megatron_gdn").iterdir()
+    (locks,) = (tmp_path / "megatron_gdn").iterdir()  # the folder of this user
+    (lock,) = locks.iterdir()
     code = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1, flush=True)"
     command = [sys.executable, "-c", f"{code}; time.sleep(60)", str(lock)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
