@@ -27,7 +27,7 @@ TESTED = {
     "python": VersionRange("3.12", "3.14"),
     "torch": VersionRange("2.8", "2.15"),
     "megatron-core": VersionRange("0.18", "0.19"),
-    "transformers": VersionRange("5.16", "5.23"),
+    "transformers": VersionRange("5.16", "5.24"),
     "accelerate": VersionRange("1.15", "1.15"),
     "flash-linear-attention": VersionRange("0.6", "0.6"),
     "transformer-engine": VersionRange("2.20", "2.20"),
