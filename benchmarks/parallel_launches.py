@@ -18,7 +18,6 @@ times: launches wait, built, before their first step; one after the other then h
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -700,7 +699,6 @@ def arguments() -> argparse.Namespace:
     began = time.monotonic()
     args.spent = lambda: time.monotonic() - began
     args.left = lambda: args.seconds - args.spent()
-    args.date = datetime.date.today().isoformat()
     return args
 
 
