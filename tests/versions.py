@@ -220,7 +220,8 @@ def filled(page: str, place: str, text: str) -> str:
     return page[: page.index(start) + len(start)] + text + page[page.index(end) :]
 
 
-def main() -> None:
+def main() -> int:
+    """Runs and records rows; returns 1 if a row failed that was not recorded as red before."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("rows", nargs="*", default=ROWS, metavar="package==version")
     parser.add_argument("--clones", type=Path, help="has mlm-main and mlm-dev; else by git")
@@ -231,6 +232,8 @@ def main() -> None:
             Row.of(name)
     except ValueError as error:  # before the first row is run
         parser.error(str(error))
+    known_red = {line["row"] for line in recorded() if line["result"] == "red"}
+    failed = []
     for name in args.rows:
         folder = Path(tempfile.mkdtemp(prefix="versions-", dir=args.scratch))
         try:
@@ -239,7 +242,12 @@ def main() -> None:
             shutil.rmtree(folder)
         record(line)
         print(json.dumps(line), flush=True)
+        if line["result"] != "green" and name not in known_red:
+            failed.append(name)
+    if failed:
+        print(f"These rows failed and were not red before: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

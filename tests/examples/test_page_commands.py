@@ -31,6 +31,7 @@ MODELS = "tests/models/test_command.py::test_the_commands_of_the_page_print_what
 SUITE = "the suite itself"
 ENVIRONMENT = "an environment of make test-frameworks"
 GPU = "a machine with a GPU"
+RELEASE = "the workflow of a release"
 EXAMPLE_PY = "examples/pretrain_hybrid.py"
 EXAMPLE = "python " + EXAMPLE_PY + " --nproc-per-node {}"
 
@@ -137,6 +138,11 @@ RUN_BY = {
     "python -m megatron_gdn.doctor": DOCTOR,
     "python -m build": FRESH + "test_a_source_distribution_holds_what_tests_and_pages_need",
     "python -m uv pip compile --all-extras pyproject.toml": EXTRAS,
+    "python -m pip install build twine": RELEASE,
+    "python -m twine check --strict dist/*": RELEASE,
+    "python -m pip install dist/*.whl": RELEASE,
+    "python -m pip check": RELEASE,
+    'python -c "import megatron_gdn"': RELEASE,
 }
 OF_THE_SUITE = (
     "test test-all test-kernels test-shapes nightly docs test-versions test-frameworks lint format"
@@ -169,6 +175,8 @@ def test_what_runs_a_command_exists(command):
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         test = next((word for word in command.split() if word.startswith("tests/")), "")
         assert command.removeprefix("make ") in targets or (test and (ROOT / test).exists())
+    elif by == RELEASE:
+        assert f"run: {command}\n" in (ROOT / ".github/workflows/release.yml").read_text()
     elif by == ENVIRONMENT:
         files = (ROOT / "tests/frameworks/environments").glob("*.txt")
         required = "\n".join(file.read_text() for file in files).splitlines()

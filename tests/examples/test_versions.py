@@ -112,3 +112,23 @@ def test_a_branch_is_taken_from_a_clone_or_fetched(tmp_path):
 def test_what_is_no_row_is_refused_before_anything_is_run(text):
     with pytest.raises(ValueError, match="give package==version with one of torch, "):
         Row.of(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "status"),
+    [
+        ("torch==2.8.0", "green", 0),
+        ("torch==2.8.0", "red", 1),
+        ("torch==2.8.0", "not installed", 1),
+        ("torch==2.9.0", "red", 1),
+        ("torch==2.7.0", "red", 0),
+    ],
+)
+def test_the_command_fails_if_a_row_fails_that_is_not_known_to_be_red(
+    monkeypatch, name, result, status
+):
+    """The weekly run of the workflow reads the status alone."""
+    monkeypatch.setattr(versions, "run", lambda row, *_: {"row": row, "result": result})
+    monkeypatch.setattr(versions, "record", lambda line: None)
+    monkeypatch.setattr("sys.argv", ["versions.py", name])
+    assert versions.main() == status
