@@ -11,7 +11,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 _PROGRAM = re.compile(
-    r"(\w+=\S+ )*(make|pip|git|python3?|torchrun|benchmarks/\w+\.sh|(\./)?\.venv/bin/\w+)( |$)",
+    r"(\w+=\S+ )*"
+    r"(make|pip|git|test|python3?|torchrun|benchmarks/\w+\.sh|(\./)?\.venv/bin/\w+)( |$)",
     flags=re.ASCII,
 )
 _MARKDOWN = MarkdownIt("commonmark").enable("table")

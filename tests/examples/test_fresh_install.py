@@ -99,7 +99,16 @@ def test_a_source_distribution_holds_what_tests_and_pages_need(clone, sdist):
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     known = set(shell("git", "ls-files", cwd=ROOT).splitlines())
-    folders = ("megatron_gdn/", "specs/", "tests/", "docs/", "examples/", "typings/", "benchmarks/")
+    folders = (
+        "megatron_gdn/",
+        "specs/",
+        "tests/",
+        "docs/",
+        "examples/",
+        "typings/",
+        ".github/",
+        "benchmarks/",
+    )
     wanted = {name for name in known if name.startswith(folders) and (clone / name).is_file()}
     wanted |= {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
     wanted |= {"constraints.txt", "pyproject.toml", "megatron_gdn/specs/layer.py"}

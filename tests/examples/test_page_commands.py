@@ -143,6 +143,7 @@ RUN_BY = {
     "python -m pip install dist/*.whl": RELEASE,
     "python -m pip check": RELEASE,
     'python -c "import megatron_gdn"': RELEASE,
+    'test "$(python -m megatron_gdn --version)" = "megatron-gdn ${TAG#v}"': RELEASE,
 }
 OF_THE_SUITE = (
     "test test-all test-kernels test-shapes nightly docs test-versions test-frameworks lint format"
