@@ -55,7 +55,8 @@ def test_there_are_two_workflows():
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_every_command_is_a_target_of_make_or_of_the_page_of_releases(path):
     makefile = (ROOT / "Makefile").read_text()
-    targets = re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)[1].split()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
+    targets = phony.split()
     page = [line for b in blocks_of(ROOT / "docs/releasing.md") for line in lines_of(b.code)]
     commands = commands_in(parsed(path))
     assert commands
@@ -116,7 +117,7 @@ def test_the_versions_that_are_tested_are_the_green_rows_of_the_page():
 
 def test_hooks_before_a_commit_are_the_quick_commands_of_make_lint():
     makefile = (ROOT / "Makefile").read_text()
-    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", makefile, flags=re.MULTILINE)[1]
+    (lint,) = re.findall(r"^lint:.*\n((?:\t.*\n)+)", makefile, flags=re.MULTILINE)
     commands = lint.replace("$(BIN)", ".venv/bin").replace("\t", "").splitlines()
     (repository,) = parsed(ROOT / ".pre-commit-config.yaml")["repos"]
     hooks = [hook["entry"] for hook in repository["hooks"]]
