@@ -86,5 +86,5 @@ def test_wrong_shapes_say_what_is_expected():
         mixed_by(None, [proj[..., 1:], *others], sizes)
     with pytest.raises(ValueError, match="batch of 1"):
         mixed_by(None, [proj, *others], sizes, documents_of([5]))
-    with pytest.raises(ValueError, match="cover all of it"):
+    with pytest.raises(ValueError, match="cover the whole buffer"):
         mixed_by(None, [proj[:, :1], *others], sizes, documents_of([4]))
