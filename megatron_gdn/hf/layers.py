@@ -15,6 +15,8 @@ from ..kda.sizes import KDADims
 from ..mamba2.hf import mamba2_layer_maps
 from ..mamba2.sizes import Mamba2Dims
 from ..mixers.tensor_map import TensorMap
+from .quantised import refuse_quantised
+from .safetensors_files import TensorSpec
 
 _MAPS: dict[type, Any] = {
     GDNDims: gdn_layer_maps, KDADims: kda_layer_maps, Mamba2Dims: mamba2_layer_maps,
@@ -41,10 +43,12 @@ def layer_from_hf(
         zero-centred ``out_norm.weight`` are fp32, other tensors have the dtype of ``hf_state``.
 
     Raises:
+        NotImplementedError: the weights are quantised, such as FP8, NVFP4, INT8 or GPTQ.
         ValueError: a tensor is missing, unknown (such as a bias of a projection) or of the wrong
             shape or dtype, or ``tp_size`` does not divide the heads or groups.
     """
     dims.shard(tp_size)
+    refuse_quantised({key: TensorSpec.of(tensor) for key, tensor in hf_state.items()})
     maps = _maps_of(dims, stored)
     sources = {source.key: source for entry in maps for source in entry.sources}
     if hf_state.keys() != sources.keys():

@@ -56,6 +56,12 @@ class TensorSpec(NamedTuple):
     def torch_dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.dtype]
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The dtype and shape with which safetensors would store ``tensor``."""
+        spelt = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+        return cls(spelt.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+
 
 class SafetensorsFolder:
     """The weights of a Hugging Face folder; `file_of` and `specs` have keys in storage order."""
@@ -217,7 +223,8 @@ class SafetensorsFolder:
         dtype = view.get_dtype()
         if dtype not in TORCH_DTYPES:
             raise NotImplementedError(
-                f"{key} in {self.path_of(key)} has dtype {dtype}; known: {', '.join(TORCH_DTYPES)}."
+                f"{key} in {self.path_of(key)} has dtype {dtype}; known: "
+                f"{', '.join(TORCH_DTYPES)}. Convert the folder to BF16 first."
             )
         return TensorSpec(dtype, tuple(view.get_shape()))
 

@@ -16,6 +16,7 @@ from .model_map import (
     model_maps,
     root_of,
 )
+from .quantised import refuse_quantised
 from .safetensors_files import TensorSpec
 
 # Weights of multi-token prediction and vision, which an export copies and no import loads.
@@ -106,12 +107,9 @@ def plan_of(
             f"whole models of {NEMOTRON} are not converted; megatron_gdn.hf.layer_from_hf "
             f"converts one Mamba2 layer."
         )
-    for key, spec in specs.items():
-        if spec.dtype.startswith("F8") or key.endswith("weight_scale_inv"):
-            raise NotImplementedError(
-                f"{key} is quantised ({spec.dtype}); block-scaled FP8 checkpoints are not read. "
-                f"Convert the folder to BF16 first."
-            )
+    # An export copies the other tensors as they are, so these may be quantised.
+    loaded = {key: spec for key, spec in specs.items() if not key.startswith(_PASSTHROUGH)}
+    refuse_quantised(loaded)
     whose = f"a {config.architecture} with {len(config.hybrid_layer_pattern) // 2} layers"
     _compare_with_files(config, specs, whose)
     maps = list(model_maps(config, specs.keys(), model, centred))

@@ -173,7 +173,7 @@ TENSORS = {
         lambda tensors: tensors.update({A_LOG.replace("A_log", "my_A_log"): torch.ones(2)}),
         r"unknown key '.*my_A_log'",
     ),
-    "fp8": (cast_to(torch.float8_e4m3fn), r"A_log is quantised \(F8_E4M3"),
+    "fp8": (cast_to(torch.float8_e4m3fn), r"A_log is FP8 \(F8_E4M3, no scales\)"),
     "int8": (
         cast_to(torch.int8),
         r"0.linear_attn.A_log in .*\.safetensors has dtype int8; legal for .*A_log: bfloat16, ",
