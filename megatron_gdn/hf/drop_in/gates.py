@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import wraps
 from typing import Any, cast
 
@@ -120,6 +121,25 @@ class HoldsGates(Fp32Parameters):
     def _keep_in_float32_parameter_names(self) -> tuple[str, ...]:
         """The names of the gate parameters; none before :func:`hold_gates`."""
         return FP32_GDN_PARAM_NAMES if HOLDER_NAME in self._modules else ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse pickle, which finds a class by its name; the patch made this one."""
+        raise NotImplementedError(
+            f"{type(self).__name__} is patched by megatron_gdn.hf.patch, and a patched model is "
+            f"not pickled. Save model.state_dict() or call save_pretrained; or undo the patch, "
+            f"save the model, and patch it again after loading."
+        )
+
+    def __copy__(self) -> Any:
+        copied: Any = object.__new__(type(self))
+        copied.__setstate__(vars(self))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied: Any = object.__new__(type(self))
+        memo[id(self)] = copied  # children may refer to this module
+        copied.__setstate__(deepcopy(vars(self), memo))
+        return copied
 
     @property
     def _gates(self) -> OwnersGate:

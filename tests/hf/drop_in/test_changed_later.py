@@ -1,6 +1,9 @@
 """What is changed in a patched model, or would be ignored or cut wrongly, counts or is refused."""
 
 import copy
+import io
+import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -48,6 +51,36 @@ def test_a_copy_of_a_patched_model_runs_its_own_parameters(patched, family):
         parameter.zero_()
     assert model(TOKENS, use_cache=False).logits.any()
     assert not other(TOKENS, **SOURCES["offsets"], use_cache=False).logits.any()
+
+
+@pytest.mark.parametrize("family", [DENSE, KIMI])
+@pytest.mark.parametrize(
+    ("write", "read_back"),
+    [(torch.save, partial(torch.load, weights_only=False)), (pickle.dump, pickle.load)],
+)
+@torch.no_grad()
+def test_a_patched_model_is_pickled_only_after_undo(fresh, family, write, read_back):
+    """Its classes are made by the patch, so another process could not find them."""
+    model = fresh(family)
+    patched = patch(model)
+    with pytest.raises(NotImplementedError, match=r"is patched.*model\.state_dict\(\).*undo"):
+        write(model, io.BytesIO())
+    patched.undo()
+    expected = model(TOKENS, use_cache=False).logits
+    file = io.BytesIO()
+    write(model, file)
+    file.seek(0)
+    assert torch.equal(read_back(file)(TOKENS, use_cache=False).logits, expected)
+
+
+@torch.no_grad()
+def test_a_shallow_copy_of_a_layer_has_its_class_and_its_modules(patched):
+    layer = mixer_of(patched(DENSE))
+    other = copy.copy(layer)
+    assert type(other) is type(layer)
+    assert other.out_proj is layer.out_proj
+    other.drop_in = None
+    assert layer.drop_in is not None
 
 
 def test_a_forward_that_was_on_the_model_runs_inside_and_is_back_after_undo(fresh):
