@@ -108,13 +108,14 @@ def run_decode(simulation, N, slots, sizes, transposed=False):
     write_slots_on_gpu(memory.state, memory.slots, tensor(N, *state.shape[1:], dtype=FP32))
 
 
-def run_chains(simulation, N, P, H, K, V, start):
+def run_chains(simulation, N, P, H, K, V, composed=False):
     """Chains of two steps over P maps, whose states go to the last of P places."""
     table = simulation.holds(tensor(N, 2, 2, dtype=INT32), P - 1)
     local, through = tensor(P, H, K, V, dtype=FP32), tensor(P, H, K, K, dtype=FP32).mT
-    out = tensor(P, H, K, V + (K if start == "identity" else 0), dtype=FP32)
-    given = tensor(N, H, K, V, dtype=FP32) if start == "given" else start
-    chains_kernels.follow(local, through, table, out, given, tensor(2, dtype=INT32))
+    out = tensor(P, H, K, V + (K if composed else 0), dtype=FP32)
+    start = None if composed else tensor(N, H, K, V, dtype=FP32)
+    flags = tensor(2, dtype=INT32)
+    chains_kernels.follow(local, through, table, out, start, flags, compose=composed)
 
 
 def run_half(B, S, G, H, V):
@@ -171,8 +172,8 @@ LAWS = {
     ),
     "decode": lambda x: run_decode(x, 65_535, 2**20, HeadSizes(2, 4, 128, 128)),
     "decode, transposed": lambda x: run_decode(x, 7, 2**20, HeadSizes(1, 1, 16, 80), True),
-    "chains": lambda x: run_chains(x, 70_000, 2**20, 3, 24, 40, "given"),
-    "chains, composed": lambda x: run_chains(x, 70_000, 2**20, 3, 128, 128, "identity"),
+    "chains": lambda x: run_chains(x, 70_000, 2**20, 3, 24, 40),
+    "chains, composed": lambda x: run_chains(x, 70_000, 2**20, 3, 128, 128, composed=True),
     "half": lambda _: run_half(2, 4096, 64, 64, 4096),
     "exchange": lambda x: run_exchange(x, 2**15, 129, TWO_COPIES),
     "additions": lambda x: run_additions(x, 2**26 + 1, 32, 2**21, 1, 2048),
