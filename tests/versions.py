@@ -106,6 +106,8 @@ class Environment:
             "--extra", extra, "--constraint", str(folder / "constraints.txt"),
             "--override", str(folder / "overrides.txt"),
         )  # fmt: skip
+        if row.package == "newest":  # the doctor's tests ask what the installed package requires
+            uv("pip", "install", "--python", str(self.python), "--no-deps", "--editable", str(ROOT))
 
     def versions(self) -> dict[str, str]:
         ask = "import platform; print(platform.python_version())"
