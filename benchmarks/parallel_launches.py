@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +294,7 @@ class Launches:
         model = MODELS[case.model]
         flags = self.flags(name, case)
         if self.args.toy:
-            pattern = flags[len(flags) - 1 - flags[::-1].index("--hybrid-layer-pattern") + 1]
+            pattern = last_value(flags, "--hybrid-layer-pattern")
             flags = [*on_cpu(flags), *TOY_SMALL.format(pattern).split()]
         # Many launches at once would each start some thirty compilers.
         given = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **case.environment}
@@ -354,6 +355,12 @@ class Launches:
         with ThreadPoolExecutor(max(1, len(names))) as pool:
             for future in [pool.submit(run, name) for name in names]:
                 future.result()
+
+
+def last_value(flags: list[str], flag: str) -> str:
+    """Of two equal flags Megatron takes the last."""
+    values = [value for name, value in pairwise(flags) if name == flag]
+    return values[-1]
 
 
 def distance(record: dict[str, Any], other: dict[str, Any]) -> float | None:
@@ -639,6 +646,15 @@ def held_to_in_words(case: Case, held_to: str, cases: dict[str, Case]) -> str:
     return "our layer" if case.layer == "upstream" else held_to
 
 
+def result_in_words(record: dict[str, Any]) -> str:
+    if "failed" in record:
+        return "fails"
+    off = record.get("distance")
+    if off is None:
+        return "trains"
+    return f"{off:.0e}" if off else "0"
+
+
 def table(records: Path) -> int:
     """Writes records of `laws` to docs/launches.jsonl, and the table of docs/support.md."""
     from tests.launches.record import KEY, write
@@ -648,8 +664,7 @@ def table(records: Path) -> int:
         cases = {name: case for wave in WAVES[record["divide"]] for name, case in wave.items()}
         case = cases[record["case"]]
         model = MODELS[case.model]
-        off = record.get("distance")
-        result = "trains" if off is None else f"{off:.0e}" if off else "0"
+        result = result_in_words(record)
         script = "pretrain_hybrid.py"
         options = f"MEGATRON_GDN_OPTIONS={case.options}" if case.options else ""
         words = f"{options} {record['flags']} {start_in_words(case, cases)}"
@@ -667,7 +682,7 @@ def table(records: Path) -> int:
             "commit": record["environment"]["megatron-lm"],
             "torch": record["environment"]["torch"],
             "date": record["date"],
-            "result": "fails" if "failed" in record else result,
+            "result": result,
         })  # fmt: skip
     return 0
 
