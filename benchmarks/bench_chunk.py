@@ -1,7 +1,9 @@
-"""The plain-torch chunk rule on a GPU: time, memory, accuracy, and that TF32 does not reach it.
+"""The plain-torch chunk rule on a GPU: time, memory, accuracy, and that TF32 does not
+reach it.
 
-python3 benchmarks/bench_chunk.py                 8192 tokens, 16 key and 32 value heads of 128
-python3 benchmarks/bench_chunk.py --profile       and which kernels it spends its time in
+python3 benchmarks/bench_chunk.py            8192 tokens, 16 key and 32 value heads of
+                                             128
+python3 benchmarks/bench_chunk.py --profile  and which kernels it spends its time in
 """
 
 from __future__ import annotations
@@ -11,21 +13,33 @@ import argparse
 import torch
 from lib.measure import environment, table, time_ms, write_lines
 
-from megatron_gdn.ops import Documents, recurrent_gated_delta_rule, torch_chunk_gated_delta_rule
+from megatron_gdn.ops import (
+    Documents,
+    recurrent_gated_delta_rule,
+    torch_chunk_gated_delta_rule,
+)
 
 NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
 
 
-def inputs(tokens: int, G: int, H: int, D: int, decay: float, dtype, same_key: bool = False):
+def inputs(
+    tokens: int, G: int, H: int, D: int, decay: float, dtype, same_key: bool = False
+):
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):
-        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float64)
+        return torch.randn(
+            *shape, generator=generator, device="cuda", dtype=torch.float64
+        )
 
     def unit(x):
         return x / x.norm(dim=-1, keepdim=True)
 
-    q, k, v = unit(normal(1, tokens, G, D)), unit(normal(1, tokens, G, D)), normal(1, tokens, H, D)
+    q, k, v = (
+        unit(normal(1, tokens, G, D)),
+        unit(normal(1, tokens, G, D)),
+        normal(1, tokens, H, D),
+    )
     if same_key:
         k = k[:, :1].expand_as(k).contiguous()
     g = -decay * torch.nn.functional.softplus(normal(1, tokens, H))
@@ -52,7 +66,9 @@ def errors(actual, expected) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
-    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument(
+        "--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE")
+    )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", help="append JSON lines to this file")
     args = parser.parse_args()
@@ -60,7 +76,9 @@ def main() -> None:
     rule = torch_chunk_gated_delta_rule
     rows = [["tokens", "documents", "fwd ms", "fwd+bwd ms", "peak MiB"]]
     for tokens in args.tokens:
-        tensors = [x.requires_grad_() for x in inputs(tokens, G, H, 128, 1.0, torch.bfloat16)]
+        tensors = [
+            x.requires_grad_() for x in inputs(tokens, G, H, 128, 1.0, torch.bfloat16)
+        ]
         grad = torch.randn_like(tensors[2])
         packed = Documents.from_cu_seqlens(
             [0, 100, 163, 164, tokens // 2, tokens], tokens, device="cuda"
@@ -73,28 +91,48 @@ def main() -> None:
             def both(forward=forward, tensors=tensors, grad=grad):
                 torch.autograd.grad(forward(), tensors, grad)
 
-            timed = [time_ms(run, warmup=3, repeats=10)["median"] for run in (forward, both)]
+            timed = [
+                time_ms(run, warmup=3, repeats=10)["median"] for run in (forward, both)
+            ]
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             both()
             peak = (torch.cuda.max_memory_allocated() - before) / 2**20
             count = 1 if documents is None else len(documents.lengths)
-            rows.append([str(tokens), str(count), *(f"{t:.2f}" for t in timed), f"{peak:.0f}"])
-            record = {"bench": "chunk", "tokens": tokens, "documents": count, "forward": timed[0],
-                      "forward_backward": timed[1], "peak": peak, "heads": [G, H],
-                      "environment": environment()}  # fmt: skip
+            rows.append(
+                [str(tokens), str(count), *(f"{t:.2f}" for t in timed), f"{peak:.0f}"]
+            )
+            record = {
+                "bench": "chunk",
+                "tokens": tokens,
+                "documents": count,
+                "forward": timed[0],
+                "forward_backward": timed[1],
+                "peak": peak,
+                "heads": [G, H],
+                "environment": environment(),
+            }
             write_lines(args.out, [record])
         if args.profile:
             from torch.profiler import ProfilerActivity, profile
 
-            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+            with profile(
+                activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]
+            ) as found:
                 both()
                 torch.cuda.synchronize()
-            print(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=25,
-                                             max_name_column_width=60))  # fmt: skip
+            print(
+                found.key_averages().table(
+                    sort_by="self_cuda_time_total",
+                    row_limit=25,
+                    max_name_column_width=60,
+                )
+            )
     print(table(rows))
 
-    print("largest error against the fp64 recurrence, of the largest element, 777 tokens:")
+    print(
+        "largest error against the fp64 recurrence, of the largest element, 777 tokens:"
+    )
     for case, decay, same_key in (
         ("random keys, little decay", 0.01, False),
         ("random keys, decay 8", 8.0, False),
@@ -109,15 +147,25 @@ def main() -> None:
         switched = results(rule, tensors)
         torch.set_float32_matmul_precision("highest")
         same = all(torch.equal(plain[name], switched[name]) for name in NAMES)
-        print(f"  {'':28} with TF32 switched on: {'the same bits' if same else 'OTHER BITS'}")
+        print(
+            f"  {'':28} with TF32 switched on: "
+            f"{'the same bits' if same else 'OTHER BITS'}"
+        )
 
     tensors = inputs(3000, G, H, 128, 1.0, torch.bfloat16)
     d_o = torch.randn_like(tensors[2])
     document = slice(1000, 2500)
     alone = results(rule, [x[:, document] for x in tensors], None, d_o[:, document])
     beside = results(rule, tensors, [0, 63, 1000, 2500, 3000], d_o)
-    differ = [name for name in NAMES if not torch.equal(alone[name], beside[name][:, document])]
-    print(f"a document of 1500 tokens alone and beside others: {differ or 'the same bits'}")
+    differ = [
+        name
+        for name in NAMES
+        if not torch.equal(alone[name], beside[name][:, document])
+    ]
+    print(
+        "a document of 1500 tokens alone and beside others: "
+        f"{differ or 'the same bits'}"
+    )
 
 
 if __name__ == "__main__":

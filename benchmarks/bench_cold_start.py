@@ -24,7 +24,9 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes  # noqa: E402
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument(
+        "--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE")
+    )
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--documents", type=int, default=0)
@@ -49,7 +51,12 @@ def main() -> None:
     sizes = HeadSizes(*args.heads, 128, 128)
     layer = our_layer(args.hidden, sizes, "flash_qla", deterministic=args.deterministic)
     x = torch.randn(
-        args.tokens, 1, args.hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True
+        args.tokens,
+        1,
+        args.hidden,
+        dtype=torch.bfloat16,
+        device="cuda",
+        requires_grad=True,
     )
     packed = thd(Case("", 1, args.tokens, args.documents).offsets())
     at = took("layer", at)
@@ -60,7 +67,11 @@ def main() -> None:
         at = took(f"{step} backward", at)
     took("all", BEGAN)
     cores = len(os.sched_getaffinity(0))
-    print(json.dumps({"cores": cores, **vars(args), "seconds": seconds, "triton": compiled}))
+    print(
+        json.dumps(
+            {"cores": cores, **vars(args), "seconds": seconds, "triton": compiled}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The layer under context parallelism: megatron-core's, ours in both schemes, and the bare wire.
+"""The layer under context parallelism: megatron-core's, ours in both schemes, and the
+bare wire.
 
     torchrun --nproc-per-node 4 benchmarks/bench_context_parallel.py --out results.jsonl
 
-Every rank is a context-parallel rank. All layers hold the same weights and read the same tokens;
-``off`` is how far a layer's output lies from megatron-core's, as a share of its size (both are
-bf16). ``wire`` is the head exchange's bytes through bare ``all_to_all_single`` calls.
+Every rank is a context-parallel rank. All layers hold the same weights and read the
+same tokens; ``off`` is how far a layer's output lies from megatron-core's, as a share
+of its size (both are bf16). ``wire`` is the head exchange's bytes through bare
+``all_to_all_single`` calls.
 
 Legend: s this rank's tokens, P projection width, V value width.
 """
@@ -21,7 +23,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from lib.layers import DEVICE, our_layer, row_of, thd, through, transformer_config, upstream_layer
+from lib.layers import (
+    DEVICE,
+    our_layer,
+    row_of,
+    thd,
+    through,
+    transformer_config,
+    upstream_layer,
+)
 from lib.measure import (
     IN_A_ROW,
     captured,
@@ -44,7 +54,8 @@ LAYERS = ("upstream", "headwise", "chunkwise", "auto")
 
 @dataclass(frozen=True)
 class Case:
-    """``tokens`` over all ranks; ``document`` > 0 packs documents of that many tokens."""
+    """``tokens`` over all ranks; ``document`` > 0 packs documents of that many
+    tokens."""
 
     name: str
     tokens: int
@@ -69,29 +80,52 @@ CASES = {
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--cases", nargs="+", choices=CASES, default=["131072", "32768", "thd32768", "thd32768x512"]
+        "--cases",
+        nargs="+",
+        choices=CASES,
+        default=["131072", "32768", "thd32768", "thd32768x512"],
     )
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
-    parser.add_argument("--core", choices=("flash_qla", "fla", "reference"), default="flash_qla")
+    parser.add_argument(
+        "--core", choices=("flash_qla", "fla", "reference"), default="flash_qla"
+    )
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument(
+        "--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE")
+    )
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--shrink", type=int, default=1, help="divide every length by this")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="divide every length by this"
+    )
     parser.add_argument("--out", help="append JSON lines to this file")
-    parser.add_argument("--graphs", action="store_true", help="also as CUDA graphs (not packed)")
     parser.add_argument(
-        "--in-a-row", type=int, default=1, choices=IN_A_ROW, metavar="LAYERS",
-        help="1 to 6 layers after each other, as in a model; only the host's times are of one",
-    )  # fmt: skip
-    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="show the N longest")
+        "--graphs", action="store_true", help="also as CUDA graphs (not packed)"
+    )
     parser.add_argument(
-        "--compile-only", action="store_true", help="one forward+backward each; also on a CPU"
+        "--in-a-row",
+        type=int,
+        default=1,
+        choices=IN_A_ROW,
+        metavar="LAYERS",
+        help=(
+            "1 to 6 layers after each other, as in a model; only the host's times "
+            "are of one"
+        ),
+    )
+    parser.add_argument(
+        "--kernels", type=int, default=0, metavar="N", help="show the N longest"
+    )
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="one forward+backward each; also on a CPU",
     )
     return parser.parse_args()
 
 
 def wire_ms(case: Case, dims: GDNDims, repeats: int) -> tuple[dict, dict]:
-    """Both exchanges of a forward, and of a forward and backward, with nothing around them."""
+    """Both exchanges of a forward, and of a forward and backward, with nothing around
+    them."""
     cp = dist.get_world_size()
     s = case.tokens // cp
     blocks = [
@@ -105,25 +139,32 @@ def wire_ms(case: Case, dims: GDNDims, repeats: int) -> tuple[dict, dict]:
             for source, target in zip(blocks, received, strict=True):
                 dist.all_to_all_single(target, source)
 
-    return tuple(slowest(time_ms(lambda n=n: exchange(n), repeats=repeats)) for n in (1, 2))
+    return tuple(
+        slowest(time_ms(lambda n=n: exchange(n), repeats=repeats)) for n in (1, 2)
+    )
 
 
 def build(name: str, args, sizes: HeadSizes):
     if name == "upstream":
         return upstream_layer(args.hidden, sizes, cp=dist.get_world_size())
-    return our_layer(args.hidden, sizes, args.core, cp=dist.get_world_size(), linear_cp_mode=name)
+    return our_layer(
+        args.hidden, sizes, args.core, cp=dist.get_world_size(), linear_cp_mode=name
+    )
 
 
 def main() -> None:
     args = arguments()
-    faulthandler.register(signal.SIGTERM, chain=True)  # how torchrun ends a rank: says where it is
+    # how torchrun ends a rank: says where it is
+    faulthandler.register(signal.SIGTERM, chain=True)
     os.environ["FLA_FLASH_QLA"] = "1" if args.core == "flash_qla" else "0"
     rank, cp = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     from megatron.core import parallel_state, tensor_parallel
 
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+        dist.init_process_group(
+            "nccl", device_id=torch.device("cuda", torch.cuda.current_device())
+        )
     else:
         from megatron_gdn.compat.one_process import run_megatron_on_cpu
 
@@ -135,10 +176,15 @@ def main() -> None:
     dims = GDNDims.from_config(transformer_config(args.hidden, sizes))
     setting = {
         "environment": {} if args.compile_only else environment(),
-        "core": args.core, "hidden": args.hidden, "heads": list(args.heads), "cp": cp,
+        "core": args.core,
+        "hidden": args.hidden,
+        "heads": list(args.heads),
+        "cp": cp,
         "in_a_row": args.in_a_row,
-    }  # fmt: skip
-    rows = [["case", "layer", "fwd ms", "fwd+bwd ms", "ratio", "ratio", "saved MiB", "off"]]
+    }
+    rows = [
+        ["case", "layer", "fwd ms", "fwd+bwd ms", "ratio", "ratio", "saved MiB", "off"]
+    ]
     hosts = [["case", "layer", "host ms, fwd+bwd", "ratio", "in one thread", "ratio"]]
     began = time.monotonic()
     for name in args.cases:
@@ -146,9 +192,13 @@ def main() -> None:
         torch.manual_seed(1)
         whole = torch.randn(case.tokens, 1, args.hidden, dtype=torch.bfloat16)
         lengths = (
-            [case.document] * (case.tokens // case.document) if case.document else [case.tokens]
+            [case.document] * (case.tokens // case.document)
+            if case.document
+            else [case.tokens]
         )
-        offsets = list(range(0, case.tokens + 1, case.document)) if case.document else None
+        offsets = (
+            list(range(0, case.tokens + 1, case.document)) if case.document else None
+        )
         x = whole[local_indices(lengths, cp, rank)].to(DEVICE).requires_grad_()
         grad = torch.randn_like(x)
         base, truth, state, whole_steps = None, None, None, {}
@@ -184,14 +234,31 @@ def main() -> None:
             memory = memory_mib(run)
             here = (forward["median"], total["median"])
             base = here if base is None else base
-            rows.append([case.name, name, *(f"{t:.3f}" for t in here),
-                         *(f"{a / b:.3f}" for a, b in zip(here, base, strict=True)),
-                         f"{memory['saved']:.0f}", f"{off:.1e}"])  # fmt: skip
+            rows.append(
+                [
+                    case.name,
+                    name,
+                    *(f"{t:.3f}" for t in here),
+                    *(f"{a / b:.3f}" for a, b in zip(here, base, strict=True)),
+                    f"{memory['saved']:.0f}",
+                    f"{off:.1e}",
+                ]
+            )
             if rank == 0:
-                print("  ".join(rows[-1]), f"at {time.monotonic() - began:.0f} s", flush=True)
-                record = {"case": case.name, "layer": name, "forward": forward,
-                          "forward_backward": total, "off": off, **memory,
-                          **setting}  # fmt: skip
+                print(
+                    "  ".join(rows[-1]),
+                    f"at {time.monotonic() - began:.0f} s",
+                    flush=True,
+                )
+                record = {
+                    "case": case.name,
+                    "layer": name,
+                    "forward": forward,
+                    "forward_backward": total,
+                    "off": off,
+                    **memory,
+                    **setting,
+                }
                 write_lines(args.out, [record])
             if args.graphs and not case.document:  # documents cannot be captured
                 replays = [
@@ -199,13 +266,25 @@ def main() -> None:
                     for f in (run, both)
                 ]
                 graphed = tuple(times["median"] for times in replays)
-                rows.append([case.name, f"{name}, graph", *(f"{t:.3f}" for t in graphed),
-                             *(f"{a / b:.3f}" for a, b in zip(graphed, base, strict=True)),
-                             "", ""])  # fmt: skip
+                rows.append(
+                    [
+                        case.name,
+                        f"{name}, graph",
+                        *(f"{t:.3f}" for t in graphed),
+                        *(f"{a / b:.3f}" for a, b in zip(graphed, base, strict=True)),
+                        "",
+                        "",
+                    ]
+                )
                 if rank == 0:
                     print("  ".join(rows[-1]), flush=True)
-                    record = {"case": case.name, "layer": f"{name}, graph", "forward": replays[0],
-                              "forward_backward": replays[1], **setting}  # fmt: skip
+                    record = {
+                        "case": case.name,
+                        "layer": f"{name}, graph",
+                        "forward": replays[0],
+                        "forward_backward": replays[1],
+                        **setting,
+                    }
                     write_lines(args.out, [record])
             if args.kernels:
                 times = kernel_times(both)
@@ -221,15 +300,24 @@ def main() -> None:
         with torch.autograd.set_multithreading_enabled(False):
             alone = [slowest(found) for found in host_ms(steps, in_a_row=several)]
         for name, host, one in zip(whole_steps, issued, alone, strict=True):
-            hosts.append([
-                case.name, name,
-                f"{host['median']:.3f} ({host['p10']:.3f} .. {host['p90']:.3f})",
-                f"{host['median'] / issued[0]['median']:.3f}", f"{one['median']:.3f}",
-                f"{one['median'] / alone[0]['median']:.3f}",
-            ])  # fmt: skip
+            hosts.append(
+                [
+                    case.name,
+                    name,
+                    f"{host['median']:.3f} ({host['p10']:.3f} .. {host['p90']:.3f})",
+                    f"{host['median'] / issued[0]['median']:.3f}",
+                    f"{one['median']:.3f}",
+                    f"{one['median'] / alone[0]['median']:.3f}",
+                ]
+            )
             if rank == 0:
-                record = {"case": case.name, "layer": name, "host_forward_backward": host,
-                          "host_in_one_thread": one, **setting}  # fmt: skip
+                record = {
+                    "case": case.name,
+                    "layer": name,
+                    "host_forward_backward": host,
+                    "host_in_one_thread": one,
+                    **setting,
+                }
                 write_lines(args.out, [record])
         del whole_steps, steps, both, run
         torch.cuda.empty_cache()
@@ -238,10 +326,22 @@ def main() -> None:
         ratios = [f"{a / b:.3f}" for a, b in zip(here, base, strict=True)]
         rows.append([case.name, "wire", *(f"{t:.3f}" for t in here), *ratios, "", ""])
         if rank == 0:
-            write_lines(args.out, [{"case": case.name, "layer": "wire", "forward": forward,
-                                    "forward_backward": total, **setting}])  # fmt: skip
+            write_lines(
+                args.out,
+                [
+                    {
+                        "case": case.name,
+                        "layer": "wire",
+                        "forward": forward,
+                        "forward_backward": total,
+                        **setting,
+                    }
+                ],
+            )
     if rank == 0 and not args.compile_only:
-        print(f"\n{cp} ranks, core {args.core}; ratios to the first layer\n{table(rows)}")
+        print(
+            f"\n{cp} ranks, core {args.core}; ratios to the first layer\n{table(rows)}"
+        )
         print(f"\n{table(hosts)}")
     dist.destroy_process_group()
 

@@ -1,12 +1,14 @@
 """Time of a layer's decode step against the floor of reading and writing its states.
 
-    python3 benchmarks/bench_decode.py --out decode.jsonl     # a GPU: a Qwen3-Next layer in bf16
-    python3 benchmarks/bench_decode.py --mixer mamba2         # likewise a Mamba2 mixer
-    python3 benchmarks/bench_decode.py --tiny                 # anywhere: does it run
+    python3 benchmarks/bench_decode.py --out decode.jsonl  # a GPU: a Qwen3-Next layer
+                                                           # in bf16
+    python3 benchmarks/bench_decode.py --mixer mamba2      # likewise a Mamba2 mixer
+    python3 benchmarks/bench_decode.py --tiny              # anywhere: does it run
 
-A line per batch: milliseconds per eager step of the layer in Megatron's StaticInferenceContext, and
-its ratio to the floor, which is the bytes of histories and states, read and written, at the
-bandwidth of a copy measured here. A step costs the same after any number of tokens.
+A line per batch: milliseconds per eager step of the layer in Megatron's
+StaticInferenceContext, and its ratio to the floor, which is the bytes of histories and
+states, read and written, at the bandwidth of a copy measured here. A step costs the
+same after any number of tokens.
 """
 
 from __future__ import annotations
@@ -23,24 +25,38 @@ import torch.distributed as dist
 _WARM_UP = 3  # calls that are not counted
 SIZES = {  # of a layer of Qwen3-Next, and of a Mamba2 mixer
     "gdn": {
-        "hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "hidden_size": 2048,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
     },
     "mamba2": {
-        "hidden_size": 2048, "mamba_num_heads": 64, "mamba_num_groups": 8, "mamba_head_dim": 64,
+        "hidden_size": 2048,
+        "mamba_num_heads": 64,
+        "mamba_num_groups": 8,
+        "mamba_head_dim": 64,
         "mamba_state_dim": 128,
     },
-}  # fmt: skip
+}
 TINY = {
     "gdn": {
-        "hidden_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+        "hidden_size": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
     },
     "mamba2": {
-        "hidden_size": 32, "mamba_num_heads": 4, "mamba_num_groups": 2, "mamba_head_dim": 16,
+        "hidden_size": 32,
+        "mamba_num_heads": 4,
+        "mamba_num_groups": 2,
+        "mamba_head_dim": 16,
         "mamba_state_dim": 16,
     },
-}  # fmt: skip
+}
 
 
 def build_layer(mixer: str, sizes: dict, dtype: torch.dtype, device: str, backend: str):
@@ -69,7 +85,10 @@ def build_layer(mixer: str, sizes: dict, dtype: torch.dtype, device: str, backen
     if mixer == "gdn":
         spec, more = gated_delta_net_spec("local", backend=backend), {}
     else:
-        spec, more = mamba2_spec("local", backend=backend), {"d_model": sizes["hidden_size"]}
+        spec, more = (
+            mamba2_spec("local", backend=backend),
+            {"d_model": sizes["hidden_size"]},
+        )
     return build_module(spec, config, layer_number=1, **more).to(device).eval()
 
 
@@ -92,7 +111,8 @@ def milliseconds(run, repeats: int, on_gpu: bool) -> float:
 
 
 def copy_rate(on_gpu: bool, repeats: int) -> float:
-    """Bytes read and written per millisecond by a copy of 1 GiB (1 MiB without a GPU)."""
+    """Bytes read and written per millisecond by a copy of 1 GiB (1 MiB without a
+    GPU)."""
     size = 1 << (30 if on_gpu else 20)
     source = torch.empty(size, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
     target = torch.empty_like(source)
@@ -116,9 +136,12 @@ def measure(layer, batch: int, repeats: int, rate: float) -> dict:
     floor = 2 * sum(t.numel() * t.element_size() for t in memory) / rate
     took = milliseconds(lambda: step(x[:1]), repeats, weight.is_cuda)
     return {
-        "batch": batch, "dtype": str(weight.dtype), "floor_ms": floor, "layer_ms": took,
+        "batch": batch,
+        "dtype": str(weight.dtype),
+        "floor_ms": floor,
+        "layer_ms": took,
         "layer_over_floor": took / floor,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -128,7 +151,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small layer")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument(
-        "--backend", default="reference", help="rule of the prefill; this one compiles nothing"
+        "--backend",
+        default="reference",
+        help="rule of the prefill; this one compiles nothing",
     )
     parser.add_argument("--repeats", type=int, default=100)
     args = parser.parse_args()
@@ -143,7 +168,11 @@ def main() -> None:
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
     for batch in args.batches:
         line = measure(layer, batch, args.repeats, rate)
-        line |= {"mixer_kind": args.mixer, "device": device, "copy_gb_per_s": rate / 1e6}
+        line |= {
+            "mixer_kind": args.mixer,
+            "device": device,
+            "copy_gb_per_s": rate / 1e6,
+        }
         print(json.dumps(line), flush=True)
         if args.out:
             with args.out.open("a") as file:

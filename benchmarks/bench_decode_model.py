@@ -1,20 +1,27 @@
-"""A decode step of a hybrid model beside its floor and beside transformers' model, in one run.
+"""A decode step of a hybrid model beside its floor and beside transformers' model, in
+one run.
 
-    python3 benchmarks/bench_decode_model.py --out decode.jsonl   # a GPU: 16 layers, 12 of them GDN
-    python3 benchmarks/bench_decode_model.py --tiny                # anywhere: does it run
+    python3 benchmarks/bench_decode_model.py --out decode.jsonl  # a GPU: 16 layers, 12
+                                                                 # of them GDN
+    python3 benchmarks/bench_decode_model.py --tiny               # anywhere: does it
+                                                                  # run
 
-One model of Qwen3.5's form with random weights, by transformers (with fla's kernels where they are
-installed, and its own cache) and by Megatron from the same file, in Megatron's
-StaticInferenceContext: eager, and as a CUDA graph of one step, whose attention then reads the keys
-of one length. The floor is the bytes of the weights (embeddings apart), histories and states, these
-twice, at the bandwidth of a copy. ``error`` and ``their_error`` are distances (root mean square) of
-our logits and transformers' from those of the plain rule in twice the width, over their size; ours
-may be twice theirs. cuDNN's attention prepares itself again for every length of the keys, some
+One model of Qwen3.5's form with random weights, by transformers (with fla's kernels
+where they are installed, and its own cache) and by Megatron from the same file, in
+Megatron's
+StaticInferenceContext: eager, and as a CUDA graph of one step, whose attention then
+reads the keys of one length. The floor is the bytes of the weights (embeddings apart),
+histories and states, these twice, at the bandwidth of a copy. ``error`` and
+``their_error`` are distances (root mean square) of our logits and transformers' from
+those of the plain rule in twice the width, over their size; ours may be twice theirs.
+cuDNN's attention prepares itself again for every length of the keys, some
 10 ms on the host: ``transformers_ms`` is with it, as torch chooses, and
-``transformers_without_cudnn_ms`` without; ``--attention unfused`` leaves it out of our model.
+``transformers_without_cudnn_ms`` without; ``--attention unfused`` leaves it out of our
+model.
 
-Then one layer: a decode step on a dynamic context's buffers, half of whose slots are taken in
-another order, beside ``MambaMixer`` of Megatron with states of the same size where that runs.
+Then one layer: a decode step on a dynamic context's buffers, half of whose slots are
+taken in another order, beside ``MambaMixer`` of Megatron with states of the same size
+where that runs.
 """
 
 from __future__ import annotations
@@ -39,17 +46,33 @@ PLACE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 PROMPT, COMPARED = 64, 4
 SIZES = {
-    "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 5632, "vocab_size": 32768,
-    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
-}  # fmt: skip
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "intermediate_size": 5632,
+    "vocab_size": 32768,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
 TINY = SIZES | {
-    "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "vocab_size": 64,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
-}  # fmt: skip
+}
 
 
 def their_model(sizes: dict[str, Any]) -> torch.nn.Module:
@@ -64,16 +87,23 @@ def their_model(sizes: dict[str, Any]) -> torch.nn.Module:
     return model.to(PLACE, DTYPE).eval()
 
 
-def our_model(folder: str, modules: str, tokens: int, attention: str = "auto") -> torch.nn.Module:
+def our_model(
+    folder: str, modules: str, tokens: int, attention: str = "auto"
+) -> torch.nn.Module:
     from megatron.core.transformer.enums import AttnBackend
 
     from megatron_gdn.hf import build_model, load_hf_weights
 
     model, _ = build_model(
-        folder, modules=modules, dtype=DTYPE, parallel_output=False, max_sequence_length=tokens,
+        folder,
+        modules=modules,
+        dtype=DTYPE,
+        parallel_output=False,
+        max_sequence_length=tokens,
         attention_backend=AttnBackend[attention],
-        bias_activation_fusion=True, apply_rope_fusion=modules != "local",
-    )  # fmt: skip
+        bias_activation_fusion=True,
+        apply_rope_fusion=modules != "local",
+    )
     load_hf_weights(model, folder)
     return model.to(PLACE).eval()
 
@@ -85,23 +115,31 @@ def difference(logits: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @torch.inference_mode()
-def exact_steps(folder: str, texts: list[torch.Tensor], attention: str) -> list[list[torch.Tensor]]:
-    """Of every text the logits of the first steps after the prompt, in twice the width."""
+def exact_steps(
+    folder: str, texts: list[torch.Tensor], attention: str
+) -> list[list[torch.Tensor]]:
+    """Of every text the logits of the first steps after the prompt, in twice the
+    width."""
     from megatron.core.transformer.enums import AttnBackend
 
     from megatron_gdn.hf import build_model, load_hf_weights
 
     model, _ = build_model(
-        folder, modules="local", dtype=torch.float32 if ON_GPU else torch.float64,
-        parallel_output=False, layer_options={"backend": "reference"},
+        folder,
+        modules="local",
+        dtype=torch.float32 if ON_GPU else torch.float64,
+        parallel_output=False,
+        layer_options={"backend": "reference"},
         attention_backend=AttnBackend[attention],
-    )  # fmt: skip
+    )
     load_hf_weights(model, folder)
     model.to(PLACE).eval()
     found = []
     for text in texts:
         places = torch.arange(text.shape[1], device=PLACE).expand_as(text)
-        found.append(list(model(text, places, None)[:, PROMPT:].clone().split(1, dim=1)))
+        found.append(
+            list(model(text, places, None)[:, PROMPT:].clone().split(1, dim=1))
+        )
     return found
 
 
@@ -109,9 +147,11 @@ def exact_steps(folder: str, texts: list[torch.Tensor], attention: str) -> list[
 def their_steps(
     model: Any, text: torch.Tensor, repeats: int
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Logits of the first steps after the prompt; a step's milliseconds with cuDNN and without."""
+    """Logits of the first steps after the prompt; a step's milliseconds with cuDNN and
+    without."""
     out, found = model(text[:, :PROMPT], use_cache=True), []
-    name = "cache" if "cache" in out else "past_key_values"  # transformers 5.24, and before
+    # transformers 5.24, and before
+    name = "cache" if "cache" in out else "past_key_values"
     cache = out[name]
 
     def step(token: torch.Tensor) -> torch.Tensor:
@@ -128,7 +168,9 @@ def their_steps(
 
 
 @torch.inference_mode()
-def our_steps(model: Any, text: torch.Tensor, exact: list, repeats: int) -> dict[str, Any]:
+def our_steps(
+    model: Any, text: torch.Tensor, exact: list, repeats: int
+) -> dict[str, Any]:
     from megatron.core.inference.utils import InferenceMode
 
     from megatron_gdn.inference.generate import next_logits, static_context
@@ -145,9 +187,11 @@ def our_steps(model: Any, text: torch.Tensor, exact: list, repeats: int) -> dict
             difference(step(text[:, PROMPT + n : PROMPT + n + 1]), logits)
             for n, logits in enumerate(exact)
         ]
-        line["error"] = torch.tensor(errors, dtype=torch.float64).max().item()  # NaN stays NaN
+        # NaN stays NaN
+        line["error"] = torch.tensor(errors, dtype=torch.float64).max().item()
         memory = [x for pair in context.key_value_memory_dict.values() for x in pair]
-        recurrent = [x for x in memory if len(x) == 1]  # of attention the first dimension is longer
+        # of attention the first dimension is longer
+        recurrent = [x for x in memory if len(x) == 1]
         line["state_bytes"] = sum(x.numel() * x.element_size() for x in recurrent)
         token = text[:, :1].clone()
         line["eager_ms"] = milliseconds(lambda: step(token), repeats, ON_GPU)
@@ -172,7 +216,8 @@ def our_steps(model: Any, text: torch.Tensor, exact: list, repeats: int) -> dict
 
 @torch.inference_mode()
 def graph_error(model: Any, text: torch.Tensor) -> float:
-    """Eager logits of a step against those of a graph of the same step, from the same memory."""
+    """Eager logits of a step against those of a graph of the same step, from the same
+    memory."""
     from megatron.core.inference.utils import InferenceMode
 
     from megatron_gdn.inference.generate import next_logits, static_context
@@ -198,7 +243,8 @@ def graph_error(model: Any, text: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def layer_steps(mixer: Any, decode: Any, N: int, repeats: int) -> float:
-    """Milliseconds of a mixer's decode on buffers of a dynamic context, between its projections."""
+    """Milliseconds of a mixer's decode on buffers of a dynamic context, between its
+    projections."""
     conv, states = mixer.mamba_state_shapes_per_request()
     conv = torch.zeros(2 * N, *conv, dtype=DTYPE, device=PLACE)
     states = torch.zeros(2 * N, *states, dtype=torch.float32, device=PLACE)
@@ -215,9 +261,13 @@ def layer_steps(mixer: Any, decode: Any, N: int, repeats: int) -> float:
     return milliseconds(graph.replay, repeats, True)
 
 
-def layers(sizes: dict[str, Any], batches: list[int], repeats: int, rate: float) -> list[dict]:
+def layers(
+    sizes: dict[str, Any], batches: list[int], repeats: int, rate: float
+) -> list[dict]:
     """Our Gated DeltaNet and Megatron's Mamba mixer with states of one size."""
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as upstream
+    from megatron.core.models.hybrid.hybrid_layer_specs import (
+        hybrid_stack_spec as upstream,
+    )
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -225,24 +275,47 @@ def layers(sizes: dict[str, Any], batches: list[int], repeats: int, rate: float)
     from megatron_gdn.specs import gated_delta_net_spec
 
     linear = {name: size for name, size in sizes.items() if name.startswith("linear_")}
-    H, K, V = (sizes[f"linear_{x}"] for x in ("num_value_heads", "key_head_dim", "value_head_dim"))
+    H, K, V = (
+        sizes[f"linear_{x}"]
+        for x in ("num_value_heads", "key_head_dim", "value_head_dim")
+    )
     config = TransformerConfig(
-        num_layers=1, hidden_size=sizes["hidden_size"], num_attention_heads=4, params_dtype=DTYPE,
-        bf16=ON_GPU, normalization="RMSNorm", use_cpu_initialization=True, mamba_state_dim=K,
-        mamba_head_dim=V // 2, mamba_num_heads=2 * H, mamba_num_groups=8 if H >= 8 else 2, **linear,
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=sizes["hidden_size"],
+        num_attention_heads=4,
+        params_dtype=DTYPE,
+        bf16=ON_GPU,
+        normalization="RMSNorm",
+        use_cpu_initialization=True,
+        mamba_state_dim=K,
+        mamba_head_dim=V // 2,
+        mamba_num_heads=2 * H,
+        mamba_num_groups=8 if H >= 8 else 2,
+        **linear,
+    )
     made: dict[str, Any] = {}
     try:
-        ours = build_module(gated_delta_net_spec("local"), config, layer_number=1).to(PLACE).eval()
+        ours = (
+            build_module(gated_delta_net_spec("local"), config, layer_number=1)
+            .to(PLACE)
+            .eval()
+        )
         made["gdn"] = ours, ours.ssm_decode
         stack: Any = upstream
         spec = stack.submodules.mamba_layer.submodules.mixer
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         theirs = build_module(
-            spec, config, d_model=config.hidden_size, layer_number=1, pg_collection=groups
+            spec,
+            config,
+            d_model=config.hidden_size,
+            layer_number=1,
+            pg_collection=groups,
         )
         theirs = theirs.to(PLACE).eval()
-        made["megatron's mamba"] = theirs, getattr(theirs, "ssm_decode", theirs._ssm_decode)
+        made["megatron's mamba"] = (
+            theirs,
+            getattr(theirs, "ssm_decode", theirs._ssm_decode),
+        )
     except Exception as error:
         print(f"not all layers run here: {type(error).__name__}: {error}"[:300])
     found = []
@@ -250,10 +323,16 @@ def layers(sizes: dict[str, Any], batches: list[int], repeats: int, rate: float)
         for N in batches:
             floor = 2 * N * H * K * V * 4 / rate
             took = layer_steps(mixer, decode, N, repeats)
-            found.append({
-                "part": "dynamic layer", "layer": name, "batch": N, "step_ms": took,
-                "states_floor_ms": floor, "over_floor": took / floor,
-            })  # fmt: skip
+            found.append(
+                {
+                    "part": "dynamic layer",
+                    "layer": name,
+                    "batch": N,
+                    "step_ms": took,
+                    "states_floor_ms": floor,
+                    "over_floor": took / floor,
+                }
+            )
             print(found[-1], flush=True)
     return found
 
@@ -261,12 +340,16 @@ def layers(sizes: dict[str, Any], batches: list[int], repeats: int, rate: float)
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", help="append JSON lines to this file")
-    parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a small model, on the CPU too"
+    )
     parser.add_argument("--modules", choices=("auto", "te", "local"), default="auto")
     parser.add_argument("--attention", choices=("auto", "unfused"), default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=500, help="start no new batch after this")
+    parser.add_argument(
+        "--seconds", type=float, default=500, help="start no new batch after this"
+    )
     args = parser.parse_args()
     began, sizes = time.monotonic(), TINY if args.tiny else SIZES
     if args.tiny:
@@ -276,12 +359,16 @@ def main() -> None:
     from megatron_gdn.compat.one_process import end_one_process, start_one_process
 
     start_one_process()
-    # Megatron's own tracker for inference: dropout's random states are left alone, so that a graph
-    # can hold local attention.
+    # Megatron's own tracker for inference: dropout's random states are left alone, so
+    # that a graph can hold local attention.
     model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
     rate = copy_rate(ON_GPU, 10)
     common = environment() if ON_GPU else {"gpu": "none", "torch": torch.__version__}
-    common |= {"copy_gb_per_s": rate / 1e6, "modules": args.modules, "attention": args.attention}
+    common |= {
+        "copy_gb_per_s": rate / 1e6,
+        "modules": args.modules,
+        "attention": args.attention,
+    }
     lines = layers(sizes, args.batches, args.repeats, rate)
     theirs: Any = their_model(sizes)
     texts = [
@@ -293,24 +380,29 @@ def main() -> None:
         tokens = PROMPT + 2 * args.repeats + 32
         ours = our_model(folder, args.modules, tokens, args.attention)
         exact_of = exact_steps(folder, texts, args.attention)
-    embedded = sum(p.numel() for name, p in ours.named_parameters() if "embedding" in name)
+    embedded = sum(
+        p.numel() for name, p in ours.named_parameters() if "embedding" in name
+    )
     weights = sum(p.numel() * p.element_size() for p in ours.parameters())
     weights -= embedded * DTYPE.itemsize
     for batch, text, exact in zip(args.batches, texts, exact_of, strict=True):
         if time.monotonic() - began > args.seconds:
             break
         logits, (their_ms, without_cudnn) = their_steps(theirs, text, args.repeats)
-        line = {"part": "model", "batch": batch} | our_steps(ours, text, exact, args.repeats)
+        line = {"part": "model", "batch": batch} | our_steps(
+            ours, text, exact, args.repeats
+        )
         theirs_of = [difference(*pair) for pair in zip(logits, exact, strict=False)]
         line["their_error"] = torch.tensor(theirs_of, dtype=torch.float64).max().item()
         if ON_GPU and "graph_ms" in line:
             line["graph_error"] = graph_error(ours, text)
         floor = (weights + 2 * line["state_bytes"]) / rate
         line |= {
-            "floor_ms": floor, "transformers_ms": their_ms,
+            "floor_ms": floor,
+            "transformers_ms": their_ms,
             "transformers_without_cudnn_ms": without_cudnn,
             "eager_to_transformers": line["eager_ms"] / their_ms,
-        }  # fmt: skip
+        }
         if "graph_ms" in line:
             line["graph_over_floor"] = line["graph_ms"] / floor
         print(line, flush=True)
@@ -318,11 +410,14 @@ def main() -> None:
     write_lines(args.out, [line | common for line in lines])
     end_one_process()
     wrong = [
-        x for x in lines  # NaN is not within any bound
+        x
+        for x in lines  # NaN is not within any bound
         if not all(x.get(name, 0) <= 2 * x.get("their_error", 1) for name in ERRORS)
-    ]  # fmt: skip
+    ]
     if wrong:
-        raise SystemExit(f"logits are further from exact ones than twice transformers': {wrong}")
+        raise SystemExit(
+            f"logits are further from exact ones than twice transformers': {wrong}"
+        )
 
 
 if __name__ == "__main__":

@@ -5,14 +5,17 @@
 
 Three parts, on one GPU:
 
-    repeats     forward + backward again and again in two processes that share the GPU, over
+    repeats     forward + backward again and again in two processes that share the GPU,
+                over
                 poisoned memory and beside a competing stream: the bits of output and gradients
     neighbours  one document alone, beside others, and elsewhere in the buffer
-    cost        time and memory of the fast path, the deterministic one, the plain rule, and
+    cost        time and memory of the fast path, the deterministic one, the plain rule,
+                and
                 megatron-core's deterministic mode
 
-"flash_qla" and "reference" run in deterministic mode and under torch's own switch, which raises at
-an op without a fixed order; "flash_qla-fast" and "fla" as outside of it.
+"flash_qla" and "reference" run in deterministic mode and under torch's own switch,
+which raises at an op without a fixed order; "flash_qla-fast" and "fla" as outside of
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import os
 import time
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1, as often set for Megatron, queues streams up
+# 1, as often set for Megatron, queues streams up
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
 
 import torch  # noqa: E402
 from lib.invariance import check_batch_invariance  # noqa: E402
@@ -44,21 +48,34 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
-        "--backends", nargs="+", choices=BACKENDS, default=["flash_qla", "reference", "fla"]
+        "--backends",
+        nargs="+",
+        choices=BACKENDS,
+        default=["flash_qla", "reference", "fla"],
     )
     parser.add_argument(
-        "--ratios", type=int, nargs="+", default=[2, 1, 4], help="value heads per key head"
+        "--ratios",
+        type=int,
+        nargs="+",
+        default=[2, 1, 4],
+        help="value heads per key head",
     )
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument(
-        "--slow-repeats", type=int, default=20, help="of fla and the reference, whose first ratio "
-        "alone is run",
-    )  # fmt: skip
+        "--slow-repeats",
+        type=int,
+        default=20,
+        help="of fla and the reference, whose first ratio alone is run",
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--scale", type=int, default=1, help="divide every length by this")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this")
+    parser.add_argument(
+        "--scale", type=int, default=1, help="divide every length by this"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no new case after this"
+    )
     parser.add_argument("--out", help="append JSON lines to this file")
     return parser.parse_args()
 
@@ -77,7 +94,9 @@ def build(backend: str, ratio: int, args):
     sizes = HeadSizes(KEY_HEADS, KEY_HEADS * ratio, HEAD_DIM, HEAD_DIM)
     name = backend.removesuffix("-fast")
     deterministic = backend in ("flash_qla", "reference")
-    return our_layer(args.hidden, sizes, name, deterministic=deterministic), deterministic
+    return our_layer(
+        args.hidden, sizes, name, deterministic=deterministic
+    ), deterministic
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
@@ -101,15 +120,21 @@ def repeats_in_one_process(index: int, args, cases):
         x = normal(tokens, 1, args.hidden, seed=1)
         params = thd(offsets_of(lengths(args))) if layout == "thd" else None
         run = forward_backward(
-            layer, x, normal(tokens, 1, args.hidden, seed=2),
-            attention_mask=None, packed_seq_params=params,
-        )  # fmt: skip
+            layer,
+            x,
+            normal(tokens, 1, args.hidden, seed=2),
+            attention_mask=None,
+            packed_seq_params=params,
+        )
         torch.use_deterministic_algorithms(deterministic)
         reports[case] = check_repeats(run, repeats)
         torch.use_deterministic_algorithms(False)
         if index == 0:
-            print(f"{backend} 1:{ratio} {layout}: {reports[case]}, "
-                  f"{reports[case].seconds:.1f} s", flush=True)  # fmt: skip
+            print(
+                f"{backend} 1:{ratio} {layout}: {reports[case]}, "
+                f"{reports[case].seconds:.1f} s",
+                flush=True,
+            )
         del layer, run, x
     return reports
 
@@ -120,9 +145,27 @@ def repeats(args) -> None:
         slow = backend in ("fla", "reference")
         for ratio in args.ratios[:1] if slow else args.ratios:
             for layout in args.layouts:
-                cases.append((backend, ratio, layout, args.slow_repeats if slow else args.repeats))
-    by_process = in_processes(repeats_in_one_process, args, cases, processes=args.processes)
-    rows = [["backend", "value heads per key head", "layout", "repeats", "tensors", "verdict"]]
+                cases.append(
+                    (
+                        backend,
+                        ratio,
+                        layout,
+                        args.slow_repeats if slow else args.repeats,
+                    )
+                )
+    by_process = in_processes(
+        repeats_in_one_process, args, cases, processes=args.processes
+    )
+    rows = [
+        [
+            "backend",
+            "value heads per key head",
+            "layout",
+            "repeats",
+            "tensors",
+            "verdict",
+        ]
+    ]
     for case in cases:
         reports = [found[case] for found in by_process if case in found]
         if len(reports) < args.processes:
@@ -132,20 +175,35 @@ def repeats(args) -> None:
         if len(reports) > 1:
             verdict = compare_processes(reports) or "equal"
         done = sum(report.repeats for report in reports)
-        rows.append([*map(str, case[:3]), f"{args.processes} x {done // args.processes}",
-                     str(len(reports[0].digests)), verdict])  # fmt: skip
+        rows.append(
+            [
+                *map(str, case[:3]),
+                f"{args.processes} x {done // args.processes}",
+                str(len(reports[0].digests)),
+                verdict,
+            ]
+        )
         record = {
-            "part": "repeats", "backend": case[0], "ratio": case[1], "layout": case[2],
-            "processes": args.processes, "repeats": done, "verdict": verdict,
-            "digests": reports[0].digests, "seconds": reports[0].seconds, "lengths": lengths(args),
-            "hidden": args.hidden, "environment": setting(),
-        }  # fmt: skip
+            "part": "repeats",
+            "backend": case[0],
+            "ratio": case[1],
+            "layout": case[2],
+            "processes": args.processes,
+            "repeats": done,
+            "verdict": verdict,
+            "digests": reports[0].digests,
+            "seconds": reports[0].seconds,
+            "lengths": lengths(args),
+            "hidden": args.hidden,
+            "environment": setting(),
+        }
         write_lines(args.out, [record])
     print("\n" + table(rows) + "\n", flush=True)
 
 
 def neighbours(args) -> None:
-    """The longest odd document among the others, through the layer and through the mixer alone."""
+    """The longest odd document among the others, through the layer and through the
+    mixer alone."""
     order = sorted(lengths(args), reverse=True)
     parts = [order[1], *(n for i, n in enumerate(order) if i != 1)]
     rows = [["backend", "value heads per key head", "part", "differs"]]
@@ -164,7 +222,10 @@ def neighbours(args) -> None:
                 proj = x.detach().requires_grad_()
                 batch = layer.micro_batches.of(thd(offsets), proj)
                 out = mix(proj, layer.parts(proj, batch), batch.passage.neighbours)
-                return {"output": out, "dproj": torch.autograd.grad(out, proj, d_out)[0]}
+                return {
+                    "output": out,
+                    "dproj": torch.autograd.grad(out, proj, d_out)[0],
+                }
 
             widths = {
                 "layer": (through_layer, args.hidden, args.hidden),
@@ -176,16 +237,24 @@ def neighbours(args) -> None:
 
                 def tokens_only(x, offsets, d_out, run=run):
                     names = ("output", "dx", "dproj")
-                    return {k: v for k, v in run(x, offsets, d_out).items() if k in names}
+                    return {
+                        k: v for k, v in run(x, offsets, d_out).items() if k in names
+                    }
 
                 found = check_batch_invariance(tokens_only, xs, ds)
-                verdict = "; ".join(f"{d.name} {d.where} ({d.relative:.1e})" for d in found)
+                verdict = "; ".join(
+                    f"{d.name} {d.where} ({d.relative:.1e})" for d in found
+                )
                 rows.append([backend, str(ratio), part, verdict or "nothing"])
                 record = {
-                    "part": "neighbours", "backend": backend, "ratio": ratio, "through": part,
-                    "lengths": parts, "differs": [str(d) for d in found],
+                    "part": "neighbours",
+                    "backend": backend,
+                    "ratio": ratio,
+                    "through": part,
+                    "lengths": parts,
+                    "differs": [str(d) for d in found],
                     "environment": setting(),
-                }  # fmt: skip
+                }
                 write_lines(args.out, [record])
             del layer
     print("\n" + table(rows) + "\n", flush=True)
@@ -207,7 +276,9 @@ def cost(args) -> None:
         "megatron-core": ("upstream", False, False),
         "megatron-core deterministic": ("upstream", True, False),
     }
-    rows = [["layer", "layout", "fwd ms", "fwd+bwd ms", "to fast", "saved MiB", "peak MiB"]]
+    rows = [
+        ["layer", "layout", "fwd ms", "fwd+bwd ms", "to fast", "saved MiB", "peak MiB"]
+    ]
     base = {}
     for name, (backend, deterministic, switch) in wanted.items():
         if backend in BACKENDS and backend not in args.backends:
@@ -222,7 +293,9 @@ def cost(args) -> None:
                 continue  # refused there
 
             def forward(layer=layer, layout=layout):
-                return layer(x, None, packed_seq_params=documents if layout == "thd" else None)[0]
+                return layer(
+                    x, None, packed_seq_params=documents if layout == "thd" else None
+                )[0]
 
             def both(layer=layer, forward=forward):
                 x.grad = None
@@ -231,7 +304,9 @@ def cost(args) -> None:
                 forward().backward(grad)
 
             slow = backend == "upstream" and deterministic
-            settings = {"warmup": 1, "repeats": 5} if slow else {"warmup": 20, "repeats": 20}
+            settings = (
+                {"warmup": 1, "repeats": 5} if slow else {"warmup": 20, "repeats": 20}
+            )
             torch.use_deterministic_algorithms(switch)
             timed = [time_ms(run, **settings) for run in (forward, both)]
             x.grad = None
@@ -239,15 +314,29 @@ def cost(args) -> None:
             torch.use_deterministic_algorithms(False)
             total = timed[1]["median"]
             fast = base.setdefault(layout, total)
-            rows.append([name, layout, f"{timed[0]['median']:.3f}", f"{total:.3f}",
-                         f"{total / fast:.3f}", f"{memory['saved']:.0f}",
-                         f"{memory['peak']:.0f}"])  # fmt: skip
+            rows.append(
+                [
+                    name,
+                    layout,
+                    f"{timed[0]['median']:.3f}",
+                    f"{total:.3f}",
+                    f"{total / fast:.3f}",
+                    f"{memory['saved']:.0f}",
+                    f"{memory['peak']:.0f}",
+                ]
+            )
             print("  ".join(rows[-1]), flush=True)
             record = {
-                "part": "cost", "layer": name, "layout": layout, "forward": timed[0],
-                "forward_backward": timed[1], **memory, "lengths": lengths(args),
-                "hidden": args.hidden, "environment": setting(),
-            }  # fmt: skip
+                "part": "cost",
+                "layer": name,
+                "layout": layout,
+                "forward": timed[0],
+                "forward_backward": timed[1],
+                **memory,
+                "lengths": lengths(args),
+                "hidden": args.hidden,
+                "environment": setting(),
+            }
             write_lines(args.out, [record])
         del layer
     print("\n" + table(rows), flush=True)
@@ -259,7 +348,10 @@ def main() -> None:
     for part, run in (("repeats", repeats), ("neighbours", neighbours), ("cost", cost)):
         if part in args.parts:
             run(args)
-            print(f"{part}: {time.monotonic() - began:.0f} s since the start\n", flush=True)
+            print(
+                f"{part}: {time.monotonic() - began:.0f} s since the start\n",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

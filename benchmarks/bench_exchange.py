@@ -1,14 +1,18 @@
-"""The head exchange alone, open + close, beside the bare collective that moves the same bytes.
+"""The head exchange alone, open + close, beside the bare collective that moves the same
+bytes.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_exchange.py --check --out x.jsonl
 
-raw     all_to_all_single of packed buffers: two exchanges forward, two backward, nothing else
-plain   split + cat, all_to_all_single, index_select in plain torch
-ours    the two passages of ``Headwise`` as they are; then in as many waves as --waves says, each
-        run of tokens a message ("runs") or one message per peer and a second pass ("blocks")
+raw    all_to_all_single of packed buffers: two exchanges forward, two backward, nothing
+       else
+plain  split + cat, all_to_all_single, index_select in plain torch
+ours   the two passages of ``Headwise`` as they are; then in as many waves as --waves
+       says, each
+       run of tokens a message ("runs") or one message per peer and a second pass
+       ("blocks")
 
-Medians over the repeats, then the slowest rank. ``--check`` compares ours with plain, bit for bit;
-it also runs without a GPU, on gloo, with ``--shrink 64``.
+Medians over the repeats, then the slowest rank. ``--check`` compares ours with plain,
+bit for bit; it also runs without a GPU, on gloo, with ``--shrink 64``.
 """
 
 from __future__ import annotations
@@ -25,7 +29,12 @@ from lib.measure import dims_of, environment, slowest, table, time_ms, write_lin
 from torch import Tensor
 
 from megatron_gdn import Documents, GDNDims, SequenceLayout
-from megatron_gdn.context_parallel import Headwise, Passage, inverse, rank_order_of_sequence
+from megatron_gdn.context_parallel import (
+    Headwise,
+    Passage,
+    inverse,
+    rank_order_of_sequence,
+)
 from megatron_gdn.context_parallel.headwise import exchange
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,19 +58,24 @@ CASES = {
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument(
+        "--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE")
+    )
     parser.add_argument(
         "--waves", type=int, nargs="+", default=(1, 2, 4), help="beside the default"
     )
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--shrink", type=int, default=1, help="divide every length by this")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="divide every length by this"
+    )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--out", help="append JSON lines to this file")
     return parser.parse_args()
 
 
 class Setting:
-    """One case's tensors: what in_proj and the mixer would hand over, and gradients for both."""
+    """One case's tensors: what in_proj and the mixer would hand over, and gradients for
+    both."""
 
     def __init__(self, case: Case, dims: GDNDims, shrink: int) -> None:
         self.size, self.rank, self.dims = dist.get_world_size(), dist.get_rank(), dims
@@ -107,7 +121,9 @@ class Setting:
         return self._grads(opened, closed) if backward else (opened, closed)
 
     def _grads(self, opened: Tensor, closed: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad((opened, closed), (self.proj, self.mixed), self.grads)
+        return torch.autograd.grad(
+            (opened, closed), (self.proj, self.mixed), self.grads
+        )
 
     # Plain torch, for key heads that divide; sections: widths of the whole row.
 
@@ -174,12 +190,15 @@ def check(name: str, setting: Setting, waves: list[int]) -> None:
             for what, a, b in zip(("open", "close"), got, expected, strict=True):
                 assert torch.equal(a, b), f"{name}: {what}, {backward=}, {how}"
     if setting.rank == 0:
-        print(f"{name}: ours equals plain bit for bit, forward and backward", flush=True)
+        print(
+            f"{name}: ours equals plain bit for bit, forward and backward", flush=True
+        )
 
 
 def main() -> None:
     args = arguments()
-    faulthandler.register(signal.SIGTERM, chain=True)  # how torchrun ends a rank: says where it is
+    # how torchrun ends a rank: says where it is
+    faulthandler.register(signal.SIGTERM, chain=True)
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
@@ -197,7 +216,9 @@ def main() -> None:
         candidates = {"raw": (AS_IS, setting.raw)}
         if divides:
             candidates["plain"] = (AS_IS, setting.plain)
-        candidates |= {how: (way, setting.ours) for how, way in ways(args.waves).items()}
+        candidates |= {
+            how: (way, setting.ours) for how, way in ways(args.waves).items()
+        }
         raw = None
         for what, (way, run) in candidates.items():
             travel(way)
@@ -206,15 +227,27 @@ def main() -> None:
                 for b in (False, True)
             )
             raw = both["median"] if raw is None else raw
-            rows.append([name, what, f"{forward['median']:.3f}", f"{both['median']:.3f}",
-                         f"{both['median'] / raw:.3f}"])  # fmt: skip
+            rows.append(
+                [
+                    name,
+                    what,
+                    f"{forward['median']:.3f}",
+                    f"{both['median']:.3f}",
+                    f"{both['median'] / raw:.3f}",
+                ]
+            )
             if first:
                 print("  ".join(rows[-1]), flush=True)
                 record = {
-                    "case": name, "cp": size, "what": what, "heads": list(args.heads),
-                    "forward": forward, "forward_backward": both, "to_raw": both["median"] / raw,
+                    "case": name,
+                    "cp": size,
+                    "what": what,
+                    "heads": list(args.heads),
+                    "forward": forward,
+                    "forward_backward": both,
+                    "to_raw": both["median"] / raw,
                     "environment": environment(),
-                }  # fmt: skip
+                }
                 write_lines(args.out, [record])
         del setting, candidates
         if DEVICE == "cuda":

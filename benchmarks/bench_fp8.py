@@ -1,12 +1,16 @@
-"""The layer under Megatron's FP8 recipes, beside its bf16 self and megatron-core's own layer.
+"""The layer under Megatron's FP8 recipes, beside its bf16 self and megatron-core's own
+layer.
 
-    python3 benchmarks/bench_fp8.py --out results.jsonl     times, memory and errors on one GPU
-    python3 benchmarks/bench_fp8.py --toy                   small, on a CPU: errors in bf16 alone
+    python3 benchmarks/bench_fp8.py --out results.jsonl     times, memory and errors on
+                                                            one GPU
+    python3 benchmarks/bench_fp8.py --toy                   small, on a CPU: errors in
+                                                            bf16 alone
     python3 benchmarks/bench_fp8.py --profile --tokens 8192 --recipes tensorwise
                                                             where a layer's time goes, host and GPU
 
-Errors are those of output and gradients against the same layer in fp64, relative to their size, for
-gates as initialised and for slow ones. "gates too" is FP8 for all columns of in_proj.
+Errors are those of output and gradients against the same layer in fp64, relative to
+their size, for gates as initialised and for slow ones. "gates too" is FP8 for all
+columns of in_proj.
 """
 
 from __future__ import annotations
@@ -37,17 +41,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing new after this")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start nothing new after this"
+    )
     parser.add_argument("--out", help="append JSON lines to this file")
     parser.add_argument("--no-errors", action="store_true")
     parser.add_argument("--profile", action="store_true", help="that alone, see above")
-    parser.add_argument("--layers", nargs="+", default=["ours"], help="of --profile: upstream too")
+    parser.add_argument(
+        "--layers", nargs="+", default=["ours"], help="of --profile: upstream too"
+    )
     parser.add_argument("--toy", action="store_true")
     return parser.parse_args()
 
 
 class Configured:
-    """Inside, layers are built with this recipe (None: bf16); :meth:`run` is Megatron's context."""
+    """Inside, layers are built with this recipe (None: bf16); :meth:`run` is Megatron's
+    context."""
 
     def __init__(self, recipe: str | None) -> None:
         self.recipe, self._plain = recipe, lib.transformer_config
@@ -75,7 +84,9 @@ class Configured:
         return get_fp8_context(layer.config)
 
 
-def build(name: str, hidden: int, sizes: HeadSizes, recipe: str | None) -> tuple[Any, Configured]:
+def build(
+    name: str, hidden: int, sizes: HeadSizes, recipe: str | None
+) -> tuple[Any, Configured]:
     linears = "te" if DEVICE == "cuda" else "local"
     with Configured(recipe) as configured:
         torch.manual_seed(3)
@@ -105,11 +116,16 @@ def measure(name: str, shape: str, recipe: str | None, args: Any) -> dict[str, A
     return made | memory_mib(forward)
 
 
-def calls(name: str, shape: str, recipe: str | None, args: Any) -> tuple[Callable[[], Any], ...]:
-    """A forward of the layer; a forward and backward; what forgets gradients before these."""
+def calls(
+    name: str, shape: str, recipe: str | None, args: Any
+) -> tuple[Callable[[], Any], ...]:
+    """A forward of the layer; a forward and backward; what forgets gradients before
+    these."""
     hidden, heads = SHAPES[shape]
     layer, configured = build(name, hidden, HeadSizes(*heads, 128, 128), recipe)
-    x = torch.randn(args.tokens, 1, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    x = torch.randn(
+        args.tokens, 1, hidden, device="cuda", dtype=torch.bfloat16
+    ).requires_grad_()
     grad = torch.randn_like(x)
 
     def forward() -> torch.Tensor:
@@ -123,8 +139,11 @@ def calls(name: str, shape: str, recipe: str | None, args: Any) -> tuple[Callabl
     return forward, both, lambda: clear(layer, x)
 
 
-def results(layer: Any, x: torch.Tensor, grad: torch.Tensor, run: Any) -> dict[str, torch.Tensor]:
-    """Output and gradients of the second of two passes: delayed scaling has seen the first."""
+def results(
+    layer: Any, x: torch.Tensor, grad: torch.Tensor, run: Any
+) -> dict[str, torch.Tensor]:
+    """Output and gradients of the second of two passes: delayed scaling has seen the
+    first."""
     out = x
     for _ in range(2):
         clear(layer, x)
@@ -145,24 +164,31 @@ def results(layer: Any, x: torch.Tensor, grad: torch.Tensor, run: Any) -> dict[s
 
 
 def exact_layer(layer: Any, hidden: int, sizes: HeadSizes) -> Any:
-    """The layer in fp64, in plain torch, with the weights of ``layer``; its norm goes in front."""
+    """The layer in fp64, in plain torch, with the weights of ``layer``; its norm goes
+    in front."""
     twin: Any = our_layer(hidden, sizes, "reference", linears="local").double()
     for name in ("A_log", "dt_bias"):
         parameter = twin.get_parameter(name)
         parameter.data = parameter.data.double()
-    weights = {n: p.double() for n, p in layer.named_parameters() if "layer_norm" not in n}
+    weights = {
+        n: p.double() for n, p in layer.named_parameters() if "layer_norm" not in n
+    }
     twin.load_state_dict(weights, strict=False)
     return twin
 
 
 def errors(recipe: str | None, name: str, gates: str, toy: bool) -> dict[str, float]:
-    hidden, sizes = (2048, HeadSizes(16, 32, 128, 128)) if not toy else (32, HeadSizes(2, 4, 8, 8))
+    hidden, sizes = (
+        (2048, HeadSizes(16, 32, 128, 128)) if not toy else (32, HeadSizes(2, 4, 8, 8))
+    )
     layer, configured = build(name, hidden, sizes, recipe)
     if gates == "slow":
         slow_gates(layer)
     torch.manual_seed(9)
     tokens = 256 if toy else 2048
-    x = torch.randn(tokens, 1, hidden, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    x = torch.randn(
+        tokens, 1, hidden, device=DEVICE, dtype=torch.bfloat16
+    ).requires_grad_()
     grad = torch.randn_like(x)
     found = results(layer, x, grad, configured.run)
     twin = exact_layer(layer, hidden, sizes)
@@ -194,12 +220,22 @@ KERNELS = {
     "front, rule, readout": "",
 }
 # Torch's calls: TE's GEMMs are not among them, so products are those of the gates.
-OPERATIONS = ("aten::mm", "aten::addmm_", "aten::addmm", "aten::cat", "aten::copy_", "aten::add_",
-              "aten::fill_", "aten::mul", "aten::linalg_vector_norm")  # fmt: skip
+OPERATIONS = (
+    "aten::mm",
+    "aten::addmm_",
+    "aten::addmm",
+    "aten::cat",
+    "aten::copy_",
+    "aten::add_",
+    "aten::fill_",
+    "aten::mul",
+    "aten::linalg_vector_norm",
+)
 
 
 def profile(run: Callable[[], None], repeats: int = 5) -> dict[str, Any]:
-    """Microseconds of the GPU by :data:`KERNELS` and by torch's calls; milliseconds of the host."""
+    """Microseconds of the GPU by :data:`KERNELS` and by torch's calls; milliseconds of
+    the host."""
     timed = time_ms(run, repeats=20)
     host = host_ms([run])[0]
     with torch.profiler.profile() as found:
@@ -217,18 +253,35 @@ def profile(run: Callable[[], None], repeats: int = 5) -> dict[str, Any]:
             of_calls[event.key] = us
     groups = dict.fromkeys(KERNELS, 0.0)
     for name, (us, _) in kernels.items():
-        groups[next(group for group, of in KERNELS.items() if re.search(of, name))] += us
+        groups[next(group for group, of in KERNELS.items() if re.search(of, name))] += (
+            us
+        )
     launches = sum(count for _, count in kernels.values())
-    return {"eager": timed, "host": host, "groups": groups, "calls": of_calls,
-            "launches": launches, "kernels": kernels}  # fmt: skip
+    return {
+        "eager": timed,
+        "host": host,
+        "groups": groups,
+        "calls": of_calls,
+        "launches": launches,
+        "kernels": kernels,
+    }
 
 
 def profiles(args: argparse.Namespace, late: Callable[[str], bool]) -> None:
-    """A column for each layer and recipe; the longest kernels, since their names decide."""
+    """A column for each layer and recipe; the longest kernels, since their names
+    decide."""
     for shape in args.shapes:
-        columns = [(recipe, layer) for recipe in (None, *args.recipes) for layer in args.layers]
-        columns = [(r, layer) for r, layer in columns if not late(f"profile {shape} {r} {layer}")]
-        made = [profile(calls(layer, shape, recipe, args)[1]) for recipe, layer in columns]
+        columns = [
+            (recipe, layer) for recipe in (None, *args.recipes) for layer in args.layers
+        ]
+        columns = [
+            (r, layer)
+            for r, layer in columns
+            if not late(f"profile {shape} {r} {layer}")
+        ]
+        made = [
+            profile(calls(layer, shape, recipe, args)[1]) for recipe, layer in columns
+        ]
         heads = [f"{layer} {recipe or 'bf16'}" for recipe, layer in columns]
         rows = [[f"{shape}, {args.tokens} tokens", *heads]]
         for key in ("eager", "host"):
@@ -237,14 +290,27 @@ def profiles(args: argparse.Namespace, late: Callable[[str], bool]) -> None:
         total = [f"{sum(one['groups'].values()):.0f}" for one in made]
         rows.append(["GPU us", *total])
         for kind, names in (("groups", KERNELS), ("calls", OPERATIONS)):
-            rows += [[f"  {n} us", *(f"{one[kind].get(n, 0):.0f}" for one in made)] for n in names]
+            rows += [
+                [f"  {n} us", *(f"{one[kind].get(n, 0):.0f}" for one in made)]
+                for n in names
+            ]
         print(table(rows), flush=True)
         for (recipe, layer), head, one in zip(columns, heads, made, strict=True):
-            record = {"profile": shape, "recipe": recipe, "layer": layer, "tokens": args.tokens}
+            record = {
+                "profile": shape,
+                "recipe": recipe,
+                "layer": layer,
+                "tokens": args.tokens,
+            }
             write_lines(args.out, [record | one | {"environment": environment()}])
-            longest = sorted(one["kernels"].items(), key=lambda kernel: -kernel[1][0])[:24]
+            longest = sorted(one["kernels"].items(), key=lambda kernel: -kernel[1][0])[
+                :24
+            ]
             print(head)
-            print(*(f"  {us:.0f} us {n:g}x {key[:110]}" for key, (us, n) in longest), sep="\n")
+            print(
+                *(f"  {us:.0f} us {n:g}x {key[:110]}" for key, (us, n) in longest),
+                sep="\n",
+            )
 
 
 def main() -> None:
@@ -285,10 +351,25 @@ def timed(name: str, args: Any, late: Callable[[str], bool]) -> list[list[str]]:
             made = measure(name, shape, recipe, args)
             both = made["eager"]["median"]
             base = base or both
-            record = {"shape": shape, "recipe": recipe, "layer": name, **made, **setting}
+            record = {
+                "shape": shape,
+                "recipe": recipe,
+                "layer": name,
+                **made,
+                **setting,
+            }
             write_lines(args.out, [record])
-            rows.append([shape, recipe or "bf16", name, f"{made['forward']['median']:.3f}",
-                         f"{both:.3f}", f"{both / base:.3f}", f"{made['saved']:.0f}"])  # fmt: skip
+            rows.append(
+                [
+                    shape,
+                    recipe or "bf16",
+                    name,
+                    f"{made['forward']['median']:.3f}",
+                    f"{both:.3f}",
+                    f"{both / base:.3f}",
+                    f"{made['saved']:.0f}",
+                ]
+            )
             print("  ".join(rows[-1]), flush=True)
     return rows
 
@@ -302,7 +383,12 @@ def measured_errors(args: Any, late: Callable[[str], bool]) -> None:
                 if late(f"errors {gates} {recipe} {name}"):
                     continue
                 found = errors(recipe, name, gates, args.toy)
-                record = {"gates": gates, "recipe": recipe, "layer": name, "errors": found}
+                record = {
+                    "gates": gates,
+                    "recipe": recipe,
+                    "layer": name,
+                    "errors": found,
+                }
                 write_lines(args.out, [record])
                 rows = rows or [["gates", "recipe", "layer", *found]]
                 shown = [f"{found.get(key, 0):.1e}" for key in rows[0][3:]]

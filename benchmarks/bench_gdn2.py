@@ -1,12 +1,15 @@
-"""Our Gated DeltaNet-2 beside Megatron main's own layer: forward and backward, with one checkpoint.
+"""Our Gated DeltaNet-2 beside Megatron main's own layer: forward and backward, with one
+checkpoint.
 
     MEGATRON_LM=FOLDER python3 benchmarks/bench_gdn2.py --out results.jsonl   1 x 8192 and packed
-    python3 benchmarks/bench_gdn2.py --tiny                     a few tokens of ours, anywhere
+    python3 benchmarks/bench_gdn2.py --tiny                     a few tokens of ours,
+                                                                anywhere
 
-FOLDER, by default ``shared/megatron-lm``, is a clone of Megatron-LM at main, or its folder
-``megatron`` alone: no network is needed. Both layers then run in that Megatron. Without it ours is
-measured alone. Both project, convolve, gate, run fla's kernels of the recurrence, norm and project
-back, in bf16 with local linears. Every case's times are printed as soon as they are known.
+FOLDER, by default ``shared/megatron-lm``, is a clone of Megatron-LM at main, or its
+folder ``megatron`` alone: no network is needed. Both layers then run in that Megatron.
+Without it ours is measured alone. Both project, convolve, gate, run fla's kernels of
+the recurrence, norm and project back, in bf16 with local linears. Every case's times
+are printed as soon as they are known.
 
 Legend: D hidden, G key heads, H value heads.
 """
@@ -42,9 +45,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", nargs="+", default=["none", "light"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument(
-        "--configurations", type=int, help="of each of fla's kernels to tune over; default all"
+        "--configurations",
+        type=int,
+        help="of each of fla's kernels to tune over; default all",
     )
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no new case after this"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny sizes and 2 repeats")
     parser.add_argument("--out", help="append JSON lines to this file")
     args = parser.parse_args()
@@ -56,7 +63,10 @@ def arguments() -> argparse.Namespace:
 
 def build(args: argparse.Namespace) -> dict[str, Any]:
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+    )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_gdn.compat.torch_norm import TorchRMSNorm
@@ -78,17 +88,22 @@ def build(args: argparse.Namespace) -> dict[str, Any]:
         use_cpu_initialization=DEVICE == "cpu",
     )
     parts = {
-        "in_proj": ColumnParallelLinear, "out_norm": TorchRMSNorm, "out_proj": RowParallelLinear
-    }  # fmt: skip
+        "in_proj": ColumnParallelLinear,
+        "out_norm": TorchRMSNorm,
+        "out_proj": RowParallelLinear,
+    }
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
     backend = "fla" if DEVICE == "cuda" else "reference"
     layers: dict[str, Any] = {
         f"ours, {backend}, recompute {level}": GatedDeltaNet2(
-            config, GatedDeltaNetSubmodules(**parts), pg_collection=groups, backend=backend,
+            config,
+            GatedDeltaNetSubmodules(**parts),
+            pg_collection=groups,
+            backend=backend,
             recompute=level,
         ).to(DEVICE)
         for level in args.recompute
-    }  # fmt: skip
+    }
     if HAS_THEIRS and DEVICE == "cuda":
         from megatron.core.ssm import gated_delta_net as upstream
 
@@ -114,12 +129,16 @@ def main() -> None:
         if time.monotonic() - began > args.seconds:
             print(f"{case.name}: skipped, out of time", flush=True)
             continue
-        x = torch.randn(case.tokens, case.batch, args.hidden, device=DEVICE, dtype=torch.bfloat16)
+        x = torch.randn(
+            case.tokens, case.batch, args.hidden, device=DEVICE, dtype=torch.bfloat16
+        )
         x.requires_grad_()
         packed, found, outputs = thd(case.offsets()), {}, []
         for whose, layer in layers.items():
 
-            def run(layer: Any = layer, x: torch.Tensor = x, packed: Any = packed) -> torch.Tensor:
+            def run(
+                layer: Any = layer, x: torch.Tensor = x, packed: Any = packed
+            ) -> torch.Tensor:
                 return layer(x, None, packed_seq_params=packed)[0]
 
             outputs.append(run().detach().float())
@@ -130,9 +149,13 @@ def main() -> None:
             print(*rows[-1], f"after {time.monotonic() - began:.0f} s", flush=True)
         apart = [(y - outputs[0]).norm() / outputs[0].norm() for y in outputs]
         found["outputs apart"] = max(map(float, apart))
-        print(f"{case.name}: outputs are {found['outputs apart']:.1e} apart", flush=True)
+        print(
+            f"{case.name}: outputs are {found['outputs apart']:.1e} apart", flush=True
+        )
         for row in rows[-len(layers) :] if "Megatron's" in found else ():
-            ratio = found[row[1]]["both"]["median"] / found["Megatron's"]["both"]["median"]
+            ratio = (
+                found[row[1]]["both"]["median"] / found["Megatron's"]["both"]["median"]
+            )
             row[-1] = f"{ratio:.2f}"
         sizes = [args.hidden, args.key_heads, args.value_heads, args.head_dim]
         setting = environment() if DEVICE == "cuda" else {"gpu": "none"}

@@ -1,10 +1,13 @@
-"""A layer's forward and backward launched by Python and replayed as a CUDA graph, on one GPU.
+"""A layer's forward and backward launched by Python and replayed as a CUDA graph, on
+one GPU.
 
     python3 benchmarks/bench_graphs.py --out results.jsonl
 
-Packed, ours is captured with room for ``--max-documents`` and replayed with the case's documents;
-megatron-core's layer reads its boundaries on the host and cannot be captured. Before it is timed,
-every replay is compared with the eager step: ``same`` counts the tensors that have the same bits.
+Packed, ours is captured with room for ``--max-documents`` and replayed with the case's
+documents; megatron-core's layer reads its boundaries on the host and cannot be
+captured. Before it is timed,
+every replay is compared with the eager step: ``same`` counts the tensors that have the
+same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +16,14 @@ import argparse
 import os
 
 import torch
-from lib.layers import Case, our_layer, start_megatron, thd, upstream_layer, with_backward
+from lib.layers import (
+    Case,
+    our_layer,
+    start_megatron,
+    thd,
+    upstream_layer,
+    with_backward,
+)
 from lib.measure import captured, environment, table, time_ms, write_lines
 
 from megatron_gdn import set_documents, static_packed_seq_params
@@ -33,10 +43,14 @@ CASES = {
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--layers", nargs="+", choices=("upstream", "ours"), default=["ours"])
+    parser.add_argument(
+        "--layers", nargs="+", choices=("upstream", "ours"), default=["ours"]
+    )
     parser.add_argument("--core", choices=("flash_qla", "fla"), default="flash_qla")
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument(
+        "--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE")
+    )
     parser.add_argument("--max-documents", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", help="append JSON lines to this file")
@@ -54,9 +68,12 @@ def main() -> None:
     start_megatron()
     sizes = HeadSizes(*args.heads, 128, 128)
     setting = {
-        "environment": environment(), "core": args.core, "hidden": args.hidden,
-        "heads": list(args.heads), "max_documents": args.max_documents,
-    }  # fmt: skip
+        "environment": environment(),
+        "core": args.core,
+        "hidden": args.hidden,
+        "heads": list(args.heads),
+        "max_documents": args.max_documents,
+    }
     rows = [["case", "layer", "eager ms", "host ms", "graph ms", "same"]]
     for case in (CASES[name] for name in args.cases):
         torch.manual_seed(1)
@@ -72,19 +89,31 @@ def main() -> None:
                 module = upstream_layer(args.hidden, sizes)
             packed = thd(offsets)
             both = with_backward(
-                lambda m=module, p=packed, x=x: m(x, None, packed_seq_params=p)[0], module, x
+                lambda m=module, p=packed, x=x: m(x, None, packed_seq_params=p)[0],
+                module,
+                x,
             )
             eager = time_ms(both, repeats=args.repeats)
             record = {"case": case.name, "layer": name, "eager": eager, **setting}
-            row = [case.name, name, f"{eager['median']:.3f}", f"{eager['host']:.3f}", "", ""]
+            row = [
+                case.name,
+                name,
+                f"{eager['median']:.3f}",
+                f"{eager['host']:.3f}",
+                "",
+                "",
+            ]
             if ours or offsets is None:
                 if offsets is not None:
                     packed = static_packed_seq_params(case.tokens, args.max_documents)
                     set_documents(packed, offsets)
                     both = with_backward(
-                        lambda m=module, p=packed, x=x: m(x, None, packed_seq_params=p)[0],
-                        module, x,
-                    )  # fmt: skip
+                        lambda m=module, p=packed, x=x: m(x, None, packed_seq_params=p)[
+                            0
+                        ],
+                        module,
+                        x,
+                    )
                 both()
                 expected = results(x, module)
                 graph, _ = captured(both)

@@ -1,13 +1,16 @@
-"""What one grid for training and generation costs, and a forward that no backward follows.
+"""What one grid for training and generation costs, and a forward that no backward
+follows.
 
-    python3 benchmarks/bench_grid.py --out grid.jsonl           # a GPU: Qwen3-Next's layer in bf16
-    python3 benchmarks/bench_grid.py --mixer mamba2             # likewise a Mamba2 mixer
-    python3 benchmarks/bench_grid.py --small                    # anywhere, fp32 on a CPU
+    python3 benchmarks/bench_grid.py --out grid.jsonl  # a GPU: Qwen3-Next's layer in
+                                                       # bf16
+    python3 benchmarks/bench_grid.py --mixer mamba2    # likewise a Mamba2 mixer
+    python3 benchmarks/bench_grid.py --small           # anywhere, fp32 on a CPU
 
-Three parts. "train": forward and backward in deterministic mode and in batch-invariant mode, of one
-sequence and of packed documents. "forward": the same layer under ``torch.no_grad``, its time and
-its memory against forward and backward. "decode": a step of one token for each request, ordinary
-and in batch-invariant mode, in Megatron's StaticInferenceContext, eager.
+Three parts. "train": forward and backward in deterministic mode and in batch-invariant
+mode, of one sequence and of packed documents. "forward": the same layer under
+``torch.no_grad``, its time and its memory against forward and backward. "decode": a
+step of one token for each request, ordinary and in batch-invariant mode, in Megatron's
+StaticInferenceContext, eager.
 """
 
 from __future__ import annotations
@@ -30,26 +33,39 @@ from benchmarks.lib.measure import time_ms  # noqa: E402
 
 SMALL = {
     "gdn": {
-        "hidden_size": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+        "hidden_size": 256,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
     },
     "mamba2": {
-        "hidden_size": 256, "mamba_num_heads": 8, "mamba_num_groups": 2, "mamba_head_dim": 32,
+        "hidden_size": 256,
+        "mamba_num_heads": 8,
+        "mamba_num_groups": 2,
+        "mamba_head_dim": 32,
         "mamba_state_dim": 32,
     },
-}  # fmt: skip
+}
 ON_GPU = torch.cuda.is_available()
 PLACE = "cuda" if ON_GPU else "cpu"
 MODES = ("deterministic_mode", "batch_invariant_mode")
 
 
 def in_a_queue(run: Callable[[], object], repeats: int) -> float:
-    """The median of calls whose launches queue up behind each other, as those of training do."""
-    return time_ms(run, repeats=repeats)["median"] if ON_GPU else milliseconds(run, repeats)
+    """The median of calls whose launches queue up behind each other, as those of
+    training do."""
+    return (
+        time_ms(run, repeats=repeats)["median"]
+        if ON_GPU
+        else milliseconds(run, repeats)
+    )
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """The median of single calls, each begun when the one before has ended, as in decoding."""
+    """The median of single calls, each begun when the one before has ended, as in
+    decoding."""
     times = []
     for _ in range(repeats + 2):
         if ON_GPU:
@@ -63,7 +79,8 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def peak_mib(run: Callable[[], object]) -> float | None:
-    """Bytes that a call holds at most, beyond what was held before; None without a GPU."""
+    """Bytes that a call holds at most, beyond what was held before; None without a
+    GPU."""
     if not ON_GPU:
         return None
     torch.cuda.synchronize()
@@ -79,9 +96,12 @@ def packed(lengths: list[int]):
 
     offsets = torch.tensor([0, *lengths], device=PLACE).cumsum(0).int()
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=max(lengths),
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
-    )  # fmt: skip
+    )
 
 
 def switch(layer, mode: str) -> None:
@@ -92,7 +112,9 @@ def switch(layer, mode: str) -> None:
 
 def train(layer, tokens: int, repeats: int, emit) -> None:
     hidden, weight = layer.config.hidden_size, layer.conv_parameters[0]
-    x = torch.randn(tokens, 1, hidden, dtype=weight.dtype, device=PLACE, requires_grad=True)
+    x = torch.randn(
+        tokens, 1, hidden, dtype=weight.dtype, device=PLACE, requires_grad=True
+    )
     d_out = torch.randn_like(x)
     documents = packed(
         [tokens // 8 + 37, tokens // 2, 63, tokens - tokens // 8 - tokens // 2 - 100]
@@ -119,11 +141,17 @@ def train(layer, tokens: int, repeats: int, emit) -> None:
                 alone, held = in_a_queue(forward, repeats), peak_mib(forward)
             base = base or total
             emit(
-                part="train", layout=layout, mode=mode, backend=layer.backend,
-                tokens=tokens, forward_backward_ms=total, forward_alone_ms=alone,
-                forward_alone_peak_mib=held, forward_backward_peak_mib=peak_mib(both),
+                part="train",
+                layout=layout,
+                mode=mode,
+                backend=layer.backend,
+                tokens=tokens,
+                forward_backward_ms=total,
+                forward_alone_ms=alone,
+                forward_alone_peak_mib=held,
+                forward_backward_peak_mib=peak_mib(both),
                 to_deterministic=total / base,
-            )  # fmt: skip
+            )
 
 
 @torch.inference_mode()
@@ -146,9 +174,13 @@ def decode(layer, batch: int, context: int, repeats: int, emit) -> None:
         step = milliseconds(lambda feed=feed, x=x: feed(x[:1]), repeats)
         base = base or step
         emit(
-            part="decode", batch=batch, mode=mode, backend=layer.backend, step_ms=step,
+            part="decode",
+            batch=batch,
+            mode=mode,
+            backend=layer.backend,
+            step_ms=step,
             to_ordinary=step / base,
-        )  # fmt: skip
+        )
 
 
 def main() -> None:
@@ -163,16 +195,20 @@ def main() -> None:
         "--batches", type=int, nargs="+", default=[1, 32, 256] if ON_GPU else [1, 4]
     )
     parser.add_argument("--repeats", type=int, default=20 if ON_GPU else 5)
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no new case after this"
+    )
     args = parser.parse_args()
     began = time.monotonic()
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     sizes = (SMALL if args.small else SIZES)[args.mixer]
     layer = build_layer(args.mixer, sizes, dtype, PLACE, args.backend)
     common = {
-        "mixer": args.mixer, "hidden": sizes["hidden_size"], "dtype": str(dtype),
+        "mixer": args.mixer,
+        "hidden": sizes["hidden_size"],
+        "dtype": str(dtype),
         "device": torch.cuda.get_device_name() if ON_GPU else "cpu",
-    }  # fmt: skip
+    }
 
     def emit(**line) -> None:
         line = {k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}

@@ -1,13 +1,16 @@
-"""Our Kimi Delta Attention beside fla's own layer and Megatron's, in one run, at the same sizes.
+"""Our Kimi Delta Attention beside fla's own layer and Megatron's, in one run, at the
+same sizes.
 
-    python3 benchmarks/bench_kda.py --out results.jsonl      1 x 8192 and packed, on a GPU
-    MEGATRON_LM=FOLDER python3 benchmarks/bench_kda.py      beside Megatron's own layer, too
-    python3 benchmarks/bench_kda.py --tiny                  a few tokens of ours, on any machine
+    python3 benchmarks/bench_kda.py --out results.jsonl   1 x 8192 and packed, on a GPU
+    MEGATRON_LM=FOLDER python3 benchmarks/bench_kda.py   beside Megatron's own layer,
+                                                         too
+    python3 benchmarks/bench_kda.py --tiny               a few tokens of ours, on any
+                                                         machine
 
-FOLDER is a clone of Megatron-LM with KimiDeltaAttention (pull request 6556); ours runs in it too.
-All layers project, convolve, gate, run the recurrence, norm and project back, in bf16 with local
-linears; their weights differ. Ours runs fla's kernels of the recurrence or cuDNN's. Every case's
-times are printed as soon as they are known.
+FOLDER is a clone of Megatron-LM with KimiDeltaAttention (pull request 6556); ours runs
+in it too. All layers project, convolve, gate, run the recurrence, norm and project
+back, in bf16 with local linears; their weights differ. Ours runs fla's kernels of the
+recurrence or cuDNN's. Every case's times are printed as soon as they are known.
 
 Legend: S seq, B batch, D hidden, H heads, K head dim.
 """
@@ -46,13 +49,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--lower-bound", type=float, help="of the gate; -5 is usual")
-    parser.add_argument("--backends", nargs="+", choices=("fla", "cudnn"), default=["fla"],
-                        help="of our layer; without a GPU plain torch")  # fmt: skip
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        choices=("fla", "cudnn"),
+        default=["fla"],
+        help="of our layer; without a GPU plain torch",
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument(
-        "--configurations", type=int, help="of each of fla's kernels to tune over; default all"
+        "--configurations",
+        type=int,
+        help="of each of fla's kernels to tune over; default all",
     )
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no new case after this"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny sizes and 2 repeats")
     parser.add_argument("--out", help="append JSON lines to this file")
     args = parser.parse_args()
@@ -84,7 +96,10 @@ def config_of(args: argparse.Namespace, **more: Any) -> Any:
 
 
 def local_modules() -> dict[str, Any]:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+    )
 
     from megatron_gdn.compat.torch_norm import TorchRMSNorm
 
@@ -119,8 +134,12 @@ def build_megatrons(args: argparse.Namespace) -> nn.Module:
     bound = args.lower_bound
     config = config_of(args, kda_safe_gate=bound is not None, kda_lower_bound=bound)
     modules = local_modules()
-    submodules = upstream.KimiDeltaAttentionSubmodules(**modules, beta_proj=modules["in_proj"])
-    return upstream.KimiDeltaAttention(config, submodules, 1, pg_collection=groups()).to(DEVICE)
+    submodules = upstream.KimiDeltaAttentionSubmodules(
+        **modules, beta_proj=modules["in_proj"]
+    )
+    return upstream.KimiDeltaAttention(
+        config, submodules, 1, pg_collection=groups()
+    ).to(DEVICE)
 
 
 def build_theirs(args: argparse.Namespace) -> nn.Module:
@@ -136,19 +155,23 @@ def build_theirs(args: argparse.Namespace) -> nn.Module:
 
 
 def _fla_module() -> Any:
-    """fla.layers.kda; without fla.layers itself where that needs packages that are not here."""
+    """fla.layers.kda; without fla.layers itself where that needs packages that are not
+    here."""
     try:
         return import_module("fla.layers.kda")
     except ModuleNotFoundError:
         found, package = find_spec("fla"), ModuleType("fla.layers")
         assert found is not None and found.submodule_search_locations
-        package.__path__ = [f"{folder}/layers" for folder in found.submodule_search_locations]
+        package.__path__ = [
+            f"{folder}/layers" for folder in found.submodule_search_locations
+        ]
         sys.modules["fla.layers"] = package
         return import_module("fla.layers.kda")
 
 
 def tune_over(most: int) -> None:
-    """Leave each of fla's kernels, of those imported so far, its first configurations."""
+    """Leave each of fla's kernels, of those imported so far, its first
+    configurations."""
     for name, module in list(sys.modules.items()):
         if not name.startswith("fla."):
             continue
@@ -197,13 +220,17 @@ def main() -> None:
             print(f"{case.name}: skipped, out of time", flush=True)
             continue
         offsets = case.offsets()
-        x = torch.randn(case.tokens, case.batch, args.hidden, device=DEVICE, dtype=torch.bfloat16)
+        x = torch.randn(
+            case.tokens, case.batch, args.hidden, device=DEVICE, dtype=torch.bfloat16
+        )
         x.requires_grad_()
         packed = thd(offsets)
         runs: dict[str, Any] = {
             whose: (
                 layer,
-                lambda x=x, p=packed, layer=layer: layer(x, None, packed_seq_params=p)[0],
+                lambda x=x, p=packed, layer=layer: layer(x, None, packed_seq_params=p)[
+                    0
+                ],
             )
             for whose, layer in ours.items()
         }

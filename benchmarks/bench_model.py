@@ -1,15 +1,16 @@
-"""A hybrid model through Megatron's schedule: the time of a step, eager and with CUDA graphs.
+"""A hybrid model through Megatron's schedule: the time of a step, eager and with CUDA
+graphs.
 
     python3 benchmarks/bench_model.py --out results.jsonl
-    python3 benchmarks/bench_model.py --modules local --layers 4 --hidden 64 --tokens 64   # CPU
+    python3 benchmarks/bench_model.py --modules local --layers 4 --hidden 64 --tokens 64  # CPU
 
-GDN, attention and MLP layers on Transformer Engine's modules in bf16, with our GDN layer and with
-megatron-core's, from the same weights over the same tokens. A step is forward and backward of two
-micro-batches and the optimizer. ``packed`` holds eight documents. ``local`` is Megatron's
-``cuda_graph_impl="local"``: a graph per layer and direction; with packed documents these lie in
-fixed buffers, which every micro-batch fills, and layers with attention run eagerly unless
-``--fused-rope``. ``loss`` is that of the step after the last one timed, so a graph that computes
-something else shows.
+GDN, attention and MLP layers on Transformer Engine's modules in bf16, with our GDN
+layer and with megatron-core's, from the same weights over the same tokens. A step is
+forward and backward of two micro-batches and the optimizer. ``packed`` holds eight
+documents. ``local`` is Megatron's ``cuda_graph_impl="local"``: a graph per layer and
+direction; with packed documents these lie in fixed buffers, which every micro-batch
+fills, and layers with attention run eagerly unless ``--fused-rope``. ``loss`` is that
+of the step after the last one timed, so a graph that computes something else shows.
 """
 
 from __future__ import annotations
@@ -40,18 +41,34 @@ DOCUMENTS = 8
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--modules", choices=("te", "local"), default="te")
-    parser.add_argument("--mixers", nargs="+", choices=("upstream", "ours"),
-                        default=["upstream", "ours"])  # fmt: skip
-    parser.add_argument("--graphs", nargs="+", choices=("none", "local"), default=["none"])
-    parser.add_argument("--cases", nargs="+", choices=("batch", "packed"), default=["batch"])
-    parser.add_argument("--buffers", action="store_true",
-                        help="packed documents in fixed buffers without graphs too")  # fmt: skip
-    parser.add_argument("--fused-rope", action="store_true",
-                        help="Transformer Engine's rotation, which graphs can capture")  # fmt: skip
+    parser.add_argument(
+        "--mixers",
+        nargs="+",
+        choices=("upstream", "ours"),
+        default=["upstream", "ours"],
+    )
+    parser.add_argument(
+        "--graphs", nargs="+", choices=("none", "local"), default=["none"]
+    )
+    parser.add_argument(
+        "--cases", nargs="+", choices=("batch", "packed"), default=["batch"]
+    )
+    parser.add_argument(
+        "--buffers",
+        action="store_true",
+        help="packed documents in fixed buffers without graphs too",
+    )
+    parser.add_argument(
+        "--fused-rope",
+        action="store_true",
+        help="Transformer Engine's rotation, which graphs can capture",
+    )
     parser.add_argument("--layers", type=int, default=16, help=f"repeats {PATTERN}")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=10, help="timed, after as many as graphs need")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="timed, after as many as graphs need"
+    )
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--fp8-recipe", choices=("delayed", "tensorwise", "blockwise"))
     parser.add_argument("--seed", type=int, default=5, help="of the weights")
@@ -60,7 +77,9 @@ def arguments() -> argparse.Namespace:
 
 
 def build(mixer: str, graphs: str, packed: bool, args) -> torch.nn.Module:
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as upstream
+    from megatron.core.models.hybrid.hybrid_layer_specs import (
+        hybrid_stack_spec as upstream,
+    )
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -116,7 +135,10 @@ class Trainer:
     """A model, its optimizer, and one step of them."""
 
     def __init__(self, model: torch.nn.Module, packed: bool, args) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
@@ -126,11 +148,15 @@ class Trainer:
         self.ddp = DistributedDataParallel(
             config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped
         )
-        options = OptimizerConfig(lr=1e-4, bf16=config.bf16, params_dtype=config.params_dtype)
+        options = OptimizerConfig(
+            lr=1e-4, bf16=config.bf16, params_dtype=config.params_dtype
+        )
         self.optimizer = get_megatron_optimizer(options, [self.ddp])
         config.finalize_model_grads_func = finalize_model_grads
         torch.manual_seed(9)
-        self.tokens = torch.randint(0, VOCABULARY, (MICRO_BATCHES, 1, args.tokens + 1)).to(DEVICE)
+        self.tokens = torch.randint(
+            0, VOCABULARY, (MICRO_BATCHES, 1, args.tokens + 1)
+        ).to(DEVICE)
         self.position = torch.arange(args.tokens, device=DEVICE)[None]
         inner = [i * args.tokens // DOCUMENTS | 1 for i in range(1, DOCUMENTS)]
         self.offsets = [0, *inner, args.tokens]
@@ -168,7 +194,11 @@ class Trainer:
         if self.in_buffers:
             set_documents(self.packed, self.offsets)
         losses = model(
-            batch[:, :-1], self.position, None, labels=batch[:, 1:], packed_seq_params=self.packed
+            batch[:, :-1],
+            self.position,
+            None,
+            labels=batch[:, 1:],
+            packed_seq_params=self.packed,
         )
 
         def loss(per_token: torch.Tensor):
@@ -213,18 +243,26 @@ def main() -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     setting = {
-        "environment": environment() if DEVICE == "cuda" else {}, "layers": args.layers,
-        "hidden": args.hidden, "tokens": args.tokens, "micro_batches": MICRO_BATCHES,
+        "environment": environment() if DEVICE == "cuda" else {},
+        "layers": args.layers,
+        "hidden": args.hidden,
+        "tokens": args.tokens,
+        "micro_batches": MICRO_BATCHES,
         "fused_rope": args.fused_rope,
         "fp8": args.fp8_recipe,
-    }  # fmt: skip
-    rows = [["case", "graphs", "mixer", "step ms", "ratio", "host ms", "peak MiB", "loss"]]
+    }
+    rows = [
+        ["case", "graphs", "mixer", "step ms", "ratio", "host ms", "peak MiB", "loss"]
+    ]
     for case in args.cases:
         base = None
         for graphs in args.graphs:
             for mixer in args.mixers:
                 if (case, graphs, mixer) == ("packed", "local", "upstream"):
-                    print(f"{case} {graphs} {mixer}: it reads boundaries on the host", flush=True)
+                    print(
+                        f"{case} {graphs} {mixer}: it reads boundaries on the host",
+                        flush=True,
+                    )
                     continue
                 model_parallel_cuda_manual_seed(
                     0, te_rng_tracker=args.modules == "te", force_reset_rng=True
@@ -235,24 +273,48 @@ def main() -> None:
                     packed = case == "packed"
                     trainer = Trainer(build(mixer, graphs, packed, args), packed, args)
                     found = measure(trainer, args)
-                except Exception as error:  # the other combinations are worth their time
-                    print(f"{case} {graphs} {mixer}: {type(error).__name__}: {error}", flush=True)
+                except (
+                    Exception
+                ) as error:  # the other combinations are worth their time
+                    print(
+                        f"{case} {graphs} {mixer}: {type(error).__name__}: {error}",
+                        flush=True,
+                    )
                     traceback.print_exc()
                     trainer = None
                     continue
                 base = base or found["step_ms"]
-                peak = torch.cuda.max_memory_allocated() / 2**20 if DEVICE == "cuda" else 0
-                record = {"case": case, "graphs": graphs, "mixer": mixer, **found, "peak": peak}
+                peak = (
+                    torch.cuda.max_memory_allocated() / 2**20 if DEVICE == "cuda" else 0
+                )
+                record = {
+                    "case": case,
+                    "graphs": graphs,
+                    "mixer": mixer,
+                    **found,
+                    "peak": peak,
+                }
                 write_lines(args.out, [{**record, **setting}])
-                rows.append([case, graphs, mixer, f"{found['step_ms']:.2f}",
-                             f"{found['step_ms'] / base:.3f}", f"{found['host_ms']:.2f}",
-                             f"{peak:.0f}", f"{found['loss']:.4f}"])  # fmt: skip
+                rows.append(
+                    [
+                        case,
+                        graphs,
+                        mixer,
+                        f"{found['step_ms']:.2f}",
+                        f"{found['step_ms'] / base:.3f}",
+                        f"{found['host_ms']:.2f}",
+                        f"{peak:.0f}",
+                        f"{found['loss']:.4f}",
+                    ]
+                )
                 print("  ".join(rows[-1]), flush=True)
                 del trainer
                 gc.collect()
                 if DEVICE == "cuda":
                     torch.cuda.empty_cache()
-    print(f"\n{args.layers} layers, {args.tokens} tokens; ratios to the first of a case")
+    print(
+        f"\n{args.layers} layers, {args.tokens} tokens; ratios to the first of a case"
+    )
     print(table(rows))
 
 

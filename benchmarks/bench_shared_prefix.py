@@ -1,21 +1,24 @@
-"""A hybrid model on shared prefixes: as trees, and packed separately, with two attentions.
+"""A hybrid model on shared prefixes: as trees, and packed separately, with two
+attentions.
 
-    python3 -m megatron_gdn.warm_up --heads 16:32 --parts cut     one GPU: its kernels, side by side
+    python3 -m megatron_gdn.warm_up --heads 16:32 --parts cut     one GPU: its kernels,
+                                                                  side by side
     python3 benchmarks/bench_shared_prefix.py --out benchmarks/results/shared_prefix.jsonl
-    OMP_NUM_THREADS=1 python3 benchmarks/bench_shared_prefix.py --toy                          a CPU
+    OMP_NUM_THREADS=1 python3 benchmarks/bench_shared_prefix.py --toy                       a CPU
 
-16 layers, 12 of Gated DeltaNet and 4 of attention, each with an MLP; a step is a forward and a
-backward of the same weighted sum of the losses of all documents' tokens. First, at a smaller size,
-logits and gradients in bf16, each way's distance from fp64 (one sequence after the other, plain
-torch). Then times in turns, and peak memory.
+16 layers, 12 of Gated DeltaNet and 4 of attention, each with an MLP; a step is a
+forward and a backward of the same weighted sum of the losses of all documents' tokens.
+First, at a smaller size, logits and gradients in bf16, each way's distance from fp64
+(one sequence after the other, plain torch). Then times in turns, and peak memory.
 
-    responses   a prompt of 2,048 tokens and 16 responses of 256
-    turns       a prompt of 2,048 tokens and 8 turns; a turn has 4 branches of 256, of which the
-                first one is continued
+    responses  a prompt of 2,048 tokens and 16 responses of 256
+    turns      a prompt of 2,048 tokens and 8 turns; a turn has 4 branches of 256, of
+               which the
+               first one is continued
 
-    tree        flex_attention, prefixes computed once
-    flex        packed separately, flex_attention
-    te          packed separately, Transformer Engine's attention (with ``--modules te``)
+    tree       flex_attention, prefixes computed once
+    flex       packed separately, flex_attention
+    te         packed separately, Transformer Engine's attention (with ``--modules te``)
 """
 
 from __future__ import annotations
@@ -45,12 +48,22 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--modules", choices=("te", "local"), default="te")
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each way, in turns")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed steps of each way, in turns"
+    )
     parser.add_argument("--prompt", type=int, default=2048, help="tokens")
-    parser.add_argument("--lengths", type=int, default=256, help="tokens of a response or branch")
-    parser.add_argument("--most-tokens", type=int, default=36864,
-                        help="of a micro-batch packed separately; halved if it fails")  # fmt: skip
-    parser.add_argument("--toy", action="store_true", help="tiny, local modules, for a CPU")
+    parser.add_argument(
+        "--lengths", type=int, default=256, help="tokens of a response or branch"
+    )
+    parser.add_argument(
+        "--most-tokens",
+        type=int,
+        default=36864,
+        help="of a micro-batch packed separately; halved if it fails",
+    )
+    parser.add_argument(
+        "--toy", action="store_true", help="tiny, local modules, for a CPU"
+    )
     parser.add_argument("--out", help="append JSON lines to this file")
     args = parser.parse_args()
     if args.toy:
@@ -60,7 +73,8 @@ def arguments() -> argparse.Namespace:
 
 
 class Trained(NamedTuple):
-    """Documents of which each may continue another, and what is computed of their tokens."""
+    """Documents of which each may continue another, and what is computed of their
+    tokens."""
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
@@ -81,8 +95,8 @@ class Trained(NamedTuple):
         return list(range(start, start + self.lengths[document]))
 
     def sequences(self) -> list[tuple[list[int], list[int]]]:
-        """Of each document that none continues, with all before it: the rows of its tokens, and how
-        many of the last ones are not of an earlier sequence."""
+        """Of each document that none continues, with all before it: the rows of its
+        tokens, and how many of the last ones are not of an earlier sequence."""
         found, seen = [], set()
         for leaf in sorted(set(range(len(self.parents))) - set(self.parents)):
             path = [leaf]
@@ -91,7 +105,9 @@ class Trained(NamedTuple):
             new = [document for document in path if document not in seen]
             seen.update(path)
             rows = [row for document in path for row in self.rows(document)]
-            found.append((rows, [row for document in new for row in self.rows(document)]))
+            found.append(
+                (rows, [row for document in new for row in self.rows(document)])
+            )
         return found
 
 
@@ -108,7 +124,8 @@ def as_tree(trained: Trained) -> list[MicroBatch]:
 
 
 def separately(trained: Trained, most_tokens: int, way: str) -> list[MicroBatch]:
-    """Micro-batches whose documents continue none; as a tree, ``flex_attention`` takes them."""
+    """Micro-batches whose documents continue none; as a tree, ``flex_attention`` takes
+    them."""
     groups: list[list] = [[]]
     for sequence in trained.sequences():
         if groups[-1] and sum(len(x[0]) for x in (*groups[-1], sequence)) > most_tokens:
@@ -178,11 +195,16 @@ def names_of_local(name: str) -> str:
         return name
     layer, linear = name.removesuffix(".layer_norm_weight").rsplit(".", 1)
     layer, part = layer.rsplit(".", 1)
-    return f"{layer}.{'pre_mlp_layernorm' if part == 'mlp' else 'input_layernorm'}.weight"
+    return (
+        f"{layer}.{'pre_mlp_layernorm' if part == 'mlp' else 'input_layernorm'}.weight"
+    )
 
 
-def step(model: nn.Module, trained: Trained, batches: list[MicroBatch], keep: bool = False):
-    """One backward of all micro-batches; with ``keep``, the logits of all documents' tokens."""
+def step(
+    model: nn.Module, trained: Trained, batches: list[MicroBatch], keep: bool = False
+):
+    """One backward of all micro-batches; with ``keep``, the logits of all documents'
+    tokens."""
     for parameter in model.parameters():
         parameter.grad = None
     logits = None
@@ -201,7 +223,9 @@ def step(model: nn.Module, trained: Trained, batches: list[MicroBatch], keep: bo
             )
         else:
             labels = trained.labels[rows][None]
-            out = model(trained.tokens[rows][None], positions, None, labels=labels, **given)
+            out = model(
+                trained.tokens[rows][None], positions, None, labels=labels, **given
+            )
             losses = out[0][kept]
         (losses * trained.weights[rows][kept]).sum().backward()
     return logits
@@ -216,9 +240,12 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
-    """Root mean squares of differences over those of what is right: all together, and the worst."""
-    squares = [(n, (x.double() - right[n]).square().sum(), right[n].square().sum())
-               for n, x in found.items()]  # fmt: skip
+    """Root mean squares of differences over those of what is right: all together, and
+    the worst."""
+    squares = [
+        (n, (x.double() - right[n]).square().sum(), right[n].square().sum())
+        for n, x in found.items()
+    ]
     each = {name: (off / of).sqrt().item() for name, off, of in squares if of != 0}
     off, of = (torch.stack([x[i] for x in squares]).sum() for i in (1, 2))
     # NaN is larger than every number.
@@ -226,10 +253,13 @@ def distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, fl
     return {"all": (off / of).sqrt().item(), "worst": each[worst], "name": worst}
 
 
-def check(args, model: nn.Module, ways: Sequence[str], trained: Trained) -> dict[str, Any]:
+def check(
+    args, model: nn.Module, ways: Sequence[str], trained: Trained
+) -> dict[str, Any]:
     """Distances in bf16 from fp64, of trees and of separate packing."""
     exact = build(args, "local", torch.float64)
-    for name, module in list(exact.named_modules()):  # Megatron's stack ends in TE's norm anyway
+    # Megatron's stack ends in TE's norm anyway
+    for name, module in list(exact.named_modules()):
         if type(module).__module__.startswith("transformer_engine"):
             norm = nn.RMSNorm(args.hidden, eps=1e-5, dtype=torch.float64, device=DEVICE)
             exact.set_submodule(name, norm)
@@ -269,17 +299,24 @@ def seconds(model, trained, batches) -> float:
     return time.perf_counter() - began
 
 
-def first_step(model, trained, way: str, most_tokens: int) -> tuple[list[MicroBatch], float, int]:
-    """Micro-batches that fit into memory, the peak of a step in GiB, and their most tokens."""
+def first_step(
+    model, trained, way: str, most_tokens: int
+) -> tuple[list[MicroBatch], float, int]:
+    """Micro-batches that fit into memory, the peak of a step in GiB, and their most
+    tokens."""
     while True:
-        batches = as_tree(trained) if way == "tree" else separately(trained, most_tokens, way)
+        batches = (
+            as_tree(trained) if way == "tree" else separately(trained, most_tokens, way)
+        )
         try:
             seconds(model, trained, batches)  # compiles
             free()
             if DEVICE == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             seconds(model, trained, batches)
-            peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
+            peak = (
+                torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
+            )
             return batches, peak, max(len(batch.rows) for batch in batches)
         except torch.OutOfMemoryError:
             if way == "tree" or most_tokens < 2 * len(trained.sequences()[0][0]):
@@ -288,13 +325,19 @@ def first_step(model, trained, way: str, most_tokens: int) -> tuple[list[MicroBa
         free()
 
 
-def measure(args, model: nn.Module, ways: Sequence[str], trained: Trained) -> dict[str, Any]:
+def measure(
+    args, model: nn.Module, ways: Sequence[str], trained: Trained
+) -> dict[str, Any]:
     batches, found = {}, {}
     for way in ways:
         batches[way], peak, largest = first_step(model, trained, way, args.most_tokens)
         tokens = sum(len(batch.rows) for batch in batches[way])
-        found[way] = {"tokens": tokens, "micro_batches": len(batches[way]),
-                      "tokens_of_the_largest": largest, "peak_gib": peak}  # fmt: skip
+        found[way] = {
+            "tokens": tokens,
+            "micro_batches": len(batches[way]),
+            "tokens_of_the_largest": largest,
+            "peak_gib": peak,
+        }
         print(f"  {way}: {found[way]}", flush=True)
         free()
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -302,7 +345,10 @@ def measure(args, model: nn.Module, ways: Sequence[str], trained: Trained) -> di
         for way in ways:
             times[way].append(1e3 * seconds(model, trained, batches[way]))
     for way in ways:
-        found[way] |= {"median_ms": statistics.median(times[way]), "ms": sorted(times[way])}
+        found[way] |= {
+            "median_ms": statistics.median(times[way]),
+            "ms": sorted(times[way]),
+        }
     tree = found["tree"]
     for way in ways[1:]:
         found[way]["tree_over_this"] = {
@@ -320,7 +366,9 @@ def cases(prompt: int, length: int, responses: int, turns: int) -> dict[str, Tra
         parents += [continued] * 4
         continued = first
     return {
-        "responses": Trained.of([prompt, *[length] * responses], [-1, *[0] * responses]),
+        "responses": Trained.of(
+            [prompt, *[length] * responses], [-1, *[0] * responses]
+        ),
         "turns": Trained.of([prompt, *[length] * 4 * turns], parents),
     }
 
@@ -330,13 +378,23 @@ def main() -> None:
     began = time.perf_counter()
     start_megatron()
     model = build(args, args.modules, BF16)
-    setting = {"environment": environment(), "hidden": args.hidden, "modules": args.modules,
-               "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
+    setting = {
+        "environment": environment(),
+        "hidden": args.hidden,
+        "modules": args.modules,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     ways = ("tree", "flex", "te") if args.modules == "te" else ("tree", "flex")
 
     def record(what: str, case: str, found: dict[str, Any]) -> None:
         seconds_so_far = round(time.perf_counter() - began)
-        line = {"what": what, "case": case, **found, "seconds_so_far": seconds_so_far, **setting}
+        line = {
+            "what": what,
+            "case": case,
+            **found,
+            "seconds_so_far": seconds_so_far,
+            **setting,
+        }
         write_lines(args.out, [line])
         print(json.dumps(line), flush=True)
 

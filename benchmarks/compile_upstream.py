@@ -3,10 +3,11 @@
     python3 benchmarks/compile_upstream.py 32 8
     TILELANG_CACHE_DIR=kernels python3 benchmarks/compile_upstream.py 32 --processes 2
 
-megatron-core repeats key heads and gives beta in bf16, so it takes other kernels than our layer,
-which ``python -m megatron_gdn.warm_up`` compiles. Heads are those of one rank: of 16:32, one GPU
-has 32 and each of four context-parallel ranks 8. Kernels are compiled for Hopper: for packed
-documents, for a sequence that is cut into parts and for a batch of four rows.
+megatron-core repeats key heads and gives beta in bf16, so it takes other kernels than
+our layer, which ``python -m megatron_gdn.warm_up`` compiles. Heads are those of one
+rank: of 16:32, one GPU
+has 32 and each of four context-parallel ranks 8. Kernels are compiled for Hopper: for
+packed documents, for a sequence that is cut into parts and for a batch of four rows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from megatron_gdn.warm_up.tasks import Task, recorded_kernels, run_tasks
 
 TOKENS = 9000
 ROWS = 4
-PACKED = ([0, 1000, TOKENS], list(range(0, TOKENS + 1, 500)))  # cut into parts; too short for it
+# cut into parts; too short for it
+PACKED = ([0, 1000, TOKENS], list(range(0, TOKENS + 1, 500)))
 
 
 def arguments() -> argparse.Namespace:
@@ -35,7 +37,8 @@ def arguments() -> argparse.Namespace:
 
 
 def call(heads: int, offsets: list[int]) -> None:
-    """Forward and backward as megatron-core calls them: q, k, v and beta in bf16, g in fp32.
+    """Forward and backward as megatron-core calls them: q, k, v and beta in bf16, g in
+    fp32.
 
     Without ``offsets`` of batch rows, which FlashQLA does not cut.
     """
@@ -47,9 +50,14 @@ def call(heads: int, offsets: list[int]) -> None:
         return torch.zeros(rows, tokens, heads, *shape, dtype=dtype, requires_grad=True)
 
     o, _ = flash_qla.chunk_gated_delta_rule(
-        q=zeros(128), k=zeros(128), v=zeros(128), g=zeros(dtype=torch.float32), beta=zeros(),
-        cu_seqlens=torch.tensor(offsets, dtype=torch.int32) if offsets else None, auto_cp=True,
-    )  # fmt: skip
+        q=zeros(128),
+        k=zeros(128),
+        v=zeros(128),
+        g=zeros(dtype=torch.float32),
+        beta=zeros(),
+        cu_seqlens=torch.tensor(offsets, dtype=torch.int32) if offsets else None,
+        auto_cp=True,
+    )
     o.backward(torch.zeros_like(o))
 
 

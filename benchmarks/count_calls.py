@@ -1,12 +1,14 @@
-"""The way of ``forward``: Python functions of this package that one steady forward calls.
+"""The way of ``forward``: Python functions of this package that one steady forward
+calls.
 
-    python benchmarks/count_calls.py                 # calls, functions and files per scheme
-    python benchmarks/count_calls.py --list          # and the functions in the order of first call
+    python benchmarks/count_calls.py         # calls, functions and files per scheme
+    python benchmarks/count_calls.py --list  # and the functions in the order of first
+                                             # call
 
-On the CPU with the plain rule: one rank, a decode step, two ranks headwise and chunkwise.
-``PYTHONPATH`` says which checkout is counted. Counted is every entry of a frame (a generator enters
-once per step) in the third forward of a layer over one shape, or the third decode step; what it
-calls of torch and Megatron is not.
+On the CPU with the plain rule: one rank, a decode step, two ranks headwise and
+chunkwise. ``PYTHONPATH`` says which checkout is counted. Counted is every entry of a
+frame (a generator enters once per step) in the third forward of a layer over one shape,
+or the third decode step; what it calls of torch and Megatron is not.
 """
 
 from __future__ import annotations
@@ -22,20 +24,32 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Files and functions of the plain rule's and front's arithmetic, in which a GPU has no part.
+# Files and functions of the plain rule's and front's arithmetic, in which a GPU has no
+# part.
 ARITHMETIC = (
-    "ops/conv.py", "ops/elementwise.py", "ops/switches.py",
-    "ops/front/plain.py", "ops/front/gates.py", "ops/front/table.py:TableFront.gates_of",
+    "ops/conv.py",
+    "ops/elementwise.py",
+    "ops/switches.py",
+    "ops/front/plain.py",
+    "ops/front/gates.py",
+    "ops/front/table.py:TableFront.gates_of",
     "ops/rules/token_rule.py",
-    "ops/delta_rule/chunk_math", "ops/delta_rule/plain.py",
-    "ops/delta_rule/triangular.py", "ops/delta_rule/base.py", "ops/rules/chunk_table.py",
+    "ops/delta_rule/chunk_math",
+    "ops/delta_rule/plain.py",
+    "ops/delta_rule/triangular.py",
+    "ops/delta_rule/base.py",
+    "ops/rules/chunk_table.py",
     "ops/state_maps/state_map.py",
-    "ops/readout/base.py", "ops/layout.py", "ops/autograd.py",
-)  # fmt: skip
+    "ops/readout/base.py",
+    "ops/layout.py",
+    "ops/autograd.py",
+)
 SCHEMES = {
-    "one rank": (1, "auto"), "headwise": (2, "headwise"), "chunkwise": (2, "chunkwise"),
+    "one rank": (1, "auto"),
+    "headwise": (2, "headwise"),
+    "chunkwise": (2, "chunkwise"),
     "decode step": (1, "decode"),
-}  # fmt: skip
+}
 TOKENS = 128
 # What stands in for CUDA on a CPU, also in older checkouts.
 _STAND_INS = ("compat/one_process.py", "megatron_on_cpu.py")
@@ -53,7 +67,9 @@ class Way(NamedTuple):
     @property
     def own(self) -> int:
         """Calls without the arithmetic of the plain twins."""
-        return sum(n for name, n in self.entries.items() if not name.startswith(ARITHMETIC))
+        return sum(
+            n for name, n in self.entries.items() if not name.startswith(ARITHMETIC)
+        )
 
     @property
     def files(self) -> int:
@@ -91,19 +107,29 @@ def steady_way(cp: int, mode: str, packed: bool = False) -> Way:
     from megatron_gdn.specs import gated_delta_net_spec
 
     config = TransformerConfig(
-        num_layers=1, num_attention_heads=4, normalization="RMSNorm", activation_func=F.silu,
-        use_cpu_initialization=True, gradient_accumulation_fusion=False, hidden_size=24,
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-        linear_value_head_dim=8, linear_conv_kernel_dim=4, context_parallel_size=cp,
-    )  # fmt: skip
+        num_layers=1,
+        num_attention_heads=4,
+        normalization="RMSNorm",
+        activation_func=F.silu,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        hidden_size=24,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+        context_parallel_size=cp,
+    )
     spec = gated_delta_net_spec("local")
     options = {"backend": "reference"}
     if mode != "decode":
         options["linear_cp_mode"] = mode
     layer = build_module(
         ModuleSpec(module=spec.module, params=options, submodules=spec.submodules),
-        config, layer_number=1,
-    )  # fmt: skip
+        config,
+        layer_number=1,
+    )
     params = None
     if packed:
         cu = torch.tensor([0, 32, 64, TOKENS], dtype=torch.int32)
@@ -151,7 +177,9 @@ def start(rank: int, ranks: int, port: int) -> None:
     model_parallel_cuda_manual_seed(1)
 
 
-def _rank(rank: int, ranks: int, port: int, modes: dict[str, str], packed: bool, queue) -> None:
+def _rank(
+    rank: int, ranks: int, port: int, modes: dict[str, str], packed: bool, queue
+) -> None:
     start(rank, ranks, port)
     ways = {name: steady_way(ranks, mode, packed) for name, mode in modes.items()}
     if rank == 0:

@@ -1,14 +1,16 @@
-"""sha256 digests of a layer's output and of every gradient, to show that a change keeps every bit.
+"""sha256 digests of a layer's output and of every gradient, to show that a change keeps
+every bit.
 
-    python benchmarks/digests.py write before.json            # in a checkout before the change
+    python benchmarks/digests.py write before.json            # in a checkout before the
+                                                              # change
     python benchmarks/digests.py write after.json             # and after it
     python benchmarks/digests.py compare before.json after.json
 
-``PYTHONPATH`` says which checkout's package is measured, so one copy of this file serves both. On
-the CPU it covers mixer x sequence layout x scheme x packed or not x tensor-parallel size x dtype,
-over up to four gloo ranks, with the plain rule, and what a static context generates.
-``--device cuda`` covers one GPU per rank instead: flash_qla (fp16 and bf16 operands, deterministic)
-and the plain rule.
+``PYTHONPATH`` says which checkout's package is measured, so one copy of this file
+serves both. On the CPU it covers mixer x sequence layout x scheme x packed or not x
+tensor-parallel size x dtype, over up to four gloo ranks, with the plain rule, and what
+a static context generates. ``--device cuda`` covers one GPU per rank instead: flash_qla
+(fp16 and bf16 operands, deterministic) and the plain rule.
 """
 
 from __future__ import annotations
@@ -91,18 +93,31 @@ def cpu_cases() -> Iterator[Case]:
         for packed in (False, True):
             for tp, cp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)):
                 modes = ("headwise", "chunkwise") if cp > 1 else ("auto",)
-                layouts = ("zigzag", "zigzag_buffer", "contiguous") if cp > 1 else ("zigzag",)
+                layouts = (
+                    ("zigzag", "zigzag_buffer", "contiguous") if cp > 1 else ("zigzag",)
+                )
                 for mode in modes:
                     for layout in layouts:
                         for options in MORE if dtype == "float32" else ("plain",):
                             yield Case(tp, cp, mode, layout, packed, dtype, options)
-                        for mixer in ("kda", "mamba2") if layout != "zigzag_buffer" else ():
+                        for mixer in (
+                            ("kda", "mamba2") if layout != "zigzag_buffer" else ()
+                        ):
                             yield Case(tp, cp, mode, layout, packed, dtype, mixer=mixer)
                         if dtype == "float32" and layout == "zigzag":
-                            yield Case(tp, cp, mode, layout, packed, dtype, "full", mixer="kda")
+                            yield Case(
+                                tp, cp, mode, layout, packed, dtype, "full", mixer="kda"
+                            )
                         if dtype == "bfloat16":
                             yield Case(
-                                tp, cp, mode, layout, packed, dtype, "biases", deterministic=True
+                                tp,
+                                cp,
+                                mode,
+                                layout,
+                                packed,
+                                dtype,
+                                "biases",
+                                deterministic=True,
                             )
 
 
@@ -111,12 +126,27 @@ def gpu_cases(ranks: int) -> Iterator[Case]:
     for mode in modes:
         for packed in (False, True):
             for options in OPTIONS:
-                for operands, deterministic in (("fp16", False), ("bf16", False), ("bf16", True)):
+                for operands, deterministic in (
+                    ("fp16", False),
+                    ("bf16", False),
+                    ("bf16", True),
+                ):
                     yield Case(
-                        1, ranks, mode, "zigzag", packed, "bfloat16", options, "flash_qla",
-                        operands, deterministic, tokens=4096,
-                    )  # fmt: skip
-                yield Case(1, ranks, mode, "zigzag", packed, "bfloat16", options, tokens=4096)
+                        1,
+                        ranks,
+                        mode,
+                        "zigzag",
+                        packed,
+                        "bfloat16",
+                        options,
+                        "flash_qla",
+                        operands,
+                        deterministic,
+                        tokens=4096,
+                    )
+                yield Case(
+                    1, ranks, mode, "zigzag", packed, "bfloat16", options, tokens=4096
+                )
 
 
 def digest(*tensors: torch.Tensor | None) -> str:
@@ -124,11 +154,15 @@ def digest(*tensors: torch.Tensor | None) -> str:
     for x in tensors:
         if x is not None:
             found.update(str((x.dtype, tuple(x.shape))).encode())
-            found.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(
+                x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            )
     return found.hexdigest()[:16]
 
 
-def run(case: Case, device: torch.device, groups: dict[tuple, dist.ProcessGroup]) -> dict[str, str]:
+def run(
+    case: Case, device: torch.device, groups: dict[tuple, dist.ProcessGroup]
+) -> dict[str, str]:
     import torch.nn.functional as F
     from megatron.core.inference.contexts import StaticInferenceContext
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -144,26 +178,38 @@ def run(case: Case, device: torch.device, groups: dict[tuple, dist.ProcessGroup]
     tp_group = groups[tuple(cp_rank * case.tp + t for t in range(case.tp))]
     cp_group = groups[tuple(c * case.tp + tp_rank for c in range(case.cp))]
     config = TransformerConfig(
-        num_layers=1, num_attention_heads=4, normalization="RMSNorm", activation_func=F.silu,
-        use_cpu_initialization=True, gradient_accumulation_fusion=False, init_method_std=0.2,
-        params_dtype=dtype, bf16=dtype == torch.bfloat16,
-        deterministic_mode=case.deterministic, tensor_model_parallel_size=case.tp,
-        context_parallel_size=case.cp, **(ON_GPU if device.type == "cuda" else TINY),
-    )  # fmt: skip
+        num_layers=1,
+        num_attention_heads=4,
+        normalization="RMSNorm",
+        activation_func=F.silu,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        init_method_std=0.2,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        deterministic_mode=case.deterministic,
+        tensor_model_parallel_size=case.tp,
+        context_parallel_size=case.cp,
+        **(ON_GPU if device.type == "cuda" else TINY),
+    )
     torch.manual_seed(11)
     spec = getattr(specs, f"{SPECS[case.mixer]}_spec")("local")
     options = {
-        "cp_layout": case.layout, "linear_cp_mode": case.mode, "backend": case.backend,
+        "cp_layout": case.layout,
+        "linear_cp_mode": case.mode,
+        "backend": case.backend,
         **MORE[case.options],
-    }  # fmt: skip
+    }
     width = {"d_model": config.hidden_size} if case.mixer == "mamba2" else {}
     if case.mixer == "gdn":
         options["rule_operands"] = case.operands
     layer = build_module(
         ModuleSpec(module=spec.module, params=options, submodules=spec.submodules),
-        config, layer_number=1, **width,
+        config,
+        layer_number=1,
+        **width,
         pg_collection=ProcessGroupCollection(tp=tp_group, cp=cp_group),
-    ).to(device)  # fmt: skip
+    ).to(device)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_((torch.randn(parameter.shape) * 0.1).to(parameter))
@@ -176,7 +222,9 @@ def run(case: Case, device: torch.device, groups: dict[tuple, dist.ProcessGroup]
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
     torch.manual_seed(5)
     x, weight = (torch.randn(tokens, rows, config.hidden_size) for _ in range(2))
-    mine = local_indices(lengths or (tokens,), case.cp, cp_rank, SequenceLayout.parse(case.layout))
+    mine = local_indices(
+        lengths or (tokens,), case.cp, cp_rank, SequenceLayout.parse(case.layout)
+    )
     x = x[mine].to(device, dtype).requires_grad_()
     out, bias = layer(x, None, packed_seq_params=packed)
     out = out if bias is None else out + bias
@@ -192,7 +240,9 @@ def run(case: Case, device: torch.device, groups: dict[tuple, dist.ProcessGroup]
     return found | {name: digest(p.grad) for name, p in layer.named_parameters()}
 
 
-def _rank(rank: int, world: int, port: int, cases: list[Case], device_type: str, queue) -> None:
+def _rank(
+    rank: int, world: int, port: int, cases: list[Case], device_type: str, queue
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
     device = torch.device("cpu")
@@ -239,7 +289,9 @@ def answers(queue, processes) -> Iterator[tuple[int, dict[str, dict[str, str]]]]
         except Empty:
             ended = [p.exitcode for p in processes if p.exitcode]
             if ended:
-                raise RuntimeError(f"a rank ended with exit code {ended[0]}; see above") from None
+                raise RuntimeError(
+                    f"a rank ended with exit code {ended[0]}; see above"
+                ) from None
 
 
 def write(path: Path, device_type: str, ranks: int) -> None:
@@ -253,7 +305,9 @@ def write(path: Path, device_type: str, ranks: int) -> None:
         context = mp.get_context("spawn")
         queue = context.Queue()
         started = [
-            context.Process(target=_rank, args=(r, world, port, mine, device_type, queue))
+            context.Process(
+                target=_rank, args=(r, world, port, mine, device_type, queue)
+            )
             for r in range(world)
         ]
         for process in started:
@@ -288,7 +342,9 @@ def main() -> None:
     writing = commands.add_parser("write")
     writing.add_argument("path", type=Path)
     writing.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    writing.add_argument("--ranks", type=int, default=1, help="GPUs; headwise and chunkwise from 2")
+    writing.add_argument(
+        "--ranks", type=int, default=1, help="GPUs; headwise and chunkwise from 2"
+    )
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)

@@ -1,12 +1,14 @@
-"""Loss curves of a small hybrid model under FP8, beside two bf16 runs from other weights.
+"""Loss curves of a small hybrid model under FP8, beside two bf16 runs from other
+weights.
 
     python3 benchmarks/fp8_curves.py                                    # one GPU
-    python3 benchmarks/fp8_curves.py --modules local --steps 4 --tokens 64 --recipes    # CPU
+    python3 benchmarks/fp8_curves.py --modules local --steps 4 --tokens 64 --recipes  # CPU
 
-GDN, attention and MLP layers, through Megatron's schedule, over the Python standard library's
-source. Printed is each run's mean distance from the first bf16 run over the last tenth of the
-steps. Then the first recipe's run goes on from a checkpoint of its middle, and so does an FP8 run
-from bf16's; these losses are printed beside those of the uninterrupted run.
+GDN, attention and MLP layers, through Megatron's schedule, over the Python standard
+library's source. Printed is each run's mean distance from the first bf16 run over the
+last tenth of the steps. Then the first recipe's run goes on from a checkpoint of its
+middle, and so does an FP8 run from bf16's; these losses are printed beside those of the
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -34,18 +36,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no new run after this")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no new run after this"
+    )
     parser.add_argument("--out", help="append JSON lines to this file")
     return parser.parse_args()
 
 
 def text(tokens: int, steps: int) -> torch.Tensor:
-    """``[steps, micro-batches, 1, tokens + 1]``: stretches of source, in an order of their own."""
+    """``[steps, micro-batches, 1, tokens + 1]``: stretches of source, in an order of
+    their own."""
     sources = sorted(Path(os.__file__).parent.glob("*.py"))
     stream = torch.frombuffer(
         bytearray(b"".join(p.read_bytes() for p in sources)), dtype=torch.uint8
     )
-    pieces = stream[: len(stream) // (tokens + 1) * (tokens + 1)].view(-1, 1, tokens + 1).long()
+    pieces = (
+        stream[: len(stream) // (tokens + 1) * (tokens + 1)]
+        .view(-1, 1, tokens + 1)
+        .long()
+    )
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(1))
     return pieces[order[: steps * MICRO_BATCHES]].unflatten(0, (steps, MICRO_BATCHES))
 
@@ -58,7 +67,12 @@ class Run:
 
         te = args.modules == "te"
         model_parallel_cuda_manual_seed(0, te_rng_tracker=te, force_reset_rng=True)
-        args.fp8_recipe, args.seed, args.fused_rope, args.buffers = recipe, seed, False, False
+        args.fp8_recipe, args.seed, args.fused_rope, args.buffers = (
+            recipe,
+            seed,
+            False,
+            False,
+        )
         self.trainer = Trainer(build("ours", "none", False, args), False, args)
         for group in self.trainer.optimizer.param_groups:
             group["lr"] = 1e-3
@@ -97,11 +111,15 @@ def main() -> None:
         run.train(batches[half:])
         runs[name] = run.losses
         last = max(1, args.steps // 10)
-        apart = [abs(a - b) for a, b in zip(run.losses, runs["bf16"], strict=True)][-last:]
+        apart = [abs(a - b) for a, b in zip(run.losses, runs["bf16"], strict=True)][
+            -last:
+        ]
         print(
-            f"{name}: loss {run.losses[0]:.4f} .. {run.losses[half]:.4f} .. {run.losses[-1]:.4f}, "
-            f"from bf16 {sum(apart) / last:.4f}, largest {max(apart):.4f}", flush=True,
-        )  # fmt: skip
+            f"{name}: loss {run.losses[0]:.4f} .. {run.losses[half]:.4f} .. "
+            f"{run.losses[-1]:.4f}, from bf16 {sum(apart) / last:.4f}, largest "
+            f"{max(apart):.4f}",
+            flush=True,
+        )
         write_lines(args.out, [{"run": name, "losses": run.losses}])
         del run
     for source in (args.recipes[0] if args.recipes else "bf16", "bf16"):
@@ -112,7 +130,10 @@ def main() -> None:
         run.train(batches[half : half + 10])
         same = runs[source][half : half + 10]
         apart = max(abs(a - b) for a, b in zip(run.losses, same, strict=False))
-        print(f"on from {source}: {run.losses[0]:.4f}, was {same[0]:.4f}; largest {apart:.2e}")
+        print(
+            f"on from {source}: {run.losses[0]:.4f}, was {same[0]:.4f}; largest "
+            f"{apart:.2e}"
+        )
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     benchmarks/launches.sh MEGATRON_LM                  all rows, on one GPU
     benchmarks/launches.sh MEGATRON_LM --toy --rows resumed     tiny, on a CPU
 
-The model is ``G-G-G-*-G-G-G-*-``. Each launch has the GPU for itself; while it trains, the next one
-only imports. Before all that, short launches of every row fill the compile caches side by side.
-Steps are timed by Megatron, which waits for the GPU in each (``--log-interval 1``).
+The model is ``G-G-G-*-G-G-G-*-``. Each launch has the GPU for itself; while it trains,
+the next one only imports. Before all that, short launches of every row fill the compile
+caches side by side. Steps are timed by Megatron, which waits for the GPU in each
+(``--log-interval 1``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from typing import Any
 from lib.launching import SPECS, Launch, times_and_losses
 from lib.pages import markdown
 
-# A mask of sequence x sequence, made and copied for every sample, is what no layer here reads.
+# A mask of sequence x sequence, made and copied for every sample, is what no layer here
+# reads.
 FLAGS = """
     --hybrid-layer-pattern G-G-G-*-G-G-G-*- --linear-num-key-heads 16 --linear-key-head-dim 128
     --linear-value-head-dim 128 --linear-conv-kernel-dim 4 --kv-channels 128
@@ -75,7 +77,9 @@ class Row:
         batch, length, count = self.tokens
         size = f"--micro-batch-size {batch} --global-batch-size {batch * count}"
         size += f" --seq-length {length} --max-position-embeddings {length}"
-        run = f"--train-iters {steps} --log-memory-interval {steps} --spec {SPECS[layer]}"
+        run = (
+            f"--train-iters {steps} --log-memory-interval {steps} --spec {SPECS[layer]}"
+        )
         return f"{FLAGS} {HIDDEN[self.hidden]} {size} {run} {self.flags}".split()
 
 
@@ -114,7 +118,8 @@ def on_cpu(flags: list[str]) -> list[str]:
 
 
 def fill_caches(args: argparse.Namespace) -> None:
-    """Two steps with a quarter of the layers, side by side: kernels, not what tuning finds."""
+    """Two steps with a quarter of the layers, side by side: kernels, not what tuning
+    finds."""
     kinds = [(name, layer) for name in args.rows for layer in ROWS[name].compile]
 
     def one(kind: tuple[str, str]) -> None:
@@ -122,12 +127,16 @@ def fill_caches(args: argparse.Namespace) -> None:
         flags = [*ROWS[name].all_flags(layer, 2), "--hybrid-layer-pattern", "G-*-"]
         flags += ["--global-batch-size", str(ROWS[name].tokens[0])]
         began = time.monotonic()
-        # fla would keep what it tuned while others used the GPU; inductor starts many processes.
+        # fla would keep what it tuned while others used the GPU; inductor starts many
+        # processes.
         alone = {"FLA_CACHE_RESULTS": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         launch = begin(args, flags, f"compile-{name}-{layer}", **alone)
         launch.release()
         failed = launch.finish(args.compile_seconds)
-        print(f"compiled {name} {layer}: {time.monotonic() - began:.0f} s {failed}", flush=True)
+        print(
+            f"compiled {name} {layer}: {time.monotonic() - began:.0f} s {failed}",
+            flush=True,
+        )
 
     with ThreadPoolExecutor(args.at_once) as pool:
         list(pool.map(one, kinds))
@@ -152,13 +161,15 @@ def plan(args: argparse.Namespace) -> list[tuple[str, str, str, list[str]]]:
 
 
 def resumed(killed: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-    """How far losses after the checkpoint are from those that the killed launch had printed."""
+    """How far losses after the checkpoint are from those that the killed launch had
+    printed."""
     both = sorted(killed["losses"].keys() & here["losses"].keys())
     pairs = [(killed["losses"][step], here["losses"][step]) for step in both]
     return {
-        "first_step": min(here["losses"]), "steps_in_both": len(both),
+        "first_step": min(here["losses"]),
+        "steps_in_both": len(both),
         "furthest": max((abs(a - b) / abs(a) for a, b in pairs), default=None),
-    }  # fmt: skip
+    }
 
 
 def measure(args: argparse.Namespace, setting: dict[str, Any]) -> list[dict[str, Any]]:
@@ -186,70 +197,128 @@ def measure(args: argparse.Namespace, setting: dict[str, Any]) -> list[dict[str,
         records.append(record)
         with (args.out / "launches.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
-        shown = {k: record.get(k) for k in ("step_ms", "first_ms", "peak", "furthest", "failed")}
-        print(f"{log}: {record['seconds']} s, at {args.spent():.0f} s, {shown}", flush=True)
+        shown = {
+            k: record.get(k)
+            for k in ("step_ms", "first_ms", "peak", "furthest", "failed")
+        }
+        print(
+            f"{log}: {record['seconds']} s, at {args.spent():.0f} s, {shown}",
+            flush=True,
+        )
     for launch in ready:
         launch.kill()
     return records
 
 
 NAMES = {
-    "2x4096": "2x4096, 2 micro-batches", "fp8": f"`{FP8}`", "4096": "hidden 4096, 16/64 heads",
-    "4096-fp8": f"hidden 4096, `{FP8}`", "packed": "`--dataloader-inter-document-masking`",
-    "deterministic": "`--deterministic-mode`", "graphs": "`--cuda-graph-impl local`",
-}  # fmt: skip
+    "2x4096": "2x4096, 2 micro-batches",
+    "fp8": f"`{FP8}`",
+    "4096": "hidden 4096, 16/64 heads",
+    "4096-fp8": f"hidden 4096, `{FP8}`",
+    "packed": "`--dataloader-inter-document-masking`",
+    "deterministic": "`--deterministic-mode`",
+    "graphs": "`--cuda-graph-impl local`",
+}
 
 
 def launch_table(records: list[dict[str, Any]]) -> list[list[str]]:
-    """Rows of both layers' launches; of several of one kind the one with the lesser median."""
-    head = ["launch", "layer", "ms per step", "", "p10 to p90", "least", "peak GiB",
-            "first losses, last", "first step s"]  # fmt: skip
+    """Rows of both layers' launches; of several of one kind the one with the lesser
+    median."""
+    head = [
+        "launch",
+        "layer",
+        "ms per step",
+        "",
+        "p10 to p90",
+        "least",
+        "peak GiB",
+        "first losses, last",
+        "first step s",
+    ]
     rows, best = [head], {}
     for r in records:
         if "step_ms" in r and r["case"] not in ("killed", "resumed"):
             here = (r["case"], r["layer"])
-            if here not in best or r["step_ms"]["median"] < best[here]["step_ms"]["median"]:
+            if (
+                here not in best
+                or r["step_ms"]["median"] < best[here]["step_ms"]["median"]
+            ):
                 best[here] = r
     for (case, layer), r in best.items():
         ms, losses = r["step_ms"], list(r["losses"].values())
         base = best.get((case, "upstream"))
         ratio = f"{ms['median'] / base['step_ms']['median']:.2f}" if base else ""
-        rows.append([
-            NAMES.get(case, case), layer.replace("upstream", "megatron-core"),
-            f"{ms['median']:.1f}", ratio, f"{ms['p10']:.1f} to {ms['p90']:.1f}",
-            f"{ms['least']:.1f}", f"{r['peak'] / 1024:.1f}",
-            f"{losses[0]:.3f}, {losses[-1]:.4f} ({len(losses)})", f"{r['first_ms'][0] / 1e3:.1f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                NAMES.get(case, case),
+                layer.replace("upstream", "megatron-core"),
+                f"{ms['median']:.1f}",
+                ratio,
+                f"{ms['p10']:.1f} to {ms['p90']:.1f}",
+                f"{ms['least']:.1f}",
+                f"{r['peak'] / 1024:.1f}",
+                f"{losses[0]:.3f}, {losses[-1]:.4f} ({len(losses)})",
+                f"{r['first_ms'][0] / 1e3:.1f}",
+            ]
+        )
     return rows
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
-    """GPU and versions, asked for in a process of its own, which alone opens the GPU."""
-    asked = "import json; from lib.measure import environment; print(json.dumps(environment()))"
+    """GPU and versions, asked for in a process of its own, which alone opens the
+    GPU."""
+    asked = (
+        "import json; from lib.measure import environment; "
+        "print(json.dumps(environment()))"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", asked], cwd=Path(__file__).parent, capture_output=True, text=True,
+        [sys.executable, "-c", asked],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
         check=True,
-    )  # fmt: skip
+    )
     commit = subprocess.run(
-        ["git", "-C", str(args.megatron_lm), "log", "-1", "--format=%h"], capture_output=True,
-        text=True, check=False,
-    ).stdout.strip()  # fmt: skip
-    found = json.loads(done.stdout.splitlines()[-1]) | {"megatron-lm": args.called or commit}
-    return {"environment": found, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+        ["git", "-C", str(args.megatron_lm), "log", "-1", "--format=%h"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    found = json.loads(done.stdout.splitlines()[-1]) | {
+        "megatron-lm": args.called or commit
+    }
+    return {
+        "environment": found,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("megatron_lm", type=Path, help="the folder of a clone of Megatron-LM")
+    parser.add_argument(
+        "megatron_lm", type=Path, help="the folder of a clone of Megatron-LM"
+    )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--rounds", type=int, default=1, help="how often to go through the rows")
-    parser.add_argument("--seconds", type=float, default=560, help="of all launches together")
-    parser.add_argument("--launch-seconds", type=float, default=150, help="of one launch")
-    parser.add_argument("--compile-seconds", type=float, default=120, help="0: no such launches")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="how often to go through the rows"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=560, help="of all launches together"
+    )
+    parser.add_argument(
+        "--launch-seconds", type=float, default=150, help="of one launch"
+    )
+    parser.add_argument(
+        "--compile-seconds", type=float, default=120, help="0: no such launches"
+    )
     parser.add_argument("--at-once", type=int, default=8, help="launches that compile")
-    parser.add_argument("--called", default="", help="the clone's branch or tag, for the records")
+    parser.add_argument(
+        "--called", default="", help="the clone's branch or tag, for the records"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/launches"))
-    parser.add_argument("--toy", action="store_true", help="tiny, on a CPU, without FP8 and graphs")
+    parser.add_argument(
+        "--toy", action="store_true", help="tiny, on a CPU, without FP8 and graphs"
+    )
     args = parser.parse_args()
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -268,7 +337,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as args.folder:  # of a checkpoint of some 9 GB
         records = measure(args, setting.result())
     print(markdown(launch_table(records)))
-    failed = [f"{r['case']} {r['layer']}: {r['failed']}" for r in records if "failed" in r]
+    failed = [
+        f"{r['case']} {r['layer']}: {r['failed']}" for r in records if "failed" in r
+    ]
     raise SystemExit("\n".join(failed) or None)
 
 

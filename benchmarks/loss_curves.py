@@ -1,11 +1,13 @@
-"""Loss curves of one small hybrid model with three layers: ours, megatron-core's, transformers'.
+"""Loss curves of one small hybrid model with three layers: ours, megatron-core's,
+transformers'.
 
-    python benchmarks/loss_curves.py             # docs/evidence.jsonl and docs/evidence.png
+    python benchmarks/loss_curves.py         # docs/evidence.jsonl and docs/evidence.png
 
-All start from the same random weights, read the same text in the same order and take the same
-steps (AdamW, warm-up and cosine, clipped), in fp32 on the CPU. The weights reach Megatron by
-`megatron_gdn.hf.load_hf_weights`. Rounding alone makes two runs part after a while: a fourth curve,
-ours from weights that are off by one rounding, says how far.
+All start from the same random weights, read the same text in the same order and take
+the same steps (AdamW, warm-up and cosine, clipped), in fp32 on the CPU. The weights
+reach Megatron by `megatron_gdn.hf.load_hf_weights`. Rounding alone makes two runs part
+after a while: a fourth curve, ours from weights that are off by one rounding, says how
+far.
 """
 
 from __future__ import annotations
@@ -51,8 +53,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=4, help="sequences of a batch")
     parser.add_argument("--tokens", type=int, default=128, help="of a sequence")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "evidence", metavar="STEM")
-    parser.add_argument("--gpu", action="store_true", help="run on the GPU, with its kernels")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "docs" / "evidence", metavar="STEM"
+    )
+    parser.add_argument(
+        "--gpu", action="store_true", help="run on the GPU, with its kernels"
+    )
     args = parser.parse_args(argv)
     if not args.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -64,19 +70,32 @@ def main(argv: list[str] | None = None) -> None:
         start(Path(folder))
         for name, make in MODELS.items():
             curves[name] = losses(make(Path(folder)), args, name)
-    record = {"steps": args.steps, "rows": args.rows, "tokens": args.tokens, "lr": args.lr}
+    record = {
+        "steps": args.steps,
+        "rows": args.rows,
+        "tokens": args.tokens,
+        "lr": args.lr,
+    }
     record |= {"device": "gpu" if args.gpu else "cpu", "versions": versions()}
     record |= {"date": datetime.date.today().isoformat(), "parting": parting(curves)}
-    lines = [record, *({"step": i + 1} | dict(zip(curves, at, strict=True))
-             for i, at in enumerate(zip(*curves.values(), strict=True)))]  # fmt: skip
+    lines = [
+        record,
+        *(
+            {"step": i + 1} | dict(zip(curves, at, strict=True))
+            for i, at in enumerate(zip(*curves.values(), strict=True))
+        ),
+    ]
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.with_suffix(".jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    args.output.with_suffix(".jsonl").write_text(
+        "".join(json.dumps(x) + "\n" for x in lines)
+    )
     draw(curves, record, args.output.with_suffix(".png"))
     print(json.dumps(record, indent=1))
 
 
 def start(folder: Path) -> None:
-    """Megatron for one rank, and a transformers model's random weights in ``folder``."""
+    """Megatron for one rank, and a transformers model's random weights in
+    ``folder``."""
     import torch
     import transformers
 
@@ -91,7 +110,8 @@ def start(folder: Path) -> None:
 
 
 def transformers_class():
-    """Qwen3.5's text model; on a CPU in plain torch, though fla may be installed for GPUs."""
+    """Qwen3.5's text model; on a CPU in plain torch, though fla may be installed for
+    GPUs."""
     import torch
     import transformers
 
@@ -134,14 +154,17 @@ def megatron_model(folder: Path, spec=None, rounded: bool = False):
     def logits(tokens):
         length = tokens.shape[1]
         positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-        future = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
+        future = torch.ones(
+            length, length, dtype=torch.bool, device=tokens.device
+        ).triu(1)
         return model(tokens, positions, future[None, None])
 
     return model.train(), logits
 
 
 def upstream_model(folder: Path):
-    """The same HybridModel around megatron-core's layer; on a CPU plain torch for its kernels."""
+    """The same HybridModel around megatron-core's layer; on a CPU plain torch for its
+    kernels."""
     import megatron.core.ssm.gated_delta_net as package
     import torch
     from megatron.core.ssm.gated_delta_net import common, gdn
@@ -150,10 +173,11 @@ def upstream_model(folder: Path):
     from megatron_gdn.specs import hybrid_stack_spec
 
     if not torch.cuda.is_available():
-        # fla's conv and norm have no CPU form; the delta rule is upstream's own, in torch.
+        # fla's conv and norm have no CPU form; the delta rule is upstream's own, in
+        # torch.
         gdn.l2norm = common.l2norm = lambda x, **_: l2norm(x)
-        gdn.causal_conv1d = lambda x, weight, bias, activation, cu_seqlens, **_: causal_conv1d(
-            x, weight, bias, activation, cu_seqlens=cu_seqlens
+        gdn.causal_conv1d = lambda x, weight, bias, activation, cu_seqlens, **_: (
+            causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seqlens)
         )
         gdn.chunk_gated_delta_rule = package.torch_chunk_gated_delta_rule
     spec = hybrid_stack_spec("local", qk_layernorm=True)
@@ -177,7 +201,8 @@ MODELS: dict[str, Callable] = {
 
 
 def batches(args: argparse.Namespace, device) -> Iterable:
-    """Rows of the Python standard library's source, shuffled by a seed: tokens, labels, mask."""
+    """Rows of the Python standard library's source, shuffled by a seed: tokens, labels,
+    mask."""
     from pretraining.corpus import standard_library
     from pretraining.feed import Feed
 
@@ -204,11 +229,14 @@ def losses(model_and_logits, args: argparse.Namespace, name: str) -> list[float]
     model, logits_of = model_and_logits
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
-    # Gains, and A_log and dt_bias, are not drawn towards zero: a gain stored around another
-    # centre would be drawn elsewhere.
+    # Gains, and A_log and dt_bias, are not drawn towards zero: a gain stored around
+    # another centre would be drawn elsewhere.
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
     warm_up = max(1, args.steps // 10)
     found: list[float] = []
@@ -233,7 +261,8 @@ def losses(model_and_logits, args: argparse.Namespace, name: str) -> list[float]
 
 
 def parting(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """How far each curve is from ours: at the first step, at most, and over the last tenth."""
+    """How far each curve is from ours: at the first step, at most, and over the last
+    tenth."""
     ours = curves[OURS]
     found = {}
     for name, losses_of in curves.items():
@@ -241,7 +270,11 @@ def parting(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
             apart = [abs(a - b) for a, b in zip(losses_of, ours, strict=True)]
             last = max(1, len(apart) // 10)
             means = (sum(losses_of[-last:]) - sum(ours[-last:])) / last
-            found[name] = {"first": apart[0], "largest": max(apart), "last tenth's mean": means}
+            found[name] = {
+                "first": apart[0],
+                "largest": max(apart),
+                "last tenth's mean": means,
+            }
     return found
 
 
@@ -276,8 +309,12 @@ def draw(curves: dict[str, list[float]], record: dict, path: Path) -> None:
     for axes in (above, below):
         axes.legend(frameon=False, fontsize=8)
         axes.grid(alpha=0.3)
-    stated = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    above.set_title(f"GDN x3 + attention, fp32, {record['device']}; {stated}", fontsize=9)
+    stated = ", ".join(
+        f"{name} {version}" for name, version in record["versions"].items()
+    )
+    above.set_title(
+        f"GDN x3 + attention, fp32, {record['device']}; {stated}", fontsize=9
+    )
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -1,9 +1,11 @@
-"""How the cost of context parallelism grows: a formula, its constants from measurements, a plot.
+"""How the cost of context parallelism grows: a formula, its constants from
+measurements, a plot.
 
     python3 benchmarks/model_context_parallel.py
 
-Prints the formula's figures beside those measured, and writes docs/context_parallel.png. Per layer,
-forward + backward, of one rank with s tokens of one sequence, cp ranks:
+Prints the formula's figures beside those measured, and writes
+docs/context_parallel.png. Per layer, forward + backward, of one rank with s tokens of
+one sequence, cp ranks:
 
     layer      s * token                             the layer on one GPU
     wire       2 * bytes received / bandwidth        the backward sends as much again
@@ -11,8 +13,10 @@ forward + backward, of one rank with s tokens of one sequence, cp ranks:
     chunkwise  layer + states + wire(exchange) + 2 * steps * step
 
 ``row_bytes``, and the bytes and steps of ``exchange`` (the cheapest way), are those of
-:mod:`megatron_gdn.context_parallel.price`. Within a machine bytes go over NVLink. Beyond one
-machine, the share that leaves it goes over one network card per GPU: computed, never measured.
+:mod:`megatron_gdn.context_parallel.price`. Within a machine bytes go over NVLink.
+Beyond one
+machine, the share that leaves it goes over one network card per GPU: computed, never
+measured.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ class Constants:
     token_ms: float  # the layer on one GPU
     nvlink: float  # bytes per second that a rank receives in bare collectives
     passes: float  # our exchange over the bare one
-    states_token_ms: float  # the rule with states instead of without: passes over the tokens,
+    # the rule with states instead of without: passes over the tokens,
+    states_token_ms: float
     states_ms: float  # and what does not grow, with the halo
 
     @classmethod
@@ -51,7 +56,9 @@ class Constants:
         one = by(read("layer.jsonl"), case="1x32768", layer="ours", core="flash_qla")
         cp = read("context_parallel.jsonl")
         wire = by(cp, case="131072", layer="wire")
-        raw, ours = (by(read("exchange.jsonl"), case="131072", what=w) for w in ("raw", "ours"))
+        raw, ours = (
+            by(read("exchange.jsonl"), case="131072", what=w) for w in ("raw", "ours")
+        )
         s, ranks = 131072 // wire["cp"], wire["cp"]
         token = median(one) / 32768
         nvlink = 2 * row_bytes(s, ranks) / median(wire) * 1e3
@@ -63,9 +70,12 @@ class Constants:
         )
         grows = (many - few) / ((131072 - 32768) / ranks)
         return cls(
-            token, nvlink, ours["forward_backward"]["median"] / raw["forward_backward"]["median"],
-            grows, many - s * grows,
-        )  # fmt: skip
+            token,
+            nvlink,
+            ours["forward_backward"]["median"] / raw["forward_backward"]["median"],
+            grows,
+            many - s * grows,
+        )
 
 
 def read(name: str) -> list[dict]:
@@ -93,25 +103,39 @@ def headwise_ms(s: float, cp: int, c: Constants) -> float:
 
 def exchange_ms(cp: int, nvlink: float) -> float:
     """Of the maps of one sequence in zigzag, one direction."""
-    received, steps = price.map_exchange_traffic(SIZES.state, cp, SequenceLayout.ZIGZAG, 1, None)
-    return price.transfer_time(received, cp, min(cp, PER_MACHINE), nvlink / 1e3) + steps * STEP_MS
+    received, steps = price.map_exchange_traffic(
+        SIZES.state, cp, SequenceLayout.ZIGZAG, 1, None
+    )
+    return (
+        price.transfer_time(received, cp, min(cp, PER_MACHINE), nvlink / 1e3)
+        + steps * STEP_MS
+    )
 
 
 def chunkwise_ms(s: float, cp: int, c: Constants) -> float:
-    return s * (c.token_ms + c.states_token_ms) + c.states_ms + 2 * exchange_ms(cp, c.nvlink)
+    return (
+        s * (c.token_ms + c.states_token_ms)
+        + c.states_ms
+        + 2 * exchange_ms(cp, c.nvlink)
+    )
 
 
 def compare(c: Constants) -> None:
-    print(f"{c.token_ms * 1e3:.3f} us per token, wire {c.nvlink / 1e9:.0f} GB/s, exchange "
-          f"{c.passes:.2f} of the bare one, states {c.states_token_ms * 1e3:.3f} us per token and "
-          f"{c.states_ms:.2f} ms")  # fmt: skip
+    print(
+        f"{c.token_ms * 1e3:.3f} us per token, wire {c.nvlink / 1e9:.0f} GB/s, "
+        f"exchange {c.passes:.2f} of the bare one, states "
+        f"{c.states_token_ms * 1e3:.3f} us per token and {c.states_ms:.2f} ms"
+    )
     print("tokens  cp  scheme            measured ms  formula ms")
     for r in read("context_parallel.jsonl"):
         scheme = r["layer"].removesuffix(", graph")
         model = {"headwise": headwise_ms, "chunkwise": chunkwise_ms}.get(scheme)
         if model is not None and r["case"].isdigit():
             formula = model(int(r["case"]) / r["cp"], r["cp"], c)
-            print(f"{r['case']:7} {r['cp']:2}  {r['layer']:9}  {median(r):11.2f}  {formula:10.2f}")
+            print(
+                f"{r['case']:7} {r['cp']:2}  {r['layer']:9}  {median(r):11.2f}  "
+                f"{formula:10.2f}"
+            )
 
 
 def draw(c: Constants, image: Path) -> None:
@@ -122,9 +146,15 @@ def draw(c: Constants, image: Path) -> None:
         (axes[1], lambda cp: 32768, "32,768 tokens on each of cp ranks"),
     ):
         for name, model in (("headwise", headwise_ms), ("chunkwise", chunkwise_ms)):
-            legal = [cp for cp in ranks if name == "chunkwise" or cp <= SIZES.value_heads]
-            axis.plot(legal, [model(local(cp), cp, c) for cp in legal], marker=".", label=name)
-        axis.plot(ranks, [local(cp) * c.token_ms for cp in ranks], ls=":", label="no exchange")
+            legal = [
+                cp for cp in ranks if name == "chunkwise" or cp <= SIZES.value_heads
+            ]
+            axis.plot(
+                legal, [model(local(cp), cp, c) for cp in legal], marker=".", label=name
+            )
+        axis.plot(
+            ranks, [local(cp) * c.token_ms for cp in ranks], ls=":", label="no exchange"
+        )
         for r in read("context_parallel.jsonl"):
             s = int(r["case"]) / r["cp"] if r["case"].isdigit() else None
             if r["layer"] in ("headwise", "chunkwise") and s == local(r["cp"]):

@@ -1,18 +1,24 @@
 """Launches of Megatron's own pretrain_hybrid.py over four GPUs.
 
-    benchmarks/launches.sh laws CLONES      losses of a model divided in every way
-    benchmarks/launches.sh times CLONES     a step's time, with our layer and with Megatron's
-    benchmarks/launches.sh table RECORDS    the records of laws in the table of docs/support.md
+    benchmarks/launches.sh laws CLONES    losses of a model divided in every way
+    benchmarks/launches.sh times CLONES   a step's time, with our layer and with
+                                          Megatron's
+    benchmarks/launches.sh table RECORDS  the records of laws in the table of
+                                          docs/support.md
 
-CLONES is a folder with clones of Megatron-LM: mlm-core (branch core_r0.19.0), mlm-main and mlm-dev.
+CLONES is a folder with clones of Megatron-LM: mlm-core (branch core_r0.19.0), mlm-main
+and mlm-dev.
 
-laws: one GPU trains each small model and saves it with its optimizer at step 3; every other launch
-goes on from that file. How far losses are apart when nothing but the order of bf16's roundings
-differs is measured: launches with Megatron's own layer, divided in several ways, beside one GPU's.
-The losses of our launches may differ from one GPU's by twice that, and those of a launch that goes
-on with the other layer by twice what the two layers differ by on one GPU.
+laws: one GPU trains each small model and saves it with its optimizer at step 3; every
+other launch goes on from that file. How far losses are apart when nothing but the order
+of bf16's roundings
+differs is measured: launches with Megatron's own layer, divided in several ways, beside
+one GPU's. The losses of our launches may differ from one GPU's by twice that, and those
+of a launch that goes on with the other layer by twice what the two layers differ by on
+one GPU.
 
-times: launches wait, built, before their first step; one after the other then has the GPUs.
+times: launches wait, built, before their first step; one after the other then has the
+GPUs.
 """
 
 from __future__ import annotations
@@ -38,7 +44,8 @@ from lib.pages import markdown
 
 BRANCHES = {"core": "core_r0.19.0", "main": "main", "dev": "dev"}
 
-# The small model of the laws. Heads as in `HIDDEN`, so that no other kernels are compiled.
+# The small model of the laws. Heads as in `HIDDEN`, so that no other kernels are
+# compiled.
 SMALL = """
     --hidden-size 1024 --ffn-hidden-size 2048 --num-attention-heads 8 --num-query-groups 4
     --linear-num-value-heads 32 --seq-length 2048 --max-position-embeddings 2048
@@ -67,7 +74,8 @@ MOCK = "--mock-data --tokenizer-type NullTokenizer"
 
 @dataclass(frozen=True)
 class Model:
-    """What a small model is trained from; ``flags`` tell it from the others in the table."""
+    """What a small model is trained from; ``flags`` tell it from the others in the
+    table."""
 
     pattern: str
     flags: str = ""
@@ -81,7 +89,8 @@ MODELS = {
     "dense": Model(DENSE),
     "mamba": Model(
         "M-*-G-*-",
-        "--mamba-num-heads 16 --mamba-head-dim 64 --mamba-num-groups 8 --mamba-state-dim 128",
+        "--mamba-num-heads 16 --mamba-head-dim 64 --mamba-num-groups 8 "
+        "--mamba-state-dim 128",
     ),
     "kda": Model("K-*-G-*-", launcher=True),
     "gdn2": Model(DENSE, "--experimental-attention-variant gdn2", clone="main"),
@@ -90,7 +99,8 @@ MODELS = {
         "GE*EGE*E",
         "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall",
     ),
-    # Transformer Engine's attention cannot read the layout of documents cut with their buffer.
+    # Transformer Engine's attention cannot read the layout of documents cut with their
+    # buffer.
     "documents": Model("G-G-G-G-", "--dataloader-inter-document-masking", data=TEXT),
     "chats": Model(DENSE, data=CHATS),
 }
@@ -101,10 +111,10 @@ class Case:
     """One launch of a small model.
 
     Args:
-        start: the case whose checkpoint it loads, and the step, or None for the last step that was
-            saved. Without ``start`` the launch begins at step 1.
-        held_to: the case whose losses it takes, by default the launch that first trained the model;
-            "" for none.
+        start: the case whose checkpoint it loads, and the step, or None for the last
+            step that was saved. Without ``start`` the launch begins at step 1.
+        held_to: the case whose losses it takes, by default the launch that first
+            trained the model; "" for none.
         options: of our layer, as ``MEGATRON_GDN_OPTIONS``.
         killed_at: a pattern of the log at which all processes are killed.
         exact: the losses are equal in every printed digit.
@@ -155,7 +165,10 @@ DIVIDED = {
 # The first way that DIVIDED names saves checkpoints, from which these ways go on.
 RESUMED = {2: ("pp2", "cp2-chunkwise"), 4: ("pp2-tp2", "tp4")}
 # Ways to divide the model with Megatron's own layer.
-UPSTREAM = {2: ("tp2", "cp2-headwise", "pp2", "dp2"), 4: ("tp2-cp2", "tp4", "pp2-tp2", "dp4")}
+UPSTREAM = {
+    2: ("tp2", "cp2-headwise", "pp2", "dp2"),
+    4: ("tp2-cp2", "tp4", "pp2-tp2", "dp4"),
+}
 
 
 def waves_of(gpus: int) -> list[dict[str, Case]]:
@@ -167,10 +180,22 @@ def waves_of(gpus: int) -> list[dict[str, Case]]:
     def divided(name: str) -> Case:
         mode = name.partition("wise")[0].partition("-")[2]
         options = f"linear_cp_mode={mode}wise" if name.endswith("wise") else ""
-        return Case(flags=ways[name], gpus=gpus, start=FROM, options=options, saves=name == first)
+        return Case(
+            flags=ways[name],
+            gpus=gpus,
+            start=FROM,
+            options=options,
+            saves=name == first,
+        )
 
     def upstream(name: str) -> Case:
-        return Case(layer="upstream", flags=ways[name], gpus=gpus, start=FROM, held_to="upstream")
+        return Case(
+            layer="upstream",
+            flags=ways[name],
+            gpus=gpus,
+            start=FROM,
+            held_to="upstream",
+        )
 
     deterministic = f"{flags} --deterministic-mode"
     one_gpu = ("mamba", "kda", "heads", "gdn2", "documents", "chats")
@@ -179,7 +204,10 @@ def waves_of(gpus: int) -> list[dict[str, Case]]:
             "dense": Case(gpus=1, saves=True),
             **{name: Case(name, gpus=1, saves=True) for name in one_gpu},
             "experts": Case(
-                "experts", gpus=gpus, flags=f"--expert-model-parallel-size {gpus}", saves=True
+                "experts",
+                gpus=gpus,
+                flags=f"--expert-model-parallel-size {gpus}",
+                saves=True,
             ),
             # They fill the caches of Megatron's layer; nothing is held to them.
             "upstream, first": Case(layer="upstream", gpus=1),
@@ -191,11 +219,19 @@ def waves_of(gpus: int) -> list[dict[str, Case]]:
             **{name: divided(name) for name in ways},
             "deterministic": Case(gpus=gpus, flags=deterministic, start=FROM),
             "deterministic again": Case(
-                gpus=gpus, flags=deterministic, start=FROM, held_to="deterministic", exact=True
+                gpus=gpus,
+                flags=deterministic,
+                start=FROM,
+                held_to="deterministic",
+                exact=True,
             ),
-            "graphs": Case(gpus=gpus, flags=f"{flags} --cuda-graph-impl local", start=FROM),
+            "graphs": Case(
+                gpus=gpus, flags=f"{flags} --cuda-graph-impl local", start=FROM
+            ),
             "fp8 on one": Case(gpus=1, flags=FP8, start=FROM, held_to=""),
-            "fp8": Case(gpus=2, flags=f"{TP} 2 {SP} {FP8}", start=FROM, held_to="fp8 on one"),
+            "fp8": Case(
+                gpus=2, flags=f"{TP} 2 {SP} {FP8}", start=FROM, held_to="fp8 on one"
+            ),
             "fsdp2": Case(gpus=gpus, flags=FSDP2, environment=MANY),
             "megatron-fsdp": Case(gpus=gpus, flags=MEGATRON_FSDP, environment=MANY),
             "upstream megatron-fsdp": Case(
@@ -215,13 +251,16 @@ def waves_of(gpus: int) -> list[dict[str, Case]]:
                 flags=f"--expert-model-parallel-size {gpus}",
                 layer="upstream",
                 start=("experts", 3),
-                held_to="",  # a token that goes to another expert moves the loss by more
+                # a token that goes to another expert moves the loss by more
+                held_to="",
             ),
             **{
                 f"{name}-divided": Case(name, gpus=2, flags=f"{CP} 2", start=(name, 3))
                 for name in ("documents", "chats")
             },
-            "async": Case(gpus=gpus, flags=f"{flags} --async-save", start=FROM, saves=True),
+            "async": Case(
+                gpus=gpus, flags=f"{flags} --async-save", start=FROM, saves=True
+            ),
             "killed": Case(
                 gpus=gpus,
                 flags=f"{flags} --save-interval 1",
@@ -238,10 +277,16 @@ def waves_of(gpus: int) -> list[dict[str, Case]]:
                 for name in RESUMED[gpus]
             },
             f"{first} to upstream": Case(
-                gpus=gpus, layer="upstream", flags=flags, start=(first, 6), held_to=first
+                gpus=gpus,
+                layer="upstream",
+                flags=flags,
+                start=(first, 6),
+                held_to=first,
             ),
             "async, resumed": Case(gpus=gpus, start=("async", 6), held_to="async"),
-            "killed, resumed": Case(gpus=gpus, flags=flags, start=("killed", None), held_to=first),
+            "killed, resumed": Case(
+                gpus=gpus, flags=flags, start=("killed", None), held_to=first
+            ),
         },
     ]
 
@@ -253,7 +298,9 @@ HELD_STEPS = 3
 class Launches:
     """Starts launches, and keeps which folders they saved to and what they printed."""
 
-    def __init__(self, args: argparse.Namespace, cases: dict[str, Case], folder: Path) -> None:
+    def __init__(
+        self, args: argparse.Namespace, cases: dict[str, Case], folder: Path
+    ) -> None:
         self.args = args
         self.cases = cases
         self.folder = folder
@@ -321,9 +368,15 @@ class Launches:
         launch.release()
         limit = min(self.args.launch_seconds, self.args.left())
         failed = launch.finish(limit, case.killed_at)
-        record = {"case": name, "layer": case.layer, "gpus": case.gpus, **times_and_losses(launch)}
+        record = {
+            "case": name,
+            "layer": case.layer,
+            "gpus": case.gpus,
+            **times_and_losses(launch),
+        }
         record["flags"] = " ".join(
-            f"--hybrid-layer-pattern {MODELS[case.model].pattern} {MODELS[case.model].flags}"
+            f"--hybrid-layer-pattern {MODELS[case.model].pattern} "
+            f"{MODELS[case.model].flags}"
             f" {case.flags}".split()
         )
         record["seconds"] = round(time.monotonic() - began, 1)
@@ -364,7 +417,8 @@ def last_value(flags: list[str], flag: str) -> str:
 
 
 def distance(record: dict[str, Any], other: dict[str, Any]) -> float | None:
-    """The largest relative difference of the first three losses that both launches printed."""
+    """The largest relative difference of the first three losses that both launches
+    printed."""
     here, there = record.get("losses", {}), other.get("losses", {})
     steps = sorted(here.keys() & there.keys())[:HELD_STEPS]
     if len(steps) < HELD_STEPS:
@@ -373,7 +427,8 @@ def distance(record: dict[str, Any], other: dict[str, Any]) -> float | None:
 
 
 def hold(records: dict[str, dict[str, Any]], cases: dict[str, Case]) -> list[str]:
-    """Adds to each record how far it is from what it is held to; returns what is too far."""
+    """Adds to each record how far it is from what it is held to; returns what is too
+    far."""
     far = []
     for name, record in records.items():
         held_to = held_to_of(name, cases[name])
@@ -381,7 +436,9 @@ def hold(records: dict[str, dict[str, Any]], cases: dict[str, Case]) -> list[str
             record["held_to"] = held_to
             record["distance"] = distance(record, records[held_to])
     # Megatron's own layer, divided, beside its launch on one GPU.
-    spreads = [r.get("distance") for r in records.values() if r.get("held_to") == "upstream"]
+    spreads = [
+        r.get("distance") for r in records.values() if r.get("held_to") == "upstream"
+    ]
     measured = [one for one in spreads if one is not None]
     if not measured:
         return ["no launch with Megatron's own layer to measure bf16's spread by"]
@@ -399,7 +456,9 @@ def hold(records: dict[str, dict[str, Any]], cases: dict[str, Case]) -> list[str
             if cases[name].exact:
                 bound = 0.0
             if off is None or off > bound:
-                far.append(f"{name}: {off} from {record['held_to']}, {bound:.1e} allowed")
+                far.append(
+                    f"{name}: {off} from {record['held_to']}, {bound:.1e} allowed"
+                )
     return far
 
 
@@ -414,19 +473,24 @@ def prepare_data(args: argparse.Namespace, folder: Path) -> None:
     """Text and chats of the tests' launches, made by the clone's own tool."""
     (folder / "data").mkdir()
     code = (
-        "import sys; from pathlib import Path; from tests.launches import real_data as made\n"
+        "import sys; from pathlib import Path; from tests.launches import real_data "
+        "as made\n"
         "for save in (made.save_tokenizer, made.save_text, made.save_chats):\n"
         "    save(Path(sys.argv[1]))"
     )
     clone = str((args.clones / "mlm-core").resolve())
     given = os.environ | {"MEGATRON_LM": clone, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(
-        [sys.executable, "-c", code, str(folder / "data")], cwd=ROOT, env=given, check=True
+        [sys.executable, "-c", code, str(folder / "data")],
+        cwd=ROOT,
+        env=given,
+        check=True,
     )
 
 
 def compile_kernels(gpus: int) -> None:
-    """FlashQLA's kernels for the heads of every rank, ours and Megatron's, all side by side."""
+    """FlashQLA's kernels for the heads of every rank, ours and Megatron's, all side by
+    side."""
     here = Path(__file__).parent
     shares = [1 << power for power in range(gpus.bit_length())]
     ours = [sys.executable, "-m", "megatron_gdn.warm_up", "--kernels", "flash_qla"]
@@ -441,7 +505,9 @@ def compile_kernels(gpus: int) -> None:
     began = time.monotonic()
 
     def one(command: list[str]) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, check=False
+        )
         last = (done.stdout + done.stderr).strip().splitlines()[-1:]
         return f"{' '.join(command[2:6])}: {done.returncode} {last}"
 
@@ -453,7 +519,9 @@ def compile_kernels(gpus: int) -> None:
 def laws(args: argparse.Namespace) -> int:
     setting = environment(args)
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
-        cases = {name: case for wave in WAVES[args.divide] for name, case in wave.items()}
+        cases = {
+            name: case for wave in WAVES[args.divide] for name, case in wave.items()
+        }
         all_launches = Launches(args, cases, Path(folder))
         prepare_data(args, Path(folder))
         waves = [
@@ -461,7 +529,11 @@ def laws(args: argparse.Namespace) -> int:
             for wave in WAVES[args.divide]
         ]
         # They import while others compile and train.
-        held = {} if args.toy else {n: all_launches.begin(n) for n in [*waves[0], *waves[1]]}
+        held = (
+            {}
+            if args.toy
+            else {n: all_launches.begin(n) for n in [*waves[0], *waves[1]]}
+        )
         if args.compile and not args.toy:
             compile_kernels(args.divide)
         for wave in waves:
@@ -474,20 +546,44 @@ def laws(args: argparse.Namespace) -> int:
                 words = {"divide": args.divide, "model": cases[name].model}
                 file.write(json.dumps(record | words | setting) + "\n")
     print(markdown(law_rows(list(records.values()))))
-    print("\n".join(["held", *far]) if not far else "\n".join(["too far or failed:", *far]))
+    print(
+        "\n".join(["held", *far])
+        if not far
+        else "\n".join(["too far or failed:", *far])
+    )
     return bool(far)
 
 
 def law_rows(records: list[dict[str, Any]]) -> list[list[str]]:
-    rows = [["launch", "layer", "GPUs", "held to", "distance", "spread", "first losses", "failed"]]
+    rows = [
+        [
+            "launch",
+            "layer",
+            "GPUs",
+            "held to",
+            "distance",
+            "spread",
+            "first losses",
+            "failed",
+        ]
+    ]
     for r in records:
-        losses = ", ".join(f"{step}: {loss:.4f}" for step, loss in r.get("losses", {}).items())
+        losses = ", ".join(
+            f"{step}: {loss:.4f}" for step, loss in r.get("losses", {}).items()
+        )
         off = r.get("distance")
-        rows.append([
-            r["case"], r["layer"], str(r["gpus"]), r.get("held_to", ""),
-            "" if off is None else f"{off:.1e}", f"{r.get('spread', 0):.1e}", losses,
-            r.get("failed", "")[:120],
-        ])  # fmt: skip
+        rows.append(
+            [
+                r["case"],
+                r["layer"],
+                str(r["gpus"]),
+                r.get("held_to", ""),
+                "" if off is None else f"{off:.1e}",
+                f"{r.get('spread', 0):.1e}",
+                losses,
+                r.get("failed", "")[:120],
+            ]
+        )
     return rows
 
 
@@ -528,10 +624,16 @@ def begin_timed(args: argparse.Namespace, name: str, layer: str, round_: int) ->
     timed = TIMED[name]
     clone, spec, options, more = LAYERS[layer]
     batch, length, in_a_step = timed.tokens
-    size = f"--micro-batch-size {batch} --global-batch-size {in_a_step} --seq-length {length}"
+    size = (
+        f"--micro-batch-size {batch} --global-batch-size {in_a_step} --seq-length "
+        f"{length}"
+    )
     size += f" --max-position-embeddings {length} --train-iters {args.steps}"
     memory = f"--log-memory-interval {args.steps}"
-    words = f"{FLAGS} {HIDDEN[2048]} {size} {memory} --spec {SPECS[spec]} {timed.flags} {more}"
+    words = (
+        f"{FLAGS} {HIDDEN[2048]} {size} {memory} --spec {SPECS[spec]} {timed.flags} "
+        f"{more}"
+    )
     flags = words.split()
     log = f"{name}-{layer}-{round_}".replace(" ", "").replace(",", "-")
     if args.toy:
@@ -550,7 +652,8 @@ def begin_timed(args: argparse.Namespace, name: str, layer: str, round_: int) ->
 
 
 def times(args: argparse.Namespace) -> int:
-    """Rounds over all layouts; in a round, the layers of a layout one after the other."""
+    """Rounds over all layouts; in a round, the layers of a layout one after the
+    other."""
     setting = environment(args)
     todo = [
         (name, layer, round_)
@@ -580,12 +683,22 @@ def times(args: argparse.Namespace) -> int:
             build(imported[i + 1])
             if not args.toy:
                 # The next one is built before this one is timed, not while.
-                imported[i + 1].wait_for("waits before the first step", min(90, args.left()))
+                imported[i + 1].wait_for(
+                    "waits before the first step", min(90, args.left())
+                )
         waited = time.monotonic() - began
         launch.release()
         failed = launch.finish(min(args.launch_seconds, args.left()))
-        record = {"case": name, "layer": layer, "round": round_, **times_and_losses(launch)}
-        record["seconds"] = [round(waited, 1), round(time.monotonic() - began - waited, 1)]
+        record = {
+            "case": name,
+            "layer": layer,
+            "round": round_,
+            **times_and_losses(launch),
+        }
+        record["seconds"] = [
+            round(waited, 1),
+            round(time.monotonic() - began - waited, 1),
+        ]
         if failed:
             record["failed"] = failed
             failures.append(f"{log}: {failed}")
@@ -593,7 +706,10 @@ def times(args: argparse.Namespace) -> int:
         with (args.out / "launches_times.jsonl").open("a") as file:
             file.write(json.dumps(record | setting) + "\n")
         shown = {k: record.get(k) for k in ("step_ms", "first_ms", "peak", "failed")}
-        print(f"{log}: {record['seconds']} s, at {args.spent():.0f} s, {shown}", flush=True)
+        print(
+            f"{log}: {record['seconds']} s, at {args.spent():.0f} s, {shown}",
+            flush=True,
+        )
     for launch in imported:
         launch.kill()
     print(markdown(time_rows(records)))
@@ -603,7 +719,18 @@ def times(args: argparse.Namespace) -> int:
 
 def time_rows(records: list[dict[str, Any]]) -> list[list[str]]:
     """A line for each layout and layer: of all its rounds the least median."""
-    rows = [["launch", "layer", "ms per step", "", "least", "peak GiB", "last loss", "rounds"]]
+    rows = [
+        [
+            "launch",
+            "layer",
+            "ms per step",
+            "",
+            "least",
+            "peak GiB",
+            "last loss",
+            "rounds",
+        ]
+    ]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for r in records:
         if "step_ms" in r and "failed" not in r:
@@ -615,13 +742,18 @@ def time_rows(records: list[dict[str, Any]]) -> list[list[str]]:
     for (name, layer), group in groups.items():
         base = groups.get((name, "upstream"))
         last = list(group[0]["losses"].values())[-1]
-        rows.append([
-            name, layer.replace("upstream", "megatron-core"), f"{median(group):.1f}",
-            f"{median(group) / median(base):.2f}" if base else "",
-            f"{min(r['step_ms']['least'] for r in group):.1f}",
-            f"{max(r['peak'] for r in group) / 1024:.1f}", f"{last:.4f}",
-            " ".join(f"{r['step_ms']['median']:.0f}" for r in group),
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                layer.replace("upstream", "megatron-core"),
+                f"{median(group):.1f}",
+                f"{median(group) / median(base):.2f}" if base else "",
+                f"{min(r['step_ms']['least'] for r in group):.1f}",
+                f"{max(r['peak'] for r in group) / 1024:.1f}",
+                f"{last:.4f}",
+                " ".join(f"{r['step_ms']['median']:.0f}" for r in group),
+            ]
+        )
     return rows
 
 
@@ -656,12 +788,17 @@ def result_in_words(record: dict[str, Any]) -> str:
 
 
 def table(records: Path) -> int:
-    """Writes records of `laws` to docs/launches.jsonl, and the table of docs/support.md."""
+    """Writes records of `laws` to docs/launches.jsonl, and the table of
+    docs/support.md."""
     from tests.launches.record import KEY, write
 
     for line in records.read_text().splitlines():
         record = json.loads(line)
-        cases = {name: case for wave in WAVES[record["divide"]] for name, case in wave.items()}
+        cases = {
+            name: case
+            for wave in WAVES[record["divide"]]
+            for name, case in wave.items()
+        }
         case = cases[record["case"]]
         model = MODELS[case.model]
         result = result_in_words(record)
@@ -677,30 +814,44 @@ def table(records: Path) -> int:
             held_to_in_words(case, record.get("held_to", ""), cases),
             f"{BRANCHES[model.clone]} on H200",
         )
-        write({
-            **dict(zip(KEY, place, strict=True)),
-            "commit": record["environment"]["megatron-lm"],
-            "torch": record["environment"]["torch"],
-            "date": record["date"],
-            "result": result,
-        })  # fmt: skip
+        write(
+            {
+                **dict(zip(KEY, place, strict=True)),
+                "commit": record["environment"]["megatron-lm"],
+                "torch": record["environment"]["torch"],
+                "date": record["date"],
+                "result": result,
+            }
+        )
     return 0
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["laws", "times", "table"])
-    parser.add_argument("clones", type=Path, help="the folder of the clones, or of table: records")
+    parser.add_argument(
+        "clones", type=Path, help="the folder of the clones, or of table: records"
+    )
     parser.add_argument("--cases", nargs="+", help="of laws; all of them by default")
     parser.add_argument("--timed", nargs="+", choices=TIMED, default=list(TIMED))
     parser.add_argument("--rounds", type=int, default=2, help="of times")
     parser.add_argument("--steps", type=int, default=16, help="of a timed launch")
     parser.add_argument("--gpus", type=int, default=4, help="of this machine")
-    parser.add_argument("--divide", type=int, choices=DIVIDED, help="among so many; default: all")
-    parser.add_argument("--at-once", type=int, default=4, help="launches of laws on a GPU")
-    parser.add_argument("--compile", action="store_true", help="FlashQLA's kernels, first")
-    parser.add_argument("--seconds", type=float, default=560, help="of all launches together")
-    parser.add_argument("--launch-seconds", type=float, default=150, help="of one launch")
+    parser.add_argument(
+        "--divide", type=int, choices=DIVIDED, help="among so many; default: all"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=4, help="launches of laws on a GPU"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="FlashQLA's kernels, first"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=560, help="of all launches together"
+    )
+    parser.add_argument(
+        "--launch-seconds", type=float, default=150, help="of one launch"
+    )
     parser.add_argument("--scratch", type=Path, help="a folder for checkpoints")
     parser.add_argument("--out", type=Path, default=Path("runs/launches"))
     parser.add_argument("--called", default="", help="of the clones, for the records")

@@ -1,4 +1,5 @@
-"""Where the time of one forward and backward goes: every kernel of a layer, by total time.
+"""Where the time of one forward and backward goes: every kernel of a layer, by total
+time.
 
 python3 benchmarks/profile_layer.py --cases 1x32768 --layers ours upstream
 """
@@ -18,7 +19,9 @@ def kernel_times(run, repeats: int = 5) -> list[tuple[str, float, float]]:
     for _ in range(3):
         run()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA]
+    ) as profile:
         for _ in range(repeats):
             run()
         torch.cuda.synchronize()
@@ -34,7 +37,9 @@ def print_kernels(of: str, times: list[tuple[str, float, float]], longest: int) 
     total, launches = sum(us for _, _, us in times), sum(count for _, count, _ in times)
     print(f"\n{of}: {total:.0f} us in {launches:g} kernels per forward and backward")
     rows = [["us", "launches", "kernel"]]
-    rows += [[f"{us:.0f}", f"{count:g}", key[:90]] for key, count, us in times[:longest]]
+    rows += [
+        [f"{us:.0f}", f"{count:g}", key[:90]] for key, count, us in times[:longest]
+    ]
     print(table(rows), flush=True)
 
 
@@ -44,7 +49,9 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", default=["ours", "upstream"])
     parser.add_argument("--core", choices=("flash_qla", "fla"), default="flash_qla")
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
+    parser.add_argument(
+        "--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE")
+    )
     parser.add_argument("--out", help="append JSON lines to this file")
     args = parser.parse_args()
     os.environ["FLA_FLASH_QLA"] = "1" if args.core == "flash_qla" else "0"
@@ -59,8 +66,13 @@ def main() -> None:
         runs, modules, x, _ = forwards(CASES[name], args.layers, args, sizes)
         for layer, run in runs.items():
             times = kernel_times(with_backward(run, modules[layer], x))
-            record = {"case": name, "layer": layer, "core": args.core, "kernels": times,
-                      "environment": environment()}  # fmt: skip
+            record = {
+                "case": name,
+                "layer": layer,
+                "core": args.core,
+                "kernels": times,
+                "environment": environment(),
+            }
             write_lines(args.out, [record])
             print_kernels(f"{name} {layer}", times, 30)
 

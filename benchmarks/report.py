@@ -1,4 +1,5 @@
-"""Writes the tables of the pages from the JSON lines under results/, and draws the pictures.
+"""Writes the tables of the pages from the JSON lines under results/, and draws the
+pictures.
 
 .venv/bin/python benchmarks/report.py
 """
@@ -19,8 +20,24 @@ LAYERS = {
     "ours-bf16": "ours, bf16 operands",
 }
 # What a line measures.
-WHAT = ("case", "layer", "core", "tokens", "documents", "kernel", "cp", "what", "part", "backend",
-        "ratio", "layout", "through", "graphs", "mixer", "cell")  # fmt: skip
+WHAT = (
+    "case",
+    "layer",
+    "core",
+    "tokens",
+    "documents",
+    "kernel",
+    "cp",
+    "what",
+    "part",
+    "backend",
+    "ratio",
+    "layout",
+    "through",
+    "graphs",
+    "mixer",
+    "cell",
+)
 
 
 def read(name: str) -> list[dict]:
@@ -33,8 +50,19 @@ def read(name: str) -> list[dict]:
 
 
 def layer_table(records: list[dict]) -> str:
-    rows = [["case", "delta rule", "layer", "forward ms", "", "forward + backward ms", "",
-             "saved MiB", ""]]  # fmt: skip
+    rows = [
+        [
+            "case",
+            "delta rule",
+            "layer",
+            "forward ms",
+            "",
+            "forward + backward ms",
+            "",
+            "saved MiB",
+            "",
+        ]
+    ]
     for case, core in dict.fromkeys((r["case"], r["core"]) for r in records):
         here = [r for r in records if (r["case"], r["core"]) == (case, core)]
         timed = [r for r in here if "layer" in r]
@@ -65,7 +93,9 @@ def floor_table(records: list[dict]) -> str:
     for r in records:
         if "floor" in r:
             parts = (r["floor"][part] for part in ("projections", "rule", "bytes"))
-            rows.append([r["case"], *(f"{forward:.2f} / {both:.2f}" for forward, both in parts)])
+            rows.append(
+                [r["case"], *(f"{forward:.2f} / {both:.2f}" for forward, both in parts)]
+            )
     return markdown(rows)
 
 
@@ -81,10 +111,24 @@ SHAPE_LAYERS = {
 
 def shapes_table(records: list[dict]) -> str:
     """Medians of each cell's layers, beside megatron-core's of the same cell."""
-    rows = [["heads, hidden, batch, linears, gates", "layer", "eager ms", "", "graph ms", "",
-             "saved MiB", "", "peak MiB", ""]]  # fmt: skip
+    rows = [
+        [
+            "heads, hidden, batch, linears, gates",
+            "layer",
+            "eager ms",
+            "",
+            "graph ms",
+            "",
+            "saved MiB",
+            "",
+            "peak MiB",
+            "",
+        ]
+    ]
     for r in records:
-        base = next(b for b in records if (b["cell"], b["layer"]) == (r["cell"], "upstream"))
+        base = next(
+            b for b in records if (b["cell"], b["layer"]) == (r["cell"], "upstream")
+        )
         cells = [r["cell"] if r is base else "", SHAPE_LAYERS[r["layer"]]]
         if "failed" in r:
             rows.append([*cells, r["failed"].split(":")[0], *[""] * 7])
@@ -108,16 +152,41 @@ def of_shape(record: dict, key: str) -> float | None:
 def kernel_table(records: list[dict]) -> str:
     rows = [["kernel", "tokens", "documents", "us", "us at copy bandwidth", "reached"]]
     for r in records:
-        rows.append([r["kernel"], str(r["tokens"]), str(r["documents"] or 1), f"{r['us']:.0f}",
-                     f"{r['floor_us']:.0f}", f"{r['floor_us'] / r['us']:.0%}"])  # fmt: skip
+        rows.append(
+            [
+                r["kernel"],
+                str(r["tokens"]),
+                str(r["documents"] or 1),
+                f"{r['us']:.0f}",
+                f"{r['floor_us']:.0f}",
+                f"{r['floor_us'] / r['us']:.0%}",
+            ]
+        )
     return markdown(rows)
 
 
 def context_parallel_table(records: list[dict]) -> str:
-    rows = [["tokens", "cp", "layer", "forward ms", "", "forward + backward ms", "", "saved MiB"]]
+    rows = [
+        [
+            "tokens",
+            "cp",
+            "layer",
+            "forward ms",
+            "",
+            "forward + backward ms",
+            "",
+            "saved MiB",
+        ]
+    ]
     for r in records:
-        base = next(b for b in records if (b["case"], b["layer"]) == (r["case"], "upstream"))
-        cells = [r["case"], str(r["cp"]), r["layer"].replace("upstream", "megatron-core")]
+        base = next(
+            b for b in records if (b["case"], b["layer"]) == (r["case"], "upstream")
+        )
+        cells = [
+            r["case"],
+            str(r["cp"]),
+            r["layer"].replace("upstream", "megatron-core"),
+        ]
         for key in ("forward", "forward_backward"):
             time = r[key]["median"]
             cells += [f"{time:.2f}", f"{time / base[key]['median']:.2f}"]
@@ -134,45 +203,87 @@ def exchange_table(records: list[dict]) -> str:
 
 
 def model_table(records: list[dict]) -> str:
-    rows = [["micro-batches", "graphs", "GDN layer", "step ms", "", "host ms", "peak MiB"]]
+    rows = [
+        ["micro-batches", "graphs", "GDN layer", "step ms", "", "host ms", "peak MiB"]
+    ]
     for r in records:
         base = next(b for b in records if b["case"] == r["case"])
-        rows.append([r["case"], r["graphs"], r["mixer"].replace("upstream", "megatron-core"),
-                     f"{r['step_ms']:.1f}", f"{r['step_ms'] / base['step_ms']:.2f}",
-                     f"{r['host_ms']:.1f}", f"{r['peak']:.0f}"])  # fmt: skip
+        rows.append(
+            [
+                r["case"],
+                r["graphs"],
+                r["mixer"].replace("upstream", "megatron-core"),
+                f"{r['step_ms']:.1f}",
+                f"{r['step_ms'] / base['step_ms']:.2f}",
+                f"{r['host_ms']:.1f}",
+                f"{r['peak']:.0f}",
+            ]
+        )
     return markdown(rows)
 
 
 def repeats_table(records: list[dict]) -> str:
-    rows = [["delta rule", "value heads per key head", "layout", "repeats", "output and gradients"]]
+    rows = [
+        [
+            "delta rule",
+            "value heads per key head",
+            "layout",
+            "repeats",
+            "output and gradients",
+        ]
+    ]
     for r in records:
         if r["part"] == "repeats":
             count = f"{r['processes']} x {r['repeats'] // r['processes']}"
-            rows.append([r["backend"], str(r["ratio"]), r["layout"], count, r["verdict"]])
+            rows.append(
+                [r["backend"], str(r["ratio"]), r["layout"], count, r["verdict"]]
+            )
     return markdown(rows)
 
 
 def cost_table(records: list[dict]) -> str:
-    rows = [["layer", "layout", "forward ms", "forward + backward ms", "to fast", "saved MiB",
-             "peak MiB"]]  # fmt: skip
+    rows = [
+        [
+            "layer",
+            "layout",
+            "forward ms",
+            "forward + backward ms",
+            "to fast",
+            "saved MiB",
+            "peak MiB",
+        ]
+    ]
     timed = [r for r in records if r["part"] == "cost"]
     for r in timed:
-        fast = next(b for b in timed if (b["layer"], b["layout"]) == ("fast", r["layout"]))
+        fast = next(
+            b for b in timed if (b["layer"], b["layout"]) == ("fast", r["layout"])
+        )
         total = r["forward_backward"]["median"]
-        rows.append([r["layer"], r["layout"], f"{r['forward']['median']:.2f}", f"{total:.2f}",
-                     f"{total / fast['forward_backward']['median']:.2f}",
-                     f"{r['saved']:.0f}", f"{r['peak']:.0f}"])  # fmt: skip
+        rows.append(
+            [
+                r["layer"],
+                r["layout"],
+                f"{r['forward']['median']:.2f}",
+                f"{total:.2f}",
+                f"{total / fast['forward_backward']['median']:.2f}",
+                f"{r['saved']:.0f}",
+                f"{r['peak']:.0f}",
+            ]
+        )
     return markdown(rows)
 
 
 def setting(record: dict) -> str:
     versions = record["environment"]
-    names = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "gpu")
+    names = ", ".join(
+        f"{name} {number}" for name, number in versions.items() if name != "gpu"
+    )
     return f"{versions['gpu']}, copy {record['copy_TB_s']:.2f} TB/s, {names}."
 
 
 def pages() -> dict[Path, dict[str, str]]:
-    """Every page that has tables of results, and its tables by the names of their places."""
+    """Every page that has tables of results, and its tables by the names of their
+    places."""
     layer, determinism = read("layer.jsonl"), read("determinism.jsonl")
     return {
         HERE / "README.md": {
@@ -193,9 +304,12 @@ def pages() -> dict[Path, dict[str, str]]:
 
 
 def beside() -> list[Beside]:
-    """The rows of the picture in the repository's README: ours, and megatron-core's of that run."""
+    """The rows of the picture in the repository's README: ours, and megatron-core's of
+    that run."""
 
-    def pairs(name: str, group: str, who: str, cases: dict, ms, mib, **same) -> list[Beside]:
+    def pairs(
+        name: str, group: str, who: str, cases: dict, ms, mib, **same
+    ) -> list[Beside]:
         records = [r for r in read(name) if all(r[key] == x for key, x in same.items())]
         made = []
         for (case, ours), label in cases.items():
@@ -203,7 +317,9 @@ def beside() -> list[Beside]:
                 next(r for r in records if (r["case"], r.get(who)) == (case, of))
                 for of in (ours, "upstream")
             )
-            made.append(Beside(group, label, (ms(one), ms(other)), (mib(one), mib(other))))
+            made.append(
+                Beside(group, label, (ms(one), ms(other)), (mib(one), mib(other)))
+            )
         return made
 
     def total(record: dict) -> float:
@@ -219,15 +335,38 @@ def beside() -> list[Beside]:
         ("131072", "headwise"): "131072 tokens, headwise",
         ("131072", "chunkwise"): "131072 tokens, chunkwise",
     }
-    model = {("batch", "ours"): "2 x 8192 tokens", ("packed", "ours"): "8 documents in each 8192"}
+    model = {
+        ("batch", "ours"): "2 x 8192 tokens",
+        ("packed", "ours"): "8 documents in each 8192",
+    }
     return [
-        *pairs("layer.jsonl", "A layer, one H200", "layer", layer, total, lambda r: r["saved"],
-               core="flash_qla"),
-        *pairs("context_parallel.jsonl", "A layer, four H200", "layer", parallel, total,
-               lambda r: r.get("saved")),
-        *pairs("model.jsonl", "A model of 16 layers, one H200", "mixer", model,
-               lambda r: r["step_ms"], lambda r: r["peak"], graphs="none"),
-    ]  # fmt: skip
+        *pairs(
+            "layer.jsonl",
+            "A layer, one H200",
+            "layer",
+            layer,
+            total,
+            lambda r: r["saved"],
+            core="flash_qla",
+        ),
+        *pairs(
+            "context_parallel.jsonl",
+            "A layer, four H200",
+            "layer",
+            parallel,
+            total,
+            lambda r: r.get("saved"),
+        ),
+        *pairs(
+            "model.jsonl",
+            "A model of 16 layers, one H200",
+            "mixer",
+            model,
+            lambda r: r["step_ms"],
+            lambda r: r["peak"],
+            graphs="none",
+        ),
+    ]
 
 
 def main() -> None:

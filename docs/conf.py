@@ -1,4 +1,5 @@
-"""The documentation site: `make docs` builds it in docs/_build. A warning is an error there."""
+"""The documentation site: `make docs` builds it in docs/_build. A warning is an error
+there."""
 
 import sys
 from pathlib import Path
@@ -11,7 +12,12 @@ project = html_title = "megatron_gdn"
 author = "the megatron_gdn developers"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path, html_css_files = ["_static"], ["site.css"]
@@ -27,15 +33,20 @@ default_role = "code"
 
 
 def _keep_lines(app, what, name, obj, options, lines: list[str]) -> None:
-    """An indented block after a line that ends in a colon, and a blank one, is kept as it is.
+    """An indented block after a line that ends in a colon, and a blank one, is kept as
+    it is.
 
-    Docstrings have equations and examples there. In a module's docstring, which has no sections of
-    arguments, every indented block is kept.
+    Docstrings have equations and examples there. In a module's docstring, which has no
+    sections of arguments, every indented block is kept.
     """
     for i in reversed(range(len(lines) - 2)):
         line, blank, block = lines[i : i + 3]
         indent = len(line) - len(line.lstrip())
-        if not line.strip() or blank.strip() or not block.startswith(" " * (indent + 1)):
+        if (
+            not line.strip()
+            or blank.strip()
+            or not block.startswith(" " * (indent + 1))
+        ):
             continue
         if line.endswith(":") and not line.endswith("::"):
             lines[i] = f"{line}:"
@@ -44,10 +55,16 @@ def _keep_lines(app, what, name, obj, options, lines: list[str]) -> None:
 
 
 def _skip_places(app, what, name, obj, skip, options) -> bool | None:
-    """Leave out what Python writes of a tuple's field; the class describes its fields."""
-    return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
+    """Leave out what Python writes of a tuple's field; the class describes its
+    fields."""
+    return (
+        True
+        if (getattr(obj, "__doc__", "") or "").startswith("Alias for field")
+        else None
+    )
 
 
 def setup(app) -> None:
-    app.connect("autodoc-process-docstring", _keep_lines, priority=100)  # before napoleon
+    # before napoleon
+    app.connect("autodoc-process-docstring", _keep_lines, priority=100)
     app.connect("autodoc-skip-member", _skip_places)

@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node=2 examples/finetune_transformers.py
 
-The model is made from a config; with real weights, load it by ``from_pretrained`` within
-``megatron_gdn.hf.gates_in_fp32()``. Runs on the CPU (gloo, fp32) and on GPUs (nccl, bf16).
+The model is made from a config; with real weights, load it by ``from_pretrained``
+within ``megatron_gdn.hf.gates_in_fp32()``. Runs on the CPU (gloo, fp32) and on GPUs
+(nccl, bf16).
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def arguments() -> argparse.Namespace:
         choices=["zigzag_buffer", "contiguous"],
         help="how ranks share the tokens",
     )
-    parser.add_argument("--fully-shard", action="store_true", help="torch's FSDP2 over all ranks")
+    parser.add_argument(
+        "--fully-shard", action="store_true", help="torch's FSDP2 over all ranks"
+    )
     return parse(parser)
 
 
@@ -63,12 +66,19 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line; a request that cannot work ends the program before a model is made."""
+    """The command line; a request that cannot work ends the program before a model is
+    made."""
     args = parser.parse_args()
-    for name, most in (("steps", None), ("documents", len(texts()) - 1), ("hidden", None)):
+    for name, most in (
+        ("steps", None),
+        ("documents", len(texts()) - 1),
+        ("hidden", None),
+    ):
         number = getattr(args, name)
         if number < 1 or (most and number > most):
-            parser.error(f"--{name} {number}: use 1 {f'to {most}' if most else 'or more'}.")
+            parser.error(
+                f"--{name} {number}: use 1 {f'to {most}' if most else 'or more'}."
+            )
     if "RANK" not in os.environ:
         parser.error(f"start it by torchrun --nproc_per_node=2 examples/{parser.prog}")
     return args
@@ -95,7 +105,9 @@ def tiny_model(hidden: int) -> Qwen3_5ForCausalLM:
 def texts() -> list[dict[str, list[int]]]:
     """The functions of a module of Python's standard library, as bytes."""
     pieces = inspect.getsource(textwrap).split("\n\n")
-    return [{"input_ids": list(piece.encode()[:200])} for piece in pieces if len(piece) > 20]
+    return [
+        {"input_ids": list(piece.encode()[:200])} for piece in pieces if len(piece) > 20
+    ]
 
 
 def shard(model: Qwen3_5ForCausalLM, mesh) -> None:
@@ -112,7 +124,11 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", rank % torch.cuda.device_count())
+        if gpu
+        else torch.device("cpu")
+    )
     if gpu:
         torch.cuda.set_device(device)
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("cp",))
@@ -139,7 +155,10 @@ def main() -> None:
         labels = share.pop("shift_labels")
         del share["labels"]
         logits = model(**share, use_cache=False).logits.float()
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+        loss = (
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            / count
+        )
         # fully_shard averages over the ranks, whose gradients are to be summed.
         (loss * size if args.fully_shard else loss).backward()
         if not args.fully_shard:
@@ -152,7 +171,10 @@ def main() -> None:
         dist.all_reduce(total)
         if rank == 0 and (step % 10 == 0 or step == args.steps - 1):
             tokens = batch["input_ids"].shape[1]
-            print(f"step {step:3}  loss {total.item():.4f}  {tokens} tokens on {size} ranks")
+            print(
+                f"step {step:3}  loss {total.item():.4f}  {tokens} tokens on {size} "
+                "ranks"
+            )
     dist.destroy_process_group()
 
 

@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node=2 examples/finetune_with_trainer.py
 
-Packed documents over context-parallel ranks; --replicas 2 on four ranks makes two groups of two,
-each with its own batches. Wants accelerate. Runs on the CPU (gloo, fp32) and on GPUs (nccl, bf16).
+Packed documents over context-parallel ranks; --replicas 2 on four ranks makes two
+groups of two, each with its own batches. Wants accelerate. Runs on the CPU (gloo, fp32)
+and on GPUs (nccl, bf16).
 """
 
 from __future__ import annotations
@@ -28,13 +29,20 @@ class CPTrainer(ContextParallelTrainerMixin, Trainer):
 class PrintLoss(TrainerCallback):
     def on_log(self, args, state, control, logs, **kwargs) -> None:
         if state.is_world_process_zero and "loss" in logs:
-            print(f"step {state.global_step:3}  loss {float(logs['loss']):.4f}", flush=True)
+            print(
+                f"step {state.global_step:3}  loss {float(logs['loss']):.4f}",
+                flush=True,
+            )
 
 
 def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--replicas", type=int, default=1, metavar="N", help="groups with batches of their own"
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="groups with batches of their own",
     )
     parser.add_argument("--save", metavar="FOLDER", help="save the trained model here")
     args = parse(parser)
@@ -50,11 +58,20 @@ def main() -> None:
     args = arguments()
     gpu = torch.cuda.is_available()
     settings = TrainingArguments(
-        output_dir=args.save or "unused", max_steps=args.steps, save_strategy="no",
-        per_device_train_batch_size=args.documents, learning_rate=3e-3,
-        lr_scheduler_type="constant", logging_steps=10, logging_first_step=True,
-        use_cpu=not gpu, bf16=gpu, dataloader_pin_memory=gpu, report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=args.save or "unused",
+        max_steps=args.steps,
+        save_strategy="no",
+        per_device_train_batch_size=args.documents,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        logging_steps=10,
+        logging_first_step=True,
+        use_cpu=not gpu,
+        bf16=gpu,
+        dataloader_pin_memory=gpu,
+        report_to="none",
+        disable_tqdm=True,
+    )
     device = settings.device  # whose first use makes the process group
     shape = (args.replicas, dist.get_world_size() // args.replicas)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp"))["cp"]

@@ -1,7 +1,8 @@
-"""Generate with the model of a Hugging Face folder: ``python examples/generate.py HF_FOLDER``.
+"""Generate with the model of a Hugging Face folder:
+``python examples/generate.py HF_FOLDER``.
 
-Loads the weights into a Megatron HybridModel on one rank, prefills the prompt and decodes token by
-token. Needs a tokenizer only for ``--prompt``.
+Loads the weights into a Megatron HybridModel on one rank, prefills the prompt and
+decodes token by token. Needs a tokenizer only for ``--prompt``.
 """
 
 import argparse
@@ -15,7 +16,8 @@ _WARM_UP = 3  # tokens, before the others are timed
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, with the model's config as ``hf``, the tokenizer or None, and the prompt.
+    """The command line, with the model's config as ``hf``, the tokenizer or None, and
+    the prompt.
 
     A request that cannot work ends the program in one line, before a model is built.
     """
@@ -24,18 +26,30 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("folder", help="config.json and safetensors of Qwen3-Next or Qwen3.5")
+    parser.add_argument(
+        "folder", help="config.json and safetensors of Qwen3-Next or Qwen3.5"
+    )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
-        "--tokens", type=int, nargs="+", default=[0], metavar="ID", help="prompt, as numbers"
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="ID",
+        help="prompt, as numbers",
     )
     prompt.add_argument(
         "--prompt",
         default=argparse.SUPPRESS,
         metavar="TEXT",
-        help="text in place of --tokens, and text is printed; the folder needs its tokenizer",
+        help=(
+            "text in place of --tokens, and text is printed; the folder needs its "
+            "tokenizer"
+        ),
     )
-    parser.add_argument("--count", type=int, default=32, metavar="N", help="tokens to append")
+    parser.add_argument(
+        "--count", type=int, default=32, metavar="N", help="tokens to append"
+    )
     args = parser.parse_args(argv)
     from megatron_gdn.compat.observe import hide_import_notes
 
@@ -54,9 +68,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _tokenizer(folder: str):
-    # Without such files transformers makes a tokenizer that knows no word, and says nothing.
+    # Without such files transformers makes a tokenizer that knows no word, and says
+    # nothing.
     if not any(Path(folder).glob("tokenizer*")):
-        raise ValueError(f"--prompt needs a tokenizer, and {folder} has none; use --tokens.")
+        raise ValueError(
+            f"--prompt needs a tokenizer, and {folder} has none; use --tokens."
+        )
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
@@ -70,8 +87,8 @@ def _check(args: argparse.Namespace) -> None:
     wrong = [token for token in args.tokens if not 0 <= token < args.hf.vocab_size]
     if wrong:
         raise ValueError(
-            f"token {wrong[0]} is not of this model, whose {args.hf.vocab_size} tokens are "
-            f"0 to {args.hf.vocab_size - 1}."
+            f"token {wrong[0]} is not of this model, whose {args.hf.vocab_size} tokens "
+            f"are 0 to {args.hf.vocab_size - 1}."
         )
     if not any(Path(args.folder).glob("*.safetensors")):
         raise ValueError(f"{args.folder} has no weights (*.safetensors).")
@@ -98,8 +115,12 @@ def main() -> None:
     begin = time.perf_counter()
     tokens = generate(model, prompt, args.count, pick=likeliest)[0].tolist()
     rate = args.count / (time.perf_counter() - begin)
-    print(args.tokenizer.decode(tokens) if args.tokenizer else " ".join(map(str, tokens)))
-    print(f"{args.count} tokens at {rate:.1f} tokens/s, prompt included, after a warm-up")
+    print(
+        args.tokenizer.decode(tokens) if args.tokenizer else " ".join(map(str, tokens))
+    )
+    print(
+        f"{args.count} tokens at {rate:.1f} tokens/s, prompt included, after a warm-up"
+    )
 
     end_one_process()
 

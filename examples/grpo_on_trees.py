@@ -1,7 +1,8 @@
-"""A policy-gradient step over groups of responses: ``python examples/grpo_on_trees.py``.
+"""A policy-gradient step over groups of responses:
+``python examples/grpo_on_trees.py``.
 
-Every prompt has several responses with advantages. As trees, a prompt is computed once; packed
-separately, once for each response. Losses and gradients are equal.
+Every prompt has several responses with advantages. As trees, a prompt is computed once;
+packed separately, once for each response. Losses and gradients are equal.
 """
 
 import torch
@@ -19,7 +20,8 @@ from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.specs import hybrid_stack_spec
 
 VOCABULARY, PATTERN = 128, "G-*-"
-device = start_one_process()  # what every Megatron model needs; without a GPU on the CPU
+# what every Megatron model needs; without a GPU on the CPU
+device = start_one_process()
 
 config = TransformerConfig(
     num_layers=len(PATTERN),
@@ -39,15 +41,16 @@ config = TransformerConfig(
 )
 model = HybridModel(
     config,
-    hybrid_stack_spec("local", backend="reference"),  # fp64, to show how equal the two are
+    # fp64, to show how equal the two are
+    hybrid_stack_spec("local", backend="reference"),
     vocab_size=VOCABULARY,
     max_sequence_length=256,
     hybrid_layer_pattern=PATTERN,
     position_embedding_type="rope",
 ).to(device, torch.float64)
 
-# What a rollout leaves: groups of a prompt and its responses, lists of token ids; rewards; what the
-# policy that sampled found of each token.
+# What a rollout leaves: groups of a prompt and its responses, lists of token ids;
+# rewards; what the policy that sampled found of each token.
 torch.manual_seed(0)
 groups = [
     (
@@ -57,7 +60,9 @@ groups = [
     for n, ms in ((100, (20, 7, 31, 12)), (60, (9, 9, 25, 16)), (150, (5, 40, 11, 3)))
 ]
 rewards = torch.rand(3, 4, dtype=torch.float64, device=device)
-sampled = [[-5 + torch.randn(len(r), device=device).double() for r in rs] for _, rs in groups]
+sampled = [
+    [-5 + torch.randn(len(r), device=device).double() for r in rs] for _, rs in groups
+]
 advantages = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
 
 
@@ -68,7 +73,8 @@ def log_probs(tokens, position_ids, labels, params) -> torch.Tensor:
 
 
 def as_trees() -> tuple[int, list[list[torch.Tensor]]]:
-    """The number of computed tokens, and the log-probabilities of each response's tokens."""
+    """The number of computed tokens, and the log-probabilities of each response's
+    tokens."""
     packed = pack_groups(groups, most_tokens=300, device=device)
     found = [
         log_probs(x.tokens, x.position_ids, x.labels, x.packed_seq_params)
@@ -81,15 +87,22 @@ def separately() -> tuple[int, list[list[torch.Tensor]]]:
     """The same from sequences that all have a prompt of their own."""
     found = []
     for prompt, responses in groups:
-        whole = [torch.tensor(prompt + response, device=device) for response in responses]
+        whole = [
+            torch.tensor(prompt + response, device=device) for response in responses
+        ]
         lengths = [len(x) - 1 for x in whole]
         offsets = torch.tensor([0, *lengths], device=device).cumsum(0).int()
         params = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
-            max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
-        )  # fmt: skip
-        tokens, labels = (torch.cat([x[part] for x in whole])[None]
-                          for part in (slice(None, -1), slice(1, None)))  # fmt: skip
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )
+        tokens, labels = (
+            torch.cat([x[part] for x in whole])[None]
+            for part in (slice(None, -1), slice(1, None))
+        )
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
         rows = log_probs(tokens, positions, labels, params)[0].split(lengths)
         found.append([x[len(prompt) - 1 :] for x in rows])
@@ -97,7 +110,8 @@ def separately() -> tuple[int, list[list[torch.Tensor]]]:
 
 
 def step(of_responses) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]]:
-    """Tokens, the loss of GRPO without its KL term, and the gradients of all parameters."""
+    """Tokens, the loss of GRPO without its KL term, and the gradients of all
+    parameters."""
     model.zero_grad()
     tokens, found = of_responses()
     loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -107,7 +121,11 @@ def step(of_responses) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]]:
             gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             loss = loss - gain.mean() / advantages.numel()
     loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    grads = {
+        name: p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     return tokens, loss.detach(), grads
 
 

@@ -2,14 +2,15 @@
 
     python examples/pretrain_hybrid.py --nproc-per-node 2
 
-trains three Gated DeltaNet layers and an attention layer, each with an MLP, with context
-parallelism over two ranks, on the source of Python's standard library, byte by byte, every file a
-sequence of its own in a packed buffer. It ends with the loss on held-out files. The same command
-runs on GPUs (nccl, bf16) and on a CPU (gloo, fp32). Without --nproc-per-node it is one process;
-torchrun can start it too, on several machines.
+trains three Gated DeltaNet layers and an attention layer, each with an MLP, with
+context parallelism over two ranks, on the source of Python's standard library, byte by
+byte, every file a sequence of its own in a packed buffer. It ends with the loss on
+held-out files. The same command runs on GPUs (nccl, bf16) and on a CPU (gloo, fp32).
+Without --nproc-per-node it is one process; torchrun can start it too, on several
+machines.
 
-Everything around the layer is Megatron-Core's: process groups, HybridModel, distributed data
-parallel, optimizer and schedule, pipeline schedule, distributed checkpoints.
+Everything around the layer is Megatron-Core's: process groups, HybridModel, distributed
+data parallel, optimizer and schedule, pipeline schedule, distributed checkpoints.
 """
 
 if __name__ == "__main__":

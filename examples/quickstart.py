@@ -1,6 +1,7 @@
 """One Gated DeltaNet layer over packed documents: ``python examples/quickstart.py``.
 
-A training run with a whole model, data and checkpoints is `pretrain_hybrid.py` beside this file.
+A training run with a whole model, data and checkpoints is `pretrain_hybrid.py` beside
+this file.
 """
 
 import torch
@@ -16,7 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.specs import gated_delta_net_spec
 
-device = start_one_process()  # what every Megatron model needs; without a GPU on the CPU
+# what every Megatron model needs; without a GPU on the CPU
+device = start_one_process()
 
 config = TransformerConfig(
     num_layers=1,
@@ -43,6 +45,8 @@ y.square().sum().backward()
 
 print(f"backend {layer.backend}, output {tuple(y.shape)}, gradients:")
 for name, parameter in layer.named_parameters():
-    print(f"  {name:16} {tuple(parameter.shape)!s:14} {parameter.grad.norm().item():.3e}")
+    print(
+        f"  {name:16} {tuple(parameter.shape)!s:14} {parameter.grad.norm().item():.3e}"
+    )
 
 end_one_process()

@@ -1,9 +1,11 @@
-"""Draw which packed document reaches which in transformers' model, as it is and patched.
+"""Draw which packed document reaches which in transformers' model, as it is and
+patched.
 
     python examples/show_leaks.py leaks.png
 
-The model is the tiny one of finetune_transformers.py, in plain torch on the CPU. Every document is
-replaced in turn; a cell is the largest change of a document's logits, over its largest logit.
+The model is the tiny one of finetune_transformers.py, in plain torch on the CPU. Every
+document is replaced in turn; a cell is the largest change of a document's logits, over
+its largest logit.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ LENGTHS = (5, 70, 3, 1, 64, 9)
 
 
 def measured(hidden: int = 64) -> dict[str, torch.Tensor]:
-    """``[N, N]`` for the model as it is and patched: row i changed, column j compared."""
+    """``[N, N]`` for the model as it is and patched: row i changed, column j
+    compared."""
     model = tiny_model(hidden)
     found = {"transformers": packing_reach(model, LENGTHS)}
     with patch(model):
@@ -37,7 +40,9 @@ def measured(hidden: int = 64) -> dict[str, torch.Tensor]:
 
 
 def draw(found: dict[str, torch.Tensor], image: str | Path) -> None:
-    figure, axes = plt.subplots(1, len(found), figsize=(11, 5), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(
+        1, len(found), figsize=(11, 5), layout="constrained", sharey=True
+    )
     colours = plt.get_cmap("Reds").copy()
     colours.set_bad("white")  # no colour for 0
     for ax, (name, change) in zip(axes, found.items(), strict=True):
@@ -46,8 +51,14 @@ def draw(found: dict[str, torch.Tensor], image: str | Path) -> None:
         for row, line in enumerate(change.tolist()):
             for column, value in enumerate(line):
                 text = f"{value:.1g}" if value else "0"
-                ax.text(column, row, text, ha="center", va="center",
-                        color="white" if value > 0.1 else "black")  # fmt: skip
+                ax.text(
+                    column,
+                    row,
+                    text,
+                    ha="center",
+                    va="center",
+                    color="white" if value > 0.1 else "black",
+                )
         ticks = [f"{number}\n({length})" for number, length in enumerate(LENGTHS)]
         ax.set_xticks(range(len(LENGTHS)), ticks)
         ax.set_yticks(range(len(LENGTHS)), ticks)

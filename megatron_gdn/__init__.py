@@ -9,34 +9,48 @@ from typing import Any
 _NAMES = {
     "mixers.checkpoint": ("_split_tensor_factory",),
     "context_parallel": (
-        "SequenceLayout", "get_parameter_local_cp", "tensor_a2a_cp2hp", "tensor_a2a_hp2cp",
+        "SequenceLayout",
+        "get_parameter_local_cp",
+        "tensor_a2a_cp2hp",
+        "tensor_a2a_hp2cp",
     ),
     "frameworks.patch": ("patch_megatron",),
     "mixers.precision": ("fully_shard",),
     "gdn.sizes": ("GDNDims",),
     "mixers.graphs": (
-        "leave_attention_out_of_graphs", "set_documents", "static_packed_seq_params",
+        "leave_attention_out_of_graphs",
+        "set_documents",
+        "static_packed_seq_params",
     ),
     "gdn.layer": ("GatedDeltaNet", "GatedDeltaNetSubmodules"),
     "gdn2.layer": ("GatedDeltaNet2",),
     "kda.layer": ("KimiDeltaAttention", "KimiDeltaAttentionSubmodules"),
     "mamba2.layer": ("Mamba2Mixer", "Mamba2MixerSubmodules"),
     "ops": (
-        "Documents", "Layout", "causal_conv1d", "gated_delta_rule", "l2norm",
+        "Documents",
+        "Layout",
+        "causal_conv1d",
+        "gated_delta_rule",
+        "l2norm",
         "torch_chunk_gated_delta_rule",
     ),
     "mixers.tree_packing": (
-        "PackedGroups", "PackedTree", "pack_groups", "pack_tree", "tree_packed_seq_params",
+        "PackedGroups",
+        "PackedTree",
+        "pack_groups",
+        "pack_tree",
+        "tree_packed_seq_params",
     ),
     "mixers.padding": ("pack_rows", "seqlens_of_mask", "unpack_rows", "unpad_data"),
-}  # fmt: skip
+}
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(name for name in _HOME if name[0] != "_")  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def _version() -> str:
-    """Version of the installed package, else in the clone's ``pyproject.toml``, else "unknown"."""
+    """Version of the installed package, else in the clone's ``pyproject.toml``, else
+    "unknown"."""
     from importlib.metadata import PackageNotFoundError, version
     from pathlib import Path
 

@@ -16,18 +16,26 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command ``argv[0]``, or print the commands; ``argv``: by default the command line."""
+    """Run the command ``argv[0]``, or print the commands; ``argv``: by default the
+    command line."""
     given = sys.argv[1:] if argv is None else argv
     if given and given[0] in COMMANDS:
         place = "launch" if given[0] == "launch" else f"{given[0]}.__main__"
         return import_module(f"{__package__}.{place}").main(given[1:])
-    lines = (f"    python -m megatron_gdn.{name:8}  {about}" for name, about in COMMANDS.items())
+    lines = (
+        f"    python -m megatron_gdn.{name:8}  {about}"
+        for name, about in COMMANDS.items()
+    )
     parser = Parser(
         "python -m megatron_gdn",
         description="The commands; each has --help.\n\n" + "\n".join(lines),
     )
-    parser.add_argument("--version", action="version", version=f"megatron-gdn {__version__}")
-    parser.add_argument("command", nargs="?", help="one of the commands above, and its options")
+    parser.add_argument(
+        "--version", action="version", version=f"megatron-gdn {__version__}"
+    )
+    parser.add_argument(
+        "command", nargs="?", help="one of the commands above, and its options"
+    )
     name = parser.parse_args(given[:1]).command
     if name is not None:
         parser.error(f"no command {name!r}{did_you_mean([name], COMMANDS)}")

@@ -1,11 +1,12 @@
-"""Importing this module calls `megatron_gdn.patch_megatron` and allows 'K' in hybrid patterns.
+"""Importing this module calls `megatron_gdn.patch_megatron` and allows 'K' in hybrid
+patterns.
 
 Some launchers take the name of a module to import in each process that builds a model::
 
     VERL_USE_EXTERNAL_MODULES=megatron_gdn.enable       # verl
 
-The environment variable ``MEGATRON_GDN`` names the layers that this package builds: ``gdn`` (the
-default), ``mamba`` or ``gdn,mamba``.
+The environment variable ``MEGATRON_GDN`` names the layers that this package builds:
+``gdn`` (the default), ``mamba`` or ``gdn,mamba``.
 """
 
 import os
@@ -22,8 +23,8 @@ _given = os.environ.get("MEGATRON_GDN") or "gdn"
 _asked = {name.strip() for name in _given.split(",")}
 if not _asked <= set(_LAYERS):
     raise ValueError(
-        f"MEGATRON_GDN={_given!r} is not legal; it names the layers that megatron_gdn builds: "
-        f"'gdn', 'mamba' or 'gdn,mamba'. Change it, or unset it for 'gdn'."
+        f"MEGATRON_GDN={_given!r} is not legal; it names the layers that megatron_gdn "
+        "builds: 'gdn', 'mamba' or 'gdn,mamba'. Change it, or unset it for 'gdn'."
     )
 patch_megatron(**{name: name in _asked for name in _LAYERS})
 import_module("megatron_gdn.specs")  # makes hybrid patterns accept 'K'

@@ -1,7 +1,9 @@
-"""Loads fp32 masters from a checkpoint's optimizer into parameters that the model saved in bf16.
+"""Loads fp32 masters from a checkpoint's optimizer into parameters that the model saved
+in bf16.
 
-Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16, and its optimizer keeps fp32 masters.
-From a checkpoint of Megatron's layer, this package's layer gets these values:
+Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16, and its optimizer keeps
+fp32 masters. From a checkpoint of Megatron's layer, this package's layer gets these
+values:
 
 | the checkpoint's optimizer               | its state is loaded   | not loaded (finetuning)  |
 |------------------------------------------|-----------------------|--------------------------|
@@ -10,8 +12,9 @@ From a checkpoint of Megatron's layer, this package's layer gets these values:
 | DistributedOptimizer, dp_reshardable     | Megatron refuses it   | the rounded value        |
 | none                                     |                       | the rounded value        |
 
-dp_reshardable files hold gradient buffers, not named tensors. To use the masters in such files,
-first load the checkpoint with the old layer and save it as fully_reshardable.
+dp_reshardable files hold gradient buffers, not named tensors. To use the masters in
+such files, first load the checkpoint with the old layer and save it as
+fully_reshardable.
 """
 
 from __future__ import annotations
@@ -31,8 +34,11 @@ from .compat.untrusted_checkpoints import untrusted_checkpoint
 
 logger = logging.getLogger(__name__)
 
-# Keys of masters: Float16Optimizer names them fp32_param, DistributedOptimizer names them param.
-_MASTER = re.compile(r"(chained_\d+\.)?optimizer\.state\.(fp32_param|param)\.(?P<key>.+)")
+# Keys of masters: Float16Optimizer names them fp32_param, DistributedOptimizer names
+# them param.
+_MASTER = re.compile(
+    r"(chained_\d+\.)?optimizer\.state\.(fp32_param|param)\.(?P<key>.+)"
+)
 
 
 def load_fp32_masters(
@@ -40,21 +46,25 @@ def load_fp32_masters(
     folder: str | Path,
     metadata: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Set parameters marked ``keep_in_fp32`` to their fp32 masters in the checkpoint ``folder``.
+    """Set parameters marked ``keep_in_fp32`` to their fp32 masters in the checkpoint
+    ``folder``.
 
-    Only parameters that are 16-bit in the checkpoint's model and fp32 in its optimizer are set; the
-    optimizer is not changed. Every rank must call this function after the load, at any TP size.
+    Only parameters that are 16-bit in the checkpoint's model and fp32 in its optimizer
+    are set; the optimizer is not changed. Every rank must call this function after the
+    load, at any TP size.
 
     Args:
         model: a Megatron model or its pipeline chunks, bare or wrapped.
         folder: a distributed checkpoint (``torch_dist``).
-        metadata: the argument of ``sharded_state_dict`` with which the model was loaded.
+        metadata: the argument of ``sharded_state_dict`` with which the model was
+            loaded.
 
     Returns:
         Checkpoint keys of the parameters that were set on this rank's pipeline stage.
 
     Raises:
-        ValueError: the checkpoint has two masters of one parameter, or a pickle that may run code.
+        ValueError: the checkpoint has two masters of one parameter, or a pickle that
+            may run code.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -68,8 +78,9 @@ def load_fp32_masters(
     with untrusted_checkpoint():
         saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     masters = _masters_by_key(saved)
-    # A parameter that is fp32 in the file is exact already. Its master may be out of date, because
-    # a fused Adam with its own masters does not update the masters of fp32 parameters.
+    # A parameter that is fp32 in the file is exact already. Its master may be out of
+    # date, because a fused Adam with its own masters does not update the masters of
+    # fp32 parameters.
     wanted: dict[str, Any] = {
         masters[tensor.key]: tensor
         for chunk in chunks
@@ -79,7 +90,8 @@ def load_fp32_masters(
         and tensor.key in masters
         and saved[tensor.key].dtype != torch.float32
     }
-    # The masters are loaded into new tensors, so that a failed load does not change the model.
+    # The masters are loaded into new tensors, so that a failed load does not change the
+    # model.
     state = {
         name: replace(tensor, key=name, data=torch.empty_like(tensor.data))
         for name, tensor in wanted.items()
@@ -89,19 +101,22 @@ def load_fp32_masters(
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.data.copy_(loaded[name])
-    log_single_rank(logger, logging.INFO, f"{one_line(folder)}: {len(wanted)} fp32 masters loaded")
+    log_single_rank(
+        logger, logging.INFO, f"{one_line(folder)}: {len(wanted)} fp32 masters loaded"
+    )
     return sorted(tensor.key for tensor in wanted.values())
 
 
 def _masters_by_key(saved: Iterable[str]) -> dict[str, str]:
-    """Map a parameter's key to its master's key; ``saved``: all keys of the checkpoint."""
+    """Map a parameter's key to its master's key; ``saved``: all keys of the
+    checkpoint."""
     found: dict[str, str] = {}
     for match in filter(None, map(_MASTER.fullmatch, saved)):
         key, name = match["key"], match[0]
         if (other := found.setdefault(key, name)) != name:
             raise ValueError(
                 f"the checkpoint holds two fp32 masters of {key}: {other} and {name}. "
-                f"Two optimizers over the same parameters wrote the checkpoint; load the master "
-                f"that you want with the optimizer that wrote it."
+                "Two optimizers over the same parameters wrote the checkpoint; load "
+                "the master that you want with the optimizer that wrote it."
             )
     return found

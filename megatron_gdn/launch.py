@@ -1,4 +1,5 @@
-"""``torchrun ... -m megatron_gdn.launch SCRIPT ARGS`` runs a Megatron script with our layers."""
+"""``torchrun ... -m megatron_gdn.launch SCRIPT ARGS`` runs a Megatron script with our
+layers."""
 
 import os
 import runpy
@@ -21,25 +22,31 @@ replaces Mamba2 layers too; the default is gdn.
 
 
 def script_file(script: str) -> Path:
-    """The file of ``script``, a path or the name of a script in the clone of Megatron-LM."""
+    """The file of ``script``, a path or the name of a script in the clone of
+    Megatron-LM."""
     folders = [Path(), *map(Path, filter(None, [os.environ.get("MEGATRON_LM")]))]
     for folder in folders:
         for path in (folder / script, folder / f"{script}.py"):
             if path.is_file():
                 return path.resolve()
     raise FileNotFoundError(
-        f"no script {script!r} in {' or '.join(str(folder.resolve()) for folder in folders)}; give "
-        f"the path of a file, or `git clone https://github.com/NVIDIA/Megatron-LM` at the tag of "
-        f"the installed megatron-core, whose wheel holds no scripts, and set MEGATRON_LM to that "
-        f"folder."
+        f"no script {script!r} in "
+        f"{' or '.join(str(folder.resolve()) for folder in folders)}; give the path of "
+        "a file, or `git clone https://github.com/NVIDIA/Megatron-LM` at the tag of "
+        "the installed megatron-core, whose wheel holds no scripts, and set "
+        "MEGATRON_LM to that folder."
     )
 
 
 def main(arguments: list[str]) -> int:
-    """Run the script ``arguments[0]`` with the other arguments; return 0, or 2 if it cannot run."""
-    if not arguments or arguments[0].startswith("-"):  # options after SCRIPT belong to the script
+    """Run the script ``arguments[0]`` with the other arguments; return 0, or 2 if it
+    cannot run."""
+    # options after SCRIPT belong to the script
+    if not arguments or arguments[0].startswith("-"):
         parser = Parser(
-            "python -m megatron_gdn.launch", description=_DESCRIPTION, usage="%(prog)s SCRIPT ..."
+            "python -m megatron_gdn.launch",
+            description=_DESCRIPTION,
+            usage="%(prog)s SCRIPT ...",
         )
         parser.parse_args(arguments)
         parser.error("give the script to run")
@@ -48,7 +55,8 @@ def main(arguments: list[str]) -> int:
     except FileNotFoundError as error:
         return print_error(error)
     sys.argv = [str(path), *arguments[1:]]
-    # Python imports from the script's folder first: a script in a clone gets the clone's Megatron.
+    # Python imports from the script's folder first: a script in a clone gets the
+    # clone's Megatron.
     sys.path[0] = str(path.parent)
     try:
         import_module("megatron_gdn.enable")

@@ -1,4 +1,5 @@
-"""Layer specs for Megatron launches, such as `--spec megatron_gdn.specs hybrid_stack_spec`."""
+"""Layer specs for Megatron launches, such as
+`--spec megatron_gdn.specs hybrid_stack_spec`."""
 
 from megatron.core import __version__ as _megatron_version
 

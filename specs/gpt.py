@@ -1,15 +1,20 @@
-"""GPT blocks that mix Gated DeltaNet and full attention by ``config.linear_attention_freq``."""
+"""GPT blocks that mix Gated DeltaNet and full attention by
+``config.linear_attention_freq``."""
 
 import functools
 import inspect
 from typing import Any, cast
 
-from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+from megatron.core.models.gpt import (
+    experimental_attention_variant_module_specs as variants,
+)
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm import gated_delta_net as upstream
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -37,20 +42,28 @@ from .layer import (
     with_launch_options,
 )
 
-# Gated DeltaNet's names in experimental_attention_variant: in Megatron 0.19 and in later versions.
+# Gated DeltaNet's names in experimental_attention_variant: in Megatron 0.19 and in
+# later versions.
 GDN_VARIANTS = ("gated_delta_net", "gdn")
-_SPECS = {**dict.fromkeys(GDN_VARIANTS, gated_delta_net_spec), "gdn2": gated_delta_net2_spec}
+_SPECS = {
+    **dict.fromkeys(GDN_VARIANTS, gated_delta_net_spec),
+    "gdn2": gated_delta_net2_spec,
+}
 
 
 _get_block_submodules = transformer_block._get_block_submodules
 
 
-# ``pretrain_gpt.py`` of Megatron-LM's dev passes the function that ``--spec`` names to the model,
-# which refuses a function ("specialize for function"); core_r0.19.0 and main call the function. So
-# the next function replaces the model's ``_get_block_submodules`` and calls the original.
+# ``pretrain_gpt.py`` of Megatron-LM's dev passes the function that ``--spec`` names to
+# the model, which refuses a function ("specialize for function"); core_r0.19.0 and main
+# call the function. So the next function replaces the model's ``_get_block_submodules``
+# and calls the original.
 @functools.wraps(_get_block_submodules)
-def _submodules_of(config: TransformerConfig, spec: Any, *stage: int | None, **named: Any) -> Any:
-    """Megatron's ``_get_block_submodules``, but ``spec`` may be a function that makes a spec."""
+def _submodules_of(
+    config: TransformerConfig, spec: Any, *stage: int | None, **named: Any
+) -> Any:
+    """Megatron's ``_get_block_submodules``, but ``spec`` may be a function that makes a
+    spec."""
     if callable(spec) and not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
         taken = inspect.signature(spec).parameters
         given = dict(zip(("vp_stage", "pp_rank"), stage, strict=False)) | named
@@ -58,7 +71,8 @@ def _submodules_of(config: TransformerConfig, spec: Any, *stage: int | None, **n
     return _get_block_submodules(config, spec, *stage, **named)
 
 
-# Replaced at import, since no code of ours runs between this import and the model's constructor.
+# Replaced at import, since no code of ours runs between this import and the model's
+# constructor.
 transformer_block._get_block_submodules = _submodules_of
 
 
@@ -67,16 +81,18 @@ def gpt_block_spec(
 ) -> TransformerBlockSubmodules:
     """The specs of the Gated DeltaNet and attention layers on one pipeline stage.
 
-    ``config.linear_attention_freq = N`` makes every N-th layer full attention; a list of 0 and 1
-    marks the Gated DeltaNet layers with 1. MLPs are dense or MoE by ``config.moe_layer_freq``.
-    ``config.transformer_impl`` chooses the modules: ``"transformer_engine"`` or ``"local"``.
+    ``config.linear_attention_freq = N`` makes every N-th layer full attention; a list
+    of 0 and 1 marks the Gated DeltaNet layers with 1. MLPs are dense or MoE by
+    ``config.moe_layer_freq``. ``config.transformer_impl`` chooses the modules:
+    ``"transformer_engine"`` or ``"local"``.
 
     Args:
         config: a ``TransformerConfig``, or the ``GPTModelConfig`` that
             ``--spec megatron_gdn.specs gpt_block_spec`` passes.
-        vp_stage, pp_rank: the virtual stage and the pipeline rank; None: those of this process.
-        **options: keyword arguments of the constructor of GatedDeltaNet, or of GatedDeltaNet2 for
-            the variant "gdn2".
+        vp_stage, pp_rank: the virtual stage and the pipeline rank; None: those of this
+            process.
+        **options: keyword arguments of the constructor of GatedDeltaNet, or of
+            GatedDeltaNet2 for the variant "gdn2".
 
     Raises:
         ValueError: the config does not ask for Gated DeltaNet layers.
@@ -85,10 +101,11 @@ def gpt_block_spec(
     config = getattr(config, "transformer", config)
     if config.experimental_attention_variant not in _SPECS:
         raise ValueError(
-            "gpt_block_spec builds Gated DeltaNet layers, but experimental_attention_variant is "
-            f"{config.experimental_attention_variant!r}; set it to 'gated_delta_net' (in newer "
-            "Megatrons 'gdn', or 'gdn2' for Gated DeltaNet-2) and choose linear_attention_freq (an "
-            "interval, or a list of 0 and 1 per layer)."
+            "gpt_block_spec builds Gated DeltaNet layers, but "
+            "experimental_attention_variant is "
+            f"{config.experimental_attention_variant!r}; set it to 'gated_delta_net' "
+            "(in newer Megatrons 'gdn', or 'gdn2' for Gated DeltaNet-2) and choose "
+            "linear_attention_freq (an interval, or a list of 0 and 1 per layer)."
         )
     mixer = cast(type[RecurrentMixer], _mixer_spec(config, "local").module)
     options = with_launch_options(mixer, options)
@@ -109,8 +126,11 @@ def _mixer_spec(config: Any, modules: str, **options: Any) -> ModuleSpec:
 
 
 def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
-    """Megatron's layer specs with our mixer and its ``options``, and Megatron's final norm."""
-    layer_specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
+    """Megatron's layer specs with our mixer and its ``options``, and Megatron's final
+    norm."""
+    layer_specs = (
+        variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
+    )
     mixer = _mixer_spec(config, "te", **options)
     theirs = upstream.GatedDeltaNet, getattr(upstream, "GatedDeltaNet2", None)
     for layer in layer_specs:
@@ -122,7 +142,9 @@ def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
     return layer_specs, provider.layer_norm(rms_norm=rms_norm, for_qk=False)
 
 
-def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> list[ModuleSpec]:
+def _local_layer_specs(
+    config: TransformerConfig, options: dict[str, Any]
+) -> list[ModuleSpec]:
     """The layer specs of plain-torch modules; ``options`` are those of the mixer."""
     mixers = (
         local_attention_spec(config.qk_layernorm, options.get("cp_layout", AUTO)),
@@ -130,7 +152,9 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
     )
     layer_specs = []
     for is_gdn, has_experts in layer_kinds(config):
-        before = {"input_layernorm": f"self_attention.{'in_proj' if is_gdn else 'linear_qkv'}"}
+        before = {
+            "input_layernorm": f"self_attention.{'in_proj' if is_gdn else 'linear_qkv'}"
+        }
         if has_experts:  # the norm before experts is never fused, not even by "te"
             mlp = get_moe_module_spec(
                 use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
@@ -138,7 +162,9 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
         else:
             mlp = local_mlp_builder()
             before["pre_mlp_layernorm"] = "mlp.linear_fc1"
-        norms: dict[str, Any] = {"pre_mlp_layernorm": TorchRMSNorm} | norms_before(**before)
+        norms: dict[str, Any] = {"pre_mlp_layernorm": TorchRMSNorm} | norms_before(
+            **before
+        )
         submodules = TransformerLayerSubmodules(
             self_attention=mixers[is_gdn],
             self_attn_bda=BIAS_DROPOUT_ADD,
@@ -151,17 +177,22 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
 
 
 def layer_kinds(config: Any) -> list[tuple[int, int]]:
-    """For each layer, 1 or 0 for "is a Gated DeltaNet", and 1 or 0 for "has experts"."""
+    """For each layer, 1 or 0 for "is a Gated DeltaNet", and 1 or 0 for "has
+    experts"."""
     dense, variant = [0] * config.num_layers, config.experimental_attention_variant
     is_gdn = dense if variant is None else variants.get_linear_attention_pattern(config)
     is_moe = variants.get_moe_layer_pattern(config) if config.num_moe_experts else dense
     return list(zip(is_gdn, is_moe, strict=True))
 
 
-def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None):
+def _layers_of_stage(
+    config: TransformerConfig, vp_stage: int | None, pp_rank: int | None
+):
     """The numbers (from 0, in the whole model) of the layers on one pipeline stage."""
     stage = {"vp_stage": vp_stage, "pp_rank": pp_rank}
-    layout = cast(PipelineParallelLayerLayout | None, config.pipeline_model_parallel_layout)
+    layout = cast(
+        PipelineParallelLayerLayout | None, config.pipeline_model_parallel_layout
+    )
     if layout is not None:
         return layout.get_layer_id_list(layer_type=LayerType.decoder, **stage)
     first = get_transformer_layer_offset(config, **stage)

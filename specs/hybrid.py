@@ -1,12 +1,14 @@
-"""Hybrid stacks with our mixers: 'G' Gated DeltaNet, 'K' Kimi Delta Attention, 'M' Mamba2.
+"""Hybrid stacks with our mixers: 'G' Gated DeltaNet, 'K' Kimi Delta Attention, 'M'
+Mamba2.
 
     HybridModel(config, hybrid_stack_spec("local"), hybrid_layer_pattern="G-G-G-*-", ...)
     --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
 
-A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2". Megatron's
-patterns have no letter for Kimi Delta Attention (0.19, main and dev of November 2026), so this file
-passes 'G' for each 'K' to Megatron and builds 'K' layers from their own spec. ``"M*G-/M*/M*"`` is
-the model ``M*G-`` with two heads of multi-token prediction, each with layers ``M*``.
+A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2".
+Megatron's patterns have no letter for Kimi Delta Attention (0.19, main and dev of
+November 2026), so this file passes 'G' for each 'K' to Megatron and builds 'K' layers
+from their own spec. ``"M*G-/M*/M*"`` is the model ``M*G-`` with two heads of
+multi-token prediction, each with layers ``M*``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_token_prediction as mtp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from torch import Tensor
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
@@ -65,32 +70,39 @@ _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
 class HybridStackSpec(ModuleSpec):
-    """Spec of a ``HybridStack`` with this package's mixers; call it to get a spec with options."""
+    """Spec of a ``HybridStack`` with this package's mixers; call it to get a spec with
+    options."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """A new spec with the given modules and options; the options of this spec are not kept.
+        """A new spec with the given modules and options; the options of this spec are
+        not kept.
 
             spec(modules="auto", *, qk_layernorm=False, mamba=None, kda=None, **options)
 
         Args:
-            modules: ``"te"`` is Megatron's hybrid stack with our 'G' and 'M' mixers; ``"local"`` is
-                plain torch (GDN, Mamba2, MLP, attention, experts); ``"auto"`` is ``"te"`` if
-                Transformer Engine is installed. "te" and "local" load each other's checkpoints.
-                Documents that continue others (`megatron_gdn.pack_tree`) use torch's attention in
-                '*' layers (on a GPU ``flex_attention``), with "te" and with "local".
-            qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
-            mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention constructors.
-            **options: keyword arguments of the GatedDeltaNet constructor, or of GatedDeltaNet2's if
-                the config's variant is "gdn2". 'M' and 'K' layers also get ``cp_layout``,
-                ``linear_cp_mode``, ``cp_ranks_per_machine`` and, if legal there, ``backend``,
-                unless ``mamba`` or ``kda`` gives another value; '*' layers get ``cp_layout``.
+            modules: ``"te"`` is Megatron's hybrid stack with our 'G' and 'M' mixers;
+                ``"local"`` is plain torch (GDN, Mamba2, MLP, attention, experts);
+                ``"auto"`` is ``"te"`` if Transformer Engine is installed. "te" and
+                "local" load each other's checkpoints. Documents that continue others
+                (`megatron_gdn.pack_tree`) use torch's attention in '*' layers (on a GPU
+                ``flex_attention``), with "te" and with "local".
+            qk_layernorm: norms on query and key in the '*' layers
+                (``config.qk_layernorm``).
+            mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention
+                constructors.
+            **options: keyword arguments of the GatedDeltaNet constructor, or of
+                GatedDeltaNet2's if the config's variant is "gdn2". 'M' and 'K' layers
+                also get ``cp_layout``, ``linear_cp_mode``, ``cp_ranks_per_machine``
+                and, if legal there, ``backend``, unless ``mamba`` or ``kda`` gives
+                another value; '*' layers get ``cp_layout``.
 
         Returns:
-            a HybridStackSpec; if the first argument is a config, a ``HybridStack``, because
-            Megatron calls a spec to build the stack.
+            a HybridStackSpec; if the first argument is a config, a ``HybridStack``,
+            because Megatron calls a spec to build the stack.
 
         Raises:
-            ValueError: ``modules`` is unknown. ImportError: "te" without Transformer Engine.
+            ValueError: ``modules`` is unknown. ImportError: "te" without Transformer
+                Engine.
         """
         if "config" in options or (args and isinstance(args[0], TransformerConfig)):
             return super().__call__(*args, **options)
@@ -105,15 +117,25 @@ def _hybrid_stack_spec(
     kda: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
-    """The spec of a hybrid stack with these options, as in :meth:`HybridStackSpec.__call__`."""
-    modules, gdn_options = resolve_modules(modules), with_launch_options(GatedDeltaNet, options)
+    """The spec of a hybrid stack with these options, as in
+    :meth:`HybridStackSpec.__call__`."""
+    modules, gdn_options = (
+        resolve_modules(modules),
+        with_launch_options(GatedDeltaNet, options),
+    )
     shared = {name: value for name, value in gdn_options.items() if name in _SHARED}
     mamba_options, kda_options = (
-        {name: value for name, value in shared.items() if name != "backend" or value in has}
+        {
+            name: value
+            for name, value in shared.items()
+            if name != "backend" or value in has
+        }
         for has in _BACKENDS.values()
     )
     launched = with_launch_options(KimiDeltaAttention, {}).items()
-    kda_options |= {name: value for name, value in launched if name not in {*options, *_SHARED}}
+    kda_options |= {
+        name: value for name, value in launched if name not in {*options, *_SHARED}
+    }
     gdn2_options = with_launch_options(GatedDeltaNet2, options)
     mixer = gated_delta_net_spec(modules, **gdn_options)
     mamba2 = mamba2_spec(modules, **mamba_options | (mamba or {}))
@@ -126,12 +148,16 @@ def _hybrid_stack_spec(
         attention = local_attention_spec(qk_layernorm, cp_layout)
         submodules = _local_submodules(mixer, mamba2, attention)
     layers = {
-        KDA: _layer(kimi_delta_attention_spec(modules, **kda_options | (kda or {})), norm_before),
+        KDA: _layer(
+            kimi_delta_attention_spec(modules, **kda_options | (kda or {})), norm_before
+        ),
         GDN2: _layer(gated_delta_net2_spec(modules, **gdn2_options), norm_before),
     }
     heads = checked_mtp_spec(theirs, layers=layers, cp_layout=cp_layout)
     submodules = replace(submodules, mtp_block_spec=heads)
-    return HybridStackSpec(module=KDAHybridStack, params={"layers": layers}, submodules=submodules)
+    return HybridStackSpec(
+        module=KDAHybridStack, params={"layers": layers}, submodules=submodules
+    )
 
 
 def _upstream() -> HybridStackSubmodules:
@@ -142,11 +168,15 @@ def _upstream() -> HybridStackSubmodules:
 def _te_submodules(
     mixer: ModuleSpec, mamba2: ModuleSpec, qk_layernorm: bool, cp_layout: str
 ) -> HybridStackSubmodules:
-    """Megatron's hybrid stack with ``mixer`` for 'G', ``mamba2`` for 'M', and our attention."""
+    """Megatron's hybrid stack with ``mixer`` for 'G', ``mamba2`` for 'M', and our
+    attention."""
     layer = cast(Any, _upstream().attention_layer)
     theirs = layer.submodules.self_attention
-    core = partial(class_with_tree_attention(theirs.submodules.core_attention), cp_layout=cp_layout)
-    # Megatron's own stack has no norms of query and key, even if config.qk_layernorm is set.
+    core = partial(
+        class_with_tree_attention(theirs.submodules.core_attention), cp_layout=cp_layout
+    )
+    # Megatron's own stack has no norms of query and key, even if config.qk_layernorm is
+    # set.
     norms = {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm} if qk_layernorm else {}
     attention = replace(
         theirs,
@@ -173,7 +203,9 @@ def _local_submodules(
         mlp_bda=BIAS_DROPOUT_ADD,
         **norms_before(pre_mlp_layernorm="mlp.linear_fc1"),
     )
-    experts = TransformerLayerSubmodules(pre_mlp_layernorm=TorchRMSNorm, mlp_bda=BIAS_DROPOUT_ADD)
+    experts = TransformerLayerSubmodules(
+        pre_mlp_layernorm=TorchRMSNorm, mlp_bda=BIAS_DROPOUT_ADD
+    )
     layers = {
         "gdn_layer": _layer(mixer, "in_proj"),
         "mamba_layer": _mamba_layer(mamba2, **norms_before(norm="mixer.in_proj")),
@@ -181,17 +213,25 @@ def _local_submodules(
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
         "moe_layer": ModuleSpec(module=LocalMoELayer, submodules=experts),
     }
-    # Megatron's versions have different fields; a layer field left unset would become an identity.
+    # Megatron's versions have different fields; a layer field left unset would become
+    # an identity.
     places = {field.name for field in fields(HybridStackSubmodules)}
-    for place in sorted(place for place in places - layers.keys() if place.endswith("_layer")):
+    for place in sorted(
+        place for place in places - layers.keys() if place.endswith("_layer")
+    ):
         symbol = {"symbol": _SYMBOLS.get(place, place)}
         layers[place] = ModuleSpec(module=UnavailableLayer, params=symbol)
     return HybridStackSubmodules(**layers)
 
 
 def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
-    """Spec of a layer of ``mixer``, with a norm before its submodule ``linear`` (None: no norm)."""
-    norm = {} if linear is None else norms_before(input_layernorm=f"self_attention.{linear}")
+    """Spec of a layer of ``mixer``, with a norm before its submodule ``linear`` (None:
+    no norm)."""
+    norm = (
+        {}
+        if linear is None
+        else norms_before(input_layernorm=f"self_attention.{linear}")
+    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -201,17 +241,22 @@ def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
 
 
 def _mamba_layer(mixer: ModuleSpec, **norm: Any) -> ModuleSpec:
-    """Spec of a MambaLayer; ``norm``: the arguments for a norm before the mixer, if any."""
+    """Spec of a MambaLayer; ``norm``: the arguments for a norm before the mixer, if
+    any."""
     return ModuleSpec(
         module=MambaLayer,
-        submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=BIAS_DROPOUT_ADD, **norm),
+        submodules=MambaLayerSubmodules(
+            mixer=mixer, mamba_bda=BIAS_DROPOUT_ADD, **norm
+        ),
     )
 
 
 class KDAHybridStack(HybridStack):
-    """Megatron's stack with 'K' layers, for which Megatron's own code gets the letter 'G'.
+    """Megatron's stack with 'K' layers, for which Megatron's own code gets the letter
+    'G'.
 
-    ``kda_options`` are the options of 'K' layers in the last stack that this process built.
+    ``kda_options`` are the options of 'K' layers in the last stack that this process
+    built.
     """
 
     kda_options: ClassVar[dict[str, Any]] = {}
@@ -226,13 +271,20 @@ class KDAHybridStack(HybridStack):
         pp_layer_offset: int = 0,
         **others: Any,
     ) -> None:
-        """``layers``: specs for 'K' and "gdn2" layers; ``layer_type_list``: the stage's letters."""
-        KDAHybridStack.kda_options = cast(Any, layers[KDA].submodules).self_attention.params
+        """``layers``: specs for 'K' and "gdn2" layers; ``layer_type_list``: the stage's
+        letters."""
+        KDAHybridStack.kda_options = cast(
+            Any, layers[KDA].submodules
+        ).self_attention.params
         submodules, letters = _with_kda_and_gdn2(
             submodules, layers, config, layer_type_list, pp_layer_offset
         )
         super().__init__(
-            config, submodules, layer_type_list=letters, pp_layer_offset=pp_layer_offset, **others
+            config,
+            submodules,
+            layer_type_list=letters,
+            pp_layer_offset=pp_layer_offset,
+            **others,
         )
 
 
@@ -243,17 +295,21 @@ def _with_kda_and_gdn2(
     letters: Iterable[str],
     layers_before: int,
 ) -> tuple[HybridStackSubmodules, list[str]]:
-    """``submodules`` whose ``gdn_layer`` builds 'G' and 'K' layers; ``letters`` with 'K' made 'G'.
+    """``submodules`` whose ``gdn_layer`` builds 'G' and 'K' layers; ``letters`` with
+    'K' made 'G'.
 
-    ``letters``: one per layer of this stage. ``layers_before``: the number of layers on earlier
-    pipeline stages. ``layers``: the specs of 'K' layers and of "gdn2" layers.
+    ``letters``: one per layer of this stage. ``layers_before``: the number of layers on
+    earlier pipeline stages. ``layers``: the specs of 'K' layers and of "gdn2" layers.
     """
     letters = list(letters)
-    numbers = {n for n, letter in enumerate(letters, layers_before + 1) if letter == KDA}
+    numbers = {
+        n for n, letter in enumerate(letters, layers_before + 1) if letter == KDA
+    }
     variant = config.experimental_attention_variant
     gdn = layers[GDN2] if variant == GDN2 else submodules.gdn_layer
     of_two = {"gdn": gdn, "kda": layers[KDA], "numbers": numbers}
-    # For "gdn2" Megatron's main branch sets the attribute submodules.self_attention of the spec.
+    # For "gdn2" Megatron's main branch sets the attribute submodules.self_attention of
+    # the spec.
     assigned = SimpleNamespace(self_attention=SimpleNamespace())
     place = ModuleSpec(module=_GDNOrKDALayer, params=of_two, submodules=assigned)
     submodules = replace(submodules, gdn_layer=place)
@@ -264,9 +320,15 @@ class _GDNOrKDALayer:
     """Builds a 'K' layer if its number is in ``numbers``, else a 'G' layer."""
 
     def __new__(
-        cls, *, gdn: Any, kda: Any, numbers: set[int], layer_number: int, submodules: Any,
+        cls,
+        *,
+        gdn: Any,
+        kda: Any,
+        numbers: set[int],
+        layer_number: int,
+        submodules: Any,
         **others: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         spec = kda if layer_number in numbers else gdn
         return build_module(spec, layer_number=layer_number, **others)
 
@@ -274,9 +336,10 @@ class _GDNOrKDALayer:
 class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
     """Megatron's MTP layer, which refuses documents that Megatron would shift wrongly.
 
-    Megatron shifts tokens, labels and loss masks by one per MTP head, document by document, and
-    assumes that each document begins at its offset in ``cu_seqlens_q`` and is cut in zigzag over
-    context-parallel ranks. Other documents would get the labels of wrong tokens.
+    Megatron shifts tokens, labels and loss masks by one per MTP head, document by
+    document, and assumes that each document begins at its offset in ``cu_seqlens_q``
+    and is cut in zigzag over context-parallel ranks. Other documents would get the
+    labels of wrong tokens.
     """
 
     def __init__(
@@ -291,8 +354,9 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
         hybrid_submodules: HybridStackSubmodules,
         **others: Any,
     ) -> None:
-        """``layers``: the specs of 'K' and "gdn2" layers; ``mtp_layer_pattern``: the letters of
-        the head's layers; ``hybrid_submodules``: the specs of the stack's layers.
+        """``layers``: the specs of 'K' and "gdn2" layers; ``mtp_layer_pattern``: the
+        letters of the head's layers; ``hybrid_submodules``: the specs of the stack's
+        layers.
         """
         loader_layout = LoaderLayout(cp_layout, config)
         if pg_collection.cp.size() > 1:
@@ -301,15 +365,23 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
             hybrid_submodules, layers, config, mtp_layer_pattern, 0
         )
         super().__init__(
-            config, submodules, pg_collection=pg_collection, mtp_layer_pattern="".join(letters),
-            hybrid_submodules=hybrid_submodules, **others,
-        )  # fmt: skip
+            config,
+            submodules,
+            pg_collection=pg_collection,
+            mtp_layer_pattern="".join(letters),
+            hybrid_submodules=hybrid_submodules,
+            **others,
+        )
         self.loader_layout = loader_layout
 
     def forward(
-        self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **others: Any
+        self,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **others: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Megatron's forward, but refuse documents that Megatron would shift wrongly."""
+        """Megatron's forward, but refuse documents that Megatron would shift
+        wrongly."""
         _require_shiftable(packed_seq_params, self.cp_group)
         if self.cp_group.size() > 1:
             _require_zigzag(self.loader_layout.of(packed_seq_params), self.cp_group)
@@ -320,49 +392,53 @@ def _require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
     """Raise an error unless ``layout`` is zigzag, in which Megatron shifts labels."""
     if layout is not SequenceLayout.ZIGZAG:
         raise ValueError(
-            f"Megatron shifts the labels of multi-token prediction in the zigzag layout. With "
-            f"cp_layout={layout.value!r} over {cp_group.size()} ranks labels would be those of "
-            f"other tokens. Cut every document in zigzag, use one context-parallel rank, or a "
-            f"layer pattern without '/'."
+            "Megatron shifts the labels of multi-token prediction in the zigzag "
+            f"layout. With cp_layout={layout.value!r} over {cp_group.size()} ranks "
+            "labels would be those of other tokens. Cut every document in zigzag, use "
+            "one context-parallel rank, or a layer pattern without '/'."
         )
 
 
 def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
-    """Raise an error if Megatron would shift labels from one packed document to another.
+    """Raise an error if Megatron would shift labels from one packed document to
+    another.
 
-    If ``cu_seqlens_q`` and ``cu_seqlens_q_padded`` are two tensors, the host waits to compare them.
+    If ``cu_seqlens_q`` and ``cu_seqlens_q_padded`` are two tensors, the host waits to
+    compare them.
     """
     if packed is None:
         return
     if packed.qkv_format == TREE:
         raise NotImplementedError(
-            f"multi-token prediction with qkv_format={TREE!r}: Megatron shifts labels inside one "
-            f"document, and the tokens that follow a prompt's last one lie in its responses, which "
-            f"are other documents. Pack every prompt with its response as one document "
-            f"(qkv_format='thd'), or use a layer pattern without '/'."
+            f"multi-token prediction with qkv_format={TREE!r}: Megatron shifts labels "
+            "inside one document, and the tokens that follow a prompt's last one lie "
+            "in its responses, which are other documents. Pack every prompt with its "
+            "response as one document (qkv_format='thd'), or use a layer pattern "
+            "without '/'."
         )
     documents, slots = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
     padded = slots is not None and slots is not documents
     if padded and (documents is None or slots.tolist() != documents.tolist()):
         raise ValueError(
-            "multi-token prediction with padded slots: Megatron shifts labels between the offsets "
-            "of cu_seqlens_q, and the rows lie at the offsets of cu_seqlens_q_padded. Make the "
-            "padding part of its document, or a document of its own, give only cu_seqlens_q, and "
-            "mask the padding's loss."
+            "multi-token prediction with padded slots: Megatron shifts labels between "
+            "the offsets of cu_seqlens_q, and the rows lie at the offsets of "
+            "cu_seqlens_q_padded. Make the padding part of its document, or a document "
+            "of its own, give only cu_seqlens_q, and mask the padding's loss."
         )
     ranks = 1 if packed.cp_group is None else packed.cp_group.size()
     given = packed.cp_group is not None or packed.local_cp_size is not None
     if given and packed.cp_group is not cp_group and (ranks, cp_group.size()) != (1, 1):
         raise NotImplementedError(
-            f"multi-token prediction over a context-parallel group of {ranks} ranks that "
-            f"packed_seq_params brings: Megatron shifts labels over the model's group of "
-            f"{cp_group.size()}. Leave cp_group and local_cp_size None, or use a layer pattern "
-            f"without '/'."
+            f"multi-token prediction over a context-parallel group of {ranks} ranks "
+            "that packed_seq_params brings: Megatron shifts labels over the model's "
+            f"group of {cp_group.size()}. Leave cp_group and local_cp_size None, or "
+            "use a layer pattern without '/'."
         )
 
 
 def _local_mtp_spec() -> ModuleSpec:
-    """Spec of multi-token prediction in torch, with Transformer Engine's checkpoint keys."""
+    """Spec of multi-token prediction in torch, with Transformer Engine's checkpoint
+    keys."""
     parts = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=TorchRMSNorm,
         hnorm=TorchRMSNorm,
@@ -376,12 +452,15 @@ def _local_mtp_spec() -> ModuleSpec:
 
 
 def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
-    """Megatron's spec ``theirs``; its layers are :class:`HybridMTPLayer` with ``options``."""
+    """Megatron's spec ``theirs``; its layers are :class:`HybridMTPLayer` with
+    ``options``."""
     layers = [
         replace(layer, module=HybridMTPLayer, params={**layer.params, **options})
         for layer in cast(Any, theirs.submodules).layer_specs
     ]
-    return replace(theirs, submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=layers))
+    return replace(
+        theirs, submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=layers)
+    )
 
 
 if KDA not in Symbols.VALID_LAYERS:  # a later Megatron may know the letter 'K' already

@@ -1,12 +1,13 @@
-"""Megatron ModuleSpecs of our mixers and of plain-torch layers, and a launch's mixer options.
+"""Megatron ModuleSpecs of our mixers and of plain-torch layers, and a launch's mixer
+options.
 
 ``--spec`` takes no options, so a launch gives options in the environment:
 
     MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute=light" torchrun ... \
         pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
 
-An option reaches every 'G' and 'K' layer whose mixer has this option, unless a call in Python gives
-another value. The variable must be equal in all processes.
+An option reaches every 'G' and 'K' layer whose mixer has this option, unless a call in
+Python gives another value. The variable must be equal in all processes.
 """
 
 import ast
@@ -45,16 +46,18 @@ from megatron_gdn.mixers.loader_layout import AUTO
 MODULES = ("auto", "local", "te")
 VARIABLE = "MEGATRON_GDN_OPTIONS"
 _MOST_CHARACTERS = 2000  # of the variable
-# The spec's field is annotated as a class, but Megatron calls its value, which may be a function.
+# The spec's field is annotated as a class, but Megatron calls its value, which may be a
+# function.
 BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
 
 def resolve_modules(modules: str) -> Literal["te", "local"]:
-    """``modules``, or the choice for ``"auto"``; raises for "te" without Transformer Engine."""
+    """``modules``, or the choice for ``"auto"``; raises for "te" without Transformer
+    Engine."""
     if modules not in MODULES:
         raise ValueError(
-            f"unknown modules {modules!r}; use one of {', '.join(MODULES)}. (The delta rule is "
-            f"chosen by the keyword backend.)"
+            f"unknown modules {modules!r}; use one of {', '.join(MODULES)}. (The delta "
+            "rule is chosen by the keyword backend.)"
         )
     if modules == "auto":
         return "te" if te.HAVE_TE else "local"
@@ -67,13 +70,15 @@ def resolve_modules(modules: str) -> Literal["te", "local"]:
 
 
 def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.GatedDeltaNet` for the ``self_attention`` place of a TransformerLayer.
+    """Spec of `megatron_gdn.GatedDeltaNet` for the ``self_attention`` place of a
+    TransformerLayer.
 
     Args:
-        modules: ``"te"`` fuses the norm before the mixer into ``in_proj``; ``"local"`` uses
-            Megatron's own linears and leaves the norm to the layer around the mixer; ``"auto"`` is
-            ``"te"`` if Transformer Engine is installed.
-        **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend``.
+        modules: ``"te"`` fuses the norm before the mixer into ``in_proj``; ``"local"``
+            uses Megatron's own linears and leaves the norm to the layer around the
+            mixer; ``"auto"`` is ``"te"`` if Transformer Engine is installed.
+        **options: keyword arguments of the GatedDeltaNet constructor, such as
+            ``backend``.
 
     Raises:
         ValueError: unknown ``modules``.
@@ -83,31 +88,38 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 
 
 def gated_delta_net2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.GatedDeltaNet2`; ``modules`` is as in `gated_delta_net_spec`."""
+    """Spec of `megatron_gdn.GatedDeltaNet2`; ``modules`` is as in
+    `gated_delta_net_spec`."""
     return _spec(GatedDeltaNet2, GatedDeltaNetSubmodules, modules, options)
 
 
 def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.KimiDeltaAttention`; ``modules`` is as in `gated_delta_net_spec`."""
+    """Spec of `megatron_gdn.KimiDeltaAttention`; ``modules`` is as in
+    `gated_delta_net_spec`."""
     return _spec(KimiDeltaAttention, KimiDeltaAttentionSubmodules, modules, options)
 
 
 def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.Mamba2Mixer`, with its options, for the ``mixer`` of a MambaLayer.
+    """Spec of `megatron_gdn.Mamba2Mixer`, with its options, for the ``mixer`` of a
+    MambaLayer.
 
-    ``modules`` is as in `gated_delta_net_spec`. With ``"local"`` there is no norm before the mixer,
-    so set the MambaLayer's ``norm``.
+    ``modules`` is as in `gated_delta_net_spec`. With ``"local"`` there is no norm
+    before the mixer, so set the MambaLayer's ``norm``.
     """
     return _spec(Mamba2Mixer, Mamba2MixerSubmodules, modules, options)
 
 
-def _spec(mixer: type, submodules_class: Any, modules: str, options: dict[str, Any]) -> ModuleSpec:
+def _spec(
+    mixer: type, submodules_class: Any, modules: str, options: dict[str, Any]
+) -> ModuleSpec:
     """The spec of ``mixer``, with submodules of the class ``submodules_class``."""
     fused = resolve_modules(modules) == "te"
     classes: tuple[type, ...] = ColumnParallelLinear, RowParallelLinear, TorchRMSNorm
     if fused:
         classes = te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm
-    places: dict[str, type] = dict(zip(("in_proj", "out_proj", "out_norm"), classes, strict=True))
+    places: dict[str, type] = dict(
+        zip(("in_proj", "out_proj", "out_norm"), classes, strict=True)
+    )
     names = [field.name for field in fields(submodules_class)]
     return ModuleSpec(
         module=mixer,
@@ -119,9 +131,11 @@ def _spec(mixer: type, submodules_class: Any, modules: str, options: dict[str, A
 
 
 def norms_before(**linears: str) -> dict[str, Any]:
-    """Arguments that give a layer norms with the checkpoint keys of Transformer Engine's norms.
+    """Arguments that give a layer norms with the checkpoint keys of Transformer
+    Engine's norms.
 
-    ``linears`` maps the name of each norm in the layer to the name of the linear after the norm.
+    ``linears`` maps the name of each norm in the layer to the name of the linear after
+    the norm.
     """
     keys = {f"{place}.": f"{linear}.layer_norm_" for place, linear in linears.items()}
     return {**dict.fromkeys(linears, TorchRMSNorm), "sharded_state_dict_keys_map": keys}
@@ -131,13 +145,22 @@ def local_mlp_builder():
     """Return a function that builds a dense MLP of Megatron's own linears."""
     return partial(
         MLP.as_mlp_submodule,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        submodules=MLPSubmodules(
+            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
+        ),
     )
 
 
-def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> ModuleSpec:
-    """Spec of causal self-attention in torch, for batches, documents and context parallelism."""
-    qk_norm = {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm} if qk_layernorm else {}
+def local_attention_spec(
+    qk_layernorm: bool = False, cp_layout: str = AUTO
+) -> ModuleSpec:
+    """Spec of causal self-attention in torch, for batches, documents and context
+    parallelism."""
+    qk_norm = (
+        {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm}
+        if qk_layernorm
+        else {}
+    )
     return ModuleSpec(
         module=TorchSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "cp_layout": cp_layout},
@@ -152,10 +175,14 @@ def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> M
 
 
 class LocalMoELayer(MoETransformerLayer):
-    """Experts in plain torch, built in the constructor, where ``config`` has their number."""
+    """Experts in plain torch, built in the constructor, where ``config`` has their
+    number."""
 
     def __init__(
-        self, config: TransformerConfig, submodules: TransformerLayerSubmodules, **others: Any
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        **others: Any,
     ) -> None:
         if config.num_moe_experts is None:
             UnavailableLayer(symbol="E")
@@ -164,23 +191,31 @@ class LocalMoELayer(MoETransformerLayer):
 
 
 class UnavailableLayer:
-    """Stands for a layer, ``symbol``, that the local spec lacks; its constructor raises."""
+    """Stands for a layer, ``symbol``, that the local spec lacks; its constructor
+    raises."""
 
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
         """Raise an error that names ``symbol``, the layer's letter in the pattern."""
         raise NotImplementedError(
-            f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
-            "'K' (Kimi Delta Attention), 'M' (Mamba2), '-' (MLP), '*' (attention) and, if "
-            "num_moe_experts (--num-experts) is given, 'E' (experts). Use "
+            f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated "
+            "DeltaNet), 'K' (Kimi Delta Attention), 'M' (Mamba2), '-' (MLP), '*' "
+            "(attention) and, if num_moe_experts (--num-experts) is given, 'E' "
+            "(experts). Use "
             'hybrid_stack_spec("te"), which needs Transformer Engine, or change '
             "--hybrid-layer-pattern."
         )
 
 
-def with_launch_options(mixer: type[RecurrentMixer], named: Mapping[str, Any]) -> dict[str, Any]:
-    """``named`` (a call's options), plus other options of the environment that ``mixer`` has."""
+def with_launch_options(
+    mixer: type[RecurrentMixer], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``named`` (a call's options), plus other options of the environment that
+    ``mixer`` has."""
     known = launch_options_of(mixer)
-    return {**{name: value for name, value in _launch_options().items() if name in known}, **named}
+    return {
+        **{name: value for name, value in _launch_options().items() if name in known},
+        **named,
+    }
 
 
 @cache
@@ -189,31 +224,38 @@ def _launch_options() -> dict[str, Any]:
     options = parse_options(os.environ.get(VARIABLE, ""))
     if options:
         said = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        log_once(f"{VARIABLE}: layers are built with {said}, each with the options that it has")
+        log_once(
+            f"{VARIABLE}: layers are built with {said}, each with the options that it "
+            "has"
+        )
     return options
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """The options in ``"name=value,name=value"``; a value is a Python literal or a word."""
+    """The options in ``"name=value,name=value"``; a value is a Python literal or a
+    word."""
     legal = launch_options_of(KimiDeltaAttention) | launch_options_of(GatedDeltaNet)
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(
-            f"{VARIABLE} has {len(text)} characters, and at most {_MOST_CHARACTERS} are legal."
+            f"{VARIABLE} has {len(text)} characters, and at most {_MOST_CHARACTERS} "
+            "are legal."
         )
     options = {}
     for part in filter(None, re.split(r"[,\s]+(?=\w+\s*=)|^\s+|[,\s]+$", text)):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in legal:
             raise ValueError(
-                f"{VARIABLE}={text[:200]!r} has {part[:80]!r}; it must be name=value,name=value "
-                f"with the names {', '.join(sorted(legal))}."
+                f"{VARIABLE}={text[:200]!r} has {part[:80]!r}; it must be "
+                f"name=value,name=value with the names {', '.join(sorted(legal))}."
             )
         options[name] = value
         # A value that is no literal is a word, however Python says that it is none.
         with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             options[name] = ast.literal_eval(value)
         if value.lower() in ("true", "false") and not isinstance(options[name], bool):
-            raise ValueError(f"{VARIABLE} has {name}={value[:80]!r}; it must be True or False.")
+            raise ValueError(
+                f"{VARIABLE} has {name}={value[:80]!r}; it must be True or False."
+            )
     return options
 
 

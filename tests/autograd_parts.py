@@ -1,4 +1,5 @@
-"""A front and a rule from differentiable functions, run again under autograd in a backward."""
+"""A front and a rule from differentiable functions, run again under autograd in a
+backward."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from megatron_gdn.ops.state_maps.state_map import StateMap
 
 class AutogradFront:
     """A front of ``make(proj, parameters, documents, history)``, which gives the rule's
-    ``inputs`` in fp32 or wider; those named in ``convolved`` are rounded to the rows' dtype."""
+    ``inputs`` in fp32 or wider; those named in ``convolved`` are rounded to the rows'
+    dtype."""
 
     again: tuple[str, ...] = ()
     triton = False
@@ -25,18 +27,23 @@ class AutogradFront:
 
     def forward(self, proj, parameters, documents, only=None, history=None):
         with torch.no_grad():
-            made = self._make(_wide(proj), [_wide(x) for x in parameters], documents, history)
+            made = self._make(
+                _wide(proj), [_wide(x) for x in parameters], documents, history
+            )
         kept = {
             name: (x.to(proj.dtype) if name in self.convolved else x).contiguous()
-            if only is None or name in only else None
+            if only is None or name in only
+            else None
             for name, x in made._asdict().items()
-        }  # fmt: skip
+        }
         return type(made)(**kept)
 
     def backward(self, proj, parameters, grads, d_proj, documents, history=None):
         before = None if history is None else history.rows
-        leaves: list[Any] = [None if x is None else _wide(x).detach().requires_grad_()
-                             for x in (before, proj, *parameters)]  # fmt: skip
+        leaves: list[Any] = [
+            None if x is None else _wide(x).detach().requires_grad_()
+            for x in (before, proj, *parameters)
+        ]
         given = [x for x in leaves if x is not None]
         before, *leaves = leaves
         past = None if history is None else history._replace(rows=before)
@@ -58,9 +65,9 @@ class AutogradFront:
 
 
 class AutogradRule(Rule):
-    """A ``Rule`` of ``run(inputs, initial, documents)``, which gives output and final states, and
-    of ``through(inputs, documents)``, the factors ``[N, H, K, 1]`` by which an initial state
-    decays."""
+    """A ``Rule`` of ``run(inputs, initial, documents)``, which gives output and final
+    states, and of ``through(inputs, documents)``, the factors ``[N, H, K, 1]`` by which
+    an initial state decays."""
 
     bits = Bits.DETERMINISTIC
 
@@ -76,7 +83,9 @@ class AutogradRule(Rule):
 
 
 class _Forward:
-    def __init__(self, rule: AutogradRule, inputs: Any, documents: Documents | None) -> None:
+    def __init__(
+        self, rule: AutogradRule, inputs: Any, documents: Documents | None
+    ) -> None:
         self._rule, self._inputs, self._documents = rule, inputs, documents
 
     @torch.no_grad()
@@ -92,21 +101,34 @@ class _Forward:
 
 class _Backward:
     def __init__(self, rule, d_o, inputs, documents):
-        self._rule, self._d_o, self._inputs, self._documents = rule, d_o, inputs, documents
+        self._rule, self._d_o, self._inputs, self._documents = (
+            rule,
+            d_o,
+            inputs,
+            documents,
+        )
 
-    def _grads(self, initial: Tensor | None, d_final: Tensor | None) -> tuple[Any, Tensor]:
-        inputs = type(self._inputs)(*(x.detach().requires_grad_() for x in self._inputs))
+    def _grads(
+        self, initial: Tensor | None, d_final: Tensor | None
+    ) -> tuple[Any, Tensor]:
+        inputs = type(self._inputs)(
+            *(x.detach().requires_grad_() for x in self._inputs)
+        )
         if initial is None:
             with torch.no_grad():
-                initial = torch.zeros_like(self._rule._run(inputs, None, self._documents)[1])
+                initial = torch.zeros_like(
+                    self._rule._run(inputs, None, self._documents)[1]
+                )
         initial = initial.detach().requires_grad_()
         with torch.enable_grad():
             o, final = self._rule._run(inputs, initial, self._documents)
         d_final = torch.zeros_like(final) if d_final is None else d_final
         *grads, d_initial = torch.autograd.grad(
-            (o, final), (*inputs, initial), (self._d_o.to(o.dtype), d_final),
+            (o, final),
+            (*inputs, initial),
+            (self._d_o.to(o.dtype), d_final),
             materialize_grads=True,
-        )  # fmt: skip
+        )
         return type(inputs)(*grads), d_initial
 
     def d_initial(self) -> Tensor:

@@ -1,5 +1,6 @@
-"""Products whose bits depend on their shape, as in some machine's library: a law of equal bits
-between products of two shapes fails here everywhere. It replaces the CPU's kernels for good."""
+"""Products whose bits depend on their shape, as in some machine's library: a law of
+equal bits between products of two shapes fails here everywhere. It replaces the CPU's
+kernels for good."""
 
 import os
 import warnings
@@ -10,24 +11,28 @@ from torch import Tensor
 from torch import library as operators
 
 ASKED_BY = "BITS_BY_SHAPE"
-_registered: list[operators.Library] = []  # kernels last as long as the object that set them
+# kernels last as long as the object that set them
+_registered: list[operators.Library] = []
 
 
 def hold_if_asked() -> None:
-    """Replaces the CPU's products in this process if the environment has ``BITS_BY_SHAPE=1``."""
+    """Replaces the CPU's products in this process if the environment has
+    ``BITS_BY_SHAPE=1``."""
     if os.environ.get(ASKED_BY) != "1" or _registered:
         return
     registration = operators.Library("aten", "IMPL")
     _registered.append(registration)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # replaces kernels: that is the aim
+        # replaces kernels: that is the aim
+        warnings.simplefilter("ignore", UserWarning)
         for name, kernel in _KERNELS.items():
             registration.impl(name, kernel, "CPU", allow_override=True)
     torch.backends.cuda.enable_flash_sdp(False)  # attention in products, on a CPU too
 
 
 def first_part(*shape: int) -> int:
-    """How many of the inner dimension, the last of ``shape``, a product adds up first."""
+    """How many of the inner dimension, the last of ``shape``, a product adds up
+    first."""
     inner = shape[-1]
     return inner if inner < 2 else 1 + zlib.crc32(repr(shape).encode()) % (inner - 1)
 
@@ -65,6 +70,12 @@ def _added_in_place(added: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> 
 
 # `addmm.out` and `baddbmm.out` stay the machine's: the others are made of them.
 _KERNELS = {
-    "mm": _product, "mm.out": _product_out, "bmm": _product, "bmm.out": _product_out,
-    "addmm": _added, "addmm_": _added_in_place, "baddbmm": _added, "baddbmm_": _added_in_place,
-}  # fmt: skip
+    "mm": _product,
+    "mm.out": _product_out,
+    "bmm": _product,
+    "bmm.out": _product_out,
+    "addmm": _added,
+    "addmm_": _added_in_place,
+    "baddbmm": _added,
+    "baddbmm_": _added_in_place,
+}

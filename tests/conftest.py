@@ -9,12 +9,14 @@ from tests.ranks import RankPool, fork_server
 
 # Laws on a GPU take few kernels of many numbers of heads.
 os.environ.setdefault("MEGATRON_GDN_COMPILE_AHEAD", "0")
-# What the test files import stays, half a million objects: they are not searched for garbage.
+# What the test files import stays, half a million objects: they are not searched for
+# garbage.
 gc.disable()
 
 
 def pytest_pycollect_makemodule():
-    """Before a test file is imported. xdist's first process imports none, and no torch."""
+    """Before a test file is imported. xdist's first process imports none, and no
+    torch."""
     from tests.bits_by_shape import hold_if_asked
 
     hold_if_asked()
@@ -45,10 +47,13 @@ def _runs_elsewhere(item):
 
 
 def _cover(cases, size):
-    """Mark cases nightly, but a few that have every value (or pair of values) of the parameters."""
+    """Mark cases nightly, but a few that have every value (or pair of values) of the
+    parameters."""
 
     def shown(case):
-        values = sorted((name, id(value)) for name, value in case.callspec.params.items())
+        values = sorted(
+            (name, id(value)) for name, value in case.callspec.params.items()
+        )
         return set(combinations(values, min(size, len(values))))
 
     seen, rest = set(), list(cases)

@@ -25,10 +25,17 @@ def fp8_on():
 
 def recipe(pattern: str, when: str = "training_recipe", **settings) -> RecipeConfig:
     """Megatron's quantization recipe with these settings for the modules of a name."""
-    config = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+    config = {
+        "transformer_engine_config_type": "TEQuantizationParams",
+        "training_recipe": {},
+    }
     config[when] = settings
-    matchers = {"only": {"type": "glob", "pattern": pattern, "config": "only", "enabled": True}}
-    return RecipeConfig.from_config_dict({"configs": {"only": config}, "matchers": matchers})
+    matchers = {
+        "only": {"type": "glob", "pattern": pattern, "config": "only", "enabled": True}
+    }
+    return RecipeConfig.from_config_dict(
+        {"configs": {"only": config}, "matchers": matchers}
+    )
 
 
 def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
@@ -88,7 +95,9 @@ class Fp8Column(ColumnParallelLinear):
         super().__init__(*args, config=config, **options)
         self.fp8_meta, self.fuse_wgrad_accumulation = {}, False
         self.sequence_parallel = config.sequence_parallel and self.tp_group.size() > 1
-        self.finish_init(get_quant_config_or_none(options.get("name"), config.quant_recipe))
+        self.finish_init(
+            get_quant_config_or_none(options.get("name"), config.quant_recipe)
+        )
 
     def finish_init(self, quantization_config) -> None:
         self.te_quant_params = None
@@ -128,11 +137,16 @@ class Fp8NormedColumn(Fp8Column):
         if self.normalization == "RMSNorm":
             normed = F.rms_norm(x, x.shape[-1:], gamma, self.eps)
         else:
-            normed = F.layer_norm(x, x.shape[-1:], gamma, self.layer_norm_bias, self.eps)
+            normed = F.layer_norm(
+                x, x.shape[-1:], gamma, self.layer_norm_bias, self.eps
+            )
         y, _ = super().forward(normed, *args, **options)
         if not self.return_layernorm_output:
             return y, None
-        return (y, _gather(normed.detach(), self.tp_group) if self._gathers else normed), None
+        return (
+            y,
+            _gather(normed.detach(), self.tp_group) if self._gathers else normed,
+        ), None
 
     @property
     def _gathers(self) -> bool:

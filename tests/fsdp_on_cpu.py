@@ -17,7 +17,8 @@ class MeshOfCPUs(dist.DeviceMesh):
 
 
 def one_collective_at_a_time(coalesce: Callable) -> Callable:
-    """``coalesce``, whose collectives end in it: gloo would run two of a group at once."""
+    """``coalesce``, whose collectives end in it: gloo would run two of a group at
+    once."""
 
     @contextmanager
     def in_turn(*args: Any, **kwargs: Any):

@@ -14,7 +14,11 @@ from megatron_gdn.ops.rules.base import Rule
 
 
 def gdn_dims(hidden, key_heads, value_heads, key_dim, value_dim, taps=4) -> GDNDims:
-    sizes = {"key_head_dim": key_dim, "value_head_dim": value_dim, "conv_kernel_dim": taps}
+    sizes = {
+        "key_head_dim": key_dim,
+        "value_head_dim": value_dim,
+        "conv_kernel_dim": taps,
+    }
     heads = {"num_key_heads": key_heads, "num_value_heads": value_heads}
     return GDNDims(hidden_size=hidden, **heads, **sizes)
 
@@ -38,24 +42,36 @@ def gated_delta_mixer(
     refilled: RefilledOutput | None = None,
     kernels: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`mix` of :func:`gdn_rows`; without ``norm`` o and z, both ``[B, S, H, V]``."""
+    """:func:`mix` of :func:`gdn_rows`; without ``norm`` o and z, both
+    ``[B, S, H, V]``."""
     if norm is None and refilled is not None:
         raise ValueError("refilled repeats the gated norm, so it needs norm.")
     gate, heads = sizes.layout.gate_columns, sizes.value_heads
     plain = SplitReadout(PassThrough(gate, heads), lambda o, _: o)
     parts = gdn_rows(
-        proj, conv_weight, conv_bias, A_log, dt_bias, sizes.layout,
-        rule=rule, norm=plain if norm is None else norm,
-        normalise_qk=normalise_qk, allow_neg_eigval=allow_neg_eigval, recompute_qkv=recompute_qkv,
-        run_again=recompute_rule, kernels=kernels,
-    )  # fmt: skip
+        proj,
+        conv_weight,
+        conv_bias,
+        A_log,
+        dt_bias,
+        sizes.layout,
+        rule=rule,
+        norm=plain if norm is None else norm,
+        normalise_qk=normalise_qk,
+        allow_neg_eigval=allow_neg_eigval,
+        recompute_qkv=recompute_qkv,
+        run_again=recompute_rule,
+        kernels=kernels,
+    )
     if documents is not None:
         S, B = proj.shape[:2]
         require_one_row(B, f"a projection of shape {tuple(proj.shape)}")
         Documents.from_cu_seqlens(documents, S)
         assert neighbours is None
         neighbours = SequenceContext(documents)
-    mixed = mix(proj, parts, WHOLE_SEQUENCES if neighbours is None else neighbours, refilled)
+    mixed = mix(
+        proj, parts, WHOLE_SEQUENCES if neighbours is None else neighbours, refilled
+    )
     if norm is None:
         return heads_of(mixed, heads), heads_of(proj[..., gate], heads)
     return mixed

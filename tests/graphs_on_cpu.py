@@ -1,4 +1,5 @@
-"""Megatron's local CUDA graphs of layers without a GPU: a replay runs the layer again."""
+"""Megatron's local CUDA graphs of layers without a GPU: a replay runs the layer
+again."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,7 +18,9 @@ def _forward_of(runner: Any, *args: Any, **kwargs: Any) -> None:
 
     def replay() -> None:
         given = runner.fwd_graph_input_surface[: runner.num_dgrads]
-        runner.leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in given]
+        runner.leaves = [
+            x.detach().clone().requires_grad_(x.requires_grad) for x in given
+        ]
         leaves = iter(runner.leaves)
         with capturing_by_megatron(), torch.enable_grad():
             args, kwargs = cuda_graphs.tree_map(
@@ -42,7 +45,9 @@ def _backward_of(runner: Any) -> None:
             [x for x in runner.static_grad_outputs if x is not None],
             allow_unused=True,
         )
-        for param, grad in zip(runner.params_to_backprop, grads[len(leaves) :], strict=True):
+        for param, grad in zip(
+            runner.params_to_backprop, grads[len(leaves) :], strict=True
+        ):
             if grad is not None:
                 param.main_grad.add_(grad)
         of_leaves = iter(grads)
@@ -57,14 +62,19 @@ def _backward_of(runner: Any) -> None:
 def graphs_on_cpu() -> Iterator[None]:
     """Models with ``cuda_graph_impl="local"`` are built and trained inside."""
     on_cuda = {
-        "CUDAGraph": MagicMock, "Event": MagicMock, "Stream": MagicMock(),
-        "graph": lambda *_, **__: nullcontext(), "graph_pool_handle": lambda: 0,
-        "synchronize": lambda: None, "set_stream": lambda _: None,
-        "default_stream": lambda: None, "current_stream": MagicMock(),
+        "CUDAGraph": MagicMock,
+        "Event": MagicMock,
+        "Stream": MagicMock(),
+        "graph": lambda *_, **__: nullcontext(),
+        "graph_pool_handle": lambda: 0,
+        "synchronize": lambda: None,
+        "set_stream": lambda _: None,
+        "default_stream": lambda: None,
+        "current_stream": MagicMock(),
         "memory_stats": lambda: dict.fromkeys(
             ("allocated_bytes.all.current", "reserved_bytes.all.current"), 0
         ),
-    }  # fmt: skip
+    }
     tracker = MagicMock(is_inference_rng_tracker=True)
     with ExitStack() as stack:
         for name, stand_in in on_cuda.items():
@@ -93,18 +103,21 @@ def capturing_by_megatron() -> Iterator[None]:
 
 
 def captured_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron's graphs give a layer to capture in the place of these arguments: zeros."""
+    """What Megatron's graphs give a layer to capture in the place of these arguments:
+    zeros."""
     described = cuda_graphs.tree_map(
         lambda x: cuda_graphs.ArgMetadata(x) if torch.is_tensor(x) else x, arguments
     )
     with capturing_by_megatron():
         return cuda_graphs.tree_map(
-            lambda x: x.zeros_like() if isinstance(x, cuda_graphs.ArgMetadata) else x, described
+            lambda x: x.zeros_like() if isinstance(x, cuda_graphs.ArgMetadata) else x,
+            described,
         )
 
 
 def mismatches(arguments: dict[str, Any], captured: dict[str, Any]) -> list[str]:
-    """Why Megatron would not replay a graph that was recorded with ``captured`` for these."""
+    """Why Megatron would not replay a graph that was recorded with ``captured`` for
+    these."""
     runner = object.__new__(cuda_graphs._CudaGraphRunner)
     torch.nn.Module.__init__(runner)
     runner.fwd_graph_input_arg_metas = []

@@ -1,4 +1,5 @@
-"""Fails when the host reads what a device holds: a GPU would make the host wait there."""
+"""Fails when the host reads what a device holds: a GPU would make the host wait
+there."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +9,29 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _METHODS = (
-    "tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__",
-    "nonzero", "is_nonzero", "unique", "unique_consecutive", "equal", "allclose",
-)  # fmt: skip
+    "tolist",
+    "item",
+    "cpu",
+    "numpy",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "nonzero",
+    "is_nonzero",
+    "unique",
+    "unique_consecutive",
+    "equal",
+    "allclose",
+)
 _READS = {getattr(torch.Tensor, name) for name in _METHODS}
-_READS |= {torch.equal, torch.nonzero, torch.unique, torch.unique_consecutive, torch.allclose}
+_READS |= {
+    torch.equal,
+    torch.nonzero,
+    torch.unique,
+    torch.unique_consecutive,
+    torch.allclose,
+}
 
 
 class HostRead(AssertionError):
@@ -34,8 +53,11 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         reads = torch.Tag.data_dependent_output in func.tags
         sized = torch.Tag.dynamic_output_shape in func.tags
-        if func is torch.ops.aten.index.Tensor:  # only a mask selects as many as it holds
-            sized = any(index is not None and index.dtype == torch.bool for index in args[1])
+        # only a mask selects as many as it holds
+        if func is torch.ops.aten.index.Tensor:
+            sized = any(
+                index is not None and index.dtype == torch.bool for index in args[1]
+            )
         if reads or sized:
             raise HostRead(f"the host reads a tensor: {func}")
         return func(*args, **(kwargs or {}))

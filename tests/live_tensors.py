@@ -1,4 +1,5 @@
-"""Counts the bytes of tensors that are alive, so that a law about memory needs no GPU."""
+"""Counts the bytes of tensors that are alive, so that a law about memory needs no
+GPU."""
 
 import weakref
 
@@ -8,7 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 
 def _storages(values) -> list[torch.UntypedStorage]:
-    return [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+    return [
+        x.untyped_storage() for x in tree_leaves(values) if isinstance(x, torch.Tensor)
+    ]
 
 
 class LiveBytes(TorchDispatchMode):

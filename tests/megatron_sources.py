@@ -1,4 +1,5 @@
-"""Megatron's source, read without importing it: the installed release, and a clone's branch."""
+"""Megatron's source, read without importing it: the installed release, and a clone's
+branch."""
 
 import ast
 import os
@@ -35,7 +36,9 @@ def class_of(path: Path, name: str) -> ast.ClassDef:
 
 def config_fields(core: Path) -> list[str]:
     """The fields of ``TransformerConfig`` itself."""
-    body = class_of(core / "transformer/transformer_config.py", "TransformerConfig").body
+    body = class_of(
+        core / "transformer/transformer_config.py", "TransformerConfig"
+    ).body
     return [
         node.target.id
         for node in body
@@ -44,7 +47,8 @@ def config_fields(core: Path) -> list[str]:
 
 
 def choices_of(core: Path, field: str) -> set[str]:
-    """What the config takes in a list: the names that it subtracts from ``set(self.field)``."""
+    """What the config takes in a list: the names that it subtracts from
+    ``set(self.field)``."""
     config = class_of(core / "transformer/transformer_config.py", "TransformerConfig")
     for block in ast.walk(config):
         allowed: set[str] = set()

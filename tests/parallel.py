@@ -1,4 +1,5 @@
-"""Building Megatron things inside a rank: parallel state, configs, layers with known weights."""
+"""Building Megatron things inside a rank: parallel state, configs, layers with known
+weights."""
 
 from contextlib import contextmanager
 
@@ -6,7 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
 )
@@ -22,10 +26,17 @@ from megatron_gdn.ops.layout import layout_of_in_proj
 from megatron_gdn.specs import hybrid_stack_spec
 
 SIZES = {
-    "hidden_size": 24, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
-    "mamba_num_heads": 8, "mamba_num_groups": 2, "mamba_head_dim": 6, "mamba_state_dim": 5,
-}  # fmt: skip
+    "hidden_size": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 2,
+    "mamba_head_dim": 6,
+    "mamba_state_dim": 5,
+}
 VOCABULARY = 32
 
 
@@ -34,7 +45,8 @@ def make_config(**changes) -> TransformerConfig:
         "num_layers": 1,
         "num_attention_heads": 4,
         "normalization": "RMSNorm",
-        "activation_func": F.silu,  # of no meaning to our layer; upstream's accepts no other
+        # of no meaning to our layer; upstream's accepts no other
+        "activation_func": F.silu,
         "use_cpu_initialization": True,
         "gradient_accumulation_fusion": False,
         "init_method_std": 0.2,
@@ -43,8 +55,8 @@ def make_config(**changes) -> TransformerConfig:
     }
     exact = changes.pop("batch_invariant_mode", False)
     config = TransformerConfig(**{**settings, **changes})
-    # Set afterwards: Megatron checks the mode with attention kernels and a dtype in mind that no
-    # test on a CPU has. The layers read the field alone.
+    # Set afterwards: Megatron checks the mode with attention kernels and a dtype in
+    # mind that no test on a CPU has. The layers read the field alone.
     config.batch_invariant_mode = exact
     return config
 
@@ -61,18 +73,26 @@ def hybrid_model(config, pattern: str, spec=None, **options) -> HybridModel:
     return HybridModel(config, spec, hybrid_layer_pattern=pattern, **settings)
 
 
-def run_schedule(model: DistributedDataParallel, batches, forward_step, tokens: int, rows: int = 1):
-    """Forward and backward by Megatron's schedule; what the losses of the micro-batches report."""
+def run_schedule(
+    model: DistributedDataParallel, batches, forward_step, tokens: int, rows: int = 1
+):
+    """Forward and backward by Megatron's schedule; what the losses of the micro-batches
+    report."""
     return get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=iter(batches), model=[model],
-        num_microbatches=len(batches), seq_length=tokens, micro_batch_size=rows,
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=tokens,
+        micro_batch_size=rows,
         forward_only=False,
-    )  # fmt: skip
+    )
 
 
 @contextmanager
 def parallel(tp=1, cp=1, pp=1, seed=1234, **sizes):
-    """Megatron's parallel state over the world, gone afterwards; over gloo a few stay."""
+    """Megatron's parallel state over the world, gone afterwards; over gloo a few
+    stay."""
     torch.manual_seed(seed)
     blank, key = _globals(), (tp, cp, pp, *sorted(sizes.items()))
     kept = _kept.pop(key, None)
@@ -93,18 +113,21 @@ def parallel(tp=1, cp=1, pp=1, seed=1234, **sizes):
         yield
     finally:
         vars(parallel_state).update(blank)
-        # Megatron keeps one table of heads' losses per process, as long as the first model's heads.
+        # Megatron keeps one table of heads' losses per process, as long as the first
+        # model's heads.
         MTPLossLoggingHelper.tracker.clear()
         end_groups(keep=_KEEP if dist.get_backend() == "gloo" else 0)
 
 
-# The latest; every rank sees the same sequence of them. A state's groups run some 50 threads.
+# The latest; every rank sees the same sequence of them. A state's groups run some 50
+# threads.
 _KEEP = 4
 _kept: dict[tuple, tuple[dict[str, object], list[dist.ProcessGroup]]] = {}
 
 
 def end_groups(keep: int = 0) -> None:
-    """End all groups but those of the latest states: Megatron forgets its groups, no more."""
+    """End all groups but those of the latest states: Megatron forgets its groups, no
+    more."""
     while len(_kept) > keep:
         del _kept[next(iter(_kept))]
     stay = [dist.group.WORLD, *_own_group.values()]
@@ -121,7 +144,9 @@ def _groups() -> list[dist.ProcessGroup]:
 def _globals() -> dict[str, object]:
     """All that Megatron's module of the parallel state knows."""
     known = vars(parallel_state).items()
-    return _copies({k: v for k, v in known if k[0] == "_" and k[1] != "_" and not callable(v)})
+    return _copies(
+        {k: v for k, v in known if k[0] == "_" and k[1] != "_" and not callable(v)}
+    )
 
 
 def _copies(values: dict[str, object]) -> dict[str, object]:
@@ -132,7 +157,8 @@ _own_group: dict[int, dist.ProcessGroup] = {}
 
 
 def group_of_one() -> dist.ProcessGroup:
-    """A group that holds this rank alone (made once per process, by all ranks together)."""
+    """A group that holds this rank alone (made once per process, by all ranks
+    together)."""
     rank = dist.get_rank()
     if rank not in _own_group:
         for other in range(dist.get_world_size()):
@@ -152,7 +178,9 @@ def groups_of_megatron() -> ProcessGroupCollection:
 
 def in_ddp(layer: torch.nn.Module, **settings) -> DistributedDataParallel:
     """Megatron's wrapper with these settings of DistributedDataParallelConfig."""
-    return DistributedDataParallel(layer.config, DistributedDataParallelConfig(**settings), layer)
+    return DistributedDataParallel(
+        layer.config, DistributedDataParallelConfig(**settings), layer
+    )
 
 
 def reduce_gradients(ddp: DistributedDataParallel) -> None:
@@ -162,13 +190,16 @@ def reduce_gradients(ddp: DistributedDataParallel) -> None:
 
 
 def share_of(name: str, whole: torch.Tensor, mixer) -> torch.Tensor:
-    """This tensor-parallel rank's share of a whole parameter of a mixer (or of its gradient)."""
+    """This tensor-parallel rank's share of a whole parameter of a mixer (or of its
+    gradient)."""
     return share_of_rank(
         name, whole, mixer.global_dims, mixer.tp_group.rank(), mixer.tp_group.size()
     )
 
 
-def share_of_rank(name: str, whole: torch.Tensor, dims, rank: int, size: int) -> torch.Tensor:
+def share_of_rank(
+    name: str, whole: torch.Tensor, dims, rank: int, size: int
+) -> torch.Tensor:
     """``dims`` are those of the mixer on one rank."""
     if name.startswith("out_norm.") or name == "out_proj.bias":
         return whole
@@ -182,9 +213,16 @@ def share_of_rank(name: str, whole: torch.Tensor, dims, rank: int, size: int) ->
     return take_share(whole, dim, sections, rank, size)
 
 
-def assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Largest difference against the largest entry: what rounding errors of sums scale with."""
+def assert_close(
+    name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float
+) -> None:
+    """Largest difference against the largest entry: what rounding errors of sums scale
+    with."""
     assert actual.shape == expected.shape, (name, actual.shape, expected.shape)
     scale = expected.abs().max().item() if expected.numel() else 0.0
-    error = (actual.double() - expected.double()).abs().max().item() if actual.numel() else 0.0
+    error = (
+        (actual.double() - expected.double()).abs().max().item()
+        if actual.numel()
+        else 0.0
+    )
     assert error <= tolerance * max(scale, 1e-30), f"{name}: {error:.3e} of {scale:.3e}"

@@ -1,4 +1,5 @@
-"""Processes of their own: this Python with other arguments, forks, and waiting for what they do."""
+"""Processes of their own: this Python with other arguments, forks, and waiting for what
+they do."""
 
 import fcntl
 import gc
@@ -13,23 +14,29 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FORK = multiprocessing.get_context("fork")
 PATIENCE = 30  # seconds on a busy machine
-# The garbage of this process may wait, when it is deleted, for threads that a fork does not have.
+# The garbage of this process may wait, when it is deleted, for threads that a fork does
+# not have.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
 def python(*arguments, cwd=ROOT, timeout=300, ends=0, **environment):
-    """This Python with the repository among its imports; it must end with the code ``ends``."""
+    """This Python with the repository among its imports; it must end with the code
+    ``ends``."""
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=cwd, timeout=timeout,
-        env=os.environ | {"PYTHONPATH": str(ROOT), **environment}, capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        timeout=timeout,
+        env=os.environ | {"PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == ends, done.stdout[-4000:] + done.stderr[-8000:]
     return done
 
 
 def imported_python(script: Path, *arguments: object, timeout=300) -> str:
-    """What a script prints that runs in its folder, in a process which has imported Megatron
-    already; its small fused functions are not compiled."""
+    """What a script prints that runs in its folder, in a process which has imported
+    Megatron already; its small fused functions are not compiled."""
     from tests.ranks import _context
 
     process = _context("gloo").Process(target=_run_script, args=(script, *arguments))
@@ -41,7 +48,8 @@ def imported_python(script: Path, *arguments: object, timeout=300) -> str:
     return script.with_suffix(".out").read_text()
 
 
-# Forgets these packages, and ours, which imports them; what imports one from now on fails.
+# Forgets these packages, and ours, which imports them; what imports one from now on
+# fails.
 _WITHOUT = """
 import sys
 class Absent:
@@ -56,7 +64,8 @@ for module in list(sys.modules):
 
 
 def python_without(names: str, code: str, folder: Path, *arguments: object) -> str:
-    """What the code prints where none of these packages can be imported, as `imported_python`."""
+    """What the code prints where none of these packages can be imported, as
+    `imported_python`."""
     script = folder / "without.py"
     script.write_text(_WITHOUT.format(names=set(names.split())) + code)
     return imported_python(script, *arguments).strip()
@@ -64,7 +73,9 @@ def python_without(names: str, code: str, folder: Path, *arguments: object) -> s
 
 def _run_script(script: Path, *arguments: object) -> None:
     os.chdir(script.parent)
-    sys.stdout, sys.stderr = (script.with_suffix(end).open("w", 1) for end in (".out", ".err"))
+    sys.stdout, sys.stderr = (
+        script.with_suffix(end).open("w", 1) for end in (".out", ".err")
+    )
     sys.argv, sys.path[0] = [str(script), *map(str, arguments)], str(script.parent)
     import torch
 

@@ -1,8 +1,9 @@
-"""Runs module-level functions on real processes joined by gloo (or, on GPUs, nccl). gloo's are
-forked from a server that has imported Megatron: a fork of the session, before its first test. A
-pool starts once per session. What a function returns comes back, one value per rank, and what it
-raises is raised in the test. A test that is nothing but what its ranks do is decorated by
-`on_ranks`."""
+"""Runs module-level functions on real processes joined by gloo (or, on GPUs, nccl).
+gloo's are
+forked from a server that has imported Megatron: a fork of the session, before its first
+test. A pool starts once per session. What a function returns comes back, one value per
+rank, and what it raises is raised in the test. A test that is nothing but what its
+ranks do is decorated by `on_ranks`."""
 
 import contextlib
 import faulthandler
@@ -27,11 +28,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# Answers within this, or the pool is stopped. On a GPU a first call tunes kernels, for minutes.
+# Answers within this, or the pool is stopped. On a GPU a first call tunes kernels, for
+# minutes.
 TIMEOUT_S = {"gloo": 120, "nccl": 600}
 # After one rank raised, the others answer within this: they may be waiting for it.
 GRACE_S = 5
-# What every rank imports. The server runs none of it: no thread holds a lock when it forks.
+# What every rank imports. The server runs none of it: no thread holds a lock when it
+# forks.
 _IMPORTED_ONCE = [
     "pytest",
     "megatron_gdn.specs",
@@ -53,7 +56,8 @@ def _context(backend: str):
 
 
 def fork_server() -> None:
-    """Let the server be a fork of this process, which need not import all that again."""
+    """Let the server be a fork of this process, which need not import all that
+    again."""
     import torch
 
     if torch.cuda.device_count():
@@ -65,7 +69,8 @@ def fork_server() -> None:
 
 
 def _fork_and_execute(path: bytes, arguments: list, files: list[int]) -> int:
-    """Run the ``-c`` command of these arguments in a fork, which ends when the session does."""
+    """Run the ``-c`` command of these arguments in a fork, which ends when the session
+    does."""
     if pid := os.fork():
         return pid
     try:
@@ -80,13 +85,15 @@ def _fork_and_execute(path: bytes, arguments: list, files: list[int]) -> int:
 
 
 def _end_with_parent() -> None:
-    """Whoever stops a hung test stops its process alone; ranks would go on to hold their GPUs."""
+    """Whoever stops a hung test stops its process alone; ranks would go on to hold
+    their GPUs."""
     multiprocessing.parent_process().join()
     os.abort()
 
 
 def _share_one_device() -> None:
-    """All gloo groups of this process listen on one device, whose thread wakes up every 10 ms."""
+    """All gloo groups of this process listen on one device, whose thread wakes up every
+    10 ms."""
     from torch.distributed import distributed_c10d as c10d
 
     with_own_device = c10d.ProcessGroupGloo
@@ -107,7 +114,8 @@ def _share_one_device() -> None:
 
 
 def write_in_this_process() -> None:
-    """Megatron's writers of checkpoints run in this process, not in one more per rank."""
+    """Megatron's writers of checkpoints run in this process, not in one more per
+    rank."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     if getattr(filesystem_async, "_results_queue", queue) is None:
@@ -115,17 +123,22 @@ def write_in_this_process() -> None:
 
 
 def _store(rank: int, size: int, pipe, timeout: timedelta):
-    """Where ranks meet: rank 0 serves it at a free port; who waits for a file would sleep."""
+    """Where ranks meet: rank 0 serves it at a free port; who waits for a file would
+    sleep."""
     from torch.distributed import TCPStore
 
     if rank == 0:
         store = TCPStore("localhost", 0, size, True, timeout, wait_for_workers=False)
         pipe.send(("port", store.port))
         return store
-    return TCPStore("localhost", pipe.recv(), size, False, timeout, wait_for_workers=False)
+    return TCPStore(
+        "localhost", pipe.recv(), size, False, timeout, wait_for_workers=False
+    )
 
 
-def _serve(rank: int, size: int, pipe, backend: str, timeout_s: float, stacks: Path) -> None:
+def _serve(
+    rank: int, size: int, pipe, backend: str, timeout_s: float, stacks: Path
+) -> None:
     os.setpgrp()  # what a rank starts (checkpoint writers) is stopped with it
     faulthandler.register(signal.SIGUSR1, stacks.open("w"))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
@@ -143,12 +156,15 @@ def _serve(rank: int, size: int, pipe, backend: str, timeout_s: float, stacks: P
     run_megatron_on_cpu()
     if backend == "gloo":
         _share_one_device()
-        # Megatron's small fused functions would be compiled by a C++ compiler, shape by shape.
+        # Megatron's small fused functions would be compiled by a C++ compiler, shape by
+        # shape.
         torch.compiler.set_stance("force_eager")
         write_in_this_process()
     timeout = timedelta(seconds=timeout_s)
     store = _store(rank, size, pipe, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timeout
+    )
     pipe.send(("ready", None))
     while True:
         function, args, kwargs = pipe.recv()
@@ -163,9 +179,12 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``size`` processes in a world of gloo or nccl; a call that takes too long kills them."""
+    """``size`` processes in a world of gloo or nccl; a call that takes too long kills
+    them."""
 
-    def __init__(self, size: int, backend: str = "gloo", timeout_s: float | None = None) -> None:
+    def __init__(
+        self, size: int, backend: str = "gloo", timeout_s: float | None = None
+    ) -> None:
         self.size, self.backend = size, backend
         self.timeout_s = TIMEOUT_S[backend] if timeout_s is None else timeout_s
         self._processes: list[Any] = []
@@ -180,7 +199,14 @@ class RankPool:
             self._stacks.append(folder / str(rank))
             process = context.Process(
                 target=_serve,
-                args=(rank, self.size, theirs, self.backend, self.timeout_s, self._stacks[-1]),
+                args=(
+                    rank,
+                    self.size,
+                    theirs,
+                    self.backend,
+                    self.timeout_s,
+                    self._stacks[-1],
+                ),
                 daemon=False,
             )
             process.start()
@@ -196,7 +222,9 @@ class RankPool:
         """What ranks 0, 1, ... of these pipes sent; raises what any of them raised."""
         answers, silent = {}, {pipe: rank for rank, pipe in enumerate(pipes)}
         deadline, raised = time.monotonic() + self.timeout_s, False
-        while silent and (ready := wait(list(silent), max(0.0, deadline - time.monotonic()))):
+        while silent and (
+            ready := wait(list(silent), max(0.0, deadline - time.monotonic()))
+        ):
             for pipe in ready:
                 rank = silent.pop(pipe)
                 try:
@@ -206,21 +234,30 @@ class RankPool:
                 if answers[rank][0] == "raised" and not raised:
                     deadline, raised = min(deadline, time.monotonic() + GRACE_S), True
         if raised or silent:
-            failures = {rank: text for rank, (kind, text) in answers.items() if kind == "raised"}
+            failures = {
+                rank: text for rank, (kind, text) in answers.items() if kind == "raised"
+            }
             failures |= {rank: self._where(rank) for rank in silent.values()}
-            # Ranks may have parted ways inside a collective: the next test gets a fresh world.
+            # Ranks may have parted ways inside a collective: the next test gets a fresh
+            # world.
             self.stop()
-            raise RankError("\n".join(f"rank {r}:\n{text}" for r, text in failures.items()))
+            raise RankError(
+                "\n".join(f"rank {r}:\n{text}" for r, text in failures.items())
+            )
         return [answers[rank][1] for rank in range(len(pipes))]
 
     def _where(self, rank: int) -> str:
         """Where a rank is that does not answer: the stacks of its threads."""
         os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(1)  # until they are written
-        return f"no answer within {self.timeout_s} s. It is at:\n{self._stacks[rank].read_text()}"
+        return (
+            f"no answer within {self.timeout_s} s. It is "
+            f"at:\n{self._stacks[rank].read_text()}"
+        )
 
     def run(self, function: Callable, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``function(*args, **kwargs)`` on every rank and return what each returns."""
+        """Call ``function(*args, **kwargs)`` on every rank and return what each
+        returns."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -238,9 +275,11 @@ class RankPool:
 
 
 def on_ranks(ranks: int | str | None = None, **state: Any) -> Callable:
-    """The test runs on every rank, inside Megatron's parallel state where its sizes are given.
+    """The test runs on every rank, inside Megatron's parallel state where its sizes are
+    given.
 
-    Next to the function, below all marks. A string stands for the test's argument of that name.
+    Next to the function, below all marks. A string stands for the test's argument of
+    that name.
 
     Args:
         ranks: how many; by default the product of the parallel state's sizes.
@@ -249,7 +288,9 @@ def on_ranks(ranks: int | str | None = None, **state: Any) -> Callable:
 
     def decorate(law: Callable) -> Callable:
         def test(pools: Callable, **arguments: Any) -> None:
-            sizes = {k: arguments[v] if isinstance(v, str) else v for k, v in state.items()}
+            sizes = {
+                k: arguments[v] if isinstance(v, str) else v for k, v in state.items()
+            }
             size = math.prod(sizes.values()) if ranks is None else ranks
             size = arguments[size] if isinstance(size, str) else size
             pools(size).run(_run, law.__module__, law.__name__, sizes, arguments)
@@ -264,7 +305,9 @@ def on_ranks(ranks: int | str | None = None, **state: Any) -> Callable:
     return decorate
 
 
-def _run(module: str, name: str, state: dict[str, int], arguments: dict[str, Any]) -> None:
+def _run(
+    module: str, name: str, state: dict[str, int], arguments: dict[str, Any]
+) -> None:
     """What a rank does of a test that `on_ranks` decorates."""
     from tests.parallel import parallel
 

@@ -51,8 +51,11 @@ def front(layout: Layout, proj, parameters, documents, history) -> Inputs:
 
 
 def sequences(inputs: Inputs, documents) -> list[Inputs]:
-    """The inputs of every sequence, in fp32 or wider, q and k repeated for the heads they serve."""
-    flat = [x.flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
+    """The inputs of every sequence, in fp32 or wider, q and k repeated for the heads
+    they serve."""
+    flat = [
+        x.flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32)) for x in inputs
+    ]
     repeat = inputs.v.shape[2] // inputs.k.shape[2]
     flat[:2] = [x.repeat_interleave(repeat, dim=1) for x in flat[:2]]
     B, S = inputs.v.shape[:2]
@@ -65,7 +68,9 @@ def run(inputs: Inputs, initial, documents) -> tuple[Tensor, Tensor]:
     for n, (q, k, v, g) in enumerate(sequences(inputs, documents)):
         sum_TH = g.cumsum(0)
         past = torch.ones(len(g), len(g), dtype=torch.bool, device=g.device).tril()
-        between = (sum_TH[:, None] - sum_TH).masked_fill(~past[..., None], -torch.inf).exp()
+        between = (
+            (sum_TH[:, None] - sum_TH).masked_fill(~past[..., None], -torch.inf).exp()
+        )
         o = torch.einsum("tsh,thk,shk,shv->thv", between, q, k, v)
         final = torch.einsum("sh,shk,shv->hkv", (sum_TH[-1] - sum_TH).exp(), k, v)
         if initial is not None:
@@ -73,7 +78,9 @@ def run(inputs: Inputs, initial, documents) -> tuple[Tensor, Tensor]:
             final = final + sum_TH[-1].exp()[:, None, None] * initial[n]
         outputs.append(o)
         finals.append(final)
-    return torch.cat(outputs).view(inputs.v.shape).to(inputs.v.dtype), torch.stack(finals)
+    return torch.cat(outputs).view(inputs.v.shape).to(inputs.v.dtype), torch.stack(
+        finals
+    )
 
 
 def through(inputs: Inputs, documents) -> Tensor:
@@ -106,7 +113,8 @@ def make_front(layout, rule, device, dtype, taps):
 
 
 class ToyMixer(RecurrentMixer):
-    """``[s, B, D] -> [s, B, D]``; ``decay_bias`` is fp32 whatever the layer around it is."""
+    """``[s, B, D] -> [s, B, D]``; ``decay_bias`` is fp32 whatever the layer around it
+    is."""
 
     _keep_in_float32_parameter_names = ("decay_bias",)
     recurrence = "attention"

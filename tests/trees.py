@@ -1,4 +1,5 @@
-"""Trees of documents, and the same sequences laid out separately: the oracle of tree packing."""
+"""Trees of documents, and the same sequences laid out separately: the oracle of tree
+packing."""
 
 import random
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from megatron_gdn.ops.trees import TreeDocuments
 
 
 class Tree(NamedTuple):
-    """Documents of ``lengths`` tokens in slots of a ``multiple``; each continues its parent."""
+    """Documents of ``lengths`` tokens in slots of a ``multiple``; each continues its
+    parent."""
 
     parents: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -23,7 +25,9 @@ class Tree(NamedTuple):
 
     @property
     def slots(self) -> tuple[int, ...]:
-        return tuple(-(-length // self.multiple) * self.multiple for length in self.lengths)
+        return tuple(
+            -(-length // self.multiple) * self.multiple for length in self.lengths
+        )
 
     @property
     def documents(self) -> TreeDocuments:
@@ -56,23 +60,32 @@ class Tree(NamedTuple):
 
 
 class Separately(NamedTuple):
-    """Every document, with all that it continues, as a sequence in the buffer of ``documents``: the
-    tree's token of each of its tokens (``source``), each document's own tokens there (``kept``) and
-    in the tree's buffer (``tokens``), in the order of the documents."""
+    """Every document, with all that it continues, as a sequence in the buffer of
+    ``documents``: the tree's token of each of its tokens (``source``), each document's
+    own tokens there (``kept``) and in the tree's buffer (``tokens``), in the order of
+    the documents."""
 
     documents: Documents
     source: Tensor
     kept: Tensor
     tokens: Tensor
 
-    def run(self, x: Tensor, forward: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
-        """What ``forward(rows, lengths)`` gives of the tree's tokens ``x [S, B, ...]``; else 0."""
+    def run(
+        self, x: Tensor, forward: Callable[[Tensor, tuple[int, ...]], Tensor]
+    ) -> Tensor:
+        """What ``forward(rows, lengths)`` gives of the tree's tokens ``x [S, B, ...]``;
+        else 0."""
         y = forward(x[self.source], self.documents.lengths)
-        return y.new_zeros(len(x), *y.shape[1:]).index_copy(0, self.tokens, y[self.kept])
+        return y.new_zeros(len(x), *y.shape[1:]).index_copy(
+            0, self.tokens, y[self.kept]
+        )
 
 
-def random_tree(seed: int, multiple: int = 1, most: int = 12, longest: int = 70) -> Tree:
-    """Up to ``most`` documents, up to four below each other; empty ones and single tokens too."""
+def random_tree(
+    seed: int, multiple: int = 1, most: int = 12, longest: int = 70
+) -> Tree:
+    """Up to ``most`` documents, up to four below each other; empty ones and single
+    tokens too."""
     draw = random.Random(seed)
     parents, depth = [-1], [1]
     for index in range(1, draw.randint(2, most)):
@@ -95,7 +108,8 @@ def separately(tree: Tree) -> Separately:
         kept += range(len(source) - tree.lengths[document], len(source))
         ends.append(len(source))
     return Separately(
-        Documents(tuple(ends), torch.device("cpu")), torch.tensor(source, dtype=torch.int64),
+        Documents(tuple(ends), torch.device("cpu")),
+        torch.tensor(source, dtype=torch.int64),
         torch.tensor(kept, dtype=torch.int64),
         torch.tensor([t for d in range(len(tree.parents)) for t in tree.tokens(d)]),
-    )  # fmt: skip
+    )

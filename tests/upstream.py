@@ -1,6 +1,7 @@
-"""megatron-core's own Gated DeltaNet, made to run on the CPU: ``GDN_TEST_LAYER=upstream
-TORCHDYNAMO_DISABLE=1 pytest tests/layer/test_upstream_flaws.py`` builds it instead of ours, and
-every test there then fails, which is how we know that it can."""
+"""megatron-core's own Gated DeltaNet, made to run on the CPU:
+``GDN_TEST_LAYER=upstream TORCHDYNAMO_DISABLE=1 pytest tests/layer/test_upstream_flaws.py``
+builds it instead of ours, and every test there then fails, which is how we know that it
+can."""
 
 import importlib
 import os
@@ -20,7 +21,11 @@ with_gdn_norm_out = pytest.mark.skipif(
 
 def gdn_module():
     """The module under test: ours, or upstream's."""
-    return upstream_on_cpu() if TESTING_UPSTREAM else importlib.import_module("megatron_gdn")
+    return (
+        upstream_on_cpu()
+        if TESTING_UPSTREAM
+        else importlib.import_module("megatron_gdn")
+    )
 
 
 def upstream_on_cpu():
@@ -33,8 +38,10 @@ def upstream_on_cpu():
     gdn, common = (getattr(package, name, package) for name in ("gdn", "common"))
     gdn2 = getattr(package, "gdn2", package)  # of Megatron-LM's main
     gdn.l2norm = gdn2.l2norm = common.l2norm = lambda x, **kwargs: l2norm(x, **kwargs)
-    gdn.causal_conv1d = gdn2.causal_conv1d = lambda x, weight, bias, activation, cu_seqlens, **_: (
-        causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seqlens)
+    gdn.causal_conv1d = gdn2.causal_conv1d = (
+        lambda x, weight, bias, activation, cu_seqlens, **_: causal_conv1d(
+            x, weight, bias, activation, cu_seqlens=cu_seqlens
+        )
     )
     gdn.chunk_gated_delta_rule = package.torch_chunk_gated_delta_rule
     if gdn2 is not package:

@@ -28,12 +28,18 @@ class PlainGatedNorm(nn.Module):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
-            tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"],
-        )  # fmt: skip
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
-def scan(x, dt, A, B, C, chunk_size, *, D, z, dt_bias, dt_softplus, return_final_states, **_):
+def scan(
+    x, dt, A, B, C, chunk_size, *, D, z, dt_bias, dt_softplus, return_final_states, **_
+):
     """In the place of ``mamba_chunk_scan_combined``."""
     assert dt_softplus and z is None and not return_final_states
     dt = F.softplus(dt + dt_bias)
@@ -53,7 +59,8 @@ def without_mamba_ssm():
 
 
 def megatron_mixer(config, submodules, groups) -> nn.Module:
-    """``config.use_mamba_mem_eff_path`` must be off; to be called under `without_mamba_ssm`."""
+    """``config.use_mamba_mem_eff_path`` must be off; to be called under
+    `without_mamba_ssm`."""
     return mamba_mixer.MambaMixer(
         config, submodules, config.hidden_size, pg_collection=groups, layer_number=1
     )

@@ -2,11 +2,11 @@
 
 make test-versions [ROWS="torch==2.7.0 python==3.13"] [CLONES=folder] [SCRATCH=folder]
 
-A row is one package's version in an environment with ``constraints.txt`` for the rest: the quick
-tests of some folders and a launch run there, for a line of ``docs/versions.jsonl``. Rows against
-the bounds of ``pyproject.toml`` run too: that is how a bound is known to be true. The row
-``newest`` has the newest version of every package, as pip installs them today, and runs every
-folder.
+A row is one package's version in an environment with ``constraints.txt`` for the rest:
+the quick tests of some folders and a launch run there, for a line of
+``docs/versions.jsonl``. Rows against the bounds of ``pyproject.toml`` run too: that is
+how a bound is known to be true. The row ``newest`` has the newest version of every
+package, as pip installs them today, and runs every folder.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ MEGATRON_LM = "https://github.com/NVIDIA/Megatron-LM"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``package==version``, ``megatron-core@branch``, or ``newest``, which has no version."""
+    """``package==version``, ``megatron-core@branch``, or ``newest``, which has no
+    version."""
 
     package: str
     version: str
@@ -73,13 +74,14 @@ class Row:
         package, sign, version = found.groups() if found else ("", "", "")
         if package not in MOVES or (sign == "@" and package != "megatron-core"):
             raise ValueError(
-                f"{text} is no row: give package==version with one of {', '.join(MOVES)}, "
-                "megatron-core@branch, or newest"
+                f"{text} is no row: give package==version with one of "
+                f"{', '.join(MOVES)}, megatron-core@branch, or newest"
             )
         return cls(package, version, sign == "@")
 
     def requirement(self, clones: Path | None) -> str:
-        """What the row installs, in place of what ``pyproject.toml`` asks for; "" for nothing."""
+        """What the row installs, in place of what ``pyproject.toml`` asks for; "" for
+        nothing."""
         if self.package in ("python", "newest"):
             return ""
         if not self.branch:
@@ -91,7 +93,8 @@ class Row:
 
 
 class Environment:
-    """A virtual environment in a folder of its own, with the row's version and the pinned rest."""
+    """A virtual environment in a folder of its own, with the row's version and the
+    pinned rest."""
 
     def __init__(self, row: Row, folder: Path, clones: Path | None) -> None:
         self.python = folder / "venv" / "bin" / "python"
@@ -102,37 +105,65 @@ class Environment:
         # Every folder of tests needs more than two of them.
         extra = "dev" if row.package == "newest" else "test"
         uv(
-            "pip", "install", "--python", str(self.python), "-r", str(ROOT / "pyproject.toml"),
-            "--extra", extra, "--constraint", str(folder / "constraints.txt"),
-            "--override", str(folder / "overrides.txt"),
-        )  # fmt: skip
-        if row.package == "newest":  # the doctor's tests ask what the installed package requires
-            uv("pip", "install", "--python", str(self.python), "--no-deps", "--editable", str(ROOT))
+            "pip",
+            "install",
+            "--python",
+            str(self.python),
+            "-r",
+            str(ROOT / "pyproject.toml"),
+            "--extra",
+            extra,
+            "--constraint",
+            str(folder / "constraints.txt"),
+            "--override",
+            str(folder / "overrides.txt"),
+        )
+        # the doctor's tests ask what the installed package requires
+        if row.package == "newest":
+            uv(
+                "pip",
+                "install",
+                "--python",
+                str(self.python),
+                "--no-deps",
+                "--editable",
+                str(ROOT),
+            )
 
     def versions(self) -> dict[str, str]:
         ask = "import platform; print(platform.python_version())"
         ask += "".join(f"; print(version({name!r}))" for name in SHOWN)
-        printed = self._run("-c", f"from importlib.metadata import version; {ask}").stdout
+        printed = self._run(
+            "-c", f"from importlib.metadata import version; {ask}"
+        ).stdout
         return dict(zip(("python", *SHOWN), printed.split(), strict=True))
 
     def pytest(self, *arguments: str) -> tuple[bool, str]:
         """Did it pass, and the line that pytest ends with."""
         done = self._run("-m", "pytest", "-p", "no:cacheprovider", *arguments)
         print(done.stdout[-30000:], flush=True)
-        ends = re.findall(r"^(?:=+ )?((?:\d+ \w+(?:, )?)+) in ", done.stdout, flags=re.M)
+        ends = re.findall(
+            r"^(?:=+ )?((?:\d+ \w+(?:, )?)+) in ", done.stdout, flags=re.M
+        )
         return done.returncode == 0, ends[-1] if ends else last_words(done.stderr)
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        # uv compiles nothing at install: what an import compiles is kept, as pip would have.
+        # uv compiles nothing at install: what an import compiles is kept, as pip would
+        # have.
         kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         return subprocess.run(
-            [str(self.python), *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
+            [str(self.python), *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
             env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
 
 
 def kept_pins(row: Row) -> list[str]:
-    """The lines of ``constraints.txt`` that hold for ``row``; none for the newest packages."""
+    """The lines of ``constraints.txt`` that hold for ``row``; none for the newest
+    packages."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     if row.package == "newest":
         return []
@@ -140,18 +171,23 @@ def kept_pins(row: Row) -> list[str]:
 
 
 def last_words(printed: str) -> str:
-    """The last line, without what pytest writes before it and without paths of this machine."""
+    """The last line, without what pytest writes before it and without paths of this
+    machine."""
     return re.sub(r"^E\s+| *\(?/\S+", "", printed.strip().splitlines()[-1])
 
 
 def uv(*arguments: str) -> None:
-    """Runs uv, with pyenv's Pythons in its reach; RuntimeError with its last words if it fails."""
+    """Runs uv, with pyenv's Pythons in its reach; RuntimeError with its last words if
+    it fails."""
     root = os.environ.get("PYENV_ROOT", str(Path.home() / ".pyenv"))
     path = os.pathsep.join([*glob.glob(f"{root}/versions/3.*/bin"), os.environ["PATH"]])
     done = subprocess.run(
-        [sys.executable, "-m", "uv", "--quiet", *arguments], env=os.environ | {"PATH": path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "uv", "--quiet", *arguments],
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(last_words(" ".join(done.stderr.split())))
 
@@ -166,7 +202,14 @@ def run(name: str, folder: Path, clones: Path | None) -> dict:
         return line | {"result": "not installed", "why": str(error)}
     line |= environment.versions()
     if row.branch and clones is not None:
-        git = ["git", "-C", str(clones / f"mlm-{row.version}"), "rev-parse", "--short=10", "HEAD"]
+        git = [
+            "git",
+            "-C",
+            str(clones / f"mlm-{row.version}"),
+            "rev-parse",
+            "--short=10",
+            "HEAD",
+        ]
         line["commit"] = subprocess.check_output(git, text=True).strip()
     quick = "not gpu and not nightly and not slow"
     folders = TESTS.get(row.package, QUICK)
@@ -201,7 +244,9 @@ def sentence() -> str:
         "flash-linear-attention": "fla",
         "transformer-engine": "Transformer Engine",
     }
-    ranges = [f"{named.get(package, package)} {tested}" for package, tested in TESTED.items()]
+    ranges = [
+        f"{named.get(package, package)} {tested}" for package, tested in TESTED.items()
+    ]
     return f"Tested with {', '.join(ranges)}."
 
 
@@ -209,7 +254,9 @@ def table(lines: list[dict]) -> str:
     head = ["row", "Python", *SHOWN, "folders", "tests", "launch", "result", "date"]
     rows = [head, ["---"] * len(head)]
     run = {line["row"] for line in lines}
-    for line in lines + [{"row": name, "result": "not run"} for name in ROWS if name not in run]:
+    for line in lines + [
+        {"row": name, "result": "not run"} for name in ROWS if name not in run
+    ]:
         name = f"`{line['row']}`" + (f" ({line['commit']})" if "commit" in line else "")
         keys = ("python", *SHOWN, "folders", "tests", "launch", "result", "date")
         rows.append([name, *(line.get(key, "-") for key in keys)])
@@ -223,11 +270,16 @@ def filled(page: str, place: str, text: str) -> str:
 
 
 def main() -> int:
-    """Runs and records rows; returns 1 if a row failed that was not recorded as red before."""
+    """Runs and records rows; returns 1 if a row failed that was not recorded as red
+    before."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("rows", nargs="*", default=ROWS, metavar="package==version")
-    parser.add_argument("--clones", type=Path, help="has mlm-main and mlm-dev; else by git")
-    parser.add_argument("--scratch", type=Path, help="environments are made and removed in here")
+    parser.add_argument(
+        "--clones", type=Path, help="has mlm-main and mlm-dev; else by git"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, help="environments are made and removed in here"
+    )
     args = parser.parse_args()
     try:
         for name in args.rows:
@@ -247,7 +299,10 @@ def main() -> int:
         if line["result"] != "green" and name not in known_red:
             failed.append(name)
     if failed:
-        print(f"These rows failed and were not red before: {', '.join(failed)}", file=sys.stderr)
+        print(
+            f"These rows failed and were not red before: {', '.join(failed)}",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 

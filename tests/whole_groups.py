@@ -1,4 +1,5 @@
-"""The plain rules on a CPU with the products that they have on a GPU: one shape for any batch."""
+"""The plain rules on a CPU with the products that they have on a GPU: one shape for any
+batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

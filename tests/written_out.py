@@ -25,19 +25,27 @@ OPTIONS = {
 }
 
 
-def written_out(mixer, x: Tensor, lengths, added=None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output in the dtype of ``x``, differentiable, and the parameters that it was made of.
+def written_out(
+    mixer, x: Tensor, lengths, added=None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output in the dtype of ``x``, differentiable, and the parameters that it was
+    made of.
 
     ``added(o, z)`` is added to what Mamba2's norm gives.
     """
-    p = {name: t.detach().to(x.dtype).requires_grad_() for name, t in mixer.named_parameters()}
+    p = {
+        name: t.detach().to(x.dtype).requires_grad_()
+        for name, t in mixer.named_parameters()
+    }
     options = {name: getattr(mixer, name) for name in OPTIONS[type(mixer)]}
     if isinstance(mixer, Mamba2Mixer):
         if mixer.rmsnorm:
             options["norm_eps"] = mixer.norm.eps
     else:
         options["norm_eps"] = mixer.out_norm.eps
-        options["zero_centered_norm"] = getattr(mixer.out_norm, "zero_centered_gamma", False)
+        options["zero_centered_norm"] = getattr(
+            mixer.out_norm, "zero_centered_gamma", False
+        )
     reference = REFERENCES[type(mixer)]
     outputs = []
     for u_SBD in x.split([n for n in lengths if n]):

@@ -24,17 +24,32 @@ class Clock:
         return self._end - time.monotonic()
 
 
-def compile_all(cells: list[Cell], clock: Clock, seconds: float) -> set[tuple[int, int]]:
-    """Compile the kernels of these heads, in their order; returns heads that are done."""
+def compile_all(
+    cells: list[Cell], clock: Clock, seconds: float
+) -> set[tuple[int, int]]:
+    """Compile the kernels of these heads, in their order; returns heads that are
+    done."""
     done: set[tuple[int, int]] = set()
     end, here = clock.left - seconds, Path(__file__).parents[1]
-    path = os.pathsep.join(filter(None, (str(here.parent), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(
+        filter(None, (str(here.parent), os.environ.get("PYTHONPATH")))
+    )
     for key, value in dict.fromkeys(cell.heads for cell in cells):
         commands = [
-            [sys.executable, "-m", "megatron_gdn.warm_up", "--heads", f"{key}:{value}",
-             "--parts", "cut", "rows", "uncut", "again"],
+            [
+                sys.executable,
+                "-m",
+                "megatron_gdn.warm_up",
+                "--heads",
+                f"{key}:{value}",
+                "--parts",
+                "cut",
+                "rows",
+                "uncut",
+                "again",
+            ],
             [sys.executable, str(here / "compile_upstream.py"), str(value)],
-        ]  # fmt: skip
+        ]
         began = time.monotonic()
         running = [
             subprocess.Popen(
@@ -43,7 +58,9 @@ def compile_all(cells: list[Cell], clock: Clock, seconds: float) -> set[tuple[in
             for command in commands
         ]
         try:
-            codes = [process.wait(timeout=max(0.1, clock.left - end)) for process in running]
+            codes = [
+                process.wait(timeout=max(0.1, clock.left - end)) for process in running
+            ]
         except subprocess.TimeoutExpired:
             for process in running:  # and the processes that they have started
                 with suppress(ProcessLookupError):

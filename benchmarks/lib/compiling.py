@@ -1,4 +1,5 @@
-"""Compiles launches of Triton kernels for Hopper, with or without a GPU, and reads the result."""
+"""Compiles launches of Triton kernels for Hopper, with or without a GPU, and reads the
+result."""
 
 from __future__ import annotations
 
@@ -56,14 +57,18 @@ def nvidia_tool(name: str, cubin: bytes, *options: str) -> str:
         file.write(cubin)
         file.flush()
         command = [getattr(triton.knobs.nvidia, name).path, *options, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout
 
 
 @contextmanager
 def compile_for_hopper() -> Iterator[list[Compilation]]:
-    """Inside, launches of kernels compile them and nothing more; the list fills with what they do.
+    """Inside, launches of kernels compile them and nothing more; the list fills with
+    what they do.
 
-    The cache is empty to begin with: a launch adds to the list if no earlier one compiled the same.
+    The cache is empty to begin with: a launch adds to the list if no earlier one
+    compiled the same.
     """
     done, times, launch = [], [], JITFunction.run
 
@@ -73,13 +78,19 @@ def compile_for_hopper() -> Iterator[list[Compilation]]:
         for timed in times[before:]:
             stages = {"ast": timed.ir_initialization, **dict(timed.lowering_stages)}
             usage = nvidia_tool("cuobjdump", kernel.asm["cubin"], "-res-usage")
-            registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+            registers, stack = map(
+                int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+            )
             done.append(
                 Compilation(
-                    self.fn.__name__, {name: us / 1e6 for name, us in stages.items()},
-                    kernel.asm, kernel.metadata.shared, registers, stack,
+                    self.fn.__name__,
+                    {name: us / 1e6 for name, us in stages.items()},
+                    kernel.asm,
+                    kernel.metadata.shared,
+                    registers,
+                    stack,
                 )
-            )  # fmt: skip
+            )
         return kernel
 
     with (
@@ -88,7 +99,9 @@ def compile_for_hopper() -> Iterator[list[Compilation]]:
         patch.object(triton.runtime.driver, "_active", HopperDriver()),
         patch.object(triton.compiler.compiler, "time", _Clock),
         patch.object(
-            triton.knobs.compilation, "listener", lambda **event: times.append(event["times"])
+            triton.knobs.compilation,
+            "listener",
+            lambda **event: times.append(event["times"]),
         ),
         patch.object(JITFunction, "run", run),
     ):
@@ -96,10 +109,12 @@ def compile_for_hopper() -> Iterator[list[Compilation]]:
 
 
 class Problem:
-    """Tensors of one shape in bf16, and the launches of a mixer with heads of 128 on them.
+    """Tensors of one shape in bf16, and the launches of a mixer with heads of 128 on
+    them.
 
-    ``documents`` are packed into the one row; ``operands`` is the dtype of q, k, v and their
-    gradients. On the meta device the tensors have no memory, which is enough to compile.
+    ``documents`` are packed into the one row; ``operands`` is the dtype of q, k, v and
+    their gradients. On the meta device the tensors have no memory, which is enough to
+    compile.
     """
 
     def __init__(
@@ -122,14 +137,26 @@ class Problem:
             where = "cpu" if device == "meta" else device
             self.documents = Documents.from_cu_seqlens(offsets, S, device=where)
         self.operands, half = operands, operands == torch.float16
-        self.proj, self.d_proj = normal(S, B, sizes.layout.width), normal(S, B, sizes.layout.width)
+        self.proj, self.d_proj = (
+            normal(S, B, sizes.layout.width),
+            normal(S, B, sizes.layout.width),
+        )
         per_head = partial(normal, H, dtype=torch.float32)
         front = front_of(
-            gdn_table(sizes.layout), device, self.proj.dtype, taps, "triton",
+            gdn_table(sizes.layout),
+            device,
+            self.proj.dtype,
+            taps,
+            "triton",
             operands=operands if half else None,
-        )  # fmt: skip
+        )
         self.front = cache(partial(replace, front))  # with other options
-        self.parameters = (normal(sizes.layout.conv_width, 1, taps), None, per_head(), per_head())
+        self.parameters = (
+            normal(sizes.layout.conv_width, 1, taps),
+            None,
+            per_head(),
+            per_head(),
+        )
         # FlashQLA gives dq and dk per value head; the front sums them.
         q, k, v = (normal(B, S, H, width, dtype=operands) for width in (K, K, V))
         g, beta = (normal(B, S, H, dtype=torch.float32) for _ in range(2))
@@ -152,7 +179,9 @@ class Problem:
         self.readout.forward(self.o, self.proj, self.gamma)
 
     def norm_backward(self, **options) -> None:
-        self.readout.backward(self.d_out, self.o, self.proj, self.gamma, self.d_proj, **options)
+        self.readout.backward(
+            self.d_out, self.o, self.proj, self.gamma, self.d_proj, **options
+        )
 
     def norms(self, **_options) -> None:
         self.norm_forward()
@@ -160,16 +189,28 @@ class Problem:
 
     def mamba2(self, batch_invariant: bool = False) -> None:
         """The launches of a Mamba2 mixer with 128 heads of 64 and 8 groups of 128."""
-        tokens, dims = len(self.proj), Mamba2Dims(
-            hidden_size=4096, num_heads=128, num_groups=8, head_dim=64, state_dim=128,
-            conv_kernel_dim=4,
-        )  # fmt: skip
+        tokens, dims = (
+            len(self.proj),
+            Mamba2Dims(
+                hidden_size=4096,
+                num_heads=128,
+                num_groups=8,
+                head_dim=64,
+                state_dim=128,
+                conv_kernel_dim=4,
+            ),
+        )
         layout, per_head = dims.layout, (self.tensor(128, dtype=torch.float32),) * 3
-        proj, weight = self.tensor(tokens, 1, layout.width), self.tensor(layout.conv_width, 1, 4)
+        proj, weight = (
+            self.tensor(tokens, 1, layout.width),
+            self.tensor(layout.conv_width, 1, 4),
+        )
         parameters = (weight, self.tensor(layout.conv_width), *per_head)
         d_proj = torch.empty_like(proj)
         bits = Bits(batch_invariant)
-        front = front_of(mamba2_table(layout), self.device, proj.dtype, 4, "triton", bits)
+        front = front_of(
+            mamba2_table(layout), self.device, proj.dtype, 4, "triton", bits
+        )
         made = front.forward(proj, parameters, self.documents)
         front.backward(proj, parameters, made, d_proj, self.documents)
         readout = TritonReadout(layout.gate_columns, groups=dims.num_groups)
@@ -179,16 +220,21 @@ class Problem:
 
 
 def loops(compilation: Compilation) -> list[Counter[str]]:
-    """The instructions of every innermost loop, by name; of loads and stores with their width."""
+    """The instructions of every innermost loop, by name; of loads and stores with their
+    width."""
     listing = nvidia_tool("nvdisasm", compilation.asm["cubin"], "-c")
     names, labels, found = [], {}, []
     for line in listing.splitlines():
         if label := re.match(r"\.(L_x_\d+):", line):
             labels[label[1]] = len(names)
-        elif one := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?(\w+)(\S*)(.*)", line):
+        elif one := re.match(
+            r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?(\w+)(\S*)(.*)", line
+        ):
             name, options, operands = one.groups()
             width = re.search(r"\.(64|128)\b", options)
-            names.append(name + (width[1] if width and name[:2] in ("LD", "ST") else ""))
+            names.append(
+                name + (width[1] if width and name[:2] in ("LD", "ST") else "")
+            )
             target = re.search(r"\.(L_x_\d+)", operands) if name == "BRA" else None
             if target and labels.get(target[1], len(names)) < len(names) - 8:
                 found.append(Counter(names[labels[target[1]] :]))

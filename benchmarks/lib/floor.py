@@ -1,4 +1,5 @@
-"""The floor under a layer: its projections alone, its rule alone, and the bytes around them."""
+"""The floor under a layer: its projections alone, its rule alone, and the bytes around
+them."""
 
 from __future__ import annotations
 
@@ -29,16 +30,23 @@ def floor_ms(
         module: our layer.
         bandwidth: bytes per second of a copy, read and written.
         milliseconds: times a call.
-        log_decay: of every token; None draws them from -1 to 0. FlashQLA prepares less where
-            the decay is fast.
+        log_decay: of every token; None draws them from -1 to 0. FlashQLA prepares less
+            where the decay is fast.
     """
     G, H, K, V = sizes
     mixed = torch.randn(
-        case.tokens, case.batch, H * V, device=DEVICE, dtype=torch.bfloat16, requires_grad=True
+        case.tokens,
+        case.batch,
+        H * V,
+        device=DEVICE,
+        dtype=torch.bfloat16,
+        requires_grad=True,
     )
     with torch.no_grad():
-        grads = [torch.randn_like(f(t)[0]) for f, t in
-                 ((module.in_proj, x), (module.out_proj, mixed))]  # fmt: skip
+        grads = [
+            torch.randn_like(f(t)[0])
+            for f, t in ((module.in_proj, x), (module.out_proj, mixed))
+        ]
 
     def projections(backward: bool) -> None:
         for index, (f, t) in enumerate(((module.in_proj, x), (module.out_proj, mixed))):
@@ -56,10 +64,12 @@ def floor_ms(
     operand = module.rule.operand_dtype or torch.bfloat16
     decay = -torch.rand(*shape, H, device=DEVICE)
     inputs = RuleInputs(
-        unit(G, K), unit(G, K), torch.randn(*shape, H, V, device=DEVICE).to(operand),
+        unit(G, K),
+        unit(G, K),
+        torch.randn(*shape, H, V, device=DEVICE).to(operand),
         decay if log_decay is None else torch.full_like(decay, log_decay),
         torch.rand(*shape, H, device=DEVICE),
-    )  # fmt: skip
+    )
     d_o = torch.randn_like(inputs.v, dtype=torch.bfloat16)
 
     def rule(backward: bool) -> None:
@@ -77,6 +87,8 @@ def floor_ms(
     move = [tokens * per_token_fwd / bandwidth * 1e3]
     move.append(move[0] + tokens * per_token_bwd / bandwidth * 1e3)
     return {
-        "projections": gemm, "rule": core, "bytes": move,
+        "projections": gemm,
+        "rule": core,
+        "bytes": move,
         "total": [g + c + m for g, c, m in zip(gemm, core, move, strict=True)],
-    }  # fmt: skip
+    }

@@ -1,4 +1,5 @@
-"""Packs one document with others in several orders and compares that document's results."""
+"""Packs one document with others in several orders and compares that document's
+results."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def arrangements(others: int) -> list[Arrangement]:
         Arrangement("in the middle", middle),
         Arrangement("first, the others reversed", (0, *rest[::-1])),
     ]
-    return [one for i, one in enumerate(found) if one.order not in [f.order for f in found[:i]]]
+    return [
+        one
+        for i, one in enumerate(found)
+        if one.order not in [f.order for f in found[:i]]
+    ]
 
 
 def check_batch_invariance(
@@ -48,17 +53,18 @@ def check_batch_invariance(
     """Whether document 0 has the same bits at every place and beside any neighbours.
 
     Args:
-        run: ``run(x, offsets, d_out)`` over a packed buffer ``x`` ``[T, ...]`` with documents
-            between the offsets; returns tensors by name whose dimension 0 is the buffer's: the
-            output, the gradient of ``x``.
+        run: ``run(x, offsets, d_out)`` over a packed buffer ``x`` ``[T, ...]`` with
+            documents between the offsets; returns tensors by name whose dimension 0 is
+            the buffer's: the output, the gradient of ``x``.
         documents: their rows, ``[t, ...]`` each; the first is the one that is watched.
         d_documents: gradients of their outputs, likewise.
 
     Returns:
-        What differed, in which arrangement; an empty list when nothing did. In a buffer of another
-        size the projections around the rule are matrix products of another shape, for which the
-        library may take another kernel. So a layer may differ between "alone" and the other
-        arrangements although the mixer without the projections does not.
+        What differed, in which arrangement; an empty list when nothing did. In a buffer
+        of another size the projections around the rule are matrix products of another
+        shape, for which the library may take another kernel. So a layer may differ
+        between "alone" and the other arrangements although the mixer without the
+        projections does not.
     """
     places = arrangements(len(documents) - 1)
     found: list[Difference] = []
@@ -77,7 +83,9 @@ def check_batch_invariance(
             if name not in expected:
                 expected[name] = value[mine].detach().clone()
                 continue
-            difference = difference_of(name, arrangement.name, expected[name], value[mine])
+            difference = difference_of(
+                name, arrangement.name, expected[name], value[mine]
+            )
             if difference is not None:
                 found.append(difference)
     return found

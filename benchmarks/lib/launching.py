@@ -1,4 +1,5 @@
-"""Launches of a Megatron-LM script over the GPUs of this machine, and what their logs say.
+"""Launches of a Megatron-LM script over the GPUs of this machine, and what their logs
+say.
 
 python lib/launching.py --hold train SCRIPT FLAGS     one rank, see `hold`
 """
@@ -30,8 +31,8 @@ SPECS = {
 def hold(until: str, arguments: list[str]) -> None:
     """Be ``python *arguments``, in two waits for a line of stdin.
 
-    The first wait comes after the imports of a launch. If ``until`` is "train", the second one
-    comes when the model is built, before the first step.
+    The first wait comes after the imports of a launch. If ``until`` is "train", the
+    second one comes when the model is built, before the first step.
     """
     import runpy
     from importlib import import_module
@@ -103,10 +104,16 @@ class Launch:
         self.processes = []
         with log.open("a") as file:
             for rank in range(ranks):
-                given = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                given = (
+                    os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                )
                 process = subprocess.Popen(
                     command,
-                    env={name: value for name, value in given.items() if value is not None},
+                    env={
+                        name: value
+                        for name, value in given.items()
+                        if value is not None
+                    },
                     stdin=subprocess.PIPE,
                     stdout=file,
                     stderr=file,
@@ -119,7 +126,8 @@ class Launch:
     def release(self) -> None:
         for process in self.processes:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has failed: its log says why
+            # it has failed: its log says why
+            with contextlib.suppress(BrokenPipeError):
                 process.stdin.write("\n")
                 process.stdin.flush()
 
@@ -133,7 +141,8 @@ class Launch:
     def finish(self, seconds: float, killed_at: str = "") -> str:
         """Wait for the end; what went wrong, or "" if nothing did.
 
-        If ``killed_at`` is a pattern, all processes are killed as soon as the log has it.
+        If ``killed_at`` is a pattern, all processes are killed as soon as the log has
+        it.
         """
         end = time.monotonic() + seconds
         while any(process.poll() is None for process in self.processes):
@@ -154,7 +163,9 @@ class Launch:
             return ""
         lines = self.text().splitlines()
         errors = [
-            line for line in lines if re.match(r"(\[rank\d+\]: ?)?\S*(Error|Exception)\b", line)
+            line
+            for line in lines
+            if re.match(r"(\[rank\d+\]: ?)?\S*(Error|Exception)\b", line)
         ]
         return (errors or lines or ["no output"])[0 if errors else -1][:300]
 
@@ -162,7 +173,8 @@ class Launch:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, words: str, seconds: float) -> bool:
-        """Whether the log has these words before ``seconds`` are over and no process has ended."""
+        """Whether the log has these words before ``seconds`` are over and no process
+        has ended."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and all(p.poll() is None for p in self.processes):
             if self.text().count(words) >= len(self.processes):
@@ -171,12 +183,14 @@ class Launch:
         return False
 
     def read(self) -> tuple[dict[int, tuple[float, float]], float]:
-        """By step its milliseconds and loss; and the peak of allocated memory in MiB."""
+        """By step its milliseconds and loss; and the peak of allocated memory in
+        MiB."""
         return read(self.text())
 
 
 def read(text: str) -> tuple[dict[int, tuple[float, float]], float]:
-    """Of a log by step its milliseconds and loss; and the peak of allocated memory in MiB.
+    """Of a log by step its milliseconds and loss; and the peak of allocated memory in
+    MiB.
 
     Megatron's second line has the means of the first two steps.
     """
@@ -184,7 +198,11 @@ def read(text: str) -> tuple[dict[int, tuple[float, float]], float]:
     found = [(int(n), float(ms), float(loss)) for n, ms, loss in re.findall(line, text)]
     if len(found) > 1:
         (_, first_ms, first_loss), (second, mean_ms, mean_loss) = found[:2]
-        found[1] = (second, round(2 * mean_ms - first_ms, 1), round(2 * mean_loss - first_loss, 6))
+        found[1] = (
+            second,
+            round(2 * mean_ms - first_ms, 1),
+            round(2 * mean_loss - first_loss, 6),
+        )
     peaks = re.findall(r"max allocated: ([\d.]+)", text)
     return {n: (ms, loss) for n, ms, loss in found}, max(map(float, peaks), default=0.0)
 
@@ -196,7 +214,8 @@ def free_port() -> int:
 
 
 def spread(times: list[float]) -> dict[str, float]:
-    """Of the steps after warm-up: a fifth of them, in which kernels compile and graphs are made."""
+    """Of the steps after warm-up: a fifth of them, in which kernels compile and graphs
+    are made."""
     kept = sorted(times[len(times) // 5 :])
     return {
         "median": statistics.median(kept),
@@ -208,7 +227,8 @@ def spread(times: list[float]) -> dict[str, float]:
 
 
 def times_and_losses(launch: Launch) -> dict[str, Any]:
-    """What a record has of a launch: times of its steps, peak memory, losses by step."""
+    """What a record has of a launch: times of its steps, peak memory, losses by
+    step."""
     steps, peak = launch.read()
     if not steps:
         return {}

@@ -1,7 +1,7 @@
 """The layers under measurement: megatron-core's own, and ours, from the same linears.
 
-Linears are Megatron's local ones, or Transformer Engine's, which add their weights' gradients into
-fp32 buffers (`main_grad`), as Megatron's launches do.
+Linears are Megatron's local ones, or Transformer Engine's, which add their weights'
+gradients into fp32 buffers (`main_grad`), as Megatron's launches do.
 
 Legend: S seq, B batch, D hidden.
 """
@@ -28,7 +28,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Case:
-    """One batch shape; ``documents`` > 0 packs that many unequal documents into one row."""
+    """One batch shape; ``documents`` > 0 packs that many unequal documents into one
+    row."""
 
     name: str
     batch: int
@@ -36,11 +37,15 @@ class Case:
     documents: int = 0
 
     def offsets(self) -> list[int] | None:
-        """Unequal lengths that add up: proportional to 1, 2, .., N, none a multiple of 64."""
+        """Unequal lengths that add up: proportional to 1, 2, .., N, none a multiple of
+        64."""
         if not self.documents:
             return None
         total = self.documents * (self.documents + 1) // 2
-        ends = [i * (i + 1) // 2 * self.tokens // total | 1 for i in range(1, self.documents)]
+        ends = [
+            i * (i + 1) // 2 * self.tokens // total | 1
+            for i in range(1, self.documents)
+        ]
         return [0, *ends, self.tokens]
 
 
@@ -113,10 +118,17 @@ def _submodules(kind, linears: str = "local"):
             out_norm=te.TENorm,
             out_proj=te.TERowParallelLinear,
         )
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+    )
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    return kind(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
+    return kind(
+        in_proj=ColumnParallelLinear,
+        out_norm=WrappedTorchNorm,
+        out_proj=RowParallelLinear,
+    )
 
 
 def upstream_layer(
@@ -130,7 +142,8 @@ def upstream_layer(
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
     if DEVICE == "cuda" and os.environ.get("FLA_FLASH_QLA") != "0":
-        stages()  # fences FlashQLA's kernels for this layer too: ours would, sooner or later
+        # fences FlashQLA's kernels for this layer too: ours would, sooner or later
+        stages()
     return (
         GatedDeltaNet(
             transformer_config(hidden, sizes, cp, deterministic, linears),
@@ -171,14 +184,16 @@ def our_layer(
     return layer.to(DEVICE).bfloat16()
 
 
-# With its initial weights a layer's output is a sixth of its input in size (hidden 2048). The gate
-# shrinks with the input, so after four layers nothing is left to compare. This factor on out_proj
-# keeps the output near the input's size for three layers (1.8); after six it is 42 times as large.
+# With its initial weights a layer's output is a sixth of its input in size (hidden
+# 2048). The gate shrinks with the input, so after four layers nothing is left to
+# compare. This factor on out_proj keeps the output near the input's size for three
+# layers (1.8); after six it is 42 times as large.
 _LARGER = 6.5
 
 
 def row_of(build: Callable[[], nn.Module], layers: int) -> nn.ModuleList:
-    """``layers`` results of ``build``; if more than one, each with a larger ``out_proj``."""
+    """``layers`` results of ``build``; if more than one, each with a larger
+    ``out_proj``."""
     row = nn.ModuleList()
     for _ in range(layers):
         row.append(build())
@@ -199,7 +214,8 @@ def slow_gates(layer: nn.Module) -> None:
 
 
 def accumulate(module: nn.Module) -> None:
-    """Give every parameter the fp32 buffer into which Transformer Engine adds its gradient."""
+    """Give every parameter the fp32 buffer into which Transformer Engine adds its
+    gradient."""
     for parameter in module.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -212,7 +228,8 @@ def through(row: nn.ModuleList, x: torch.Tensor, packed) -> torch.Tensor:
 
 
 def thd(offsets: list[int] | None):
-    """Megatron's description of documents between these offsets; None for an unpacked batch."""
+    """Megatron's description of documents between these offsets; None for an unpacked
+    batch."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     if offsets is None:
@@ -220,9 +237,12 @@ def thd(offsets: list[int] | None):
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
     longest = max(b - a for a, b in zip(offsets, offsets[1:], strict=False))
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
-    )  # fmt: skip
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 OPTIONS = {
@@ -233,8 +253,11 @@ OPTIONS = {
 
 
 def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, count: int = 1):
-    """``{layer name: forward}``, and the input they share; ``count``: of layers in a row."""
-    x = torch.randn(case.tokens, case.batch, args.hidden, device="cuda", dtype=torch.bfloat16)
+    """``{layer name: forward}``, and the input they share; ``count``: of layers in a
+    row."""
+    x = torch.randn(
+        case.tokens, case.batch, args.hidden, device="cuda", dtype=torch.bfloat16
+    )
     x.requires_grad_()
     offsets = case.offsets()
     documents = None
@@ -248,7 +271,9 @@ def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, count: int =
             build = partial(upstream_layer, args.hidden, sizes, linears=linears)
         else:
             options = OPTIONS[name]
-            build = partial(our_layer, args.hidden, sizes, args.core, linears=linears, **options)
+            build = partial(
+                our_layer, args.hidden, sizes, args.core, linears=linears, **options
+            )
         row = row_of(build, count)
         if getattr(args, "gates", "fast") == "slow":
             for layer in row:

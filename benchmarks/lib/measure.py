@@ -1,4 +1,5 @@
-"""Timing and memory on one GPU: CUDA events, medians, and what the figures were measured on."""
+"""Timing and memory on one GPU: CUDA events, medians, and what the figures were
+measured on."""
 
 from __future__ import annotations
 
@@ -15,8 +16,15 @@ import torch.distributed as dist
 
 from megatron_gdn import GDNDims
 
-PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "flash-linear-attention",
-            "flash-qla", "tilelang")  # fmt: skip
+PACKAGES = (
+    "torch",
+    "triton",
+    "megatron-core",
+    "transformer-engine",
+    "flash-linear-attention",
+    "flash-qla",
+    "tilelang",
+)
 
 
 def environment() -> dict[str, str]:
@@ -31,16 +39,20 @@ def environment() -> dict[str, str]:
     return found
 
 
-def time_ms(run: Callable[[], object], *, warmup: int = 5, repeats: int = 20) -> dict[str, float]:
+def time_ms(
+    run: Callable[[], object], *, warmup: int = 5, repeats: int = 20
+) -> dict[str, float]:
     """Median, 10th and 90th percentile of ``run`` on the device, in milliseconds.
 
-    Launches queue up behind each other, so the host's own pace shows only where it is slower than
-    the device; ``host`` is what the host took for a call, of the first few, while the queue had
-    room. Inputs are assumed larger than the L2 cache.
+    Launches queue up behind each other, so the host's own pace shows only where it is
+    slower than the device; ``host`` is what the host took for a call, of the first few,
+    while the queue had room. Inputs are assumed larger than the L2 cache.
     """
     for _ in range(warmup):
         run()
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    pairs = [
+        [torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)
+    ]
     torch.cuda.synchronize()
     host = []
     for begin, end in pairs:
@@ -78,11 +90,12 @@ IN_A_ROW = range(1, 7)
 def host_ms(
     runs: Sequence[Callable[[], object]], *, rounds: int = 16, in_a_row: int = 1
 ) -> list[dict[str, float]]:
-    """What the host takes for a call of each of ``runs`` that never waits for the device.
+    """What the host takes for a call of each of ``runs`` that never waits for the
+    device.
 
-    The stream sleeps while a few calls are issued behind it: few, since a full queue would make the
-    host wait. Collectives that wait for other ranks on the host count as well. The runs take turns,
-    since a host is faster at some moments than at others.
+    The stream sleeps while a few calls are issued behind it: few, since a full queue
+    would make the host wait. Collectives that wait for other ranks on the host count as
+    well. The runs take turns, since a host is faster at some moments than at others.
 
     Args:
         in_a_row: how many layers a run has, of ``IN_A_ROW``; times are of one of them.
@@ -115,7 +128,8 @@ def host_ms(
 def captured[Made](run: Callable[[], Made]) -> tuple[torch.cuda.CUDAGraph, Made]:
     """``run`` as a CUDA graph, and what ``run`` returned.
 
-    Replays have no host between the launches. They write the tensors that were returned.
+    Replays have no host between the launches. They write the tensors that were
+    returned.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -141,20 +155,26 @@ def slowest(times: dict[str, float]) -> dict[str, float]:
 def dims_of(key_heads: int, value_heads: int) -> GDNDims:
     """The layer that is measured: hidden 2048, heads of 128."""
     return GDNDims(
-        hidden_size=2048, num_key_heads=key_heads, num_value_heads=value_heads,
-        key_head_dim=128, value_head_dim=128, conv_kernel_dim=4,
-    )  # fmt: skip
+        hidden_size=2048,
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_head_dim=128,
+        value_head_dim=128,
+        conv_kernel_dim=4,
+    )
 
 
 def copy_bandwidth(size: int = 2 << 30) -> float:
-    """Bytes per second of a device-to-device copy, counting bytes read and bytes written."""
+    """Bytes per second of a device-to-device copy, counting bytes read and bytes
+    written."""
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * size / (time_ms(lambda: target.copy_(source))["median"] * 1e-3)
 
 
 def memory_mib(forward: Callable[[], torch.Tensor]) -> dict[str, float]:
-    """What one forward leaves allocated (its output included), and the peak of forward+backward."""
+    """What one forward leaves allocated (its output included), and the peak of
+    forward+backward."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -164,7 +184,10 @@ def memory_mib(forward: Callable[[], torch.Tensor]) -> dict[str, float]:
     saved = torch.cuda.memory_allocated() - before
     out.backward(torch.ones_like(out))
     torch.cuda.synchronize()
-    return {"saved": saved / 2**20, "peak": (torch.cuda.max_memory_allocated() - before) / 2**20}
+    return {
+        "saved": saved / 2**20,
+        "peak": (torch.cuda.max_memory_allocated() - before) / 2**20,
+    }
 
 
 def write_lines(path: str | None, records: list[dict]) -> None:
@@ -177,6 +200,8 @@ def write_lines(path: str | None, records: list[dict]) -> None:
 def table(rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
         for row in rows
     )

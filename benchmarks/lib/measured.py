@@ -11,15 +11,29 @@ import torch
 
 from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 
-from .layers import DEVICE, accumulate, our_layer, slow_gates, upstream_layer, with_backward
+from .layers import (
+    DEVICE,
+    accumulate,
+    our_layer,
+    slow_gates,
+    upstream_layer,
+    with_backward,
+)
 from .measure import captured, memory_mib, time_ms
 from .saved import saved_mib
 from .shapes import Cell
 
-# Both layers round to bf16 (2^-9) after each of some ten steps between input and output, and their
-# errors are independent: ours from megatron-core's is at most this, relative to its size.
+# Both layers round to bf16 (2^-9) after each of some ten steps between input and
+# output, and their
+# errors are independent: ours from megatron-core's is at most this, relative to its
+# size.
 FURTHEST = 2 * 10 * 2**-9
-LEVELS = {"ours": "none", "ours-light": "light", "ours-full": "full", "ours-uncut": "none"}
+LEVELS = {
+    "ours": "none",
+    "ours-light": "light",
+    "ours-full": "full",
+    "ours-uncut": "none",
+}
 
 
 @contextmanager
@@ -52,9 +66,12 @@ def build(name: str, cell: Cell) -> torch.nn.Module:
         layer = upstream_layer(cell.hidden, cell.sizes, linears=cell.linears)
     else:
         layer = our_layer(
-            cell.hidden, cell.sizes, "auto" if DEVICE == "cpu" else "flash_qla",
-            linears=cell.linears, recompute=LEVELS[name],
-        )  # fmt: skip
+            cell.hidden,
+            cell.sizes,
+            "auto" if DEVICE == "cpu" else "flash_qla",
+            linears=cell.linears,
+            recompute=LEVELS[name],
+        )
     if cell.gates == "slow":
         slow_gates(layer)
     if cell.linears == "te":
@@ -73,7 +90,9 @@ def gradient(parameter: torch.Tensor, linears: str) -> torch.Tensor:
 class Measured:
     """One layer of a cell: its run, and what was found of it."""
 
-    def __init__(self, name: str, cell: Cell, x: torch.Tensor, packed: Any, weights: dict) -> None:
+    def __init__(
+        self, name: str, cell: Cell, x: torch.Tensor, packed: Any, weights: dict
+    ) -> None:
         self.name, self.cell, self.x = name, cell, x
         self.module = build(name, cell)
         if weights:
@@ -102,7 +121,9 @@ class Measured:
         made: dict[str, Any] = {"eager": milliseconds(self.both, repeats)}
         made["forward"] = milliseconds(self.forward, repeats)
         self.x.grad = None
-        made |= memory_mib(self.forward) if DEVICE == "cuda" else saved_mib(self.forward)
+        made |= (
+            memory_mib(self.forward) if DEVICE == "cuda" else saved_mib(self.forward)
+        )
         if graph and DEVICE == "cuda":
             replay, _ = captured(self.both)
             made["graph"] = milliseconds(replay.replay, repeats)

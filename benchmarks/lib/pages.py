@@ -1,4 +1,5 @@
-"""Tables in the marked places of pages: ``<!-- name -->``, the table, ``<!-- end -->``."""
+"""Tables in the marked places of pages: ``<!-- name -->``, the table,
+``<!-- end -->``."""
 
 import re
 
@@ -13,6 +14,8 @@ def filled(text: str, tables: dict[str, str]) -> str:
     """A page with every table in its marked place."""
     for name, table in tables.items():
         mark = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(mark, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.S)
+        text, count = re.subn(
+            mark, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.S
+        )
         assert count == 1, f"there are {count} places for {name}"
     return text

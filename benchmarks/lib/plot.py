@@ -1,4 +1,5 @@
-"""Pictures of figures: bars of times and memory, from the JSON lines of the benchmarks."""
+"""Pictures of figures: bars of times and memory, from the JSON lines of the
+benchmarks."""
 
 from __future__ import annotations
 
@@ -26,30 +27,35 @@ class Panel(NamedTuple):
 
 
 def draw(records: list[dict], image: str | Path) -> Figure:
-    """Draw one bar for every layer that was run in a case, and none for one that was not."""
+    """Draw one bar for every layer that was run in a case, and none for one that was
+    not."""
     timed = [r for r in records if "layer" in r]
     if not timed:
         raise SystemExit("no line of bench_layer.py among these records")
-    latest = {(r["case"], r["core"], r["layer"]): r for r in timed}  # of two alike, the later
+    # of two alike, the later
+    latest = {(r["case"], r["core"], r["layer"]): r for r in timed}
     cases: dict[tuple[str, str], list[dict]] = {}
     for (case, core, _), record in latest.items():
         cases.setdefault((case, core), []).append(record)
-    floors = {(r["case"], r["core"]): r["floor"]["total"][1] for r in records if "floor" in r}
+    floors = {
+        (r["case"], r["core"]): r["floor"]["total"][1] for r in records if "floor" in r
+    }
     first = timed[0]
 
     def total(record: dict) -> float:
         return record["forward_backward"]["median"]
 
     return _draw(
-        cases, "layer",
+        cases,
+        "layer",
         [
             Panel("forward + backward, ms", total, "%.1f", floors),
             Panel("left by the forward, MiB", lambda r: r["saved"], "%.0f"),
         ],
-        f"Gated DeltaNet layer, hidden {first['hidden']}, heads {first['heads']}, d 128, bf16, "
-        f"{first['environment']['gpu']}",
+        f"Gated DeltaNet layer, hidden {first['hidden']}, heads {first['heads']}, d "
+        f"128, bf16, {first['environment']['gpu']}",
         image,
-    )  # fmt: skip
+    )
 
 
 def draw_models(records: list[dict], image: str | Path) -> Figure:
@@ -61,15 +67,17 @@ def draw_models(records: list[dict], image: str | Path) -> Figure:
         cases.setdefault((case, how), []).append(record)
     first = records[0]
     return _draw(
-        cases, "mixer",
+        cases,
+        "mixer",
         [
             Panel("step, ms", lambda r: r["step_ms"], "%.0f"),
             Panel("peak memory, MiB", lambda r: r["peak"], "%.0f"),
         ],
         f"Hybrid model, {first['layers']} layers, hidden {first['hidden']}, "
-        f"{first['micro_batches']} x {first['tokens']} tokens, bf16, {first['environment']['gpu']}",
+        f"{first['micro_batches']} x {first['tokens']} tokens, bf16, "
+        f"{first['environment']['gpu']}",
         image,
-    )  # fmt: skip
+    )
 
 
 def _draw(
@@ -79,20 +87,28 @@ def _draw(
     title: str,
     image: str | Path,
 ) -> Figure:
-    """Bars lie, each in a row of its own with its figure at its foot, so no label meets another.
+    """Bars lie, each in a row of its own with its figure at its foot, so no label meets
+    another.
 
     Args:
         cases: the records of each.
         name: under which a record says whose bar it is.
     """
     bars = [r for records in cases.values() for r in records]
-    colours = {who: f"C{i}" for i, who in enumerate(dict.fromkeys(r[name] for r in bars))}
+    colours = {
+        who: f"C{i}" for i, who in enumerate(dict.fromkeys(r[name] for r in bars))
+    }
     height = ROW * (len(bars) + GAP * len(cases)) + 1.3
     figure, axes = plt.subplots(
         1, len(panels), figsize=(12, height), layout="constrained", sharey=True
     )
     for axis, panel in zip(axes, panels, strict=True):
-        _bars(axis, cases, [[colours[r[name]] for r in of] for of in cases.values()], panel)
+        _bars(
+            axis,
+            cases,
+            [[colours[r[name]] for r in of] for of in cases.values()],
+            panel,
+        )
         axis.set_title(panel.title)
     axes[0].invert_yaxis()
 
@@ -122,11 +138,17 @@ def _bars(
         for at, number in zip(rows, values, strict=True):
             fits = number > 0.1 * largest  # else beside its bar
             axis.text(
-                0 if fits else number, at, f" {panel.label % number}",
-                color="white" if fits else "black", va="center", fontsize=8,
-            )  # fmt: skip
+                0 if fits else number,
+                at,
+                f" {panel.label % number}",
+                color="white" if fits else "black",
+                va="center",
+                fontsize=8,
+            )
         if case in panel.floors:
-            axis.vlines(panel.floors[case], rows[0] - 0.5, rows[-1] + 0.5, "black", "--", lw=1)
+            axis.vlines(
+                panel.floors[case], rows[0] - 0.5, rows[-1] + 0.5, "black", "--", lw=1
+            )
         middles.append((rows[0] + rows[-1]) / 2)
         row += len(records) + GAP
     axis.set_yticks(middles, ["\n".join(case) for case in cases])
@@ -147,10 +169,11 @@ _TIMES, _MEMORY = ("#1d5fb8", "#0d7a6b", "#a8500a"), ("#c3d7f2", "#bfe3dc", "#f2
 
 
 def draw_beside(rows: list[Beside], image: str | Path) -> Figure:
-    """Draw ours as shares of megatron-core's: a dark bar for a row's time, a light one for memory.
+    """Draw ours as shares of megatron-core's: a dark bar for a row's time, a light one
+    for memory.
 
-    Narrow, with the names above the bars, so that a telephone can show it. The picture brings its
-    own light ground, so that it is the same on a dark page.
+    Narrow, with the names above the bars, so that a telephone can show it. The picture
+    brings its own light ground, so that it is the same on a dark page.
     """
     groups = list(dict.fromkeys(row.group for row in rows))
     height = 0.56 * len(rows) + 0.4 * len(groups) + 0.5
@@ -160,16 +183,33 @@ def draw_beside(rows: list[Beside], image: str | Path) -> Figure:
         shade = groups.index(row.group) % len(_TIMES)
         if row.group != group:
             top, group = top + 0.62, row.group
-            axis.text(0, top - 0.2, group, color=_TIMES[shade], weight="bold", va="center")
+            axis.text(
+                0, top - 0.2, group, color=_TIMES[shade], weight="bold", va="center"
+            )
         axis.text(0, top + 0.2, row.case, va="center")
         figures = f"{_pair(row.ms)} ms, {_pair(row.mib)} MiB"
-        axis.text(0.985, top + 0.2, figures, color="#444", va="center", ha="right", fontsize=8.5)
+        axis.text(
+            0.985,
+            top + 0.2,
+            figures,
+            color="#444",
+            va="center",
+            ha="right",
+            fontsize=8.5,
+        )
         for at, of, name, colour, ink in (
             (top + 0.46, row.ms, "time", _TIMES[shade], "white"),
             (top + 0.72, row.mib, "memory", _MEMORY[shade], "#222"),
         ):
             axis.barh(at, of[0] / of[1], 0.25, color=colour)
-            axis.text(0.012, at, f"{name} {of[0] / of[1]:.2f}", color=ink, va="center", fontsize=9)
+            axis.text(
+                0.012,
+                at,
+                f"{name} {of[0] / of[1]:.2f}",
+                color=ink,
+                va="center",
+                fontsize=9,
+            )
         top += 1.0
     axis.axvline(1, color="#444", lw=1)
     longest = max(x[0] / x[1] for row in rows for x in (row.ms, row.mib))

@@ -16,7 +16,8 @@ from .repeats import Report
 
 
 def _work(folder: str, index: int, function: Callable, args: tuple) -> None:
-    os.environ.pop("MALLOC_PERTURB_", None)  # malloc has read it; children must not inherit it
+    # malloc has read it; children must not inherit it
+    os.environ.pop("MALLOC_PERTURB_", None)
     try:
         answer = ("returned", function(index, *args))
     except BaseException:
@@ -27,10 +28,11 @@ def _work(folder: str, index: int, function: Callable, args: tuple) -> None:
 def in_processes(
     function: Callable, *args: Any, processes: int = 2, timeout: float = 600
 ) -> list[Any]:
-    """Run ``function(index, *args)`` in fresh processes side by side; return their results.
+    """Run ``function(index, *args)`` in fresh processes side by side; return their
+    results.
 
-    They share the GPU, if ``function`` uses one, and so compete with each other too. Memory from
-    malloc is filled with garbage in them (glibc's ``MALLOC_PERTURB_``).
+    They share the GPU, if ``function`` uses one, and so compete with each other too.
+    Memory from malloc is filled with garbage in them (glibc's ``MALLOC_PERTURB_``).
 
     Args:
         function: a module-level function; ``index`` counts the processes from 0.
@@ -46,7 +48,9 @@ def in_processes(
         try:
             for index in range(processes):
                 os.environ["MALLOC_PERTURB_"] = str(85 + 80 * index % 170)
-                started.append(context.Process(target=_work, args=(folder, index, function, args)))
+                started.append(
+                    context.Process(target=_work, args=(folder, index, function, args))
+                )
                 started[-1].start()
         finally:
             os.environ.pop("MALLOC_PERTURB_", None)
@@ -62,10 +66,15 @@ def in_processes(
                 raise RuntimeError(f"process {index} was not done after {timeout} s.")
             path = Path(folder) / str(index)
             if not path.exists():
-                raise RuntimeError(f"process {index} died with exit code {process.exitcode}.")
+                raise RuntimeError(
+                    f"process {index} died with exit code {process.exitcode}."
+                )
             answers.append(pickle.loads(path.read_bytes()))
-    failures = [f"process {i}:\n{text}" for i, (kind, text) in enumerate(answers)
-                if kind == "raised"]  # fmt: skip
+    failures = [
+        f"process {i}:\n{text}"
+        for i, (kind, text) in enumerate(answers)
+        if kind == "raised"
+    ]
     if failures:
         raise RuntimeError("\n".join(failures))
     return [value for _, value in answers]
@@ -74,7 +83,8 @@ def in_processes(
 def compare_processes(reports: Sequence[Report]) -> str | None:
     """What is not equal in the reports of several processes; None when all of it is.
 
-    A repeat that differed in one of them comes first, then the first tensor whose digest differs.
+    A repeat that differed in one of them comes first, then the first tensor whose
+    digest differs.
 
     Raises:
         ValueError: fewer than two reports, reports of different tensors, or no digests.
@@ -82,8 +92,9 @@ def compare_processes(reports: Sequence[Report]) -> str | None:
     names = [list(report.digests) for report in reports]
     if len(reports) < 2 or not names[0] or any(other != names[0] for other in names):
         raise ValueError(
-            f"reports of {len(reports)} processes with digests of {names} cannot be compared; at "
-            f"least two are needed, of the same tensors, made with digests=True."
+            f"reports of {len(reports)} processes with digests of {names} cannot be "
+            "compared; at least two are needed, of the same tensors, made with "
+            "digests=True."
         )
     for index, report in enumerate(reports):
         if report.difference is not None:

@@ -1,6 +1,8 @@
-"""Runs a computation again and again and says which tensor differs first, when, and by how much.
+"""Runs a computation again and again and says which tensor differs first, when, and by
+how much.
 
-Free memory is filled with garbage between the runs, and the device is kept busy during them.
+Free memory is filled with garbage between the runs, and the device is kept busy during
+them.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_NAN_BYTE = 0xFF  # 0xFFFF, 0xFFFFFFFF, ...: NaN in every float format, -1 in every integer
-_SMALL_POOL = 1 << 20  # torch's allocator keeps requests up to here in a pool of their own
+# 0xFFFF, 0xFFFFFFFF, ...: NaN in every float format, -1 in every integer
+_NAN_BYTE = 0xFF
+# torch's allocator keeps requests up to here in a pool of their own
+_SMALL_POOL = 1 << 20
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -40,8 +44,9 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"{self.name} differs in {self.where}: {self.elements} of {self.of} elements, by up to "
-            f"{self.largest:.3g} ({self.relative:.3g} of the largest)"
+            f"{self.name} differs in {self.where}: {self.elements} of {self.of} "
+            f"elements, by up to {self.largest:.3g} ({self.relative:.3g} of the "
+            "largest)"
         )
 
 
@@ -51,7 +56,8 @@ class Report:
 
     Attributes:
         repeats: runs made, the first included; fewer than asked for when one differed.
-        difference: the first tensor of the first run that differed; None when all were equal.
+        difference: the first tensor of the first run that differed; None when all were
+            equal.
         also: the other tensors that differed in that run.
         digests: name -> sha256 of the first run's tensor, to compare processes by.
         seconds: how long it took.
@@ -80,7 +86,9 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(_AS_INTEGER[x.element_size()])
 
 
-def difference_of(name: str, where: str, expected: Tensor, actual: Tensor) -> Difference | None:
+def difference_of(
+    name: str, where: str, expected: Tensor, actual: Tensor
+) -> Difference | None:
     """How two tensors of one shape differ; None when they are equal bit for bit."""
     assert (expected.shape, expected.dtype) == (actual.shape, actual.dtype), name
     unequal = int((_bits(expected) != _bits(actual)).sum())
@@ -88,7 +96,9 @@ def difference_of(name: str, where: str, expected: Tensor, actual: Tensor) -> Di
         return None
     gap = (actual.double() - expected.double()).abs().max().item()
     scale = expected.double().abs().max().item()
-    return Difference(name, where, unequal, expected.numel(), gap, gap / scale if scale else gap)
+    return Difference(
+        name, where, unequal, expected.numel(), gap, gap / scale if scale else gap
+    )
 
 
 def digest(x: Tensor) -> str:
@@ -101,10 +111,11 @@ def digest(x: Tensor) -> str:
 def poison_free_memory(device: torch.device | str, round: int = 0) -> int:
     """Fill the memory that the next allocations will get with garbage.
 
-    Every free block of torch's caching allocator is filled: in even rounds with NaN, in odd rounds
-    with another byte, which makes finite numbers. A kernel that reads memory that nobody wrote then
-    gives another result in every round. On the CPU memory belongs to malloc: blocks of common sizes
-    are taken, filled and given back.
+    Every free block of torch's caching allocator is filled: in even rounds with NaN, in
+    odd rounds with another byte, which makes finite numbers. A kernel that reads memory
+    that nobody wrote then
+    gives another result in every round. On the CPU memory belongs to malloc: blocks of
+    common sizes are taken, filled and given back.
 
     Returns:
         Bytes filled.
@@ -120,39 +131,46 @@ def poison_free_memory(device: torch.device | str, round: int = 0) -> int:
     for size in sizes:
         taken.append(torch.empty(size, dtype=torch.uint8, device=device).fill_(byte))
         if device.type == "cuda" and torch.cuda.memory_reserved(device) > reserved:
-            # The allocator did not reuse a free block. To go on would grow memory in every round.
+            # The allocator did not reuse a free block. To go on would grow memory in
+            # every round.
             break
     return sum(block.numel() for block in taken)
 
 
 def _free_blocks(device: torch.device) -> list[int]:
-    """Sizes of the free blocks, largest first, so that each is asked for while it is whole."""
+    """Sizes of the free blocks, largest first, so that each is asked for while it is
+    whole."""
     index = torch.cuda.current_device() if device.index is None else device.index
     stream = torch.cuda.current_stream(index).cuda_stream
     sizes = []
     for segment in torch.cuda.memory_snapshot():
         if segment["device"] != index or segment["stream"] != stream:
-            continue  # the allocator reuses a block only on the stream that it came from
+            # the allocator reuses a block only on the stream that it came from
+            continue
         small = segment["segment_type"] == "small"
         for block in segment["blocks"]:
-            # For the small rest of a large block the allocator would use the pool of small blocks.
+            # For the small rest of a large block the allocator would use the pool of
+            # small blocks.
             if block["state"] == "inactive" and (small or block["size"] > _SMALL_POOL):
                 sizes.append(block["size"])
     return sorted(sizes, reverse=True)
 
 
 class Competitor:
-    """Work on a side stream that takes bandwidth and multiprocessors from all other kernels.
+    """Work on a side stream that takes bandwidth and multiprocessors from all other
+    kernels.
 
-    The amount of work differs each time, so that the order in which other kernels' blocks are
-    placed and finish is never the same. On the CPU it does nothing.
+    The amount of work differs each time, so that the order in which other kernels'
+    blocks are placed and finish is never the same. On the CPU it does nothing.
 
     Args:
         mib: size of the buffer that is copied; larger than the L2 cache.
         matrix: rows of the bf16 matrices that are multiplied.
     """
 
-    def __init__(self, device: torch.device | str, mib: int = 256, matrix: int = 2048) -> None:
+    def __init__(
+        self, device: torch.device | str, mib: int = 256, matrix: int = 2048
+    ) -> None:
         self._device = torch.device(device)
         if self._device.type != "cuda":
             return
@@ -160,11 +178,14 @@ class Competitor:
         with torch.cuda.stream(self._stream):
             self._source = torch.ones(mib << 20, dtype=torch.uint8, device=self._device)
             self._target = torch.empty_like(self._source)
-            self._a = torch.ones(matrix, matrix, dtype=torch.bfloat16, device=self._device)
+            self._a = torch.ones(
+                matrix, matrix, dtype=torch.bfloat16, device=self._device
+            )
             self._product = torch.empty_like(self._a)
 
     def start(self, round: int) -> None:
-        """Queue 8 to 40 copies and as many products, some milliseconds; returns at once.
+        """Queue 8 to 40 copies and as many products, some milliseconds; returns at
+        once.
 
         Queues nothing while it still has work.
         """
@@ -178,16 +199,17 @@ class Competitor:
 
 
 def check_repeats(run: Callable[[], Mapping[str, Tensor]], repeats: int) -> Report:
-    """Call ``run`` ``repeats`` times and compare every result with the first, bit for bit.
+    """Call ``run`` ``repeats`` times and compare every result with the first, bit for
+    bit.
 
-    Between runs the allocator's free memory is filled with garbage, different each time. During the
-    runs a side stream competes for the device. Results are compared on the device. The check stops
-    at the first run that differs.
+    Between runs the allocator's free memory is filled with garbage, different each
+    time. During the runs a side stream competes for the device. Results are compared on
+    the device. The check stops at the first run that differs.
 
     Args:
-        run: returns tensors by name, the same names each time, in the order in which they are
-            computed: the first to differ is reported first. They must be tensors of its own, not
-            buffers that the next call writes to.
+        run: returns tensors by name, the same names each time, in the order in which
+            they are computed: the first to differ is reported first. They must be
+            tensors of its own, not buffers that the next call writes to.
     """
     began = time.monotonic()
     first = {name: x.detach().clone() for name, x in run().items()}
@@ -211,8 +233,12 @@ def _differences(
     first: Mapping[str, Tensor], now: Mapping[str, Tensor], where: str
 ) -> list[Difference]:
     """One wait for the device when all is equal, however many tensors there are."""
-    equal = torch.stack([(_bits(x) == _bits(now[name])).all() for name, x in first.items()])
-    suspects = [name for name, same in zip(first, equal.tolist(), strict=True) if not same]
+    equal = torch.stack(
+        [(_bits(x) == _bits(now[name])).all() for name, x in first.items()]
+    )
+    suspects = [
+        name for name, same in zip(first, equal.tolist(), strict=True) if not same
+    ]
     found = [difference_of(name, where, first[name], now[name]) for name in suspects]
     return [difference for difference in found if difference is not None]
 
@@ -220,15 +246,16 @@ def _differences(
 def forward_backward(
     module: nn.Module, x: Tensor, d_out: Tensor | None = None, **arguments: Any
 ) -> Callable[[], dict[str, Tensor]]:
-    """A ``run`` for :func:`check_repeats`: the output of ``module(x)`` and every gradient.
+    """A ``run`` for :func:`check_repeats`: the output of ``module(x)`` and every
+    gradient.
 
     Args:
         x: the input; its gradient is named ``dx``.
         d_out: gradient of the output; the same random numbers on every call when None.
         arguments: passed on to the module, whose first result is the output.
 
-    After the output come the gradients, of the last parameters first and ``dx`` at the end. This is
-    about the order in which a backward pass makes them.
+    After the output come the gradients, of the last parameters first and ``dx`` at the
+    end. This is about the order in which a backward pass makes them.
     """
     x = x.detach().clone().requires_grad_()
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}

@@ -1,4 +1,5 @@
-"""What a layer keeps between forward and backward: by arithmetic, and on a CPU by counting."""
+"""What a layer keeps between forward and backward: by arithmetic, and on a CPU by
+counting."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def mixer_bytes_per_token(
     Args:
         recompute: ``"none"``, ``"light"`` or ``"full"``.
         operand, gate: bytes of an element of the rows, and of the gates.
-        kernels: a GPU rule, which keeps the sums of the log-decay and the inverses of chunks; the
-            plain rule keeps the log-decay.
+        kernels: a GPU rule, which keeps the sums of the log-decay and the inverses of
+            chunks; the plain rule keeps the log-decay.
     """
     G, H, K, V = sizes
     kept = sizes.layout.width * operand
@@ -40,13 +41,15 @@ def mixer_bytes_per_token(
 
 
 def layer_bytes_per_token(sizes: HeadSizes, hidden: int, recompute: str) -> int:
-    """The same of a layer in bf16 on a GPU, with out_proj's input and the layer's output."""
+    """The same of a layer in bf16 on a GPU, with out_proj's input and the layer's
+    output."""
     normed = sizes.value_heads * sizes.value_dim * 2 if recompute == "none" else 0
     return mixer_bytes_per_token(sizes, recompute) + normed + hidden * 2
 
 
 def saved_mib(forward: Callable[[], torch.Tensor]) -> dict[str, float]:
-    """What autograd saves in a forward, each storage once. Nothing is dropped under these hooks."""
+    """What autograd saves in a forward, each storage once. Nothing is dropped under
+    these hooks."""
     kept = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:

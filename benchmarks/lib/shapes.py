@@ -1,4 +1,5 @@
-"""The shapes that users run: heads of one tensor-parallel rank, batches, linears, gates.
+"""The shapes that users run: heads of one tensor-parallel rank, batches, linears,
+gates.
 
 The cells are in the order of their weight: a run that ends early has the first ones.
 """
@@ -90,7 +91,8 @@ CELLS = (
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound on the ratio of two records of one cell; ``to`` None: on the record's own value."""
+    """A bound on the ratio of two records of one cell; ``to`` None: on the record's own
+    value."""
 
     what: str
     cell: Cell
@@ -104,7 +106,16 @@ FIRST, FEW_HEADS, LONG = CELLS[:3]
 GOALS = (
     Goal("eager, beside megatron-core", FIRST, "ours", "upstream", "eager", 0.50),
     Goal("as a graph, beside its graph", FIRST, "ours", "upstream", "graph", 0.85),
-    Goal("rows cut, beside rows side by side", FEW_HEADS, "ours", "ours-uncut", "eager", 0.85),
-    Goal("full, saved beside megatron-core", LONG, "ours-full", "upstream", "saved", 0.32),
+    Goal(
+        "rows cut, beside rows side by side",
+        FEW_HEADS,
+        "ours",
+        "ours-uncut",
+        "eager",
+        0.85,
+    ),
+    Goal(
+        "full, saved beside megatron-core", LONG, "ours-full", "upstream", "saved", 0.32
+    ),
     Goal("full, time beside our own", LONG, "ours-full", "ours", "eager", 1.06),
 )

@@ -1,4 +1,5 @@
-"""The run's settings: flags, those of a checkpoint, defaults; what cannot work is refused."""
+"""The run's settings: flags, those of a checkpoint, defaults; what cannot work is
+refused."""
 
 from __future__ import annotations
 
@@ -19,14 +20,25 @@ from pretraining.memory import require_room
 
 LAYER_SYMBOLS = "G-*MEK"
 # How the names of flags end that count something.
-_SIZES = ["size", "iters", "heads", "groups", "dim", "length", "interval", "tokens", "node"]
+_SIZES = [
+    "size",
+    "iters",
+    "heads",
+    "groups",
+    "dim",
+    "length",
+    "interval",
+    "tokens",
+    "node",
+]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The run's settings, complete: command line, then the checkpoint's, then defaults.
 
     Added to the flags: ``start``, the checkpoint's folder to continue from (or None),
-    ``vocab_size`` without padding, and ``settings_json``, the settings that a checkpoint keeps.
+    ``vocab_size`` without padding, and ``settings_json``, the settings that a
+    checkpoint keeps.
     """
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -41,7 +53,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         _complete(args, given)
     except (OSError, ValueError) as error:
         refuse(with_flags(str(error)), code=2)
-    names = [name for name in _names(parser) if name not in (*places.FLAGS, "nproc_per_node")]
+    names = [
+        name for name in _names(parser) if name not in (*places.FLAGS, "nproc_per_node")
+    ]
     args.settings_json = settings.to_json(args, names)
     return args
 
@@ -61,7 +75,8 @@ def _given(argv: list[str] | None) -> set[str]:
 
 
 def _complete(args: argparse.Namespace, given: set[str]) -> None:
-    """Fill in defaults that depend on others, and refuse what cannot work with the way out."""
+    """Fill in defaults that depend on others, and refuse what cannot work with the way
+    out."""
     _require_sizes(args)
     args.vocab_size = VOCAB_SIZE
     if args.hf_config:
@@ -79,25 +94,34 @@ def _complete(args: argparse.Namespace, given: set[str]) -> None:
 def _require_sizes(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         is_size = name.rpartition("_")[2] in _SIZES
-        least = 0 if name in ("lr_warmup_iters", "save_interval", "sample_tokens") else 1
+        least = (
+            0 if name in ("lr_warmup_iters", "save_interval", "sample_tokens") else 1
+        )
         if is_size and value is not None and value < least:
-            raise ValueError(f"{settings.flag(name)} {value} is not a size; use {least} or more.")
+            raise ValueError(
+                f"{settings.flag(name)} {value} is not a size; use {least} or more."
+            )
         if isinstance(value, float) and not 0 <= value < math.inf:
-            raise ValueError(f"{settings.flag(name)} {value}: use a number of 0 or more.")
+            raise ValueError(
+                f"{settings.flag(name)} {value}: use a number of 0 or more."
+            )
 
 
 def _complete_schedule(args: argparse.Namespace) -> None:
     args.lr_note = ""
     if args.lr is None and args.pretrained_checkpoint and not args.start:
         args.lr = PRETRAINED_LR
-        args.lr_note = f" (the default with --pretrained-checkpoint; a new run's is {LR:g})"
+        args.lr_note = (
+            f" (the default with --pretrained-checkpoint; a new run's is {LR:g})"
+        )
     elif args.lr is None:
         args.lr = LR
     if args.min_lr is None:
         args.min_lr = args.lr / 10
     if args.min_lr > args.lr:
         raise ValueError(
-            f"--min-lr {args.min_lr} is above --lr {args.lr}; give a smaller one beside --lr."
+            f"--min-lr {args.min_lr} is above --lr {args.lr}; give a smaller one "
+            "beside --lr."
         )
     if args.lr_warmup_iters is None:
         args.lr_warmup_iters = args.train_iters // 10
@@ -113,22 +137,23 @@ def _complete_model(args: argparse.Namespace, given: set[str]) -> None:
     if unknown or not args.hybrid_layer_pattern.strip("|"):
         raise ValueError(
             f"--hybrid-layer-pattern {args.hybrid_layer_pattern!r}: unknown symbols "
-            f"{''.join(unknown)!r}; use G (Gated DeltaNet), - (MLP), * (attention), M (Mamba2), "
-            "K (Kimi Delta Attention), E (experts), and | between pipeline stages."
+            f"{''.join(unknown)!r}; use G (Gated DeltaNet), - (MLP), * (attention), M "
+            "(Mamba2), K (Kimi Delta Attention), E (experts), and | between pipeline "
+            "stages."
         )
     for prefix, symbols in (("linear_", "GK"), ("mamba_", "M")):
         unread = sorted(name for name in given if name.startswith(prefix))
         if unread and not set(symbols) & set(args.hybrid_layer_pattern):
             raise ValueError(
-                f"{settings.flag(unread[0])} is of {' and '.join(symbols)} layers, and the pattern "
-                f"{args.hybrid_layer_pattern} has none; leave it out."
+                f"{settings.flag(unread[0])} is of {' and '.join(symbols)} layers, and "
+                f"the pattern {args.hybrid_layer_pattern} has none; leave it out."
             )
     args.num_layers = len(args.hybrid_layer_pattern.replace("|", ""))
     args.ffn_hidden_size = args.ffn_hidden_size or 3 * args.hidden_size
     if not args.hf_config and args.hidden_size % args.num_attention_heads:
         raise ValueError(
-            f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads "
-            f"{args.num_attention_heads}."
+            f"--hidden-size {args.hidden_size} is not a multiple of "
+            f"--num-attention-heads {args.num_attention_heads}."
         )
 
 
@@ -136,25 +161,27 @@ def _complete_parallelism(args: argparse.Namespace) -> None:
     started = int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size)
     if args.nproc_per_node not in (None, started):
         raise ValueError(
-            f"{NPROC} {args.nproc_per_node} beside torchrun, which has started {started} "
-            f"processes on this machine; leave out one of the two."
+            f"{NPROC} {args.nproc_per_node} beside torchrun, which has started "
+            f"{started} processes on this machine; leave out one of the two."
         )
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if args.context_parallel_size is None:
         args.context_parallel_size = 1 if args.world_size % (tp * pp * 2) else 2
     cp = args.context_parallel_size
     if args.world_size % (tp * pp * cp):
-        processes = "1 process" if args.world_size == 1 else f"{args.world_size} processes"
+        processes = (
+            "1 process" if args.world_size == 1 else f"{args.world_size} processes"
+        )
         raise ValueError(
-            f"{processes} cannot form groups of tensor x pipeline x context = "
-            f"{tp} x {pp} x {cp} = {tp * pp * cp} ranks. Use {NPROC} {tp * pp * cp}, or smaller "
-            "--tensor-model-parallel-size, --pipeline-model-parallel-size, "
+            f"{processes} cannot form groups of tensor x pipeline x context = {tp} x "
+            f"{pp} x {cp} = {tp * pp * cp} ranks. Use {NPROC} {tp * pp * cp}, or "
+            "smaller --tensor-model-parallel-size, --pipeline-model-parallel-size, "
             "--context-parallel-size."
         )
     if args.sequence_parallel and tp == 1:
         raise ValueError(
-            "--sequence-parallel needs --tensor-model-parallel-size of at least 2; use that, or "
-            "--no-sequence-parallel where it comes from a checkpoint."
+            "--sequence-parallel needs --tensor-model-parallel-size of at least 2; use "
+            "that, or --no-sequence-parallel where it comes from a checkpoint."
         )
     args.data_parallel_size = args.world_size // (tp * pp * cp)
 
@@ -167,8 +194,8 @@ def _complete_precision(args: argparse.Namespace) -> None:
 
 
 def _complete_data(args: argparse.Namespace) -> None:
-    # A context-parallel rank holds two chunks of every sequence, and sequence parallelism cuts
-    # what it holds once more.
+    # A context-parallel rank holds two chunks of every sequence, and sequence
+    # parallelism cuts what it holds once more.
     cp = args.context_parallel_size
     args.pad_multiple = 2 * cp if cp > 1 else 1
     multiple = args.pad_multiple
@@ -177,7 +204,8 @@ def _complete_data(args: argparse.Namespace) -> None:
     if args.seq_length % multiple:
         raise ValueError(
             f"--seq-length {args.seq_length} must be a multiple of {multiple} with "
-            f"--context-parallel-size {cp}; use {-(-args.seq_length // multiple) * multiple}."
+            f"--context-parallel-size {cp}; use "
+            f"{-(-args.seq_length // multiple) * multiple}."
         )
     per_step = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size is None:
@@ -186,6 +214,7 @@ def _complete_data(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--global-batch-size {args.global_batch_size} must be a multiple of "
             f"--micro-batch-size x data-parallel ranks = {args.micro_batch_size} x "
-            f"{args.data_parallel_size}; use {-(-args.global_batch_size // per_step) * per_step}."
+            f"{args.data_parallel_size}; use "
+            f"{-(-args.global_batch_size // per_step) * per_step}."
         )
     args.num_micro_batches = args.global_batch_size // per_step

@@ -1,4 +1,5 @@
-"""Saves and loads everything that a run needs to continue as if it had never stopped."""
+"""Saves and loads everything that a run needs to continue as if it had never
+stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def save_checkpoint(
 ) -> Path:
     """Write one checkpoint; every rank calls it.
 
-    It gets its name when it is complete, so a save that is cut off leaves the checkpoint before it.
+    It gets its name when it is complete, so a save that is cut off leaves the
+    checkpoint before it.
 
     Raises:
         OSError: the disk is full, or refuses for another reason.
@@ -55,7 +57,8 @@ def save_checkpoint(
         torch.distributed.barrier()
         if is_first:
             (partial / settings.FILE).write_text(settings_json)
-            if target.exists():  # complete, but the run was continued from an earlier one
+            # complete, but the run was continued from an earlier one
+            if target.exists():
                 shutil.rmtree(target)
             partial.rename(target)
             write_whole(folder / LATEST, str(iteration))
@@ -73,8 +76,11 @@ def save_checkpoint(
     return target
 
 
-def load_checkpoint(source: Path, args: argparse.Namespace, training: Any, feed: Feed) -> int:
-    """Restore model, optimizer, schedule, data position and random state; returns the iteration.
+def load_checkpoint(
+    source: Path, args: argparse.Namespace, training: Any, feed: Feed
+) -> int:
+    """Restore model, optimizer, schedule, data position and random state; returns the
+    iteration.
 
     ``args`` give the schedule its ends.
 
@@ -91,7 +97,8 @@ def load_checkpoint(source: Path, args: argparse.Namespace, training: Any, feed:
     _set_ends(training.optimizer, former["max_lr"], former["min_lr"])
     state = _sharded_state(training, is_loading=True)
     if common["world_size"] != torch.distributed.get_world_size():
-        # Random states belong to ranks; nothing in this model draws from them after the start.
+        # Random states belong to ranks; nothing in this model draws from them after the
+        # start.
         del state["rng"]
     state, left_over, lacking = cast(
         tuple[dict[str, Any], set[str], set[str]],
@@ -116,8 +123,8 @@ def _set_ends(optimizer: Any, lr: float, min_lr: float) -> None:
 def _write_in_this_process() -> None:
     """Let Megatron's writer hand its results over without a helper process.
 
-    The helper of its `multiprocessing.Manager` takes seconds to start, and a signal to the process
-    group would end it in the middle of a save.
+    The helper of its `multiprocessing.Manager` takes seconds to start, and a signal to
+    the process group would end it in the middle of a save.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -126,9 +133,12 @@ def _write_in_this_process() -> None:
 
 
 def _check_model(left_over: Any, lacking: Any, source: Path) -> None:
-    """Refuse when the checkpoint holds tensors that the model has not, or the other way round."""
+    """Refuse when the checkpoint holds tensors that the model has not, or the other way
+    round."""
     lists = {
-        "it holds {}, which this model has not": {k for k in left_over if k.split("/")[0] != "rng"},
+        "it holds {}, which this model has not": {
+            k for k in left_over if k.split("/")[0] != "rng"
+        },
         "it lacks {}, which this model has": set(lacking),
     }
     found = [
@@ -144,7 +154,9 @@ def _sharded_state(training: Any, is_loading: bool) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.utils import unwrap_model
 
-    model_state = unwrap_model([training.model])[0].sharded_state_dict(metadata=_METADATA)
+    model_state = unwrap_model([training.model])[0].sharded_state_dict(
+        metadata=_METADATA
+    )
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return {
         "model": model_state,
@@ -157,7 +169,9 @@ def _sharded_state(training: Any, is_loading: bool) -> dict[str, Any]:
 
 def _check_data(saved: dict[str, Any], now: dict[str, Any], source: Path) -> None:
     different = [
-        f"{key} was {saved.get(key)}, is {now[key]}" for key in now if saved.get(key) != now[key]
+        f"{key} was {saved.get(key)}, is {now[key]}"
+        for key in now
+        if saved.get(key) != now[key]
     ]
     if different:
         raise ValueError(

@@ -1,12 +1,12 @@
 """Text files as one stream of byte tokens.
 
-A document is the bytes (0..255) of one file. An end-of-document token is before, between and after
-documents:
+A document is the bytes (0..255) of one file. An end-of-document token is before,
+between and after documents:
 
     EOD d0 d0 d0 EOD d1 d1 EOD ... EOD
 
-Every position but the last is an input, and its label is the next token: each byte and each end is
-predicted exactly once.
+Every position but the last is an input, and its label is the next token: each byte and
+each end is predicted exactly once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from torch import Tensor
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
 
-_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_NOT_LIBRARY = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,9 @@ def standard_library() -> Corpus:
     """The source of the running Python's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
-        path for path in root.rglob("*.py") if not _NOT_LIBRARY & set(path.relative_to(root).parts)
+        path
+        for path in root.rglob("*.py")
+        if not _NOT_LIBRARY & set(path.relative_to(root).parts)
     )
     return _read(files)
 
@@ -91,12 +100,14 @@ def read_paths(paths: Sequence[str]) -> Corpus:
             named.append(path)
     below_folders = _read(found)
     corpus = Corpus(
-        tuple(p.read_bytes() for p in named) + below_folders.documents, below_folders.skipped
+        tuple(p.read_bytes() for p in named) + below_folders.documents,
+        below_folders.skipped,
     )
     if not corpus.num_bytes:
         raise ValueError(
-            f"--data {' '.join(map(str, paths))}: no text in there ({len(corpus.documents)} files "
-            f"are empty, {len(corpus.skipped)} are not UTF-8); name text files or folders of them."
+            f"--data {' '.join(map(str, paths))}: no text in there "
+            f"({len(corpus.documents)} files are empty, {len(corpus.skipped)} are not "
+            "UTF-8); name text files or folders of them."
         )
     return corpus
 
@@ -123,7 +134,9 @@ def _is_text(content: bytes) -> bool:
 def token_stream(corpus: Corpus) -> TokenStream:
     """Lay the documents out one after the other, end-of-document tokens around each."""
     tokens = torch.full(
-        (corpus.num_bytes + len(corpus.documents) + 1,), END_OF_DOCUMENT, dtype=torch.int16
+        (corpus.num_bytes + len(corpus.documents) + 1,),
+        END_OF_DOCUMENT,
+        dtype=torch.int16,
     )
     starts, position = [], 0
     for document in corpus.documents:

@@ -9,8 +9,11 @@ from typing import Any
 LOSS_CURVE = "loss.png"
 
 
-def plot_loss(history: list[dict[str, Any]], path: Path, held_out: float | None = None) -> None:
-    """Draw loss over tokens seen: every step, a running mean, the held-out loss at the end."""
+def plot_loss(
+    history: list[dict[str, Any]], path: Path, held_out: float | None = None
+) -> None:
+    """Draw loss over tokens seen: every step, a running mean, the held-out loss at the
+    end."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -20,7 +23,9 @@ def plot_loss(history: list[dict[str, Any]], path: Path, held_out: float | None 
     tokens = [count / 1e6 for count in accumulate(m["tokens"] for m in history)]
     losses = [m["loss"] for m in history]
     axes.plot(tokens, losses, linewidth=0.8, alpha=0.4, label="step")
-    axes.plot(tokens, running_mean(losses), linewidth=1.6, color="C0", label="running mean")
+    axes.plot(
+        tokens, running_mean(losses), linewidth=1.6, color="C0", label="running mean"
+    )
     if held_out is not None:
         label = f"held-out documents, at the end: {held_out:.3f}"
         axes.axhline(held_out, linewidth=1, linestyle="--", color="C1", label=label)
@@ -34,7 +39,8 @@ def plot_loss(history: list[dict[str, Any]], path: Path, held_out: float | None 
 
 
 def running_mean(values: list[float], decay: float = 0.9) -> list[float]:
-    """``sum_i decay^(t-i) x_i / sum_i decay^(t-i)``, i <= t: the first value weighs as the others.
+    """``sum_i decay^(t-i) x_i / sum_i decay^(t-i)``, i <= t: the first value weighs as
+    the others.
 
     A step sees few documents, so its loss alone jumps.
     """

@@ -21,7 +21,8 @@ _WAIT_S = 6
 def refuse(message: str, code: int = 1) -> NoReturn:
     """End with one line, printed by rank 0, about a fault that every rank finds alike.
 
-    A rank that still runs some seconds later has a fault of its own, and prints its line too.
+    A rank that still runs some seconds later has a fault of its own, and prints its
+    line too.
     """
     if rank() != 0:
         time.sleep(_WAIT_S)
@@ -29,7 +30,8 @@ def refuse(message: str, code: int = 1) -> NoReturn:
 
 
 def fail(error: BaseException, said: str, output_dir: Path, way_on: str) -> NoReturn:
-    """End with the line ``said`` about an error of this rank; its traceback goes into a file."""
+    """End with the line ``said`` about an error of this rank; its traceback goes into a
+    file."""
     if _is_echo(error):
         time.sleep(_WAIT_S)
     text = "".join(traceback.format_exception(error))
@@ -48,14 +50,16 @@ def first_line(error: BaseException) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error that quotes the tracebacks of other ranks: its cause."""
+    """The last line of an error that quotes the tracebacks of other ranks: its
+    cause."""
     return [*filter(None, str(error).splitlines()), type(error).__name__][-2][:300]
 
 
 def ask_the_disk(folder: Path) -> OSError | None:
     """Why files below ``folder`` cannot grow, or None if they can.
 
-    Megatron's writer keeps the type of an error and loses its number, so the disk is asked again.
+    Megatron's writer keeps the type of an error and loses its number, so the disk is
+    asked again.
     """
     files = [path for path in folder.glob("*") if path.is_file()]
     for path in files or [folder / "probe"]:
@@ -69,7 +73,8 @@ def ask_the_disk(folder: Path) -> OSError | None:
 
 
 def full_disk(error: BaseException, path: Path) -> str | None:
-    """``error`` in words if its cause is a full disk (or quota, or file-size limit), else None."""
+    """``error`` in words if its cause is a full disk (or quota, or file-size limit),
+    else None."""
     number = getattr(error, "errno", None)
     if number == errno.ENOSPC:
         return f"the disk of {path} is full"
@@ -79,8 +84,14 @@ def full_disk(error: BaseException, path: Path) -> str | None:
 
 
 def _is_echo(error: BaseException) -> bool:
-    """Whether this error follows from the end of another rank, which prints the reason."""
-    signs = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "eset connection")
+    """Whether this error follows from the end of another rank, which prints the
+    reason."""
+    signs = (
+        "onnection closed by peer",
+        "onnection reset by peer",
+        "roken pipe",
+        "eset connection",
+    )
     return any(sign in str(error) for sign in signs)
 
 
@@ -97,19 +108,22 @@ def _write_traceback(text: str, output_dir: Path) -> Path | str:
 
 
 def _leave(line: str, code: int) -> NoReturn:
-    """Exit without waiting for threads and process groups, whose other ends may be gone."""
+    """Exit without waiting for threads and process groups, whose other ends may be
+    gone."""
     sys.stdout.flush()
     below_the_bar = "\n" if sys.stderr.isatty() else ""
     print(below_the_bar + line, file=sys.stderr, flush=True)
     _tell_torchrun(line)
-    torch = sys.modules.get("torch")  # None: a wrong flag, found before torch was imported
+    # None: a wrong flag, found before torch was imported
+    torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
         os._exit(code)
     raise SystemExit(code)
 
 
 def _tell_torchrun(line: str) -> None:
-    """Write the line that torchrun, started without `launch.py`, quotes in its traceback."""
+    """Write the line that torchrun, started without `launch.py`, quotes in its
+    traceback."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         now = str(int(time.time()))

@@ -1,7 +1,9 @@
-"""Feeds each rank its micro-batches: data-parallel ranks take turns, context-parallel ranks share.
+"""Feeds each rank its micro-batches: data-parallel ranks take turns, context-parallel
+ranks share.
 
-The position in the data is one number, the micro-batches that all data-parallel ranks have
-consumed. With `Feed.identity` it determines every token that follows, so a checkpoint stores both.
+The position in the data is one number, the micro-batches that all data-parallel ranks
+have consumed. With `Feed.identity` it determines every token that follows, so a
+checkpoint stores both.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Feed:
         seq_length: tokens of a row, or the longest packed piece.
         micro_batch_size: rows, or packed tokens in units of ``seq_length``.
         packing: packed pieces or dense rows.
-        multiple: packed pieces are padded to multiples of this, ``2 * context_parallel_size``.
+        multiple: packed pieces are padded to multiples of this,
+            ``2 * context_parallel_size``.
         cp_size, cp_rank, dp_size, dp_rank: this rank's place.
         device: where the batches go.
         consumed: micro-batches already used by all data-parallel ranks.
@@ -71,7 +74,9 @@ class Feed:
     _plan: Sequence[Any] = field(default=(), init=False)
 
     @classmethod
-    def of(cls, args: Any, corpus: Corpus, device: torch.device, shuffle: bool = True) -> Feed:
+    def of(
+        cls, args: Any, corpus: Corpus, device: torch.device, shuffle: bool = True
+    ) -> Feed:
         """The feed of this rank's place in Megatron's parallel state."""
         from megatron.core import parallel_state
 
@@ -160,7 +165,9 @@ class Feed:
 
         def offsets(lengths: tuple[int, ...]) -> Tensor:
             return torch.tensor(
-                list(accumulate(lengths, initial=0)), dtype=torch.int32, device=self.device
+                list(accumulate(lengths, initial=0)),
+                dtype=torch.int32,
+                device=self.device,
             )
 
         real, padded = offsets(batch.lengths), offsets(batch.padded_lengths)

@@ -1,4 +1,5 @@
-"""The last lines of a run: the files that it leaves, and the command that continues it."""
+"""The last lines of a run: the files that it leaves, and the command that continues
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from pretraining.folders import BASE, CHECKPOINTS, checkpoint_of, newest_run, st
 def closing_words(args, iteration: int) -> str:
     """The files that the run leaves, and the command for further steps."""
     scripts = Path(sys.executable).parent
-    board = _shortest(scripts / "tensorboard") if (scripts / "tensorboard").exists() else ""
+    board = (
+        _shortest(scripts / "tensorboard") if (scripts / "tensorboard").exists() else ""
+    )
     return (
         f"loss curve     {args.output_dir / LOSS_CURVE}\n"
         f"TensorBoard    {board or 'tensorboard'} --logdir {args.tensorboard_dir}\n"
@@ -33,7 +36,8 @@ def how_to_go_on(args) -> str:
 
 
 def how_to_go_back(args, bad: int) -> str:
-    """Where to continue if the weights of step ``bad`` gave a number that is not finite.
+    """Where to continue if the weights of step ``bad`` gave a number that is not
+    finite.
 
     A checkpoint is good if the step after it was finite, so that of step ``bad`` is not
     recommended.
@@ -41,23 +45,33 @@ def how_to_go_back(args, bad: int) -> str:
     lower = f"--lr {args.lr / 4:g} --min-lr {args.min_lr / 4:g}"
     start = int(args.start.name.removeprefix("iter_")) if args.start else 0
     for folder, last in ((args.save, bad), (args.load, start)):
-        proven = [s for s in steps_in(folder) if s < bad and s <= last] if folder else []
+        proven = (
+            [s for s in steps_in(folder) if s < bad and s <= last] if folder else []
+        )
         if proven:
             command = command_of(
-                args, "--load", shlex.quote(str(folder)), f"--ckpt-step {proven[-1]}", lower
+                args,
+                "--load",
+                shlex.quote(str(folder)),
+                f"--ckpt-step {proven[-1]}",
+                lower,
             )
             return (
-                f"the last good checkpoint is that of step {proven[-1]}, go on from it in a new "
-                f"folder with a lower learning rate: {command}"
+                f"the last good checkpoint is that of step {proven[-1]}, go on from it "
+                f"in a new folder with a lower learning rate: {command}"
             )
     if bad == start:
         source = args.start or args.pretrained_checkpoint or "the start"
         return f"its weights are those of {source}, which this run has not changed yet"
-    return f"there is no checkpoint from before: start again with a lower learning rate, {lower}"
+    return (
+        "there is no checkpoint from before: start again with a lower learning rate, "
+        f"{lower}"
+    )
 
 
 def command_to_resume(args) -> str:
-    """The command line that continues this run; its settings come from the checkpoint."""
+    """The command line that continues this run; its settings come from the
+    checkpoint."""
     words = ["--resume"]
     if args.output_dir.absolute() != newest_run(BASE).absolute():
         words += ["--output-dir", shlex.quote(str(args.output_dir))]
@@ -67,7 +81,8 @@ def command_to_resume(args) -> str:
 
 
 def command_of(args, *flags: str) -> str:
-    """The command line that starts as many processes as this run has, with these flags."""
+    """The command line that starts as many processes as this run has, with these
+    flags."""
     script = _shortest(Path(sys.argv[0]).absolute())
     if args.world_size != int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size):
         words = ["torchrun, on every node as before,", script]

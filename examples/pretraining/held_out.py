@@ -1,6 +1,7 @@
 """Documents that training never sees, and the loss on them.
 
-Their content alone selects them: equal files stay on one side, in any order of the corpus.
+Their content alone selects them: equal files stay on one side, in any order of the
+corpus.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ MOST_MICRO_BATCHES = 8
 
 
 def hold_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
-    """Split a corpus into documents to train on and held-out ones, both in its order."""
-    contents = sorted(set(corpus.documents), key=lambda text: hashlib.sha256(text).digest())
+    """Split a corpus into documents to train on and held-out ones, both in its
+    order."""
+    contents = sorted(
+        set(corpus.documents), key=lambda text: hashlib.sha256(text).digest()
+    )
     # Empty documents are trained on: a loss over nothing but their ends says nothing.
     chosen = set([text for text in contents if text][: len(contents) // ONE_IN])
     kept = tuple(text for text in corpus.documents if text not in chosen)
@@ -34,7 +38,8 @@ def hold_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
 def held_out_loss(
     args, training, held_out: Corpus, device: torch.device
 ) -> tuple[float | None, str]:
-    """The mean loss per byte of pieces of the held-out documents (or None), and a line about it.
+    """The mean loss per byte of pieces of the held-out documents (or None), and a line
+    about it.
 
     Every rank takes part.
 
@@ -45,7 +50,8 @@ def held_out_loss(
 
     if not held_out.documents:
         return None, (
-            f"no held-out loss: a corpus of fewer than {ONE_IN} documents is trained on whole"
+            f"no held-out loss: a corpus of fewer than {ONE_IN} documents is trained "
+            "on whole"
         )
     feed = Feed.of(args, held_out, device)
     per_rank = feed.micro_batches_per_epoch // args.data_parallel_size
@@ -64,7 +70,8 @@ def held_out_loss(
     loss, labels = mean_loss(sums, device)
     if not math.isfinite(loss):  # the same number on every rank
         raise NotFiniteError(
-            f"the held-out loss after step {args.train_iters} is {loss}", weights=args.train_iters
+            f"the held-out loss after step {args.train_iters} is {loss}",
+            weights=args.train_iters,
         )
     return loss, (
         f"held-out loss {loss:.3f} nats per byte, over {labels:,} bytes of "

@@ -1,11 +1,12 @@
-"""A run of the model that a Hugging Face ``config.json`` describes, from its weights or from none.
+"""A run of the model that a Hugging Face ``config.json`` describes, from its weights or
+from none.
 
     python -m megatron_gdn.hf import HF_FOLDER IMPORTED
     python examples/pretrain_hybrid.py --hf-config HF_FOLDER --pretrained-checkpoint IMPORTED
     python -m megatron_gdn.hf export OUTPUT_DIR/checkpoints NEW_FOLDER --like HF_FOLDER
 
-The text is bytes as tokens 0 to 256, and no tokenizer is read. So this shows the way from and to
-Hugging Face; it is a finetuning only for a model of bytes.
+The text is bytes as tokens 0 to 256, and no tokenizer is read. So this shows the way
+from and to Hugging Face; it is a finetuning only for a model of bytes.
 """
 
 from __future__ import annotations
@@ -36,11 +37,17 @@ def take_sizes(args: argparse.Namespace, named: set[str]) -> None:
     hf = read_hf_config(args.hf_config)
     if hf.vocab_size < VOCAB_SIZE:
         raise ValueError(
-            f"--hf-config {args.hf_config} has a vocabulary of {hf.vocab_size} tokens; this "
-            f"example's text needs {VOCAB_SIZE}, a byte each and the end of a document."
+            f"--hf-config {args.hf_config} has a vocabulary of {hf.vocab_size} tokens; "
+            f"this example's text needs {VOCAB_SIZE}, a byte each and the end of a "
+            "document."
         )
     args.vocab_size = hf.vocab_size
-    names = "hidden_size", "ffn_hidden_size", "num_attention_heads", *hf.gdn.config_fields
+    names = (
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        *hf.gdn.config_fields,
+    )
     sizes: dict[str, Any] = {name: getattr(hf.sizes, name) for name in names}
     pattern = args.hybrid_layer_pattern
     if pattern.replace("|", "") != hf.hybrid_layer_pattern:
@@ -72,7 +79,8 @@ def build(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def load_pretrained(folder: str | Path, training: Any) -> None:
-    """Fill the model with a checkpoint's weights; optimizer, schedule and data start afresh."""
+    """Fill the model with a checkpoint's weights; optimizer, schedule and data start
+    afresh."""
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 

@@ -1,6 +1,7 @@
 """Starts a script's ranks by torchrun; the script's own message is the last line.
 
-torchrun itself would add a traceback to every end that is not a success, Ctrl-C included.
+torchrun itself would add a traceback to every end that is not a success, Ctrl-C
+included.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ NPROC = "--nproc-per-node"
 
 
 def processes_to_start(flags: Sequence[str]) -> int:
-    """The value of `NPROC` among these flags; 1 if absent, wrong, or torchrun runs already."""
+    """The value of `NPROC` among these flags; 1 if absent, wrong, or torchrun runs
+    already."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(NPROC, dest="number", nargs="?")
     number = parser.parse_known_args(flags)[0].number or "1"
@@ -29,7 +31,8 @@ def launch(processes: int, script: str, flags: Sequence[str]) -> int:
     Returns:
         0, the exit code of the first rank that failed, or 128 + the signal's number.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until torchrun has a handler of its own
+    # until torchrun has a handler of its own
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     print(f"starting {processes} processes ...", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun takes 1 too, and warns
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -72,10 +72,10 @@ def start_distributed(args) -> torch.device:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if local_rank >= torch.cuda.device_count():
             refuse(
-                f"every process needs a GPU of its own, and there are "
-                f"{torch.cuda.device_count()}. Use {NPROC} {torch.cuda.device_count()} with "
-                "parallel sizes to match, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on "
-                "the CPU."
+                "every process needs a GPU of its own, and there are "
+                f"{torch.cuda.device_count()}. Use {NPROC} {torch.cuda.device_count()} "
+                "with parallel sizes to match, or hide the GPUs with "
+                "CUDA_VISIBLE_DEVICES= to run on the CPU."
             )
         torch.cuda.set_device(local_rank)
         use_torch_norm_after_the_last_hybrid_layer()
@@ -103,7 +103,11 @@ def start_distributed(args) -> torch.device:
     )
     torch.manual_seed(args.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
-    return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if has_gpu
+        else torch.device("cpu")
+    )
 
 
 def train(args, corpus, device: torch.device, stop: Stop) -> None:
@@ -145,7 +149,8 @@ def train(args, corpus, device: torch.device, stop: Stop) -> None:
 
 
 def text_sample(args, training) -> str:
-    """The text that the model writes, and its speed; or the reason why there is none."""
+    """The text that the model writes, and its speed; or the reason why there is
+    none."""
     try:
         text, rate = sample(
             training.model,
@@ -164,7 +169,8 @@ def text_sample(args, training) -> str:
 
 
 def start_from(args, training, feed: Feed) -> int:
-    """Restore the checkpoint to continue from, if there is one; returns the steps already done."""
+    """Restore the checkpoint to continue from, if there is one; returns the steps
+    already done."""
     if not args.start:
         if args.pretrained_checkpoint:
             load_pretrained(args.pretrained_checkpoint, training)
@@ -175,8 +181,11 @@ def start_from(args, training, feed: Feed) -> int:
         refuse(str(error))
 
 
-def run_steps(args, training, feed, device, stop: Stop, report: Report, first: int) -> int:
-    """Train until the last step or until some rank is asked to stop; returns the step it is at.
+def run_steps(
+    args, training, feed, device, stop: Stop, report: Report, first: int
+) -> int:
+    """Train until the last step or until some rank is asked to stop; returns the step
+    it is at.
 
     That step's checkpoint is then on disk.
     """
@@ -189,7 +198,9 @@ def run_steps(args, training, feed, device, stop: Stop, report: Report, first: i
             stop.request(full or f"{args.output_dir} cannot be written ({error})")
         is_end = stop.agreed(device) or iteration == args.train_iters
         if is_end or (args.save_interval and iteration % args.save_interval == 0):
-            place = save_checkpoint(args.save, iteration, training, feed, args.settings_json)
+            place = save_checkpoint(
+                args.save, iteration, training, feed, args.settings_json
+            )
             report.say(f"saved {place}")
         if is_end:
             return iteration
@@ -198,16 +209,28 @@ def run_steps(args, training, feed, device, stop: Stop, report: Report, first: i
 
 def describe(args, corpus, training, device: torch.device, first: int) -> str:
     parameters = sum(p.numel() for p in training.model.parameters())
-    steps = f"steps {first + 1}..{args.train_iters}" if first else f"{args.train_iters} steps"
+    steps = (
+        f"steps {first + 1}..{args.train_iters}"
+        if first
+        else f"{args.train_iters} steps"
+    )
     if first == args.train_iters:
-        steps = f"step {first} is reached (--train-iters {2 * first} would go on), steps"
-    skipped = f", {len(corpus.skipped)} files that are not text skipped" if corpus.skipped else ""
+        steps = (
+            f"step {first} is reached (--train-iters {2 * first} would go on), steps"
+        )
+    skipped = (
+        f", {len(corpus.skipped)} files that are not text skipped"
+        if corpus.skipped
+        else ""
+    )
     return (
         f"{args.hybrid_layer_pattern}: {parameters / 1e6:.2f} M parameters on rank 0, "
-        f"{'bf16' if args.bf16 else 'fp32'} on {device.type}, tp {args.tensor_model_parallel_size} "
+        f"{'bf16' if args.bf16 else 'fp32'} on {device.type}, tp "
+        f"{args.tensor_model_parallel_size} "
         f"cp {args.context_parallel_size} pp {args.pipeline_model_parallel_size} "
         f"dp {args.data_parallel_size}, {args.transformer_impl} modules\n"
-        f"{len(corpus.documents)} documents, {corpus.num_bytes / 1e6:.1f} MB{skipped}; {steps} of "
+        f"{len(corpus.documents)} documents, {corpus.num_bytes / 1e6:.1f} "
+        f"MB{skipped}; {steps} of "
         f"{args.global_batch_size} x {args.seq_length} tokens, "
         f"{'packed' if args.packing else 'dense'}\n{words_of_schedule(args)}"
     )
@@ -215,6 +238,6 @@ def describe(args, corpus, training, device: torch.device, first: int) -> str:
 
 def words_of_schedule(args) -> str:
     return (
-        f"learning rate {args.lr:g}{args.lr_note} after {args.lr_warmup_iters} steps of warm-up, "
-        f"{args.min_lr:g} at the end"
+        f"learning rate {args.lr:g}{args.lr_note} after {args.lr_warmup_iters} steps "
+        f"of warm-up, {args.min_lr:g} at the end"
     )

@@ -1,4 +1,5 @@
-"""Builds the Megatron HybridModel, its data-parallel wrapper, optimizer and schedule."""
+"""Builds the Megatron HybridModel, its data-parallel wrapper, optimizer and
+schedule."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def build_training(args: argparse.Namespace) -> Training:
         config = model_config(args)
         model = build_model(args, config)
     if model.post_process:
-        model.output_layer.register_forward_hook(partial(_leave_out_padding, args.vocab_size))
+        model.output_layer.register_forward_hook(
+            partial(_leave_out_padding, args.vocab_size)
+        )
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
     if args.bf16:
@@ -80,7 +83,8 @@ def model_config(args: argparse.Namespace):
         bf16=args.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        # The mean over tokens, not over micro-batches: padding makes their counts differ.
+        # The mean over tokens, not over micro-batches: padding makes their counts
+        # differ.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         deterministic_mode=args.deterministic,
@@ -95,7 +99,9 @@ def build_model(args: argparse.Namespace, config: Any):
     tp = args.tensor_model_parallel_size
     return HybridModel(
         config,
-        hybrid_stack_spec("te" if args.transformer_impl == "transformer_engine" else "local"),
+        hybrid_stack_spec(
+            "te" if args.transformer_impl == "transformer_engine" else "local"
+        ),
         # The embedding is cut over tensor ranks; eight keeps matrix sizes even.
         vocab_size=-(-args.vocab_size // (8 * tp)) * 8 * tp,
         max_sequence_length=args.seq_length,
@@ -106,7 +112,9 @@ def build_model(args: argparse.Namespace, config: Any):
     )
 
 
-def _leave_out_padding(vocab_size: int, layer: Any, inputs: Any, outputs: tuple[Tensor, Any]):
+def _leave_out_padding(
+    vocab_size: int, layer: Any, inputs: Any, outputs: tuple[Tensor, Any]
+):
     """A hook of the output layer: logits of the vocabulary's padding are -inf.
 
     The number of padding rows depends on the number of tensor ranks; the loss must not.
@@ -122,7 +130,8 @@ def ddp_config(args: argparse.Namespace):
     from megatron.core.distributed import DistributedDataParallelConfig
 
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=args.use_distributed_optimizer,
     )
 
 

@@ -1,16 +1,17 @@
 """From a token stream to micro-batches of a fixed size, packed or dense.
 
-Packed (the default): a document becomes consecutive pieces of at most ``seq_length`` tokens. Every
-piece is a sequence of its own, padded to a multiple that context parallelism can cut. Pieces fill
-buffers of ``micro_batch_size * seq_length`` tokens; a piece that does not fit goes into the next
-buffer. The rest of a buffer is padding of its last piece.
+Packed (the default): a document becomes consecutive pieces of at most ``seq_length``
+tokens. Every piece is a sequence of its own, padded to a multiple that context
+parallelism can cut. Pieces fill buffers of ``micro_batch_size * seq_length`` tokens; a
+piece that does not fit goes into the next buffer. The rest of a buffer is padding of
+its last piece.
 
-Dense: the stream is cut every ``seq_length`` tokens, so a row may hold the end of one document and
-the start of the next.
+Dense: the stream is cut every ``seq_length`` tokens, so a row may hold the end of one
+document and the start of the next.
 
-Pieces (or rows) have a seeded order, a new one every epoch, or the corpus's order without
-shuffling. The last micro-batch of an epoch is padded to its full size. Padding has loss mask 0. In
-one epoch every byte is a label once.
+Pieces (or rows) have a seeded order, a new one every epoch, or the corpus's order
+without shuffling. The last micro-batch of an epoch is padded to its full size. Padding
+has loss mask 0. In one epoch every byte is a label once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from pretraining.corpus import END_OF_DOCUMENT, TokenStream
 
 @dataclass(frozen=True)
 class Piece:
-    """Labels ``start + 1 .. start + length`` of the stream, padded to ``padded`` tokens."""
+    """Labels ``start + 1 .. start + length`` of the stream, padded to ``padded``
+    tokens."""
 
     start: int
     length: int
@@ -39,10 +41,12 @@ class MicroBatch:
     """The tokens that the ranks of a context-parallel group share.
 
     Attributes:
-        tokens, labels, position_ids: int64 ``[rows, width]``; padding is the end-of-document id.
+        tokens, labels, position_ids: int64 ``[rows, width]``; padding is the
+            end-of-document id.
         loss_mask: float32 ``[rows, width]``, 0 on padding.
         lengths: real tokens of each packed piece; empty when dense.
-        padded_lengths: tokens of each piece in the buffer, summing to ``width``; empty when dense.
+        padded_lengths: tokens of each piece in the buffer, summing to ``width``; empty
+            when dense.
     """
 
     tokens: Tensor
@@ -84,7 +88,9 @@ def plan_packs(pieces: Sequence[Piece], capacity: int) -> list[tuple[Piece, ...]
     return packs
 
 
-def packed_micro_batch(stream: TokenStream, pack: tuple[Piece, ...], capacity: int) -> MicroBatch:
+def packed_micro_batch(
+    stream: TokenStream, pack: tuple[Piece, ...], capacity: int
+) -> MicroBatch:
     """Lay the pieces of one pack out in a ``[1, capacity]`` buffer."""
     padded = [piece.padded for piece in pack]
     padded[-1] += capacity - sum(padded)
@@ -106,7 +112,8 @@ def packed_micro_batch(stream: TokenStream, pack: tuple[Piece, ...], capacity: i
 def dense_micro_batch(
     stream: TokenStream, starts: Sequence[int], seq_length: int, rows: int
 ) -> MicroBatch:
-    """Rows of ``seq_length`` tokens from these positions; fewer than ``rows`` leave padding."""
+    """Rows of ``seq_length`` tokens from these positions; fewer than ``rows`` leave
+    padding."""
     batch = _empty(rows, seq_length)
     batch.position_ids[:] = torch.arange(seq_length)
     for row, start in enumerate(starts):
@@ -124,7 +131,12 @@ def _empty(rows: int, width: int) -> MicroBatch:
 
 
 def _fill(
-    batch: MicroBatch, row: int, offset: int, stream: TokenStream, start: int, length: int
+    batch: MicroBatch,
+    row: int,
+    offset: int,
+    stream: TokenStream,
+    start: int,
+    length: int,
 ) -> None:
     span = slice(offset, offset + length)
     batch.tokens[row, span] = stream.tokens[start : start + length].long()

@@ -11,10 +11,12 @@ FLAGS = ("output_dir", "save", "tensorboard_dir", "load", "resume", "ckpt_step")
 
 
 def settle(args: argparse.Namespace, given: set[str], shaping: set[str]) -> None:
-    """Fill in where the run writes, and the settings of the checkpoint that it continues from.
+    """Fill in where the run writes, and the settings of the checkpoint that it
+    continues from.
 
     Args:
-        args: the command line; gets ``start``, the checkpoint's folder, or None for a new run.
+        args: the command line; gets ``start``, the checkpoint's folder, or None for a
+            new run.
         given: names of the settings that stand on the command line.
         shaping: names of those that shape the model.
 
@@ -48,32 +50,37 @@ def settle(args: argparse.Namespace, given: set[str], shaping: set[str]) -> None
         )
         _refuse_to_go_back(args)
     elif args.ckpt_step is not None:
-        raise ValueError(f"--ckpt-step {args.ckpt_step} needs --load FOLDER or --resume.")
+        raise ValueError(
+            f"--ckpt-step {args.ckpt_step} needs --load FOLDER or --resume."
+        )
 
 
 def _refuse_to_overwrite(args: argparse.Namespace) -> None:
     if folders.holds_a_run(args.output_dir):
         raise ValueError(
-            f"--output-dir {args.output_dir} holds a run already: go on with it by --resume, or "
-            "name another folder."
+            f"--output-dir {args.output_dir} holds a run already: go on with it by "
+            "--resume, or name another folder."
         )
     if folders.holds_checkpoints(args.save):
         raise ValueError(
-            f"--save {args.save} holds checkpoints already: go on from them by --resume, or name "
-            "another folder."
+            f"--save {args.save} holds checkpoints already: go on from them by "
+            "--resume, or name another folder."
         )
 
 
 def _refuse_to_go_back(args: argparse.Namespace) -> None:
-    step, steps = int(args.start.name.removeprefix("iter_")), folders.steps_in(args.load)
+    step, steps = (
+        int(args.start.name.removeprefix("iter_")),
+        folders.steps_in(args.load),
+    )
     if args.resume and args.ckpt_step is not None and step < steps[-1]:
         raise ValueError(
-            f"{args.load} goes on to step {steps[-1]}, which --resume --ckpt-step {step} would "
-            f"overwrite. To continue from step {step} in a folder of its own, use --load "
-            f"{args.load} --ckpt-step {step} instead of --resume."
+            f"{args.load} goes on to step {steps[-1]}, which --resume --ckpt-step "
+            f"{step} would overwrite. To continue from step {step} in a folder of its "
+            f"own, use --load {args.load} --ckpt-step {step} instead of --resume."
         )
     if args.train_iters < step:
         raise ValueError(
-            f"--train-iters {args.train_iters} lies before step {step} of {args.start}; it counts "
-            "from the start of training, so make it larger."
+            f"--train-iters {args.train_iters} lies before step {step} of "
+            f"{args.start}; it counts from the start of training, so make it larger."
         )

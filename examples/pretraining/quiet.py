@@ -18,8 +18,8 @@ def hide_import_notes() -> None:
     observe.hide_import_notes()
     notes = r"torch\.distributed\.checkpoint"
     warnings.filterwarnings("ignore", category=UserWarning, module=notes)
-    # Megatron says this of every save, asynchronous or not, of saves that fail (which the run says
-    # in its own words) and of every distributed optimizer.
+    # Megatron says this of every save, asynchronous or not, of saves that fail (which
+    # the run says in its own words) and of every distributed optimizer.
     for name, note in (
         ("dist_checkpointing.strategies.torch", "async save is deprecated"),
         ("dist_checkpointing.strategies.filesystem_async", "encountered an error"),

@@ -1,4 +1,5 @@
-"""The record of a run: progress bar, TensorBoard, metrics.jsonl, loss.png. Only rank 0 writes."""
+"""The record of a run: progress bar, TensorBoard, metrics.jsonl, loss.png. Only rank 0
+writes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ class Report:
     """
 
     def __init__(
-        self, output_dir: Path, tensorboard_dir: Path, *, first: int, last: int, active: bool
+        self,
+        output_dir: Path,
+        tensorboard_dir: Path,
+        *,
+        first: int,
+        last: int,
+        active: bool,
     ) -> None:
         self._active = active
         if not active:
@@ -72,7 +79,8 @@ class Report:
         self._held_out = loss
 
     def close(self) -> None:
-        """Close the files and draw the curve; print a full disk, since the run is saved."""
+        """Close the files and draw the curve; print a full disk, since the run is
+        saved."""
         if not self._active:
             return
         self._progress.close()
@@ -86,7 +94,8 @@ class Report:
 
 
 def _threads_hand_on_os_errors(args: threading.ExceptHookArgs) -> None:
-    """Print no traceback for a full disk: TensorBoard's next call raises the thread's error."""
+    """Print no traceback for a full disk: TensorBoard's next call raises the thread's
+    error."""
     if not issubclass(args.exc_type, OSError):
         threading.__excepthook__(args)
 
@@ -132,14 +141,18 @@ class _Lines:
         self._said = now
         each = (now - self._started) / (self._done - self._first)
         left = round(each * (self._last - self._done))
-        self.say(f"step {self._done} of {self._last}: {figures}, {left // 60}:{left % 60:02} left")
+        self.say(
+            f"step {self._done} of {self._last}: {figures}, "
+            f"{left // 60}:{left % 60:02} left"
+        )
 
     def close(self) -> None:
         pass
 
 
 def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """The steps recorded in a run's output folder, without a last line that was cut off."""
+    """The steps recorded in a run's output folder, without a last line that was cut
+    off."""
     path = output_dir / METRICS
     if not path.is_file():
         return []

@@ -1,8 +1,8 @@
 """A run's settings travel with its checkpoints, as ``settings.json`` inside each.
 
-A continued run takes a setting from the command line if it is there, else from the checkpoint. The
-learning rate of each further step follows from these settings alone. Settings that shape the model
-cannot change.
+A continued run takes a setting from the command line if it is there, else from the
+checkpoint. The learning rate of each further step follows from these settings alone.
+Settings that shape the model cannot change.
 """
 
 from __future__ import annotations
@@ -48,18 +48,23 @@ def take_over(
     """Fill every setting that is not ``given`` from ``saved``, in place.
 
     Raises:
-        ValueError: settings that shape the model differ; all are named with both values.
+        ValueError: settings that shape the model differ; all are named with both
+            values.
     """
     given = set(given)
     different = [
-        f"{flag(name)} is {_shown(saved[name])} there and {_shown(getattr(args, name))} here"
+        f"{flag(name)} is {_shown(saved[name])} there and "
+        f"{_shown(getattr(args, name))} here"
         for name in shaping
-        if name in saved and name in given and not _same(name, saved[name], getattr(args, name))
+        if name in saved
+        and name in given
+        and not _same(name, saved[name], getattr(args, name))
     ]
     if different:
         raise ValueError(
-            f"{source} holds another model: {'; '.join(different)}. Leave out what differs (it is "
-            "taken from the checkpoint), or start a run of its own without --resume and --load."
+            f"{source} holds another model: {'; '.join(different)}. Leave out what "
+            "differs (it is taken from the checkpoint), or start a run of its own "
+            "without --resume and --load."
         )
     for name, value in saved.items():
         if name not in given and hasattr(args, name):
@@ -71,7 +76,8 @@ def flag(name: str) -> str:
 
 
 def _same(name: str, saved: Any, now: Any) -> bool:
-    if name == "hybrid_layer_pattern":  # where it is cut between pipeline stages is no matter
+    # where it is cut between pipeline stages is no matter
+    if name == "hybrid_layer_pattern":
         return saved.replace("|", "") == now.replace("|", "")
     if isinstance(saved, Path) and now is not None:
         return saved.absolute() == Path(now).absolute()

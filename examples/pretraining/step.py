@@ -1,6 +1,7 @@
 """One optimizer step of Megatron's, and its loss and gradient norm.
 
-If one of them is not finite, all ranks end the run before the optimizer changes any weights.
+If one of them is not finite, all ranks end the run before the optimizer changes any
+weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class NotFiniteError(Exception):
     """A loss or gradient norm that is NaN or inf.
 
     Attributes:
-        weights: the step that made the weights behind it; 0 for the weights of the start.
+        weights: the step that made the weights behind it; 0 for the weights of the
+            start.
     """
 
     def __init__(self, message: str, weights: int) -> None:
@@ -81,18 +83,20 @@ def forward_step(feed: Feed, model):
 
 
 def masked_sum(loss_mask: Tensor, loss_per_token: Tensor):
-    """Sum of the losses that count (fp32), how many there are, and both for the report."""
+    """Sum of the losses that count (fp32), how many there are, and both for the
+    report."""
     total = (loss_per_token.float() * loss_mask).sum()
     tokens = loss_mask.sum()
     return total, tokens.to(torch.int), torch.stack((total.detach(), tokens))
 
 
 def mean_loss(sums: Iterable[Tensor], device: torch.device) -> tuple[float, int]:
-    """Mean loss per token over all ranks, and the number of tokens, the same on every rank.
+    """Mean loss per token over all ranks, and the number of tokens, the same on every
+    rank.
 
     Args:
-        sums: `masked_sum`'s last value of each micro-batch; empty on all but the last pipeline
-            stage.
+        sums: `masked_sum`'s last value of each micro-batch; empty on all but the last
+            pipeline stage.
     """
     from megatron.core import parallel_state
 
@@ -115,8 +119,11 @@ def gradient_norm(optimizer) -> float:
     return float(optimizer.get_grad_norm())
 
 
-def require_finite(iteration: int, device: torch.device, *, loss: float, grad_norm: float) -> None:
-    """Raise on all ranks if a number of one rank is not finite; a collective of all ranks."""
+def require_finite(
+    iteration: int, device: torch.device, *, loss: float, grad_norm: float
+) -> None:
+    """Raise on all ranks if a number of one rank is not finite; a collective of all
+    ranks."""
     bad = not (math.isfinite(loss) and math.isfinite(grad_norm))
     anywhere = torch.tensor([float(bad)], device=device)
     torch.distributed.all_reduce(anywhere, torch.distributed.ReduceOp.MAX)
@@ -124,7 +131,7 @@ def require_finite(iteration: int, device: torch.device, *, loss: float, grad_no
         what = "loss" if not math.isfinite(loss) else "gradient norm"
         number = loss if what == "loss" else grad_norm
         raise NotFiniteError(
-            f"the {what} of step {iteration} is {number}, so the run stops before that step "
-            "changes the weights",
+            f"the {what} of step {iteration} is {number}, so the run stops before "
+            "that step changes the weights",
             weights=iteration - 1,
         )

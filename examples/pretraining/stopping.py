@@ -1,7 +1,8 @@
 """SIGINT and SIGTERM end a run at the next step boundary, where every rank can save.
 
-Ranks may notice a signal in different steps, so they agree after every step. Before the first step
-and after the last save nothing can be lost, so a signal ends the process at once.
+Ranks may notice a signal in different steps, so they agree after every step. Before the
+first step and after the last save nothing can be lost, so a signal ends the process at
+once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Stop:
     def at_step_boundaries(self) -> Iterator[None]:
         """Inside, signals wait for `agreed`; outside they end the process at once.
 
-        After an exception, a signal comes from torchrun, which ends the remaining ranks.
+        After an exception, a signal comes from torchrun, which ends the remaining
+        ranks.
         """
         self._at_boundary = True
         try:
@@ -73,5 +75,8 @@ class Stop:
 
     def _set(self, number: int) -> None:
         self._code = number
-        in_words: dict[int, str] = {signal.SIGINT: "SIGINT (Ctrl-C)", signal.SIGTERM: "SIGTERM"}
+        in_words: dict[int, str] = {
+            signal.SIGINT: "SIGINT (Ctrl-C)",
+            signal.SIGTERM: "SIGTERM",
+        }
         self.reason = in_words.get(number, "another rank")

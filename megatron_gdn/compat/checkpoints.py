@@ -1,8 +1,8 @@
 """Repairs Megatron 0.19's writing and reading of checkpoints.
 
-The first part of this file wraps methods of optimizers; `.mixed_dtype_optimizers` installs the
-wrappers. The second part reads the bias and the adapters of ``in_proj`` from files of Megatron's
-own layer.
+The first part of this file wraps methods of optimizers; `.mixed_dtype_optimizers`
+installs the wrappers. The second part reads the bias and the adapters of ``in_proj``
+from files of Megatron's own layer.
 """
 
 from __future__ import annotations
@@ -34,21 +34,29 @@ def log_repair(message: str) -> None:
     log_once(f"megatron-core {__version__}: {message}")
 
 
-def store_empty_shares(original: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Let ``sharded_param_state_dp_reshardable`` (``original``) store shares without parameters.
+def store_empty_shares(
+    original: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Let ``sharded_param_state_dp_reshardable`` (``original``) store shares without
+    parameters.
 
-    The fp32 bucket is small, so a rank's share of it may hold no parameter. Megatron refuses to
-    save such a share ("empty bucket encountered"; NVIDIA/Megatron-LM pull request 6191 covers
-    shares of padding). This wrapper adds an entry marked as padding, which a load skips.
+    The fp32 bucket is small, so a rank's share of it may hold no parameter. Megatron
+    refuses to save such a share ("empty bucket encountered"; NVIDIA/Megatron-LM pull
+    request 6191 covers shares of padding). This wrapper adds an entry marked as
+    padding, which a load skips.
     """
     try:
         return original(optimizer, *args, **kwargs)
     except (AssertionError, IndexError):  # IndexError if python -O skips the assertion
-        of_buffers = (buckets for ranges in optimizer.gbuf_ranges for buckets in ranges.values())
+        of_buffers = (
+            buckets for ranges in optimizer.gbuf_ranges for buckets in ranges.values()
+        )
         if all(bucket["param_map"] for bucket in chain.from_iterable(of_buffers)):
             raise
     get_state = optimizer.get_parameter_state_dp_reshardable
-    optimizer.get_parameter_state_dp_reshardable = lambda: _with_padding(optimizer, get_state())
+    optimizer.get_parameter_state_dp_reshardable = lambda: _with_padding(
+        optimizer, get_state()
+    )
     try:
         state = original(optimizer, *args, **kwargs)
     finally:
@@ -61,7 +69,8 @@ def store_empty_shares(original: Callable, optimizer: Any, /, *args: Any, **kwar
 
 
 def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
-    """Return ``state`` with an added entry for each bucket in which this rank has no parameter."""
+    """Return ``state`` with an added entry for each bucket in which this rank has no
+    parameter."""
     group = optimizer.data_parallel_group
     for index, buffer in enumerate(optimizer.buffers):
         for entries_of_buckets in state[index].values():
@@ -76,40 +85,53 @@ def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
     return state
 
 
-def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: Any) -> dict:
-    """An entry with zeros ``[size]`` in the dtypes of ``example``, in fp32 if that is empty."""
+def _padding_entry(
+    optimizer: Any, example: dict[str, Any], size: int, device: Any
+) -> dict:
+    """An entry with zeros ``[size]`` in the dtypes of ``example``, in fp32 if that is
+    empty."""
     dtypes = {
         key: value.dtype
         for key, value in example.items()
         if isinstance(value, Tensor) and key != "step"  # "step" is one number
     } or dict.fromkeys(("param", *optimizer.optimizer_state_keys), torch.float32)
-    zeros = {key: torch.zeros(size, dtype=dtype, device=device) for key, dtype in dtypes.items()}
+    zeros = {
+        key: torch.zeros(size, dtype=dtype, device=device)
+        for key, dtype in dtypes.items()
+    }
     # A file cannot hold an empty tensor, so an entry of size 0 has no tensors.
     place = {"gbuf_local_start": 0, "gbuf_local_end": size, "padding": True}
     return zeros | place if size else place
 
 
-def cut_without_padding(shard_state: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call ``sharded_param_state_fully_reshardable`` (``shard_state``) with corrected offsets.
+def cut_without_padding(
+    shard_state: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``sharded_param_state_fully_reshardable`` (``shard_state``) with corrected
+    offsets.
 
-    With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers every state
-    without the padding between buckets and then cuts the state at offsets that count the padding.
-    Parameters after the first padding get values of other parameters, without an error (repaired on
-    Megatron's main). This wrapper gives Megatron buffers without padding, so the offsets fit.
+    With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers
+    every state without the padding between buckets and then cuts the state at offsets
+    that count the padding. Parameters after the first padding get values of other
+    parameters, without an error (repaired on Megatron's main). This wrapper gives
+    Megatron buffers without padding, so the offsets fit.
     """
     gather, buffers = optimizer.get_parameter_state_dp_zero, optimizer.buffers
-    if not any(b.grad_data.numel() != b.numel_unpadded for x in buffers for b in x.buckets[:-1]):
+    if not any(
+        b.grad_data.numel() != b.numel_unpadded for x in buffers for b in x.buckets[:-1]
+    ):
         return shard_state(optimizer, *args, **kwargs)
 
     def gather_then_leave_padding_out(*args: Any, **kwargs: Any) -> Any:
-        """Return the gathered states; replace ``optimizer.buffers`` by copies without padding."""
+        """Return the gathered states; replace ``optimizer.buffers`` by copies without
+        padding."""
         gathered = gather(*args, **kwargs)
         optimizer.buffers = [_without_padding(buffer) for buffer in buffers]
         return gathered
 
     log_repair(
-        "the places of the optimizer's states in a buffer of several buckets were corrected "
-        "for the fully_reshardable checkpoint."
+        "the places of the optimizer's states in a buffer of several buckets were "
+        "corrected for the fully_reshardable checkpoint."
     )
     optimizer.get_parameter_state_dp_zero = gather_then_leave_padding_out
     try:
@@ -120,11 +142,14 @@ def cut_without_padding(shard_state: Callable, optimizer: Any, /, *args: Any, **
 
 
 def _without_padding(buffer: Any) -> SimpleNamespace:
-    """Sizes and parameter offsets of a gradient ``buffer``, as if its buckets had no padding."""
+    """Sizes and parameter offsets of a gradient ``buffer``, as if its buckets had no
+    padding."""
     buckets, start, moves = [], 0, []
     for bucket in buffer.buckets:
         size = bucket.numel_unpadded
-        buckets.append(SimpleNamespace(grad_data=bucket.grad_data[:size], numel_unpadded=size))
+        buckets.append(
+            SimpleNamespace(grad_data=bucket.grad_data[:size], numel_unpadded=size)
+        )
         moves.append(start - bucket.offset)
         start += size
     places = {
@@ -136,17 +161,21 @@ def _without_padding(buffer: Any) -> SimpleNamespace:
     )
 
 
-def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = False) -> Any:
+def make_states_to_load(
+    state_dict: Callable, chained: Any, is_loading: bool = False
+) -> Any:
     """Let ``ChainedOptimizer.state_dict`` (``state_dict``) make states before a load.
 
-    Megatron's method ignores ``is_loading``, which a load of the format torch_dcp sets. If it is
-    set, this wrapper first makes states in each optimizer of ``chained``, for the load to fill.
+    Megatron's method ignores ``is_loading``, which a load of the format torch_dcp sets.
+    If it is set, this wrapper first makes states in each optimizer of ``chained``, for
+    the load to fill.
     """
     if is_loading:
         for member in chained.chained_optimizers:
             if not member.is_stub_optimizer:
                 member.init_state_fn(member.optimizer, member.config)
-                # Only torch's Adam has a step per parameter; others have a step per group.
+                # Only torch's Adam has a step per parameter; others have a step per
+                # group.
                 if isinstance(member.optimizer, torch.optim.Adam):
                     for state in member.optimizer.state.values():
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))
@@ -156,11 +185,13 @@ def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = F
 def leave_strides_out(
     read: Callable, strategy: Any, checkpoint_dir: Any, metadata: Any = None
 ) -> Any:
-    """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata`` for files of torch 2.15.
+    """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata`` for files of torch
+    2.15.
 
-    ``read`` (``strategy``'s method) passes a tensor's stored properties to ``torch.empty``, which
-    refuses the strides that torch 2.15 stores; so the strides are removed from ``metadata`` first.
-    If ``metadata`` is None, it is read from the files in ``checkpoint_dir``.
+    ``read`` (``strategy``'s method) passes a tensor's stored properties to
+    ``torch.empty``, which refuses the strides that torch 2.15 stores; so the strides
+    are removed from ``metadata`` first. If ``metadata`` is None, it is read from the
+    files in ``checkpoint_dir``.
     """
     from megatron.core.dist_checkpointing.strategies import torch as torch_files
 
@@ -172,29 +203,31 @@ def leave_strides_out(
     return read(strategy, checkpoint_dir, metadata)
 
 
-# ``dp_reshardable`` (Megatron's default) and the separate file of ``--ckpt-format torch`` store the
-# optimizer's state as gradient buffers, without names of parameters. With fp32 ``A_log`` and
-# ``dt_bias`` the buffers have other sizes than with bf16. Megatron's error names only the sizes, so
-# we add a note.
+# ``dp_reshardable`` (Megatron's default) and the separate file of
+# ``--ckpt-format torch`` store the optimizer's state as gradient buffers, without names
+# of parameters. With fp32 ``A_log`` and ``dt_bias`` the buffers have other sizes than
+# with bf16. Megatron's error names only the sizes, so we add a note.
 _BUCKET_SIZE_ERROR = re.compile(
     r"Global shape mismatch.*bucket_idx|bucket_idx\S* from model not in state dict"
 )
 _BUCKET_SIZE_NOTE = (
-    "The checkpoint's optimizer state has the format dp_reshardable, which holds gradient buffers, "
-    "and the buffers of this model have other sizes. It was written by a layer with 16-bit A_log "
-    "and dt_bias, such as Megatron's own, or in another parallel layout. Load the checkpoint with "
-    "that layer or layout and save it again with --dist-ckpt-optim-fully-reshardable (in Python "
-    "metadata={'distrib_optim_sharding_type': 'fully_reshardable'}); the new file loads here. "
-    "--no-load-optim loads the parameters alone."
+    "The checkpoint's optimizer state has the format dp_reshardable, which holds "
+    "gradient buffers, and the buffers of this model have other sizes. It was written "
+    "by a layer with 16-bit A_log and dt_bias, such as Megatron's own, or in another "
+    "parallel layout. Load the checkpoint with that layer or layout and save it again "
+    "with --dist-ckpt-optim-fully-reshardable (in Python "
+    "metadata={'distrib_optim_sharding_type': 'fully_reshardable'}); the new file "
+    "loads here. --no-load-optim loads the parameters alone."
 )
 
 _FILE_SIZE_ERROR = re.compile(r"Number of unpadded elements")
 _FILE_SIZE_NOTE = (
-    "The file of the optimizer's state (--ckpt-format torch) holds gradient buffers, and the "
-    "buffers of this model have other sizes. It was written by a layer with 16-bit A_log and "
-    "dt_bias, such as Megatron's own. Load the checkpoint with that layer and save it again with "
-    "--ckpt-format torch_dist --auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable; "
-    "the new file loads here. --no-load-optim loads the parameters alone."
+    "The file of the optimizer's state (--ckpt-format torch) holds gradient buffers, "
+    "and the buffers of this model have other sizes. It was written by a layer with "
+    "16-bit A_log and dt_bias, such as Megatron's own. Load the checkpoint with that "
+    "layer and save it again with --ckpt-format torch_dist --auto-detect-ckpt-format "
+    "--dist-ckpt-optim-fully-reshardable; the new file loads here. --no-load-optim "
+    "loads the parameters alone."
 )
 
 _RESHARDABLE_FLAG = "--dist-ckpt-optim-fully-reshardable"
@@ -207,14 +240,16 @@ def warn_on_dp_reshardable(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> Any:
-    """In a save, warn of fp32 parameters; then call ``original``, Megatron's own method."""
+    """In a save, warn of fp32 parameters; then call ``original``, Megatron's own
+    method."""
     if not is_loading:
         _warn_of_fp32_parameters(optimizer, "dp_reshardable", _RESHARDABLE_FLAG)
     return original(optimizer, model_sharded_state_dict, is_loading, metadata)
 
 
 def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
-    """Warn of fp32 parameters, then ``save`` (Megatron's) to ``filename`` in the format torch."""
+    """Warn of fp32 parameters, then ``save`` (Megatron's) to ``filename`` in the format
+    torch."""
     flags = f"--ckpt-format torch_dist --auto-detect-ckpt-format {_RESHARDABLE_FLAG}"
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         _warn_of_fp32_parameters(member, "--ckpt-format torch", flags)
@@ -222,17 +257,23 @@ def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
 
 
 def _warn_of_fp32_parameters(optimizer: Any, file_format: str, flags: str) -> None:
-    """If ``optimizer`` has fp32 parameters, warn of ``file_format`` and advise to use ``flags``."""
-    if any(buffer.param_dtype == torch.float32 for buffer in getattr(optimizer, "buffers", ())):
+    """If ``optimizer`` has fp32 parameters, warn of ``file_format`` and advise to use
+    ``flags``."""
+    if any(
+        buffer.param_dtype == torch.float32
+        for buffer in getattr(optimizer, "buffers", ())
+    ):
         log_once(
-            f"Megatron's own layer does not load this checkpoint's optimizer state ({file_format}, "
-            f"with fp32 parameters). To go on with Megatron's layer, load the checkpoint with this "
-            f"layer and save it again with {flags}.",
+            "Megatron's own layer does not load this checkpoint's optimizer state "
+            f"({file_format}, with fp32 parameters). To go on with Megatron's layer, "
+            f"load the checkpoint with this layer and save it again with {flags}.",
             logging.WARNING,
         )
 
 
-def _add_note(pattern: re.Pattern, note: str, load: Callable, /, *args: Any, **kwargs: Any) -> Any:
+def _add_note(
+    pattern: re.Pattern, note: str, load: Callable, /, *args: Any, **kwargs: Any
+) -> Any:
     """Call ``load``; add ``note`` to an error whose message matches ``pattern``."""
     try:
         return load(*args, **kwargs)
@@ -242,25 +283,30 @@ def _add_note(pattern: re.Pattern, note: str, load: Callable, /, *args: Any, **k
         raise
 
 
-# Wrap DistributedOptimizer.load_parameter_state_from_dp_zero and TorchDistLoadShardedStrategy.load.
+# Wrap DistributedOptimizer.load_parameter_state_from_dp_zero and
+# TorchDistLoadShardedStrategy.load.
 explain_file_sizes = partial(_add_note, _FILE_SIZE_ERROR, _FILE_SIZE_NOTE)
 explain_bucket_sizes = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
 
-# megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
-# one after another. A load at another tensor-parallel size puts the rows in a wrong order.
-# Megatron-Bridge stores a LoRA adapter the same way (``in_proj.adapter.linear_out.weight``). This
-# package stores bias and adapter section by section. The functions below also load sections from
-# Megatron's tensor; the sizes of its stored shards tell the order of its rows.
+# megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the
+# tensor-parallel ranks one after another. A load at another tensor-parallel size puts
+# the rows in a wrong order. Megatron-Bridge stores a LoRA adapter the same way
+# (``in_proj.adapter.linear_out.weight``). This package stores bias and adapter section
+# by section. The functions below also load sections from Megatron's tensor; the sizes
+# of its stored shards tell the order of its rows.
 
-# Section's key -> (whole tensor's key and number of rows, section's first row and number of rows).
+# Section's key -> (whole tensor's key and number of rows, section's first row and
+# number of rows).
 _place_of: dict[str, tuple[str, int, int, int]] = {}
 
 
 def register_sections_of_upstream(build: Callable) -> Callable:
-    """Wrap ``build``, which cuts a tensor into sections; the wrapper notes which rows each has."""
+    """Wrap ``build``, which cuts a tensor into sections; the wrapper notes which rows
+    each has."""
 
     def build_sections(key: str, *args: Any) -> list[ShardedTensor]:
-        """Call ``build`` for ``key``; store each section's first row and size in ``_place_of``."""
+        """Call ``build`` for ``key``; store each section's first row and size in
+        ``_place_of``."""
         sections = build(key, *args)
         sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
         start = 0
@@ -280,7 +326,8 @@ def load_sections_from_whole_tensor(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Call Megatron's ``load``; sections absent in the file are cut from its whole tensor."""
+    """Call Megatron's ``load``; sections absent in the file are cut from its whole
+    tensor."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import (
         dict_list_map_inplace,
@@ -290,22 +337,29 @@ def load_sections_from_whole_tensor(
     )
 
     def is_section(value: Any) -> bool:
-        """Whether ``value`` is a section that `register_sections_of_upstream` recorded."""
+        """Whether ``value`` is a section that `register_sections_of_upstream`
+        recorded."""
         return isinstance(value, ShardedTensor) and value.key in _place_of
 
     if not any(map(is_section, nested_values(sharded_state_dict))):
         return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    stored: dict[str, Any] = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
+    stored: dict[str, Any] = (
+        FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
+    )
     upstream, others = extract_matching_values(
         sharded_state_dict,
-        lambda v: is_section(v) and v.key not in stored and _place_of[v.key][0] in stored,
+        lambda v: (
+            is_section(v) and v.key not in stored and _place_of[v.key][0] in stored
+        ),
     )
 
     @cache
     def whole_tensor(key: str) -> Tensor:
         metadata: Any = stored[key]
         state = {key: torch.empty(metadata.size, dtype=metadata.properties.dtype)}
-        load_tensors(state, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True)
+        load_tensors(
+            state, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True
+        )
         return state[key]
 
     def read(section: ShardedTensor) -> Tensor:
@@ -319,20 +373,30 @@ def load_sections_from_whole_tensor(
 
 
 def _rows_of(section: ShardedTensor, whole_tensor: Tensor, stored: Any) -> Tensor:
-    """The rows of ``section`` in ``whole_tensor``, whose metadata ``stored`` has shards' sizes."""
+    """The rows of ``section`` in ``whole_tensor``, whose metadata ``stored`` has
+    shards' sizes."""
     whole_key, width, start, size = _place_of[section.key]
     axis = section.prepend_axis_num
     shards = {chunk.sizes[axis] for chunk in stored.chunks}
     shard = shards.pop()
-    if whole_tensor.shape[axis] != width or shards or width % shard or size % (width // shard):
+    if (
+        whole_tensor.shape[axis] != width
+        or shards
+        or width % shard
+        or size % (width // shard)
+    ):
         raise ValueError(
-            f"{whole_key} has {whole_tensor.shape[axis]} rows in the checkpoint, in shards of "
-            f"{sorted([shard, *shards])}; the layer has {width} and reads shards of equal size. "
-            f"Build the layer with the checkpoint's sizes."
+            f"{whole_key} has {whole_tensor.shape[axis]} rows in the checkpoint, in "
+            f"shards of {sorted([shard, *shards])}; the layer has {width} and reads "
+            "shards of equal size. Build the layer with the checkpoint's sizes."
         )
     ranks = width // shard
-    layer = whole_tensor[tuple(section.global_offset[:axis])].unflatten(0, (ranks, shard))
+    layer = whole_tensor[tuple(section.global_offset[:axis])].unflatten(
+        0, (ranks, shard)
+    )
     rows = layer[:, start // ranks : (start + size) // ranks].flatten(0, 1)
     first = section.global_offset[axis]
     rows = rows[first : first + section.local_shape[0]]
-    return rows.to(section.dtype).to(section.data.device if section.data is not None else "cpu")
+    return rows.to(section.dtype).to(
+        section.data.device if section.data is not None else "cpu"
+    )

@@ -1,23 +1,27 @@
-"""Lets Megatron's optimizers train, save and load models that mix fp32 with 16-bit parameters.
+"""Lets Megatron's optimizers train, save and load models that mix fp32 with 16-bit
+parameters.
 
 Faults of megatron-core 0.19 in a bf16 model whose ``A_log`` and ``dt_bias`` are fp32:
 
-1. ``DistributedOptimizer`` saves and loads states of wrong parameters: it numbers parameters in the
-   order of the gradient buffers, but Adam has the fp32 parameters first (NVIDIA/Megatron-LM issue
-   2777, repaired on dev by 5835).
-2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` saves states of wrong parameters: it
-   numbers 16-bit parameters only (repaired on main by 5929).
-3. ``DistributedOptimizer`` loads only this rank's shard of an fp32 parameter, so replicas may
-   differ. The load also writes into a view of the parameter, which autograd refuses.
-4. ``Float16OptimizerWithFloat16Params.state_dict`` (``--ckpt-format torch``) lists only the
-   masters of 16-bit parameters.
-5. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters, but under
-   torch's FSDP2 no parameter has a ``main_grad``.
-6. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor.
+1. ``DistributedOptimizer`` saves and loads states of wrong parameters: it numbers
+   parameters in the order of the gradient buffers, but Adam has the fp32 parameters
+   first (NVIDIA/Megatron-LM issue 2777, repaired on dev by 5835).
+2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` saves states of wrong
+   parameters: it numbers 16-bit parameters only (repaired on main by 5929).
+3. ``DistributedOptimizer`` loads only this rank's shard of an fp32 parameter, so
+   replicas may differ. The load also writes into a view of the parameter, which
+   autograd refuses.
+4. ``Float16OptimizerWithFloat16Params.state_dict`` (``--ckpt-format torch``) lists only
+   the masters of 16-bit parameters.
+5. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters, but
+   under torch's FSDP2 no parameter has a ``main_grad``.
+6. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one
+tensor.
 
-A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. Wrappers change
-nothing in models of one dtype. In files an fp32 parameter is its own master copy, with a repaired
-Megatron too. So layers with fp32 and with 16-bit ``A_log`` load each other's files.
+A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. Wrappers
+change nothing in models of one dtype. In files an fp32 parameter is its own master
+copy, with a repaired Megatron too. So layers with fp32 and with 16-bit ``A_log`` load
+each other's files.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ from .checkpoints import (
 
 # Our key for the masters of fp32 parameters in a Float16Optimizer's state dict.
 _FP32_KEY = "fp32_params"
-_HALF_KEY = "fp32_from_fp16_params"  # Megatron's key for the masters of 16-bit parameters
+# Megatron's key for the masters of 16-bit parameters
+_HALF_KEY = "fp32_from_fp16_params"
 _PARAMS_LISTS = {"dp_cp_params_list": "dp_cp", "expt_dp_params_list": "expt_dp"}
 
 _flat = chain.from_iterable
@@ -56,12 +61,17 @@ _originals: list[tuple[type, str, Callable]] = []
 
 
 def repair_mixed_dtype_optimizers() -> None:
-    """Wrap Megatron's optimizers and file reader, once per process, without touching a GPU."""
+    """Wrap Megatron's optimizers and file reader, once per process, without touching a
+    GPU."""
     if _originals:
         return
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        TorchDistLoadShardedStrategy,
+    )
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.optimizer.layer_wise_optimizer import (
+        LayerWiseDistributedOptimizer,
+    )
     from megatron.core.optimizer.optimizer import (
         ChainedOptimizer,
         Float16OptimizerWithFloat16Params,
@@ -70,18 +80,42 @@ def repair_mixed_dtype_optimizers() -> None:
     for owner, name, wrapper in (
         (DistributedOptimizer, "__init__", _order_as_adam),
         (DistributedOptimizer, "load_state_dict", _load_equal_replicas),
-        (DistributedOptimizer, "load_parameter_state_from_dp_zero", _load_equal_replicas),
+        (
+            DistributedOptimizer,
+            "load_parameter_state_from_dp_zero",
+            _load_equal_replicas,
+        ),
         (DistributedOptimizer, "load_parameter_state_from_dp_zero", explain_file_sizes),
-        (DistributedOptimizer, "sharded_param_state_dp_reshardable", store_empty_shares),
-        (DistributedOptimizer, "sharded_param_state_dp_reshardable", warn_on_dp_reshardable),
+        (
+            DistributedOptimizer,
+            "sharded_param_state_dp_reshardable",
+            store_empty_shares,
+        ),
+        (
+            DistributedOptimizer,
+            "sharded_param_state_dp_reshardable",
+            warn_on_dp_reshardable,
+        ),
         (DistributedOptimizer, "save_parameter_state", warn_on_torch_file),
         (ChainedOptimizer, "save_parameter_state", warn_on_torch_file),
         (ChainedOptimizer, "state_dict", make_states_to_load),
-        (DistributedOptimizer, "sharded_param_state_fully_reshardable", cut_without_padding),
+        (
+            DistributedOptimizer,
+            "sharded_param_state_fully_reshardable",
+            cut_without_padding,
+        ),
         (Float16OptimizerWithFloat16Params, "state_dict", _list_every_master),
-        (Float16OptimizerWithFloat16Params, "sharded_state_dict", _store_all_parameters),
+        (
+            Float16OptimizerWithFloat16Params,
+            "sharded_state_dict",
+            _store_all_parameters,
+        ),
         (Float16OptimizerWithFloat16Params, "load_state_dict", _load_fp32_masters),
-        (Float16OptimizerWithFloat16Params, "_copy_model_grads_to_main_grads", _lend_main_grads),
+        (
+            Float16OptimizerWithFloat16Params,
+            "_copy_model_grads_to_main_grads",
+            _lend_main_grads,
+        ),
         (LayerWiseDistributedOptimizer, "allgather_params", _gather_by_dtype),
         (TorchDistLoadShardedStrategy, "load", load_sections_from_whole_tensor),
         (TorchDistLoadShardedStrategy, "load", explain_bucket_sizes),
@@ -93,34 +127,43 @@ def repair_mixed_dtype_optimizers() -> None:
 
 
 def _wrapped(original: Callable, wrapper: Callable) -> Callable:
-    """A method that calls ``wrapper`` with the method ``original`` as first argument."""
+    """A method that calls ``wrapper`` with the method ``original`` as first
+    argument."""
 
     @wraps(original)
     def call_wrapper(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``wrapper`` with the method ``original``, its object ``self`` and all arguments."""
+        """Call ``wrapper`` with the method ``original``, its object ``self`` and all
+        arguments."""
         return wrapper(original, self, *args, **kwargs)
 
     return call_wrapper
 
 
 def restore_mixed_dtype_optimizers() -> None:
-    """Put Megatron's methods back, until the next layer with fp32 parameters wraps them again."""
+    """Put Megatron's methods back, until the next layer with fp32 parameters wraps them
+    again."""
     while _originals:
         owner, name, original = _originals.pop()
         setattr(owner, name, original)
 
 
-def _order_as_adam(init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Run ``__init__`` (``init``), then give parameters the numbers that Adam uses (fault 1)."""
+def _order_as_adam(
+    init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
+) -> None:
+    """Run ``__init__`` (``init``), then give parameters the numbers that Adam uses
+    (fault 1)."""
     init(optimizer, *args, **kwargs)
     places = _places_in_adam(optimizer)
     if places is not None and places != optimizer.model_param_group_index_map:
         optimizer.model_param_group_index_map = places
-        log_repair("DistributedOptimizer's order of fp32 and 16-bit parameters was corrected.")
+        log_repair(
+            "DistributedOptimizer's order of fp32 and 16-bit parameters was corrected."
+        )
 
 
 def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
-    """Model parameter -> (group, index) of its shard in Adam; None if a shard is not in Adam."""
+    """Model parameter -> (group, index) of its shard in Adam; None if a shard is not in
+    Adam."""
     if not hasattr(optimizer, "model_param_group_index_map"):
         return None
     place_in_adam = {
@@ -132,17 +175,25 @@ def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
     for models, shards in (
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-        (optimizer.model_float16_groups, optimizer.shard_float16_groups),  # no separate masters
+        # no separate masters
+        (optimizer.model_float16_groups, optimizer.shard_float16_groups),
     ):
         for model, shard in zip(_flat(models), _flat(shards), strict=True):
             if id(shard) in place_in_adam:
                 places[model] = place_in_adam[id(shard)]
-    return places if places.keys() == optimizer.model_param_group_index_map.keys() else None
+    return (
+        places
+        if places.keys() == optimizer.model_param_group_index_map.keys()
+        else None
+    )
 
 
 @torch.no_grad()
-def _load_equal_replicas(load: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Call ``load``, then all-gather fp32 parameters, so that replicas are equal (fault 3)."""
+def _load_equal_replicas(
+    load: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
+) -> None:
+    """Call ``load``, then all-gather fp32 parameters, so that replicas are equal (fault
+    3)."""
     load(optimizer, *args, **kwargs)
     buffers = getattr(optimizer, "buffers", ())
     if len({buffer.param_dtype for buffer in buffers}) < 2:
@@ -154,8 +205,11 @@ def _load_equal_replicas(load: Callable, optimizer: Any, /, *args: Any, **kwargs
 
 
 def _lend_main_grads(copy_grads: Callable, optimizer: Any) -> None:
-    """Call Megatron's ``copy_grads`` with fp32 parameters' ``grad`` as ``main_grad`` (fault 5)."""
-    fp32 = [p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")]
+    """Call Megatron's ``copy_grads`` with fp32 parameters' ``grad`` as ``main_grad``
+    (fault 5)."""
+    fp32 = [
+        p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")
+    ]
     for parameter in fp32:
         parameter.main_grad = parameter.grad
     try:
@@ -172,7 +226,8 @@ def _store_all_parameters(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> dict[str, Any]:
-    """Wrap ``sharded_state_dict`` (``original``), to store fp32 parameters too (fault 2)."""
+    """Wrap ``sharded_state_dict`` (``original``), to store fp32 parameters too (fault
+    2)."""
     if not _mixes_dtypes(optimizer):
         return original(optimizer, model_sharded_state_dict, is_loading, metadata)
     with _fp32_parameters_as_their_own_masters(optimizer):
@@ -185,12 +240,16 @@ def _store_all_parameters(
     for index, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
         if id(parameter) not in fp32_ids:
             half_masters.append(master)
-        elif is_loading:  # the model's entry loads into the parameter, the master's into a copy
+        elif (
+            is_loading
+        ):  # the model's entry loads into the parameter, the master's into a copy
             state[_FP32_KEY][index] = replace(master, data=master.data.clone())
         else:
             state[_FP32_KEY][index] = master
     rest = iter(half_masters)
-    state[_HALF_KEY] = [[next(rest) for _ in group] for group in optimizer.fp32_from_float16_groups]
+    state[_HALF_KEY] = [
+        [next(rest) for _ in group] for group in optimizer.fp32_from_float16_groups
+    ]
     return state
 
 
@@ -201,21 +260,35 @@ def _mixes_dtypes(optimizer: Any) -> bool:
 
 @contextmanager
 def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
-    """In this context ``optimizer`` lists fp32 parameters as 16-bit, with themselves as masters."""
-    half_parameters, masters = optimizer.float16_groups, optimizer.fp32_from_float16_groups
-    model_of = {id(m): p for p, m in zip(_flat(half_parameters), _flat(masters), strict=True)}
+    """In this context ``optimizer`` lists fp32 parameters as 16-bit, with themselves as
+    masters."""
+    half_parameters, masters = (
+        optimizer.float16_groups,
+        optimizer.fp32_from_float16_groups,
+    )
+    model_of = {
+        id(m): p for p, m in zip(_flat(half_parameters), _flat(masters), strict=True)
+    }
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
-    optimizer.float16_groups = [[model_of.get(id(p), p) for p in group] for group in groups]
+    optimizer.float16_groups = [
+        [model_of.get(id(p), p) for p in group] for group in groups
+    ]
     optimizer.fp32_from_float16_groups = [list(group) for group in groups]
     try:
         yield
     finally:
-        optimizer.float16_groups, optimizer.fp32_from_float16_groups = half_parameters, masters
+        optimizer.float16_groups, optimizer.fp32_from_float16_groups = (
+            half_parameters,
+            masters,
+        )
 
 
 @torch.no_grad()
-def _load_fp32_masters(load: Callable, optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Call ``load``, then copy the stored masters of fp32 parameters into these parameters."""
+def _load_fp32_masters(
+    load: Callable, optimizer: Any, state_dict: dict[str, Any]
+) -> None:
+    """Call ``load``, then copy the stored masters of fp32 parameters into these
+    parameters."""
     masters = state_dict.pop(_FP32_KEY, {}) or _take_fp32_masters(optimizer, state_dict)
     load(optimizer, state_dict)
     parameters = list(_flat(g["params"] for g in optimizer.param_groups))
@@ -223,7 +296,9 @@ def _load_fp32_masters(load: Callable, optimizer: Any, state_dict: dict[str, Any
         parameters[int(index)].copy_(master)
 
 
-def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _list_every_master(
+    state_dict: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
+) -> Any:
     """Wrap ``state_dict``: list fp32 parameters too, as their own masters (fault 4)."""
     state = state_dict(optimizer, *args, **kwargs)
     if _mixes_dtypes(optimizer):
@@ -232,7 +307,8 @@ def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kw
 
 
 def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tensor]:
-    """Remove the fp32 parameters' masters from ``state``; return them by their index in Adam."""
+    """Remove the fp32 parameters' masters from ``state``; return them by their index in
+    Adam."""
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
         """The shapes of the parameters in each of ``groups``."""
@@ -245,36 +321,55 @@ def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tenso
     if shapes(saved) != shapes(groups):
         raise ValueError(
             f"the checkpoint lists {sum(map(len, saved))} fp32 masters, the model has "
-            f"{sum(map(len, groups))} parameters, or their shapes differ. It was written by "
-            f"another model, or by a version that did not list fp32 parameters. --ckpt-format "
-            f"torch_dist with --dist-ckpt-optim-fully-reshardable stores masters by name; "
-            f"--no-load-optim loads the parameters alone."
+            f"{sum(map(len, groups))} parameters, or their shapes differ. It was "
+            "written by another model, or by a version that did not list fp32 "
+            "parameters. --ckpt-format torch_dist with "
+            "--dist-ckpt-optim-fully-reshardable stores masters by name; "
+            "--no-load-optim loads the parameters alone."
         )
     half = {id(master) for master in _flat(optimizer.fp32_from_float16_groups)}
-    pairs = [list(zip(*group_pair, strict=True)) for group_pair in zip(groups, saved, strict=True)]
-    state[_HALF_KEY] = [[master for p, master in group if id(p) in half] for group in pairs]
-    return {index: master for index, (p, master) in enumerate(_flat(pairs)) if id(p) not in half}
+    pairs = [
+        list(zip(*group_pair, strict=True))
+        for group_pair in zip(groups, saved, strict=True)
+    ]
+    state[_HALF_KEY] = [
+        [master for p, master in group if id(p) in half] for group in pairs
+    ]
+    return {
+        index: master
+        for index, (p, master) in enumerate(_flat(pairs))
+        if id(p) not in half
+    }
 
 
 @torch.no_grad()
 def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
-    """Broadcast fp32 parameters one by one; Megatron's ``allgather_params`` does the others."""
+    """Broadcast fp32 parameters one by one; Megatron's ``allgather_params`` does the
+    others."""
     groups = optimizer.pg_collection
     whole = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
     try:
         for name, group in _PARAMS_LISTS.items():
             lists = whole[name]
-            if groups is not None and lists and len({p.dtype for p in _flat(lists)}) > 1:
+            if (
+                groups is not None
+                and lists
+                and len({p.dtype for p in _flat(lists)}) > 1
+            ):
                 setattr(optimizer, name, _broadcast_fp32(lists, getattr(groups, group)))
         allgather_params(optimizer)
     finally:
         vars(optimizer).update(whole)
 
 
-def _broadcast_fp32(params_by_rank: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
-    """Broadcast fp32 parameters in ``group``, each from its rank; return the others by rank.
+def _broadcast_fp32(
+    params_by_rank: list[list[Tensor]], group: Any
+) -> list[list[Tensor]] | None:
+    """Broadcast fp32 parameters in ``group``, each from its rank; return the others by
+    rank.
 
-    If rank 0 of the group has only fp32 parameters, other dtypes are broadcast too; returns None.
+    If rank 0 of the group has only fp32 parameters, other dtypes are broadcast too;
+    returns None.
     """
     others = [[p for p in ps if p.dtype != torch.float32] for ps in params_by_rank]
     for rank, parameters in enumerate(params_by_rank):

@@ -1,7 +1,8 @@
 """Megatron without torchrun and without a GPU, for a script or a test.
 
-Megatron-Core 0.19 asks CUDA for devices, streams and generators even for plain tensor maths. The
-functions after `run_megatron_on_cpu` replace these calls; docstrings say how long each is needed.
+Megatron-Core 0.19 asks CUDA for devices, streams and generators even for plain tensor
+maths. The functions after `run_megatron_on_cpu` replace these calls; docstrings say how
+long each is needed.
 """
 
 import importlib
@@ -25,7 +26,8 @@ _installed = False
 
 
 def start_one_process(seed: int = 1234) -> torch.device:
-    """Set up a group of one process, Megatron's parallel state (all sizes 1) and random seeds.
+    """Set up a group of one process, Megatron's parallel state (all sizes 1) and random
+    seeds.
 
     Returns:
         the device for the model and its inputs: the current GPU, else the CPU.
@@ -35,32 +37,40 @@ def start_one_process(seed: int = 1234) -> torch.device:
     """
     if dist.is_initialized():
         raise RuntimeError(
-            f"torch.distributed is initialised already, with {dist.get_world_size()} processes. "
-            f"start_one_process() serves a single process; with torchrun call "
-            f"megatron.core.parallel_state.initialize_model_parallel(...) yourself."
+            f"torch.distributed is initialised already, with {dist.get_world_size()} "
+            "processes. start_one_process() serves a single process; with torchrun "
+            "call megatron.core.parallel_state.initialize_model_parallel(...) yourself."
         )
     run_megatron_on_cpu()
     gpu = torch.cuda.is_available()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # a documented name
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if gpu else "gloo", store=store, rank=0, world_size=1
+    )
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(seed)
-    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if gpu
+        else torch.device("cpu")
+    )
 
 
 def end_one_process() -> None:
-    """Undo `start_one_process`; a script that does not call this function ends with a warning."""
+    """Undo `start_one_process`; a script that does not call this function ends with a
+    warning."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """Run a block after `start_one_process`; if Megatron is set up already, just run the block."""
+    """Run a block after `start_one_process`; if Megatron is set up already, just run
+    the block."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"torch.distributed runs {dist.get_world_size()} processes; convert whole folders "
-            f"in a single process, such as `python -m megatron_gdn.hf`."
+            f"torch.distributed runs {dist.get_world_size()} processes; convert whole "
+            "folders in a single process, such as `python -m megatron_gdn.hf`."
         )
     if parallel_state.model_parallel_is_initialized():
         yield
@@ -76,7 +86,8 @@ def in_one_process() -> Iterator[None]:
 def run_megatron_on_cpu() -> None:
     """Let Megatron-Core run on the CPU; with a GPU, or when called again, do nothing.
 
-    Each process must call this function before `parallel_state.initialize_model_parallel`.
+    Each process must call this function before
+    `parallel_state.initialize_model_parallel`.
     """
     global _installed
     if _installed or torch.cuda.is_available():
@@ -92,13 +103,15 @@ def run_megatron_on_cpu() -> None:
 
 
 class _FinishedStream:
-    """Replaces ``torch.cuda``'s streams and events on a CPU, where no work is ever pending."""
+    """Replaces ``torch.cuda``'s streams and events on a CPU, where no work is ever
+    pending."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recorded_at = 0.0
 
     def record(self, stream: object = None) -> None:
-        """Store the host's time; ``stream`` is ignored, since a CPU's work never waits."""
+        """Store the host's time; ``stream`` is ignored, since a CPU's work never
+        waits."""
         self._recorded_at = perf_counter()
 
     def record_event(self, event: "_FinishedStream | None" = None) -> "_FinishedStream":
@@ -120,9 +133,11 @@ class _FinishedStream:
 
 
 def replace_cuda_device_and_streams() -> None:
-    """Make the CPU the current device; streams never wait, events read the host's clock.
+    """Make the CPU the current device; streams never wait, events read the host's
+    clock.
 
-    Most files of Megatron need this function until they use the devices of their inputs.
+    Most files of Megatron need this function until they use the devices of their
+    inputs.
     """
     stream = _FinishedStream()
     torch.cuda.current_device = lambda: _CPU
@@ -132,23 +147,30 @@ def replace_cuda_device_and_streams() -> None:
 
 
 def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
-    """Replace the CUDA generator, which Megatron forks, seeds and saves, by the CPU generator.
+    """Replace the CUDA generator, which Megatron forks, seeds and saves, by the CPU
+    generator.
 
-    tensor_parallel/random.py needs this function until its tracker of random states takes a device.
+    tensor_parallel/random.py needs this function until its tracker of random states
+    takes a device.
     """
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(device: object = None, clone: bool = False, graph_safe: bool = False):
-        """The CPU generator's state; ignores ``device`` and ``clone``, refuses ``graph_safe``."""
+        """The CPU generator's state; ignores ``device`` and ``clone``, refuses
+        ``graph_safe``."""
         if graph_safe:
             raise RuntimeError(
-                "CUDA graphs draw random numbers from a GPU's generator, and torch sees no GPU. "
-                "Leave --cuda-graph-impl out, or launch on a machine with a GPU."
+                "CUDA graphs draw random numbers from a GPU's generator, and torch "
+                "sees no GPU. Leave --cuda-graph-impl out, or launch on a machine with "
+                "a GPU."
             )
         return torch.get_rng_state()
 
-    def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False):
-        """Set the CPU generator's state to ``new_state``; ignore the other arguments."""
+    def set_state(
+        new_state: torch.Tensor, device: object = None, graph_safe: bool = False
+    ):
+        """Set the CPU generator's state to ``new_state``; ignore the other
+        arguments."""
         torch.set_rng_state(new_state)
 
     torch.cuda.get_rng_state = get_state
@@ -156,17 +178,28 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     torch.cuda.manual_seed = torch.default_generator.manual_seed
     megatron_random._get_cuda_rng_state = get_state
     megatron_random._set_cuda_rng_state = set_state
-    # Hide a warning: Megatron's tracker expects that fork() leaves the CPU generator unchanged.
+    # Hide a warning: Megatron's tracker expects that fork() leaves the CPU generator
+    # unchanged.
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
 
-_CREATORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
+_CREATORS = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "empty_like",
+    "zeros_like",
+)
 
 
 class _TorchOnCPU:
-    """Replaces ``torch`` in Megatron's files: "cuda" means the CPU, and no memory is pinned."""
+    """Replaces ``torch`` in Megatron's files: "cuda" means the CPU, and no memory is
+    pinned."""
 
     def __init__(self) -> None:
         for name in _CREATORS:
@@ -176,8 +209,11 @@ class _TorchOnCPU:
         return getattr(torch, name)
 
 
-def _create_on_cpu(create: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call ``create`` (such as ``torch.zeros``) with the CPU in place of ``device="cuda"``."""
+def _create_on_cpu(
+    create: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Call ``create`` (such as ``torch.zeros``) with the CPU in place of
+    ``device="cuda"``."""
     if "cuda" in str(kwargs.get("device")):
         kwargs["device"] = _CPU
     kwargs.pop("pin_memory", None)
@@ -202,9 +238,11 @@ _FILES_WITH_CUDA_LITERALS = (
 
 
 def create_cuda_literals_on_cpu() -> None:
-    """Let ``device="cuda"`` mean the CPU in `_FILES_WITH_CUDA_LITERALS`, and only there.
+    """Let ``device="cuda"`` mean the CPU in `_FILES_WITH_CUDA_LITERALS`, and only
+    there.
 
-    The function can be removed when these files use the current device or a gradient's device.
+    The function can be removed when these files use the current device or a gradient's
+    device.
     """
     proxy = _TorchOnCPU()
     for name in _FILES_WITH_CUDA_LITERALS:
@@ -212,26 +250,32 @@ def create_cuda_literals_on_cpu() -> None:
 
 
 def accept_cpu_tensors_in_optimizers() -> None:
-    """Make ``tensor.type()`` return the CUDA type and ``.cuda()`` do nothing in Megatron's files.
+    """Make ``tensor.type()`` return the CUDA type and ``.cuda()`` do nothing in
+    Megatron's files.
 
-    The optimizers sort parameters by strings such as "torch.cuda.FloatTensor" and move loaded state
-    with ``.cuda()``. The function can be removed when the optimizers compare dtypes.
+    The optimizers sort parameters by strings such as "torch.cuda.FloatTensor" and move
+    loaded state with ``.cuda()``. The function can be removed when the optimizers
+    compare dtypes.
     """
     tensor_type, tensor_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def called_from_megatron() -> bool:
         """Whether a file of megatron.core called the replaced method of the tensor."""
-        return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
+        return (
+            sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
+        )
 
     def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Replaces ``Tensor.type``; in Megatron's files names begin with ``torch.cuda.``."""
+        """Replaces ``Tensor.type``; in Megatron's files names begin with
+        ``torch.cuda.``."""
         name_or_tensor = tensor_type(self, *args, **kwargs)
         if isinstance(name_or_tensor, str) and called_from_megatron():
             return name_or_tensor.replace("torch.", "torch.cuda.", 1)
         return name_or_tensor
 
     def cuda_or_itself(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Replaces ``Tensor.cuda``; in Megatron's files it returns the tensor itself."""
+        """Replaces ``Tensor.cuda``; in Megatron's files it returns the tensor
+        itself."""
         return self if called_from_megatron() else tensor_cuda(self, *args, **kwargs)
 
     torch.Tensor.type = cuda_type
@@ -239,9 +283,11 @@ def accept_cpu_tensors_in_optimizers() -> None:
 
 
 def use_torch_norm_after_the_last_hybrid_layer() -> None:
-    """Without Transformer Engine, use `TorchRMSNorm` as HybridStack's final norm, also on a GPU.
+    """Without Transformer Engine, use `TorchRMSNorm` as HybridStack's final norm, also
+    on a GPU.
 
-    The function can be removed when HybridStackSubmodules has a field for the final norm.
+    The function can be removed when HybridStackSubmodules has a field for the final
+    norm.
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.hybrid import hybrid_block
@@ -251,29 +297,39 @@ def use_torch_norm_after_the_last_hybrid_layer() -> None:
 
 
 def resume_distributed_optimizer_with_torch_adam() -> None:
-    """Let DistributedOptimizer load checkpoints into torch's Adam (without Apex and TE).
+    """Let DistributedOptimizer load checkpoints into torch's Adam (without Apex and
+    TE).
 
-    distrib_optimizer.py expects a fused Adam. With torch's Adam it has three faults: it reads one
-    common step from every rank's state, also if the state is empty; it copies "step" from loaded
-    tensors, which hold no step; it gives all parameters the same step tensor, so each update counts
-    one step per parameter. The function can be removed when the three faults are repaired.
+    distrib_optimizer.py expects a fused Adam. With torch's Adam it has three faults: it
+    reads one common step from every rank's state, also if the state is empty; it copies
+    "step" from loaded tensors, which hold no step; it gives all parameters the same
+    step tensor, so each update counts one step per parameter. The function can be
+    removed when the three faults are repaired.
     """
     from megatron.core.optimizer import distrib_optimizer
 
-    optimizer_class = cast(Any, distrib_optimizer.DistributedOptimizer)  # it is patched below
-    if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(optimizer_class, "_steps_are_unshared"):
+    # it is patched below
+    optimizer_class = cast(Any, distrib_optimizer.DistributedOptimizer)
+    if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(
+        optimizer_class, "_steps_are_unshared"
+    ):
         return
     optimizer_class._steps_are_unshared = True
-    state_dict, load_state_dict = optimizer_class.state_dict, optimizer_class.load_state_dict
+    state_dict, load_state_dict = (
+        optimizer_class.state_dict,
+        optimizer_class.load_state_dict,
+    )
     sharded_state_dict = optimizer_class.sharded_state_dict
     set_states = optimizer_class._set_main_param_and_optimizer_states
 
     def state_dict_with_a_step(self) -> dict[str, Any]:
-        """Call ``state_dict``; during the call, an Adam without parameters has a step of 0."""
+        """Call ``state_dict``; during the call, an Adam without parameters has a step
+        of 0."""
         adam = self.optimizer
         if any(group["params"] for group in adam.param_groups):
             return state_dict(self)
-        # The value 0 does not matter: a file stores the step of the first data-parallel rank.
+        # The value 0 does not matter: a file stores the step of the first data-parallel
+        # rank.
         adam.state["no parameter"] = {"step": torch.zeros(())}
         try:
             return state_dict(self)
@@ -283,8 +339,11 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     def sharded_state_dict_of_a_fresh_optimizer(self, *args: Any, **kwargs: Any):
         """Make Adam's states if it has none yet, then call ``sharded_state_dict``."""
         adam = self.optimizer
-        if not adam.state:  # Megatron would make states by an update, which decays parameters
-            for param in (param for group in adam.param_groups for param in group["params"]):
+        # Megatron would make states by an update, which decays parameters
+        if not adam.state:
+            for param in (
+                param for group in adam.param_groups for param in group["params"]
+            ):
                 adam.state[param] = {
                     "step": torch.zeros((), dtype=torch.float32),
                     "exp_avg": torch.zeros_like(param),
@@ -292,7 +351,9 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
                 }
         return sharded_state_dict(self, *args, **kwargs)
 
-    def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+    def set_states_without_step(
+        self, model_param: torch.Tensor, tensors: dict[str, Any]
+    ) -> None:
         """Load ``tensors`` without "step" as the states of ``model_param``."""
         set_states(self, model_param, {**tensors, "step": None})
 
@@ -310,17 +371,24 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
 
 
 def gather_tensors_of_different_sizes() -> None:
-    """Make ``torch.distributed.all_gather`` over gloo accept tensors of different sizes.
+    """Make ``torch.distributed.all_gather`` over gloo accept tensors of different
+    sizes.
 
-    Muon gathers such tensors under ``--use-distributed-optimizer``, since each rank holds whole
-    matrices. The function can be removed when gloo, like NCCL, gathers different sizes.
+    Muon gathers such tensors under ``--use-distributed-optimizer``, since each rank
+    holds whole matrices. The function can be removed when gloo, like NCCL, gathers
+    different sizes.
     """
     gather_equal_sizes = dist.all_gather
 
-    def all_gather(tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False):
-        """Replaces torch's ``all_gather`` (same arguments); broadcasts unequal tensors."""
+    def all_gather(
+        tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False
+    ):
+        """Replaces torch's ``all_gather`` (same arguments); broadcasts unequal
+        tensors."""
         if len({received.numel() for received in tensor_list}) == 1:
-            return gather_equal_sizes(tensor_list, tensor, group=group, async_op=async_op)
+            return gather_equal_sizes(
+                tensor_list, tensor, group=group, async_op=async_op
+            )
         members: Any = group or dist.group.WORLD
         for rank, received in enumerate(tensor_list):
             if rank == dist.get_rank(group):

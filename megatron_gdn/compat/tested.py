@@ -1,4 +1,5 @@
-"""The versions that were tested: one table, for the doctor, the warnings, the pages and the tests.
+"""The versions that were tested: one table, for the doctor, the warnings, the pages and
+the tests.
 
 ``make test-versions`` runs other versions; docs/versions.md has its results.
 """
@@ -14,13 +15,18 @@ from typing import NamedTuple
 
 
 class VersionRange(NamedTuple):
-    """The oldest and the newest version of a package that were tested, as ``"2.15"``."""
+    """The oldest and the newest version of a package that were tested, as
+    ``"2.15"``."""
 
     oldest: str
     newest: str
 
     def __str__(self) -> str:
-        return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+        return (
+            self.oldest
+            if self.oldest == self.newest
+            else f"{self.oldest} to {self.newest}"
+        )
 
 
 TESTED = {
@@ -35,12 +41,16 @@ TESTED = {
 
 
 def why_untested(package: str, installed: str) -> str | None:
-    """Which versions of ``package`` were tested, if ``installed`` is none of them; else None.
+    """Which versions of ``package`` were tested, if ``installed`` is none of them; else
+    None.
 
-    Versions are compared by their first two numbers. A package that is not in `TESTED` is fine.
+    Versions are compared by their first two numbers. A package that is not in `TESTED`
+    is fine.
     """
     tested = TESTED.get(package)
-    if tested is None or _numbers(tested.oldest) <= _numbers(installed) <= _numbers(tested.newest):
+    if tested is None or _numbers(tested.oldest) <= _numbers(installed) <= _numbers(
+        tested.newest
+    ):
         return None
     return f"tested with {package} {tested}, this is {installed}"
 
@@ -60,8 +70,8 @@ def warn_of_untested(package: str, installed: str | None = None) -> None:
         installed = _installed_version(package)
     if installed is not None and (why := why_untested(package, installed)):
         warnings.warn(
-            f"megatron_gdn was {why}. Install a tested version, or run the tests of megatron_gdn "
-            f"with {installed}.",
+            f"megatron_gdn was {why}. Install a tested version, or run the tests of "
+            f"megatron_gdn with {installed}.",
             stacklevel=3,
         )
 

@@ -6,22 +6,27 @@ from torch import Tensor, nn
 
 
 class TorchRMSNorm(nn.Module):
-    """RMSNorm over the last dimension; ``config`` says the dtype and whether gamma is 1 + weight.
+    """RMSNorm over the last dimension; ``config`` says the dtype and whether gamma is 1
+    + weight.
 
-        y = x * rsqrt(mean(x^2) + eps) * gamma          (gamma = 1 + weight when zero-centred)
+        y = x * rsqrt(mean(x^2) + eps) * gamma    (gamma = 1 + weight when zero-centred)
 
-    Statistics and the product with gamma are fp32 (fp64 for an fp64 ``x``); y has the shape and
-    dtype of x. Under sequence parallelism Megatron sums the weight's gradient over the ranks.
+    Statistics and the product with gamma are fp32 (fp64 for an fp64 ``x``); y has the
+    shape and dtype of x. Under sequence parallelism Megatron sums the weight's gradient
+    over the ranks.
 
     Raises:
         ValueError: ``config.normalization`` is not ``"RMSNorm"``.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
+    ) -> None:
         super().__init__()
         if config.normalization != "RMSNorm":
             raise ValueError(
-                f"TorchRMSNorm cannot compute normalization={config.normalization!r}: set "
+                f"TorchRMSNorm cannot compute normalization={config.normalization!r}: "
+                "set "
                 'normalization="RMSNorm" or use a Transformer Engine spec.'
             )
         self.hidden_size = hidden_size
@@ -44,7 +49,12 @@ class TorchRMSNorm(nn.Module):
         gamma = self.weight.to(wide)
         if self.zero_centered_gamma:
             gamma = gamma + 1.0
-        return nn.functional.rms_norm(x.to(wide), (self.hidden_size,), gamma, self.eps).to(x.dtype)
+        return nn.functional.rms_norm(
+            x.to(wide), (self.hidden_size,), gamma, self.eps
+        ).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+        return (
+            f"{self.hidden_size}, eps={self.eps}, "
+            f"zero_centered_gamma={self.zero_centered_gamma}"
+        )

@@ -1,7 +1,8 @@
 """Reads distributed checkpoints that nobody vouches for: no code of theirs is run.
 
-The file ``.metadata`` of such a checkpoint is a pickle, and so are the objects beside the tensors
-(in ``common.pt``, or in the files of tensors). torch and Megatron unpickle both with any class.
+The file ``.metadata`` of such a checkpoint is a pickle, and so are the objects beside
+the tensors (in ``common.pt``, or in the files of tensors). torch and Megatron unpickle
+both with any class.
 """
 
 from __future__ import annotations
@@ -35,20 +36,40 @@ _LEGAL = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
-        "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     # torch 2.15 stores the plan of a save
     "torch.distributed.checkpoint.planner": {
-        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
     },
     # torch before 2.3
-    "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
-}  # fmt: skip
+    "torch.distributed._shard.sharded_tensor.metadata": {
+        "MEM_FORMAT_ENCODING",
+        "TensorProperties",
+    },
+}
 
 # What a table may say of a tensor; torch 2.15 adds strides.
-_PROPERTIES = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}
+_PROPERTIES = {
+    "dtype",
+    "layout",
+    "requires_grad",
+    "memory_format",
+    "pin_memory",
+    "strides",
+}
 
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -59,7 +80,9 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, name: str, /) -> Any:
         if name in _LEGAL.get(module_name, ()):
             return super().find_class(module_name, name)
-        if module_name == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        if module_name == "torch" and isinstance(
+            getattr(torch, name, None), torch.dtype
+        ):
             return getattr(torch, name)
         # In the words of torch's weights_only=True, which `why_refused` looks for.
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module_name}.{name}")
@@ -73,18 +96,20 @@ def why_refused(error: BaseException) -> str | None:
     if found is None or not isinstance(error, pickle.UnpicklingError):
         return None
     return (
-        f"its pickles load {found[1]}, which no checkpoint needs and which may run code of whoever "
-        f"wrote it"
+        f"its pickles load {found[1]}, which no checkpoint needs and which may run "
+        "code of whoever wrote it"
     )
 
 
 @contextmanager
 def untrusted_checkpoint() -> Iterator[None]:
-    """Within this context torch and Megatron read checkpoints without running code of theirs.
+    """Within this context torch and Megatron read checkpoints without running code of
+    theirs.
 
-    ``.metadata`` may have only the classes that such a file needs, and the names of files in it
-    must be plain. Objects are loaded by torch's ``weights_only=True``, also where Megatron asks for
-    more; classes that a ``torch.serialization.add_safe_globals`` has named are legal.
+    ``.metadata`` may have only the classes that such a file needs, and the names of
+    files in it must be plain. Objects are loaded by torch's ``weights_only=True``, also
+    where Megatron asks for more; classes that a
+    ``torch.serialization.add_safe_globals`` has named are legal.
 
     Raises:
         ValueError: a pickle has another class, or ``.metadata`` has another form.
@@ -92,9 +117,12 @@ def untrusted_checkpoint() -> Iterator[None]:
     reader_class: Any = filesystem.FileSystemReader
     before = reader_class.read_metadata
     variables = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
-    refusals: list[Exception] = []  # torch hides an error of this method from its callers
+    # torch hides an error of this method from its callers
+    refusals: list[Exception] = []
 
-    def read_metadata(reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(
+        reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any
+    ) -> Metadata:
         """Call `_read_metadata`, and keep its error."""
         try:
             return _read_metadata(reader, *args, **kwargs)
@@ -119,8 +147,11 @@ def untrusted_checkpoint() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _read_metadata(reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
-    """Read what ``FileSystemReader.read_metadata`` reads, by `_Unpickler`, and check it."""
+def _read_metadata(
+    reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any
+) -> Metadata:
+    """Read what ``FileSystemReader.read_metadata`` reads, by `_Unpickler`, and check
+    it."""
     path = Path(reader._get_metadata_path(kwargs.get("rank")))
     with path.open("rb") as file:
         try:
@@ -132,7 +163,9 @@ def _read_metadata(reader: filesystem.FileSystemReader, *args: Any, **kwargs: An
     try:
         _check(metadata, path)
     except AttributeError as error:
-        raise ValueError(f"{path} has an object without one of its fields: {error}") from error
+        raise ValueError(
+            f"{path} has an object without one of its fields: {error}"
+        ) from error
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     cast(StorageMeta, metadata.storage_meta).load_id = reader.load_id
@@ -140,7 +173,8 @@ def _read_metadata(reader: filesystem.FileSystemReader, *args: Any, **kwargs: An
 
 
 def _check(metadata: Any, path: Path) -> None:
-    """Raise a ValueError unless ``metadata``, the content of ``path``, has the form that it needs.
+    """Raise a ValueError unless ``metadata``, the content of ``path``, has the form
+    that it needs.
 
     A pickle can make an object of a legal class with any content.
     """
@@ -152,11 +186,19 @@ def _check(metadata: Any, path: Path) -> None:
     for key, entry in tensors.items():
         is_object = isinstance(entry, BytesStorageMetadata)
         if not isinstance(key, str) or not (is_object or _is_tensor(entry)):
-            raise ValueError(f"{path} has an entry {key!r} that is neither a tensor nor an object")
+            raise ValueError(
+                f"{path} has an entry {key!r} that is neither a tensor nor an object"
+            )
     for index, entry in stored.items():
         name = getattr(entry, "relative_path", None)
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-            raise ValueError(f"{path} names the file {name!r}; legal are names inside the folder")
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or name in ("", ".", "..")
+        ):
+            raise ValueError(
+                f"{path} names the file {name!r}; legal are names inside the folder"
+            )
         if not _is_place(index, entry):
             raise ValueError(f"{path} has a place in {name} that is none")
 
@@ -166,7 +208,10 @@ def _is_tensor(entry: Any) -> bool:
     if not isinstance(entry, TensorStorageMetadata) or not _is_size(entry.size):
         return False
     properties = vars(entry.properties) if hasattr(entry.properties, "__dict__") else {}
-    if not isinstance(properties.get("dtype"), torch.dtype) or not properties.keys() <= _PROPERTIES:
+    if (
+        not isinstance(properties.get("dtype"), torch.dtype)
+        or not properties.keys() <= _PROPERTIES
+    ):
         return False
     if not isinstance(entry.chunks, list):
         return False
@@ -186,7 +231,8 @@ def _is_part(chunk: Any, size: torch.Size) -> bool:
 
 
 def _is_place(index: Any, entry: Any) -> bool:
-    """Whether ``entry`` is the place in a file of the part of a tensor that ``index`` names."""
+    """Whether ``entry`` is the place in a file of the part of a tensor that ``index``
+    names."""
     if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
         return False
     if not isinstance(entry, filesystem._StorageInfo):

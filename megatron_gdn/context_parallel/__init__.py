@@ -1,4 +1,5 @@
-"""Context parallelism: sequence layouts, and schemes that run a mixer on several ranks."""
+"""Context parallelism: sequence layouts, and schemes that run a mixer on several
+ranks."""
 
 from .chunkwise.scheme import Chunkwise
 from .headwise.functional import (

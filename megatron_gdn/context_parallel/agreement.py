@@ -1,13 +1,15 @@
 """The ranks of a context-parallel group compare their micro-batches and their machines.
 
-If ranks were given different tokens, rows, document boundaries or layouts, they would hang or
-exchange wrong rows. So one layer all-gathers and compares five integers in each of its forwards:
-tokens, rows, number and hash of documents, layout. The comparing layer is the first to run over the
-group after the latest layer was built, so all ranks choose the same layer. On a GPU the host waits
-for the gathered integers only if this rank's integers are new.
+If ranks were given different tokens, rows, document boundaries or layouts, they would
+hang or exchange wrong rows. So one layer all-gathers and compares five integers in each
+of its forwards: tokens, rows, number and hash of documents, layout. The comparing layer
+is the first to run over the group after the latest layer was built, so all ranks choose
+the same layer. On a GPU the host waits for the gathered integers only if this rank's
+integers are new.
 
-A scheme's price depends on which ranks share a machine (are joined by NVLink). The ranks exchange
-the names of their hosts once per group, because not every launcher sets ``LOCAL_WORLD_SIZE``.
+A scheme's price depends on which ranks share a machine (are joined by NVLink). The
+ranks exchange the names of their hosts once per group, because not every launcher sets
+``LOCAL_WORLD_SIZE``.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _latest_built = 0
 
 
 def number_of_new_layer() -> int:
-    """Count a new layer, return its number; groups then choose their comparing layer again."""
+    """Count a new layer, return its number; groups then choose their comparing layer
+    again."""
     global _latest_built
     _latest_built += 1
     return _latest_built
@@ -49,13 +52,16 @@ def number_of_new_layer() -> int:
 
 @dataclass
 class _Agreement:
-    """The micro-batches that one group's ranks have agreed on, and the layer that compares them."""
+    """The micro-batches that one group's ranks have agreed on, and the layer that
+    compares them."""
 
     chosen_after: int = -1  # _latest_built when `layer` was chosen
     layer: int = 0  # the layer that compares
     compares: bool = True  # False if the ranks' environments switch the comparison off
-    agreed: set[tuple[int, ...]] = field(default_factory=set)  # the integers of micro-batches
-    # Value of the option cp_ranks_per_machine -> number of successive ranks on one machine.
+    # the integers of micro-batches
+    agreed: set[tuple[int, ...]] = field(default_factory=set)
+    # Value of the option cp_ranks_per_machine -> number of successive ranks on one
+    # machine.
     per_machine: dict[int | None, int] = field(default_factory=dict)
 
 
@@ -78,11 +84,12 @@ def require_agreement(
 ) -> None:
     """Raise a ValueError if the ranks of ``group`` were given different micro-batches.
 
-    ``layer`` is the caller's :func:`number_of_new_layer`. The micro-batch has ``rows`` batch rows
-    of ``tokens`` tokens over all ranks; ``layout`` says how ``documents`` (None: not packed) were
-    cut. The group's backend communicates on ``device``. Nothing is compared on one rank, on the
-    meta device, while a CUDA graph is captured, or with ``MEGATRON_GDN_CHECK_RANKS=0`` in every
-    rank's environment. Of fixed buffers only the largest number of documents is compared.
+    ``layer`` is the caller's :func:`number_of_new_layer`. The micro-batch has ``rows``
+    batch rows of ``tokens`` tokens over all ranks; ``layout`` says how ``documents``
+    (None: not packed) were cut. The group's backend communicates on ``device``. Nothing
+    is compared on one rank, on the meta device, while a CUDA graph is captured, or with
+    ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. Of fixed buffers only
+    the largest number of documents is compared.
     """
     if group is None or group.size() == 1 or _cannot_compare(device):
         return
@@ -106,23 +113,29 @@ def require_agreement(
 
 
 def _all_ranks_compare(group: Any, device: torch.device) -> bool:
-    """Whether the ranks compare micro-batches; raise on all ranks if SWITCH differs between them.
+    """Whether the ranks compare micro-batches; raise on all ranks if SWITCH differs
+    between them.
 
-    If ranks did not exchange the switch, a rank that compares would wait for one that does not.
+    If ranks did not exchange the switch, a rank that compares would wait for one that
+    does not.
     """
     own = os.environ.get(SWITCH, "1") != "0"
     of_ranks = _gather((int(own),), group, device).flatten().tolist()
     if len(set(of_ranks)) == 1:
         return own
-    off = ", ".join(str(rank) for rank, switched_on in enumerate(of_ranks) if not switched_on)
+    off = ", ".join(
+        str(rank) for rank, switched_on in enumerate(of_ranks) if not switched_on
+    )
     raise ValueError(
-        f"{SWITCH} differs between the ranks of a context-parallel group: it is 0 on rank(s) "
-        f"{off} and not on the others. Set it to 0 on all ranks, or unset it on all ranks."
+        f"{SWITCH} differs between the ranks of a context-parallel group: it is 0 on "
+        f"rank(s) {off} and not on the others. Set it to 0 on all ranks, or unset it "
+        "on all ranks."
     )
 
 
 def _cannot_compare(device: torch.device) -> bool:
-    """Whether ranks cannot compare: meta tensors have no values, or a CUDA graph is captured."""
+    """Whether ranks cannot compare: meta tensors have no values, or a CUDA graph is
+    captured."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return device.type == "meta" or capturing
 
@@ -136,63 +149,82 @@ def _gather(numbers: Sequence[int], group: Any, device: torch.device) -> Tensor:
         dist.all_gather_into_tensor(received, sent, group=group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"the ranks of a context-parallel group could not exchange {len(numbers)} numbers "
-            f"({error}). Install the same version of megatron_gdn on all ranks, and look for a "
-            f"rank that has ended."
+            f"the ranks of a context-parallel group could not exchange {len(numbers)} "
+            f"numbers ({error}). Install the same version of megatron_gdn on all "
+            "ranks, and look for a rank that has ended."
         ) from error
     return received.view(-1, len(numbers))
 
 
-def _disagreement_message(by_rank: list[tuple[int, ...]], documents: Documents | None) -> str:
-    """The error's text; ``by_rank[r]``: rank r's tokens, rows, documents, their hash, layout."""
+def _disagreement_message(
+    by_rank: list[tuple[int, ...]], documents: Documents | None
+) -> str:
+    """The error's text; ``by_rank[r]``: rank r's tokens, rows, documents, their hash,
+    layout."""
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, integers in enumerate(by_rank):
         ranks.setdefault(integers, []).append(rank)
     descriptions = "; ".join(
-        f"rank{'s' * (len(members) > 1)} {', '.join(map(str, members))}: {_description(*integers)}"
+        f"rank{'s' * (len(members) > 1)} {', '.join(map(str, members))}: "
+        f"{_description(*integers)}"
         for integers, members in ranks.items()
     )
     boundaries = ""
     if documents is not None and documents.known:
         boundaries = f" This rank was given cu_seqlens={shown(documents.offsets)}."
     return (
-        f"the ranks of a context-parallel group disagree about the micro-batch. "
-        f"{descriptions}.{boundaries} Every rank must hold the same number of tokens of the same "
-        f"rows, and be given the same global boundaries: those of the whole packed buffer, before "
-        f"any split (make them once and broadcast them)."
+        "the ranks of a context-parallel group disagree about the micro-batch. "
+        f"{descriptions}.{boundaries} Every rank must hold the same number of tokens "
+        "of the same rows, and be given the same global boundaries: those of the whole "
+        "packed buffer, before any split (make them once and broadcast them)."
     )
 
 
-def _description(tokens: int, rows: int, count: int, fingerprint: int, layout: int) -> str:
-    """One rank's five integers in words; ``fingerprint``: hash of ``count`` documents' offsets."""
-    packed = "not packed" if count < 0 else f"{count} documents (boundaries {fingerprint:014x})"
+def _description(
+    tokens: int, rows: int, count: int, fingerprint: int, layout: int
+) -> str:
+    """One rank's five integers in words; ``fingerprint``: hash of ``count`` documents'
+    offsets."""
+    packed = (
+        "not packed"
+        if count < 0
+        else f"{count} documents (boundaries {fingerprint:014x})"
+    )
     if count == -2:
         packed = f"fixed buffers for up to {fingerprint} documents"
     cut = f"cut by an unknown layout {layout}"
     if 0 <= layout < len(_LAYOUTS):
         cut = f"cut {_LAYOUTS[layout].value!r}"
-    return f"{tokens} tokens over all ranks in {rows} row{'s' * (rows != 1)}, {packed}, {cut}"
+    return (
+        f"{tokens} tokens over all ranks in {rows} row{'s' * (rows != 1)}, {packed}, "
+        f"{cut}"
+    )
 
 
 def check_ranks_per_machine(ranks: Any) -> None:
-    """Raise unless ``ranks``, the option cp_ranks_per_machine, is None or at least 1."""
+    """Raise unless ``ranks``, the option cp_ranks_per_machine, is None or at least
+    1."""
     if ranks is None or (type(ranks) is int and ranks >= 1):
         return
     raise ValueError(
-        f"cp_ranks_per_machine={ranks!r} must be an integer of at least 1, the number of ranks of "
-        f"a context-parallel group that NVLink joins (GPUs of a machine divided by "
-        f"tensor_model_parallel_size), or None, with which the ranks compare their hosts."
+        f"cp_ranks_per_machine={ranks!r} must be an integer of at least 1, the number "
+        "of ranks of a context-parallel group that NVLink joins (GPUs of a machine "
+        "divided by tensor_model_parallel_size), or None, with which the ranks compare "
+        "their hosts."
     )
 
 
 def ranks_per_machine(group: Any, configured: int | None, device: torch.device) -> int:
-    """How many successive ranks of ``group`` share a machine; the number divides the group's size.
+    """How many successive ranks of ``group`` share a machine; the number divides the
+    group's size.
 
-    ``configured``, the option cp_ranks_per_machine, is the number of ranks on each machine; the
-    last machine may have fewer. If None, the ranks compare the names of their hosts. All ranks must
-    call together: the first call with a value of ``configured`` is a collective on ``device``, and
-    raises a ValueError on all ranks if their values differ. On the meta device and while a CUDA
-    graph is captured, None means that all ranks are on one machine.
+    ``configured``, the option cp_ranks_per_machine, is the number of ranks on each
+    machine; the last machine may have fewer. If None, the ranks compare the names of
+    their hosts. All ranks must
+    call together: the first call with a value of ``configured`` is a collective on
+    ``device``, and raises a ValueError on all ranks if their values differ. On the meta
+    device and while a CUDA graph is captured, None means that all ranks are on one
+    machine.
     """
     known = _agreement_of(group).per_machine
     if configured in known:
@@ -207,25 +239,33 @@ def ranks_per_machine(group: Any, configured: int | None, device: torch.device) 
 
 
 def largest_shared_run(machines: Sequence[Hashable]) -> int:
-    """The largest n for which ranks [0, n), [n, 2 n), ... each lie on one of ``machines``."""
+    """The largest n for which ranks [0, n), [n, 2 n), ... each lie on one of
+    ``machines``."""
     return gcd(*(len(list(ranks)) for _, ranks in groupby(machines)))
 
 
 @uncompiled
 def _hosts(group: Any, configured: int | None, device: torch.device) -> list[int]:
-    """For each rank a hash of its host; raise if ``configured`` differs between the ranks."""
-    host = int.from_bytes(blake2b(_own_host().encode(), digest_size=8).digest(), signed=True)
-    configured_by_rank, hosts = _gather((configured or 0, host), group, device).T.tolist()
+    """For each rank a hash of its host; raise if ``configured`` differs between the
+    ranks."""
+    host = int.from_bytes(
+        blake2b(_own_host().encode(), digest_size=8).digest(), signed=True
+    )
+    configured_by_rank, hosts = _gather(
+        (configured or 0, host), group, device
+    ).T.tolist()
     if len(set(configured_by_rank)) > 1:
         raise ValueError(
-            f"the ranks of a context-parallel group were given different cp_ranks_per_machine: "
-            f"{[number or None for number in configured_by_rank]}, by rank. Give all ranks the "
-            f"same number, or give no rank a number."
+            "the ranks of a context-parallel group were given different "
+            "cp_ranks_per_machine: "
+            f"{[number or None for number in configured_by_rank]}, by rank. Give all "
+            "ranks the same number, or give no rank a number."
         )
     return hosts
 
 
 def _own_host() -> str:
-    """The host's name and boot id (containers on two machines may have the same name)."""
+    """The host's name and boot id (containers on two machines may have the same
+    name)."""
     boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot}"

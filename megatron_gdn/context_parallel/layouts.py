@@ -1,9 +1,11 @@
-"""Computes the token indices of context-parallel sequence layouts, without communication.
+"""Computes the token indices of context-parallel sequence layouts, without
+communication.
 
     sequence order   document 0, document 1, ...
     rank order       the tokens of rank 0, of rank 1, ..., concatenated
 
-    undo = rank_order_of_sequence(lengths, cp)     each sequence position's place in rank order
+    undo = rank_order_of_sequence(lengths, cp)     each sequence position's place in
+                                                   rank order
     x_sequence = x_rank[undo],  x_rank = x_sequence[inverse(undo)]
 
 Legend: R context-parallel ranks, T tokens of the buffer, s = T / R tokens of one rank.
@@ -27,13 +29,13 @@ from ..ops.static_documents import StaticDocuments, require_on_device
 class SequenceLayout(StrEnum):
     """How the data loader cut a sequence among context-parallel ranks.
 
-    Zigzag (DualChunkSwap) cuts tokens into ``2 * cp`` equal fragments; rank ``r`` holds the
-    fragments ``r`` and ``2 * cp - 1 - r``, which balances causal attention.
+    Zigzag (DualChunkSwap) cuts tokens into ``2 * cp`` equal fragments; rank ``r`` holds
+    the fragments ``r`` and ``2 * cp - 1 - r``, which balances causal attention.
 
-    ZIGZAG cuts every document in zigzag (a row that is not packed counts as a document), as
-    Transformer Engine does. ZIGZAG_BUFFER cuts the whole buffer in zigzag, as Megatron's
-    ``--dataloader-inter-document-masking`` does. CONTIGUOUS cuts the buffer into ``cp`` equal
-    fragments; rank ``r`` holds fragment ``r``.
+    ZIGZAG cuts every document in zigzag (a row that is not packed counts as a
+    document), as Transformer Engine does. ZIGZAG_BUFFER cuts the whole buffer in
+    zigzag, as Megatron's ``--dataloader-inter-document-masking`` does. CONTIGUOUS cuts
+    the buffer into ``cp`` equal fragments; rank ``r`` holds fragment ``r``.
     """
 
     ZIGZAG = "zigzag"
@@ -42,12 +44,14 @@ class SequenceLayout(StrEnum):
 
     @classmethod
     def parse(cls, value: str | SequenceLayout) -> SequenceLayout:
-        """The layout named ``value``; raises a ValueError that lists the legal names."""
+        """The layout named ``value``; raises a ValueError that lists the legal
+        names."""
         return parse_member(cls, value, "context-parallel layout")
 
 
 def parse_member[Kind: StrEnum](kind: type[Kind], value: Any, setting: str) -> Kind:
-    """The member of enum ``kind`` for ``value``; ``setting`` is the option's name for errors."""
+    """The member of enum ``kind`` for ``value``; ``setting`` is the option's name for
+    errors."""
     try:
         return kind(value)
     except ValueError:
@@ -56,9 +60,12 @@ def parse_member[Kind: StrEnum](kind: type[Kind], value: Any, setting: str) -> K
 
 
 def check_lengths(
-    lengths: Sequence[int], cp_size: int, layout: str | SequenceLayout = SequenceLayout.ZIGZAG
+    lengths: Sequence[int],
+    cp_size: int,
+    layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
 ) -> None:
-    """Raise a ValueError if ``cp_size`` ranks cannot share documents of these ``lengths``."""
+    """Raise a ValueError if ``cp_size`` ranks cannot share documents of these
+    ``lengths``."""
     layout = SequenceLayout.parse(layout)
     if cp_size == 1:
         return
@@ -70,33 +77,41 @@ def check_lengths(
     for index, length in enumerate(wholes):
         if length % multiple:
             by_document = layout is SequenceLayout.ZIGZAG
-            passed = " and pass the padded boundaries as cu_seqlens_q_padded" if by_document else ""
+            passed = (
+                " and pass the padded boundaries as cu_seqlens_q_padded"
+                if by_document
+                else ""
+            )
             raise SizeError(
-                f"{unit} {index} has {length} tokens, which is not a multiple of {multiple}: the "
-                f"{layout.value!r} layout cuts it into {multiple} equal fragments for "
-                f"context_parallel_size={cp_size}. Pad the {unit} to "
-                f"{-(-length // multiple) * multiple} tokens{passed}; or, if the data loader uses "
-                f"another layout, name that layout as cp_layout: "
+                f"{unit} {index} has {length} tokens, which is not a multiple of "
+                f"{multiple}: the {layout.value!r} layout cuts it into {multiple} "
+                f"equal fragments for context_parallel_size={cp_size}. Pad the {unit} "
+                f"to {-(-length // multiple) * multiple} tokens{passed}; or, if the "
+                "data loader uses another layout, name that layout as cp_layout: "
                 f"{', '.join(repr(other.value) for other in SequenceLayout if other != layout)}."
             )
 
 
 def rank_order_of_sequence(
-    lengths: Sequence[int], cp_size: int, layout: str | SequenceLayout = SequenceLayout.ZIGZAG
+    lengths: Sequence[int],
+    cp_size: int,
+    layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
 ) -> Tensor:
     """For every token in sequence order, its place in rank order.
 
     Args:
-        lengths: tokens of each document of the buffer, in order; zero is allowed. One entry if
-            nothing is packed.
+        lengths: tokens of each document of the buffer, in order; zero is allowed. One
+            entry if nothing is packed.
         cp_size: number of context-parallel ranks.
         layout: how the buffer was cut.
 
     Returns:
-        int64 ``[T]`` on the CPU, a permutation of ``0 .. T-1`` with ``T = sum(lengths)``.
+        int64 ``[T]`` on the CPU, a permutation of ``0 .. T-1`` with
+        ``T = sum(lengths)``.
 
     Raises:
-        ValueError: the ranks cannot divide a length equally among them (:func:`check_lengths`).
+        ValueError: the ranks cannot divide a length equally among them
+            (:func:`check_lengths`).
     """
     layout = SequenceLayout.parse(layout)
     check_lengths(lengths, cp_size, layout)
@@ -109,12 +124,15 @@ def rank_order_of_sequence(
     length_N = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     start_N = length_N.cumsum(0) - length_N
     return zigzag_places(
-        start_N.repeat_interleave(length_N), length_N.repeat_interleave(length_N), cp_size
+        start_N.repeat_interleave(length_N),
+        length_N.repeat_interleave(length_N),
+        cp_size,
     )
 
 
 def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
-    """Each token's place in rank order; ``start_T``, ``length_T``: its document's start, length."""
+    """Each token's place in rank order; ``start_T``, ``length_T``: its document's
+    start, length."""
     total = len(start_T)
     offset_T = torch.arange(total, device=start_T.device) - start_T
     fragment_tokens_T = length_T // (2 * cp_size)
@@ -122,7 +140,9 @@ def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
     second_T = fragment_T >= cp_size
     rank_T = torch.where(second_T, 2 * cp_size - 1 - fragment_T, fragment_T)
     # On each rank, the share of a document follows the shares of all earlier documents.
-    place_T = start_T // cp_size + offset_T % fragment_tokens_T + second_T * fragment_tokens_T
+    place_T = (
+        start_T // cp_size + offset_T % fragment_tokens_T + second_T * fragment_tokens_T
+    )
     return rank_T * (total // cp_size) + place_T
 
 
@@ -141,33 +161,42 @@ def local_indices(
     cp_rank: int,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
 ) -> Tensor:
-    """Sequence positions of one rank's tokens, in the rank's order: int64 ``[T / cp_size]``, CPU.
+    """Sequence positions of one rank's tokens, in the rank's order: int64
+    ``[T / cp_size]``, CPU.
 
-    A data loader gives the rank ``tokens[..., local_indices(lengths, cp, rank)]``. For batch rows
-    that are not packed, ``lengths`` has one entry, the tokens of a row.
+    A data loader gives the rank ``tokens[..., local_indices(lengths, cp, rank)]``. For
+    batch rows that are not packed, ``lengths`` has one entry, the tokens of a row.
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not one of 0 .. {cp_size - 1}.")
-    return inverse(rank_order_of_sequence(lengths, cp_size, layout)).view(cp_size, -1)[cp_rank]
+    return inverse(rank_order_of_sequence(lengths, cp_size, layout)).view(cp_size, -1)[
+        cp_rank
+    ]
 
 
 @lru_cache(maxsize=16)
 def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) -> Tensor:
-    """The sequence positions of every rank's tokens, in the rank's order: int64 ``[R, s]``, CPU."""
+    """The sequence positions of every rank's tokens, in the rank's order: int64
+    ``[R, s]``, CPU."""
     return inverse(rank_order_of_sequence(lengths, cp_size, layout)).view(cp_size, -1)
 
 
 def documents_cut_by(
-    layout: SequenceLayout, documents: Documents | None, tokens: int, device: torch.device
+    layout: SequenceLayout,
+    documents: Documents | None,
+    tokens: int,
+    device: torch.device,
 ) -> Documents:
-    """What ``layout`` cuts: ``documents`` (ZIGZAG), or the buffer of ``tokens`` as one document."""
+    """What ``layout`` cuts: ``documents`` (ZIGZAG), or the buffer of ``tokens`` as one
+    document."""
     if documents is not None and layout is SequenceLayout.ZIGZAG:
         return documents
     return one_document(tokens, device)
 
 
 def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
-    """:func:`positions` of documents ``cut``; on their device if the host knows no lengths."""
+    """:func:`positions` of documents ``cut``; on their device if the host knows no
+    lengths."""
     if cut.known:
         return positions(cut.lengths, cp_size, layout)
     require_cut(cut, cp_size, layout)
@@ -175,7 +204,8 @@ def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor
 
 
 def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> None:
-    """Raise a ValueError if the host knows a length that the ranks cannot divide among them."""
+    """Raise a ValueError if the host knows a length that the ranks cannot divide among
+    them."""
     lengths = documents.lengths if documents.known else (documents.total_tokens,)
     check_lengths(lengths, cp_size, layout)
 
@@ -190,13 +220,15 @@ def _zigzag_positions(documents: Documents, cp_size: int) -> tuple[Tensor]:
 
 
 def require_fragments(documents: Documents, length: Tensor, cp_size: int) -> None:
-    """Check that ``2 * cp_size`` divides each document's ``length``: here, and in each ``fill``."""
+    """Check that ``2 * cp_size`` divides each document's ``length``: here, and in each
+    ``fill``."""
     if isinstance(documents, StaticDocuments):
         demand = partial(check_lengths, cp_size=cp_size, layout=SequenceLayout.ZIGZAG)
         documents.add_check((require_fragments, cp_size), demand)
         require_on_device(
             (length % (2 * cp_size) == 0).all(),
-            f"every document must be a multiple of {2 * cp_size} tokens: the 'zigzag' layout cuts "
-            f"it into {2 * cp_size} fragments for context_parallel_size={cp_size}. Pad every "
-            f"document, and pass the padded boundaries",
+            f"every document must be a multiple of {2 * cp_size} tokens: the 'zigzag' "
+            f"layout cuts it into {2 * cp_size} fragments for "
+            f"context_parallel_size={cp_size}. Pad every document, and pass the "
+            "padded boundaries",
         )

@@ -1,21 +1,29 @@
 """Finds the cheaper context-parallel scheme for a micro-batch from its lengths alone.
 
-A scheme's price is the milliseconds that it adds to one forward (``docs/context_parallel.md``):
+A scheme's price is the milliseconds that it adds to one forward
+(``docs/context_parallel.md``):
 
-    wire(b)     max(within / WITHIN, across / ACROSS): bytes from this machine and from others
-                come at the same time; across = (cp - n) / (cp - 1) * b, within = b - across
-    headwise    wire((cp - 1) * s * B * (p + h V) * element size)    rows in, outputs back
-    chunkwise   map * s * B * SUMMARY + FIXED                        computing maps, small launches
-                + wire((cp - 1) / cp * r * d) + 2 * LATENCY          sending maps and states
-                + l * STEP                                           applying maps in order
-                d = bytes of a rank's maps = map * chains * nodes of a chain on a rank
+    wire(b)    max(within / WITHIN, across / ACROSS): bytes from this machine and from
+               others
+               come at the same time; across = (cp - n) / (cp - 1) * b, within = b - across
+    headwise   wire((cp - 1) * s * B * (p + h V) * element size)    rows in, outputs
+                                                                    back
+    chunkwise  map * s * B * SUMMARY + FIXED                        computing maps,
+                                                                    small launches
+               + wire((cp - 1) / cp * r * d) + 2 * LATENCY          sending maps and
+                                                                    states
+               + l * STEP                                           applying maps in
+                                                                    order
+               d = bytes of a rank's maps = map * chains * nodes of a chain on a rank
 
-Bytes of a map: map = H K (K + V) * 4, or H K (1 + V) * 4 if the rule does not mix a state's rows.
-r = 1 + V / (K + V), or 1 + V / (1 + V), since maps are sent and states come back. A chain is a
-document in zigzag, else a batch row; a chain has l nodes. No price was measured across machines.
+Bytes of a map: map = H K (K + V) * 4, or H K (1 + V) * 4 if the rule does not mix a
+state's rows. r = 1 + V / (K + V), or 1 + V / (1 + V), since maps are sent and states
+come back. A chain is a document in zigzag, else a batch row; a chain has l nodes. No
+price was measured across machines.
 
-Legend: H value heads of one tensor-parallel rank, h value heads and p projection columns of a rank
-inside the head exchange, n ranks per machine, s tokens of a rank, B batch rows.
+Legend: H value heads of one tensor-parallel rank, h value heads and p projection
+columns of a rank inside the head exchange, n ranks per machine, s tokens of a rank, B
+batch rows.
 """
 
 from __future__ import annotations
@@ -31,12 +39,16 @@ from .layouts import SequenceLayout, parse_member
 WITHIN = 128 * 2**20 / 0.46  # 292 GB/s over NVLink: 128 MiB in 0.46 ms, on four H200
 ACROSS = 50e6  # 50 GB/s: one network card of 400 Gbit/s per GPU, an assumption
 
-SUMMARY = 1 / 7000 / WITHIN  # ms to compute the maps of pieces, per token and byte of a map
-# Small launches and the history of one layer take 0.22 ms in a CUDA graph and 0.7 ms with a slow
-# host (H200, flash_qla, 16 key and 32 value heads, 8192 tokens on each of four ranks).
+# ms to compute the maps of pieces, per token and byte of a map
+SUMMARY = 1 / 7000 / WITHIN
+# Small launches and the history of one layer take 0.22 ms in a CUDA graph and 0.7 ms
+# with a slow host (H200, flash_qla, 16 key and 32 value heads, 8192 tokens on each of
+# four ranks).
 FIXED = 0.46  # ms, a value between the two times above
-FIXED_ACROSS = 0.22  # ms on several machines, where hosts issue launches while GPUs await messages
-# ms, estimated: a small collective takes a GPU 10 to 28 us, and a slow host 300 us to launch.
+# ms on several machines, where hosts issue launches while GPUs await messages
+FIXED_ACROSS = 0.22
+# ms, estimated: a small collective takes a GPU 10 to 28 us, and a slow host 300 us to
+# launch.
 LATENCY = 0.0575
 STEP = 0.0054  # ms per product of a chain; each product waits for the one before
 
@@ -50,7 +62,8 @@ class LinearCpMode(StrEnum):
 
     @classmethod
     def of(cls, value: str | LinearCpMode | None, config: Any) -> LinearCpMode:
-        """The mode ``value``; if None, ``config.linear_cp_mode`` (newer Megatrons) or AUTO."""
+        """The mode ``value``; if None, ``config.linear_cp_mode`` (newer Megatrons) or
+        AUTO."""
         if value is None:
             value = getattr(config, "linear_cp_mode", None) or cls.AUTO
         return parse_member(cls, value, "linear_cp_mode")
@@ -72,13 +85,17 @@ class Price(NamedTuple):
 def transfer_time(
     received: float, cp_size: int, ranks_per_machine: int, nvlink_speed: float = WITHIN
 ) -> float:
-    """Milliseconds to get ``received`` bytes evenly from all peers; ``nvlink_speed``: bytes/ms."""
+    """Milliseconds to get ``received`` bytes evenly from all peers; ``nvlink_speed``:
+    bytes/ms."""
     across = received * (cp_size - ranks_per_machine) / (cp_size - 1)
     return max((received - across) / nvlink_speed, across / ACROSS)
 
 
-def row_bytes(rank_layout: Layout, cp_size: int, local_rows: int, element_size: int) -> int:
-    """Bytes that a rank with ``local_rows`` rows receives in a head exchange of ``rank_layout``."""
+def row_bytes(
+    rank_layout: Layout, cp_size: int, local_rows: int, element_size: int
+) -> int:
+    """Bytes that a rank with ``local_rows`` rows receives in a head exchange of
+    ``rank_layout``."""
     width = rank_layout.width + rank_layout.mixed_width
     return (cp_size - 1) * local_rows * width * element_size
 
@@ -90,7 +107,8 @@ def map_exchange_traffic(
     rows: int,
     lengths: tuple[int, ...] | None,
 ) -> tuple[float, int]:
-    """Bytes of maps and states that a rank receives in a forward, and the products per chain."""
+    """Bytes of maps and states that a rank receives in a forward, and the products per
+    chain."""
     documents = lengths if layout is SequenceLayout.ZIGZAG else None
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
@@ -111,15 +129,21 @@ def price(
     element_size: int,
     ranks_per_machine: int,
 ) -> Price:
-    """The `Price` of a layer's forward; each of ``rows`` batch rows has ``tokens`` over all ranks.
+    """The `Price` of a layer's forward; each of ``rows`` batch rows has ``tokens`` over
+    all ranks.
 
-    ``state`` has a tensor-parallel rank's states, ``rank_layout`` the projection columns inside
-    the head exchange. ``lengths`` are those of packed documents; ``element_size`` is in bytes.
+    ``state`` has a tensor-parallel rank's states, ``rank_layout`` the projection
+    columns inside the head exchange. ``lengths`` are those of packed documents;
+    ``element_size`` is in bytes.
     """
     local = tokens // cp_size * rows
     received = row_bytes(rank_layout, cp_size, local, element_size)
     map_bytes, steps = map_exchange_traffic(state, cp_size, layout, rows, lengths)
-    exchange = transfer_time(map_bytes, cp_size, ranks_per_machine) + 2 * LATENCY + steps * STEP
+    exchange = (
+        transfer_time(map_bytes, cp_size, ranks_per_machine)
+        + 2 * LATENCY
+        + steps * STEP
+    )
     fixed = FIXED if ranks_per_machine == cp_size else FIXED_ACROSS
     return Price(
         headwise=transfer_time(received, cp_size, ranks_per_machine),

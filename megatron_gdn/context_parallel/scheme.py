@@ -30,34 +30,42 @@ class Passage(NamedTuple):
 
 
 class Scheme:
-    """A way to run a mixer over the ranks of ``group``; ``layout`` has the columns of one rank."""
+    """A way to run a mixer over the ranks of ``group``; ``layout`` has the columns of
+    one rank."""
 
     name: ClassVar[str]  # a value of linear_cp_mode, or "whole"
-    moves_rows: ClassVar[bool] = False  # whether Passage.close moves outputs to other ranks
+    # whether Passage.close moves outputs to other ranks
+    moves_rows: ClassVar[bool] = False
     announced = False  # whether the log has already named this scheme
 
-    def __init__(self, layout: Layout, group: Any, sequence_layout: SequenceLayout) -> None:
+    def __init__(
+        self, layout: Layout, group: Any, sequence_layout: SequenceLayout
+    ) -> None:
         self.layout, self.group, self.sequence_layout = layout, group, sequence_layout
         self.size = 1 if group is None else group.size()
 
-    def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
+    def passage(
+        self, documents: Documents | None, tokens: int, rows: int, like: Tensor
+    ) -> Passage:
         """The passage of one micro-batch.
 
-        ``documents`` are packed into one row; None: not packed. ``tokens`` counts a row's tokens
-        over all ranks. ``like`` has the dtype and device of the rows. Raises a ValueError for a
-        length that the layout cannot cut.
+        ``documents`` are packed into one row; None: not packed. ``tokens`` counts a
+        row's tokens over all ranks. ``like`` has the dtype and device of the rows.
+        Raises a ValueError for a length that the layout cannot cut.
         """
         raise NotImplementedError
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """The rows of a parameter that this rank's mixer needs.
 
-        ``param`` has a row per column or head of the sections ``names``, by default per state head.
+        ``param`` has a row per column or head of the sections ``names``, by default per
+        state head.
         """
         return param
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
-        """int64 ``[s]``: positions in the sequence of this rank's tokens, in the rank's order."""
+        """int64 ``[s]``: positions in the sequence of this rank's tokens, in the rank's
+        order."""
         device = torch.device("cpu") if documents is None else documents.device
         cut = documents_cut_by(self.sequence_layout, documents, tokens, device)
         return positions_of(cut, self.size, self.sequence_layout)[self.group.rank()]
@@ -71,7 +79,9 @@ class Whole(Scheme):
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout, None, SequenceLayout.ZIGZAG)
 
-    def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
+    def passage(
+        self, documents: Documents | None, tokens: int, rows: int, like: Tensor
+    ) -> Passage:
         return Passage(keep_in_place, keep_in_place, SequenceContext(documents))
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
@@ -85,16 +95,20 @@ def local_parameters(
     *per_head: Tensor,
     section: str | None = None,
 ) -> tuple[Any, ...]:
-    """The parameters' rows that this rank's mixer needs, if the scheme moves rows between ranks.
+    """The parameters' rows that this rank's mixer needs, if the scheme moves rows
+    between ranks.
 
     ``per_head`` have a row per head (of ``section``).
     """
     convolved = scheme.layout.conv_names
-    of_convolution = [x if x is None else scheme.local(x, convolved) for x in (weight, bias)]
+    of_convolution = [
+        x if x is None else scheme.local(x, convolved) for x in (weight, bias)
+    ]
     heads = None if section is None else (section,)
     return *of_convolution, *[scheme.local(x, heads) for x in per_head]
 
 
 def keep_in_place(rows: Tensor) -> Tensor:
-    """Return ``rows`` unchanged: the ``open`` and ``close`` of schemes that move no rows."""
+    """Return ``rows`` unchanged: the ``open`` and ``close`` of schemes that move no
+    rows."""
     return rows

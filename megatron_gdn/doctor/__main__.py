@@ -23,7 +23,9 @@ computes wrong values. The exit status is 1 if a finding is wrong, else 0.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser("python -m megatron_gdn.doctor", description=_DESCRIPTION, epilog=_EPILOG)
+    parser = Parser(
+        "python -m megatron_gdn.doctor", description=_DESCRIPTION, epilog=_EPILOG
+    )
     add = parser.add_argument
     help = "heads of one rank, as 16:32 (2:4)"
     add("--heads", type=heads, default=(2, 4), metavar="KEY:VALUE", help=help)
@@ -33,9 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokens", type=tokens, default=1000, help="of the checks (1000)")
     add("--json", action="store_true", help="a list of findings, for programs")
     options = parser.parse_args(argv)
-    warnings.simplefilter("ignore")  # imported packages warn; problems that matter become findings
+    # imported packages warn; problems that matter become findings
+    warnings.simplefilter("ignore")
     from ..ops.delta_rule.base import HeadSizes
-    from .checks import check_kernel_versions, check_machine, check_packages, check_rules
+    from .checks import (
+        check_kernel_versions,
+        check_machine,
+        check_packages,
+        check_rules,
+    )
 
     (key, value), findings = options.heads, []
     sizes = HeadSizes(key, value, options.head_dim, options.head_dim)
@@ -47,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         findings.append(finding)
         if not options.json:
-            print(f"{finding.state:5}  {finding.subject:26}  {finding.text}", flush=True)
+            print(
+                f"{finding.state:5}  {finding.subject:26}  {finding.text}", flush=True
+            )
     if options.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     return int(any(finding.state == "wrong" for finding in findings))

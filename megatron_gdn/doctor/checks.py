@@ -1,4 +1,5 @@
-"""The doctor's checks: the machine, packages, kernels, and the rule's errors and repeats."""
+"""The doctor's checks: the machine, packages, kernels, and the rule's errors and
+repeats."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from ..ops.obstacles import (
 from ..ops.rules.base import Bits, Rule
 from ..ops.rules.fla import why_not_callable
 
-# Extras with packages that run in training; the other extras are for developers of this project.
+# Extras with packages that run in training; the other extras are for developers of this
+# project.
 _EXTRAS = ("fla", "te", "hf")
 _HOPPER = 9
 _RESULTS = ("o", "dq", "dk", "dv", "dg", "dbeta")
@@ -54,18 +56,22 @@ def check_machine() -> Iterator[Finding]:
         yield Finding("gpu", "ok", f"{torch.cuda.get_device_name()} ({major}.{minor})")
     elif shutil.which("nvidia-smi"):
         why = (
-            "torch is built without CUDA" if torch.version.cuda is None
+            "torch is built without CUDA"
+            if torch.version.cuda is None
             else "the driver may be too old for it, or CUDA_VISIBLE_DEVICES empty"
-        )  # fmt: skip
+        )
         text = f"nvidia-smi is here, and torch {torch_is} sees no GPU: {why}"
         yield Finding("gpu", "wrong", text)
     else:
         yield Finding("gpu", "note", "none: everything runs on the CPU, in plain torch")
-    yield Finding("cuda", "ok", f"{torch.version.cuda or 'none'}, of torch {torch.__version__}")
+    yield Finding(
+        "cuda", "ok", f"{torch.version.cuda or 'none'}, of torch {torch.__version__}"
+    )
 
 
 def check_packages() -> Iterator[Finding]:
-    """Compare installed versions with the tested ones and with the requirements; try imports."""
+    """Compare installed versions with the tested ones and with the requirements; try
+    imports."""
     yield _check_tested("python", platform.python_version())
     try:
         asked = [Requirement(text) for text in requires("megatron-gdn") or ()]
@@ -76,28 +82,41 @@ def check_packages() -> Iterator[Finding]:
     for extra in (None, *_EXTRAS):
         for requirement in asked:
             marker = requirement.marker
-            if marker is None if extra is None else marker and marker.evaluate({"extra": extra}):
+            if (
+                marker is None
+                if extra is None
+                else marker and marker.evaluate({"extra": extra})
+            ):
                 yield _check_package(requirement, extra)
 
 
 def _check_package(asked: Requirement, extra: str | None) -> Finding:
-    """Check a package against ``asked``, a requirement of ``extra`` (None: of megatron_gdn)."""
+    """Check a package against ``asked``, a requirement of ``extra`` (None: of
+    megatron_gdn)."""
     name, install = asked.name, f'pip install "{asked.name}{asked.specifier}"'
     installed = installed_version(name)
     if installed is None and extra is None:
         return Finding(name, "wrong", f"is required and not installed; {install}")
     if installed is None:
-        return Finding(name, "note", f"not installed (pip install 'megatron-gdn[{extra}]')")
+        return Finding(
+            name, "note", f"not installed (pip install 'megatron-gdn[{extra}]')"
+        )
     if not asked.specifier.contains(installed, prereleases=True):
-        # Megatron layers do not use the packages of the extra "hf", so their versions may differ.
+        # Megatron layers do not use the packages of the extra "hf", so their versions
+        # may differ.
         state = "note" if extra == "hf" else "wrong"
-        return Finding(name, state, f"{installed} is installed, {asked.specifier} works; {install}")
+        return Finding(
+            name, state, f"{installed} is installed, {asked.specifier} works; {install}"
+        )
     try:
-        if name == "transformer-engine":  # it is compiled for one torch version, so import it
+        # it is compiled for one torch version, so import it
+        if name == "transformer-engine":
             import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken build may raise any exception
         rebuild = f"build it for torch {torch.__version__}"
-        return Finding(name, "wrong", f"{installed} cannot be imported: {error}; {rebuild}")
+        return Finding(
+            name, "wrong", f"{installed} cannot be imported: {error}; {rebuild}"
+        )
     return _check_tested(name, installed)
 
 
@@ -108,16 +127,22 @@ def _check_tested(name: str, installed: str) -> Finding:
 
 
 def check_kernel_versions() -> Iterator[Finding]:
-    """Look for faulty versions of the rules' packages; without a GPU these are only notes."""
+    """Look for faulty versions of the rules' packages; without a GPU these are only
+    notes."""
     gpu = torch.cuda.is_available()
     major = torch.cuda.get_device_capability()[0] if gpu else _HOPPER
     if triton := installed_version("triton"):
         yield Finding("triton", "ok", triton)
     else:
-        yield Finding("triton", "note", "not installed: conv, gates and norm run in plain torch")
+        yield Finding(
+            "triton", "note", "not installed: conv, gates and norm run in plain torch"
+        )
     qla, tilelang = why_not_flash_qla_package(), installed_version("tilelang")
     if qla is None and tilelang is None:
-        why = "compiles by tilelang, which is not installed; pip install flash-qla brings it"
+        why = (
+            "compiles by tilelang, which is not installed; pip install flash-qla "
+            "brings it"
+        )
         qla = Obstacle(f"flash-qla {why}")
     fla = why_not_fla_package(major)
     if fla is None and (why := why_not_callable(FlaGDN)) is not None:
@@ -136,7 +161,8 @@ def check_kernel_versions() -> Iterator[Finding]:
 
 
 def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
-    """Check the usual and the deterministic rule on two documents with ``tokens`` in total."""
+    """Check the usual and the deterministic rule on two documents with ``tokens`` in
+    total."""
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     choose = partial(resolve_rule, device=device, dtype=dtype, sizes=sizes)
@@ -155,17 +181,24 @@ def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
         elif subject == "rule":
             worst = _largest(plain)
             text = f"{worst} {plain[worst]:.1e}, of plain torch, against fp64"
-            yield Finding("rule, errors", "ok" if isfinite(plain[worst]) else "wrong", text)
+            yield Finding(
+                "rule, errors", "ok" if isfinite(plain[worst]) else "wrong", text
+            )
     yield _check_repeats(choices["deterministic rule"].rule, inputs, documents)
 
 
-def _compare_errors(subject: str, errors: dict[str, float], plain: dict[str, float]) -> Finding:
-    """Compare RMS ``errors`` (by tensor) of the rule ``subject`` with those of ``plain`` torch."""
+def _compare_errors(
+    subject: str, errors: dict[str, float], plain: dict[str, float]
+) -> Finding:
+    """Compare RMS ``errors`` (by tensor) of the rule ``subject`` with those of
+    ``plain`` torch."""
     subject = f"{subject}, errors"
     ratios = {name: _ratio(errors[name], plain[name]) for name in _RESULTS}
     worst = _largest(ratios)
     ratio = ratios[worst]
-    text = f"{worst} {errors[worst]:.1e}, {ratio:.2f} of plain torch's error against fp64"
+    text = (
+        f"{worst} {errors[worst]:.1e}, {ratio:.2f} of plain torch's error against fp64"
+    )
     if ratio <= 2:  # kernels round once more than plain torch, so twice its error is ok
         return Finding(subject, "ok", text)
     return Finding(subject, "wrong", f"{text}: choose another backend, and report this")
@@ -177,7 +210,8 @@ def _largest(numbers: dict[str, float]) -> str:
 
 
 def _ratio(error: float, of: float) -> float:
-    """``error / of``; of two zeros 0, since an exact result is not worse than another."""
+    """``error / of``; of two zeros 0, since an exact result is not worse than
+    another."""
     if of:
         return error / of
     return inf if error else 0.0
@@ -188,31 +222,51 @@ def _check_repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Find
     first = _run_rule(rule, inputs, documents)
     for repeat in range(1, _REPEATS):
         now = _run_rule(rule, inputs, documents)
-        if other := [name for name in _RESULTS if not torch.equal(first[name], now[name])]:
-            return Finding("repeats", "wrong", f"{', '.join(other)} differ in repeat {repeat}")
-    return Finding("repeats", "ok", f"{_REPEATS} repeats equal in {len(_RESULTS)} tensors")
-
-
-def _run_rule(rule: Rule, inputs: RuleInputs, documents: Documents) -> dict[str, Tensor]:
-    """Run ``rule``; return its output and the gradients of ``inputs`` by the names in _RESULTS."""
-    leaves = RuleInputs(*(x.detach().requires_grad_() for x in inputs))
-    with torch.enable_grad():
-        out, _ = run_rule(rule, leaves, documents, use_qk_l2norm_in_kernel=True)
-    d_out = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
-    return dict(
-        zip(_RESULTS, (out.detach(), *torch.autograd.grad(out, leaves, d_out)), strict=True)
+        if other := [
+            name for name in _RESULTS if not torch.equal(first[name], now[name])
+        ]:
+            return Finding(
+                "repeats", "wrong", f"{', '.join(other)} differ in repeat {repeat}"
+            )
+    return Finding(
+        "repeats", "ok", f"{_REPEATS} repeats equal in {len(_RESULTS)} tensors"
     )
 
 
-def _rms_errors(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """The relative RMS error of every tensor in ``results`` against ``exact``, by name."""
+def _run_rule(
+    rule: Rule, inputs: RuleInputs, documents: Documents
+) -> dict[str, Tensor]:
+    """Run ``rule``; return its output and the gradients of ``inputs`` by the names in
+    _RESULTS."""
+    leaves = RuleInputs(*(x.detach().requires_grad_() for x in inputs))
+    with torch.enable_grad():
+        out, _ = run_rule(rule, leaves, documents, use_qk_l2norm_in_kernel=True)
+    d_out = (
+        torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
+    )
+    return dict(
+        zip(
+            _RESULTS,
+            (out.detach(), *torch.autograd.grad(out, leaves, d_out)),
+            strict=True,
+        )
+    )
+
+
+def _rms_errors(
+    results: dict[str, Tensor], exact: dict[str, Tensor]
+) -> dict[str, float]:
+    """The relative RMS error of every tensor in ``results`` against ``exact``, by
+    name."""
     return {
         name: _ratio((results[name].double() - x).norm().item(), x.norm().item())
         for name, x in exact.items()
     }
 
 
-def _inputs(sizes: HeadSizes, tokens: int, device: torch.device, dtype: torch.dtype) -> RuleInputs:
+def _inputs(
+    sizes: HeadSizes, tokens: int, device: torch.device, dtype: torch.dtype
+) -> RuleInputs:
     """Random inputs of a rule: one row of ``tokens``, with heads of ``sizes``."""
     generator = torch.Generator().manual_seed(1)
 

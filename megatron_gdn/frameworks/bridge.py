@@ -18,7 +18,8 @@ def in_published_dtypes(
     Megatron-Bridge itself exports ``A_log`` and ``dt_bias`` of a bf16 model in fp32.
 
     Args:
-        weights: the pairs (Hugging Face name, tensor) that ``AutoBridge.export_hf_weights`` yields.
+        weights: the pairs (Hugging Face name, tensor) that
+            ``AutoBridge.export_hf_weights`` yields.
         folder: the folder of safetensors files from which the model was loaded.
 
     Raises:
@@ -28,7 +29,7 @@ def in_published_dtypes(
     for name, weight in weights:
         if name not in published:
             raise KeyError(
-                f"{name} is not in {folder}, which has {len(published)} tensors. Give the folder "
-                f"that the model was loaded from."
+                f"{name} is not in {folder}, which has {len(published)} tensors. Give "
+                "the folder that the model was loaded from."
             )
         yield name, weight.to(published[name].torch_dtype)

@@ -1,12 +1,15 @@
 """Our layer in models of mcore-bridge, the model library of ms-swift.
 
-mcore-bridge's subclass of Megatron's layer stores the rows of ``in_proj`` and the channels of
-``conv1d`` by key head, and its bridge loads and saves weights in that order:
+mcore-bridge's subclass of Megatron's layer stores the rows of ``in_proj`` and the
+channels of ``conv1d`` by key head, and its bridge loads and saves weights in that
+order:
 
-    Megatron and we   q of all heads, k of all heads, v, z, b, a
-    mcore-bridge      q, k, v, z, b, a of key head 0 and its value heads, then of key head 1, ...
+    Megatron and we  q of all heads, k of all heads, v, z, b, a
+    mcore-bridge     q, k, v, z, b, a of key head 0 and its value heads, then of key
+                     head 1, ...
 
-While the bridge loads or saves one of our layers, the layer's rows are in mcore-bridge's order.
+While the bridge loads or saves one of our layers, the layer's rows are in
+mcore-bridge's order.
 """
 
 from __future__ import annotations
@@ -39,9 +42,13 @@ _UNSUPPORTED_FIELDS = {
 
 
 def build(
-    config: TransformerConfig, submodules: GatedDeltaNetSubmodules, *args: Any, **kwargs: Any
+    config: TransformerConfig,
+    submodules: GatedDeltaNetSubmodules,
+    *args: Any,
+    **kwargs: Any,
 ) -> GatedDeltaNet:
-    """Build our layer with the arguments of ``mcore_bridge.model.modules.GatedDeltaNet``."""
+    """Build our layer with the arguments of
+    ``mcore_bridge.model.modules.GatedDeltaNet``."""
     for field, why in _UNSUPPORTED_FIELDS.items():
         if getattr(config, field, False):
             raise NotImplementedError(
@@ -53,19 +60,24 @@ def build(
 
 
 def row_order_by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
-    """For each row of mcore-bridge's in_proj (if ``conv``, of conv1d), our row's index: ``[P]``."""
-    return rows_by_group(layout.conv_widths if conv else layout.widths, layout.heads("key"))
+    """For each row of mcore-bridge's in_proj (if ``conv``, of conv1d), our row's index:
+    ``[P]``."""
+    return rows_by_group(
+        layout.conv_widths if conv else layout.widths, layout.heads("key")
+    )
 
 
 @contextmanager
 @torch.no_grad()
 def in_order_of_bridge(layer: GatedDeltaNet) -> Iterator[None]:
-    """A context in which in_proj, its adapters and conv1d have rows in mcore-bridge's order."""
+    """A context in which in_proj, its adapters and conv1d have rows in mcore-bridge's
+    order."""
     layout = layer.dims.layout
     channels = row_order_by_key_head(layout, conv=True)
     moved = [(parameter, channels) for parameter in layer.conv1d.parameters()]
     for name, parameter in layer.in_proj.named_parameters():
-        if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # no rows of in_proj
+        # no rows of in_proj
+        if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):
             moved.append((parameter, row_order_by_key_head(layout)))
     assert all(len(parameter) == len(rows) for parameter, rows in moved)
     for parameter, rows in moved:
@@ -79,21 +91,26 @@ def in_order_of_bridge(layer: GatedDeltaNet) -> Iterator[None]:
 
 @cache
 def _reorder_in_the_bridge() -> None:
-    """Wrap the bridge's conversion, which then sees our layers' rows in the bridge's order."""
+    """Wrap the bridge's conversion, which then sees our layers' rows in the bridge's
+    order."""
     if (installed := version("mcore-bridge")) != TESTED:
         logger.warning(
-            f"mcore-bridge {installed}: megatron_gdn orders weights as mcore-bridge {TESTED} "
-            f"stores them, and was not tested with {installed}. Compare the logits of a small "
-            f"model first."
+            f"mcore-bridge {installed}: megatron_gdn orders weights as mcore-bridge "
+            f"{TESTED} stores them, and was not tested with {installed}. Compare the "
+            "logits of a small model first."
         )
     from mcore_bridge.bridge import GPTBridge  # pyright: ignore[reportMissingImports]
 
     convert = GPTBridge._set_linear_attn_state
 
     @wraps(convert)
-    def _set_linear_attn_state(self: Any, mg_attn: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load or save the layer ``mg_attn``; our layer's rows are put in the bridge's order."""
-        if not isinstance(mg_attn, GatedDeltaNet):  # mg_attn is None if another stage has it
+    def _set_linear_attn_state(
+        self: Any, mg_attn: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load or save the layer ``mg_attn``; our layer's rows are put in the bridge's
+        order."""
+        # mg_attn is None if another stage has it
+        if not isinstance(mg_attn, GatedDeltaNet):
             return convert(self, mg_attn, *args, **kwargs)
         with in_order_of_bridge(mg_attn):
             return convert(self, mg_attn, *args, **kwargs)

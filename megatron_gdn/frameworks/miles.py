@@ -1,26 +1,32 @@
-"""For miles and slime: ``--custom-megatron-init-path megatron_gdn.frameworks.miles.enable``."""
+"""For miles and slime:
+``--custom-megatron-init-path megatron_gdn.frameworks.miles.enable``."""
 
 from typing import Any
 
 from .patch import patch_megatron
 
-# Prefixes of modules in which miles and slime define layers with transformers' parameters.
+# Prefixes of modules in which miles and slime define layers with transformers'
+# parameters.
 _PLUGIN_MODULES = tuple(f"{name}_plugins.models.qwen3_" for name in ("miles", "slime"))
 
 
 def enable(args: Any) -> None:
-    """Call ``patch_megatron``; miles and slime do this in each worker before they build a model.
+    """Call ``patch_megatron``; miles and slime do this in each worker before they build
+    a model.
 
-    Raises a ValueError for a ``--spec`` that builds layers of miles or slime, not of Megatron.
+    Raises a ValueError for a ``--spec`` that builds layers of miles or slime, not of
+    Megatron.
     """
     spec = getattr(args, "spec", None) or ""
     module = spec if isinstance(spec, str) else spec[0]
-    by_bridge = getattr(args, "megatron_to_hf_mode", None) == "bridge"  # then --spec is not read
+    # then --spec is not read
+    by_bridge = getattr(args, "megatron_to_hf_mode", None) == "bridge"
     if module.startswith(_PLUGIN_MODULES) and not by_bridge:
         raise ValueError(
-            f"--spec {module} builds layers of its own, and megatron_gdn replaces only Megatron's "
-            f"layers. slime: give --spec megatron_gdn.frameworks.slime get_qwen3_5_spec (or "
-            f"get_qwen3_next_spec). miles: build the model by Megatron-Bridge "
-            f"(--megatron-to-hf-mode bridge). Or leave --custom-megatron-init-path out."
+            f"--spec {module} builds layers of its own, and megatron_gdn replaces only "
+            "Megatron's layers. slime: give --spec megatron_gdn.frameworks.slime "
+            "get_qwen3_5_spec (or get_qwen3_next_spec). miles: build the model by "
+            "Megatron-Bridge (--megatron-to-hf-mode bridge). Or leave "
+            "--custom-megatron-init-path out."
         )
     patch_megatron()

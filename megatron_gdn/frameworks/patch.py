@@ -1,7 +1,9 @@
-"""Replaces ``__new__`` of Megatron's recurrent layers, so that calling a class builds our layer.
+"""Replaces ``__new__`` of Megatron's recurrent layers, so that calling a class builds
+our layer.
 
-The new ``__new__`` returns our layer, so Python skips Megatron's ``__init__``. Assigning our class
-to Megatron's module would not reach specs and code that have already imported the class.
+The new ``__new__`` returns our layer, so Python skips Megatron's ``__init__``.
+Assigning our class to Megatron's module would not reach specs and code that have
+already imported the class.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ logger = logging.getLogger(__name__)
 
 # (Megatron's class, our class)
 _GDN = "megatron.core.ssm.gated_delta_net:GatedDeltaNet", "megatron_gdn:GatedDeltaNet"
-_GDN2 = "megatron.core.ssm.gated_delta_net:GatedDeltaNet2", "megatron_gdn:GatedDeltaNet2"
+_GDN2 = (
+    "megatron.core.ssm.gated_delta_net:GatedDeltaNet2",
+    "megatron_gdn:GatedDeltaNet2",
+)
 _MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
-# A subclass that orders weights in another way; `.mcore_bridge` builds our layer in its place.
+# A subclass that orders weights in another way; `.mcore_bridge` builds our layer in its
+# place.
 _MCORE_BRIDGE_CLASS = "mcore_bridge.model.modules.gated_delta_net.GatedDeltaNet"
 
 Options = bool | Mapping[str, Any]
@@ -32,32 +38,37 @@ Arguments = dict[str, inspect.Parameter]
 def patch_megatron(
     *, gdn: Options = True, mamba: Options = False, gdn2: Options | None = None
 ) -> None:
-    """Let all later calls of Megatron's classes (``gdn``, ``mamba``, ``gdn2``) build our layers.
+    """Let all later calls of Megatron's classes (``gdn``, ``mamba``, ``gdn2``) build
+    our layers.
 
-    Specs, partials and providers made before the call build our layer too; existing layers do not
-    change. ``patch_megatron(gdn=False)`` restores Megatron's layer. A subclass of Megatron's class
-    may order its weights differently, so it is not replaced, and a log line names it; only
-    mcore-bridge's subclass is built as our layer (see :mod:`.mcore_bridge`).
+    Specs, partials and providers made before the call build our layer too; existing
+    layers do not change. ``patch_megatron(gdn=False)`` restores Megatron's layer. A
+    subclass of Megatron's class may order its weights differently, so it is not
+    replaced, and a log line names it; only mcore-bridge's subclass is built as our
+    layer (see :mod:`.mcore_bridge`).
 
     Args:
         gdn: what ``megatron.core.ssm.gated_delta_net.GatedDeltaNet`` builds. True: our
-            :class:`GatedDeltaNet`; False: Megatron's own; a dict: ours with these options, such as
-            ``{"backend": "fla"}``. An argument in the spec overrides an option of the same name.
+            :class:`GatedDeltaNet`; False: Megatron's own; a dict: ours with these
+            options, such as ``{"backend": "fla"}``. An argument in the spec overrides
+            an option of the same name.
         mamba: the same for ``megatron.core.ssm.mamba_mixer.MambaMixer`` and our
             :class:`Mamba2Mixer`.
-        gdn2: the same for ``GatedDeltaNet2``, if Megatron has the class; None means True unless
-            ``gdn`` is False.
+        gdn2: the same for ``GatedDeltaNet2``, if Megatron has the class; None means
+            True unless ``gdn`` is False.
 
     Raises:
-        TypeError: an argument is neither a bool nor a dict; our layer does not know an option; or
-            an argument of Megatron's constructor is absent in our constructor, or has another
-            default or position there.
+        TypeError: an argument is neither a bool nor a dict; our layer does not know an
+            option; or an argument of Megatron's constructor is absent in our
+            constructor, or has another default or position there.
         ValueError: an option has an illegal value.
         RuntimeError: other code has replaced ``__new__`` of Megatron's class.
     """
     classes = [_PatchedClass(*_GDN, gdn), _PatchedClass(*_MAMBA, mamba)]
     if has_gdn2():
-        classes.insert(1, _PatchedClass(*_GDN2, gdn is not False if gdn2 is None else gdn2))
+        classes.insert(
+            1, _PatchedClass(*_GDN2, gdn is not False if gdn2 is None else gdn2)
+        )
     for each in classes:  # check all classes before a class is changed
         each.check()
     for each in classes:
@@ -67,7 +78,8 @@ def patch_megatron(
 
 
 def has_gdn2() -> bool:
-    """Whether the installed Megatron has Gated DeltaNet-2 (main branch has it, 0.19 has not)."""
+    """Whether the installed Megatron has Gated DeltaNet-2 (main branch has it, 0.19 has
+    not)."""
     return hasattr(resolve_name(_GDN2[0].partition(":")[0]), "GatedDeltaNet2")
 
 
@@ -79,34 +91,47 @@ class _PatchedClass:
         self.public, self.replaced = our_class.replace(":", "."), options is not False
         if not isinstance(options, bool | Mapping):
             raise TypeError(
-                f"patch_megatron was given {options!r} for {self.public}; it takes True, False or "
-                f"a dict of options, such as {{'backend': 'fla'}}."
+                f"patch_megatron was given {options!r} for {self.public}; it takes "
+                "True, False or a dict of options, such as {'backend': 'fla'}."
             )
         self.options = dict(options) if isinstance(options, Mapping) else {}
 
     def check(self) -> None:
-        """Raise if other code replaced ``__new__``, or our class lacks an option or argument."""
+        """Raise if other code replaced ``__new__``, or our class lacks an option or
+        argument."""
         replacement = vars(self.theirs).get("__new__")
-        if replacement is not None and inspect.unwrap(replacement).__module__ != __name__:
+        if (
+            replacement is not None
+            and inspect.unwrap(replacement).__module__ != __name__
+        ):
             raise RuntimeError(
-                f"{_full_name(self.theirs)}.__new__ was replaced by other code ({replacement!r}). "
-                f"megatron_gdn would undo that patch, so nothing was changed. Call "
-                f"patch_megatron() without the other patch, or put {self.public} in your specs."
+                f"{_full_name(self.theirs)}.__new__ was replaced by other code "
+                f"({replacement!r}). megatron_gdn would undo that patch, so nothing "
+                "was changed. Call patch_megatron() without the other patch, or put "
+                f"{self.public} in your specs."
             )
         if self.replaced:
-            theirs, ours = _constructor_arguments(self.theirs), _constructor_arguments(self.ours)
+            theirs, ours = (
+                _constructor_arguments(self.theirs),
+                _constructor_arguments(self.ours),
+            )
             known = self.ours.options_class.names()
             if unknown := sorted(self.options.keys() - known):
                 raise TypeError(
-                    f"{self.public} has no option {', '.join(unknown)}. Its options are "
-                    f"{', '.join(sorted(known))}."
+                    f"{self.public} has no option {', '.join(unknown)}. Its options "
+                    f"are {', '.join(sorted(known))}."
                 )
             self.ours.options_class.of(self.options)  # raises for an illegal value
             self._require_known_constructor(theirs, ours)
 
     def _require_known_constructor(self, theirs: Arguments, ours: Arguments) -> None:
-        """Raise if our constructor (``ours``) lacks or changes an argument of Megatron's."""
-        places = [name for name, each in ours.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+        """Raise if our constructor (``ours``) lacks or changes an argument of
+        Megatron's."""
+        places = [
+            name
+            for name, each in ours.items()
+            if each.kind is each.POSITIONAL_OR_KEYWORD
+        ]
         wrong = []
         for place, (name, argument) in enumerate(theirs.items()):
             our_argument = ours.get(name)
@@ -116,16 +141,20 @@ class _PatchedClass:
                 wrong.append(f"{name} has another place")
             # As a default of pp_layer_offset, None and 0 mean the same.
             elif argument.default != our_argument.default and not (
-                {argument.default, our_argument.default} <= {None, 0, inspect.Parameter.empty}
+                {argument.default, our_argument.default}
+                <= {None, 0, inspect.Parameter.empty}
             ):
-                wrong.append(f"{name}={argument.default!r} is {our_argument.default!r} in ours")
+                wrong.append(
+                    f"{name}={argument.default!r} is {our_argument.default!r} in ours"
+                )
         if wrong:
             from megatron.core import __version__
 
             raise TypeError(
-                f"The constructor of {_full_name(self.theirs)} in megatron-core {__version__} is "
-                f"not the one that {self.public} was written for: {'; '.join(wrong)}. Install a "
-                f"tested megatron-core, or put {self.public} in your specs."
+                f"The constructor of {_full_name(self.theirs)} in megatron-core "
+                f"{__version__} is not the one that {self.public} was written for: "
+                f"{'; '.join(wrong)}. Install a tested megatron-core, or put "
+                f"{self.public} in your specs."
             )
 
     def install(self) -> None:
@@ -133,7 +162,8 @@ class _PatchedClass:
         if self.replaced:
             self.theirs.__new__ = _make_new(self.theirs, self.ours, self.options)
         elif "__new__" in vars(self.theirs):
-            # Without ``__new__`` the class refuses all arguments, so it gets a plain ``__new__``.
+            # Without ``__new__`` the class refuses all arguments, so it gets a plain
+            # ``__new__``.
             self.theirs.__new__ = _make_new(self.theirs, None, {})
 
     def describe(self) -> str:
@@ -143,16 +173,22 @@ class _PatchedClass:
             return f"{theirs} stays Megatron's"
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         subclass_clause = ""
-        if _MCORE_BRIDGE_CLASS.endswith(self.theirs.__name__) and find_spec("mcore_bridge"):
+        if _MCORE_BRIDGE_CLASS.endswith(self.theirs.__name__) and find_spec(
+            "mcore_bridge"
+        ):
             subclass_clause = ", mcore-bridge's subclass of it too"
         return f"{theirs} is built as {self.public}({options}){subclass_clause}"
 
 
-def _make_new(theirs: type, our_class: type | None, options: dict[str, Any]) -> Callable:
-    """Make a ``__new__`` of ``theirs`` that builds ``our_class``; None: it builds ``theirs``."""
+def _make_new(
+    theirs: type, our_class: type | None, options: dict[str, Any]
+) -> Callable:
+    """Make a ``__new__`` of ``theirs`` that builds ``our_class``; None: it builds
+    ``theirs``."""
 
     def __new__(cls, *args, **kwargs):
-        built = bool(args or kwargs)  # copy and pickle call __new__ alone, then fill the layer
+        # copy and pickle call __new__ alone, then fill the layer
+        built = bool(args or kwargs)
         if our_class is not None and built:
             if cls is theirs:
                 return our_class(*args, **{**options, **kwargs})
@@ -170,8 +206,8 @@ def _make_new(theirs: type, our_class: type | None, options: dict[str, Any]) -> 
 def _warn_of_subclass(cls: type, theirs: type) -> None:
     """Warn once that ``cls``, a subclass of ``theirs``, is not replaced."""
     logger.warning(
-        f"{_full_name(cls)} is a subclass of Megatron's {theirs.__name__} and is built as it is, "
-        f"not as megatron_gdn's layer."
+        f"{_full_name(cls)} is a subclass of Megatron's {theirs.__name__} and is built "
+        "as it is, not as megatron_gdn's layer."
     )
 
 

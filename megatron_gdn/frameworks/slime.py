@@ -1,18 +1,23 @@
-"""Builds our layer in slime's models of Qwen3.5 and Qwen3-Next; weights get slime's names.
+"""Builds our layer in slime's models of Qwen3.5 and Qwen3-Next; weights get slime's
+names.
 
     --spec megatron_gdn.frameworks.slime get_qwen3_5_spec
 
-slime's layer has the parameters of transformers, whole on every rank. Each of our parameters is
-translated to parameters of slime's layer, which slime's loader and converter can handle:
+slime's layer has the parameters of transformers, whole on every rank. Each of our
+parameters is translated to parameters of slime's layer, which slime's loader and
+converter can handle:
 
-    ours, under ``self_attention.``     slime's, under ``self_attention.``
-    in_proj.layer_norm_weight           input_layernorm.weight
-    in_proj.weight                      linear_attn.in_proj_qkv.weight, ..., or in_proj_qkvz, ..._ba
-    conv1d.weight, A_log, dt_bias       linear_attn.<the same>
-    out_norm.weight, out_proj.weight    linear_attn.norm.weight, linear_attn.out_proj.weight
+    ours, under ``self_attention.``   slime's, under ``self_attention.``
+    in_proj.layer_norm_weight         input_layernorm.weight
+    in_proj.weight                    linear_attn.in_proj_qkv.weight, ..., or
+                                      in_proj_qkvz, ..._ba
+    conv1d.weight, A_log, dt_bias     linear_attn.<the same>
+    out_norm.weight, out_proj.weight  linear_attn.norm.weight,
+                                      linear_attn.out_proj.weight
 
-slime gives a tensor-parallel rank contiguous rows of a tensor, while each of our ranks has rows of
-every section. So slime gets a tensor with all rows of rank 0, then of rank 1, ...
+slime gives a tensor-parallel rank contiguous rows of a tensor, while each of our ranks
+has rows of every section. So slime gets a tensor with all rows of rank 0, then of rank
+1, ...
 """
 
 from __future__ import annotations
@@ -36,37 +41,46 @@ from ..mixers.tensor_map import HFRef, TensorMap
 from ..specs.layer import gated_delta_net_spec, with_launch_options
 
 _LAYER_PREFIX = "self_attention."
-_MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # values of a config.json's model_type
+# values of a config.json's model_type
+_MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
 def get_qwen3_5_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
-    """Make slime's block spec of Qwen3.5 with :class:`megatron_gdn.GatedDeltaNet` as the mixer.
+    """Make slime's block spec of Qwen3.5 with :class:`megatron_gdn.GatedDeltaNet` as
+    the mixer.
 
-    After this call slime's loader and converter also know our layer. Options of the layer come
-    from ``MEGATRON_GDN_OPTIONS``, the sizes from ``args.hf_checkpoint``.
+    After this call slime's loader and converter also know our layer. Options of the
+    layer come from ``MEGATRON_GDN_OPTIONS``, the sizes from ``args.hf_checkpoint``.
 
     Raises:
-        ValueError: ``--apply-layernorm-1p`` is absent, or ``hf_checkpoint`` is of another model.
-        FileNotFoundError: ``hf_checkpoint`` is not a folder with a ``config.json`` and weights.
+        ValueError: ``--apply-layernorm-1p`` is absent, or ``hf_checkpoint`` is of
+            another model.
+        FileNotFoundError: ``hf_checkpoint`` is not a folder with a ``config.json`` and
+            weights.
         ImportError: slime or Transformer Engine is absent.
     """
     return _spec_with_our_layer("qwen3_5", args, config, vp_stage)
 
 
 def get_qwen3_next_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
-    """Make slime's block spec of Qwen3-Next; errors are those of :func:`get_qwen3_5_spec`."""
+    """Make slime's block spec of Qwen3-Next; errors are those of
+    :func:`get_qwen3_5_spec`."""
     return _spec_with_our_layer("qwen3_next", args, config, vp_stage)
 
 
-def _spec_with_our_layer(model: str, args: Any, config: Any, vp_stage: int | None) -> Any:
+def _spec_with_our_layer(
+    model: str, args: Any, config: Any, vp_stage: int | None
+) -> Any:
     """Slime's block spec of ``model`` with our layer in place of slime's."""
     if not config.layernorm_zero_centered_gamma:
         raise ValueError(
-            "slime copies the norm weights of Qwen3.5 and Qwen3-Next from the files, which hold "
-            "gamma - 1. Add --apply-layernorm-1p, as in slime's scripts/models."
+            "slime copies the norm weights of Qwen3.5 and Qwen3-Next from the files, "
+            "which hold gamma - 1. Add --apply-layernorm-1p, as in slime's "
+            "scripts/models."
         )
     dims = read_hf_config(args.hf_checkpoint).gdn
-    _published_dtypes(args.hf_checkpoint)  # so a wrong file raises now, not after a rollout
+    # so a wrong file raises now, not after a rollout
+    _published_dtypes(args.hf_checkpoint)
     plugin = import_module(f"slime_plugins.models.{model}")
     block = getattr(plugin, f"get_{model}_spec")(args, config, vp_stage)
     vars(config).update(dims.config_fields)
@@ -74,93 +88,122 @@ def _spec_with_our_layer(model: str, args: Any, config: Any, vp_stage: int | Non
     options = with_launch_options(GatedDeltaNet, {"cp_layout": "zigzag"})
     mixer = gated_delta_net_spec("te", **options)
     parts = [layer.submodules for layer in block.layer_specs]
-    replaced = [each for each in parts if each.self_attention.module is plugin.Attention]
+    replaced = [
+        each for each in parts if each.self_attention.module is plugin.Attention
+    ]
     for each in replaced:
         each.self_attention = mixer
     register_our_names()
     count = len(replaced)
-    log_once(f"slime: {count} layers of this stage are built as megatron_gdn.GatedDeltaNet.")
+    log_once(
+        f"slime: {count} layers of this stage are built as megatron_gdn.GatedDeltaNet."
+    )
     return block
 
 
 @cache
 def register_our_names() -> None:
-    """Wrap slime's loader and converter in this process, so that they know our parameters."""
+    """Wrap slime's loader and converter in this process, so that they know our
+    parameters."""
     from slime.backends.megatron_utils import (  # pyright: ignore[reportMissingImports]
         hf_to_megatron,
         megatron_to_hf,
     )
 
     for model_type in _MODEL_TYPES:
-        hf_to_megatron._LOADERS[model_type] = _wrap_loader(hf_to_megatron._LOADERS[model_type])
-    megatron_to_hf._convert_to_hf_core = _wrap_converter(megatron_to_hf._convert_to_hf_core)
+        hf_to_megatron._LOADERS[model_type] = _wrap_loader(
+            hf_to_megatron._LOADERS[model_type]
+        )
+    megatron_to_hf._convert_to_hf_core = _wrap_converter(
+        megatron_to_hf._convert_to_hf_core
+    )
     megatron_to_hf.quantize_params = _wrap_quantizer(megatron_to_hf.quantize_params)
 
 
 def _wrap_loader(slime_loader: Callable) -> Callable:
-    """Let ``slime_loader`` load our parameters too, with all ranks' rows, rank 0's first."""
+    """Let ``slime_loader`` load our parameters too, with all ranks' rows, rank 0's
+    first."""
 
     @wraps(slime_loader)
     def load(name: str, reader: Any, hf_config: Any) -> Tensor:
-        """Load parameter ``name``; ``reader`` reads Hugging Face's files of ``hf_config``."""
+        """Load parameter ``name``; ``reader`` reads Hugging Face's files of
+        ``hf_config``."""
         prefix, entry = _translation(name, reader.path)
         if entry is None:
             return slime_loader(name, reader, hf_config)
-        pieces = [slime_loader(prefix + source.key, reader, hf_config) for source in entry.sources]
+        pieces = [
+            slime_loader(prefix + source.key, reader, hf_config)
+            for source in entry.sources
+        ]
         return _concatenate_shards(entry, entry.to_megatron(pieces))
 
     return load
 
 
 def _wrap_converter(slime_converter: Callable) -> Callable:
-    """Let slime's converter of parameters into Hugging Face's tensors convert ours too."""
+    """Let slime's converter of parameters into Hugging Face's tensors convert ours
+    too."""
 
     @wraps(slime_converter)
-    def convert(args: Any, model_name: str, name: str, param: Tensor) -> list[tuple[str, Tensor]]:
-        """Make pairs of name and Hugging Face tensor from ``param``, the parameter ``name``."""
+    def convert(
+        args: Any, model_name: str, name: str, param: Tensor
+    ) -> list[tuple[str, Tensor]]:
+        """Make pairs of name and Hugging Face tensor from ``param``, the parameter
+        ``name``."""
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
             return slime_converter(args, model_name, name, param)
         whole = _join_shards(entry, param)
-        wide = torch.float32 if entry.shift else whole.dtype  # so only the cast below rounds
+        # so only the cast below rounds
+        wide = torch.float32 if entry.shift else whole.dtype
         pieces = entry.to_hf(whole, [wide] * len(entry.sources))
         published = _published_dtypes(args.hf_checkpoint)
         return [
             (hf_name, tensor.to(published.get(hf_name, param.dtype)))
             for source, piece in zip(entry.sources, pieces, strict=True)
-            for hf_name, tensor in slime_converter(args, model_name, prefix + source.key, piece)
+            for hf_name, tensor in slime_converter(
+                args, model_name, prefix + source.key, piece
+            )
         ]
 
     return convert
 
 
 def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
-    """Wrap slime's quantizer, so that it gets slime's names, by which it chooses tensors."""
+    """Wrap slime's quantizer, so that it gets slime's names, by which it chooses
+    tensors."""
 
     @wraps(slime_quantizer)
-    def quantize(args: Any, name: str, converted: list, *settings: Any, **options: Any) -> list:
-        """Quantize the pairs of name and tensor that ``convert`` returned for ``name``."""
+    def quantize(
+        args: Any, name: str, converted: list, *settings: Any, **options: Any
+    ) -> list:
+        """Quantize the pairs of name and tensor that ``convert`` returned for
+        ``name``."""
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
             return slime_quantizer(args, name, converted, *settings, **options)
         return [
             pair
             for source, named in zip(entry.sources, converted, strict=True)
-            for pair in slime_quantizer(args, prefix + source.key, [named], *settings, **options)
+            for pair in slime_quantizer(
+                args, prefix + source.key, [named], *settings, **options
+            )
         ]
 
     return quantize
 
 
 def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
-    """Return ``name`` up to and with "self_attention.", and the map of our parameter or None."""
+    """Return ``name`` up to and with "self_attention.", and the map of our parameter or
+    None."""
     prefix, layer, parameter = name.rpartition(_LAYER_PREFIX)
     return prefix + layer, _translations(str(folder)).get(parameter) if layer else None
 
 
 @cache
 def _translations(folder: str) -> dict[str, TensorMap]:
-    """For each name of our parameters, the map between our parameter and slime's parameters."""
+    """For each name of our parameters, the map between our parameter and slime's
+    parameters."""
     model = read_hf_config(folder)
     norm = HFRef("input_layernorm.weight", (model.sizes.hidden_size,))
     maps = [
@@ -172,19 +215,30 @@ def _translations(folder: str) -> dict[str, TensorMap]:
 
 @cache
 def _published_dtypes(folder: str) -> dict[str, torch.dtype]:
-    """Dtype of each tensor in ``folder`` except 8-bit tensors, which slime quantises itself."""
+    """Dtype of each tensor in ``folder`` except 8-bit tensors, which slime quantises
+    itself."""
     specs = SafetensorsFolder(folder).specs.items()
-    return {name: spec.torch_dtype for name, spec in specs if spec.torch_dtype.itemsize > 1}
+    return {
+        name: spec.torch_dtype for name, spec in specs if spec.torch_dtype.itemsize > 1
+    }
 
 
 def _concatenate_shards(entry: TensorMap, whole: Tensor) -> Tensor:
-    """Reorder ``whole``'s rows by ``entry``: ``[section 0 | ..]`` to ``[rank 0's shard | ..]``."""
-    return torch.cat(entry.shards(whole, _tensor_parallel_size())) if entry.sections else whole
+    """Reorder ``whole``'s rows by ``entry``: ``[section 0 | ..]`` to
+    ``[rank 0's shard | ..]``."""
+    return (
+        torch.cat(entry.shards(whole, _tensor_parallel_size()))
+        if entry.sections
+        else whole
+    )
 
 
 def _join_shards(entry: TensorMap, ranks: Tensor) -> Tensor:
-    """Reorder ``ranks``' rows by ``entry``: ``[rank 0's shard | ..]`` to ``[section 0 | ..]``."""
-    return entry.unshard(ranks.chunk(_tensor_parallel_size())) if entry.sections else ranks
+    """Reorder ``ranks``' rows by ``entry``: ``[rank 0's shard | ..]`` to
+    ``[section 0 | ..]``."""
+    return (
+        entry.unshard(ranks.chunk(_tensor_parallel_size())) if entry.sections else ranks
+    )
 
 
 def _tensor_parallel_size() -> int:

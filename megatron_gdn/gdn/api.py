@@ -1,4 +1,5 @@
-"""The gated delta rule as a function of tensors, with the backends that the layers have."""
+"""The gated delta rule as a function of tensors, with the backends that the layers
+have."""
 
 from __future__ import annotations
 
@@ -37,34 +38,40 @@ def gated_delta_rule(
         S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T
         o_t = scale * S_t^T q_t
 
-    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.) Only the backend ``"recurrent"`` has
-    second derivatives; the others refuse a backward with ``create_graph=True``.
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.) Only the backend
+    ``"recurrent"`` has second derivatives; the others refuse a backward with
+    ``create_graph=True``.
 
     Args:
-        query, key: ``[B, T, G, K]``, any float dtype; value head h uses key head ``h // (H // G)``.
+        query, key: ``[B, T, G, K]``, any float dtype; value head h uses key head
+            ``h // (H // G)``.
         value: ``[B, T, H, V]``.
         g: ``[B, T, H]``, natural logarithm of the decay, <= 0, fp32.
         beta: ``[B, T, H]``, write strength in (0, 1); with values in (0, 2) the factor
             ``I - beta k k^T`` of the state may have negative eigenvalues.
         scale: defaults to ``1 / sqrt(K)``.
-        initial_state: ``[N, H, K, V]``; zeros when None. N is B, or the number of documents.
-        output_final_state: also return the state after the last token of every sequence.
+        initial_state: ``[N, H, K, V]``; zeros when None. N is B, or the number of
+            documents.
+        output_final_state: also return the state after the last token of every
+            sequence.
         use_qk_l2norm_in_kernel: scale query and key to unit length first (eps 1e-6).
-        cu_seqlens: cumulative lengths ``[N + 1]`` of documents packed into one row (B must be 1),
-            or a :class:`~megatron_gdn.ops.Documents`. Every document starts from its own initial
-            state, or from zero.
-        chunk_size: tokens per chunk; changes only the rounding. Kernels refuse any but 64.
-        backend: ``"recurrent"``, which computes one token at a time, or ``"flash_qla"``, ``"fla"``,
-            ``"reference"`` or ``"auto"``, see :func:`.rule.resolve_rule`. If torch's deterministic
-            algorithms are on, the rule is chosen for equal bits in every run.
+        cu_seqlens: cumulative lengths ``[N + 1]`` of documents packed into one row (B
+            must be 1), or a :class:`~megatron_gdn.ops.Documents`. Every document starts
+            from its own initial state, or from zero.
+        chunk_size: tokens per chunk; changes only the rounding. Kernels refuse any but
+            64.
+        backend: ``"recurrent"``, which computes one token at a time, or
+            ``"flash_qla"``, ``"fla"``, ``"reference"`` or ``"auto"``, see
+            :func:`.rule.resolve_rule`. If torch's deterministic algorithms are on, the
+            rule is chosen for equal bits in every run.
 
     Returns:
-        ``o``, ``[B, T, H, V]`` in ``value.dtype``, and the final state ``[N, H, K, V]`` in fp32
-        (fp64 for fp64 input), or None.
+        ``o``, ``[B, T, H, V]`` in ``value.dtype``, and the final state ``[N, H, K, V]``
+        in fp32 (fp64 for fp64 input), or None.
 
     Raises:
-        ValueError: shapes that do not fit, offsets that do not cover the tokens, an unknown
-            backend, a chunk size that a kernel refuses.
+        ValueError: shapes that do not fit, offsets that do not cover the tokens, an
+            unknown backend, a chunk size that a kernel refuses.
         ImportError: the backend's package is missing.
     """
     names = [rule.name for rule in RULES]
@@ -98,8 +105,8 @@ def gated_delta_rule(
         )
     if chunk_size != 64:
         raise ValueError(
-            f"chunk_size={chunk_size}: the kernels of backend {rule.name!r} have chunks of 64 "
-            f"tokens. Leave it at 64, or use backend='reference'."
+            f"chunk_size={chunk_size}: the kernels of backend {rule.name!r} have "
+            "chunks of 64 tokens. Leave it at 64, or use backend='reference'."
         )
     return run_rule(rule, inputs, documents, **common)
 
@@ -121,20 +128,24 @@ def torch_chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule in chunks, in plain torch, deterministic, on any device.
 
-    The function computes in fp32 (fp64 for fp64 input). The backward runs the forward again, so
-    autograd saves only the inputs. A second derivative is refused.
+    The function computes in fp32 (fp64 for fp64 input). The backward runs the forward
+    again, so autograd saves only the inputs. A second derivative is refused.
 
     Arguments, result and errors are those of :func:`megatron_gdn.ops.gated_delta_rule`.
-    ``chunk_size``, the number of tokens per chunk, changes only rounding, speed and memory.
+    ``chunk_size``, the number of tokens per chunk, changes only rounding, speed and
+    memory.
     """
     documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1; 64 is usual.")
     return run_rule(
-        PlainRule(chunk_size=chunk_size, scale=scale), RuleInputs(query, key, value, g, beta),
-        documents, initial_state=initial_state, output_final_state=output_final_state,
+        PlainRule(chunk_size=chunk_size, scale=scale),
+        RuleInputs(query, key, value, g, beta),
+        documents,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-    )  # fmt: skip
+    )
 
 
 def recurrent_gated_delta_rule(
@@ -150,7 +161,8 @@ def recurrent_gated_delta_rule(
     scale: float | None = None,
     cu_seqlens: Tensor | Sequence[int] | Documents | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule, one token at a time, in fp32 (fp64 if ``value`` is fp64), for tests.
+    """The gated delta rule, one token at a time, in fp32 (fp64 if ``value`` is fp64),
+    for tests.
 
     Arguments, result and errors are those of :func:`megatron_gdn.ops.gated_delta_rule`.
     """
@@ -165,7 +177,8 @@ def recurrent_gated_delta_rule(
     return o.to(value.dtype), final if output_final_state else None
 
 
-@uncompiled  # Dynamo's guards fail in run_rule; kernels and cached tables gain nothing from tracing
+# Dynamo's guards fail in run_rule; kernels and cached tables gain nothing from tracing
+@uncompiled
 def run_rule(
     rule: Rule,
     inputs: RuleInputs,
@@ -182,12 +195,16 @@ def run_rule(
         q, k = l2norm(q), l2norm(k)
     if scale is not None:
         q = q * (scale * k.shape[-1] ** 0.5)
-    # A rule gets the states of non-empty documents only; an empty document's state stays as it was.
+    # A rule gets the states of non-empty documents only; an empty document's state
+    # stays as it was.
     filled, initial = None if documents is None else documents.filled, initial_state
     if filled is not None and initial is not None:
-        # If no document has a token, the rule has one empty sequence and gets no initial state.
+        # If no document has a token, the rule has one empty sequence and gets no
+        # initial state.
         initial = initial.index_select(0, filled) if len(filled) else None
-    o, final = _RunRule.apply(rule, documents, output_final_state, q, k, v, g, beta, initial)
+    o, final = _RunRule.apply(
+        rule, documents, output_final_state, q, k, v, g, beta, initial
+    )
     if final is None or filled is None or documents is None:
         return o, final
     whole = final.new_zeros(len(documents.lengths), *final.shape[1:])
@@ -196,12 +213,18 @@ def run_rule(
 
 
 class _RunRule(torch.autograd.Function):
-    """The autograd function of a rule: runs the rule's forward and the rule's own backward."""
+    """The autograd function of a rule: runs the rule's forward and the rule's own
+    backward."""
 
     @staticmethod
-    def forward(ctx, rule: Rule, documents, with_final: bool, q, k, v, g, beta, initial):
-        """The output, and the final states if ``with_final``; ``initial`` may be None (zeros)."""
-        heads = (x if isinstance(rule, PlainRule) else x.contiguous() for x in (q, k, v))
+    def forward(
+        ctx, rule: Rule, documents, with_final: bool, q, k, v, g, beta, initial
+    ):
+        """The output, and the final states if ``with_final``; ``initial`` may be None
+        (zeros)."""
+        heads = (
+            x if isinstance(rule, PlainRule) else x.contiguous() for x in (q, k, v)
+        )
         gates = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (g, beta))
         inputs = RuleInputs(*heads, *gates)
         o, final, saved = rule.begin(inputs, documents).run(initial, final=with_final)
@@ -217,9 +240,15 @@ class _RunRule(torch.autograd.Function):
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         inputs, saved = RuleInputs(q, k, v, g, beta), Saved(tuple(kept), ctx.plan)
         needed = inputs._replace(
-            **{name: None for name in RuleInputs._fields if name not in ctx.rule.reads_again}
+            **{
+                name: None
+                for name in RuleInputs._fields
+                if name not in ctx.rule.reads_again
+            }
         )
-        rule_backward = ctx.rule.begin_backward(d_o.contiguous(), needed, saved, ctx.documents)
+        rule_backward = ctx.rule.begin_backward(
+            d_o.contiguous(), needed, saved, ctx.documents
+        )
         if ctx.needs_input_grad[8]:
             maps = lambda: ctx.rule.begin(inputs, ctx.documents).state_map()  # noqa: E731
             grads, d_initial = rule_backward.run_to_states(initial, d_final, maps)
@@ -231,14 +260,17 @@ class _RunRule(torch.autograd.Function):
 
 
 def gradients_of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
-    """The gradients times ``grads.factor``, with dq and dk summed to ``key_heads`` heads."""
+    """The gradients times ``grads.factor``, with dq and dk summed to ``key_heads``
+    heads."""
     dq, dk, dv, dg, dbeta, factor = grads
     if factor is not None:
         dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))
         dg, dbeta = dg * factor, dbeta * factor
     wide = torch.promote_types(dq.dtype, torch.float32)
     dq, dk = (
-        x if x.shape[2] == key_heads else x.unflatten(2, (key_heads, -1)).sum(3, dtype=wide)
+        x
+        if x.shape[2] == key_heads
+        else x.unflatten(2, (key_heads, -1)).sum(3, dtype=wide)
         for x in (dq, dk)
     )
     return dq, dk, dv, dg, dbeta

@@ -28,8 +28,9 @@ def gdn_table(
     Args:
         normalise_qk: scale q and k to unit length.
         allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
-        recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves
-            ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass over the projection.
+        recompute_qkv: compute q, k and v again in the backward instead of saving them.
+            This saves ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass
+            over the projection.
     """
     sizes = HeadSizes.of(layout)
     require_even_groups(sizes.key_heads, sizes.value_heads)
@@ -42,5 +43,6 @@ def gdn_table(
         delta_sections(normalise_qk),
         (g, beta),
         scale=sizes.key_dim**-0.5,
-        again=("q", "k", "v") if recompute_qkv else ("q",),  # q costs least to recompute
+        # q costs least to recompute
+        again=("q", "k", "v") if recompute_qkv else ("q",),
     )

@@ -1,19 +1,23 @@
 """Rounds operands of the delta rule to fp16 in a bf16 layer (docs/precision.md).
 
-Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 keeps 8 bits. fp16 keeps
-11 bits at the same speed, but only for numbers of 2^-14 to 65504:
+Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 keeps 8
+bits. fp16 keeps 11 bits at the same speed, but only for numbers of 2^-14 to 65504:
 
-- q, k, v and states are not scaled: q and k have unit length, v is the output of a SiLU, and a
-  state is a weighted mean of values v.
-- Gradients may have any size. So d_o is multiplied by a power of two for each key head, and the
-  front multiplies the rule's gradients by its inverse (`RuleGrads.factor`). Both steps are exact.
+- q, k, v and states are not scaled: q and k have unit length, v is the output of a
+  SiLU, and a state is a weighted mean of values v.
+- Gradients may have any size. So d_o is multiplied by a power of two for each key head,
+  and the front multiplies the rule's gradients by its inverse (`RuleGrads.factor`).
+  Both steps are exact.
 
-This power of two brings the largest |d_o| of the key head's value heads below 1, which leaves room
-for sums: with g <= 0, beta <= 2 and unit keys, a column of the state's gradient has a norm up to
-T / sqrt(K), 2^13.5 for K = 128 and 2^17 tokens. A value beyond 65504 becomes inf, a visible error.
+This power of two brings the largest |d_o| of the key head's value heads below 1, which
+leaves room
+for sums: with g <= 0, beta <= 2 and unit keys, a column of the state's gradient has a
+norm up to T / sqrt(K), 2^13.5 for K = 128 and 2^17 tokens. A value beyond 65504 becomes
+inf, a visible error.
 
-In context parallelism the power of two also brings gradients of final states below 2^5, because
-tokens of other ranks may have far larger gradients. All documents of a rank have the same powers.
+In context parallelism the power of two also brings gradients of final states below 2^5,
+because tokens of other ranks may have far larger gradients. All documents of a rank
+have the same powers.
 """
 
 from __future__ import annotations
@@ -35,20 +39,30 @@ LARGEST_D_FINAL = 5  # after scaling, |d_final| is below 2^LARGEST_D_FINAL
 
 
 class HalfBackward(RuleBackward):
-    """Scales d_o and d_final for the backward of the wrapped rule, and scales d_initial back."""
+    """Scales d_o and d_final for the backward of the wrapped rule, and scales d_initial
+    back."""
 
     def __init__(
-        self, rule: Any, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
+        self,
+        rule: Any,
+        d_o: Tensor,
+        inputs: RuleInputs,
+        saved: Saved,
+        documents: Documents | None,
     ) -> None:
         self._key_heads = inputs.k.shape[2]
-        self._half, self._up, self._down = _scaler(d_o).to_half(d_o, self._key_heads, LARGEST_D_O)
+        self._half, self._up, self._down = _scaler(d_o).to_half(
+            d_o, self._key_heads, LARGEST_D_O
+        )
         del d_o  # frees d_o's memory if the caller keeps no reference
         self._backward = rule.rule.begin_backward(self._half, inputs, saved, documents)
 
     def d_initial(self) -> Tensor:
         return self._backward.d_initial() * _as_state_factor(self._down)
 
-    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
+    def run(
+        self, initial: Tensor | None = None, d_final: Tensor | None = None
+    ) -> RuleGrads:
         if d_final is not None:
             ratio, self._up, self._down = _scaler(self._half).lower_powers(
                 self._half, self._up, d_final, self._key_heads, LARGEST_D_FINAL
@@ -62,7 +76,8 @@ class HalfBackward(RuleBackward):
 class HalfOperands(Rule):
     """Wraps a rule, which then gets fp16 operands in a layer of another dtype.
 
-    This rule is not batch-invariant: the powers of two depend on all documents of a batch.
+    This rule is not batch-invariant: the powers of two depend on all documents of a
+    batch.
     """
 
     operand_dtype = torch.float16
@@ -80,7 +95,8 @@ class HalfOperands(Rule):
 
 
 def _scaler(x: Tensor) -> ModuleType:
-    """The module that scales ``x``: Triton kernels, or plain torch on a CPU and for fp64."""
+    """The module that scales ``x``: Triton kernels, or plain torch on a CPU and for
+    fp64."""
     if not x.is_cuda or x.dtype == torch.float64:
         return half_torch
     from . import half_kernels

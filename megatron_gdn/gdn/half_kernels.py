@@ -1,10 +1,11 @@
-"""Scales gradients to fp16 in two Triton launches: find each key head's largest |x|, then scale.
+"""Scales gradients to fp16 in two Triton launches: find each key head's largest |x|,
+then scale.
 
 :mod:`.half_torch` is the plain-torch twin.
 
-Legend: x gradients of tokens or of states; G key heads; T rows of x per key head (tokens, or rows
-of states); C columns of such a row; N tiles of rows. x has RUN neighbouring rows of one key head (1
-for tokens), then RUN rows of the next one.
+Legend: x gradients of tokens or of states; G key heads; T rows of x per key head
+(tokens, or rows of states); C columns of such a row; N tiles of rows. x has RUN
+neighbouring rows of one key head (1 for tokens), then RUN rows of the next one.
 """
 
 from __future__ import annotations
@@ -20,20 +21,29 @@ from ..ops.kernels.launch import MOST_PLANS, Launch
 from ..ops.kernels.tiles import block_dim, require_32_bits
 from .half_torch import BIAS, MANTISSA
 
-_TILES = 64  # the largest number of tiles; the second launch reads the maxima of all tiles
+# the largest number of tiles; the second launch reads the maxima of all tiles
+_TILES = 64
 _ELEMENTS = 4096  # the number of elements that a program loads at a time
 
 
 @triton.jit
 def _largest_kernel(
-    x_ptr, largest_ptr, T, tokens,
-    G: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    x_ptr,
+    largest_ptr,
+    T,
+    tokens,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     RUN: tl.constexpr,
-):  # fmt: skip
-    """Grid (N, G): store the fp32 bits of a key head's largest |x| in a tile of ``tokens`` rows.
+):
+    """Grid (N, G): store the fp32 bits of a key head's largest |x| in a tile of
+    ``tokens`` rows.
 
-    x is ``[T / RUN, G, RUN, C]``, ``largest`` int32 ``[N, G]``. A program loads ``[ROWS, BLOCK_C]``
-    elements at a time, and skips inf and NaN, whose bits as integers exceed all finite numbers'.
+    x is ``[T / RUN, G, RUN, C]``, ``largest`` int32 ``[N, G]``. A program loads
+    ``[ROWS, BLOCK_C]`` elements at a time, and skips inf and NaN, whose bits as
+    integers exceed all finite numbers'.
     """
     INFINITY: tl.constexpr = 0x7F800000
     g = tl.program_id(1)
@@ -55,17 +65,34 @@ def _largest_kernel(
 
 @triton.jit
 def _scale_kernel(
-    x_ptr, out_ptr, largest_ptr, old_ptr, ratio_ptr, up_ptr, down_ptr, T, N,
-    EXPONENT: tl.constexpr, BIAS: tl.constexpr, MANTISSA: tl.constexpr, LOWER: tl.constexpr,
-    G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of ROWS tokens, G): write x times a power of two, in fp16, to ``out``.
+    x_ptr,
+    out_ptr,
+    largest_ptr,
+    old_ptr,
+    ratio_ptr,
+    up_ptr,
+    down_ptr,
+    T,
+    N,
+    EXPONENT: tl.constexpr,
+    BIAS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWER: tl.constexpr,
+    G: tl.constexpr,
+    RATIO: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Grid (tiles of ROWS tokens, G): write x times a power of two, in fp16, to
+    ``out``.
 
-    ``largest`` has N <= TILES maxima of a key head. The power's exponent is EXPONENT minus the
-    exponent of the largest. ``up`` gets the power, ``down`` its inverse, for the head's RATIO value
-    heads. With LOWER, x was scaled by ``old`` before: the power is at most ``old``, and x is scaled
-    by power / old, which ``ratio`` gets. BIAS, MANTISSA: fp32's exponent bias, mantissa bits.
+    ``largest`` has N <= TILES maxima of a key head. The power's exponent is EXPONENT
+    minus the exponent of the largest. ``up`` gets the power, ``down`` its inverse, for
+    the head's RATIO value heads. With LOWER, x was scaled by ``old`` before: the power
+    is at most ``old``, and x is scaled by power / old, which ``ratio`` gets. BIAS,
+    MANTISSA: fp32's exponent bias, mantissa bits.
     """
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
@@ -96,60 +123,103 @@ def _scale_kernel(
     tl.store(out_ptr + base + at_RC, (x_RC * factor).to(tl.float16), mask=real_RC)
 
 
-def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
-    """fp32 bits ``[N, G]`` of tiles' largest |x| per head, and N; x: ``[.., G, run, columns]``."""
-    tiles, launch = _largest_launch(x.numel() // (key_heads * columns), key_heads, columns, run)
+def _largest_of(
+    x: Tensor, key_heads: int, columns: int, run: int = 1
+) -> tuple[Tensor, int]:
+    """fp32 bits ``[N, G]`` of tiles' largest |x| per head, and N; x:
+    ``[.., G, run, columns]``."""
+    tiles, launch = _largest_launch(
+        x.numel() // (key_heads * columns), key_heads, columns, run
+    )
     largest = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
     launch(x, largest)
     return largest, tiles
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int, Launch]:
-    """N, the number of tiles, and `_largest_kernel`'s launch; ``columns``: C, ``run``: RUN."""
+def _largest_launch(
+    T: int, key_heads: int, columns: int, run: int
+) -> tuple[int, Launch]:
+    """N, the number of tiles, and `_largest_kernel`'s launch; ``columns``: C, ``run``:
+    RUN."""
     block = block_dim(columns)
     rows = max(1, _ELEMENTS // block)
     tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
     tiles = triton.cdiv(T, max(1, tokens))
     require_32_bits("the number of rows of a key head", T + tokens + rows)
     return tiles, Launch(
-        _largest_kernel, (tiles, key_heads), T, tokens,
-        G=key_heads, C=columns, ROWS=rows, BLOCK_C=block, RUN=run, num_warps=4,
-    )  # fmt: skip
+        _largest_kernel,
+        (tiles, key_heads),
+        T,
+        tokens,
+        G=key_heads,
+        C=columns,
+        ROWS=rows,
+        BLOCK_C=block,
+        RUN=run,
+        num_warps=4,
+    )
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _scale_launch(
-    T: int, tiles: int, log2_bound: int, key_heads: int, ratio: int, columns: int, lower: bool
+    T: int,
+    tiles: int,
+    log2_bound: int,
+    key_heads: int,
+    ratio: int,
+    columns: int,
+    lower: bool,
 ) -> Launch:
-    """`_scale_kernel`'s launch for |x| < 2^log2_bound; ``ratio``: RATIO, ``lower``: LOWER."""
+    """`_scale_kernel`'s launch for |x| < 2^log2_bound; ``ratio``: RATIO, ``lower``:
+    LOWER."""
     block = block_dim(columns)
     rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
     require_32_bits("the number of rows of a key head", T + rows)
     require_32_bits("the number of elements of a tile", rows * key_heads * columns)
     return Launch(
-        _scale_kernel, (max(1, triton.cdiv(T, rows)), key_heads), T, tiles,
-        EXPONENT=2 * BIAS - 1 + log2_bound, BIAS=BIAS, MANTISSA=MANTISSA, LOWER=lower, G=key_heads,
-        RATIO=ratio, C=columns, ROWS=rows, BLOCK_C=block, TILES=_TILES, num_warps=4,
-    )  # fmt: skip
+        _scale_kernel,
+        (max(1, triton.cdiv(T, rows)), key_heads),
+        T,
+        tiles,
+        EXPONENT=2 * BIAS - 1 + log2_bound,
+        BIAS=BIAS,
+        MANTISSA=MANTISSA,
+        LOWER=lower,
+        G=key_heads,
+        RATIO=ratio,
+        C=columns,
+        ROWS=rows,
+        BLOCK_C=block,
+        TILES=_TILES,
+        num_warps=4,
+    )
 
 
 def lower_powers(
     half: Tensor, up: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower the powers ``up [H]`` of ``half``, as :func:`.half_torch.lower_powers` does."""
+    """Lower the powers ``up [H]`` of ``half``, as :func:`.half_torch.lower_powers`
+    does."""
     B, S, H, V = half.shape
     assert half.is_contiguous()
     ratio, K = H // key_heads, states.shape[2]
-    largest, tiles = _largest_of(states.contiguous(), key_heads, states.shape[3], ratio * K)
-    ratio_H, up_H, down_H = torch.empty(3, H, dtype=torch.float32, device=half.device).unbind()
+    largest, tiles = _largest_of(
+        states.contiguous(), key_heads, states.shape[3], ratio * K
+    )
+    ratio_H, up_H, down_H = torch.empty(
+        3, H, dtype=torch.float32, device=half.device
+    ).unbind()
     launch = _scale_launch(B * S, tiles, log2_bound, key_heads, ratio, ratio * V, True)
     launch(half, half, largest, up, ratio_H, up_H, down_H)
     return ratio_H, up_H, down_H
 
 
-def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale ``x`` (not fp64) to fp16; return the result, the powers of two, 1 / powers ``[H]``."""
+def to_half(
+    x: Tensor, key_heads: int, log2_bound: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale ``x`` (not fp64) to fp16; return the result, the powers of two, 1 / powers
+    ``[H]``."""
     x = x.contiguous()
     B, S, H, V = x.shape
     ratio = H // key_heads
@@ -157,5 +227,6 @@ def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor,
     half = torch.empty_like(x, dtype=torch.float16)
     up, down = torch.empty(2, H, dtype=torch.float32, device=x.device).unbind()
     launch = _scale_launch(B * S, tiles, log2_bound, key_heads, ratio, ratio * V, False)
-    launch(x, half, largest, None, None, up, down)  # None: only LOWER has old powers and ratios
+    # None: only LOWER has old powers and ratios
+    launch(x, half, largest, None, None, up, down)
     return half, up, down

@@ -1,4 +1,5 @@
-"""Scales gradients to fp16 by powers of two, in plain torch; the twin of :mod:`.half_kernels`."""
+"""Scales gradients to fp16 by powers of two, in plain torch; the twin of
+:mod:`.half_kernels`."""
 
 from __future__ import annotations
 
@@ -8,11 +9,15 @@ from torch import Tensor
 BIAS, MANTISSA = 127, 23  # fp32's exponent bias, and its number of mantissa bits
 
 
-def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale ``x [B, S, H, V]`` by powers of two, so that each key head's |x| < ``2^log2_bound``.
+def to_half(
+    x: Tensor, key_heads: int, log2_bound: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale ``x [B, S, H, V]`` by powers of two, so that each key head's |x| <
+    ``2^log2_bound``.
 
     Returns:
-        x times the powers, rounded once to fp16; the powers, and the inverse powers, ``[H]`` fp32.
+        x times the powers, rounded once to fp16; the powers, and the inverse powers,
+        ``[H]`` fp32.
     """
     exponent = power_exponent(x, key_heads, log2_bound, (0, 1, 3))
     up, down = (_power(e, x.shape[2]) for e in (exponent, 2 * BIAS - exponent))
@@ -23,29 +28,37 @@ def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor,
 def lower_powers(
     half: Tensor, up: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower the powers of :func:`to_half`, so that powers times ``states`` are below 2^log2_bound.
+    """Lower the powers of :func:`to_half`, so that powers times ``states`` are below
+    2^log2_bound.
 
-    ``half`` is changed in place; elements that become smaller than fp16's normal numbers are
-    rounded again. Returns ratios new / old, the new powers and their inverses, each ``[H]`` fp32.
+    ``half`` is changed in place; elements that become smaller than fp16's normal
+    numbers are rounded again. Returns ratios new / old, the new powers and their
+    inverses, each ``[H]`` fp32.
     """
     ceiling = power_exponent(states, key_heads, log2_bound, (0, 2, 3))
     H = len(up)
     old_exponent = up.view(torch.int32)[:: H // key_heads] >> MANTISSA
     new_exponent = torch.minimum(old_exponent, ceiling)
-    # If ``change`` is 0, ``ratio`` is 0: every element of ``half`` would underflow in fp16.
+    # If ``change`` is 0, ``ratio`` is 0: every element of ``half`` would underflow in
+    # fp16.
     change = (new_exponent - old_exponent + BIAS).clamp(min=0)
-    ratio, up, down = (_power(e, H) for e in (change, new_exponent, 2 * BIAS - new_exponent))
+    ratio, up, down = (
+        _power(e, H) for e in (change, new_exponent, 2 * BIAS - new_exponent)
+    )
     half.mul_(ratio[:, None])
     return ratio, up, down
 
 
-def power_exponent(x: Tensor, key_heads: int, log2_bound: int, dims: tuple[int, ...]) -> Tensor:
-    """Biased exponents ``[G]`` int32 of powers of two that bring |x| below ``2^log2_bound``.
+def power_exponent(
+    x: Tensor, key_heads: int, log2_bound: int, dims: tuple[int, ...]
+) -> Tensor:
+    """Biased exponents ``[G]`` int32 of powers of two that bring |x| below
+    ``2^log2_bound``.
 
-    ``dims`` are all dimensions of x but that of the H value heads. After scaling, the largest |x|
-    of a key head is in ``[2^(log2_bound - 1), 2^log2_bound)``, or below 2^2 if |x| is near fp32's
-    largest number. inf and NaN in one document count as zero, so that other documents keep their
-    power. The powers lie in 2^-126 .. 2^126.
+    ``dims`` are all dimensions of x but that of the H value heads. After scaling, the
+    largest |x| of a key head is in ``[2^(log2_bound - 1), 2^log2_bound)``, or below 2^2
+    if |x| is near fp32's largest number. inf and NaN in one document count as zero, so
+    that other documents keep their power. The powers lie in 2^-126 .. 2^126.
     """
     if x.numel() == 0:
         most_G = torch.zeros(key_heads, device=x.device)
@@ -58,6 +71,9 @@ def power_exponent(x: Tensor, key_heads: int, log2_bound: int, dims: tuple[int, 
 
 
 def _power(exponent: Tensor, value_heads: int) -> Tensor:
-    """Turn biased exponents ``[G]`` into fp32 powers of two, repeated for value heads: ``[H]``."""
+    """Turn biased exponents ``[G]`` into fp32 powers of two, repeated for value heads:
+    ``[H]``."""
     power = (exponent << MANTISSA).view(torch.float32)
-    return power.repeat_interleave(value_heads // len(exponent), output_size=value_heads)
+    return power.repeat_interleave(
+        value_heads // len(exponent), output_size=value_heads
+    )

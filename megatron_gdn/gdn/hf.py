@@ -1,13 +1,15 @@
 """The weights of a Gated DeltaNet in Hugging Face's files and in Megatron.
 
-Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugging Face stores the
-projections "interleaved" (Qwen3-Next: for each key head [q | k | v of its value heads | z]), "flat"
-(Qwen3.5, 3.6, 3.8, Qwen4-Exp) or "separate" (OLMo Hybrid). b is the write strength (beta), a the
-decay input (alpha). Convolution channels are [q | k | v]. Files of "separate" layers have three
-convolutions, which transformers joins, and o_norm and o_proj in place of norm and out_proj.
+Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugging Face
+stores the projections "interleaved" (Qwen3-Next: for each key head [q | k | v of its
+value heads | z]), "flat" (Qwen3.5, 3.6, 3.8, Qwen4-Exp) or "separate" (OLMo Hybrid). b
+is the write strength (beta), a the decay input (alpha). Convolution channels are [q | k
+| v]. Files of "separate" layers have three convolutions, which transformers joins, and
+o_norm and o_proj in place of norm and out_proj.
 
-Qwen4-Exp's layers need the config's ``output_gate_type`` as the option `output_gate_activation`,
-OLMo Hybrid's layers need `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
+Qwen4-Exp's layers need the config's ``output_gate_type`` as the option
+`output_gate_activation`, OLMo Hybrid's layers need `allow_neg_eigval` and
+``layernorm_epsilon=1e-5``.
 """
 
 from __future__ import annotations
@@ -23,21 +25,29 @@ from .sizes import GDNDims
 Storage = Literal["interleaved", "flat", "separate", "separate, one conv"]
 
 _SEPARATE = {
-    "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "g_proj": ("z",),
-    "b_proj": ("beta",), "a_proj": ("alpha",),
-}  # fmt: skip
-# For each storage: its tensors, and the sections of the fused projection that a tensor holds.
+    "q_proj": ("query",),
+    "k_proj": ("key",),
+    "v_proj": ("value",),
+    "g_proj": ("z",),
+    "b_proj": ("beta",),
+    "a_proj": ("alpha",),
+}
+# For each storage: its tensors, and the sections of the fused projection that a tensor
+# holds.
 PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
     "interleaved": {
-        "in_proj_qkvz": ("query", "key", "value", "z"), "in_proj_ba": ("beta", "alpha"),
+        "in_proj_qkvz": ("query", "key", "value", "z"),
+        "in_proj_ba": ("beta", "alpha"),
     },
     "flat": {
-        "in_proj_qkv": ("query", "key", "value"), "in_proj_z": ("z",), "in_proj_b": ("beta",),
+        "in_proj_qkv": ("query", "key", "value"),
+        "in_proj_z": ("z",),
+        "in_proj_b": ("beta",),
         "in_proj_a": ("alpha",),
     },
     "separate": _SEPARATE,
     "separate, one conv": _SEPARATE,
-}  # fmt: skip
+}
 
 
 def qkvz_rows(dims: GDNDims) -> list[int]:
@@ -52,36 +62,48 @@ def ba_rows(dims: GDNDims) -> list[int]:
 
 
 def interleaved_rows(dims: GDNDims) -> Tensor:
-    """For each row of the fused projection, its index in ``cat(in_proj_qkvz, in_proj_ba)``."""
+    """For each row of the fused projection, its index in
+    ``cat(in_proj_qkvz, in_proj_ba)``."""
     G, widths = dims.num_key_heads, dims.layout.widths
     qkvz, ba = (rows_by_group(part, G).argsort() for part in (widths[:4], widths[4:]))
     return torch.cat([qkvz, len(qkvz) + ba])
 
 
 def gdn_layer_maps(
-    prefix: str, hf_prefix: str, dims: GDNDims, storage: Storage, zero_centered_gamma: bool = True
+    prefix: str,
+    hf_prefix: str,
+    dims: GDNDims,
+    storage: Storage,
+    zero_centered_gamma: bool = True,
 ) -> list[TensorMap]:
-    """Maps of a layer's tensors but the input norm; ``storage``: a key of `PROJECTIONS`.
+    """Maps of a layer's tensors but the input norm; ``storage``: a key of
+    `PROJECTIONS`.
 
     Args:
         prefix: start of Megatron's keys, such as ``decoder.layers.0.self_attention.``.
-        hf_prefix: start of Hugging Face's keys, such as ``model.layers.0.linear_attn.``.
-        zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron model. If
-            True, Megatron's ``out_norm.weight`` is ``norm.weight - 1``.
+        hf_prefix: start of Hugging Face's keys, such as
+            ``model.layers.0.linear_attn.``.
+        zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron
+            model. If True, Megatron's ``out_norm.weight`` is ``norm.weight - 1``.
     """
     p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_value_heads
-    norm, out = ("o_norm", "o_proj") if storage.startswith("separate") else ("norm", "out_proj")
+    norm, out = (
+        ("o_norm", "o_proj") if storage.startswith("separate") else ("norm", "out_proj")
+    )
     width = dict(zip(dims.layout.names, dims.layout.widths, strict=True))
     projections = {
         f"{hf}{name}.weight": (sum(width[section] for section in sections), D)
         for name, sections in PROJECTIONS[storage].items()
     }
-    # In all storages but "interleaved", the concatenated tensors are the fused projection.
+    # In all storages but "interleaved", the concatenated tensors are the fused
+    # projection.
     rows = interleaved_rows(dims) if storage == "interleaved" else None
     taps, in_three = dims.conv_kernel_dim, storage == "separate"
     gain = {f"{hf}{norm}.weight": (dims.value_head_dim,)}
     return [
-        tensor_map(f"{p}in_proj.weight", projections, 0, rows=rows, sections=dims.layout.widths),
+        tensor_map(
+            f"{p}in_proj.weight", projections, 0, rows=rows, sections=dims.layout.widths
+        ),
         conv_map(f"{p}conv1d.weight", hf, dims.layout, taps, in_three),
         tensor_map(f"{p}A_log", {f"{hf}A_log": (H,)}, 0, fp32=True),
         tensor_map(f"{p}dt_bias", {f"{hf}dt_bias": (H,)}, 0, fp32=True),

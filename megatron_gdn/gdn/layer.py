@@ -30,9 +30,11 @@ class GDNOptions(MixerOptions):
 
     Args:
         output_gate_activation: the activation of z, ``"silu"`` or ``"sigmoid"``
-            (Qwen3.8-Flash-Next); default ``config.gdn_output_gate_activation`` or ``"silu"``.
-        allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a token may reverse a direction
-            of the state (OLMo Hybrid); default ``config.linear_allow_neg_eigval`` or False.
+            (Qwen3.8-Flash-Next); default ``config.gdn_output_gate_activation`` or
+            ``"silu"``.
+        allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a token may reverse
+            a direction of the state (OLMo Hybrid); default
+            ``config.linear_allow_neg_eigval`` or False.
     """
 
     mixer = "Gated DeltaNet"
@@ -52,7 +54,8 @@ def _require_activation(name: str) -> None:
     """Raise a ValueError for an activation that the readout does not have."""
     if name not in ACTIVATIONS:
         raise ValueError(
-            f"output_gate_activation={name!r}; use one of {', '.join(map(repr, ACTIVATIONS))}."
+            f"output_gate_activation={name!r}; use one of "
+            f"{', '.join(map(repr, ACTIVATIONS))}."
         )
 
 
@@ -68,40 +71,54 @@ class GatedDeltaNet(UpstreamNames):
         beta_t           = sigmoid(b_t)                          or 2 sigmoid(b_t)
         S_t              = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T
         o_t              = S_t^T q_t / sqrt(K)
-        y                = out_proj(RMSNorm(o) * act(z))         act: SiLU, or the sigmoid
+        y                = out_proj(RMSNorm(o) * act(z))         act: SiLU, or the
+                                                                 sigmoid
 
-    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.)
-    :mod:`megatron_gdn.gdn.reference` is this equation as code.
-    Constructor, parameters and checkpoint keys are those of ``megatron.core.ssm.gated_delta_net``.
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule",
+    2024.) :mod:`megatron_gdn.gdn.reference` is this equation as code. Constructor,
+    parameters and checkpoint keys are those of ``megatron.core.ssm.gated_delta_net``.
 
     Args:
         config: has ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes.
         layer_number: number of this layer in the model, from 1.
-        bias, conv_bias: whether the projections have biases, whether the convolution has one.
-        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(W).
+        bias, conv_bias: whether the projections have biases, whether the convolution
+            has one.
+        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 /
+            sqrt(W).
         use_qk_l2norm: scale query and key heads to unit length.
-        A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
-        pg_collection: process groups (``tp`` and ``cp`` are used); default: Megatron's global ones.
+        A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low >
+            0.
+        pg_collection: process groups (``tp`` and ``cp`` are used); default: Megatron's
+            global ones.
         name: path of this module in the model, for TE's precision settings.
         pp_layer_offset: number of layers on earlier pipeline stages. Megatron's
             ``DynamicInferenceContext`` counts only the layers of this stage.
-        cp_comm_type, is_mtp_layer: have no effect; Megatron passes them to every such layer.
-        options: the fields of :class:`.mixers.options.MixerOptions` and :class:`GDNOptions`, such
-            as ``backend`` and ``linear_cp_mode``; ``backend`` is ``"flash_qla"``, ``"fla"``,
-            ``"reference"`` or ``"auto"``, see :func:`megatron_gdn.gdn.rule.resolve_rule`.
+        cp_comm_type, is_mtp_layer: have no effect; Megatron passes them to every such
+            layer.
+        options: the fields of :class:`.mixers.options.MixerOptions` and
+            :class:`GDNOptions`, such as ``backend`` and ``linear_cp_mode``; ``backend``
+            is ``"flash_qla"``, ``"fla"``, ``"reference"`` or ``"auto"``, see
+            :func:`megatron_gdn.gdn.rule.resolve_rule`.
 
     Pass options through ``ModuleSpec(params={...})``.
 
     Raises:
-        ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
-            layout, mode or activation, a bad ``A_init_range`` or ``cp_ranks_per_machine``,
-            contradictory settings of recomputation, a config of the variant ``gdn2``, or Megatron's
-            CUDA graphs of layers together with hybrid context parallelism.
+        ValueError: sizes that do not fit each other or the parallel sizes, an unknown
+            backend, layout, mode or activation, a bad ``A_init_range`` or
+            ``cp_ranks_per_machine``, contradictory settings of recomputation, a config
+            of the variant ``gdn2``, or Megatron's CUDA graphs of layers together with
+            hybrid context parallelism.
         ImportError: the requested backend is not available.
     """
 
     options_class = GDNOptions
-    launch_arguments = ("bias", "conv_bias", "conv_init", "use_qk_l2norm", "A_init_range")
+    launch_arguments = (
+        "bias",
+        "conv_bias",
+        "conv_init",
+        "use_qk_l2norm",
+        "A_init_range",
+    )
     in_layer_graphs: ClassVar[bool] = True
     stored_by_section: ClassVar[bool] = True
     conv_is_module = True
@@ -125,20 +142,28 @@ class GatedDeltaNet(UpstreamNames):
         is_mtp_layer: bool = False,
         **options: Any,
     ) -> None:
-        """``A_init_range``: range of first exp(A_log). ``conv_init``: bound of first conv weights.
-        ``cp_comm_type`` and ``is_mtp_layer`` have no effect. The class documents all arguments.
+        """``A_init_range``: range of first exp(A_log). ``conv_init``: bound of first
+        conv weights. ``cp_comm_type`` and ``is_mtp_layer`` have no effect. The class
+        documents all arguments.
         """
         if config.experimental_attention_variant == "gdn2":
             raise ValueError(
-                "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and this layer "
-                "is Gated DeltaNet ('gdn', 'gated_delta_net' in older Megatrons), which has other "
-                "gates and parameters. Change the variant, or build megatron_gdn.GatedDeltaNet2."
+                "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and "
+                "this layer is Gated DeltaNet ('gdn', 'gated_delta_net' in older "
+                "Megatrons), which has other gates and parameters. Change the variant, "
+                "or build megatron_gdn.GatedDeltaNet2."
             )
         given = GDNOptions.of(options)
         super().__init__(
-            config, GDNDims.from_config(config), given, layer_number, pg_collection,
-            pp_layer_offset, A_init_range, conv_init,
-        )  # fmt: skip
+            config,
+            GDNDims.from_config(config),
+            given,
+            layer_number,
+            pg_collection,
+            pp_layer_offset,
+            A_init_range,
+            conv_init,
+        )
         self.bias, self.conv_bias, self.use_qk_l2norm = bias, conv_bias, use_qk_l2norm
         by_config = getattr(config, "gdn_output_gate_activation", None) or "silu"
         self.output_gate_activation = given.output_gate_activation or by_config
@@ -148,15 +173,25 @@ class GatedDeltaNet(UpstreamNames):
             negative = getattr(config, "linear_allow_neg_eigval", False)
         self.allow_neg_eigval = bool(negative)
         rule = partial(
-            resolve_rule, given.backend, sizes=self.dims.heads, operands=given.rule_operands,
+            resolve_rule,
+            given.backend,
+            sizes=self.dims.heads,
+            operands=given.rule_operands,
             normalise_qk=use_qk_l2norm,
-        )  # fmt: skip
+        )
         front = fronts_of(
-            gdn_table, normalise_qk=use_qk_l2norm, allow_neg_eigval=self.allow_neg_eigval,
+            gdn_table,
+            normalise_qk=use_qk_l2norm,
+            allow_neg_eigval=self.allow_neg_eigval,
             recompute_qkv=self.recompute_qkv,
-        )  # fmt: skip
+        )
         H = self.dims.num_value_heads
         self._build(
-            submodules, rule, front, fp32={"dt_bias": H, "A_log": H}, name=name, bias=bias,
+            submodules,
+            rule,
+            front,
+            fp32={"dt_bias": H, "A_log": H},
+            name=name,
+            bias=bias,
             conv_bias=conv_bias,
-        )  # fmt: skip
+        )

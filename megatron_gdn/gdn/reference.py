@@ -1,10 +1,13 @@
-"""The Gated DeltaNet layer for one sequence, step by step in plain torch, in the paper's order.
+"""The Gated DeltaNet layer for one sequence, step by step in plain torch, in the
+paper's order.
 
-Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024. The layer
-computes this function in fewer passes; ``tests/layer/test_equation.py`` compares the two in fp64.
+Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule",
+2024. The layer computes this function in fewer passes; ``tests/layer/test_equation.py``
+compares the two in fp64.
 
-Legend: T tokens, D hidden size, G key heads, H value heads, K key dim, V value dim, C channels of
-the convolution, P columns of in_proj. Each key head serves H / G neighbouring value heads.
+Legend: T tokens, D hidden size, G key heads, H value heads, K key dim, V value dim, C
+channels of the convolution, P columns of in_proj. Each key head serves H / G
+neighbouring value heads.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ def gated_delta_net(
     Args:
         parameters: the layer's parameters by name, whole (tensor-parallel size 1).
         dims: the sizes of the layer.
-        norm_eps, zero_centered_norm: of ``out_norm``; zero-centred: the factor is 1 + weight.
+        norm_eps, zero_centered_norm: of ``out_norm``; zero-centred: the factor is 1 +
+            weight.
         others: as in :class:`megatron_gdn.GatedDeltaNet`.
     """
     p = parameters
@@ -69,10 +73,13 @@ def gated_delta_net(
     if allow_neg_eigval:
         beta_TH = 2 * beta_TH
 
-    # The gated delta rule: decay, erase what the key reads, write the value, read by the query.
+    # The gated delta rule: decay, erase what the key reads, write the value, read by
+    # the query.
     S_HKV = x_TD.new_zeros(H, K, V, dtype=wide)
     outputs = []
-    for q_HK, k_HK, v_HV, g_H, beta_H in zip(q_THK, k_THK, v_THV, g_TH, beta_TH, strict=True):
+    for q_HK, k_HK, v_HV, g_H, beta_H in zip(
+        q_THK, k_THK, v_THV, g_TH, beta_TH, strict=True
+    ):
         S_HKV = g_H.exp()[:, None, None] * S_HKV
         read_HV = torch.einsum("hkv,hk->hv", S_HKV, k_HK)
         written_HV = beta_H[:, None] * (v_HV - read_HV)
@@ -84,4 +91,6 @@ def gated_delta_net(
     gamma_V = p["out_norm.weight"] + int(zero_centered_norm)
     o_THV = F.rms_norm(o_THV, (V,), gamma_V, norm_eps)
     gate_THV = ACTIVATIONS[output_gate_activation](z.unflatten(-1, (H, V)))
-    return F.linear((o_THV * gate_THV).flatten(1), p["out_proj.weight"], p.get("out_proj.bias"))
+    return F.linear(
+        (o_THV * gate_THV).flatten(1), p["out_proj.weight"], p.get("out_proj.bias")
+    )

@@ -32,32 +32,43 @@ class FlaGDN(FlaDeltaRule):
         f"{_HOME} chunk_fwd_o": f"q k v h g scale {SEQUENCES}",
         f"{_HOME} recompute_w_u_fwd": f"k v beta A g {SEQUENCES}",
         f"{_HOME} chunk_bwd_dv_local": f"q k g do scale {SEQUENCES}",
-        f"{_HOME} chunk_gated_delta_rule_bwd":
-            f"q k v g beta A scale initial_state do dht {SEQUENCES}",
-    }  # fmt: skip
+        f"{_HOME} chunk_gated_delta_rule_bwd": f"q k v g beta A scale initial_state do dht {SEQUENCES}",
+    }
 
     @classmethod
-    def why_not(cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Obstacle | None:
+    def why_not(
+        cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
+    ) -> Obstacle | None:
         return super().why_not(device, dtype, sizes.state)
 
     def inside(self, x: FlaForward) -> ChunkProducts:
         """The products inside each chunk, which need no state."""
         _, k, v, _, beta = x.inputs
         g_sum = self.sums(x)
-        w, u, A = self.fla.chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=g_sum, beta=beta, **x.at)
+        w, u, A = self.fla.chunk_gated_delta_rule_fwd_intra(
+            k=k, v=v, g=g_sum, beta=beta, **x.at
+        )
         return ChunkProducts({"k": k, "w": w, "u": u, "g": g_sum}, (g_sum, A))
 
     def output(
         self, x: FlaForward, products: ChunkProducts, states: Any, written: Tensor
     ) -> Tensor:
-        """The output from ``products``, ``states`` before chunks and ``written`` values."""
+        """The output from ``products``, ``states`` before chunks and ``written``
+        values."""
         q, k, *_ = x.inputs
         return self.fla.chunk_fwd_o(
-            q=q, k=k, v=written, h=states, g=products.chunks["g"], scale=k.shape[-1] ** -0.5, **x.at
+            q=q,
+            k=k,
+            v=written,
+            h=states,
+            g=products.chunks["g"],
+            scale=k.shape[-1] ** -0.5,
+            **x.at,
         )
 
     def readers(self, x: FlaBackward) -> dict[str, Tensor]:
-        """Arguments for fla's kernel of state gradients, as :class:`FlaDeltaRule` lists them."""
+        """Arguments for fla's kernel of state gradients, as :class:`FlaDeltaRule` lists
+        them."""
         (q, k, v, _, beta), (g_sum, A) = x.inputs, x.kept
         w, _ = self.fla.recompute_w_u_fwd(k=k, v=v, beta=beta, A=A, g=g_sum, **x.at)
         dv = self.fla.chunk_bwd_dv_local(
@@ -70,9 +81,18 @@ class FlaGDN(FlaDeltaRule):
     ) -> RuleGrads:
         (q, k, v, _, beta), (g_sum, A) = x.inputs, x.kept
         dq, dk, dv, dbeta, dg, *_ = self.fla.chunk_gated_delta_rule_bwd(
-            q=q, k=k, v=v, g=g_sum, beta=beta, A=A, scale=k.shape[-1] ** -0.5,
-            initial_state=initial, do=x.d_o, dht=d_final, **x.at,
-        )  # fmt: skip
+            q=q,
+            k=k,
+            v=v,
+            g=g_sum,
+            beta=beta,
+            A=A,
+            scale=k.shape[-1] ** -0.5,
+            initial_state=initial,
+            do=x.d_o,
+            dht=d_final,
+            **x.at,
+        )
         return RuleGrads(dq, dk, dv, dg, dbeta)
 
 
@@ -83,7 +103,8 @@ def require_operands(operands: str) -> None:
     """Raise a ValueError for other operands than "fp16" and "bf16"."""
     if operands not in ("fp16", "bf16"):
         raise ValueError(
-            f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or 'bf16'."
+            f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or "
+            "'bf16'."
         )
 
 
@@ -97,37 +118,51 @@ def resolve_rule(
     operands: str = "fp16",
     normalise_qk: bool = True,
 ) -> Choice:
-    """Choose the delta rule of a layer by head sizes, dtype, device and installed packages.
+    """Choose the delta rule of a layer by head sizes, dtype, device and installed
+    packages.
 
     Args:
-        backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or ``"auto"``, the first
-            backend of this list that runs here. If "auto" skips flash_qla, the log says why, once.
-            A backend that is asked for by name is never replaced by another backend.
-        bits: with ``Bits.DETERMINISTIC`` results repeat bit for bit, from run to run and process to
-            process, and a sequence's results do not depend on other sequences. ``"auto"`` takes
-            flash_qla if ``REPEATABLE`` covers GPU, dtype, heads and versions, else the reference.
-            fla is refused, since fla picks its kernels by timing. ``"flash_qla"`` runs even if
-            untested; the log then says so. ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
-        operands: the dtype to which flash_qla and fla round operands of products in a bf16 layer:
-            ``"fp16"``, or ``"bf16"``, with three bits less but a wider range (see :mod:`.half`). If
-            fp16 would be more exact but cannot be used, the choice's ``reason`` says why.
+        backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or
+            ``"auto"``, the first backend of this list that runs here. If "auto" skips
+            flash_qla, the log says why, once. A backend that is asked for by name is
+            never replaced by another backend.
+        bits: with ``Bits.DETERMINISTIC`` results repeat bit for bit, from run to run
+            and process to process, and a sequence's results do not depend on other
+            sequences. ``"auto"`` takes flash_qla if ``REPEATABLE`` covers GPU, dtype,
+            heads and versions, else the reference. fla is refused, since fla picks its
+            kernels by timing. ``"flash_qla"`` runs even if untested; the log then says
+            so. ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
+        operands: the dtype to which flash_qla and fla round operands of products in a
+            bf16 layer: ``"fp16"``, or ``"bf16"``, with three bits less but a wider
+            range (see :mod:`.half`). If fp16 would be more exact but cannot be used,
+            the choice's ``reason`` says why.
         normalise_qk: whether q and k have unit length, which fp16 operands need.
 
     Raises:
-        ValueError: an unknown backend, or a backend that does not support these sizes, this dtype,
-            this device or ``bits``.
-        ImportError: the backend's package is missing, too old, or faulty on this machine.
+        ValueError: an unknown backend, or a backend that does not support these sizes,
+            this dtype, this device or ``bits``.
+        ImportError: the backend's package is missing, too old, or faulty on this
+            machine.
     """
     require_operands(operands)
     device = torch.device(device)
     choice = choose(
-        backend, "Gated DeltaNet", RULES, device=device, dtype=dtype, sizes=sizes, bits=bits
+        backend,
+        "Gated DeltaNet",
+        RULES,
+        device=device,
+        dtype=dtype,
+        sizes=sizes,
+        bits=bits,
     )
     rule, reason = choice
     if operands == "bf16" or rule.name == "reference" or dtype != torch.bfloat16:
-        return choice  # bf16 was asked for, or the operands are at least as exact as fp16
+        # bf16 was asked for, or the operands are at least as exact as fp16
+        return choice
     if rule.batch_invariant:
-        why = "deterministic mode bars rounding that depends on all documents of a batch"
+        why = (
+            "deterministic mode bars rounding that depends on all documents of a batch"
+        )
     elif not normalise_qk:
         why = "without unit length, q and k may leave the range of fp16"
     else:

@@ -1,4 +1,5 @@
-"""The attributes and methods of megatron-core's layer that Megatron and tools look up by name.
+"""The attributes and methods of megatron-core's layer that Megatron and tools look up
+by name.
 
 The forward of :class:`megatron_gdn.GatedDeltaNet` calls none of these methods.
 """
@@ -20,7 +21,8 @@ from .sizes import GDNDims
 
 
 class UpstreamNames(RecurrentMixer):
-    """A mixer with the attribute and method names of ``megatron.core.ssm.gated_delta_net``."""
+    """A mixer with the attribute and method names of
+    ``megatron.core.ssm.gated_delta_net``."""
 
     global_dims: GDNDims
     dims: GDNDims
@@ -28,12 +30,22 @@ class UpstreamNames(RecurrentMixer):
     allow_neg_eigval: bool
 
     def _name_sizes(self) -> None:
-        """Set sizes under megatron-core's names; ``*_local_tp``: on one tensor-parallel rank."""
+        """Set sizes under megatron-core's names; ``*_local_tp``: on one tensor-parallel
+        rank."""
         whole, local = self.global_dims, self.dims
         self.sp_size = self.tp_size if self.config.sequence_parallel else 1
-        self.hidden_size, self.conv_kernel_dim = whole.hidden_size, whole.conv_kernel_dim
-        self.num_key_heads, self.num_value_heads = whole.num_key_heads, whole.num_value_heads
-        self.key_head_dim, self.value_head_dim = whole.key_head_dim, whole.value_head_dim
+        self.hidden_size, self.conv_kernel_dim = (
+            whole.hidden_size,
+            whole.conv_kernel_dim,
+        )
+        self.num_key_heads, self.num_value_heads = (
+            whole.num_key_heads,
+            whole.num_value_heads,
+        )
+        self.key_head_dim, self.value_head_dim = (
+            whole.key_head_dim,
+            whole.value_head_dim,
+        )
         self.qk_dim, self.v_dim = whole.qk_dim, whole.v_dim
         self.in_proj_dim, self.conv_dim = whole.layout.width, whole.layout.conv_width
         self.qk_dim_local_tp, self.v_dim_local_tp = local.qk_dim, local.v_dim
@@ -41,12 +53,15 @@ class UpstreamNames(RecurrentMixer):
         self.num_v_heads_local_tp = local.num_value_heads
         # The widths of qkv, z, beta and alpha on a rank after a head exchange.
         gate = self.v_dim_local_tp, local.num_value_heads, local.num_value_heads
-        self.feat_dim_split = tuple(n // self.cp_size for n in (self.conv_dim_local_tp, *gate))
+        self.feat_dim_split = tuple(
+            n // self.cp_size for n in (self.conv_dim_local_tp, *gate)
+        )
         self.in_proj_split_sections = local.layout.widths
 
     @property
     def act_fn(self) -> Callable[[Tensor], Tensor]:
-        """The activation of the convolution (that of the gate is ``output_gate_activation``)."""
+        """The activation of the convolution (that of the gate is
+        ``output_gate_activation``)."""
         return F.silu
 
     @property
@@ -54,7 +69,8 @@ class UpstreamNames(RecurrentMixer):
         """The name of the convolution's activation."""
         return "silu"
 
-    _setup_variant_attrs = _name_sizes  # Megatron-Bridge calls this name after changing groups
+    # Megatron-Bridge calls this name after changing groups
+    _setup_variant_attrs = _name_sizes
 
     @property
     def gated_delta_rule(self) -> Callable:
@@ -64,17 +80,19 @@ class UpstreamNames(RecurrentMixer):
         return partial(gated_delta_rule, backend=self.backend)
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``out_norm(x) * act(gate)``, multiplied in fp32 and returned in ``x.dtype``."""
+        """``out_norm(x) * act(gate)``, multiplied in fp32 and returned in
+        ``x.dtype``."""
         activation = self.output_gate_activation
         return apply_gated_norm(self.out_norm, x, gate, self.norm_group, activation)
 
     def _prepare_input_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor
     ) -> tuple[Tensor, ...]:
-        """Normalised q and k, repeated for every value head; v; ``gate`` and ``gates`` unchanged.
+        """Normalised q and k, repeated for every value head; v; ``gate`` and ``gates``
+        unchanged.
 
-        ``qkv`` is ``[batch, seq_len, C]``, with C columns of this tensor-parallel rank, or of one
-        rank after a head exchange.
+        ``qkv`` is ``[batch, seq_len, C]``, with C columns of this tensor-parallel rank,
+        or of one rank after a head exchange.
         """
         dims = self.dims.shard(self.dims.layout.conv_width // qkv.shape[-1])
         q, k, v = qkv.split(dims.layout.conv_widths, dim=-1)
@@ -86,16 +104,34 @@ class UpstreamNames(RecurrentMixer):
         return tuple(x.contiguous() for x in (q, k, v, gate, *gates))
 
     def _prepare_qkv_for_gated_delta_rule(
-        self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, batch: int, seq_len: int
+        self,
+        qkv: Tensor,
+        gate: Tensor,
+        beta: Tensor,
+        alpha: Tensor,
+        batch: int,
+        seq_len: int,
     ) -> tuple[Tensor, ...]:
-        """`_prepare_input_for_gated_delta_rule` in mcore < 0.19; ``beta``, ``alpha`` unchanged."""
+        """`_prepare_input_for_gated_delta_rule` in mcore < 0.19; ``beta``, ``alpha``
+        unchanged."""
         gate = gate.reshape(batch, seq_len, -1, self.value_head_dim)
-        return self._prepare_input_for_gated_delta_rule(qkv, gate, batch, seq_len, beta, alpha)
+        return self._prepare_input_for_gated_delta_rule(
+            qkv, gate, batch, seq_len, beta, alpha
+        )
 
     def _compute_g_and_beta(
-        self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
+        self,
+        A_log_local_cp: Tensor,
+        dt_bias_local_cp: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Log-decay and write strength; ``*_local_cp`` are the parameters of this rank's heads."""
+        """Log-decay and write strength; ``*_local_cp`` are the parameters of this
+        rank's heads."""
         return decay_and_write_gates(
-            alpha, beta, A_log_local_cp, dt_bias_local_cp, allow_neg_eigval=self.allow_neg_eigval
+            alpha,
+            beta,
+            A_log_local_cp,
+            dt_bias_local_cp,
+            allow_neg_eigval=self.allow_neg_eigval,
         )

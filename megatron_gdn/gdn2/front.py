@@ -21,7 +21,8 @@ GATES = ("g", "b", "w")
 def gdn2_table(
     layout: Layout, normalise_qk: bool = True, recompute_qkv: bool = False
 ) -> FrontTable:
-    """The front table for rows of this layout; the backward always computes the gates again.
+    """The front table for rows of this layout; the backward always computes the gates
+    again.
 
     ``normalise_qk`` and ``recompute_qkv`` are as in :func:`..gdn.front.gdn_table`.
     """

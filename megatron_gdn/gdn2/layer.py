@@ -32,34 +32,43 @@ class GatedDeltaNet2(RecurrentMixer):
 
         q, k, v, z, f, b, w = in_proj(x)
         q, k, v = SiLU(causal_conv1d(q, k, v))
-        q, k    = q / |q|, k / |k|                               per head
-        g_t     = -exp(A_log) softplus(f_t + dt_bias)            log-decay per key channel, fp32
-        b_t, w_t = sigmoid(b_t), sigmoid(w_t)               erase and write gate, per channel
+        q, k    = q / |q|, k / |k|                            per head
+        g_t     = -exp(A_log) softplus(f_t + dt_bias)         log-decay per key channel,
+                                                              fp32
+        b_t, w_t = sigmoid(b_t), sigmoid(w_t)            erase and write gate, per
+                                                         channel
         S_t     = Diag(exp(g_t)) S_{t-1}
         S_t    += k_t (w_t * v_t - S_t^T (b_t * k_t))^T
         o_t     = S_t^T q_t / sqrt(K)
         y       = out_proj(RMSNorm(o) * SiLU(z))
 
-    Each key head, with its decay and its erase gate, serves the same number of neighbouring value
-    heads. Constructor, parameters and checkpoint keys are those of ``GatedDeltaNet2`` in
-    ``megatron.core.ssm.gated_delta_net``.
+    Each key head, with its decay and its erase gate, serves the same number of
+    neighbouring value heads. Constructor, parameters and checkpoint keys are those of
+    ``GatedDeltaNet2`` in ``megatron.core.ssm.gated_delta_net``.
 
     Args:
-        options: the fields of :class:`.mixers.options.MixerOptions`, without ``rule_operands``;
-            ``backend`` is ``"fla"`` (fla's kernels, on a GPU), ``"reference"`` or ``"auto"``, see
-            `megatron_gdn.gdn2.rule`.
+        options: the fields of :class:`.mixers.options.MixerOptions`, without
+            ``rule_operands``; ``backend`` is ``"fla"`` (fla's kernels, on a GPU),
+            ``"reference"`` or ``"auto"``, see `megatron_gdn.gdn2.rule`.
 
-    Other arguments are those of :class:`megatron_gdn.GatedDeltaNet`. The backward always computes
-    the gates again. Pass options through ``ModuleSpec(params={...})``.
+    Other arguments are those of :class:`megatron_gdn.GatedDeltaNet`. The backward
+    always computes the gates again. Pass options through ``ModuleSpec(params={...})``.
 
     Raises:
-        ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
-            layout, mode or ``recompute``, a bad ``A_init_range`` or ``cp_ranks_per_machine``.
+        ValueError: sizes that do not fit each other or the parallel sizes, an unknown
+            backend, layout, mode or ``recompute``, a bad ``A_init_range`` or
+            ``cp_ranks_per_machine``.
         ImportError: the requested backend is not available.
     """
 
     options_class = GDN2Options
-    launch_arguments = ("bias", "conv_bias", "conv_init", "use_qk_l2norm", "A_init_range")
+    launch_arguments = (
+        "bias",
+        "conv_bias",
+        "conv_init",
+        "use_qk_l2norm",
+        "A_init_range",
+    )
     recurrence: ClassVar[str] = "GDN-2"
     in_layer_graphs: ClassVar[bool] = True
     conv_is_module = True
@@ -88,13 +97,26 @@ class GatedDeltaNet2(RecurrentMixer):
     ) -> None:
         given = GDN2Options.of(options)
         super().__init__(
-            config, GDN2Dims.from_config(config), given, layer_number, pg_collection,
-            pp_layer_offset, A_init_range, conv_init,
-        )  # fmt: skip
+            config,
+            GDN2Dims.from_config(config),
+            given,
+            layer_number,
+            pg_collection,
+            pp_layer_offset,
+            A_init_range,
+            conv_init,
+        )
         self.use_qk_l2norm = use_qk_l2norm
         G, K = self.dims.num_key_heads, self.dims.key_head_dim
-        front = fronts_of(gdn2_table, normalise_qk=use_qk_l2norm, recompute_qkv=self.recompute_qkv)
+        front = fronts_of(
+            gdn2_table, normalise_qk=use_qk_l2norm, recompute_qkv=self.recompute_qkv
+        )
         self._build(
-            submodules, partial(choose_gdn2, given.backend, self.dims.state), front,
-            fp32={"dt_bias": G * K, "A_log": G}, name=name, bias=bias, conv_bias=conv_bias,
-        )  # fmt: skip
+            submodules,
+            partial(choose_gdn2, given.backend, self.dims.state),
+            front,
+            fp32={"dt_bias": G * K, "A_log": G},
+            name=name,
+            bias=bias,
+            conv_bias=conv_bias,
+        )

@@ -1,7 +1,8 @@
 """The Gated DeltaNet-2 layer for one sequence, step by step in plain torch.
 
-A Gated DeltaNet with three gates for each channel: the decay g, the erase gate b, the write gate w.
-The layer computes this function in fewer passes; ``tests/layer/test_equation.py`` compares the two
+A Gated DeltaNet with three gates for each channel: the decay g, the erase gate b, the
+write gate w. The layer computes this function in fewer passes;
+``tests/layer/test_equation.py`` compares the two
 in fp64. Source: ``megatron.core.ssm.gated_delta_net.gdn2`` of Megatron's main branch.
 
 Legend: T tokens, D hidden size, G key heads, H value heads, K key dim, V value dim.
@@ -33,7 +34,8 @@ def gated_delta_net2(
     Args:
         parameters: the layer's parameters by name, whole (tensor-parallel size 1).
         dims: the sizes of the layer.
-        norm_eps, zero_centered_norm: of ``out_norm``; zero-centred: the factor is 1 + weight.
+        norm_eps, zero_centered_norm: of ``out_norm``; zero-centred: the factor is 1 +
+            weight.
         use_qk_l2norm: as in :class:`megatron_gdn.GatedDeltaNet2`.
     """
     p = parameters
@@ -72,7 +74,8 @@ def gated_delta_net2(
     erase_THK = (b_TGK * k_TGK).repeat_interleave(per_head, dim=1)
     write_THV = w_THV * v_THV
 
-    # The rule: decay, erase what the gated key reads, write the gated value, read by the query.
+    # The rule: decay, erase what the gated key reads, write the gated value, read by
+    # the query.
     S_HKV = x_TD.new_zeros(H, K, V, dtype=wide)
     outputs = []
     tokens = zip(q_THK, k_THK, g_THK, erase_THK, write_THV, strict=True)

@@ -1,10 +1,11 @@
-"""The rules of Gated DeltaNet-2: the delta rule with one gate for erasing and one for writing.
+"""The rules of Gated DeltaNet-2: the delta rule with one gate for erasing and one for
+writing.
 
     S_t = (I - k_t (b_t * k_t)^T) Diag(exp(g_t)) S_{t-1} + k_t (w_t * v_t)^T
     o_t = S_t^T q_t / sqrt(K)
 
-fla's kernels need equal numbers of key and value heads, so each key head's tensors are repeated for
-its value heads. The front sums the gradients of a key head's copies.
+fla's kernels need equal numbers of key and value heads, so each key head's tensors are
+repeated for its value heads. The front sums the gradients of a key head's copies.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ..ops.state_maps.state_map import StateShape
 
 
 class GDN2Inputs(NamedTuple):
-    """The rule's inputs or their gradients; gradients of q, k, g, b may have H heads, not G."""
+    """The rule's inputs or their gradients; gradients of q, k, g, b may have H heads,
+    not G."""
 
     q: Tensor  # [B, S, G, K], unit length
     k: Tensor  # [B, S, G, K]
@@ -41,7 +43,9 @@ class PlainGDN2(PlainRule):
     reads_again = frozenset(GDN2Inputs._fields)
     grads = GDN2Inputs
 
-    def values(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> Values:
+    def values(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor
+    ) -> Values:
         scale = k.shape[-1] ** -0.5 if self.scale is None else self.scale
         return Values(q * scale, k, b * k, w * v, g)
 
@@ -54,16 +58,16 @@ class FlaGDN2(FlaChannelRule):
         **CHANNEL_RULE_KERNELS,
         "fla.ops.gdn2.chunk_fwd chunk_gdn2_fwd_intra": f"q k v gk b w_gate scale {SEQUENCES}",
         "fla.ops.gdn2.chunk_bwd recompute_w_u_fwd_gdn2": f"q k v b w_gate A gk {SEQUENCES}",
-        "fla.ops.gdn2.chunk_bwd chunk_gdn2_bwd":
-            f"q k v b w_gate Aqk Akk scale initial_state do dht g {SEQUENCES}",
-    }  # fmt: skip
+        "fla.ops.gdn2.chunk_bwd chunk_gdn2_bwd": f"q k v b w_gate Aqk Akk scale initial_state do dht g {SEQUENCES}",
+    }
 
     within, within_again = "chunk_gdn2_fwd_intra", "recompute_w_u_fwd_gdn2"
     backward_within, gates = "chunk_gdn2_bwd", ("b", "w_gate")
     grads = GDN2Inputs
 
     def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> Any:
-        """Begin a forward, in which each value head has a copy of its key head's tensors."""
+        """Begin a forward, in which each value head has a copy of its key head's
+        tensors."""
         return super().begin(_repeat_key_heads(inputs), documents)
 
     def begin_backward(
@@ -73,7 +77,8 @@ class FlaGDN2(FlaChannelRule):
 
 
 def _repeat_key_heads(inputs: GDN2Inputs) -> GDN2Inputs:
-    """Repeat q, k, g and b for the value heads, and convert the gates to the dtype of k and v."""
+    """Repeat q, k, g and b for the value heads, and convert the gates to the dtype of k
+    and v."""
     k, v = inputs.k, inputs.v
     inputs = inputs._replace(b=inputs.b.to(k.dtype), w=inputs.w.to(v.dtype))
     if k.shape[2] == v.shape[2]:
@@ -95,8 +100,14 @@ def choose_gdn2(
     dtype: torch.dtype,
     bits: Bits = Bits.FREE,
 ) -> Choice:
-    """Choose the rule of a Gated DeltaNet-2: ``"fla"``, ``"reference"`` or ``"auto"``."""
+    """Choose the rule of a Gated DeltaNet-2: ``"fla"``, ``"reference"`` or
+    ``"auto"``."""
     return choose(
-        backend, "Gated DeltaNet-2", RULES,
-        device=device, dtype=dtype, sizes=state, bits=bits,
-    )  # fmt: skip
+        backend,
+        "Gated DeltaNet-2",
+        RULES,
+        device=device,
+        dtype=dtype,
+        sizes=state,
+        bits=bits,
+    )

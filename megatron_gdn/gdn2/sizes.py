@@ -20,8 +20,11 @@ class GDN2Dims(LinearDims):
 
 
 @lru_cache(maxsize=64)
-def gdn2_layout(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
-    """The columns query | key | value | z | f (decay) | b (erase gate) | w (write gate)."""
+def gdn2_layout(
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int
+) -> Layout:
+    """The columns query | key | value | z | f (decay) | b (erase gate) | w (write
+    gate)."""
     return delta_layout(
         HeadSizes(key_heads, value_heads, key_dim, value_dim),
         Section("z", "value", value_dim),

@@ -1,9 +1,10 @@
-"""Weights to and from Hugging Face: Qwen3-Next, Qwen3.5, 3.6 and 3.8, dense and with experts.
+"""Weights to and from Hugging Face: Qwen3-Next, Qwen3.5, 3.6 and 3.8, dense and with
+experts.
 
-load_hf_weights, save_hf_weights                      weights of a model from `build_model`
-layer_from_hf, layer_to_hf                            one layer, at any tensor-parallel size
-import_folder, export_folder                          Megatron's distributed checkpoints
-patch                                                 runs this package inside transformers' models
+load_hf_weights, save_hf_weights           weights of a model from `build_model`
+layer_from_hf, layer_to_hf                 one layer, at any tensor-parallel size
+import_folder, export_folder               Megatron's distributed checkpoints
+patch                                      runs this package inside transformers' models
 """
 
 from importlib import import_module
@@ -33,7 +34,8 @@ __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use, so that the transformers drop-in needs no Megatron."""
+    """Import a name on first use, so that the transformers drop-in needs no
+    Megatron."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name], __name__), name)

@@ -15,7 +15,8 @@ _DESCRIPTION = "Weights between Hugging Face folders and Megatron checkpoints."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0 for success, 1 if compared weights differ, 2 for an error."""
+    """Run a command. Returns 0 for success, 1 if compared weights differ, 2 for an
+    error."""
     options = vars(_parser().parse_args(argv))
     # Hide warnings of Megatron and torch about absent packages and deprecated names.
     warnings.simplefilter("ignore")
@@ -31,14 +32,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return _run(**options)
-    except (ValueError, NotImplementedError, ImportError, OSError, SafetensorError) as error:
+    except (
+        ValueError,
+        NotImplementedError,
+        ImportError,
+        OSError,
+        SafetensorError,
+    ) as error:
         message = str(error) or type(error).__name__
-        given = [options[name] for name in ("source", "left", "right", "target") if name in options]
+        given = [
+            options[name]
+            for name in ("source", "left", "right", "target")
+            if name in options
+        ]
         folders = [one_line(folder) for folder in given]
         for folder, shown in zip(given, folders, strict=True):
             message = message.replace(folder, shown)
         message = message.splitlines()[0]
-        if not any(folder in message for folder in folders):  # for example if the disk is full
+        # for example if the disk is full
+        if not any(folder in message for folder in folders):
             message = f"{' or '.join(folders)} cannot be read or written: {message}"
         return print_error(message)
 
@@ -82,7 +94,11 @@ def _run(command: str, **options: Any) -> int:
         from .build import megatron_flags
         from .model_map import read_hf_config
 
-        print(shlex.join(megatron_flags(read_hf_config(options["source"]), options["model"])))
+        print(
+            shlex.join(
+                megatron_flags(read_hf_config(options["source"]), options["model"])
+            )
+        )
         return 0
     if command == "compare":
         from .safetensors_files import compare_folders
@@ -91,9 +107,12 @@ def _run(command: str, **options: Any) -> int:
         for difference in compare_folders(**options):
             print(difference)
             differences += 1
-        print(f"{differences} tensors differ" if differences else "every tensor is equal")
+        print(
+            f"{differences} tensors differ" if differences else "every tensor is equal"
+        )
         return 1 if differences else 0
-    from . import folders  # this imports Megatron, which `flags` and `compare` do not need
+    # this imports Megatron, which `flags` and `compare` do not need
+    from . import folders
 
     convert = folders.import_folder if command == "import" else folders.export_folder
     convert(**options)

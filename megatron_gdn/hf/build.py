@@ -1,4 +1,5 @@
-"""Build a Megatron model from ``config.json``, or list the flags of a launch that builds it."""
+"""Build a Megatron model from ``config.json``, or list the flags of a launch that
+builds it."""
 
 from __future__ import annotations
 
@@ -27,37 +28,45 @@ def build_model(
     spec: Any = None,
     **changes: Any,
 ) -> tuple[nn.Module, Any]:
-    """Build this rank's part of a Megatron model that computes what the Hugging Face model does.
+    """Build this rank's part of a Megatron model that computes what the Hugging Face
+    model does.
 
-    Megatron's parallel state and random seeds must have been set up. Weights are random until
-    `load_hf_weights` or a checkpoint fills them. Sizes, norms (zero-centred), epsilon, output
-    gates, rotary settings, experts and tied embeddings come from ``config.json``; dropout is 0.
+    Megatron's parallel state and random seeds must have been set up. Weights are random
+    until `load_hf_weights` or a checkpoint fills them. Sizes, norms (zero-centred),
+    epsilon, output gates, rotary settings, experts and tied embeddings come from
+    ``config.json``; dropout is 0.
 
     Args:
         source: a folder with ``config.json``, or the result of `read_hf_config`.
-        model: "hybrid" for a HybridModel (two Megatron layers for each layer of the config), "gpt"
-            for a GPTModel (one layer for each).
-        modules: "te" for Transformer Engine's linears and norms, "local" for Megatron's own;
-            "auto" means "te" if Transformer Engine is installed, else "local".
-        dtype: dtype of the parameters; ``A_log`` and ``dt_bias`` are always fp32. None means bf16
-            on a machine with a GPU, else fp32.
+        model: "hybrid" for a HybridModel (two Megatron layers for each layer of the
+            config), "gpt" for a GPTModel (one layer for each).
+        modules: "te" for Transformer Engine's linears and norms, "local" for Megatron's
+            own; "auto" means "te" if Transformer Engine is installed, else "local".
+        dtype: dtype of the parameters; ``A_log`` and ``dt_bias`` are always fp32. None
+            means bf16 on a machine with a GPU, else fp32.
         max_sequence_length: tokens of the longest sequence.
-        vocab_divisible_by: the vocabulary is padded to a multiple of this number times the
-            tensor-parallel size. The softmax includes added rows; published models add none.
-        layer_pattern: the config's pattern with ``|`` between pipeline stages; None adds no ``|``.
-        vp_stage: number of the virtual pipeline stage to build; None if there are no such stages.
-        parallel_output: keep logits split over tensor-parallel ranks, as Megatron's loss needs.
+        vocab_divisible_by: the vocabulary is padded to a multiple of this number times
+            the tensor-parallel size. The softmax includes added rows; published models
+            add none.
+        layer_pattern: the config's pattern with ``|`` between pipeline stages; None
+            adds no ``|``.
+        vp_stage: number of the virtual pipeline stage to build; None if there are no
+            such stages.
+        parallel_output: keep logits split over tensor-parallel ranks, as Megatron's
+            loss needs.
         layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`).
-        spec: a spec of a HybridStack or a GPT block, used in place of this package's spec.
-        **changes: fields of ``TransformerConfig`` to override, such as ``sequence_parallel``.
+        spec: a spec of a HybridStack or a GPT block, used in place of this package's
+            spec.
+        **changes: fields of ``TransformerConfig`` to override, such as
+            ``sequence_parallel``.
 
     Returns:
         The model, on the CPU or the current GPU as Megatron's layers decide, and its
         ``TransformerConfig``.
 
     Raises:
-        FileNotFoundError, ValueError: ``config.json`` is missing or describes a model that is not
-            supported; ``layer_pattern`` has other layers than the config.
+        FileNotFoundError, ValueError: ``config.json`` is missing or describes a model
+            that is not supported; ``layer_pattern`` has other layers than the config.
         ImportError: ``modules="te"`` without Transformer Engine.
     """
     from megatron.core import parallel_state
@@ -83,7 +92,9 @@ def build_model(
         "vp_stage": vp_stage,
     }
     if spec is not None and options:
-        raise ValueError("layer_options change this package's spec; put them into the spec given.")
+        raise ValueError(
+            "layer_options change this package's spec; put them into the spec given."
+        )
     if model == "gpt":
         from megatron.core.models.gpt import GPTModel
 
@@ -92,12 +103,15 @@ def build_model(
 
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    spec = spec or hybrid_stack_spec(resolved, qk_layernorm=config.qk_layernorm, **options)
+    spec = spec or hybrid_stack_spec(
+        resolved, qk_layernorm=config.qk_layernorm, **options
+    )
     pattern = layer_pattern or hf.hybrid_layer_pattern
     if pattern.replace("|", "") != hf.hybrid_layer_pattern:
         raise ValueError(
             f"layer_pattern={layer_pattern!r} is not the model's, which is "
-            f"{hf.hybrid_layer_pattern!r}; only '|' may be added, between pipeline stages."
+            f"{hf.hybrid_layer_pattern!r}; only '|' may be added, between pipeline "
+            "stages."
         )
     return HybridModel(config, spec, hybrid_layer_pattern=pattern, **arguments), config
 
@@ -110,7 +124,8 @@ def transformer_config(
     dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> Any:
-    """The ``TransformerConfig`` of `build_model`, for this process's device and parallel sizes."""
+    """The ``TransformerConfig`` of `build_model`, for this process's device and
+    parallel sizes."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -130,7 +145,13 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
     }
     if parallel_state.model_parallel_is_initialized():
-        for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
+        for name in (
+            "tensor_model",
+            "pipeline_model",
+            "context",
+            "expert_model",
+            "expert_tensor",
+        ):
             size = getattr(parallel_state, f"get_{name}_parallel_world_size")()
             settings[f"{name}_parallel_size"] = size
     return TransformerConfig(**(settings | changes))
@@ -145,10 +166,11 @@ _FLAGS = {
 
 
 def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> list[str]:
-    """The flags of a Megatron launch that builds the model: sizes, norms, rotary, dropout 0.
+    """The flags of a Megatron launch that builds the model: sizes, norms, rotary,
+    dropout 0.
 
-    The caller must add the flags of parallel sizes, data, tokenizer and optimizer. Megatron pads
-    the vocabulary; the model's checkpoint loads with any padding.
+    The caller must add the flags of parallel sizes, data, tokenizer and optimizer.
+    Megatron pads the vocabulary; the model's checkpoint loads with any padding.
 
     Raises:
         NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers.
@@ -163,8 +185,11 @@ def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> lis
     return flags
 
 
-def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") -> Namespace:
-    """The ``args`` to store in a Megatron checkpoint: the settings that describe this model."""
+def megatron_arguments(
+    config: HFModelConfig, model: Architecture = "hybrid"
+) -> Namespace:
+    """The ``args`` to store in a Megatron checkpoint: the settings that describe this
+    model."""
     args = Namespace(
         num_layers=config.megatron_settings(model)["num_layers"],
         hybrid_layer_pattern=None,
@@ -182,14 +207,18 @@ def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") ->
 
 
 def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, Any]:
-    """The model's settings by names of Megatron's arguments, in the order of `megatron_flags`."""
+    """The model's settings by names of Megatron's arguments, in the order of
+    `megatron_flags`."""
     settings = config.megatron_settings(model)
     activation = "swiglu" if settings.pop("gated_linear_unit") else "squared_relu"
     del settings["activation_func"]
     spec = "gpt_block_spec"
     if model == "hybrid":
-        spec = f"{'gdn_qk_norm_' if 'qk_layernorm' in settings else ''}hybrid_stack_spec"
-        del settings["num_layers"], settings["is_hybrid_model"]  # the pattern implies both
+        spec = (
+            f"{'gdn_qk_norm_' if 'qk_layernorm' in settings else ''}hybrid_stack_spec"
+        )
+        # the pattern implies both
+        del settings["num_layers"], settings["is_hybrid_model"]
         settings = {"hybrid_layer_pattern": config.hybrid_layer_pattern} | settings
     flags: dict[str, Any] = {"spec": ("megatron_gdn.specs", spec)}
     for name, value in settings.items():
@@ -207,8 +236,9 @@ def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, An
         flags["rotary_percent"] = config.rotary_fraction
         if config.rope_theta != int(config.rope_theta):
             raise ValueError(
-                f"rope_theta={config.rope_theta}: Megatron's --rotary-base is a whole number. "
-                f"Only a model with a whole rope_theta can be launched or imported."
+                f"rope_theta={config.rope_theta}: Megatron's --rotary-base is a whole "
+                "number. Only a model with a whole rope_theta can be launched or "
+                "imported."
             )
         flags["rotary_base"] = int(config.rope_theta)
     if not config.tied:

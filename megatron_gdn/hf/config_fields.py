@@ -1,7 +1,8 @@
 """The one table of the fields of ``config.json``: type, range and meaning of each.
 
-`ConfigFields` reads fields by this table, for the conversion of weights (`.model_map`), for the
-published models (`megatron_gdn.models`) and for the transformers drop-in (`check_config`).
+`ConfigFields` reads fields by this table, for the conversion of weights (`.model_map`),
+for the published models (`megatron_gdn.models`) and for the transformers drop-in
+(`check_config`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Field(NamedTuple):
     meaning: str
     legal: str  # the legal values, in words
     is_legal: Callable[[Any], bool]
-    is_setting: bool = False  # whether one value is legal because the built model assumes it
+    # whether one value is legal because the built model assumes it
+    is_setting: bool = False
 
 
 def _is_whole(value: Any) -> bool:
@@ -39,7 +41,9 @@ def _is_number(value: Any) -> bool:
 def _whole(meaning: str, low: int = 1, high: int = _MOST) -> Field:
     """A whole number from ``low`` to ``high``."""
     legal = f"a whole number from {low} to {high}"
-    return Field(meaning, legal, lambda value: _is_whole(value) and low <= value <= high)
+    return Field(
+        meaning, legal, lambda value: _is_whole(value) and low <= value <= high
+    )
 
 
 def _number(meaning: str, low: float, high: float, with_low: bool = False) -> Field:
@@ -55,7 +59,8 @@ def _number(meaning: str, low: float, high: float, with_low: bool = False) -> Fi
 
 
 def _setting(meaning: str, *values: Any) -> Field:
-    """A setting that the built model assumes; the first of ``values`` is the usual one."""
+    """A setting that the built model assumes; the first of ``values`` is the usual
+    one."""
 
     def is_legal(value: Any) -> bool:
         return any(type(value) is type(legal) and value == legal for legal in values)
@@ -98,11 +103,14 @@ _BLOCKS = "attention", "full_attention", "linear_attention", "mamba", "mlp", "mo
 FIELDS: dict[str, Field] = {
     # What the file describes.
     "architectures": _list_of(
-        "the model's classes in transformers", "texts", lambda value: isinstance(value, str)
+        "the model's classes in transformers",
+        "texts",
+        lambda value: isinstance(value, str),
     ),
     "text_config": Field("the config of the text model", "an object", _is_object),
     "tie_word_embeddings": Field(
-        "whether the output layer uses the embedding", "true or false",
+        "whether the output layer uses the embedding",
+        "true or false",
         lambda value: isinstance(value, bool),
     ),
     # Layers.
@@ -112,16 +120,19 @@ FIELDS: dict[str, Field] = {
     ),
     "full_attention_interval": _whole("each layer of this number has attention"),
     "hybrid_override_pattern": Field(
-        "one symbol for each layer", f"1 to {_MOST_LAYERS} of the symbols 'M', '*', '-', 'E'",
+        "one symbol for each layer",
+        f"1 to {_MOST_LAYERS} of the symbols 'M', '*', '-', 'E'",
         _is_pattern,
     ),
     "layers_block_type": _list_of(
-        "the kind of each layer", ", ".join(map(repr, _BLOCKS)),
+        "the kind of each layer",
+        ", ".join(map(repr, _BLOCKS)),
         lambda value: isinstance(value, str) and value in _BLOCKS,
     ),
     "decoder_sparse_step": _whole("each layer of this number has experts"),
     "mlp_only_layers": _list_of(
-        "layers without experts", "whole numbers from 0",
+        "layers without experts",
+        "whole numbers from 0",
         lambda value: _is_whole(value) and value >= 0,
     ),
     # Sizes.
@@ -153,13 +164,17 @@ FIELDS: dict[str, Field] = {
     "rope_parameters": _ROPE,
     "rope_scaling": _ROPE,
     "rope_theta": _number("base of the rotary embedding", 0, 1e18),
-    "partial_rotary_factor": _number("share of a head's dims that rotate", 0, 1, with_low=True),
+    "partial_rotary_factor": _number(
+        "share of a head's dims that rotate", 0, 1, with_low=True
+    ),
     # Settings that the built model assumes.
     "rope_type": _setting("kind of rotary embedding", "default"),
     "attention_bias": _setting("whether attention has biases", False),
     "hidden_act": _setting("activation of the MLPs and convolutions", "silu"),
     "output_gate_type": _setting("activation of the output gate", "silu", "swish"),
-    "attn_output_gate": _setting("whether q_proj also computes attention's output gate", True),
+    "attn_output_gate": _setting(
+        "whether q_proj also computes attention's output gate", True
+    ),
     "norm_topk_prob": _setting("whether the chosen experts' weights add up to 1", True),
     # Settings of a NemotronH that the built model assumes.
     "conv_kernel": _setting("taps of the convolution", 4),
@@ -182,7 +197,7 @@ FIELDS: dict[str, Field] = {
     "topk_group": _setting("groups of experts that a token may choose", 1),
     "use_bias": _setting("whether Mamba2's projections have biases", False),
     "use_conv_bias": _setting("whether the convolution has a bias", True),
-}  # fmt: skip
+}
 
 
 def check_field(name: str, value: Any, where: str, known_as: str | None = None) -> Any:
@@ -197,17 +212,19 @@ def check_field(name: str, value: Any, where: str, known_as: str | None = None) 
         return value
     if field.is_setting:
         raise ValueError(
-            f"{where}: {name}={shown(value)} is not supported in whole models; it must be "
-            f"{field.legal}. Layers convert one by one, see layer_from_hf of megatron_gdn.hf."
+            f"{where}: {name}={shown(value)} is not supported in whole models; it must "
+            f"be {field.legal}. Layers convert one by one, see layer_from_hf of "
+            "megatron_gdn.hf."
         )
     raise ValueError(
-        f"{where}: {name}={shown(value)} is not legal; {name} ({field.meaning}) must be "
-        f"{field.legal}."
+        f"{where}: {name}={shown(value)} is not legal; {name} ({field.meaning}) must "
+        f"be {field.legal}."
     )
 
 
 def check_config(config: Any, names: Iterable[str]) -> None:
-    """Check the attributes ``names`` of ``config``, an object of transformers, that it has."""
+    """Check the attributes ``names`` of ``config``, an object of transformers, that it
+    has."""
     where = f"a {type(config).__name__}"
     for name in names:
         value = getattr(config, name, None)
@@ -216,7 +233,8 @@ def check_config(config: Any, names: Iterable[str]) -> None:
 
 
 class ConfigFields:
-    """Reads the fields of one ``config.json``; each is checked by `FIELDS` when it is read.
+    """Reads the fields of one ``config.json``; each is checked by `FIELDS` when it is
+    read.
 
     A field that is null counts as absent.
     """
@@ -230,7 +248,9 @@ class ConfigFields:
     ) -> None:
         """``own_names``: this model's names of fields -> the names in `FIELDS`."""
         if not isinstance(values, Mapping):
-            raise ValueError(f"{where} must hold one JSON object, but holds {shown(values)}.")
+            raise ValueError(
+                f"{where} must hold one JSON object, but holds {shown(values)}."
+            )
         self.where = where
         self._values = values
         self._architecture = architecture
@@ -253,7 +273,8 @@ class ConfigFields:
         return value
 
     def get(self, name: str, default: Any) -> Any:
-        """The value of the field ``name``, or ``default``; an illegal one is a ValueError."""
+        """The value of the field ``name``, or ``default``; an illegal one is a
+        ValueError."""
         own_name = self._own_names.get(name, name)
         value = self._values.get(own_name)
         if value is None and own_name != name:
@@ -275,5 +296,6 @@ class ConfigFields:
         """Raise if the field ``name`` is larger than the field ``limit``."""
         if self[name] > self[limit]:
             raise ValueError(
-                f"{self.where}: {name}={self[name]} must be at most {limit}={self[limit]}."
+                f"{self.where}: {name}={self[name]} must be at most "
+                f"{limit}={self[limit]}."
             )

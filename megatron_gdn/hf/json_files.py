@@ -15,24 +15,32 @@ _SHORT.maxother = 60
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file ``path``; a ValueError names the file and the fault."""
+    """The JSON object in the file ``path``; a ValueError names the file and the
+    fault."""
     return parse_object(path.read_bytes(), str(path))
 
 
 def parse_object(content: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in ``content``, which is read from ``where``; a ValueError names both.
+    """The JSON object in ``content``, which is read from ``where``; a ValueError names
+    both.
 
-    The file must hold one object. A key that an object lists twice is an error, because two
-    readers of the file could take different values.
+    The file must hold one object. A key that an object lists twice is an error, because
+    two readers of the file could take different values.
     """
     try:
         parsed = json.loads(content.decode(), object_pairs_hook=_with_each_key_once)
     except RecursionError as error:
-        raise ValueError(f"{where} is not JSON: its values are nested too deeply.") from error
-    except ValueError as error:  # no UTF-8, no JSON, a key twice, a number of 5,000 digits
+        raise ValueError(
+            f"{where} is not JSON: its values are nested too deeply."
+        ) from error
+    except (
+        ValueError
+    ) as error:  # no UTF-8, no JSON, a key twice, a number of 5,000 digits
         raise ValueError(f"{where} is not JSON: {error}.") from error
     if not isinstance(parsed, dict):
-        raise ValueError(f"{where} must hold one JSON object, but holds {shown(parsed)}.")
+        raise ValueError(
+            f"{where} must hold one JSON object, but holds {shown(parsed)}."
+        )
     return parsed
 
 

@@ -19,33 +19,41 @@ from .quantised import refuse_quantised
 from .safetensors_files import TensorSpec
 
 _MAPS: dict[type, Any] = {
-    GDNDims: gdn_layer_maps, KDADims: kda_layer_maps, Mamba2Dims: mamba2_layer_maps,
-}  # fmt: skip
+    GDNDims: gdn_layer_maps,
+    KDADims: kda_layer_maps,
+    Mamba2Dims: mamba2_layer_maps,
+}
 
 
 def layer_from_hf(
     hf_state: Mapping[str, Tensor], dims: Any, tp_size: int = 1, **stored: Any
 ) -> list[dict[str, Tensor]]:
-    """Convert a Hugging Face module's state dict to a Megatron layer's, one dict for each rank.
+    """Convert a Hugging Face module's state dict to a Megatron layer's, one dict for
+    each rank.
 
     Args:
-        hf_state: the tensors of one Gated DeltaNet, Kimi Delta Attention or Mamba2 mixer (of Mamba2
-            or NemotronH), in bf16, fp16, fp32 or fp64.
+        hf_state: the tensors of one Gated DeltaNet, Kimi Delta Attention or Mamba2
+            mixer (of Mamba2 or NemotronH), in bf16, fp16, fp32 or fp64.
         dims: the whole layer's sizes: ``GDNDims``, ``KDADims`` or ``Mamba2Dims``.
         tp_size: number of tensor-parallel ranks.
-        stored: how ``hf_state`` stores the layer, as keywords of :func:`..gdn.hf.gdn_layer_maps`
-            (``storage``), :func:`..kda.hf.kda_layer_maps` (``family``, ``in_files``) or
-            :func:`..mamba2.hf.mamba2_layer_maps` (``conv_bias``); and ``zero_centered_gamma``, as
-            in the Megatron config (default True; Mamba2 has none).
+        stored: how ``hf_state`` stores the layer, as keywords of
+            :func:`..gdn.hf.gdn_layer_maps` (``storage``),
+            :func:`..kda.hf.kda_layer_maps` (``family``, ``in_files``) or
+            :func:`..mamba2.hf.mamba2_layer_maps` (``conv_bias``); and
+            ``zero_centered_gamma``, as in the Megatron config (default True; Mamba2 has
+            none).
 
     Returns:
-        for each rank, Megatron's parameter names and tensors: ``A_log``, ``dt_bias``, ``D`` and a
-        zero-centred ``out_norm.weight`` are fp32, other tensors have the dtype of ``hf_state``.
+        for each rank, Megatron's parameter names and tensors: ``A_log``, ``dt_bias``,
+        ``D`` and a zero-centred ``out_norm.weight`` are fp32, other tensors have the
+        dtype of ``hf_state``.
 
     Raises:
-        NotImplementedError: the weights are quantised, such as FP8, NVFP4, INT8 or GPTQ.
-        ValueError: a tensor is missing, unknown (such as a bias of a projection) or of the wrong
-            shape or dtype, or ``tp_size`` does not divide the heads or groups.
+        NotImplementedError: the weights are quantised, such as FP8, NVFP4, INT8 or
+            GPTQ.
+        ValueError: a tensor is missing, unknown (such as a bias of a projection) or of
+            the wrong shape or dtype, or ``tp_size`` does not divide the heads or
+            groups.
     """
     dims.shard(tp_size)
     refuse_quantised({key: TensorSpec.of(tensor) for key, tensor in hf_state.items()})
@@ -54,15 +62,15 @@ def layer_from_hf(
     if hf_state.keys() != sources.keys():
         settings = ", ".join(f"{name}={value!r}" for name, value in stored.items())
         raise ValueError(
-            f"a layer of {type(dims).__name__}({settings}) has {sorted(sources)}; missing "
-            f"{sorted(sources.keys() - hf_state.keys())}, not known "
+            f"a layer of {type(dims).__name__}({settings}) has {sorted(sources)}; "
+            f"missing {sorted(sources.keys() - hf_state.keys())}, not known "
             f"{sorted(hf_state.keys() - sources.keys())}."
         )
     for key, source in sources.items():
         if tuple(hf_state[key].shape) != source.shape:
             raise ValueError(
-                f"{key} has shape {tuple(hf_state[key].shape)}, but the layer's sizes ask for "
-                f"{source.shape}."
+                f"{key} has shape {tuple(hf_state[key].shape)}, but the layer's sizes "
+                f"ask for {source.shape}."
             )
     ranks: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
     for entry in maps:
@@ -86,9 +94,10 @@ def layer_to_hf(
     Args:
         ranks: one Megatron state dict for each tensor-parallel rank.
         dims, stored: as for `layer_from_hf`.
-        dtypes: the dtype of each Hugging Face tensor; default: that of ``originals`` or Megatron's.
-        originals: the imported Hugging Face tensors (see `TensorMap.to_hf`). Only a zero-centred
-            norm's weight needs its original to be exported bit for bit.
+        dtypes: the dtype of each Hugging Face tensor; default: that of ``originals`` or
+            Megatron's.
+        originals: the imported Hugging Face tensors (see `TensorMap.to_hf`). Only a
+            zero-centred norm's weight needs its original to be exported bit for bit.
     """
     state: dict[str, Tensor] = {}
     for entry in _maps_of(dims, stored):
@@ -99,10 +108,11 @@ def layer_to_hf(
 
 
 def _maps_of(dims: Any, stored: dict[str, Any]) -> list[TensorMap]:
-    """The maps of a layer of sizes ``dims``; ``stored``: how the published model stores weights."""
+    """The maps of a layer of sizes ``dims``; ``stored``: how the published model stores
+    weights."""
     if type(dims) not in _MAPS:
         raise TypeError(
-            f"dims is a {type(dims).__name__}; give the sizes of a layer with published weights: "
-            f"{', '.join(cls.__name__ for cls in _MAPS)}."
+            f"dims is a {type(dims).__name__}; give the sizes of a layer with "
+            f"published weights: {', '.join(cls.__name__ for cls in _MAPS)}."
         )
     return _MAPS[type(dims)]("", "", dims, **stored)

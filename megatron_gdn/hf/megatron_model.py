@@ -1,11 +1,14 @@
-"""Fill a built Megatron model from a Hugging Face folder, and write the model to a folder.
+"""Fill a built Megatron model from a Hugging Face folder, and write the model to a
+folder.
 
-Each rank reads its tensor-parallel shard of the layers of its pipeline stage, and its experts. The
-names of parameters show whether a norm is fused into a projection (Transformer Engine) or separate
-(local modules), and whether experts are grouped or sequential.
+Each rank reads its tensor-parallel shard of the layers of its pipeline stage, and its
+experts. The names of parameters show whether a norm is fused into a projection
+(Transformer Engine) or separate (local modules), and whether experts are grouped or
+sequential.
 
-A low-rank adapter of Megatron-Bridge is a module around a linear: ``to_wrap`` is the linear,
-``adapter`` the low-rank branch, ``weight`` the merged weight W + (alpha / dim) B A.
+A low-rank adapter of Megatron-Bridge is a module around a linear: ``to_wrap`` is the
+linear, ``adapter`` the low-rank branch, ``weight`` the merged weight W + (alpha / dim)
+B A.
 """
 
 from __future__ import annotations
@@ -25,14 +28,21 @@ from torch import Tensor, nn
 from ..mixers.tensor_map import HFRef, TensorMap, dequantised
 from .model_map import Architecture, HFModelConfig, read_hf_config
 from .new_folder import refuse_existing
-from .safetensors_files import SafetensorsFolder, progress_bar, require_finite, write_folder
+from .safetensors_files import (
+    SafetensorsFolder,
+    progress_bar,
+    require_finite,
+    write_folder,
+)
 from .state_dict_adapter import is_gated_delta_net_fp32_param_key
 from .tensor_plan import TensorPlan, count_of_others, plan_of
 
 logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"(?<=\.experts\.linear_fc[12]\.weight)\d+|(?<=\.local_experts\.)\d+")
+_EXPERT = re.compile(
+    r"(?<=\.experts\.linear_fc[12]\.weight)\d+|(?<=\.local_experts\.)\d+"
+)
 _PUBLISHED_OPTIONS = {
     "output_gate_activation": "silu",
     "allow_neg_eigval": False,
@@ -41,28 +51,35 @@ _PUBLISHED_OPTIONS = {
 
 
 def _rank_and_size(kind: str) -> tuple[int, int]:
-    """This rank's index in the group ``kind`` (such as tensor_model), and the group's size."""
+    """This rank's index in the group ``kind`` (such as tensor_model), and the group's
+    size."""
     state: Any = parallel_state  # Any, since Megatron annotates some functions wrongly
-    rank, size = (getattr(state, f"get_{kind}_parallel_{part}") for part in ("rank", "world_size"))
+    rank, size = (
+        getattr(state, f"get_{kind}_parallel_{part}") for part in ("rank", "world_size")
+    )
     return rank(), size()
 
 
-def load_hf_weights(model: nn.Module, folder: str | Path, *, keep_dtypes: bool = False) -> None:
+def load_hf_weights(
+    model: nn.Module, folder: str | Path, *, keep_dtypes: bool = False
+) -> None:
     """Fill ``model`` with the weights of a Hugging Face folder, one tensor at a time.
 
     Args:
-        model: a HybridModel or GPTModel (or one pipeline chunk of it), bare or wrapped in
-            Float16Module / DistributedDataParallel, with this rank's parallel groups set up.
+        model: a HybridModel or GPTModel (or one pipeline chunk of it), bare or wrapped
+            in Float16Module / DistributedDataParallel, with this rank's parallel groups
+            set up.
         folder: a folder with ``config.json`` and safetensors weights.
-        keep_dtypes: give parameters the dtypes of `TensorMap.to_megatron` (the files', or fp32);
-            by default values are cast to the parameters' dtypes.
+        keep_dtypes: give parameters the dtypes of `TensorMap.to_megatron` (the files',
+            or fp32); by default values are cast to the parameters' dtypes.
 
     Raises:
-        ValueError: before any parameter is changed, if the files do not fill a parameter, if a
-            weight has an illegal dtype (see `TensorMap.check_dtype`), or if the model has no place
-            for a weight (checked with one pipeline stage and one expert rank, where every weight
-            must have a place). If a weight has NaN or inf, the error comes when the weight is
-            read; earlier weights are then in the model.
+        ValueError: before any parameter is changed, if the files do not fill a
+            parameter, if a weight has an illegal dtype (see `TensorMap.check_dtype`),
+            or if the model has no place for a weight (checked with one pipeline stage
+            and one expert rank, where every weight must have a place). If a weight has
+            NaN or inf, the error comes when the weight is read; earlier weights are
+            then in the model.
     """
     weights, config = SafetensorsFolder(folder), read_hf_config(folder)
     plan, params = _plan_model(model, config, weights)
@@ -70,7 +87,9 @@ def load_hf_weights(model: nn.Module, folder: str | Path, *, keep_dtypes: bool =
     targets = _match_parameters(plan, params, config)
     rounded = []
     for entry, names in progress_bar(targets, "load"):
-        pieces = [weights.read_finite(source.key, source.expert) for source in entry.sources]
+        pieces = [
+            weights.read_finite(source.key, source.expert) for source in entry.sources
+        ]
         for name in names:
             piece = _local_shard(entry, pieces, params[name])
             if keep_dtypes:
@@ -79,13 +98,14 @@ def load_hf_weights(model: nn.Module, folder: str | Path, *, keep_dtypes: bool =
                 rounded.append(name)
     if plan.passthrough:
         logger.warning(
-            "%d tensors of the %s are not part of a Megatron text model and were not loaded, "
-            "the first %s; an export copies them from the source folder.",
+            "%d tensors of the %s are not part of a Megatron text model and were not "
+            "loaded, the first %s; an export copies them from the source folder.",
             *(len(plan.passthrough), config.architecture, plan.passthrough[0]),
         )
     if rounded:
         logger.warning(
-            "%d parameters have a narrower dtype than their file and were rounded, the first %s.",
+            "%d parameters have a narrower dtype than their file and were rounded, "
+            "the first %s.",
             *(len(rounded), rounded[0]),
         )
 
@@ -93,23 +113,27 @@ def load_hf_weights(model: nn.Module, folder: str | Path, *, keep_dtypes: bool =
 def save_hf_weights(
     model: nn.Module, folder: str | Path, like: str | Path, fp32_gates: bool = False
 ) -> None:
-    """Write ``model`` as a Hugging Face folder with the files, keys and dtypes of ``like``.
+    """Write ``model`` as a Hugging Face folder with the files, keys and dtypes of
+    ``like``.
 
-    Every rank must call this function. The first data-parallel replica gathers its tensor-parallel
-    shards, one tensor at a time, and its first rank writes files; other replicas return at once.
-    Keys that a Megatron text model does not have (``mtp.``, ``model.visual.``) and files that are
-    not weights are copied from ``like``. Low-rank adapters of Megatron-Bridge are merged into the
-    weights, W + (alpha / dim) B A; the model itself stays unmerged.
+    Every rank must call this function. The first data-parallel replica gathers its
+    tensor-parallel shards, one tensor at a time, and its first rank writes files; other
+    replicas return at once. Keys that a Megatron text model does not have (``mtp.``,
+    ``model.visual.``) and files that are not weights are copied from ``like``. Low-rank
+    adapters of Megatron-Bridge are merged into the weights, W + (alpha / dim) B A; the
+    model itself stays unmerged.
 
     Args:
         model: a HybridModel or GPTModel, as for `load_hf_weights`.
         folder: a new folder, which appears only when it is complete.
         like: the Hugging Face folder the model came from.
-        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. By default
-            both get the dtype in ``like``, and a warning names tensors that lost bits.
+        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16.
+            By default both get the dtype in ``like``, and a warning names tensors that
+            lost bits.
 
     Raises:
-        NotImplementedError: pipeline or expert parallelism, or an adapter that cannot be merged.
+        NotImplementedError: pipeline or expert parallelism, or an adapter that cannot
+            be merged.
     """
     groups = "pipeline_model", "expert_model", "expert_tensor"
     (_, pp), (_, ep), (_, expert_tp) = map(_rank_and_size, groups)
@@ -118,11 +142,13 @@ def save_hf_weights(
         raise NotImplementedError(
             f"pipeline_model_parallel_size={pp}, expert_model_parallel_size={ep} and "
             f"expert_tensor_parallel_size={expert_tp}: weights are gathered over "
-            f"tensor-parallel ranks only. Load the checkpoint with pp=1, ep=1 and etp=tp first."
+            "tensor-parallel ranks only. Load the checkpoint with pp=1, ep=1 and "
+            "etp=tp first."
         )
     if parallel_state.get_data_parallel_rank(with_context_parallel=True):
         return
-    # Every rank must raise here: a rank that went on would wait in a collective for ever.
+    # Every rank must raise here: a rank that went on would wait in a collective for
+    # ever.
     refuse_existing(folder)
     source = SafetensorsFolder(like)
     source.other_files()  # raises for a link out of the folder
@@ -135,20 +161,23 @@ def save_hf_weights(
     write_folder(folder, source, export.read)
     if export.rounded:
         logger.warning(
-            "rounded from fp32 to the dtype that the source files have: %s. A_log and dt_bias "
-            "are in the exponent of a decay; to keep the trained values, export with "
-            "fp32_gates=True (--fp32-gates on the command line).",
+            "rounded from fp32 to the dtype that the source files have: %s. A_log and "
+            "dt_bias are in the exponent of a decay; to keep the trained values, "
+            "export with fp32_gates=True (--fp32-gates on the command line).",
             ", ".join(sorted(export.rounded)),
         )
 
 
 class _Export:
-    """Computes the tensors of a save; tensor-parallel ranks must `read` the same keys in one order.
+    """Computes the tensors of a save; tensor-parallel ranks must `read` the same keys
+    in one order.
 
     ``rounded`` has the keys of each ``A_log`` and ``dt_bias`` that lost bits.
     """
 
-    def __init__(self, model: nn.Module, source: SafetensorsFolder, fp32_gates: bool) -> None:
+    def __init__(
+        self, model: nn.Module, source: SafetensorsFolder, fp32_gates: bool
+    ) -> None:
         plan, self._params = _plan_model(model, read_hf_config(source.folder), source)
         self._wrappers = _adapter_wrappers(_unwrapped(model))
         self._source, self._fp32_gates = source, fp32_gates
@@ -157,12 +186,16 @@ class _Export:
         for entry in plan.maps:
             for tensor in entry.sources:
                 self._maps_of.setdefault(tensor.key, []).append((entry, tensor))
-        self._maps_of |= {key: self._maps_of[same_as] for key, same_as in plan.aliases.items()}
-        # Files store a fused projection's tensors close together, so pieces of four maps suffice.
+        self._maps_of |= {
+            key: self._maps_of[same_as] for key, same_as in plan.aliases.items()
+        }
+        # Files store a fused projection's tensors close together, so pieces of four
+        # maps suffice.
         self._cached_pieces = lru_cache(maxsize=4)(self._pieces)
 
     def read(self, key: str) -> Tensor:
-        """Compute the tensor ``key`` in its export dtype; experts are stacked as in the file.
+        """Compute the tensor ``key`` in its export dtype; experts are stacked as in the
+        file.
 
         Raises a ValueError if a value is NaN or inf, on every tensor-parallel rank.
         """
@@ -190,20 +223,29 @@ class _Export:
         return torch.float32 if widened else self._source.specs[key].torch_dtype
 
     def _pieces(self, entry: TensorMap) -> dict[HFRef, Tensor]:
-        """The Hugging Face tensors of the map ``entry``, in the dtypes of the written files."""
+        """The Hugging Face tensors of the map ``entry``, in the dtypes of the written
+        files."""
         full = entry.unshard(self._gather_shards(entry))
         dtypes = {source.key: self._dtype_of(source.key) for source in entry.sources}
-        # Megatron may store a norm gain minus 1, whose rounding would lose bits of the file's gain.
+        # Megatron may store a norm gain minus 1, whose rounding would lose bits of the
+        # file's gain.
         gains = [key for key in dtypes if key.endswith("norm.weight")]
-        pieces = entry.exported(full, dtypes, {key: self._source.read(key) for key in gains})
-        if entry.fp32 and not torch.equal(entry.to_megatron([*pieces.values()]).to(full), full):
+        pieces = entry.exported(
+            full, dtypes, {key: self._source.read(key) for key in gains}
+        )
+        if entry.fp32 and not torch.equal(
+            entry.to_megatron([*pieces.values()]).to(full), full
+        ):
             self.rounded.update(dtypes)
         return pieces
 
     @torch.no_grad()
     def _gather_shards(self, entry: TensorMap) -> list[Tensor]:
-        """Gather the Megatron shards of ``entry`` from all tensor-parallel ranks, in rank order."""
-        parameter = next(self._params[name] for name in entry.names if name in self._params)
+        """Gather the Megatron shards of ``entry`` from all tensor-parallel ranks, in
+        rank order."""
+        parameter = next(
+            self._params[name] for name in entry.names if name in self._params
+        )
         wrapper = self._wrappers.get(parameter)
         # Reading the merged weight is a collective of the tensor-parallel ranks.
         weight = parameter if wrapper is None else cast(Tensor, wrapper.weight)
@@ -218,8 +260,11 @@ class _Export:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside its wrappers; Megatron's own function does not know all wrappers."""
-    while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
+    """The model inside its wrappers; Megatron's own function does not know all
+    wrappers."""
+    while not hasattr(model, "decoder") and isinstance(
+        getattr(model, "module", None), nn.Module
+    ):
         model = model.module
     return model
 
@@ -227,29 +272,33 @@ def _unwrapped(model: Any) -> Any:
 def _plan_model(
     model: nn.Module, config: HFModelConfig, files: SafetensorsFolder
 ) -> tuple[TensorPlan, dict[str, nn.Parameter]]:
-    """The plan to fill ``model`` from ``files``, and the result of :func:`_global_parameters`."""
+    """The plan to fill ``model`` from ``files``, and the result of
+    :func:`_global_parameters`."""
     bare = _unwrapped(model)
     kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
     plan = plan_of(config, files.specs, kind, bare.config.layernorm_zero_centered_gamma)
     shared = bare.share_embeddings_and_output_weights
     if shared != config.tied:
         raise ValueError(
-            f"tie_word_embeddings={config.tied} in config.json, but the model was built with "
-            f"share_embeddings_and_output_weights={shared}; build it with {config.tied}."
+            f"tie_word_embeddings={config.tied} in config.json, but the model was "
+            f"built with share_embeddings_and_output_weights={shared}; build it with "
+            f"{config.tied}."
         )
     for name, module in bare.named_modules():
         for option, value in _PUBLISHED_OPTIONS.items():
             built = getattr(module, option, value)
             if built != value:
                 raise ValueError(
-                    f"{name} was built with {option}={built!r}, but Hugging Face models with these "
-                    f"weights compute with {value!r}. Build the layer with {option}={value!r}."
+                    f"{name} was built with {option}={built!r}, but Hugging Face "
+                    f"models with these weights compute with {value!r}. Build the "
+                    f"layer with {option}={value!r}."
                 )
     return plan, _global_parameters(bare)
 
 
 def _global_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Parameters outside adapters, named with the layer and expert numbers of the whole model."""
+    """Parameters outside adapters, named with the layer and expert numbers of the whole
+    model."""
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     ep_rank, ep = _rank_and_size("expert_model")
     first_expert = ep_rank * ((model.config.num_moe_experts or 0) // ep)
@@ -259,20 +308,25 @@ def _global_parameters(model: Any) -> dict[str, nn.Parameter]:
         if of_adapter and _is_adapter_wrapper(model.get_submodule(owner)):
             continue
         name = name.replace(".to_wrap.", ".")
-        name = _LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])]}.", name, count=1)
-        parameters[_EXPERT.sub(lambda m: str(int(m[0]) + first_expert), name)] = parameter
+        name = _LAYER.sub(
+            lambda m: f"decoder.layers.{layers[int(m[1])]}.", name, count=1
+        )
+        parameters[_EXPERT.sub(lambda m: str(int(m[0]) + first_expert), name)] = (
+            parameter
+        )
     return parameters
 
 
 def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
-    """Check the dtypes of all imported tensors; each alias must equal the tensor that it copies."""
+    """Check the dtypes of all imported tensors; each alias must equal the tensor that
+    it copies."""
     for key, same_as in plan.aliases.items():
         if folder.specs[key] != folder.specs[same_as] or not torch.equal(
             folder.read(key), folder.read(same_as)
         ):
             raise ValueError(
-                f"{key} differs from {same_as}, but tie_word_embeddings is true. Set it to "
-                f"false in config.json to keep both."
+                f"{key} differs from {same_as}, but tie_word_embeddings is true. Set "
+                "it to false in config.json to keep both."
             )
     for entry in plan.maps:
         for source in entry.sources:
@@ -283,46 +337,60 @@ def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
 def _match_parameters(
     plan: TensorPlan, params: dict[str, nn.Parameter], config: HFModelConfig
 ) -> list[tuple[TensorMap, list[str]]]:
-    """Pair each map with the names in ``params`` that it fills; check shapes on meta tensors."""
+    """Pair each map with the names in ``params`` that it fills; check shapes on meta
+    tensors."""
     targets, unplaced = [], []
     for entry in plan.maps:
         here = [name for name in entry.names if name in params]
-        pieces = [torch.empty(source.piece_shape, device="meta") for source in entry.sources]
+        pieces = [
+            torch.empty(source.piece_shape, device="meta") for source in entry.sources
+        ]
         for name in here:
             shape = tuple(_local_shard(entry, pieces, params[name]).shape)
             if shape != tuple(params[name].shape):
                 raise ValueError(
-                    f"{name} has shape {tuple(params[name].shape)} in the model, but the files "
-                    f"give this rank {shape}; build the model with config.json's sizes."
+                    f"{name} has shape {tuple(params[name].shape)} in the model, but "
+                    f"the files give this rank {shape}; build the model with "
+                    "config.json's sizes."
                 )
         if here:
             targets.append((entry, here))
         else:
             unplaced.append(entry.name)
-    if unplaced and _rank_and_size("pipeline_model")[1] == _rank_and_size("expert_model")[1] == 1:
+    if (
+        unplaced
+        and _rank_and_size("pipeline_model")[1]
+        == _rank_and_size("expert_model")[1]
+        == 1
+    ):
         raise ValueError(
             f"the model has no {unplaced[0]}{count_of_others(unplaced)}. Build it with "
-            f"config.json's sizes and the layer pattern {config.hybrid_layer_pattern!r}."
+            "config.json's sizes and the layer pattern "
+            f"{config.hybrid_layer_pattern!r}."
         )
     filled = {name for _, here in targets for name in here}
     if unfilled := [name for name in params if name not in filled]:
         raise ValueError(
-            f"the files have no tensor for {unfilled[0]}{count_of_others(unfilled)} of the model; "
-            f"build the model with config.json's sizes."
+            f"the files have no tensor for {unfilled[0]}{count_of_others(unfilled)} of "
+            "the model; build the model with config.json's sizes."
         )
     return targets
 
 
-def _local_shard(entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter) -> Tensor:
-    """This rank's shard of the map ``entry``; a vocabulary is padded to the rows of ``param``."""
+def _local_shard(
+    entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter
+) -> Tensor:
+    """This rank's shard of the map ``entry``; a vocabulary is padded to the rows of
+    ``param``."""
     rank, size = _rank_and_size("expert_tensor" if entry.is_expert else "tensor_model")
     full = entry.to_megatron(pieces)
     if entry.pad_rows:
         rows = param.shape[0] * size
         if rows < full.shape[0]:
             raise ValueError(
-                f"the vocabulary has {full.shape[0]} rows, the model's embedding only {rows}; set "
-                f"its vocab_size to at least {full.shape[0]}, padded to a multiple of {size}."
+                f"the vocabulary has {full.shape[0]} rows, the model's embedding only "
+                f"{rows}; set its vocab_size to at least {full.shape[0]}, padded to a "
+                f"multiple of {size}."
             )
         full = torch.cat([full, full.new_zeros(rows - full.shape[0], *full.shape[1:])])
     return entry.shards(full, size)[rank]
@@ -330,10 +398,12 @@ def _local_shard(entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter
 
 @torch.no_grad()
 def _copy_into(param: nn.Parameter, piece: Tensor) -> bool:
-    """Copy ``piece`` into ``param``; return whether the parameter's dtype kept every value."""
+    """Copy ``piece`` into ``param``; return whether the parameter's dtype kept every
+    value."""
     cast = piece.to(param.dtype)
     param.copy_(cast)
-    # Transformer Engine keeps a quantised weight's first values for the optimizer's fp32 copy.
+    # Transformer Engine keeps a quantised weight's first values for the optimizer's
+    # fp32 copy.
     first = getattr(param, "get_high_precision_init_val", lambda: None)()
     if first is not None:
         first.copy_(cast)
@@ -341,15 +411,17 @@ def _copy_into(param: nn.Parameter, piece: Tensor) -> bool:
 
 
 def _adapter_wrappers(model: nn.Module) -> dict[nn.Parameter, nn.Module]:
-    """Map each wrapped linear's weight to its wrapper, whose ``weight`` is the merged weight."""
+    """Map each wrapped linear's weight to its wrapper, whose ``weight`` is the merged
+    weight."""
     wrappers: dict[nn.Parameter, nn.Module] = {}
     for name, module in model.named_modules():
         if _is_adapter_wrapper(module):
             if not hasattr(type(module), "weight"):
                 raise NotImplementedError(
-                    f"{name} is a {type(module).__name__}, which has no merged weight: an export "
-                    f"would lose the adapter. Legal are wrappers with a property `weight`, such as "
-                    f"those of Megatron-Bridge's LoRA. Merge this adapter before the export."
+                    f"{name} is a {type(module).__name__}, which has no merged weight: "
+                    "an export would lose the adapter. Legal are wrappers with a "
+                    "property `weight`, such as those of Megatron-Bridge's LoRA. Merge "
+                    "this adapter before the export."
                 )
             wrappers[cast(Any, module.to_wrap).weight] = module
     return wrappers

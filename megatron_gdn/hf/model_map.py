@@ -1,6 +1,8 @@
-"""Flatten a model's ``config.json`` into one record, and make a `TensorMap` for each tensor.
+"""Flatten a model's ``config.json`` into one record, and make a `TensorMap` for each
+tensor.
 
-A GPTModel has one layer for each layer of the config, a HybridModel has two (mixer, then MLP).
+A GPTModel has one layer for each layer of the config, a HybridModel has two (mixer,
+then MLP).
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ Architecture = Literal["hybrid", "gpt"]
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-NEMOTRON = "NemotronHForCausalLM"  # a Mamba2 model that can be built but not filled from files
+# a Mamba2 model that can be built but not filled from files
+NEMOTRON = "NemotronHForCausalLM"
 
-# For each kind of layer, fields of a TransformerConfig -> fields of config.json. "" is any kind.
+# For each kind of layer, fields of a TransformerConfig -> fields of config.json. "" is
+# any kind.
 _SIZES = {
     "": {
         "hidden_size": "hidden_size",
@@ -44,7 +48,8 @@ _SIZES = {
         "mamba_num_groups": "n_groups",
     },
     "E": {
-        "ffn_hidden_size": "moe_intermediate_size",  # Megatron needs it also without "-" layers
+        # Megatron needs it also without "-" layers
+        "ffn_hidden_size": "moe_intermediate_size",
         "num_moe_experts": "num_experts",
         "moe_ffn_hidden_size": "moe_intermediate_size",
         "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
@@ -54,9 +59,13 @@ _SIZES = {
 }
 # Settings that the built model assumes; a config.json may leave them out.
 _SETTINGS = (
-    "attention_bias", "hidden_act", "output_gate_type", "attn_output_gate", "rope_type",
+    "attention_bias",
+    "hidden_act",
+    "output_gate_type",
+    "attn_output_gate",
+    "rope_type",
     "norm_topk_prob",
-)  # fmt: skip
+)
 _ROPE_FIELDS = ("rope_type", "rope_theta", "partial_rotary_factor")
 
 
@@ -111,8 +120,8 @@ class HFModelConfig:
             return settings | {"num_layers": len(pattern), "is_hybrid_model": True}
         if "M" in pattern:
             raise NotImplementedError(
-                f"{self.architecture} has Mamba2 layers, and a GPTModel cannot have any; use "
-                f"model='hybrid' (pretrain_hybrid.py)."
+                f"{self.architecture} has Mamba2 layers, and a GPTModel cannot have "
+                "any; use model='hybrid' (pretrain_hybrid.py)."
             )
         mixers, mlps = pattern[::2], pattern[1::2]
         if "E" in mlps:
@@ -125,26 +134,33 @@ class HFModelConfig:
 
 
 def read_hf_config(folder: str | Path) -> HFModelConfig:
-    """Read ``folder/config.json``; raise a FileNotFoundError, or as `parse_hf_config` does."""
+    """Read ``folder/config.json``; raise a FileNotFoundError, or as `parse_hf_config`
+    does."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; give a Hugging Face model folder.")
+        raise FileNotFoundError(
+            f"{path} does not exist; give a Hugging Face model folder."
+        )
     return parse_hf_config(read_object(path), str(path))
 
 
-def parse_hf_config(config: Mapping[str, Any], where: str = "config.json") -> HFModelConfig:
-    """Flatten a parsed ``config.json``; if it has a ``text_config``, sizes are read there.
+def parse_hf_config(
+    config: Mapping[str, Any], where: str = "config.json"
+) -> HFModelConfig:
+    """Flatten a parsed ``config.json``; if it has a ``text_config``, sizes are read
+    there.
 
-    ``tie_word_embeddings`` is read at the top level: that of ``text_config`` is wrong for some
-    published models. `config_fields.FIELDS` has the type and the range of each field.
+    ``tie_word_embeddings`` is read at the top level: that of ``text_config`` is wrong
+    for some published models. `config_fields.FIELDS` has the type and the range of each
+    field.
 
     Args:
         config: the parsed file.
         where: the file's name, for errors.
 
     Raises:
-        ValueError: the architecture is unknown, or a field is missing, has an illegal type or
-            value, or contradicts another field.
+        ValueError: the architecture is unknown, or a field is missing, has an illegal
+            type or value, or contradicts another field.
     """
     top = ConfigFields(config, where)
     known = sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES)
@@ -152,15 +168,17 @@ def parse_hf_config(config: Mapping[str, Any], where: str = "config.json") -> HF
     architecture = next((name for name in named if name in (*known, NEMOTRON)), None)
     if architecture is None:
         raise ValueError(
-            f"unknown architecture {shown(named)}; known: {', '.join(known)}. Linear-"
-            f"attention layers of other models convert one by one, see layer_from_hf of "
-            f"megatron_gdn.hf."
+            f"unknown architecture {shown(named)}; known: {', '.join(known)}. "
+            "Linear-attention layers of other models convert one by one, see "
+            "layer_from_hf of megatron_gdn.hf."
         )
     is_nemotron = architecture == NEMOTRON
     text = top.get("text_config", {}) or config
     if is_nemotron:
         text = nemotron.with_usual_names(text, where)
-    fields = ConfigFields(text, where, architecture, nemotron.OWN_NAMES if is_nemotron else {})
+    fields = ConfigFields(
+        text, where, architecture, nemotron.OWN_NAMES if is_nemotron else {}
+    )
     rope = fields.get("rope_parameters", {}) or fields.get("rope_scaling", {})
     if rope.get("rope_type") is None:
         rope = {**rope, "rope_type": rope.get("type")}  # the older name
@@ -180,7 +198,9 @@ def parse_hf_config(config: Mapping[str, Any], where: str = "config.json") -> HF
     if "E" in pattern:
         fields.require_at_most("num_experts_per_tok", "num_experts")
     # What transformers takes for a missing field.
-    head_dim = 128 if is_nemotron else max(sizes.hidden_size // sizes.num_attention_heads, 1)
+    head_dim = (
+        128 if is_nemotron else max(sizes.hidden_size // sizes.num_attention_heads, 1)
+    )
     sizes.kv_channels = fields.get("head_dim", head_dim)
     sizes.layernorm_epsilon = fields.get("rms_norm_eps", 1e-5 if is_nemotron else 1e-6)
     scaling = fields.get("routed_scaling_factor", None)
@@ -193,12 +213,15 @@ def parse_hf_config(config: Mapping[str, Any], where: str = "config.json") -> HF
         vocab_size=fields["vocab_size"],
         tied=top.get("tie_word_embeddings", False),
         rope_theta=fields.get("rope_theta", 10_000_000.0),
-        rotary_fraction=0.0 if is_nemotron else fields.get("partial_rotary_factor", 0.25),
+        rotary_fraction=0.0
+        if is_nemotron
+        else fields.get("partial_rotary_factor", 0.25),
     )
 
 
 def _layer_pattern(fields: ConfigFields) -> str:
-    """A HybridModel's pattern: for each layer the symbols of its mixer and of its MLP."""
+    """A HybridModel's pattern: for each layer the symbols of its mixer and of its
+    MLP."""
     count = fields["num_hidden_layers"]
     types = fields.get("layer_types", None)
     if types is None:
@@ -213,15 +236,25 @@ def _layer_pattern(fields: ConfigFields) -> str:
             f"'full_attention'; it has {len(types)} entries"
             f"{f' and also {shown(unknown)}' if unknown else ''}."
         )
-    step, dense = fields.get("decoder_sparse_step", 1), set(fields.get("mlp_only_layers", []))
+    step, dense = (
+        fields.get("decoder_sparse_step", 1),
+        set(fields.get("mlp_only_layers", [])),
+    )
     has_experts = fields.get("num_experts", 0) > 0
-    is_moe = [has_experts and (n + 1) % step == 0 and n not in dense for n in range(count)]
-    return "".join(symbols[kind] + "-E"[moe] for kind, moe in zip(types, is_moe, strict=True))
+    is_moe = [
+        has_experts and (n + 1) % step == 0 and n not in dense for n in range(count)
+    ]
+    return "".join(
+        symbols[kind] + "-E"[moe] for kind, moe in zip(types, is_moe, strict=True)
+    )
 
 
 def root_of(keys: Iterable[str]) -> str:
-    """The prefix of a text model's keys in files with these ``keys``, such as "model."."""
-    roots = (key.removesuffix(EMBEDDING) for key in keys if key.endswith(f".{EMBEDDING}"))
+    """The prefix of a text model's keys in files with these ``keys``, such as
+    "model."."""
+    roots = (
+        key.removesuffix(EMBEDDING) for key in keys if key.endswith(f".{EMBEDDING}")
+    )
     return next((root for root in roots if root.startswith("model.")), "model.")
 
 
@@ -231,12 +264,14 @@ def model_maps(
     model: Architecture = "hybrid",
     zero_centered_gamma: bool = True,
 ) -> Iterator[TensorMap]:
-    """Yield the maps of a whole model; ``keys``: all keys of the files, with the model's prefix."""
+    """Yield the maps of a whole model; ``keys``: all keys of the files, with the
+    model's prefix."""
     hidden, vocab = config.sizes.hidden_size, config.vocab_size
     root = root_of(keys)
 
     def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
-        # For a gain of 1 + w the file stores w; a plain Megatron norm stores the gain itself.
+        # For a gain of 1 + w the file stores w; a plain Megatron norm stores the gain
+        # itself.
         return tensor_map(names, {key: (size,)}, shift=float(not zero_centered_gamma))
 
     embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -244,30 +279,47 @@ def model_maps(
     names = (embedding, output) if config.tied else (embedding,)
     yield tensor_map(names, {root + EMBEDDING: (vocab, hidden)}, 0, pad_rows=True)
     pattern = config.hybrid_layer_pattern
-    for layer, (mixer_kind, mlp_kind) in enumerate(zip(pattern[::2], pattern[1::2], strict=True)):
+    for layer, (mixer_kind, mlp_kind) in enumerate(
+        zip(pattern[::2], pattern[1::2], strict=True)
+    ):
         mixer = mlp = f"decoder.layers.{layer}."
         if model == "hybrid":
-            mixer, mlp = f"decoder.layers.{2 * layer}.", f"decoder.layers.{2 * layer + 1}."
+            mixer, mlp = (
+                f"decoder.layers.{2 * layer}.",
+                f"decoder.layers.{2 * layer + 1}.",
+            )
         hf, attention = f"{root}layers.{layer}.", f"{mixer}self_attention."
         if mixer_kind == "G":
             fused = "in_proj"
             yield from gdn_layer_maps(
-                attention, f"{hf}linear_attn.", config.gdn, config.storage, zero_centered_gamma
+                attention,
+                f"{hf}linear_attn.",
+                config.gdn,
+                config.storage,
+                zero_centered_gamma,
             )
         else:
             fused = "linear_qkv"
             yield from _attention_maps(attention, f"{hf}self_attn.", config)
             for one in "qk":
-                names = f"{attention}{one}_layernorm.weight", f"{hf}self_attn.{one}_norm.weight"
+                names = (
+                    f"{attention}{one}_layernorm.weight",
+                    f"{hf}self_attn.{one}_norm.weight",
+                )
                 yield norm(*names, config.sizes.kv_channels)
-        in_norms = (f"{attention}{fused}.layer_norm_weight", f"{mixer}input_layernorm.weight")
+        in_norms = (
+            f"{attention}{fused}.layer_norm_weight",
+            f"{mixer}input_layernorm.weight",
+        )
         yield norm(in_norms, f"{hf}input_layernorm.weight")
         pre_norms = (f"{mlp}pre_mlp_layernorm.weight",)
         if mlp_kind == "E":
             yield from _moe_maps(f"{mlp}mlp.", f"{hf}mlp.", config, keys)
         else:
             pre_norms = (f"{mlp}mlp.linear_fc1.layer_norm_weight", *pre_norms)
-            yield from _mlp_maps(f"{mlp}mlp.", f"{hf}mlp.", hidden, config.sizes.ffn_hidden_size)
+            yield from _mlp_maps(
+                f"{mlp}mlp.", f"{hf}mlp.", hidden, config.sizes.ffn_hidden_size
+            )
         yield norm(pre_norms, f"{hf}post_attention_layernorm.weight")
     final = "norm" if model == "hybrid" else "layernorm"
     yield norm(f"decoder.final_{final}.weight", f"{root}norm.weight")
@@ -276,30 +328,49 @@ def model_maps(
 
 
 def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:
-    """Maps of attention; rows ``[q | gate]`` per head become ``[q | gate | k | v]`` per group."""
+    """Maps of attention; rows ``[q | gate]`` per head become ``[q | gate | k | v]`` per
+    group."""
     sizes = config.sizes
-    hidden, heads, groups = sizes.hidden_size, sizes.num_attention_heads, sizes.num_query_groups
+    hidden, heads, groups = (
+        sizes.hidden_size,
+        sizes.num_attention_heads,
+        sizes.num_query_groups,
+    )
     q, k = heads * sizes.kv_channels, groups * sizes.kv_channels
     counts = {"q": 2 * q, "k": k, "v": k}
-    sources = {f"{hf}{name}_proj.weight": (count, hidden) for name, count in counts.items()}
+    sources = {
+        f"{hf}{name}_proj.weight": (count, hidden) for name, count in counts.items()
+    }
     in_file = torch.arange(2 * (q + k), device="cpu")
     q_then_gate = in_file[: 2 * q].view(heads, 2, -1).transpose(0, 1).flatten()
-    rows = torch.cat([q_then_gate, in_file[2 * q :]])[rows_by_group((q, q, k, k), groups)]
+    rows = torch.cat([q_then_gate, in_file[2 * q :]])[
+        rows_by_group((q, q, k, k), groups)
+    ]
     yield tensor_map(f"{p}linear_qkv.weight", sources, 0, rows=rows)
     yield tensor_map(f"{p}linear_proj.weight", {f"{hf}o_proj.weight": (hidden, q)}, 1)
 
 
 def _mlp_maps(p: str, hf: str, hidden: int, ffn: int) -> Iterator[TensorMap]:
-    """The maps of an MLP from ``hidden`` to ``ffn``; ``p``, ``hf``: Megatron's, HF's key prefix."""
+    """The maps of an MLP from ``hidden`` to ``ffn``; ``p``, ``hf``: Megatron's, HF's
+    key prefix."""
     up = {f"{hf}{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
     yield tensor_map(f"{p}linear_fc1.weight", up, 0, sections=(ffn, ffn))
-    yield tensor_map(f"{p}linear_fc2.weight", {f"{hf}down_proj.weight": (hidden, ffn)}, 1)
+    yield tensor_map(
+        f"{p}linear_fc2.weight", {f"{hf}down_proj.weight": (hidden, ffn)}, 1
+    )
 
 
-def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> Iterator[TensorMap]:
-    """The maps of a router, its experts and the shared expert; ``keys``: all keys of the files."""
+def _moe_maps(
+    p: str, hf: str, config: HFModelConfig, keys: Collection[str]
+) -> Iterator[TensorMap]:
+    """The maps of a router, its experts and the shared expert; ``keys``: all keys of
+    the files."""
     sizes = config.sizes
-    hidden, ffn, experts = sizes.hidden_size, sizes.moe_ffn_hidden_size, sizes.num_moe_experts
+    hidden, ffn, experts = (
+        sizes.hidden_size,
+        sizes.moe_ffn_hidden_size,
+        sizes.num_moe_experts,
+    )
     yield tensor_map(f"{p}router.weight", {f"{hf}gate.weight": (experts, hidden)})
     for e in range(experts):
         fc1, fc2 = _mlp_maps("", f"{hf}experts.{e}.", hidden, ffn)
@@ -308,7 +379,8 @@ def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> 
             down = HFRef(f"{hf}experts.down_proj", (experts, hidden, ffn), e)
             fc1, fc2 = replace(fc1, sources=(up,)), replace(fc2, sources=(down,))
         for entry in (fc1, fc2):
-            # Grouped experts number their weights; sequential experts number their modules.
+            # Grouped experts number their weights; sequential experts number their
+            # modules.
             linear = entry.name.removesuffix(".weight")
             grouped = f"{p}experts.{linear}.weight{e}"
             sequential = f"{p}experts.local_experts.{e}.{linear}.weight"

@@ -1,6 +1,8 @@
-"""The fields of a NemotronH's ``config.json``: each is read, or legal in one value, or harmless.
+"""The fields of a NemotronH's ``config.json``: each is read, or legal in one value, or
+harmless.
 
-A field that is in none of the three groups is refused, because it could change the model.
+A field that is in none of the three groups is refused, because it could change the
+model.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ OWN_NAMES = {
     "n_routed_experts": "num_experts",
     "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
 }
-# Names in older files, and other names that transformers takes -> names of NemotronHConfig.
+# Names in older files, and other names that transformers takes -> names of
+# NemotronHConfig.
 _OTHER_NAMES = {
     "attention_head_dim": "head_dim",
     "layer_types": "layers_block_type",
@@ -34,19 +37,49 @@ _OTHER_NAMES = {
     "rms_norm_eps": "layer_norm_epsilon",
 }
 READ = {
-    "architectures", "head_dim", "hidden_size", "hybrid_override_pattern", "intermediate_size",
-    "layer_norm_epsilon", "layers_block_type", "mamba_head_dim", "mamba_num_heads",
-    "moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_groups", "n_routed_experts",
-    "num_attention_heads", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
-    "routed_scaling_factor", "ssm_state_size", "text_config", "tie_word_embeddings", "vocab_size",
-}  # fmt: skip
-# Fields with one legal value, which the built model assumes (`config_fields.FIELDS` has it).
+    "architectures",
+    "head_dim",
+    "hidden_size",
+    "hybrid_override_pattern",
+    "intermediate_size",
+    "layer_norm_epsilon",
+    "layers_block_type",
+    "mamba_head_dim",
+    "mamba_num_heads",
+    "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "n_groups",
+    "n_routed_experts",
+    "num_attention_heads",
+    "num_experts_per_tok",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "routed_scaling_factor",
+    "ssm_state_size",
+    "text_config",
+    "tie_word_embeddings",
+    "vocab_size",
+}
+# Fields with one legal value, which the built model assumes (`config_fields.FIELDS` has
+# it).
 SETTINGS = {
-    "attention_bias", "conv_kernel", "mamba_hidden_act", "mamba_proj_bias", "mlp_bias",
-    "mlp_hidden_act", "moe_latent_size", "n_group", "n_shared_experts", "norm_topk_prob",
-    "residual_in_fp32", "sliding_window", "time_step_limit", "topk_group", "use_bias",
+    "attention_bias",
+    "conv_kernel",
+    "mamba_hidden_act",
+    "mamba_proj_bias",
+    "mlp_bias",
+    "mlp_hidden_act",
+    "moe_latent_size",
+    "n_group",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "residual_in_fp32",
+    "sliding_window",
+    "time_step_limit",
+    "topk_group",
+    "use_bias",
     "use_conv_bias",
-}  # fmt: skip
+}
 _WITHOUT_EFFECT = {
     "it is about files or the library": """
         _name_or_path auto_map dtype model_type quantization_config torch_dtype transformers_version
@@ -74,18 +107,26 @@ _WITHOUT_EFFECT = {
     """,
 }
 # Fields that change no number of the built model -> the reason.
-WITHOUT_EFFECT = {name: why for why, names in _WITHOUT_EFFECT.items() for name in names.split()}
+WITHOUT_EFFECT = {
+    name: why for why, names in _WITHOUT_EFFECT.items() for name in names.split()
+}
 _SYMBOLS = {
-    "attention": "*", "full_attention": "*", "linear_attention": "M", "mamba": "M", "mlp": "-",
+    "attention": "*",
+    "full_attention": "*",
+    "linear_attention": "M",
+    "mamba": "M",
+    "mlp": "-",
     "moe": "E",
-}  # fmt: skip
+}
 
 
 def with_usual_names(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``values`` of a NemotronH under the names of NemotronHConfig, without the harmless ones.
+    """``values`` of a NemotronH under the names of NemotronHConfig, without the
+    harmless ones.
 
     Raises:
-        ValueError: a field is unknown, is not supported, or has two names with two values.
+        ValueError: a field is unknown, is not supported, or has two names with two
+            values.
     """
     found = {name: value for name, value in values.items() if value is not None}
     for name, usual in _OTHER_NAMES.items():
@@ -94,15 +135,15 @@ def with_usual_names(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         value = found.pop(name)
         if found.setdefault(usual, value) != value:
             raise ValueError(
-                f"{where}: {name}={shown(value)} and {usual}={shown(found[usual])} are one "
-                f"setting of a NemotronH; give one value."
+                f"{where}: {name}={shown(value)} and {usual}={shown(found[usual])} are "
+                "one setting of a NemotronH; give one value."
             )
     found = {name: value for name, value in found.items() if name not in WITHOUT_EFFECT}
     unknown = sorted(found.keys() - READ - SETTINGS)
     if unknown:
         raise ValueError(
-            f"{where}: {shown(unknown)} are not known as fields of a NemotronH, and could change "
-            f"the model. Remove them if they do not."
+            f"{where}: {shown(unknown)} are not known as fields of a NemotronH, and "
+            "could change the model. Remove them if they do not."
         )
     for name in sorted(SETTINGS & found.keys()):
         check_field(name, found[name], where)
@@ -110,14 +151,15 @@ def with_usual_names(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def pattern_of(fields: ConfigFields) -> str:
-    """The layers, one symbol each, of ``hybrid_override_pattern`` or ``layers_block_type``."""
+    """The layers, one symbol each, of ``hybrid_override_pattern`` or
+    ``layers_block_type``."""
     pattern, kinds = fields.get("hybrid_override_pattern", None), None
     if (names := fields.get("layers_block_type", None)) is not None:
         kinds = "".join(_SYMBOLS[name] for name in names)
     if pattern is not None and kinds is not None and pattern != kinds:
         raise ValueError(
-            f"{fields.where}: hybrid_override_pattern has the layers {shown(pattern)}, and "
-            f"layers_block_type has {shown(kinds)}."
+            f"{fields.where}: hybrid_override_pattern has the layers {shown(pattern)}, "
+            f"and layers_block_type has {shown(kinds)}."
         )
     source = "layers_block_type" if pattern is None else "hybrid_override_pattern"
     pattern = kinds if pattern is None else pattern
@@ -126,6 +168,7 @@ def pattern_of(fields: ConfigFields) -> str:
     count = fields.get("num_hidden_layers", len(pattern))
     if count != len(pattern):
         raise ValueError(
-            f"{fields.where}: num_hidden_layers={count}, but {source} has {len(pattern)} layers."
+            f"{fields.where}: num_hidden_layers={count}, but {source} has "
+            f"{len(pattern)} layers."
         )
     return pattern

@@ -11,12 +11,13 @@ from pathlib import Path
 
 
 def refuse_existing(target: str | Path) -> None:
-    """Raise FileExistsError if ``target`` is a link, or exists and is not an empty folder."""
+    """Raise FileExistsError if ``target`` is a link, or exists and is not an empty
+    folder."""
     target = Path(target).absolute()
     if target.is_symlink():
         raise FileExistsError(
-            f"{target} is a link to {target.readlink()}; give the folder itself, or remove the "
-            f"link."
+            f"{target} is a link to {target.readlink()}; give the folder itself, or "
+            "remove the link."
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists; remove it or choose another name.")
@@ -24,11 +25,13 @@ def refuse_existing(target: str | Path) -> None:
 
 @contextmanager
 def new_folder(target: str | Path) -> Iterator[Path]:
-    """Yield an empty folder, whose files are in ``target`` at the end; deleted on any error.
+    """Yield an empty folder, whose files are in ``target`` at the end; deleted on any
+    error.
 
-    If ``target`` does not exist, the folder becomes ``target`` by one rename. If ``target`` is an
-    empty folder, such as a mount point, it stays, and the files are moved into it one by one.
-    Folders and files get the permissions that the user's umask gives.
+    If ``target`` does not exist, the folder becomes ``target`` by one rename. If
+    ``target`` is an empty folder, such as a mount point, it stays, and the files are
+    moved into it one by one. Folders and files get the permissions that the user's
+    umask gives.
     """
     refuse_existing(target)
     target = Path(target).absolute()
@@ -50,13 +53,14 @@ def new_folder(target: str | Path) -> Iterator[Path]:
             scratch.rename(target)
     except OSError as error:
         raise FileExistsError(
-            f"{target} cannot be filled any more ({error.strerror}); another process may have "
-            f"made it. The complete files are in {scratch}; move them."
+            f"{target} cannot be filled any more ({error.strerror}); another process "
+            f"may have made it. The complete files are in {scratch}; move them."
         ) from error
 
 
 def _move_content(scratch: Path, target: Path) -> None:
-    """Move everything in ``scratch`` into ``target``, its parent, and remove ``scratch``."""
+    """Move everything in ``scratch`` into ``target``, its parent, and remove
+    ``scratch``."""
     if [path for path in target.iterdir() if path != scratch]:
         raise OSError(errno.ENOTEMPTY, "it is no longer empty")
     for path in sorted(scratch.iterdir()):

@@ -1,4 +1,5 @@
-"""Recognises quantised weights by their keys and dtypes, and refuses them by their format."""
+"""Recognises quantised weights by their keys and dtypes, and refuses them by their
+format."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class _Quantised(NamedTuple):
 
 
 def refuse_quantised(specs: Mapping[str, TensorSpec]) -> None:
-    """Raise a NotImplementedError if one of the tensors ``specs`` is quantised, or has scales."""
+    """Raise a NotImplementedError if one of the tensors ``specs`` is quantised, or has
+    scales."""
     for key, spec in specs.items():
         found = _read_format(key, specs)
         if found is None:
@@ -30,10 +32,12 @@ def refuse_quantised(specs: Mapping[str, TensorSpec]) -> None:
         scales = "no scales"
         if found.scales is not None:
             of_scales = specs[found.scales]
-            scales = f"scales {of_scales.dtype} {list(of_scales.shape)} in {found.scales}"
+            scales = (
+                f"scales {of_scales.dtype} {list(of_scales.shape)} in {found.scales}"
+            )
         raise NotImplementedError(
-            f"{key} is {found.format} ({spec.dtype}, {scales}); weights must be BF16, F16 or F32. "
-            f"Convert them to BF16 first."
+            f"{key} is {found.format} ({spec.dtype}, {scales}); weights must be BF16, "
+            "F16 or F32. Convert them to BF16 first."
         )
     for key in specs:
         weight = _weight_of_scales(key, specs)
@@ -41,9 +45,9 @@ def refuse_quantised(specs: Mapping[str, TensorSpec]) -> None:
             continue
         state = f"is {specs[weight].dtype}" if weight in specs else "is missing"
         raise NotImplementedError(
-            f"{key} has scales of a quantised weight, but {weight} {state}; weights in BF16, F16 "
-            f"or F32 have no scales. Convert the quantised weights again: multiply each by its "
-            f"scales, and leave the scales out."
+            f"{key} has scales of a quantised weight, but {weight} {state}; weights in "
+            "BF16, F16 or F32 have no scales. Convert the quantised weights again: "
+            "multiply each by its scales, and leave the scales out."
         )
 
 
@@ -54,7 +58,9 @@ def _read_format(key: str, specs: Mapping[str, TensorSpec]) -> _Quantised | None
     prefix = f"{module}." if module else ""
     if name == "qweight":  # of an AWQ folder; a GPTQ folder may leave g_idx out
         is_gptq = f"{prefix}g_idx" in specs
-        return _Quantised("GPTQ" if is_gptq else "AWQ or GPTQ", _stored(f"{prefix}scales", specs))
+        return _Quantised(
+            "GPTQ" if is_gptq else "AWQ or GPTQ", _stored(f"{prefix}scales", specs)
+        )
     if name == "weight_packed":  # of compressed-tensors
         scales = _stored(f"{prefix}weight_scale", specs)
         if spec.dtype != "U8":
@@ -82,13 +88,17 @@ def _stored(key: str, specs: Mapping[str, TensorSpec]) -> str | None:
     return key if key in specs else None
 
 
-def _name_fp8(spec: TensorSpec, scales: str | None, specs: Mapping[str, TensorSpec]) -> str:
-    """The format of a weight ``spec`` in FP8, by the dtype and shape of the tensor ``scales``."""
+def _name_fp8(
+    spec: TensorSpec, scales: str | None, specs: Mapping[str, TensorSpec]
+) -> str:
+    """The format of a weight ``spec`` in FP8, by the dtype and shape of the tensor
+    ``scales``."""
     if scales is None:
         return "FP8"
     if specs[scales].dtype in _POWERS_OF_TWO:
         return "MXFP8"
-    experts = max(len(spec.shape) - 2, 0)  # the number of dimensions before rows and columns
+    # the number of dimensions before rows and columns
+    experts = max(len(spec.shape) - 2, 0)
     shape, rows = specs[scales].shape[experts:], spec.shape[experts:-1]
     if shape in ((), (1,)):
         return "per-tensor FP8"
@@ -98,7 +108,8 @@ def _name_fp8(spec: TensorSpec, scales: str | None, specs: Mapping[str, TensorSp
 
 
 def _weight_of_scales(key: str, specs: Mapping[str, TensorSpec]) -> str | None:
-    """The key of the weight whose scales are the tensor ``key``; None if it has no scales."""
+    """The key of the weight whose scales are the tensor ``key``; None if it has no
+    scales."""
     module, _, name = key.rpartition(".")
     if name in _OF_MODULE:
         return f"{module}.weight"

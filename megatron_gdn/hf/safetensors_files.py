@@ -28,22 +28,47 @@ SINGLE_NAME = "model.safetensors"
 
 # Other files in a folder from which transformers may load weights.
 _OTHER_WEIGHTS = (
-    "model*.safetensors", "pytorch_model*.bin", "pytorch_model*.bin.index.json",
-    "adapter_model.*", "adapter_config.json",
-)  # fmt: skip
+    "model*.safetensors",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+    "adapter_model.*",
+    "adapter_config.json",
+)
 # Endings of files with weights, and of pickles. An export never copies such a file.
 _WEIGHT_ENDINGS = (
-    ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt",
-    ".pkl", ".pickle", ".h5", ".msgpack", ".gguf", ".onnx", ".npz", ".npy", ".distcp",
-)  # fmt: skip
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".pkl",
+    ".pickle",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".npz",
+    ".npy",
+    ".distcp",
+)
 _LONGEST_KEY = 512  # characters
 
 TORCH_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
 class TensorSpec(NamedTuple):
@@ -64,15 +89,16 @@ class TensorSpec(NamedTuple):
 
 
 class SafetensorsFolder:
-    """The weights of a Hugging Face folder; `file_of` and `specs` have keys in storage order."""
+    """The weights of a Hugging Face folder; `file_of` and `specs` have keys in storage
+    order."""
 
     def __init__(self, folder: str | Path) -> None:
         """Read the headers of the folder's files, not their tensors.
 
         Raises:
             FileNotFoundError: the index, or a file that it names, is missing.
-            ValueError: an index or a file is damaged or contradicts another one, names in it are
-                no plain names, or the folder has two sets of weights.
+            ValueError: an index or a file is damaged or contradicts another one, names
+                in it are no plain names, or the folder has two sets of weights.
             NotImplementedError: a tensor has a dtype that is not known here.
         """
         self.folder = Path(folder)
@@ -80,7 +106,9 @@ class SafetensorsFolder:
         names = [SINGLE_NAME] if index is None else sorted(set(index.values()))
         self._refuse_other_weights(names)
         self.files = {name: self._open(name) for name in names}
-        pairs = [(key, name) for name in names for key in self.files[name].offset_keys()]
+        pairs = [
+            (key, name) for name in names for key in self.files[name].offset_keys()
+        ]
         if index is not None:
             self._require_index_matches(index, pairs)
         if not pairs:
@@ -94,23 +122,30 @@ class SafetensorsFolder:
 
         file = self.files[self.file_of[key]]
         try:
-            return file.get_tensor(key) if expert is None else file.get_slice(key)[expert]
+            return (
+                file.get_tensor(key) if expert is None else file.get_slice(key)[expert]
+            )
         except (SafetensorError, RuntimeError, TypeError, IndexError) as error:
             cause = str(error).partition("\n")[0]
-            raise ValueError(f"{key} in {self.path_of(key)} cannot be read: {cause}") from error
+            raise ValueError(
+                f"{key} in {self.path_of(key)} cannot be read: {cause}"
+            ) from error
 
     def read_finite(self, key: str, expert: int | None = None) -> Tensor:
         """Read as `read` does; raise a ValueError if a value is NaN or inf."""
         piece = self.read(key, expert)
         which = "" if expert is None else f" (expert {expert})"
-        require_finite(piece, f"{key}{which} in {self.path_of(key)}", "Download the file again")
+        require_finite(
+            piece, f"{key}{which} in {self.path_of(key)}", "Download the file again"
+        )
         return piece
 
     def path_of(self, key: str) -> Path:
         return self.folder / self.file_of[key]
 
     def other_files(self) -> tuple[list[Path], list[Path]]:
-        """Files that an export copies, and files that it leaves out as they may hold weights.
+        """Files that an export copies, and files that it leaves out as they may hold
+        weights.
 
         The paths are relative to the folder; hidden files are in neither list.
 
@@ -130,30 +165,35 @@ class SafetensorsFolder:
         return copied, left_out
 
     def _visible_files(self) -> Iterator[Path]:
-        """Yield the paths of the folder's files, also in subfolders; none that is hidden."""
+        """Yield the paths of the folder's files, also in subfolders; none that is
+        hidden."""
         for base, subfolders, names in os.walk(self.folder):
             here = Path(base)
-            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            subfolders[:] = sorted(
+                name for name in subfolders if not name.startswith(".")
+            )
             if links := [name for name in subfolders if (here / name).is_symlink()]:
                 raise ValueError(
-                    f"{here / links[0]} is a link to a folder; an export copies no linked folder. "
-                    f"Remove the link."
+                    f"{here / links[0]} is a link to a folder; an export copies no "
+                    "linked folder. Remove the link."
                 )
             for name in sorted(names):
                 if not name.startswith(".") and (here / name).is_file():
                     yield here / name
 
     def _refuse_link_out(self, path: Path) -> None:
-        """Raise if the file ``path`` is a link that leaves the folder, or the hub's cache of it."""
+        """Raise if the file ``path`` is a link that leaves the folder, or the hub's
+        cache of it."""
         folder = self.folder.resolve()
         homes = [folder]
-        if folder.parent.name == "snapshots":  # the hub's cache: snapshots/REVISION and blobs
+        # the hub's cache: snapshots/REVISION and blobs
+        if folder.parent.name == "snapshots":
             homes.append(folder.parent.parent / "blobs")
         found = path.resolve()
         if not any(found.is_relative_to(home) for home in homes):
             raise ValueError(
-                f"{path} is a link out of the folder, to {found}; an export copies only files of "
-                f"the folder. Put the file itself there."
+                f"{path} is a link out of the folder, to {found}; an export copies "
+                "only files of the folder. Put the file itself there."
             )
 
     def _refuse_other_weights(self, names: list[str]) -> None:
@@ -162,21 +202,26 @@ class SafetensorsFolder:
             entry.name
             for entry in self.folder.iterdir()
             if entry.name not in names
-            and any(fnmatchcase(entry.name.lower(), pattern) for pattern in _OTHER_WEIGHTS)
+            and any(
+                fnmatchcase(entry.name.lower(), pattern) for pattern in _OTHER_WEIGHTS
+            )
         )
         if others:
             raise ValueError(
-                f"{self.folder} has two sets of weights: {names[0]} and {others[0]}. transformers "
-                f"may load another set than this package. Remove {others[0]}, or the older set."
+                f"{self.folder} has two sets of weights: {names[0]} and {others[0]}. "
+                "transformers may load another set than this package. Remove "
+                f"{others[0]}, or the older set."
             )
         if SINGLE_NAME in names and len(names) > 1:
             raise ValueError(
-                f"{self.folder / INDEX_NAME} names {SINGLE_NAME} beside other files; transformers "
-                f"would load {SINGLE_NAME} alone. Rename the file and its entries in the index."
+                f"{self.folder / INDEX_NAME} names {SINGLE_NAME} beside other files; "
+                f"transformers would load {SINGLE_NAME} alone. Rename the file and its "
+                "entries in the index."
             )
 
     def _read_index(self) -> dict[str, str] | None:
-        """The index's table of tensor keys and file names; None if the folder has no index."""
+        """The index's table of tensor keys and file names; None if the folder has no
+        index."""
         path = self.folder / INDEX_NAME
         if not path.is_file():
             if (self.folder / SINGLE_NAME).is_file():
@@ -188,33 +233,37 @@ class SafetensorsFolder:
         table = index.get("weight_map")
         if not isinstance(table, dict) or not table:
             raise ValueError(
-                f"{path} is not an index of weights: it needs a 'weight_map' of keys and file "
-                f"names, but has {shown(table)}."
+                f"{path} is not an index of weights: it needs a 'weight_map' of keys "
+                f"and file names, but has {shown(table)}."
             )
         if not isinstance(index.get("metadata", {}), dict):
             raise ValueError(
-                f"{path}: 'metadata' must be an object such as {{'total_size': 1234}}, but is "
-                f"{shown(index['metadata'])}."
+                f"{path}: 'metadata' must be an object such as {{'total_size': 1234}}, "
+                f"but is {shown(index['metadata'])}."
             )
         for key, name in table.items():
             if not _is_plain_name(name):
                 raise ValueError(
-                    f"{path} says that {shown(key)} is in {shown(name)}; legal are names of "
-                    f".safetensors files inside the folder, without a path. Download the index "
-                    f"again."
+                    f"{path} says that {shown(key)} is in {shown(name)}; legal are "
+                    "names of .safetensors files inside the folder, without a path. "
+                    "Download the index again."
                 )
         return table
 
-    def _require_index_matches(self, index: dict[str, str], pairs: list[tuple[str, str]]) -> None:
-        """Raise if ``index`` is not equal to ``pairs``, the keys and the files that store them."""
+    def _require_index_matches(
+        self, index: dict[str, str], pairs: list[tuple[str, str]]
+    ) -> None:
+        """Raise if ``index`` is not equal to ``pairs``, the keys and the files that
+        store them."""
         if wrong := set(pairs) ^ set(index.items()):
             key = min(wrong)[0]
             files = [name for stored_key, name in pairs if stored_key == key]
             raise ValueError(
-                f"{self.folder / INDEX_NAME} says that {key!r} is in {index.get(key, 'no file')}, "
-                f"but it is stored in {' and '.join(files) or 'no file'}. Each tensor must be in "
-                f"the one file that the index names. Download the index and all files of one "
-                f"revision again."
+                f"{self.folder / INDEX_NAME} says that {key!r} is in "
+                f"{index.get(key, 'no file')}, but it is stored in "
+                f"{' and '.join(files) or 'no file'}. Each tensor must be in the one "
+                "file that the index names. Download the index and all files of one "
+                "revision again."
             )
 
     def _read_spec(self, key: str) -> TensorSpec:
@@ -239,8 +288,8 @@ class SafetensorsFolder:
             file = safe_open(path, framework="pt")
         except SafetensorError as error:
             raise ValueError(
-                f"{path} is truncated or not a safetensors file ({path.stat().st_size} bytes): "
-                f"{error}. Download it again."
+                f"{path} is truncated or not a safetensors file ({path.stat().st_size} "
+                f"bytes): {error}. Download it again."
             ) from error
         _check_header(path)
         return file
@@ -259,9 +308,11 @@ def _is_plain_name(name: Any) -> bool:
 
 
 def _check_header(path: Path) -> None:
-    """Raise if the header of the safetensors file lists a key twice, or a key that cannot be shown.
+    """Raise if the header of the safetensors file lists a key twice, or a key that
+    cannot be shown.
 
-    The package safetensors has read the header before, so its size is known to be legal.
+    The package safetensors has read the header before, so its size is known to be
+    legal.
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -269,24 +320,30 @@ def _check_header(path: Path) -> None:
     for key in header:
         if not key.isprintable() or len(key) > _LONGEST_KEY:
             raise ValueError(
-                f"{path} has a tensor with the key {shown(key)}; legal are at most {_LONGEST_KEY} "
-                f"printable characters."
+                f"{path} has a tensor with the key {shown(key)}; legal are at most "
+                f"{_LONGEST_KEY} printable characters."
             )
 
 
 def require_finite(tensor: Tensor, where: str, advice: str) -> None:
-    """Raise a ValueError, which names ``where`` and gives ``advice``, if a value is NaN or inf."""
-    # If a value is NaN or inf, so is the minimum or the maximum. aminmax copies nothing.
-    if tensor.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(tensor)):
+    """Raise a ValueError, which names ``where`` and gives ``advice``, if a value is NaN
+    or inf."""
+    # If a value is NaN or inf, so is the minimum or the maximum. aminmax copies
+    # nothing.
+    if tensor.numel() and not all(
+        bool(end.isfinite()) for end in torch.aminmax(tensor)
+    ):
         number = int(tensor.isfinite().logical_not().sum())
         raise ValueError(
-            f"{where} holds {number} of {tensor.numel()} values that are NaN or inf; weights must "
-            f"be finite. {advice}, or take a checkpoint from before the training diverged."
+            f"{where} holds {number} of {tensor.numel()} values that are NaN or inf; "
+            f"weights must be finite. {advice}, or take a checkpoint from before the "
+            "training diverged."
         )
 
 
 def progress_bar[Item](items: Collection[Item], label: str) -> Iterable[Item]:
-    """Return ``items``; rank 0 shows a bar named ``label`` if a terminal and tqdm exist."""
+    """Return ``items``; rank 0 shows a bar named ``label`` if a terminal and tqdm
+    exist."""
     if not sys.stderr.isatty() or (dist.is_initialized() and dist.get_rank()):
         return items
     try:
@@ -299,13 +356,15 @@ def progress_bar[Item](items: Collection[Item], label: str) -> Iterable[Item]:
 def write_folder(
     target: str | Path, like: SafetensorsFolder, read: Callable[[str], Tensor]
 ) -> None:
-    """Write folder ``target``: files as in ``like``, but each tensor ``key`` is ``read(key)``."""
+    """Write folder ``target``: files as in ``like``, but each tensor ``key`` is
+    ``read(key)``."""
     from safetensors.torch import save_file
 
     copied, left_out = like.other_files()
     if left_out:
         logger.warning(
-            "%d files of %s are not copied, because they may hold old weights; the first is %s.",
+            "%d files of %s are not copied, because they may hold old weights; the "
+            "first is %s.",
             *(len(left_out), one_line(like.folder), one_line(left_out[0])),
         )
     with new_folder(target) as folder:
@@ -316,9 +375,13 @@ def write_folder(
             shutil.copyfile(like.folder / INDEX_NAME, folder / INDEX_NAME)
         size = 0
         for name, file in progress_bar(like.files.items(), "export"):
-            # safetensors refuses tensors that share storage, as the pieces of one projection do.
+            # safetensors refuses tensors that share storage, as the pieces of one
+            # projection do.
             tensors = {
-                key: read(key).detach().cpu().clone(memory_format=torch.contiguous_format)
+                key: read(key)
+                .detach()
+                .cpu()
+                .clone(memory_format=torch.contiguous_format)
                 for key in file.offset_keys()
             }
             size += sum(tensor.nbytes for tensor in tensors.values())
@@ -342,7 +405,8 @@ class Difference(NamedTuple):
 
 
 def compare_folders(left: str | Path, right: str | Path) -> Iterator[Difference]:
-    """Yield the tensors whose key, dtype, shape or bits differ between folders left and right."""
+    """Yield the tensors whose key, dtype, shape or bits differ between folders left and
+    right."""
     left_files, right_files = SafetensorsFolder(left), SafetensorsFolder(right)
     for key in progress_bar(left_files.specs, "compare"):
         if key not in right_files.specs:
@@ -350,12 +414,16 @@ def compare_folders(left: str | Path, right: str | Path) -> Iterator[Difference]
             continue
         a, b = left_files.specs[key], right_files.specs[key]
         if a != b:
-            yield Difference(key, f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}")
+            yield Difference(
+                key, f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+            )
             continue
         left_tensor, right_tensor = left_files.read(key), right_files.read(key)
         if count := int((bits_of(left_tensor) != bits_of(right_tensor)).sum()):
             largest = (left_tensor.double() - right_tensor.double()).abs().max().item()
-            difference = f"{count} of {left_tensor.numel()} differ, by at most {largest:.3g}"
+            difference = (
+                f"{count} of {left_tensor.numel()} differ, by at most {largest:.3g}"
+            )
             yield Difference(key, difference)
     for key in sorted(right_files.specs.keys() - left_files.specs.keys()):
         yield Difference(key, f"only in {right}")

@@ -1,11 +1,14 @@
-"""Convert state dicts of Hugging Face models to state dicts of files and back, with fp32 gates.
+"""Convert state dicts of Hugging Face models to state dicts of files and back, with
+fp32 gates.
 
-``A_log`` and ``dt_bias`` stay fp32 even if a file has another dtype: rounding them changes the
-decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``, and the recurrence compounds the change. Some
-models keep the two in a child module, the *holder* ``_fp32_params``; file keys lack this name.
+``A_log`` and ``dt_bias`` stay fp32 even if a file has another dtype: rounding them
+changes the decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``, and the recurrence
+compounds the change. Some models keep the two in a child module, the *holder*
+``_fp32_params``; file keys lack this name.
 
-Names and signatures are those of nemo_automodel's gated_delta_net_fp32. Unlike in nemo_automodel, a
-parameter name must be the key's whole last component (``my_A_log`` is not ``A_log``).
+Names and signatures are those of nemo_automodel's gated_delta_net_fp32. Unlike in
+nemo_automodel, a parameter name must be the key's whole last component (``my_A_log`` is
+not ``A_log``).
 """
 
 from __future__ import annotations
@@ -37,20 +40,28 @@ def to_file_state(
 ) -> dict[str, object]:
     """A model's state under the keys of files, with gate parameters in fp32.
 
-    Other tensors are not copied. Keys that match ``exclude_key_regex`` (``re.match``) are left out.
+    Other tensors are not copied. Keys that match ``exclude_key_regex`` (``re.match``)
+    are left out.
     """
     named = {
-        strip_fp32_holder_key(key): upcast_gated_delta_net_fp32_state_tensor(key, tensor)
+        strip_fp32_holder_key(key): upcast_gated_delta_net_fp32_state_tensor(
+            key, tensor
+        )
         for key, tensor in state_dict.items()
     }
     excluded = re.compile(exclude_key_regex) if exclude_key_regex else None
-    return {key: value for key, value in named.items() if not (excluded and excluded.match(key))}
+    return {
+        key: value
+        for key, value in named.items()
+        if not (excluded and excluded.match(key))
+    }
 
 
 def from_file_state(
     state_dict: Mapping[str, object], route_linear_attn_fp32_params: bool = True
 ) -> dict[str, object]:
-    """A file's state with fp32 gates, in ``_fp32_params`` if ``route_linear_attn_fp32_params``."""
+    """A file's state with fp32 gates, in ``_fp32_params`` if
+    ``route_linear_attn_fp32_params``."""
     return {
         route_fp32_holder_key(key) if route_linear_attn_fp32_params else key: (
             upcast_gated_delta_net_fp32_state_tensor(key, tensor)
@@ -64,8 +75,9 @@ def loaded_dtype(
 ) -> tuple[torch.dtype, torch.dtype]:
     """``(storage, compute)`` dtype of a parameter loaded from a file.
 
-    Storage is ``promote_types(file_dtype, requested_dtype)``, compute is ``file_dtype``. A gate
-    parameter of a model with fp32 gates is taken as fp32 in the file. Integers are not cast.
+    Storage is ``promote_types(file_dtype, requested_dtype)``, compute is
+    ``file_dtype``. A gate parameter of a model with fp32 gates is taken as fp32 in the
+    file. Integers are not cast.
     """
     if not file_dtype.is_floating_point:
         return file_dtype, file_dtype
@@ -76,7 +88,9 @@ def loaded_dtype(
 
 
 def restore_loaded_dtypes(
-    hf_config: object, state_dict: Mapping[str, Tensor], file_dtypes: Mapping[str, torch.dtype]
+    hf_config: object,
+    state_dict: Mapping[str, Tensor],
+    file_dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Tensor]:
     """Cast tensors to `loaded_dtype`'s storage dtype; set their ``_hf_compute_dtype``.
 
@@ -91,7 +105,8 @@ def restore_loaded_dtypes(
 
 
 def has_gated_delta_net_fp32_checkpoint_contract(hf_config: object) -> bool:
-    """Whether ``hf_config.architectures`` names a model whose gate parameters are fp32."""
+    """Whether ``hf_config.architectures`` names a model whose gate parameters are
+    fp32."""
     architectures = getattr(hf_config, "architectures", None) or ()
     return any(name in GDN_FP32_CHECKPOINT_ARCHITECTURES for name in architectures)
 
@@ -99,33 +114,48 @@ def has_gated_delta_net_fp32_checkpoint_contract(hf_config: object) -> bool:
 def is_gated_delta_net_fp32_param_key(
     key: str, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES
 ) -> bool:
-    """Whether ``key`` is one of ``param_names`` of a linear attention or of its holder module."""
+    """Whether ``key`` is one of ``param_names`` of a linear attention or of its holder
+    module."""
     return _LAYER in key and key.rpartition(".")[2] in param_names
 
 
-def route_fp32_holder_key(key: str, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES) -> str:
-    """Rename ``...linear_attn.A_log`` to ``...linear_attn._fp32_params.A_log``; keep other keys."""
+def route_fp32_holder_key(
+    key: str, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES
+) -> str:
+    """Rename ``...linear_attn.A_log`` to ``...linear_attn._fp32_params.A_log``; keep
+    other keys."""
     layer, separator, name = key.rpartition(_LAYER)
-    return f"{layer}{separator}{HOLDER_NAME}.{name}" if separator and name in param_names else key
+    return (
+        f"{layer}{separator}{HOLDER_NAME}.{name}"
+        if separator and name in param_names
+        else key
+    )
 
 
 def strip_fp32_holder_key(key: str) -> str:
-    """Rename ``...linear_attn._fp32_params.X`` to ``...linear_attn.X``; keep other keys."""
+    """Rename ``...linear_attn._fp32_params.X`` to ``...linear_attn.X``; keep other
+    keys."""
     return _FP32_HOLDER_KEY_RE.sub(r"\1.", key)
 
 
 def upcast_gated_delta_net_fp32_state_tensor(
     key: str, tensor: object, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES
 ) -> object:
-    """``tensor`` in fp32 if it has a float dtype and ``key`` names a gate; else unchanged."""
+    """``tensor`` in fp32 if it has a float dtype and ``key`` names a gate; else
+    unchanged."""
     demanded = is_gated_delta_net_fp32_param_key(key, param_names)
     if demanded and isinstance(tensor, Tensor) and tensor.is_floating_point():
         return tensor.to(torch.float32)
     return tensor
 
 
-def forced_gated_delta_net_fp32_dtype_mapping(state_dict: Mapping[str, object]) -> dict[str, str]:
-    """``{key: "F32"}`` for the floating-point gate parameters, which an exporter writes as F32."""
+def forced_gated_delta_net_fp32_dtype_mapping(
+    state_dict: Mapping[str, object],
+) -> dict[str, str]:
+    """``{key: "F32"}`` for the floating-point gate parameters, which an exporter writes
+    as F32."""
     keys = filter(is_gated_delta_net_fp32_param_key, state_dict)
     gates = ((key, state_dict[key]) for key in keys)
-    return {k: "F32" for k, x in gates if isinstance(x, Tensor) and x.is_floating_point()}
+    return {
+        k: "F32" for k, x in gates if isinstance(x, Tensor) and x.is_floating_point()
+    }

@@ -1,4 +1,5 @@
-"""What an import and an export do with each tensor of a folder; the config against the files."""
+"""What an import and an export do with each tensor of a folder; the config against the
+files."""
 
 from __future__ import annotations
 
@@ -19,10 +20,14 @@ from .model_map import (
 from .quantised import refuse_quantised
 from .safetensors_files import TensorSpec
 
-# Weights of multi-token prediction and vision, which an export copies and no import loads.
+# Weights of multi-token prediction and vision, which an export copies and no import
+# loads.
 _PASSTHROUGH = ("mtp.", "model.visual.", "visual.")
-# A weight of a layer, and of one of its experts, after the prefix of the text model's keys.
-_LAYER_KEY = re.compile(r"layers\.(?P<layer>[0-9]+)\.(?:mlp\.experts\.(?P<expert>[0-9]+)\.)?")
+# A weight of a layer, and of one of its experts, after the prefix of the text model's
+# keys.
+_LAYER_KEY = re.compile(
+    r"layers\.(?P<layer>[0-9]+)\.(?:mlp\.experts\.(?P<expert>[0-9]+)\.)?"
+)
 
 
 class TensorPlan(NamedTuple):
@@ -30,19 +35,25 @@ class TensorPlan(NamedTuple):
 
     maps: list[TensorMap]
     passthrough: list[str]  # keys that an export copies unchanged
-    aliases: dict[str, str]  # key -> key of the equal tensor (a tied model's output layer)
+    # key -> key of the equal tensor (a tied model's output layer)
+    aliases: dict[str, str]
 
 
 def count_of_others(names: list[str]) -> str:
-    """The end of a message that shows only the first of ``names``: " (and N more)" or nothing."""
+    """The end of a message that shows only the first of ``names``: " (and N more)" or
+    nothing."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _compare_with_files(config: HFModelConfig, specs: Mapping[str, TensorSpec], whose: str) -> None:
-    """Raise if the config has other numbers of layers, experts or rows than the files ``specs``.
+def _compare_with_files(
+    config: HFModelConfig, specs: Mapping[str, TensorSpec], whose: str
+) -> None:
+    """Raise if the config has other numbers of layers, experts or rows than the files
+    ``specs``.
 
-    `model_maps` makes maps for each layer and expert, and tables of rows, and a model is built by
-    the config's sizes. A wrong number in a config.json must not fill the memory.
+    `model_maps` makes maps for each layer and expert, and tables of rows, and a model
+    is built by the config's sizes. A wrong number in a config.json must not fill the
+    memory.
     """
     sizes, mixers = config.sizes, config.hybrid_layer_pattern[::2]
     hidden, root = sizes.hidden_size, root_of(specs)
@@ -50,14 +61,14 @@ def _compare_with_files(config: HFModelConfig, specs: Mapping[str, TensorSpec], 
     layers, experts = _count_in_files(root, specs)
     if layers != len(mixers):
         raise ValueError(
-            f"config.json says num_hidden_layers={len(mixers)}, but the files have weights of "
-            f"{layers} layers ({root}layers.*)."
+            f"config.json says num_hidden_layers={len(mixers)}, but the files have "
+            f"weights of {layers} layers ({root}layers.*)."
         )
     wanted = getattr(sizes, "num_moe_experts", 0)
     if experts != wanted:
         raise ValueError(
-            f"config.json says num_experts={wanted}, but the files have weights of {experts} "
-            f"experts."
+            f"config.json says num_experts={wanted}, but the files have weights of "
+            f"{experts} experts."
         )
     if "*" in mixers:
         hf = f"{root}layers.{mixers.index('*')}.self_attn."
@@ -67,7 +78,9 @@ def _compare_with_files(config: HFModelConfig, specs: Mapping[str, TensorSpec], 
         hf, dims = f"{root}layers.{mixers.index('G')}.linear_attn.", config.gdn
         channels = dims.layout.conv_width
         _require_shape(f"{hf}out_proj.weight", (hidden, dims.v_dim), specs, whose)
-        _require_shape(f"{hf}conv1d.weight", (channels, 1, dims.conv_kernel_dim), specs, whose)
+        _require_shape(
+            f"{hf}conv1d.weight", (channels, 1, dims.conv_kernel_dim), specs, whose
+        )
 
 
 def _count_in_files(root: str, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
@@ -92,38 +105,53 @@ def _require_shape(
     if key not in specs:
         raise ValueError(f"missing key {key!r}: {whose} needs it.")
     if specs[key].shape != shape:
-        raise ValueError(f"{key} has shape {specs[key].shape}, but config.json asks for {shape}.")
+        raise ValueError(
+            f"{key} has shape {specs[key].shape}, but config.json asks for {shape}."
+        )
 
 
 def plan_of(
-    config: HFModelConfig, specs: Mapping[str, TensorSpec], model: Architecture, centred: bool
+    config: HFModelConfig,
+    specs: Mapping[str, TensorSpec],
+    model: Architecture,
+    centred: bool,
 ) -> TensorPlan:
-    """Assign every tensor of ``specs`` to a map, to passthrough or to an alias, or refuse it.
+    """Assign every tensor of ``specs`` to a map, to passthrough or to an alias, or
+    refuse it.
 
-    ``specs``: the tensors of the files; ``centred``: Megatron's ``layernorm_zero_centered_gamma``.
+    ``specs``: the tensors of the files; ``centred``: Megatron's
+    ``layernorm_zero_centered_gamma``.
     """
     if config.architecture == NEMOTRON:
         raise NotImplementedError(
-            f"whole models of {NEMOTRON} are not converted; megatron_gdn.hf.layer_from_hf "
-            f"converts one Mamba2 layer."
+            f"whole models of {NEMOTRON} are not converted; "
+            "megatron_gdn.hf.layer_from_hf converts one Mamba2 layer."
         )
     # An export copies the other tensors as they are, so these may be quantised.
-    loaded = {key: spec for key, spec in specs.items() if not key.startswith(_PASSTHROUGH)}
+    loaded = {
+        key: spec for key, spec in specs.items() if not key.startswith(_PASSTHROUGH)
+    }
     refuse_quantised(loaded)
-    whose = f"a {config.architecture} with {len(config.hybrid_layer_pattern) // 2} layers"
+    whose = (
+        f"a {config.architecture} with {len(config.hybrid_layer_pattern) // 2} layers"
+    )
     _compare_with_files(config, specs, whose)
     maps = list(model_maps(config, specs.keys(), model, centred))
     shapes = {source.key: source.shape for entry in maps for source in entry.sources}
     if missing := [key for key in shapes if key not in specs]:
-        raise ValueError(f"missing key {missing[0]!r}{count_of_others(missing)}: {whose} needs it.")
+        raise ValueError(
+            f"missing key {missing[0]!r}{count_of_others(missing)}: {whose} needs it."
+        )
     for key, shape in shapes.items():
         _require_shape(key, shape, specs, whose)
-    aliases = {LM_HEAD: maps[0].sources[0].key} if config.tied and LM_HEAD in specs else {}
+    aliases = (
+        {LM_HEAD: maps[0].sources[0].key} if config.tied and LM_HEAD in specs else {}
+    )
     unmapped = [key for key in specs if key not in shapes and key not in aliases]
     if unknown := [key for key in unmapped if not key.startswith(_PASSTHROUGH)]:
         raise ValueError(
-            f"unknown key {unknown[0]!r}{count_of_others(unknown)}: it is no weight of {whose}, "
-            f"and starts with none of {', '.join(_PASSTHROUGH)}, which an export copies "
-            f"unchanged."
+            f"unknown key {unknown[0]!r}{count_of_others(unknown)}: it is no weight of "
+            f"{whose}, and starts with none of {', '.join(_PASSTHROUGH)}, which an "
+            "export copies unchanged."
         )
     return TensorPlan(maps, unmapped, aliases)

@@ -1,7 +1,9 @@
-"""Generation: a sequence continues from the conv history and the state of its earlier tokens.
+"""Generation: a sequence continues from the conv history and the state of its earlier
+tokens.
 
     Memory                   conv histories and states of sequences, in any buffers
-    prefill, decode          run projection rows from the memory and update the memory in place
+    prefill, decode          run projection rows from the memory and update the memory
+                             in place
     gdn_rows, kda_rows, ...  make the parts of a mixer for whole rows, as in training
     roll_back                drops the last tokens in Megatron's StaticInferenceContext
 

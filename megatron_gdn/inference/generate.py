@@ -1,6 +1,8 @@
-"""Generates text with a Megatron model that is in training: a prefill, then token by token.
+"""Generates text with a Megatron model that is in training: a prefill, then token by
+token.
 
-The model may use tensor, sequence and context parallelism. To serve a model, use Megatron's engine.
+The model may use tensor, sequence and context parallelism. To serve a model, use
+Megatron's engine.
 """
 
 from __future__ import annotations
@@ -34,20 +36,23 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceContext:
-    """Make a context for ``rows`` sequences of up to ``tokens`` tokens, prompt included.
+    """Make a context for ``rows`` sequences of up to ``tokens`` tokens, prompt
+    included.
 
-    Every context-parallel rank runs whole sequences. NotImplementedError is raised for a model with
-    pipeline stages, and under context parallelism for attention other than `TorchAttention`.
+    Every context-parallel rank runs whole sequences. NotImplementedError is raised for
+    a model with pipeline stages, and under context parallelism for attention other than
+    `TorchAttention`.
     """
     config = unwrap_model([model])[0].config
     if config.pipeline_model_parallel_size > 1:
         raise NotImplementedError(
-            f"generate() needs a whole model on each rank, and pipeline_model_parallel_size="
-            f"{config.pipeline_model_parallel_size}; use Megatron's engine, or load the checkpoint "
-            f"without pipeline stages."
+            "generate() needs a whole model on each rank, and "
+            f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}; use "
+            "Megatron's engine, or load the checkpoint without pipeline stages."
         )
     cp = config.context_parallel_size
-    # Megatron cuts rotary angles into two pieces per rank, so the number of tokens must be even.
+    # Megatron cuts rotary angles into two pieces per rank, so the number of tokens must
+    # be even.
     context = StaticInferenceContext(rows, tokens if cp == 1 else tokens + tokens % 2)
     if cp > 1:
         others = {
@@ -58,25 +63,32 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
         }
         if others:
             raise NotImplementedError(
-                f"{', '.join(sorted(others))} cannot run whole sequences in a model built with "
-                f"context_parallel_size={cp}. Load the checkpoint into a model without context "
-                f"parallelism, or use the local attention spec."
+                f"{', '.join(sorted(others))} cannot run whole sequences in a model "
+                f"built with context_parallel_size={cp}. Load the checkpoint into a "
+                "model without context parallelism, or use the local attention spec."
             )
         vars(context)["whole_on_every_rank"] = True
     return context
 
 
-def next_logits(model: nn.Module, tokens: Tensor, context: StaticInferenceContext) -> Tensor:
-    """Run the next tokens ``[B, s]`` through the model and return their logits ``[B, s, V]``.
+def next_logits(
+    model: nn.Module, tokens: Tensor, context: StaticInferenceContext
+) -> Tensor:
+    """Run the next tokens ``[B, s]`` through the model and return their logits
+    ``[B, s, V]``.
 
-    In Megatron's ``InferenceMode`` the context's config may limit the logits to the last token.
+    In Megatron's ``InferenceMode`` the context's config may limit the logits to the
+    last token.
     """
     start = context.sequence_len_offset
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
     logits = model(
-        tokens, positions.expand_as(tokens), None,
-        inference_context=context, runtime_gather_output=True,
-    )  # fmt: skip
+        tokens,
+        positions.expand_as(tokens),
+        None,
+        inference_context=context,
+        runtime_gather_output=True,
+    )
     context.increment_sequence_len_offset(tokens.shape[1])
     return logits
 
@@ -90,30 +102,39 @@ def generate(
     stop: int | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Continue prompts of equal length; every rank of the model must call this function.
+    """Continue prompts of equal length; every rank of the model must call this
+    function.
 
     Args:
-        model: a HybridModel or GPTModel, wrapped or not, without pipeline stages. The model runs
-            in evaluation mode, without sequence parallelism and FP8: neither runs single tokens.
+        model: a HybridModel or GPTModel, wrapped or not, without pipeline stages. The
+            model runs in evaluation mode, without sequence parallelism and FP8: neither
+            runs single tokens.
         prompt: int64 ``[B, S]`` with S >= 1, which must be the same on every rank.
         count: number of tokens to append.
-        pick: maps fp32 logits ``[B, V]`` to tokens ``[B]``; must give the same on every rank.
+        pick: maps fp32 logits ``[B, V]`` to tokens ``[B]``; must give the same on every
+            rank.
         stop: a token id; generation ends when each row has this token after its prompt.
-        chunk: number of tokens to prefill at a time, which bounds memory; None: the whole prompt.
+        chunk: number of tokens to prefill at a time, which bounds memory; None: the
+            whole prompt.
 
     Returns:
         int64 ``[B, S + count]``, with fewer columns if ``stop`` ended the generation.
 
     Raises:
         ValueError: a prompt that is empty or not ``[B, S]``.
-        NotImplementedError: :func:`static_context` refuses the pipeline stages or the attention.
+        NotImplementedError: :func:`static_context` refuses the pipeline stages or the
+            attention.
     """
     if prompt.dim() != 2 or 0 in prompt.shape:
         raise ValueError(
-            f"prompt must be tokens [B, S] with B >= 1 and S >= 1, got {tuple(prompt.shape)}."
+            "prompt must be tokens [B, S] with B >= 1 and S >= 1, got "
+            f"{tuple(prompt.shape)}."
         )
     context = static_context(model, prompt.shape[0], prompt.shape[1] + count)
-    tokens, ended = prompt, torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    tokens, ended = (
+        prompt,
+        torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device),
+    )
     active = nullcontext() if InferenceMode.is_active() else InferenceMode.active()
     with torch.inference_mode(), evaluating(model), active:
         tokens_run = 0
@@ -132,7 +153,8 @@ def generate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In this context the model is in evaluation mode, without sequence parallelism and FP8."""
+    """In this context the model is in evaluation mode, without sequence parallelism and
+    FP8."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -145,7 +167,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def ready_for_single_tokens(model: nn.Module) -> Iterator[None]:
-    """In this context sequence parallelism and FP8 are off in modules and configurations."""
+    """In this context sequence parallelism and FP8 are off in modules and
+    configurations."""
     owners: list[Any] = list(model.modules())
     owners += {id(m.config): m.config for m in owners if hasattr(m, "config")}.values()
     before: list[tuple[Any, str, Any]] = []

@@ -1,4 +1,5 @@
-"""The parts of a mixer for rows without a layer: the tables of the layers, for whole sequences.
+"""The parts of a mixer for rows without a layer: the tables of the layers, for whole
+sequences.
 
 All functions take:
 
@@ -6,13 +7,15 @@ All functions take:
     conv_weight, conv_bias [C, 1, W] or [C, W]; [C] or None
     A_log, dt_bias         fp32, with a value per head, or per channel as in the layer
     layout                 the sections of a row
-    rule                   the recurrence that the mixer's choice gives (``resolve_rule``, ...)
-    norm                   the output norm, a readout that calls it, or None for the gate alone
+    rule                   the recurrence that the mixer's choice gives
+                           (``resolve_rule``, ...)
+    norm                   the output norm, a readout that calls it, or None for the
+                           gate alone
     run_again              whether a backward computes front and rule again
     kernels                "auto", "triton" or "torch", for the front and the norm
 
-and raise a ValueError for rows, gates or a weight of wrong shape or strides, and for unknown
-``kernels``.
+and raise a ValueError for rows, gates or a weight of wrong shape or strides, and for
+unknown ``kernels``.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ def gdn_rows(
     run_again: bool = False,
     kernels: str = "auto",
 ) -> Parts:
-    """The parts of a Gated DeltaNet; :func:`..gdn.front.gdn_table` lists the other options.
+    """The parts of a Gated DeltaNet; :func:`..gdn.front.gdn_table` lists the other
+    options.
 
     Raises:
         ValueError: also if ``rule`` has fp16 operands without ``normalise_qk``.
@@ -92,7 +96,8 @@ def kda_rows(
     run_again: bool = False,
     kernels: str = "auto",
 ) -> Parts:
-    """The parts of a Kimi Delta Attention; log-decays are above ``lower_bound``, if it is given."""
+    """The parts of a Kimi Delta Attention; log-decays are above ``lower_bound``, if it
+    is given."""
     table = kda_table(layout, lower_bound)
     parameters = conv_weight, conv_bias, A_log, dt_bias
     return _parts(table, rows, parameters, rule, norm, run_again, kernels)
@@ -113,11 +118,15 @@ def mamba2_rows(
     run_again: bool = False,
     kernels: str = "auto",
 ) -> Parts:
-    """The parts of a Mamba2 mixer, with ``D`` ``[H]`` or ``[H V]`` and a norm per group.
+    """The parts of a Mamba2 mixer, with ``D`` ``[H]`` or ``[H V]`` and a norm per
+    group.
 
     ``dt_limit``: the least and the greatest time step. The norm's gamma is ``[H V]``.
     """
-    table, parameters = mamba2_table(layout, dt_limit), (conv_weight, conv_bias, A_log, dt_bias, D)
+    table, parameters = (
+        mamba2_table(layout, dt_limit),
+        (conv_weight, conv_bias, A_log, dt_bias, D),
+    )
     if isinstance(norm, GatedNorm):
         norm = norm._replace(groups=layout.heads("group"))
     return _parts(table, rows, parameters, rule, norm, run_again, kernels)
@@ -132,10 +141,17 @@ def _parts(
     run_again: bool,
     kernels: str,
 ) -> Parts:
-    """The parts of the mixer whose front ``table`` describes, with these ``parameters``."""
+    """The parts of the mixer whose front ``table`` describes, with these
+    ``parameters``."""
     weight = parameters[0]
     assert weight is not None
     front = front_by_table(
-        lambda _: table, table.layout, rule, rows.device, rows.dtype, weight.shape[-1], kernels
+        lambda _: table,
+        table.layout,
+        rule,
+        rows.device,
+        rows.dtype,
+        weight.shape[-1],
+        kernels,
     )
     return parts_of(front, rule, rows, parameters, norm, run_again=run_again)

@@ -1,18 +1,23 @@
-"""cuDNN's Hopper kernels of Kimi Delta Attention as a rule: cudnn-frontend's ``kda_hopper_cuda``.
+"""cuDNN's Hopper kernels of Kimi Delta Attention as a rule: cudnn-frontend's
+``kda_hopper_cuda``.
 
-    q, k, v, o and their gradients    bf16, as many key as value heads, K = V = 128, normed q and k
-    g, beta and their gradients       fp32; 16-bit g gives wrong results (cudnn-frontend issue 1130)
-    states                            fp32, ``[N, H, V, K]``, transposed at each call
+    q, k, v, o and their gradients  bf16, as many key as value heads, K = V = 128, normed q and k
+    g, beta and their gradients     fp32; 16-bit g gives wrong results (cudnn-frontend
+                                    issue 1130)
+    states                          fp32, ``[N, H, V, K]``, transposed at each call
 
-The kernels cut a sequence into stretches and start each from a zero state, not from the true state.
-So before each stretch the kernels run so many earlier tokens that at most 2^-20 of the state before
-these tokens would be left (keys of length 1, beta up to 1): with slow decay, all earlier tokens.
+The kernels cut a sequence into stretches and start each from a zero state, not from the
+true state. So before each stretch the kernels run so many earlier tokens that at most
+2^-20 of the state before these tokens would be left (keys of length 1, beta up to 1):
+with slow decay, all earlier tokens.
 
-cuDNN builds and keeps a graph for each number of tokens and of sequences. In version 1.32.0 a graph
-keeps a buffer for every state that a call leaves out, so each call passes all states.
+cuDNN builds and keeps a graph for each number of tokens and of sequences. In version
+1.32.0 a graph keeps a buffer for every state that a call leaves out, so each call
+passes all states.
 
-The kernels divide by the decay of 16 tokens. If each log-decay is below about -5.5, this decay is 0
-in fp32 and the kernels return NaN. So the rule needs a gate with a lower bound of -5 or more.
+The kernels divide by the decay of 16 tokens. If each log-decay is below about -5.5,
+this decay is 0 in fp32 and the kernels return NaN. So the rule needs a gate with a
+lower bound of -5 or more.
 """
 
 from __future__ import annotations
@@ -27,7 +32,15 @@ from torch import Tensor
 from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.documents import Documents
 from ..ops.obstacles import Obstacle, installed_version, version_tuple
-from ..ops.rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_one_row, in_rows
+from ..ops.rules.base import (
+    Rule,
+    RuleBackward,
+    RuleForward,
+    RuleOutput,
+    Saved,
+    in_one_row,
+    in_rows,
+)
 from ..ops.state_maps.state_map import StateMap
 from .sizes import KDARuleSizes
 
@@ -45,7 +58,9 @@ def _why_not_package() -> Obstacle | None:
     if find_spec("cudnn") is None or installed is None:
         return Obstacle(f"cudnn-frontend is not installed ({hint})", ImportError)
     if version_tuple(installed)[:2] != _SUPPORTED_VERSION:
-        return Obstacle(f"cudnn-frontend {installed} is not supported ({hint})", ImportError)
+        return Obstacle(
+            f"cudnn-frontend {installed} is not supported ({hint})", ImportError
+        )
     return None
 
 
@@ -58,35 +73,41 @@ def _cudnn_functions() -> Any:
 
 
 class _CudnnArguments:
-    """The arguments of cuDNN's calls: inputs ``[T, H, ...]`` and the sequences' offsets."""
+    """The arguments of cuDNN's calls: inputs ``[T, H, ...]`` and the sequences'
+    offsets."""
 
     def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
         if documents is not None and not documents.known:
             raise NotImplementedError(
-                "backend='cudnn' does not take documents in fixed buffers, whose boundaries change "
-                "on the device. Use backend='fla' or 'auto'."
+                "backend='cudnn' does not take documents in fixed buffers, whose "
+                "boundaries change on the device. Use backend='fla' or 'auto'."
             )
         if inputs.k.shape[2] != inputs.v.shape[2]:
             raise NotImplementedError(
-                f"backend='cudnn' takes as many key heads as value heads, not {inputs.k.shape[2]} "
-                f"and {inputs.v.shape[2]} on a rank. Use backend='fla' or 'auto'."
+                "backend='cudnn' takes as many key heads as value heads, not "
+                f"{inputs.k.shape[2]} and {inputs.v.shape[2]} on a rank. Use "
+                "backend='fla' or 'auto'."
             )
         if inputs.g.element_size() == 2:
             raise NotImplementedError(
-                f"backend='cudnn' takes log-decays g in fp32, not {inputs.g.dtype}: cuDNN computes "
-                f"a wrong output from 16-bit g on Hopper. Give g.float(), or use backend='fla'."
+                f"backend='cudnn' takes log-decays g in fp32, not {inputs.g.dtype}: "
+                "cuDNN computes a wrong output from 16-bit g on Hopper. Give "
+                "g.float(), or use backend='fla'."
             )
         self.rows = inputs.v.shape[:2]
         (B, S), device = self.rows, inputs.v.device
         if documents is None:
-            self.offsets = torch.arange(0, B * S + 1, S, dtype=torch.int32, device=device)
+            self.offsets = torch.arange(
+                0, B * S + 1, S, dtype=torch.int32, device=device
+            )
         else:
             self.offsets = documents.cu_seqlens
         (self.heads, _), self.scale = inputs.v.shape[2:], inputs.k.shape[-1] ** -0.5
         self.tokens = tuple(x[0].contiguous() for x in in_one_row(inputs))
 
     def states(self, rows: Tensor | None = None) -> Tensor:
-        """Transpose the states ``rows [..., K, V]`` of all sequences and heads; zeros for None."""
+        """Transpose the states ``rows [..., K, V]`` of all sequences and heads; zeros
+        for None."""
         shape = len(self.offsets) - 1, self.heads, HEAD_DIM, HEAD_DIM
         if rows is None:
             return self.tokens[3].new_zeros(shape)
@@ -96,24 +117,37 @@ class _CudnnArguments:
 class CudnnForward(RuleForward):
     """The forward of :class:`CudnnKDA` for one micro-batch."""
 
-    def __init__(self, rule: Rule, inputs: RuleInputs, documents: Documents | None) -> None:
+    def __init__(
+        self, rule: Rule, inputs: RuleInputs, documents: Documents | None
+    ) -> None:
         self._call = _CudnnArguments(inputs, documents)
 
     def _run(self, v: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
         call = self._call
         q, k, _, g, beta = call.tokens
         o, last, _ = _cudnn_functions().kda_fwd(
-            q, k, v, g, beta, call.offsets, call.scale, initial_state=initial,
-            output_final_state=True, plan_name=_PLAN,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            g,
+            beta,
+            call.offsets,
+            call.scale,
+            initial_state=initial,
+            output_final_state=True,
+            plan_name=_PLAN,
+        )
         return o, last.mT.contiguous()
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """``local`` is the final state from zeros, ``through`` that from unit matrices if v = 0."""
+        """``local`` is the final state from zeros, ``through`` that from unit matrices
+        if v = 0."""
         v, states = self._call.tokens[2], self._call.states
         _, local = self._run(v, states())
-        _, through = self._run(torch.zeros_like(v), states(torch.eye(HEAD_DIM, device=v.device)))
+        _, through = self._run(
+            torch.zeros_like(v), states(torch.eye(HEAD_DIM, device=v.device))
+        )
         return StateMap(local, through)
 
     @torch.no_grad()
@@ -121,37 +155,59 @@ class CudnnForward(RuleForward):
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         o, last = self._run(self._call.tokens[2], self._call.states(initial))
-        return RuleOutput(in_rows(o[None], self._call.rows), last if final else None, Saved())
+        return RuleOutput(
+            in_rows(o[None], self._call.rows), last if final else None, Saved()
+        )
 
 
 class CudnnBackward(RuleBackward):
     """The backward of :class:`CudnnKDA` for one micro-batch."""
 
     def __init__(
-        self, rule: Rule, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
+        self,
+        rule: Rule,
+        d_o: Tensor,
+        inputs: RuleInputs,
+        saved: Saved,
+        documents: Documents | None,
     ) -> None:
-        self._call, self._d_o = _CudnnArguments(inputs, documents), in_one_row(d_o)[0].contiguous()
+        self._call, self._d_o = (
+            _CudnnArguments(inputs, documents),
+            in_one_row(d_o)[0].contiguous(),
+        )
 
-    def _run(self, initial: Tensor | None, d_final: Tensor | None) -> tuple[Tensor, ...]:
+    def _run(
+        self, initial: Tensor | None, d_final: Tensor | None
+    ) -> tuple[Tensor, ...]:
         call = self._call
         return _cudnn_functions().kda_bwd(
-            self._d_o, *call.tokens, call.offsets, call.scale,
-            initial_state=call.states(initial), d_final_state=call.states(d_final),
+            self._d_o,
+            *call.tokens,
+            call.offsets,
+            call.scale,
+            initial_state=call.states(initial),
+            d_final_state=call.states(d_final),
             plan_name=_PLAN,
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        return self._run(None, None)[5].mT.contiguous()  # does not depend on initial states
+        # does not depend on initial states
+        return self._run(None, None)[5].mT.contiguous()
 
     @torch.no_grad()
-    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
+    def run(
+        self, initial: Tensor | None = None, d_final: Tensor | None = None
+    ) -> RuleGrads:
         dq, dk, dv, dg, dbeta, *_ = self._run(initial, d_final)
-        return RuleGrads(*(in_rows(x[None], self._call.rows) for x in (dq, dk, dv, dg, dbeta)))
+        return RuleGrads(
+            *(in_rows(x[None], self._call.rows) for x in (dq, dk, dv, dg, dbeta))
+        )
 
 
 class CudnnKDA(Rule):
-    """The rule ``backend="cudnn"``: KDA by cuDNN's kernels; ``"auto"`` never takes it."""
+    """The rule ``backend="cudnn"``: KDA by cuDNN's kernels; ``"auto"`` never takes
+    it."""
 
     name, by_name = "cudnn", True
     unsteady = "cuDNN cuts a sequence into pieces by the number of all sequences"
@@ -173,8 +229,9 @@ class CudnnKDA(Rule):
         bound = sizes.lower_bound
         if bound is None or bound < LEAST_LOG_DECAY:
             return Obstacle(
-                f"cuDNN's KDA returns NaN for log-decays below -5.5, and gate_lower_bound={bound}. "
-                f"A layer with gate_lower_bound={LEAST_LOG_DECAY} or more can take it"
+                "cuDNN's KDA returns NaN for log-decays below -5.5, and "
+                f"gate_lower_bound={bound}. A layer with "
+                f"gate_lower_bound={LEAST_LOG_DECAY} or more can take it"
             )
         if torch.cuda.get_device_capability(device) != (9, 0):
             return Obstacle("cuDNN's KDA runs on compute capability 9.0 only")

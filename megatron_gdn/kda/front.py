@@ -1,4 +1,5 @@
-"""The front table of Kimi Delta Attention, a Gated DeltaNet with a log-decay g per channel.
+"""The front table of Kimi Delta Attention, a Gated DeltaNet with a log-decay g per
+channel.
 
 q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
 g    = -exp(A_log) softplus(f + dt_bias)
@@ -18,7 +19,8 @@ from ..ops.layout import Layout
 
 @lru_cache(maxsize=64)
 def kda_table(layout: Layout, lower_bound: float | None = None) -> FrontTable:
-    """The front table for rows of this layout; ``lower_bound`` is a lower bound of g, or None."""
+    """The front table for rows of this layout; ``lower_bound`` is a lower bound of g,
+    or None."""
     sizes, g = HeadSizes.of(layout), Gate("f", ("g",), decay, rated=True, channels=True)
     if lower_bound is not None:
         g = g._replace(function=bounded_decay, low=lower_bound)

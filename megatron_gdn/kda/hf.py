@@ -1,13 +1,16 @@
 """The weights of a Kimi Delta Attention in Hugging Face's files and in Megatron.
 
-Megatron's in_proj has the rows of :attr:`.sizes.KDADims.in_proj_layout`. Hugging Face has a tensor
-for each section. The projection of a gate has low rank (Kimi Linear, GLM 5 next: f_a_proj and
-f_b_proj, g_a_proj and g_b_proj) or full rank (Bailing Hybrid: f_proj, g_proj).
+Megatron's in_proj has the rows of :attr:`.sizes.KDADims.in_proj_layout`. Hugging Face
+has a tensor for each section. The projection of a gate has low rank (Kimi Linear, GLM 5
+next: f_a_proj and f_b_proj, g_a_proj and g_b_proj) or full rank (Bailing Hybrid:
+f_proj, g_proj).
 
-Modules of transformers hold the forget gate's tensors in ``forget_gate`` and have one convolution.
-Keys of files have no ``forget_gate``, and files have three convolutions; Bailing's files name
-o_proj "dense". Kimi Linear stores ``A_log`` as ``[1, 1, H, 1]``. No weight
-stores the bound of a bounded gate: give the layer this bound as the option `gate_lower_bound`.
+Modules of transformers hold the forget gate's tensors in ``forget_gate`` and have one
+convolution. Keys of files have no ``forget_gate``, and files have three convolutions;
+Bailing's files name o_proj "dense". Kimi Linear stores ``A_log`` as ``[1, 1, H, 1]``.
+No weight
+stores the bound of a bounded gate: give the layer this bound as the option
+`gate_lower_bound`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ def kda_layer_maps(
     in_files: bool = True,
     zero_centered_gamma: bool = True,
 ) -> list[TensorMap]:
-    """The maps between the two formats, for every parameter of one layer except its input norm.
+    """The maps between the two formats, for every parameter of one layer except its
+    input norm.
 
     ``family`` is the ``model_type`` of the model. Hugging Face names are those
     of files, or of transformers' module if ``in_files`` is False.
@@ -38,9 +42,15 @@ def kda_layer_maps(
     gate = hf if in_files else f"{hf}forget_gate."
     out = "dense" if in_files and family == "bailing_hybrid" else "o_proj"
     named = {
-        "query": f"{hf}q_proj", "key": f"{hf}k_proj", "value": f"{hf}v_proj", "beta": f"{hf}b_proj",
-        "f": f"{gate}f_proj", "f_a": f"{gate}f_a_proj", "z": f"{hf}g_proj", "z_a": f"{hf}g_a_proj",
-    }  # fmt: skip
+        "query": f"{hf}q_proj",
+        "key": f"{hf}k_proj",
+        "value": f"{hf}v_proj",
+        "beta": f"{hf}b_proj",
+        "f": f"{gate}f_proj",
+        "f_a": f"{gate}f_a_proj",
+        "z": f"{hf}g_proj",
+        "z_a": f"{hf}g_a_proj",
+    }
     projections = {
         f"{named[section]}.weight": (width, D)
         for section, width in zip(layout.names, layout.widths, strict=True)
@@ -55,7 +65,10 @@ def kda_layer_maps(
         tensor_map(f"{p}out_norm.weight", {f"{hf}o_norm.weight": (V,)}, shift=shift),
         tensor_map(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, H * V)}, 1),
     ]
-    wide = {"f": (f"{gate}f_b_proj.weight", H * K), "z": (f"{hf}g_b_proj.weight", H * V)}
+    wide = {
+        "f": (f"{gate}f_b_proj.weight", H * K),
+        "z": (f"{hf}g_b_proj.weight", H * V),
+    }
     for name, (key, width) in wide.items():
         if rank := dims.ranks[name]:
             maps.append(tensor_map(f"{p}{name}_b_weight", {key: (width, rank)}, 0))

@@ -1,6 +1,7 @@
 """The Kimi Delta Attention layer for Megatron-Core.
 
-Legend: R columns of a gate's narrow half on all tensor-parallel ranks, C of a gate on this rank.
+Legend: R columns of a gate's narrow half on all tensor-parallel ranks, C of a gate on
+this rank.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -32,12 +35,13 @@ class KimiDeltaAttentionSubmodules(MixerSubmodules):
 
 @dataclass(frozen=True, kw_only=True)
 class KDAOptions(MixerOptions):
-    """The options of a :class:`KimiDeltaAttention`; ``"light"`` recomputes only ``out_norm``.
+    """The options of a :class:`KimiDeltaAttention`; ``"light"`` recomputes only
+    ``out_norm``.
 
     Args:
-        forget_rank, output_rank: columns of the narrow half of the forget gate and of the output
-            gate; default the value head's dim, as in Kimi Linear. 0: the gate is a full section of
-            ``in_proj``.
+        forget_rank, output_rank: columns of the narrow half of the forget gate and of
+            the output gate; default the value head's dim, as in Kimi Linear. 0: the
+            gate is a full section of ``in_proj``.
         gate_lower_bound: a number below 0 for the gate
             ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
     """
@@ -54,8 +58,8 @@ class KDAOptions(MixerOptions):
         super().__post_init__()
         if self.gate_lower_bound is not None and not self.gate_lower_bound < 0:
             raise ValueError(
-                f"gate_lower_bound={self.gate_lower_bound} must be below 0: it bounds a log-decay. "
-                f"Use -5, or None for the unbounded gate."
+                f"gate_lower_bound={self.gate_lower_bound} must be below 0: it bounds "
+                "a log-decay. Use -5, or None for the unbounded gate."
             )
 
 
@@ -66,7 +70,8 @@ class KimiDeltaAttention(RecurrentMixer):
         f, z    = f_a W_f^T, z_a W_z^T                           the gates in full width
         q, k, v = SiLU(causal_conv1d(q, k, v))
         q, k    = q / |q|, k / |k|                               per head
-        g_t     = -exp(A_log) softplus(f_t + dt_bias)            log-decay per channel, fp32
+        g_t     = -exp(A_log) softplus(f_t + dt_bias)            log-decay per channel,
+                                                                 fp32
         beta_t  = sigmoid(b_t)
         S_t     = Diag(exp(g_t)) S_{t-1};  S_t += beta_t k_t (v_t - S_t^T k_t)^T
         o_t     = S_t^T q_t / sqrt(K)
@@ -75,22 +80,24 @@ class KimiDeltaAttention(RecurrentMixer):
     (Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.)
 
     Args:
-        config: has ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes. Each
-            value head has gates and a state; Kimi Linear has as many key heads as value heads.
-        A_init_range: as in :class:`megatron_gdn.GatedDeltaNet`; default (1, 16), or (1, 1) with
-            ``gate_lower_bound``.
-        options: the fields of :class:`.mixers.options.MixerOptions` and :class:`KDAOptions`;
-            ``backend`` is ``"fla"``, ``"cudnn"`` (Hopper; ``"auto"`` never takes it),
-            ``"reference"`` or ``"auto"``, see :func:`megatron_gdn.kda.rule.choose_kda`.
+        config: has ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes.
+            Each value head has gates and a state; Kimi Linear has as many key heads as
+            value heads.
+        A_init_range: as in :class:`megatron_gdn.GatedDeltaNet`; default (1, 16), or (1,
+            1) with ``gate_lower_bound``.
+        options: the fields of :class:`.mixers.options.MixerOptions` and
+            :class:`KDAOptions`; ``backend`` is ``"fla"``, ``"cudnn"`` (Hopper;
+            ``"auto"`` never takes it), ``"reference"`` or ``"auto"``, see
+            :func:`megatron_gdn.kda.rule.choose_kda`.
 
-    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass options through
-    ``ModuleSpec(params={...})``.
+    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass options
+    through ``ModuleSpec(params={...})``.
 
     Raises:
-        ValueError: sizes that do not fit each other or the parallel sizes, or an option with an
-            unknown or illegal value, such as ``backend`` or ``A_init_range``.
-        NotImplementedError: the config sets ``fp4``, ``fp8``, ``linear_allow_neg_eigval`` or
-            ``delay_wgrad_compute``.
+        ValueError: sizes that do not fit each other or the parallel sizes, or an option
+            with an unknown or illegal value, such as ``backend`` or ``A_init_range``.
+        NotImplementedError: the config sets ``fp4``, ``fp8``,
+            ``linear_allow_neg_eigval`` or ``delay_wgrad_compute``.
         ImportError: the requested backend is not available.
     """
 
@@ -129,32 +136,44 @@ class KimiDeltaAttention(RecurrentMixer):
             A_init_range = (1, 16) if bound is None else (1, 1)
         if getattr(config, "linear_allow_neg_eigval", False):
             raise NotImplementedError(
-                "linear_allow_neg_eigval=True: write strengths of KimiDeltaAttention end at 1. "
-                "Give allow_neg_eigval to the GatedDeltaNet layers alone, by their spec."
+                "linear_allow_neg_eigval=True: write strengths of KimiDeltaAttention "
+                "end at 1. Give allow_neg_eigval to the GatedDeltaNet layers alone, by "
+                "their spec."
             )
         if getattr(config, "delay_wgrad_compute", False):
             raise NotImplementedError(
-                "delay_wgrad_compute: KimiDeltaAttention computes the gradients of its gates' "
-                "weights at once. Switch it off."
+                "delay_wgrad_compute: KimiDeltaAttention computes the gradients of its "
+                "gates' weights at once. Switch it off."
             )
         super().__init__(
-            config, KDADims.of(config, given.forget_rank, given.output_rank), given, layer_number,
-            pg_collection, pp_layer_offset, A_init_range, conv_init,
-        )  # fmt: skip
+            config,
+            KDADims.of(config, given.forget_rank, given.output_rank),
+            given,
+            layer_number,
+            pg_collection,
+            pp_layer_offset,
+            A_init_range,
+            conv_init,
+        )
         self.gate_lower_bound = bound
         H, K, _ = (state := self.dims.state)[:3]
         self._build(
-            submodules, partial(choose_kda, given.backend, state, bound),
+            submodules,
+            partial(choose_kda, given.backend, state, bound),
             fronts_of(kda_table, lower_bound=bound),
-            fp32={"dt_bias": H * K, "A_log": H}, name=name, conv_bias=conv_bias,
-        )  # fmt: skip
+            fp32={"dt_bias": H * K, "A_log": H},
+            name=name,
+            conv_bias=conv_bias,
+        )
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Rows query | key | value | f | z | beta ``[s, B, P]``, with gates in full width.
+        """Rows query | key | value | f | z | beta ``[s, B, P]``, with gates in full
+        width.
 
-        Each tensor-parallel rank computes some columns of the narrow halves, gathers ``[s, B, R]``,
-        and computes its heads' columns of the gates with weights ``[C, R]``. The narrow halves are
-        saved for the backward. ``in_proj`` itself has f_a and z_a in the places of f and z.
+        Each tensor-parallel rank computes some columns of the narrow halves, gathers
+        ``[s, B, R]``, and computes its heads' columns of the gates with weights
+        ``[C, R]``. The narrow halves are saved for the backward. ``in_proj`` itself has
+        f_a and z_a in the places of f and z.
         """
         narrow = super().project(hidden_states)
         weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
@@ -168,17 +187,21 @@ class KimiDeltaAttention(RecurrentMixer):
         widths = [in_proj.widths[i] for i in halved]
         lows = of_ranks.unflatten(-1, (group.size(), -1)).split(widths, -1)
         for i, low, weight in zip(halved, lows, weights, strict=True):
-            # A copy: a view would keep all of of_ranks in memory, and other strides change bits.
+            # A copy: a view would keep all of of_ranks in memory, and other strides
+            # change bits.
             sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
         return torch.cat(sections, -1)
 
     def _add_others(self) -> None:
-        """Add ``f_b_weight`` and ``z_b_weight``, which widen gates with a narrow half."""
+        """Add ``f_b_weight`` and ``z_b_weight``, which widen gates with a narrow
+        half."""
         for gate, rank in self.global_dims.ranks.items():
             self.register_parameter(f"{gate}_b_weight", None)
             if rank:
                 columns = self.dims.layout.columns(gate)
-                add_parameter(self, f"{gate}_b_weight", (columns.stop - columns.start,), rank)
+                add_parameter(
+                    self, f"{gate}_b_weight", (columns.stop - columns.start,), rank
+                )
 
     def _init_others(self) -> None:
         """Fill ``f_b_weight`` and ``z_b_weight`` by the config's ``init_method``."""

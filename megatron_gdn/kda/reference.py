@@ -1,11 +1,12 @@
 """The Kimi Delta Attention layer for one sequence, step by step in plain torch.
 
-A Gated DeltaNet with a decay for each channel of a key ("Kimi Linear: An Expressive, Efficient
-Attention Architecture", 2025). The layer computes this function in fewer passes;
-``tests/layer/test_equation.py`` compares the two in fp64.
+A Gated DeltaNet with a decay for each channel of a key ("Kimi Linear: An Expressive,
+Efficient Attention Architecture", 2025). The layer computes this function in fewer
+passes; ``tests/layer/test_equation.py`` compares the two in fp64.
 
-Legend: T tokens, D hidden size, G key heads, H value heads, K key dim, V value dim. A gate of a
-low rank R is a narrow half of in_proj, ``[T, R]``, times a weight ``[columns, R]``.
+Legend: T tokens, D hidden size, G key heads, H value heads, K key dim, V value dim. A
+gate of a low rank R is a narrow half of in_proj, ``[T, R]``, times a weight
+``[columns, R]``.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ def kimi_delta_attention(
 
     Args:
         parameters: the layer's parameters by name, whole (tensor-parallel size 1).
-        dims: the sizes of the layer; a ``forget_rank`` or ``output_rank`` of 0 is a full gate.
-        norm_eps, zero_centered_norm: of ``out_norm``; zero-centred: the factor is 1 + weight.
+        dims: the sizes of the layer; a ``forget_rank`` or ``output_rank`` of 0 is a
+            full gate.
+        norm_eps, zero_centered_norm: of ``out_norm``; zero-centred: the factor is 1 +
+            weight.
         gate_lower_bound: as in :class:`megatron_gdn.KimiDeltaAttention`.
     """
     p = parameters
@@ -72,10 +75,13 @@ def kimi_delta_attention(
         g_THK = gate_lower_bound * (rate_HK * f_THK).sigmoid()
     beta_TH = b_TH.to(wide).sigmoid()
 
-    # The delta rule: decay, erase what the key reads, write the value, read by the query.
+    # The delta rule: decay, erase what the key reads, write the value, read by the
+    # query.
     S_HKV = x_TD.new_zeros(H, K, V, dtype=wide)
     outputs = []
-    for q_HK, k_HK, v_HV, g_HK, beta_H in zip(q_THK, k_THK, v_THV, g_THK, beta_TH, strict=True):
+    for q_HK, k_HK, v_HV, g_HK, beta_H in zip(
+        q_THK, k_THK, v_THV, g_THK, beta_TH, strict=True
+    ):
         S_HKV = g_HK.exp()[:, :, None] * S_HKV
         read_HV = torch.einsum("hkv,hk->hv", S_HKV, k_HK)
         written_HV = beta_H[:, None] * (v_HV - read_HV)
@@ -85,5 +91,7 @@ def kimi_delta_attention(
 
     # Norm over each head, gate, project back.
     gamma_V = p["out_norm.weight"] + int(zero_centered_norm)
-    o_THV = F.rms_norm(o_THV, (V,), gamma_V, norm_eps) * z.unflatten(-1, (H, V)).sigmoid()
+    o_THV = (
+        F.rms_norm(o_THV, (V,), gamma_V, norm_eps) * z.unflatten(-1, (H, V)).sigmoid()
+    )
     return F.linear(o_THV.flatten(1), p["out_proj.weight"], p.get("out_proj.bias"))

@@ -19,16 +19,16 @@ _SAFE_LOWER_BOUND = -5.0  # fla's faster kernels compute exp of the sum of 16 lo
 
 
 class FlaKDA(FlaChannelRule):
-    """KDA by fla's kernels, by the faster ones if g has a ``lower_bound`` of -5 or more."""
+    """KDA by fla's kernels, by the faster ones if g has a ``lower_bound`` of -5 or
+    more."""
 
     reads_again = frozenset(RuleInputs._fields)
     called = {
         **CHANNEL_RULE_KERNELS,
         "fla.ops.kda.chunk_fwd chunk_kda_fwd_intra": f"q k v gk beta scale safe_gate {SEQUENCES}",
         "fla.ops.kda.chunk_bwd recompute_w_u_fwd": f"q k v beta A gk {SEQUENCES}",
-        "fla.ops.kda.chunk_bwd chunk_kda_bwd":
-            f"q k v beta Aqk Akk scale initial_state do dht g safe_gate {SEQUENCES}",
-    }  # fmt: skip
+        "fla.ops.kda.chunk_bwd chunk_kda_bwd": f"q k v beta Aqk Akk scale initial_state do dht g safe_gate {SEQUENCES}",
+    }
 
     within, within_again = "chunk_kda_fwd_intra", "recompute_w_u_fwd"
     backward_within, gates = "chunk_kda_bwd", ("beta",)
@@ -59,13 +59,20 @@ def choose_kda(
     dtype: torch.dtype,
     bits: Bits = Bits.FREE,
 ) -> Choice:
-    """Choose the rule of a Kimi Delta Attention by dtype, device and installed packages.
+    """Choose the rule of a Kimi Delta Attention by dtype, device and installed
+    packages.
 
-    ``backend`` is ``"fla"``, ``"cudnn"`` (cudnn-frontend's kernels for Hopper), ``"reference"``
-    (plain torch) or ``"auto"``: fla if it runs here, else the reference. If the log-decay has a
-    ``lower_bound`` of -5 or more, fla runs faster kernels; cuDNN needs such a bound.
+    ``backend`` is ``"fla"``, ``"cudnn"`` (cudnn-frontend's kernels for Hopper),
+    ``"reference"`` (plain torch) or ``"auto"``: fla if it runs here, else the
+    reference. If the log-decay has a ``lower_bound`` of -5 or more, fla runs faster
+    kernels; cuDNN needs such a bound.
     """
     return choose(
-        backend, "Kimi Delta Attention", RULES,
-        device=device, dtype=dtype, sizes=KDARuleSizes(state, lower_bound), bits=bits,
-    )  # fmt: skip
+        backend,
+        "Kimi Delta Attention",
+        RULES,
+        device=device,
+        dtype=dtype,
+        sizes=KDARuleSizes(state, lower_bound),
+        bits=bits,
+    )

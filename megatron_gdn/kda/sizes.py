@@ -21,13 +21,16 @@ class KDARuleSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KDADims(LinearDims):
-    """Sizes of a Kimi Delta Attention layer, or of one tensor-parallel rank's share of the layer.
+    """Sizes of a Kimi Delta Attention layer, or of one tensor-parallel rank's share of
+    the layer.
 
     Each value head has gates; Kimi Linear has as many key heads as value heads.
     """
 
-    forget_rank: int  # columns of the forget gate's narrow half; 0: f is a section of in_proj
-    output_rank: int  # columns of the output gate's narrow half; 0: z is a section of in_proj
+    # columns of the forget gate's narrow half; 0: f is a section of in_proj
+    forget_rank: int
+    # columns of the output gate's narrow half; 0: z is a section of in_proj
+    output_rank: int
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("forget_rank", "output_rank")
     also_shared: ClassVar[tuple[str, ...]] = may_be_zero
@@ -36,10 +39,13 @@ class KDADims(LinearDims):
     def of(
         cls, config: Any, forget_rank: int | None = None, output_rank: int | None = None
     ) -> KDADims:
-        """The sizes in ``config``; a gate's low rank that is None becomes the value head's dim."""
+        """The sizes in ``config``; a gate's low rank that is None becomes the value
+        head's dim."""
         ranks = {"forget_rank": forget_rank, "output_rank": output_rank}
         V = config.linear_value_head_dim
-        return cls.from_config(config, **{k: V if n is None else n for k, n in ranks.items()})
+        return cls.from_config(
+            config, **{k: V if n is None else n for k, n in ranks.items()}
+        )
 
     @property
     def layout(self) -> Layout:
@@ -48,9 +54,11 @@ class KDADims(LinearDims):
 
     @property
     def in_proj_layout(self) -> Layout:
-        """The columns of in_proj: :attr:`layout` with each gate's narrow half in place of the gate.
+        """The columns of in_proj: :attr:`layout` with each gate's narrow half in place
+        of the gate.
 
-        Each tensor-parallel rank has its own columns of a narrow half, not a copy of all.
+        Each tensor-parallel rank has its own columns of a narrow half, not a copy of
+        all.
         """
         sections = [
             Section(f"{x.name}_a", f"{x.name}_rank", 1) if self.ranks.get(x.name) else x
@@ -61,13 +69,17 @@ class KDADims(LinearDims):
 
     @property
     def ranks(self) -> dict[str, int]:
-        """For each gate's section, the number of columns of its narrow half; 0 if it has none."""
+        """For each gate's section, the number of columns of its narrow half; 0 if it
+        has none."""
         return {"f": self.forget_rank, "z": self.output_rank}
 
 
 @lru_cache(maxsize=64)
-def kda_layout(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
-    """Columns query | key | value | f | z | beta: f is the forget gate, z the output gate."""
+def kda_layout(
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int
+) -> Layout:
+    """Columns query | key | value | f | z | beta: f is the forget gate, z the output
+    gate."""
     return delta_layout(
         HeadSizes(key_heads, value_heads, key_dim, value_dim),
         Section("f", "value", key_dim),

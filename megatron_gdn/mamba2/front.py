@@ -18,7 +18,9 @@ from .rule import UNLIMITED, SSDInputs
 
 
 @lru_cache(maxsize=64)
-def mamba2_table(layout: Layout, dt_limit: tuple[float, float] = UNLIMITED) -> FrontTable:
+def mamba2_table(
+    layout: Layout, dt_limit: tuple[float, float] = UNLIMITED
+) -> FrontTable:
     """The front table for rows of this layout; ``dt_limit`` bounds the time step dt."""
     (heads, columns), (_, rows) = layout.shape_of("x"), layout.shape_of("B")
     low, high = dt_limit

@@ -1,8 +1,10 @@
-"""The weights of a Mamba2 mixer in Hugging Face's files (Mamba2, NemotronH) and in Megatron.
+"""The weights of a Mamba2 mixer in Hugging Face's files (Mamba2, NemotronH) and in
+Megatron.
 
-Both formats store the projection as rows z | x | B | C | dt and the convolution as x | B | C, and
-all tensors but the convolution's have equal names. Tensors keep their bits, but ``A_log``,
-``dt_bias`` and ``D`` become fp32. Each section is split over tensor-parallel ranks by itself.
+Both formats store the projection as rows z | x | B | C | dt and the convolution as x |
+B | C, and all tensors but the convolution's have equal names. Tensors keep their bits,
+but ``A_log``, ``dt_bias`` and ``D`` become fp32. Each section is split over
+tensor-parallel ranks by itself.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ def mamba2_layer_maps(
 ) -> list[TensorMap]:
     """The maps of every parameter of one mixer.
 
-    ``prefix`` starts Megatron's keys, for example ``decoder.layers.0.mixer.``; ``hf_prefix`` starts
-    Hugging Face's keys, for example ``backbone.layers.0.mixer.``.
+    ``prefix`` starts Megatron's keys, for example ``decoder.layers.0.mixer.``;
+    ``hf_prefix`` starts Hugging Face's keys, for example ``backbone.layers.0.mixer.``.
     """
     p, hf, layout, D = prefix, hf_prefix, dims.layout, dims.hidden_size
     in_proj = {f"{hf}in_proj.weight": (layout.width, D)}
@@ -25,7 +27,9 @@ def mamba2_layer_maps(
         tensor_map(f"{p}in_proj.weight", in_proj, 0, sections=layout.widths),
         conv_map(f"{p}conv1d_weight", hf, layout, dims.conv_kernel_dim, in_three=False),
         tensor_map(f"{p}norm.weight", {f"{hf}norm.weight": (dims.d_inner,)}, 0),
-        tensor_map(f"{p}out_proj.weight", {f"{hf}out_proj.weight": (D, dims.d_inner)}, 1),
+        tensor_map(
+            f"{p}out_proj.weight", {f"{hf}out_proj.weight": (D, dims.d_inner)}, 1
+        ),
     ]
     for name in ("A_log", "dt_bias", "D"):
         maps.append(tensor_map(p + name, {hf + name: (dims.num_heads,)}, 0, fp32=True))

@@ -41,7 +41,8 @@ MAMBA2_FIELDS = ConfigFields(
 
 @dataclass
 class Mamba2MixerSubmodules:
-    """Specs of the two linears, with the names of Megatron's ``MambaMixerSubmodules``."""
+    """Specs of the two linears, with the names of Megatron's
+    ``MambaMixerSubmodules``."""
 
     in_proj: ModuleSpec | type = IdentityOp
     out_proj: ModuleSpec | type = IdentityOp
@@ -51,8 +52,8 @@ class Mamba2MixerSubmodules:
 class Mamba2Options(MixerOptions):
     """The options of a :class:`Mamba2Mixer`.
 
-    With ``linear_cp_mode="headwise"``, heads of one group may be on several ranks; each of these
-    ranks holds a copy of the group's B and C.
+    With ``linear_cp_mode="headwise"``, heads of one group may be on several ranks; each
+    of these ranks holds a copy of the group's B and C.
 
     Args:
         dt_limit: the least and the greatest time step.
@@ -77,9 +78,9 @@ class Mamba2Mixer(RecurrentMixer):
         y_t            = S_t^T C_t + D x_t
         out            = out_proj(RMSNorm_group(y * SiLU(z)))
 
-    (Dao, Gu, "Transformers are SSMs", 2024.) The constructor, parameters and checkpoint keys are
-    as in ``megatron.core.ssm.mamba_mixer.MambaMixer``; ``A_log``, ``dt_bias`` and ``D`` are fp32 in
-    memory, in optimizers and in files.
+    (Dao, Gu, "Transformers are SSMs", 2024.) The constructor, parameters and checkpoint
+    keys are as in ``megatron.core.ssm.mamba_mixer.MambaMixer``; ``A_log``, ``dt_bias``
+    and ``D`` are fp32 in memory, in optimizers and in files.
 
     Args:
         config: gives the ``mamba_*`` sizes.
@@ -88,24 +89,32 @@ class Mamba2Mixer(RecurrentMixer):
         expand: d_inner / d_model; used if ``config.mamba_num_heads`` is None.
         D_has_hdim: whether D has a value for every channel, or only one for every head.
         rmsnorm: apply the gate and a norm before ``out_proj``; if False, only the gate.
-        norm_before_gate, dt_init, dt_scale, bias: must be False, ``"random"``, 1 and False.
-        dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between ``dt_min`` and
-            ``dt_max``, but not below ``dt_init_floor``.
-        chunk_size: Megatron's dynamic context may cut prompts at multiples of it; any is correct.
-        options: the fields of :class:`.mixers.options.MixerOptions` and :class:`Mamba2Options`,
-            without ``rule_operands`` and ``recompute``; ``backend`` is ``"fla"``, ``"reference"``
-            or ``"auto"``, see `megatron_gdn.mamba2.rule`.
+        norm_before_gate, dt_init, dt_scale, bias: must be False, ``"random"``, 1 and
+            False.
+        dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between
+            ``dt_min`` and ``dt_max``, but not below ``dt_init_floor``.
+        chunk_size: Megatron's dynamic context may cut prompts at multiples of it; any
+            is correct.
+        options: the fields of :class:`.mixers.options.MixerOptions` and
+            :class:`Mamba2Options`, without ``rule_operands`` and ``recompute``;
+            ``backend`` is ``"fla"``, ``"reference"`` or ``"auto"``, see
+            `megatron_gdn.mamba2.rule`.
 
-    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass options through
-    ``ModuleSpec(params={...})``.
+    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass options
+    through ``ModuleSpec(params={...})``.
 
     Raises:
-        ValueError: sizes that do not fit each other or the parallel sizes, or an argument that
-            this mixer cannot honour, such as an unknown ``backend`` or ``linear_cp_mode``.
+        ValueError: sizes that do not fit each other or the parallel sizes, or an
+            argument that this mixer cannot honour, such as an unknown ``backend`` or
+            ``linear_cp_mode``.
         ImportError: the requested backend is not available.
     """
 
-    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = (
+        "A_log",
+        "dt_bias",
+        "D",
+    )
     options_class = Mamba2Options
     config_fields = MAMBA2_FIELDS
     recurrence = "SSD"
@@ -116,7 +125,8 @@ class Mamba2Mixer(RecurrentMixer):
     split_by_heads = ("norm.weight",)
     D: Tensor
     norm: Any
-    mask_of_layer: Tensor | None = None  # the attention_mask of the MambaLayer that is running
+    # the attention_mask of the MambaLayer that is running
+    mask_of_layer: Tensor | None = None
 
     def __init__(
         self,
@@ -146,55 +156,85 @@ class Mamba2Mixer(RecurrentMixer):
     ) -> None:
         """``d_model``: hidden size. ``d_conv``: taps. ``expand``: d_inner / d_model.
         ``D_has_hdim``: D per channel. ``rmsnorm``: norm before out_proj.
-        softplus(dt_bias) starts between ``dt_min`` and ``dt_max``, not below ``dt_init_floor``.
-        ``dt_init``, ``dt_scale``, ``norm_before_gate`` and ``bias`` must have their defaults.
+        softplus(dt_bias) starts between ``dt_min`` and ``dt_max``, not below
+        ``dt_init_floor``. ``dt_init``, ``dt_scale``, ``norm_before_gate`` and ``bias``
+        must have their defaults.
         """
         pass_masks_to_mixers()
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         given = Mamba2Options.of(options)
         check_ranges((dt_min, dt_max), dt_init_floor, given.dt_limit)
         super().__init__(
-            config, Mamba2Dims.from_config(config, d_model, d_conv, expand), given, layer_number,
-            pg_collection, pp_layer_offset, A_init_range, conv_init,
-        )  # fmt: skip
+            config,
+            Mamba2Dims.from_config(config, d_model, d_conv, expand),
+            given,
+            layer_number,
+            pg_collection,
+            pp_layer_offset,
+            A_init_range,
+            conv_init,
+        )
         self.d_model, self.d_conv, self.expand = d_model, d_conv, expand
-        self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
+        self.D_has_hdim, self.rmsnorm, self.norm_before_gate = (
+            D_has_hdim,
+            rmsnorm,
+            norm_before_gate,
+        )
         self.dt_init_range, self.dt_init_floor = (dt_min, dt_max), dt_init_floor
         self.dt_limit = given.dt_limit[0], given.dt_limit[1]
         self.norm_eps, self.chunk_size = given.norm_eps, chunk_size
         heads, channels = self.dims.num_heads, self.dims.d_inner
         self._build(
-            submodules, partial(choose_ssd, given.backend, self.dims.state),
+            submodules,
+            partial(choose_ssd, given.backend, self.dims.state),
             fronts_of(mamba2_table, dt_limit=self.dt_limit),
-            fp32={"dt_bias": heads, "A_log": heads, "D": channels if D_has_hdim else heads},
-            name=name, conv_bias=conv_bias,
-        )  # fmt: skip
+            fp32={
+                "dt_bias": heads,
+                "A_log": heads,
+                "D": channels if D_has_hdim else heads,
+            },
+            name=name,
+            conv_bias=conv_bias,
+        )
 
     def _name_sizes(self) -> None:
-        """Set attributes with sizes, named as in Megatron's mixer, for code that reads them."""
+        """Set attributes with sizes, named as in Megatron's mixer, for code that reads
+        them."""
         whole, local = self.global_dims, self.dims
         self.d_state, self.headdim = whole.state_dim, whole.head_dim
-        self.nheads, self.ngroups, self.d_inner = whole.num_heads, whole.num_groups, whole.d_inner
+        self.nheads, self.ngroups, self.d_inner = (
+            whole.num_heads,
+            whole.num_groups,
+            whole.d_inner,
+        )
         self.nheads_local_tp, self.ngroups_local_tp = local.num_heads, local.num_groups
         self.d_inner_local_tp, self.layout = local.d_inner, local.layout
 
     @wraps(RecurrentMixer.forward)  # other code reads the signature
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         mask = self.mask_of_layer if attention_mask is None else attention_mask
         return super().forward(hidden_states, mask, *args, **kwargs)
 
     @property
     def activation(self) -> str:
-        """The activation of convolution and gate, under the name of Megatron's mixer."""
+        """The activation of convolution and gate, under the name of Megatron's
+        mixer."""
         return "silu"
 
     def _build_out_norm(self, submodules: Any) -> None:
-        """Build ``norm`` for this rank's channels if ``rmsnorm``; ``submodules`` is not read."""
+        """Build ``norm`` for this rank's channels if ``rmsnorm``; ``submodules`` is not
+        read."""
         if self.rmsnorm:
             sizes, kind = self.dims, (device_for(self.config), self.config.params_dtype)
-            self.norm = GroupedRMSNorm(sizes.d_inner, sizes.num_groups, self.norm_eps, *kind)
+            self.norm = GroupedRMSNorm(
+                sizes.d_inner, sizes.num_groups, self.norm_eps, *kind
+            )
 
     @torch.no_grad()
     def _init_others(self) -> None:
@@ -204,7 +244,8 @@ class Mamba2Mixer(RecurrentMixer):
 
     @property
     def gates_own_rows(self) -> bool:
-        """Whether the readout runs after ``passage.close``, and calls the module ``norm``."""
+        """Whether the readout runs after ``passage.close``, and calls the module
+        ``norm``."""
         if not self.rmsnorm:
             return False
         plain = is_plain(self.norm) and only_waits_for_parameters(self.norm)
@@ -213,8 +254,9 @@ class Mamba2Mixer(RecurrentMixer):
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
         """The norm for rows of this scheme; None without ``rmsnorm``.
 
-        The norm needs all heads of a group. If a head exchange puts these heads on several ranks,
-        the gate is applied before ``passage.close``, and the norm after ``passage.close``.
+        The norm needs all heads of a group. If a head exchange puts these heads on
+        several ranks, the gate is applied before ``passage.close``, and the norm after
+        ``passage.close``.
         """
         if not self.rmsnorm:
             return None
@@ -234,12 +276,19 @@ class Mamba2Mixer(RecurrentMixer):
         if own_groups * scheme.size == groups:
             return GatedNorm(scheme.local(weight), eps, groups=own_groups)
         norm = partial(grouped_rms_norm, gamma=weight, groups=groups, eps=eps)
-        norm = partial(apply_token_by_token, norm) if self.config.batch_invariant_mode else norm
-        return SplitReadout(PlainReadout(layout.gate_columns), lambda u, _: norm(u), closed=True)
+        norm = (
+            partial(apply_token_by_token, norm)
+            if self.config.batch_invariant_mode
+            else norm
+        )
+        return SplitReadout(
+            PlainReadout(layout.gate_columns), lambda u, _: norm(u), closed=True
+        )
 
 
 class GroupedRMSNorm(nn.Module):
-    """RMSNorm over each group of neighbouring channels of one tensor-parallel rank, after a gate.
+    """RMSNorm over each group of neighbouring channels of one tensor-parallel rank,
+    after a gate.
 
     u = x * silu(gate)        y = u * rsqrt(mean_group(u^2) + eps) * weight
     """
@@ -265,9 +314,11 @@ PLAIN_FORWARDS[GroupedRMSNorm] = GroupedRMSNorm.forward
 
 @cache
 def pass_masks_to_mixers() -> None:
-    """Let Megatron's MambaLayer tell a :class:`Mamba2Mixer` its mask, which it would drop.
+    """Let Megatron's MambaLayer tell a :class:`Mamba2Mixer` its mask, which it would
+    drop.
 
-    The mixer refuses the masks that the other mixers refuse, such as those of documents.
+    The mixer refuses the masks that the other mixers refuse, such as those of
+    documents.
     """
     theirs = MambaLayer.forward
 

@@ -1,10 +1,11 @@
 """The Mamba2 mixer for one sequence, step by step in plain torch.
 
-Dao, Gu, "Transformers are SSMs", 2024. The mixer computes this function in fewer passes;
-``tests/layer/test_equation.py`` compares the two in fp64.
+Dao, Gu, "Transformers are SSMs", 2024. The mixer computes this function in fewer
+passes; ``tests/layer/test_equation.py`` compares the two in fp64.
 
-Legend: T tokens, D hidden size, C channels, G groups, H heads, N state dim, V head dim. Each
-group's B and C serve H / G neighbouring heads. The parameter D is called ``skip`` here.
+Legend: T tokens, D hidden size, C channels, G groups, H heads, N state dim, V head dim.
+Each group's B and C serve H / G neighbouring heads. The parameter D is called ``skip``
+here.
 """
 
 from __future__ import annotations
@@ -48,11 +49,15 @@ def mamba2(
 
 
 def recurrence(
-    x_TD: Tensor, parameters: Mapping[str, Tensor], dims: Mamba2Dims, dt_limit: tuple[float, float]
+    x_TD: Tensor,
+    parameters: Mapping[str, Tensor],
+    dims: Mamba2Dims,
+    dt_limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
     """The recurrence's output and the gate's row z, each ``[T, H V]``."""
     p = parameters
-    wide = torch.promote_types(x_TD.dtype, torch.float32)  # of the time step and the state
+    # of the time step and the state
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
     G, H = dims.num_groups, dims.num_heads
     N, V = dims.state_dim, dims.head_dim
 
@@ -74,7 +79,9 @@ def recurrence(
     # The recurrence: decay, write dt x at the key B, read by C.
     S_HNV = x_TD.new_zeros(H, N, V, dtype=wide)
     outputs = []
-    for x_HV, B_HN, C_HN, dt_H, g_H in zip(x_THV, B_THN, C_THN, dt_TH, g_TH, strict=True):
+    for x_HV, B_HN, C_HN, dt_H, g_H in zip(
+        x_THV, B_THN, C_THN, dt_TH, g_TH, strict=True
+    ):
         S_HNV = g_H.exp()[:, None, None] * S_HNV
         S_HNV = S_HNV + torch.einsum("hn,hv->hnv", B_HN, dt_H[:, None] * x_HV)
         outputs.append(torch.einsum("hnv,hn->hv", S_HNV, C_HN))

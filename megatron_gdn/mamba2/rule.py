@@ -1,12 +1,14 @@
-"""The rules of a Mamba2 mixer: the state-space dual (SSD), in plain torch or by fla's kernels.
+"""The rules of a Mamba2 mixer: the state-space dual (SSD), in plain torch or by fla's
+kernels.
 
     S_t = exp(g_t) S_{t-1} + dt_t B_t x_t^T        o_t = S_t^T C_t + D_t x_t
 
-Each head is linear attention with a scalar decay (Dao, Gu, *Transformers are SSMs*, 2024). The
-H / G neighbouring heads of a group use the same B and C.
+Each head is linear attention with a scalar decay (Dao, Gu, *Transformers are SSMs*,
+2024). The H / G neighbouring heads of a group use the same B and C.
 
-fla's ``simple_gla`` gets q = C, k = B and v = dt x, with B and C repeated for the heads of a group;
-the skip D x is added afterwards. If documents are packed, fla reads a length on the host.
+fla's ``simple_gla`` gets q = C, k = B and v = dt x, with B and C repeated for the heads
+of a group; the skip D x is added afterwards. If documents are packed, fla reads a
+length on the host.
 """
 
 from __future__ import annotations
@@ -62,12 +64,15 @@ class PlainSSD(PlainRule):
     grads = SSDInputs
     erases = False
 
-    def values(self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, g: Tensor, D: Tensor) -> Values:
+    def values(
+        self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, g: Tensor, D: Tensor
+    ) -> Values:
         return Values(C, B, None, dt[..., None] * x, g, skip=D * x)
 
 
 def _operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of ``simple_gla``: ``[B, S, H, K]`` twice and ``[B, S, H, V]``, contiguous."""
+    """q, k and v of ``simple_gla``: ``[B, S, H, K]`` twice and ``[B, S, H, V]``,
+    contiguous."""
     heads, groups = inputs.x.shape[2], inputs.B.shape[2]
     q, k = inputs.C, inputs.B
     if heads != groups:
@@ -77,7 +82,8 @@ def _operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _chunk_arguments(boundaries: Boundaries) -> dict[str, Any]:
-    """Boundaries for functions of fla that take ``chunk_size`` but no ``chunk_indices``."""
+    """Boundaries for functions of fla that take ``chunk_size`` but no
+    ``chunk_indices``."""
     return {"cu_seqlens": boundaries["cu_seqlens"], "chunk_size": CHUNK}
 
 
@@ -90,12 +96,10 @@ class FlaSSD(FlaRule):
         f"{_HOME} chunk_local_cumsum": "g scale reverse chunk_indices cu_seqlens chunk_size",
         f"{_HOME} chunk_fwd_h": "k v g h0 output_final_state states_in_fp32 cu_seqlens chunk_size",
         f"{_HOME} chunk_bwd_dh": "q k v g do h0 dht scale states_in_fp32 cu_seqlens chunk_size",
-        f"{_HOME} chunk_bwd_dqkwg":
-            "q k v g h do dh scale chunk_indices cu_seqlens chunk_size",
+        f"{_HOME} chunk_bwd_dqkwg": "q k v g h do dh scale chunk_indices cu_seqlens chunk_size",
         f"{_HOME} chunk_bwd_dv": "q k g do dh scale chunk_indices cu_seqlens chunk_size",
-        "fla.ops.common.chunk_o chunk_fwd_kernel_o":
-            "q k v h g g_gamma o cu_seqlens chunk_indices scale T H HV K V BT STATE_V_FIRST",
-    }  # fmt: skip
+        "fla.ops.common.chunk_o chunk_fwd_kernel_o": "q k v h g g_gamma o cu_seqlens chunk_indices scale T H HV K V BT STATE_V_FIRST",
+    }
 
     @classmethod
     def why_not_sizes(cls, state: StateShape) -> str | None:
@@ -116,61 +120,104 @@ class FlaSSD(FlaRule):
 
     def state_map(self, x: FlaForward, products: ChunkProducts) -> StateMap:
         _, local = self.fla.chunk_fwd_h(
-            **products.chunks, h0=None, output_final_state=True, **_chunk_arguments(x.at)
+            **products.chunks,
+            h0=None,
+            output_final_state=True,
+            **_chunk_arguments(x.at),
         )
         g, K = x.inputs.g, local.shape[2]
         if x.documents is None:
             decays = g.sum(1).exp()
         else:
             lengths = x.documents.cu_seqlens.diff().long()
-            decays = torch.segment_reduce(g[0], "sum", lengths=lengths, axis=0, unsafe=True).exp()
+            decays = torch.segment_reduce(
+                g[0], "sum", lengths=lengths, axis=0, unsafe=True
+            ).exp()
         return StateMap(local, decays[..., None, None].expand(-1, -1, K, 1))
 
     def walk(
-        self, x: FlaForward, products: ChunkProducts, initial: Tensor | None, final: bool
+        self,
+        x: FlaForward,
+        products: ChunkProducts,
+        initial: Tensor | None,
+        final: bool,
     ) -> Any:
-        """The states before each chunk, the written values v, and the last states if ``final``."""
+        """The states before each chunk, the written values v, and the last states if
+        ``final``."""
         states, last = self.fla.chunk_fwd_h(
-            **products.chunks, h0=initial, output_final_state=final, states_in_fp32=False,
+            **products.chunks,
+            h0=initial,
+            output_final_state=final,
+            states_in_fp32=False,
             **_chunk_arguments(x.at),
-        )  # fmt: skip
+        )
         return states, products.chunks["v"], last
 
     def output(
         self, x: FlaForward, products: ChunkProducts, states: Any, written: Tensor
     ) -> Tensor:
-        """Call fla's kernel, since fla's function would round o before the skip is added."""
+        """Call fla's kernel, since fla's function would round o before the skip is
+        added."""
         k, v, g_sum = products.chunks.values()
         B, S, H, V = v.shape
         o, indices = v.new_empty(B, S, H, V, dtype=torch.float32), x.at["chunk_indices"]
         chunks = -(-S // CHUNK) if indices is None else len(indices)
         self.fla.chunk_fwd_kernel_o[lambda meta: (-(-V // meta["BV"]) * chunks, B * H)](
-            q=products.scores, k=k, v=v, h=states, g=g_sum, g_gamma=None, o=o, **x.at, scale=1.0,
-            T=S, H=H, HV=H, K=k.shape[-1], V=V, BT=CHUNK, STATE_V_FIRST=False,
-        )  # fmt: skip
+            q=products.scores,
+            k=k,
+            v=v,
+            h=states,
+            g=g_sum,
+            g_gamma=None,
+            o=o,
+            **x.at,
+            scale=1.0,
+            T=S,
+            H=H,
+            HV=H,
+            K=k.shape[-1],
+            V=V,
+            BT=CHUNK,
+            STATE_V_FIRST=False,
+        )
         return o.addcmul_(x.inputs.x, x.inputs.D).to(x.inputs.x.dtype)
 
     def again(self, x: FlaBackward) -> tuple[Tensor, ...]:
-        """The saved tensors, then q, k and v of `_operands`, which are computed again here."""
+        """The saved tensors, then q, k and v of `_operands`, which are computed again
+        here."""
         return *x.saved.tensors, *_operands(x.inputs)
 
     def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
-        """Gradients of initial states; ``any_states`` has their shape, its values are not read."""
+        """Gradients of initial states; ``any_states`` has their shape, its values are
+        not read."""
         g_sum, q, k, v = x.kept
         _, d_local = self.fla.chunk_bwd_dh(
-            q=q, k=k, v=v, do=x.d_o, h0=any_states, dht=None, scale=1.0, g=g_sum,
+            q=q,
+            k=k,
+            v=v,
+            do=x.d_o,
+            h0=any_states,
+            dht=None,
+            scale=1.0,
+            g=g_sum,
             **_chunk_arguments(x.at),
-        )  # fmt: skip
+        )
         return d_local
 
     def gradients(
         self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> SSDInputs:
         inputs, (g_sum, q, k, v), fla = x.inputs, x.kept, self.fla
-        # TileLang's kernel for the gradient of g reads states in the operands' dtype, as fla's
-        # forward writes them. TileLang raises for the fp32 states of fla's chunk_simple_gla_bwd.
-        states = {"states_in_fp32": not fla_needs_tilelang(q.device), **_chunk_arguments(x.at)}
-        h, _ = fla.chunk_fwd_h(k=k, v=v, g=g_sum, h0=initial, output_final_state=False, **states)
+        # TileLang's kernel for the gradient of g reads states in the operands' dtype,
+        # as fla's forward writes them. TileLang raises for the fp32 states of fla's
+        # chunk_simple_gla_bwd.
+        states = {
+            "states_in_fp32": not fla_needs_tilelang(q.device),
+            **_chunk_arguments(x.at),
+        }
+        h, _ = fla.chunk_fwd_h(
+            k=k, v=v, g=g_sum, h0=initial, output_final_state=False, **states
+        )
         common = {"q": q, "k": k, "do": x.d_o, "g": g_sum, "scale": 1.0}
         d_h, _ = fla.chunk_bwd_dh(v=v, h0=initial, dht=d_final, **common, **states)
         places = {"chunk_indices": x.at["chunk_indices"], **_chunk_arguments(x.at)}
@@ -183,7 +230,11 @@ class FlaSSD(FlaRule):
             for t in (d_q, d_k)
         )
         d_dt = (d_v.float() * inputs.x).sum(-1)
-        d_x = (d_v * inputs.dt[..., None]).addcmul_(x.d_o.float(), inputs.D).to(inputs.x.dtype)
+        d_x = (
+            (d_v * inputs.dt[..., None])
+            .addcmul_(x.d_o.float(), inputs.D)
+            .to(inputs.x.dtype)
+        )
         d_D = x.d_o.float() * inputs.x
         if inputs.D.shape[3] == 1:
             d_D = d_D.sum(3, keepdim=True)
@@ -201,4 +252,6 @@ def choose_ssd(
     bits: Bits = Bits.FREE,
 ) -> Choice:
     """Choose the rule of a Mamba2 mixer: ``"fla"``, ``"reference"`` or ``"auto"``."""
-    return choose(backend, "Mamba2", RULES, device=device, dtype=dtype, sizes=state, bits=bits)
+    return choose(
+        backend, "Mamba2", RULES, device=device, dtype=dtype, sizes=state, bits=bits
+    )

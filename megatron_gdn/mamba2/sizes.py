@@ -25,22 +25,26 @@ class Mamba2Dims:
         require_sizes(self)
         if self.num_heads % self.num_groups:
             raise SizeError(
-                f"num_heads={self.num_heads} is not a multiple of num_groups={self.num_groups}; "
-                f"every group must serve the same number of heads. Change mamba_num_heads or "
-                f"mamba_num_groups."
+                f"num_heads={self.num_heads} is not a multiple of "
+                f"num_groups={self.num_groups}; every group must serve the same number "
+                "of heads. Change mamba_num_heads or mamba_num_groups."
             )
 
     @classmethod
-    def from_config(cls, config: Any, d_model: int, d_conv: int, expand: int | float) -> Mamba2Dims:
-        """The sizes of a ``TransformerConfig``; sizes that do not fit each other are refused."""
+    def from_config(
+        cls, config: Any, d_model: int, d_conv: int, expand: int | float
+    ) -> Mamba2Dims:
+        """The sizes of a ``TransformerConfig``; sizes that do not fit each other are
+        refused."""
         heads = config.mamba_num_heads
         if heads is None:
             inner = int(expand * d_model)
             if not config.mamba_head_dim or inner % config.mamba_head_dim:
                 raise SizeError(
-                    f"expand={expand} times d_model={d_model} gives {inner} channels, which do "
-                    f"not divide into heads of mamba_head_dim={config.mamba_head_dim}. Set "
-                    f"mamba_num_heads, or sizes that divide."
+                    f"expand={expand} times d_model={d_model} gives {inner} channels, "
+                    "which do not divide into heads of "
+                    f"mamba_head_dim={config.mamba_head_dim}. Set mamba_num_heads, or "
+                    "sizes that divide."
                 )
             heads = inner // config.mamba_head_dim
         return cls(
@@ -58,14 +62,17 @@ class Mamba2Dims:
 
     @property
     def layout(self) -> Layout:
-        return mamba_layout(self.num_heads, self.num_groups, self.head_dim, self.state_dim)
+        return mamba_layout(
+            self.num_heads, self.num_groups, self.head_dim, self.state_dim
+        )
 
     @property
     def state(self) -> StateShape:
         return StateShape(self.num_heads, self.state_dim, self.head_dim, diagonal=True)
 
     def shard(self, ranks: int) -> Mamba2Dims:
-        """The sizes on one of ``ranks`` tensor-parallel ranks, which holds whole groups."""
+        """The sizes on one of ``ranks`` tensor-parallel ranks, which holds whole
+        groups."""
         heads, groups = self.num_heads, self.num_groups
         require_shares(ranks, (groups,), f"{groups} groups of {heads} Mamba2 heads")
         return replace(self, num_heads=heads // ranks, num_groups=groups // ranks)
@@ -86,13 +93,18 @@ def refuse_unsupported_arguments(
 
 
 def check_ranges(
-    dt_init_range: tuple[float, float], dt_init_floor: float, dt_limit: tuple[float, float]
+    dt_init_range: tuple[float, float],
+    dt_init_floor: float,
+    dt_limit: tuple[float, float],
 ) -> None:
-    """Raise if a range of time steps, ``dt_init_range`` or ``dt_limit``, is empty or illegal."""
+    """Raise if a range of time steps, ``dt_init_range`` or ``dt_limit``, is empty or
+    illegal."""
     low, high = dt_init_range
     if not 0 < low <= high:
         raise ValueError(f"dt_min={low}, dt_max={high} must be 0 < dt_min <= dt_max.")
     if not dt_init_floor > 0:
         raise ValueError(f"dt_init_floor={dt_init_floor} must be above 0.")
     if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
-        raise ValueError(f"dt_limit={dt_limit} must be (least, greatest) with 0 <= least.")
+        raise ValueError(
+            f"dt_limit={dt_limit} must be (least, greatest) with 0 <= least."
+        )

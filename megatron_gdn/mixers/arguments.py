@@ -1,6 +1,7 @@
 """Checks of the arguments and config fields that Megatron gives to every mixer.
 
-Versions of Megatron have different config fields; a field that the config lacks counts as unset.
+Versions of Megatron have different config fields; a field that the config lacks counts
+as unset.
 """
 
 from __future__ import annotations
@@ -18,45 +19,57 @@ from ..compat.observe import log_once
 from .options import RECOMPUTE_LEVELS
 
 _ATTENTION_ONLY = (
-    "key_value_states", "padding_mask", "rotary_pos_cos", "rotary_pos_cos_sin", "rotary_pos_emb",
+    "key_value_states",
+    "padding_mask",
+    "rotary_pos_cos",
+    "rotary_pos_cos_sin",
+    "rotary_pos_emb",
     "rotary_pos_sin",
-)  # fmt: skip
+)
 _CHECKED_MARK = "_megatron_gdn_causal"
 _MASK_HELP = (
     "This layer is causal and reads document boundaries from packed_seq_params "
-    "(qkv_format='thd', cu_seqlens_q) only. Pass attention_mask=None or a causal mask; put padding "
-    "at the end of a sequence. Leave out --reset-attention-mask, with which Megatron masks between "
-    "documents, and pack documents instead: "
-    "megatron_gdn.pack_rows(x, mask) lays the documents of a mask [b, S] (ids from 1, 0 at "
-    "padding) end to end and gives packed_seq_params, megatron_gdn.unpack_rows brings them back."
+    "(qkv_format='thd', cu_seqlens_q) only. Pass attention_mask=None or a causal mask; "
+    "put padding at the end of a sequence. Leave out --reset-attention-mask, with "
+    "which Megatron masks between documents, and pack documents instead: "
+    "megatron_gdn.pack_rows(x, mask) lays the documents of a mask [b, S] (ids from 1, "
+    "0 at padding) end to end and gives packed_seq_params, megatron_gdn.unpack_rows "
+    "brings them back."
 )
 
 
 def require_causal(
-    mask: Tensor | None, rows: int, tokens: int, local_positions: Callable[[], Tensor | range]
+    mask: Tensor | None,
+    rows: int,
+    tokens: int,
+    local_positions: Callable[[], Tensor | range],
 ) -> None:
     """Refuse an attention mask that masks anything but the future.
 
-    Legal masks: None; ones ``[b, S]`` or ``[b, s]``; Megatron's causal bool ``[b or 1, 1, s, S]``,
-    True where attention is forbidden; True everywhere, which Megatron's tests pass for "no mask". b
-    is ``rows``, S is ``tokens`` of all ranks, and ``local_positions()`` are the sequence positions
-    of this rank's s tokens.
+    Legal masks: None; ones ``[b, S]`` or ``[b, s]``; Megatron's causal bool
+    ``[b or 1, 1, s, S]``, True where attention is forbidden; True everywhere, which
+    Megatron's tests pass for "no mask". b is ``rows``, S is ``tokens`` of all ranks,
+    and ``local_positions()`` are the sequence positions of this rank's s tokens.
 
-    The first layer that gets a mask checks its values, which waits for the device, and marks the
-    tensor for later layers. torch counts no writes to inference tensors, so all layers check these.
+    The first layer that gets a mask checks its values, which waits for the device, and
+    marks the tensor for later layers. torch counts no writes to inference tensors, so
+    all layers check these.
     """
-    # While Megatron captures graphs, it passes placeholders (such as zeros), which are not checked.
+    # While Megatron captures graphs, it passes placeholders (such as zeros), which are
+    # not checked.
     if mask is None or is_graph_capturing():
         return
     if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask is a {type(mask).__name__}, not a tensor. {_MASK_HELP}")
+        raise TypeError(
+            f"attention_mask is a {type(mask).__name__}, not a tensor. {_MASK_HELP}"
+        )
     checked_for = None if mask.is_inference() else (mask._version, rows, tokens)
     if checked_for is not None and getattr(mask, _CHECKED_MARK, None) == checked_for:
         return
     if mask.is_meta or mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            f"the values of attention_mask cannot be checked on the meta device, nor while a CUDA "
-            f"graph is captured. {_MASK_HELP}"
+            "the values of attention_mask cannot be checked on the meta device, nor "
+            f"while a CUDA graph is captured. {_MASK_HELP}"
         )
     positions = torch.as_tensor(local_positions(), device=mask.device)
     local, shape = len(positions), tuple(mask.shape)
@@ -64,34 +77,41 @@ def require_causal(
         fits = shape in ((rows, tokens), (rows, local))
         legal = fits and bool((mask == 1).all())
     else:
-        fits = mask.dim() == 4 and shape in ((rows, 1, local, tokens), (1, 1, local, tokens))
+        fits = mask.dim() == 4 and shape in (
+            (rows, 1, local, tokens),
+            (1, 1, local, tokens),
+        )
         future = torch.arange(tokens, device=mask.device) > positions[:, None]
         is_bool = fits and mask.dtype == torch.bool
         legal = is_bool and bool((mask == future).all() or mask.all())
     if not legal:
         why = (
-            f"does not fit {rows} rows of {tokens} tokens, {local} of them on this rank: it must "
-            f"be [{rows} or 1, 1, {local}, {tokens}] and causal, or [{rows}, {tokens}] of ones"
+            f"does not fit {rows} rows of {tokens} tokens, {local} of them on this "
+            f"rank: it must be [{rows} or 1, 1, {local}, {tokens}] and causal, or "
+            f"[{rows}, {tokens}] of ones"
         )
         if fits:
             why = (
-                f"is not a causal mask of this rank's tokens, which by the layer's option "
-                f"cp_layout lie at {int(positions[0])} to {int(positions[-1])}; Megatron's loaders "
-                f"cut batches that are not packed in zigzag: leave cp_layout at 'auto' there"
+                "is not a causal mask of this rank's tokens, which by the layer's "
+                f"option cp_layout lie at {int(positions[0])} to {int(positions[-1])}; "
+                "Megatron's loaders cut batches that are not packed in zigzag: leave "
+                "cp_layout at 'auto' there"
             )
         raise NotImplementedError(
-            f"attention_mask of shape {shape} and dtype {mask.dtype} {why}. {_MASK_HELP}"
+            f"attention_mask of shape {shape} and dtype {mask.dtype} {why}. "
+            f"{_MASK_HELP}"
         )
     if checked_for is not None:
         setattr(mask, _CHECKED_MARK, checked_for)
 
 
 def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> None:
-    """Raise for ``sequence_len_offset``, an attention bias, and keywords that no mixer knows."""
+    """Raise for ``sequence_len_offset``, an attention bias, and keywords that no mixer
+    knows."""
     if sequence_len_offset is not None:
         raise NotImplementedError(
-            "GatedDeltaNet does not support sequence_len_offset (local CUDA graphs, flash_decode); "
-            "it reads inference_context.sequence_len_offset."
+            "GatedDeltaNet does not support sequence_len_offset (local CUDA graphs, "
+            "flash_decode); it reads inference_context.sequence_len_offset."
         )
     if keywords.get("attention_bias") is not None:
         raise NotImplementedError(
@@ -100,31 +120,40 @@ def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> No
     given = sorted(name for name, value in keywords.items() if value is not None)
     if unknown := [name for name in given if name not in _ATTENTION_ONLY]:
         raise TypeError(
-            f"GatedDeltaNet.forward() does not know the keyword(s) {', '.join(unknown)}; it "
-            f"ignores only {', '.join(_ATTENTION_ONLY)}."
+            "GatedDeltaNet.forward() does not know the keyword(s) "
+            f"{', '.join(unknown)}; it ignores only {', '.join(_ATTENTION_ONLY)}."
         )
 
 
 class ConfigFields(NamedTuple):
-    """Fields of Megatron's config that concern one mixer, and which of them have an effect."""
+    """Fields of Megatron's config that concern one mixer, and which of them have an
+    effect."""
 
-    prefixes: tuple[str, ...]  # the name of every field about this mixer begins with one of these
+    # the name of every field about this mixer begins with one of these
+    prefixes: tuple[str, ...]
     read: Collection[str]  # fields that the mixer or the spec of its model reads
-    without_effect: Mapping[str, str]  # fields that change nothing in this mixer, and the reason
+    # fields that change nothing in this mixer, and the reason
+    without_effect: Mapping[str, str]
 
 
 GDN_FIELDS = ConfigFields(
     prefixes=("gdn_", "linear_"),
     read=(
-        "gdn_output_gate_activation", "linear_allow_neg_eigval", "linear_attention_freq",
-        "linear_conv_kernel_dim", "linear_cp_mode", "linear_key_head_dim", "linear_num_key_heads",
-        "linear_num_value_heads", "linear_value_head_dim",
+        "gdn_output_gate_activation",
+        "linear_allow_neg_eigval",
+        "linear_attention_freq",
+        "linear_conv_kernel_dim",
+        "linear_cp_mode",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
     ),
     without_effect={
         "gdn_pre_gated_delta_rule_fusion": "what comes before the rule is one pass here anyway",
         "gdn_conv_pad_alignment": "the convolution takes any number of tokens",
     },
-)  # fmt: skip
+)
 
 # The part of the mixer that each name of `--recompute-modules` computes again.
 _RECOMPUTED = {"gdn": "whole", "gdn_norm_out": "norm_out"}
@@ -132,43 +161,51 @@ _RECOMPUTED = {"gdn": "whole", "gdn_norm_out": "norm_out"}
 _ATTENTION_OFFLOADS = ("qkv_linear", "core_attn", "attn_proj")
 
 
-def recomputed_parts(config: TransformerConfig, recompute: str | None) -> frozenset[str]:
-    """The parts in :data:`RECOMPUTE_LEVELS` to recompute; ``{"whole"}`` is the whole layer."""
+def recomputed_parts(
+    config: TransformerConfig, recompute: str | None
+) -> frozenset[str]:
+    """The parts in :data:`RECOMPUTE_LEVELS` to recompute; ``{"whole"}`` is the whole
+    layer."""
     asked = set(RECOMPUTE_LEVELS[recompute or "none"])
     selective = config.recompute_granularity == "selective"
     for name in config.recompute_modules or () if selective else ():
         if name in _RECOMPUTED and recompute == "none":
             raise ValueError(
-                f"recompute='none' and --recompute-modules {name} contradict. Leave the option "
-                f"out, or take {name!r} out of the modules."
+                f"recompute='none' and --recompute-modules {name} contradict. Leave "
+                f"the option out, or take {name!r} out of the modules."
             )
         if name in _RECOMPUTED:
             asked.add(_RECOMPUTED[name])
         elif name.startswith("gdn"):
             log_once(
-                f"GatedDeltaNet: --recompute-modules {name} has no effect here. 'gdn' computes the "
-                f"whole layer again, the layer's option recompute parts of it."
+                f"GatedDeltaNet: --recompute-modules {name} has no effect here. 'gdn' "
+                "computes the whole layer again, the layer's option recompute parts of "
+                "it."
             )
     if "whole" not in asked:
         return frozenset(asked)
     if config.fp8:
         raise NotImplementedError(
-            "--recompute-modules gdn with fp8: Megatron's checkpoint runs the layer again without "
-            "FP8, so the gradients would be those of another function. Take 'gdn' out of the "
-            "modules; recompute='full' saves most of that memory."
+            "--recompute-modules gdn with fp8: Megatron's checkpoint runs the layer "
+            "again without FP8, so the gradients would be those of another function. "
+            "Take 'gdn' out of the modules; recompute='full' saves most of that memory."
         )
     return frozenset({"whole"})
 
 
-def check_config_fields(mixer: str, config_fields: ConfigFields, config: TransformerConfig) -> None:
-    """Refuse weights cut further than by tp; log set fields of this mixer without effect."""
+def check_config_fields(
+    mixer: str, config_fields: ConfigFields, config: TransformerConfig
+) -> None:
+    """Refuse weights cut further than by tp; log set fields of this mixer without
+    effect."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
-            f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "
-            f"each weight further than tensor_model_parallel_size="
-            f"{config.tensor_model_parallel_size} does, through the sections of in_proj of "
-            f"{mixer}. Leave the flag out; --use-distributed-optimizer shares optimizer states, "
-            f"and fully_shard or Megatron-FSDP the weights."
+            "--tensor-parallel-num-weight-shards "
+            f"{config.tensor_parallel_num_weight_shards} cuts each weight further than "
+            f"tensor_model_parallel_size={config.tensor_model_parallel_size} does, "
+            f"through the sections of in_proj of {mixer}. Leave the flag out; "
+            "--use-distributed-optimizer shares optimizer states, and fully_shard or "
+            "Megatron-FSDP the weights."
         )
     defaults = {field.name: field.default for field in fields(config)}
     for name, value in vars(config).items():
@@ -177,14 +214,18 @@ def check_config_fields(mixer: str, config_fields: ConfigFields, config: Transfo
         default = defaults.get(name, MISSING)
         if not value if default is MISSING else value == default:
             continue
-        why = config_fields.without_effect.get(name, f"this version of {mixer} does not know it")
+        why = config_fields.without_effect.get(
+            name, f"this version of {mixer} does not know it"
+        )
         log_once(f"{mixer}: config.{name}={value!r} has no effect: {why}.")
     if not config.fine_grained_activation_offloading:
         return
     asked = config.offload_modules or ()
-    without = [name for name in asked if name in _ATTENTION_OFFLOADS or name.startswith("gdn")]
+    without = [
+        name for name in asked if name in _ATTENTION_OFFLOADS or name.startswith("gdn")
+    ]
     if without:
         log_once(
-            f"{mixer}: --offload-modules {' '.join(without)} has no effect on this layer: "
-            f"what its backward needs stays on the GPU."
+            f"{mixer}: --offload-modules {' '.join(without)} has no effect on this "
+            "layer: what its backward needs stays on the GPU."
         )

@@ -1,7 +1,9 @@
-"""Causal attention over packed documents and trees of documents, with context parallelism.
+"""Causal attention over packed documents and trees of documents, with context
+parallelism.
 
-Legend: S tokens of the whole buffer in sequence order, s tokens of this rank in the rank's order,
-B batch (1 when packed), H query heads and G key heads of this tensor-parallel rank, D head size.
+Legend: S tokens of the whole buffer in sequence order, s tokens of this rank in the
+rank's order, B batch (1 when packed), H query heads and G key heads of this
+tensor-parallel rank, D head size.
 """
 
 from __future__ import annotations
@@ -37,17 +39,20 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class TorchAttention(FollowsLoader, DotProductAttention):
-    """Softmax attention for the ``core_attention`` place of Megatron's ``SelfAttention``.
+    """Softmax attention for the ``core_attention`` place of Megatron's
+    ``SelfAttention``.
 
-        o_t = sum_j p_tj v_j,   p_t = softmax_j(scale q_t . k_j),   j <= t in t's document
+        o_t = sum_j p_tj v_j,  p_t = softmax_j(scale q_t . k_j),  j <= t in t's document
 
-    A batch that is not packed, on one context-parallel rank, runs in Megatron's DotProductAttention
-    with all its options. With packed documents or context parallelism, every rank gathers the keys
-    and values of all ranks and attends with its own queries, so the number of heads does not limit
-    the number of ranks. GPUs run ``flex_attention``. On a CPU, in fp64, with dropout, with head
-    sizes below 16 and in ``batch_invariant_mode``, plain torch runs each document by itself.
+    A batch that is not packed, on one context-parallel rank, runs in Megatron's
+    DotProductAttention with all its options. With packed documents or context
+    parallelism, every rank gathers the keys and values of all ranks and attends with
+    its own queries, so the number of heads does not limit the number of ranks. GPUs run
+    ``flex_attention``. On a CPU, in fp64, with dropout, with head sizes below 16 and in
+    ``batch_invariant_mode``, plain torch runs each document by itself.
 
-    Constructor arguments are those of DotProductAttention, and ``cp_layout`` as in `GatedDeltaNet`.
+    Constructor arguments are those of DotProductAttention, and ``cp_layout`` as in
+    `GatedDeltaNet`.
     """
 
     def __init__(
@@ -61,7 +66,9 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         # DotProductAttention refuses a context_parallel_size above 1.
-        super().__init__(_config_of_one_rank(config), *args, pg_collection=pg_collection, **kwargs)
+        super().__init__(
+            _config_of_one_rank(config), *args, pg_collection=pg_collection, **kwargs
+        )
         self.config = config
         self.loader_layout = LoaderLayout(cp_layout, config)
         if config.context_parallel_size > 1:
@@ -69,13 +76,15 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     @property
     def cp_group(self) -> Any:
-        """The group ``pg_collection.cp``. It may be set, here or in ``pg_collection``."""
+        """The group ``pg_collection.cp``. It may be set, here or in
+        ``pg_collection``."""
         return self.pg_collection.cp
 
     @cp_group.setter
     def cp_group(self, group: Any) -> None:
         if group is not self.pg_collection.cp:
-            self.pg_collection = copy.copy(self.pg_collection)  # other modules share the old object
+            # other modules share the old object
+            self.pg_collection = copy.copy(self.pg_collection)
             self.pg_collection.cp = group
 
     def forward(
@@ -90,9 +99,10 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     ) -> Tensor:
         """Attend with this rank's queries to all ranks' keys; return ``[s, B, H * D]``.
 
-        ``query`` is ``[s, B, H, D]``; ``key`` and ``value`` have G heads. In generation the keys
-        are those of all tokens so far, and the queries those of the last tokens. Packed inputs may
-        lack the dimension B. ``attn_mask_type`` (Megatron's) says which keys a query sees.
+        ``query`` is ``[s, B, H, D]``; ``key`` and ``value`` have G heads. In generation
+        the keys are those of all tokens so far, and the queries those of the last
+        tokens. Packed inputs may lack the dimension B. ``attn_mask_type`` (Megatron's)
+        says which keys a query sees.
         """
         how = self.cp_group, self.loader_layout.of, query.shape[0], query.device
         micro_batch = MicroBatchShare.of(packed_seq_params, *how)
@@ -105,17 +115,27 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                 attention_mask = (place > place[keys - queries :, None])[None, None]
             given = query, key, value, attention_mask, attn_mask_type, attention_bias
             config, self.config = self.config, _config_of_one_rank(self.config)
-            try:  # with a context_parallel_size above 1, Megatron's dev would gather the keys here
+            # with a context_parallel_size above 1, Megatron's dev would gather the keys
+            # here
+            try:
                 return super().forward(*given)
             finally:
                 self.config = config
         packed = micro_batch.documents is not None
-        self._require_plain("packed documents" if packed else "context parallelism", attn_mask_type)
+        self._require_plain(
+            "packed documents" if packed else "context parallelism", attn_mask_type
+        )
         if attention_bias is not None:
-            raise NotImplementedError("TorchAttention adds no attention_bias; pass None.")
-        rows, tokens = 1 if packed else query.shape[1], query.shape[0] * micro_batch.size
+            raise NotImplementedError(
+                "TorchAttention adds no attention_bias; pass None."
+            )
+        rows, tokens = (
+            1 if packed else query.shape[1],
+            query.shape[0] * micro_batch.size,
+        )
         require_causal(attention_mask, rows, tokens, lambda: micro_batch.positions)
-        without_rows = query.dim() == 3  # Megatron removes the dimension B of "thd" queries
+        # Megatron removes the dimension B of "thd" queries
+        without_rows = query.dim() == 3
         if without_rows:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key, value = micro_batch.gather(key), micro_batch.gather(value)
@@ -123,7 +143,9 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             out_sBHD = attend(query, key, value, _shared_mask(micro_batch), self._scale)
         else:
             exact = self.config.batch_invariant_mode and micro_batch.size == 1
-            attended = (self._attend(x, query, key, value, exact) for x in micro_batch.spans)
+            attended = (
+                self._attend(x, query, key, value, exact) for x in micro_batch.spans
+            )
             out_sBHD = torch.cat([*attended])
         return out_sBHD.flatten(1 if without_rows else 2)
 
@@ -134,7 +156,8 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     @property
     def _dropout(self) -> float:
-        """The probability with which dropout zeroes an attention weight in this forward."""
+        """The probability with which dropout zeroes an attention weight in this
+        forward."""
         return self.attention_dropout.p if self.training else 0.0
 
     def _runs_flex(self, query: Tensor) -> bool:
@@ -148,18 +171,27 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         )
 
     def _attend(
-        self, span: Span, query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, exact: bool
+        self,
+        span: Span,
+        query_sBHD: Tensor,
+        key_SBGD: Tensor,
+        value_SBGD: Tensor,
+        exact: bool,
     ) -> Tensor:
-        """Attend with the queries in ``span`` (of one document); ``exact``: one query at a time."""
+        """Attend with the queries in ``span`` (of one document); ``exact``: one query
+        at a time."""
         query = query_sBHD[span.first : span.last]
         key, value = span.keys(key_SBGD), span.keys(value_SBGD)
         if exact:
-            return self._query_by_query(query, key, value).unflatten(-1, (query.shape[2], -1))
+            return self._query_by_query(query, key, value).unflatten(
+                -1, (query.shape[2], -1)
+            )
         shared_by = query.shape[2] // key.shape[2]
         if shared_by > 1:
             key, value = (x.repeat_interleave(shared_by, dim=2) for x in (key, value))
         mask = span.mask(query.device)
-        # Tensor-parallel ranks hold different heads, so each draws dropout from its own generator.
+        # Tensor-parallel ranks hold different heads, so each draws dropout from its own
+        # generator.
         own = self._dropout and not self.config.sequence_parallel
         tracker: Any = tensor_parallel.get_cuda_rng_tracker() if own else None
         with tracker.fork() if own else nullcontext():
@@ -173,14 +205,20 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return out_BHsD.permute(2, 0, 1, 3)
 
     def _query_by_query(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with one query at a time (slow), so that only its keys decide a query's result."""
+        """Attend with one query at a time (slow), so that only its keys decide a
+        query's result."""
         self._require_plain("batch_invariant_mode")
-        before, shared_by = key.shape[0] - query.shape[0], query.shape[2] // key.shape[2]
+        before, shared_by = (
+            key.shape[0] - query.shape[0],
+            query.shape[2] // key.shape[2],
+        )
         rows = []
         for s in range(query.shape[0]):
             for b in range(query.shape[1]):
                 k, v = (
-                    x[: before + s + 1, b].repeat_interleave(shared_by, dim=1).transpose(0, 1)
+                    x[: before + s + 1, b]
+                    .repeat_interleave(shared_by, dim=1)
+                    .transpose(0, 1)
                     for x in (key, value)
                 )
                 q = query[s, b][:, None]
@@ -188,43 +226,53 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                 rows.append((scores.softmax(1) * v.contiguous()).sum(1).flatten())
         return torch.stack(rows).view(*query.shape[:2], -1)
 
-    def _require_plain(self, feature: str, mask_type: AttnMaskType | None = None) -> None:
-        """Raise if ``mask_type`` or a setting (a window, ...) does not combine with ``feature``."""
+    def _require_plain(
+        self, feature: str, mask_type: AttnMaskType | None = None
+    ) -> None:
+        """Raise if ``mask_type`` or a setting (a window, ...) does not combine with
+        ``feature``."""
         mask_type = self.attn_mask_type if mask_type is None else mask_type
         refused = {
             f"window_size={self.config.window_size}": self.scale_mask_softmax.window_size,
-            f"softmax_type={self.config.softmax_type!r}": self.config.softmax_type != "vanilla",
+            f"softmax_type={self.config.softmax_type!r}": self.config.softmax_type
+            != "vanilla",
             f"attn_mask_type={mask_type}": mask_type not in _CAUSAL,
             f"attention_type={self.attention_type!r}": self.attention_type != "self",
         }
         for setting, is_set in refused.items():
             if is_set:
                 raise NotImplementedError(
-                    f"TorchAttention cannot combine {feature} with {setting}: with {feature} it "
-                    "computes causal self-attention with a plain softmax and no window. Change "
-                    "the setting, or use Transformer Engine's attention."
+                    f"TorchAttention cannot combine {feature} with {setting}: with "
+                    f"{feature} it computes causal self-attention with a plain softmax "
+                    "and no window. Change the setting, or use Transformer Engine's "
+                    "attention."
                 )
 
 
 def _shared_mask(share: MicroBatchShare) -> Mask:
-    """The mask of this rank's queries over the keys of all ranks; made once for all layers."""
+    """The mask of this rank's queries over the keys of all ranks; made once for all
+    layers."""
     documents = share.documents or one_document(sum(share.lengths), share.device)
     return documents.keep(_mask_of_rank, share.size, share.rank, share.layout)
 
 
-def _mask_of_rank(documents: Documents, size: int, rank: int, layout: SequenceLayout) -> Mask:
+def _mask_of_rank(
+    documents: Documents, size: int, rank: int, layout: SequenceLayout
+) -> Mask:
     return Mask.of(documents, positions(documents.lengths, size, layout)[rank])
 
 
 def _config_of_one_rank(config: TransformerConfig) -> TransformerConfig:
-    """``config`` if its context_parallel_size is 1, else a copy of it with this size."""
+    """``config`` if its context_parallel_size is 1, else a copy of it with this
+    size."""
     alone = config if config.context_parallel_size == 1 else copy.copy(config)
     alone.context_parallel_size = 1
     return alone
 
 
 def _is_tree(packed: PackedSeqParams | None) -> bool:
-    """Whether ``packed`` is a tree, made by :func:`.tree_packing.tree_packed_seq_params`."""
+    """Whether ``packed`` is a tree, made by
+    :func:`.tree_packing.tree_packed_seq_params`."""
     return packed is not None and packed.qkv_format == TREE
 
 
@@ -233,16 +281,23 @@ def class_with_tree_attention(theirs: type) -> type:
     """A subclass of ``theirs`` that passes trees of documents to a `TorchAttention`."""
 
     class BesideTorchAttention(theirs):
-        """The attention ``theirs``, but trees of documents run in a `TorchAttention`."""
+        """The attention ``theirs``, but trees of documents run in a
+        `TorchAttention`."""
 
         def __init__(self, *args: Any, cp_layout: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # Built at the first tree: TorchAttention refuses some configs that run without trees.
-            self._make_attention = partial(TorchAttention, *args, cp_layout=cp_layout, **kwargs)
-            # A list hides the module from torch, since a submodule would add keys to checkpoints.
+            # Built at the first tree: TorchAttention refuses some configs that run
+            # without trees.
+            self._make_attention = partial(
+                TorchAttention, *args, cp_layout=cp_layout, **kwargs
+            )
+            # A list hides the module from torch, since a submodule would add keys to
+            # checkpoints.
             self._attention_made: list[TorchAttention] = []
 
-        def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
+        def forward(
+            self, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+        ) -> Tensor:
             kwargs["packed_seq_params"] = packed_seq_params
             if not _is_tree(packed_seq_params):
                 return super().forward(*args, **kwargs)
@@ -253,20 +308,25 @@ def class_with_tree_attention(theirs: type) -> type:
 
 
 class TorchSelfAttention(FollowsLoader, SelfAttention):
-    """``SelfAttention`` that rotates queries and keys by the positions of this rank's tokens.
+    """``SelfAttention`` that rotates queries and keys by the positions of this rank's
+    tokens.
 
-    Megatron's ``SelfAttention`` rotates for the zigzag layout and the model's context-parallel
-    group. For any other layout or group, and for trees, this class rotates in place of Megatron.
-    Constructor arguments are those of SelfAttention, and ``cp_layout`` as in `GatedDeltaNet`.
+    Megatron's ``SelfAttention`` rotates for the zigzag layout and the model's
+    context-parallel group. For any other layout or group, and for trees, this class
+    rotates in place of Megatron. Constructor arguments are those of SelfAttention, and
+    ``cp_layout`` as in `GatedDeltaNet`.
     """
 
     core_attention: Any
 
-    def __init__(self, *args: Any, cp_layout: str | SequenceLayout = AUTO, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, cp_layout: str | SequenceLayout = AUTO, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         explain_rotary_lengths()
         self.loader_layout = LoaderLayout(cp_layout, self.config)
-        # While a forward runs in which this class rotates: its angles of q and of k. Else None.
+        # While a forward runs in which this class rotates: its angles of q and of k.
+        # Else None.
         self._rotations: tuple[Tensor, ...] | None = None
 
     def forward(
@@ -279,27 +339,44 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        kwargs.update(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+        kwargs.update(
+            attention_mask=attention_mask, packed_seq_params=packed_seq_params
+        )
         if inference_context is not None:
             kwargs["inference_context"] = inference_context
-        if not (isinstance(self.core_attention, TorchAttention) or _is_tree(packed_seq_params)):
-            return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        if not (
+            isinstance(self.core_attention, TorchAttention)
+            or _is_tree(packed_seq_params)
+        ):
+            return super().forward(
+                hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs
+            )
         if inference_context is not None:
             return self._generate(hidden_states, rotary_pos_emb, **kwargs)
         self._require_one_group()
-        skips: Any = self.config.no_rope_freq  # for each layer, whether the layer skips rotation
+        # for each layer, whether the layer skips rotation
+        skips: Any = self.config.no_rope_freq
         if rotary_pos_emb is not None and not (skips and skips[self.layer_number - 1]):
             rank_tokens = hidden_states.shape[0]
             if self.config.sequence_parallel:
                 rank_tokens *= self.pg_collection.tp.size()
-            how = self.pg_collection.cp, self.loader_layout.of, rank_tokens, hidden_states.device
+            how = (
+                self.pg_collection.cp,
+                self.loader_layout.of,
+                rank_tokens,
+                hidden_states.device,
+            )
             share = MicroBatchShare.of(packed_seq_params, *how)
             if not self._megatron_rotates_correctly(share):
                 pair = _for_q_and_k(rotary_pos_emb)
-                self._rotations = tuple(self._local_angles(angles, share) for angles in pair)
+                self._rotations = tuple(
+                    self._local_angles(angles, share) for angles in pair
+                )
                 rotary_pos_emb = None
         try:
-            return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
+            return super().forward(
+                hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs
+            )
         finally:
             self._rotations = None
 
@@ -309,31 +386,44 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run Megatron's forward on whole sequences; the inference context stores k and v."""
+        """Run Megatron's forward on whole sequences; the inference context stores k and
+        v."""
         if self.pg_collection.cp.size() == 1:
-            return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
+            return super().forward(
+                hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs
+            )
         if not getattr(kwargs["inference_context"], "whole_on_every_rank", False):
             raise NotImplementedError(
-                f"this layer was built with context_parallel_size={self.pg_collection.cp.size()}, "
-                f"and generation runs on whole sequences; take the context from "
-                f"megatron_gdn.inference.generate.static_context."
+                "this layer was built with "
+                f"context_parallel_size={self.pg_collection.cp.size()}, and generation "
+                "runs on whole sequences; take the context from "
+                "megatron_gdn.inference.generate.static_context."
             )
         if rotary_pos_emb is not None:
-            q, k = (_gather_angles(x, self.pg_collection.cp) for x in _for_q_and_k(rotary_pos_emb))
+            q, k = (
+                _gather_angles(x, self.pg_collection.cp)
+                for x in _for_q_and_k(rotary_pos_emb)
+            )
             rotary_pos_emb = q, k
         core, groups = self.core_attention, self.core_attention.pg_collection
         core.cp_group = None  # each rank has queries and keys of whole sequences
         try:
-            return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
+            return super().forward(
+                hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs
+            )
         finally:
             core.pg_collection = groups
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple:
-        """Megatron's q, k, v, ...; q and k are rotated if ``_rotations`` has their angles."""
+        """Megatron's q, k, v, ...; q and k are rotated if ``_rotations`` has their
+        angles."""
         tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
         if self._rotations is None:
             return tensors
-        how = {"mscale": self._yarn_concentration_factor, "cp_group": self.pg_collection.cp}
+        how = {
+            "mscale": self._yarn_concentration_factor,
+            "cp_group": self.pg_collection.cp,
+        }
         rotated = [
             apply_rotary_pos_emb(x, angles, config=self.config, **how)
             for x, angles in zip(tensors[:2], self._rotations, strict=True)
@@ -341,21 +431,25 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         return (*rotated, *tensors[2:])
 
     def _require_one_group(self) -> None:
-        """Raise if this layer and its ``core_attention`` have different context-parallel groups."""
+        """Raise if this layer and its ``core_attention`` have different
+        context-parallel groups."""
         mine, core = self.pg_collection.cp, self.core_attention
         if isinstance(core, TorchAttention) and core.cp_group is not mine:
             raise ValueError(
-                f"core_attention.cp_group has {core.cp_group.size()} ranks and this layer's "
-                f"pg_collection.cp is another group, of {mine.size()} ranks: queries would be "
-                f"rotated for one group and attend over the other. Set both to one group."
+                f"core_attention.cp_group has {core.cp_group.size()} ranks and this "
+                f"layer's pg_collection.cp is another group, of {mine.size()} ranks: "
+                "queries would be rotated for one group and attend over the other. Set "
+                "both to one group."
             )
 
     def _megatron_rotates_correctly(self, share: MicroBatchShare) -> bool:
-        """Whether Megatron's own rotation uses the positions of the tokens in ``share``."""
+        """Whether Megatron's own rotation uses the positions of the tokens in
+        ``share``."""
         own_group = self.pg_collection.cp
         if share.documents is not None and share.documents.continue_others:
             return False
-        if self.config.rotary_interleaved and 0 in share.lengths:  # Megatron's code raises
+        # Megatron's code raises
+        if self.config.rotary_interleaved and 0 in share.lengths:
             return False
         same_group = share.group is own_group or share.size == own_group.size() == 1
         return same_group and (share.size == 1 or share.layout is SequenceLayout.ZIGZAG)
@@ -363,35 +457,41 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
     def _local_angles(self, angles: Tensor, share: MicroBatchShare) -> Tensor:
         """The rotary angles ``[s, 1, 1, D]`` of this rank's tokens.
 
-        ``angles`` from the model are those of positions ``0 .. max_seqlen - 1`` for packed
-        documents, and of this rank's zigzag share for other batches and for trees.
+        ``angles`` from the model are those of positions ``0 .. max_seqlen - 1`` for
+        packed documents, and of this rank's zigzag share for other batches and for
+        trees.
         """
         positions = share.positions.to(angles.device)
         if share.documents is not None:
-            if share.documents.continue_others:  # the model treats a batch of trees as not packed
+            # the model treats a batch of trees as not packed
+            if share.documents.continue_others:
                 angles = _gather_angles(angles, share.group)
             longest = share.documents.longest_sequence
             if longest > angles.shape[0]:
                 raise ValueError(
-                    f"packed_seq_params.max_seqlen_q and max_seqlen_kv give {angles.shape[0]} "
-                    f"rotary positions, but the longest document's slot, with the documents that "
-                    f"it continues, has {longest} tokens; set both to at least {longest}."
+                    "packed_seq_params.max_seqlen_q and max_seqlen_kv give "
+                    f"{angles.shape[0]} rotary positions, but the longest document's "
+                    f"slot, with the documents that it continues, has {longest} "
+                    f"tokens; set both to at least {longest}."
                 )
             return angles[share.documents.position_in_sequence_T[positions]]
         if share.group is not self.pg_collection.cp:
             raise NotImplementedError(
-                "a batch that is not packed brings its own context-parallel group, and the model "
-                "cut the rotary positions for another group; pack the sequences (qkv_format='thd')."
+                "a batch that is not packed brings its own context-parallel group, and "
+                "the model cut the rotary positions for another group; pack the "
+                "sequences (qkv_format='thd')."
             )
         return _gather_angles(angles, share.group)[positions]
 
 
 def _gather_angles(angles: Tensor, group: Any) -> Tensor:
-    """Gather the rotary angles of all positions; ``angles`` are this rank's share in zigzag."""
+    """Gather the rotary angles of all positions; ``angles`` are this rank's share in
+    zigzag."""
     total = len(angles) * (1 if group is None else group.size())
     return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
 
 
 def _for_q_and_k(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The rotary angles of queries and of keys; a single tensor ``angles`` is for both."""
+    """The rotary angles of queries and of keys; a single tensor ``angles`` is for
+    both."""
     return angles if isinstance(angles, tuple) else (angles, angles)

@@ -1,4 +1,5 @@
-"""The base class of the four recurrent mixers, with the forward that all of them use."""
+"""The base class of the four recurrent mixers, with the forward that all of them
+use."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ warn_of_untested("megatron-core", megatron_version)
 class MixerSubmodules:
     """Specs of the modules inside a mixer."""
 
-    in_proj: ModuleSpec | type = IdentityOp  # column-parallel, hidden -> P; may begin with a norm
+    # column-parallel, hidden -> P; may begin with a norm
+    in_proj: ModuleSpec | type = IdentityOp
     out_norm: ModuleSpec | type = IdentityOp  # norm over the V columns of one head
     out_proj: ModuleSpec | type = IdentityOp  # row-parallel, H * V -> hidden
 
@@ -91,11 +93,12 @@ class MixerSubmodules:
 class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
-    A subclass's ``__init__`` calls this ``__init__``, sets options, and calls :meth:`_build` with
-    its rules, its front and its fp32 parameters. ``dims`` are the sizes of the whole mixer:
-    ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a projection row, the ``state`` of the
-    heads, and the ``in_proj_layout`` if the columns of in_proj differ from that row.
-    ``dims.shard(n)`` are the sizes on one of n ranks.
+    A subclass's ``__init__`` calls this ``__init__``, sets options, and calls
+    :meth:`_build` with its rules, its front and its fp32 parameters. ``dims`` are the
+    sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
+    projection row, the ``state`` of the heads, and the ``in_proj_layout`` if the
+    columns of in_proj differ from that row. ``dims.shard(n)`` are the sizes on one of n
+    ranks.
     """
 
     in_proj: Any
@@ -106,36 +109,53 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     conv1d_bias: Any
     micro_batches: MicroBatches
     options_class: ClassVar[type[MixerOptions]] = MixerOptions
-    # Arguments of Megatron's constructor that a launch may set by MEGATRON_GDN_OPTIONS too.
+    # Arguments of Megatron's constructor that a launch may set by MEGATRON_GDN_OPTIONS
+    # too.
     launch_arguments: ClassVar[tuple[str, ...]] = ()
-    config_fields: ClassVar[ConfigFields] = GDN_FIELDS  # the config's fields about this mixer
-    recurrence: ClassVar[str] = "delta rule"  # the rule's name in log and error messages
+    # the config's fields about this mixer
+    config_fields: ClassVar[ConfigFields] = GDN_FIELDS
+    # the rule's name in log and error messages
+    recurrence: ClassVar[str] = "delta rule"
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
-    attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # for Megatron's layer graphs
-    uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs need no buffer for a mask
+    # for Megatron's layer graphs
+    attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal
+    # Megatron's graphs need no buffer for a mask
+    uses_attention_mask: ClassVar[bool] = False
     use_muon: ClassVar[bool] = True  # Muon updates in_proj by sections; False: Adam
-    in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
-    stays_wide: ClassVar[bool] = False  # whether in_proj, which makes the gates, refuses FP8
-    decay_section: ClassVar[str | None] = None  # the section whose heads A_log has; None: all heads
-    conv_is_module: ClassVar[bool] = False  # whether conv1d is a submodule, as in Megatron's layer
-    conv_init_of_bias: ClassVar[bool] = True  # whether conv_init also bounds the conv bias
-    dt_init_range: tuple[float, float] | None = None  # range of softplus(dt_bias); None: dt_bias 1
+    # whether Megatron may capture the mixer in a graph
+    in_layer_graphs: ClassVar[bool] = False
+    # whether in_proj, which makes the gates, refuses FP8
+    stays_wide: ClassVar[bool] = False
+    # the section whose heads A_log has; None: all heads
+    decay_section: ClassVar[str | None] = None
+    # whether conv1d is a submodule, as in Megatron's layer
+    conv_is_module: ClassVar[bool] = False
+    # whether conv_init also bounds the conv bias
+    conv_init_of_bias: ClassVar[bool] = True
+    # range of softplus(dt_bias); None: dt_bias 1
+    dt_init_range: tuple[float, float] | None = None
     dt_init_floor: float = 0.0
-    stored_by_section: ClassVar[bool] = False  # whether Megatron's scripts cut in_proj by sections
+    # whether Megatron's scripts cut in_proj by sections
+    stored_by_section: ClassVar[bool] = False
     # Parameters with rows per head, apart from the fp32 parameters.
     split_by_heads: ClassVar[tuple[str, ...]] = ()
-    split_module: ClassVar[str] = ""  # a child module whose parameters have rows per head
-    state_transposed: ClassVar[bool] = False  # whether Megatron stores the states as [H, V, K]
-    # Megatron's dynamic context may cut prompts at multiples of this number, which must be equal
-    # in all recurrent layers of a model.
+    # a child module whose parameters have rows per head
+    split_module: ClassVar[str] = ""
+    # whether Megatron stores the states as [H, V, K]
+    state_transposed: ClassVar[bool] = False
+    # Megatron's dynamic context may cut prompts at multiples of this number, which must
+    # be equal in all recurrent layers of a model.
     chunk_size: int = 128
     output_gate_activation: str = "silu"  # activation of the output gate z
     gates_own_rows: bool = False  # whether the readout runs after passage.close
     recompute_whole: bool  # whether training keeps only the layer's input
-    recompute_norm_out: bool = False  # whether the backward computes out_proj's input again
+    # whether the backward computes out_proj's input again
+    recompute_norm_out: bool = False
     recompute_rule: bool  # whether front and rule run again in the backward
-    recompute_qkv: bool  # whether the backward computes inputs of the rule again (q: always)
-    # Recomputes out_proj's input of the last forward; the attribute has Megatron's name.
+    # whether the backward computes inputs of the rule again (q: always)
+    recompute_qkv: bool
+    # Recomputes out_proj's input of the last forward; the attribute has Megatron's
+    # name.
     norm_out_checkpoint: RefilledOutput | None = None
 
     def __init__(
@@ -154,25 +174,33 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         mixer = type(self).__name__
         if not 0 < A_init_range[0] <= A_init_range[1]:
             raise ValueError(
-                f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
-                f"A_log starts as the logarithm of a number drawn from it."
+                f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low "
+                "<= high: A_log starts as the logarithm of a number drawn from it."
             )
         self.options = options
         recomputed = frozenset()
         if "recompute" in options.names():
             recomputed = recomputed_parts(config, options.recompute)
-        self.recompute_whole, self.recompute_rule = "whole" in recomputed, "rule" in recomputed
-        self.recompute_qkv, self._recomputes_norm = "qkv" in recomputed, "norm_out" in recomputed
+        self.recompute_whole, self.recompute_rule = (
+            "whole" in recomputed,
+            "rule" in recomputed,
+        )
+        self.recompute_qkv, self._recomputes_norm = (
+            "qkv" in recomputed,
+            "norm_out" in recomputed,
+        )
         check_config_fields(mixer, self.config_fields, config)
         if self.in_layer_graphs:
-            in_layer_graph(config)  # raises if a graph of the layer could not be replayed
+            # raises if a graph of the layer could not be replayed
+            in_layer_graph(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
         self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.tp_size = pg_collection.tp.size()
         self.loader_layout = LoaderLayout(options.cp_layout, config)
-        self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # whole mixer, this rank
+        # whole mixer, this rank
+        self.global_dims, self.dims = dims, dims.shard(self.tp_size)
         self.A_init_range, self.conv_init = tuple(A_init_range), conv_init
         check_fp8_settings(config, mixer, self.dims.layout, self.stays_wide)
         self._name_sizes()
@@ -192,30 +220,37 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         """Run the mixer over a batch of sequences, or over packed documents.
 
         Args:
-            hidden_states: ``[s, B, D]`` of this rank's s tokens; B is 1 for packed documents.
-            attention_mask: None or a causal mask, see :func:`.arguments.require_causal`.
-            inference_context (old name: inference_params): Megatron's context with the states to
+            hidden_states: ``[s, B, D]`` of this rank's s tokens; B is 1 for packed
+                documents.
+            attention_mask: None or a causal mask, see
+            :func:`.arguments.require_causal`. inference_context (old name:
+            inference_params): Megatron's context with the states to
                 continue, without gradients (:func:`.generation.generate`).
-            packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
-                offsets), and the micro-batch's own context-parallel group if it has one.
-            pg_collection: process groups of this forward; ``cp`` may differ from the mixer's group.
-                A group in ``packed_seq_params`` takes precedence over this ``cp`` and the mixer's.
-            kwargs: arguments of attention, ignored; any other, or a sequence_len_offset, raises.
+            packed_seq_params: boundaries of packed documents (``qkv_format="thd"``,
+                global offsets), and the micro-batch's own context-parallel group if it
+                has one.
+            pg_collection: process groups of this forward; ``cp`` may differ from the
+                mixer's group. A group in ``packed_seq_params`` takes precedence over
+                this ``cp`` and the mixer's.
+            kwargs: arguments of attention, ignored; any other, or a
+                sequence_len_offset, raises.
 
         Returns:
             ``[s, B, D]``, and the output bias (or None), which Megatron adds later.
 
         Raises:
-            ValueError: sizes, boundaries or lengths do not fit, or an fp32 parameter was rounded.
-            NotImplementedError: the mixer cannot honour a mask, a context or a CUDA graph.
+            ValueError: sizes, boundaries or lengths do not fit, or an fp32 parameter
+                was rounded.
+            NotImplementedError: the mixer cannot honour a mask, a context or a CUDA
+                graph.
         """
         if kwargs or sequence_len_offset is not None:
             refuse_unsupported(sequence_len_offset, kwargs)
         context = inference_params if inference_context is None else inference_context
         if inference_params is not None and inference_params is not context:
             raise ValueError(
-                "inference_context and inference_params (its old name) are two different objects; "
-                "give one."
+                "inference_context and inference_params (its old name) are two "
+                "different objects; give one."
             )
         cp_group = self._pg_collection.cp
         if pg_collection is not None:
@@ -223,27 +258,41 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config, packed_seq_params)
-        # If the input needed no gradient, a checkpoint would give the parameters no gradient.
+        # If the input needed no gradient, a checkpoint would give the parameters no
+        # gradient.
         trains = self.training and hidden_states.requires_grad
-        if self.recompute_whole and trains and context is None and not is_checkpointing():
-            keywords = {"packed_seq_params": packed_seq_params, "pg_collection": pg_collection}
+        if (
+            self.recompute_whole
+            and trains
+            and context is None
+            and not is_checkpointing()
+        ):
+            keywords = {
+                "packed_seq_params": packed_seq_params,
+                "pg_collection": pg_collection,
+            }
             rerun = partial(self.forward, attention_mask=attention_mask, **keywords)
             return checkpoint(rerun, False, hidden_states)
         gates = None
         with nvtx_range_of(self, "in_proj"):
             if context is None and isinstance(self.in_proj, GatesOutsideFP8):
                 rows, gates = self.in_proj(hidden_states, together=False)
-                # For FP8 inference Megatron pads rows and crops only a linear's first output again.
+                # For FP8 inference Megatron pads rows and crops only a linear's first
+                # output again.
                 gates = None if gates is None else gates[: len(rows)]
             else:
                 rows = self.project(hidden_states)
         if context is not None:
-            return self.out_proj(generate(self, rows, context, attention_mask, packed_seq_params))
+            return self.out_proj(
+                generate(self, rows, context, attention_mask, packed_seq_params)
+            )
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
         if gates is not None and not batch.rows_stay:
             rows, gates = torch.cat([rows, gates], dim=-1), None
         if attention_mask is not None:
-            require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
+            require_causal(
+                attention_mask, rows.shape[1], batch.tokens, batch.local_positions
+            )
         own_rows = rows
         if batch.scheme.moves_rows:
             own_rows = rows if self.gates_own_rows else None
@@ -256,55 +305,69 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
         if out_bias is not None and not torch.is_grad_enabled():
-            # A reentrant checkpoint gives every output a backward. The bias parameter would then be
-            # no leaf, and the backward would enter the checkpoint without end.
+            # A reentrant checkpoint gives every output a backward. The bias parameter
+            # would then be no leaf, and the backward would enter the checkpoint without
+            # end.
             out_bias = out_bias.detach()
         return out_sBD, out_bias
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Turn ``[s, B, D]`` into rows ``[s, B, P]`` of the tokens of all tensor-parallel ranks."""
+        """Turn ``[s, B, D]`` into rows ``[s, B, P]`` of the tokens of all
+        tensor-parallel ranks."""
         if self.stays_wide:
             refuse_fp8_product(self.in_proj)
         rows, _ = self.in_proj(hidden_states)
         return rows
 
-    @uncompiled  # torch.compile would gain nothing: kernels and tables are cached by value
+    # torch.compile would gain nothing: kernels and tables are cached by value
+    @uncompiled
     def _mix(
-        self, rows: Tensor, batch: MicroBatch, own_rows: Tensor | None, gates: Tensor | None = None
+        self,
+        rows: Tensor,
+        batch: MicroBatch,
+        own_rows: Tensor | None,
+        gates: Tensor | None = None,
     ) -> tuple[Tensor, RefilledOutput | None]:
-        """Turn rows ``[S, B, p]`` after ``passage.open`` into ``[s, B, H * V]`` for out_proj.
+        """Turn rows ``[S, B, p]`` after ``passage.open`` into ``[s, B, H * V]`` for
+        out_proj.
 
-        ``own_rows`` are the rank's rows before ``passage.open``, if :attr:`gates_own_rows`;
-        ``gates`` are gate columns that are not in ``rows``. The second result, or None, computes
-        the rows for out_proj again in the backward.
+        ``own_rows`` are the rank's rows before ``passage.open``, if
+        :attr:`gates_own_rows`; ``gates`` are gate columns that are not in ``rows``. The
+        second result, or None, computes the rows for out_proj again in the backward.
         """
-        recompute = self.recompute_norm_out and self.training and torch.is_grad_enabled()
+        recompute = (
+            self.recompute_norm_out and self.training and torch.is_grad_enabled()
+        )
         if recompute and saved_tensors_are_hooked():
             log_once(
-                f"{type(self).__name__}: recompute_norm_out frees no memory while saved-tensor "
-                f"hooks are on (a checkpoint with use_reentrant=False, an offload): the hooks keep "
-                f"every saved tensor."
+                f"{type(self).__name__}: recompute_norm_out frees no memory while "
+                "saved-tensor hooks are on (a checkpoint with use_reentrant=False, an "
+                "offload): the hooks keep every saved tensor."
             )
             recompute = False
         refilled = RefilledOutput() if recompute else None
         if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             self.norm_out_checkpoint = refilled
         parts = self.parts(rows, batch, gates)
-        # Chunkwise exchanges inside the mixer: before the front the W - 1 rows before each piece
-        # (`history`), before the rule the state maps of all pieces (`states`), and their gradients
-        # in the backward. In the other schemes both are None.
+        # Chunkwise exchanges inside the mixer: before the front the W - 1 rows before
+        # each piece (`history`), before the rule the state maps of all pieces
+        # (`states`), and their gradients in the backward. In the other schemes both are
+        # None.
         exchanges = batch.passage.neighbours
         mixed = mix(rows, parts, exchanges, refilled)
         if batch.scheme.moves_rows:
             mixed = batch.passage.close(mixed)
             if refilled is not None:
-                refilled.remember_sent(mixed, batch.passage.close)  # out_proj saves these rows
+                # out_proj saves these rows
+                refilled.remember_sent(mixed, batch.passage.close)
         readout = parts.readout
         if isinstance(readout, SplitReadout) and readout.closed:
             mixed = readout.call(mixed, rows if own_rows is None else own_rows)
         return mixed, refilled
 
-    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
+    def parts(
+        self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None
+    ) -> Parts:
         """Front, rule and readout of ``batch`` with this rank's parameters.
 
         ``rows`` are ``[S, B, p]`` after ``passage.open``; ``gates``: see :meth:`_mix`.
@@ -316,12 +379,19 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             conv = self.conv1d_weight, self.conv1d_bias
         parameters: tuple[Any, ...] = (*conv, *self.fp32_parameters())
         if scheme.moves_rows:
-            parameters = local_parameters(scheme, *parameters, section=self.decay_section)
+            parameters = local_parameters(
+                scheme, *parameters, section=self.decay_section
+            )
         run_again = self.recompute_rule and self.training
         return parts_of(
-            batch.front, batch.rule, rows, parameters, self._norm_for(scheme),
-            run_again=run_again, gates=gates,
-        )  # fmt: skip
+            batch.front,
+            batch.rule,
+            rows,
+            parameters,
+            self._norm_for(scheme),
+            run_again=run_again,
+            gates=gates,
+        )
 
     def whole_parts(self, rows: Tensor) -> Parts:
         """The parts for rows ``[s, B, P]`` of sequences that this rank holds whole."""
@@ -334,7 +404,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     @property
     def config(self) -> TransformerConfig:
         """Megatron's config. The next forward reads ``deterministic_mode``,
-        ``batch_invariant_mode`` and ``cp_partition_mode``; ``__init__`` reads the other fields.
+        ``batch_invariant_mode`` and ``cp_partition_mode``; ``__init__`` reads the other
+        fields.
         """
         return self._config
 
@@ -346,7 +417,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     @property
     def rule(self) -> Rule:
-        """The rule of the last forward; before the first forward, a guess from the config."""
+        """The rule of the last forward; before the first forward, a guess from the
+        config."""
         return self.micro_batches.latest_rule
 
     @property
@@ -364,25 +436,42 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         bias: bool = False,
         conv_bias: bool = False,
     ) -> None:
-        """Make ``micro_batches``, and all parameters in their order in checkpoint files.
+        """Make ``micro_batches``, and all parameters in their order in checkpoint
+        files.
 
-        ``choose_rule(device, dtype, bits)`` returns rule and reason; ``make_front`` is from
-        :func:`..ops.parts.fronts_of`; ``fp32`` maps fp32 parameters' names to lengths on this rank.
+        ``choose_rule(device, dtype, bits)`` returns rule and reason; ``make_front`` is
+        from :func:`..ops.parts.fronts_of`; ``fp32`` maps fp32 parameters' names to
+        lengths on this rank.
         """
         config, dims = self.config, self.dims
         self.micro_batches = MicroBatches(
-            config, dims.layout, dims.state, dims.conv_kernel_dim, self.pg_collection.cp,
-            self.loader_layout, self.options, choose_rule, make_front, mixer=type(self).__name__,
+            config,
+            dims.layout,
+            dims.state,
+            dims.conv_kernel_dim,
+            self.pg_collection.cp,
+            self.loader_layout,
+            self.options,
+            choose_rule,
+            make_front,
+            mixer=type(self).__name__,
             recurrence=self.recurrence,
-        )  # fmt: skip
+        )
         whole, path = self.global_dims, "" if name is None else f"{name}."
         layout = layout_of_in_proj(dims)
         of_both = {"bias": bias, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = build_linear(
-            submodules.in_proj, config, whole.hidden_size, layout_of_in_proj(whole).width,
-            init_method=config.init_method, gather_output=False, skip_bias_add=False,
-            tp_comm_buffer_name="fc1", name=f"{path}in_proj" if path else None, **of_both,
-        )  # fmt: skip
+            submodules.in_proj,
+            config,
+            whole.hidden_size,
+            layout_of_in_proj(whole).width,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            name=f"{path}in_proj" if path else None,
+            **of_both,
+        )
         mark_packed(self.in_proj, layout.widths, self.use_muon)
         if may_use_fp8(config):
             compute_gates_outside_fp8(self.in_proj, layout, self.tp_group)
@@ -391,11 +480,17 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         add_fp32(self, **fp32)
         self._build_out_norm(submodules)
         self.out_proj = build_linear(
-            submodules.out_proj, config, whole.state.heads * whole.state.columns, whole.hidden_size,
-            init_method=config.output_layer_init_method, input_is_parallel=True,
+            submodules.out_proj,
+            config,
+            whole.state.heads * whole.state.columns,
+            whole.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
             skip_bias_add=True,  # the forward returns the bias; Megatron adds it
-            tp_comm_buffer_name="fc2", name=f"{path}out_proj" if path else None, **of_both,
-        )  # fmt: skip
+            tp_comm_buffer_name="fc2",
+            name=f"{path}out_proj" if path else None,
+            **of_both,
+        )
         self.remember_marks()
         if self._recomputes_norm:
             self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
@@ -404,7 +499,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     def _build_out_norm(self, submodules: Any) -> None:
         config, width = self.config, self.global_dims.state.columns
         self.out_norm = build_module(
-            submodules.out_norm, config=config, hidden_size=width, eps=config.layernorm_epsilon
+            submodules.out_norm,
+            config=config,
+            hidden_size=width,
+            eps=config.layernorm_epsilon,
         )
         for parameter in self.out_norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
@@ -416,7 +514,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         """A subclass with more parameters fills them here, by `fill_share`."""
 
     def _name_sizes(self) -> None:
-        """A subclass sets its sizes here, under the attribute names of Megatron's mixer."""
+        """A subclass sets its sizes here, under the attribute names of Megatron's
+        mixer."""
 
     @property
     def conv_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -426,25 +525,34 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         return self.conv1d_weight, self.conv1d_bias
 
     def reset_parameters(self) -> None:
-        """Set all parameters' initial values (:func:`.tensor_parallel.reset_parameters`)."""
+        """Set all parameters' initial values
+        (:func:`.tensor_parallel.reset_parameters`)."""
         reset_parameters(self)
 
     @property
     def norm_group(self) -> Any:
-        """The group over which our backward sums the norm's gradients; None if Megatron sums them.
+        """The group over which our backward sums the norm's gradients; None if Megatron
+        sums them.
 
-        Every rank has the whole norm, and the norm's gradient of its own heads only. Megatron sums
-        the ranks' gradients if the norm has the mark ``sequence_parallel``; else our backward does.
+        Every rank has the whole norm, and the norm's gradient of its own heads only.
+        Megatron sums the ranks' gradients if the norm has the mark
+        ``sequence_parallel``; else our backward does.
         """
-        return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
+        return (
+            None
+            if self.tp_size == 1 or self.config.sequence_parallel
+            else self.tp_group
+        )
 
     # What may be replaced between micro-batches.
 
     @property
     def pg_collection(self) -> ProcessGroupCollection:
-        """The mixer's process groups; if replaced, later micro-batches use the new ``cp`` group.
+        """The mixer's process groups; if replaced, later micro-batches use the new
+        ``cp`` group.
 
-        All ranks of the old and of the new context-parallel group must replace it together. The
+        All ranks of the old and of the new context-parallel group must replace it
+        together. The
         tensor-parallel group cannot change: its ranks hold shares of the parameters.
         """
         return self._pg_collection
@@ -465,13 +573,14 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     def cp_size(self, size: int) -> None:
         if size != self.cp_size:
             raise ValueError(
-                f"cp_size={size} and a context-parallel group of {self.cp_size} ranks: set "
-                f"pg_collection, which the size follows."
+                f"cp_size={size} and a context-parallel group of {self.cp_size} ranks: "
+                "set pg_collection, which the size follows."
             )
 
     @property
     def cp_layout(self) -> str | SequenceLayout:
-        """How the loader cuts. Set a new value in all layers; it holds from the next forward on."""
+        """How the loader cuts. Set a new value in all layers; it holds from the next
+        forward on."""
         return self.loader_layout.option
 
     @cp_layout.setter
@@ -490,7 +599,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         metadata: dict | None = None,
         tp_group: Any = None,
     ) -> dict[str, Any]:
-        """Megatron's method: the parameters for distributed checkpoints, with Megatron's keys."""
+        """Megatron's method: the parameters for distributed checkpoints, with
+        Megatron's keys."""
         return sharded_state_dict(self, prefix, sharded_offsets, metadata, tp_group)
 
     def _save_to_state_dict(
@@ -499,14 +609,19 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         add_row_order(self, destination, prefix)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         """Load as torch does; refuse a file with another order of in_proj's rows."""
         require_row_order(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    # Megatron's dynamic inference calls the next three methods by their names (:mod:`.generation`).
+    # Megatron's dynamic inference calls the next three methods by their names
+    # (:mod:`.generation`).
 
-    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    def mamba_state_shapes_per_request(
+        self,
+    ) -> tuple[tuple[int, int], tuple[int, int, int]]:
         """The shapes of a request's conv window and of its states."""
         return state_shapes_per_request(self)
 
@@ -521,9 +636,14 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     ) -> Tensor:
         """The next tokens of N requests, see :func:`.generation.decode_requests`."""
         return decode_requests(
-            self, projected, conv_state, ssm_state, batch_indices, intermediate_conv_state,
+            self,
+            projected,
+            conv_state,
+            ssm_state,
+            batch_indices,
+            intermediate_conv_state,
             intermediate_ssm_state,
-        )  # fmt: skip
+        )
 
     def ssm_prefill(
         self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
@@ -532,7 +652,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         return prefill_requests(self, projected, conv_state, ssm_state, context)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Let in_proj save its input unquantised, since the norm before in_proj is recomputed."""
+        """Let in_proj save its input unquantised, since the norm before in_proj is
+        recomputed."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
         set_save_original_input(self.in_proj)

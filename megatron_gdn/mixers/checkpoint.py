@@ -1,10 +1,11 @@
 """A mixer's parameters in Megatron's checkpoints.
 
 Distributed checkpoints hold ``in_proj`` and the convolution section by section
-(``in_proj.weight.query``, ...), because the shards of one section form a regular grid. Under
-Megatron-FSDP (fsdp_dtensor) a file holds ``state_dict()``, where ``in_proj.weight`` has the rows of
-all tensor-parallel ranks end to end. The order of these rows depends on the tensor-parallel size,
-so the state dict has an entry with this size (0 if a launch script stores each section by itself).
+(``in_proj.weight.query``, ...), because the shards of one section form a regular grid.
+Under Megatron-FSDP (fsdp_dtensor) a file holds ``state_dict()``, where
+``in_proj.weight`` has the rows of all tensor-parallel ranks end to end. The order of
+these rows depends on the tensor-parallel size, so the state dict has an entry with this
+size (0 if a launch script stores each section by itself).
 """
 
 from __future__ import annotations
@@ -30,21 +31,23 @@ from ..compat.checkpoints import register_sections_of_upstream
 from ..ops.layout import layout_of_in_proj
 from .precision import NOT_BY_SECTION
 
-# Ends of keys in Megatron-Bridge and in peft: tensors of adapters (LoRA, DoRA) that have a row for
-# every row of in_proj.
+# Ends of keys in Megatron-Bridge and in peft: tensors of adapters (LoRA, DoRA) that
+# have a row for every row of in_proj.
 _ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
 _PEFT_ROWS = re.compile(r"\.(base_layer|lora_B\.[^.]+)\.(weight|bias)$")
 # Tensors that have in_proj's rows, but that megatron-core's layer stores whole.
 _WHOLE_UPSTREAM = ("in_proj.bias", *_ADAPTER_ROWS)
 
-# Parameters of the convolution in a mixer without a conv1d module, and their keys in files.
-# Megatron's MambaMixer has no such module since 0.19, and files keep the keys of the old module.
+# Parameters of the convolution in a mixer without a conv1d module, and their keys in
+# files. Megatron's MambaMixer has no such module since 0.19, and files keep the keys of
+# the old module.
 _CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
 _CONV = {*_CONV_PARAMETERS, *_CONV_PARAMETERS.values()}
 
 _ENTRY_KEY = "in_proj_stored_by"
 _SECTIONS = 0
-# In Megatron-LM's branch dev and in Megatron-Bridge these modules store in_proj section by section.
+# In Megatron-LM's branch dev and in Megatron-Bridge these modules store in_proj section
+# by section.
 _SCRIPTS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpointing")
 
 
@@ -57,9 +60,10 @@ def sharded_state_dict(
 ) -> dict[str, Any]:
     """The mixer's parameters for distributed checkpoints, with Megatron's keys.
 
-    Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the rows of
-    ``in_proj``, are stored section by section. Megatron's layer stores biases and adapters whole,
-    and such files load too. The arguments are those of Megatron's method of this name.
+    Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the
+    rows of ``in_proj``, are stored section by section. Megatron's layer stores biases
+    and adapters whole, and such files load too. The arguments are those of Megatron's
+    method of this name.
     """
     if any(isinstance(parameter, DTensor) for parameter in mixer.parameters()):
         raise ValueError(f"{prefix}in_proj.weight: {NOT_BY_SECTION}")
@@ -108,7 +112,8 @@ def sharded_state_dict(
 
 
 def add_row_order(mixer: Any, destination: dict[str, Any], prefix: str) -> None:
-    """Under Megatron-FSDP, add the entry that says in which order in_proj's rows are stored."""
+    """Under Megatron-FSDP, add the entry that says in which order in_proj's rows are
+    stored."""
     weight = mixer.get_submodule("in_proj")._parameters.get("weight")
     if weight is not None and hasattr(weight, "megatron_fsdp_dist_index"):
         _load_files_without_entry()
@@ -117,16 +122,20 @@ def add_row_order(mixer: Any, destination: dict[str, Any], prefix: str) -> None:
 
 
 def require_row_order(mixer: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Refuse a file with another order of in_proj's rows; files without the entry pass."""
+    """Refuse a file with another order of in_proj's rows; files without the entry
+    pass."""
     entry: Tensor | None = state_dict.pop(f"{prefix}{_ENTRY_KEY}", None)
     if entry is None or (found := int(entry.item())) == _row_order(mixer):
         return
     how = (
-        f"Load it with --tensor-model-parallel-size {found}, and with scripts that store "
-        f"in_proj as a whole."
+        f"Load it with --tensor-model-parallel-size {found}, and with scripts that "
+        "store in_proj as a whole."
     )
     if found == _SECTIONS:
-        how = "Load it with the scripts that wrote it (Megatron-LM's dev, Megatron-Bridge)."
+        how = (
+            "Load it with the scripts that wrote it (Megatron-LM's dev, "
+            "Megatron-Bridge)."
+        )
     raise ValueError(
         f"{prefix}in_proj.weight: the fsdp_dtensor checkpoint holds "
         f"{_order_in_words(found)}, this launch reads "
@@ -135,21 +144,26 @@ def require_row_order(mixer: Any, state_dict: dict[str, Any], prefix: str) -> No
 
 
 def _row_order(mixer: Any) -> int:
-    """The tensor-parallel size that orders in_proj's stored rows; 0: section by section."""
+    """The tensor-parallel size that orders in_proj's stored rows; 0: section by
+    section."""
     scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
     cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
     return _SECTIONS if mixer.stored_by_section and cut else mixer.tp_size
 
 
 def _load_files_without_entry() -> None:
-    """Let torch load files without the entry that tells the order of ``in_proj``'s rows."""
+    """Let torch load files without the entry that tells the order of ``in_proj``'s
+    rows."""
     if hasattr(DefaultLoadPlanner, "_asks_for_stored_rows"):
         return
     set_up = DefaultLoadPlanner.set_up_planner
 
     @wraps(set_up)
-    def set_up_planner(self: Any, state_dict: Any, metadata: Any = None, *args: Any, **kwargs: Any):
-        """Call torch's method, then drop the entries `_ENTRY_KEY` that the file does not have."""
+    def set_up_planner(
+        self: Any, state_dict: Any, metadata: Any = None, *args: Any, **kwargs: Any
+    ):
+        """Call torch's method, then drop the entries `_ENTRY_KEY` that the file does
+        not have."""
         set_up(self, state_dict, metadata, *args, **kwargs)
         stored = metadata.state_dict_metadata if metadata is not None else {}
         for key in [key for key in self.state_dict if key.endswith(f".{_ENTRY_KEY}")]:
@@ -161,7 +175,11 @@ def _load_files_without_entry() -> None:
 
 
 def _order_in_words(stored_by: int) -> str:
-    """Describe in_proj's row order; ``stored_by`` is a tensor-parallel size, or 0 (sections)."""
+    """Describe in_proj's row order; ``stored_by`` is a tensor-parallel size, or 0
+    (sections)."""
     if stored_by == _SECTIONS:
         return "each section by itself"
-    return f"all rows in one tensor, in the order of tensor_model_parallel_size={stored_by}"
+    return (
+        "all rows in one tensor, in the order of "
+        f"tensor_model_parallel_size={stored_by}"
+    )

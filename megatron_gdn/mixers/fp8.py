@@ -3,9 +3,11 @@
     main  = x @ (weight rows before the gates)^T      the linear's own FP8 product
     gates = x @ (weight rows of the gates)^T          in the weights' dtype
 
-FP8 adds 3.7% of noise to a column (e4m3, Transformer Engine 2.20), and the recurrence compounds the
-noise of a decay. Without the gates the number of columns also suits FP8: on 8 ranks, 12288 / 8 is a
-multiple of 16, 12352 / 8 is not. The weight stays one parameter; a call reads views of its rows.
+FP8 adds 3.7% of noise to a column (e4m3, Transformer Engine 2.20), and the recurrence
+compounds the
+noise of a decay. Without the gates the number of columns also suits FP8: on 8 ranks,
+12288 / 8 is a multiple of 16, 12352 / 8 is not. The weight stays one parameter; a call
+reads views of its rows.
 
 Legend: T tokens of all batch rows, p gate columns and P in_proj columns of this rank.
 """
@@ -37,21 +39,25 @@ from ..ops.layout import Layout, SizeError
 from .tensor_map import stored_quantised
 
 _STAYS_WIDE = (
-    "KimiDeltaAttention under fp8: its forget gates would pass through FP8 products, and the "
-    "recurrence compounds their error. Switch fp8 off, keep its in_proj out of it by a "
-    "quantization recipe, or take 'K' out of the pattern."
+    "KimiDeltaAttention under fp8: its forget gates would pass through FP8 products, "
+    "and the recurrence compounds their error. Switch fp8 off, keep its in_proj out of "
+    "it by a quantization recipe, or take 'K' out of the pattern."
 )
 
 
-def check_fp8_settings(config: Any, mixer: str, layout: Layout, refuses_fp8: bool) -> None:
-    """Refuse FP4; refuse FP8 if the mixer ``refuses_fp8`` or widths of ``layout`` do not fit."""
+def check_fp8_settings(
+    config: Any, mixer: str, layout: Layout, refuses_fp8: bool
+) -> None:
+    """Refuse FP4; refuse FP8 if the mixer ``refuses_fp8`` or widths of ``layout`` do
+    not fit."""
     if getattr(config, "fp4", None):
         raise NotImplementedError(
-            f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit products, and the "
-            f"recurrence compounds their error. Switch fp4 off; fp8 keeps the gates of "
-            f"GatedDeltaNet and Mamba2Mixer in bf16."
+            f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit "
+            "products, and the recurrence compounds their error. Switch fp4 off; fp8 "
+            "keeps the gates of GatedDeltaNet and Mamba2Mixer in bf16."
         )
-    # A recipe may keep this mixer's linears out of FP8, so with a recipe nothing is checked here.
+    # A recipe may keep this mixer's linears out of FP8, so with a recipe nothing is
+    # checked here.
     if config.fp8 and config.quant_recipe is None:
         if refuses_fp8:
             raise NotImplementedError(_STAYS_WIDE)
@@ -60,29 +66,35 @@ def check_fp8_settings(config: Any, mixer: str, layout: Layout, refuses_fp8: boo
 
 def refuse_fp8_product(in_proj: nn.Module) -> None:
     """Raise if a quantization recipe runs ``in_proj`` in FP8."""
-    if any(map(runs_in_fp8, in_proj.modules())):  # in an adapter, the linear is a submodule
+    # in an adapter, the linear is a submodule
+    if any(map(runs_in_fp8, in_proj.modules())):
         raise NotImplementedError(_STAYS_WIDE)
 
 
 def require_fp8_widths(layout: Layout, multiple: int) -> None:
-    """Raise if a width of in_proj, or of out_proj's input, is no multiple of ``multiple``."""
-    for of, width in (("in_proj without the gates", layout.main_width),
-                      ("the input of out_proj", layout.mixed_width)):  # fmt: skip
+    """Raise if a width of in_proj, or of out_proj's input, is no multiple of
+    ``multiple``."""
+    for of, width in (
+        ("in_proj without the gates", layout.main_width),
+        ("the input of out_proj", layout.mixed_width),
+    ):
         if width % multiple:
             raise SizeError(
                 f"FP8 needs multiples of {multiple}, but {of} has {width} columns on a "
-                f"tensor-parallel rank (remainder {width % multiple}; {layout.held}). Use a "
-                f"smaller tensor_model_parallel_size, or keep this layer out of FP8."
+                f"tensor-parallel rank (remainder {width % multiple}; {layout.held}). "
+                "Use a smaller tensor_model_parallel_size, or keep this layer out of "
+                "FP8."
             )
 
 
 def compute_gates_outside_fp8(in_proj: Any, layout: Layout, group: Any) -> None:
-    """Make ``in_proj``, whose columns ``layout`` describes, compute the gates outside of FP8."""
+    """Make ``in_proj``, whose columns ``layout`` describes, compute the gates outside
+    of FP8."""
     if not hasattr(in_proj, "fp8_meta"):
         log_once(
-            f"FP8 has no effect on projections of {type(in_proj).__name__}: they compute in the "
-            f"weights' dtype. Build the model with Transformer Engine's linears "
-            f"(--transformer-impl transformer_engine, modules='te').",
+            f"FP8 has no effect on projections of {type(in_proj).__name__}: they "
+            "compute in the weights' dtype. Build the model with Transformer Engine's "
+            "linears (--transformer-impl transformer_engine, modules='te').",
             logging.WARNING,
         )
         return
@@ -98,9 +110,13 @@ def may_use_fp8(config: Any) -> bool:
     return bool(config.fp8) or config.quant_recipe is not None
 
 
-def build_linear(spec: ModuleSpec | type, config: Any, *sizes: int, **options: Any) -> Any:
-    """Build a linear with a weight in ``params_dtype``, even if the config sets ``fp8_param``."""
-    # All rows of an FP8 weight have one scale, so the gates' rows cannot be in such a weight.
+def build_linear(
+    spec: ModuleSpec | type, config: Any, *sizes: int, **options: Any
+) -> Any:
+    """Build a linear with a weight in ``params_dtype``, even if the config sets
+    ``fp8_param``."""
+    # All rows of an FP8 weight have one scale, so the gates' rows cannot be in such a
+    # weight.
     wide = nullcontext()
     if getattr(config, "fp8_param", False):
         wide = import_module("transformer_engine.pytorch").fp8_model_init(enabled=False)
@@ -109,10 +125,10 @@ def build_linear(spec: ModuleSpec | type, config: Any, *sizes: int, **options: A
     weight = getattr(linear, "weight", None)
     if may_use_fp8(config) and weight is not None and stored_quantised(weight):
         raise NotImplementedError(
-            "the quantization recipe stores a projection of this layer in FP8 (fp8_param: true). "
-            "Rows of such a weight have no bf16 values for the rule's gates, and its first values "
-            "are not this layer's. Set fp8_param to false for in_proj and out_proj; their products "
-            "are in FP8 all the same."
+            "the quantization recipe stores a projection of this layer in FP8 "
+            "(fp8_param: true). Rows of such a weight have no bf16 values for the "
+            "rule's gates, and its first values are not this layer's. Set fp8_param to "
+            "false for in_proj and out_proj; their products are in FP8 all the same."
         )
     return linear
 
@@ -125,13 +141,19 @@ def runs_in_fp8(linear: Any) -> bool:
 
 
 def keep_unquantised_input(linear: Any, config: Any) -> bool:
-    """Let ``linear`` save its input unquantised; return whether ``linear`` can do so."""
+    """Let ``linear`` save its input unquantised; return whether ``linear`` can do
+    so."""
     if not may_use_fp8(config) or not hasattr(linear, "fp8_meta"):
         return True
-    if config.fp8 and config.fp8_recipe == "delayed" or not hasattr(linear, "save_original_input"):
+    if (
+        config.fp8
+        and config.fp8_recipe == "delayed"
+        or not hasattr(linear, "save_original_input")
+    ):
         log_once(
-            "out_proj keeps its input in FP8 (delayed scaling, or an older Transformer Engine), so "
-            "recompute_norm_out, part of recompute='light', frees no memory."
+            "out_proj keeps its input in FP8 (delayed scaling, or an older Transformer "
+            "Engine), so recompute_norm_out, part of recompute='light', frees no "
+            "memory."
         )
         return False
     linear.save_original_input = True
@@ -147,48 +169,56 @@ class GatesOutsideFP8(nn.Module):
     fuse_wgrad_accumulation: bool
 
     def finish_init(self, quantization_config: Any) -> None:
-        """Set the linear's quantization recipe (Megatron calls this); refuse an illegal one."""
+        """Set the linear's quantization recipe (Megatron calls this); refuse an illegal
+        one."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
         self.refuse_fp4_and_delayed_gradients()
 
     def refuse_fp4_and_delayed_gradients(self) -> None:
-        """Raise if the quantization recipe asks for FP4, or if FP8 has delayed weight gradients."""
+        """Raise if the quantization recipe asks for FP4, or if FP8 has delayed weight
+        gradients."""
         linear: Any = self
         of_module = getattr(linear, "te_quant_params", None)
         if of_module is not None:
             for recipe in (of_module.training_recipe, of_module.evaluation_recipe):
                 if recipe is not None and recipe.fp4_quantization_recipe is not None:
                     raise NotImplementedError(
-                        "the quantization recipe computes in_proj in FP4, which was never run "
-                        "beside gates in bf16. Give in_proj an FP8 recipe, or none."
+                        "the quantization recipe computes in_proj in FP4, which was "
+                        "never run beside gates in bf16. Give in_proj an FP8 recipe, "
+                        "or none."
                     )
         delayed = getattr(linear.config, "delay_wgrad_compute", False)
         if delayed and linear.will_execute_quantized(bool(linear.config.fp8)):
             raise NotImplementedError(
-                "delay_wgrad_compute with FP8: in_proj computes its gates outside of FP8, and "
-                "their weight gradient at once. Switch one of the two off."
+                "delay_wgrad_compute with FP8: in_proj computes its gates outside of "
+                "FP8, and their weight gradient at once. Switch one of the two off."
             )
 
-    def forward(self, x: Tensor, *args: Any, together: bool = True, **kwargs: Any) -> Any:
+    def forward(
+        self, x: Tensor, *args: Any, together: bool = True, **kwargs: Any
+    ) -> Any:
         """The linear's output ``[S, B, P]``, and None in place of a bias.
 
-        Under FP8, ``together=False`` returns two tensors: the columns before the gates, and the
-        gates. This option avoids a copy in the forward and in the backward.
+        Under FP8, ``together=False`` returns two tensors: the columns before the gates,
+        and the gates. This option avoids a copy in the forward and in the backward.
         """
         if not runs_in_fp8(self):
             return super().forward(x, *args, **kwargs)
         out, gates = self._main_and_gate_columns(x, args, kwargs)
         if not together:
             return out, gates
-        if isinstance(out, tuple):  # an adapter around the linear also gets the normed rows
+        # an adapter around the linear also gets the normed rows
+        if isinstance(out, tuple):
             return (torch.cat([out[0], gates], dim=-1), *out[1:]), None
         return torch.cat([out, gates], dim=-1), None
 
-    @uncompiled  # Dynamo would lose the gradients of the gates and of the weight's views
+    # Dynamo would lose the gradients of the gates and of the weight's views
+    @uncompiled
     def _main_and_gate_columns(
         self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Tensor]:
-        """The columns before the gates from an FP8 product, and the gates in the weight's dtype."""
+        """The columns before the gates from an FP8 product, and the gates in the
+        weight's dtype."""
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
         main_weight, gate_weight = self._cut_weight(weight)
@@ -196,7 +226,9 @@ class GatesOutsideFP8(nn.Module):
         if bias is not None:
             held["bias"] = bias[: self._main_rows]
         of_gates = self._gate_product_inputs(x, gate_weight)
-        gates, handed = GateProduct.apply(*of_gates, self._gates_group, self.sequence_parallel)
+        gates, handed = GateProduct.apply(
+            *of_gates, self._gates_group, self.sequence_parallel
+        )
         parameters: dict[str, Any] = self._parameters
         kept = {name: parameters[name] for name in held}
         parameters.update(held)
@@ -207,7 +239,8 @@ class GatesOutsideFP8(nn.Module):
         return out, gates if bias is None else gates + bias[self._main_rows :]
 
     def _gate_product_inputs(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        """`GateProduct`'s arguments x, weight, gamma, eps; gamma and eps are those of the norm."""
+        """`GateProduct`'s arguments x, weight, gamma, eps; gamma and eps are those of
+        the norm."""
         norm: Any = self
         gamma = self._parameters.get("layer_norm_weight")
         if gamma is None:
@@ -220,25 +253,34 @@ class GatesOutsideFP8(nn.Module):
         return normed, weight, None, 0.0
 
     def _cut_weight(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """Views of the rows before the gates and of the gates' rows, with their ``main_grad``."""
+        """Views of the rows before the gates and of the gates' rows, with their
+        ``main_grad``."""
         if hasattr(weight, "__fsdp_param__"):
             raise NotImplementedError(
-                "FP8 under Megatron-FSDP: a weight's gradient buffer is made in the backward, and "
-                "in_proj needs the buffer in the forward, to write the gradients of the gates' "
-                "rows apart. Use the distributed optimizer, or keep this layer out of FP8."
+                "FP8 under Megatron-FSDP: a weight's gradient buffer is made in the "
+                "backward, and in_proj needs the buffer in the forward, to write the "
+                "gradients of the gates' rows apart. Use the distributed optimizer, or "
+                "keep this layer out of FP8."
             )
-        fused = self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()
+        fused = (
+            self.fuse_wgrad_accumulation
+            and weight.requires_grad
+            and torch.is_grad_enabled()
+        )
         parts = _CutRows.apply(weight, self._main_rows, fused)
         if fused:
             main_grad: Any = getattr(weight, "main_grad")  # noqa: B009 - Megatron's, undeclared
-            for part, grad in zip(parts, main_grad.tensor_split([self._main_rows]), strict=True):
+            for part, grad in zip(
+                parts, main_grad.tensor_split([self._main_rows]), strict=True
+            ):
                 vars(part).update(main_grad=grad, grad_added_to_main_grad=False)
         return parts
 
 
 @cache
 def _with_gates_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``kind`` and `GatesOutsideFP8` with the class name that frameworks look up."""
+    """A subclass of ``kind`` and `GatesOutsideFP8` with the class name that frameworks
+    look up."""
     return type(kind.__name__, (GatesOutsideFP8, kind), {"__module__": kind.__module__})
 
 
@@ -250,7 +292,8 @@ class _CutRows(torch.autograd.Function):
     def forward(
         ctx: Any, weight: nn.Parameter, first: int, adds_to_main_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        """``adds_to_main_grad``: the linears add both views' gradients to ``main_grad``."""
+        """``adds_to_main_grad``: the linears add both views' gradients to
+        ``main_grad``."""
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.first, ctx.adds_to_main_grad = weight, first, adds_to_main_grad
         rows = weight.detach()
@@ -259,18 +302,28 @@ class _CutRows(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, d_main: Tensor | None, d_gates: Tensor | None):
-        """The weight's gradient from ``d_main``, ``d_gates`` of the two views; None means zero."""
+        """The weight's gradient from ``d_main``, ``d_gates`` of the two views; None
+        means zero."""
         weight = ctx.weight
         if not ctx.adds_to_main_grad:
-            counts = (ctx.first, len(weight) - ctx.first)  # row counts: the rows may be freed
+            # row counts: the rows may be freed
+            counts = (ctx.first, len(weight) - ctx.first)
             parts = zip((d_main, d_gates), counts, strict=True)
-            own = [weight.new_zeros(n, weight.shape[1]) if d is None else d for d, n in parts]
+            own = [
+                weight.new_zeros(n, weight.shape[1]) if d is None else d
+                for d, n in parts
+            ]
             return torch.cat(own), None, None
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None, None, None
         weight.grad_added_to_main_grad = True
-        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(weight), None, None  # Megatron requires a gradient, but does not read it
+        make = (
+            torch.zeros_like
+            if getattr(weight, "zero_out_wgrad", False)
+            else torch.empty_like
+        )
+        # Megatron requires a gradient, but does not read it
+        return make(weight), None, None
 
 
 class GateProduct(torch.autograd.Function):
@@ -279,25 +332,33 @@ class GateProduct(torch.autograd.Function):
         r = 1 / sqrt(mean(x^2) + eps)
         y = r (x @ (gamma weight)^T)
 
-    The normed rows are neither written nor saved. Ranks exchange the gates (64 columns) and their
-    weights, not ``x`` (2048 columns). The weight's gradient is summed in fp32, and added to
-    ``weight.main_grad`` if the weight has one.
+    The normed rows are neither written nor saved. Ranks exchange the gates (64 columns)
+    and their weights, not ``x`` (2048 columns). The weight's gradient is summed in
+    fp32, and added to ``weight.main_grad`` if the weight has one.
 
-    ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` is ``[p, D]``,
-    ``gamma`` ``[D]`` or None. The results are y ``[S, B, p]`` and ``x``, to be passed only to the
-    other columns' linear. The backward adds the gates' term to that linear's d_x in place,
+    ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` is
+    ``[p, D]``, ``gamma`` ``[D]`` or None. The results are y ``[S, B, p]`` and ``x``, to
+    be passed only to the other columns' linear. The backward adds the gates' term to
+    that linear's d_x in place,
 
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, gamma: Tensor | None, eps: float, group: Any,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        gamma: Tensor | None,
+        eps: float,
+        group: Any,
         sequence_parallel: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return y and x; ``gamma``, ``eps``: the norm's; ``sequence_parallel``: x is split."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return y and x; ``gamma``, ``eps``: the norm's; ``sequence_parallel``: x is
+        split."""
         ctx.set_materialize_grads(False)
-        whole = gather_from_sequence_parallel_region(weight, group=group)  # all ranks' rows
+        # all ranks' rows
+        whole = gather_from_sequence_parallel_region(weight, group=group)
         x_TD, factor = x.flatten(0, 1), whole
         r_T1 = None
         if gamma is not None:
@@ -320,13 +381,20 @@ class GateProduct(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, d_gates: Tensor | None, d_x: Tensor | None) -> tuple[Tensor | None, ...]:
-        """``d_gates`` is the gradient of y, ``d_x`` of the result ``x``; None means zero."""
+    def backward(
+        ctx: Any, d_gates: Tensor | None, d_x: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """``d_gates`` is the gradient of y, ``d_x`` of the result ``x``; None means
+        zero."""
         if d_gates is None:
             return d_x, None, None, None, None, None
         x, whole, factor, gamma, r_T1, y = ctx.saved_tensors
         group, split = ctx.group, ctx.sequence_parallel and ctx.group.size() > 1
-        gathered = all_to_all_hp2sp if split else all_gather_last_dim_from_tensor_parallel_region
+        gathered = (
+            all_to_all_hp2sp
+            if split
+            else all_gather_last_dim_from_tensor_parallel_region
+        )
         x_TD, d_y = x.flatten(0, 1), gathered(d_gates.flatten(0, 1), group)
         d_scaled = d_y if r_T1 is None else (d_y * r_T1).to(d_y.dtype)
         d_weight = d_gamma = None
@@ -348,7 +416,9 @@ class GateProduct(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 d_own = outer if gamma is None else outer * gamma
                 if split:
-                    d_own = reduce_scatter_to_sequence_parallel_region(d_own, group=group)
+                    d_own = reduce_scatter_to_sequence_parallel_region(
+                        d_own, group=group
+                    )
                 else:
                     d_own = d_own.chunk(group.size())[group.rank()]
                 if ctx.main_grad is None:

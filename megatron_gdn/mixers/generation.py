@@ -1,8 +1,9 @@
 """A mixer's generation in Megatron's static and dynamic contexts.
 
-A ``DynamicInferenceContext`` lays the tokens of a step end to end: first the s tokens of each
-decoding request (s = 1 + num_speculative_tokens), then prompts or chunks of them, then padding. A
-slot of the context's buffers has a request's states and last W conv inputs; padding has slot -1.
+A ``DynamicInferenceContext`` lays the tokens of a step end to end: first the s tokens
+of each decoding request (s = 1 + num_speculative_tokens), then prompts or chunks of
+them, then padding. A slot of the context's buffers has a request's states and last W
+conv inputs; padding has slot -1.
 
 Legend: N requests, M slots, s tokens of one request, t tokens of a step.
 """
@@ -38,9 +39,9 @@ def generate(
 ) -> Tensor:
     """Turn the next tokens' rows ``[s, B, P]`` into rows ``[s, B, H V]`` for out_proj.
 
-    The memory in ``context`` is updated. On each rank ``rows`` has all tokens, also under
-    sequence parallelism. Packed sequences, context parallelism and calls that want gradients
-    raise a NotImplementedError.
+    The memory in ``context`` is updated. On each rank ``rows`` has all tokens, also
+    under sequence parallelism. Packed sequences, context parallelism and calls that
+    want gradients raise a NotImplementedError.
     """
     _refuse_generation(mixer, rows, context)
     if not context.is_static_batching():
@@ -53,29 +54,36 @@ def generate(
             return _dynamic_step(mixer, rows, context)
     s, B = rows.shape[:2]
     with nvtx_range_of(mixer, "mixer"):
-        if packed is not None and resolve_packed_seq_params(packed, s, rows.device) is not None:
+        if (
+            packed is not None
+            and resolve_packed_seq_params(packed, s, rows.device) is not None
+        ):
             raise NotImplementedError(
-                "a StaticInferenceContext holds one batch of equal lengths; for requests of "
-                "other lengths use Megatron's DynamicInferenceContext."
+                "a StaticInferenceContext holds one batch of equal lengths; for "
+                "requests of other lengths use Megatron's DynamicInferenceContext."
             )
         offset = context.sequence_len_offset
         if attention_mask is not None:
-            require_causal(attention_mask, B, offset + s, lambda: range(offset, offset + s))
+            require_causal(
+                attention_mask, B, offset + s, lambda: range(offset, offset + s)
+            )
         assert mixer.layer_number is not None
         return mix_static(rows, mixer.whole_parts(rows), context, mixer.layer_number)
 
 
 def _refuse_generation(mixer: Any, rows: Tensor, context: Any) -> None:
-    """Raise for a context or layer that cannot generate, and for rows that need a gradient."""
+    """Raise for a context or layer that cannot generate, and for rows that need a
+    gradient."""
     static = getattr(context, "is_static_batching", None)
     if static is None or not (static() or hasattr(context, "mamba_states_cache")):
         raise NotImplementedError(
-            f"{type(mixer).__name__} generates with Megatron's StaticInferenceContext and "
-            f"DynamicInferenceContext, not with a {type(context).__name__}."
+            f"{type(mixer).__name__} generates with Megatron's StaticInferenceContext "
+            f"and DynamicInferenceContext, not with a {type(context).__name__}."
         )
     if mixer.layer_number is None:
         raise ValueError(
-            "a layer keeps its state under its layer_number; build it with layer_number=1, 2, ..."
+            "a layer keeps its state under its layer_number; build it with "
+            "layer_number=1, 2, ..."
         )
     cp_size = mixer.pg_collection.cp.size()
     if cp_size > 1 and not getattr(context, "whole_on_every_rank", False):
@@ -87,8 +95,8 @@ def _refuse_generation(mixer: Any, rows: Tensor, context: Any) -> None:
         )
     if torch.is_grad_enabled() and rows.requires_grad:
         raise NotImplementedError(
-            "generation has no backward; call the model under torch.inference_mode() or "
-            "torch.no_grad(), or without an inference context to train it."
+            "generation has no backward; call the model under torch.inference_mode() "
+            "or torch.no_grad(), or without an inference context to train it."
         )
 
 
@@ -96,13 +104,13 @@ def _dynamic_step(mixer: Any, rows: Tensor, context: Any) -> Tensor:
     """Turn a step's rows ``[t, 1, P]``, padding included, into rows ``[t, 1, H V]``."""
     if not getattr(context, "is_hybrid_model", False):
         raise ValueError(
-            f"this {type(context).__name__} has no buffers for recurrent states; give its "
-            f"InferenceConfig a mamba_inference_state_config."
+            f"this {type(context).__name__} has no buffers for recurrent states; give "
+            "its InferenceConfig a mamba_inference_state_config."
         )
     if getattr(context, "mamba_slot_allocator", None) is not None:
         raise NotImplementedError(
-            f"{type(mixer).__name__} does not store states at the ends of cached prefixes; set "
-            f"prefix_caching_mamba_gb=None."
+            f"{type(mixer).__name__} does not store states at the ends of cached "
+            "prefixes; set prefix_caching_mamba_gb=None."
         )
     assert mixer.layer_number is not None
     number = mixer.layer_number - mixer.pp_layer_offset
@@ -129,16 +137,22 @@ def _dynamic_step(mixer: Any, rows: Tensor, context: Any) -> Tensor:
     return mixed
 
 
-def state_shapes_per_request(mixer: Any) -> tuple[tuple[int, int], tuple[int, int, int]]:
+def state_shapes_per_request(
+    mixer: Any,
+) -> tuple[tuple[int, int], tuple[int, int, int]]:
     """The shapes of a request's conv window ``[C, W]`` and its states ``[H, K, V]``.
 
-    States are ``[H, V, K]`` if ``state_transposed``. In ``batch_invariant_mode`` the window is
-    larger, as described in :class:`..ops.generation.memory.Memory`.
+    States are ``[H, V, K]`` if ``state_transposed``. In ``batch_invariant_mode`` the
+    window is larger, as described in :class:`..ops.generation.memory.Memory`.
     """
     heads, rows, columns, _ = mixer.dims.state
-    states = (heads, columns, rows) if mixer.state_transposed else (heads, rows, columns)
+    states = (
+        (heads, columns, rows) if mixer.state_transposed else (heads, rows, columns)
+    )
     taps, on_grid = mixer.dims.conv_kernel_dim, mixer.config.batch_invariant_mode
-    return MemoryShape.of(mixer.dims.layout, mixer.dims.state, taps, on_grid).window, states
+    return MemoryShape.of(
+        mixer.dims.layout, mixer.dims.state, taps, on_grid
+    ).window, states
 
 
 def decode_requests(
@@ -152,23 +166,27 @@ def decode_requests(
 ) -> Tensor:
     """Turn ``projected [N, s, P]``, N requests' next tokens, into rows ``[N, s, H V]``.
 
-    ``conv_state``, ``ssm_state``: the context's histories and states; request n has slot
-    ``batch_indices[n]`` (default n). The intermediate buffers ``[M, s, ...]`` receive the
-    memory after each token, and the context later keeps the memory after the last accepted
-    token. Several tokens without intermediate buffers raise a ValueError.
+    ``conv_state``, ``ssm_state``: the context's histories and states; request n has
+    slot ``batch_indices[n]`` (default n). The intermediate buffers ``[M, s, ...]``
+    receive the memory after each token, and the context later keeps the memory after
+    the last accepted token. Several tokens without intermediate buffers raise a
+    ValueError.
     """
     rows, slots = projected.transpose(0, 1), batch_indices
     if slots is None:
         slots = torch.arange(len(projected), device=projected.device)
     parts, s = mixer.whole_parts(rows), len(rows)
-    memory, after = _checked_memory(mixer, parts, rows, conv_state, ssm_state, slots), None
+    memory, after = (
+        _checked_memory(mixer, parts, rows, conv_state, ssm_state, slots),
+        None,
+    )
     if intermediate_conv_state is not None and intermediate_ssm_state is not None:
         after = _memory_of(mixer, intermediate_conv_state, intermediate_ssm_state)
     if s > 1 and after is None:
         raise ValueError(
-            f"{s} tokens at once need buffers for the states after each token, so that tokens "
-            f"which are not accepted can be taken back; set num_speculative_tokens={s - 1} in "
-            f"the InferenceConfig."
+            f"{s} tokens at once need buffers for the states after each token, so that "
+            "tokens which are not accepted can be taken back; set "
+            f"num_speculative_tokens={s - 1} in the InferenceConfig."
         )
     return decode(rows, parts, memory, after).transpose(0, 1)
 
@@ -176,29 +194,39 @@ def decode_requests(
 def prefill_requests(
     mixer: Any, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
 ) -> Tensor:
-    """Run prompts or chunks of prompts; each continues from the memory in its request's slot.
+    """Run prompts or chunks of prompts; each continues from the memory in its request's
+    slot.
 
-    ``projected [t, 1, P]`` has the sequences' rows, then padding. The result ``[t, 1, H V]``
-    is zero at padding. The capture of a CUDA graph raises a NotImplementedError.
+    ``projected [t, 1, P]`` has the sequences' rows, then padding. The result
+    ``[t, 1, H V]`` is zero at padding. The capture of a CUDA graph raises a
+    NotImplementedError.
     """
     if projected.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            "prompts are cut by lengths that the host knows, which a CUDA graph would freeze; "
-            "set use_cuda_graphs_for_non_decode_steps=False in the InferenceConfig."
+            "prompts are cut by lengths that the host knows, which a CUDA graph would "
+            "freeze; set use_cuda_graphs_for_non_decode_steps=False in the "
+            "InferenceConfig."
         )
     parts, metadata = mixer.whole_parts(projected), context.mamba_metadata
     offsets = tuple(metadata.cu_seqlens_list)  # offsets of the requests' tokens
     memory = _checked_memory(mixer, parts, projected, conv_state, ssm_state)
-    mixed = projected.new_zeros(len(projected), 1, parts.state.heads * parts.state.columns)
+    mixed = projected.new_zeros(
+        len(projected), 1, parts.state.heads * parts.state.columns
+    )
     if len(offsets) > 1:
         slots = metadata.batch_indices_prefill[: len(offsets) - 1]
         documents, real = Documents(offsets, projected.device), slice(offsets[-1])
-        mixed[real] = prefill(projected[real], parts, memory._replace(slots=slots), documents)
+        mixed[real] = prefill(
+            projected[real], parts, memory._replace(slots=slots), documents
+        )
     return mixed
 
 
-def _memory_of(mixer: Any, conv: Tensor, states: Tensor, slots: Tensor | None = None) -> Memory:
-    """The Memory in these buffers, states ``[H, K, V]``; request n has slot ``slots[n]``."""
+def _memory_of(
+    mixer: Any, conv: Tensor, states: Tensor, slots: Tensor | None = None
+) -> Memory:
+    """The Memory in these buffers, states ``[H, K, V]``; request n has slot
+    ``slots[n]``."""
     return Memory(conv, states.mT if mixer.state_transposed else states, slots)
 
 
@@ -215,21 +243,22 @@ def _checked_memory(
     wide = torch.promote_types(dtype, torch.float32)
     of_states = (H, V, K) if mixer.state_transposed else (H, K, V)
     for name, buffer, of_request, least in (
-        ("conv", conv, parts.shape.window, dtype), ("states", states, of_states, wide)
-    ):  # fmt: skip
+        ("conv", conv, parts.shape.window, dtype),
+        ("states", states, of_states, wide),
+    ):
         if tuple(buffer.shape[1:]) != of_request:
             raise ValueError(
-                f"the context holds {name} of shape {tuple(buffer.shape)}, and this layer's "
-                f"are {of_request} per request. A dynamic context has room for recurrent "
-                f"layers of one kind and size; generate with this model through a "
-                f"StaticInferenceContext."
+                f"the context holds {name} of shape {tuple(buffer.shape)}, and this "
+                f"layer's are {of_request} per request. A dynamic context has room for "
+                "recurrent layers of one kind and size; generate with this model "
+                "through a StaticInferenceContext."
             )
         if torch.promote_types(buffer.dtype, least) != buffer.dtype:
             raise ValueError(
-                f"the context holds {name} in {buffer.dtype}, which would round them at every "
-                f"token; they must be {least}. Build the context with "
-                f"MambaInferenceStateConfig.from_model(model, conv_states_dtype={dtype}, "
-                f"ssm_states_dtype={wide}); in a launch: "
+                f"the context holds {name} in {buffer.dtype}, which would round them "
+                f"at every token; they must be {least}. Build the context with "
+                "MambaInferenceStateConfig.from_model(model, "
+                f"conv_states_dtype={dtype}, ssm_states_dtype={wide}); in a launch: "
                 f"--mamba-inference-conv-states-dtype {_dtype_flag(dtype)} "
                 f"--mamba-inference-ssm-states-dtype {_dtype_flag(wide)}."
             )

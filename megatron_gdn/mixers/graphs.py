@@ -1,8 +1,10 @@
-"""CUDA graphs: packed documents that a graph can replay, and Megatron's own graphs of layers.
+"""CUDA graphs: packed documents that a graph can replay, and Megatron's own graphs of
+layers.
 
-Under ``cuda_graph_impl="local"`` Megatron copies each dataclass argument of a layer, fills the
-tensors of the copy before each replay, and refuses a step in which a field that is no tensor has
-changed. Documents in other buffers change the field ``buffers`` below, so Megatron refuses them.
+Under ``cuda_graph_impl="local"`` Megatron copies each dataclass argument of a layer,
+fills the tensors of the copy before each replay, and refuses a step in which a field
+that is no tensor has changed. Documents in other buffers change the field ``buffers``
+below, so Megatron refuses them.
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ from torch import Tensor
 from ..ops.static_documents import StaticDocuments
 from .packing import static_documents_of
 
-# Names of one config field: the first up to Megatron 0.20, the second in Megatron-LM's dev.
+# Names of one config field: the first up to Megatron 0.20, the second in Megatron-LM's
+# dev.
 _OWN_RANKS = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _LEAVE_OUT = (
-    "leave the layer out of the graphs (cuda_graph_modules without 'attn'), or train on unpacked "
-    "sequences."
+    "leave the layer out of the graphs (cuda_graph_modules without 'attn'), or train "
+    "on unpacked sequences."
 )
 _buffer_numbers = count()
 
 
 @dataclass(frozen=True, init=False, eq=False)
 class FixedBuffers:
-    """Documents in fixed buffers, with a number by which Megatron notices other buffers."""
+    """Documents in fixed buffers, with a number by which Megatron notices other
+    buffers."""
 
     number: int
     documents: ClassVar[Any]  # not a field, because Megatron compares all fields
@@ -45,14 +49,16 @@ class FixedBuffers:
 
 @dataclass
 class StaticPackedSeqParams(PackedSeqParams):
-    """The result of :func:`static_packed_seq_params`; a copy refers to the same buffers."""
+    """The result of :func:`static_packed_seq_params`; a copy refers to the same
+    buffers."""
 
     buffers: FixedBuffers | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         fields = {**vars(self), name: value}
         buffers: FixedBuffers | None = fields.get("buffers")
-        # While capturing, Megatron sets ``cu_seqlens_*`` to descriptions, then to graph tensors.
+        # While capturing, Megatron sets ``cu_seqlens_*`` to descriptions, then to graph
+        # tensors.
         if buffers is not None and not is_graph_capturing():
             boundaries = buffers.documents.boundaries
             for side in ("q", "kv"):
@@ -61,10 +67,10 @@ class StaticPackedSeqParams(PackedSeqParams):
                 given, missing = fields[slot], fields[slot] is None and side == "q"
                 if missing or (isinstance(given, Tensor) and given is not boundaries):
                     raise ValueError(
-                        f"packed_seq_params.{slot} must stay the fixed buffer that these "
-                        f"packed_seq_params were made with: a graph would replay that buffer. "
-                        f"Write boundaries with megatron_gdn.set_documents, or make another "
-                        f"PackedSeqParams."
+                        f"packed_seq_params.{slot} must stay the fixed buffer that "
+                        "these packed_seq_params were made with: a graph would replay "
+                        "that buffer. Write boundaries with "
+                        "megatron_gdn.set_documents, or make another PackedSeqParams."
                     )
         super().__setattr__(name, value)
 
@@ -76,18 +82,21 @@ def static_packed_seq_params(
     max_seqlen: int | None = None,
     device: torch.device | str = "cuda",
 ) -> PackedSeqParams:
-    """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be captured.
+    """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be
+    captured.
 
-    Every replay uses the boundaries that :func:`set_documents` wrote last; before the first call
-    the documents have ``max_seqlen`` tokens each. ``docs/cuda_graphs.md`` has an example.
+    Every replay uses the boundaries that :func:`set_documents` wrote last; before the
+    first call the documents have ``max_seqlen`` tokens each. ``docs/cuda_graphs.md``
+    has an example.
 
     Args:
-        total_tokens: tokens of the packed buffer over all context-parallel ranks; the same for
-            every micro-batch (make padding at the end a document of its own).
-        max_documents: the largest number of documents of a micro-batch. Kernels run for this number
-            of documents and skip the empty ones.
-        max_seqlen: ``max_seqlen_q`` and ``max_seqlen_kv``, which attention layers and rotary
-            embeddings read on the host; no document may be longer. None is ``total_tokens``.
+        total_tokens: tokens of the packed buffer over all context-parallel ranks; the
+            same for every micro-batch (make padding at the end a document of its own).
+        max_documents: the largest number of documents of a micro-batch. Kernels run for
+            this number of documents and skip the empty ones.
+        max_seqlen: ``max_seqlen_q`` and ``max_seqlen_kv``, which attention layers and
+            rotary embeddings read on the host; no document may be longer. None is
+            ``total_tokens``.
         device: the device of the layers.
 
     Returns:
@@ -95,23 +104,28 @@ def static_packed_seq_params(
         ``[max_documents + 1]``, whose unused entries are ``total_tokens``.
 
     Raises:
-        ValueError: an argument is below 1, or ``max_documents * max_seqlen < total_tokens``.
+        ValueError: an argument is below 1, or
+            ``max_documents * max_seqlen < total_tokens``.
     """
     documents = StaticDocuments(total_tokens, max_documents, device, max_seqlen)
     longest = total_tokens if max_seqlen is None else max_seqlen
     return StaticPackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=documents.boundaries, cu_seqlens_kv=documents.boundaries,
-        max_seqlen_q=longest, max_seqlen_kv=longest, buffers=FixedBuffers(documents),
-    )  # fmt: skip
+        cu_seqlens_q=documents.boundaries,
+        cu_seqlens_kv=documents.boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        buffers=FixedBuffers(documents),
+    )
 
 
 def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -> None:
     """Write new boundaries into the buffers of :func:`static_packed_seq_params`.
 
-    The host does not wait for the GPU. One set of buffers serves one micro-batch at a time, since
-    the micro-batch's backward reads the buffers too. Call this function on the stream of the
-    replay, or inside the captured region with a ``cu_seqlens`` that is a fixed buffer on the GPU.
+    The host does not wait for the GPU. One set of buffers serves one micro-batch at a
+    time, since the micro-batch's backward reads the buffers too. Call this function on
+    the stream of the replay, or inside the captured region with a ``cu_seqlens`` that
+    is a fixed buffer on the GPU.
 
     Args:
         cu_seqlens: int ``[m + 1]``, m up to ``max_documents``: global offsets from 0 to
@@ -119,8 +133,8 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
     Raises:
         TypeError: ``params`` has no fixed buffers.
-        ValueError: documents are too many or too long, or the offsets are not valid. An assertion
-            on the GPU checks the offsets of a ``cu_seqlens`` on the GPU.
+        ValueError: documents are too many or too long, or the offsets are not valid. An
+            assertion on the GPU checks the offsets of a ``cu_seqlens`` on the GPU.
     """
     documents = static_documents_of(params)
     if documents is None:
@@ -132,7 +146,8 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
 
 def in_layer_graph(config: TransformerConfig) -> bool:
-    """Whether Megatron captures the mixer in a graph; if so, raise if cp groups can change."""
+    """Whether Megatron captures the mixer in a graph; if so, raise if cp groups can
+    change."""
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
     modules = {module.name for module in cast(Iterable[Any], config.cuda_graph_modules)}
@@ -140,42 +155,48 @@ def in_layer_graph(config: TransformerConfig) -> bool:
         captured = cast(Any, config.inference_cuda_graph_scope).name != "block"
     else:
         captured = not modules or "attn" in modules
-    own_ranks = next((name for name in _OWN_RANKS if getattr(config, name, False)), None)
+    own_ranks = next(
+        (name for name in _OWN_RANKS if getattr(config, name, False)), None
+    )
     if captured and own_ranks:
         raise ValueError(
             f"cuda_graph_impl={config.cuda_graph_impl!r} captures this layer, and "
-            f"{own_ranks} packs documents, with a group of ranks for each micro-batch; a graph "
-            f"would replay the documents and the group of the first micro-batch; {_LEAVE_OUT}"
+            f"{own_ranks} packs documents, with a group of ranks for each micro-batch; "
+            "a graph would replay the documents and the group of the first "
+            f"micro-batch; {_LEAVE_OUT}"
         )
     return captured
 
 
 def refuse_packed(config: TransformerConfig, packed: PackedSeqParams) -> None:
-    """Refuse packed documents whose boundaries a graph of the layer would not update."""
+    """Refuse packed documents whose boundaries a graph of the layer would not
+    update."""
     if not in_layer_graph(config):
         return
     impl = config.cuda_graph_impl
     if impl == "transformer_engine":
         raise NotImplementedError(
-            f"packed_seq_params with cuda_graph_impl={impl!r}: Megatron passes only tensors to "
-            f"these graphs of a layer, and no boundaries. Use cuda_graph_impl='local' with "
-            f"megatron_gdn.static_packed_seq_params (docs/cuda_graphs.md); or {_LEAVE_OUT}"
+            f"packed_seq_params with cuda_graph_impl={impl!r}: Megatron passes only "
+            "tensors to these graphs of a layer, and no boundaries. Use "
+            "cuda_graph_impl='local' with megatron_gdn.static_packed_seq_params "
+            f"(docs/cuda_graphs.md); or {_LEAVE_OUT}"
         )
     if static_documents_of(packed) is None:
         raise NotImplementedError(
-            f"packed_seq_params with cuda_graph_impl={impl!r}: a graph would replay the boundaries "
-            f"of the first micro-batch. Make packed_seq_params with "
-            f"megatron_gdn.static_packed_seq_params, and write each micro-batch's boundaries with "
-            f"set_documents (docs/cuda_graphs.md); or {_LEAVE_OUT}"
+            f"packed_seq_params with cuda_graph_impl={impl!r}: a graph would replay "
+            "the boundaries of the first micro-batch. Make packed_seq_params with "
+            "megatron_gdn.static_packed_seq_params, and write each micro-batch's "
+            f"boundaries with set_documents (docs/cuda_graphs.md); or {_LEAVE_OUT}"
         )
 
 
 def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Let layers with softmax attention run eagerly under ``cuda_graph_impl="local"``.
 
-    Unless ``apply_rope_fusion`` is on, the rotary embedding of packed documents reads boundaries on
-    the host, which a graph cannot capture. Megatron's setting ``cuda_graph_modules`` cannot leave
-    out only these layers. Call this function before the first step. Returns the layers left out.
+    Unless ``apply_rope_fusion`` is on, the rotary embedding of packed documents reads
+    boundaries on the host, which a graph cannot capture. Megatron's setting
+    ``cuda_graph_modules`` cannot leave out only these layers. Call this function before
+    the first step. Returns the layers left out.
     """
     left_out = [
         layer

@@ -1,4 +1,5 @@
-"""Hooks and forwards of modules whose parameters a mixer reads without calling the modules."""
+"""Hooks and forwards of modules whose parameters a mixer reads without calling the
+modules."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ _HOOKS_OF_ALL = (  # torch never replaces these dictionaries
     of_all_modules._global_backward_hooks,
 )
 _MEGATRON_DDP = "megatron.core.distributed.distributed_data_parallel"
-_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # end of a module's name: megatron-core has a copy
+# end of a module's name: megatron-core has a copy
+_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"
 
 
 def _waits_for_parameters(hook: Callable) -> bool:
-    """Whether a pre-hook is one by which Megatron's wrappers wait for gathered parameters."""
+    """Whether a pre-hook is one by which Megatron's wrappers wait for gathered
+    parameters."""
     module = getattr(hook, "__module__", None) or ""
     if module.endswith(_MEGATRON_FSDP):
         return getattr(hook, "__name__", None) == "_pre_forward_param_unshard"
@@ -33,27 +36,31 @@ def _waits_for_parameters(hook: Callable) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of ``module`` runs a hook of the module or one of torch's global hooks."""
+    """Whether a call of ``module`` runs a hook of the module or one of torch's global
+    hooks."""
     return bool(module._forward_pre_hooks) or _has_other_hooks(module)
 
 
 def _has_other_hooks(module: nn.Module) -> bool:
-    """Whether a call of ``module`` runs hooks other than the module's forward pre-hooks."""
+    """Whether a call of ``module`` runs hooks other than the module's forward
+    pre-hooks."""
     own = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(own) or any(_HOOKS_OF_ALL)
 
 
 def only_waits_for_parameters(module: nn.Module) -> bool:
-    """Whether a call of ``module`` runs only hooks that :func:`wait_for_parameters` runs."""
+    """Whether a call of ``module`` runs only hooks that :func:`wait_for_parameters`
+    runs."""
     before = module._forward_pre_hooks.values()
     return not _has_other_hooks(module) and all(map(_waits_for_parameters, before))
 
 
 def wait_for_parameters(module: nn.Module) -> None:
-    """Run the pre-hooks by which Megatron's data-parallel wrappers wait for gathered parameters.
+    """Run the pre-hooks by which Megatron's data-parallel wrappers wait for gathered
+    parameters.
 
-    Before the gather, parameters hold the last step's values (``overlap_param_gather``) or have no
-    memory (Megatron-FSDP).
+    Before the gather, parameters hold the last step's values (``overlap_param_gather``)
+    or have no memory (Megatron-FSDP).
     """
     for hook in list(module._forward_pre_hooks.values()):
         if _waits_for_parameters(hook):
@@ -62,13 +69,18 @@ def wait_for_parameters(module: nn.Module) -> None:
 
 @contextmanager
 def gathered_parameters(module: nn.Module) -> Iterator[None]:
-    """In this context the parameters of ``module`` are gathered, so calls need not wait."""
+    """In this context the parameters of ``module`` are gathered, so calls need not
+    wait."""
     parts = [part for part in module.modules() if part._forward_pre_hooks]
     hooks = [part._forward_pre_hooks for part in parts]
     try:
         for part, own in zip(parts, hooks, strict=True):
             wait_for_parameters(part)
-            others = ((key, hook) for key, hook in own.items() if not _waits_for_parameters(hook))
+            others = (
+                (key, hook)
+                for key, hook in own.items()
+                if not _waits_for_parameters(hook)
+            )
             part._forward_pre_hooks = OrderedDict(others)
         yield
     finally:
@@ -77,18 +89,22 @@ def gathered_parameters(module: nn.Module) -> Iterator[None]:
 
 
 def forward_slot(module: nn.Module) -> str:
-    """The attribute of an instance whose value a call runs in place of the class's ``forward``.
+    """The attribute of an instance whose value a call runs in place of the class's
+    ``forward``.
 
-    accelerate's hooks set ``forward`` and keep what it was, which they call, in ``_old_forward``.
+    accelerate's hooks set ``forward`` and keep what it was, which they call, in
+    ``_old_forward``.
     """
     hooked = "_hf_hook" in vars(module) and "_old_forward" in vars(module)
     return "_old_forward" if hooked else "forward"
 
 
 def runs_class_forward(module: nn.Module) -> bool:
-    """Whether a call of ``module`` runs its class's ``forward``, inside accelerate's hooks if any.
+    """Whether a call of ``module`` runs its class's ``forward``, inside accelerate's
+    hooks if any.
 
-    A bound method of the class is what accelerate leaves behind when its hooks are removed.
+    A bound method of the class is what accelerate leaves behind when its hooks are
+    removed.
     """
     forward = vars(module).get(forward_slot(module))
     return forward is None or getattr(forward, "__func__", None) is type(module).forward
@@ -96,9 +112,11 @@ def runs_class_forward(module: nn.Module) -> bool:
 
 @contextmanager
 def loaded_by_accelerate(*modules: nn.Module) -> Iterator[None]:
-    """In this context accelerate's hooks have loaded offloaded parameters of ``modules``.
+    """In this context accelerate's hooks have loaded offloaded parameters of
+    ``modules``.
 
-    The hooks run in a module's forward, so they do not run for modules that are not called.
+    The hooks run in a module's forward, so they do not run for modules that are not
+    called.
     """
     hooked = [(module, vars(module).get("_hf_hook")) for module in modules]
     hooked = [(module, hook) for module, hook in hooked if hook is not None]
@@ -112,36 +130,41 @@ def loaded_by_accelerate(*modules: nn.Module) -> Iterator[None]:
 
 
 def require_plain_conv(conv: nn.Module) -> None:
-    """Refuse a ``conv1d`` that is not torch's plain convolution with stride and dilation 1.
+    """Refuse a ``conv1d`` that is not torch's plain convolution with stride and
+    dilation 1.
 
-    accelerate's forward, which moves inputs between devices, is legal, and so is modelopt's class
-    while its quantizers are off.
+    accelerate's forward, which moves inputs between devices, is legal, and so is
+    modelopt's class while its quantizers are off.
     """
     plain = type(conv).forward is _CONV_FORWARD and runs_class_forward(conv)
-    if not plain and any(cls.__module__.startswith("modelopt.") for cls in type(conv).__mro__):
+    if not plain and any(
+        cls.__module__.startswith("modelopt.") for cls in type(conv).__mro__
+    ):
         plain = not any(part.is_enabled for part in conv.children())
     if not plain or not conv.dilation == conv.stride == (1,):
         raise NotImplementedError(
-            f"conv1d is a {type(conv).__name__} with a forward, dilation or stride of its own, but "
-            f"the mixer reads the weight and computes the convolution itself. Leave conv1d out of "
-            f"adapters, quantization (modelopt's quantizers named '*conv1d*') and patches, or "
-            f"parametrise its weight."
+            f"conv1d is a {type(conv).__name__} with a forward, dilation or stride of "
+            "its own, but the mixer reads the weight and computes the convolution "
+            "itself. Leave conv1d out of adapters, quantization (modelopt's quantizers "
+            "named '*conv1d*') and patches, or parametrise its weight."
         )
 
 
 def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
-    """Run the pre-hooks of a module that is never called; none may replace ``make_input()``."""
+    """Run the pre-hooks of a module that is never called; none may replace
+    ``make_input()``."""
     name = type(module).__name__
     if _has_other_hooks(module):
         log_once(
-            f"GatedDeltaNet: the mixer computes its {name} itself and never calls it, so forward "
-            f"hooks and backward hooks, also those for all modules, do not run on the {name}; "
-            f"its forward pre-hooks do."
+            f"GatedDeltaNet: the mixer computes its {name} itself and never calls it, "
+            "so forward hooks and backward hooks, also those for all modules, do not "
+            f"run on the {name}; its forward pre-hooks do."
         )
     if not module._forward_pre_hooks:
         return
     inputs = (make_input(),)
-    for key, hook in list(module._forward_pre_hooks.items()):  # a hook may remove itself
+    # a hook may remove itself
+    for key, hook in list(module._forward_pre_hooks.items()):
         returned: Any
         added_keywords: dict[str, Any] = {}
         if key in module._forward_pre_hooks_with_kwargs:
@@ -152,14 +175,18 @@ def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
             returned = returned[0]
         if added_keywords or returned is not inputs[0]:
             raise NotImplementedError(
-                f"a forward pre-hook of GatedDeltaNet's {name} ({hook}) returned another input. "
-                f"The mixer computes this module from the projection's rows, so a hook may read "
-                f"them and return None; to change them, hook in_proj's output."
+                f"a forward pre-hook of GatedDeltaNet's {name} ({hook}) returned "
+                "another input. The mixer computes this module from the projection's "
+                "rows, so a hook may read them and return None; to change them, hook "
+                "in_proj's output."
             )
 
 
-def read_conv_module(conv: Any, rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
-    """Run the forward pre-hooks of the module ``conv`` for ``rows``; return its weight and bias."""
+def read_conv_module(
+    conv: Any, rows: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor | None]:
+    """Run the forward pre-hooks of the module ``conv`` for ``rows``; return its weight
+    and bias."""
     require_plain_conv(conv)
     if has_hooks(conv):  # hooks may change parameters, so they run first
         columns = layout.conv_columns

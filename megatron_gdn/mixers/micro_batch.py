@@ -1,7 +1,9 @@
-"""The one place that decides how a micro-batch runs: its documents, its scheme and its rule.
+"""The one place that decides how a micro-batch runs: its documents, its scheme and its
+rule.
 
-Models are moved and cast after they are built, and a micro-batch may bring its own context-parallel
-group. So a new layer takes a rule for a guessed device and dtype; a forward corrects the rule.
+Models are moved and cast after they are built, and a micro-batch may bring its own
+context-parallel group. So a new layer takes a rule for a guessed device and dtype; a
+forward corrects the rule.
 """
 
 from __future__ import annotations
@@ -15,8 +17,19 @@ import torch
 from torch import Tensor
 
 from ..compat.observe import log_once
-from ..context_parallel import Chunkwise, Headwise, LinearCpMode, Scheme, SequenceLayout, Whole
-from ..context_parallel.agreement import number_of_new_layer, ranks_per_machine, require_agreement
+from ..context_parallel import (
+    Chunkwise,
+    Headwise,
+    LinearCpMode,
+    Scheme,
+    SequenceLayout,
+    Whole,
+)
+from ..context_parallel.agreement import (
+    number_of_new_layer,
+    ranks_per_machine,
+    require_agreement,
+)
 from ..context_parallel.price import price
 from ..context_parallel.scheme import Passage, keep_in_place
 from ..ops.documents import Documents, require_one_row
@@ -37,7 +50,8 @@ if TYPE_CHECKING:
 _MOST_GROUPS = 16  # the number of groups whose schemes a layer keeps
 _MOST_MICRO_BATCHES = 32  # the number of micro-batches whose tables a layer keeps
 _ANY_LAYOUT = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
-# ``choose(device, dtype, bits)`` returns the rule for rows of this dtype, and the reason.
+# ``choose(device, dtype, bits)`` returns the rule for rows of this dtype, and the
+# reason.
 ChooseRule = Callable[..., tuple[Rule, str]]
 
 
@@ -50,11 +64,13 @@ class MicroBatch:
     rule: Rule  # the recurrence
     front: TableFront  # computes the rule's inputs from rows of the scheme's layout
     scheme: Scheme  # decides which heads and tokens each rank computes
-    passage: Passage  # exchanges rows: ``open`` before the mixer runs, ``close`` afterwards
+    # exchanges rows: ``open`` before the mixer runs, ``close`` afterwards
+    passage: Passage
 
     @property
     def rows_stay(self) -> bool:
-        """Whether the front reads in_proj's output itself: not exchanged, and not on the grid."""
+        """Whether the front reads in_proj's output itself: not exchanged, and not on
+        the grid."""
         return not self.scheme.moves_rows and self.rule.bits is not Bits.ON_GRID
 
     def local_positions(self) -> Tensor:
@@ -66,14 +82,16 @@ class MicroBatches:
     """Decides how one layer runs each micro-batch.
 
     Rules are deterministic while ``config.deterministic_mode`` or
-    ``torch.use_deterministic_algorithms`` is on. Rules run on the grid of ``ops/aligned.py`` while
-    ``config.batch_invariant_mode`` is on (:class:`..ops.rules.base.Bits`).
+    ``torch.use_deterministic_algorithms`` is on. Rules run on the grid of
+    ``ops/aligned.py`` while ``config.batch_invariant_mode`` is on
+    (:class:`..ops.rules.base.Bits`).
 
-    ``layout`` and ``state`` are the projection columns and head states of one tensor-parallel rank,
-    ``taps`` is W, ``group`` is the context-parallel group of micro-batches that do not bring their
-    own, ``loader_layout`` finds how the loader cut sequences. ``make_front`` makes the front of a
-    scheme's rows. ``mixer`` and ``recurrence`` are names for the log. If
-    ``options.linear_cp_mode`` is headwise, ``group``'s ranks must be able to share the heads.
+    ``layout`` and ``state`` are the projection columns and head states of one
+    tensor-parallel rank, ``taps`` is W, ``group`` is the context-parallel group of
+    micro-batches that do not bring their own, ``loader_layout`` finds how the loader
+    cut sequences. ``make_front`` makes the front of a scheme's rows. ``mixer`` and
+    ``recurrence`` are names for the log. If ``options.linear_cp_mode`` is headwise,
+    ``group``'s ranks must be able to share the heads.
     """
 
     def __init__(
@@ -91,13 +109,23 @@ class MicroBatches:
         mixer: str = "GatedDeltaNet",
         recurrence: str = "delta rule",
     ) -> None:
-        """``loader_layout`` tells the loader's cut; ``recurrence`` names the rule in the log."""
-        self._config, self._layout, self._state, self._taps = config, layout, state, taps
+        """``loader_layout`` tells the loader's cut; ``recurrence`` names the rule in
+        the log."""
+        self._config, self._layout, self._state, self._taps = (
+            config,
+            layout,
+            state,
+            taps,
+        )
         self._loader_layout = loader_layout
         self._mode = LinearCpMode.of(options.linear_cp_mode, config)
         self._per_machine = options.cp_ranks_per_machine
         self._choose_rule, self._make_front = choose_rule, make_front
-        self._layer, self._mixer, self._recurrence = number_of_new_layer(), mixer, recurrence
+        self._layer, self._mixer, self._recurrence = (
+            number_of_new_layer(),
+            mixer,
+            recurrence,
+        )
         self._whole: dict[tuple, MicroBatch] = {}
         self._schemes: dict[tuple[Any, Rule, SequenceLayout], tuple[Scheme, ...]] = {}
         self._batches: dict[tuple, MicroBatch] = {}
@@ -106,7 +134,8 @@ class MicroBatches:
         self.use_group(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MicroBatches:
-        """A copy for a copied layer: the same groups, but no stored schemes and micro-batches."""
+        """A copy for a copied layer: the same groups, but no stored schemes and
+        micro-batches."""
         other = copy.copy(self)
         other._config = copy.deepcopy(self._config, memo)
         other._loader_layout = copy.deepcopy(self._loader_layout, memo)
@@ -115,11 +144,13 @@ class MicroBatches:
         return other
 
     def follow(self, config: TransformerConfig) -> None:
-        """From now on read ``deterministic_mode`` and the other modes from ``config``."""
+        """From now on read ``deterministic_mode`` and the other modes from
+        ``config``."""
         self._config = self._loader_layout.config = config
 
     def use_group(self, group: Any) -> None:
-        """Set the group of micro-batches that bring none; raise if the layer cannot run over it."""
+        """Set the group of micro-batches that bring none; raise if the layer cannot run
+        over it."""
         alone = group is None or group.size() == 1
         layout = _ANY_LAYOUT if alone else self._loader_layout.of_packed()
         self._schemes_of(group, self.latest_rule, layout)
@@ -132,10 +163,12 @@ class MicroBatches:
         group: Any = None,
         documents: Documents | None = None,
     ) -> MicroBatch:
-        """Decide how the micro-batch of the projection rows ``proj_sBP [s, B, P]`` runs.
+        """Decide how the micro-batch of the projection rows ``proj_sBP [s, B, P]``
+        runs.
 
-        The context-parallel group is that of ``packed``, else ``group``, else the layer's. The
-        documents are those of ``packed``, or ``documents`` if the caller has read them before.
+        The context-parallel group is that of ``packed``, else ``group``, else the
+        layer's. The documents are those of ``packed``, or ``documents`` if the caller
+        has read them before.
         """
         s, B, _ = proj_sBP.shape
         device, dtype = proj_sBP.device, proj_sBP.dtype
@@ -153,8 +186,19 @@ class MicroBatches:
         if tokens != s:
             layout = self._loader_layout.of(None if documents is None else packed)
             require_agreement(self._layer, group, tokens, B, documents, layout, device)
-        # Documents are compared by identity: to hash lengths takes longer than a kernel launch.
-        key = (stream_of_tables(), documents, group, layout, self._bits(), s, B, device, dtype)
+        # Documents are compared by identity: to hash lengths takes longer than a kernel
+        # launch.
+        key = (
+            stream_of_tables(),
+            documents,
+            group,
+            layout,
+            self._bits(),
+            s,
+            B,
+            device,
+            dtype,
+        )
         found = self._batches.get(key)
         if found is None:
             rule = self.whole(device, dtype).rule
@@ -169,37 +213,54 @@ class MicroBatches:
         return keep_if_captured(found)
 
     def _bits(self) -> Bits:
-        """What the config and torch now demand of results' bits: a value of :class:`Bits`."""
+        """What the config and torch now demand of results' bits: a value of
+        :class:`Bits`."""
         config = self._config
         if config.batch_invariant_mode:
             return Bits.ON_GRID
-        deterministic = config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
+        deterministic = (
+            config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
+        )
         return Bits.DETERMINISTIC if deterministic else Bits.FREE
 
     def whole(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
-        """The micro-batch for whole sequences of any length on one rank; generation uses it."""
+        """The micro-batch for whole sequences of any length on one rank; generation
+        uses it."""
         key = device.type, dtype, self._bits()
         if key not in self._whole:
             rule, reason = self._choose_rule(device=device, dtype=dtype, bits=key[2])
-            log_once(f"{self._mixer}: {self._recurrence} backend {rule.name!r} ({reason})")
+            log_once(
+                f"{self._mixer}: {self._recurrence} backend {rule.name!r} ({reason})"
+            )
             passage = Passage(keep_in_place, keep_in_place, WHOLE_SEQUENCES)
             front = self._make_front(self._layout, rule, device, dtype, self._taps)
-            self._whole[key] = MicroBatch(None, 0, rule, front, Whole(self._layout), passage)
+            self._whole[key] = MicroBatch(
+                None, 0, rule, front, Whole(self._layout), passage
+            )
         return self._whole[key]
 
-    def _schemes_of(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
-        """The schemes that can run: `Whole` on one rank, else `Headwise`, `Chunkwise` or both."""
+    def _schemes_of(
+        self, group: Any, rule: Rule, layout: SequenceLayout
+    ) -> tuple[Scheme, ...]:
+        """The schemes that can run: `Whole` on one rank, else `Headwise`, `Chunkwise`
+        or both."""
         key = group, rule, layout
         if key not in self._schemes:
             if len(self._schemes) >= _MOST_GROUPS:
-                others = (known for known in self._schemes if known[0] is not self.group)
+                others = (
+                    known for known in self._schemes if known[0] is not self.group
+                )
                 gone = self._schemes.pop(next(others, next(iter(self._schemes))))
                 # Stored micro-batches would keep the removed schemes in memory.
-                self._batches = {k: v for k, v in self._batches.items() if v.scheme not in gone}
+                self._batches = {
+                    k: v for k, v in self._batches.items() if v.scheme not in gone
+                }
             self._schemes[key] = self._make_schemes(*key)
         return self._schemes[key]
 
-    def _make_schemes(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
+    def _make_schemes(
+        self, group: Any, rule: Rule, layout: SequenceLayout
+    ) -> tuple[Scheme, ...]:
         """Make the schemes that the heads and the layer's mode allow."""
         if group is None or group.size() == 1:
             return (Whole(self._layout),)
@@ -216,7 +277,8 @@ class MicroBatches:
         return Headwise(self._layout, group, layout), chunkwise
 
     def _why_not_headwise(self, ranks: int, rule: Rule) -> str | None:
-        """Why ranks cannot share the heads, or ``rule`` cannot run on a share; None if they can."""
+        """Why ranks cannot share the heads, or ``rule`` cannot run on a share; None if
+        they can."""
         why = self._layout.why_not_share(ranks)
         if why is not None:
             return why
@@ -225,14 +287,20 @@ class MicroBatches:
         if of_rule is None:
             return None
         return (
-            f"context_parallel_size={ranks} leaves {heads} value heads on a rank, and {of_rule}. "
-            f"Use fewer ranks or backend='fla'."
+            f"context_parallel_size={ranks} leaves {heads} value heads on a rank, and "
+            f"{of_rule}. Use fewer ranks or backend='fla'."
         )
 
     def _choose_scheme(
-        self, group: Any, rule: Rule, layout: SequenceLayout, documents: Documents | None, x: Tensor
+        self,
+        group: Any,
+        rule: Rule,
+        layout: SequenceLayout,
+        documents: Documents | None,
+        x: Tensor,
     ) -> Scheme:
-        """The scheme for rows ``x``: the one that settings or documents need, else the cheaper."""
+        """The scheme for rows ``x``: the one that settings or documents need, else the
+        cheaper."""
         first, *others = self._schemes_of(group, rule, layout)
         scheme, on_grid, why = first, self._config.batch_invariant_mode, ""
         if documents is not None:
@@ -241,9 +309,10 @@ class MicroBatches:
                 raise NotImplementedError(documents.why_not_on_grid)
             if documents.continue_others and first.name == LinearCpMode.CHUNKWISE:
                 raise NotImplementedError(
-                    "documents that continue others run on whole sequences, and these layers can "
-                    "only run chunkwise here. Use linear_cp_mode='headwise' with heads that the "
-                    "context-parallel ranks can share, or pack the sequences separately."
+                    "documents that continue others run on whole sequences, and these "
+                    "layers can only run chunkwise here. Use linear_cp_mode='headwise' "
+                    "with heads that the context-parallel ranks can share, or pack the "
+                    "sequences separately."
                 )
         if not others:
             why = "the only mode for these heads and this backend"
@@ -254,18 +323,31 @@ class MicroBatches:
             lengths = None if documents is None else documents.lengths
             per_machine = ranks_per_machine(group, self._per_machine, x.device)
             cost = price(
-                self._state, first.layout, group.size(), layout,
-                tokens, rows, lengths, x.dtype.itemsize, per_machine,
-            )  # fmt: skip
-            scheme = next(each for each in (first, *others) if each.name == cost.cheaper)
+                self._state,
+                first.layout,
+                group.size(),
+                layout,
+                tokens,
+                rows,
+                lengths,
+                x.dtype.itemsize,
+                per_machine,
+            )
+            scheme = next(
+                each for each in (first, *others) if each.name == cost.cheaper
+            )
             why = (
-                f"the cheaper for {tokens} tokens in {rows if lengths is None else len(lengths)} "
-                f"sequences over {group.size()} ranks, {per_machine} per machine: exchanges add to "
-                f"a forward {cost.headwise:.2f} ms headwise, {cost.chunkwise:.2f} ms chunkwise"
+                f"the cheaper for {tokens} tokens in "
+                f"{rows if lengths is None else len(lengths)} sequences over "
+                f"{group.size()} ranks, {per_machine} per machine: exchanges add to a "
+                f"forward {cost.headwise:.2f} ms headwise, {cost.chunkwise:.2f} ms "
+                "chunkwise"
             )
         if self._mode is LinearCpMode.AUTO and scheme.size > 1 and not scheme.announced:
             scheme.announced = True
-            log_once(f"{self._mixer}: linear_cp_mode 'auto' takes {scheme.name!r} ({why})")
+            log_once(
+                f"{self._mixer}: linear_cp_mode 'auto' takes {scheme.name!r} ({why})"
+            )
         return scheme
 
 

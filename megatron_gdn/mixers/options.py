@@ -13,9 +13,9 @@ from ..ops.rules.base import Rule
 from ..ops.rules.choice import require_known
 from .loader_layout import AUTO, check_cp_layout
 
-# What the backward computes again for each value of the option `recompute`. "qkv" is k and v (q is
-# always computed again), "norm_out" is out_proj's input, "rule" is the rule's output, its gates and
-# the inverses of its chunks.
+# What the backward computes again for each value of the option `recompute`. "qkv" is k
+# and v (q is always computed again), "norm_out" is out_proj's input, "rule" is the
+# rule's output, its gates and the inverses of its chunks.
 RECOMPUTE_LEVELS = {
     "none": frozenset(),
     "light": frozenset({"qkv", "norm_out"}),
@@ -27,33 +27,38 @@ RECOMPUTE_LEVELS = {
 class MixerOptions:
     """How a mixer runs. A mixer with options of its own extends this class.
 
-    A constructor of a mixer takes these options as keywords; ``ModuleSpec(params={...})``, the
-    specs, ``MEGATRON_GDN_OPTIONS`` and ``patch_megatron`` pass them on.
+    A constructor of a mixer takes these options as keywords;
+    ``ModuleSpec(params={...})``, the specs, ``MEGATRON_GDN_OPTIONS`` and
+    ``patch_megatron`` pass them on.
 
     Args:
-        backend: implementation of the recurrence: ``"reference"`` (plain torch, deterministic),
-            ``"fla"``, a name that only this mixer has (``"flash_qla"``, ``"cudnn"``), or
-            ``"auto"``, the first that supports the device and dtype of the rows. The mixer's
-            ``rule.py`` lists them.
-        rule_operands: ``"fp16"`` or ``"bf16"``, the dtype to which the GPU backends round operands
-            of products inside a chunk, in a bf16 layer. fp16 is more exact, bf16 has the wider
-            range, see :mod:`megatron_gdn.gdn.half`. Deterministic mode uses bf16.
+        backend: implementation of the recurrence: ``"reference"`` (plain torch,
+            deterministic), ``"fla"``, a name that only this mixer has (``"flash_qla"``,
+            ``"cudnn"``), or ``"auto"``, the first that supports the device and dtype of
+            the rows. The mixer's ``rule.py`` lists them.
+        rule_operands: ``"fp16"`` or ``"bf16"``, the dtype to which the GPU backends
+            round operands of products inside a chunk, in a bf16 layer. fp16 is more
+            exact, bf16 has the wider range, see :mod:`megatron_gdn.gdn.half`.
+            Deterministic mode uses bf16.
         cp_layout: how the data loader cut sequences for context parallelism, see
-            :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
-            itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``; ``"auto"``
-            means Megatron's setting, else zigzag, see :mod:`megatron_gdn.mixers.loader_layout`. A
-            value that contradicts Megatron's setting raises a ValueError.
-        linear_cp_mode: ``"headwise"`` (an all-to-all gives a rank all tokens of some heads),
-            ``"chunkwise"`` (ranks send states, not activations) or ``"auto"``, the cheaper for each
-            micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
-        cp_ranks_per_machine: the number of successive context-parallel ranks that NVLink joins;
-            ``linear_cp_mode="auto"`` needs it to estimate costs. The last machine may have fewer
-            ranks. None (default): the ranks exchange their hosts' names once to find the number.
-        recompute: tensors that the backward computes again and the forward does not keep:
-            ``"none"``, ``"light"`` (query, key, value, the normed output that out_proj reads) or
-            ``"full"`` (also the rule's output and the inverses of its chunks). Megatron's
-            ``--recompute-modules gdn_norm_out`` adds the normed output; ``gdn`` of newer Megatrons
-            computes the whole layer again.
+            :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every
+            document by itself), ``"zigzag_buffer"`` (the whole packed buffer) or
+            ``"contiguous"``; ``"auto"`` means Megatron's setting, else zigzag, see
+            :mod:`megatron_gdn.mixers.loader_layout`. A value that contradicts
+            Megatron's setting raises a ValueError.
+        linear_cp_mode: ``"headwise"`` (an all-to-all gives a rank all tokens of some
+            heads), ``"chunkwise"`` (ranks send states, not activations) or ``"auto"``,
+            the cheaper for each micro-batch; default ``config.linear_cp_mode`` if
+            Megatron has it, else ``"auto"``.
+        cp_ranks_per_machine: the number of successive context-parallel ranks that
+            NVLink joins; ``linear_cp_mode="auto"`` needs it to estimate costs. The last
+            machine may have fewer ranks. None (default): the ranks exchange their
+            hosts' names once to find the number.
+        recompute: tensors that the backward computes again and the forward does not
+            keep: ``"none"``, ``"light"`` (query, key, value, the normed output that
+            out_proj reads) or ``"full"`` (also the rule's output and the inverses of
+            its chunks). Megatron's ``--recompute-modules gdn_norm_out`` adds the normed
+            output; ``gdn`` of newer Megatrons computes the whole layer again.
 
     Raises:
         ValueError: an illegal value.
@@ -61,7 +66,8 @@ class MixerOptions:
 
     absent: ClassVar[tuple[str, ...]] = ()  # the fields that this mixer does not have
     mixer: ClassVar[str] = "the mixer"  # its name in errors
-    rules: ClassVar[Sequence[type[Rule]]] = ()  # the rules that ``backend`` may name; (): any name
+    # the rules that ``backend`` may name; (): any name
+    rules: ClassVar[Sequence[type[Rule]]] = ()
 
     backend: str = "auto"
     rule_operands: str = "fp16"
@@ -79,16 +85,19 @@ class MixerOptions:
         check_ranks_per_machine(self.cp_ranks_per_machine)
         if self.recompute is not None and self.recompute not in RECOMPUTE_LEVELS:
             legal = ", ".join(repr(level) for level in RECOMPUTE_LEVELS)
-            raise ValueError(f"recompute={self.recompute!r} is not known; use one of {legal}.")
+            raise ValueError(
+                f"recompute={self.recompute!r} is not known; use one of {legal}."
+            )
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """The options that a constructor was given; a TypeError if the mixer lacks one of them."""
+        """The options that a constructor was given; a TypeError if the mixer lacks one
+        of them."""
         unknown = sorted(given.keys() - cls.names())
         if unknown:
             raise TypeError(
-                f"unknown arguments {', '.join(unknown)}: beside Megatron's arguments this mixer "
-                f"takes the options {', '.join(sorted(cls.names()))}."
+                f"unknown arguments {', '.join(unknown)}: beside Megatron's arguments "
+                f"this mixer takes the options {', '.join(sorted(cls.names()))}."
             )
         return cls(**given)
 

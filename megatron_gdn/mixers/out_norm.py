@@ -1,4 +1,5 @@
-"""The layer's ``out_norm``: kernels compute a plain RMSNorm; other modules are called."""
+"""The layer's ``out_norm``: kernels compute a plain RMSNorm; other modules are
+called."""
 
 from __future__ import annotations
 
@@ -17,11 +18,19 @@ from ..ops.autograd import first_derivative_only
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm
 from ..ops.readout.base import SplitReadout, readout_by_module
-from .hooks import gathered_parameters, has_hooks, only_waits_for_parameters, wait_for_parameters
+from .hooks import (
+    gathered_parameters,
+    has_hooks,
+    only_waits_for_parameters,
+    wait_for_parameters,
+)
 
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
-# Norms that the kernels compute, each with its unpatched forward; a mixer may add a norm.
-PLAIN_FORWARDS: dict[type, Any] = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
+# Norms that the kernels compute, each with its unpatched forward; a mixer may add a
+# norm.
+PLAIN_FORWARDS: dict[type, Any] = {
+    cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)
+}
 
 
 def is_plain(module: Any) -> bool:
@@ -36,13 +45,20 @@ def is_plain(module: Any) -> bool:
         return cls.forward is PLAIN_FORWARDS[cls]
     if cls.__name__ != "RMSNorm":
         return False
-    return all(one.__module__.split(".")[0] == "transformer_engine" for one in (cls, cls.forward))
+    return all(
+        one.__module__.split(".")[0] == "transformer_engine"
+        for one in (cls, cls.forward)
+    )
 
 
 def readout_norm(
-    module: Any, group: dist.ProcessGroup | None, layout: Layout, activation: str = "silu"
+    module: Any,
+    group: dist.ProcessGroup | None,
+    layout: Layout,
+    activation: str = "silu",
 ) -> GatedNorm | SplitReadout:
-    """The parameters of a plain norm ``module`` for our kernels, else a readout that calls it.
+    """The parameters of a plain norm ``module`` for our kernels, else a readout that
+    calls it.
 
     The gradients of the norm's parameters are summed over ``group``.
     """
@@ -50,7 +66,11 @@ def readout_norm(
     if plain and hooked and (plain := only_waits_for_parameters(module)):
         wait_for_parameters(module)
     if plain:
-        gamma = module.weight if group is None else with_summed_gradient(module.weight, group)
+        gamma = (
+            module.weight
+            if group is None
+            else with_summed_gradient(module.weight, group)
+        )
         zero_centered = bool(getattr(module, "zero_centered_gamma", False))
         return GatedNorm(gamma, module.eps, zero_centered, activation)
     call = partial(apply_gated_norm, module, group=group, activation=activation)
@@ -58,10 +78,14 @@ def readout_norm(
 
 
 def apply_gated_norm(
-    norm: nn.Module, x: Tensor, gate: Tensor, group: dist.ProcessGroup | None = None,
+    norm: nn.Module,
+    x: Tensor,
+    gate: Tensor,
+    group: dist.ProcessGroup | None = None,
     activation: str = "silu",
-) -> Tensor:  # fmt: skip
-    """``norm(x) * act(gate)`` in ``x.dtype``, ``[..., H, V]``; the product is in fp32 or fp64."""
+) -> Tensor:
+    """``norm(x) * act(gate)`` in ``x.dtype``, ``[..., H, V]``; the product is in fp32
+    or fp64."""
     with gathered_parameters(norm), gradients_summed(norm, group):
         normed = norm(x)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -69,7 +93,8 @@ def apply_gated_norm(
 
 
 class _SumGradient(torch.autograd.Function):
-    """Return the parameter; the backward sums its gradient over the ranks of ``group``."""
+    """Return the parameter; the backward sums its gradient over the ranks of
+    ``group``."""
 
     @staticmethod
     def forward(ctx, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -80,7 +105,8 @@ class _SumGradient(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, gradient: Tensor):
         """Sum ``gradient``, that of the output, over the ranks of the group."""
-        # Other code may use ``gradient``, so the sum is in a copy, in fp32 and rounded once.
+        # Other code may use ``gradient``, so the sum is in a copy, in fp32 and rounded
+        # once.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
@@ -88,15 +114,19 @@ class _SumGradient(torch.autograd.Function):
 
 
 def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """A view of a replicated parameter whose gradient is summed over the ranks of ``group``."""
+    """A view of a replicated parameter whose gradient is summed over the ranks of
+    ``group``."""
     if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
         return parameter
     return _SumGradient.apply(parameter, group)
 
 
 @contextmanager
-def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside the context, ``module`` reads its parameters through :func:`with_summed_gradient`."""
+def gradients_summed(
+    module: nn.Module, group: dist.ProcessGroup | None
+) -> Iterator[None]:
+    """Inside the context, ``module`` reads its parameters through
+    :func:`with_summed_gradient`."""
     if group is None or not torch.is_grad_enabled():
         yield
         return
@@ -106,7 +136,9 @@ def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iter
         for name, parameter in part._parameters.items()
         if parameter is not None and parameter.requires_grad
     ]
-    summed = {parameter: with_summed_gradient(parameter, group) for _, _, parameter in slots}
+    summed = {
+        parameter: with_summed_gradient(parameter, group) for _, _, parameter in slots
+    }
     for parameters, name, parameter in slots:
         parameters[name] = summed[parameter]
     replaced = []
@@ -120,7 +152,8 @@ def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iter
                 replaced.append(name)
     if replaced:
         raise RuntimeError(
-            f"{type(module).__name__}: {', '.join(replaced)} changed during the forward, so the "
-            f"gradient cannot be summed over {group.size()} tensor-parallel ranks. Under torch's "
-            f"fully_shard, shard the whole GatedDeltaNet (or the layer around it), not its norm."
+            f"{type(module).__name__}: {', '.join(replaced)} changed during the "
+            f"forward, so the gradient cannot be summed over {group.size()} "
+            "tensor-parallel ranks. Under torch's fully_shard, shard the whole "
+            "GatedDeltaNet (or the layer around it), not its norm."
         )

@@ -1,4 +1,5 @@
-"""Packed micro-batches: Megatron's ``PackedSeqParams`` become one checked ``Documents``."""
+"""Packed micro-batches: Megatron's ``PackedSeqParams`` become one checked
+``Documents``."""
 
 from __future__ import annotations
 
@@ -22,28 +23,41 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _RESOLVED = "_megatron_gdn_documents"
-# The attribute of a checkpoint's autograd context with stamps of the documents that it has read.
+# The attribute of a checkpoint's autograd context with stamps of the documents that it
+# has read.
 _READ_IN_CHECKPOINT = "_megatron_gdn_stamps"
 PARENTS = "_megatron_gdn_parents"  # attribute with the parents of a tree's documents
 # Not "thd", so that layers which do not know trees refuse the documents.
 TREE = "thd_tree"
-_BOUNDARIES = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_kv_padded", "cu_seqlens_kv")
+_BOUNDARIES = (
+    "cu_seqlens_q_padded",
+    "cu_seqlens_q",
+    "cu_seqlens_kv_padded",
+    "cu_seqlens_kv",
+)
 _UNPACKED = ("sbhd", "bshd")
 
 
 class _ResolvedDocuments(NamedTuple):
-    """The boundaries that a micro-batch's first layer read, stored for the later layers."""
+    """The boundaries that a micro-batch's first layer read, stored for the later
+    layers."""
 
-    key: tuple  # format, parents, numbers of tokens, device, ids of seq_idx and the offsets
-    sources: tuple[Tensor | None, ...]  # the offsets, one tensor for each name in _BOUNDARIES
+    # format, parents, numbers of tokens, device, ids of seq_idx and the offsets
+    key: tuple
+    # the offsets, one tensor for each name in _BOUNDARIES
+    sources: tuple[Tensor | None, ...]
     fingerprint: list[Any]  # the result of :func:`_fingerprint_of` for the sources
     documents: Documents
-    by_stream: dict[int, Documents]  # for each CUDA stream, its own copy of ``documents``
+    # for each CUDA stream, its own copy of ``documents``
+    by_stream: dict[int, Documents]
 
 
 def _fingerprint_of(sources: Sequence[Tensor | None]) -> list[Any]:
-    """The offsets' values; for offsets on a GPU torch's version counters, read without a wait."""
-    return [x if x is None else x._version if x.is_cuda else x.tolist() for x in sources]
+    """The offsets' values; for offsets on a GPU torch's version counters, read without
+    a wait."""
+    return [
+        x if x is None else x._version if x.is_cuda else x.tolist() for x in sources
+    ]
 
 
 def resolve_packed_seq_params(
@@ -51,22 +65,27 @@ def resolve_packed_seq_params(
 ) -> Documents | None:
     """The documents of a packed micro-batch; None if the micro-batch is not packed.
 
-    The first layer of a micro-batch reads ``cu_seqlens`` from the device, checks the offsets and
-    stores the documents on ``params``. Later layers and recomputations check that the offsets are
-    the same: on the CPU by value, on a GPU by torch's version counter. Collectives and writes to
-    ``.data`` do not change this counter, so every micro-batch must have new tensors of offsets.
+    The first layer of a micro-batch reads ``cu_seqlens`` from the device, checks the
+    offsets and stores the documents on ``params``. Later layers and recomputations
+    check that the offsets are
+    the same: on the CPU by value, on a GPU by torch's version counter. Collectives and
+    writes to ``.data`` do not change this counter, so every micro-batch must have new
+    tensors of offsets.
 
-    Boundaries are ``cu_seqlens_q_padded`` if given, else ``cu_seqlens_q``: global offsets, before
-    any context-parallel split, up to ``total_tokens`` of all ranks. Padding is at the end of a
-    document's slot, so no token of a causal layer sees padding. Rows of padding must be finite,
-    since weights get gradients from all rows and 0 * NaN is NaN; the loss must mask these rows.
-    ``total_tokens`` and ``seq_idx``, which Megatron's Mamba layers read, are only compared.
+    Boundaries are ``cu_seqlens_q_padded`` if given, else ``cu_seqlens_q``: global
+    offsets, before any context-parallel split, up to ``total_tokens`` of all ranks.
+    Padding is at the end of a document's slot, so no token of a causal layer sees
+    padding. Rows of padding must be finite, since weights get gradients from all rows
+    and 0 * NaN is NaN; the loss must mask these rows. ``total_tokens`` and ``seq_idx``,
+    which Megatron's Mamba layers read, are only compared.
 
     Raises:
-        RuntimeError: a recomputed forward finds other boundaries than its own first forward.
-        TypeError, ValueError: boundaries or a ``qkv_format`` that this layer cannot run.
-        NotImplementedError: a CUDA graph is being captured, and the boundaries are not those of
-            :func:`.graphs.static_packed_seq_params`.
+        RuntimeError: a recomputed forward finds other boundaries than its own first
+            forward.
+        TypeError, ValueError: boundaries or a ``qkv_format`` that this layer cannot
+            run.
+        NotImplementedError: a CUDA graph is being captured, and the boundaries are not
+            those of :func:`.graphs.static_packed_seq_params`.
     """
     documents = None if params is None else _resolve(params, total_tokens, device)
     if documents is not None:
@@ -74,8 +93,11 @@ def resolve_packed_seq_params(
     return documents
 
 
-def _resolve(params: PackedSeqParams, total_tokens: int, device: torch.device) -> Documents | None:
-    """The documents of ``params``, read now or by an earlier layer of the micro-batch."""
+def _resolve(
+    params: PackedSeqParams, total_tokens: int, device: torch.device
+) -> Documents | None:
+    """The documents of ``params``, read now or by an earlier layer of the
+    micro-batch."""
     if (fixed := static_documents_of(params)) is not None:
         if not _is_packed(params):
             return None
@@ -87,8 +109,14 @@ def _resolve(params: PackedSeqParams, total_tokens: int, device: torch.device) -
     parents = params.__dict__.get(PARENTS)
     given = params.total_tokens, id(params.seq_idx)
     key = params.qkv_format, parents, total_tokens, device, *given, *map(id, sources)
-    known: _ResolvedDocuments | None = None if captured else params.__dict__.get(_RESOLVED)
-    if known is not None and known.key == key and known.fingerprint == _fingerprint_of(sources):
+    known: _ResolvedDocuments | None = (
+        None if captured else params.__dict__.get(_RESOLVED)
+    )
+    if (
+        known is not None
+        and known.key == key
+        and known.fingerprint == _fingerprint_of(sources)
+    ):
         stream = stream_of_tables()
         if stream not in known.by_stream:
             known.by_stream[stream] = replace(known.documents)
@@ -97,21 +125,26 @@ def _resolve(params: PackedSeqParams, total_tokens: int, device: torch.device) -
         return None
     if captured:
         raise NotImplementedError(
-            "packed documents cannot be captured in a CUDA graph: their boundaries are read on the "
-            "host, and a replay would use those of the captured micro-batch. Pass "
-            "megatron_gdn.static_packed_seq_params(...), whose boundaries lie in fixed buffers; or "
-            "leave this layer out of the graphs, or train on unpacked sequences."
+            "packed documents cannot be captured in a CUDA graph: their boundaries are "
+            "read on the host, and a replay would use those of the captured "
+            "micro-batch. Pass megatron_gdn.static_packed_seq_params(...), whose "
+            "boundaries lie in fixed buffers; or leave this layer out of the graphs, "
+            "or train on unpacked sequences."
         )
     for name, offsets in zip(_BOUNDARIES, sources, strict=True):
         if offsets is not None and not isinstance(offsets, Tensor):
             raise TypeError(
-                f"packed_seq_params.{name} is a {type(offsets).__name__}; it must be a 1-D int32 "
-                f"tensor of global cumulative lengths: torch.tensor({name}, dtype=torch.int32)."
+                f"packed_seq_params.{name} is a {type(offsets).__name__}; it must be a "
+                f"1-D int32 tensor of global cumulative lengths: torch.tensor({name}, "
+                "dtype=torch.int32)."
             )
-    documents = _read_documents(params.qkv_format, parents, sources, total_tokens, device)
+    documents = _read_documents(
+        params.qkv_format, parents, sources, total_tokens, device
+    )
     _require_same_tokens(params, documents)
     if any(source is not None and source.is_inference() for source in sources):
-        return documents  # not stored, since torch does not count writes to inference tensors
+        # not stored, since torch does not count writes to inference tensors
+        return documents
     before = known.documents if known is not None and _is_recomputed() else documents
     if not torch.equal(documents.stamp, before.stamp):
         found = f"{shown(documents.offsets)} after {shown(before.offsets)}"
@@ -129,38 +162,47 @@ def _is_recomputed() -> bool:
 
 
 def _require_same_tokens(params: PackedSeqParams, documents: Documents) -> None:
-    """Refuse ``total_tokens`` and ``seq_idx`` that contradict the documents' boundaries."""
+    """Refuse ``total_tokens`` and ``seq_idx`` that contradict the documents'
+    boundaries."""
     given, tokens, index = params.total_tokens, documents.total_tokens, params.seq_idx
     if given is not None and given != tokens:
         raise ValueError(
-            f"packed_seq_params has total_tokens={given}, and its documents have {tokens} tokens "
-            f"over all context-parallel ranks. Give this number, or None."
+            f"packed_seq_params has total_tokens={given}, and its documents have "
+            f"{tokens} tokens over all context-parallel ranks. Give this number, or "
+            "None."
         )
     if index is None:
         return
     if not documents.known:
         raise ValueError(
-            "packed_seq_params with fixed buffers has a seq_idx, which set_documents would not "
-            "change. Leave total_tokens and seq_idx None."
+            "packed_seq_params with fixed buffers has a seq_idx, which set_documents "
+            "would not change. Leave total_tokens and seq_idx None."
         )
     changes = index.flatten().diff() != 0
-    starts = torch.tensor(documents.filled_offsets[1:-1], dtype=torch.int64, device="cpu")
+    starts = torch.tensor(
+        documents.filled_offsets[1:-1], dtype=torch.int64, device="cpu"
+    )
     expected = torch.zeros(max(tokens - 1, 0), dtype=torch.bool, device="cpu")
     expected[starts - 1] = True
-    if index.numel() != tokens or not torch.equal(changes, to_device(expected, index.device)):
+    if index.numel() != tokens or not torch.equal(
+        changes, to_device(expected, index.device)
+    ):
         raise ValueError(
-            f"packed_seq_params has a seq_idx of shape {tuple(index.shape)} whose documents are "
-            f"not those of cu_seqlens, {shown(documents.offsets)}. Make it [1, {tokens}] with "
-            f"another number in each document (Megatron does if total_tokens is given), or None."
+            f"packed_seq_params has a seq_idx of shape {tuple(index.shape)} whose "
+            f"documents are not those of cu_seqlens, {shown(documents.offsets)}. Make "
+            f"it [1, {tokens}] with another number in each document (Megatron does if "
+            "total_tokens is given), or None."
         )
 
 
 def _check_recomputation(documents: Documents) -> None:
     """Let a checkpoint remember ``documents``; raise if its recomputation reads others.
 
-    Other micro-batches may run between a forward and its recomputation, and a reentrant checkpoint
-    passes no saved tensor to the recomputation. What both runs have in common is the checkpoint's
-    autograd context: an argument of a caller in the first run, the current node in the second.
+    Other micro-batches may run between a forward and its recomputation, and a reentrant
+    checkpoint passes no saved tensor to the recomputation. What both runs have in
+    common is the checkpoint's
+    autograd context: an argument of a caller in the first run, the current node in the
+    second.
     """
     node = torch._C._current_autograd_node()
     stamps = getattr(node, _READ_IN_CHECKPOINT, None)
@@ -175,7 +217,8 @@ def _check_recomputation(documents: Documents) -> None:
 
 
 def _contexts_of_callers() -> Iterator[FunctionCtx]:
-    """The contexts of the autograd functions whose forward or backward runs at the moment."""
+    """The contexts of the autograd functions whose forward or backward runs at the
+    moment."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("ctx",):
@@ -186,7 +229,8 @@ def _contexts_of_callers() -> Iterator[FunctionCtx]:
 
 
 def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
-    """The documents in the fixed buffers of ``params``; None if ``params`` has no fixed buffers."""
+    """The documents in the fixed buffers of ``params``; None if ``params`` has no fixed
+    buffers."""
     buffers = params.__dict__.get("buffers")
     return None if buffers is None else buffers.documents
 
@@ -197,37 +241,39 @@ def _checked_buffers(
     """Return ``documents``; raise if they do not fit the layer's tokens and device."""
     if documents.total_tokens != total_tokens or documents.device != device:
         raise ValueError(
-            f"packed_seq_params has fixed buffers for {documents.total_tokens} tokens on "
-            f"{documents.device}, and the layer has {total_tokens} tokens (over all "
-            f"context-parallel ranks) on {device}; make buffers of this size on this device with "
-            f"megatron_gdn.static_packed_seq_params."
+            f"packed_seq_params has fixed buffers for {documents.total_tokens} tokens "
+            f"on {documents.device}, and the layer has {total_tokens} tokens (over all "
+            f"context-parallel ranks) on {device}; make buffers of this size on this "
+            "device with megatron_gdn.static_packed_seq_params."
         )
     documents.record_forward(_is_recomputed())
     return documents
 
 
 def _is_packed(params: PackedSeqParams) -> bool:
-    """Whether ``params`` has packed documents; raise for boundaries in another format."""
+    """Whether ``params`` has packed documents; raise for boundaries in another
+    format."""
     layout = params.qkv_format
     if layout in ("thd", TREE):
         return True
     if layout is not None and layout not in _UNPACKED:
         raise ValueError(
-            f"packed_seq_params has qkv_format={layout!r}; legal are 'thd' (packed documents, with "
-            f"cu_seqlens_q), 'sbhd' and 'bshd' (not packed), and None (packed if there are "
-            f"cu_seqlens_*)."
+            f"packed_seq_params has qkv_format={layout!r}; legal are 'thd' (packed "
+            "documents, with cu_seqlens_q), 'sbhd' and 'bshd' (not packed), and None "
+            "(packed if there are cu_seqlens_*)."
         )
     given = [name for name in _BOUNDARIES if getattr(params, name) is not None]
     if given and layout is not None:
         raise ValueError(
-            f"packed_seq_params has qkv_format={layout!r}, which is not packed, and gives "
-            f"{', '.join(given)}. Set qkv_format='thd' to keep the documents apart, or leave the "
-            f"boundaries None."
+            f"packed_seq_params has qkv_format={layout!r}, which is not packed, and "
+            f"gives {', '.join(given)}. Set qkv_format='thd' to keep the documents "
+            "apart, or leave the boundaries None."
         )
     if not given and params.seq_idx is not None:
         raise ValueError(
-            "packed_seq_params gives seq_idx but no cu_seqlens_q, from which this layer reads the "
-            "documents' boundaries. Set qkv_format='thd' and cu_seqlens_q."
+            "packed_seq_params gives seq_idx but no cu_seqlens_q, from which this "
+            "layer reads the documents' boundaries. Set qkv_format='thd' and "
+            "cu_seqlens_q."
         )
     return bool(given)
 
@@ -239,15 +285,17 @@ def _read_documents(
     total_tokens: int,
     device: torch.device,
 ) -> Documents:
-    """Documents from offsets ``sources``, ordered as _BOUNDARIES; ``parents``: those of a tree."""
-    # Each tensor is read once, since the host waits for a GPU; most are the same tensor.
+    """Documents from offsets ``sources``, ordered as _BOUNDARIES; ``parents``: those of
+    a tree."""
+    # Each tensor is read once, since the host waits for a GPU; most are the same
+    # tensor.
     read = {id(x): offsets_of(x) for x in sources if x is not None}
     q_padded, q, kv_padded, kv = (None if x is None else read[id(x)] for x in sources)
     boundaries = q if q_padded is None else q_padded
     if boundaries is None:
         raise ValueError(
-            "packed_seq_params has neither cu_seqlens_q_padded nor cu_seqlens_q, so the documents' "
-            "boundaries are unknown."
+            "packed_seq_params has neither cu_seqlens_q_padded nor cu_seqlens_q, so "
+            "the documents' boundaries are unknown."
         )
     documents = Documents.from_cu_seqlens(boundaries, total_tokens, device=device)
     slots = lengths = documents.lengths
@@ -259,8 +307,8 @@ def _read_documents(
             continue
         raise ValueError(
             f"packed_seq_params gives cu_seqlens_q{name}={shown(queries)} and "
-            f"cu_seqlens_kv{name}={shown(keys)}; this layer reads and writes one sequence, so the "
-            f"two must be equal."
+            f"cu_seqlens_kv{name}={shown(keys)}; this layer reads and writes one "
+            "sequence, so the two must be equal."
         )
     name, unpadded = ("q", q) if q is not None else ("kv", kv)
     if q_padded is not None and unpadded is not None:
@@ -270,15 +318,16 @@ def _read_documents(
         ):
             raise ValueError(
                 f"cu_seqlens_{name} gives documents of {shown(lengths)} tokens, "
-                f"cu_seqlens_q_padded slots of {shown(slots)}; there must be one slot per "
-                f"document, at least as long as the document."
+                f"cu_seqlens_q_padded slots of {shown(slots)}; there must be one slot "
+                "per document, at least as long as the document."
             )
     if (parents is not None) != (qkv_format == TREE):
         had = "no parents" if parents is None else "parents of its documents"
         raise ValueError(
-            f"packed_seq_params has qkv_format={qkv_format!r} and {had}. Documents that continue "
-            f"others have qkv_format={TREE!r} and come from megatron_gdn.tree_packed_seq_params; "
-            f"copies made with dataclasses.replace lose the parents."
+            f"packed_seq_params has qkv_format={qkv_format!r} and {had}. Documents "
+            f"that continue others have qkv_format={TREE!r} and come from "
+            "megatron_gdn.tree_packed_seq_params; copies made with dataclasses.replace "
+            "lose the parents."
         )
     if parents is None:
         return documents
@@ -286,21 +335,25 @@ def _read_documents(
 
 
 def context_parallel_group_of(packed: PackedSeqParams | None, group: Any) -> Any:
-    """The micro-batch's context-parallel group (None: one rank) if it names one, else ``group``."""
+    """The micro-batch's context-parallel group (None: one rank) if it names one, else
+    ``group``."""
     if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
         return group
     group, size = packed.cp_group, packed.local_cp_size
     if size is not None and size != (1 if group is None else group.size()):
-        given = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
+        given = (
+            "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
+        )
         raise ValueError(
-            f"packed_seq_params has local_cp_size={size} and {given}; the size must be the "
-            f"group's (a size of 1 needs no group)."
+            f"packed_seq_params has local_cp_size={size} and {given}; the size must be "
+            "the group's (a size of 1 needs no group)."
         )
     return group
 
 
 class MicroBatchShare(NamedTuple):
-    """The tokens of a micro-batch that one context-parallel rank holds, for attention layers."""
+    """The tokens of a micro-batch that one context-parallel rank holds, for attention
+    layers."""
 
     documents: Documents | None
     group: Any
@@ -319,12 +372,14 @@ class MicroBatchShare(NamedTuple):
         tokens: int,
         device: torch.device,
     ) -> MicroBatchShare:
-        """The share of a rank of ``tokens`` tokens; ``layout_of(packed)``: the loader's layout."""
+        """The share of a rank of ``tokens`` tokens; ``layout_of(packed)``: the loader's
+        layout."""
         group = context_parallel_group_of(packed, group)
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         total = tokens * size
         documents = resolve_packed_seq_params(packed, total, device)
-        documents = None if documents is None else documents.on_host()  # raises in graph capture
+        # raises in graph capture
+        documents = None if documents is None else documents.on_host()
         layout = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
         if total != tokens:
             layout = layout_of(None if documents is None else packed)
@@ -338,12 +393,16 @@ class MicroBatchShare(NamedTuple):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """For each document with tokens on this rank, the stretch of rows that they fill."""
+        """For each document with tokens on this rank, the stretch of rows that they
+        fill."""
         spans = spans_of(self.lengths, self.size, self.rank, self.layout)
         if self.documents is None:
             return spans
-        return tuple(x._replace(before=self.documents.tokens_before(x.start)) for x in spans)
+        return tuple(
+            x._replace(before=self.documents.tokens_before(x.start)) for x in spans
+        )
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' ``[s, ...]`` as ``[S, ...]`` in sequence order; backward: sum gradients."""
+        """All ranks' ``[s, ...]`` as ``[S, ...]`` in sequence order; backward: sum
+        gradients."""
         return gather_in_order(x, self.group, self.lengths, self.layout)

@@ -1,8 +1,10 @@
 """Packs padded batches with a mask of documents into one row, and unpacks this row.
 
-A mask ``[B, S]`` holds a document id per token, counted from 1 in every row; 0 is padding.
+A mask ``[B, S]`` holds a document id per token, counted from 1 in every row; 0 is
+padding.
 
-Legend: T tokens that are not padding, N documents, P packed rows (T, or more with padded slots).
+Legend: T tokens that are not padding, N documents, P packed rows (T, or more with
+padded slots).
 """
 
 from __future__ import annotations
@@ -27,57 +29,72 @@ def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
     ``[[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] -> (2, 3, 1, 2, 3)``
 
     Args:
-        mask: integers ``[B, S]``: document ids, 0 at padding, increasing along a row. Ids may be
-            skipped, and padding may be before, between and after documents.
+        mask: integers ``[B, S]``: document ids, 0 at padding, increasing along a row.
+            Ids may be skipped, and padding may be before, between and after documents.
 
     Raises:
-        ValueError: a wrong dtype or shape; ids that decrease along a row; padding in a document.
+        ValueError: a wrong dtype or shape; ids that decrease along a row; padding in a
+            document.
     """
     return read_mask(mask).lengths
 
 
 def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The tokens' positions in a padded batch, and the lengths for variable-length kernels.
+    """The tokens' positions in a padded batch, and the lengths for variable-length
+    kernels.
 
     Returns:
-        int64 ``[T]``, the tokens' positions in the flattened mask; int32 ``[N + 1]``, the
-        documents' cumulative lengths; and the longest length. The tensors are on the mask's device.
+        int64 ``[T]``, the tokens' positions in the flattened mask; int32 ``[N + 1]``,
+        the documents' cumulative lengths; and the longest length. The tensors are on
+        the mask's device.
     """
     token_T, _, lengths = read_mask(mask)
     device = mask.device
-    return to_device(token_T, device), cu_seqlens(lengths, device), max(lengths, default=0)
+    return (
+        to_device(token_T, device),
+        cu_seqlens(lengths, device),
+        max(lengths, default=0),
+    )
 
 
-def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor, PackedSeqParams]:
+def pack_rows(
+    x: Tensor, mask: Tensor, *, multiple_of: int = 1
+) -> tuple[Tensor, PackedSeqParams]:
     """Lay the documents of a padded batch end to end, in the order of the rows.
 
-    Padding is never read, and may hold NaN; padding's gradient is 0. The host reads the mask once.
+    Padding is never read, and may hold NaN; padding's gradient is 0. The host reads the
+    mask once.
 
     With context parallelism, pack the rows of all ranks, with slots of a multiple of
-    ``2 * context_parallel_size`` rows (``multiple_of``). Each rank takes its rows of the result:
+    ``2 * context_parallel_size`` rows (``multiple_of``). Each rank takes its rows of
+    the result:
 
         packed, params = pack_rows(x, mask, multiple_of=2 * cp)
         slots = params.cu_seqlens_q_padded.diff().tolist()
         mine = packed[local_indices(slots, cp, cp_rank)]
 
     Args:
-        x: ``[S, B, ...]``: hidden states in Megatron's layout, or tokens, labels, a loss mask.
+        x: ``[S, B, ...]``: hidden states in Megatron's layout, or tokens, labels, a
+            loss mask.
         mask: ``[B, S]`` as in :func:`seqlens_of_mask`.
         multiple_of: zeros fill every document's slot up to a multiple of this number.
 
     Returns:
-        ``[P, 1, ...]`` and the micro-batch's boundaries (``"thd"``, int32, on x's device):
-        ``cu_seqlens_*`` of documents, ``cu_seqlens_*_padded`` of slots (None if ``multiple_of`` is
-        1), and ``max_seqlen_*``, the longest slot. A mask without tokens gives one empty document.
+        ``[P, 1, ...]`` and the micro-batch's boundaries (``"thd"``, int32, on x's
+        device): ``cu_seqlens_*`` of documents, ``cu_seqlens_*_padded`` of slots (None
+        if ``multiple_of`` is 1), and ``max_seqlen_*``, the longest slot. A mask without
+        tokens gives one empty document.
 
     Raises:
-        ValueError: as in :func:`seqlens_of_mask`; x does not fit the mask; ``multiple_of`` < 1.
+        ValueError: as in :func:`seqlens_of_mask`; x does not fit the mask;
+            ``multiple_of`` < 1.
     """
     lengths, slots, row_T, packed_T = _packed_layout(mask, multiple_of, x.device)
     if x.shape[:2] != mask.shape[::-1]:
         raise ValueError(
-            f"x of shape {tuple(x.shape)} does not fit a mask of shape {tuple(mask.shape)}: x must "
-            f"be [S, B, ...] (sequence first), the mask [B, S]."
+            f"x of shape {tuple(x.shape)} does not fit a mask of shape "
+            f"{tuple(mask.shape)}: x must be [S, B, ...] (sequence first), the mask "
+            "[B, S]."
         )
     packed = _move_rows(x.flatten(0, 1), row_T, packed_T, sum(slots)).unsqueeze(1)
     padded = None if multiple_of == 1 else slots
@@ -85,24 +102,28 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
 
 
 def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor:
-    """The inverse of :func:`pack_rows`, with zeros at padding; the host reads the mask once.
+    """The inverse of :func:`pack_rows`, with zeros at padding; the host reads the mask
+    once.
 
     Args:
-        packed: ``[P, 1, ...]``, the rows of all context-parallel ranks in sequence order.
+        packed: ``[P, 1, ...]``, the rows of all context-parallel ranks in sequence
+            order.
         mask, multiple_of: the arguments of :func:`pack_rows`.
 
     Returns:
         ``[S, B, ...]``.
 
     Raises:
-        ValueError: as in :func:`seqlens_of_mask`; the mask's slots need another number of rows.
+        ValueError: as in :func:`seqlens_of_mask`; the mask's slots need another number
+            of rows.
     """
     _, slots, row_T, packed_T = _packed_layout(mask, multiple_of, packed.device)
     if packed.shape[:2] != (sum(slots), 1):
         raise ValueError(
-            f"packed rows of shape {tuple(packed.shape)} do not fit the mask, whose documents fill "
-            f"[{sum(slots)}, 1, ...] with multiple_of={multiple_of}. Give the multiple_of of "
-            f"pack_rows, and with context parallelism the rows of all ranks."
+            f"packed rows of shape {tuple(packed.shape)} do not fit the mask, whose "
+            f"documents fill [{sum(slots)}, 1, ...] with multiple_of={multiple_of}. "
+            "Give the multiple_of of pack_rows, and with context parallelism the rows "
+            "of all ranks."
         )
     x = _move_rows(packed.squeeze(1), packed_T, row_T, mask.numel())
     return x.unflatten(0, mask.shape[::-1])
@@ -112,28 +133,39 @@ class MaskOnHost(NamedTuple):
     """The tokens of a mask and their documents, in tensors on the CPU."""
 
     token_T: Tensor  # int64, positions in the flattened mask
-    document_T: Tensor  # int64, the document of each token, counted over the whole batch
+    # int64, the document of each token, counted over the whole batch
+    document_T: Tensor
     lengths: tuple[int, ...]
 
 
 def read_mask(mask: Tensor) -> MaskOnHost:
     """Check a mask ``[B, S]`` of document ids, and list its tokens and documents."""
     if not isinstance(mask, Tensor) or mask.is_meta:
-        what = "on the meta device" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise ValueError(
-            f"a mask of documents must be a tensor of integers [B, S] with values on the CPU or a "
-            f"GPU; this one is {what}."
+        what = (
+            "on the meta device"
+            if isinstance(mask, Tensor)
+            else f"a {type(mask).__name__}"
         )
-    if mask.dim() != 2 or mask.is_floating_point() or mask.is_complex() or mask.dtype == torch.bool:
         raise ValueError(
-            f"a mask of documents must be integers [B, S] (ids from 1, 0 at padding), got shape "
-            f"{tuple(mask.shape)} and dtype {mask.dtype}. A bool mask may mean tokens or padding: "
-            f"pass keep.int() or (~padding).int()."
+            "a mask of documents must be a tensor of integers [B, S] with values on "
+            f"the CPU or a GPU; this one is {what}."
+        )
+    if (
+        mask.dim() != 2
+        or mask.is_floating_point()
+        or mask.is_complex()
+        or mask.dtype == torch.bool
+    ):
+        raise ValueError(
+            "a mask of documents must be integers [B, S] (ids from 1, 0 at padding), "
+            f"got shape {tuple(mask.shape)} and dtype {mask.dtype}. A bool mask may "
+            "mean tokens or padding: pass keep.int() or (~padding).int()."
         )
     id_BS = mask.detach().to("cpu", torch.int64)
     if (id_BS < 0).any():
         raise ValueError(
-            f"a mask of documents holds {int(id_BS.min())}; ids count from 1, padding is 0."
+            f"a mask of documents holds {int(id_BS.min())}; ids count from 1, padding "
+            "is 0."
         )
     first_BS = (id_BS != F.pad(id_BS[:, :-1], (1, 0))) & (id_BS > 0)
     row_N, column_N = first_BS.nonzero(as_tuple=True)
@@ -147,9 +179,9 @@ def read_mask(mask: Tensor) -> MaskOnHost:
         if this == last:
             what = f"goes on with document {this} after padding inside it"
         raise ValueError(
-            f"row {row} of the mask {what}, at position {column}. Ids must increase along a row "
-            f"and a document must not be interrupted: number the documents in their order in the "
-            f"row, or move the padding to a document's end."
+            f"row {row} of the mask {what}, at position {column}. Ids must increase "
+            "along a row and a document must not be interrupted: number the documents "
+            "in their order in the row, or move the padding to a document's end."
         )
     token_T = (id_BS > 0).flatten().nonzero().flatten()
     document_T = first_BS.flatten().cumsum(0)[token_T] - 1
@@ -165,7 +197,9 @@ def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
 def slot_lengths(lengths: Sequence[int], multiple_of: int) -> tuple[int, ...]:
     """The lengths, each rounded up to a multiple of ``multiple_of``."""
     if multiple_of < 1:
-        raise ValueError(f"multiple_of={multiple_of} must be at least 1 (1 leaves no padding).")
+        raise ValueError(
+            f"multiple_of={multiple_of} must be at least 1 (1 leaves no padding)."
+        )
     return tuple(-(-length // multiple_of) * multiple_of for length in lengths)
 
 
@@ -176,7 +210,8 @@ def packed_seq_params_of(
     longest: int,
     device: torch.device | str,
 ) -> PackedSeqParams:
-    """PackedSeqParams of ``lengths``; ``slots``: lengths with padding; ``longest``: max_seqlen."""
+    """PackedSeqParams of ``lengths``; ``slots``: lengths with padding; ``longest``:
+    max_seqlen."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tokens = cu_seqlens(lengths, device)
@@ -195,19 +230,25 @@ def packed_seq_params_of(
 def _packed_layout(
     mask: Tensor, multiple_of: int, device: torch.device
 ) -> tuple[tuple[int, ...], tuple[int, ...], Tensor, Tensor]:
-    """The lengths of documents and slots; each token's row in ``[S * B]`` and in packed rows."""
+    """The lengths of documents and slots; each token's row in ``[S * B]`` and in packed
+    rows."""
     token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)
     slots = slot_lengths(lengths, multiple_of)
     length_N, slot_N = (torch.tensor(n, device="cpu") for n in (lengths, slots))
-    gap_N = (slot_N - length_N).cumsum(0) - (slot_N - length_N)  # padding rows before each document
+    # padding rows before each document
+    gap_N = (slot_N - length_N).cumsum(0) - (slot_N - length_N)
     packed_T = torch.arange(len(token_T), device="cpu") + gap_N[document_T]
     B, S = mask.shape
-    row_T = token_T % S * B + token_T // S if S else token_T  # mask is [B, S], x is [S, B]
+    # mask is [B, S], x is [S, B]
+    row_T = token_T % S * B + token_T // S if S else token_T
     return lengths, slots, to_device(row_T, device), to_device(packed_T, device)
 
 
-def _move_rows(x: Tensor, source_rows: Tensor, target_rows: Tensor, rows: int) -> Tensor:
-    """Return y with ``rows`` rows: ``y[target_rows] = x[source_rows]``, and zeros elsewhere."""
+def _move_rows(
+    x: Tensor, source_rows: Tensor, target_rows: Tensor, rows: int
+) -> Tensor:
+    """Return y with ``rows`` rows: ``y[target_rows] = x[source_rows]``, and zeros
+    elsewhere."""
     moved = x.index_select(0, source_rows)
     return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, target_rows, moved)

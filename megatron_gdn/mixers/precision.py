@@ -1,8 +1,8 @@
 """Keeps a mixer's decay parameters in fp32 when a wrapper casts or shards the model.
 
-exp(A_log) is the decay rate; rounding ``A_log`` to bf16 changes the rate by up to 0.8%. Megatron's
-``Float16Module`` casts every parameter; torch's ``fully_shard`` (FSDP2) gathers a group in one
-dtype, so the fp32 parameters form a group of their own.
+exp(A_log) is the decay rate; rounding ``A_log`` to bf16 changes the rate by up to 0.8%.
+Megatron's ``Float16Module`` casts every parameter; torch's ``fully_shard`` (FSDP2)
+gathers a group in one dtype, so the fp32 parameters form a group of their own.
 """
 
 from __future__ import annotations
@@ -20,40 +20,49 @@ from .loader_layout import launch_arguments
 
 logger = logging.getLogger(__name__)
 
-# `missing_keys` of the last load that warned; a load passes the same list to all modules.
+# `missing_keys` of the last load that warned; a load passes the same list to all
+# modules.
 _missing_keys_of_warned_load: list[str] | None = None
 
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
-    """Set ``keep_in_fp32``, which tells newer Megatrons and optimizers not to cast a parameter."""
+    """Set ``keep_in_fp32``, which tells newer Megatrons and optimizers not to cast a
+    parameter."""
     assert parameter.dtype == torch.float32, parameter.dtype
     vars(parameter)["keep_in_fp32"] = True
     repair_mixed_dtype_optimizers()
 
 
 class Fp32Parameters(nn.Module):
-    """Mixin: parameters named in ``_keep_in_float32_parameter_names`` stay fp32 or fp64."""
+    """Mixin: parameters named in ``_keep_in_float32_parameter_names`` stay fp32 or
+    fp64."""
 
-    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()  # Megatron-Bridge reads it
+    # Megatron-Bridge reads it
+    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register as torch does, after :func:`refuse_mixed_dtype_gather` of an fp32 parameter."""
+        """Register as torch does, after :func:`refuse_mixed_dtype_gather` of an fp32
+        parameter."""
         if name in self._keep_in_float32_parameter_names:
             refuse_mixed_dtype_gather(name, param)
         super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """torch's method with torch's arguments; no cast makes fp32 parameters narrower."""
+        """torch's method with torch's arguments; no cast makes fp32 parameters
+        narrower."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         names = self._keep_in_float32_parameter_names
         kept = [parameters[name] for name in names if name in parameters]
         protected = [*kept, *(p.grad for p in kept if p.grad is not None)]
 
         def apply(tensor: Tensor) -> Tensor:
-            """Apply ``fn``, but cast no protected tensor to a dtype narrower than fp32."""
+            """Apply ``fn``, but cast no protected tensor to a dtype narrower than
+            fp32."""
             moved = fn(tensor)
             if moved.dtype != tensor.dtype and any(tensor is p for p in protected):
-                return tensor.to(moved.device, torch.promote_types(moved.dtype, torch.float32))
+                return tensor.to(
+                    moved.device, torch.promote_types(moved.dtype, torch.float32)
+                )
             return moved
 
         return super()._apply(apply, recurse)
@@ -64,31 +73,42 @@ class Fp32Parameters(nn.Module):
             dtype = getattr(self, name).dtype
             if dtype not in (torch.float32, torch.float64):
                 raise ValueError(
-                    f"{name} reached the layer in {dtype}, and must be torch.float32 (or float64): "
-                    f"the recurrence compounds its rounding errors. Under torch's "
-                    f"fully_shard, give this layer a MixedPrecisionPolicy without param_dtype; "
-                    f"elsewhere, do not replace the layer's parameters by rounded ones."
+                    f"{name} reached the layer in {dtype}, and must be torch.float32 "
+                    "(or float64): the recurrence compounds its rounding errors. Under "
+                    "torch's fully_shard, give this layer a MixedPrecisionPolicy "
+                    "without param_dtype; elsewhere, do not replace the layer's "
+                    "parameters by rounded ones."
                 )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         """Load as torch does, with one warning per load if the file has rounded values.
 
-        With ``assign=True`` torch takes the dtypes of the state dict; 16-bit values become fp32.
+        With ``assign=True`` torch takes the dtypes of the state dict; 16-bit values
+        become fp32.
         """
         metadata, _strict, missing_keys, *_ = args
         names = self._keep_in_float32_parameter_names
         wide = {torch.float32, *(getattr(self, name).dtype for name in names)}
-        values = {key: state_dict.get(key) for key in (f"{prefix}{name}" for name in names)}
-        dtypes = {key: getattr(value, "dtype", torch.float32) for key, value in values.items()}
-        rounded = [f"{key} ({str(d)[6:]})" for key, d in dtypes.items() if d not in wide]
+        values = {
+            key: state_dict.get(key) for key in (f"{prefix}{name}" for name in names)
+        }
+        dtypes = {
+            key: getattr(value, "dtype", torch.float32) for key, value in values.items()
+        }
+        rounded = [
+            f"{key} ({str(d)[6:]})" for key, d in dtypes.items() if d not in wide
+        ]
         global _missing_keys_of_warned_load
         if rounded and missing_keys is not _missing_keys_of_warned_load:
             _missing_keys_of_warned_load = missing_keys
             logger.warning(
-                "load_state_dict: %s: the layer keeps these parameters in fp32, the state dict "
-                "does not, so their values are rounded; later layers' parameters are not listed. "
-                "If the checkpoint's optimizer holds fp32 masters, "
-                "megatron_gdn.fp32_masters.load_fp32_masters(model, folder) brings them back.",
+                "load_state_dict: %s: the layer keeps these parameters in fp32, the "
+                "state dict does not, so their values are rounded; later layers' "
+                "parameters are not listed. If the checkpoint's optimizer holds fp32 "
+                "masters, megatron_gdn.fp32_masters.load_fp32_masters(model, folder) "
+                "brings them back.",
                 ", ".join(rounded),
             )
         if metadata.get("assign_to_params_buffers", False):
@@ -100,10 +120,11 @@ class Fp32Parameters(nn.Module):
 
 
 def refuse_mixed_dtype_gather(name: str, parameter: nn.Parameter | None) -> None:
-    """Raise an error if Megatron-FSDP would gather ``parameter`` over gloo with other dtypes.
+    """Raise an error if Megatron-FSDP would gather ``parameter`` over gloo with other
+    dtypes.
 
-    Megatron-FSDP gathers a layer's parameters in one collective. For outputs of several dtypes gloo
-    returns wrong numbers without an error.
+    Megatron-FSDP gathers a layer's parameters in one collective. For outputs of several
+    dtypes gloo returns wrong numbers without an error.
     """
     fsdp = getattr(parameter, "_megatron_fsdp_model", None)
     original = getattr(parameter, "orig_param", None)
@@ -115,30 +136,33 @@ def refuse_mixed_dtype_gather(name: str, parameter: nn.Parameter | None) -> None
     backend = torch.distributed.get_backend(fsdp.dist_index.get_fsdp_group())
     if backend == "gloo" and len(dtypes) > 1:
         raise NotImplementedError(
-            f"Megatron-FSDP would gather {name} ({original.dtype}) in one collective of "
-            f"{' and '.join(sorted(dtypes))}, from which gloo returns wrong numbers. Use the nccl "
-            f"backend, parameters of one dtype, DistributedDataParallel, or a "
-            f"data_parallel_sharding_strategy other than 'optim_grads_params' (for "
-            f"megatron_fsdp.fully_shard: zero_dp_strategy, and no fsdp_unit_modules)."
+            f"Megatron-FSDP would gather {name} ({original.dtype}) in one collective "
+            f"of {' and '.join(sorted(dtypes))}, from which gloo returns wrong "
+            "numbers. Use the nccl backend, parameters of one dtype, "
+            "DistributedDataParallel, or a data_parallel_sharding_strategy other than "
+            "'optim_grads_params' (for megatron_fsdp.fully_shard: zero_dp_strategy, "
+            "and no fsdp_unit_modules)."
         )
 
 
 NOT_BY_SECTION = (
-    "Under torch's FSDP2 a rank holds a run of in_proj's rows, which --ckpt-format torch_dist "
-    "cannot store section by section (nor does it load the optimizer's step there). Give "
-    "--ckpt-format torch_dcp, or with tensor parallelism --use-distributed-optimizer in place of "
-    "--use-torch-fsdp2."
+    "Under torch's FSDP2 a rank holds a run of in_proj's rows, which --ckpt-format "
+    "torch_dist cannot store section by section (nor does it load the optimizer's step "
+    "there). Give --ckpt-format torch_dcp, or with tensor parallelism "
+    "--use-distributed-optimizer in place of --use-torch-fsdp2."
 )
 
 
 class Fp32Group(nn.Module):
-    """A submodule with a mixer's fp32 parameters, for FSDP2 to shard; adds no state dict keys."""
+    """A submodule with a mixer's fp32 parameters, for FSDP2 to shard; adds no state
+    dict keys."""
 
     _mixer: Any
 
     def __init__(self, mixer: Fp32Parameters) -> None:
         super().__init__()
-        vars(self)["_mixer"] = mixer  # not as a submodule: the mixer already contains this group
+        # not as a submodule: the mixer already contains this group
+        vars(self)["_mixer"] = mixer
         for name in mixer._keep_in_float32_parameter_names:
             self._parameters[name] = mixer._parameters[name]
 
@@ -149,7 +173,8 @@ class Fp32Group(nn.Module):
             super().__setattr__(name, value)
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Copies of the parameters, since torch frees the gathered tensors after this call."""
+        """Copies of the parameters, since torch frees the gathered tensors after this
+        call."""
         return tuple(p.clone() for p in self._parameters.values() if p is not None)
 
     def _save_to_state_dict(self, *args: Any) -> None: ...
@@ -158,17 +183,22 @@ class Fp32Group(nn.Module):
 
 
 class SeparatelyShardedFp32(Fp32Parameters):
-    """Mixin of a mixer; :func:`fully_shard` shards its fp32 parameters as a group of their own."""
+    """Mixin of a mixer; :func:`fully_shard` shards its fp32 parameters as a group of
+    their own."""
 
-    # A function that gathers the fp32 parameters for one forward; None if they are not sharded.
+    # A function that gathers the fp32 parameters for one forward; None if they are not
+    # sharded.
     gathered: Callable[[], tuple[Tensor, ...]] | None = None
 
     def fp32_parameters(self) -> tuple[Tensor, ...]:
-        """The fp32 parameters, gathered if they are sharded; a ValueError if one was rounded."""
+        """The fp32 parameters, gathered if they are sharded; a ValueError if one was
+        rounded."""
         self.require_fp32_parameters()
         if self.gathered is not None:
             return self.gathered()
-        return tuple([getattr(self, name) for name in self._keep_in_float32_parameter_names])
+        return tuple(
+            [getattr(self, name) for name in self._keep_in_float32_parameter_names]
+        )
 
 
 def fully_shard(
@@ -178,27 +208,35 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     **options: Any,
 ) -> Any:
-    """``torch.distributed.fsdp.fully_shard`` for modules that have mixers; arguments as in torch.
+    """``torch.distributed.fsdp.fully_shard`` for modules that have mixers; arguments as
+    in torch.
 
-    The fp32 parameters of each mixer form a group of their own, which torch shards, gathers and
-    reduces in fp32; ``mp_policy`` does not apply to this group. Parameters keep their names.
-    Mixers that are already sharded do not change. ``ignored_params`` are not sharded, as in torch.
+    The fp32 parameters of each mixer form a group of their own, which torch shards,
+    gathers and reduces in fp32; ``mp_policy`` does not apply to this group. Parameters
+    keep their names. Mixers that are already sharded do not change. ``ignored_params``
+    are not sharded, as in torch.
     """
     ignored = set(ignored_params or ())
     for root in module if isinstance(module, list) else [module]:
-        for mixer in [m for m in root.modules() if isinstance(m, SeparatelyShardedFp32)]:
+        for mixer in [
+            m for m in root.modules() if isinstance(m, SeparatelyShardedFp32)
+        ]:
             if mixer.gathered is None and not isinstance(mixer, fsdp.FSDPModule):
                 group = Fp32Group(mixer)
                 fsdp.fully_shard(group, **options)
                 mixer.add_module("fp32_group", group)
-                vars(mixer)["gathered"] = group  # setattr would register the group twice
-            ignored.update(getattr(mixer, name) for name in mixer._keep_in_float32_parameter_names)
+                # setattr would register the group twice
+                vars(mixer)["gathered"] = group
+            ignored.update(
+                getattr(mixer, name) for name in mixer._keep_in_float32_parameter_names
+            )
     policy = fsdp.MixedPrecisionPolicy() if mp_policy is None else mp_policy
     return fsdp.fully_shard(module, mp_policy=policy, ignored_params=ignored, **options)
 
 
 def _fully_shard_for_a_launch(module: Any, **options: Any) -> Any:
-    """Like :func:`fully_shard`; refuses the checkpoint format torch_dist if ``--save`` is set."""
+    """Like :func:`fully_shard`; refuses the checkpoint format torch_dist if ``--save``
+    is set."""
     arguments = launch_arguments()
     if arguments.get("save") and arguments.get("ckpt_format") == "torch_dist":
         raise ValueError(f"--save {arguments['save']}: {NOT_BY_SECTION}")
@@ -206,7 +244,8 @@ def _fully_shard_for_a_launch(module: Any, **options: Any) -> Any:
 
 
 def replace_fully_shard_in_megatron() -> None:
-    """Let Megatron's ``--use-torch-fsdp2`` call :func:`fully_shard` in place of torch's."""
+    """Let Megatron's ``--use-torch-fsdp2`` call :func:`fully_shard` in place of
+    torch's."""
     from megatron.core.distributed import torch_fully_sharded_data_parallel
 
     wrapper: Any = torch_fully_sharded_data_parallel

@@ -1,7 +1,7 @@
 """Says which lengths Megatron's rotary positions need.
 
-A model makes its table of angles before any layer runs. For lengths that Megatron cannot make a
-table of, Megatron raises errors about types and shapes.
+A model makes its table of angles before any layer runs. For lengths that Megatron
+cannot make a table of, Megatron raises errors about types and shapes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @cache
 def explain_rotary_lengths() -> None:
-    """Let Megatron's ``RotaryEmbedding`` refuse, in words, lengths for which it would raise."""
+    """Let Megatron's ``RotaryEmbedding`` refuse, in words, lengths for which it would
+    raise."""
     theirs = RotaryEmbedding.get_rotary_seq_len
 
     @wraps(theirs)
@@ -33,7 +34,9 @@ def explain_rotary_lengths() -> None:
         given = inference_context, transformer, transformer_input, transformer_config
         length = theirs(self, *given, packed_seq_params, **others)
         if inference_context is None and not others:
-            _require_fragments(length, transformer_config.context_parallel_size, packed_seq_params)
+            _require_fragments(
+                length, transformer_config.context_parallel_size, packed_seq_params
+            )
         return length
 
     RotaryEmbedding.get_rotary_seq_len = get_rotary_seq_len
@@ -45,14 +48,20 @@ def _require_max_seqlen(packed: PackedSeqParams | None) -> None:
         return
     raise ValueError(
         f"packed_seq_params has max_seqlen_q={packed.max_seqlen_q} and "
-        f"max_seqlen_kv={packed.max_seqlen_kv}, and a model with rotary positions reads both. Set "
-        f"them to the tokens of the longest document's slot, as integers."
+        f"max_seqlen_kv={packed.max_seqlen_kv}, and a model with rotary positions "
+        "reads both. Set them to the tokens of the longest document's slot, as "
+        "integers."
     )
 
 
-def _require_fragments(length: int, cp_size: int, packed: PackedSeqParams | None) -> None:
-    """Raise if Megatron cannot cut a table of ``length`` angles for the context-parallel ranks."""
-    if packed is not None and (packed.qkv_format == "thd" or packed.local_cp_size is not None):
+def _require_fragments(
+    length: int, cp_size: int, packed: PackedSeqParams | None
+) -> None:
+    """Raise if Megatron cannot cut a table of ``length`` angles for the
+    context-parallel ranks."""
+    if packed is not None and (
+        packed.qkv_format == "thd" or packed.local_cp_size is not None
+    ):
         return  # the table is not cut, or for other ranks
     parts = 2 * cp_size
     if cp_size == 1 or length % parts == 0:
@@ -60,7 +69,8 @@ def _require_fragments(length: int, cp_size: int, packed: PackedSeqParams | None
     least = -(-length // parts) * parts
     what = "a batch that is not packed has" if packed is None else "max_seqlen_q is"
     raise ValueError(
-        f"{what} {length} tokens over {cp_size} context-parallel ranks, and a model with rotary "
-        f"positions cuts its angles into {parts} equal parts, in every cp_layout. Give a multiple "
-        f"of {parts} tokens (pad to {least}), or position_embedding_type='none'."
+        f"{what} {length} tokens over {cp_size} context-parallel ranks, and a model "
+        f"with rotary positions cuts its angles into {parts} equal parts, in every "
+        f"cp_layout. Give a multiple of {parts} tokens (pad to {least}), or "
+        "position_embedding_type='none'."
     )

@@ -1,7 +1,9 @@
-"""Stores mixers' histories and states in Megatron's StaticInferenceContext (rows of one length).
+"""Stores mixers' histories and states in Megatron's StaticInferenceContext (rows of one
+length).
 
-The memory lies in ``key_value_memory_dict`` with the batch in dimension 1, like keys and values, so
-Megatron's ``swap_key_value_dict`` reorders the memory too. s is the number of tokens of a forward.
+The memory lies in ``key_value_memory_dict`` with the batch in dimension 1, like keys
+and values, so Megatron's ``swap_key_value_dict`` reorders the memory too. s is the
+number of tokens of a forward.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from ..ops.generation.memory import Memory, choose
 from ..ops.generation.step import decode, prefill
 from ..ops.parts import Parts
 
-# After the first forward, up to this many tokens run token by token; `roll_back` can undo them.
+# After the first forward, up to this many tokens run token by token; `roll_back` can
+# undo them.
 MOST_DECODED = 16
 
 _PROGRESS = "megatron_gdn_places"
@@ -28,19 +31,26 @@ class _RowProgress:
 
     rows: int
     tokens: int  # tokens of each batch row that the layer has run
-    states: Tensor  # the whole batch's states; Megatron's reordering replaces this tensor
-    steps: Memory | None = None  # the rows' memory before the last forward and after each token
+    # the whole batch's states; Megatron's reordering replaces this tensor
+    states: Tensor
+    # the rows' memory before the last forward and after each token
+    steps: Memory | None = None
 
 
 def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
-    """Run the mixer for the next s tokens of B batch rows, from ``context.batch_size_offset`` on.
+    """Run the mixer for the next s tokens of B batch rows, from
+    ``context.batch_size_offset`` on.
 
-    ``rows``: ``[s, B, P]``. If ``context.sequence_len_offset`` is 0, the sequences begin, else they
-    continue: up to :data:`MOST_DECODED` tokens run one by one, more tokens run as one prefill.
+    ``rows``: ``[s, B, P]``. If ``context.sequence_len_offset`` is 0, the sequences
+    begin, else they
+    continue: up to :data:`MOST_DECODED` tokens run one by one, more tokens run as one
+    prefill.
     """
     s, B = rows.shape[:2]
     start, offset = context.batch_size_offset, context.sequence_len_offset
-    progress_by_rows: dict[tuple[int, int], _RowProgress] = vars(context).setdefault(_PROGRESS, {})
+    progress_by_rows: dict[tuple[int, int], _RowProgress] = vars(context).setdefault(
+        _PROGRESS, {}
+    )
     progress = progress_by_rows.get((layer, start))
     _check_progress(context, layer, progress, s, B)
     memories = context.key_value_memory_dict
@@ -63,34 +73,41 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     return mixed
 
 
-@torch.inference_mode()  # else torch would refuse to write states that are inference tensors
+# else torch would refuse to write states that are inference tensors
+@torch.inference_mode()
 def roll_back(context: Any, accepted: int) -> None:
-    """Keep only the first ``accepted`` tokens of the last forward, in every recurrent layer.
+    """Keep only the first ``accepted`` tokens of the last forward, in every recurrent
+    layer.
 
-    This function also lowers the context's ``sequence_len_offset``, so attention layers overwrite
-    the keys of the dropped tokens. If batch rows keep different numbers of tokens, use Megatron's
-    ``DynamicInferenceContext`` with speculated tokens.
+    This function also lowers the context's ``sequence_len_offset``, so attention layers
+    overwrite the keys of the dropped tokens. If batch rows keep different numbers of
+    tokens, use Megatron's ``DynamicInferenceContext`` with speculated tokens.
 
     Args:
-        context: Megatron's ``StaticInferenceContext``, after a forward of 2 to :data:`MOST_DECODED`
-            tokens and before the next forward.
+        context: Megatron's ``StaticInferenceContext``, after a forward of 2 to
+            :data:`MOST_DECODED` tokens and before the next forward.
         accepted: how many tokens of this forward to keep, from 0 to all.
 
     Raises:
-        ValueError: the last forward cannot be rolled back, or ``accepted`` is out of range. The
-            context is unchanged.
+        ValueError: the last forward cannot be rolled back, or ``accepted`` is out of
+            range. The context is unchanged.
     """
-    progress_by_rows: dict[tuple[int, int], _RowProgress] = getattr(context, _PROGRESS, {})
-    if not progress_by_rows or not all(map(_tokens_of_last_step, progress_by_rows.values())):
+    progress_by_rows: dict[tuple[int, int], _RowProgress] = getattr(
+        context, _PROGRESS, {}
+    )
+    if not progress_by_rows or not all(
+        map(_tokens_of_last_step, progress_by_rows.values())
+    ):
         raise ValueError(
-            f"there is no step to roll back: the last forward must have had 2 to {MOST_DECODED} "
-            f"tokens at a sequence_len_offset above 0, in every recurrent layer."
+            "there is no step to roll back: the last forward must have had 2 to "
+            f"{MOST_DECODED} tokens at a sequence_len_offset above 0, in every "
+            "recurrent layer."
         )
     for (layer, _), progress in progress_by_rows.items():
         if context.key_value_memory_dict[layer][1] is not progress.states:
             raise ValueError(
-                "the batch was reordered (swap_key_value_dict) since its last step; roll back "
-                "before reordering."
+                "the batch was reordered (swap_key_value_dict) since its last step; "
+                "roll back before reordering."
             )
         if not 0 <= accepted <= (most := _tokens_of_last_step(progress)):
             raise ValueError(
@@ -98,7 +115,9 @@ def roll_back(context: Any, accepted: int) -> None:
             )
     for (layer, start), progress in progress_by_rows.items():
         rows, states = slice(start, start + progress.rows), progress.states
-        memory = Memory(*(tensor[0, rows] for tensor in context.key_value_memory_dict[layer]))
+        memory = Memory(
+            *(tensor[0, rows] for tensor in context.key_value_memory_dict[layer])
+        )
         assert progress.steps is not None
         accepted_N = states.new_full((progress.rows,), accepted, dtype=torch.int64)
         choose(memory, progress.steps, accepted_N)
@@ -108,27 +127,31 @@ def roll_back(context: Any, accepted: int) -> None:
 
 
 def _tokens_of_last_step(progress: _RowProgress) -> int:
-    """The tokens of ``progress``'s last forward, or 0 if `roll_back` cannot undo this forward."""
+    """The tokens of ``progress``'s last forward, or 0 if `roll_back` cannot undo this
+    forward."""
     return 0 if progress.steps is None else progress.steps.history.shape[1] - 1
 
 
 def _check_progress(
     context: Any, layer: int, progress: _RowProgress | None, s: int, B: int
 ) -> None:
-    """Refuse s tokens of B rows that do not fit the context or do not continue ``progress``."""
+    """Refuse s tokens of B rows that do not fit the context or do not continue
+    ``progress``."""
     start, offset = context.batch_size_offset, context.sequence_len_offset
     if start + B > context.max_batch_size or offset + s > context.max_sequence_length:
         raise ValueError(
-            f"{s} tokens after {offset} of {B} rows from batch_size_offset={start} on do not fit "
-            f"the inference context, which was made for max_batch_size={context.max_batch_size} "
-            f"and max_sequence_length={context.max_sequence_length}."
+            f"{s} tokens after {offset} of {B} rows from batch_size_offset={start} on "
+            "do not fit the inference context, which was made for "
+            f"max_batch_size={context.max_batch_size} and "
+            f"max_sequence_length={context.max_sequence_length}."
         )
     if offset and (progress is None or (progress.rows, progress.tokens) != (B, offset)):
         has = "no state" if progress is None else f"the state of {progress.rows} rows"
         after = "" if progress is None else f", after {progress.tokens} tokens"
         raise ValueError(
-            f"layer {layer} has {has} from batch_size_offset={start} on{after}, and got {B} rows "
-            f"at sequence_len_offset={offset}. Begin at offset 0, and continue with the batch that "
-            f"was prefilled. To set the offset does not move a recurrent state; to drop tokens of "
-            f"the last step use megatron_gdn.inference.roll_back(context, accepted)."
+            f"layer {layer} has {has} from batch_size_offset={start} on{after}, and "
+            f"got {B} rows at sequence_len_offset={offset}. Begin at offset 0, and "
+            "continue with the batch that was prefilled. To set the offset does not "
+            "move a recurrent state; to drop tokens of the last step use "
+            "megatron_gdn.inference.roll_back(context, accepted)."
         )

@@ -1,4 +1,5 @@
-"""One Megatron tensor, its Hugging Face tensors, and its split over tensor-parallel ranks."""
+"""One Megatron tensor, its Hugging Face tensors, and its split over tensor-parallel
+ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from ..ops.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class HFRef:
-    """A Hugging Face tensor, or the slice ``tensor[expert]`` of a tensor with all experts."""
+    """A Hugging Face tensor, or the slice ``tensor[expert]`` of a tensor with all
+    experts."""
 
     key: str
     shape: tuple[int, ...]  # shape of the whole tensor in the file
@@ -29,9 +31,11 @@ class HFRef:
 
 
 def rows_by_group(widths: Sequence[int], groups: int) -> Tensor:
-    """Indices ``[sum(widths)]`` that reorder rows from section by section to group by group.
+    """Indices ``[sum(widths)]`` that reorder rows from section by section to group by
+    group.
 
-    Section i has ``widths[i]`` rows. Group j has part j of ``groups`` equal parts of each section.
+    Section i has ``widths[i]`` rows. Group j has part j of ``groups`` equal parts of
+    each section.
     """
     sections = torch.arange(sum(widths), device="cpu").split(list(widths))
     return torch.cat([rows.view(groups, -1) for rows in sections], 1).flatten()
@@ -44,34 +48,44 @@ class TensorMap:
     megatron = cat(sources)[rows] + shift
     """
 
-    names: tuple[str, ...]  # keys in Megatron with Transformer Engine, then with local modules
+    # keys in Megatron with Transformer Engine, then with local modules
+    names: tuple[str, ...]
     sources: tuple[HFRef, ...]
     rows: Tensor | None = None  # Megatron's row i is rows[i] of cat(sources); None: i
-    shard_dim: int | None = None  # dimension that ranks split; None: every rank has the whole
-    sections: tuple[int, ...] = ()  # sections of shard_dim, each split over ranks; (): one section
-    shift: float = 0.0  # +1 or -1 if only Megatron or only the file stores a norm gain minus 1
+    # dimension that ranks split; None: every rank has the whole
+    shard_dim: int | None = None
+    # sections of shard_dim, each split over ranks; (): one section
+    sections: tuple[int, ...] = ()
+    # +1 or -1 if only Megatron or only the file stores a norm gain minus 1
+    shift: float = 0.0
     fp32: bool = False  # whether Megatron's tensor is fp32, even if the file's is not
-    is_expert: bool = False  # whether the expert-tensor-parallel group splits the tensor
+    # whether the expert-tensor-parallel group splits the tensor
+    is_expert: bool = False
     pad_rows: bool = False  # whether zero rows may be added at the end (vocabulary)
 
     @property
     def name(self) -> str:
         return self.names[0]
 
-    def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
-        """Refuse 8-bit dtypes, and fp64 if `fp32` unless ``may_round``; errors name ``where``."""
+    def check_dtype(
+        self, dtype: torch.dtype, where: str, may_round: bool = False
+    ) -> None:
+        """Refuse 8-bit dtypes, and fp64 if `fp32` unless ``may_round``; errors name
+        ``where``."""
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:
             names = ", ".join(str(one).removeprefix("torch.") for one in legal)
             raise ValueError(
-                f"{where} has dtype {str(dtype).removeprefix('torch.')}; legal for {self.name}: "
-                f"{names}. Convert the tensor to one of these first."
+                f"{where} has dtype {str(dtype).removeprefix('torch.')}; legal for "
+                f"{self.name}: {names}. Convert the tensor to one of these first."
             )
 
     def to_megatron(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The full Megatron tensor from the sources ``pieces``; fp32 if ``shift`` or ``fp32``."""
-        dtype = reduce(torch.promote_types, [piece.dtype for piece in pieces])  # holds every bit
+        """The full Megatron tensor from the sources ``pieces``; fp32 if ``shift`` or
+        ``fp32``."""
+        # holds every bit
+        dtype = reduce(torch.promote_types, [piece.dtype for piece in pieces])
         full = torch.cat([piece.to(dtype) for piece in pieces])
         if self.rows is not None:
             full = full[self.rows.to(full.device)]
@@ -82,15 +96,22 @@ class TensorMap:
         return full + self.shift if self.shift else full
 
     def to_hf(
-        self, full: Tensor, dtypes: Sequence[torch.dtype], original: Sequence[Tensor] | None = None
+        self,
+        full: Tensor,
+        dtypes: Sequence[torch.dtype],
+        original: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """The Hugging Face tensors of the Megatron tensor ``full``, tensor i in ``dtypes[i]``.
+        """The Hugging Face tensors of the Megatron tensor ``full``, tensor i in
+        ``dtypes[i]``.
 
-        ``original`` are the sources that were imported. An element of ``full`` that training did
-        not change gets its original bits, which a shift in bf16 may have lost.
+        ``original`` are the sources that were imported. An element of ``full`` that
+        training did not change gets its original bits, which a shift in bf16 may have
+        lost.
         """
         unshifted = full.float() - self.shift if self.shift else full
-        pieces = [x.to(dtype) for x, dtype in zip(self._split(unshifted), dtypes, strict=True)]
+        pieces = [
+            x.to(dtype) for x, dtype in zip(self._split(unshifted), dtypes, strict=True)
+        ]
         if original is None or [piece.dtype for piece in original] != list(dtypes):
             return pieces
         original = [piece.to(full.device) for piece in original]
@@ -102,17 +123,24 @@ class TensorMap:
         ]
 
     def exported(
-        self, full: Tensor, dtypes: Mapping[str, torch.dtype], originals: Mapping[str, Tensor]
+        self,
+        full: Tensor,
+        dtypes: Mapping[str, torch.dtype],
+        originals: Mapping[str, Tensor],
     ) -> dict[HFRef, Tensor]:
-        """`to_hf` by source; a key not in ``dtypes`` keeps its original's dtype, or ``full``'s."""
+        """`to_hf` by source; a key not in ``dtypes`` keeps its original's dtype, or
+        ``full``'s."""
         keys = [source.key for source in self.sources]
-        known = [originals[key] for key in keys] if originals.keys() >= set(keys) else None
+        known = (
+            [originals[key] for key in keys] if originals.keys() >= set(keys) else None
+        )
         natural = [tensor.dtype for tensor in known or [full] * len(keys)]
         wanted = [dtypes.get(*pair) for pair in zip(keys, natural, strict=True)]
         return dict(zip(self.sources, self.to_hf(full, wanted, known), strict=True))
 
     def _split(self, full: Tensor) -> Sequence[Tensor]:
-        """Cut ``full`` into one tensor for each source, in the order of the sources' rows."""
+        """Cut ``full`` into one tensor for each source, in the order of the sources'
+        rows."""
         if len(self.sources) == 1 and self.rows is None:
             return (full.reshape(self.sources[0].piece_shape),)
         if self.rows is not None:
@@ -124,29 +152,39 @@ class TensorMap:
         if (dim := self.shard_dim) is None:
             return [full] * ranks
         sections = self.sections or (full.shape[dim],)
-        assert sum(sections) == full.shape[dim], f"{self.name}: {sections} against {full.shape}"
+        assert sum(sections) == full.shape[dim], (
+            f"{self.name}: {sections} against {full.shape}"
+        )
         for size in sections:
             if size % ranks:
                 raise ValueError(
-                    f"{self.name}: {size} rows along dimension {dim} do not split over {ranks} "
-                    f"ranks; use a tensor-parallel size that divides "
+                    f"{self.name}: {size} rows along dimension {dim} do not split over "
+                    f"{ranks} ranks; use a tensor-parallel size that divides "
                     f"{', '.join(map(str, sections))}."
                 )
         return [take_share(full, dim, sections, rank, ranks) for rank in range(ranks)]
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The full tensor from the ranks' shards, dequantised and without padding rows."""
+        """The full tensor from the ranks' shards, dequantised and without padding
+        rows."""
         shards = [dequantised(shard) for shard in shards]
         if (dim := self.shard_dim) is not None:
-            local = [size // len(shards) for size in self.sections] or shards[0].shape[dim]
-            by_section = zip(*(shard.split(local, dim) for shard in shards), strict=True)
-            full = torch.cat([piece for section in by_section for piece in section], dim)
+            local = [size // len(shards) for size in self.sections] or shards[0].shape[
+                dim
+            ]
+            by_section = zip(
+                *(shard.split(local, dim) for shard in shards), strict=True
+            )
+            full = torch.cat(
+                [piece for section in by_section for piece in section], dim
+            )
             return full[: self.sources[0].shape[0]] if self.pad_rows else full
         for rank, other in enumerate(shards[1:], start=1):
             if not torch.equal(bits_of(other), bits_of(shards[0])):
                 raise ValueError(
-                    f"{self.name} is replicated over tensor-parallel ranks, but rank {rank} "
-                    f"differs from rank 0. Average it, or export the ranks' common checkpoint."
+                    f"{self.name} is replicated over tensor-parallel ranks, but rank "
+                    f"{rank} differs from rank 0. Average it, or export the ranks' "
+                    "common checkpoint."
                 )
         return shards[0]
 
@@ -157,15 +195,21 @@ def tensor_map(
     shard_dim: int | None = None,
     **how: Any,
 ) -> TensorMap:
-    """A `TensorMap` of ``sources`` (key -> shape); ``how``: further fields of the `TensorMap`."""
+    """A `TensorMap` of ``sources`` (key -> shape); ``how``: further fields of the
+    `TensorMap`."""
     names = (names,) if isinstance(names, str) else names
     refs = tuple(HFRef(key, shape) for key, shape in sources.items())
     return TensorMap(names=names, sources=refs, shard_dim=shard_dim, **how)
 
 
-def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size: int) -> Tensor:
-    """Cut every section of dimension ``dim`` into ``size`` shares; join those of ``rank``."""
-    return torch.cat([s.chunk(size, dim)[rank] for s in whole.split(list(sections), dim)], dim)
+def take_share(
+    whole: Tensor, dim: int, sections: Sequence[int], rank: int, size: int
+) -> Tensor:
+    """Cut every section of dimension ``dim`` into ``size`` shares; join those of
+    ``rank``."""
+    return torch.cat(
+        [s.chunk(size, dim)[rank] for s in whole.split(list(sections), dim)], dim
+    )
 
 
 def stored_quantised(tensor: Tensor) -> bool:
@@ -186,8 +230,11 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(sizes[tensor.element_size()])
 
 
-def conv_map(name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool) -> TensorMap:
-    """The map of the convolution's weight; ``in_three``: files have one tensor each for q, k, v."""
+def conv_map(
+    name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool
+) -> TensorMap:
+    """The map of the convolution's weight; ``in_three``: files have one tensor each for
+    q, k, v."""
     rows = {"": layout.conv_width}
     if in_three:
         rows = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))

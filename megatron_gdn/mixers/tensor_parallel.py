@@ -1,9 +1,10 @@
 """Tensor parallelism of a mixer's parameters: initial values, marks and process groups.
 
-Initial values do not depend on the number of ranks: every rank draws the whole parameter from the
-same seed and keeps its share. *Marks* are attributes that tell Megatron a parameter's split,
-gradient sum and precision. torch loses marks, for example in ``copy.deepcopy`` and ``fully_shard``,
-and a lost mark gives a wrong gradient without an error. So a mixer puts lost marks back.
+Initial values do not depend on the number of ranks: every rank draws the whole
+parameter from the same seed and keeps its share. *Marks* are attributes that tell
+Megatron a parameter's split, gradient sum and precision. torch loses marks, for example
+in ``copy.deepcopy`` and ``fully_shard``, and a lost mark gives a wrong gradient without
+an error. So a mixer puts lost marks back.
 """
 
 from __future__ import annotations
@@ -26,31 +27,37 @@ from .tensor_map import take_share
 
 
 def device_for(config: Any) -> torch.device:
-    """The device of a mixer's own parameters: the CPU or the current GPU, as ``config`` says."""
-    # Never the meta device: Megatron initialises no module after ``to_empty``, and Megatron-FSDP
-    # would initialise the projections again after it has sharded them.
+    """The device of a mixer's own parameters: the CPU or the current GPU, as ``config``
+    says."""
+    # Never the meta device: Megatron initialises no module after ``to_empty``, and
+    # Megatron-FSDP would initialise the projections again after it has sharded them.
     if config.use_cpu_initialization or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
-    """Mark ``parameter``: its rows are ``sections``, each split over tensor-parallel ranks."""
-    vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+    """Mark ``parameter``: its rows are ``sections``, each split over tensor-parallel
+    ranks."""
+    vars(parameter).update(
+        tensor_model_parallel=True, partition_dim=0, partition_stride=1
+    )
     vars(parameter).update(partition_sizes=list(sections))
 
 
 def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> None:
-    """Mark a column-parallel linear whose rows are several sections, each split by itself.
+    """Mark a column-parallel linear whose rows are several sections, each split by
+    itself.
 
-    Megatron's resharding reads ``partition_sizes``, and Megatron's Muon ``qkv_split_shapes``.
+    Megatron's resharding reads ``partition_sizes``, and Megatron's Muon
+    ``qkv_split_shapes``.
     ``use_muon``: whether Muon, and not Adam, updates the linear.
     """
     sizes, muon_splits = list(sections), muon_reads_sections()
     if not muon_splits:
         log_once(
-            "megatron_gdn: Muon of this megatron-core would orthogonalise in_proj as one matrix. "
-            "Install megatron-core 0.19 or later to train with Muon."
+            "megatron_gdn: Muon of this megatron-core would orthogonalise in_proj as "
+            "one matrix. Install megatron-core 0.19 or later to train with Muon."
         )
     for parameter in (getattr(linear, "weight", None), getattr(linear, "bias", None)):
         if isinstance(parameter, nn.Parameter):
@@ -60,7 +67,8 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
 
 
 def muon_reads_sections() -> bool:
-    """Whether Megatron's Muon reads ``qkv_split_shapes`` of each parameter (from 0.19 on)."""
+    """Whether Megatron's Muon reads ``qkv_split_shapes`` of each parameter (from 0.19
+    on)."""
     from megatron.core.tensor_parallel import layers
 
     return "qkv_split_shapes" in layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
@@ -70,30 +78,37 @@ _MARK_OF_MARKED = "marked_by_gdn"  # the attribute that tells that a parameter h
 
 
 def _is_plain_value(value: Any) -> bool:
-    """Whether ``value`` is None, a bool, a number or a string, or a list or tuple of these."""
+    """Whether ``value`` is None, a bool, a number or a string, or a list or tuple of
+    these."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain_value, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
 class MarkedParameters(nn.Module):
-    """Mixin of a module that stores its parameters' marks (plain attributes), by parameter name.
+    """Mixin of a module that stores its parameters' marks (plain attributes), by
+    parameter name.
 
-    New parameters are marked when the module is moved, cast, loaded, copied or unpickled, and
-    before any code iterates over its modules or parameters.
+    New parameters are marked when the module is moved, cast, loaded, copied or
+    unpickled, and before any code iterates over its modules or parameters.
     """
 
     _marks: dict[str, dict[str, Any]] = {}  # noqa: RUF012  empty before remember_marks
 
     def remember_marks(self) -> None:
-        """Store the marks that parameters have now: parameter name -> attribute -> value.
+        """Store the marks that parameters have now: parameter name -> attribute ->
+        value.
 
-        A mark is an attribute with a public name and a plain value. Call this method again to store
-        marks that were set later.
+        A mark is an attribute with a public name and a plain value. Call this method
+        again to store marks that were set later.
         """
         self._marks = {}
         for name, parameter in self._parameters_by_name():
-            marks = {k: v for k, v in vars(parameter).items() if k[0] != "_" and _is_plain_value(v)}
+            marks = {
+                k: v
+                for k, v in vars(parameter).items()
+                if k[0] != "_" and _is_plain_value(v)
+            }
             self._marks[name] = {**marks, _MARK_OF_MARKED: True}
             setattr(parameter, _MARK_OF_MARKED, True)
         # The hook is no method: copies of this module would call it on this module.
@@ -106,19 +121,24 @@ class MarkedParameters(nn.Module):
                 vars(parameter).update(self._marks[name])
 
     def _parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter with its full name; a shared parameter under all its names."""
+        """Every parameter with its full name; a shared parameter under all its
+        names."""
         for path, module in super().named_modules(remove_duplicate=False):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     yield f"{path}.{name}" if path else name, parameter
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """First put the stored marks on new parameters, then do what torch's method does."""
+    def named_modules(
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """First put the stored marks on new parameters, then do what torch's method
+        does."""
         self.mark_parameters()
         yield from super().named_modules(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Move or cast as torch does; new parameters get all attributes of the old ones."""
+        """Move or cast as torch does; new parameters get all attributes of the old
+        ones."""
         attributes = {name: dict(vars(p)) for name, p in self._parameters_by_name()}
         result = super()._apply(fn, recurse)
         for name, parameter in self._parameters_by_name():
@@ -131,7 +151,8 @@ class MarkedParameters(nn.Module):
 
 
 def _mark_loaded(module: MarkedParameters, incompatible_keys: object) -> None:
-    """Mark new parameters after a load; torch passes ``incompatible_keys``, which is not used."""
+    """Mark new parameters after a load; torch passes ``incompatible_keys``, which is
+    not used."""
     module.mark_parameters()
 
 
@@ -142,9 +163,12 @@ def add_parameter(
     *shape: int,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Add a parameter ``[sum(sections), *shape]`` with this rank's rows of each section."""
+    """Add a parameter ``[sum(sections), *shape]`` with this rank's rows of each
+    section."""
     dtype = mixer.config.params_dtype if dtype is None else dtype
-    empty = torch.empty(sum(sections), *shape, dtype=dtype, device=device_for(mixer.config))
+    empty = torch.empty(
+        sum(sections), *shape, dtype=dtype, device=device_for(mixer.config)
+    )
     parameter = nn.Parameter(empty)
     mark_sharded(parameter, sections)
     mixer.register_parameter(name, parameter)
@@ -153,7 +177,8 @@ def add_parameter(
 def add_conv(mixer: Any, bias: bool) -> None:
     """Add the convolution's weight ``[C, 1, W]`` and, if ``bias``, its bias ``[C]``.
 
-    They are parameters of the mixer, or with ``conv_is_module`` of its submodule ``conv1d``.
+    They are parameters of the mixer, or with ``conv_is_module`` of its submodule
+    ``conv1d``.
     """
     layout, taps = mixer.dims.layout, mixer.dims.conv_kernel_dim
     if not mixer.conv_is_module:
@@ -163,13 +188,20 @@ def add_conv(mixer: Any, bias: bool) -> None:
         else:
             mixer.conv1d_bias = None
         return
-    # Without skip_init, torch would draw a number for each weight on this rank, so all later
-    # random numbers would depend on the tensor-parallel size.
+    # Without skip_init, torch would draw a number for each weight on this rank, so all
+    # later random numbers would depend on the tensor-parallel size.
     channels = layout.conv_width
     mixer.conv1d = nn.utils.skip_init(
-        nn.Conv1d, channels, channels, taps, groups=channels, bias=bias, padding=taps - 1,
-        device=device_for(mixer.config), dtype=mixer.config.params_dtype,
-    )  # fmt: skip
+        nn.Conv1d,
+        channels,
+        channels,
+        taps,
+        groups=channels,
+        bias=bias,
+        padding=taps - 1,
+        device=device_for(mixer.config),
+        dtype=mixer.config.params_dtype,
+    )
     for parameter in mixer.conv1d.parameters():
         mark_sharded(parameter, layout.conv_widths)
 
@@ -183,7 +215,8 @@ def add_fp32(mixer: Any, **rows: int) -> None:
 
 
 def reset_parameters(mixer: Any) -> None:
-    """Set all parameters' initial values, the same values at every tensor-parallel size.
+    """Set all parameters' initial values, the same values at every tensor-parallel
+    size.
 
     ============================  ===============================================
     parameter                     value
@@ -203,7 +236,10 @@ def reset_parameters(mixer: Any) -> None:
     whole, config, group = mixer.global_dims, mixer.config, mixer.tp_group
     fill = partial(fill_share, group)
     if config.perform_initialization:
-        rows, columns = layout_of_in_proj(whole).widths, whole.state.heads * whole.state.columns
+        rows, columns = (
+            layout_of_in_proj(whole).widths,
+            whole.state.heads * whole.state.columns,
+        )
         fill(getattr(mixer.in_proj, "weight", None), config.init_method, 0, rows)
         method = config.output_layer_init_method
         fill(getattr(mixer.out_proj, "weight", None), method, 1, (columns,))
@@ -231,14 +267,16 @@ def fill_share(
     dim: int,
     sections: Sequence[int],
 ) -> None:
-    """Fill the parameter of all ranks by ``method``; copy this rank's share to ``parameter``.
+    """Fill the parameter of all ranks by ``method``; copy this rank's share to
+    ``parameter``.
 
-    ``group`` is the tensor-parallel group. ``sections`` are sizes of all ranks' parameter along
-    ``dim``; each is split by itself.
+    ``group`` is the tensor-parallel group. ``sections`` are sizes of all ranks'
+    parameter along ``dim``; each is split by itself.
     """
     if parameter is None:
         return
-    # The seed is from the CPU's generator, which Megatron keeps equal on tensor-parallel ranks.
+    # The seed is from the CPU's generator, which Megatron keeps equal on
+    # tensor-parallel ranks.
     seed = int(torch.randint(2**62, (), device="cpu"))
     if parameter.is_meta:
         return
@@ -257,7 +295,9 @@ def fill_share(
     parameter.copy_(take_share(whole, dim, sections, rank, size))
 
 
-def _fill_dt_bias(init_range: tuple[float, float] | None, floor: float, dt_bias: Tensor) -> None:
+def _fill_dt_bias(
+    init_range: tuple[float, float] | None, floor: float, dt_bias: Tensor
+) -> None:
     """Fill all ranks' ``dt_bias`` with 1, or randomly if ``init_range`` is set."""
     if init_range is None:
         dt_bias.fill_(1)
@@ -268,7 +308,8 @@ def _fill_dt_bias(init_range: tuple[float, float] | None, floor: float, dt_bias:
 
 
 def copy_with_same_groups(module: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a layer that shares the process groups, since torch cannot copy groups."""
+    """A copy of a layer that shares the process groups, since torch cannot copy
+    groups."""
     for part in module.modules():
         for thing in vars(part).values():
             if isinstance(thing, dist.ProcessGroup | ProcessGroupCollection):
@@ -280,23 +321,26 @@ def copy_with_same_groups(module: Any, memo: dict[int, Any]) -> Any:
 
 
 def require_same_tensor_ranks(mine: Any, groups: ProcessGroupCollection) -> None:
-    """Refuse groups whose tensor-parallel group has other ranks than ``mine``, the layer's."""
+    """Refuse groups whose tensor-parallel group has other ranks than ``mine``, the
+    layer's."""
     tp, ranks = getattr(groups, "tp", None), dist.get_process_group_ranks
     if tp is None or tp is mine or ranks(tp) == ranks(mine):
         return
     raise ValueError(
-        f"pg_collection has a tensor-parallel group of {tp.size()} ranks {ranks(tp)}, and "
-        f"this layer holds its share of the parameters among {mine.size()} ranks "
+        f"pg_collection has a tensor-parallel group of {tp.size()} ranks {ranks(tp)}, "
+        f"and this layer holds its share of the parameters among {mine.size()} ranks "
         f"{ranks(mine)}. Only the context-parallel group of a built layer can change."
     )
 
 
 def cp_group_of(mixer: Any, groups: ProcessGroupCollection, context: Any) -> Any:
-    """The ``cp`` group of ``groups``; raise if a forward with ``context`` cannot use it."""
+    """The ``cp`` group of ``groups``; raise if a forward with ``context`` cannot use
+    it."""
     require_same_tensor_ranks(mixer.tp_group, groups)
     if context is not None and groups.cp.size() != mixer.cp_size:
         raise NotImplementedError(
-            f"generation with a context-parallel group of {groups.cp.size()} ranks for one "
-            f"forward, in a layer with {mixer.cp_size}: set the layer's pg_collection."
+            f"generation with a context-parallel group of {groups.cp.size()} ranks for "
+            f"one forward, in a layer with {mixer.cp_size}: set the layer's "
+            "pg_collection."
         )
     return groups.cp

@@ -1,4 +1,5 @@
-"""Published models: sizes, Megatron configurations and specs, FLOPs, flags for a launch.
+"""Published models: sizes, Megatron configurations and specs, FLOPs, flags for a
+launch.
 
 For example:
 
@@ -21,7 +22,8 @@ __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use, so that the command line is read before torch is imported."""
+    """Import a name at its first use, so that the command line is read before torch is
+    imported."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name], __name__), name)

@@ -1,4 +1,5 @@
-"""``python -m megatron_gdn.models`` prints a list of models, or one model's figures or flags."""
+"""``python -m megatron_gdn.models`` prints a list of models, or one model's figures or
+flags."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ _DESCRIPTION = """\
 Without NAME, list the models. With NAME, print parameters, FLOPs, memory and legal sizes. Vision
 encoders and multi-token prediction heads are not counted.
 """
-_LAYERS = {"G": "Gated DeltaNet", "M": "Mamba2", "*": "attention", "-": "MLP", "E": "experts"}
+_LAYERS = {
+    "G": "Gated DeltaNet",
+    "M": "Mamba2",
+    "*": "attention",
+    "-": "MLP",
+    "E": "experts",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,8 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines = _model_lines([*ENTRIES.values()])
         else:
             model = find(options.name)
-            model.refuse_illegal_sizes(options.tp, options.cp, options.ep, options.length)
-            lines = _flag_lines(model, options) if options.flags else _figure_lines(model, options)
+            model.refuse_illegal_sizes(
+                options.tp, options.cp, options.ep, options.length
+            )
+            lines = (
+                _flag_lines(model, options)
+                if options.flags
+                else _figure_lines(model, options)
+            )
         print("\n".join(lines))
     except (ValueError, NotImplementedError) as error:
         return print_error(error)
@@ -41,24 +54,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
-    """Megatron's flags for model, precision, length and parallel sizes, but not for data."""
+    """Megatron's flags for model, precision, length and parallel sizes, but not for
+    data."""
     from ..hf.build import megatron_flags
 
     flags = "--bf16 --use-distributed-optimizer"
-    flags += " --no-gradient-accumulation-fusion"  # machines without APEX need this flag
-    flags += f" --seq-length {options.length} --max-position-embeddings {options.length}"
+    # machines without APEX need this flag
+    flags += " --no-gradient-accumulation-fusion"
+    flags += (
+        f" --seq-length {options.length} --max-position-embeddings {options.length}"
+    )
     flags += f" --micro-batch-size 1 --tensor-model-parallel-size {options.tp}"
     flags += " --sequence-parallel" if options.tp > 1 else ""
     flags += f" --context-parallel-size {options.cp}"
     if "E" in model.pattern:
-        # Without its flag, the expert-tensor-parallel size would be the tensor-parallel size.
+        # Without its flag, the expert-tensor-parallel size would be the tensor-parallel
+        # size.
         flags += f" --expert-model-parallel-size {options.ep} --expert-tensor-parallel-size 1"
         flags += " --moe-token-dispatcher-type alltoall"
     return [*megatron_flags(model.hf, options.model), *flags.split()]
 
 
 def _flag_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the launch flags as lines of a shell command, one flag and its values per line."""
+    """Yield the launch flags as lines of a shell command, one flag and its values per
+    line."""
     line: list[str] = []
     for word in launch_flags(model, options):
         if word.startswith("--") and line:
@@ -72,29 +91,37 @@ def _figure_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
     """Lines with one model's parameters, FLOPs, memory and legal parallel sizes."""
     tp, cp, length, stack = options.tp, options.cp, options.length, model.stack
     counts = {symbol: model.pattern.count(symbol) for symbol in _LAYERS}
-    parameters, active = _format_count(stack.parameters), _format_count(stack.active_parameters)
+    parameters, active = (
+        _format_count(stack.parameters),
+        _format_count(stack.active_parameters),
+    )
     flops = stack.flops([length])
     yield f"{model.name} ({model.architecture}; from {model.source})"
-    yield "  layers        " + ", ".join(f"{n} {_LAYERS[s]}" for s, n in counts.items() if n)
+    yield "  layers        " + ", ".join(
+        f"{n} {_LAYERS[s]}" for s, n in counts.items() if n
+    )
     yield f"  parameters    {parameters}, {active} of them for a token"
     yield (
         f"  FLOPs         {flops.forward / length / 1e9:.2f} G for a token forward, "
-        f"{flops.step / length / 1e9:.2f} G with backward, in one document of {length} tokens"
+        f"{flops.step / length / 1e9:.2f} G with backward, in one document of {length} "
+        "tokens"
     )
     each = (f"{name} {x / length / 1e9:.3f}" for name, x in flops._asdict().items())
     yield "                " + ", ".join(each)
     yield (
-        f"  state         {stack.state_bytes / 2**20:.1f} MiB for a sequence (fp32), and "
-        f"{stack.conv_bytes / 2**10:.0f} KiB of convolutions (bf16)"
+        f"  state         {stack.state_bytes / 2**20:.1f} MiB for a sequence (fp32), "
+        f"and {stack.conv_bytes / 2**10:.0f} KiB of convolutions (bf16)"
     )
     if layers := counts["G"]:
         kinds = ("none", "light", "full", "layer")
         tokens = layers * (length // cp)
-        none, *kept = (f"{tokens * model.saved_bytes(tp, x) / 2**30:.2f}" for x in kinds)
+        none, *kept = (
+            f"{tokens * model.saved_bytes(tp, x) / 2**30:.2f}" for x in kinds
+        )
         yield (
-            f"  activations   {none} GiB for a GPU's Gated DeltaNet layers, {kept[0]} with "
-            f"recompute=light, {kept[1]} with recompute=full, {kept[2]} with "
-            f"--recompute-modules gdn"
+            f"  activations   {none} GiB for a GPU's Gated DeltaNet layers, {kept[0]} "
+            f"with recompute=light, {kept[1]} with recompute=full, {kept[2]} with "
+            "--recompute-modules gdn"
         )
     yield f"  legal tp      {_join_sizes(model.tensor_parallel_sizes())}"
     yield f"  legal cp      any; headwise with tp {tp}: {_join_sizes(model.headwise_sizes(tp))}"

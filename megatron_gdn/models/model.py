@@ -1,4 +1,5 @@
-"""A published model: its sizes, Megatron configuration, spec, flags and legal parallel sizes."""
+"""A published model: its sizes, Megatron configuration, spec, flags and legal parallel
+sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from .stack import CHUNK, MAMBA_TAPS, Stack
 
 @dataclass(frozen=True)
 class Model:
-    """A published model, from its class in transformers and the fields of its ``config.json``."""
+    """A published model, from its class in transformers and the fields of its
+    ``config.json``."""
 
     name: str
     architecture: str
@@ -28,13 +30,15 @@ class Model:
 
     @cached_property
     def hf(self) -> HFModelConfig:
-        """The parsed config, for `build_model`, `transformer_config` and `megatron_flags`."""
+        """The parsed config, for `build_model`, `transformer_config` and
+        `megatron_flags`."""
         config = {"architectures": [self.architecture]} | self.fields
         return parse_hf_config(config, f"{self.name} in catalogue.toml")
 
     @property
     def pattern(self) -> str:
-        """Layer symbols: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E' experts."""
+        """Layer symbols: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E'
+        experts."""
         return self.hf.hybrid_layer_pattern
 
     @cached_property
@@ -51,8 +55,10 @@ class Model:
         return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
 
     def tensor_parallel_sizes(self) -> list[int]:
-        """Tensor-parallel sizes that divide the heads and the MLP width; experts are not split."""
-        sizes, key_heads = self.hf.sizes, self.dims.layout.counts[-1][1]  # groups in Mamba2
+        """Tensor-parallel sizes that divide the heads and the MLP width; experts are
+        not split."""
+        # groups in Mamba2
+        sizes, key_heads = self.hf.sizes, self.dims.layout.counts[-1][1]
         heads, groups = sizes.num_attention_heads, sizes.num_query_groups
         cut = [heads, key_heads]
         if "-" in self.pattern:
@@ -62,11 +68,13 @@ class Model:
         return [
             n
             for n in range(1, heads + 1)
-            if all(whole % n == 0 for whole in cut) and (groups % n == 0 or n % groups == 0)
+            if all(whole % n == 0 for whole in cut)
+            and (groups % n == 0 or n % groups == 0)
         ]
 
     def headwise_sizes(self, tp: int) -> list[int]:
-        """Context-parallel sizes at which headwise can split a tensor-parallel rank's heads."""
+        """Context-parallel sizes at which headwise can split a tensor-parallel rank's
+        heads."""
         layout = self.dims.shard(tp).layout
         return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
 
@@ -76,7 +84,8 @@ class Model:
         return [n for n in range(1, experts + 1) if experts % n == 0]
 
     def refuse_illegal_sizes(self, tp: int, cp: int, ep: int, length: int) -> None:
-        """Raise a ValueError, with the legal sizes, for sizes that a launch would refuse."""
+        """Raise a ValueError, with the legal sizes, for sizes that a launch would
+        refuse."""
         for name, value, legal in (
             ("tensor-parallel size tp", tp, self.tensor_parallel_sizes()),
             ("expert-parallel size ep", ep, self.expert_parallel_sizes()),
@@ -90,28 +99,32 @@ class Model:
         if length < 1 or length % multiple:
             near = max(round(length / multiple), 1) * multiple
             raise ValueError(
-                f"length={length} does not divide: zigzag cuts a sequence into 2 cp pieces, and "
-                f"sequence parallelism cuts each rank's share by tp, so the length must be a "
-                f"multiple of {multiple} for tp={tp} and cp={cp}, such as {near}."
+                f"length={length} does not divide: zigzag cuts a sequence into 2 cp "
+                "pieces, and sequence parallelism cuts each rank's share by tp, so the "
+                f"length must be a multiple of {multiple} for tp={tp} and cp={cp}, "
+                f"such as {near}."
             )
 
     def saved_bytes(self, tp: int = 1, recompute: str = "none") -> int:
-        """Bytes per token that a Gated DeltaNet keeps for its backward on a tensor-parallel rank.
+        """Bytes per token that a Gated DeltaNet keeps for its backward on a
+        tensor-parallel rank.
 
-        The count is for bf16, the rules flash_qla and fla, and sequence parallelism. ``recompute``
-        is the layer's option, or ``"layer"`` for ``--recompute-modules gdn`` of Megatron's dev
-        branch. States that flash_qla saves for long sequences are not counted (16 MiB for 32768
-        tokens of 32 heads).
+        The count is for bf16, the rules flash_qla and fla, and sequence parallelism.
+        ``recompute`` is the layer's option, or ``"layer"`` for
+        ``--recompute-modules gdn`` of Megatron's dev branch. States that flash_qla
+        saves for long sequences are not counted (16 MiB for 32768 tokens of 32 heads).
         """
         share: Any = self.dims.shard(tp)
-        kept = 2 * share.hidden_size // tp  # in_proj's input, of which a rank saves its own tokens
+        # in_proj's input, of which a rank saves its own tokens
+        kept = 2 * share.hidden_size // tp
         if recompute == "layer":
             return kept
         again = RECOMPUTE_LEVELS[recompute]
         kept += 2 * share.layout.width  # in_proj's output
         if "rule" not in again:
             kept += 2 * share.v_dim  # the rule's output
-            # One row of the chunk's triangular inverse in bf16; cumulative g and beta in fp32.
+            # One row of the chunk's triangular inverse in bf16; cumulative g and beta
+            # in fp32.
             kept += share.num_value_heads * (2 * CHUNK + 2 * 4)
         if "qkv" not in again:
             # k and v; the backward always computes q again.
@@ -123,7 +136,9 @@ class Model:
 
 def _read_catalogue() -> dict[str, Model]:
     """The models of ``catalogue.toml`` by name."""
-    tables = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
+    tables = tomllib.loads(
+        Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8")
+    )
     known, models = tables["shared"], {}
     for name, own in tables["models"].items():
         architecture, source = own.pop("architecture"), own.pop("source")

@@ -1,14 +1,15 @@
 """Counts parameters and floating-point operations of a model by its layers.
 
-``docs/models.md`` has the equations. The delta rule computes these products for a chunk of C
-tokens, where S is the state before the chunk and A the chunk's triangular inverse:
+``docs/models.md`` has the equations. The delta rule computes these products for a chunk
+of C tokens, where S is the state before the chunk and A the chunk's triangular inverse:
 
-    k k^T,  q k^T                                 C C K multiply-adds each, per key head
-    k S,  q S,  k^T x                             C K V multiply-adds each, per value head
-    x = A (v - k S),  (q k^T) x                   C C V multiply-adds each, per value head
+    k k^T,  q k^T                               C C K multiply-adds each, per key head
+    k S,  q S,  k^T x                           C K V multiply-adds each, per value head
+    x = A (v - k S),  (q k^T) x                 C C V multiply-adds each, per value head
 
-Kimi Delta Attention computes k k^T and q k^T per value head. Mamba2 has no k k^T, k S and A.
-Only matrix products are counted. A backward counts as two forwards; recomputation is not counted.
+Kimi Delta Attention computes k k^T and q k^T per value head. Mamba2 has no k k^T, k S
+and A. Only matrix products are counted. A backward counts as two forwards;
+recomputation is not counted.
 
 Legend: G key heads (groups in Mamba2), n attention heads, d dims of an attention head.
 """
@@ -31,7 +32,8 @@ from ..mamba2.sizes import Mamba2Dims
 from ..mixers.tensor_map import TensorMap
 
 CHUNK = 64  # tokens of a chunk, in every rule of this package
-_KDA_SIZE_OPTIONS = ("forget_rank", "output_rank")  # a 'K' layer's options that change sizes
+# a 'K' layer's options that change sizes
+_KDA_SIZE_OPTIONS = ("forget_rank", "output_rank")
 MAMBA_TAPS = 4  # taps of a Mamba2 convolution; Megatron has no field for the number
 
 
@@ -50,13 +52,15 @@ class Flops(NamedTuple):
 
     @property
     def step(self) -> int:
-        """FLOPs of forward and backward; step / (seconds * GPUs * peak FLOP/s) is the MFU."""
+        """FLOPs of forward and backward; step / (seconds * GPUs * peak FLOP/s) is the
+        MFU."""
         return 3 * self.forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Sizes and operation counts of one layer of a hybrid pattern, with the norm before it."""
+    """Sizes and operation counts of one layer of a hybrid pattern, with the norm before
+    it."""
 
     weights: int  # elements of the matrices that multiply every token's row
     vectors: int  # other parameters: norms, convolutions, gates
@@ -65,33 +69,45 @@ class Layer:
     rule: int = 0  # multiply-adds per token
     attention: int = 0  # multiply-adds per pair (query, key)
     state_bytes: int = 0  # bytes of a sequence's fp32 state
-    conv_bytes: int = 0  # bytes of a sequence's last W - 1 bf16 rows, which the convolution reads
+    # bytes of a sequence's last W - 1 bf16 rows, which the convolution reads
+    conv_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A language model: embedding, layers, multi-token prediction heads, norm, output layer."""
+    """A language model: embedding, layers, multi-token prediction heads, norm, output
+    layer."""
 
     layers: tuple[Layer, ...]
     hidden_size: int
     vocab_size: int
     tied: bool  # whether the output layer and the embedding share one weight
-    outputs: int = 1  # runs of the output layer: 1 + number of multi-token prediction heads
+    # runs of the output layer: 1 + number of multi-token prediction heads
+    outputs: int = 1
 
     @classmethod
     def of(
-        cls, config: Any, pattern: str, vocab_size: int, tied: bool, *,
+        cls,
+        config: Any,
+        pattern: str,
+        vocab_size: int,
+        tied: bool,
+        *,
         kda: Mapping[str, Any] | None = None,
-    ) -> Stack:  # fmt: skip
-        """Make the stack of a Megatron configuration; biases of linears are not counted.
+    ) -> Stack:
+        """Make the stack of a Megatron configuration; biases of linears are not
+        counted.
 
-        ``pattern`` has 'G', 'K', 'M', '*', '-' and 'E' (another symbol is a ValueError), '|'
-        between pipeline stages and '/' before each multi-token prediction head. ``tied``: the
-        output layer uses the embedding's weight. ``kda``: options of the 'K' layers.
+        ``pattern`` has 'G', 'K', 'M', '*', '-' and 'E' (another symbol is a
+        ValueError), '|' between pipeline stages and '/' before each multi-token
+        prediction head. ``tied``: the output layer uses the embedding's weight.
+        ``kda``: options of the 'K' layers.
         """
         build = {
             "G": lambda: _gdn_layer(GDNDims.from_config(config)),
-            "K": lambda: _kda_layer(KDADims.of(config, *map((kda or {}).get, _KDA_SIZE_OPTIONS))),
+            "K": lambda: _kda_layer(
+                KDADims.of(config, *map((kda or {}).get, _KDA_SIZE_OPTIONS))
+            ),
             "M": lambda: _mamba2_layer(
                 Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
             ),
@@ -103,17 +119,23 @@ class Stack:
         symbols = set("".join([main, *heads]))
         if unknown := sorted(symbols - build.keys()):
             raise ValueError(
-                f"the pattern {pattern!r} has {unknown}; FLOPs are known for 'G', 'K', 'M', '*', "
-                f"'-' and 'E' (with '|' and '/' between layers)."
+                f"the pattern {pattern!r} has {unknown}; FLOPs are known for 'G', 'K', "
+                "'M', '*', '-' and 'E' (with '|' and '/' between layers)."
             )
         made, D = {symbol: build[symbol]() for symbol in symbols}, config.hidden_size
         layers = [made[symbol] for symbol in main]
         for head in heads:
-            layers += [Layer(weights=2 * D * D, vectors=3 * D), *(made[symbol] for symbol in head)]
+            layers += [
+                Layer(weights=2 * D * D, vectors=3 * D),
+                *(made[symbol] for symbol in head),
+            ]
         return cls(
-            layers=tuple(layers), hidden_size=D, vocab_size=vocab_size, tied=tied,
+            layers=tuple(layers),
+            hidden_size=D,
+            vocab_size=vocab_size,
+            tied=tied,
             outputs=1 + len(heads),
-        )  # fmt: skip
+        )
 
     @property
     def parameters(self) -> int:
@@ -122,7 +144,8 @@ class Stack:
 
     @property
     def active_parameters(self) -> int:
-        """The number of parameters that one token uses, with only the experts it is routed to."""
+        """The number of parameters that one token uses, with only the experts it is
+        routed to."""
         ends = self.hidden_size * (self.vocab_size * (1 if self.tied else 2) + 1)
         return ends + self._sum("weights") + self._sum("vectors")
 
@@ -141,16 +164,21 @@ class Stack:
         return sum(getattr(layer, field) for layer in self.layers)
 
     def flops(self, lengths: Sequence[int]) -> Flops:
-        """FLOPs of one forward over documents with ``lengths`` tokens, without padding."""
-        return self.flops_of_sums(sum(lengths), sum(length * length for length in lengths))
+        """FLOPs of one forward over documents with ``lengths`` tokens, without
+        padding."""
+        return self.flops_of_sums(
+            sum(lengths), sum(length * length for length in lengths)
+        )
 
     def flops_of_sums(self, tokens: int, squares: int) -> Flops:
-        """FLOPs of one forward; ``squares`` is the sum of the documents' squared lengths."""
+        """FLOPs of one forward; ``squares`` is the sum of the documents' squared
+        lengths."""
         return Flops(
             projections=2 * tokens * self._sum("weights"),
             convolution=2 * tokens * self._sum("convolution"),
             rule=2 * tokens * self._sum("rule"),
-            attention=squares * self._sum("attention"),  # causal: 2 FLOPs for half of the pairs
+            # causal: 2 FLOPs for half of the pairs
+            attention=squares * self._sum("attention"),
             output=2 * tokens * self.outputs * self.hidden_size * self.vocab_size,
         )
 
@@ -177,7 +205,8 @@ def _mamba2_layer(dims: Mamba2Dims) -> Layer:
 
 
 def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
-    """A layer with the parameters of ``maps``, whose rule has ``rule`` multiply-adds per token."""
+    """A layer with the parameters of ``maps``, whose rule has ``rule`` multiply-adds
+    per token."""
     shapes = [source.shape for entry in maps for source in entry.sources]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
     D, W, channels = dims.hidden_size, dims.conv_kernel_dim, dims.layout.conv_width
@@ -210,9 +239,19 @@ def _mlp_layer(config: Any) -> Layer:
 
 def _expert_layer(config: Any) -> Layer:
     """The parameters and multiply-adds of a layer of experts."""
-    D, experts, used = config.hidden_size, config.num_moe_experts, config.moe_router_topk
-    one = _mlp_matrices(config) * D * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
-    shared = _mlp_matrices(config) * D * (config.moe_shared_expert_intermediate_size or 0)
+    D, experts, used = (
+        config.hidden_size,
+        config.num_moe_experts,
+        config.moe_router_topk,
+    )
+    one = (
+        _mlp_matrices(config)
+        * D
+        * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
+    )
+    shared = (
+        _mlp_matrices(config) * D * (config.moe_shared_expert_intermediate_size or 0)
+    )
     gate = D if getattr(config, "moe_shared_expert_gate", False) else 0
     return Layer(
         weights=D * experts + used * one + shared + gate,
@@ -229,8 +268,9 @@ def _mlp_matrices(config: Any) -> int:
 def stack_of_arguments(args: Any) -> Stack:
     """Make the stack that Megatron's parsed and validated arguments describe.
 
-    Megatron's arguments have no options of 'K' layers, so the options of the last `KDAHybridStack`
-    that was built are used. A layer that :class:`Stack` does not know is a ValueError.
+    Megatron's arguments have no options of 'K' layers, so the options of the last
+    `KDAHybridStack` that was built are used. A layer that :class:`Stack` does not know
+    is a ValueError.
     """
     from ..specs.gpt import GDN_VARIANTS, layer_kinds
     from ..specs.hybrid import KDAHybridStack
@@ -242,7 +282,8 @@ def stack_of_arguments(args: Any) -> Stack:
     if variant not in (None, *GDN_VARIANTS) or "gdp" in spec or "product" in spec:
         raise ValueError(f"FLOPs of layers of {variant or spec} are not known.")
     config = SimpleNamespace(
-        **vars(args) | {"gated_linear_unit": args.swiglu, "num_moe_experts": args.num_experts}
+        **vars(args)
+        | {"gated_linear_unit": args.swiglu, "num_moe_experts": args.num_experts}
     )
     if not args.group_query_attention:
         config.num_query_groups = args.num_attention_heads
@@ -251,9 +292,12 @@ def stack_of_arguments(args: Any) -> Stack:
         pairs = ["*G"[is_gdn] + "-E"[is_moe] for is_gdn, is_moe in layer_kinds(config)]
         pattern = "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)
     return Stack.of(
-        config, pattern, args.padded_vocab_size, not args.untie_embeddings_and_output_weights,
+        config,
+        pattern,
+        args.padded_vocab_size,
+        not args.untie_embeddings_and_output_weights,
         kda=KDAHybridStack.kda_options,
-    )  # fmt: skip
+    )
 
 
 def num_floating_point_operations(
@@ -264,8 +308,9 @@ def num_floating_point_operations(
 ) -> float:
     """FLOPs of a training step; name and arguments are those of Megatron's function.
 
-    For packed documents the last two arguments are the sum of squared lengths and the number of
-    tokens without padding; None means ``batch_size`` sequences of ``args.seq_length`` tokens.
+    For packed documents the last two arguments are the sum of squared lengths and the
+    number of tokens without padding; None means ``batch_size`` sequences of
+    ``args.seq_length`` tokens.
     """
     tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
     if tokens is None:
@@ -276,7 +321,8 @@ def num_floating_point_operations(
 
 
 def count_flops_in_megatron() -> None:
-    """Let Megatron count FLOPs by this module, except for models with layers unknown here."""
+    """Let Megatron count FLOPs by this module, except for models with layers unknown
+    here."""
     from megatron.training import training
 
     megatron_count = training.num_floating_point_operations
@@ -284,7 +330,10 @@ def count_flops_in_megatron() -> None:
     def count(args: Any, *others: Any, **named: Any) -> float:
         try:
             return num_floating_point_operations(args, *others, **named)
-        except (ValueError, AttributeError) as error:  # another version may lack an argument
+        except (
+            ValueError,
+            AttributeError,
+        ) as error:  # another version may lack an argument
             log_once(f"Megatron's own count of FLOPs is used: {error}")
             return megatron_count(args, *others, **named)
 

@@ -1,9 +1,10 @@
 """The mathematics of the layer; this package imports torch alone.
 
-Letters of shapes, unless a file says otherwise: S tokens of a batch row, s this rank's share of the
-S tokens, T tokens of a packed buffer, B batch, N sequences, D hidden size, P width of a projection
-row, C channels of the convolution, W taps of the convolution, G key heads, H heads with a state
-(value heads), R value heads per key head, K and V rows and columns of a state (key and value dim).
+Letters of shapes, unless a file says otherwise: S tokens of a batch row, s this rank's
+share of the S tokens, T tokens of a packed buffer, B batch, N sequences, D hidden size,
+P width of a projection row, C channels of the convolution, W taps of the convolution, G
+key heads, H heads with a state (value heads), R value heads per key head, K and V rows
+and columns of a state (key and value dim).
 
 Public names are imported when they are first used, since some are in a mixer's folder.
 """

@@ -1,17 +1,19 @@
-"""Batch-invariant mode: the bits of a token's results depend only on its sequence's tokens.
+"""Batch-invariant mode: the bits of a token's results depend only on its sequence's
+tokens.
 
-The grid cuts every sequence into chunks of 64 tokens, counted from the sequence's start. Each stage
-computes whole chunks; zeros fill up a chunk with fewer tokens:
+The grid cuts every sequence into chunks of 64 tokens, counted from the sequence's
+start. Each stage computes whole chunks; zeros fill up a chunk with fewer tokens:
 
-    front     64 rows of a chunk, W - 1 rows before the chunk   -> the rule's inputs
-    rule      the rule's inputs, the state before the chunk     -> o, the state after the chunk
-    readout   o, the gate's columns of the chunk's rows         -> the chunk's rows for out_proj
+    front    64 rows of a chunk, W - 1 rows before the chunk  -> the rule's inputs
+    rule     the rule's inputs, the state before the chunk    -> o, the state after the chunk
+    readout  o, the gate's columns of the chunk's rows        -> the chunk's rows for out_proj
 
-Each stage runs over groups of a fixed number of chunks; empty chunks fill up the last group. So
-every matrix product has one shape in training, prefill and decode, and a library always computes
-the product by the same kernel. On a CPU a group is one chunk in memory of its own, because MKL's
-rounding of one matrix in a batched product depends on the matrix's address. Our Triton kernels and
-FlashQLA's need no groups of a fixed size. In the backward, only the rule runs on the grid.
+Each stage runs over groups of a fixed number of chunks; empty chunks fill up the last
+group. So every matrix product has one shape in training, prefill and decode, and a
+library always computes the product by the same kernel. On a CPU a group is one chunk in
+memory of its own, because MKL's rounding of one matrix in a batched product depends on
+the matrix's address. Our Triton kernels and FlashQLA's need no groups of a fixed size.
+In the backward, only the rule runs on the grid.
 
 Legend: n chunks of a group; other letters as in ``ops/__init__.py``.
 """
@@ -33,7 +35,8 @@ from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 
 
 def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable:
-    """The grid of rows ``[B, S, ...]``; ``documents`` are the boundaries of each batch row."""
+    """The grid of rows ``[B, S, ...]``; ``documents`` are the boundaries of each batch
+    row."""
     documents = documents_of_rows(rows.shape[:2], rows.device, documents)
     return ChunkTable.of(documents, CHUNK, heads, one_chunk_groups=True)
 
@@ -46,15 +49,18 @@ def front_on_grid(
     rows_before: Tensor | None = None,
     only: tuple[str, ...] | None = None,
 ) -> Any:
-    """The rule's inputs ``[B, S, ...]``, computed from ``rows [B, S, P]`` by chunks of ``grid``.
+    """The rule's inputs ``[B, S, ...]``, computed from ``rows [B, S, P]`` by chunks of
+    ``grid``.
 
-    ``rows_before`` ``[N, W - 1, P]`` are the rows before each non-empty sequence; None means zeros.
+    ``rows_before`` ``[N, W - 1, P]`` are the rows before each non-empty sequence; None
+    means zeros.
     ``only``: names of the inputs to compute (the others are None); None means all.
     """
     past, flat = parameters[0].shape[-1] - 1, rows.flatten(0, 1)
     made: list[_GroupResults | None] = []
     kind: Any = tuple
-    triton = getattr(front, "triton", False)  # Triton's code for documents treats tokens alike
+    # Triton's code for documents treats tokens alike
+    triton = getattr(front, "triton", False)
     for group in grid.groups:
         buffer = flat.new_empty(past + CHUNK, grid.chunks_in(group), rows.shape[-1])
         _fill_chunks(buffer[past:], rows, grid, group)
@@ -72,7 +78,8 @@ def front_on_grid(
 def readout_on_grid(
     readout: Readout, o: Tensor, rows: Tensor, gamma: Tensor | None, grid: ChunkTable
 ) -> Tensor:
-    """Rows for out_proj ``[B, S, H V]``: run ``readout`` on each chunk of ``o [B, S, H, V]``."""
+    """Rows for out_proj ``[B, S, H V]``: run ``readout`` on each chunk of
+    ``o [B, S, H, V]``."""
     gate, made = readout.gate, None
     for group in grid.groups:
         n = grid.chunks_in(group)
@@ -87,8 +94,11 @@ def readout_on_grid(
     return made.tokens(rows.shape[:2])
 
 
-def _fill_chunks(buffer: Tensor, rows: Tensor, grid: ChunkTable, group: ChunkGroup) -> None:
-    """Write the group's tokens to ``buffer`` ``[64, n, D]``, zeros where a chunk has no token."""
+def _fill_chunks(
+    buffer: Tensor, rows: Tensor, grid: ChunkTable, group: ChunkGroup
+) -> None:
+    """Write the group's tokens to ``buffer`` ``[64, n, D]``, zeros where a chunk has no
+    token."""
     out = buffer.transpose(0, 1)[:, None]
     grid.to_chunks(rows[:, :, None], group, buffer.dtype, out=out)
 
@@ -96,28 +106,37 @@ def _fill_chunks(buffer: Tensor, rows: Tensor, grid: ChunkTable, group: ChunkGro
 def _fill_history(
     buffer: Tensor, token_rows: Tensor, group: ChunkGroup, rows_before: Tensor | None
 ) -> None:
-    """Write the W - 1 ``token_rows [B S, P]`` before each chunk to ``buffer [W - 1, n, P]``."""
+    """Write the W - 1 ``token_rows [B S, P]`` before each chunk to
+    ``buffer [W - 1, n, P]``."""
     past = len(buffer)
     if isinstance(group.token, slice):
-        first = torch.arange(group.token.start, group.token.stop, CHUNK, device=token_rows.device)
+        first = torch.arange(
+            group.token.start, group.token.stop, CHUNK, device=token_rows.device
+        )
     else:
         first = group.token[::CHUNK]
     place = first - torch.arange(past, 0, -1, device=token_rows.device)[:, None]
-    torch.index_select(token_rows, 0, place.clamp(min=0).flatten(), out=buffer.flatten(0, 1))
+    torch.index_select(
+        token_rows, 0, place.clamp(min=0).flatten(), out=buffer.flatten(0, 1)
+    )
     if group.begin_index is not None:
         chunks, sequences = group.begin_index
         if rows_before is None:
             buffer.index_fill_(1, chunks, 0)
         else:
-            buffer.index_copy_(1, chunks, rows_before.index_select(0, sequences).transpose(0, 1))
+            buffer.index_copy_(
+                1, chunks, rows_before.index_select(0, sequences).transpose(0, 1)
+            )
 
 
 class _GroupResults:
-    """Collects the results ``[n, 64, ...]`` of one stage; returns them in token order."""
+    """Collects the results ``[n, 64, ...]`` of one stage; returns them in token
+    order."""
 
     def __init__(self, grid: ChunkTable, like: Tensor) -> None:
         self._grid = grid
-        # An input of the rule that all tokens share (strides 0) is not copied per token.
+        # An input of the rule that all tokens share (strides 0) is not copied per
+        # token.
         self._shared = like[:1, :1] if like.stride()[:2] == (0, 0) else None
         self._rows = grid.rows_like(like if self._shared is None else like[..., :0])
 
@@ -134,11 +153,16 @@ class _GroupResults:
 
 
 class AlignedFront:
-    """A front whose forward runs ``front`` on the grid; the backward is that of ``front``."""
+    """A front whose forward runs ``front`` on the grid; the backward is that of
+    ``front``."""
 
     def __init__(self, front: TableFront) -> None:
         self.layout, self.names, self._front = front.layout, front.names, front
-        self.convolved, self.again, self.backward = front.convolved, front.again, front.backward
+        self.convolved, self.again, self.backward = (
+            front.convolved,
+            front.again,
+            front.backward,
+        )
 
     def forward(
         self,
@@ -148,8 +172,10 @@ class AlignedFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
-        """The rule's inputs from rows ``proj [S, B, P]``; with ``history``, not on the grid."""
-        # With ``history`` the rows may begin inside a chunk of the grid, so they are not chunked.
+        """The rule's inputs from rows ``proj [S, B, P]``; with ``history``, not on the
+        grid."""
+        # With ``history`` the rows may begin inside a chunk of the grid, so they are
+        # not chunked.
         if history is not None or (only is not None and not only):
             return self._front.forward(proj, parameters, documents, only, history)
         if getattr(self._front, "triton", False):
@@ -162,16 +188,26 @@ class AlignedFront:
 
 
 class AlignedReadout:
-    """A readout whose forward runs ``readout`` on the grid; the backward is that of ``readout``."""
+    """A readout whose forward runs ``readout`` on the grid; the backward is that of
+    ``readout``."""
 
     reads_o: ClassVar[bool] = True
 
     def __init__(self, readout: Readout, documents: Documents | None) -> None:
-        self._readout, self.backward, self.gate = readout, readout.backward, readout.gate
+        self._readout, self.backward, self.gate = (
+            readout,
+            readout.backward,
+            readout.gate,
+        )
         self._documents = documents
 
     def forward(
-        self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
+        self,
+        o: Tensor,
+        rows: Tensor,
+        gamma: Tensor | None,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Rows for out_proj ``[S, B, H V]``, written to ``out`` if it is given."""
         if getattr(self._readout, "by_row", False):
@@ -183,6 +219,7 @@ class AlignedReadout:
 
 
 def apply_token_by_token(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply ``function`` to one token of ``x`` ``[S, B, C]`` at a time; differentiable."""
+    """Apply ``function`` to one token of ``x`` ``[S, B, C]`` at a time;
+    differentiable."""
     tokens = x.flatten(0, 1).split(1)
     return torch.cat([function(token[None]) for token in tokens], 1).view(x.shape)

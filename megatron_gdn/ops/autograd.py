@@ -1,4 +1,5 @@
-"""Helpers for autograd functions: gradients by a second run, and no second derivatives."""
+"""Helpers for autograd functions: gradients by a second run, and no second
+derivatives."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from torch import Tensor
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an autograd function's ``backward``, so that it raises under ``create_graph=True``.
+    """Decorate an autograd function's ``backward``, so that it raises under
+    ``create_graph=True``.
 
-    torch's ``once_differentiable`` would treat the saved tensors as constants, without an error.
-    Autograd enables gradients in a backward if and only if ``create_graph=True``.
+    torch's ``once_differentiable`` would treat the saved tensors as constants, without
+    an error. Autograd enables gradients in a backward if and only if
+    ``create_graph=True``.
     """
 
     @wraps(backward)
@@ -22,10 +25,11 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         """Run ``backward``; raise if its results shall be differentiated again."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "create_graph=True (a gradient penalty, a Hessian product): megatron_gdn computes "
-                "gradients that autograd cannot differentiate again; autograd would treat these "
-                "gradients as constants. Call backward() or torch.autograd.grad without "
-                "create_graph, or keep this layer out of the part that is differentiated twice."
+                "create_graph=True (a gradient penalty, a Hessian product): "
+                "megatron_gdn computes gradients that autograd cannot differentiate "
+                "again; autograd would treat these gradients as constants. Call "
+                "backward() or torch.autograd.grad without create_graph, or keep this "
+                "layer out of the part that is differentiated twice."
             )
         return backward(ctx, *gradients)
 
@@ -35,16 +39,20 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 def gradients(
     function: Callable[..., Any], inputs: Sequence[Tensor | None], d_outputs: Any
 ) -> tuple[Any, ...]:
-    """Run ``function`` again; return gradients of ``inputs`` (None for None) from ``d_outputs``."""
+    """Run ``function`` again; return gradients of ``inputs`` (None for None) from
+    ``d_outputs``."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         outputs = function(*leaves)
-    computed = iter(torch.autograd.grad(outputs, [x for x in leaves if x is not None], d_outputs))
+    computed = iter(
+        torch.autograd.grad(outputs, [x for x in leaves if x is not None], d_outputs)
+    )
     return tuple(None if x is None else next(computed) for x in leaves)
 
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
-    """Apply ``torch.compiler.disable`` to ``function`` when ``torch.compile`` traces a call.
+    """Apply ``torch.compiler.disable`` to ``function`` when ``torch.compile`` traces a
+    call.
 
     Other calls do not import Dynamo, since the import takes seconds and needs NumPy.
     """
@@ -70,19 +78,27 @@ class _SavingInputs(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_output: Tensor):
-        """Gradients of the inputs from ``d_output``, by a second run of the function."""
+        """Gradients of the inputs from ``d_output``, by a second run of the
+        function."""
         return None, *gradients(ctx.function, ctx.saved_tensors, d_output)
 
 
-def run_saving_inputs(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-    """Return ``function(*inputs)``; autograd saves only ``inputs``, the backward recomputes."""
+def run_saving_inputs(
+    function: Callable[..., Tensor], *inputs: Tensor | None
+) -> Tensor:
+    """Return ``function(*inputs)``; autograd saves only ``inputs``, the backward
+    recomputes."""
     return _SavingInputs.apply(function, *inputs)
 
 
-def output_without_tokens(rows: Tensor, *parameters: Tensor | None, width: int) -> Tensor:
-    """The mixer's empty output ``[S, B, width]`` for ``rows [S, B, P]`` if S or B is zero.
+def output_without_tokens(
+    rows: Tensor, *parameters: Tensor | None, width: int
+) -> Tensor:
+    """The mixer's empty output ``[S, B, width]`` for ``rows [S, B, P]`` if S or B is
+    zero.
 
-    The parameters get zero gradients, so that every rank has a gradient of every parameter.
+    The parameters get zero gradients, so that every rank has a gradient of every
+    parameter.
     """
 
     def empty_output(*rows_and_parameters: Tensor | None) -> Tensor:

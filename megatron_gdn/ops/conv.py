@@ -18,7 +18,8 @@ from .front.history import History, history_of, last_rows
 def _pre_activation(
     x_BTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, position_T: Tensor | None
 ) -> Tensor:
-    """Convolve in fp32 or fp64; ``position_T``: each token's place in its document, from 0."""
+    """Convolve in fp32 or fp64; ``position_T``: each token's place in its document,
+    from 0."""
     wide = torch.promote_types(x_BTC.dtype, torch.float32)
     tokens, past = x_BTC.shape[1], weight_CW.shape[1] - 1
     padded_BTC = F.pad(x_BTC.to(wide), (0, 0, past, 0))
@@ -45,9 +46,10 @@ def causal_conv1d(
 
         y[t, c] = silu( bias[c] + sum_w weight[c, w] * x[t - (W - 1) + w, c] )
 
-    Before the start of a sequence x is zero, or ``initial_state``; no value and no gradient crosses
-    a document boundary. Sums are in fp32 (fp64 for fp64 input) and rounded once. The result is
-    deterministic. Of all activations, autograd saves only ``x``.
+    Before the start of a sequence x is zero, or ``initial_state``; no value and no
+    gradient crosses a document boundary. Sums are in fp32 (fp64 for fp64 input) and
+    rounded once. The result is deterministic. Of all activations, autograd saves only
+    ``x``.
 
     Args:
         x: ``[B, T, C]``, any float dtype, any strides.
@@ -55,22 +57,26 @@ def causal_conv1d(
         bias: ``[C]`` or None.
         activation: ``"silu"``, ``"swish"`` (the same function) or None (no activation).
         cu_seqlens: cumulative lengths of packed documents (then B must be 1).
-        initial_state: ``[N, C, W]``, the last W inputs before each sequence (N = B, or the number
-            of documents). The oldest of the W inputs is never read.
-        output_final_state: also return the last W inputs of each sequence, ``[N, C, W]``.
+        initial_state: ``[N, C, W]``, the last W inputs before each sequence (N = B, or
+            the number of documents). The oldest of the W inputs is never read.
+        output_final_state: also return the last W inputs of each sequence,
+            ``[N, C, W]``.
 
     Returns:
         ``y`` (``[B, T, C]`` in ``x.dtype``) and the final state or None.
 
     Raises:
-        ValueError: shapes that do not fit, packed input with B > 1, an unknown activation.
+        ValueError: shapes that do not fit, packed input with B > 1, an unknown
+            activation.
     """
     if activation not in ("silu", "swish", None):
-        raise ValueError(f"unknown activation {activation!r}; use 'silu', 'swish' or None.")
+        raise ValueError(
+            f"unknown activation {activation!r}; use 'silu', 'swish' or None."
+        )
     if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2]:
         raise ValueError(
-            f"causal_conv1d takes x [B, T, C] and weight [C, W], got {tuple(x.shape)} and "
-            f"{tuple(weight.shape)}."
+            f"causal_conv1d takes x [B, T, C] and weight [C, W], got {tuple(x.shape)} "
+            f"and {tuple(weight.shape)}."
         )
     documents = None
     if cu_seqlens is not None:
@@ -82,13 +88,18 @@ def causal_conv1d(
         before, history = x.new_zeros(shape), None
     elif tuple(initial_state.shape) != shape:
         raise ValueError(
-            f"initial_state must be [N, C, W] = {shape}, got {tuple(initial_state.shape)}."
+            f"initial_state must be [N, C, W] = {shape}, got "
+            f"{tuple(initial_state.shape)}."
         )
     else:
         before = initial_state.to(x.dtype)
-        history = history_of(before[..., 1:], documents, x.shape[1]) if taps > 1 else None
+        history = (
+            history_of(before[..., 1:], documents, x.shape[1]) if taps > 1 else None
+        )
     y = convolve_rows(x, weight, bias, documents, history, activation=activation)
-    final = last_rows(x.transpose(0, 1), before, documents) if output_final_state else None
+    final = (
+        last_rows(x.transpose(0, 1), before, documents) if output_final_state else None
+    )
     return y, final
 
 
@@ -101,9 +112,12 @@ def convolve_rows(
     history: History | None = None,
     activation: str | None = "silu",
 ) -> Tensor:
-    """Convolve ``x_BSC``, apply ``activation``; ``documents`` are those of every batch row."""
+    """Convolve ``x_BSC``, apply ``activation``; ``documents`` are those of every batch
+    row."""
     position_T = None if documents is None else documents.position_T
-    rows_before, table = (None, None) if history is None else (history.rows, history.table)
+    rows_before, table = (
+        (None, None) if history is None else (history.rows, history.table)
+    )
     if not x_BSC.numel():
         given = weight_CW, bias_C, rows_before
         return output_without_tokens(x_BSC, *given, width=x_BSC.shape[2])
@@ -111,7 +125,8 @@ def convolve_rows(
     def convolved(
         x: Tensor, weight: Tensor, bias: Tensor | None, rows_before: Tensor | None
     ) -> Tensor:
-        """The convolution of ``x``; ``rows_before``: the rows of history, None for zeros."""
+        """The convolution of ``x``; ``rows_before``: the rows of history, None for
+        zeros."""
         pre = _pre_activation(x, weight, bias, position_T)
         if rows_before is not None and table is not None:
             pre = History(rows_before, table).add_lead_in_to(pre, weight)

@@ -1,11 +1,12 @@
 """Document boundaries of a packed buffer, and the tables made from the boundaries.
 
-Each table is computed from :attr:`Documents.starts` by torch operations on the host, and copied to
-the device. In fixed buffers (:class:`.static_documents.StaticDocuments`) the operations run on the
-device, and the table has room for the largest number of documents.
+Each table is computed from :attr:`Documents.starts` by torch operations on the host,
+and copied to the device. In fixed buffers (:class:`.static_documents.StaticDocuments`)
+the operations run on the device, and the table has room for the largest number of
+documents.
 
-Legend: N documents, M sequences, which are the non-empty documents (in fixed buffers M = N + 1, and
-the last sequence is empty), T tokens of the buffer, n chunks.
+Legend: N documents, M sequences, which are the non-empty documents (in fixed buffers M
+= N + 1, and the last sequence is empty), T tokens of the buffer, n chunks.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from .host_tables import cached_by_stream, to_device
 
 
 class ChunkPlaces(NamedTuple):
-    """The chunks of all sequences, sequence by sequence, then unused chunks without tokens."""
+    """The chunks of all sequences, sequence by sequence, then unused chunks without
+    tokens."""
 
-    offsets: Tensor  # int32 [M + 1]: index of every sequence's first chunk, then chunk count
-    # int32 [n, 2]: sequence, chunk number in the sequence; a chunk without tokens has (M - 1, 0).
+    # int32 [M + 1]: index of every sequence's first chunk, then chunk count
+    offsets: Tensor
+    # int32 [n, 2]: sequence, chunk number in the sequence; a chunk without tokens has
+    # (M - 1, 0).
     indices: Tensor
 
 
@@ -36,39 +40,45 @@ class ChunkPlaces(NamedTuple):
 class Documents:
     """Boundaries of the N documents packed into one buffer of T tokens.
 
-    Each tensor is made at its first use and stored here, so layers that use one object share it.
+    Each tensor is made at its first use and stored here, so layers that use one object
+    share it.
     """
 
-    offsets: tuple[int, ...]  # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
+    # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
+    offsets: tuple[int, ...]
     device: torch.device  # device of the tables that kernels read
 
-    why_headwise: ClassVar[str] = ""  # the reason, if only the headwise scheme runs these documents
-    why_not_on_grid: ClassVar[str] = ""  # the reason, if batch_invariant_mode refuses documents
-    continue_others: ClassVar[bool] = False  # whether a document may start from another one's state
-    known: ClassVar[bool] = True  # whether the host knows the boundaries; False in fixed buffers
+    # the reason, if only the headwise scheme runs these documents
+    why_headwise: ClassVar[str] = ""
+    # the reason, if batch_invariant_mode refuses documents
+    why_not_on_grid: ClassVar[str] = ""
+    # whether a document may start from another one's state
+    continue_others: ClassVar[bool] = False
+    # whether the host knows the boundaries; False in fixed buffers
+    known: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         offsets = self.offsets
         if len(offsets) < 2:
             raise ValueError(
-                f"cu_seqlens={list(offsets)} names no document; it must hold N + 1 offsets that "
-                f"start at 0 and end at the number of tokens."
+                f"cu_seqlens={list(offsets)} names no document; it must hold N + 1 "
+                "offsets that start at 0 and end at the number of tokens."
             )
         if offsets[0] != 0:
             raise ValueError(
-                f"cu_seqlens starts at {offsets[0]}, not at 0, so the first {offsets[0]} tokens "
-                f"belong to no document. Offsets must start at 0."
+                f"cu_seqlens starts at {offsets[0]}, not at 0, so the first "
+                f"{offsets[0]} tokens belong to no document. Offsets must start at 0."
             )
         if offsets[-1] >= 2**31:
             raise ValueError(
-                f"cu_seqlens ends at {offsets[-1]}; tables of tokens have 32 bits, so a buffer has "
-                f"at most {2**31 - 1} tokens. Split the micro-batch."
+                f"cu_seqlens ends at {offsets[-1]}; tables of tokens have 32 bits, so "
+                f"a buffer has at most {2**31 - 1} tokens. Split the micro-batch."
             )
         for index, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
             if end < start:
                 raise ValueError(
-                    f"cu_seqlens runs backwards at document {index}: {start} is followed by "
-                    f"{end}. Offsets must never decrease."
+                    f"cu_seqlens runs backwards at document {index}: {start} is "
+                    f"followed by {end}. Offsets must never decrease."
                 )
 
     @classmethod
@@ -79,14 +89,17 @@ class Documents:
         *,
         device: torch.device | str | None = None,
     ) -> Documents:
-        """The documents of ``cu_seqlens`` (int ``[N + 1]``), which must end at ``total_tokens``.
+        """The documents of ``cu_seqlens`` (int ``[N + 1]``), which must end at
+        ``total_tokens``.
 
-        Reading a ``cu_seqlens`` on a GPU makes the host wait for the GPU. To avoid the wait, pass
-        ``Documents`` that were made before.
+        Reading a ``cu_seqlens`` on a GPU makes the host wait for the GPU. To avoid the
+        wait, pass ``Documents`` that were made before.
 
         Raises:
-            TypeError: ``cu_seqlens`` is no tensor, sequence of integers or ``Documents``.
-            ValueError: a tensor is not 1-D of integers; offsets decrease or do not run from 0 to T.
+            TypeError: ``cu_seqlens`` is no tensor, sequence of integers or
+                ``Documents``.
+            ValueError: a tensor is not 1-D of integers; offsets decrease or do not run
+                from 0 to T.
         """
         if isinstance(cu_seqlens, Documents):
             documents = cu_seqlens
@@ -96,40 +109,49 @@ class Documents:
             documents = _shared_documents(offsets_of(cu_seqlens), torch.device(device))
         if documents.total_tokens != total_tokens:
             raise ValueError(
-                f"cu_seqlens ends at {documents.total_tokens}, which does not match the "
-                f"{total_tokens} tokens of the buffer. Offsets must cover the whole buffer, with "
-                f"context parallelism that of all ranks before it is cut: make padding at its end "
-                f"a document of its own, or add it to the last one."
+                f"cu_seqlens ends at {documents.total_tokens}, which does not match "
+                f"the {total_tokens} tokens of the buffer. Offsets must cover the "
+                "whole buffer, with context parallelism that of all ranks before it is "
+                "cut: make padding at its end a document of its own, or add it to the "
+                "last one."
             )
         return documents
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Integers that are equal for two buffers of T tokens only if the boundaries are equal."""
+        """Integers that are equal for two buffers of T tokens only if the boundaries
+        are equal."""
         return self.offsets
 
     @cached_property
     def contents(self) -> tuple[int, int]:
-        """The number of documents and a hash of :attr:`numbers`, which ranks compare."""
+        """The number of documents and a hash of :attr:`numbers`, which ranks
+        compare."""
         digest = blake2b(array("q", self.numbers).tobytes(), digest_size=7).digest()
         return len(self.lengths), int.from_bytes(digest, "little")
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         offsets = self.offsets
-        return tuple(end - start for start, end in zip(offsets, offsets[1:], strict=False))
+        return tuple(
+            end - start for start, end in zip(offsets, offsets[1:], strict=False)
+        )
 
     @cached_property
     def filled(self) -> Tensor | None:
-        """int64 on the device: indices of the documents with tokens; None if all have tokens."""
+        """int64 on the device: indices of the documents with tokens; None if all have
+        tokens."""
         index = [n for n, length in enumerate(self.lengths) if length]
         if len(index) == len(self.lengths):
             return None
-        return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), self.device)
+        return to_device(
+            torch.tensor(index, dtype=torch.int64, device="cpu"), self.device
+        )
 
     @cached_property
     def most(self) -> int:
-        """The number of documents with tokens; in fixed buffers the largest possible number."""
+        """The number of documents with tokens; in fixed buffers the largest possible
+        number."""
         return len(self.filled_offsets) - 1
 
     @property
@@ -143,7 +165,9 @@ class Documents:
 
     def on(self, device: torch.device) -> Documents:
         """The same documents, with tables on ``device``."""
-        return self if device == self.device else _shared_documents(self.offsets, device)
+        return (
+            self if device == self.device else _shared_documents(self.offsets, device)
+        )
 
     @cached_property
     def total_tokens(self) -> int:
@@ -151,34 +175,42 @@ class Documents:
 
     @cached_property
     def stamp(self) -> Tensor:
-        """:attr:`numbers` as int64 on the host; a forward saves this tensor for its backward."""
+        """:attr:`numbers` as int64 on the host; a forward saves this tensor for its
+        backward."""
         with torch.inference_mode(False):  # autograd cannot save an inference tensor
             return torch.tensor(self.numbers, device="cpu")
 
     def has_stamp(self, stamp: Tensor) -> bool:
-        """Whether documents with this :attr:`stamp` have the boundaries of these documents."""
+        """Whether documents with this :attr:`stamp` have the boundaries of these
+        documents."""
         return stamp is self.stamp or torch.equal(stamp, self.stamp)
 
     def changed_message(self, stamp: Tensor) -> str:
-        """The error message if a recomputation found these documents in place of ``stamp``'s."""
+        """The error message if a recomputation found these documents in place of
+        ``stamp``'s."""
         return changed_boundaries_message(
             f"{shown(self.stamp.tolist())} after {shown(stamp.tolist())}"
         )
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
-        """Raise if ``saved``, the stamp that autograd saved, is not the forward's ``stamp``."""
+        """Raise if ``saved``, the stamp that autograd saved, is not the forward's
+        ``stamp``."""
         if saved is not stamp and not torch.equal(saved, stamp):
-            raise RuntimeError(changed_boundaries_message("those of another micro-batch"))
+            raise RuntimeError(
+                changed_boundaries_message("those of another micro-batch")
+            )
 
     @cached_property
     def filled_offsets(self) -> tuple[int, ...]:
-        """The cumulative lengths :attr:`offsets`, without the documents that have no tokens."""
+        """The cumulative lengths :attr:`offsets`, without the documents that have no
+        tokens."""
         pairs = zip(self.offsets, self.offsets[1:], strict=False)
         return (0, *(end for start, end in pairs if end > start))
 
     @cached_property
     def starts(self) -> Tensor:
-        """int32 ``[M + 1]``: :attr:`filled_offsets` on the host (fixed buffers: on the device)."""
+        """int32 ``[M + 1]``: :attr:`filled_offsets` on the host (fixed buffers: on the
+        device)."""
         return torch.tensor(self.filled_offsets, dtype=torch.int32, device="cpu")
 
     @cached_property
@@ -194,12 +226,14 @@ class Documents:
     def keep[*Arguments, Made](
         self, make: Callable[[Any, *Arguments], Made], *arguments: *Arguments
     ) -> Made:
-        """``make(self, *arguments)``, made at the first call and kept as long as this object.
+        """``make(self, *arguments)``, made at the first call and kept as long as this
+        object.
 
-        The package keeps what it has made in two ways. What is made from a `Documents` lives on the
-        `Documents`, by this method (tensors by :meth:`table`); a `Documents` belongs to one CUDA
-        stream and lives as long as its micro-batch. What is made from sizes alone is the result of
-        an ``lru_cache``; if it has tensors, of a :func:`.host_tables.cached_by_stream`.
+        The package keeps what it has made in two ways. What is made from a `Documents`
+        lives on the `Documents`, by this method (tensors by :meth:`table`); a
+        `Documents` belongs to one CUDA stream and lives as long as its micro-batch.
+        What is made from sizes alone is the result of an ``lru_cache``; if it has
+        tensors, of a :func:`.host_tables.cached_by_stream`.
         """
         key = make, *arguments
         if key not in self.kept:
@@ -214,8 +248,9 @@ class Documents:
     ) -> Made:
         """:meth:`keep` for tensors, which are moved to the device.
 
-        In fixed buffers shapes must not depend on the boundaries, and every change of boundaries
-        runs ``make`` again. ``move=False`` leaves the tensors on the device of :attr:`starts`.
+        In fixed buffers shapes must not depend on the boundaries, and every change of
+        boundaries runs ``make`` again. ``move=False`` leaves the tensors on the device
+        of :attr:`starts`.
         """
         key = make, *arguments, move
         found = self.kept.get(key)
@@ -236,48 +271,57 @@ class Documents:
         most: int,
         tokens: int,
     ) -> Documents:
-        """Documents with offsets ``make(self, *arguments)`` (0 to ``tokens``), kept on this object.
+        """Documents with offsets ``make(self, *arguments)`` (0 to ``tokens``), kept on
+        this object.
 
         At most ``most`` have tokens. Documents without tokens are left out.
         """
         return self.keep(_cut_documents, make, *arguments)
 
     def document_T(self) -> Tensor:
-        """int64 ``[T]``, on the device of :attr:`starts`: the index of every token's sequence."""
+        """int64 ``[T]``, on the device of :attr:`starts`: the index of every token's
+        sequence."""
         return torch.searchsorted(self.starts[1:], _tokens_of(self), right=True)
 
     @cached_property
     def position_T(self) -> Tensor:
-        """int32 ``[T]``: how many tokens of the same document come before each token."""
+        """int32 ``[T]``: how many tokens of the same document come before each
+        token."""
         return self.table(_positions_in_documents)[0]
 
     def most_chunks(self, size: int) -> int:
-        """An upper bound of the number of chunks of ``size`` tokens in these documents."""
+        """An upper bound of the number of chunks of ``size`` tokens in these
+        documents."""
         return sum(-(-length // size) for length in self.lengths)
 
     def chunks(self, size: int) -> ChunkPlaces:
-        """For every chunk of ``size`` tokens, its sequence and its number in the sequence."""
+        """For every chunk of ``size`` tokens, its sequence and its number in the
+        sequence."""
         return self.table(chunk_places_of, size)
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
-        """The tokens of all ancestors of the document that begins at token ``start``, as slices."""
+        """The tokens of all ancestors of the document that begins at token ``start``,
+        as slices."""
         return ()
 
     @property
     def longest_sequence(self) -> int:
-        """The most tokens of a document together with all documents that it continues."""
+        """The most tokens of a document together with all documents that it
+        continues."""
         return max(self.lengths)
 
     @property
     def position_in_sequence_T(self) -> Tensor:
-        """int32 ``[T]``: :attr:`position_T` plus the number of tokens of continued documents."""
+        """int32 ``[T]``: :attr:`position_T` plus the number of tokens of continued
+        documents."""
         return self.position_T
 
 
 def _cut_documents(
     documents: Documents, make: Callable[..., tuple[Tensor]], *arguments: Any
 ) -> Documents:
-    """The documents with offsets ``make(documents, *arguments)``, without those without tokens."""
+    """The documents with offsets ``make(documents, *arguments)``, without those without
+    tokens."""
     offsets = tuple(dict.fromkeys(make(documents, *arguments)[0].tolist()))
     return Documents(offsets if len(offsets) > 1 else (0, 0), documents.device)
 
@@ -289,7 +333,8 @@ def _positions_in_documents(documents: Documents) -> tuple[Tensor]:
 
 @cached_by_stream(32)
 def _shared_documents(offsets: tuple[int, ...], device: torch.device) -> Documents:
-    """Return one object for equal ``offsets``, so that micro-batches share its tables."""
+    """Return one object for equal ``offsets``, so that micro-batches share its
+    tables."""
     return Documents(offsets, device)
 
 
@@ -301,7 +346,8 @@ def one_document(tokens: int, device: torch.device) -> Documents:
 def documents_of_rows(
     rows: Sequence[int], device: torch.device, documents: Documents | None = None
 ) -> Documents:
-    """Documents of ``rows`` (B, S): a batch row is one document, or is cut as ``documents`` are."""
+    """Documents of ``rows`` (B, S): a batch row is one document, or is cut as
+    ``documents`` are."""
     if documents is not None and rows[0] == 1:
         return documents
     ends = (rows[1],) if documents is None else documents.offsets[1:]
@@ -310,21 +356,28 @@ def documents_of_rows(
 
 
 def _tokens_of(documents: Documents) -> Tensor:
-    """The indices of the T tokens, counted from 0, on the device of :attr:`Documents.starts`."""
+    """The indices of the T tokens, counted from 0, on the device of
+    :attr:`Documents.starts`."""
     starts = documents.starts
     return torch.arange(documents.total_tokens, device=starts.device, dtype=torch.int32)
 
 
 def chunk_places_of(documents: Documents, size: int) -> ChunkPlaces:
-    """The `ChunkPlaces` of chunks of ``size`` tokens, on the device of ``documents.starts``."""
-    return chunk_places(ceil_div(documents.starts.diff(), size), documents.most_chunks(size))
+    """The `ChunkPlaces` of chunks of ``size`` tokens, on the device of
+    ``documents.starts``."""
+    return chunk_places(
+        ceil_div(documents.starts.diff(), size), documents.most_chunks(size)
+    )
 
 
 def chunk_places(count: Tensor, chunks: int) -> ChunkPlaces:
-    """The places of ``chunks`` chunks; ``count`` (int32 ``[M]``) is the number in each sequence."""
+    """The places of ``chunks`` chunks; ``count`` (int32 ``[M]``) is the number in each
+    sequence."""
     offsets = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
     number = torch.arange(chunks, device=count.device, dtype=torch.int32)
-    sequence = torch.searchsorted(offsets[1:], number, right=True).clamp_(max=len(count) - 1)
+    sequence = torch.searchsorted(offsets[1:], number, right=True).clamp_(
+        max=len(count) - 1
+    )
     place = torch.where(number < offsets[-1], number - offsets[sequence], 0)
     return ChunkPlaces(offsets, torch.stack([sequence.to(torch.int32), place], 1))
 
@@ -335,7 +388,8 @@ def ceil_div(count: Tensor, by: Tensor | int) -> Tensor:
 
 
 def shown(numbers: Sequence[int]) -> str:
-    """``numbers`` for an error's text; of more than 20 only the first ten and the last two."""
+    """``numbers`` for an error's text; of more than 20 only the first ten and the last
+    two."""
     words = [str(number) for number in numbers]
     if len(words) > 20:
         words[10:-2] = [f"... ({len(words) - 12} more) ..."]
@@ -343,39 +397,43 @@ def shown(numbers: Sequence[int]) -> str:
 
 
 def changed_boundaries_message(found: str) -> str:
-    """The error message if a recomputation found other boundaries, which ``found`` describes."""
+    """The error message if a recomputation found other boundaries, which ``found``
+    describes."""
     return (
-        f"the boundaries of the documents changed between a forward and its recomputation in the "
-        f"backward, which found {found}. Give every micro-batch in flight a PackedSeqParams of its "
-        f"own with tensors of its own, and do not change these tensors before its backward is over."
+        "the boundaries of the documents changed between a forward and its "
+        f"recomputation in the backward, which found {found}. Give every micro-batch "
+        "in flight a PackedSeqParams of its own with tensors of its own, and do not "
+        "change these tensors before its backward is over."
     )
 
 
 def require_one_row(rows: int, description: str) -> None:
-    """Raise a ValueError, which names the tensor by ``description``, unless ``rows`` is 1."""
+    """Raise a ValueError, which names the tensor by ``description``, unless ``rows`` is
+    1."""
     if rows != 1:
         raise ValueError(
-            f"packed documents need a batch of 1, got {description}. Lay the rows end to end and "
-            f"extend cu_seqlens."
+            f"packed documents need a batch of 1, got {description}. Lay the rows end "
+            "to end and extend cu_seqlens."
         )
 
 
 def offsets_of(source: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """The integers of ``cu_seqlens``; to read a tensor on a GPU, the host waits for the GPU."""
+    """The integers of ``cu_seqlens``; to read a tensor on a GPU, the host waits for the
+    GPU."""
     if isinstance(source, Tensor):
         integers = not (source.is_floating_point() or source.is_complex())
         dense = source.layout == torch.strided and not source.is_meta
         if source.dim() != 1 or not integers or source.dtype == torch.bool or not dense:
             raise ValueError(
-                f"cu_seqlens must be a 1-D integer tensor of cumulative lengths on the CPU or on a "
-                f"GPU, got shape {tuple(source.shape)}, dtype {source.dtype} and layout "
-                f"{source.layout} on {source.device}."
+                "cu_seqlens must be a 1-D integer tensor of cumulative lengths on the "
+                f"CPU or on a GPU, got shape {tuple(source.shape)}, dtype "
+                f"{source.dtype} and layout {source.layout} on {source.device}."
             )
         return tuple(source.tolist())
     try:
         return tuple(operator.index(offset) for offset in source)
     except TypeError:
         raise TypeError(
-            f"cu_seqlens must be a 1-D integer tensor, a sequence of integers or Documents, got "
-            f"{type(source).__name__}: {source!r:.80}."
+            "cu_seqlens must be a 1-D integer tensor, a sequence of integers or "
+            f"Documents, got {type(source).__name__}: {source!r:.80}."
         ) from None

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# On a CPU torch computes the last few elements of a tensor by other code than its whole SIMD
-# vectors, with other rounding, so a token's value would depend on the number of later tokens. So
-# tensors are padded to whole vectors. (With several threads this helps only up to 32768 elements.)
-_WHOLE = 64  # 2 * 512 / 16: torch computes two vectors at once, each 512 bits of 16-bit elements
+# On a CPU torch computes the last few elements of a tensor by other code than its whole
+# SIMD vectors, with other rounding, so a token's value would depend on the number of
+# later tokens. So tensors are padded to whole vectors. (With several threads this helps
+# only up to 32768 elements.)
+# 2 * 512 / 16: torch computes two vectors at once, each 512 bits of 16-bit elements
+_WHOLE = 64
 
 
 def silu(x: Tensor) -> Tensor:
@@ -26,12 +28,14 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """``log(1 + exp(x))`` of a tensor of any shape; where x is above 20, the result is x."""
+    """``log(1 + exp(x))`` of a tensor of any shape; where x is above 20, the result is
+    x."""
     return _in_whole_vectors(F.softplus, x)
 
 
 def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Elementwise ``function`` of ``x``; on a CPU ``x`` is padded to whole SIMD vectors."""
+    """Elementwise ``function`` of ``x``; on a CPU ``x`` is padded to whole SIMD
+    vectors."""
     if x.device.type != "cpu":
         return function(x)
     flat = x.reshape(-1)
@@ -44,16 +48,20 @@ def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Scale the last dimension to unit length: ``x * rsqrt(sum(x^2) + eps)``.
 
-    ``eps`` is under the root, so an all-zero row (padding) gives zeros and a finite gradient.
+    ``eps`` is under the root, so an all-zero row (padding) gives zeros and a finite
+    gradient.
 
     Args:
         x: ``[..., D]``, any float dtype.
 
     Returns:
-        ``[..., D]`` in ``x.dtype``; the sum of squares is taken in fp32 (fp64 for fp64 input).
+        ``[..., D]`` in ``x.dtype``; the sum of squares is taken in fp32 (fp64 for fp64
+        input).
     """
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (x_wide * torch.rsqrt(x_wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    return (x_wide * torch.rsqrt(x_wide.square().sum(-1, keepdim=True) + eps)).to(
+        x.dtype
+    )
 
 
 def rms_norm(
@@ -63,8 +71,9 @@ def rms_norm(
 
     Args:
         x: ``[..., D]``, any float dtype.
-        weight: ``[D]``; ``gamma`` is ``weight``, or ``1 + weight`` if ``zero_centered`` (as with
-            Megatron's ``layernorm_zero_centered_gamma``). Without weight, ``gamma`` is 1.
+        weight: ``[D]``; ``gamma`` is ``weight``, or ``1 + weight`` if ``zero_centered``
+            (as with Megatron's ``layernorm_zero_centered_gamma``). Without weight,
+            ``gamma`` is 1.
 
     Returns:
         ``[..., D]`` in ``x.dtype``, rounded once at the end.
@@ -78,9 +87,11 @@ def rms_norm(
 
 
 def least_log_decay(dtype: torch.dtype) -> float:
-    """A lower bound of log-decays: -104 in fp32, -746 in fp64. Below the bound exp gives 0.
+    """A lower bound of log-decays: -104 in fp32, -746 in fp64. Below the bound exp
+    gives 0.
 
-    Sums of clamped log-decays over a chunk are finite; sums of -inf would give inf - inf = NaN.
+    Sums of clamped log-decays over a chunk are finite; sums of -inf would give inf -
+    inf = NaN.
     """
     numbers = torch.finfo(dtype)
     smallest = numbers.tiny * numbers.eps
@@ -88,9 +99,11 @@ def least_log_decay(dtype: torch.dtype) -> float:
 
 
 def largest_A_log(dtype: torch.dtype) -> float:
-    """An upper bound of A_log: 66 in fp32, 532 in fp64, so exp(A_log) times a gradient is finite.
+    """An upper bound of A_log: 66 in fp32, 532 in fp64, so exp(A_log) times a gradient
+    is finite.
 
-    If A_log is at its fp32 bound, every softplus above 2e-27 gives a decay of exactly 0.
+    If A_log is at its fp32 bound, every softplus above 2e-27 gives a decay of exactly
+    0.
     """
     return float(math.floor(0.75 * math.log(torch.finfo(dtype).max)))
 
@@ -98,7 +111,7 @@ def largest_A_log(dtype: torch.dtype) -> float:
 def largest_beta(allow_neg_eigval: bool) -> float:
     """The upper bound of write strengths: 1, or 2 with ``allow_neg_eigval``.
 
-    A token's transition I - beta k k^T has the eigenvalue 1 - beta |k|^2, which lies in (0, 1) for
-    the bound 1 and in (-1, 1) for the bound 2.
+    A token's transition I - beta k k^T has the eigenvalue 1 - beta |k|^2, which lies in
+    (0, 1) for the bound 1 and in (-1, 1) for the bound 2.
     """
     return 2.0 if allow_neg_eigval else 1.0

@@ -1,8 +1,9 @@
-"""Tables that the host makes from lengths of documents, cached on the device per CUDA stream.
+"""Tables that the host makes from lengths of documents, cached on the device per CUDA
+stream.
 
-Two CUDA streams run in no fixed order, so every stream has its own copies of the tables. A CUDA
-graph reads the tables of the stream on which the last call before the capture ran. Tables that a
-graph reads are never freed.
+Two CUDA streams run in no fixed order, so every stream has its own copies of the
+tables. A CUDA graph reads the tables of the stream on which the last call before the
+capture ran. Tables that a graph reads are never freed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ _read_by_graphs: dict[int, Any] = {}
 
 
 def to_device(table: Tensor, device: torch.device | str) -> Tensor:
-    """Copy ``table`` to ``device``; a table that is on a GPU already is returned unchanged.
+    """Copy ``table`` to ``device``; a table that is on a GPU already is returned
+    unchanged.
 
-    The copy is from pinned memory, and the host does not wait for the copy. Autograd refuses
-    tensors that are made in ``torch.inference_mode``, so the copy is made outside of that mode.
+    The copy is from pinned memory, and the host does not wait for the copy. Autograd
+    refuses tensors that are made in ``torch.inference_mode``, so the copy is made
+    outside of that mode.
     """
     if table.is_cuda:
         return table
@@ -35,23 +38,27 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
 
 
 def require_no_capture(table_name: str) -> None:
-    """Raise an error if a CUDA graph is being captured; ``table_name`` is for the error's text.
+    """Raise an error if a CUDA graph is being captured; ``table_name`` is for the
+    error's text.
 
-    A captured copy would read freed host memory, and would fill the table in replays only.
+    A captured copy would read freed host memory, and would fill the table in replays
+    only.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{table_name} is needed for the first time while a CUDA graph is being captured. Run "
-            f"the forward and the backward once before, eagerly, with the same shapes, dtypes and "
-            f"packed_seq_params (torch.cuda.make_graphed_callables and Megatron do: "
-            f"num_warmup_iters and cuda_graph_warmup_steps must be at least 1)."
+            f"{table_name} is needed for the first time while a CUDA graph is being "
+            "captured. Run the forward and the backward once before, eagerly, with the "
+            "same shapes, dtypes and packed_seq_params "
+            "(torch.cuda.make_graphed_callables and Megatron do: num_warmup_iters and "
+            "cuda_graph_warmup_steps must be at least 1)."
         )
 
 
 def stream_of_tables() -> int:
     """The handle of the CUDA stream whose tables the current call uses; 0 without CUDA.
 
-    The stream is the current one; during a capture, the stream of the last call before the capture.
+    The stream is the current one; during a capture, the stream of the last call before
+    the capture.
     """
     global _latest_stream
     if not torch.cuda.is_initialized():
@@ -62,7 +69,8 @@ def stream_of_tables() -> int:
 
 
 def keep_if_captured[Made](tables: Made) -> Made:
-    """Return ``tables``; if a CUDA graph is being captured, the tables are never freed."""
+    """Return ``tables``; if a CUDA graph is being captured, the tables are never
+    freed."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         _read_by_graphs[id(tables)] = tables
     return tables
@@ -71,7 +79,8 @@ def keep_if_captured[Made](tables: Made) -> Made:
 def cached_by_stream[**Arguments, Made](
     maxsize: int,
 ) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
-    """A decorator like ``lru_cache`` that keeps ``maxsize`` results, over all CUDA streams."""
+    """A decorator like ``lru_cache`` that keeps ``maxsize`` results, over all CUDA
+    streams."""
 
     def decorate(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
         """Return ``make`` with a cache of its results per CUDA stream and arguments."""
@@ -83,7 +92,8 @@ def cached_by_stream[**Arguments, Made](
 
         @wraps(make)
         def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-            """The result of ``make`` for the current stream, from the cache if it is there."""
+            """The result of ``make`` for the current stream, from the cache if it is
+            there."""
             if not torch.cuda.is_initialized():
                 return made(0, *args, **kwargs)
             return keep_if_captured(made(stream_of_tables(), *args, **kwargs))

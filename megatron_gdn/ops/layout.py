@@ -1,4 +1,5 @@
-"""The columns of a mixer's input projection, which define ranks' shares and checkpoint keys."""
+"""The columns of a mixer's input projection, which define ranks' shares and checkpoint
+keys."""
 
 from __future__ import annotations
 
@@ -10,39 +11,48 @@ from typing import Any, NamedTuple
 
 
 class SizeError(ValueError, AssertionError):
-    """Raised if heads, widths or lengths cannot be split over ranks or do not fit each other.
+    """Raised if heads, widths or lengths cannot be split over ranks or do not fit each
+    other.
 
-    It is also an AssertionError, which Megatron's and Automodel's mixers raise for wrong sizes.
+    It is also an AssertionError, which Megatron's and Automodel's mixers raise for
+    wrong sizes.
     """
 
 
 def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
-    """Raise ValueError unless ``dims`` has ints >= 1; fields named in ``may_be_zero`` may be 0."""
+    """Raise ValueError unless ``dims`` has ints >= 1; fields named in ``may_be_zero``
+    may be 0."""
     for field in fields(dims):
         size = getattr(dims, field.name)
         least = 0 if field.name in may_be_zero else 1
         if not isinstance(size, int) or isinstance(size, bool) or size < least:
             raise ValueError(
-                f"{field.name}={size!r} is not a size; it must be an integer of at least {least}."
+                f"{field.name}={size!r} is not a size; it must be an integer of at "
+                f"least {least}."
             )
 
 
 def require_shares(ranks: int, counts: Sequence[int], held: str) -> None:
-    """Raise an error, with ``held`` (``counts`` in words), unless ``ranks`` divides all counts."""
+    """Raise an error, with ``held`` (``counts`` in words), unless ``ranks`` divides all
+    counts."""
     if ranks < 1 or any(count % ranks for count in counts):
         most = max(counts)
-        legal = [n for n in range(1, most + 1) if not any(count % n for count in counts)]
+        legal = [
+            n for n in range(1, most + 1) if not any(count % n for count in counts)
+        ]
         raise SizeError(
-            f"tensor_model_parallel_size={ranks} cannot split {held} evenly; use one of "
-            f"{', '.join(map(str, legal))}."
+            f"tensor_model_parallel_size={ranks} cannot split {held} evenly; use one "
+            f"of {', '.join(map(str, legal))}."
         )
 
 
 class Section(NamedTuple):
-    """Neighbouring columns of a projection row: ``width`` columns for each head of one kind."""
+    """Neighbouring columns of a projection row: ``width`` columns for each head of one
+    kind."""
 
     name: str  # the section's name in checkpoints
-    heads: str  # kind of the heads, such as "key" or "value"; heads lie side by side, in order
+    # kind of the heads, such as "key" or "value"; heads lie side by side, in order
+    heads: str
     width: int
     conv: bool = False  # whether the columns are inputs of the causal convolution
     gates: bool = False  # whether the columns are gates, which are never quantised
@@ -52,18 +62,22 @@ class Section(NamedTuple):
 class Layout:
     """Sections of a projection row, and how many heads of every kind a row has.
 
-    Each head of the first kind has a recurrent state. Each head of another kind serves neighbouring
-    state heads, and all heads of one kind serve equal numbers of state heads.
+    Each head of the first kind has a recurrent state. Each head of another kind serves
+    neighbouring state heads, and all heads of one kind serve equal numbers of state
+    heads.
     """
 
     sections: tuple[Section, ...]  # in storage order; convolved sections are neighbours
-    counts: tuple[tuple[str, int], ...]  # the kinds of heads, each with the number of its heads
+    # the kinds of heads, each with the number of its heads
+    counts: tuple[tuple[str, int], ...]
     gate: str = "z"  # the section that gates the readout, as wide as a row for out_proj
 
     def __post_init__(self) -> None:
         convolved = [section.conv for section in self.sections]
         first, count = convolved.index(True) if any(convolved) else 0, sum(convolved)
-        assert all(convolved[first : first + count]), "convolved sections must be neighbours"
+        assert all(convolved[first : first + count]), (
+            "convolved sections must be neighbours"
+        )
         gates = [section.gates for section in self.sections]
         assert gates == sorted(gates), "the rule's gates must come last"
 
@@ -86,7 +100,9 @@ class Layout:
     @cached_property
     def widths(self) -> tuple[int, ...]:
         """The number of columns of every section, for ``Tensor.split``."""
-        return tuple(self.heads(section.heads) * section.width for section in self.sections)
+        return tuple(
+            self.heads(section.heads) * section.width for section in self.sections
+        )
 
     @cached_property
     def width(self) -> int:
@@ -109,7 +125,8 @@ class Layout:
 
     @cached_property
     def main_width(self) -> int:
-        """The number of columns that are not gates; a quantised product may compute them."""
+        """The number of columns that are not gates; a quantised product may compute
+        them."""
         pairs = zip(self.sections, self.widths, strict=True)
         return sum(width for section, width in pairs if not section.gates)
 
@@ -117,7 +134,9 @@ class Layout:
     def held(self) -> str:
         """The numbers of heads in words, for error messages."""
         words = {"head": "heads", "group": "groups"}  # the two kinds of Mamba2
-        return " and ".join(f"{n} {words.get(kind, f'{kind} heads')}" for kind, n in self.counts)
+        return " and ".join(
+            f"{n} {words.get(kind, f'{kind} heads')}" for kind, n in self.counts
+        )
 
     @cached_property
     def mixed_width(self) -> int:
@@ -160,24 +179,28 @@ class Layout:
         )
 
     def why_not_share(self, ranks: int) -> str | None:
-        """Why :meth:`share` refuses this number of ranks, with the legal numbers; else None."""
+        """Why :meth:`share` refuses this number of ranks, with the legal numbers; else
+        None."""
         if ranks >= 1 and self.shares_among(ranks):
             return None
         legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]
         return (
-            f"context_parallel_size={ranks} cannot share the {self.held} of a tensor-parallel "
-            f"rank evenly; use one of {', '.join(map(str, legal))}."
+            f"context_parallel_size={ranks} cannot share the {self.held} of a "
+            f"tensor-parallel rank evenly; use one of {', '.join(map(str, legal))}."
         )
 
     def share(self, ranks: int) -> Layout:
-        """The layout on one of ``ranks`` ranks, each with an equal share of the H state heads.
+        """The layout on one of ``ranks`` ranks, each with an equal share of the H state
+        heads.
 
-        Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that serve these
-        state heads. A head that serves state heads of several ranks is on all of these ranks.
+        Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that
+        serve these state heads. A head that serves state heads of several ranks is on
+        all of these ranks.
 
         Raises:
-            ValueError: ``ranks`` does not divide the state heads, or on some rank two heads of one
-                kind would serve unequal numbers of state heads; the message lists the legal sizes.
+            ValueError: ``ranks`` does not divide the state heads, or on some rank two
+                heads of one kind would serve unequal numbers of state heads; the
+                message lists the legal sizes.
         """
         why = self.why_not_share(ranks)
         if why is not None:
@@ -186,10 +209,14 @@ class Layout:
         return replace(self, counts=tuple(counts))
 
     def copies(self, ranks: int) -> tuple[int, ...]:
-        """For each section, the number of ranks that hold the same columns after :meth:`share`."""
-        return tuple(max(1, ranks // self.heads(section.heads)) for section in self.sections)
+        """For each section, the number of ranks that hold the same columns after
+        :meth:`share`."""
+        return tuple(
+            max(1, ranks // self.heads(section.heads)) for section in self.sections
+        )
 
 
 def layout_of_in_proj(dims: Any) -> Layout:
-    """The layout of in_proj's rows: ``dims.in_proj_layout`` if it exists, else ``dims.layout``."""
+    """The layout of in_proj's rows: ``dims.in_proj_layout`` if it exists, else
+    ``dims.layout``."""
     return getattr(dims, "in_proj_layout", dims.layout)

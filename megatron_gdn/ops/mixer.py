@@ -1,12 +1,13 @@
 """A recurrent mixer as one autograd function: projection rows in, mixed rows out.
 
-    inputs = front(rows)            conv, activation, norms, gates: one kernel over strided rows
-    o      = rule(inputs)           the recurrence
-    mixed  = readout(o, rows)       norm and gate: one kernel, written as [S, B, H V]
+    inputs = front(rows)       conv, activation, norms, gates: one kernel over strided
+                               rows
+    o      = rule(inputs)      the recurrence
+    mixed  = readout(o, rows)  norm and gate: one kernel, written as [S, B, H V]
 
-The autograd function saves only tensors that the backward reads. The backward writes the gradients
-of all projection columns to one buffer. :class:`.parts.SequenceContext` gives the front its history
-and the rule its initial state.
+The autograd function saves only tensors that the backward reads. The backward writes
+the gradients of all projection columns to one buffer. :class:`.parts.SequenceContext`
+gives the front its history and the rule its initial state.
 """
 
 from __future__ import annotations
@@ -39,19 +40,28 @@ def mix(
     neighbours: SequenceContext = WHOLE_SEQUENCES,
     refilled: RefilledOutput | None = None,
 ) -> Tensor:
-    """Compute out_proj's input ``[S, B, H * V]`` from in_proj's output ``rows``, on one rank.
+    """Compute out_proj's input ``[S, B, H * V]`` from in_proj's output ``rows``, on one
+    rank.
 
-    ``neighbours`` has the documents' boundaries, the history and the initial states. ``refilled``
-    frees out_proj's input until out_proj's backward. If the readout is a ``closed``
-    :class:`SplitReadout`, the caller must run its ``call`` after the exchange of heads.
+    ``neighbours`` has the documents' boundaries, the history and the initial states.
+    ``refilled`` frees out_proj's input until out_proj's backward. If the readout is a
+    ``closed`` :class:`SplitReadout`, the caller must run its ``call`` after the
+    exchange of heads.
     """
-    rule, parameters, front, inside = parts.rule, parts.parameters, parts.front, parts.readout
+    rule, parameters, front, inside = (
+        parts.rule,
+        parts.parameters,
+        parts.front,
+        parts.readout,
+    )
     split_readout = None
     if isinstance(inside, SplitReadout):
         split_readout, inside = inside, inside.inside
     if rule.bits is Bits.ON_GRID:
         front = cast(TableFront, AlignedFront(front))
-        inside = AlignedReadout(inside, neighbours.documents) if inside.reads_o else inside
+        inside = (
+            AlignedReadout(inside, neighbours.documents) if inside.reads_o else inside
+        )
     if rows.numel():
         if isinstance(neighbours.documents, TreeDocuments):
             history = neighbours.documents.history(parts.past)
@@ -61,7 +71,9 @@ def mix(
         keep = torch.is_grad_enabled() and bool(trained)
         hand_over = HandOver() if keep else None
         of_function = refilled if split_readout is None else None
-        second_run = SecondRun(front, rule, neighbours) if keep and parts.run_again else None
+        second_run = (
+            SecondRun(front, rule, neighbours) if keep and parts.run_again else None
+        )
         call = MixerArguments(
             front, rule, inside, neighbours, keep, of_function, hand_over, second_run
         )
@@ -80,10 +92,12 @@ def mix(
 def _checkpoint_readout(
     split_readout: SplitReadout, mixed: Tensor, rows: Tensor, refilled: RefilledOutput
 ) -> Tensor:
-    """Run ``split_readout.call`` on ``mixed [S, B, H V]``; keep neither output nor intermediates.
+    """Run ``split_readout.call`` on ``mixed [S, B, H V]``; keep neither output nor
+    intermediates.
 
-    ``call`` runs three times: here, when the output is refilled, and in ``call``'s backward.
-    Megatron's checkpoint is not used, since it compiles a C++ extension in the first backward.
+    ``call`` runs three times: here, when the output is refilled, and in ``call``'s
+    backward. Megatron's checkpoint is not used, since it compiles a C++ extension in
+    the first backward.
     """
     made = checkpoint(
         split_readout.call, mixed, rows, use_reentrant=False, preserve_rng_state=False
@@ -100,7 +114,8 @@ def _checkpoint_readout(
 
 
 class MixerArguments(NamedTuple):
-    """The arguments of a mixer's run that are not tensors, such as its front, rule and readout."""
+    """The arguments of a mixer's run that are not tensors, such as its front, rule and
+    readout."""
 
     front: TableFront
     rule: Rule
@@ -113,13 +128,16 @@ class MixerArguments(NamedTuple):
 
 
 class _SavedTensors(NamedTuple):
-    """The tensors that autograd saves for the backward, which autograd keeps as one flat list."""
+    """The tensors that autograd saves for the backward, which autograd keeps as one
+    flat list."""
 
-    stamp: Tensor | None  # :attr:`Documents.stamp`, whose changes autograd and we notice
+    # :attr:`Documents.stamp`, whose changes autograd and we notice
+    stamp: Tensor | None
     rows: Any
     o: Any  # the rule's output, or None if the backward does not read it
     parameters: Sequence[Any]
-    inputs: Sequence[Any]  # of the rule; None where the backward computes it or does not read it
+    # of the rule; None where the backward computes it or does not read it
+    inputs: Sequence[Any]
     linked: Sequence[Any]  # of ``neighbours.states``
     of_rule: Sequence[Any]
 
@@ -147,7 +165,8 @@ class _BackwardValues(NamedTuple):
 
 
 class MixerFunction(torch.autograd.Function):
-    """Maps rows ``[S, B, P]`` to ``[S, B, H V]``; the last of ``parameters`` is gamma or None."""
+    """Maps rows ``[S, B, P]`` to ``[S, B, H V]``; the last of ``parameters`` is gamma
+    or None."""
 
     @staticmethod
     @leaves_memory_unfilled
@@ -161,9 +180,11 @@ class MixerFunction(torch.autograd.Function):
     @first_derivative_only
     @leaves_memory_unfilled
     def backward(ctx, d_out: Tensor):
-        """The gradients of ``rows`` and all parameters from ``d_out``, the output's gradient."""
+        """The gradients of ``rows`` and all parameters from ``d_out``, the output's
+        gradient."""
         saved, hand_over = list(ctx.saved_tensors), ctx.kept.call.hand_over
-        # From here on each saved tensor is freed after its last use, unless retain_graph=True.
+        # From here on each saved tensor is freed after its last use, unless
+        # retain_graph=True.
         ctx.maybe_clear_saved_tensors()
         gradient = [d_out if hand_over is None else hand_over.take(d_out)]
         del d_out
@@ -173,7 +194,8 @@ class MixerFunction(torch.autograd.Function):
 def _forward(
     call: MixerArguments, rows: Tensor, parameters: Sequence[Tensor | None]
 ) -> tuple[Tensor, Sequence[Tensor | None], _BackwardValues | None]:
-    """The mixer's output, the tensors to save, and the other values for the backward."""
+    """The mixer's output, the tensors to save, and the other values for the
+    backward."""
     front, rule, readout, neighbours, keep, refilled, _, second_run = call
     *of_front, gamma = parameters
     history = None
@@ -188,11 +210,17 @@ def _forward(
     del begun
     saved, kept = (), None
     if keep:
-        wanted, again, of_readout = rule.reads_again, front.again, o if readout.reads_o else None
+        wanted, again, of_readout = (
+            rule.reads_again,
+            front.again,
+            o if readout.reads_o else None,
+        )
         if second_run is not None:
             wanted, of_readout, of_rule = (), None, rule.kept_to_run_again(of_rule)
         named = zip(front.names, inputs, strict=True)
-        read = [x if name in wanted and name not in again else None for name, x in named]
+        read = [
+            x if name in wanted and name not in again else None for name, x in named
+        ]
         stamp = None if neighbours.documents is None else neighbours.documents.stamp
         saved, sizes = _SavedTensors(
             stamp, rows, of_readout, parameters, read, linked, of_rule.tensors
@@ -214,12 +242,21 @@ def _forward(
     return mixed, saved, kept
 
 
-def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
-    """The gradients of rows and parameters; empties ``saved``, ``gradient`` to free tensors."""
+def _backward(
+    values: _BackwardValues, saved: list[Any], gradient: list[Tensor]
+) -> tuple[Any, ...]:
+    """The gradients of rows and parameters; empties ``saved``, ``gradient`` to free
+    tensors."""
     (front, rule, readout, neighbours, *_), history = values.call, values.history
-    stamp, rows, o, parameters, read, linked, of_rule = _SavedTensors.of_flat(saved, values.sizes)
+    stamp, rows, o, parameters, read, linked, of_rule = _SavedTensors.of_flat(
+        saved, values.sizes
+    )
     saved.clear()
-    if neighbours.documents is not None and stamp is not None and values.stamp is not None:
+    if (
+        neighbours.documents is not None
+        and stamp is not None
+        and values.stamp is not None
+    ):
         neighbours.documents.require_unchanged(values.stamp, stamp)
     *of_front, gamma = parameters
     linked, of_rule = tuple(linked), Saved(tuple(of_rule), values.rule_plan)
@@ -233,10 +270,13 @@ def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor])
     del d_o
     if inputs is None:
         made = front.forward(rows, of_front, neighbours.documents, front.again, history)
-        inputs = type(made)(*[x if y is None else y for x, y in zip(read, made, strict=True)])
+        inputs = type(made)(
+            *[x if y is None else y for x, y in zip(read, made, strict=True)]
+        )
         del made
     del read
-    # This function keeps no reference to d_o, so a rule that converts d_o can free the original.
+    # This function keeps no reference to d_o, so a rule that converts d_o can free the
+    # original.
     begun = rule.begin_backward(gradient.pop(), inputs, of_rule, neighbours.of_rule)
     del inputs, of_rule
     initial = d_final = None
@@ -245,7 +285,9 @@ def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor])
     grads = begun.run(initial, d_final)
     del begun
     history = None if history is None else history.with_gradient_buffer()
-    of_parameters = front.backward(rows, of_front, grads, d_rows, neighbours.documents, history)
+    of_parameters = front.backward(
+        rows, of_front, grads, d_rows, neighbours.documents, history
+    )
     if neighbours.history is not None and history is not None:
         assert history.d_rows is not None
         returned = neighbours.history.give_back(history.d_rows)
@@ -254,16 +296,23 @@ def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor])
 
 
 def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> None:
-    """Add ``returned``, gradients of rows read as history, to the rows' gradient ``d_conv_sBC``."""
+    """Add ``returned``, gradients of rows read as history, to the rows' gradient
+    ``d_conv_sBC``."""
     if not table.additions.numel():
         return
-    if why_not_triton(d_conv_sBC.device.type, d_conv_sBC.dtype, table.before.shape[1] + 1) is None:
+    if (
+        why_not_triton(
+            d_conv_sBC.device.type, d_conv_sBC.dtype, table.before.shape[1] + 1
+        )
+        is None
+    ):
         from .front.history_kernels import add_rows
 
         add_rows(d_conv_sBC, returned, table.additions)
         return
     tokens, sources = table.additions[:, 0], table.additions[:, 1:]
-    nothing = returned.new_zeros(1, *returned.shape[1:])  # index -1 (no source) selects these zeros
+    # index -1 (no source) selects these zeros
+    nothing = returned.new_zeros(1, *returned.shape[1:])
     further = torch.cat([returned, nothing])[sources.long()].sum(1)
     further = further.masked_fill((tokens < 0)[:, None, None], 0)
     whole = d_conv_sBC.to(returned.dtype).index_add(0, tokens.clamp(min=0), further)

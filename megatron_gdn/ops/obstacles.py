@@ -13,27 +13,36 @@ from typing import NamedTuple
 import torch
 
 FLA_INSTALL_HINT = 'pip install "megatron-gdn[fla]"'
-# The times are from docs/determinism.md: 34.73 ms in plain torch and 3.51 ms in kernels per layer.
+# The times are from docs/determinism.md: 34.73 ms in plain torch and 3.51 ms in kernels
+# per layer.
 PLAIN_ON_GPU = (
-    "On this GPU the recurrence runs in plain torch, since its kernels are not installed: a Gated "
-    "DeltaNet layer took 34.7 ms in place of 3.5 (one H200, deterministic mode). Install them: "
+    "On this GPU the recurrence runs in plain torch, since its kernels are not "
+    "installed: a Gated DeltaNet layer took 34.7 ms in place of 3.5 (one H200, "
+    "deterministic mode). Install them: "
     'pip install "flash-qla>=0.1.3" tilelang "flash-linear-attention>=0.6,<0.7"'
 )
-_FLA_KNOWN = (0, 6)  # fla's version in pyproject.toml; other versions may give other results
+# fla's version in pyproject.toml; other versions may give other results
+_FLA_KNOWN = (0, 6)
 _FLA_PACKAGES = ("flash-linear-attention", "fla-core")  # fla-core holds the kernels
-_FLASH_QLA_OLDEST = (0, 1, 3)  # earlier versions have data races, and round dg through bf16
+# earlier versions have data races, and round dg through bf16
+_FLASH_QLA_OLDEST = (0, 1, 3)
 _FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
 class Obstacle(NamedTuple):
-    """Why a backend cannot run, and the type of the error if it was asked for by name."""
+    """Why a backend cannot run, and the type of the error if it was asked for by
+    name."""
 
     why: str
-    error: type[Exception] = ValueError  # ImportError if installing a package would help
+    # ImportError if installing a package would help
+    error: type[Exception] = ValueError
 
 
-def advice_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | None) -> str:
-    """If a GPU runs a rule in plain torch for lack of packages, warn and return advice, else ""."""
+def advice_about_plain_rule(
+    device: torch.device | str, *obstacles: Obstacle | None
+) -> str:
+    """If a GPU runs a rule in plain torch for lack of packages, warn and return advice,
+    else ""."""
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:
         return ""
@@ -42,7 +51,8 @@ def advice_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | N
 
 
 def no_kernels_installed() -> bool:
-    """Whether neither flash_qla nor fla is installed; the check does not initialise CUDA."""
+    """Whether neither flash_qla nor fla is installed; the check does not initialise
+    CUDA."""
     return not any(map(find_spec, ("flash_qla", "fla")))
 
 
@@ -53,7 +63,8 @@ def version_tuple(text: str) -> tuple[int, ...]:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of the installed ``package``; None if the package is not installed."""
+    """The version of the installed ``package``; None if the package is not
+    installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -63,7 +74,8 @@ def installed_version(package: str) -> str | None:
 def why_not_flash_qla(
     device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
 ) -> Obstacle | None:
-    """Why FlashQLA cannot train heads of these dims on ``device``, and the fix; None if it can."""
+    """Why FlashQLA cannot train heads of these dims on ``device``, and the fix; None if
+    it can."""
     if device.type != "cuda":
         return Obstacle(f"flash_qla runs on a GPU, not on {device}")
     if dtype not in (torch.bfloat16, torch.float16):
@@ -74,7 +86,9 @@ def why_not_flash_qla(
             f"value_head_dim={value_dim}"
         )
     if torch.cuda.get_device_capability(device) not in _FLASH_QLA_CAPABILITIES:
-        return Obstacle("flash_qla trains on compute capability 9.0, 10.0 and 10.3 only")
+        return Obstacle(
+            "flash_qla trains on compute capability 9.0, 10.0 and 10.3 only"
+        )
     return why_not_flash_qla_package()
 
 
@@ -85,9 +99,15 @@ def why_not_flash_qla_package() -> Obstacle | None:
     if find_spec("flash_qla") is None:
         why = "flash-qla is not installed (pip install 'flash-qla>=0.1.3')"
     elif installed is None:
-        why = "flash_qla carries no version; install flash-qla 0.1.3 or newer from a wheel"
+        why = (
+            "flash_qla carries no version; install flash-qla 0.1.3 or newer from a "
+            "wheel"
+        )
     elif version_tuple(installed) < _FLASH_QLA_OLDEST:
-        why = f"flash-qla {installed} computes wrong gradients at times; install 0.1.3 or newer"
+        why = (
+            f"flash-qla {installed} computes wrong gradients at times; install 0.1.3 "
+            "or newer"
+        )
     else:
         return None
     return Obstacle(why, ImportError)
@@ -95,36 +115,51 @@ def why_not_flash_qla_package() -> Obstacle | None:
 
 @cache
 def _needs_tilelang(major: int) -> bool:
-    """Whether Triton miscompiles fla's backward on GPUs of compute capability ``major``.x."""
+    """Whether Triton miscompiles fla's backward on GPUs of compute capability
+    ``major``.x."""
     triton = installed_version("triton")
-    return major == 9 and triton is not None and (3, 4, 0) <= version_tuple(triton) < (3, 7, 1)
+    return (
+        major == 9
+        and triton is not None
+        and (3, 4, 0) <= version_tuple(triton) < (3, 7, 1)
+    )
 
 
 def fla_needs_tilelang(device: torch.device) -> bool:
-    """Whether fla needs TileLang, since Triton miscompiles fla's backward on ``device``."""
-    return device.type == "cuda" and _needs_tilelang(torch.cuda.get_device_capability(device)[0])
+    """Whether fla needs TileLang, since Triton miscompiles fla's backward on
+    ``device``."""
+    return device.type == "cuda" and _needs_tilelang(
+        torch.cuda.get_device_capability(device)[0]
+    )
 
 
 @cache
 def why_not_fla_package(major: int) -> Obstacle | None:
-    """Why fla cannot run on GPUs of compute capability ``major``.x, and the fix; None if it can."""
+    """Why fla cannot run on GPUs of compute capability ``major``.x, and the fix; None
+    if it can."""
     known, triton = ".".join(map(str, _FLA_KNOWN)), installed_version("triton")
     versions = {name: installed_version(name) for name in _FLA_PACKAGES}
-    found = [(name, version) for name, version in versions.items() if version is not None]
+    found = [
+        (name, version) for name, version in versions.items() if version is not None
+    ]
     other = [f"{name} {v}" for name, v in found if version_tuple(v)[:2] != _FLA_KNOWN]
     if find_spec("fla") is None:
         why = f"flash-linear-attention is not installed ({FLA_INSTALL_HINT})"
     elif not found:
-        why = f"fla carries no version; install flash-linear-attention {known} ({FLA_INSTALL_HINT})"
+        why = (
+            f"fla carries no version; install flash-linear-attention {known} "
+            f"({FLA_INSTALL_HINT})"
+        )
     elif other:
         why = f"{other[0]} is not supported, {known} is ({FLA_INSTALL_HINT})"
     elif triton is None:
         why = "flash-linear-attention needs triton, which is not installed"
     elif _needs_tilelang(major) and find_spec("tilelang") is None:
-        # fla issue 640: with such a Triton dg and db are wrong on Hopper, and fla raises an error.
+        # fla issue 640: with such a Triton dg and db are wrong on Hopper, and fla
+        # raises an error.
         why = (
-            f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, or Triton "
-            f"3.7.1 or newer"
+            f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, "
+            "or Triton 3.7.1 or newer"
         )
     else:
         return None
@@ -133,7 +168,8 @@ def why_not_fla_package(major: int) -> Obstacle | None:
 
 @cache
 def why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
-    """Why our Triton kernels cannot run for this device, dtype and number of taps, or None."""
+    """Why our Triton kernels cannot run for this device, dtype and number of taps, or
+    None."""
     if device != "cuda":
         return f"the Triton kernels run on a GPU, not on {device}"
     if dtype == torch.float64:
@@ -147,7 +183,8 @@ def why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
 
 @cache
 def log_obstacle_once(message: str, device_type: str) -> None:
-    """Log ``message`` once, on rank 0: a warning if ``device_type`` is "cuda", else info."""
+    """Log ``message`` once, on rank 0: a warning if ``device_type`` is "cuda", else
+    info."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     level = logging.WARNING if device_type == "cuda" else logging.INFO
@@ -156,5 +193,6 @@ def log_obstacle_once(message: str, device_type: str) -> None:
 
 @cache
 def warn_once(message: str) -> None:
-    """Issue a RuntimeWarning once in each process, since machines may have different packages."""
+    """Issue a RuntimeWarning once in each process, since machines may have different
+    packages."""
     warnings.warn(message, RuntimeWarning, stacklevel=3)

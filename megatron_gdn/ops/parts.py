@@ -1,4 +1,5 @@
-"""The parts of a mixer between its projections; training and generation run the same parts.
+"""The parts of a mixer between its projections; training and generation run the same
+parts.
 
 The source of the convolution's history and of the initial state:
 
@@ -31,20 +32,28 @@ from .state_maps.state_map import StateShape
 
 
 class GatedNorm(NamedTuple):
-    """The output norm ``RMSNorm(o) * gamma * act(z)``; 1 + gamma for gamma if ``zero_centered``."""
+    """The output norm ``RMSNorm(o) * gamma * act(z)``; 1 + gamma for gamma if
+    ``zero_centered``."""
 
     gamma: Tensor  # [V]
     eps: float = 1e-6
     zero_centered: bool = False
     activation: str = "silu"  # or "sigmoid"
-    groups: int | None = None  # the groups of heads that share a norm; None: a norm per head
+    # the groups of heads that share a norm; None: a norm per head
+    groups: int | None = None
 
 
 @lru_cache(maxsize=64)
 def _norm_and_gate(
-    gate: slice, eps: float, zero_centered: bool, activation: str, groups: int | None, triton: bool
+    gate: slice,
+    eps: float,
+    zero_centered: bool,
+    activation: str,
+    groups: int | None,
+    triton: bool,
 ) -> PlainReadout:
-    """The readout with norm and gate, in Triton kernels if ``triton``, else in plain torch."""
+    """The readout with norm and gate, in Triton kernels if ``triton``, else in plain
+    torch."""
     kind = PlainReadout
     if triton:
         from .readout.kernels import TritonReadout as kind
@@ -52,17 +61,20 @@ def _norm_and_gate(
 
 
 class Parts(NamedTuple):
-    """A mixer's front, rule, readout and parameters, for rows of one device, dtype and scheme."""
+    """A mixer's front, rule, readout and parameters, for rows of one device, dtype and
+    scheme."""
 
     front: TableFront  # computes the rule's inputs from projection rows
     rule: Rule  # the recurrence
     readout: Readout | SplitReadout  # computes rows for out_proj from the rule's output
-    parameters: tuple[Tensor | None, ...]  # of the front, then the readout's gamma or None
+    # of the front, then the readout's gamma or None
+    parameters: tuple[Tensor | None, ...]
     run_again: bool = False  # whether the backward computes front and rule again
 
     @property
     def on_grid(self) -> bool:
-        """Whether chunks are counted from each sequence's start (``batch_invariant_mode``)."""
+        """Whether chunks are counted from each sequence's start
+        (``batch_invariant_mode``)."""
         return self.rule.bits is Bits.ON_GRID
 
     @property
@@ -93,12 +105,14 @@ class Parts(NamedTuple):
         return MemoryShape.of(table.layout, table.state, weight.shape[-1], on_grid)
 
 
-# Makes the front of rows from their layout, the rule, device, dtype and number of conv taps.
+# Makes the front of rows from their layout, the rule, device, dtype and number of conv
+# taps.
 MakeFront = Callable[[Layout, Rule, torch.device, torch.dtype, int], TableFront]
 
 
 def fronts_of(table: Callable[..., FrontTable], **settings: Any) -> MakeFront:
-    """Make fronts by the tables ``table(layout, **settings)``; the settings must be hashable."""
+    """Make fronts by the tables ``table(layout, **settings)``; the settings must be
+    hashable."""
     return partial(front_by_table, partial(table, **settings))
 
 
@@ -111,22 +125,24 @@ def front_by_table(
     taps: int,
     kernels: str = "auto",
 ) -> TableFront:
-    """The front that gives ``rule`` its inputs, from rows of this layout, device and dtype.
+    """The front that gives ``rule`` its inputs, from rows of this layout, device and
+    dtype.
 
     Args:
         table: makes the mixer's description of its front, for rows of a layout.
         kernels: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Raises:
-        ValueError: ``kernels`` is unknown, or the rule has fp16 operands and the front leaves q and
-            k at any length.
+        ValueError: ``kernels`` is unknown, or the rule has fp16 operands and the front
+            leaves q and k at any length.
     """
     of_layout = table(layout)
     operands = rule.operand_dtype
     if operands is not None and not of_layout.unit_length:
         raise ValueError(
-            f"this rule takes q and k in {operands}, but without unit length they may overflow; "
-            f"pass normalise_qk=False to resolve_rule too, or choose operands='bf16'."
+            f"this rule takes q and k in {operands}, but without unit length they may "
+            "overflow; pass normalise_qk=False to resolve_rule too, or choose "
+            "operands='bf16'."
         )
     return front_of(of_layout, device.type, dtype, taps, kernels, rule.bits, operands)
 
@@ -146,23 +162,23 @@ def parts_of(
     Args:
         rows: ``[S, B, P]``, S and B with any strides.
         parameters: the front's parameters, without ``gates``.
-        norm: the gated output norm (gamma and its settings), or a readout that calls the norm.
-            If None, the readout applies the gate and no norm.
+        norm: the gated output norm (gamma and its settings), or a readout that calls
+            the norm. If None, the readout applies the gate and no norm.
         run_again: whether the backward computes front and rule again.
-        gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` does not have these
-            columns. Generation has no ``gates``.
+        gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` does not
+            have these columns. Generation has no ``gates``.
 
     Raises:
-        ValueError: rows or gates have a wrong shape or stride; the conv weight has a wrong number
-            of channels or is not contiguous.
+        ValueError: rows or gates have a wrong shape or stride; the conv weight has a
+            wrong number of channels or is not contiguous.
     """
     layout, weight = front.layout, cast(Tensor, parameters[0])
     width = layout.width if gates is None else layout.main_width
     if rows.dim() != 3 or rows.shape[2] != width or rows.stride(2) != 1:
         raise ValueError(
-            f"rows must be [S, B, {width}] with columns side by side in memory, for sections of "
-            f"{dict(zip(layout.names, layout.widths, strict=True))} columns; got "
-            f"{tuple(rows.shape)} with strides {rows.stride()}."
+            f"rows must be [S, B, {width}] with columns side by side in memory, for "
+            f"sections of {dict(zip(layout.names, layout.widths, strict=True))} "
+            f"columns; got {tuple(rows.shape)} with strides {rows.stride()}."
         )
     if gates is not None and gates.shape != (*rows.shape[:2], layout.width - width):
         raise ValueError(
@@ -171,8 +187,8 @@ def parts_of(
         )
     if weight.shape[0] != layout.conv_width or not weight.is_contiguous():
         raise ValueError(
-            f"conv_weight must be contiguous [{layout.conv_width}, 1, W] for these heads, got "
-            f"shape {tuple(weight.shape)} and strides {weight.stride()}."
+            f"conv_weight must be contiguous [{layout.conv_width}, 1, W] for these "
+            f"heads, got shape {tuple(weight.shape)} and strides {weight.stride()}."
         )
     gamma, readout = None, norm
     if norm is None:
@@ -187,32 +203,38 @@ def parts_of(
 
 
 class StateLink(Protocol):
-    """Provides the initial states of the N sequences of a batch and the final states' gradients."""
+    """Provides the initial states of the N sequences of a batch and the final states'
+    gradients."""
 
     documents: Documents  # boundaries of the sequences, all batch rows end to end
 
     def entering(
         self, rule: Rule, forward: RuleForward, inputs: Any
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """The initial states ``[N, H, K, V]``, and tensors to save for :meth:`leaving`."""
+        """The initial states ``[N, H, K, V]``, and tensors to save for
+        :meth:`leaving`."""
         ...
 
     def entered(self, kept: tuple[Tensor, ...]) -> Tensor | None:
-        """The initial states, for a second run; ``kept``: the tensors :meth:`entering` saved."""
+        """The initial states, for a second run; ``kept``: the tensors :meth:`entering`
+        saved."""
         ...
 
     def leaving(
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The initial states, and gradients of the final states; ``kept``: see :meth:`entered`."""
+        """The initial states, and gradients of the final states; ``kept``: see
+        :meth:`entered`."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceContext:
-    """Boundaries, history and initial states of a batch; None means zero history or zero states.
+    """Boundaries, history and initial states of a batch; None means zero history or
+    zero states.
 
-    The boundaries, of documents or of pieces of documents, are the same in every batch row.
+    The boundaries, of documents or of pieces of documents, are the same in every batch
+    row.
     """
 
     documents: Documents | None = None
@@ -221,7 +243,8 @@ class SequenceContext:
 
     @cached_property
     def of_rule(self) -> Documents | None:
-        """The boundaries for the rule: those of ``states``, or ``documents`` if states is None."""
+        """The boundaries for the rule: those of ``states``, or ``documents`` if states
+        is None."""
         return self.documents if self.states is None else self.states.documents
 
 

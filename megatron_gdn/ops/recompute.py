@@ -1,8 +1,9 @@
-"""Tensors that a mixer frees between forward and backward, and gradients that it frees early.
+"""Tensors that a mixer frees between forward and backward, and gradients that it frees
+early.
 
-If the backward runs front and rule a second time, the mixer keeps only the projection rows. The
-second run starts in out_proj's backward if the mixer's output was freed (:class:`RefilledOutput`),
-otherwise in the mixer's backward.
+If the backward runs front and rule a second time, the mixer keeps only the projection
+rows. The second run starts in out_proj's backward if the mixer's output was freed
+(:class:`RefilledOutput`), otherwise in the mixer's backward.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from .rules.base import Rule, Saved
 def saved_tensors_are_hooked() -> bool:
     """Whether ``saved_tensors_hooks``, of a checkpoint or an offload, are active.
 
-    The hooks would read a freed tensor before it is filled again, so the tensor must not be freed.
+    The hooks would read a freed tensor before it is filled again, so the tensor must
+    not be freed.
     """
     hooks = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     return hooks._top_saved_tensors_default_hooks(True) is not None
 
 
 class RefilledOutput:
-    """Frees one forward's output, which out_proj saves, until out_proj's backward reads it.
+    """Frees one forward's output, which out_proj saves, until out_proj's backward reads
+    it.
 
     The output is computed again from tensors that the mixer saves anyway.
     """
@@ -40,18 +43,21 @@ class RefilledOutput:
         self._refill: Callable[[Tensor], None] | None = None
 
     def remember(self, output: Tensor, refill: Callable[[Tensor], None]) -> None:
-        """Store the mixer's ``output``; ``refill(x)`` computes the same bits again into x."""
+        """Store the mixer's ``output``; ``refill(x)`` computes the same bits again into
+        x."""
         self._output, self._refill = output.detach(), refill
 
     def remember_sent(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
-        """Store ``output = send(x)`` in place of the stored x; a refill computes x, then output."""
+        """Store ``output = send(x)`` in place of the stored x; a refill computes x,
+        then output."""
         made, refill = self._output, self._refill
         if made is None or refill is None:  # no tokens
             return
         shape = made.shape
 
         def refill_and_send(out: Tensor) -> None:
-            """Compute the rows again and write what ``send`` makes of them to ``out``."""
+            """Compute the rows again and write what ``send`` makes of them to
+            ``out``."""
             rows = out.new_empty(shape)
             refill(rows)
             out.copy_(send(rows))
@@ -60,22 +66,31 @@ class RefilledOutput:
 
     @uncompiled  # Dynamo would warn: it cannot trace saved_tensors_are_hooked
     def drop_until_backward_of(self, out: Tensor) -> None:
-        """Free the remembered output's storage; fill it again when ``out`` gets its gradient.
+        """Free the remembered output's storage; fill it again when ``out`` gets its
+        gradient.
 
-        The storage is kept if ``out`` needs no gradient, or if ``saved_tensors_hooks`` are active.
+        The storage is kept if ``out`` needs no gradient, or if ``saved_tensors_hooks``
+        are active.
         """
         output, refill = self._output, self._refill
         self._output = self._refill = None
-        if output is None or refill is None or not out.requires_grad or saved_tensors_are_hooked():
+        if (
+            output is None
+            or refill is None
+            or not out.requires_grad
+            or saved_tensors_are_hooked()
+        ):
             return
         storage = output.untyped_storage()
         size = storage.nbytes()
 
         def fill_again(_gradient: Tensor) -> None:
-            """Compute the output again if its storage is empty; ``_gradient`` is not read."""
+            """Compute the output again if its storage is empty; ``_gradient`` is not
+            read."""
             if storage.nbytes() == 0:
                 storage.resize_(size)
-                with torch.no_grad():  # .data hides the write from autograd's change counter
+                # .data hides the write from autograd's change counter
+                with torch.no_grad():
                     refill(output.data)
             hook.remove()  # else the hook would keep the tensors of refill alive
 
@@ -83,29 +98,35 @@ class RefilledOutput:
         hook = out.register_hook(fill_again)
 
 
-# Bytes of the smallest gradient that a HandOver stores. Its autograd step takes the host about 50
-# microseconds. For a smaller gradient the GPU would wait for the host, and save little memory.
+# Bytes of the smallest gradient that a HandOver stores. Its autograd step takes the
+# host about 50 microseconds. For a smaller gradient the GPU would wait for the host,
+# and save little memory.
 LEAST_BYTES = 128 << 20
 
 
 class HandOver:
-    """Lets a mixer's backward free the output's gradient, which autograd keeps until the return.
+    """Lets a mixer's backward free the output's gradient, which autograd keeps until
+    the return.
 
-    An autograd step after the mixer's function stores the gradient in this object and passes on a
-    stub without memory; the mixer's backward calls :meth:`take`. One object serves one forward.
+    An autograd step after the mixer's function stores the gradient in this object and
+    passes on a stub without memory; the mixer's backward calls :meth:`take`. One object
+    serves one forward.
     """
 
     def __init__(self) -> None:
-        self.stored_gradients: dict[int, Tensor] = {}  # key: autograd's number of the backward pass
+        # key: autograd's number of the backward pass
+        self.stored_gradients: dict[int, Tensor] = {}
 
     def behind(self, out: Tensor) -> Tensor:
-        """Return ``out``, with `_StoreGradient` behind it if the gradient is large and needed."""
+        """Return ``out``, with `_StoreGradient` behind it if the gradient is large and
+        needed."""
         if not out.requires_grad or out.nbytes < LEAST_BYTES:
             return out
         return _StoreGradient.apply(out, self)
 
     def take(self, gradient: Tensor) -> Tensor:
-        """The gradient that the storing step stored in this backward; if none, ``gradient``."""
+        """The gradient that the storing step stored in this backward; if none,
+        ``gradient``."""
         return self.stored_gradients.pop(torch._C._current_graph_task_id(), gradient)
 
 
@@ -120,16 +141,20 @@ class _StoreGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        if torch.is_grad_enabled():  # create_graph=True; the mixer's backward will refuse it
+        # create_graph=True; the mixer's backward will refuse it
+        if torch.is_grad_enabled():
             return gradient, None
         ctx.hand_over.stored_gradients[torch._C._current_graph_task_id()] = gradient
         return gradient.new_empty(()).expand(gradient.shape), None
 
 
 class SecondRun:
-    """Runs the front and the rule again in the backward; one object serves one forward."""
+    """Runs the front and the rule again in the backward; one object serves one
+    forward."""
 
-    def __init__(self, front: TableFront, rule: Rule, neighbours: SequenceContext) -> None:
+    def __init__(
+        self, front: TableFront, rule: Rule, neighbours: SequenceContext
+    ) -> None:
         self._front, self._rule, self._neighbours = front, rule, neighbours
         self._result: tuple[Any, Tensor, Saved] | None = None
 
@@ -141,17 +166,21 @@ class SecondRun:
         linked: tuple[Tensor, ...],
         kept: Saved,
     ) -> tuple[Any, Tensor, Saved]:
-        """The rule's inputs, o and saved tensors, made once; ``linked``: what `StateLink` kept."""
+        """The rule's inputs, o and saved tensors, made once; ``linked``: what
+        `StateLink` kept."""
         if self._result is None:
             near = self._neighbours
-            inputs = self._front.forward(rows, of_front, near.documents, history=history)
+            inputs = self._front.forward(
+                rows, of_front, near.documents, history=history
+            )
             initial = None if near.states is None else near.states.entered(linked)
             o, _, saved = self._rule.run_again(inputs, kept, near.of_rule, initial)
             self._result = inputs, o, saved
         return self._result
 
     def take(self, *arguments: Any) -> tuple[Any, Tensor, Saved]:
-        """Return and drop the result of :meth:`compute_once`; inputs not read later are None."""
+        """Return and drop the result of :meth:`compute_once`; inputs not read later are
+        None."""
         inputs, o, saved = self.compute_once(*arguments)
         self._result = None
         wanted = self._rule.reads_again

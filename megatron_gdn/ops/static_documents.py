@@ -1,10 +1,12 @@
 """Boundaries of packed documents in fixed device buffers, for CUDA graphs.
 
-A graph replays launches with the grids, shapes and addresses of its capture. So every table has the
-size of the worst case, and new boundaries overwrite the old boundaries on the device. Unused
-entries at the end of a table are empty documents and empty chunks, which kernels skip.
+A graph replays launches with the grids, shapes and addresses of its capture. So every
+table has the size of the worst case, and new boundaries overwrite the old boundaries on
+the device. Unused entries at the end of a table are empty documents and empty chunks,
+which kernels skip.
 
-Legend: N documents at most, T tokens of the buffer, M = N + 1 sequences (the last is always empty).
+Legend: N documents at most, T tokens of the buffer, M = N + 1 sequences (the last is
+always empty).
 """
 
 from __future__ import annotations
@@ -20,18 +22,21 @@ from .documents import Documents
 from .host_tables import require_no_capture, to_device
 
 _FILLED_AGAIN = (
-    "set_documents was called between a forward and its backward, which reads the boundaries too. "
-    "Make one set of buffers (static_packed_seq_params) for every micro-batch in flight, and fill "
-    "a set again only when the backward of its micro-batch is over."
+    "set_documents was called between a forward and its backward, which reads the "
+    "boundaries too. Make one set of buffers (static_packed_seq_params) for every "
+    "micro-batch in flight, and fill a set again only when the backward of its "
+    "micro-batch is over."
 )
 
 
 class StaticDocuments(Documents):
-    """Up to N documents packed into one buffer of T tokens, with boundaries that change in place.
+    """Up to N documents packed into one buffer of T tokens, with boundaries that change
+    in place.
 
-    Kernels read a StaticDocuments as they read :class:`Documents`. On the host ``offsets`` and
-    ``lengths`` raise an error. The documents of a micro-batch have T tokens together. Before
-    the first :meth:`fill` the buffer has documents of ``longest`` tokens, by default T.
+    Kernels read a StaticDocuments as they read :class:`Documents`. On the host
+    ``offsets`` and ``lengths`` raise an error. The documents of a micro-batch have T
+    tokens together. Before the first :meth:`fill` the buffer has documents of
+    ``longest`` tokens, by default T.
     """
 
     why_headwise = "the one that runs documents in fixed buffers"
@@ -41,13 +46,16 @@ class StaticDocuments(Documents):
         "ordinary packed documents outside of graphs."
     )
     known = False
-    boundaries: Tensor  # int32 [N + 1], the offsets of the last :meth:`fill`; unused entries are T
+    # int32 [N + 1], the offsets of the last :meth:`fill`; unused entries are T
+    boundaries: Tensor
     longest: int
     _key: Hashable  # the key of the :meth:`cut` that made this object, or None
     _tables: dict[Any, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
-    # What the layouts that read these documents demand of the lengths; see :meth:`add_check`.
+    # What the layouts that read these documents demand of the lengths; see
+    # :meth:`add_check`.
     _checks: dict[Hashable, Callable[[Sequence[int]], None]]
-    _stamps: dict[str, Tensor]  # "fill": the latest fill's stamp; "read": stamp at the last forward
+    # "fill": the latest fill's stamp; "read": stamp at the last forward
+    _stamps: dict[str, Tensor]
 
     def __init__(
         self,
@@ -59,41 +67,52 @@ class StaticDocuments(Documents):
         longest = total_tokens if longest is None else longest
         if min(total_tokens, max_documents, longest) < 1:
             raise ValueError(
-                f"total_tokens={total_tokens}, max_documents={max_documents} and the longest "
-                f"document's {longest} tokens must be at least 1."
+                f"total_tokens={total_tokens}, max_documents={max_documents} and the "
+                f"longest document's {longest} tokens must be at least 1."
             )
         if max_documents * longest < total_tokens:
             raise ValueError(
-                f"{max_documents} documents of at most {longest} tokens cannot fill a buffer of "
-                f"{total_tokens}."
+                f"{max_documents} documents of at most {longest} tokens cannot fill a "
+                f"buffer of {total_tokens}."
             )
         with torch.inference_mode(False):
             boundaries = torch.arange(max_documents + 1, device="cpu") * longest
             boundaries = boundaries.clamp_(max=total_tokens).to(torch.int32)
             boundaries = to_device(boundaries, device)
-        # ``vars``, since the class is frozen: caches use the object as a key, by identity.
+        # ``vars``, since the class is frozen: caches use the object as a key, by
+        # identity.
         vars(self).update(
-            device=boundaries.device, most=max_documents, boundaries=boundaries, longest=longest,
-            total_tokens=total_tokens, _key=None, _tables={}, _checks={}, _stamps={},
-        )  # fmt: skip
+            device=boundaries.device,
+            most=max_documents,
+            boundaries=boundaries,
+            longest=longest,
+            total_tokens=total_tokens,
+            _key=None,
+            _tables={},
+            _checks={},
+            _stamps={},
+        )
         self.refresh(check=False)
         self.record_forward(recomputed=False)
 
     def fill(self, cu_seqlens: Tensor | Sequence[int]) -> None:
         """Overwrite the boundaries and all tables that were made from the boundaries.
 
-        A graph that was captured with these documents reads the new boundaries at its next replay.
-        Call ``fill`` on the stream of the replay, or let that stream wait for ``fill``. A backward
-        reads the boundaries too, so every micro-batch in flight needs its own ``StaticDocuments``.
-        An eager backward raises an error if ``fill`` ran after its forward; a replay does not.
+        A graph that was captured with these documents reads the new boundaries at its
+        next replay. Call ``fill`` on the stream of the replay, or let that stream wait
+        for ``fill``. A backward reads the boundaries too, so every micro-batch in
+        flight needs its own ``StaticDocuments``. An eager backward raises an error if
+        ``fill`` ran after its forward; a replay does not.
 
         Args:
-            cu_seqlens: int ``[m + 1]``, m <= N; offsets from 0 to T that never decrease. A
-                device-side assertion checks offsets on a GPU; the host does not wait.
+            cu_seqlens: int ``[m + 1]``, m <= N; offsets from 0 to T that never
+                decrease. A device-side assertion checks offsets on a GPU; the host does
+                not wait.
 
         Raises:
-            ValueError: more than N documents; offsets on the host that are not valid, or that a
-                layer which has run with these documents cannot cut. Nothing was overwritten then.
+            ValueError: more than N documents; offsets on the host that are not valid,
+                or that a layer which has run with these documents cannot cut. Nothing
+                was overwritten then.
             TypeError: ``cu_seqlens`` is neither a tensor nor a sequence of integers.
         """
         documents = None  # offsets on a GPU are not known here
@@ -101,15 +120,19 @@ class StaticDocuments(Documents):
             offsets = cu_seqlens
             if offsets.dim() != 1 or offsets.is_floating_point() or len(offsets) < 2:
                 raise ValueError(
-                    f"cu_seqlens must be a 1-D integer tensor of at least 2 cumulative lengths, "
-                    f"got shape {tuple(offsets.shape)} and dtype {offsets.dtype}."
+                    "cu_seqlens must be a 1-D integer tensor of at least 2 cumulative "
+                    f"lengths, got shape {tuple(offsets.shape)} and dtype "
+                    f"{offsets.dtype}."
                 )
         else:
-            documents = Documents.from_cu_seqlens(cu_seqlens, self.total_tokens, device="cpu")
+            documents = Documents.from_cu_seqlens(
+                cu_seqlens, self.total_tokens, device="cpu"
+            )
             if max(documents.lengths) > self.longest:
                 raise ValueError(
-                    f"cu_seqlens has a document of {max(documents.lengths)} tokens, and these "
-                    f"buffers were made for {self.longest} at most (max_seqlen)."
+                    f"cu_seqlens has a document of {max(documents.lengths)} tokens, "
+                    f"and these buffers were made for {self.longest} at most "
+                    "(max_seqlen)."
                 )
             offsets = torch.tensor(documents.offsets, dtype=torch.int32, device="cpu")
         given = len(offsets) - 1
@@ -128,23 +151,27 @@ class StaticDocuments(Documents):
         self.refresh(check=offsets is cu_seqlens)
 
     def add_check(self, key: Hashable, check: Callable[[Sequence[int]], None]) -> None:
-        """Let :meth:`fill` call ``check(lengths)``, which raises, before it overwrites anything.
+        """Let :meth:`fill` call ``check(lengths)``, which raises, before it overwrites
+        anything.
 
         ``fill`` cannot check the lengths of documents whose offsets are on a GPU.
         """
         self._checks[key] = check
 
     def refresh(self, check: bool = True) -> None:
-        """Compute all tables; if ``check``, check the boundaries. A CUDA graph can capture this."""
+        """Compute all tables; if ``check``, check the boundaries. A CUDA graph can
+        capture this."""
         with torch.inference_mode(False), torch.no_grad():
             self._stamps["fill"] = torch.empty(0, device="cpu")
             if check:
                 length = self.boundaries.diff()
                 fits = ((length >= 0) & (length <= self.longest)).all()
                 require_on_device(
-                    fits & (self.boundaries[0] == 0) & (self.boundaries[-1] == self.total_tokens),
-                    "cu_seqlens must start at 0, never decrease, end at the buffer's tokens, and "
-                    "have no document longer than max_seqlen",
+                    fits
+                    & (self.boundaries[0] == 0)
+                    & (self.boundaries[-1] == self.total_tokens),
+                    "cu_seqlens must start at 0, never decrease, end at the buffer's "
+                    "tokens, and have no document longer than max_seqlen",
                 )
             for make, tables in self._tables.values():
                 for table, now in zip(tables, make(), strict=True):
@@ -152,11 +179,13 @@ class StaticDocuments(Documents):
 
     @property
     def stamp(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A new tensor at every :meth:`fill`, by which a backward detects a later ``fill``."""
+        """A new tensor at every :meth:`fill`, by which a backward detects a later
+        ``fill``."""
         return self._stamps["fill"]
 
     def record_forward(self, recomputed: bool) -> None:
-        """Record which fill a forward reads; raise if a ``recomputed`` forward reads another."""
+        """Record which fill a forward reads; raise if a ``recomputed`` forward reads
+        another."""
         if not recomputed:
             self._stamps["read"] = self.stamp
         elif self._stamps["read"] is not self.stamp:
@@ -178,7 +207,8 @@ class StaticDocuments(Documents):
         *arguments: *Arguments,
         move: bool = True,
     ) -> Made:
-        """The tensors of ``make(self, *arguments)``; a new table during a capture raises."""
+        """The tensors of ``make(self, *arguments)``; a new table during a capture
+        raises."""
         key = make, *arguments
         found = self._tables.get((self._key, key))
         if found is None:
@@ -198,29 +228,33 @@ class StaticDocuments(Documents):
         most: int,
         tokens: int,
     ) -> Documents:
-        """Up to ``most`` documents with boundaries of ``make``; :meth:`fill` updates both."""
+        """Up to ``most`` documents with boundaries of ``make``; :meth:`fill` updates
+        both."""
         return self.keep(_cut_static_documents, most, tokens, make, *arguments)
 
     def on_host(self) -> Documents:
-        """The documents of the latest fill; the host waits for a GPU, so not during a capture."""
+        """The documents of the latest fill; the host waits for a GPU, so not during a
+        capture."""
         require_no_capture("a copy of the documents' boundaries on the host")
         return Documents(tuple(self.boundaries.tolist()), self.device)
 
     @property
     def offsets(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise NotImplementedError(
-            "boundaries in fixed buffers (StaticDocuments, for CUDA graphs) are known on the "
-            "device alone, and the host needs them here. Use backend='auto', 'flash_qla', 'fla' or "
-            "'reference' of GatedDeltaNet, without batch_invariant_mode; or pass ordinary "
-            "packed_seq_params and leave this layer out of the graph."
+            "boundaries in fixed buffers (StaticDocuments, for CUDA graphs) are known "
+            "on the device alone, and the host needs them here. Use backend='auto', "
+            "'flash_qla', 'fla' or 'reference' of GatedDeltaNet, without "
+            "batch_invariant_mode; or pass ordinary packed_seq_params and leave this "
+            "layer out of the graph."
         )
 
     @property
     def cu_seqlens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """int32 ``[M + 1]``: the boundaries of documents that are not empty; other entries are T.
+        """int32 ``[M + 1]``: the boundaries of documents that are not empty; other
+        entries are T.
 
-        The values change with each :meth:`fill`. Each read returns a new view, since packages cache
-        results by the identity of this tensor.
+        The values change with each :meth:`fill`. Each read returns a new view, since
+        packages cache results by the identity of this tensor.
         """
         return self.table(_without_empty)[0].view(-1)
 
@@ -228,15 +262,19 @@ class StaticDocuments(Documents):
 
     @property
     def contents(self) -> tuple[int, int]:
-        """(-2, N), compared by ranks; ordinary documents have their count in place of -2."""
+        """(-2, N), compared by ranks; ordinary documents have their count in place of
+        -2."""
         return -2, self.most
 
     def most_chunks(self, size: int) -> int:
-        return (self.total_tokens + (size - 1) * min(self.most, self.total_tokens)) // size
+        return (
+            self.total_tokens + (size - 1) * min(self.most, self.total_tokens)
+        ) // size
 
 
 def require_on_device(holds: Tensor, otherwise: str) -> None:
-    """Fail on the device, with the message ``otherwise``, if the bool tensor ``holds`` is false."""
+    """Fail on the device, with the message ``otherwise``, if the bool tensor ``holds``
+    is false."""
     torch._assert_async(holds, otherwise)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -247,14 +285,21 @@ def _cut_static_documents(
     make: Any,
     *arguments: Any,
 ) -> StaticDocuments:
-    """Up to ``most`` documents of ``tokens`` tokens, with boundaries ``make(documents, ...)``."""
+    """Up to ``most`` documents of ``tokens`` tokens, with boundaries
+    ``make(documents, ...)``."""
     (boundaries,) = documents.table(make, *arguments)
     cut = object.__new__(StaticDocuments)
     vars(cut).update(
-        device=documents.device, boundaries=boundaries, most=most, longest=tokens,
-        total_tokens=tokens, _key=(documents._key, (make, *arguments)), _tables=documents._tables,
-        _checks={}, _stamps=documents._stamps,
-    )  # fmt: skip
+        device=documents.device,
+        boundaries=boundaries,
+        most=most,
+        longest=tokens,
+        total_tokens=tokens,
+        _key=(documents._key, (make, *arguments)),
+        _tables=documents._tables,
+        _checks={},
+        _stamps=documents._stamps,
+    )
     return cut
 
 
@@ -263,4 +308,6 @@ def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:
     start, end = documents.boundaries[:-1], documents.boundaries[1:]
     ends = torch.where(end > start, end, documents.total_tokens).sort().values
     ends = ends[: documents.most]
-    return (torch.cat([end.new_zeros(1), ends, end.new_full((1,), documents.total_tokens)]),)
+    return (
+        torch.cat([end.new_zeros(1), ends, end.new_full((1,), documents.total_tokens)]),
+    )

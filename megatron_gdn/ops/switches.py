@@ -15,7 +15,8 @@ _REDUCED_PRECISIONS = ("tf32", "bf16")
 
 
 class _Switch:
-    """A context for all threads: the first in calls ``change``, the last out undoes the change."""
+    """A context for all threads: the first in calls ``change``, the last out undoes the
+    change."""
 
     def __init__(self, change: Callable[[], Callable[[], None] | None]) -> None:
         self._change, self._restore = change, None
@@ -35,12 +36,15 @@ class _Switch:
 
 
 def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
-    """A context in which products do not round fp32 factors, even under autocast or with TF32 on.
+    """A context in which products do not round fp32 factors, even under autocast or
+    with TF32 on.
 
-    The rule sums over thousands of tokens, for which TF32's 11-bit factors are too coarse.
+    The rule sums over thousands of tokens, for which TF32's 11-bit factors are too
+    coarse.
     """
     switch = _full_fp32[device_type == "cuda"]
-    # Entering torch.autocast takes longer than a small product, so enter it only if autocast is on.
+    # Entering torch.autocast takes longer than a small product, so enter it only if
+    # autocast is on.
     if not torch.is_autocast_enabled(device_type):
         return switch
     return _outside_autocast(device_type, switch)
@@ -54,7 +58,8 @@ def _outside_autocast(device_type: str, switch: _Switch) -> Iterator[None]:
 
 
 def _set_full_fp32(cuda: bool) -> Callable[[], None] | None:
-    """Set full fp32 for products on a GPU (``cuda``) or CPU; return an undo function or None."""
+    """Set full fp32 for products on a GPU (``cuda``) or CPU; return an undo function or
+    None."""
     backend = torch.backends.cuda if cuda else torch.backends.mkldnn
     matmul: Any = getattr(backend, "matmul", None)
     if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
@@ -67,7 +72,8 @@ def _set_full_fp32(cuda: bool) -> Callable[[], None] | None:
     if kept not in _REDUCED_PRECISIONS:
         return None
     if cuda and (old := _old_switch()) is not None:
-        # This also sets the old switch, which torch refuses to read if a new switch contradicts it.
+        # This also sets the old switch, which torch refuses to read if a new switch
+        # contradicts it.
         matmul.allow_tf32 = False
         return lambda: _restore_old_switch(old)
     matmul.fp32_precision = "ieee"
@@ -83,7 +89,8 @@ def _old_switch() -> str | None:
 
 
 def _restore_old_switch(precision: str) -> None:
-    """Set float32_matmul_precision (the old switch) to ``precision``; keep the CPU's new switch."""
+    """Set float32_matmul_precision (the old switch) to ``precision``; keep the CPU's
+    new switch."""
     host: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch declares no type
     kept_host = host.fp32_precision
     torch.set_float32_matmul_precision(precision)
@@ -91,22 +98,28 @@ def _restore_old_switch(precision: str) -> None:
 
 
 def _restore_switch(switch: Any, value: str) -> None:
-    """Let ``switch`` follow torch's general switch if that gives ``value``, else set ``value``."""
+    """Let ``switch`` follow torch's general switch if that gives ``value``, else set
+    ``value``."""
     switch.fp32_precision = "none"
     if switch.fp32_precision != value:
         switch.fp32_precision = value
 
 
-_full_fp32 = [_Switch(partial(_set_full_fp32, False)), _Switch(partial(_set_full_fp32, True))]
+_full_fp32 = [
+    _Switch(partial(_set_full_fp32, False)),
+    _Switch(partial(_set_full_fp32, True)),
+]
 
 
 def leaves_memory_unfilled[**Arguments, Made](
     function: Callable[Arguments, Made],
 ) -> Callable[Arguments, Made]:
-    """A decorator that runs ``function`` with torch's filling of new memory switched off.
+    """A decorator that runs ``function`` with torch's filling of new memory switched
+    off.
 
-    In deterministic mode torch fills every result of ``torch.empty`` with NaN, by one launch each.
-    The mixers need no filling, since they write every element before they read it, as tests show.
+    In deterministic mode torch fills every result of ``torch.empty`` with NaN, by one
+    launch each. The mixers need no filling, since they write every element before they
+    read it, as tests show.
     """
 
     @wraps(function)
@@ -120,8 +133,10 @@ def leaves_memory_unfilled[**Arguments, Made](
 
 
 def _do_not_fill() -> Callable[[], None]:
-    """Switch torch's filling of new memory off; return a function that restores the setting."""
-    settings = cast(Any, torch.utils.deterministic)  # torch declares no type for this attribute
+    """Switch torch's filling of new memory off; return a function that restores the
+    setting."""
+    # torch declares no type for this attribute
+    settings = cast(Any, torch.utils.deterministic)
     kept, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     return lambda: setattr(settings, "fill_uninitialized_memory", kept)
 

@@ -1,13 +1,13 @@
 """Packed documents that continue earlier documents: a shared prefix is computed once.
 
-    prompt ──┬── first answer         parents = (-1, 0, 0)
-             └── second answer        each answer starts from the prompt's state and last rows
+    prompt ──┬── first answer   parents = (-1, 0, 0)
+             └── second answer  each answer starts from the prompt's state and last rows
 
-The *level* of a document is the number of its ancestors. A rule runs the documents of one level as
-ordinary packed documents:
+The *level* of a document is the number of its ancestors. A rule runs the documents of
+one level as ordinary packed documents:
 
-    forward      S_in of a child = S_out of its parent                       level 0 first
-    backward     dS_out of a parent = sum of its children's dS_in            last level first
+    forward      S_in of a child = S_out of its parent                  level 0 first
+    backward     dS_out of a parent = sum of its children's dS_in       last level first
 
 Legend: T tokens of the buffer, n sequences of one level.
 """
@@ -31,13 +31,16 @@ from .rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, map_
 from .state_maps.state_map import StateMap
 from .switches import full_fp32_matmul
 
-ALIGNMENT = 16  # bytes; kernels need tensors whose addresses are multiples of this number
+# bytes; kernels need tensors whose addresses are multiples of this number
+ALIGNMENT = 16
 
 
 class Level(NamedTuple):
-    """The non-empty documents with the same number of ancestors; siblings are neighbours."""
+    """The non-empty documents with the same number of ancestors; siblings are
+    neighbours."""
 
-    tokens: slice | Tensor  # indices of the level's tokens in the buffer, document after document
+    # indices of the level's tokens in the buffer, document after document
+    tokens: slice | Tensor
     documents: Documents  # boundaries of the documents among ``tokens``
     parents: Tensor  # int64 [n], the index of each document's parent in the level above
     children: tuple[int, ...]  # the number of non-empty children of each document
@@ -52,29 +55,34 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TreeDocuments(Documents):
-    """Documents with padding in one buffer; a document may continue an earlier document."""
+    """Documents with padding in one buffer; a document may continue an earlier
+    document."""
 
     why_headwise = "the one that runs documents that continue others"
     why_not_on_grid = (
-        "documents that continue others run without config.batch_invariant_mode: its chunks of 64 "
-        "tokens begin anew in every document. Switch it off, or pack the sequences separately."
+        "documents that continue others run without config.batch_invariant_mode: its "
+        "chunks of 64 tokens begin anew in every document. Switch it off, or pack the "
+        "sequences separately."
     )
     continue_others = True
 
     parents: tuple[int, ...] = ()  # the document that each document continues; -1: none
-    lengths_without_padding: tuple[int, ...] = ()  # tokens of each document, without padding
+    # tokens of each document, without padding
+    lengths_without_padding: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.parents) != len(self.lengths):
             raise ValueError(
-                f"parents has {len(self.parents)} entries; there are {len(self.lengths)} documents."
+                f"parents has {len(self.parents)} entries; there are "
+                f"{len(self.lengths)} documents."
             )
         for index, parent in enumerate(self.parents):
             if not -1 <= parent < index:
                 raise ValueError(
-                    f"parents[{index}] is {parent}; a document continues an earlier one "
-                    f"(0 to {index - 1}), or none (-1). Put every document behind its parent."
+                    f"parents[{index}] is {parent}; a document continues an earlier "
+                    f"one (0 to {index - 1}), or none (-1). Put every document behind "
+                    "its parent."
                 )
 
     @property
@@ -99,11 +107,14 @@ class TreeDocuments(Documents):
     @cached_property
     def _count_before(self) -> list[int]:
         """The number of tokens in each document's ancestors."""
-        return [sum(self.lengths_without_padding[i] for i in path) for path in self.paths]
+        return [
+            sum(self.lengths_without_padding[i] for i in path) for path in self.paths
+        ]
 
     @property
     def longest_sequence(self) -> int:
-        """The largest sum of a document's tokens, its padding and the tokens of its ancestors."""
+        """The largest sum of a document's tokens, its padding and the tokens of its
+        ancestors."""
         return max(map(sum, zip(self._count_before, self.lengths, strict=True)))
 
     @cached_property
@@ -121,7 +132,9 @@ class TreeDocuments(Documents):
             if length[i]:
                 children[path[-1] if path else -1].append(i)
         if not children[-1]:
-            raise ValueError(f"{self.total_tokens} tokens are padding of documents without tokens.")
+            raise ValueError(
+                f"{self.total_tokens} tokens are padding of documents without tokens."
+            )
         levels, families = [], [children[-1]]
         while members := [*chain(*families)]:
             of_members = ([x[i] for i in members] for x in (self.offsets, length))
@@ -138,7 +151,8 @@ class TreeDocuments(Documents):
         return tuple(levels)
 
     def to_buffer(self, pieces: Sequence[Any]) -> Any:
-        """Join ``pieces``, the rows of each level, to ``[1, T, ...]`` with zeros at padding."""
+        """Join ``pieces``, the rows of each level, to ``[1, T, ...]`` with zeros at
+        padding."""
         if pieces[0] is None or pieces[0].shape[1] == self.total_tokens:
             return pieces[0]
         whole = pieces[0].new_zeros(1, self.total_tokens, *pieces[0].shape[2:])
@@ -147,11 +161,13 @@ class TreeDocuments(Documents):
         return whole
 
     def history(self, past: int) -> HistoryOfParents | None:
-        """The last ``past`` rows of each document's ancestors; None if there are no such rows."""
+        """The last ``past`` rows of each document's ancestors; None if there are no
+        such rows."""
         return self.keep(TreeDocuments._history, past)
 
     def _history(self, past: int) -> HistoryOfParents | None:
-        """Compute the last ``past`` rows of documents' ancestors, which :meth:`history` caches."""
+        """Compute the last ``past`` rows of documents' ancestors, which :meth:`history`
+        caches."""
         begin, length = self.offsets, self.lengths_without_padding
         continuing = [i for i, path in enumerate(self.paths) if path and length[i]]
         if not (continuing and past):
@@ -159,20 +175,27 @@ class TreeDocuments(Documents):
         sent, before = [], []
         for i in continuing:
             path = reversed(self.paths[i])
-            backwards = (range(begin[j] + length[j] - 1, begin[j] - 1, -1) for j in path)
+            backwards = (
+                range(begin[j] + length[j] - 1, begin[j] - 1, -1) for j in path
+            )
             newest = [*islice(chain(*backwards), past)]
-            before.append([len(sent) + age if age < len(newest) else -1 for age in range(past)])
+            before.append(
+                [len(sent) + age if age < len(newest) else -1 for age in range(past)]
+            )
             sent += newest
         places = ([x[i] for i in continuing] for x in (begin, length))
         first, counts, rows, moved = (
             torch.tensor(x, device="cpu") for x in (*places, before, sent)
         )
-        table = HistoryTable.build(first, counts, rows, moved, self.total_tokens, self.device)
+        table = HistoryTable.build(
+            first, counts, rows, moved, self.total_tokens, self.device
+        )
         return HistoryOfParents(table, to_device(moved, self.device))
 
 
 class HistoryOfParents(NamedTuple):
-    """A `HistoryLink`: copies of ancestors' last rows; their gradients are summed in order."""
+    """A `HistoryLink`: copies of ancestors' last rows; their gradients are summed in
+    order."""
 
     table: HistoryTable
     rows: Tensor  # int64, indices of the copied rows in the buffer
@@ -185,7 +208,8 @@ class HistoryOfParents(NamedTuple):
 
 
 class ForwardByLevel(RuleForward):
-    """The forward of :class:`RuleByLevel`: the inner rule's forwards, one level after another."""
+    """The forward of :class:`RuleByLevel`: the inner rule's forwards, one level after
+    another."""
 
     documents: TreeDocuments
 
@@ -195,7 +219,9 @@ class ForwardByLevel(RuleForward):
         assert initial is None and not final
         outputs, tensors, plans, ended = [], [], [], None
         for level in self.documents.levels:
-            begun = self.rule.rule.begin(map_inputs(self.inputs, level.rows), level.documents)
+            begun = self.rule.rule.begin(
+                map_inputs(self.inputs, level.rows), level.documents
+            )
             entering, through, continued = None, None, any(level.children)
             if ended is not None:
                 entering = ended.index_select(0, level.parents)
@@ -210,7 +236,8 @@ class ForwardByLevel(RuleForward):
 
 
 class BackwardByLevel(RuleBackward):
-    """The backward of :class:`RuleByLevel`: the inner rule's backwards, last level first."""
+    """The backward of :class:`RuleByLevel`: the inner rule's backwards, last level
+    first."""
 
     documents: TreeDocuments
 
@@ -221,7 +248,10 @@ class BackwardByLevel(RuleBackward):
             plan, count = self.saved.plan[number]
             entered, through, *mine = tensors[-count - 2 :]
             del tensors[-count - 2 :]
-            inputs, saved = map_inputs(self.inputs, level.rows), Saved(tuple(mine), plan)
+            inputs, saved = (
+                map_inputs(self.inputs, level.rows),
+                Saved(tuple(mine), plan),
+            )
             begun = self.rule.rule.begin_backward(
                 level.rows(self.d_o), inputs, saved, level.documents
             )
@@ -229,9 +259,12 @@ class BackwardByLevel(RuleBackward):
             if d_entered is not None and d_final is not None:
                 maps = StateMap(d_entered, through).transposed(d_entered)
                 with full_fp32_matmul(d_final.device.type):
-                    # One product per document, so that other documents do not change its bits.
+                    # One product per document, so that other documents do not change
+                    # its bits.
                     each = zip(*maps, d_final, strict=True)
-                    d_entered = torch.stack([StateMap(*one).apply(d) for *one, d in each])
+                    d_entered = torch.stack(
+                        [StateMap(*one).apply(d) for *one, d in each]
+                    )
             grads.insert(0, begun.run(entered, d_final))
             if d_entered is not None:
                 families = d_entered.split(levels[number - 1].children)

@@ -1,6 +1,8 @@
-"""Measures whether generation gives tokens the same probabilities as the training forward.
+"""Measures whether generation gives tokens the same probabilities as the training
+forward.
 
-``python -m megatron_gdn.testing.certificate`` measures how context parallelism changes results.
+``python -m megatron_gdn.testing.certificate`` measures how context parallelism changes
+results.
 """
 
 from __future__ import annotations
@@ -17,34 +19,50 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["GenerationGap", "check_generation"]
 
 _aten = torch.ops.aten
-# Functions whose result for a row depends only on this row of the first argument. On a CPU torch
-# rounds the last elements of a buffer differently, so RowByRow calls the functions on single rows.
+# Functions whose result for a row depends only on this row of the first argument. On a
+# CPU torch rounds the last elements of a buffer differently, so RowByRow calls the
+# functions on single rows.
 _ROWWISE_FUNCTIONS = {
-    _aten.silu.default, _aten.sigmoid.default, _aten.exp.default, _aten.cos.default,
-    _aten.sin.default, _aten.gelu.default, _aten.tanh.default, _aten.softplus.default,
-    _aten._softmax.default, _aten._log_softmax.default,
-}  # fmt: skip
+    _aten.silu.default,
+    _aten.sigmoid.default,
+    _aten.exp.default,
+    _aten.cos.default,
+    _aten.sin.default,
+    _aten.gelu.default,
+    _aten.tanh.default,
+    _aten.softplus.default,
+    _aten._softmax.default,
+    _aten._log_softmax.default,
+}
 
 
 class RowByRow(TorchDispatchMode):
     """Compute linear layers and elementwise functions one row at a time, on a CPU.
 
-    A CPU library chooses its kernel by the number of rows, and another kernel would give other
-    bits. On a GPU use Megatron's batch-invariant kernels instead of this mode.
+    A CPU library chooses its kernel by the number of rows, and another kernel would
+    give other bits. On a GPU use Megatron's batch-invariant kernels instead of this
+    mode.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Call ``function``, row by row if rows are independent; ``types`` is not used."""
+        """Call ``function``, row by row if rows are independent; ``types`` is not
+        used."""
         kwargs = kwargs or {}
         if function is _aten.mm.default:
             return _call_on_each_row(lambda row: function(row, args[1]), args[0])
         if function is _aten.addmm.default and args[0].dim() == 1:
-            return _call_on_each_row(lambda row: function(args[0], row, args[2], **kwargs), args[1])
+            return _call_on_each_row(
+                lambda row: function(args[0], row, args[2], **kwargs), args[1]
+            )
         # A softmax can be computed row by row only over the last dimension.
         by_row = function in _ROWWISE_FUNCTIONS and args[0].dim() > 1
-        if by_row and ("softmax" not in str(function) or args[1] in (-1, args[0].dim() - 1)):
+        if by_row and (
+            "softmax" not in str(function) or args[1] in (-1, args[0].dim() - 1)
+        ):
             flat = args[0].reshape(-1, args[0].shape[-1])
-            made = _call_on_each_row(lambda row: function(row, *args[1:], **kwargs), flat)
+            made = _call_on_each_row(
+                lambda row: function(row, *args[1:], **kwargs), flat
+            )
             return made.view(*args[0].shape)
         if not _is_composite(function):
             return function(*args, **kwargs)
@@ -66,12 +84,16 @@ def _call_on_each_row(function, x: Tensor) -> Tensor:
 
 
 class GenerationGap(NamedTuple):
-    """Differences between generation and the training forward, over the tokens after the prompt.
+    """Differences between generation and the training forward, over the tokens after
+    the prompt.
 
     Attributes:
-        max_log_prob, mean_log_prob: largest and mean absolute error of a token's log-probability.
-        mean_kl, max_kl: mean, largest KL(training || generation) over the vocabulary, in nats.
-        equal: whether all log-probabilities of all tokens of the vocabulary have the same bits.
+        max_log_prob, mean_log_prob: largest and mean absolute error of a token's
+            log-probability.
+        mean_kl, max_kl: mean, largest KL(training || generation) over the vocabulary,
+            in nats.
+        equal: whether all log-probabilities of all tokens of the vocabulary have the
+            same bits.
         backend: the rule of the model's first recurrent layer.
     """
 
@@ -87,13 +109,16 @@ class GenerationGap(NamedTuple):
 def check_generation(
     model: nn.Module, tokens: Tensor, *, prompt: int = 1, at_once: int = 1
 ) -> GenerationGap:
-    """Compare a text's log-probabilities in the training forward and in prefill and decode.
+    """Compare a text's log-probabilities in the training forward and in prefill and
+    decode.
 
-    In ``batch_invariant_mode`` the training forward and generation should give equal bits.
+    In ``batch_invariant_mode`` the training forward and generation should give equal
+    bits.
 
     Args:
-        model: a HybridModel or GPTModel, wrapped or not, without context parallelism or pipeline
-            stages. The model runs in evaluation mode and without sequence parallelism.
+        model: a HybridModel or GPTModel, wrapped or not, without context parallelism or
+            pipeline stages. The model runs in evaluation mode and without sequence
+            parallelism.
         tokens: int64 ``[B, S]`` with S > ``prompt``, the same on every rank.
         prompt: the number of tokens of the prefill.
         at_once: the number of tokens of each decode step after the prefill.
@@ -102,18 +127,25 @@ def check_generation(
         ValueError: no token is left after the prompt.
         NotImplementedError: the model has context parallelism.
     """
-    from ..inference.generate import evaluating, next_logits, static_context, unwrap_model
+    from ..inference.generate import (
+        evaluating,
+        next_logits,
+        static_context,
+        unwrap_model,
+    )
     from ..mixers.base import RecurrentMixer
 
     B, S = tokens.shape
     if not 0 < prompt < S or at_once < 1:
         raise ValueError(
-            f"prompt={prompt} and at_once={at_once} of {S} tokens leave nothing to compare; "
-            f"set prompt to 1 .. {S - 1} and at_once to at least 1."
+            f"prompt={prompt} and at_once={at_once} of {S} tokens leave nothing to "
+            f"compare; set prompt to 1 .. {S - 1} and at_once to at least 1."
         )
     config = unwrap_model([model])[0].config
     if config.context_parallel_size > 1:
-        raise NotImplementedError("compare generation in a model with context_parallel_size=1.")
+        raise NotImplementedError(
+            "compare generation in a model with context_parallel_size=1."
+        )
     by_row = config.batch_invariant_mode and not tokens.is_cuda
     with evaluating(model), RowByRow() if by_row else nullcontext():
         positions = torch.arange(S, device=tokens.device).expand(B, S)
@@ -121,13 +153,19 @@ def check_generation(
         context = static_context(model, B, S)
         pieces = [tokens[:, :prompt], *tokens[:, prompt:].split(at_once, dim=1)]
         made = [next_logits(model, piece, context) for piece in pieces]
-        generated, trained = (x.float().log_softmax(-1) for x in (torch.cat(made, 1), logits))
+        generated, trained = (
+            x.float().log_softmax(-1) for x in (torch.cat(made, 1), logits)
+        )
     generated, trained = generated[:, prompt - 1 :], trained[:, prompt - 1 :]
     text = tokens[:, prompt:, None]
     gap = (generated[:, :-1].gather(2, text) - trained[:, :-1].gather(2, text)).abs()
     kl = (trained.exp() * (trained - generated)).sum(-1)
     layers = [m for m in model.modules() if isinstance(m, RecurrentMixer)]
     return GenerationGap(
-        gap.max().item(), gap.mean().item(), kl.mean().item(), kl.max().item(),
-        torch.equal(generated, trained), layers[0].backend if layers else None,
-    )  # fmt: skip
+        gap.max().item(),
+        gap.mean().item(),
+        kl.mean().item(),
+        kl.max().item(),
+        torch.equal(generated, trained),
+        layers[0].backend if layers else None,
+    )

@@ -1,15 +1,19 @@
-"""Measures how context parallelism changes results of a layer and of a model used as RL policy.
+"""Measures how context parallelism changes results of a layer and of a model used as RL
+policy.
 
     python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4 8 --modes headwise chunkwise
 
 The table has one row for every precision, scheme and number of ranks. An error is
-max|found - exact| / max|exact|. The error of the gradients is that of the worst gradient.
+max|found - exact| / max|exact|. The error of the gradients is that of the worst
+gradient.
 
-    layer       output and gradients against the same layer in fp64, with the same rounded weights
-    policy      probabilities q of a model with attention, against p of one rank in the same
-                precision: KL = mean_t sum_v p_v log(p_v / q_v),  ratio_t = q(token) / p(token)
+    layer   output and gradients against the same layer in fp64, with the same rounded
+            weights
+    policy  probabilities q of a model with attention, against p of one rank in the same
+            precision: KL = mean_t sum_v p_v log(p_v / q_v),  ratio_t = q(token) / p(token)
 
-Each rank has one GPU; without GPUs, ranks are processes over gloo and the rule is plain torch.
+Each rank has one GPU; without GPUs, ranks are processes over gloo and the rule is plain
+torch.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ VOCABULARY, PATTERN = 512, "G-*-G-"
 
 
 def precisions() -> dict[str, tuple[torch.dtype, str]]:
-    """By the name of a precision: the dtype of weights and activations, and ``rule_operands``."""
+    """By the name of a precision: the dtype of weights and activations, and
+    ``rule_operands``."""
     half = {"bf16": "fp16"}
     if torch.cuda.is_available():
         half = {f"bf16, {operands} operands": operands for operands in ("fp16", "bf16")}
@@ -67,17 +72,32 @@ class Row(NamedTuple):
         """The texts of this row for the columns ``HEADINGS``."""
         errors = [f"{x:.1e}" for x in self[3:6]]
         ratios = [f"{self.ratio_mean - 1:+.1e}", f"{self.ratio_farthest:.1e}"]
-        return [self.precision, self.mode, str(self.ranks), *errors, *ratios, f"{self.clipped:.2%}"]
+        return [
+            self.precision,
+            self.mode,
+            str(self.ranks),
+            *errors,
+            *ratios,
+            f"{self.clipped:.2%}",
+        ]
 
 
 HEADINGS = (
-    "precision", "scheme", "ranks", "output", "worst gradient", "KL", "mean ratio - 1",
-    "farthest ratio from 1", f"ratios outside 1 ± {CLIP}",
-)  # fmt: skip
+    "precision",
+    "scheme",
+    "ranks",
+    "output",
+    "worst gradient",
+    "KL",
+    "mean ratio - 1",
+    "farthest ratio from 1",
+    f"ratios outside 1 ± {CLIP}",
+)
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options ``given``, by default those of the command line; exit if one is wrong."""
+    """Parse the options ``given``, by default those of the command line; exit if one is
+    wrong."""
     parser = Parser(
         "python -m megatron_gdn.testing.certificate",
         description="What context parallelism changes in a layer and in a policy step.",
@@ -90,19 +110,30 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--lengths", **lengths, help="of the packed documents")
     ranks = partial(whole_number, most=MOST_RANKS)
     add("--cp", type=ranks, nargs="+", default=[2, 4], help="numbers of ranks")
-    add("--modes", nargs="+", default=["headwise", "chunkwise"], choices=["headwise", "chunkwise"])
+    add(
+        "--modes",
+        nargs="+",
+        default=["headwise", "chunkwise"],
+        choices=["headwise", "chunkwise"],
+    )
     add("--json", action="store_true", help="one JSON line a row in place of a table")
     args = parser.parse_args(given)
     for cp in args.cp:
         if any(length % (2 * cp) for length in args.lengths):
-            parser.error(f"--lengths {args.lengths}: every document must be a multiple of {2 * cp}")
+            parser.error(
+                f"--lengths {args.lengths}: every document must be a multiple of "
+                f"{2 * cp}"
+            )
         if torch.cuda.is_available() and cp > torch.cuda.device_count():
-            parser.error(f"--cp {cp}: this machine has {torch.cuda.device_count()} GPUs")
+            parser.error(
+                f"--cp {cp}: this machine has {torch.cuda.device_count()} GPUs"
+            )
     return args
 
 
 def certificate(args: argparse.Namespace) -> list[Row]:
-    """Compare schemes on all ranks with fp64; return the table's rows; ``args``: parsed options."""
+    """Compare schemes on all ranks with fp64; return the table's rows; ``args``: parsed
+    options."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for cp in (1, *args.cp):
@@ -115,28 +146,44 @@ def certificate(args: argparse.Namespace) -> list[Row]:
     cases = [("one rank", 1), *product(args.modes, args.cp)]
     return [
         _make_row(
-            name, mode, cp, found[name, mode, cp], found[name, "fp64", 1], found[name, *cases[0]]
+            name,
+            mode,
+            cp,
+            found[name, mode, cp],
+            found[name, "fp64", 1],
+            found[name, *cases[0]],
         )
         for name in precisions()
         for mode, cp in cases
     ]
 
 
-def _make_row(name: str, mode: str, cp: int, found: Any, exact: Any, one_rank: Any) -> Row:
-    """Errors of ``found`` against ``exact`` (fp64); its KL and ratios against ``one_rank``."""
+def _make_row(
+    name: str, mode: str, cp: int, found: Any, exact: Any, one_rank: Any
+) -> Row:
+    """Errors of ``found`` against ``exact`` (fp64); its KL and ratios against
+    ``one_rank``."""
     gradients = [
-        _relative_error(found[x], exact[x]) for x in exact if x not in ("output", "logits", "token")
+        _relative_error(found[x], exact[x])
+        for x in exact
+        if x not in ("output", "logits", "token")
     ]
     p, q = (x["logits"].double().log_softmax(-1) for x in (one_rank, found))
     token = one_rank["token"][:, None]
     ratio = (q - p).gather(1, token).exp()
     inside = (ratio - 1).abs() <= CLIP  # NaN is not inside
     return Row(
-        name, mode, cp, _relative_error(found["output"], exact["output"]),
-        torch.tensor(gradients).max().item(),  # NaN if one of them is, as max() may not be
-        (p.exp() * (p - q)).sum(-1).mean().item(), ratio.mean().item(),
-        (ratio - 1).abs().max().item(), (~inside).double().mean().item(),
-    )  # fmt: skip
+        name,
+        mode,
+        cp,
+        _relative_error(found["output"], exact["output"]),
+        # NaN if one of them is, as max() may not be
+        torch.tensor(gradients).max().item(),
+        (p.exp() * (p - q)).sum(-1).mean().item(),
+        ratio.mean().item(),
+        (ratio - 1).abs().max().item(),
+        (~inside).double().mean().item(),
+    )
 
 
 def _relative_error(found: Tensor, exact: Tensor) -> float:
@@ -146,7 +193,8 @@ def _relative_error(found: Tensor, exact: Tensor) -> float:
 
 
 def _join_ranks(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str, Any]:
-    """Join the ranks' tensors in the order of the tokens, and sum the parameters' gradients."""
+    """Join the ranks' tensors in the order of the tokens, and sum the parameters'
+    gradients."""
     whole = {}
     for name, first in ranks[0].items():
         if name.endswith("'s gradient"):
@@ -159,7 +207,8 @@ def _join_ranks(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str,
 
 
 def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
-    """Run every precision and scheme on one of ``cp`` ranks; save the results in ``folder``."""
+    """Run every precision and scheme on one of ``cp`` ranks; save the results in
+    ``folder``."""
     hide_import_notes()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -174,7 +223,9 @@ def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // cp))
     store = dist.FileStore(f"{folder}/store {cp}", cp)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=cp)
+    dist.init_process_group(
+        "nccl" if gpu else "gloo", store=store, rank=rank, world_size=cp
+    )
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     model_parallel_cuda_manual_seed(1234)
     held = local_indices(args.lengths, cp, rank)
@@ -189,7 +240,8 @@ def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None
 
 
 class _Case(NamedTuple):
-    """One precision and scheme to run on one rank; ``held``: the indices of this rank's tokens."""
+    """One precision and scheme to run on one rank; ``held``: the indices of this rank's
+    tokens."""
 
     args: argparse.Namespace
     dtype: torch.dtype
@@ -205,22 +257,37 @@ class _Case(NamedTuple):
 
         args, dtype = self.args, self.dtype
         return TransformerConfig(
-            num_layers=len(PATTERN), hidden_size=args.hidden, num_attention_heads=4,
-            normalization="RMSNorm", context_parallel_size=self.cp, cp_comm_type="p2p",
-            linear_num_key_heads=args.heads[0], linear_num_value_heads=args.heads[1],
-            linear_key_head_dim=args.head_dim, linear_value_head_dim=args.head_dim,
-            linear_conv_kernel_dim=4, init_method_std=0.1, attention_dropout=0.0,
-            hidden_dropout=0.0, add_bias_linear=False, gradient_accumulation_fusion=False,
-            calculate_per_token_loss=True, use_cpu_initialization=True,
-            bf16=dtype is torch.bfloat16, params_dtype=dtype,
-        )  # fmt: skip
+            num_layers=len(PATTERN),
+            hidden_size=args.hidden,
+            num_attention_heads=4,
+            normalization="RMSNorm",
+            context_parallel_size=self.cp,
+            cp_comm_type="p2p",
+            linear_num_key_heads=args.heads[0],
+            linear_num_value_heads=args.heads[1],
+            linear_key_head_dim=args.head_dim,
+            linear_value_head_dim=args.head_dim,
+            linear_conv_kernel_dim=4,
+            init_method_std=0.1,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            add_bias_linear=False,
+            gradient_accumulation_fusion=False,
+            calculate_per_token_loss=True,
+            use_cpu_initialization=True,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+        )
 
     def options(self) -> dict[str, str]:
-        options = {} if self.mode in ("one rank", "fp64") else {"linear_cp_mode": self.mode}
+        options = (
+            {} if self.mode in ("one rank", "fp64") else {"linear_cp_mode": self.mode}
+        )
         return {**options, "rule_operands": self.operands}
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Move ``module`` to the device; in mode "fp64" cast its rounded parameters to fp64."""
+        """Move ``module`` to the device; in mode "fp64" cast its rounded parameters to
+        fp64."""
         module = module.to(self.device)
         if self.mode == "fp64":
             for parameter in module.parameters():
@@ -229,7 +296,8 @@ class _Case(NamedTuple):
 
 
 def _run_layer(case: _Case) -> dict[str, Tensor]:
-    """Run one layer as ``case`` says, on this rank's tokens; return its output and gradients."""
+    """Run one layer as ``case`` says, on this rank's tokens; return its output and
+    gradients."""
     from megatron.core.transformer.spec_utils import build_module
 
     from ..specs import gated_delta_net_spec
@@ -237,19 +305,29 @@ def _run_layer(case: _Case) -> dict[str, Tensor]:
     torch.manual_seed(1)
     spec = gated_delta_net_spec("local", **case.options())
     built: Any = build_module(spec, case.config(), layer_number=1)
-    layer, dtype = case.prepare(built), torch.float64 if case.mode == "fp64" else case.dtype
-    x, d_out = torch.randn(2, sum(case.args.lengths), 1, case.args.hidden).to(case.dtype).to(dtype)
+    layer, dtype = (
+        case.prepare(built),
+        torch.float64 if case.mode == "fp64" else case.dtype,
+    )
+    x, d_out = (
+        torch.randn(2, sum(case.args.lengths), 1, case.args.hidden)
+        .to(case.dtype)
+        .to(dtype)
+    )
     x = x[case.held].to(case.device).requires_grad_()
     out, _ = layer(x, None, packed_seq_params=case.packed)
     out.backward(d_out[case.held].to(case.device))
     assert x.grad is not None
     made = {"output": out.detach().cpu(), "input gradient": x.grad.cpu()}
     gradients = ((name, parameter.grad) for name, parameter in layer.named_parameters())
-    return made | {f"{name}'s gradient": grad.cpu() for name, grad in gradients if grad is not None}
+    return made | {
+        f"{name}'s gradient": grad.cpu() for name, grad in gradients if grad is not None
+    }
 
 
 def _run_policy(case: _Case) -> dict[str, Tensor]:
-    """Run a model with attention as ``case`` says; return logits and the tokens to predict."""
+    """Run a model with attention as ``case`` says; return logits and the tokens to
+    predict."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     from ..specs import hybrid_stack_spec
@@ -257,10 +335,14 @@ def _run_policy(case: _Case) -> dict[str, Tensor]:
     torch.manual_seed(2)
     lengths, held = case.args.lengths, case.held
     model = HybridModel(
-        case.config(), hybrid_stack_spec("local", **case.options()), vocab_size=VOCABULARY,
-        max_sequence_length=max(lengths), hybrid_layer_pattern=PATTERN,
-        position_embedding_type="rope", share_embeddings_and_output_weights=False,
-    )  # fmt: skip
+        case.config(),
+        hybrid_stack_spec("local", **case.options()),
+        vocab_size=VOCABULARY,
+        max_sequence_length=max(lengths),
+        hybrid_layer_pattern=PATTERN,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
     model = case.prepare(model)
     tokens = torch.randint(VOCABULARY, (1, sum(lengths) + 1))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]

@@ -1,1 +1,2 @@
-"""Compiles the kernels of a run before the run: ``python -m megatron_gdn.warm_up --help``."""
+"""Compiles the kernels of a run before the run:
+``python -m megatron_gdn.warm_up --help``."""

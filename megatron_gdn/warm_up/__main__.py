@@ -1,6 +1,8 @@
-"""``python -m megatron_gdn.warm_up``: reads the options and compiles the kernels of a run.
+"""``python -m megatron_gdn.warm_up``: reads the options and compiles the kernels of a
+run.
 
-This process and its forks use no GPU: the process hides all GPUs before it imports torch.
+This process and its forks use no GPU: the process hides all GPUs before it imports
+torch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from ..command_line import MOST_RANKS, Parser, heads, print_error, whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile the kernels. Returns the exit status: 0, or 1 if a kernel failed, 2 for an error."""
+    """Compile the kernels. Returns the exit status: 0, or 1 if a kernel failed, 2 for
+    an error."""
     arguments = parse(argv)
     if arguments.for_a_run:
         _exit_when_run_exits()
@@ -35,11 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_when_run_exits() -> None:
-    """Kill this process group as soon as the run that started it closes its standard input."""
+    """Kill this process group as soon as the run that started it closes its standard
+    input."""
 
     def kill_group_at_end_of_input() -> None:
-        """Wait for the end of standard input; then kill this process, its forks and compilers."""
-        # os.read takes no lock. A fork closes sys.stdin and would wait for the lock of a reader.
+        """Wait for the end of standard input; then kill this process, its forks and
+        compilers."""
+        # os.read takes no lock. A fork closes sys.stdin and would wait for the lock of
+        # a reader.
         while os.read(0, 4096):
             pass
         os.killpg(0, signal.SIGKILL)
@@ -48,7 +54,8 @@ def _exit_when_run_exits() -> None:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    """Compile the kernels that are missing in the caches; return the exit status 0 or 1."""
+    """Compile the kernels that are missing in the caches; return the exit status 0 or
+    1."""
     began = time.monotonic()
     from ..compat.observe import hide_import_notes
 
@@ -61,18 +68,26 @@ def _compile(arguments: argparse.Namespace) -> int:
     model = model_of(arguments)
     with simulated_hopper(arguments.multiprocessors), ExitStack() as locks:
         tasks, heads = tasks_of(model, arguments)
-        if not arguments.for_a_run:  # else the run that started this command holds the locks
-            # A run that starts now waits for the locks and does not compile the same kernels.
+        # else the run that started this command holds the locks
+        if not arguments.for_a_run:
+            # A run that starts now waits for the locks and does not compile the same
+            # kernels.
             for each in sorted(heads, key=str):
                 locks.enter_context(build_lock(each.lock, f"FlashQLA for {each}"))
         count = len(tasks)
-        print(f"{count} kernels are looked up, and compiled where they are missing", flush=True)
+        print(
+            f"{count} kernels are looked up, and compiled where they are missing",
+            flush=True,
+        )
         compiled, failures = run_tasks(tasks, arguments.processes)
     took = f"after {time.monotonic() - began:.0f} s"
     for name, error in failures.items():
         print(f"not compiled: {name}:\n{error}", file=sys.stderr)
     if failures:
-        print(f"{len(failures)} of {count} failed {took}: {', '.join(failures)}", flush=True)
+        print(
+            f"{len(failures)} of {count} failed {took}: {', '.join(failures)}",
+            flush=True,
+        )
         return 1
     done = f"{compiled} were compiled" if compiled else "all were there"
     print(f"{count} of {count} are ready {took}; {done}", flush=True)
@@ -97,13 +112,18 @@ The run must use the same folders and the same versions of the packages.
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options; exit with status 2 and a message if an option is not legal."""
-    parser = Parser("python -m megatron_gdn.warm_up", description=_DESCRIPTION, epilog=_EPILOG)
-    model = parser.add_argument_group("the model").add_mutually_exclusive_group(required=True)
+    parser = Parser(
+        "python -m megatron_gdn.warm_up", description=_DESCRIPTION, epilog=_EPILOG
+    )
+    model = parser.add_argument_group("the model").add_mutually_exclusive_group(
+        required=True
+    )
     model.add_argument(
-        "--config", metavar="FILE",
+        "--config",
+        metavar="FILE",
         help="config.json or a Hugging Face folder; or a launch script or YAML that names "
         "Megatron's linear_* arguments, and parallel sizes if it has them",
-    )  # fmt: skip
+    )
     model.add_argument(
         "--heads", type=heads, metavar="KEY:VALUE", help="of the whole layer, as 16:32"
     )
@@ -117,28 +137,38 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     number("--tp", MOST_RANKS, help="tensor parallel ranks (1)")
     number("--cp", MOST_RANKS, help="context parallel ranks (1)")
     parser.add_argument(
-        "--linear-cp-mode", choices=("auto", "headwise", "chunkwise"), default="auto",
+        "--linear-cp-mode",
+        choices=("auto", "headwise", "chunkwise"),
+        default="auto",
         help="the scheme of context parallelism; auto may use both (auto)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--operands", choices=("fp16", "bf16"), default="fp16",
+        "--operands",
+        choices=("fp16", "bf16"),
+        default="fp16",
         help="the layer's rule_operands; deterministic mode needs bf16 (fp16)",
-    )  # fmt: skip
+    )
     several(
-        "--kernels", choices=("flash_qla", "triton"), default=["flash_qla", "triton"],
+        "--kernels",
+        choices=("flash_qla", "triton"),
+        default=["flash_qla", "triton"],
         help="the kernels to compile (flash_qla triton)",
-    )  # fmt: skip
+    )
     several(
-        "--parts", choices=("cut", "rows", "uncut", "states", "whole", "again"),
+        "--parts",
+        choices=("cut", "rows", "uncut", "states", "whole", "again"),
         help="the uses of FlashQLA: cut (long sequences), rows (a batch), uncut (short documents), "
-        "states (chunkwise), whole (batch_invariant_mode), again (recompute=full). The default is "
-        "all but the last two; without context parallelism all but the last three",
-    )  # fmt: skip
+        "states (chunkwise), whole (batch_invariant_mode), again (recompute=full). "
+        "The default is all but the last two; without context parallelism all but the "
+        "last three",
+    )
     number("--processes", _MOST_PROCESSES, help="processes at a time (one per core)")
     number(
-        "--multiprocessors", _MOST_MULTIPROCESSORS, default=132,
+        "--multiprocessors",
+        _MOST_MULTIPROCESSORS,
+        default=132,
         help="number in the GPU; FlashQLA chooses its kernels by this number (132)",
-    )  # fmt: skip
+    )
     parser.add_argument("--for-a-run", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

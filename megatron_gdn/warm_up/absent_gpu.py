@@ -1,7 +1,9 @@
-"""A simulated Hopper GPU, on which layers run forward and backward without computing values.
+"""A simulated Hopper GPU, on which layers run forward and backward without computing
+values.
 
-Tensors on the simulated GPU are torch's fake tensors, with a shape, strides and a dtype, but no
-memory. Tensors on the CPU are real, since layers read the values of tables on the CPU.
+Tensors on the simulated GPU are torch's fake tensors, with a shape, strides and a
+dtype, but no memory. Tensors on the CPU are real, since layers read the values of
+tables on the CPU.
 """
 
 from __future__ import annotations
@@ -24,11 +26,17 @@ ARCH = "9.0"
 
 @contextmanager
 def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
-    """In this context torch reports a Hopper GPU, and Triton and tilelang compile for Hopper."""
+    """In this context torch reports a Hopper GPU, and Triton and tilelang compile for
+    Hopper."""
     properties = SimpleNamespace(
-        major=9, minor=0, multi_processor_count=multiprocessors, name="Hopper", gcnArchName=""
+        major=9,
+        minor=0,
+        multi_processor_count=multiprocessors,
+        name="Hopper",
+        gcnArchName="",
     )
-    # Make the first fake tensor before torch reports a GPU; later torch would allocate a real one.
+    # Make the first fake tensor before torch reports a GPU; later torch would allocate
+    # a real one.
     torch._C._ensureCUDADeviceGuardSet()
     with FakeTensorMode():
         torch.empty(0, device="cuda")
@@ -44,19 +52,25 @@ def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
     }
     import triton
 
-    with patch.object(triton.runtime.driver, "_active", HopperDriver()), ExitStack() as patches:
+    with (
+        patch.object(triton.runtime.driver, "_active", HopperDriver()),
+        ExitStack() as patches,
+    ):
         for name, answer in answers.items():
             patches.enter_context(patch.object(torch.cuda, name, answer))
         if find_spec("tilelang") is not None:
             from tilelang.contrib import nvcc  # pyright: ignore[reportMissingImports]
 
-            version = patch.object(nvcc, "get_target_compute_version", lambda target=None: ARCH)
+            version = patch.object(
+                nvcc, "get_target_compute_version", lambda target=None: ARCH
+            )
             patches.enter_context(version)
         yield
 
 
 class HopperDriver:
-    """A Triton driver without a GPU; it has the methods that Triton calls to compile a kernel."""
+    """A Triton driver without a GPU; it has the methods that Triton calls to compile a
+    kernel."""
 
     def get_current_device(self) -> HopperDriver:
         """This driver, in place of a device number."""
@@ -75,7 +89,8 @@ class HopperDriver:
 
 @contextmanager
 def without_computing() -> Iterator[None]:
-    """In this context GPU tensors have no memory; forward and backward run without values."""
+    """In this context GPU tensors have no memory; forward and backward run without
+    values."""
 
     def address(tensor: Tensor) -> int:
         """``data_ptr`` of a fake tensor, as if its storage were at address 0."""
@@ -92,7 +107,8 @@ def without_computing() -> Iterator[None]:
 class _FakeModeWithoutDevice(FakeTensorMode):
     """A mode for fake tensors that never initialises a GPU."""
 
-    avoid_device_init = property(lambda self: True)  # the GPU that torch reports does not exist
+    # the GPU that torch reports does not exist
+    avoid_device_init = property(lambda self: True)
 
 
 class _FakeGpuTensors(TorchDispatchMode):
@@ -113,8 +129,11 @@ class _FakeGpuTensors(TorchDispatchMode):
 
 
 def _is_on_gpu(x: Any) -> bool:
-    """Whether ``x`` is a fake tensor, which is always on the GPU, or a device that is a GPU."""
-    return isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda")
+    """Whether ``x`` is a fake tensor, which is always on the GPU, or a device that is a
+    GPU."""
+    return isinstance(x, FakeTensor) or (
+        isinstance(x, torch.device) and x.type == "cuda"
+    )
 
 
 def _run_backward(
@@ -129,8 +148,8 @@ def _run_backward(
     """Replaces autograd's engine (same arguments), which would ask the GPU for streams.
 
     Each backward written in Python runs once, with gradients of zero, under autograd if
-    ``create_graph``. torch's own backwards launch no kernels that need compiling, so they are
-    skipped. The gradients of ``inputs`` are zero. ``keep_graph`` is not used.
+    ``create_graph``. torch's own backwards launch no kernels that need compiling, so
+    they are skipped. The gradients of ``inputs`` are zero. ``keep_graph`` is not used.
     """
     nodes: set[Any] = set()
     waiting: list[Any] = [output.grad_fn for output in outputs]
@@ -144,6 +163,9 @@ def _run_backward(
             if hasattr(node, "apply"):
                 metadata = node._input_metadata
                 node.apply(
-                    *(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in metadata)
+                    *(
+                        torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+                        for x in metadata
+                    )
                 )
     return tuple(torch.zeros_like(x) for x in inputs)

@@ -1,14 +1,17 @@
-"""Runs the layer on a simulated GPU and records a task for each kernel that the layer launches.
+"""Runs the layer on a simulated GPU and records a task for each kernel that the layer
+launches.
 
-The layer, FlashQLA and torch then choose kernels as in a run. These are the calls of the layer that
-a rank of a run can make, in groups that use FlashQLA in different ways (option ``--parts``):
+The layer, FlashQLA and torch then choose kernels as in a run. These are the calls of
+the layer that a rank of a run can make, in groups that use FlashQLA in different ways
+(option ``--parts``):
 
-cut      one long sequence, and long documents, which FlashQLA cuts into parts that run in parallel
-rows     a batch of whole rows
-uncut    one or several sequences that are too short to be cut
-states   pieces of sequences with their states, as in chunkwise context parallelism
-whole    sequences in ``config.batch_invariant_mode``
-again    a second run of the forward in the backward (``recompute="full"``)
+cut     one long sequence, and long documents, which FlashQLA cuts into parts that run
+        in parallel
+rows    a batch of whole rows
+uncut   one or several sequences that are too short to be cut
+states  pieces of sequences with their states, as in chunkwise context parallelism
+whole   sequences in ``config.batch_invariant_mode``
+again   a second run of the forward in the backward (``recompute="full"``)
 """
 
 from __future__ import annotations
@@ -33,11 +36,19 @@ from ..gdn.sizes import GDNDims
 from .absent_gpu import without_computing
 from .tasks import Task, recorded_kernels
 
-_SHORT, _LONG = 208, 9216  # numbers of tokens; FlashQLA cuts sequences of _LONG, not of _SHORT
-# FlashQLA has three forward kernels: one if sequences * heads is at least this share of the GPU's
-# multiprocessors, another if it is at least half of this share, and a third for less.
+# numbers of tokens; FlashQLA cuts sequences of _LONG, not of _SHORT
+_SHORT, _LONG = 208, 9216
+# FlashQLA has three forward kernels: one if sequences * heads is at least this share of
+# the GPU's multiprocessors, another if it is at least half of this share, and a third
+# for less.
 _FULL_SHARE = 0.7
-_SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+_SIZES = (
+    "num_key_heads",
+    "num_value_heads",
+    "key_head_dim",
+    "value_head_dim",
+    "conv_kernel_dim",
+)
 _HIDDEN_SIZE = 64  # no kernel depends on the hidden size
 
 
@@ -50,7 +61,8 @@ class Model(NamedTuple):
 
 
 def model_of(arguments: argparse.Namespace) -> Model:
-    """Read the model from the options; ``--tp`` and ``--cp`` override the sizes in a file."""
+    """Read the model from the options; ``--tp`` and ``--cp`` override the sizes in a
+    file."""
     if arguments.config is None:
         # All published models have heads of 128 dims and convolutions of 4 taps.
         sizes = dict(zip(_SIZES, (*arguments.heads, 128, 128, 4), strict=True))
@@ -62,21 +74,24 @@ def model_of(arguments: argparse.Namespace) -> Model:
 
 def read_model(path: str | Path) -> Model:
     """Read the sizes from ``config.json``, a folder with this file, a launch script
-    (``--linear-num-key-heads 16``) or Megatron's YAML (``linear_num_key_heads: 16``)."""
+    (``--linear-num-key-heads 16``) or Megatron's YAML
+    (``linear_num_key_heads: 16``)."""
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} does not exist; give config.json, a Hugging Face model folder, a launch "
-            f"script or a YAML file."
+            f"{path} does not exist; give config.json, a Hugging Face model folder, a "
+            "launch script or a YAML file."
         )
     text = path.read_text(errors="replace")
 
     def number_after(argument: str, most: int) -> int | None:
-        """The number after the name ``argument`` in the file, with - or _ between its words."""
+        """The number after the name ``argument`` in the file, with - or _ between its
+        words."""
         words = r"[-_]".join(argument.split("_"))
-        # Of two patterns for spaces side by side the time would grow with the square of spaces.
+        # Of two patterns for spaces side by side the time would grow with the square of
+        # spaces.
         separated = r"(?:\s*[:=]\s*|\s+)"
         found = set(re.findall(rf"(?<![\w]){words}[\"']?{separated}([0-9]+)\b", text))
         if len(found) > 1:
@@ -92,8 +107,8 @@ def read_model(path: str | Path) -> Model:
     sizes = {name: number_after(f"linear_{name}", MOST_HEADS) for name in _SIZES}
     if missing := [f"linear_{name}" for name, size in sizes.items() if size is None]:
         raise ValueError(
-            f"{path} does not name {', '.join(missing)}; add them, or give --heads and the "
-            f"other sizes on the command line."
+            f"{path} does not name {', '.join(missing)}; add them, or give --heads and "
+            "the other sizes on the command line."
         )
     known = {name: size for name, size in sizes.items() if size is not None}
     kinds = "tensor_model", "context"
@@ -108,14 +123,18 @@ class Call(NamedTuple):
     cp: int
     tokens: int  # tokens of a batch row, of all ranks together
     rows: int
-    documents: int | None  # number of equally long documents in the row; None: not packed
+    # number of equally long documents in the row; None: not packed
+    documents: int | None
     layout: str
 
 
-def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: int) -> list[Call]:
+def calls_of(
+    model: Model, mode: str, parts: list[str] | None, multiprocessors: int
+) -> list[Call]:
     """List the calls that a rank of the run may make; ``mode`` is ``linear_cp_mode``.
 
-    In mode "auto" the layer picks a mode for each micro-batch, so the list has both modes' calls.
+    In mode "auto" the layer picks a mode for each micro-batch, so the list has both
+    modes' calls.
     """
     local, ranks = model.dims.shard(model.tp), 1
     if model.cp > 1 and mode != "chunkwise":
@@ -128,15 +147,22 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
     asked = ("states",) if model.cp > 1 and mode != "headwise" else ()
     found: list[Call] = []
 
-    def call(part: str, tokens: int, rows: int = 1, documents: int | None = None) -> None:
+    def call(
+        part: str, tokens: int, rows: int = 1, documents: int | None = None
+    ) -> None:
         cp, layout = ranks, "zigzag"
-        if part == "states":  # a rank has one piece of a lone document, else two of each
-            cp = max(model.cp, 2)  # without context parallelism, compile as for two ranks
+        # a rank has one piece of a lone document, else two of each
+        if part == "states":
+            # without context parallelism, compile as for two ranks
+            cp = max(model.cp, 2)
             layout = "contiguous" if documents == 1 else "zigzag"
             documents, tokens = max(1, (documents or 1) // 2), tokens * cp
-        # Round up, so that every document or row gives each rank an equal share of its tokens.
+        # Round up, so that every document or row gives each rank an equal share of its
+        # tokens.
         shared = 16 * cp * (documents or rows)
-        found.append(Call(part, cp, -(-tokens // shared) * shared, rows, documents, layout))
+        found.append(
+            Call(part, cp, -(-tokens // shared) * shared, rows, documents, layout)
+        )
 
     for part in parts or (*USUAL_PARTS, *asked):
         heads = local.num_value_heads // (1 if part == "states" else ranks)
@@ -155,14 +181,19 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
     return found
 
 
-def tasks_of(model: Model, arguments: argparse.Namespace) -> tuple[list[Task], set[Heads]]:
-    """Return a task per kernel variant, and the numbers of heads that FlashQLA is compiled for.
+def tasks_of(
+    model: Model, arguments: argparse.Namespace
+) -> tuple[list[Task], set[Heads]]:
+    """Return a task per kernel variant, and the numbers of heads that FlashQLA is
+    compiled for.
 
     FlashQLA's kernels take longest to compile, so their tasks come first.
     """
     torch.set_num_threads(1)  # forked processes lack torch's other threads
     backend = "flash_qla" if "flash_qla" in arguments.kernels else "auto"
-    calls = calls_of(model, arguments.linear_cp_mode, arguments.parts, arguments.multiprocessors)
+    calls = calls_of(
+        model, arguments.linear_cp_mode, arguments.parts, arguments.multiprocessors
+    )
     found: set[Heads] = set()
     with recorded_kernels() as noted, without_computing():
         for call in calls:
@@ -175,7 +206,8 @@ def tasks_of(model: Model, arguments: argparse.Namespace) -> tuple[list[Task], s
 
 
 def run_layer(model: Model, call: Call, **options: Any) -> None:
-    """Run the layer forward and backward as one of the call's ranks; nothing is sent."""
+    """Run the layer forward and backward as one of the call's ranks; nothing is
+    sent."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -184,15 +216,26 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
 
     dims, tp, cp = model.dims, model.tp, call.cp
     config = TransformerConfig(
-        num_layers=1, hidden_size=dims.hidden_size, num_attention_heads=tp, bf16=True,
-        params_dtype=torch.bfloat16, normalization="RMSNorm", add_bias_linear=False,
-        tensor_model_parallel_size=tp, context_parallel_size=cp,
-        linear_num_key_heads=dims.num_key_heads, linear_num_value_heads=dims.num_value_heads,
-        linear_key_head_dim=dims.key_head_dim, linear_value_head_dim=dims.value_head_dim,
-        linear_conv_kernel_dim=dims.conv_kernel_dim, gradient_accumulation_fusion=False,
-        use_cpu_initialization=True, perform_initialization=False,
-    )  # fmt: skip
-    # Set after the constructor, which would require FlashAttention; the layer does not use it.
+        num_layers=1,
+        hidden_size=dims.hidden_size,
+        num_attention_heads=tp,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        linear_num_key_heads=dims.num_key_heads,
+        linear_num_value_heads=dims.num_value_heads,
+        linear_key_head_dim=dims.key_head_dim,
+        linear_value_head_dim=dims.value_head_dim,
+        linear_conv_kernel_dim=dims.conv_kernel_dim,
+        gradient_accumulation_fusion=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+    )
+    # Set after the constructor, which would require FlashAttention; the layer does not
+    # use it.
     config.batch_invariant_mode = call.part == "whole"
     if call.part == "again":
         options["recompute"] = "full"
@@ -210,22 +253,28 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
             length = call.tokens // call.documents
             offsets = torch.arange(0, call.tokens + 1, length, dtype=torch.int32)
             packed = PackedSeqParams(
-                qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
-                max_seqlen_q=call.tokens, max_seqlen_kv=call.tokens,
-            )  # fmt: skip
+                qkv_format="thd",
+                cu_seqlens_q=offsets,
+                cu_seqlens_kv=offsets,
+                max_seqlen_q=call.tokens,
+                max_seqlen_kv=call.tokens,
+            )
         out: Tensor = layer(x, None, packed_seq_params=packed)[0]
         out.backward(torch.zeros_like(out))
 
 
 @contextmanager
 def _fake_groups(tp: int, cp: int) -> Iterator[Any]:
-    """Process groups of rank 0 among ``tp`` * ``cp`` ranks; the other ranks do not exist."""
+    """Process groups of rank 0 among ``tp`` * ``cp`` ranks; the other ranks do not
+    exist."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     # Other ranks do not exist and send nothing, so ranks cannot compare micro-batches.
     no_comparison = patch.object(agreement, "_all_ranks_compare", lambda *_: False)
-    one_machine = patch.object(agreement, "_hosts", lambda group, *_: [0] * group.size())
+    one_machine = patch.object(
+        agreement, "_hosts", lambda group, *_: [0] * group.size()
+    )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp * cp)
     groups: Any = ProcessGroupCollection()
     groups.tp = dist.new_group([*range(tp)], backend="fake")

@@ -1,7 +1,8 @@
-"""Records a task for each kernel that a layer would launch, and runs the tasks in forks.
+"""Records a task for each kernel that a layer would launch, and runs the tasks in
+forks.
 
-The keys of tilelang's and Triton's caches on disk are the kernel, the target and the versions, so a
-machine with a GPU can use a cache that was filled without a GPU.
+The keys of tilelang's and Triton's caches on disk are the kernel, the target and the
+versions, so a machine with a GPU can use a cache that was filled without a GPU.
 """
 
 from __future__ import annotations
@@ -35,16 +36,20 @@ class Task(NamedTuple):
     """One variant of a kernel to compile."""
 
     name: str
-    run: Callable[[], bool]  # compiles the kernel; returns False if the kernel was in the cache
+    # compiles the kernel; returns False if the kernel was in the cache
+    run: Callable[[], bool]
     kind: str = "triton"  # or "flash_qla"
 
 
-def run_tasks(tasks: Iterable[Task], processes: int | None) -> tuple[int, dict[str, str]]:
-    """Run every task in a fork of its own, which has this process's imports; print the progress.
+def run_tasks(
+    tasks: Iterable[Task], processes: int | None
+) -> tuple[int, dict[str, str]]:
+    """Run every task in a fork of its own, which has this process's imports; print the
+    progress.
 
-    At most ``processes`` forks run at a time, by default one per core. Side effects of a task
-    (recorded launches, patches, a crash) do not reach other tasks. Returns the number of tasks that
-    compiled a kernel, and the output of each failed task by name.
+    At most ``processes`` forks run at a time, by default one per core. Side effects of
+    a task (recorded launches, patches, a crash) do not reach other tasks. Returns the
+    number of tasks that compiled a kernel, and the output of each failed task by name.
     """
     waiting = deque(tasks)
     began = printed = time.monotonic()
@@ -70,7 +75,8 @@ def run_tasks(tasks: Iterable[Task], processes: int | None) -> tuple[int, dict[s
                 if now - printed >= _PRINT_EVERY or done == count:
                     printed = now
                     print(
-                        f"{done} of {count} kernels after {now - began:.0f} s ({name})", flush=True
+                        f"{done} of {count} kernels after {now - began:.0f} s ({name})",
+                        flush=True,
                     )
     finally:
         for _, process, _ in running.values():
@@ -79,7 +85,8 @@ def run_tasks(tasks: Iterable[Task], processes: int | None) -> tuple[int, dict[s
 
 
 def _run_in_fork(task: Task, output: TextIO) -> None:
-    """Run ``task`` with ``output`` as stdout and stderr; exit with 0 or _ALREADY_COMPILED."""
+    """Run ``task`` with ``output`` as stdout and stderr; exit with 0 or
+    _ALREADY_COMPILED."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout = sys.stderr = output
     for stream in (1, 2):  # compilers write to these file descriptors
@@ -90,7 +97,8 @@ def _run_in_fork(task: Task, output: TextIO) -> None:
 
 @contextmanager
 def recorded_kernels() -> Iterator[dict[Any, Task]]:
-    """In this context kernels are not run but recorded: one task per variant, in the dict."""
+    """In this context kernels are not run but recorded: one task per variant, in the
+    dict."""
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
@@ -111,11 +119,13 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
     def record_triton(
         kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any
     ) -> None:
-        """Record a variant of a Triton kernel without a launch; ``warmup`` is ignored."""
+        """Record a variant of a Triton kernel without a launch; ``warmup`` is
+        ignored."""
         compile = kernel._do_compile
 
         def record_variant(key: Any, *more: Any) -> None:
-            """Record a task that compiles this variant of the kernel, in place of compiling it."""
+            """Record a task that compiles this variant of the kernel, in place of
+            compiling it."""
             task = Task(kernel.__name__, partial(_compile_triton, compile, key, *more))
             recorded.setdefault((kernel, repr(key)), task)
 
@@ -124,7 +134,8 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
 
     with (
         patch.object(JITFunction, "run", record_triton),
-        # fla's autotuned kernels are not compiled here: a run chooses them by timing on its GPU.
+        # fla's autotuned kernels are not compiled here: a run chooses them by timing on
+        # its GPU.
         patch.object(Autotuner, "run", lambda *_, **__: None),
         # With this patch every Launch calls Triton's own run, which is patched above.
         patch.object(launch, "_has_launch_hooks", lambda kernel: True),
@@ -137,8 +148,11 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
         yield recorded
 
 
-def _compile_tilelang(cache_file: Path, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Compile ``kernel``; return False if tilelang's cache has it (``cache_file`` exists)."""
+def _compile_tilelang(
+    cache_file: Path, kernel: Any, args: tuple, kwargs: dict[str, Any]
+) -> bool:
+    """Compile ``kernel``; return False if tilelang's cache has it (``cache_file``
+    exists)."""
     if cache_file.exists():
         return False
     remember(cache_file, kernel.compile.__wrapped__(*args, **kwargs))
@@ -146,7 +160,8 @@ def _compile_tilelang(cache_file: Path, kernel: Any, args: tuple, kwargs: dict[s
 
 
 def _compile_triton(compile: Callable, *variant: Any) -> bool:
-    """Compile the variant by ``compile``; return False if Triton's disk cache had it."""
+    """Compile the variant by ``compile``; return False if Triton's disk cache had
+    it."""
     import triton
 
     found: list[bool] = []

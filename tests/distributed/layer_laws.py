@@ -1,4 +1,5 @@
-"""What laws of one Gated DeltaNet need: the layer, its random values, packed documents."""
+"""What laws of one Gated DeltaNet need: the layer, its random values, packed
+documents."""
 
 from collections.abc import Callable
 
@@ -24,12 +25,22 @@ def thd(lengths, device="cpu", real_lengths=None) -> PackedSeqParams:
     cu = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0).int()
     longest = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
     if real_lengths is None:
-        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, **longest)
-    real = torch.tensor([0, *real_lengths], dtype=torch.int32, device=device).cumsum(0).int()
+        return PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, **longest
+        )
+    real = (
+        torch.tensor([0, *real_lengths], dtype=torch.int32, device=device)
+        .cumsum(0)
+        .int()
+    )
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=cu,
-        cu_seqlens_kv_padded=cu, **longest,
-    )  # fmt: skip
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=cu,
+        cu_seqlens_kv_padded=cu,
+        **longest,
+    )
 
 
 def build_layer(config, pg_collection, options, **parts):
@@ -45,9 +56,12 @@ def build(config=None, **options):
 
 
 def over_ranks(changes: dict | None = None, **options):
-    """A layer of the ranks of Megatron's parallel state; ``changes`` are the config's."""
+    """A layer of the ranks of Megatron's parallel state; ``changes`` are the
+    config's."""
     groups = groups_of_megatron()
-    return build_layer(make_config(**sizes_of(groups), **(changes or {})), groups, options)
+    return build_layer(
+        make_config(**sizes_of(groups), **(changes or {})), groups, options
+    )
 
 
 def sizes_of(groups: ProcessGroupCollection) -> dict[str, int]:
@@ -56,7 +70,9 @@ def sizes_of(groups: ProcessGroupCollection) -> dict[str, int]:
     return {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
 
 
-def transformer_layer(config, mixer=None, norm=TorchRMSNorm, **options) -> TransformerLayer:
+def transformer_layer(
+    config, mixer=None, norm=TorchRMSNorm, **options
+) -> TransformerLayer:
     """Megatron's, with this mixer and nothing else in it."""
     parts = TransformerLayerSubmodules(
         input_layernorm=norm,
@@ -81,7 +97,9 @@ class NormInside(nn.Module):
 
 def layer_with(config, groups, called: bool, **options):
     """A layer whose ``out_norm`` is called, or fused."""
-    return build_layer(config, groups, options, **({"out_norm": NormInside} if called else {}))
+    return build_layer(
+        config, groups, options, **({"out_norm": NormInside} if called else {})
+    )
 
 
 def randomise_(layer) -> None:
@@ -94,7 +112,8 @@ def randomise_(layer) -> None:
 def forward_backward(
     layer, x, packed=None, *, weight=None, run: Callable | None = None
 ) -> dict[str, Tensor]:
-    """Output and every gradient; the loss is the output's square, or ``weight`` of it."""
+    """Output and every gradient; the loss is the output's square, or ``weight`` of
+    it."""
     layer.zero_grad()
     leaf = x.detach().clone().requires_grad_()
     out, bias = (layer if run is None else run)(leaf, None, packed_seq_params=packed)
@@ -108,9 +127,13 @@ def forward_backward(
     return {"output": out.detach(), "input": leaf.grad, **grads}
 
 
-def require_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what="") -> None:
+def require_same_bits(
+    found: dict[str, Tensor], expected: dict[str, Tensor], what=""
+) -> None:
     assert found.keys() == expected.keys()
-    different = [name for name, x in expected.items() if not torch.equal(found[name], x)]
+    different = [
+        name for name, x in expected.items() if not torch.equal(found[name], x)
+    ]
     assert not different, (what, different)
 
 

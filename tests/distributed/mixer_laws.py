@@ -76,8 +76,9 @@ def parallel_equals_one_rank(
     changes: dict | None = None,
     **options,
 ) -> None:
-    """Output and every gradient; in deterministic mode twice, to the bit. ``lengths`` are slots
-    if ``real_lengths`` are given; under ``own_cp_group`` PackedSeqParams alone bring the group."""
+    """Output and every gradient; in deterministic mode twice, to the bit. ``lengths``
+    are slots if ``real_lengths`` are given; under ``own_cp_group`` PackedSeqParams
+    alone bring the group."""
     if tree is not None:
         lengths = tree.slots
     if lengths is not None:
@@ -104,7 +105,9 @@ def parallel_equals_one_rank(
         if tree is None:
             y = output(one, x, packed())
         else:
-            y = separately(tree).run(x, lambda rows, lengths: output(one, rows, thd(lengths)))
+            y = separately(tree).run(
+                x, lambda rows, lengths: output(one, rows, thd(lengths))
+            )
             weight = tree.without_padding(weight)
         (y * weight).sum().backward()
 
@@ -123,7 +126,9 @@ def parallel_equals_one_rank(
         if own_cp_group:
             brought = {"cp_group": groups.cp, "local_cp_size": cp}
             groups.cp = group_of_one()
-        mixer = mixers.build(config, groups, cp_layout=layout, linear_cp_mode=mode, **options)
+        mixer = mixers.build(
+            config, groups, cp_layout=layout, linear_cp_mode=mode, **options
+        )
         mixers.copy_shares(mixer, one)
         ddp = in_ddp(mixer, grad_reduce_in_fp32=dtype == torch.float32)
         found = []
@@ -134,7 +139,11 @@ def parallel_equals_one_rank(
             (y_mine * weight[mine]).sum().backward()
             reduce_gradients(ddp)
             grads = [p.main_grad.clone() for p in mixer.parameters()]
-            y_mine = y_mine.detach() if tree is None else y_mine.detach() * (weight[mine] != 0)
+            y_mine = (
+                y_mine.detach()
+                if tree is None
+                else y_mine.detach() * (weight[mine] != 0)
+            )
             found.append([y_mine, x_mine.grad, *grads])
         assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
         assert_close("output", found[0][0], y[mine], mixers.tolerance)

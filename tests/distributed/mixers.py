@@ -1,4 +1,5 @@
-"""The mixers that are held to the laws of ``mixer_laws``: how they are built and shared out."""
+"""The mixers that are held to the laws of ``mixer_laws``: how they are built and shared
+out."""
 
 from dataclasses import replace
 from functools import partial
@@ -24,13 +25,20 @@ LINEARS = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
 PARTS = {**LINEARS, "out_norm": TorchRMSNorm}
 HIDDEN = 20
 DELTA_SIZES = {
-    "hidden_size": HIDDEN, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 5, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
+    "hidden_size": HIDDEN,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+}
 MAMBA_SIZES = {
-    "hidden_size": HIDDEN, "mamba_num_heads": 8, "mamba_num_groups": 2, "mamba_head_dim": 3,
+    "hidden_size": HIDDEN,
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 2,
+    "mamba_head_dim": 3,
     "mamba_state_dim": 5,
-}  # fmt: skip
+}
 
 
 def config_of(sizes, **changes):
@@ -38,7 +46,8 @@ def config_of(sizes, **changes):
 
 
 def in_its_dtype(mixer: torch.nn.Module) -> torch.nn.Module:
-    """Of fp64 all of it, the fp32 parameters too, so that laws are held to fp64's rounding."""
+    """Of fp64 all of it, the fp32 parameters too, so that laws are held to fp64's
+    rounding."""
     return mixer.double() if mixer.config.params_dtype == torch.float64 else mixer
 
 
@@ -52,21 +61,31 @@ def build_gdn2(config, groups, **options):
 
 
 def build_kda(config, groups, **options):
-    parts, options = KimiDeltaAttentionSubmodules(**PARTS), {"layer_number": 1, **options}
-    return in_its_dtype(KimiDeltaAttention(config, parts, pg_collection=groups, **options))
+    parts, options = (
+        KimiDeltaAttentionSubmodules(**PARTS),
+        {"layer_number": 1, **options},
+    )
+    return in_its_dtype(
+        KimiDeltaAttention(config, parts, pg_collection=groups, **options)
+    )
 
 
 def build_mamba2(config, groups, **options):
     parts, options = Mamba2MixerSubmodules(**LINEARS), {"layer_number": 1, **options}
-    mixer = Mamba2Mixer(config, parts, config.hidden_size, pg_collection=groups, **options)
+    mixer = Mamba2Mixer(
+        config, parts, config.hidden_size, pg_collection=groups, **options
+    )
     return in_its_dtype(mixer)
 
 
 def draw_(mixer) -> None:
-    """Every parameter away from its initial value; the convolution's output away from zero."""
+    """Every parameter away from its initial value; the convolution's output away from
+    zero."""
     with torch.no_grad():
         for name, parameter in mixer.named_parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.5 if "conv" in name else 0.1))
+            parameter.add_(
+                torch.randn_like(parameter) * (0.5 if "conv" in name else 0.1)
+            )
 
 
 GDN = Mixers(
@@ -74,28 +93,37 @@ GDN = Mixers(
     build=build_gdn,
     randomise=randomise_,
     share=share_of,
-    tolerance=1e-5,  # fp32: about 80 roundings, for sums of a few hundred terms in another order
+    # fp32: about 80 roundings, for sums of a few hundred terms in another order
+    tolerance=1e-5,
     fp32=("A_log", "dt_bias"),
 )
 OLMO_HYBRID = replace(
     GDN,
     config=partial(
-        make_config, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=96,
+        make_config,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=96,
         linear_value_head_dim=192,
     ),
     build=partial(build_gdn, allow_neg_eigval=True),
-)  # fmt: skip
-KDA_FP32 = replace(GDN, config=partial(config_of, DELTA_SIZES), build=build_kda, randomise=draw_)
+)
+KDA_FP32 = replace(
+    GDN, config=partial(config_of, DELTA_SIZES), build=build_kda, randomise=draw_
+)
 GDN2_FP32 = replace(KDA_FP32, build=build_gdn2)
 MAMBA2_FP32 = replace(
-    KDA_FP32, config=partial(config_of, MAMBA_SIZES), build=build_mamba2,
+    KDA_FP32,
+    config=partial(config_of, MAMBA_SIZES),
+    build=build_mamba2,
     fp32=("A_log", "dt_bias", "D"),
-)  # fmt: skip
+)
 BY_NAME = {"gdn": GDN, "gdn2": GDN2_FP32, "mamba2": MAMBA2_FP32, "kda": KDA_FP32}
 
 
 def whole(kind: str, changes: dict | None = None, **options) -> torch.nn.Module:
-    """One of ``BY_NAME`` on one rank, with random values; ``changes`` are the config's."""
+    """One of ``BY_NAME`` on one rank, with random values; ``changes`` are the
+    config's."""
     return BY_NAME[kind].whole(BY_NAME[kind].config(**(changes or {})), **options)
 
 

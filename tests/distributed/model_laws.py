@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+)
 
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.specs import hybrid_stack_spec
@@ -29,8 +31,13 @@ def build_model(
 ) -> HybridModel:
     ranks = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
     stages = {"pipeline_model_parallel_size": pp, "pipeline_dtype": dtype}
-    config = model_config(PATTERN, sequence_parallel=sequence_parallel, **ranks, **stages)
-    pattern, spec = PATTERN if pp == 1 else "G-|G-", hybrid_stack_spec("local", **options)
+    config = model_config(
+        PATTERN, sequence_parallel=sequence_parallel, **ranks, **stages
+    )
+    pattern, spec = (
+        PATTERN if pp == 1 else "G-|G-",
+        hybrid_stack_spec("local", **options),
+    )
     first = parallel_state.is_pipeline_first_stage()
     last = parallel_state.is_pipeline_last_stage()
     return hybrid_model(config, pattern, spec, pre_process=first, post_process=last)
@@ -38,7 +45,9 @@ def build_model(
 
 def metadata() -> dict:
     return {
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "dp_cp_group": parallel_state.get_data_parallel_group(
+            with_context_parallel=True
+        ),
         "singleton_local_shards": False,
     }
 
@@ -52,21 +61,30 @@ def save(folder: str, tp: int, cp: int, options: dict) -> None:
                 if getattr(parameter, "tensor_model_parallel", False):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
                 elif "norm" in name or "bias" in name:
-                    parameter.add_(torch.arange(parameter.numel()).view_as(parameter) * 0.01)
+                    parameter.add_(
+                        torch.arange(parameter.numel()).view_as(parameter) * 0.01
+                    )
         dist_checkpointing.save(model.sharded_state_dict(metadata=metadata()), folder)
 
 
-def load_and_gather(folder: str, tp: int, pp: int, options: dict) -> dict[str, torch.Tensor]:
-    """Every parameter of the loaded model, gathered whole, under its checkpoint name."""
+def load_and_gather(
+    folder: str, tp: int, pp: int, options: dict
+) -> dict[str, torch.Tensor]:
+    """Every parameter of the loaded model, gathered whole, under its checkpoint
+    name."""
     with parallel(tp=tp, pp=pp):
         model = build_model(tp, pp=pp, **options)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(float("nan"))
-        state = dist_checkpointing.load(model.sharded_state_dict(metadata=metadata()), folder)
+        state = dist_checkpointing.load(
+            model.sharded_state_dict(metadata=metadata()), folder
+        )
         model.load_state_dict(state)
         group = parallel_state.get_tensor_model_parallel_group()
-        stage_layers = len(PATTERN) // pp * parallel_state.get_pipeline_model_parallel_rank()
+        stage_layers = (
+            len(PATTERN) // pp * parallel_state.get_pipeline_model_parallel_rank()
+        )
         gathered = {}
         for name, parameter in model.named_parameters():
             parts = [torch.empty_like(parameter) for _ in range(tp)]
@@ -90,7 +108,8 @@ def global_name(name: str, first_layer: int) -> str:
 
 
 def join(model, name: str, parts: list[torch.Tensor], parameter) -> torch.Tensor:
-    """Whole parameter of its tensor-parallel shares, section by section where it has sections."""
+    """Whole parameter of its tensor-parallel shares, section by section where it has
+    sections."""
     dim = parameter.partition_dim
     gdn = next(m for m in model.modules() if hasattr(m, "in_proj_split_sections"))
     if ".in_proj." in name:
@@ -113,12 +132,14 @@ def one_step(
 ) -> dict[str, float]:
     """Loss and squared norm of every gradient of one step through Megatron's schedule.
 
-    Everything is computed in ``dtype``; so the loss is torch's, of logits gathered whole:
-    Megatron's rounds to fp32.
+    Everything is computed in ``dtype``; so the loss is torch's, of logits gathered
+    whole: Megatron's rounds to fp32.
     """
     with parallel(tp=tp, cp=cp, pp=pp):
         model = build_model(tp, cp, pp, sequence_parallel, dtype, **options)
-        state = dist_checkpointing.load(model.sharded_state_dict(metadata=metadata()), folder)
+        state = dist_checkpointing.load(
+            model.sharded_state_dict(metadata=metadata()), folder
+        )
         model.load_state_dict(state)
         model.to(dtype)
         model.config.finalize_model_grads_func = finalize_model_grads
@@ -132,17 +153,27 @@ def one_step(
             batch = next(batches)
             labels = batch[:, 1:][:, held]
             params = thd(LENGTHS) if packed else None
-            made = model(batch[:, :-1][:, held], held[None], None, packed_seq_params=params)
+            made = model(
+                batch[:, :-1][:, held], held[None], None, packed_seq_params=params
+            )
 
             def loss_function(logits_bsv):
                 whole_bsV = gather_from_tensor_model_parallel_region(logits_bsv)
-                total = F.cross_entropy(whole_bsV.transpose(1, 2), labels, reduction="sum")
+                total = F.cross_entropy(
+                    whole_bsV.transpose(1, 2), labels, reduction="sum"
+                )
                 count = torch.tensor(labels.numel(), dtype=torch.int)
-                return total, count, {"loss": torch.stack([total.detach(), count.to(total)])}
+                return (
+                    total,
+                    count,
+                    {"loss": torch.stack([total.detach(), count.to(total)])},
+                )
 
             return made, loss_function
 
-        reports = run_schedule(in_ddp(model), batches, forward_step, sum(LENGTHS), batches.shape[1])
+        reports = run_schedule(
+            in_ddp(model), batches, forward_step, sum(LENGTHS), batches.shape[1]
+        )
         total = sum((report["loss"] for report in reports), torch.zeros(2, dtype=dtype))
         dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
         squares = {}
@@ -150,7 +181,9 @@ def one_step(
         for name, parameter in model.named_parameters():
             square = parameter.main_grad.double().square().sum()
             if getattr(parameter, "tensor_model_parallel", False):
-                dist.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
+                dist.all_reduce(
+                    square, group=parallel_state.get_tensor_model_parallel_group()
+                )
             squares[global_name(name, first)] = square.item()
         return {"loss": (total[0] / total[1]).item() if reports else None, **squares}
 
@@ -163,7 +196,9 @@ def leaves(state):
     elif isinstance(state, list):
         for value in state:
             yield from leaves(value)
-    elif hasattr(state, "build"):  # a ShardedTensorFactory, split into the keys it writes
+    elif hasattr(
+        state, "build"
+    ):  # a ShardedTensorFactory, split into the keys it writes
         yield from leaves(state.build())
     else:
         yield state

@@ -21,25 +21,35 @@ def sharded(module: nn.Module, names, prefix: str, *given) -> dict:
     """What these submodules store, under their names."""
     state = {}
     for name in names:
-        state |= module.get_submodule(name).sharded_state_dict(f"{prefix}{name}.", *given)
+        state |= module.get_submodule(name).sharded_state_dict(
+            f"{prefix}{name}.", *given
+        )
     return state
 
 
 class Adapter(nn.Module):
-    """D -> RANK -> P between two of Megatron's linears, and DoRA's magnitude ``[P]``."""
+    """D -> RANK -> P between two of Megatron's linears, and DoRA's magnitude
+    ``[P]``."""
 
     def __init__(self, linear: ColumnParallelLinear) -> None:
         super().__init__()
 
         def column(rows: int, columns: int, gather: bool) -> ColumnParallelLinear:
             return ColumnParallelLinear(
-                rows, columns, config=linear.config, bias=False, gather_output=gather,
-                init_method=nn.init.xavier_normal_, tp_group=linear.tp_group,
-            )  # fmt: skip
+                rows,
+                columns,
+                config=linear.config,
+                bias=False,
+                gather_output=gather,
+                init_method=nn.init.xavier_normal_,
+                tp_group=linear.tp_group,
+            )
 
         self.linear_in = column(linear.input_size, RANK, gather=True)
         self.linear_out = column(RANK, linear.output_size, gather=False)
-        self.weight_magnitude = nn.Parameter(torch.zeros(linear.output_size_per_partition))
+        self.weight_magnitude = nn.Parameter(
+            torch.zeros(linear.output_size_per_partition)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_out(self.linear_in(x)[0])[0] * self.weight_magnitude
@@ -47,11 +57,18 @@ class Adapter(nn.Module):
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         key = f"{prefix}weight_magnitude"
         magnitude = make_tp_sharded_tensor_for_checkpoint(
-            self.weight_magnitude, key, 0, prepend_offsets=sharded_offsets,
-            tp_group=self.linear_out.tp_group, dp_cp_group=metadata["dp_cp_group"],
-        )  # fmt: skip
+            self.weight_magnitude,
+            key,
+            0,
+            prepend_offsets=sharded_offsets,
+            tp_group=self.linear_out.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
         names = ("linear_in", "linear_out")
-        return {key: magnitude, **sharded(self, names, prefix, sharded_offsets, metadata)}
+        return {
+            key: magnitude,
+            **sharded(self, names, prefix, sharded_offsets, metadata),
+        }
 
 
 class Adapted(nn.Module):
@@ -68,7 +85,9 @@ class Adapted(nn.Module):
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return {
             **self.to_wrap.sharded_state_dict(prefix, sharded_offsets, metadata),
-            **self.adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata),
+            **self.adapter.sharded_state_dict(
+                f"{prefix}adapter.", sharded_offsets, metadata
+            ),
         }
 
 
@@ -91,7 +110,9 @@ def _build(mixer: str, tp: int, kind: str) -> tuple[nn.Module, dict[str, Tensor]
     """A layer, and this rank's share of what its adapter holds."""
     torch.manual_seed(11)
     mixers = BY_NAME[mixer]
-    layer = mixers.build(mixers.config(tensor_model_parallel_size=tp), groups_of_megatron())
+    layer = mixers.build(
+        mixers.config(tensor_model_parallel_size=tp), groups_of_megatron()
+    )
     rows, columns = layer.global_dims.layout.widths, layer.global_dims.hidden_size
     if kind == "names of peft":
         layer.in_proj = PeftAdapted(layer.in_proj)
@@ -122,8 +143,11 @@ def _state(layer: nn.Module, names, as_bridge_alone: bool = False) -> dict:
 @pytest.mark.parametrize("kind", ["by sections", "whole", "names of peft"])
 @pytest.mark.parametrize("mixer", MIXERS)
 @on_ranks(2)
-def test_an_adapter_of_two_ranks_is_the_same_adapter_on_one_and_two(tmp_path, mixer, kind):
-    """Files by sections, and files with whole rows that were written without this package."""
+def test_an_adapter_of_two_ranks_is_the_same_adapter_on_one_and_two(
+    tmp_path, mixer, kind
+):
+    """Files by sections, and files with whole rows that were written without this
+    package."""
     with parallel(tp=2):
         layer, values = _build(mixer, 2, kind)
         layer.in_proj.load_state_dict(values, strict=False)

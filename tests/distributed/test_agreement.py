@@ -27,7 +27,9 @@ def _layers(count: int) -> list:
     return [over_ranks() for _ in range(count)]
 
 
-def _run(layers, tokens=16, rows=1, packed: PackedSeqParams | None = None) -> torch.Tensor:
+def _run(
+    layers, tokens=16, rows=1, packed: PackedSeqParams | None = None
+) -> torch.Tensor:
     x = torch.zeros(tokens // dist.get_world_size(), rows, layers[0].hidden_size)
     for layer in layers:
         x, _ = layer(x, None, packed_seq_params=packed)
@@ -46,7 +48,8 @@ def _refusal(*args, **options) -> str:
 def test_ranks_that_disagree_are_told_what_each_was_given():
     rank = dist.get_rank()
     layers = _layers(2)
-    _run(layers, packed=thd((8, 8)))  # what they agree on is no reason to trust the next
+    # what they agree on is no reason to trust the next
+    _run(layers, packed=thd((8, 8)))
     message = _refusal(layers, packed=thd((8, 8) if rank else (4, 12)))
     assert "rank 0: 16 tokens over all ranks in 1 row, 2 documents" in message, message
     own = [0, 8, 16] if rank else [0, 4, 16]
@@ -73,7 +76,8 @@ def test_ranks_that_disagree_about_sizes_or_packing_are_told_so():
 
 @on_ranks(cp=2)
 def test_nobody_waits_alone_for_an_object_that_another_rank_has_resolved():
-    """One rank keeps its PackedSeqParams, the other makes an equal one for every micro-batch."""
+    """One rank keeps its PackedSeqParams, the other makes an equal one for every
+    micro-batch."""
     kept = thd((8, 8))
     layers = _layers(2)
     for _ in range(3):
@@ -107,13 +111,20 @@ def test_one_layer_compares_and_knows_contents_that_it_has_seen():
 
 @on_ranks(2)
 def test_schemes_of_groups_that_went_are_not_kept():
-    """Sixteen groups are kept at a time, the layer's own (none) among them; each has one scheme."""
+    """Sixteen groups are kept at a time, the layer's own (none) among them; each has
+    one scheme."""
     sizes, config = HeadSizes(2, 4, 4, 4), make_config()
     chooser = MicroBatches(
-        config, sizes.layout, sizes.state, 4, None, LoaderLayout("zigzag", config),
+        config,
+        sizes.layout,
+        sizes.state,
+        4,
+        None,
+        LoaderLayout("zigzag", config),
         MixerOptions(linear_cp_mode="auto"),
-        partial(resolve_rule, "reference", sizes=sizes, operands="bf16"), fronts_of(gdn_table),
-    )  # fmt: skip
+        partial(resolve_rule, "reference", sizes=sizes, operands="bf16"),
+        fronts_of(gdn_table),
+    )
     made = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(20)]
     seen = []
     rows = torch.zeros(8, 1, sizes.layout.width)

@@ -1,7 +1,8 @@
-"""Plain-torch attention equals a direct softmax, alone and in parallel, in every layout.
+"""Plain-torch attention equals a direct softmax, alone and in parallel, in every
+layout.
 
-fp32 on gloo against fp64, largest difference over largest entry at most 1e-5: about 80 units of
-rounding, for sums over at most a few hundred terms.
+fp32 on gloo against fp64, largest difference over largest entry at most 1e-5: about 80
+units of rounding, for sums over at most a few hundred terms.
 """
 
 import re
@@ -20,7 +21,13 @@ from megatron_gdn.mixers.attention import TorchAttention
 from megatron_gdn.specs.layer import local_attention_spec
 from tests.distributed.layer_laws import forward_backward, randomise_, thd
 from tests.distributed.mixer_laws import Mixers, parallel_equals_one_rank
-from tests.parallel import alone, assert_close, groups_of_megatron, make_config, parallel
+from tests.parallel import (
+    alone,
+    assert_close,
+    groups_of_megatron,
+    make_config,
+    parallel,
+)
 from tests.ranks import on_ranks
 from tests.trees import Tree, random_tree
 
@@ -28,26 +35,33 @@ UNEQUAL = (8, 24, 16, 8)  # multiples of 2 * cp for cp = 2 and 4
 ANY_LENGTH = (3, 0, 29, 7, 1)
 layouts = pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
 ranks = pytest.mark.parametrize(
-    ("tp", "cp", "sp"), [(1, 2, False), (1, 4, False), (2, 2, True)], ids=["cp2", "cp4", "tp2-cp2"]
+    ("tp", "cp", "sp"),
+    [(1, 2, False), (1, 4, False), (2, 2, True)],
+    ids=["cp2", "cp4", "tp2-cp2"],
 )
 ONE_RANK = {"batch": None, "packed": ANY_LENGTH, "tree": random_tree(9, multiple=2)}
 options = pytest.mark.parametrize(
     "options",
     [
-        {"num_query_groups": 1}, {"num_query_groups": 4}, {"qk_layernorm": True},
+        {"num_query_groups": 1},
+        {"num_query_groups": 4},
+        {"qk_layernorm": True},
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     ],
     ids=str,
-)  # fmt: skip
+)
 HIDDEN, HEADS, HEAD_SIZE = 24, 4, 6
 TOLERANCE = 1e-5
 
 
 def attention_config(**changes):
     settings = {
-        "num_attention_heads": HEADS, "num_query_groups": 2, "kv_channels": HEAD_SIZE,
-        "add_bias_linear": False, "attention_dropout": 0.0,
-    }  # fmt: skip
+        "num_attention_heads": HEADS,
+        "num_query_groups": 2,
+        "kv_channels": HEAD_SIZE,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+    }
     return make_config(**{**settings, **changes})
 
 
@@ -61,30 +75,46 @@ def build_attention(config, groups, rope=None, cp_layout="zigzag", linear_cp_mod
 
 
 def _turned(forward, config, groups, rope, x, mask=None, packed_seq_params=None):
-    tokens = len(x) * groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    tokens = (
+        len(x)
+        * groups.cp.size()
+        * (groups.tp.size() if config.sequence_parallel else 1)
+    )
     longest = tokens if packed_seq_params is None else packed_seq_params.max_seqlen_q
     # Megatron's models cut the angles of a tree for ranks, as those of a batch.
     packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
-    rotary = RotaryEmbedding(HEAD_SIZE, 1.0, use_cpu_initialization=True, cp_group=groups.cp)
+    rotary = RotaryEmbedding(
+        HEAD_SIZE, 1.0, use_cpu_initialization=True, cp_group=groups.cp
+    )
     angles = rotary(longest, packed_seq=packed) if rope else None
     return forward(x, mask, rotary_pos_emb=angles, packed_seq_params=packed_seq_params)
 
 
 def share_of(name: str, whole: torch.Tensor, layer) -> torch.Tensor:
-    dim, tp = {"linear_qkv.weight": 0, "linear_proj.weight": 1}.get(name), layer.pg_collection.tp
+    dim, tp = (
+        {"linear_qkv.weight": 0, "linear_proj.weight": 1}.get(name),
+        layer.pg_collection.tp,
+    )
     return whole if dim is None else whole.chunk(tp.size(), dim)[tp.rank()]
 
 
-ATTENTION = Mixers(attention_config, build_attention, randomise_, share_of, TOLERANCE, ())
+ATTENTION = Mixers(
+    attention_config, build_attention, randomise_, share_of, TOLERANCE, ()
+)
 
 
-def direct_softmax(x, weights, groups: int, tree: Tree, rope: bool, qk_norm_eps: float | None):
-    """The layer's formula on the whole buffer ``[S, B, D]``, written out; in the dtype of x.
+def direct_softmax(
+    x, weights, groups: int, tree: Tree, rope: bool, qk_norm_eps: float | None
+):
+    """The layer's formula on the whole buffer ``[S, B, D]``, written out; in the dtype
+    of x.
 
     ``tree`` are the documents of a packed buffer, or one: a batch.
     """
     shared_by = HEADS // groups
-    qkv = (x @ weights["linear_qkv.weight"].T).unflatten(-1, (groups, shared_by + 2, HEAD_SIZE))
+    qkv = (x @ weights["linear_qkv.weight"].T).unflatten(
+        -1, (groups, shared_by + 2, HEAD_SIZE)
+    )
     q, k, v = qkv.split([shared_by, 1, 1], dim=-2)
     q = q.flatten(2, 3)
     k, v = (t.expand(*t.shape[:3], shared_by, HEAD_SIZE).flatten(2, 3) for t in (k, v))
@@ -93,14 +123,19 @@ def direct_softmax(x, weights, groups: int, tree: Tree, rope: bool, qk_norm_eps:
         return t * (t.square().mean(-1, keepdim=True) + qk_norm_eps).rsqrt() * weight
 
     if qk_norm_eps is not None:
-        q, k = norm(q, weights["q_layernorm.weight"]), norm(k, weights["k_layernorm.weight"])
+        q, k = (
+            norm(q, weights["q_layernorm.weight"]),
+            norm(k, weights["k_layernorm.weight"]),
+        )
     seen, position = (
         torch.zeros(len(x), len(x), dtype=torch.bool),
         torch.zeros(len(x), dtype=x.dtype),
     )
     for index, slot in enumerate(tree.slots):
         start = sum(tree.slots[:index])
-        before = [token for each in tree.path(index)[:-1] for token in tree.tokens(each)]
+        before = [
+            token for each in tree.path(index)[:-1] for token in tree.tokens(each)
+        ]
         rows = slice(start, start + slot)
         seen[rows, rows] = torch.ones(slot, slot, dtype=torch.bool).tril()
         seen[rows, before] = True
@@ -124,11 +159,18 @@ def equals_a_direct_softmax(lengths, rope: bool = True, **changes) -> None:
     """Output, input gradient and every parameter's gradient, on one rank."""
     tree, packed = Tree((-1,), (48,)), None
     if lengths is not None:
-        tree = lengths if isinstance(lengths, Tree) else Tree((-1,) * len(lengths), lengths)
+        tree = (
+            lengths
+            if isinstance(lengths, Tree)
+            else Tree((-1,) * len(lengths), lengths)
+        )
         packed = tree.params if isinstance(lengths, Tree) else thd(lengths)
     config = attention_config(**changes)
     layer = ATTENTION.whole(config, rope=rope)
-    whole = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
+    whole = {
+        name: p.detach().double().requires_grad_()
+        for name, p in layer.named_parameters()
+    }
     x, weight = (torch.randn(sum(tree.slots), 1 if packed else 2, HIDDEN) for _ in "xw")
     exact = x.double().requires_grad_()
     eps = config.layernorm_epsilon if config.qk_layernorm else None
@@ -142,8 +184,12 @@ def equals_a_direct_softmax(lengths, rope: bool = True, **changes) -> None:
         assert_close(f"gradient of {name}", gradient, whole[name].grad, TOLERANCE)
 
 
-def build_core(config, groups, layout: str, mask_type=AttnMaskType.causal) -> TorchAttention:
-    return TorchAttention(config, 1, mask_type, "self", pg_collection=groups, cp_layout=layout)
+def build_core(
+    config, groups, layout: str, mask_type=AttnMaskType.causal
+) -> TorchAttention:
+    return TorchAttention(
+        config, 1, mask_type, "self", pg_collection=groups, cp_layout=layout
+    )
 
 
 @pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
@@ -164,14 +210,18 @@ def test_head_counts_norms_and_recomputation_equal_a_direct_softmax(options, len
 
 @options
 @pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
-def test_head_counts_norms_and_recomputation_in_parallel_equal_one_rank(pools, options, lengths):
+def test_head_counts_norms_and_recomputation_in_parallel_equal_one_rank(
+    pools, options, lengths
+):
     given = {"lengths": lengths, "changes": options, "rope": True}
     pools(4).run(parallel_equals_one_rank, ATTENTION, 2, 2, True, **given)
 
 
 @pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
 def test_without_angles_in_parallel_equals_one_rank(pools, lengths):
-    pools(4).run(parallel_equals_one_rank, ATTENTION, 2, 2, True, lengths=lengths, rope=False)
+    pools(4).run(
+        parallel_equals_one_rank, ATTENTION, 2, 2, True, lengths=lengths, rope=False
+    )
 
 
 @pytest.mark.each_pair
@@ -205,7 +255,8 @@ def test_the_context_parallel_group_of_the_micro_batch_is_honoured(pools, layout
 @pytest.mark.parametrize("cp", [1, 2])
 @on_ranks(cp="cp")
 def test_a_document_changes_no_bit_of_another(cp, layout):
-    """Another document's values, NaN included, change no bit of this one's output and gradient."""
+    """Another document's values, NaN included, change no bit of this one's output and
+    gradient."""
     lengths = (8, 24, 16)
     changed = range(8, 32)
     group = parallel_state.get_context_parallel_group()
@@ -234,7 +285,9 @@ def test_a_document_changes_no_bit_of_another(cp, layout):
 def test_bf16_is_rounded_like_bf16():
     """A packed forward against fp64 of the same numbers."""
     lengths = (40, 88)
-    core = build_core(attention_config(num_query_groups=4, bf16=True), alone(), "zigzag")
+    core = build_core(
+        attention_config(num_query_groups=4, bf16=True), alone(), "zigzag"
+    )
     torch.manual_seed(5)
     q, k, v = (torch.randn(128, HEADS, HEAD_SIZE).bfloat16() for _ in range(3))
     out = core(q, k, v, None, packed_seq_params=thd(lengths))
@@ -268,8 +321,14 @@ def test_dropout_is_for_training():
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ({"window_size": (4, 0)}, "cannot combine context_parallel_size=2 with window_size=(4, 0)"),
-        ({"softmax_type": "off-by-one"}, "context_parallel_size=2 with softmax_type='off-by-one'"),
+        (
+            {"window_size": (4, 0)},
+            "cannot combine context_parallel_size=2 with window_size=(4, 0)",
+        ),
+        (
+            {"softmax_type": "off-by-one"},
+            "context_parallel_size=2 with softmax_type='off-by-one'",
+        ),
         ("not causal", "cannot combine context_parallel_size=2 with attn_mask_type="),
         ("bias", "adds no attention_bias"),
         ("mask", "is not a causal mask"),

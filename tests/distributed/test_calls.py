@@ -1,16 +1,20 @@
-"""The way of a steady forward stays short in every scheme (``benchmarks/count_calls.py``)."""
+"""The way of a steady forward stays short in every scheme
+(``benchmarks/count_calls.py``)."""
 
 import pytest
 
 from benchmarks.count_calls import steady_way
 from tests.ranks import on_ranks
 
-# Measured plus a few, without the arithmetic of the plain twins, which a GPU has no part in. Who
-# passes a bound has put work into every forward of every layer.
+# Measured plus a few, without the arithmetic of the plain twins, which a GPU has no
+# part in. Who passes a bound has put work into every forward of every layer.
 MOST = {
-    (1, "auto", False): 50, (1, "decode", False): 60, (1, "auto", True): 90,
-    (2, "headwise", False): 96, (2, "chunkwise", False): 123,
-}  # fmt: skip
+    (1, "auto", False): 50,
+    (1, "decode", False): 60,
+    (1, "auto", True): 90,
+    (2, "headwise", False): 96,
+    (2, "chunkwise", False): 123,
+}
 
 
 @pytest.mark.parametrize(("cp", "mode", "packed"), MOST, ids=str)
@@ -19,4 +23,6 @@ def test_a_steady_forward_calls_few_functions(cp, mode, packed):
     way = steady_way(cp, mode, packed)
     assert way.own <= MOST[cp, mode, packed], way.entries
     checks = {"arguments.py"} | (set() if packed else {"packing.py"})
-    assert not checks & {name.split(":")[0] for name in way.entries}, "nothing to look at was given"
+    assert not checks & {name.split(":")[0] for name in way.entries}, (
+        "nothing to look at was given"
+    )

@@ -1,4 +1,5 @@
-"""Checkpoints, and weights that Megatron reshards (refit), are the same layer at every size."""
+"""Checkpoints, and weights that Megatron reshards (refit), are the same layer at every
+size."""
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ def test_tp2_cp2_loads_at_tp1_tp2_tp4_and_pp2(pools, tmp_path):
     assert not any(torch.isnan(value).any() for value in whole.values())
     assert whole["decoder.layers.0.self_attention.A_log"].dtype == torch.float32
     biases = ("in_proj.bias", "conv1d.bias")
-    expected = {f"decoder.layers.{n}.self_attention.{name}" for n in (0, 2) for name in biases}
+    expected = {
+        f"decoder.layers.{n}.self_attention.{name}" for n in (0, 2) for name in biases
+    }
     assert expected <= set(whole)
 
     for tp in (2, 4):
@@ -43,13 +46,17 @@ def build(theirs: bool):
         spec = upstream.layer_spec(bias=True)
     finally:
         upstream.TESTING_UPSTREAM = before
-    return build_module(spec, make_config(), layer_number=1, pg_collection=groups_of_megatron())
+    return build_module(
+        spec, make_config(), layer_number=1, pg_collection=groups_of_megatron()
+    )
 
 
 def own_bias() -> torch.Tensor:
     """This rank's share of the bias 0, 1, 2, ..."""
     ours = build(theirs=False)
-    return share_of("in_proj.bias", torch.arange(ours.global_dims.layout.width).float(), ours)
+    return share_of(
+        "in_proj.bias", torch.arange(ours.global_dims.layout.width).float(), ours
+    )
 
 
 def save(folder: str, tp: int, theirs: bool) -> None:
@@ -57,7 +64,9 @@ def save(folder: str, tp: int, theirs: bool) -> None:
         layer = build(theirs)
         with torch.no_grad():
             layer.in_proj.bias.copy_(own_bias())
-        dist_checkpointing.save(layer.sharded_state_dict("layer.", metadata=metadata()), folder)
+        dist_checkpointing.save(
+            layer.sharded_state_dict("layer.", metadata=metadata()), folder
+        )
 
 
 def outcome_of_loading(folder: str, tp: int, theirs: bool) -> str:
@@ -74,12 +83,15 @@ def outcome_of_loading(folder: str, tp: int, theirs: bool) -> str:
 
 
 @pytest.mark.parametrize("written_at", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_checkpoint_of_upstream_loads_at_any_tensor_parallel_size(pools, tmp_path, written_at):
+def test_a_checkpoint_of_upstream_loads_at_any_tensor_parallel_size(
+    pools, tmp_path, written_at
+):
     pools(written_at).run(save, str(tmp_path), written_at, theirs=True)
     for tp in (1, 2):
         found = pools(tp).run(outcome_of_loading, str(tmp_path), tp, theirs=False)
         assert found == ["equal"] * tp
-    # Why we do not write it so: upstream itself reads it at its own size only, and says nothing.
+    # Why we do not write it so: upstream itself reads it at its own size only, and says
+    # nothing.
     other = 3 - written_at
     found = pools(other).run(outcome_of_loading, str(tmp_path), other, theirs=True)
     assert "scrambled" in found
@@ -95,7 +107,8 @@ SIZES = (1, 2, 4, 1)
 
 
 class PointToPoint(CopyService):
-    """Each transfer is a message of torch's; Megatron's own service over gloo asks for CUDA."""
+    """Each transfer is a message of torch's; Megatron's own service over gloo asks for
+    CUDA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +123,9 @@ class PointToPoint(CopyService):
 
     def run(self) -> None:
         here = {task: tensor for tensor, rank, task in self._sends if rank == self.rank}
-        work = [dist.isend(t, r, tag=task) for t, r, task in self._sends if r != self.rank]
+        work = [
+            dist.isend(t, r, tag=task) for t, r, task in self._sends if r != self.rank
+        ]
         for tensor, rank, task in self._receives:
             if rank == self.rank:
                 tensor.copy_(here[task])
@@ -125,7 +140,10 @@ KINDS = {
     "gdn": ({}, {"bias": True, "conv_bias": True}),
     "gdn2": ({"linear_num_key_heads": 4}, {"bias": True, "conv_bias": True}),
     "mamba2": ({"mamba_num_groups": 4}, {}),
-    "kda": ({"linear_num_key_heads": 4, "linear_value_head_dim": 8}, {"conv_bias": True}),
+    "kda": (
+        {"linear_num_key_heads": 4, "linear_value_head_dim": 8},
+        {"conv_bias": True},
+    ),
 }
 
 
@@ -142,7 +160,9 @@ def test_one_rank_to_two_to_four_to_one_is_the_identity(mixer):
             if source is None:
                 torch.manual_seed(3)
                 randomise_(layer)
-                whole = {name: p.detach().clone() for name, p in layer.named_parameters()}
+                whole = {
+                    name: p.detach().clone() for name, p in layer.named_parameters()
+                }
             else:
                 for parameter in layer.parameters():
                     nn.init.constant_(parameter, float("nan"))

@@ -1,4 +1,5 @@
-"""Chunkwise context parallelism: what is its own beside the laws that hold for both schemes."""
+"""Chunkwise context parallelism: what is its own beside the laws that hold for both
+schemes."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -10,7 +11,10 @@ import torch.distributed as dist
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import agreement
 from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
-from megatron_gdn.context_parallel.chunkwise.map_exchange import join_maps, states_entering_nodes
+from megatron_gdn.context_parallel.chunkwise.map_exchange import (
+    join_maps,
+    states_entering_nodes,
+)
 from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.ops.rules.choice import Choice
@@ -42,7 +46,10 @@ def chains_equal_their_product(
     known = (Cuts(flags, cut), Cuts(flags, None)) if cuts else (None,)
     torch.manual_seed(0)  # the same maps on every rank, of which each uses its own
     n = len(nodes.hosts)
-    local, through = torch.randn(n, M, K, V, dtype=dtype), torch.randn(n, M, K, K, dtype=dtype) / 2
+    local, through = (
+        torch.randn(n, M, K, V, dtype=dtype),
+        torch.randn(n, M, K, K, dtype=dtype) / 2,
+    )
     through[list(cut)] = 0
     state, entering = torch.zeros(M, K, V, dtype=torch.float64), []
     for j in range(n):
@@ -66,12 +73,17 @@ def chains_equal_their_product(
             assert j <= last or torch.equal(beside_nan[slot], got[slot]), (j, last)
             # Products of up to 16 maps, each a sum of 4: some 8 roundings deep.
             torch.testing.assert_close(
-                got[slot].double(), entering[j], rtol=0, atol=64 * torch.finfo(dtype).eps
+                got[slot].double(),
+                entering[j],
+                rtol=0,
+                atol=64 * torch.finfo(dtype).eps,
             )
 
 
 def equal(pools, tp, cp, *args, **options):
-    pools(tp * cp).run(parallel_equals_one_rank, GDN, tp, cp, *args, mode="chunkwise", **options)
+    pools(tp * cp).run(
+        parallel_equals_one_rank, GDN, tp, cp, *args, mode="chunkwise", **options
+    )
 
 
 @pytest.mark.each_value
@@ -137,7 +149,9 @@ def test_runs_of_several_documents_equal_one_rank(pools, layout, last):
     equal(pools, 1, 2, lengths=(20 - last, last + 3, 0, 17), layout=layout)
 
 
-@pytest.mark.parametrize("rates", [(1e-4, 2e-4), (16, 20)], ids=["no decay", "strong decay"])
+@pytest.mark.parametrize(
+    "rates", [(1e-4, 2e-4), (16, 20)], ids=["no decay", "strong decay"]
+)
 @pytest.mark.parametrize("lengths", [None, (8, 24, 16, 8)], ids=["batch", "packed"])
 def test_any_decay_equals_one_rank(pools, rates, lengths):
     equal(pools, 2, 2, True, lengths=lengths, A_init_range=rates)
@@ -154,18 +168,23 @@ def test_any_number_of_taps_equals_one_rank(pools, taps):
 @pytest.mark.parametrize("lengths", [None, (8, 24, 0, 16)], ids=["batch", "packed"])
 @on_ranks(2)
 def test_fp16_operands_equal_one_rank(lengths, mode):
-    """Every rank takes powers of two of its own; states and their gradients know none of them.
+    """Every rank takes powers of two of its own; states and their gradients know none
+    of them.
 
     To twice 8 tensors' rounding to fp16 by 2^-12: each side has its own.
     """
-    choice, rounded = Choice(HalfOperands(InHalf()), ""), replace(GDN, tolerance=2 * 8 * 2**-12)
+    choice, rounded = (
+        Choice(HalfOperands(InHalf()), ""),
+        replace(GDN, tolerance=2 * 8 * 2**-12),
+    )
     with patch.object(layer_module, "resolve_rule", lambda *_, **__: choice):
         parallel_equals_one_rank(rounded, 1, 2, lengths=lengths, mode=mode)
 
 
 @on_ranks(cp=2)
 def test_nothing_is_sent_where_no_document_is_cut():
-    """Documents that end where ranks do: chunkwise sends nothing but what ranks compare."""
+    """Documents that end where ranks do: chunkwise sends nothing but what ranks
+    compare."""
     layer = over_ranks(linear_cp_mode="chunkwise", cp_layout="contiguous")
     refuse = AssertionError("a collective")
     with (

@@ -1,4 +1,5 @@
-"""Dynamo captures the projections and leaves what stands between them to run as it is."""
+"""Dynamo captures the projections and leaves what stands between them to run as it
+is."""
 
 import warnings
 
@@ -26,17 +27,28 @@ LENGTHS = (8, 24, 16)
         pytest.param(1, {}, True, id="one rank-packed", marks=slow),
         pytest.param(1, RECOMPUTE, False, id="recompute-batch", marks=nightly),
         pytest.param(1, RECOMPUTE, True, id="recompute-packed", marks=slow),
-        pytest.param(2, {"linear_cp_mode": "headwise"}, False, id="headwise-batch", marks=nightly),
-        pytest.param(2, {"linear_cp_mode": "headwise"}, True, id="headwise-packed", marks=nightly),
         pytest.param(
-            2, {"linear_cp_mode": "chunkwise"}, False, id="chunkwise-batch", marks=nightly
+            2, {"linear_cp_mode": "headwise"}, False, id="headwise-batch", marks=nightly
         ),
-        pytest.param(2, {"linear_cp_mode": "chunkwise"}, True, id="chunkwise-packed", marks=slow),
+        pytest.param(
+            2, {"linear_cp_mode": "headwise"}, True, id="headwise-packed", marks=nightly
+        ),
+        pytest.param(
+            2,
+            {"linear_cp_mode": "chunkwise"},
+            False,
+            id="chunkwise-batch",
+            marks=nightly,
+        ),
+        pytest.param(
+            2, {"linear_cp_mode": "chunkwise"}, True, id="chunkwise-packed", marks=slow
+        ),
     ],
 )
 @on_ranks(cp="cp")
 def test_a_compiled_layer_equals_the_layer(cp, options, packed):
-    """Output and every gradient, bit for bit, and twice, without a warning of Dynamo."""
+    """Output and every gradient, bit for bit, and twice, without a warning of
+    Dynamo."""
     layer = over_ranks(**options)
     randomise_(layer)
     x, params = torch.randn(sum(LENGTHS) // cp, 1, 24), thd(LENGTHS) if packed else None
@@ -56,6 +68,8 @@ def test_a_compiled_layer_equals_the_layer(cp, options, packed):
                 found = forward_backward(layer, x, params, run=compiled)
                 require_same_bits(found, expected)
         assert not [one for one in warned if "ops/autograd.py" in str(one.message)]
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing captured"
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, (
+            "nothing captured"
+        )
     finally:
         torch._dynamo.reset()

@@ -1,4 +1,5 @@
-"""Every mixer equals itself on one rank in every parallel layout, and its checkpoint moves."""
+"""Every mixer equals itself on one rank in every parallel layout, and its checkpoint
+moves."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,15 @@ each = pytest.mark.parametrize(
 @pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
 def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed, mixers):
     lengths = ANY if packed and layout != "zigzag" else packed
-    pools(2).run(parallel_equals_one_rank, mixers, 1, 2, lengths=lengths, layout=layout, mode=mode)
+    pools(2).run(
+        parallel_equals_one_rank,
+        mixers,
+        1,
+        2,
+        lengths=lengths,
+        layout=layout,
+        mode=mode,
+    )
 
 
 @pytest.mark.each_value
@@ -52,7 +61,8 @@ def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel, m
 @modes
 @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
 def test_four_ranks_equal_one_rank(pools, tp, cp, mode, mixers):
-    """More than groups of Mamba2, whose norm runs after the exchange then, and of the toy."""
+    """More than groups of Mamba2, whose norm runs after the exchange then, and of the
+    toy."""
     options = {"D_has_hdim": True} if mixers is MAMBA2 and tp == 1 else {}
     given = {"lengths": UNEQUAL, "mode": mode, **options}
     pools(4).run(parallel_equals_one_rank, mixers, tp, cp, tp > 1, **given)
@@ -70,20 +80,31 @@ MIXED = {"forget_rank": 4, "output_rank": 0, "gate_lower_bound": -5.0}
 @modes
 def test_fast_gates_cross_ranks(pools, mode):
     pools(2).run(
-        parallel_equals_one_rank, KDA, 1, 2, tokens=272, batch=1, mode=mode, gate_lower_bound=-5.0,
+        parallel_equals_one_rank,
+        KDA,
+        1,
+        2,
+        tokens=272,
+        batch=1,
+        mode=mode,
+        gate_lower_bound=-5.0,
         A_init_range=(4, 4),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("options", [FULL, MIXED], ids=["full", "mixed"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_gates_of_every_rank_are_shared_by_tensor_parallel_ranks(pools, sequence_parallel, options):
+def test_gates_of_every_rank_are_shared_by_tensor_parallel_ranks(
+    pools, sequence_parallel, options
+):
     pools(2).run(parallel_equals_one_rank, KDA, 2, 1, sequence_parallel, **options)
 
 
 @pytest.mark.parametrize("recompute", ["light", "full"])
 def test_what_is_computed_again_is_the_same(pools, recompute):
-    pools(2).run(parallel_equals_one_rank, KDA, 1, 2, mode="chunkwise", recompute=recompute)
+    pools(2).run(
+        parallel_equals_one_rank, KDA, 1, 2, mode="chunkwise", recompute=recompute
+    )
 
 
 def test_a_checkpoint_of_full_gates_moves_between_sizes(pools):
@@ -102,26 +123,54 @@ THREE_TO_ONE = {"linear_num_key_heads": 4, "linear_num_value_heads": 12}
 FEW_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
 ONE_KEY_HEAD = {"linear_num_key_heads": 1, "linear_num_value_heads": 4}
 FEW = {"changes": FEW_KEY_HEADS, "conv_bias": True}
-# Ranks of tensor and context parallelism, whether they share the sequence, and how the layer runs.
+# Ranks of tensor and context parallelism, whether they share the sequence, and how the
+# layer runs.
 IN_BOTH_SCHEMES = {
     "padded documents": (1, 2, False, PADDED),
     "padded documents, tp": (2, 2, True, PADDED),
     "biases and the deterministic mode": (2, 2, True, DETERMINISTIC),
-    "packed, biases and the deterministic mode": (2, 2, True, DETERMINISTIC | {"lengths": SLOTS}),
+    "packed, biases and the deterministic mode": (
+        2,
+        2,
+        True,
+        DETERMINISTIC | {"lengths": SLOTS},
+    ),
     "a short contiguous batch": (2, 2, True, {"tokens": 12, "layout": "contiguous"}),
-    "the group of the micro-batch": (2, 2, False, {"lengths": SLOTS, "own_cp_group": True}),
-    "three value heads per key head": (2, 2, False, {"lengths": SLOTS, "changes": THREE_TO_ONE}),
+    "the group of the micro-batch": (
+        2,
+        2,
+        False,
+        {"lengths": SLOTS, "own_cp_group": True},
+    ),
+    "three value heads per key head": (
+        2,
+        2,
+        False,
+        {"lengths": SLOTS, "changes": THREE_TO_ONE},
+    ),
 }
 IN_ONE_SCHEME = {
     "four tensor-parallel ranks": (4, 1, True, {"lengths": SLOTS}),
     "more ranks than key heads, tp": (2, 2, True, FEW),
-    "as many ranks as value heads": (1, 4, False, {"lengths": SLOTS, "changes": ONE_KEY_HEAD}),
-    "eight ranks, packed": (1, 8, False, {"lengths": (16, 0, 48, 32), "changes": FEW_KEY_HEADS}),
+    "as many ranks as value heads": (
+        1,
+        4,
+        False,
+        {"lengths": SLOTS, "changes": ONE_KEY_HEAD},
+    ),
+    "eight ranks, packed": (
+        1,
+        8,
+        False,
+        {"lengths": (16, 0, 48, 32), "changes": FEW_KEY_HEADS},
+    ),
 }
 
 
 def gdn_equals_one_rank(pools, tp, cp, sequence_parallel, options, **more):
-    pools(tp * cp).run(parallel_equals_one_rank, GDN, tp, cp, sequence_parallel, **options, **more)
+    pools(tp * cp).run(
+        parallel_equals_one_rank, GDN, tp, cp, sequence_parallel, **options, **more
+    )
 
 
 @pytest.mark.each_value

@@ -27,7 +27,12 @@ sizes = pytest.mark.parametrize("size", [2, 4])
 directly = pytest.mark.parametrize("direct", [True, False], ids=["runs", "second pass"])
 SECTIONS = (8, 4, 12)
 # Two key heads of 3 and four value heads of 5.
-HEADS = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 3, "value_head_dim": 5}
+HEADS = {
+    "num_key_heads": 2,
+    "num_value_heads": 4,
+    "key_head_dim": 3,
+    "value_head_dim": 5,
+}
 DOCUMENTS = {
     "dense": None,
     "unequal": (16, 0, 8, 24),
@@ -50,16 +55,20 @@ def _columns(dims: GDNDims, rank: int, size: int) -> list[int]:
     key_heads = sorted({head // dims.value_heads_per_key_head for head in value_heads})
     used = [key_heads, key_heads, value_heads, value_heads, value_heads, value_heads]
     columns, start = [], 0
-    for section, name, heads in zip(dims.layout.widths, dims.layout.names, used, strict=True):
-        per_head = section // (dims.num_key_heads if name in ("query", "key") else
-                               dims.num_value_heads)  # fmt: skip
+    for section, name, heads in zip(
+        dims.layout.widths, dims.layout.names, used, strict=True
+    ):
+        per_head = section // (
+            dims.num_key_heads if name in ("query", "key") else dims.num_value_heads
+        )
         columns += [start + h * per_head + i for h in heads for i in range(per_head)]
         start += section
     return columns
 
 
 def travelling(waves: int, direct: bool, own: int = 0):
-    """The smallest exchange travels in ``waves`` too; up to ``own`` bytes are carried along."""
+    """The smallest exchange travels in ``waves`` too; up to ``own`` bytes are carried
+    along."""
     message = 0 if direct else 1 << 40
     sizes = {"WAVE_BYTES": 1, "MESSAGE_BYTES": message, "OWN_BYTES": own}
     return patch.multiple(exchange, MOST_WAVES=waves, **sizes)
@@ -74,13 +83,16 @@ def open_gives_every_rank_its_heads(
     layout: str, packed: str, batch: int, waves: int = 1, direct: bool = True, **heads
 ) -> None:
     for own in (0, 1 << 40) if waves == 1 else (0,):
-        _open_gives_every_rank_its_heads(layout, packed, batch, waves, direct, own, **heads)
+        _open_gives_every_rank_its_heads(
+            layout, packed, batch, waves, direct, own, **heads
+        )
 
 
 def _open_gives_every_rank_its_heads(
     layout: str, packed: str, batch: int, waves: int, direct: bool, own: int, **heads
 ) -> None:
-    """Open and close and both gradients, bit for bit; copies add up in the order of the ranks."""
+    """Open and close and both gradients, bit for bit; copies add up in the order of the
+    ranks."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), _device()
     dims, scheme = _scheme(layout, **heads)
     lengths = DOCUMENTS[packed] or (16 * size,)
@@ -96,7 +108,9 @@ def _open_gives_every_rank_its_heads(
     gradients = torch.randn(size, tokens, batch, scheme.layout.width, device=device)
     with travelling(waves, direct, own):
         cut = documents_cut_by(SequenceLayout(layout), documents, tokens, device)
-        made = Exchange.of(dist.group.WORLD, scheme._proj, cut, SequenceLayout(layout), whole[held])
+        made = Exchange.of(
+            dist.group.WORLD, scheme._proj, cut, SequenceLayout(layout), whole[held]
+        )
         passage = scheme.passage(documents, tokens, batch, whole)
         assert len(made.waves) == waves
         assert all(made.sends_fragments(wave) == direct for wave in made.waves)
@@ -115,7 +129,9 @@ def _open_gives_every_rank_its_heads(
 
         mixed = torch.randn(tokens, batch, dims.v_dim, device=device)
         share = dims.v_dim // size
-        inside = mixed[..., rank * share : (rank + 1) * share].contiguous().requires_grad_()
+        inside = (
+            mixed[..., rank * share : (rank + 1) * share].contiguous().requires_grad_()
+        )
         closed = passage.close(inside)
         assert torch.equal(closed, mixed[held])
         weight = torch.randn(tokens, batch, dims.v_dim, device=device)
@@ -128,8 +144,14 @@ def sums_over_copies_are_rounded_once_in_the_order_of_ranks() -> None:
     rank, size, device = dist.get_rank(), dist.get_world_size(), _device()
     _, scheme = _scheme("contiguous", num_key_heads=1)
     torch.manual_seed(5)
-    gradients = torch.randn(size, 8 * size, 2, scheme.layout.width, device=device).bfloat16()
-    mine = torch.zeros(8, 2, scheme._proj.whole_width, device=device).bfloat16().requires_grad_()
+    gradients = torch.randn(
+        size, 8 * size, 2, scheme.layout.width, device=device
+    ).bfloat16()
+    mine = (
+        torch.zeros(8, 2, scheme._proj.whole_width, device=device)
+        .bfloat16()
+        .requires_grad_()
+    )
     scheme.passage(None, 8 * size, 2, mine).open(mine).backward(gradients[rank])
     total = torch.zeros(8, 2, 3, device=device)
     for other in range(size):
@@ -147,7 +169,12 @@ def test_the_all_to_alls_are_upstreams(size, sections):
     width = sum(SECTIONS)
     for ours, theirs, shape, widths in (
         (tensor_a2a_cp2hp, upstream.tensor_a2a_cp2hp, (4, 2, width), sections),
-        (tensor_a2a_hp2cp, upstream.tensor_a2a_hp2cp, (4 * size, 2, width // size), inside),
+        (
+            tensor_a2a_hp2cp,
+            upstream.tensor_a2a_hp2cp,
+            (4 * size, 2, width // size),
+            inside,
+        ),
     ):
         for balanced in (True, False):
             torch.manual_seed(dist.get_rank())
@@ -182,15 +209,27 @@ def test_parameter_shares_rebuild_the_parameter_and_its_gradient(size):
 def test_bad_exchanges_are_refused():
     group = dist.group.WORLD
     for call, message in (
-        (lambda: tensor_a2a_cp2hp(torch.zeros(4, 8), 0, -1, group), "seq_dim=0 and head_dim=-1"),
+        (
+            lambda: tensor_a2a_cp2hp(torch.zeros(4, 8), 0, -1, group),
+            "seq_dim=0 and head_dim=-1",
+        ),
         (lambda: tensor_a2a_cp2hp(torch.zeros(4, 1, 8), 1, -1, group), "seq_dim=1"),
-        (lambda: tensor_a2a_cp2hp(torch.zeros(4, 1, 7), 0, -1, group), "each be a multiple"),
+        (
+            lambda: tensor_a2a_cp2hp(torch.zeros(4, 1, 7), 0, -1, group),
+            "each be a multiple",
+        ),
         (
             lambda: tensor_a2a_cp2hp(torch.zeros(4, 1, 8), 0, -1, group, (4, 2)),
             "add up to the width",
         ),
-        (lambda: tensor_a2a_cp2hp(torch.zeros(3, 1, 8), 0, -1, group), "not a multiple of"),
-        (lambda: tensor_a2a_hp2cp(torch.zeros(5, 1, 8), 0, -1, group), "cannot be shared"),
+        (
+            lambda: tensor_a2a_cp2hp(torch.zeros(3, 1, 8), 0, -1, group),
+            "not a multiple of",
+        ),
+        (
+            lambda: tensor_a2a_hp2cp(torch.zeros(5, 1, 8), 0, -1, group),
+            "cannot be shared",
+        ),
         (
             lambda: tensor_a2a_hp2cp(torch.zeros(4, 1, 6), 0, -1, group, (8, 4)),
             "widths before the exchange. Give the widths that a rank holds",
@@ -199,7 +238,10 @@ def test_bad_exchanges_are_refused():
             lambda: tensor_a2a_hp2cp(torch.zeros(4, 1, 6), 0, -1, group, (4, 1)),
             "[4, 1] must add up to 6",
         ),
-        (lambda: get_parameter_local_cp(torch.zeros(7), 0, group), "each be a multiple"),
+        (
+            lambda: get_parameter_local_cp(torch.zeros(7), 0, group),
+            "each be a multiple",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
@@ -212,7 +254,9 @@ def test_bad_exchanges_are_refused():
 @pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_open_gives_every_rank_its_heads(pools, size, layout, batch, waves, direct):
-    pools(size).run(open_gives_every_rank_its_heads, layout, "dense", batch, waves, direct)
+    pools(size).run(
+        open_gives_every_rank_its_heads, layout, "dense", batch, waves, direct
+    )
 
 
 @pytest.mark.each_value
@@ -220,8 +264,12 @@ def test_open_gives_every_rank_its_heads(pools, size, layout, batch, waves, dire
 @sizes
 @pytest.mark.parametrize("waves", [1, 5])  # no rank has a multiple of 5 tokens
 @pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
-def test_open_gives_every_rank_its_heads_of_unequal_documents(pools, size, layout, waves, direct):
-    pools(size).run(open_gives_every_rank_its_heads, layout, "unequal", 1, waves, direct)
+def test_open_gives_every_rank_its_heads_of_unequal_documents(
+    pools, size, layout, waves, direct
+):
+    pools(size).run(
+        open_gives_every_rank_its_heads, layout, "unequal", 1, waves, direct
+    )
 
 
 @pytest.mark.each_value
@@ -230,18 +278,27 @@ def test_open_gives_every_rank_its_heads_of_unequal_documents(pools, size, layou
 @pytest.mark.parametrize("heads", [(1, 4), (2, 4), (2, 8), (4, 4)], ids=str)
 def test_key_heads_fewer_than_ranks_are_replicated(pools, packed, heads, direct):
     heads = {"num_key_heads": heads[0], "num_value_heads": heads[1]}
-    pools(4).run(open_gives_every_rank_its_heads, "zigzag", packed, 1, 2, direct, **heads)
+    pools(4).run(
+        open_gives_every_rank_its_heads, "zigzag", packed, 1, 2, direct, **heads
+    )
 
 
 @pytest.mark.each_value
 @directly
 @pytest.mark.parametrize("lengths", [None, (8, 0, 24, 16)], ids=["batch", "packed"])
 @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
-def test_the_layer_equals_one_rank_whichever_way_rows_travel(pools, tp, cp, lengths, direct):
+def test_the_layer_equals_one_rank_whichever_way_rows_travel(
+    pools, tp, cp, lengths, direct
+):
     pools(4).run(
-        layer_equals_one_rank, 2, direct, tp, cp, lengths=lengths,
+        layer_equals_one_rank,
+        2,
+        direct,
+        tp,
+        cp,
+        lengths=lengths,
         changes={"linear_num_key_heads": 2},
-    )  # fmt: skip
+    )
 
 
 @sizes

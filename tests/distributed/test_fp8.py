@@ -26,7 +26,12 @@ each = pytest.mark.parametrize("mixer", ["gdn", "gdn2", "mamba2"])
 by_tp = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 TOKENS, BATCH = 16, 2
 # Multiples of 16 before the gates, and of out_proj's input, on two ranks.
-MAMBA = {"mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 8}
+MAMBA = {
+    "mamba_head_dim": 8,
+    "mamba_state_dim": 8,
+    "mamba_num_groups": 2,
+    "mamba_num_heads": 8,
+}
 FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 # Sums of 24 products in fp32, in another order on each path.
 FP32 = 1e-5
@@ -35,7 +40,9 @@ FP32 = 1e-5
 def build(mixer: str, config, groups, linear=Fp8Column, **options):
     if mixer == "mamba2":
         submodules = Mamba2MixerSubmodules(in_proj=linear, out_proj=RowParallelLinear)
-        return Mamba2Mixer(config, submodules, config.hidden_size, pg_collection=groups, **options)
+        return Mamba2Mixer(
+            config, submodules, config.hidden_size, pg_collection=groups, **options
+        )
     spec_of = gated_delta_net2_spec if mixer == "gdn2" else gated_delta_net_spec
     spec = spec_of("local", **options)
     spec.submodules.in_proj = linear
@@ -45,7 +52,9 @@ def build(mixer: str, config, groups, linear=Fp8Column, **options):
 def whole(mixer: str, linear=Fp8Column, fp8: bool = True, **options):
     """On this rank alone, the same on all."""
     torch.manual_seed(7)
-    layer = build(mixer, make_config(**MAMBA, **(FP8 if fp8 else {})), alone(), linear, **options)
+    layer = build(
+        mixer, make_config(**MAMBA, **(FP8 if fp8 else {})), alone(), linear, **options
+    )
     randomise_(layer)
     return layer
 
@@ -54,7 +63,10 @@ def share(mixer: str, of, linear, sequence_parallel: bool):
     """This rank's share of the mixer ``of``."""
     sizes = {**MAMBA, **FP8, "tensor_model_parallel_size": 2}
     config = make_config(**sizes, sequence_parallel=sequence_parallel)
-    layer, share_of = build(mixer, config, groups_of_megatron(), linear), BY_NAME[mixer].share
+    layer, share_of = (
+        build(mixer, config, groups_of_megatron(), linear),
+        BY_NAME[mixer].share,
+    )
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if "layer_norm" in name:
@@ -70,13 +82,18 @@ def inputs(layer, seed: int = 5) -> torch.Tensor:
 
 
 def unrounded():
-    """FP8 has other scales on other ranks: its products are those of unrounded numbers."""
+    """FP8 has other scales on other ranks: its products are those of unrounded
+    numbers."""
     return patch.object(fp8_twin, "rounded", lambda x, dtype=None: x.float())
 
 
 def rows_of_rank(layer, sequence_parallel: bool) -> slice:
     rank, per_rank = layer.tp_group.rank(), TOKENS // 2
-    return slice(rank * per_rank, (rank + 1) * per_rank) if sequence_parallel else slice(None)
+    return (
+        slice(rank * per_rank, (rank + 1) * per_rank)
+        if sequence_parallel
+        else slice(None)
+    )
 
 
 def gradients(layer, x, *, main_grad: bool = False, times: int = 1, rows=slice(None)):
@@ -105,7 +122,8 @@ def _joins(layer, cat) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("mixer", "bias"), [("gdn", False), ("gdn", True), ("gdn2", False), ("mamba2", False)]
+    ("mixer", "bias"),
+    [("gdn", False), ("gdn", True), ("gdn2", False), ("mamba2", False)],
 )
 @on_ranks(2)
 def test_gates_have_the_weights_dtype_and_the_rest_is_fp8(mixer, bias):
@@ -143,7 +161,8 @@ def test_gradients_of_gates_do_not_pass_fp8(mixer):
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 @on_ranks(2)
 def test_the_norm_in_front_comes_once(normalization, zero_centered):
-    """All columns and every gradient, against the linear without FP8; products are unrounded."""
+    """All columns and every gradient, against the linear without FP8; products are
+    unrounded."""
     layer = whole("gdn", Fp8NormedColumn)
     linear = layer.in_proj
     linear.normalization, linear.zero_centered_gamma = normalization, zero_centered
@@ -177,18 +196,23 @@ def test_both_parts_add_their_rows_of_main_grad_in_place(mixer):
 @each
 @on_ranks(2, tp=1)
 def test_megatrons_ddp_gets_both_parts(mixer):
-    """In its buffers, at the end of the backward, with and without fused accumulation."""
+    """In its buffers, at the end of the backward, with and without fused
+    accumulation."""
     found = []
     for fused in (True, False):
         layer = whole(mixer)
-        ddp = in_ddp(layer, grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=None)
+        ddp = in_ddp(
+            layer, grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=None
+        )
         layer.in_proj.fuse_wgrad_accumulation = fused
         ddp.zero_grad_buffer()
         with fp8_on():
             out, _ = ddp(inputs(layer))
         out.sum().backward()
         ddp.finish_grad_sync()
-        found.append({name: p.main_grad.clone() for name, p in layer.named_parameters()})
+        found.append(
+            {name: p.main_grad.clone() for name, p in layer.named_parameters()}
+        )
     for name, gradient in found[0].items():
         assert gradient.any(), name
         assert_close(name, gradient, found[1][name], FP32)
@@ -235,7 +259,9 @@ def test_an_adapter_gets_the_normed_rows(sequence_parallel):
         (rows, normed), _ = linear(x[mine])
     assert rows.shape == (TOKENS, BATCH, layer.dims.layout.width)
     assert normed.shape == x.shape
-    expected = torch.nn.functional.rms_norm(x, x.shape[-1:], linear.layer_norm_weight, 1e-6)
+    expected = torch.nn.functional.rms_norm(
+        x, x.shape[-1:], linear.layer_norm_weight, 1e-6
+    )
     assert_close("normed", normed, expected, FP32)
 
 
@@ -251,7 +277,9 @@ def test_files_and_marks_are_those_of_a_launch_without_fp8(mixer):
     assert isinstance(fp8.in_proj, ColumnParallelLinear)
     ours, theirs = fp8.state_dict(), plain.state_dict()
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(x, theirs[name]) for name, x in ours.items() if x is not None)
+    assert all(
+        torch.equal(x, theirs[name]) for name, x in ours.items() if x is not None
+    )
     marks = [vars(layer.in_proj.weight) for layer in (fp8, plain)]
     assert marks[0] == marks[1]
     sharded = [layer.sharded_state_dict("a.") for layer in (fp8, plain)]
@@ -267,14 +295,17 @@ def test_files_and_marks_are_those_of_a_launch_without_fp8(mixer):
 @each
 @on_ranks(2)
 def test_a_checkpoint_moves_between_fp8_and_bf16(mixer):
-    """From two ranks in FP8 to one that is not, and back: each weight to the bit, by all keys."""
+    """From two ranks in FP8 to one that is not, and back: each weight to the bit, by
+    all keys."""
 
     def load(layer, folder: str) -> None:
         with torch.no_grad():
             for parameter in layer.parameters():
                 parameter.zero_()
         every = StrictHandling.RAISE_ALL
-        state = dist_checkpointing.load(layer.sharded_state_dict(), folder, strict=every)
+        state = dist_checkpointing.load(
+            layer.sharded_state_dict(), folder, strict=every
+        )
         layer.load_state_dict(state)
 
     def there_and_back(folder: str, other: str) -> None:
@@ -293,9 +324,13 @@ def test_a_checkpoint_moves_between_fp8_and_bf16(mixer):
             layer, _ = share(mixer, of, Fp8Column, False)
             load(layer, other)
             for name, parameter in layer.named_parameters():
-                assert torch.equal(parameter, share_of(name, of.get_parameter(name), layer)), name
+                assert torch.equal(
+                    parameter, share_of(name, of.get_parameter(name), layer)
+                ), name
 
-    in_a_shared_folder(lambda one: in_a_shared_folder(lambda two: there_and_back(one, two)))
+    in_a_shared_folder(
+        lambda one: in_a_shared_folder(lambda two: there_and_back(one, two))
+    )
 
 
 DOCUMENTS = {
@@ -323,7 +358,13 @@ def test_gates_beside_the_rows_are_gates_in_the_rows(mixer, documents):
             out, _ = layer(x, packed_seq_params=boundaries)
         joined.append(_joins(layer, cat))
         out.backward(inputs(layer, 6)[:, : out.shape[1]])
-        found.append({"out": out, "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}})
+        found.append(
+            {
+                "out": out,
+                "x": x.grad,
+                **{n: p.grad for n, p in layer.named_parameters()},
+            }
+        )
     assert joined == [True, False]
     for name, tensor in found[0].items():
         assert torch.equal(tensor, found[1][name]), name
@@ -368,4 +409,9 @@ def test_context_parallel_ranks_equal_one(mixer, mode):
     assert found[1].pop("joined") == (mode == "headwise")
     dist.all_reduce(found[1]["weight"], group=groups.cp)
     for name, tensor in found[1].items():
-        assert_close(name, tensor, found[0][name][mine if name != "weight" else slice(None)], FP32)
+        assert_close(
+            name,
+            tensor,
+            found[0][name][mine if name != "weight" else slice(None)],
+            FP32,
+        )

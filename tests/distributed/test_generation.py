@@ -1,6 +1,8 @@
-"""Hybrid models (M, G and *) generate: through Megatron's own engine, and at every parallel size.
+"""Hybrid models (M, G and *) generate: through Megatron's own engine, and at every
+parallel size.
 
-fp32, 1e-5 of the largest logit: some 80 units of rounding for sums of a few hundred terms.
+fp32, 1e-5 of the largest logit: some 80 units of rounding for sums of a few hundred
+terms.
 """
 
 import os
@@ -57,8 +59,18 @@ def forget_attention_backend() -> None:
 
 def build_model(pattern="M-*-G-", **changes):
     forget_attention_backend()
-    mamba = {"mamba_num_heads": 6, "mamba_num_groups": 2, "mamba_head_dim": 4, "mamba_state_dim": 5}
-    sizes = {"gated_linear_unit": True, "add_bias_linear": False, "num_query_groups": 2, **mamba}
+    mamba = {
+        "mamba_num_heads": 6,
+        "mamba_num_groups": 2,
+        "mamba_head_dim": 4,
+        "mamba_state_dim": 5,
+    }
+    sizes = {
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "num_query_groups": 2,
+        **mamba,
+    }
     positions = "rope" if "*" in pattern else "none"
     config = model_config(pattern, kv_channels=6, **sizes, **changes)
     model = hybrid_model(config, pattern, position_embedding_type=positions)
@@ -73,7 +85,9 @@ def training_logits(model, tokens):
     return model(tokens, positions, None, runtime_gather_output=True)
 
 
-def generates(tp=1, cp=1, sp=False, pattern="M-*-G-") -> tuple[torch.Tensor, torch.Tensor]:
+def generates(
+    tp=1, cp=1, sp=False, pattern="M-*-G-"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Greedy tokens, and the logits of chunks, steps and a roll-back over a text."""
     with parallel(tp=tp, cp=cp):
         sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
@@ -96,14 +110,22 @@ def generates(tp=1, cp=1, sp=False, pattern="M-*-G-") -> tuple[torch.Tensor, tor
         logits = torch.cat(found, dim=1).clone()
         if tp == cp == 1:
             torch.testing.assert_close(
-                logits, training_logits(model, text), rtol=1e-5, atol=1e-5 * logits.abs().max()
+                logits,
+                training_logits(model, text),
+                rtol=1e-5,
+                atol=1e-5 * logits.abs().max(),
             )
-            assert torch.equal(training_logits(model, greedy)[:, 8:-1].argmax(-1), greedy[:, 9:])
+            assert torch.equal(
+                training_logits(model, greedy)[:, 8:-1].argmax(-1), greedy[:, 9:]
+            )
         return greedy, logits
 
 
-def gap(tp=1, exact=False, pattern="M-*-G-", at_once=1, dtype=torch.float32, greedy=False):
-    """How far generation is from training in 67 tokens, drawn or ``greedy``, past a step of 64."""
+def gap(
+    tp=1, exact=False, pattern="M-*-G-", at_once=1, dtype=torch.float32, greedy=False
+):
+    """How far generation is from training in 67 tokens, drawn or ``greedy``, past a
+    step of 64."""
     changes = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
     changes["batch_invariant_mode"] = exact
     with parallel(tp=tp):
@@ -129,7 +151,9 @@ def alone(pools):
 def test_megatrons_own_engine_generates_what_training_calls_likeliest():
     model = build_model()
     wrapped = GPTInferenceWrapper(model, StaticInferenceContext(3, LONGEST))
-    engine = StaticInferenceEngine(TextGenerationController(wrapped, Letters()), legacy=True)
+    engine = StaticInferenceEngine(
+        TextGenerationController(wrapped, Letters()), legacy=True
+    )
     prompts = ["an early word", "two", "a third one"]
     wanted = SamplingParams(top_k=1, num_tokens_to_generate=12, return_log_probs=True)
     wanted.add_attributes({"no_early_termination": True})
@@ -142,7 +166,9 @@ def test_megatrons_own_engine_generates_what_training_calls_likeliest():
         assert len(made) == 12
         logits = training_logits(model, torch.tensor([given + made]))[0]
         assert logits[len(given) - 1 : -1].argmax(-1).tolist() == made
-        expected = logits.log_softmax(-1)[torch.arange(len(given) - 1, len(given) + 11), made]
+        expected = logits.log_softmax(-1)[
+            torch.arange(len(given) - 1, len(given) + 11), made
+        ]
         found = torch.tensor(request.generated_log_probs)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -152,7 +178,9 @@ def test_a_model_of_recurrent_layers_alone_generates(pools):
 
 
 @pytest.mark.parametrize(
-    ("tp", "cp", "sp"), [(2, 1, False), (2, 1, True), (1, 2, False)], ids=["tp2", "sp2", "cp2"]
+    ("tp", "cp", "sp"),
+    [(2, 1, False), (2, 1, True), (1, 2, False)],
+    ids=["tp2", "sp2", "cp2"],
 )
 def test_two_ranks_generate_what_one_generates(pools, alone, tp, cp, sp):
     tokens, logits = alone
@@ -184,7 +212,9 @@ def test_a_recurrent_layer_refuses_a_cut_sequence_itself():
     config = model_config("G-", context_parallel_size=2)
     model = hybrid_model(config, "G-", hybrid_stack_spec("local"))
     text = torch.zeros(1, 4, dtype=torch.int64)
-    refused = pytest.raises(NotImplementedError, match="generation runs on whole sequences")
+    refused = pytest.raises(
+        NotImplementedError, match="generation runs on whole sequences"
+    )
     with torch.inference_mode(), refused:
         next_logits(model, text, StaticInferenceContext(1, 8))
 
@@ -217,11 +247,13 @@ def test_generation_has_the_log_probabilities_of_training(pools):
 @pytest.mark.parametrize(
     ("tp", "dtype", "at_once", "pattern", "greedy"),
     [
-        (1, torch.float32, 1, "M-*-G-", True), (1, torch.float32, 1, "G-G-M-*-", False),
-        (2, torch.bfloat16, 4, "M-*-G-", False), (2, torch.bfloat16, 4, "M-*-G-", True),
+        (1, torch.float32, 1, "M-*-G-", True),
+        (1, torch.float32, 1, "G-G-M-*-", False),
+        (2, torch.bfloat16, 4, "M-*-G-", False),
+        (2, torch.bfloat16, 4, "M-*-G-", True),
     ],
     ids=["greedy", "drawn", "tp2-bf16-drawn", "tp2-bf16-greedy"],
-)  # fmt: skip
+)
 @on_ranks("tp")
 def test_in_batch_invariant_mode_generation_has_the_bits_of_training(
     tp, dtype, at_once, pattern, greedy
@@ -252,20 +284,28 @@ def test_in_batch_invariant_mode_many_tokens_have_the_bits_of_training(pattern, 
 @pytest.mark.slow
 @on_ranks(1)
 def test_in_batch_invariant_mode_packing_changes_no_bit():
-    """A packed document has the bits of the document alone, in training and in generation."""
+    """A packed document has the bits of the document alone, in training and in
+    generation."""
     with parallel(), RowByRow():
         for pattern in ("M-*-G-", "G-G-M-"):
             model = build_model(pattern, batch_invariant_mode=True)
             lengths = (30, 0, 70, 5)
-            text = torch.randint(VOCAB, (1, 105), generator=torch.Generator().manual_seed(1))
+            text = torch.randint(
+                VOCAB, (1, 105), generator=torch.Generator().manual_seed(1)
+            )
             pieces = text.split(lengths, dim=1)
             positions = torch.cat([torch.arange(n) for n in lengths])[None]
             with torch.no_grad():
                 together = model(
-                    text, positions, None, packed_seq_params=thd(lengths),
+                    text,
+                    positions,
+                    None,
+                    packed_seq_params=thd(lengths),
                     runtime_gather_output=True,
-                )  # fmt: skip
-                for piece, packed in zip(pieces, together.split(lengths, dim=1), strict=True):
+                )
+                for piece, packed in zip(
+                    pieces, together.split(lengths, dim=1), strict=True
+                ):
                     if piece.numel():
                         assert torch.equal(training_logits(model, piece), packed)
             with torch.inference_mode():
@@ -276,7 +316,9 @@ def test_in_batch_invariant_mode_packing_changes_no_bit():
 
 @on_ranks(cp=1)
 def test_kernels_are_refused_in_batch_invariant_mode():
-    config = make_config(attention_dropout=0.0, mamba_num_heads=8, batch_invariant_mode=True)
+    config = make_config(
+        attention_dropout=0.0, mamba_num_heads=8, batch_invariant_mode=True
+    )
     for make, more in ((gated_delta_net_spec, {}), (mamba2_spec, {"d_model": 24})):
         with pytest.raises(ValueError, match="Use 'auto' or 'reference'"):
             build_module(make("local", backend="fla"), config, layer_number=1, **more)

@@ -1,4 +1,5 @@
-"""Without ``cp_layout`` layers read how documents were cut from the loader and the launch."""
+"""Without ``cp_layout`` layers read how documents were cut from the loader and the
+launch."""
 
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -45,7 +46,9 @@ def launched_with(*flags: str) -> Iterator[None]:
     """Megatron's arguments, as its scripts set them before they build a model."""
     from megatron.training import global_vars
 
-    with patch.object(global_vars, "_GLOBAL_ARGS", parser_of_megatron().parse_args(flags)):
+    with patch.object(
+        global_vars, "_GLOBAL_ARGS", parser_of_megatron().parse_args(flags)
+    ):
         yield
 
 
@@ -58,7 +61,10 @@ def build_model(cp: int = 2, pattern: str = "MG*-", **options) -> HybridModel:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     if cp == 1:
         groups.cp = group_of_one()
-    spec, rope = hybrid_stack_spec("local", **options), {"position_embedding_type": "rope"}
+    spec, rope = (
+        hybrid_stack_spec("local", **options),
+        {"position_embedding_type": "rope"},
+    )
     return hybrid_model(config, pattern, spec, pg_collection=groups, **rope)
 
 
@@ -74,8 +80,11 @@ def held_by_two(cut: str = "zigzag", lengths=LENGTHS) -> torch.Tensor:
     return local_indices(lengths, 2, rank, SequenceLayout.parse(cut))
 
 
-def require_one_ranks_gradients(model, one, held, packed, tolerance: float = 1e-4) -> None:
-    """Losses and every gradient of ``model`` over the ranks' tokens ``held`` are ``one``'s."""
+def require_one_ranks_gradients(
+    model, one, held, packed, tolerance: float = 1e-4
+) -> None:
+    """Losses and every gradient of ``model`` over the ranks' tokens ``held`` are
+    ``one``'s."""
     tokens = torch.arange(sum(LENGTHS) + 1).square().remainder(VOCABULARY)[None]
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     weight = torch.linspace(0.5, 1.5, sum(LENGTHS))[None]
@@ -83,11 +92,15 @@ def require_one_ranks_gradients(model, one, held, packed, tolerance: float = 1e-
     def run(model, held, packed):
         model.zero_grad()
         inputs, labels = tokens[:, :-1][:, held], tokens[:, 1:][:, held]
-        loss = model(inputs, positions[:, held], None, labels=labels, packed_seq_params=packed)
+        loss = model(
+            inputs, positions[:, held], None, labels=labels, packed_seq_params=packed
+        )
         (loss * weight[:, held]).sum().backward()
         return loss.detach()
 
-    expected = run(one, torch.arange(sum(LENGTHS)), None if packed is None else thd(LENGTHS))
+    expected = run(
+        one, torch.arange(sum(LENGTHS)), None if packed is None else thd(LENGTHS)
+    )
     found = run(model, held, packed)
     assert_close("loss", found, expected[:, held], tolerance)
     for name, parameter in model.named_parameters():
@@ -110,13 +123,19 @@ def told(flags: tuple[str, ...], cut: str, mode: str | None = None, **options) -
         require_one_ranks_gradients(model, one, held, packed)
 
 
-def _refused(pattern: str, flags: tuple = (), mode: str | None = None, **options) -> str:
+def _refused(
+    pattern: str, flags: tuple = (), mode: str | None = None, **options
+) -> str:
     """What is said where sources contradict each other; "" if nothing is."""
     packed = thd(LENGTHS)
     if mode is not None:
         packed.cp_partition_mode = mode
     tokens = torch.zeros(1, sum(LENGTHS) // 2, dtype=torch.long)
-    given = {"labels": tokens, "loss_mask": torch.ones_like(tokens), "packed_seq_params": packed}
+    given = {
+        "labels": tokens,
+        "loss_mask": torch.ones_like(tokens),
+        "packed_seq_params": packed,
+    }
     with launched_with(*flags):
         try:
             build_model(pattern=pattern, **options)(tokens, tokens, None, **given)
@@ -132,12 +151,26 @@ TOLD = {
     "sft": (("--sft",), "zigzag", {}),
     "hybrid cp": (("--hybrid-context-parallel",), "zigzag_buffer", {}),
     "no flag": ((), "zigzag", {}),
-    "an option that agrees": ((BUFFER,), "zigzag_buffer", {"cp_layout": "zigzag_buffer"}),
-    **{f"packed_seq_params, {mode}": ((), "contiguous", {**BY_PARAMS, "linear_cp_mode": mode})
-       for mode in ("headwise", "chunkwise")},
+    "an option that agrees": (
+        (BUFFER,),
+        "zigzag_buffer",
+        {"cp_layout": "zigzag_buffer"},
+    ),
+    **{
+        f"packed_seq_params, {mode}": (
+            (),
+            "contiguous",
+            {**BY_PARAMS, "linear_cp_mode": mode},
+        )
+        for mode in ("headwise", "chunkwise")
+    },
     "config": ((), "contiguous", {"config": CONTIGUOUS}),
-    "config and packed_seq_params": ((), "contiguous", {"config": CONTIGUOUS, **BY_PARAMS}),
-}  # fmt: skip
+    "config and packed_seq_params": (
+        (),
+        "contiguous",
+        {"config": CONTIGUOUS, **BY_PARAMS},
+    ),
+}
 
 
 @pytest.mark.parametrize("case", TOLD)
@@ -150,9 +183,12 @@ def test_layers_follow_the_cut_that_the_loader_and_the_launch_name(pools, case):
 def test_micro_batches_of_one_model_may_be_cut_differently():
     one, model = one_and_two()
     for mode, cut in (
-        (None, "zigzag"), ("contiguous", "contiguous"), ("zigzag", "zigzag"),
-        ("zigzag_buffer", "zigzag_buffer"), ("contiguous", "contiguous"),
-    ):  # fmt: skip
+        (None, "zigzag"),
+        ("contiguous", "contiguous"),
+        ("zigzag", "zigzag"),
+        ("zigzag_buffer", "zigzag_buffer"),
+        ("contiguous", "contiguous"),
+    ):
         packed = thd(LENGTHS)
         packed.cp_partition_mode = mode
         require_one_ranks_gradients(model, one, held_by_two(cut), packed)
@@ -164,8 +200,14 @@ def test_sources_that_contradict_each_other_are_refused_by_name(kind):
     option, params = "cp_layout='zigzag'", "packed_seq_params.cp_partition_mode="
     by_config = "config.cp_partition_mode='contiguous'"
     cases = {
-        (option, BUFFER, "'zigzag_buffer'"): {"cp_layout": "zigzag", "flags": (BUFFER,)},
-        (option, f"{params}'contiguous'"): {"cp_layout": "zigzag", "mode": "contiguous"},
+        (option, BUFFER, "'zigzag_buffer'"): {
+            "cp_layout": "zigzag",
+            "flags": (BUFFER,),
+        },
+        (option, f"{params}'contiguous'"): {
+            "cp_layout": "zigzag",
+            "mode": "contiguous",
+        },
         (by_config, f"{params}'zigzag'"): {"config": CONTIGUOUS, "mode": "zigzag"},
         (by_config, "--sft"): {"config": CONTIGUOUS, "flags": ("--sft",)},
         ("cp_partition_mode='striped'", "'contiguous'"): {"mode": "striped"},
@@ -176,7 +218,9 @@ def test_sources_that_contradict_each_other_are_refused_by_name(kind):
 
 
 @pytest.mark.parametrize(
-    "case", [{"flags": (BUFFER,)}, {"config": CONTIGUOUS}, {"mode": "contiguous"}], ids=str
+    "case",
+    [{"flags": (BUFFER,)}, {"config": CONTIGUOUS}, {"mode": "contiguous"}],
+    ids=str,
 )
 @on_ranks(cp=2)
 def test_heads_of_multi_token_prediction_refuse_another_cut_than_zigzag(case):

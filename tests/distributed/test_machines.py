@@ -1,4 +1,5 @@
-"""Ranks over several machines, which the option simulates: what travels, and its price."""
+"""Ranks over several machines, which the option simulates: what travels, and its
+price."""
 
 from unittest.mock import patch
 
@@ -28,13 +29,16 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @on_ranks("size")
 def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layout):
-    """Collectives of one forward, bytes from this machine and from others, longest chain."""
+    """Collectives of one forward, bytes from this machine and from others, longest
+    chain."""
     rank, heads, K, V = dist.get_rank(), 16, 4, 3
     n = ranks_per_machine(dist.group.WORLD, told, CPU)
     layout = SequenceLayout.parse(layout)
     nodes = Cutting(size, layout, rank).nodes
     maps = torch.randn(nodes.hosts.count(rank), heads, K, V + K)
-    bytes_priced, steps = map_exchange_traffic(StateShape(heads, K, V), size, layout, 1, None)
+    bytes_priced, steps = map_exchange_traffic(
+        StateShape(heads, K, V), size, layout, 1, None
+    )
     received, products = [], []
     exchange, follow = map_exchange.exchange_rows, map_exchange.follow_chains
 
@@ -43,7 +47,9 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
         return exchange(rows, send, receive, group)
 
     def count_products(local, through, steps, *args):
-        products.append(max(sum(place >= 0 for _, place in chain) for chain in steps.chains))
+        products.append(
+            max(sum(place >= 0 for _, place in chain) for chain in steps.chains)
+        )
         return follow(local, through, steps, *args)
 
     with (
@@ -66,9 +72,15 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
 def test_ranks_of_two_machines_equal_one_rank(pools, ranks):
     two_key_heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     pools(ranks).run(
-        parallel_equals_one_rank, GDN, 1, ranks, lengths=(32, 0, 64), changes=two_key_heads,
-        mode="chunkwise", cp_ranks_per_machine=ranks // 2,
-    )  # fmt: skip
+        parallel_equals_one_rank,
+        GDN,
+        1,
+        ranks,
+        lengths=(32, 0, 64),
+        changes=two_key_heads,
+        mode="chunkwise",
+        cp_ranks_per_machine=ranks // 2,
+    )
 
 
 @on_ranks(4)
@@ -76,9 +88,13 @@ def test_the_hosts_say_how_many_ranks_a_machine_has():
     """They are exchanged once."""
     group = dist.group.WORLD
     agreement._groups.pop(group, None)
-    with patch.object(agreement, "_own_host", lambda: "one" if dist.get_rank() < 2 else "other"):
+    with patch.object(
+        agreement, "_own_host", lambda: "one" if dist.get_rank() < 2 else "other"
+    ):
         assert ranks_per_machine(group, None, CPU) == 2
-    with patch.object(dist, "all_gather_into_tensor", side_effect=AssertionError("asked again")):
+    with patch.object(
+        dist, "all_gather_into_tensor", side_effect=AssertionError("asked again")
+    ):
         assert ranks_per_machine(group, None, CPU) == 2
     agreement._groups.pop(group)
     assert ranks_per_machine(group, None, CPU) == 4  # this host's real name
@@ -87,7 +103,8 @@ def test_the_hosts_say_how_many_ranks_a_machine_has():
 @pytest.mark.slow
 @on_ranks(cp=16)
 def test_auto_follows_the_option():
-    """4096 tokens on each of 16 ranks: 0.43 ms to 0.80 on one machine, 1.35 to 0.64 on two."""
+    """4096 tokens on each of 16 ranks: 0.43 ms to 0.80 on one machine, 1.35 to 0.64 on
+    two."""
     heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
     sizes = {**heads, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     taken = {
@@ -100,7 +117,10 @@ def test_auto_follows_the_option():
         for tokens, scheme in schemes.items():
             shape = (tokens, 1, layer.dims.layout.width)
             rows = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-            assert layer.micro_batches.of(None, rows).scheme.name == scheme, (tokens, told)
+            assert layer.micro_batches.of(None, rows).scheme.name == scheme, (
+                tokens,
+                told,
+            )
 
 
 @on_ranks(cp=2)
@@ -115,5 +135,7 @@ def test_ranks_that_are_told_different_numbers_refuse():
     """On every rank: one rank alone would wait."""
     for told in (3 if dist.get_rank() else None, 5 + dist.get_rank()):
         agreement._groups.pop(dist.group.WORLD, None)
-        with pytest.raises(ValueError, match="different cp_ranks_per_machine: .*by rank"):
+        with pytest.raises(
+            ValueError, match="different cp_ranks_per_machine: .*by rank"
+        ):
             ranks_per_machine(dist.group.WORLD, told, CPU)

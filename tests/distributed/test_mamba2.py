@@ -33,7 +33,9 @@ def _replaced(norm) -> None:
 CHANGES = {
     "subclass": lambda norm: setattr(norm, "__class__", Louder),
     "forward": _replaced,
-    "hook": lambda norm: norm.register_forward_hook(lambda _, args, out: out + more(*args)),
+    "hook": lambda norm: norm.register_forward_hook(
+        lambda _, args, out: out + more(*args)
+    ),
 }
 
 
@@ -41,7 +43,8 @@ CHANGES = {
 @pytest.mark.parametrize("change", ["subclass", "forward", "hook"])
 @on_ranks(2, cp=1)
 def test_a_changed_norm_counts(change, lengths):
-    """What it adds is of the recurrence's output and of the gate, in fp64, with its gradients."""
+    """What it adds is of the recurrence's output and of the gate, in fp64, with its
+    gradients."""
     mixer = in_fp64("mamba2")
     CHANGES[change](mixer.norm)
     equals_written_out(mixer, lengths, added=more)
@@ -59,14 +62,19 @@ def build_changed(*args, **options):
     ids=["tensor parallel", "headwise", "chunkwise", "headwise inside a group"],
 )
 def test_a_changed_norm_counts_in_parallel(pools, tp, cp, mode):
-    """It gets the channels of whole groups, whatever an exchange does to their heads."""
+    """It gets the channels of whole groups, whatever an exchange does to their
+    heads."""
     changed = replace(MAMBA2, build=build_changed)
-    pools(tp * cp).run(parallel_equals_one_rank, changed, tp, cp, lengths=UNEQUAL, mode=mode)
+    pools(tp * cp).run(
+        parallel_equals_one_rank, changed, tp, cp, lengths=UNEQUAL, mode=mode
+    )
 
 
 def test_chunkwise_takes_heads_that_no_exchange_could_share(pools):
     changes = {"mamba_num_heads": 3, "mamba_num_groups": 1}
-    pools(4).run(parallel_equals_one_rank, MAMBA2, 1, 4, lengths=UNEQUAL, changes=changes)
+    pools(4).run(
+        parallel_equals_one_rank, MAMBA2, 1, 4, lengths=UNEQUAL, changes=changes
+    )
 
 
 @on_ranks(tp=2)
@@ -76,6 +84,10 @@ def test_the_same_model_starts_at_every_tensor_parallel_size():
     mamba2 = MAMBA2_FP32
     one = mamba2.build(mamba2.config(), alone())
     torch.manual_seed(3)
-    mixer = mamba2.build(mamba2.config(tensor_model_parallel_size=2), groups_of_megatron())
+    mixer = mamba2.build(
+        mamba2.config(tensor_model_parallel_size=2), groups_of_megatron()
+    )
     for name, parameter in mixer.named_parameters():
-        assert torch.equal(parameter, mamba2.share(name, one.get_parameter(name), mixer)), name
+        assert torch.equal(
+            parameter, mamba2.share(name, one.get_parameter(name), mixer)
+        ), name

@@ -1,4 +1,5 @@
-"""Whole models, hybrid ones through Megatron's schedule: every layout takes the same step."""
+"""Whole models, hybrid ones through Megatron's schedule: every layout takes the same
+step."""
 
 import pytest
 import torch
@@ -17,7 +18,12 @@ LAYOUTS = [
     ({"cp": 2, "pp": 2}, 4),
     ({"tp": 2, "cp": 2, "sequence_parallel": True, "linear_cp_mode": "chunkwise"}, 4),
 ]
-QUICK = [(LAYOUTS[0], False), (LAYOUTS[0], True), (LAYOUTS[2], True), (LAYOUTS[4], True)]
+QUICK = [
+    (LAYOUTS[0], False),
+    (LAYOUTS[0], True),
+    (LAYOUTS[2], True),
+    (LAYOUTS[4], True),
+]
 STEPS = [
     pytest.param(
         *layout,
@@ -39,7 +45,8 @@ def weights(pools, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(pools, weights):
-    """Loss and squared norms of gradients in fp64, and the largest relative error of fp32's."""
+    """Loss and squared norms of gradients in fp64, and the largest relative error of
+    fp32's."""
     made = {}
 
     def step(packed: bool):
@@ -61,13 +68,18 @@ def test_loss_and_gradients_of_a_step_equal_one_rank(
     pools, weights, one_rank, layout, ranks, packed
 ):
     one, worst_of_fp32 = one_rank(packed)
-    stages = pools(ranks).run(laws.one_step, weights, torch.float64, packed=packed, **layout)
+    stages = pools(ranks).run(
+        laws.one_step, weights, torch.float64, packed=packed, **layout
+    )
     merged = {}
     for stage in stages:
-        merged.update({name: value for name, value in stage.items() if value is not None})
+        merged.update(
+            {name: value for name, value in stage.items() if value is not None}
+        )
     assert merged.keys() == one.keys()
-    # fp64 rounds 2^29 times finer than fp32 and the model magnifies both alike. Eight times that:
-    # two runs differ by two such errors, and one error is up to four times another.
+    # fp64 rounds 2^29 times finer than fp32 and the model magnifies both alike. Eight
+    # times that: two runs differ by two such errors, and one error is up to four times
+    # another.
     allowed = 8 * 2**-29 * worst_of_fp32
     for name, value in one.items():
         assert merged[name] == pytest.approx(value, rel=allowed, abs=0), name

@@ -1,4 +1,5 @@
-"""Heads of multi-token prediction of M, G and * layers: every layout takes the same steps."""
+"""Heads of multi-token prediction of M, G and * layers: every layout takes the same
+steps."""
 
 from functools import partial
 
@@ -35,24 +36,31 @@ def build_model(tp=1, cp=1, sequence_parallel=False, **options) -> HybridModel:
     ranks = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
     heads = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": 1.0}
     config = model_config(MAIN, sequence_parallel=sequence_parallel, **ranks, **heads)
-    pattern, spec = "/".join([MAIN, *[HEAD] * DEPTHS]), hybrid_stack_spec("local", **options)
+    pattern, spec = (
+        "/".join([MAIN, *[HEAD] * DEPTHS]),
+        hybrid_stack_spec("local", **options),
+    )
     return hybrid_model(config, pattern, spec, position_embedding_type="rope")
 
 
 def save(folder: str) -> set[str]:
-    """A model's initial weights, for every layout to load; the keys they are stored under."""
+    """A model's initial weights, for every layout to load; the keys they are stored
+    under."""
     with parallel():
         state = build_model().sharded_state_dict(metadata=metadata())
         dist_checkpointing.save(state, folder)
         return {leaf.key for leaf in leaves(state) if hasattr(leaf, "key")}
 
 
-def _micro_batches(kind: str) -> list[tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]]:
-    """Tokens ``[B, S + 1]``, loss mask ``[B, S]`` and document lengths of every micro-batch.
+def _micro_batches(
+    kind: str,
+) -> list[tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]]:
+    """Tokens ``[B, S + 1]``, loss mask ``[B, S]`` and document lengths of every
+    micro-batch.
 
-    Megatron weighs a head's loss by the ratio of a rank's masked-in tokens before and after the
-    shift. Where the first tokens of a document, one per head, are masked out, that is 1 on every
-    rank and for every document.
+    Megatron weighs a head's loss by the ratio of a rank's masked-in tokens before and
+    after the shift. Where the first tokens of a document, one per head, are masked out,
+    that is 1 on every rank and for every document.
     """
     made = torch.Generator().manual_seed(11)
     documents = [torch.randint(VOCABULARY, (1, n + 1), generator=made) for n in LENGTHS]
@@ -70,12 +78,14 @@ def _micro_batches(kind: str) -> list[tuple[torch.Tensor, torch.Tensor, tuple[in
 def trained(
     folder: str, kind: str, tp=1, cp=1, sequence_parallel=False, steps=3, **options
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of some steps of gradient descent, and every gradient of the first (its square, if
-    tensor-parallel ranks share it)."""
+    """Losses of some steps of gradient descent, and every gradient of the first (its
+    square, if tensor-parallel ranks share it)."""
     with parallel(tp=tp, cp=cp):
         model = build_model(tp, cp, sequence_parallel, **options)
         model.load_state_dict(
-            dist_checkpointing.load(model.sharded_state_dict(metadata=metadata()), folder)
+            dist_checkpointing.load(
+                model.sharded_state_dict(metadata=metadata()), folder
+            )
         )
         ddp = in_ddp(model)
         model.config.finalize_model_grads_func = finalize_model_grads
@@ -83,17 +93,27 @@ def trained(
 
         def forward_step(batches, model):
             rows, mask, lengths = next(batches)
-            tokens, labels = rows.unbind(2) if rows.dim() == 3 else (rows[:, :-1], rows[:, 1:])
+            tokens, labels = (
+                rows.unbind(2) if rows.dim() == 3 else (rows[:, :-1], rows[:, 1:])
+            )
             held = local_indices(lengths, cp, rank)
             mask = mask[:, held]
             losses = model(
-                tokens[:, held], held.expand(len(tokens), -1), None, labels=labels[:, held],
-                loss_mask=mask, packed_seq_params=thd(lengths) if kind == "packed" else None,
-            )  # fmt: skip
+                tokens[:, held],
+                held.expand(len(tokens), -1),
+                None,
+                labels=labels[:, held],
+                loss_mask=mask,
+                packed_seq_params=thd(lengths) if kind == "packed" else None,
+            )
 
             def loss_function(losses):
                 total, count = (losses.float() * mask).sum(), mask.sum().int()
-                return total, count, {"loss": torch.stack([total.detach(), count.float()])}
+                return (
+                    total,
+                    count,
+                    {"loss": torch.stack([total.detach(), count.float()])},
+                )
 
             return losses, loss_function
 
@@ -140,7 +160,10 @@ def weights(pools, tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_rank(pools, weights):
     """Losses and gradients of one rank, by kind of batch."""
-    return {kind: pools(1).run(trained, weights, kind)[0] for kind in ("batch", "packed", "alone")}
+    return {
+        kind: pools(1).run(trained, weights, kind)[0]
+        for kind in ("batch", "packed", "alone")
+    }
 
 
 def assert_same(found, expected) -> None:
@@ -173,7 +196,9 @@ def test_two_context_parallel_ranks_equal_one(pools, weights, one_rank, kind, mo
         assert_same(found, one_rank[kind])
 
 
-def test_two_tensor_parallel_ranks_load_the_checkpoint_and_equal_one(pools, weights, one_rank):
+def test_two_tensor_parallel_ranks_load_the_checkpoint_and_equal_one(
+    pools, weights, one_rank
+):
     for found in pools(2).run(trained, weights, "packed", tp=2, sequence_parallel=True):
         assert_same(found, one_rank["packed"])
 
@@ -194,7 +219,9 @@ def test_what_megatron_would_shift_wrongly_is_refused():
             model(tokens, tokens, None, packed_seq_params=padded)
         packed = thd((8,))
         packed.cp_group, packed.local_cp_size = group_of_one(), 1
-        with refused(match="(?s)group of 1 ranks.*group of 2|group of 2.*group of 1 ranks"):
+        with refused(
+            match="(?s)group of 1 ranks.*group of 2|group of 2.*group of 1 ranks"
+        ):
             model(tokens, tokens, None, packed_seq_params=packed, **given)
     with parallel():
         model = build_model(cp_layout="contiguous")  # one rank has all tokens in order

@@ -1,4 +1,5 @@
-"""Muon orthogonalises matrices of one kind: sections of in_proj by themselves, on 1 and 2 ranks."""
+"""Muon orthogonalises matrices of one kind: sections of in_proj by themselves, on 1 and
+2 ranks."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
 from megatron.core.optimizer import (
     OptimizerConfig,
     emerging_optimizers,
@@ -24,14 +28,23 @@ from tests.distributed.mixers import BY_NAME, build_gdn
 from tests.parallel import groups_of_megatron
 from tests.ranks import on_ranks
 
-pytest.importorskip("emerging_optimizers", reason="Megatron's Muon needs emerging-optimizers")
+pytest.importorskip(
+    "emerging_optimizers", reason="Megatron's Muon needs emerging-optimizers"
+)
 if not muon_reads_sections():
     pytest.skip("Muon of this megatron-core knows no sections", allow_module_level=True)
-# Megatron's main branch keeps Muon from parameters that ask for it, as Mamba2's in_proj does.
+# Megatron's main branch keeps Muon from parameters that ask for it, as Mamba2's in_proj
+# does.
 READS_USE_MUON = hasattr(emerging_optimizers, "_is_muon_excluded")
 MIXERS = [name for name in BY_NAME if name != "mamba2" or not READS_USE_MUON]
-# fp32 products: in Megatron's default, bf16, two wrong updates could round to the same weight.
-MUON = {"momentum": 0.9, "nesterov": True, "fp32_matmul_prec": "highest", "num_ns_steps": 5}
+# fp32 products: in Megatron's default, bf16, two wrong updates could round to the same
+# weight.
+MUON = {
+    "momentum": 0.9,
+    "nesterov": True,
+    "fp32_matmul_prec": "highest",
+    "num_ns_steps": 5,
+}
 STEP = {"lr": 0.05, "weight_decay": 0.1}
 STEPS = 2
 
@@ -43,7 +56,9 @@ def settings(layer_wise: str | None) -> dict[str, bool]:
 
 
 KINDS = {name: replace(kind, randomise=randomise_) for name, kind in BY_NAME.items()}
-KINDS["gdn"] = replace(KINDS["gdn"], build=partial(build_gdn, bias=True, conv_bias=True))
+KINDS["gdn"] = replace(
+    KINDS["gdn"], build=partial(build_gdn, bias=True, conv_bias=True)
+)
 
 
 def in_parallel(mixer: str, tp: int):
@@ -56,7 +71,8 @@ def in_parallel(mixer: str, tp: int):
 
 
 def wrapped(layer: nn.Module, layer_wise: str | None) -> DistributedDataParallel:
-    """``layer_wise`` as under ``--use-distributed-optimizer``: each matrix has its rank."""
+    """``layer_wise`` as under ``--use-distributed-optimizer``: each matrix has its
+    rank."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=layer_wise == "buffers",
@@ -69,7 +85,9 @@ def wrapped(layer: nn.Module, layer_wise: str | None) -> DistributedDataParallel
         layout = layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout(
             list(layer.parameters()), None, size, config
         )
-    return DistributedDataParallel(layer.config, config, layer, full_param_layout=layout)
+    return DistributedDataParallel(
+        layer.config, config, layer, full_param_layout=layout
+    )
 
 
 def optimizer_of(ddp: nn.Module, bf16: bool, tp_mode: str, layer_wise: str | None):
@@ -99,13 +117,16 @@ def alone(weight: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
 
 def each_alone(weight, gradients, widths) -> torch.Tensor:
     sections = zip(*(t.split(list(widths)) for t in (weight, *gradients)), strict=True)
-    return torch.cat([alone(weight, list(gradients)) for weight, *gradients in sections])
+    return torch.cat(
+        [alone(weight, list(gradients)) for weight, *gradients in sections]
+    )
 
 
 def sections_step_as_if_alone(
     mixer: str, tp: int, tp_mode: str, bf16: bool, layer_wise: str | None = None
 ) -> None:
-    """To the bit, but in the mode "distributed", in which ranks add up parts of the products."""
+    """To the bit, but in the mode "distributed", in which ranks add up parts of the
+    products."""
     same = close if tp_mode == "distributed" else same_bits
     with parallel.parallel(tp=tp):
         whole, share = in_parallel(mixer, tp)
@@ -120,18 +141,30 @@ def sections_step_as_if_alone(
         ]
         for gradient in gradients:
             for name, parameter in share.named_parameters():
-                parameter.main_grad.copy_(KINDS[mixer].share(name, gradient[name], share))
+                parameter.main_grad.copy_(
+                    KINDS[mixer].share(name, gradient[name], share)
+                )
             optimizer.step()
         wide = ("f_b_weight", "z_b_weight") if mixer == "kda" else ()
         for name in ("in_proj.weight", "out_proj.weight", *wide):
             parameter = share.get_parameter(name)
-            matrices = [whole.get_parameter(name).float(), *(g[name] for g in gradients)]
+            matrices = [
+                whole.get_parameter(name).float(),
+                *(g[name] for g in gradients),
+            ]
             dims = whole.dims
-            if tp_mode == "blockwise":  # Megatron's default: each rank's share is a matrix
-                matrices = [KINDS[mixer].share(name, matrix, share) for matrix in matrices]
+            # Megatron's default: each rank's share is a matrix
+            if tp_mode == "blockwise":
+                matrices = [
+                    KINDS[mixer].share(name, matrix, share) for matrix in matrices
+                ]
                 dims = share.dims
             weight, *of_weight = matrices
-            widths = layout_of_in_proj(dims).widths if name == "in_proj.weight" else [len(weight)]
+            widths = (
+                layout_of_in_proj(dims).widths
+                if name == "in_proj.weight"
+                else [len(weight)]
+            )
             expected = each_alone(weight, of_weight, widths)
             if tp_mode != "blockwise":
                 expected = KINDS[mixer].share(name, expected, share)
@@ -148,7 +181,9 @@ def sections_step_as_if_alone(
 
 def same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
     off = (actual - expected).abs().max().item()
-    assert torch.equal(actual, expected), f"{name}: {off:.3e} after steps of {STEP['lr']}"
+    assert torch.equal(actual, expected), (
+        f"{name}: {off:.3e} after steps of {STEP['lr']}"
+    )
 
 
 def close(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -157,7 +192,9 @@ def close(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("tp, tp_mode", [(1, "duplicated"), (2, "duplicated"), (2, "blockwise")])
+@pytest.mark.parametrize(
+    "tp, tp_mode", [(1, "duplicated"), (2, "duplicated"), (2, "blockwise")]
+)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_each_section_takes_its_own_muon_step(pools, mixer, tp, tp_mode, bf16):
     pools(2).run(sections_step_as_if_alone, mixer, tp, tp_mode, bf16)
@@ -170,9 +207,13 @@ def test_it_does_so_where_ranks_add_up_their_parts_of_the_products(pools):
 @pytest.mark.each_value
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("layer_wise", ["buffers", "lists"])
-def test_it_does_so_where_data_parallel_ranks_share_the_optimizer(pools, layer_wise, ranks):
+def test_it_does_so_where_data_parallel_ranks_share_the_optimizer(
+    pools, layer_wise, ranks
+):
     """Two parameters are fp32: of four ranks some have 16-bit ones alone."""
-    pools(ranks).run(sections_step_as_if_alone, "gdn", 1, "duplicated", True, layer_wise)
+    pools(ranks).run(
+        sections_step_as_if_alone, "gdn", 1, "duplicated", True, layer_wise
+    )
 
 
 @pytest.mark.parametrize("mixer", BY_NAME)
@@ -189,7 +230,8 @@ def test_what_is_no_matrix_is_adams(mixer):
         {
             id(parameter)
             for one in optimizer.chained_optimizers
-            if isinstance(one.optimizer, emerging_optimizers.TensorParallelMuon) is of_muon
+            if isinstance(one.optimizer, emerging_optimizers.TensorParallelMuon)
+            is of_muon
             for group in one.optimizer.param_groups
             for parameter in group["params"]
         }

@@ -64,17 +64,22 @@ WAYS = {
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("called", [False, True], ids=["fused norm", "norm as a module"])
+@pytest.mark.parametrize(
+    "called", [False, True], ids=["fused norm", "norm as a module"]
+)
 @on_ranks(tp=2)
 def test_gradients_do_not_hang_on_parameter_objects(called, sequence_parallel):
-    """Through Megatron's own reduction, whatever replaced the parameters: every gradient."""
+    """Through Megatron's own reduction, whatever replaced the parameters: every
+    gradient."""
     torch.manual_seed(7)
     one = layer_with(make_config(), alone(), called)
     randomise_(one)
     x, weight = torch.randn(2, 10, 1, 24)
     (one(x, None)[0] * weight).sum().backward()
     groups = groups_of_megatron()
-    config = make_config(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    config = make_config(
+        tensor_model_parallel_size=2, sequence_parallel=sequence_parallel
+    )
     if sequence_parallel:
         x, weight = (t.chunk(2)[groups.tp.rank()] for t in (x, weight))
     for way, replace in WAYS.items():
@@ -86,15 +91,22 @@ def test_gradients_do_not_hang_on_parameter_objects(called, sequence_parallel):
         for name, parameter in layer.named_parameters():
             expected = GDN.share(name, one.get_parameter(name).grad, layer)
             assert expected.abs().max() > 0, name
-            assert_close(f"{way}: gradient of {name}", parameter.main_grad, expected, 1e-5)
+            assert_close(
+                f"{way}: gradient of {name}", parameter.main_grad, expected, 1e-5
+            )
 
 
 @on_ranks(tp=2)
 def test_a_norm_that_is_called_waits_for_its_parameters():
-    """With ``overlap_param_gather``: every bucket is waited for, the inner norm's own one too."""
+    """With ``overlap_param_gather``: every bucket is waited for, the inner norm's own
+    one too."""
     config = make_config(tensor_model_parallel_size=2)
     layer = layer_with(config, groups_of_megatron(), called=True)
-    overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1}
+    overlapped = {
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket_size": 1,
+    }
     ddp = in_ddp(layer, use_distributed_optimizer=True, **overlapped)
     ready = []
     for name, parameter in layer.named_parameters():

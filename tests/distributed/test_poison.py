@@ -12,17 +12,22 @@ from tests.parallel import parallel
 POISONS = (float("nan"), float("inf"), float("-inf"), 3e38)
 
 
-def documents_keep_their_bits(cp: int, mode: str, layout: str, lengths: tuple[int, ...]) -> None:
-    """Output and input gradient of every document, whatever stands in one of the others.
+def documents_keep_their_bits(
+    cp: int, mode: str, layout: str, lengths: tuple[int, ...]
+) -> None:
+    """Output and input gradient of every document, whatever stands in one of the
+    others.
 
-    Inputs and output gradients of one document at a time are poisoned; the others' bits must be
-    those of a run without. ``cp`` of 1 is the layer alone.
+    Inputs and output gradients of one document at a time are poisoned; the others' bits
+    must be those of a run without. ``cp`` of 1 is the layer alone.
     """
     failures = []
     with parallel(cp=cp):
         rank = parallel_state.get_context_parallel_rank()
         mine = local_indices(lengths, cp, rank, SequenceLayout.parse(layout))
-        document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[mine]
+        document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[
+            mine
+        ]
         torch.manual_seed(7)
         layer = over_ranks(linear_cp_mode=mode, cp_layout=layout)
         randomise_(layer)

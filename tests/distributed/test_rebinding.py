@@ -1,4 +1,5 @@
-"""A built layer follows the process groups it is given: evaluation under another size."""
+"""A built layer follows the process groups it is given: evaluation under another
+size."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -58,7 +59,8 @@ def by_hand(model, evaluation, training):
 
 
 def rebound_and_back(packed: bool, **options) -> None:
-    """A model over two ranks runs on one and over two again: three times one rank's gradients."""
+    """A model over two ranks runs on one and over two again: three times one rank's
+    gradients."""
 
     def compare(held):
         require_one_ranks_gradients(model, one, held, thd(LENGTHS) if packed else None)
@@ -76,7 +78,9 @@ def rebound_and_back(packed: bool, **options) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("linear_cp_mode", ["headwise", "chunkwise"])
-def test_a_model_over_two_ranks_runs_on_one_and_over_two_again(pools, linear_cp_mode, packed):
+def test_a_model_over_two_ranks_runs_on_one_and_over_two_again(
+    pools, linear_cp_mode, packed
+):
     pools(2).run(rebound_and_back, packed, linear_cp_mode=linear_cp_mode)
 
 
@@ -103,7 +107,10 @@ def test_sizes_under_upstreams_names_follow():
     assert layer.in_proj_dim == 2 * key_columns + 2 * value_columns + 2 * 8
     both = (2 * key_columns + value_columns, value_columns, 8, 8)
     assert layer.feat_dim_split == tuple(width // 2 for width in both)
-    for kind in (layer, MAMBA2_FP32.build(MAMBA2_FP32.config(context_parallel_size=2), two)):
+    for kind in (
+        layer,
+        MAMBA2_FP32.build(MAMBA2_FP32.config(context_parallel_size=2), two),
+    ):
         assert kind.cp_size == 2
         kind.pg_collection = groups_of(group_of_one())
         kind.cp_size = 1  # as Bridge does next
@@ -118,7 +125,9 @@ def test_a_size_without_its_group_and_other_tensor_ranks_are_refused_by_name():
     x, tp = torch.randn(4, 1, 24), layer.pg_collection.tp
     with pytest.raises(ValueError, match="cp_size=2.*pg_collection"):
         layer.cp_size = 2
-    refused = partial(pytest.raises, ValueError, match="tensor-parallel group of 1 ranks")
+    refused = partial(
+        pytest.raises, ValueError, match="tensor-parallel group of 1 ranks"
+    )
     with refused() as when_set:
         layer.pg_collection = alone()
     with refused() as in_forward:
@@ -143,7 +152,8 @@ def test_a_group_whose_ranks_cannot_share_the_heads_is_refused_by_name():
 @pytest.mark.parametrize("change", ["replaced", "in place"])
 @on_ranks(cp=2)
 def test_layers_follow_the_collection_that_they_hold(change):
-    """A model that ran over one rank's groups is given two ranks': every gradient is one rank's."""
+    """A model that ran over one rank's groups is given two ranks': every gradient is
+    one rank's."""
     one, model = one_and_two(cp=1)
     require_one_ranks_gradients(model, one, torch.arange(sum(LENGTHS)), thd(LENGTHS))
     two = parallel_state.get_context_parallel_group()
@@ -153,7 +163,9 @@ def test_layers_follow_the_collection_that_they_hold(change):
             module.pg_collection = groups_of(two)
         elif groups is not None:
             groups.cp = two
-    recurrent = [m for m in model.modules() if isinstance(m, GatedDeltaNet | Mamba2Mixer)]
+    recurrent = [
+        m for m in model.modules() if isinstance(m, GatedDeltaNet | Mamba2Mixer)
+    ]
     assert [layer.cp_size for layer in recurrent] == [2, 2]
     require_one_ranks_gradients(model, one, held_by_two(), thd(LENGTHS))
 
@@ -171,7 +183,8 @@ def test_a_layout_that_is_set_later_counts():
 
 @on_ranks(cp=2)
 def test_attention_between_two_groups_and_heads_in_another_layout_are_refused():
-    """Self-attention and its core are given different groups; a head of MTP another layout."""
+    """Self-attention and its core are given different groups; a head of MTP another
+    layout."""
     tokens, two = torch.arange(12)[None], parallel_state.get_context_parallel_group()
     model = build_model(cp=1)
     attention = next(m for m in model.modules() if isinstance(m, TorchSelfAttention))

@@ -20,12 +20,19 @@ from tests.ranks import on_ranks
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("called", [False, True], ids=["fused norm", "norm as a module"])
-@pytest.mark.parametrize("options", [{"recompute": "light"}, {"recompute": "full"}], ids=str)
-@pytest.mark.parametrize(("cp", "mode"), [(1, "auto"), (2, "headwise"), (2, "chunkwise")])
+@pytest.mark.parametrize(
+    "called", [False, True], ids=["fused norm", "norm as a module"]
+)
+@pytest.mark.parametrize(
+    "options", [{"recompute": "light"}, {"recompute": "full"}], ids=str
+)
+@pytest.mark.parametrize(
+    ("cp", "mode"), [(1, "auto"), (2, "headwise"), (2, "chunkwise")]
+)
 @on_ranks(cp="cp")
 def test_the_norm_is_recomputed_without_megatrons_extension(cp, mode, options, called):
-    """No bit changes, the output is gone meanwhile, and the layer keeps nothing of it."""
+    """No bit changes, the output is gone meanwhile, and the layer keeps nothing of
+    it."""
     groups, config = groups_of_megatron(), make_config(context_parallel_size=cp)
     saved = layer_with(config, groups, called, linear_cp_mode=mode)
     randomise_(saved)

@@ -9,7 +9,9 @@ from tests.parallel import hybrid_model, model_config
 from tests.ranks import on_ranks
 
 
-def run(cp: int, tokens: int, packed=None, layout="contiguous", pattern="G*") -> torch.Tensor:
+def run(
+    cp: int, tokens: int, packed=None, layout="contiguous", pattern="G*"
+) -> torch.Tensor:
     """A model's logits of this rank's share of the tokens."""
     config = model_config(pattern, context_parallel_size=cp)
     spec = hybrid_stack_spec("local", cp_layout=layout)
@@ -34,7 +36,9 @@ def test_the_angles_of_packed_documents_are_not_cut():
     assert run(2, 10, packed).isfinite().all()
 
 
-@pytest.mark.parametrize("missing", [("max_seqlen_q",), ("max_seqlen_q", "max_seqlen_kv")])
+@pytest.mark.parametrize(
+    "missing", [("max_seqlen_q",), ("max_seqlen_q", "max_seqlen_kv")]
+)
 @on_ranks(cp=1)
 def test_a_forgotten_length_of_the_longest_document_is_named(missing):
     packed = thd((3, 7))

@@ -1,4 +1,5 @@
-"""What holds under either scheme of context parallelism, and which one a layer takes."""
+"""What holds under either scheme of context parallelism, and which one a layer
+takes."""
 
 import sys
 from contextlib import nullcontext
@@ -32,9 +33,12 @@ modes = pytest.mark.parametrize("linear_cp_mode", MODES)
 
 
 def forget_tables(layer) -> None:
-    """Empty every cache of a function in the package, and the layer's of micro-batches."""
+    """Empty every cache of a function in the package, and the layer's of
+    micro-batches."""
     modules = [m for name, m in sys.modules.items() if name.startswith("megatron_gdn.")]
-    found = {id(x): x for m in modules for x in vars(m).values() if hasattr(x, "cache_clear")}
+    found = {
+        id(x): x for m in modules for x in vars(m).values() if hasattr(x, "cache_clear")
+    }
     assert len(found) > 5
     for cache in found.values():
         cache.cache_clear()
@@ -44,7 +48,8 @@ def forget_tables(layer) -> None:
 @modes
 @on_ranks(cp=2)
 def test_training_works_after_an_evaluation_in_inference_mode(linear_cp_mode):
-    """Tables that an evaluation made under ``torch.inference_mode`` serve training too."""
+    """Tables that an evaluation made under ``torch.inference_mode`` serve training
+    too."""
     layer = over_ranks(linear_cp_mode=linear_cp_mode)
     x, packed = torch.randn(24, 1, layer.hidden_size), thd((16, 32))
     with torch.inference_mode():
@@ -108,13 +113,16 @@ def test_recomputing_the_norm_works_inside_checkpoints(linear_cp_mode):
     plain = forward_backward(layer, x, run=block)
     for reentrant in (True, False):
         again = partial(checkpoint, block, use_reentrant=reentrant)
-        found = forward_backward(layer, x, run=lambda x, *_, again=again, **__: again(x))
+        found = forward_backward(
+            layer, x, run=lambda x, *_, again=again, **__: again(x)
+        )
         require_same_bits(found, plain)
 
 
 @on_ranks(cp=2)
 def test_a_checkpoint_holds_while_auto_changes_the_scheme():
-    """It compares what its two forwards save; prices without fixed parts make tiny sizes differ."""
+    """It compares what its two forwards save; prices without fixed parts make tiny
+    sizes differ."""
     with patch.multiple(price, FIXED=0, LATENCY=0, STEP=0):
         layer = over_ranks(linear_cp_mode="auto")
         randomise_(layer)
@@ -149,7 +157,9 @@ def chosen(
 
     class FewHeads(PlainRule):
         def why_not_heads(self, heads: int) -> str | None:
-            return None if heads <= most_heads else f"this rule runs at most {most_heads}"
+            return (
+                None if heads <= most_heads else f"this rule runs at most {most_heads}"
+            )
 
     rule = lambda *_, **__: Choice(FewHeads(), "a test")  # noqa: E731
     config = make_config(context_parallel_size=2, **(sizes or {}))
@@ -157,14 +167,19 @@ def chosen(
     patched = patch.object(layer_module, "resolve_rule", rule)
     with nullcontext() if most_heads is None else patched:
         layer = build_layer(config, groups_of_megatron(), options)
-        return layer.micro_batches.of(None, _projection(layer, tokens // 2, dtype)).scheme.name
+        return layer.micro_batches.of(
+            None, _projection(layer, tokens // 2, dtype)
+        ).scheme.name
 
 
 @on_ranks(cp=2)
 def test_the_mode_comes_from_the_spec_or_the_config():
     long, short = 2**20, 64
     assert chosen(short) == "headwise" and chosen(long) == "chunkwise"
-    assert chosen(short, "chunkwise") == "chunkwise" and chosen(long, "headwise") == "headwise"
+    assert (
+        chosen(short, "chunkwise") == "chunkwise"
+        and chosen(long, "headwise") == "headwise"
+    )
     assert chosen(short, "headwise", linear_cp_mode="chunkwise") == "chunkwise"
     assert chosen(short, sizes=ONE_KEY_HEAD) == "chunkwise"
     assert chosen(short, most_heads=4) == "headwise"
@@ -183,7 +198,9 @@ def test_auto_logs_each_choice_once():
     """Three layers meet a short, a long and another short micro-batch."""
     messages: list[str] = []
     observe.log_once.cache_clear()
-    with patch.object(observe, "log_single_rank", lambda *args: messages.append(args[2])):
+    with patch.object(
+        observe, "log_single_rank", lambda *args: messages.append(args[2])
+    ):
         layers = [over_ranks() for _ in range(3)]
         for tokens in (8, 2**20, 12):
             for layer in layers:
@@ -198,9 +215,14 @@ def test_auto_logs_each_choice_once():
 def test_modes_that_cannot_run_are_refused():
     for options, message in (
         ({"linear_cp_mode": "ring"}, "'headwise', 'chunkwise', 'auto'"),
-        ({"linear_cp_mode": "headwise", "changes": ONE_KEY_HEAD}, "linear_cp_mode='chunkwise'"),
+        (
+            {"linear_cp_mode": "headwise", "changes": ONE_KEY_HEAD},
+            "linear_cp_mode='chunkwise'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             over_ranks(**options)
-    with pytest.raises(ValueError, match="leaves 4 value heads on a rank.*runs at most 3"):
+    with pytest.raises(
+        ValueError, match="leaves 4 value heads on a rank.*runs at most 3"
+    ):
         chosen(8, "headwise", most_heads=3)

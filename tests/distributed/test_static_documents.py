@@ -1,6 +1,8 @@
-"""Documents in fixed buffers, for CUDA graphs: bits of ordinary ones, and nothing read on the host.
+"""Documents in fixed buffers, for CUDA graphs: bits of ordinary ones, and nothing read
+on the host.
 
-The plain rule on the CPU; ``tests/gpu/test_graphs.py`` has the GPU rules and the graphs themselves.
+The plain rule on the CPU; ``tests/gpu/test_graphs.py`` has the GPU rules and the graphs
+themselves.
 """
 
 import os
@@ -14,7 +16,12 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron_gdn import Documents, SequenceLayout, set_documents, static_packed_seq_params
+from megatron_gdn import (
+    Documents,
+    SequenceLayout,
+    set_documents,
+    static_packed_seq_params,
+)
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.context_parallel.agreement import SWITCH
 from megatron_gdn.mixers.packing import static_documents_of
@@ -33,7 +40,8 @@ from tests.whole_groups import whole_groups
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 TOKENS, MOST = 256, 8
 SETS = ((256,), (0, 8, 248, 0), (8, 16, 24, 32, 40, 136), (80, 0, 0, 0, 0, 80, 0, 96))
-# Where the whole buffer is cut: any lengths, fragments of many documents, documents over many.
+# Where the whole buffer is cut: any lengths, fragments of many documents, documents
+# over many.
 ODD_SETS = ((0, 127, 0, 129), (3, 61, 64, 5, 7, 50, 2, 64), (1,) * 7 + (249,))
 
 
@@ -54,12 +62,16 @@ def offsets_of(lengths: tuple[int, ...]) -> list[int]:
 
 def addresses(documents) -> dict:
     """Of every tensor that is derived from the boundaries."""
-    tables = {key: [x.data_ptr() for x in made] for key, (_, made) in documents._tables.items()}
+    tables = {
+        key: [x.data_ptr() for x in made]
+        for key, (_, made) in documents._tables.items()
+    }
     return {"plans": {key: id(plan) for key, plan in documents.kept.items()}, **tables}
 
 
 def assert_same(found, expected, lengths, mode: str | None) -> None:
-    """The bits of ordinary documents; chunkwise to rounding: there products have other shapes."""
+    """The bits of ordinary documents; chunkwise to rounding: there products have other
+    shapes."""
     if mode != "chunkwise":
         return require_same_bits(found, expected, lengths)
     for name, value in expected.items():
@@ -125,7 +137,8 @@ def test_a_host_read_is_seen():
 @pytest.mark.parametrize(("cp", "mode"), [(1, None), (2, "headwise"), (2, "chunkwise")])
 @on_ranks(cp="cp")
 def test_a_layer_in_megatrons_graphs_reads_the_buffers(cp, mode):
-    """What a capture runs has the bits of an ordinary step, for the documents that were set last.
+    """What a capture runs has the bits of an ordinary step, for the documents that were
+    set last.
 
     The boundaries that Megatron's capture sees are zeros. The host reads nothing.
     """
@@ -142,26 +155,38 @@ def test_a_layer_in_megatrons_graphs_reads_the_buffers(cp, mode):
         captured = captured_arguments(step)["packed_seq_params"]
         assert captured.cu_seqlens_q.tolist() == [0] * (MOST + 1)
         for lengths in SETS:
-            mine = local_indices(lengths, cp, parallel_state.get_context_parallel_rank())
+            mine = local_indices(
+                lengths, cp, parallel_state.get_context_parallel_rank()
+            )
             set_documents(packed, offsets_of(lengths))
             assert mismatches(step, {"packed_seq_params": captured}) == []
             with no_host_reads(), capturing_by_megatron():
                 found = forward_backward(layer, x[mine], captured, weight=weight[mine])
-            expected = forward_backward(eager, x[mine], thd(lengths), weight=weight[mine])
+            expected = forward_backward(
+                eager, x[mine], thd(lengths), weight=weight[mine]
+            )
             assert_same(found, expected, lengths, mode)
 
 
 @pytest.mark.parametrize(
     ("mode", "layout", "start"),
-    [("headwise", "zigzag", 64), ("chunkwise", "zigzag", 64), ("chunkwise", "zigzag_buffer", 60),
-     ("chunkwise", "contiguous", 124)],
-)  # fmt: skip
+    [
+        ("headwise", "zigzag", 64),
+        ("chunkwise", "zigzag", 64),
+        ("chunkwise", "zigzag_buffer", 60),
+        ("chunkwise", "contiguous", 124),
+    ],
+)
 @on_ranks(cp=2)
 def test_a_number_that_is_not_finite_stays_in_its_document(mode, layout, start):
-    """NaN in the second document, on every rank shorter than the convolution reaches or not."""
+    """NaN in the second document, on every rank shorter than the convolution reaches or
+    not."""
     layer = over_ranks(linear_cp_mode=mode, cp_layout=layout)
     randomise_(layer)
-    lengths, rank = (start, 8, 4, TOKENS - start - 12), parallel_state.get_context_parallel_rank()
+    lengths, rank = (
+        (start, 8, 4, TOKENS - start - 12),
+        parallel_state.get_context_parallel_rank(),
+    )
     mine = local_indices(lengths, 2, rank, SequenceLayout(layout))
     others = (mine < start) | (mine >= start + 8)
     x, weight = torch.randn(2, TOKENS, 1, layer.hidden_size)
@@ -171,7 +196,8 @@ def test_a_number_that_is_not_finite_stays_in_its_document(mode, layout, start):
     set_documents(packed, offsets_of(lengths))
     with patch.dict(os.environ, {SWITCH: "0"}):
         expected, found = (
-            forward_backward(layer, y[mine], packed, weight=weight[mine]) for y in (x, broken)
+            forward_backward(layer, y[mine], packed, weight=weight[mine])
+            for y in (x, broken)
         )
     for name in ("output", "input"):
         assert torch.equal(found[name][others], expected[name][others]), name
@@ -185,7 +211,9 @@ def test_documents_that_zigzag_cannot_cut_are_refused_before_anything_is_written
     set_documents(packed, [0, 12, 32])
     layer = over_ranks(linear_cp_mode=mode)
     expected = forward_backward(layer, x, packed)
-    with pytest.raises(ValueError, match="sequence 0 has 18 tokens, .* not a multiple of 4"):
+    with pytest.raises(
+        ValueError, match="sequence 0 has 18 tokens, .* not a multiple of 4"
+    ):
         set_documents(packed, [0, 18, 32])
     assert packed.cu_seqlens_q.tolist() == [0, 12, 32]
     require_same_bits(forward_backward(layer, x, packed), expected)

@@ -1,4 +1,5 @@
-"""Nothing orders two CUDA streams, so a table that one of them made is not read on another."""
+"""Nothing orders two CUDA streams, so a table that one of them made is not read on
+another."""
 
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ def on_stream(number: int, capturing: bool = False) -> Iterator[None]:
 
 @contextmanager
 def copies_to_device() -> Iterator[list[torch.Tensor]]:
-    """The tables that are copied to a device meanwhile, but for messages, which nobody keeps."""
+    """The tables that are copied to a device meanwhile, but for messages, which nobody
+    keeps."""
     copied, copy = [], host_tables.to_device
 
     def note(table, device):
@@ -53,10 +55,13 @@ def copies_to_device() -> Iterator[list[torch.Tensor]]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("cp", "mode"), [(1, "auto"), (2, "headwise"), (2, "chunkwise")])
+@pytest.mark.parametrize(
+    ("cp", "mode"), [(1, "auto"), (2, "headwise"), (2, "chunkwise")]
+)
 @on_ranks(cp="cp")
 def test_tables_belong_to_a_stream(cp, mode, packed):
-    """Each stream copies every table once, and a graph reads those of the stream before it."""
+    """Each stream copies every table once, and a graph reads those of the stream before
+    it."""
     layer = over_ranks(linear_cp_mode=mode)
     params = thd(LENGTHS) if packed else None
     x = torch.randn(sum(LENGTHS) // cp, 1, layer.hidden_size)

@@ -1,4 +1,5 @@
-"""Documents that share prefixes, in parallel, equal the sequences packed separately on one rank."""
+"""Documents that share prefixes, in parallel, equal the sequences packed separately on
+one rank."""
 
 from functools import partial
 
@@ -13,7 +14,13 @@ from tests.distributed.gpt_laws import FULL_RECOMPUTE, build_model, summed_gradi
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN, GDN2, KDA, MAMBA2
-from tests.parallel import VOCABULARY, assert_close, hybrid_model, model_config, parallel
+from tests.parallel import (
+    VOCABULARY,
+    assert_close,
+    hybrid_model,
+    model_config,
+    parallel,
+)
 from tests.ranks import RankError
 from tests.trees import random_tree
 
@@ -25,8 +32,10 @@ each = pytest.mark.parametrize(
 def prompts_and_responses() -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
     torch.manual_seed(11)
     prompts = [torch.randint(VOCABULARY, (n,)) for n in (1, 9, 20)]
-    responses = [[torch.randint(VOCABULARY, (n,)) for n in lengths]
-                 for lengths in ((5, 2), (1, 0, 12, 7), (3,))]  # fmt: skip
+    responses = [
+        [torch.randint(VOCABULARY, (n,)) for n in lengths]
+        for lengths in ((5, 2), (1, 0, 12, 7), (3,))
+    ]
     return prompts, responses
 
 
@@ -38,16 +47,22 @@ def build_hybrid(cp: int, recompute: bool):
     pattern = 4 * "G-G-G-*-"
     sizes = {"num_query_groups": 2, "gated_linear_unit": True, "add_bias_linear": False}
     config = model_config(
-        pattern, context_parallel_size=cp, init_method_std=0.1, **sizes,
+        pattern,
+        context_parallel_size=cp,
+        init_method_std=0.1,
+        **sizes,
         **(FULL_RECOMPUTE if recompute else {}),
-    )  # fmt: skip
+    )
     torch.manual_seed(3)
     return hybrid_model(config, pattern, position_embedding_type="rope").double()
 
 
 def losses(model, tokens, position_ids, labels, params, held) -> torch.Tensor:
-    """``[T]``, 0 at the tokens of other ranks; torch's, as Megatron's takes fp32 of the logits."""
-    logits = model(tokens[:, held], position_ids[:, held], None, packed_seq_params=params)
+    """``[T]``, 0 at the tokens of other ranks; torch's, as Megatron's takes fp32 of the
+    logits."""
+    logits = model(
+        tokens[:, held], position_ids[:, held], None, packed_seq_params=params
+    )
     mine = F.cross_entropy(logits[0], labels[0, held], reduction="none")
     return mine.new_zeros(tokens.shape[1]).index_copy(0, held, mine)
 
@@ -59,7 +74,8 @@ def of_weighted(model, rows) -> dict[str, torch.Tensor]:
 
 
 def as_tree(cp: int = 1, recompute: bool = False) -> dict[str, torch.Tensor]:
-    """The losses of all responses' tokens, and every parameter's gradient of a weighted sum."""
+    """The losses of all responses' tokens, and every parameter's gradient of a weighted
+    sum."""
     with parallel(cp=cp):
         model, rank = build(cp, recompute), parallel_state.get_context_parallel_rank()
         packed = pack_tree(*prompts_and_responses(), multiple_of=2 * cp)
@@ -72,12 +88,15 @@ def as_tree(cp: int = 1, recompute: bool = False) -> dict[str, torch.Tensor]:
 
 
 def as_groups(most_tokens: int) -> dict[str, torch.Tensor]:
-    """The same by the model of 16 layers, in micro-batches of at most so many tokens."""
+    """The same by the model of 16 layers, in micro-batches of at most so many
+    tokens."""
     with parallel():
         model = build_hybrid(1, False)
         prompts, responses = prompts_and_responses()
-        groups = [(p.tolist(), [x.tolist() for x in each])
-                  for p, each in zip(prompts, responses, strict=True)]  # fmt: skip
+        groups = [
+            (p.tolist(), [x.tolist() for x in each])
+            for p, each in zip(prompts, responses, strict=True)
+        ]
         packed = pack_groups(groups, most_tokens, device="cpu")
         found = []
         for each in packed.micro_batches:
@@ -93,14 +112,22 @@ def separately(build=build) -> dict[str, torch.Tensor]:
     """The same on one rank, with every response behind a prompt of its own."""
     with parallel():
         model = build(1, False)
-        pairs = [(p, r) for p, each in zip(*prompts_and_responses(), strict=True) for r in each]
+        pairs = [
+            (p, r)
+            for p, each in zip(*prompts_and_responses(), strict=True)
+            for r in each
+        ]
         whole = [torch.cat(pair) for pair in pairs]
         lengths = tuple(len(x) - 1 for x in whole)
-        tokens, labels = (torch.cat([x[part] for x in whole])[None]
-                          for part in (slice(None, -1), slice(1, None)))  # fmt: skip
+        tokens, labels = (
+            torch.cat([x[part] for x in whole])[None]
+            for part in (slice(None, -1), slice(1, None))
+        )
         positions = torch.cat([torch.arange(n) for n in lengths])[None]
         every = torch.arange(tokens.shape[1])
-        found = losses(model, tokens, positions, labels, thd(lengths), every).split(lengths)
+        found = losses(model, tokens, positions, labels, thd(lengths), every).split(
+            lengths
+        )
         rows = [x[len(p) - 1 :] for x, (p, _) in zip(found, pairs, strict=True)]
         return of_weighted(model, rows)
 
@@ -136,7 +163,9 @@ def test_recomputing_equals_one_rank(pools, recompute):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("cp, recompute", [(1, False), (1, True), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    "cp, recompute", [(1, False), (1, True), (2, False), (2, True)]
+)
 def test_a_model_on_shared_prompts_equals_separate_sequences(pools, cp, recompute):
     """fp64: losses of every response's token and every parameter's gradient."""
     pool = pools(2)
@@ -162,5 +191,9 @@ def test_a_hybrid_of_16_layers_on_groups_equals_separate_sequences(pools, most_t
 @each
 def test_chunkwise_is_refused_in_words(pools, mixers):
     tree = random_tree(0, multiple=4)
-    with pytest.raises(RankError, match="documents that continue others run on whole sequences"):
-        pools(2).run(parallel_equals_one_rank, mixers, 1, 2, tree=tree, mode="chunkwise")
+    with pytest.raises(
+        RankError, match="documents that continue others run on whole sequences"
+    ):
+        pools(2).run(
+            parallel_equals_one_rank, mixers, 1, 2, tree=tree, mode="chunkwise"
+        )

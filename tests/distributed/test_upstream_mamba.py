@@ -1,4 +1,5 @@
-"""Our Mamba2 mixer and the adapter beside Megatron's MambaMixer and transformers' mixers."""
+"""Our Mamba2 mixer and the adapter beside Megatron's MambaMixer and transformers'
+mixers."""
 
 from functools import partial
 from importlib.util import find_spec
@@ -40,15 +41,23 @@ def _theirs(config, groups):
 
 
 def hf_mixer(kind: str, groups: int = 2) -> torch.nn.Module:
-    """transformers' mixer of the tests' sizes, every parameter away from its initial value."""
+    """transformers' mixer of the tests' sizes, every parameter away from its initial
+    value."""
     torch.manual_seed(11)
     if kind == "mamba2":
         from transformers.models.mamba2.modeling_mamba2 import Mamba2Config, Mamba2Mixer
 
         config = Mamba2Config(
-            num_heads=8, head_dim=5, hidden_size=HIDDEN, expand=2, n_groups=groups, state_size=6,
-            num_hidden_layers=1, chunk_size=16, layer_norm_epsilon=1e-5,
-        )  # fmt: skip
+            num_heads=8,
+            head_dim=5,
+            hidden_size=HIDDEN,
+            expand=2,
+            n_groups=groups,
+            state_size=6,
+            num_hidden_layers=1,
+            chunk_size=16,
+            layer_norm_epsilon=1e-5,
+        )
         mixer = Mamba2Mixer(config, 0)
     else:
         from transformers.models.nemotron_h.modeling_nemotron_h import (
@@ -57,9 +66,15 @@ def hf_mixer(kind: str, groups: int = 2) -> torch.nn.Module:
         )
 
         config = NemotronHConfig(
-            mamba_num_heads=8, mamba_head_dim=5, hidden_size=HIDDEN, n_groups=groups,
-            ssm_state_size=6, chunk_size=16, layer_norm_epsilon=1e-5, layers_block_type=["mamba"],
-        )  # fmt: skip
+            mamba_num_heads=8,
+            mamba_head_dim=5,
+            hidden_size=HIDDEN,
+            n_groups=groups,
+            ssm_state_size=6,
+            chunk_size=16,
+            layer_norm_epsilon=1e-5,
+            layers_block_type=["mamba"],
+        )
         mixer = NemotronHMamba2Mixer(config, 0)
     draw_(mixer)
     if kind == "nemotron_h":
@@ -68,12 +83,15 @@ def hf_mixer(kind: str, groups: int = 2) -> torch.nn.Module:
     return mixer.eval()
 
 
-needs_transformers = pytest.mark.skipif(not find_spec("transformers"), reason="needs transformers")
+needs_transformers = pytest.mark.skipif(
+    not find_spec("transformers"), reason="needs transformers"
+)
 HF_SIZES = {"mamba_head_dim": 5, "mamba_state_dim": 6}
 
 
 def run_with(cp: MambaContextParallel, mixer, x, cu_seqlens=None):
-    """A Mamba2 mixer around the adapter: what whoever owns such a mixer writes. ``[B, s, D]``."""
+    """A Mamba2 mixer around the adapter: what whoever owns such a mixer writes.
+    ``[B, s, D]``."""
     proj = cp.pre_conv_ssm(_linear(mixer.in_proj, x), cu_seqlens)
     packed = proj.dim() == 2
     heads, groups, inner = cp.num_heads_local, cp.n_groups_local, cp.d_inner_local
@@ -98,7 +116,9 @@ def run_with(cp: MambaContextParallel, mixer, x, cu_seqlens=None):
     y = cp.post_conv_ssm(y[0] if packed else y, cu_seqlens)
     eps = getattr(mixer.norm, "variance_epsilon", None) or mixer.norm.eps
     y = y.unflatten(-1, (cp.n_groups, -1))
-    y = (y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(-2) * mixer.norm.weight
+    y = (y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(
+        -2
+    ) * mixer.norm.weight
     return _linear(mixer.out_proj, y)
 
 
@@ -132,18 +152,26 @@ def test_the_mixer_equals_megatrons_with_the_same_weights():
 @pytest.mark.parametrize("tp", [1, 2])
 @on_ranks(tp="tp")
 def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(tp, tmp_path):
-    config, groups = config_of(MAMBA_SIZES, tensor_model_parallel_size=tp), groups_of_megatron()
+    config, groups = (
+        config_of(MAMBA_SIZES, tensor_model_parallel_size=tp),
+        groups_of_megatron(),
+    )
 
     def described(mixer):
         state = mixer.sharded_state_dict("mixer.")
         found = [leaf for leaf in leaves(state) if hasattr(leaf, "dtype")]
-        return {leaf.key: (leaf.global_shape, leaf.dtype, leaf.global_offset) for leaf in found}
+        return {
+            leaf.key: (leaf.global_shape, leaf.dtype, leaf.global_offset)
+            for leaf in found
+        }
 
     def through_a_file(one, other) -> None:
         folder = tmp_path / str(one is theirs)
         folder.mkdir(exist_ok=True)
         dist_checkpointing.save(one.sharded_state_dict("mixer."), str(folder))
-        loaded = dist_checkpointing.load(other.sharded_state_dict("mixer."), str(folder))
+        loaded = dist_checkpointing.load(
+            other.sharded_state_dict("mixer."), str(folder)
+        )
         other.load_state_dict({k.removeprefix("mixer."): v for k, v in loaded.items()})
         for name, parameter in theirs.named_parameters():
             assert torch.equal(parameter, other.get_parameter(name)), name
@@ -153,7 +181,9 @@ def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(tp, tmp_pat
         theirs, ours = _theirs(config, groups), build_mamba2(config, groups)
         assert described(ours) == described(theirs)
         shapes = ours.mamba_state_shapes_per_request()
-        assert shapes == theirs.mamba_state_shapes_per_request(), "Megatron allocates by them"
+        assert shapes == theirs.mamba_state_shapes_per_request(), (
+            "Megatron allocates by them"
+        )
         through_a_file(theirs, ours)
         through_a_file(ours, _theirs(config, groups))
 
@@ -162,7 +192,8 @@ def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(tp, tmp_pat
 @pytest.mark.parametrize("kind", ["mamba2", "nemotron_h"])
 @on_ranks(2, cp=1)
 def test_weights_of_transformers_give_its_outputs_and_come_back_bit_for_bit(kind):
-    """Their weights in our mixer: the same output and gradients; and back, bit for bit."""
+    """Their weights in our mixer: the same output and gradients; and back, bit for
+    bit."""
     theirs = hf_mixer(kind)
     limit = tuple(theirs.time_step_limit)
     ours = build_mamba2(config_of(MAMBA_SIZES, **HF_SIZES), alone(), dt_limit=limit)
@@ -192,7 +223,10 @@ def test_weights_of_transformers_give_its_outputs_and_come_back_bit_for_bit(kind
 @on_ranks(cp="cp_size")
 def test_the_exchange_refuses_what_it_would_cut_wrong(cp_size):
     """On every rank alike."""
-    cp, width = MambaContextParallel(groups_of_megatron().cp, 8, 5, 2, 6, hf_mixer("mamba2")), 112
+    cp, width = (
+        MambaContextParallel(groups_of_megatron().cp, 8, 5, 2, 6, hf_mixer("mamba2")),
+        112,
+    )
     refused = partial(pytest.raises, ValueError)
     odd = torch.tensor([0, 3 * cp_size, 4 * cp_size])
     short, two = torch.randn(4, width), torch.randn(2, 4, width)
@@ -229,7 +263,8 @@ def test_all_sections_travel_in_one_message_each_way(groups):
         packed = Documents.from_cu_seqlens(list(accumulate(lengths, initial=0)), 16)
         for documents, batch in ((None, (2, 8)), (packed, (8,))):
             rows = torch.randn(*batch, 88 + 12 * groups, requires_grad=True)
-            cp.pre_conv_ssm(rows, documents)  # makes the tables, from lengths on the host
+            # makes the tables, from lengths on the host
+            cp.pre_conv_ssm(rows, documents)
             sent.clear()
             with no_host_reads():
                 opened = cp.pre_conv_ssm(rows, documents)
@@ -252,8 +287,11 @@ def test_all_sections_travel_in_one_message_each_way(groups):
     ],
 )
 @on_ranks(cp="cp_size")
-def test_the_adapter_around_anothers_mixer_equals_its_own_forward(kind, cp_size, groups, lengths):
-    """The adapter around another's mixer, its own forward on one rank being what is expected."""
+def test_the_adapter_around_anothers_mixer_equals_its_own_forward(
+    kind, cp_size, groups, lengths
+):
+    """The adapter around another's mixer, its own forward on one rank being what is
+    expected."""
     with without_mamba_ssm():
         if kind == "megatron":
             torch.manual_seed(11)
@@ -272,8 +310,15 @@ def test_the_adapter_around_anothers_mixer_equals_its_own_forward(kind, cp_size,
                 return mixer(u.transpose(0, 1))[0].transpose(0, 1)
             return mixer(u)
 
-        expected = torch.cat([alone_forward(u) for u in whole.split(
-            [tokens] if lengths is None else [n for n in lengths if n], dim=1)], dim=1)  # fmt: skip
+        expected = torch.cat(
+            [
+                alone_forward(u)
+                for u in whole.split(
+                    [tokens] if lengths is None else [n for n in lengths if n], dim=1
+                )
+            ],
+            dim=1,
+        )
         (expected * weight).sum().backward()
         wanted = {name: p.grad.clone() for name, p in mixer.named_parameters()}
         mixer.zero_grad()

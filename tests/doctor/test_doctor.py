@@ -12,7 +12,12 @@ import torch
 from megatron_gdn.compat.tested import TESTED
 from megatron_gdn.doctor import checks
 from megatron_gdn.doctor.__main__ import main
-from megatron_gdn.doctor.checks import _EXTRAS, check_kernel_versions, check_machine, check_packages
+from megatron_gdn.doctor.checks import (
+    _EXTRAS,
+    check_kernel_versions,
+    check_machine,
+    check_packages,
+)
 from megatron_gdn.ops import obstacles
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
@@ -20,7 +25,8 @@ from megatron_gdn.ops.delta_rule.plain import PlainRule
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch) -> Iterator[Callable[..., None]]:
-    """Installs packages that hide the true ones: ``name="version"``, and modules with this code."""
+    """Installs packages that hide the true ones: ``name="version"``, and modules with
+    this code."""
     caches = (obstacles.why_not_fla_package, obstacles.why_not_flash_qla_package)
 
     def install(modules: dict[str, str] | None = None, **versions: str) -> None:
@@ -59,7 +65,11 @@ def said(findings, subject: str) -> tuple[str, str]:
         ("megatron_core", "0.17.0", "0.17.0 is installed, <0.21,>="),
         ("torch", "2.6.0", "2.6.0 is installed, >=2."),
         ("transformer_engine", "2.4.0", "2.4.0 is installed, >=2.8 works"),
-        ("flash_linear_attention", "0.5.0", "0.5.0 is installed, <0.7,>=0.6 works; pip install"),
+        (
+            "flash_linear_attention",
+            "0.5.0",
+            "0.5.0 is installed, <0.7,>=0.6 works; pip install",
+        ),
     ],
 )
 def test_a_version_that_does_not_work_is_named(environment, name, version, told):
@@ -79,7 +89,11 @@ def test_a_version_that_does_not_work_is_named(environment, name, version, told)
 def test_a_version_that_was_not_tested_is_a_note(environment, name, version, told):
     environment(**{name: version})
     state, text = said(check_packages(), name.replace("_", "-"))
-    assert state == "note" and text.startswith(told) and text.endswith(f"this is {version}")
+    assert (
+        state == "note"
+        and text.startswith(told)
+        and text.endswith(f"this is {version}")
+    )
 
 
 def test_a_python_that_was_not_tested_is_a_note(monkeypatch):
@@ -107,15 +121,33 @@ def test_a_package_that_was_built_for_another_torch_is_named(environment):
 @pytest.mark.parametrize(
     "modules, versions, subject, told",
     [
-        (["fla"], {"flash_linear_attention": "0.6.0", "fla_core": "0.5.1"},
-         "flash-linear-attention", "fla-core 0.5.1 is not supported, 0.6 is"),
-        (["fla"], {"triton": "3.5.0", "flash_linear_attention": "0.6.0", "fla_core": "0.6.0"},
-         "flash-linear-attention", "Triton 3.5.0 miscompiles fla's backward on Hopper"),
-        (["flash_qla"], {"flash_qla": "0.1.2"}, "flash-qla", "computes wrong gradients at times"),
+        (
+            ["fla"],
+            {"flash_linear_attention": "0.6.0", "fla_core": "0.5.1"},
+            "flash-linear-attention",
+            "fla-core 0.5.1 is not supported, 0.6 is",
+        ),
+        (
+            ["fla"],
+            {"triton": "3.5.0", "flash_linear_attention": "0.6.0", "fla_core": "0.6.0"},
+            "flash-linear-attention",
+            "Triton 3.5.0 miscompiles fla's backward on Hopper",
+        ),
+        (
+            ["flash_qla"],
+            {"flash_qla": "0.1.2"},
+            "flash-qla",
+            "computes wrong gradients at times",
+        ),
         (["flash_qla"], {}, "flash-qla", "flash_qla carries no version"),
-        (["flash_qla"], {"flash_qla": "0.1.3"}, "flash-qla", "tilelang, which is not installed"),
+        (
+            ["flash_qla"],
+            {"flash_qla": "0.1.3"},
+            "flash-qla",
+            "tilelang, which is not installed",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_bad_pair_is_named(environment, hopper, modules, versions, subject, told):
     environment(dict.fromkeys(modules, ""), **versions)
     state, text = said(check_kernel_versions(), f"rule of {subject}")
@@ -125,7 +157,9 @@ def test_a_bad_pair_is_named(environment, hopper, modules, versions, subject, to
 def test_without_a_gpu_it_is_a_note_about_hopper(environment):
     environment({"flash_qla": ""}, flash_qla="0.1.2")
     state, text = said(check_kernel_versions(), "rule of flash-qla")
-    assert state == "note" and text.startswith("on a Hopper GPU: flash-qla 0.1.2 computes wrong")
+    assert state == "note" and text.startswith(
+        "on a Hopper GPU: flash-qla 0.1.2 computes wrong"
+    )
 
 
 def test_a_gpu_that_torch_does_not_see_is_named(tmp_path, monkeypatch):
@@ -168,7 +202,10 @@ def states(found) -> dict[str, str]:
 def test_on_a_cpu_the_plain_rule_runs_exact_and_repeats():
     found = list(checks.check_rules(SMALL, 131))
     assert set(states(found).values()) == {"ok"}
-    assert found[0].text.startswith("reference: not flash_qla") and "not fla" in found[0].text
+    assert (
+        found[0].text.startswith("reference: not flash_qla")
+        and "not fla" in found[0].text
+    )
     assert "10 repeats equal in 6 tensors" in found[-1].text
 
 
@@ -186,10 +223,15 @@ def test_a_rule_that_is_less_exact_than_plain_torch_is_wrong(monkeypatch):
 
     choice = checks.resolve_rule(device="cpu", dtype=torch.float32, sizes=SMALL)
     monkeypatch.setattr(checks, "run_rule", rounded)
-    monkeypatch.setattr(checks, "resolve_rule", lambda **_: choice._replace(rule=Worse()))
+    monkeypatch.setattr(
+        checks, "resolve_rule", lambda **_: choice._replace(rule=Worse())
+    )
     found = {each.subject: each for each in checks.check_rules(SMALL, 70)}
     assert found["rule, errors"].state == "wrong"
-    assert "of plain torch's error against fp64: choose another" in found["rule, errors"].text
+    assert (
+        "of plain torch's error against fp64: choose another"
+        in found["rule, errors"].text
+    )
 
 
 def test_a_rule_that_does_not_repeat_is_wrong(monkeypatch):
@@ -216,7 +258,9 @@ def test_the_command_prints_lines_or_json_and_its_status_says_whether_anything_i
     assert wrong._asdict() in found
 
 
-def test_every_subject_is_named_once_and_plain_torch_is_compared_with_fp64_alone(capsys):
+def test_every_subject_is_named_once_and_plain_torch_is_compared_with_fp64_alone(
+    capsys,
+):
     assert main([*COMMAND, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     subjects = [each["subject"] for each in found]

@@ -19,7 +19,8 @@ _MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 
 class Block(NamedTuple):
-    """A block of code on a page; ``language`` follows the fence, None for an indented block."""
+    """A block of code on a page; ``language`` follows the fence, None for an indented
+    block."""
 
     page: Path
     language: str | None
@@ -28,8 +29,16 @@ class Block(NamedTuple):
 
 def pages(root: Path) -> list[Path]:
     """Every page of a checkout. The ways in come first; CHANGELOG tells of what was."""
-    first = [root / "README.md", root / "docs" / "start.md", root / "docs" / "launching.md"]
-    more = [root / "CONTRIBUTING.md", root / "benchmarks" / "README.md", root / "tests/README.md"]
+    first = [
+        root / "README.md",
+        root / "docs" / "start.md",
+        root / "docs" / "launching.md",
+    ]
+    more = [
+        root / "CONTRIBUTING.md",
+        root / "benchmarks" / "README.md",
+        root / "tests/README.md",
+    ]
     docs = [p for p in sorted((root / "docs").rglob("*.md")) if "_build" not in p.parts]
     return first + [page for page in docs if page not in first] + more
 
@@ -67,13 +76,18 @@ def _shell_of(page: Path) -> Iterator[str]:
 
 
 def lines_of(code: str) -> list[str]:
-    """The lines of a shell's code, each with its continuation, without comments and indents."""
-    whole = (re.sub(r"(^|\s)#.*", "", line) for line in code.replace("\\\n", " ").splitlines())
+    """The lines of a shell's code, each with its continuation, without comments and
+    indents."""
+    whole = (
+        re.sub(r"(^|\s)#.*", "", line)
+        for line in code.replace("\\\n", " ").splitlines()
+    )
     return [" ".join(line.split()) for line in whole if line.strip()]
 
 
 def flags_of(command: str) -> tuple[int, list[str]]:
-    """Number of processes and the script's flags of a launch, by torchrun or by the script."""
+    """Number of processes and the script's flags of a launch, by torchrun or by the
+    script."""
     words = shlex.split(command)
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
     flags = words[script + 1 :]
@@ -86,7 +100,11 @@ def flags_of(command: str) -> tuple[int, list[str]]:
 def changed_lines(root: Path) -> list[list[str]]:
     """The flags that a launch which exists is given, block by block."""
     blocks = blocks_of(*pages(root), language="bash")
-    return [shlex.split(*lines_of(b.code)) for b in blocks if b.code.lstrip().startswith("--spec")]
+    return [
+        shlex.split(*lines_of(b.code))
+        for b in blocks
+        if b.code.lstrip().startswith("--spec")
+    ]
 
 
 def launches_of(root: Path) -> dict[str, list[str]]:

@@ -1,4 +1,5 @@
-"""Ways in which a run ends before its time, each at a random moment, and what it then says."""
+"""Ways in which a run ends before its time, each at a random moment, and what it then
+says."""
 
 import re
 import signal
@@ -10,8 +11,11 @@ from random import Random
 from tests.examples.launching import Launch, metrics
 
 
-def end_by_signal(number: signal.Signals, flags: list, cwd: Path, random: Random) -> None:
-    """SIGINT or SIGTERM: the step is finished and saved, and the last line says how to go on."""
+def end_by_signal(
+    number: signal.Signals, flags: list, cwd: Path, random: Random
+) -> None:
+    """SIGINT or SIGTERM: the step is finished and saved, and the last line says how to
+    go on."""
     launch = _until_some_step(flags, cwd, random)
     launch.send(number)
     if random.random() < 0.3:
@@ -35,7 +39,8 @@ def end_by_kill(flags: list, cwd: Path, random: Random) -> None:
 
 
 def end_by_kill_amid_a_save(flags: list, cwd: Path, random: Random) -> None:
-    """Kill -9 while a checkpoint is being written: it is not complete, and not taken for one."""
+    """Kill -9 while a checkpoint is being written: it is not complete, and not taken
+    for one."""
     launch = Launch(*flags, "--save-interval=2", cwd=cwd, limit=_hesitate)
     launch.until(lambda: list(cwd.glob("runs/*/checkpoints/*.partial")))
     time.sleep(random.random() * 0.05)
@@ -44,12 +49,16 @@ def end_by_kill_amid_a_save(flags: list, cwd: Path, random: Random) -> None:
 
 
 def _hesitate() -> None:
-    """Wait a moment before a file or folder gets its last name, so that a kill can be in time."""
-    sys.addaudithook(lambda event, args: time.sleep(0.3) if event == "os.rename" else None)
+    """Wait a moment before a file or folder gets its last name, so that a kill can be
+    in time."""
+    sys.addaudithook(
+        lambda event, args: time.sleep(0.3) if event == "os.rename" else None
+    )
 
 
 def end_by_full_disk(flags: list, cwd: Path, random: Random) -> None:
-    """The disk under ``cwd/runs``, a small one of its own, fills up; room is made afterwards."""
+    """The disk under ``cwd/runs``, a small one of its own, fills up; room is made
+    afterwards."""
     launch = _until_some_step(flags, cwd, random)
     filler = cwd / "runs" / "filler"
     while launch.is_running:
@@ -58,7 +67,9 @@ def end_by_full_disk(flags: list, cwd: Path, random: Random) -> None:
     codes = launch.end()
     filler.unlink()
     assert codes[0] == 1, launch.printed
-    assert_one_line(launch.printed, r"the disk of \S*runs/\S+ is full; saved is step \d+, .*go on")
+    assert_one_line(
+        launch.printed, r"the disk of \S*runs/\S+ is full; saved is step \d+, .*go on"
+    )
 
 
 def fill(filler: Path) -> None:
@@ -78,7 +89,9 @@ def assert_one_line(printed: str, pattern: str) -> None:
 
 
 def newest_output(cwd: Path) -> Path:
-    return max((cwd / "runs").glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime).parent
+    return max(
+        (cwd / "runs").glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime
+    ).parent
 
 
 def _until_some_step(flags: list, cwd: Path, random: Random) -> Launch:

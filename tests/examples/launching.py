@@ -1,4 +1,5 @@
-"""Ranks of the example, to be signalled and killed: forked from the server of `tests/ranks.py`."""
+"""Ranks of the example, to be signalled and killed: forked from the server of
+`tests/ranks.py`."""
 
 import contextlib
 import json
@@ -17,14 +18,20 @@ from tests.ranks import _context
 ROOT = EXAMPLES.parent
 TIMEOUT_S = 240
 TINY = [
-    "--hybrid-layer-pattern=G-*-", "--hidden-size=32", "--linear-key-head-dim=8",
-    "--linear-value-head-dim=12", "--seq-length=64", "--micro-batch-size=4", "--train-iters=12",
+    "--hybrid-layer-pattern=G-*-",
+    "--hidden-size=32",
+    "--linear-key-head-dim=8",
+    "--linear-value-head-dim=12",
+    "--seq-length=64",
+    "--micro-batch-size=4",
+    "--train-iters=12",
     "--sample-tokens=3",
-]  # fmt: skip
+]
 
 
 class Launch:
-    """``size`` ranks that run the example with these flags; ``limit`` is called on each before."""
+    """``size`` ranks that run the example with these flags; ``limit`` is called on each
+    before."""
 
     _started: ClassVar[list["Launch"]] = []
 
@@ -65,7 +72,8 @@ class Launch:
         return all(process.is_alive() for process in self._ranks)
 
     def end(self) -> list[int]:
-        """Wait for all ranks; when one fails the others are ended. Returns their exit codes."""
+        """Wait for all ranks; when one fails the others are ended. Returns their exit
+        codes."""
         deadline = time.monotonic() + TIMEOUT_S
         running = {process.sentinel: process for process in self._ranks}
         while running:
@@ -94,7 +102,8 @@ class Launch:
 
 
 def metrics(output_dir: Path) -> list[dict]:
-    """What a run recorded, without the times; a line that is being written does not count."""
+    """What a run recorded, without the times; a line that is being written does not
+    count."""
     path = output_dir / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     steps = [json.loads(line) for line in lines]
@@ -107,13 +116,19 @@ def run(*flags: object, cwd: Path, size: int = 2) -> str:
     return launch.printed
 
 
-def _rank(rank: int, size: int, port: int, flags: list[str], cwd: Path, log: Path, limit) -> None:
+def _rank(
+    rank: int, size: int, port: int, flags: list[str], cwd: Path, log: Path, limit
+) -> None:
     os.setsid()
     os.chdir(cwd)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="localhost", MASTER_PORT=str(port),
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(out, stream)

@@ -1,4 +1,5 @@
-"""The first things a reader runs: `make`, the quickstart, the command behind docs/evidence.md."""
+"""The first things a reader runs: `make`, the quickstart, the command behind
+docs/evidence.md."""
 
 import json
 import re
@@ -37,11 +38,14 @@ def test_a_policy_gradient_step_is_the_same_on_trees_and_packed_separately():
 def test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn(tmp_path):
     flags = "--steps=3", "--rows=2", "--tokens=48", f"--output={tmp_path / 'small'}"
     python("benchmarks/loss_curves.py", *flags, OMP_NUM_THREADS="1")
-    record, *steps = map(json.loads, (tmp_path / "small.jsonl").read_text().splitlines())
+    record, *steps = map(
+        json.loads, (tmp_path / "small.jsonl").read_text().splitlines()
+    )
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert set(record["parting"]) < set(steps[0])
     assert record["parting"].keys() > {"megatron-core", "transformers"}
-    # A forward pass in fp32, and then two steps: far from what another equation would give.
+    # A forward pass in fp32, and then two steps: far from what another equation would
+    # give.
     for apart in record["parting"].values():
         assert apart["first"] < 1e-6
         assert apart["largest"] < 1e-5
@@ -51,13 +55,19 @@ def test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn(tmp_path):
 
 def test_the_page_states_what_was_recorded():
     page = (ROOT / "docs" / "evidence.md").read_text()
-    record, *steps = map(json.loads, (ROOT / "docs" / "evidence.jsonl").read_text().splitlines())
+    record, *steps = map(
+        json.loads, (ROOT / "docs" / "evidence.jsonl").read_text().splitlines()
+    )
     assert len(steps) == record["steps"]
     assert record["date"] in page
     for name, version in record["versions"].items():
         assert f"{name} {version}" in page
     for name, apart in record["parting"].items():
-        numbers = [f"{apart[key]:.1e}" for key in ("first", "largest", "last tenth's mean")]
-        row = rf"\| {re.escape(name)} +\|" + r" \|".join(f" +{re.escape(n)}" for n in numbers)
+        numbers = [
+            f"{apart[key]:.1e}" for key in ("first", "largest", "last tenth's mean")
+        ]
+        row = rf"\| {re.escape(name)} +\|" + r" \|".join(
+            f" +{re.escape(n)}" for n in numbers
+        )
         assert re.search(row, page), row
     assert f"{steps[-1]['megatron_gdn']:.3f}" in page

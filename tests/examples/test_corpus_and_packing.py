@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.corpus import END_OF_DOCUMENT, Corpus, read_paths, standard_library, token_stream
+from pretraining.corpus import (
+    END_OF_DOCUMENT,
+    Corpus,
+    read_paths,
+    standard_library,
+    token_stream,
+)
 from pretraining.feed import Feed
 from pretraining.packing import (
     dense_micro_batch,
@@ -33,7 +39,9 @@ def packed_epoch(stream, blocks, rows, multiple):
 
 def counted(batches, name):
     """What the loss sees of one field, in the order it is fed."""
-    return torch.cat([getattr(batch, name)[batch.loss_mask.bool()] for batch in batches])
+    return torch.cat(
+        [getattr(batch, name)[batch.loss_mask.bool()] for batch in batches]
+    )
 
 
 def documents_in(labels):
@@ -50,7 +58,9 @@ def documents_in(labels):
 
 
 @given(corpora, st.integers(1, 5), st.integers(1, 4), multiples)
-def test_packing_feeds_every_byte_of_every_document_once_and_in_order(c, blocks, rows, multiple):
+def test_packing_feeds_every_byte_of_every_document_once_and_in_order(
+    c, blocks, rows, multiple
+):
     stream = token_stream(c)
     _, batches = packed_epoch(stream, blocks, rows, multiple)
     assert documents_in(counted(batches, "labels")) == list(c.documents)
@@ -58,7 +68,9 @@ def test_packing_feeds_every_byte_of_every_document_once_and_in_order(c, blocks,
 
 
 @given(corpora, st.integers(1, 40), st.integers(1, 3))
-def test_dense_rows_feed_every_byte_of_every_document_once_and_in_order(corpus, seq_length, rows):
+def test_dense_rows_feed_every_byte_of_every_document_once_and_in_order(
+    corpus, seq_length, rows
+):
     stream = token_stream(corpus)
     starts = range(0, stream.num_labels, seq_length)
     batches = [
@@ -83,7 +95,11 @@ def test_packed_lengths_describe_the_buffer(corpus, blocks, rows, multiple):
     stream = token_stream(corpus)
     packs, batches = packed_epoch(stream, blocks, rows, multiple)
     for pack, batch in zip(packs, batches, strict=True):
-        assert sum(batch.padded_lengths) == batch.tokens.numel() == blocks * multiple * rows
+        assert (
+            sum(batch.padded_lengths)
+            == batch.tokens.numel()
+            == blocks * multiple * rows
+        )
         assert all(padded % multiple == 0 for padded in batch.padded_lengths)
         assert batch.lengths == tuple(piece.length for piece in pack)
         offset = 0
@@ -91,13 +107,20 @@ def test_packed_lengths_describe_the_buffer(corpus, blocks, rows, multiple):
             assert length <= padded
             assert batch.loss_mask[0, offset : offset + length].all()
             assert not batch.loss_mask[0, offset + length : offset + padded].any()
-            assert batch.position_ids[0, offset : offset + length].tolist() == list(range(length))
+            assert batch.position_ids[0, offset : offset + length].tolist() == list(
+                range(length)
+            )
             offset += padded
 
 
 def make_feed(corpus, *, cp=(1, 0), dp=(1, 0), packing=True, shuffle=True, consumed=0):
     (cp_size, cp_rank), (dp_size, dp_rank) = cp, dp
-    place = {"cp_size": cp_size, "cp_rank": cp_rank, "dp_size": dp_size, "dp_rank": dp_rank}
+    place = {
+        "cp_size": cp_size,
+        "cp_rank": cp_rank,
+        "dp_size": dp_size,
+        "dp_rank": dp_rank,
+    }
     shape = {"seq_length": 16, "micro_batch_size": 3, "packing": packing, "multiple": 4}
     order = {"seed": 5, "shuffle": shuffle, "consumed": consumed}
     return Feed(corpus, device=torch.device("cpu"), **place, **shape, **order)
@@ -116,7 +139,9 @@ def test_a_feed_continues_from_its_position_across_epochs(packing):
     first = list(islice(feed, 70))
     assert feed.epoch >= 2
     for position in (0, 1, 33, 69):
-        assert same(next(make_feed(CORPUS, packing=packing, consumed=position)), first[position])
+        assert same(
+            next(make_feed(CORPUS, packing=packing, consumed=position)), first[position]
+        )
 
 
 @pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "as it stands"])
@@ -127,7 +152,10 @@ def test_an_epoch_of_the_feed_is_the_corpus(packing, shuffle):
     while feed.epoch == 0:
         batches.append(next(feed))
     batches.pop()  # the first of the next epoch
-    labels, everything = counted(batches, "labels"), token_stream(CORPUS).tokens[1:].long()
+    labels, everything = (
+        counted(batches, "labels"),
+        token_stream(CORPUS).tokens[1:].long(),
+    )
     assert torch.equal(labels.sort().values, everything.sort().values)
     assert torch.equal(labels, everything) is not shuffle
 
@@ -144,7 +172,9 @@ def test_data_parallel_ranks_take_turns(packing):
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "dense"])
 def test_context_parallel_ranks_share_every_token_of_a_micro_batch(packing):
     whole = next(make_feed(CORPUS, packing=packing))
-    parts = [next(make_feed(CORPUS, packing=packing, cp=(2, rank))) for rank in range(2)]
+    parts = [
+        next(make_feed(CORPUS, packing=packing, cp=(2, rank))) for rank in range(2)
+    ]
     assert all(part.tokens.shape[1] * 2 == whole.tokens.shape[1] for part in parts)
     seen = torch.cat([part.labels + 1000 * part.position_ids for part in parts], dim=1)
     expected = whole.labels + 1000 * whole.position_ids
@@ -189,7 +219,9 @@ def test_missing_and_empty_data_are_named(tmp_path):
         read_paths([str(tmp_path)])
     (tmp_path / "empty.txt").touch()
     for path in (tmp_path, tmp_path / "empty.txt"):
-        with pytest.raises(ValueError, match="no text in there .1 files are empty, 0 are not UTF"):
+        with pytest.raises(
+            ValueError, match="no text in there .1 files are empty, 0 are not UTF"
+        ):
             read_paths([str(path)])
 
 

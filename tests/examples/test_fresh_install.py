@@ -1,4 +1,5 @@
-"""The package alone, in environments to which this one lends what it depends on by a path file."""
+"""The package alone, in environments to which this one lends what it depends on by a
+path file."""
 
 import os
 import shutil
@@ -20,7 +21,11 @@ def shell(*command: object, cwd: Path, **environment: str) -> str:
     done = subprocess.run(
         [*map(str, command)],
         cwd=cwd,
-        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environment},
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": os.environ.get("HOME", "/"),
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=3600,
@@ -31,7 +36,8 @@ def shell(*command: object, cwd: Path, **environment: str) -> str:
 
 
 def lend_dependencies(folder: Path) -> Path:
-    """An environment with the packages of this one, but megatron_gdn; returns its python."""
+    """An environment with the packages of this one, but megatron_gdn; returns its
+    python."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     site = next(folder.glob("lib/python*/site-packages"))
@@ -49,7 +55,9 @@ def lend_dependencies(folder: Path) -> Path:
 def clone(tmp_path_factory) -> Path:
     """What a user gets: the files that git knows, as they are now."""
     folder = tmp_path_factory.mktemp("fresh") / "megatron_gdn"
-    names = shell("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    names = shell(
+        "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
+    )
     for name in names.splitlines():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).exists():  # else deleted, and not yet committed
@@ -67,9 +75,16 @@ def check_quickstart(python: Path, clone: Path, away: Path) -> None:
     (away / "quickstart.py").write_text((clone / "examples/quickstart.py").read_text())
     where = shell(python, "-c", "import megatron_gdn as m; print(m.__file__)", cwd=away)
     assert str(python.parents[1] / "lib") in where
-    version = shell(python, "-c", "import megatron_gdn as m; print(m.__version__)", cwd=away)
-    assert f'version = "{version.splitlines()[-1]}"' in (clone / "pyproject.toml").read_text()
-    assert "backend reference, output (128, 1, 64)" in shell(python, "quickstart.py", cwd=away)
+    version = shell(
+        python, "-c", "import megatron_gdn as m; print(m.__version__)", cwd=away
+    )
+    assert (
+        f'version = "{version.splitlines()[-1]}"'
+        in (clone / "pyproject.toml").read_text()
+    )
+    assert "backend reference, output (128, 1, 64)" in shell(
+        python, "quickstart.py", cwd=away
+    )
 
 
 def test_the_quickstart_runs_from_an_installed_clone_alone(clone, tmp_path):
@@ -89,7 +104,10 @@ def test_the_quickstart_runs_from_an_installed_wheel_alone(clone, tmp_path):
 @pytest.fixture(scope="module")
 def sdist(clone, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
-    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    code = (
+        "import sys; from setuptools import build_meta; "
+        "build_meta.build_sdist(sys.argv[1])"
+    )
     shell(sys.executable, "-c", code, folder, cwd=clone)
     (made,) = folder.glob("megatron_gdn-*.tar.gz")
     return made
@@ -109,16 +127,22 @@ def test_a_source_distribution_holds_what_tests_and_pages_need(clone, sdist):
         ".github/",
         "benchmarks/",
     )
-    wanted = {name for name in known if name.startswith(folders) and (clone / name).is_file()}
+    wanted = {
+        name for name in known if name.startswith(folders) and (clone / name).is_file()
+    }
     wanted |= {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
     wanted |= {"constraints.txt", "pyproject.toml", "megatron_gdn/specs/layer.py"}
     assert wanted - held == set()
     strangers = ("docs/_build", ".ci", ".venv", "runs", "dist", "build")
-    assert [name for name in held if name.startswith(strangers) or "__pycache__" in name] == []
+    assert [
+        name for name in held if name.startswith(strangers) or "__pycache__" in name
+    ] == []
     assert sdist.stat().st_size < 4 << 20
 
 
-def test_the_quickstart_runs_from_an_installed_source_distribution_alone(clone, sdist, tmp_path):
+def test_the_quickstart_runs_from_an_installed_source_distribution_alone(
+    clone, sdist, tmp_path
+):
     python = lend_dependencies(tmp_path / "env")
     pip(python, "install", sdist, cwd=tmp_path)
     check_quickstart(python, clone, tmp_path)
@@ -126,24 +150,36 @@ def test_the_quickstart_runs_from_an_installed_source_distribution_alone(clone, 
 
 def test_all_extras_resolve_together(clone):
     """Asks the package index, and installs nothing."""
-    command = next(c for c in commands_of(clone / "docs/releasing.md") if "--all-extras" in c)
+    command = next(
+        c for c in commands_of(clone / "docs/releasing.md") if "--all-extras" in c
+    )
     index = {k: v for k, v in os.environ.items() if k.startswith(("UV_", "SSL_"))}
     resolved = shell(sys.executable, *command.split()[1:], cwd=clone, **index)
-    extras = "transformer-engine flash-qla causal-conv1d flash-linear-attention transformers"
+    extras = (
+        "transformer-engine flash-qla causal-conv1d flash-linear-attention transformers"
+    )
     for name in extras.split():
         assert f"\n{name}==" in resolved
 
 
 def test_make_demo_and_the_lines_below_it_run_from_a_fresh_clone_as_they_stand(clone):
     lend_dependencies(clone / ".venv")
-    (next((clone / ".venv").glob("lib/python*/site-packages")) / "clone.pth").write_text(str(clone))
+    (
+        next((clone / ".venv").glob("lib/python*/site-packages")) / "clone.pth"
+    ).write_text(str(clone))
     (clone / ".venv/.ready").touch()
     shutil.copytree(clone / "megatron_gdn", clone / "my_texts")
     printed = shell("make", "demo", cwd=clone)
     run = clone / "runs/pretrain_hybrid"
-    for left in (run / "loss.png", run / "checkpoints/iter_0000240", run / "tensorboard"):
+    for left in (
+        run / "loss.png",
+        run / "checkpoints/iter_0000240",
+        run / "tensorboard",
+    ):
         assert left.exists() and str(left.relative_to(clone)) in printed
-    lines = [c for c in commands_of(*pages(clone)[:2]) if "examples/pretrain_hybrid.py" in c]
+    lines = [
+        c for c in commands_of(*pages(clone)[:2]) if "examples/pretrain_hybrid.py" in c
+    ]
     # A Hugging Face folder is not in a clone; test_hf_round_trip.py makes one.
     lines = [line for line in lines if "--hf-config" not in line]
     for line in lines:

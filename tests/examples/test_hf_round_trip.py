@@ -1,4 +1,5 @@
-"""The way round of the pages: import, three steps of the example, export, transformers."""
+"""The way round of the pages: import, three steps of the example, export,
+transformers."""
 
 import json
 from pathlib import Path
@@ -27,7 +28,8 @@ def text(tmp_path_factory) -> Path:
 
 
 def untrained_model(family: str, **changes):
-    """Small weights, which magnify no rounding; in fp32, as trained ones would be rounded."""
+    """Small weights, which magnify no rounding; in fp32, as trained ones would be
+    rounded."""
     # Not a multiple of 8 rows a rank: Megatron pads it, transformers does not.
     sizes = {"vocab_size": 300, "max_position_embeddings": LENGTH}
     config = build(family, **sizes, **changes).config
@@ -37,27 +39,51 @@ def untrained_model(family: str, **changes):
 
 @pytest.fixture(scope="module")
 def way_round(text, tmp_path_factory) -> Path:
-    """A folder with ``hf``, ``imported``, ``run`` (four steps, saved after three) and ``back``."""
+    """A folder with ``hf``, ``imported``, ``run`` (four steps, saved after three) and
+    ``back``."""
     at = tmp_path_factory.mktemp("way_round")
-    untrained_model("Qwen3NextForCausalLM", mlp_only_layers=[1]).save_pretrained(at / "hf")
+    untrained_model("Qwen3NextForCausalLM", mlp_only_layers=[1]).save_pretrained(
+        at / "hf"
+    )
     assert main(["import", str(at / "hf"), str(at / "imported")]) == 0
     run(
         *("--hf-config", at / "hf", "--pretrained-checkpoint", at / "imported"),
-        *("--data", text, "--output-dir", at / "run", "--no-packing", "--sample-tokens=0"),
-        *("--context-parallel-size=1", "--tensor-model-parallel-size=2", "--sequence-parallel"),
+        *(
+            "--data",
+            text,
+            "--output-dir",
+            at / "run",
+            "--no-packing",
+            "--sample-tokens=0",
+        ),
+        *(
+            "--context-parallel-size=1",
+            "--tensor-model-parallel-size=2",
+            "--sequence-parallel",
+        ),
         *(f"--seq-length={LENGTH}", f"--micro-batch-size={ROWS}"),
-        *(f"--train-iters={STEPS + 1}", f"--save-interval={STEPS}", "--lr-warmup-iters=0"),
+        *(
+            f"--train-iters={STEPS + 1}",
+            f"--save-interval={STEPS}",
+            "--lr-warmup-iters=0",
+        ),
         "--lr=6e-3",  # in three steps to somewhere
         cwd=at,
     )
     trained = at / "run" / "checkpoints" / f"iter_{STEPS:07d}"
-    assert main(["export", str(trained), str(at / "back"), "--like", str(at / "hf")]) == 0
+    assert (
+        main(["export", str(trained), str(at / "back"), "--like", str(at / "hf")]) == 0
+    )
     return at
 
 
-def example_logits(folder: Path, checkpoint: Path, tokens: torch.Tensor) -> torch.Tensor:
+def example_logits(
+    folder: Path, checkpoint: Path, tokens: torch.Tensor
+) -> torch.Tensor:
     with parallel(1), torch.no_grad():
-        model, config = build_model(folder, parallel_output=False, max_sequence_length=LENGTH)
+        model, config = build_model(
+            folder, parallel_output=False, max_sequence_length=LENGTH
+        )
         assert config.hidden_dropout == config.attention_dropout == 0.0
         load_dist_checkpoint(model, checkpoint)
         return logits_of(model.eval(), tokens, read_hf_config(folder).vocab_size)
@@ -73,16 +99,30 @@ def test_transformers_computes_the_logits_of_the_trained_example(pools, way_roun
         theirs = hf_model(way_round / "back")(tokens, use_cache=False).logits
         untrained = hf_model(way_round / "hf")(tokens, use_cache=False).logits
     scale = theirs.abs().max()
-    apart, moved = ((logits - theirs).abs().max() / scale for logits in (ours, untrained))
+    apart, moved = (
+        (logits - theirs).abs().max() / scale for logits in (ours, untrained)
+    )
     assert apart.item() < 1e-5
     assert moved.item() > 1e-2
 
 
 @pytest.mark.slow
 def test_transformers_has_the_loss_of_the_examples_next_step(way_round, text):
-    """The same batch of text, through the exported files: the loss that the run recorded."""
-    shape = {"seq_length": LENGTH, "micro_batch_size": ROWS, "packing": False, "multiple": 1}
-    place = {"cp_size": 1, "cp_rank": 0, "dp_size": 1, "dp_rank": 0, "device": torch.device("cpu")}
+    """The same batch of text, through the exported files: the loss that the run
+    recorded."""
+    shape = {
+        "seq_length": LENGTH,
+        "micro_batch_size": ROWS,
+        "packing": False,
+        "multiple": 1,
+    }
+    place = {
+        "cp_size": 1,
+        "cp_rank": 0,
+        "dp_size": 1,
+        "dp_rank": 0,
+        "device": torch.device("cpu"),
+    }
     feed = Feed(read_paths([str(text)]), seed=1234, **shape, **place)
     *_, batch = (next(feed) for _ in range(STEPS + 1))
     with torch.no_grad():
@@ -105,7 +145,10 @@ def test_transformers_has_the_loss_of_the_examples_next_step(way_round, text):
         # What the example's own model has: it stands there, so it counts.
         (["--hidden-size=128"], "--hidden-size 128 is not the 24 of --hf-config"),
         (["--mamba-num-heads=8"], "--mamba-num-heads is of M layers"),
-        (["--hybrid-layer-pattern=G-*-"], "--hybrid-layer-pattern G-*- is not the G-G-G-*-"),
+        (
+            ["--hybrid-layer-pattern=G-*-"],
+            "--hybrid-layer-pattern G-*- is not the G-G-G-*-",
+        ),
     ],
 )
 def test_a_size_beside_a_config_is_refused(tmp_path, refused, capsys, flags, advice):
@@ -126,7 +169,9 @@ def first_update(folder: Path, checkpoint: Path, *flags: str) -> bool:
     from pretraining.hf_model import load_pretrained
     from pretraining.model import build_training
 
-    args = parse_args(["--hf-config", str(folder), "--context-parallel-size=1", "--lr=0", *flags])
+    args = parse_args(
+        ["--hf-config", str(folder), "--context-parallel-size=1", "--lr=0", *flags]
+    )
     args.transformer_impl = "local"
     with parallel(1):
         training = build_training(args)

@@ -25,7 +25,10 @@ def small_disk(tmp_path):
     folder = tmp_path / "runs"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+    if (
+        not shutil.which("mount")
+        or subprocess.run(mount, capture_output=True).returncode
+    ):
         pytest.skip("this user may not mount a small file system")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
@@ -69,13 +72,22 @@ def test_a_run_that_is_ended_in_every_way_at_random_steps_has_the_losses_of_one_
 def test_a_full_disk_under_the_record_ends_the_run_with_a_checkpoint_on_the_other_disk(
     text, small_disk, tmp_path
 ):
-    flags = [*TINY, "--train-iters=1000", "--data", text, "--save", tmp_path / "checkpoints"]
+    flags = [
+        *TINY,
+        "--train-iters=1000",
+        "--data",
+        text,
+        "--save",
+        tmp_path / "checkpoints",
+    ]
     launch = Launch(*flags, cwd=tmp_path)
     launch.until(lambda: "step 1 " in launch.printed)
     interruptions.fill(small_disk / "filler")
     assert launch.end() == [0, 0], launch.printed
     said = launch.printed.splitlines()[-1]
-    step = re.match(r"stopped by the disk of runs/\S+ is full; saved is step (\d+), ", said)
+    step = re.match(
+        r"stopped by the disk of runs/\S+ is full; saved is step (\d+), ", said
+    )
     assert step and f"--save {tmp_path}/checkpoints" in said, launch.printed
     assert (tmp_path / f"checkpoints/iter_{int(step[1]):07d}/metadata.json").is_file()
     assert "Traceback" not in launch.printed
@@ -94,9 +106,9 @@ def test_files_that_may_not_grow_are_named_in_one_line_and_the_checkpoint_before
     assert launch.end()[0] == 1
     said = r"runs/\S+/checkpoints cannot grow: File too large; saved is s"
     interruptions.assert_one_line(launch.printed, said)
-    assert [p.name for p in (tmp_path / "runs/pretrain_hybrid/checkpoints").glob("iter*")] == [
-        "iter_0000002"
-    ]
+    assert [
+        p.name for p in (tmp_path / "runs/pretrain_hybrid/checkpoints").glob("iter*")
+    ] == ["iter_0000002"]
 
 
 def make_demo(*flags: object, cwd: Path) -> subprocess.Popen:
@@ -113,8 +125,11 @@ def make_demo(*flags: object, cwd: Path) -> subprocess.Popen:
 
 
 @pytest.mark.nightly
-def test_ctrl_c_on_the_command_of_make_demo_ends_in_the_line_that_says_how_to_go_on(text, tmp_path):
-    """torchrun hands the signal on to the ranks, and would add a traceback of its own."""
+def test_ctrl_c_on_the_command_of_make_demo_ends_in_the_line_that_says_how_to_go_on(
+    text, tmp_path
+):
+    """torchrun hands the signal on to the ranks, and would add a traceback of its
+    own."""
     process = make_demo("--data", text, "--train-iters=1000", cwd=tmp_path)
     printed = ""
     for line in process.stdout:

@@ -1,4 +1,5 @@
-"""``MEGATRON_GDN_OPTIONS``, and the shell files of examples/launch with stand-ins for Slurm."""
+"""``MEGATRON_GDN_OPTIONS``, and the shell files of examples/launch with stand-ins for
+Slurm."""
 
 import os
 import subprocess
@@ -18,8 +19,14 @@ from tests.processes import python
         ("", {}),
         ("linear_cp_mode=chunkwise", {"linear_cp_mode": "chunkwise"}),
         ("cp_ranks_per_machine=4", {"cp_ranks_per_machine": 4}),
-        ("backend=fla, allow_neg_eigval=True,", {"backend": "fla", "allow_neg_eigval": True}),
-        (" A_init_range=(1, 16) conv_init=0.1", {"A_init_range": (1, 16), "conv_init": 0.1}),
+        (
+            "backend=fla, allow_neg_eigval=True,",
+            {"backend": "fla", "allow_neg_eigval": True},
+        ),
+        (
+            " A_init_range=(1, 16) conv_init=0.1",
+            {"A_init_range": (1, 16), "conv_init": 0.1},
+        ),
     ],
 )
 def test_names_and_values_are_read(text, options):
@@ -71,7 +78,8 @@ print(of_k(hybrid_stack_spec("local", recompute="none")))
 @pytest.mark.slow
 def test_the_specs_of_a_launch_take_them_and_calls_go_before_them(monkeypatch):
     monkeypatch.setenv(
-        VARIABLE, "linear_cp_mode=chunkwise,recompute=full,gate_lower_bound=-5.0,backend=flash_qla"
+        VARIABLE,
+        "linear_cp_mode=chunkwise,recompute=full,gate_lower_bound=-5.0,backend=flash_qla",
     )
     ran = python("-c", SCRIPT)
     chunkwise = {"linear_cp_mode": "chunkwise"}
@@ -116,12 +124,23 @@ SCONTROL = """#!/usr/bin/env bash
 def launch(folder: Path, name: str, **environment: str) -> str:
     script, seen = folder / "pretrain_my.py", folder / "seen"
     script.write_text(OF_RANKS)
-    path = os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))
-    more = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PORT": str(free_port())}
+    path = os.pathsep.join(
+        (str(folder), str(Path(sys.executable).parent), os.environ["PATH"])
+    )
+    more = {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PORT": str(free_port()),
+    }
     run = subprocess.run(
-        [ROOT / "examples/launch" / name, script, "--lr", seen], cwd=ROOT, timeout=200,
-        env=os.environ | more | environment, capture_output=True, text=True,
-    )  # fmt: skip
+        [ROOT / "examples/launch" / name, script, "--lr", seen],
+        cwd=ROOT,
+        timeout=200,
+        env=os.environ | more | environment,
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return seen.read_text()
 
@@ -142,13 +161,19 @@ def test_slurm_starts_the_processes_of_all_nodes(tmp_path):
     for name, code in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(code)
         (tmp_path / name).chmod(0o755)
-    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "7"}
+    slurm = {
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_JOB_ID": "7",
+    }
     assert launch(tmp_path, "slurm.sh", GPUS="1", **slurm) == "[1.0, 1.0] ['--lr'] True"
 
 
 def test_a_node_that_does_not_know_its_number_says_so():
     run = subprocess.run(
         [ROOT / "examples/launch/several_nodes.sh", "x.py"],
-        env={"PATH": os.environ["PATH"], "NODES": "2"}, capture_output=True, text=True,
-    )  # fmt: skip
+        env={"PATH": os.environ["PATH"], "NODES": "2"},
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode != 0 and "which of them this is, from 0" in run.stderr

@@ -1,4 +1,5 @@
-"""TorchRMSNorm is the formula; running Megatron on the CPU leaves everybody else's torch alone."""
+"""TorchRMSNorm is the formula; running Megatron on the CPU leaves everybody else's
+torch alone."""
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from tests.processes import python
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_is_its_formula(zero_centered, dtype):
-    config = make_config(layernorm_zero_centered_gamma=zero_centered, params_dtype=dtype)
+    config = make_config(
+        layernorm_zero_centered_gamma=zero_centered, params_dtype=dtype
+    )
     norm = TorchRMSNorm(config, 13, eps=1e-3)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -21,8 +24,8 @@ def test_the_norm_is_its_formula(zero_centered, dtype):
     x64, gamma = x.detach().double(), norm.weight.detach().double() + zero_centered
     exact = x64 * (x64.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * gamma
     assert y.dtype == dtype
-    # fp32 inside, so one rounding to the output type: half a unit in the last place of |y|, and
-    # for fp32 itself a few roundings more.
+    # fp32 inside, so one rounding to the output type: half a unit in the last place of
+    # |y|, and for fp32 itself a few roundings more.
     ulp = torch.finfo(dtype).eps
     roundings = 0.5 if dtype == torch.bfloat16 else 8.0
     assert ((y.double() - exact).abs() <= (roundings * ulp * 1.01) * exact.abs()).all()
@@ -35,7 +38,9 @@ def test_the_norm_starts_with_gamma_one(zero_centered):
     x = torch.randn(5, 8)
     norm = TorchRMSNorm(make_config(layernorm_zero_centered_gamma=zero_centered), 8)
     assert torch.equal(norm.weight, torch.zeros(8) if zero_centered else torch.ones(8))
-    torch.testing.assert_close(norm(x).square().mean(-1), torch.ones(5), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        norm(x).square().mean(-1), torch.ones(5), rtol=1e-4, atol=0
+    )
 
 
 def test_the_weight_is_marked_for_sequence_parallel_gradient_sums():
@@ -85,6 +90,8 @@ assert torch.equal(drawn, torch.rand(2))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is changed when there is a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="nothing is changed when there is a GPU"
+)
 def test_only_megatron_sees_the_cpu_as_its_gpu():
     python("-c", OTHERS)

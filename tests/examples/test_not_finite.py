@@ -1,4 +1,5 @@
-"""A loss or gradient norm that is not finite ends a run before weights or checkpoints have it."""
+"""A loss or gradient norm that is not finite ends a run before weights or checkpoints
+have it."""
 
 import json
 import math
@@ -31,11 +32,15 @@ def said_last(launch: Launch) -> str:
 def test_the_run_stops_at_that_step_and_names_the_last_good_checkpoint(text, tmp_path):
     launch = Launch(*TINY, *BREAKS, "--data", text, cwd=tmp_path)
     last = said_last(launch)
-    assert re.search(r"the (loss|gradient norm) of step 3 is (nan|inf), so the run stops bef", last)
+    assert re.search(
+        r"the (loss|gradient norm) of step 3 is (nan|inf), so the run stops bef", last
+    )
     output = tmp_path / "runs/pretrain_hybrid"
     steps = metrics(output)
     assert [step["iteration"] for step in steps] == [1, 2]
-    assert all(math.isfinite(step[name]) for step in steps for name in ("loss", "grad_norm"))
+    assert all(
+        math.isfinite(step[name]) for step in steps for name in ("loss", "grad_norm")
+    )
     # Step 2 made the weights that gave it.
     assert "the last good checkpoint is that of step 1" in last
     assert (output / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
@@ -63,7 +68,9 @@ def what_ends_a_run_of_broken_weights() -> list[str]:
     with parallel(1):
         training = build_training(args)
         held_out, device = Corpus((b"held out",)), torch.device("cpu")
-        assert held_out_loss(args, training, held_out, device)[0] == pytest.approx(5.5, abs=0.5)
+        assert held_out_loss(args, training, held_out, device)[0] == pytest.approx(
+            5.5, abs=0.5
+        )
         for parameter in training.model.parameters():
             parameter.data.fill_(math.nan)
         for end in (
@@ -76,7 +83,9 @@ def what_ends_a_run_of_broken_weights() -> list[str]:
     return said
 
 
-def test_weights_that_the_last_step_broke_are_seen_by_held_out_documents_and_by_the_sample(pools):
+def test_weights_that_the_last_step_broke_are_seen_by_held_out_documents_and_by_the_sample(
+    pools,
+):
     (said,) = pools(1).run(what_ends_a_run_of_broken_weights)
     assert said == [
         "12: the held-out loss after step 12 is nan",
@@ -90,9 +99,14 @@ def test_what_one_rank_finds_stops_every_rank():
 
     device, fine = torch.device("cpu"), {"loss": 1.0, "grad_norm": 2.0}
     require_finite(7, device, **fine)
-    for numbers in ({"loss": 1.0, "grad_norm": math.nan}, {"loss": math.inf, "grad_norm": 1.0}):
+    for numbers in (
+        {"loss": 1.0, "grad_norm": math.nan},
+        {"loss": math.inf, "grad_norm": 1.0},
+    ):
         with pytest.raises(NotFiniteError, match="^the ") as fault:
-            require_finite(7, device, **(numbers if torch.distributed.get_rank() else fine))
+            require_finite(
+                7, device, **(numbers if torch.distributed.get_rank() else fine)
+            )
         assert fault.value.weights == 6
 
 
@@ -106,10 +120,25 @@ def place(folder: Path, *steps: int) -> Path:
 @pytest.mark.parametrize(
     "bad, words",
     [
-        (36, "good checkpoint is that of step 30, .*--load saved --ckpt-step 30 --lr 0.0015 --min"),
-        (30, "good checkpoint is that of step 20, .*--load saved --ckpt-step 20 --lr 0.0015 --min"),
-        (20, "good checkpoint is that of step 8, .*--load earlier --ckpt-step 8 --lr 0.0015 --min"),
-        (8, r"weights are those of earlier/iter_0000008, which this run has not changed"),
+        (
+            36,
+            "good checkpoint is that of step 30, .*--load saved --ckpt-step 30 --lr "
+            "0.0015 --min",
+        ),
+        (
+            30,
+            "good checkpoint is that of step 20, .*--load saved --ckpt-step 20 --lr "
+            "0.0015 --min",
+        ),
+        (
+            20,
+            "good checkpoint is that of step 8, .*--load earlier --ckpt-step 8 --lr "
+            "0.0015 --min",
+        ),
+        (
+            8,
+            r"weights are those of earlier/iter_0000008, which this run has not changed",
+        ),
     ],
 )
 def test_only_a_checkpoint_that_a_finite_step_followed_is_recommended(
@@ -120,8 +149,13 @@ def test_only_a_checkpoint_that_a_finite_step_followed_is_recommended(
     monkeypatch.chdir(tmp_path)
     saved, load = place(Path("saved"), 20, 30), place(Path("earlier"), 8, 12)
     args = Namespace(
-        save=saved, load=load, start=load / "iter_0000008", pretrained_checkpoint=None,
-        lr=6e-3, min_lr=6e-4, world_size=1,
-    )  # fmt: skip
+        save=saved,
+        load=load,
+        start=load / "iter_0000008",
+        pretrained_checkpoint=None,
+        lr=6e-3,
+        min_lr=6e-4,
+        world_size=1,
+    )
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert re.search(words, how_to_go_back(args, bad))

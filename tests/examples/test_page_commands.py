@@ -23,11 +23,10 @@ WARM_UP = "tests/warm_up/test_command.py::test_every_command_of_the_docs_is_unde
 FINETUNE = "torchrun --nproc_per_node=2 examples/finetune_transformers.py"
 TRAINER = "torchrun --nproc_per_node=2 examples/finetune_with_trainer.py"
 DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_over_two_ranks_sharded_or_not"
-DOCTOR = (
-    "tests/doctor/test_doctor.py::test_the_command_prints_lines_or_json_and_its_status_says_"
-    "whether_anything_is_wrong"
+DOCTOR = "tests/doctor/test_doctor.py::test_the_command_prints_lines_or_json_and_its_status_says_whether_anything_is_wrong"
+MODELS = (
+    "tests/models/test_command.py::test_the_commands_of_the_page_print_what_it_shows"
 )
-MODELS = "tests/models/test_command.py::test_the_commands_of_the_page_print_what_it_shows"
 SUITE = "the suite itself"
 ENVIRONMENT = "an environment of make test-frameworks"
 GPU = "a machine with a GPU"
@@ -38,7 +37,8 @@ EXAMPLE = "python " + EXAMPLE_PY + " --nproc-per-node {}"
 REPORT = "tests/unit/test_benchmarks.py::test_{}"
 LAUNCH = "tests/launches/test_page_launches.py::test_a_launch_of_the_pages_trains"
 
-# Command, as `commands_of` gives it -> the test that runs it, or one of the words above.
+# Command, as `commands_of` gives it -> the test that runs it, or one of the words
+# above.
 RUN_BY = {
     "make demo": IN_ORDER,
     "make test-gpu": GPU,
@@ -77,7 +77,9 @@ RUN_BY = {
     "python -m megatron_gdn.hf compare HF_FOLDER NEW_FOLDER": HF,
     EXAMPLE.format(2) + " --hf-config HF_FOLDER --context-parallel-size 1 --no-packing "
     "--pretrained-checkpoint MEGATRON_FOLDER --train-iters 3 --output-dir RUN": WAY_ROUND,
-    "python -m megatron_gdn.hf export RUN/checkpoints NEW_FOLDER --like HF_FOLDER": (WAY_ROUND),
+    "python -m megatron_gdn.hf export RUN/checkpoints NEW_FOLDER --like HF_FOLDER": (
+        WAY_ROUND
+    ),
     "python -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
     "python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2": WARM_UP,
     "python -m megatron_gdn.warm_up --config launch.sh": WARM_UP,
@@ -112,7 +114,8 @@ RUN_BY = {
         "::test_every_arrangement_takes_the_steps_of_one_process"
     ),
     "GDN_TEST_LAYER=upstream TORCHDYNAMO_DISABLE=1 python -m pytest "
-    "tests/layer/test_upstream_flaws.py": HERE + "test_upstreams_layer_fails_every_law_of_flaws",
+    "tests/layer/test_upstream_flaws.py": HERE
+    + "test_upstreams_layer_fails_every_law_of_flaws",
     EXAMPLE.format(2) + " --hybrid-layer-pattern M-G-*-": (
         "tests/examples/test_pretrain_hybrid.py::test_a_model_of_all_mixers_is_learned"
     ),
@@ -121,7 +124,9 @@ RUN_BY = {
     ),
     "OMP_NUM_THREADS=1 python -m pytest tests/unit/test_sizes.py -k share": SUITE,
     "TRITON_INTERPRET=1 python -m pytest tests/kernels/test_chains.py": SUITE,
-    "python benchmarks/report.py": REPORT.format("the_tables_of_the_pages_are_of_the_results"),
+    "python benchmarks/report.py": REPORT.format(
+        "the_tables_of_the_pages_are_of_the_results"
+    ),
     "python benchmarks/model_context_parallel.py": REPORT.format(
         "the_formula_gives_what_the_page_says"
     ),
@@ -136,7 +141,8 @@ RUN_BY = {
     "python -m megatron_gdn.models Qwen3.5-35B-A3B --tp 2 --cp 4 --ep 8 --length 131072": MODELS,
     "python -m megatron_gdn.models Qwen3.5-35B-A3B --tp 2 --ep 8 --flags": MODELS,
     "python -m megatron_gdn.doctor": DOCTOR,
-    "python -m build": FRESH + "test_a_source_distribution_holds_what_tests_and_pages_need",
+    "python -m build": FRESH
+    + "test_a_source_distribution_holds_what_tests_and_pages_need",
     "python -m uv pip compile --all-extras pyproject.toml": EXTRAS,
     "python -m pip install build twine": RELEASE,
     "python -m twine check --strict dist/*": RELEASE,
@@ -146,11 +152,14 @@ RUN_BY = {
     'test "$(python -m megatron_gdn --version)" = "megatron-gdn ${TAG#v}"': RELEASE,
 }
 OF_THE_SUITE = (
-    "test test-all test-kernels test-shapes nightly docs test-versions test-frameworks lint format"
+    "test test-all test-kernels test-shapes nightly docs test-versions "
+    "test-frameworks lint format"
 )
 RUN_BY |= {f"make {target}": SUITE for target in OF_THE_SUITE.split()}
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
-RUN_BY |= {command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs" in command}
+RUN_BY |= {
+    command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs" in command
+}
 # What a framework is installed by stands in its environment, in the same version.
 _VERSIONS = r"pip install (git\+|\S+==)"
 RUN_BY |= {command: ENVIRONMENT for command in COMMANDS if re.match(_VERSIONS, command)}
@@ -165,7 +174,9 @@ def test_every_command_is_in_the_table_and_every_row_on_a_page():
 
 
 def test_commands_name_the_interpreter_of_an_activated_environment():
-    assert [c for c in COMMANDS if ".venv/bin" in c or re.search(r"\bpython3\b", c)] == []
+    assert [
+        c for c in COMMANDS if ".venv/bin" in c or re.search(r"\bpython3\b", c)
+    ] == []
     assert "source .venv/bin/activate" in (ROOT / "README.md").read_text()
 
 
@@ -173,11 +184,17 @@ def test_commands_name_the_interpreter_of_an_activated_environment():
 def test_what_runs_a_command_exists(command):
     by = RUN_BY[command]
     if by == SUITE:
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        targets = re.findall(
+            r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE
+        )
         test = next((word for word in command.split() if word.startswith("tests/")), "")
-        assert command.removeprefix("make ") in targets or (test and (ROOT / test).exists())
+        assert command.removeprefix("make ") in targets or (
+            test and (ROOT / test).exists()
+        )
     elif by == RELEASE:
-        assert f"run: {command}\n" in (ROOT / ".github/workflows/release.yml").read_text()
+        assert (
+            f"run: {command}\n" in (ROOT / ".github/workflows/release.yml").read_text()
+        )
     elif by == ENVIRONMENT:
         files = (ROOT / "tests/frameworks/environments").glob("*.txt")
         required = "\n".join(file.read_text() for file in files).splitlines()
@@ -188,18 +205,25 @@ def test_what_runs_a_command_exists(command):
             assert f'"{flag}"' in script.read_text()
     elif by == GPU and ".sh" in command:
         script, part = command.split()
-        assert re.search(rf"^{part}\)$", (ROOT / script).read_text(), flags=re.MULTILINE)
+        assert re.search(
+            rf"^{part}\)$", (ROOT / script).read_text(), flags=re.MULTILINE
+        )
     elif by != GPU:
         path, _, name = by.partition("::")
         defined = ast.walk(ast.parse((ROOT / path).read_text()))
-        assert name in {node.name for node in defined if isinstance(node, ast.FunctionDef)}
+        assert name in {
+            node.name for node in defined if isinstance(node, ast.FunctionDef)
+        }
 
 
 @pytest.mark.slow
 def test_the_lines_of_the_example_run_in_the_order_in_which_they_stand(text, tmp_path):
-    """From `make demo` on, one after the other in one folder, as they stand but tiny."""
+    """From `make demo` on, one after the other in one folder, as they stand but
+    tiny."""
     (tmp_path / "my_texts").symlink_to(text)
-    lines = [c for c in commands_of(*pages(ROOT)[:2]) if c == "make demo" or EXAMPLE_PY in c]
+    lines = [
+        c for c in commands_of(*pages(ROOT)[:2]) if c == "make demo" or EXAMPLE_PY in c
+    ]
     lines = list(dropwhile(lambda command: command != "make demo", lines))
     assert len(set(lines)) == 5
     for command in dict.fromkeys(lines):
@@ -211,7 +235,8 @@ def test_the_lines_of_the_example_run_in_the_order_in_which_they_stand(text, tmp
             flags += ["--data", "my_texts"]  # the standard library is long to read
         printed = run(*flags, cwd=tmp_path, size=size)
         assert ("usage: python" in printed) == ("--help" in flags)
-    # 5 steps of --data my_texts/, and with --resume on to 8; each run in a folder of its own.
+    # 5 steps of --data my_texts/, and with --resume on to 8; each run in a folder of
+    # its own.
     runs = [tmp_path / "runs" / f"pretrain_hybrid{n}" for n in ("", "-2", "-3")]
     assert [metrics(folder)[-1]["iteration"] for folder in runs] == [12, 8, 12]
     assert len(list((tmp_path / "runs").iterdir())) == 3
@@ -220,9 +245,14 @@ def test_the_lines_of_the_example_run_in_the_order_in_which_they_stand(text, tmp
 @pytest.mark.nightly
 def test_upstreams_layer_fails_every_law_of_flaws():
     done = python(
-        "-m", "pytest", "tests/layer/test_upstream_flaws.py", timeout=None, ends=1,
-        GDN_TEST_LAYER="upstream", TORCHDYNAMO_DISABLE="1",
-    )  # fmt: skip
+        "-m",
+        "pytest",
+        "tests/layer/test_upstream_flaws.py",
+        timeout=None,
+        ends=1,
+        GDN_TEST_LAYER="upstream",
+        TORCHDYNAMO_DISABLE="1",
+    )
     summary = done.stdout.splitlines()[-1]
     assert "failed" in summary and "passed" not in summary and "error" not in summary
 

@@ -1,4 +1,5 @@
-"""The Python of every page runs as printed, in a process of its own; CUDA has stand-ins."""
+"""The Python of every page runs as printed, in a process of its own; CUDA has
+stand-ins."""
 
 import pytest
 
@@ -8,7 +9,8 @@ from tests.processes import ROOT, imported_python
 
 MODEL = 'hybrid_layer_pattern="G-*-"'
 # Block -> a line of it. Every block of every page has one.
-# Blocks of these pages run where their framework is installed: in tests/frameworks/*_laws.py.
+# Blocks of these pages run where their framework is installed: in
+# tests/frameworks/*_laws.py.
 FRAMEWORKS = ROOT / "docs" / "frameworks"
 PAGES = [page for page in pages(ROOT) if page.parent != FRAMEWORKS]
 BLOCKS = {
@@ -129,7 +131,9 @@ def hf_folder(tmp_path_factory):
 
 
 def test_a_published_model_is_built_and_its_step_is_counted(tmp_path):
-    parameters, mfu = run(block("a published model") + block("FLOPs"), tmp_path).splitlines()
+    parameters, mfu = run(
+        block("a published model") + block("FLOPs"), tmp_path
+    ).splitlines()
     assert f"# {parameters}\n" in block("a published model")
     assert mfu == "MFU 0.020"
 
@@ -165,7 +169,9 @@ def test_a_graph_is_replayed_for_other_documents(tmp_path):
 
     code = block("a model") + A_LAYER.format(tokens=8192) + MICRO_BATCHES
     code += "" if torch.cuda.is_available() else STAND_INS
-    printed = run(code + block("graphs") + "print(x.grad.isfinite().all().item())", tmp_path)
+    printed = run(
+        code + block("graphs") + "print(x.grad.isfinite().all().item())", tmp_path
+    )
     assert printed.splitlines()[-1] == "True"
 
 
@@ -173,7 +179,9 @@ def test_a_graph_is_replayed_for_other_documents(tmp_path):
 def test_a_model_takes_documents_in_fixed_buffers(tmp_path):
     import torch
 
-    code = block("a model").replace("max_sequence_length=40", "max_sequence_length=8192")
+    code = block("a model").replace(
+        "max_sequence_length=40", "max_sequence_length=8192"
+    )
     code += "" if torch.cuda.is_available() else STAND_INS
     losses = run(code + block("graphs of layers") + BATCHES, tmp_path).splitlines()
     assert [float(loss) for loss in losses] == pytest.approx([5.5] * 3, abs=0.5)
@@ -184,7 +192,9 @@ def test_heads_of_mtp_train_and_a_model_of_mamba2_has_a_dynamic_context(tmp_path
     heads = block("heads of MTP")
     code = block("a model") + heads + "print(loss.mean().item())\n"
     # Megatron 0.19 takes no pattern with 'G' into its dynamic context.
-    code += heads.replace("mtp_num_layers = 2", "mtp_num_layers = None").replace("G-/M*/M*", "M-")
+    code += heads.replace("mtp_num_layers = 2", "mtp_num_layers = None").replace(
+        "G-/M*/M*", "M-"
+    )
     code += block("dynamic batching")
     code += "print(config.mamba_inference_state_config.ssm_states_dtype)"
     _, loss, dtype = run(code, tmp_path).splitlines()
@@ -229,7 +239,9 @@ def test_a_patched_model_of_transformers_says_what_the_page_shows(tmp_path, hf_f
 
 def test_the_first_screen_patches_a_model_of_transformers(tmp_path, hf_folder):
     model = f"AutoModelForCausalLM.from_pretrained({str(hf_folder)!r})"
-    code = f"from transformers import AutoModelForCausalLM\nmodel = {model}\n" + DOCUMENTS
+    code = (
+        f"from transformers import AutoModelForCausalLM\nmodel = {model}\n" + DOCUMENTS
+    )
     code += block("a patch of transformers") + block("a packed batch")
     assert run(code + "print(*logits.shape[:2])", tmp_path).split() == ["1", "12"]
 
@@ -238,7 +250,9 @@ def test_a_trainer_trains_in_one_process(tmp_path, hf_folder):
     code = f"HF_FOLDER = {str(hf_folder)!r}\n"
     code += "texts = [{'input_ids': list(range(length))} for length in (5, 7, 6, 4)]\n"
     code += block("a trainer of one process")
-    code += "print(trainer.state.global_step, trainer.state.log_history[-1]['train_loss'])"
+    code += (
+        "print(trainer.state.global_step, trainer.state.log_history[-1]['train_loss'])"
+    )
     steps, loss = run(code, tmp_path).splitlines()[-1].split()
     assert steps == "1" and float(loss) > 1
 

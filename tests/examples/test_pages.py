@@ -1,4 +1,5 @@
-"""Every block of the pages says what it is, and their links and dependencies are there."""
+"""Every block of the pages says what it is, and their links and dependencies are
+there."""
 
 import ast
 import re
@@ -28,19 +29,30 @@ def not_run(block: Block) -> str | None:
     match block.language:
         case "python" if block.page.parent == FRAMEWORKS:
             laws = ROOT / "tests/frameworks" / f"{block.page.stem}_laws.py"
-            read = laws.is_file() and f'page_lines("{block.page.stem}")' in laws.read_text()
+            read = (
+                laws.is_file()
+                and f'page_lines("{block.page.stem}")' in laws.read_text()
+            )
             return None if read else f"{laws.name} does not read the page"
         case "python":
             held = [line for line in BLOCKS.values() if line in block.code]
-            return None if len(held) == 1 else "give it a row in BLOCKS of test_page_python.py"
+            return (
+                None
+                if len(held) == 1
+                else "give it a row in BLOCKS of test_page_python.py"
+            )
         case "bash":
             lines = lines_of(block.code)
             if lines[0].startswith("--spec"):
                 return None
             missing = [line for line in lines if line not in RUN_BY]
-            return f"RUN_BY of test_page_commands.py lacks {missing}" if missing else None
+            return (
+                f"RUN_BY of test_page_commands.py lacks {missing}" if missing else None
+            )
         case "text":
-            if any(line in RUN_BY or line.startswith("$ ") for line in lines_of(block.code)):
+            if any(
+                line in RUN_BY or line.startswith("$ ") for line in lines_of(block.code)
+            ):
                 return "it has commands: call it bash"
             return "it is Python: call it python" if is_python(block.code) else None
         case language if language and language.startswith("{"):
@@ -58,7 +70,11 @@ def is_python(code: str) -> bool:
 def test_every_block_of_every_page_is_run_or_has_nothing_to_run():
     blocks = blocks_of(*pages(ROOT))
     assert len(blocks) > 50
-    faults = [f"{b.page.relative_to(ROOT)}: {why}\n{b.code}" for b in blocks if (why := not_run(b))]
+    faults = [
+        f"{b.page.relative_to(ROOT)}: {why}\n{b.code}"
+        for b in blocks
+        if (why := not_run(b))
+    ]
     assert not faults, "\n".join(faults)
 
 
@@ -70,7 +86,9 @@ FOLDERS = ("megatron_gdn", "specs", "examples", "benchmarks", "tests", "docs")
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and MyST make them."""
     tokens = list(tokens_of(page))
-    headings = [tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"]
+    headings = [
+        tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"
+    ]
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
@@ -88,9 +106,14 @@ def broken(page: Path) -> list[str]:
 
 
 def absent(page: Path) -> list[str]:
-    """The files that a page names from the root of the repository, and that are not there."""
-    spans = [t.content.partition("::")[0] for t in tokens_of(page) if t.type == "code_inline"]
-    names = [s for s in spans if s.startswith(FOLDERS) and re.fullmatch(r"[\w/.]+/[\w.]*", s)]
+    """The files that a page names from the root of the repository, and that are not
+    there."""
+    spans = [
+        t.content.partition("::")[0] for t in tokens_of(page) if t.type == "code_inline"
+    ]
+    names = [
+        s for s in spans if s.startswith(FOLDERS) and re.fullmatch(r"[\w/.]+/[\w.]*", s)
+    ]
     return [name for name in names if not (ROOT / name).exists() and name not in MADE]
 
 
@@ -99,7 +122,9 @@ def test_links_lead_somewhere(page):
     assert broken(page) == []
 
 
-@pytest.mark.parametrize("page", pages(ROOT), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", pages(ROOT), ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_files_that_a_page_names_exist(page):
     assert absent(page) == []
 
@@ -107,9 +132,17 @@ def test_files_that_a_page_names_exist(page):
 def test_readme_has_a_link_to_every_page_but_those_of_the_api():
     text = (ROOT / "README.md").read_text()
     # README leads to what these include.
-    included = {"index.md", "contributing.md", "changelog.md", "performance.md", "tests.md"}
+    included = {
+        "index.md",
+        "contributing.md",
+        "changelog.md",
+        "performance.md",
+        "tests.md",
+    }
     docs = [page.name for page in (ROOT / "docs").glob("*.md")]
-    assert [name for name in docs if f"docs/{name}" not in text and name not in included] == []
+    assert [
+        name for name in docs if f"docs/{name}" not in text and name not in included
+    ] == []
 
 
 def test_pages_have_one_name_in_readme_in_the_site_and_as_their_heading():
@@ -120,8 +153,12 @@ def test_pages_have_one_name_in_readme_in_the_site_and_as_their_heading():
 
 def test_the_page_of_the_tests_names_every_folder():
     tests = ROOT / "tests"
-    folders = {path.parent.relative_to(tests).parts[0] for path in tests.glob("*/**/test_*.py")}
-    rows = {t.content for t in tokens_of(tests / "README.md") if t.type == "code_inline"}
+    folders = {
+        path.parent.relative_to(tests).parts[0] for path in tests.glob("*/**/test_*.py")
+    }
+    rows = {
+        t.content for t in tokens_of(tests / "README.md") if t.type == "code_inline"
+    }
     assert {f"{folder}/" for folder in folders} <= rows
 
 
@@ -132,7 +169,9 @@ def asked_for() -> set[tuple[str, str]]:
     """(package, extra) of every requirement; the extra of a plain one is "required"."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {"required": project["dependencies"]}
-    extras |= {f"[{name}]": asked for name, asked in project["optional-dependencies"].items()}
+    extras |= {
+        f"[{name}]": asked for name, asked in project["optional-dependencies"].items()
+    }
     return {
         (re.match(r"[\w-]+", requirement)[0], extra)
         for extra, requirements in extras.items()
@@ -144,7 +183,11 @@ def asked_for() -> set[tuple[str, str]]:
 def named_on(page: str) -> set[tuple[str, str]]:
     table = page.partition("\n## ")[0]
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", table, flags=re.MULTILINE)
-    return {(name, extra.strip("` ")) for name, extras in rows for extra in extras.split(",")}
+    return {
+        (name, extra.strip("` "))
+        for name, extras in rows
+        for extra in extras.split(",")
+    }
 
 
 def test_every_requirement_is_on_the_page_under_its_extras_and_no_other_is():
@@ -159,11 +202,15 @@ def test_the_lines_that_change_are_those_of_the_launches():
 
 
 def test_the_table_of_launches_is_of_what_was_recorded():
-    assert filled(record.PAGE.read_text(), {"launches": record.table()}) == record.PAGE.read_text()
+    assert (
+        filled(record.PAGE.read_text(), {"launches": record.table()})
+        == record.PAGE.read_text()
+    )
 
 
 def test_every_recorded_launch_ended_well():
-    """A launch of a branch that the table has no column for would be left out in silence."""
+    """A launch of a branch that the table has no column for would be left out in
+    silence."""
     failed = [line for line in record.read() if line["result"] == "fails"]
     assert not failed
     assert {line["branch"] for line in record.read()} <= set(record.BRANCHES)

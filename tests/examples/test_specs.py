@@ -1,4 +1,5 @@
-"""Specs: Transformer Engine's checkpoint names with local modules, and nothing built in silence."""
+"""Specs: Transformer Engine's checkpoint names with local modules, and nothing built in
+silence."""
 
 import importlib
 import warnings
@@ -20,7 +21,13 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_gdn import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention, Mamba2Mixer, specs
+from megatron_gdn import (
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    KimiDeltaAttention,
+    Mamba2Mixer,
+    specs,
+)
 from megatron_gdn.compat import tested
 from megatron_gdn.mixers.attention import TorchSelfAttention
 from megatron_gdn.specs import (
@@ -38,7 +45,9 @@ from tests.parallel import make_config
 from tests.ranks import on_ranks
 
 EXPERTS = {"num_moe_experts": 3, "add_bias_linear": False, "moe_ffn_hidden_size": 16}
-without_te = pytest.mark.skipif(HAVE_TE, reason="says what happens without Transformer Engine")
+without_te = pytest.mark.skipif(
+    HAVE_TE, reason="says what happens without Transformer Engine"
+)
 
 
 def hybrid(pattern: str, config=None, spec=None) -> HybridModel:
@@ -55,15 +64,20 @@ def require_finite_gradients(model, **more) -> None:
     """Of every parameter, in a step of eight tokens."""
     tokens = torch.arange(8)[None]
     model(tokens, tokens, None, labels=tokens, **more).sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert all(
+        p.grad is not None and p.grad.isfinite().all() for p in model.parameters()
+    )
 
 
 def gpt_config(freq, num_layers=4, **changes):
     return make_config(
-        num_layers=num_layers, experimental_attention_variant="gated_delta_net",
-        linear_attention_freq=freq, transformer_impl="local", pipeline_dtype=torch.float32,
+        num_layers=num_layers,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=freq,
+        transformer_impl="local",
+        pipeline_dtype=torch.float32,
         **changes,
-    )  # fmt: skip
+    )
 
 
 @on_ranks(tp=1)
@@ -87,13 +101,18 @@ def test_local_modules_write_the_checkpoint_keys_of_transformer_engine():
 
 def test_what_both_mixers_know_goes_to_both():
     shared = {
-        "cp_layout": "contiguous", "linear_cp_mode": "chunkwise", "cp_ranks_per_machine": 4,
-    }  # fmt: skip
+        "cp_layout": "contiguous",
+        "linear_cp_mode": "chunkwise",
+        "cp_ranks_per_machine": 4,
+    }
     layers = hybrid_stack_spec("local", backend="flash_qla", **shared).submodules
     assert layers.mamba_layer.submodules.mixer.params == shared
     options = {"backend": "reference", "mamba": {"backend": "fla", "norm_eps": 1e-6}}
     layers = hybrid_stack_spec("local", **options).submodules
-    assert layers.mamba_layer.submodules.mixer.params == {"backend": "fla", "norm_eps": 1e-6}
+    assert layers.mamba_layer.submodules.mixer.params == {
+        "backend": "fla",
+        "norm_eps": 1e-6,
+    }
 
 
 def test_the_transformer_engine_stack_has_query_and_key_norms_where_asked():
@@ -144,7 +163,9 @@ def test_megatrons_dynamic_context_finds_the_states_of_k_layers():
 @pytest.mark.parametrize("pattern", ["G-/KK", "K-/GK*"])
 @on_ranks(tp=1)
 def test_heads_of_multi_token_prediction_have_k_layers(pattern):
-    model = hybrid(pattern, make_config(num_layers=pattern.index("/"), mtp_num_layers=1))
+    model = hybrid(
+        pattern, make_config(num_layers=pattern.index("/"), mtp_num_layers=1)
+    )
     found = [type(x.self_attention) for x in model.mtp.layers[0].mtp_model_layer.layers]
     of = {"K": KimiDeltaAttention, "G": GatedDeltaNet, "*": TorchSelfAttention}
     assert found == [of[letter] for letter in pattern.split("/")[1]]
@@ -172,13 +193,17 @@ def test_k_layers_take_their_own_options():
     spec = hybrid_stack_spec("local", cp_layout="contiguous", kda={"forget_rank": 0})
     mixer = spec.params["layers"]["K"].submodules.self_attention
     assert mixer.params == {"cp_layout": "contiguous", "forget_rank": 0}
-    assert kimi_delta_attention_spec("local", backend="fla").params == {"backend": "fla"}
+    assert kimi_delta_attention_spec("local", backend="fla").params == {
+        "backend": "fla"
+    }
 
 
 @pytest.mark.parametrize("symbol", ["D", "E"])
 @on_ranks(tp=1)
 def test_a_layer_the_local_spec_lacks_is_refused_and_not_an_identity(symbol):
-    with pytest.raises(NotImplementedError, match=f"no layer for '{symbol}'") as refused:
+    with pytest.raises(
+        NotImplementedError, match=f"no layer for '{symbol}'"
+    ) as refused:
         hybrid("G" + symbol)
     assert 'hybrid_stack_spec("te")' in str(refused.value)
 
@@ -186,32 +211,49 @@ def test_a_layer_the_local_spec_lacks_is_refused_and_not_an_identity(symbol):
 @on_ranks(tp=1)
 def test_local_experts_are_as_many_as_the_config_has():
     """The spec that ``--spec`` names is made before there is a config."""
-    model = hybrid("GE", make_config(num_layers=2, **EXPERTS), specs.gdn_hybrid_stack_spec_local)
-    names = [[name for name, _ in layer.named_parameters()] for layer in model.decoder.layers]
-    assert [sum(name.endswith("linear_fc1.weight") for name in of) for of in names] == [0, 3]
+    model = hybrid(
+        "GE", make_config(num_layers=2, **EXPERTS), specs.gdn_hybrid_stack_spec_local
+    )
+    names = [
+        [name for name, _ in layer.named_parameters()] for layer in model.decoder.layers
+    ]
+    assert [sum(name.endswith("linear_fc1.weight") for name in of) for of in names] == [
+        0,
+        3,
+    ]
 
 
 @pytest.mark.parametrize(
     "freq, mixers, changes",
     [
-        (4, [GatedDeltaNet] * 3 + [TorchSelfAttention], EXPERTS | {"moe_layer_freq": 2}),
+        (
+            4,
+            [GatedDeltaNet] * 3 + [TorchSelfAttention],
+            EXPERTS | {"moe_layer_freq": 2},
+        ),
         (2, [GatedDeltaNet, TorchSelfAttention] * 2, {}),
         ([1, 1, 0, 1], [GatedDeltaNet] * 2 + [TorchSelfAttention, GatedDeltaNet], {}),
         ([1, 1, 1, 1], [GatedDeltaNet] * 4, {}),
     ],
 )
 @on_ranks(tp=1)
-def test_gpt_blocks_mix_layers_by_linear_attention_freq_and_may_hold_experts(freq, mixers, changes):
+def test_gpt_blocks_mix_layers_by_linear_attention_freq_and_may_hold_experts(
+    freq, mixers, changes
+):
     config = gpt_config(freq, **changes)
     block = gpt_block_spec(config)
     assert isinstance(block, TransformerBlockSubmodules)
     model = GPTModel(config, block, 16, 8, position_embedding_type="rope")
-    tokens, mask = torch.arange(8)[None], torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+    tokens, mask = (
+        torch.arange(8)[None],
+        torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1),
+    )
     losses = model(tokens, tokens, mask, labels=(tokens + 1) % 16)
     losses.sum().backward()
     assert losses.isfinite().all() and losses.shape == (1, 8)
     assert [type(layer.self_attention) for layer in model.decoder.layers] == mixers
-    config.experimental_attention_variant = "gdn"  # its name in Megatron-Core after 0.19
+    # its name in Megatron-Core after 0.19
+    config.experimental_attention_variant = "gdn"
     again = gpt_block_spec(config).layer_specs
     assert [layer.submodules.self_attention.module for layer in again] == mixers
 
@@ -225,7 +267,8 @@ def test_each_pipeline_stage_gets_its_own_layers():
 
 
 @pytest.mark.parametrize(
-    "name", ["hybrid_stack_spec", "gdn_hybrid_stack_spec", "gdn_hybrid_stack_spec_local"]
+    "name",
+    ["hybrid_stack_spec", "gdn_hybrid_stack_spec", "gdn_hybrid_stack_spec_local"],
 )
 def test_megatron_finds_the_hybrid_specs_by_name(name):
     spec = import_module(("megatron_gdn.specs", name))
@@ -240,7 +283,10 @@ def test_a_hybrid_spec_is_called_for_another_and_built_by_megatron():
     for layer in (other.submodules.gdn_layer, other.submodules.attention_layer):
         assert layer.submodules.self_attention.params["cp_layout"] == "contiguous"
     assert isinstance(other(), ModuleSpec)
-    groups, config = ProcessGroupCollection.use_mpu_process_groups(), make_config(num_layers=1)
+    groups, config = (
+        ProcessGroupCollection.use_mpu_process_groups(),
+        make_config(num_layers=1),
+    )
     given = {"pre_process": True, "layer_type_list": ["G"], "pg_collection": groups}
     assert type(hybrid_stack_spec(config, **given)).__name__ == "KDAHybridStack"
 
@@ -254,14 +300,17 @@ def test_unknown_modules_list_the_known_ones():
 def test_transformer_engine_is_never_replaced_in_silence():
     with pytest.raises(ImportError, match='use modules="local"'):
         hybrid_stack_spec("te")
-    config = make_config(experimental_attention_variant="gated_delta_net", linear_attention_freq=4)
+    config = make_config(
+        experimental_attention_variant="gated_delta_net", linear_attention_freq=4
+    )
     with pytest.raises(ImportError, match="needs Transformer Engine"):
         gpt_block_spec(config)
 
 
 @dataclass
 class OtherStack:
-    """Places of layers as another Megatron may have them: some are gone, some are new."""
+    """Places of layers as another Megatron may have them: some are gone, some are
+    new."""
 
     mamba_layer: type = IdentityOp
     gdn_layer: type = IdentityOp
@@ -291,18 +340,26 @@ def test_transformer_engines_prediction_heads_keep_their_parts_and_are_checked()
     for layer, original in zip(
         ours.submodules.layer_specs, theirs.submodules.layer_specs, strict=True
     ):
-        assert layer.module is HybridMTPLayer and layer.params == {"cp_layout": "contiguous"}
+        assert layer.module is HybridMTPLayer and layer.params == {
+            "cp_layout": "contiguous"
+        }
         assert layer.submodules is original.submodules
-        assert original.module is not HybridMTPLayer  # Megatron's own spec stays as it was
+        # Megatron's own spec stays as it was
+        assert original.module is not HybridMTPLayer
 
 
 @pytest.mark.parametrize(
     ("version", "warned"),
     [
-        ("0.19.0", False), ("0.19.2+aa12f35", False), ("0.18.2", False), ("0.17.1", True),
-        ("0.20.0rc0", True), ("0.20.1", True), ("1.0", True),
+        ("0.19.0", False),
+        ("0.19.2+aa12f35", False),
+        ("0.18.2", False),
+        ("0.17.1", True),
+        ("0.20.0rc0", True),
+        ("0.20.1", True),
+        ("1.0", True),
     ],
-)  # fmt: skip
+)
 def test_an_untested_megatron_is_warned_of_when_the_specs_are_imported(
     monkeypatch, version, warned
 ):
@@ -311,7 +368,11 @@ def test_an_untested_megatron_is_warned_of_when_the_specs_are_imported(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         importlib.reload(specs)
-    told = [str(w.message) for w in caught if "megatron_gdn was tested with" in str(w.message)]
+    told = [
+        str(w.message)
+        for w in caught
+        if "megatron_gdn was tested with" in str(w.message)
+    ]
     assert len(told) == warned and all(version in text for text in told)
 
 

@@ -8,7 +8,16 @@ from packaging.version import Version
 
 from megatron_gdn.compat.tested import TESTED
 from tests import versions
-from tests.versions import MEGATRON_LM, PAGE, ROOT, Row, filled, recorded, sentence, table
+from tests.versions import (
+    MEGATRON_LM,
+    PAGE,
+    ROOT,
+    Row,
+    filled,
+    recorded,
+    sentence,
+    table,
+)
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ASKED = {
@@ -16,7 +25,11 @@ ASKED = {
     for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["hf"]
     for one in [Requirement(text)]
 }
-RUN = {line["row"]: line["result"] for line in recorded() if line["result"] != "not installed"}
+RUN = {
+    line["row"]: line["result"]
+    for line in recorded()
+    if line["result"] != "not installed"
+}
 RELEASES = [tuple(row.split("==")) for row in RUN if row.partition("==")[0] in ASKED]
 
 
@@ -30,12 +43,21 @@ def test_readme_and_the_page_say_which_versions_were_tested():
 
 
 def versions_run(package: str) -> list[tuple[int, ...]]:
-    """The first two numbers of every version of ``package`` that a green row had installed."""
-    green = [line for line in recorded() if line["result"] == "green" and "commit" not in line]
-    return sorted(Version(line[package]).release[:2] for line in green if package in line)
+    """The first two numbers of every version of ``package`` that a green row had
+    installed."""
+    green = [
+        line
+        for line in recorded()
+        if line["result"] == "green" and "commit" not in line
+    ]
+    return sorted(
+        Version(line[package]).release[:2] for line in green if package in line
+    )
 
 
-@pytest.mark.parametrize("package", ["python", "torch", "megatron-core", "transformers"])
+@pytest.mark.parametrize(
+    "package", ["python", "torch", "megatron-core", "transformers"]
+)
 def test_what_is_called_tested_begins_and_ends_with_green_rows(package):
     run = versions_run(package)
     ends = tuple(Version(end).release for end in TESTED[package])
@@ -45,7 +67,8 @@ def test_what_is_called_tested_begins_and_ends_with_green_rows(package):
 @pytest.mark.parametrize("package", ["accelerate", "flash-linear-attention"])
 def test_what_has_no_row_is_tested_in_its_pinned_version(package):
     pins = dict(
-        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()[1:]
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()[1:]
     )
     newest = Version(TESTED[package].newest).release
     assert newest == Version(pins[package]).release[:2]
@@ -54,7 +77,9 @@ def test_what_has_no_row_is_tested_in_its_pinned_version(package):
 def test_the_classifiers_name_the_tested_pythons_and_what_an_index_page_sorts_by():
     classifiers = PROJECT["classifiers"]
     prefix = "Programming Language :: Python :: 3."
-    named = [int(one.removeprefix(prefix)) for one in classifiers if one.startswith(prefix)]
+    named = [
+        int(one.removeprefix(prefix)) for one in classifiers if one.startswith(prefix)
+    ]
     oldest, newest = (Version(end).minor for end in TESTED["python"])
     assert named == list(range(oldest, newest + 1))
     for kind in ("Development Status", "Operating System", "Topic"):
@@ -64,7 +89,12 @@ def test_the_classifiers_name_the_tested_pythons_and_what_an_index_page_sorts_by
 
 def test_every_tested_version_may_be_installed():
     extras = PROJECT["optional-dependencies"]
-    asked = [*PROJECT["dependencies"], *extras["hf-train"], *extras["hf"], *extras["fla"]]
+    asked = [
+        *PROJECT["dependencies"],
+        *extras["hf-train"],
+        *extras["hf"],
+        *extras["fla"],
+    ]
     for text in [*asked, *extras["te"]]:
         requirement = Requirement(text)
         for end in TESTED.get(requirement.name, ()):
@@ -82,7 +112,9 @@ def test_the_row_newest_pins_nothing_and_runs_every_folder():
 def test_a_row_that_was_not_run_is_in_the_table_as_such():
     names = {line["row"] for line in recorded()}
     for name in versions.ROWS:
-        (line,) = (line for line in table(recorded()).splitlines() if f"| `{name}` " in line)
+        (line,) = (
+            line for line in table(recorded()).splitlines() if f"| `{name}` " in line
+        )
         assert ("not run" in line) == (name not in names)
 
 

@@ -1,4 +1,5 @@
-"""Megatron-Bridge builds, loads and exports our layer after one call, behind `te_on_cpu.py`."""
+"""Megatron-Bridge builds, loads and exports our layer after one call, behind
+`te_on_cpu.py`."""
 
 import pytest
 import torch
@@ -29,14 +30,18 @@ def test_the_logits_are_transformers_and_the_export_is_what_was_loaded(name, tmp
     megatron_gdn.patch_megatron()
     ours, bridge = bridged(tmp_path, torch.float32)
     layers = [layer.self_attention for layer in ours.decoder.layers]
-    assert [isinstance(each, megatron_gdn.GatedDeltaNet) for each in layers] == [True] * 3 + [False]
+    assert [isinstance(each, megatron_gdn.GatedDeltaNet) for each in layers] == [
+        True
+    ] * 3 + [False]
     with torch.no_grad():
         require_logits(name, logits(ours, tokens()), theirs(tokens()).logits)
     require_exported(exported(bridge, ours), tmp_path)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_bf16_model_keeps_two_parameters_in_fp32_and_exports_what_was_loaded(name, tmp_path):
+def test_a_bf16_model_keeps_two_parameters_in_fp32_and_exports_what_was_loaded(
+    name, tmp_path
+):
     published(name, tmp_path, torch.bfloat16)
     megatron_gdn.patch_megatron()
     ours, bridge = bridged(tmp_path, torch.bfloat16)
@@ -49,7 +54,10 @@ def exported(bridge, model, **settings):
     return bridge.export_hf_weights([model], cpu=True, show_progress=False, **settings)
 
 
-FP32_IN_THE_FILES = {"Qwen3.5's": ("A_log", "linear_attn.norm.weight"), "A_log alone": ("A_log",)}
+FP32_IN_THE_FILES = {
+    "Qwen3.5's": ("A_log", "linear_attn.norm.weight"),
+    "A_log alone": ("A_log",),
+}
 
 
 @pytest.mark.parametrize("fp32", FP32_IN_THE_FILES.values(), ids=FP32_IN_THE_FILES)
@@ -68,7 +76,8 @@ def test_an_export_has_the_dtypes_of_the_files_and_their_bits(fp32, tmp_path):
     assert found.keys() == saved.keys()
     for name, expected in saved.items():
         assert found[name].dtype == expected.dtype, name
-        if name.endswith("linear_attn.norm.weight"):  # Megatron holds gamma - 1, in bf16
+        # Megatron holds gamma - 1, in bf16
+        if name.endswith("linear_attn.norm.weight"):
             expected = ((expected.float() - 1).bfloat16() + 1).to(expected.dtype)
         assert torch.equal(found[name], expected), name
 
@@ -76,11 +85,17 @@ def test_an_export_has_the_dtypes_of_the_files_and_their_bits(fp32, tmp_path):
 def test_the_page_s_lines_write_files_of_the_same_dtypes(tmp_path):
     published("Qwen3.5", tmp_path, torch.bfloat16)
     build, export = page_lines("bridge")
-    names = {"megatron_gdn": megatron_gdn, "AutoBridge": AutoBridge, "HF_FOLDER": tmp_path}
+    names = {
+        "megatron_gdn": megatron_gdn,
+        "AutoBridge": AutoBridge,
+        "HF_FOLDER": tmp_path,
+    }
     exec(build, names)
     ours, names["bridge"] = bridged(tmp_path, torch.bfloat16)
     exec(export, names | {"models": [ours], "NEW_FOLDER": tmp_path / "new"})
-    assert isinstance(ours.module.decoder.layers[0].self_attention, megatron_gdn.GatedDeltaNet)
+    assert isinstance(
+        ours.module.decoder.layers[0].self_attention, megatron_gdn.GatedDeltaNet
+    )
     files = (load_file(at / "model.safetensors") for at in (tmp_path / "new", tmp_path))
     new, saved = ({name: x.dtype for name, x in file.items()} for file in files)
     assert new == saved
@@ -89,7 +104,9 @@ def test_the_page_s_lines_write_files_of_the_same_dtypes(tmp_path):
 def test_a_weight_that_the_files_do_not_have_is_refused(tmp_path):
     published("Qwen3.5", tmp_path, torch.float32)
     weights = [("model.layers.0.linear_attn.gate.weight", torch.ones(2))]
-    with pytest.raises(KeyError, match="gate.weight is not in .* that the model was loaded from"):
+    with pytest.raises(
+        KeyError, match="gate.weight is not in .* that the model was loaded from"
+    ):
         list(in_published_dtypes(weights, tmp_path))
 
 
@@ -98,8 +115,12 @@ def adapted(tmp_path):
     published("Qwen3.5", tmp_path, torch.float32)
     megatron_gdn.patch_megatron()
     model, bridge = bridged(tmp_path, torch.float32)
-    lora = LoRA(target_modules=["in_proj", "out_proj", "linear_qkv", "linear_fc1"], dim=RANK,
-                alpha=ALPHA, dropout=0.0)  # fmt: skip
+    lora = LoRA(
+        target_modules=["in_proj", "out_proj", "linear_qkv", "linear_fc1"],
+        dim=RANK,
+        alpha=ALPHA,
+        dropout=0.0,
+    )
     model = lora(model, training=True)
     torch.manual_seed(2)
     for name, parameter in model.named_parameters():
@@ -118,12 +139,16 @@ def test_merged_adapters_are_the_model_that_was_trained(adapted, tmp_path):
     merged = copies(exported(bridge, model))
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     sections = [f"in_proj_{x}" for x in ("qkv", "z", "b", "a")]
-    assert {f"model.layers.0.linear_attn.{x}.weight" for x in (*sections, "out_proj")} <= changed
+    assert {
+        f"model.layers.0.linear_attn.{x}.weight" for x in (*sections, "out_proj")
+    } <= changed
     theirs = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path).eval()
     theirs.load_state_dict(merged)
     with torch.no_grad():
         # As without adapters, and each merged weight was rounded once more.
-        require_logits("merged", logits(model, tokens()), theirs(tokens()).logits, roundings=32)
+        require_logits(
+            "merged", logits(model, tokens()), theirs(tokens()).logits, roundings=32
+        )
 
 
 def test_exported_adapters_are_what_the_merged_export_adds(adapted):
@@ -133,11 +158,17 @@ def test_exported_adapters_are_what_the_merged_export_adds(adapted):
     places = {name.rpartition(".lora_")[0] for name in alone}
     assert any("in_proj_z" in place for place in places)
     for place in places:
-        (name,) = (x for x in base if x.removesuffix(".weight") == place.split("model.", 2)[-1]
-                   or place.endswith(x.removesuffix(".weight")))  # fmt: skip
+        (name,) = (
+            x
+            for x in base
+            if x.removesuffix(".weight") == place.split("model.", 2)[-1]
+            or place.endswith(x.removesuffix(".weight"))
+        )
         down, up = (alone[f"{place}.lora_{x}.weight"] for x in "AB")
         added = ALPHA / RANK * up @ down
         # The sum was rounded at the size of the merged weight, the product at its own.
         largest = max(x.abs().max().item() for x in (merged[name], added))
         rounding = 4 * torch.finfo(torch.float32).eps * largest
-        torch.testing.assert_close(merged[name] - base[name], added, rtol=0, atol=rounding)
+        torch.testing.assert_close(
+            merged[name] - base[name], added, rtol=0, atol=rounding
+        )

@@ -7,9 +7,11 @@ from tests.frameworks import tiny_models
 from tests.frameworks.tiny_models import TOKENS
 
 MORE = {
-    "moe_grouped_gemm": False, "moe_router_fusion": False,
-    "attention_dropout": 0.0, "hidden_dropout": 0.0,
-}  # fmt: skip
+    "moe_grouped_gemm": False,
+    "moe_router_fusion": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
 
 
 def published(name: str, folder, dtype: torch.dtype = torch.float32, **changes):

@@ -1,4 +1,5 @@
-"""Documents that Megatron-Bridge's packers have packed give the losses of the documents alone."""
+"""Documents that Megatron-Bridge's packers have packed give the losses of the documents
+alone."""
 
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
@@ -13,7 +14,9 @@ from megatron.bridge.data.packing.algorithms import (
     fill_packing_strategy,
 )
 from megatron.bridge.data.packing.gpt_sft import GPTSFTPackedDataset
-from megatron.bridge.data.packing.in_batch import pack_right_padded_sequence_batch_to_mcore_thd
+from megatron.bridge.data.packing.in_batch import (
+    pack_right_padded_sequence_batch_to_mcore_thd,
+)
 from megatron.bridge.training.gpt_step import forward_step
 
 import megatron_gdn
@@ -24,7 +27,8 @@ from tests.frameworks.tiny_models import SIZES
 from tests.parallel import parallel
 
 EOS, LENGTHS = 0, (5, 12, 9)  # of inputs; a document has one token more, its last label
-LINEAR_LAYERS = {"num_hidden_layers": 3}  # the fourth would be attention, which has no cp here
+# the fourth would be attention, which has no cp here
+LINEAR_LAYERS = {"num_hidden_layers": 3}
 
 
 def documents() -> list[torch.Tensor]:
@@ -36,22 +40,29 @@ def documents() -> list[torch.Tensor]:
 
 
 def packed_before_training(folder, multiple: int) -> dict:
-    """A batch of Bridge's packed dataset; documents are padded at their end to ``multiple``."""
+    """A batch of Bridge's packed dataset; documents are padded at their end to
+    ``multiple``."""
     rows = []
     for document in documents():
         ids, inputs = document.tolist(), len(document) - 1
         padding = -inputs % multiple
-        rows.append({"input_ids": ids + padding * [EOS], "loss_mask": len(ids) * [True]})
+        rows.append(
+            {"input_ids": ids + padding * [EOS], "loss_mask": len(ids) * [True]}
+        )
         rows[-1]["loss_mask"] += padding * [False]
     size = sum(len(row["input_ids"]) - 1 for row in rows) + 2 * multiple
     by_length, histogram = create_hist(rows, size)
     bins, _ = create_packing_strategy(histogram, size, "first_fit_decreasing")
     np.save(folder / "packed.npy", fill_packing_strategy(bins, by_length, size, EOS))
     dataset = GPTSFTPackedDataset(
-        str(folder / "packed.npy"), SimpleNamespace(eos_id=EOS), pad_seq_to_mult=multiple,
-        max_seq_length=size, pad_to_max_length=True, prompt_template="{input} {answer}",
+        str(folder / "packed.npy"),
+        SimpleNamespace(eos_id=EOS),
+        pad_seq_to_mult=multiple,
+        max_seq_length=size,
+        pad_to_max_length=True,
+        prompt_template="{input} {answer}",
         truncation_field="input",
-    )  # fmt: skip
+    )
     return dataset.collate_fn([dataset[0]])
 
 
@@ -78,7 +89,8 @@ def thd_get_partitioned_indices(cu_seqlens, tokens, cp_size, cp_rank):
 
 
 def bridges_loss(model, batch: dict) -> tuple[torch.Tensor, int]:
-    """Sum of the losses of a batch, and how many tokens count, by Bridge's forward step."""
+    """Sum of the losses of a batch, and how many tokens count, by Bridge's forward
+    step."""
     settings = {"dataset": None, "rerun_state_machine.check_for_nan_in_loss": False}
     state = MagicMock(**{f"cfg.{name}": value for name, value in settings.items()})
     on_cpu = SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
@@ -96,14 +108,20 @@ def loss_of_documents_alone(model) -> torch.Tensor:
     losses = []
     for document in documents():
         positions = torch.arange(len(document) - 1)[None]
-        losses.append(model(document[None, :-1], positions, None, labels=document[None, 1:]).sum())
+        losses.append(
+            model(document[None, :-1], positions, None, labels=document[None, 1:]).sum()
+        )
     return torch.stack(losses).sum()
 
 
 def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 PACKERS = [packed_before_training, packed_in_the_batch]
@@ -112,21 +130,25 @@ PACKERS = [packed_before_training, packed_in_the_batch]
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("pack", PACKERS)
-def test_a_packed_batch_has_the_losses_and_gradients_of_its_documents(pack, multiple, tmp_path):
+def test_a_packed_batch_has_the_losses_and_gradients_of_its_documents(
+    pack, multiple, tmp_path
+):
     published("Qwen3.5", tmp_path, torch.float32)
     model, _ = bridged(tmp_path, torch.float32)
     packed, counted = bridges_loss(model, pack(tmp_path, multiple))
     alone = loss_of_documents_alone(model)
     assert counted == sum(LENGTHS)
     print(f"losses {packed.item():.6f}, of the documents alone {alone.item():.6f}")
-    # Under 16 roundings on the way to a logit and two in the loss; their sum is rounded once more.
+    # Under 16 roundings on the way to a logit and two in the loss; their sum is rounded
+    # once more.
     rounding = 32 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(packed, alone, rtol=rounding, atol=0)
     expected = gradients(model, alone)
     found = gradients(model, packed)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        # A gradient is a sum over tokens and a backward through what the forward rounded.
+        # A gradient is a sum over tokens and a backward through what the forward
+        # rounded.
         atol = 2 * rounding * gradient.abs().max().item()
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=atol, msg=name)
 

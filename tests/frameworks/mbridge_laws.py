@@ -1,4 +1,5 @@
-"""mbridge's Qwen3.5 builds, loads and exports our layer after one call, behind `te_on_cpu.py`."""
+"""mbridge's Qwen3.5 builds, loads and exports our layer after one call, behind
+`te_on_cpu.py`."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,21 +12,32 @@ from megatron.core.transformer.moe import moe_utils
 import megatron_gdn
 from tests.frameworks import tiny_models
 from tests.frameworks.conftest import page_lines
-from tests.frameworks.tiny_models import require_exported, require_falling, require_logits, tokens
+from tests.frameworks.tiny_models import (
+    require_exported,
+    require_falling,
+    require_logits,
+    tokens,
+)
 
 TEXT = {
     "head_dim": 64,
     # Published files have both; transformers drops the second where it stands alone.
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"], "full_attention_interval": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "full_attention_interval": 4,
     "rope_parameters": {
-        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
-        "mrope_section": [4, 2, 2], "mrope_interleaved": True,
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
     },
-}  # fmt: skip
+}
 MORE = {
-    "moe_shared_expert_overlap": False, "variable_seq_lengths": False,
-    "attention_dropout": 0.0, "hidden_dropout": 0.0,
-}  # fmt: skip
+    "moe_shared_expert_overlap": False,
+    "variable_seq_lengths": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
 MODELS = "Qwen3.5", "Qwen3.5 MoE"
 
 
@@ -39,9 +51,15 @@ def published(name: str, folder, dtype: torch.dtype = torch.float32):
 
 
 def bridge_of(folder, dtype: torch.dtype = torch.float32):
-    # It makes a config of its own settings first, which asks for these and does not call them.
-    names = ("fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index",
-             "fused_sort_chunks_by_index_with_probs", "fused_unpermute")  # fmt: skip
+    # It makes a config of its own settings first, which asks for these and does not
+    # call them.
+    names = (
+        "fused_permute",
+        "fused_permute_with_probs",
+        "fused_sort_chunks_by_index",
+        "fused_sort_chunks_by_index_with_probs",
+        "fused_unpermute",
+    )
     with patch.multiple(moe_utils, **dict.fromkeys(names, print)):
         bridge = AutoBridge.from_pretrained(folder, dtype=dtype)
     bridge.set_extra_args(**tiny_models.WITHOUT_GPU, **MORE)
@@ -55,7 +73,9 @@ def bridged(folder, dtype: torch.dtype = torch.float32):
 
 
 def layers(model) -> list:
-    return [each.self_attention for each in getattr(model, "module", model).decoder.layers]
+    return [
+        each.self_attention for each in getattr(model, "module", model).decoder.layers
+    ]
 
 
 def positions(ids: torch.Tensor) -> torch.Tensor:
@@ -91,15 +111,22 @@ def test_it_trains(tmp_path):
     model, _ = bridged(tmp_path)
     ids = tokens()
     require_falling(
-        lambda: model(ids, positions(ids), labels=ids).mean(), model.language_model.parameters()
+        lambda: model(ids, positions(ids), labels=ids).mean(),
+        model.language_model.parameters(),
     )
 
 
 def test_the_lines_of_the_page_build_ours(tmp_path):
     published("Qwen3.5", tmp_path, torch.bfloat16)
     (code,) = page_lines("mbridge")
-    here = SimpleNamespace(from_pretrained=lambda folder: bridge_of(folder, torch.bfloat16))
-    names = {"megatron_gdn": megatron_gdn, "AutoBridge": here, "HF_FOLDER": str(tmp_path)}
+    here = SimpleNamespace(
+        from_pretrained=lambda folder: bridge_of(folder, torch.bfloat16)
+    )
+    names = {
+        "megatron_gdn": megatron_gdn,
+        "AutoBridge": here,
+        "HF_FOLDER": str(tmp_path),
+    }
     exec(code, names)
     assert isinstance(layers(*names["models"])[0], megatron_gdn.GatedDeltaNet)
 

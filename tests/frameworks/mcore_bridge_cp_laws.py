@@ -1,4 +1,5 @@
-"""mcore-bridge's model of linear layers on two context-parallel ranks, cut by its own loader."""
+"""mcore-bridge's model of linear layers on two context-parallel ranks, cut by its own
+loader."""
 
 import pytest
 import torch
@@ -24,9 +25,12 @@ def logits(folder, cp: int) -> torch.Tensor:
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     longest = max(LENGTHS)
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
-    )  # fmt: skip
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     ids, places = (split_cp_inputs(x, ends, 1) for x in (tokens()[:1], positions))
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""mcore-bridge, of ms-swift, builds, loads and saves our layer after one call (`te_on_cpu.py`)."""
+"""mcore-bridge, of ms-swift, builds, loads and saves our layer after one call
+(`te_on_cpu.py`)."""
 
 import sys
 
@@ -14,7 +15,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.overrides import TorchFunctionMode
 
 import megatron_gdn
-from megatron_gdn.frameworks.mcore_bridge import _reorder_in_the_bridge, row_order_by_key_head
+from megatron_gdn.frameworks.mcore_bridge import (
+    _reorder_in_the_bridge,
+    row_order_by_key_head,
+)
 from tests.frameworks.conftest import page_lines
 from tests.frameworks.tiny_models import (
     MODELS,
@@ -63,7 +67,9 @@ def language_model(model):
 
 
 def logits(model, ids: torch.Tensor, **more) -> torch.Tensor:
-    return language_model(model)(ids, torch.arange(TOKENS).expand(len(ids), -1), None, **more)
+    return language_model(model)(
+        ids, torch.arange(TOKENS).expand(len(ids), -1), None, **more
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -72,7 +78,9 @@ def test_the_logits_are_transformers_and_the_export_is_what_was_loaded(name, tmp
     megatron_gdn.patch_megatron()
     ours, bridge = bridged(tmp_path)
     layers = [layer.self_attention for layer in language_model(ours).decoder.layers]
-    assert [isinstance(each, megatron_gdn.GatedDeltaNet) for each in layers] == [True] * 3 + [False]
+    assert [isinstance(each, megatron_gdn.GatedDeltaNet) for each in layers] == [
+        True
+    ] * 3 + [False]
     with torch.no_grad():
         require_logits(name, logits(ours, tokens()), theirs(tokens()).logits)
     require_exported(bridge.export_weights([ours]), tmp_path, one_by_one=True)
@@ -107,7 +115,8 @@ def test_our_rows_are_theirs_in_another_order_and_undo_gives_theirs_back(tmp_pat
         assert torch.equal(reordered, expected.pop(name)), name
     assert not expected, sorted(expected)
     require_exported(of_theirs.export_weights([theirs]), tmp_path)
-    require_exported(bridge.export_weights([ours]), tmp_path)  # built before, it is ours still
+    # built before, it is ours still
+    require_exported(bridge.export_weights([ours]), tmp_path)
 
 
 def test_it_trains(tmp_path):
@@ -115,7 +124,8 @@ def test_it_trains(tmp_path):
     megatron_gdn.patch_megatron()
     model, _ = bridged(tmp_path)
     require_falling(
-        lambda: logits(model, tokens(), labels=tokens()).mean(), language_model(model).parameters()
+        lambda: logits(model, tokens(), labels=tokens()).mean(),
+        language_model(model).parameters(),
     )
 
 
@@ -126,13 +136,19 @@ def test_packed_documents_do_not_see_each_other(tmp_path):
     lengths = [9, 11, 1, 1, 2]  # the loader's padding is documents of one token
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=11, max_seqlen_kv=11
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=11,
+        max_seqlen_kv=11,
     )
     ids, positions = tokens()[:1], torch.cat([torch.arange(n) for n in lengths])[None]
     with torch.no_grad():
         together = model(ids, positions, None, packed_seq_params=packed)[0]
-        alone = [model(each, torch.arange(each.shape[1])[None], None)[0]
-                 for each in ids.split(lengths, 1)]  # fmt: skip
+        alone = [
+            model(each, torch.arange(each.shape[1])[None], None)[0]
+            for each in ids.split(lengths, 1)
+        ]
     require_logits("packed", together, torch.cat(alone))
 
 
@@ -141,13 +157,24 @@ OF_TRANSFORMERS = {
     "Qwen3-Next": ("in_proj_qkvz", "in_proj_ba"),
     "Qwen3.5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 }
-OTHERS = "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+OTHERS = (
+    "out_proj",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
 
 
 def adapted(model, seed: int):
     """With LoRA on all linears of the layers, none of which does nothing."""
     targets = rf".*decoder\.layers\..*self_attention\.({'|'.join(LINEARS)})$"
-    lora = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules=targets)
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules=targets
+    )
     wrapped = get_peft_model(model, lora)
     torch.manual_seed(seed)
     for name, parameter in wrapped.named_parameters():
@@ -198,7 +225,8 @@ def test_a_checkpoint_has_adapters_by_sections(tmp_path):
         stored = sharded[f"in_proj.{name}"]
         assert isinstance(stored, ShardedTensorFactory)
         assert [each.key for each in stored.build()] == [
-            f"in_proj.{name}.{x}" for x in ("query", "key", "value", "z", "beta", "alpha")
+            f"in_proj.{name}.{x}"
+            for x in ("query", "key", "value", "z", "beta", "alpha")
         ]
 
 
@@ -216,13 +244,17 @@ def test_the_lines_of_the_page_build_ours(tmp_path):
     assert isinstance(mixer(model), megatron_gdn.GatedDeltaNet)
 
 
-@pytest.mark.parametrize("field", ["linear_decoupled_in_proj", "fp8_param", "fp4_param"])
+@pytest.mark.parametrize(
+    "field", ["linear_decoupled_in_proj", "fp8_param", "fp4_param"]
+)
 def test_what_has_other_parameters_is_refused_by_name(field, tmp_path):
     published("Qwen3-Next", tmp_path)
     megatron_gdn.patch_megatron()
     config = config_of(tmp_path)
     setattr(config, field, True)
-    with pytest.raises(NotImplementedError, match=f"mcore-bridge's {field}=True .*gdn=False"):
+    with pytest.raises(
+        NotImplementedError, match=f"mcore-bridge's {field}=True .*gdn=False"
+    ):
         get_mcore_model(config)
 
 
@@ -232,8 +264,11 @@ def test_the_log_line_names_mcore_bridge(caplog):
 
 
 def test_a_version_that_was_not_tested_is_named_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("megatron_gdn.frameworks.mcore_bridge.version", lambda name: "1.7.0")
-    wrapped = GPTBridge._set_linear_attn_state  # by the tests before, and again after this one
+    monkeypatch.setattr(
+        "megatron_gdn.frameworks.mcore_bridge.version", lambda name: "1.7.0"
+    )
+    # by the tests before, and again after this one
+    wrapped = GPTBridge._set_linear_attn_state
     monkeypatch.setattr(GPTBridge, "_set_linear_attn_state", wrapped)
     _reorder_in_the_bridge.cache_clear()
     published("Qwen3.5", tmp_path)

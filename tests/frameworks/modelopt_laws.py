@@ -7,7 +7,9 @@ import modelopt.torch.quantization as mtq
 import pytest
 import torch
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-from megatron.core.post_training.modelopt.hybrid.model_specs import get_hybrid_stack_modelopt_spec
+from megatron.core.post_training.modelopt.hybrid.model_specs import (
+    get_hybrid_stack_modelopt_spec,
+)
 
 import megatron_gdn
 from tests.frameworks import patch_laws
@@ -29,10 +31,17 @@ def test_int8_is_of_the_projections_alone_and_is_restored():
     exact = logits(model)
     quantized = mtq.quantize(model, mtq.INT8_DEFAULT_CFG, logits)
     (layer,) = mixers(quantized)
-    on = {name for name, part in layer.named_modules() if getattr(part, "is_enabled", False)}
-    assert on == {f"{a}_proj.{b}_quantizer" for a in ("in", "out") for b in ("input", "weight")}
+    on = {
+        name
+        for name, part in layer.named_modules()
+        if getattr(part, "is_enabled", False)
+    }
+    assert on == {
+        f"{a}_proj.{b}_quantizer" for a in ("in", "out") for b in ("input", "weight")
+    }
     rounded = logits(quantized)
-    # Each product rounds both factors to 1/254 of their largest number; ten products in a row.
+    # Each product rounds both factors to 1/254 of their largest number; ten products in
+    # a row.
     assert 0 < (rounded - exact).norm() / exact.norm() < 10 * 2**0.5 / 127
     saved = io.BytesIO()
     mto.save(quantized, saved)
@@ -42,6 +51,11 @@ def test_int8_is_of_the_projections_alone_and_is_restored():
 
 
 def test_a_quantized_convolution_is_refused():
-    everything = {**mtq.INT8_DEFAULT_CFG, "quant_cfg": mtq.INT8_DEFAULT_CFG["quant_cfg"][:3]}
-    with pytest.raises(NotImplementedError, match=r"modelopt's quantizers named '\*conv1d\*'"):
+    everything = {
+        **mtq.INT8_DEFAULT_CFG,
+        "quant_cfg": mtq.INT8_DEFAULT_CFG["quant_cfg"][:3],
+    }
+    with pytest.raises(
+        NotImplementedError, match=r"modelopt's quantizers named '\*conv1d\*'"
+    ):
         mtq.quantize(hybrid(get_hybrid_stack_modelopt_spec()), everything, logits)

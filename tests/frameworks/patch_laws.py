@@ -1,4 +1,5 @@
-"""Megatron's own specs build our layers after one call; test_patch.py runs this file."""
+"""Megatron's own specs build our layers after one call; test_patch.py runs this
+file."""
 
 import copy
 import pickle
@@ -23,9 +24,11 @@ from tests.upstream import upstream_on_cpu
 VOCABULARY, TOKENS = 32, 24
 Theirs = upstream_on_cpu().GatedDeltaNet
 SIZES = {
-    "ffn_hidden_size": 32, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    "ffn_hidden_size": 32,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
     "apply_rope_fusion": False,
-}  # fmt: skip
+}
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -33,19 +36,29 @@ pytestmark = pytest.mark.usefixtures("one_process")
 def hybrid(spec=hybrid_stack_spec, **changes):
     torch.manual_seed(0)
     return HybridModel(
-        make_config(**{"num_layers": 4, **SIZES, **changes}), spec, vocab_size=VOCABULARY,
-        max_sequence_length=TOKENS, hybrid_layer_pattern="G-*-", position_embedding_type="rope",
-    )  # fmt: skip
+        make_config(**{"num_layers": 4, **SIZES, **changes}),
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=TOKENS,
+        hybrid_layer_pattern="G-*-",
+        position_embedding_type="rope",
+    )
 
 
 def gpt(**changes):
     torch.manual_seed(0)
-    variant = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
+    variant = {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": 2,
+    }
     config = make_config(**{"num_layers": 4, **variant, **SIZES, **changes})
     return GPTModel(
-        config, gpt_block(config, vp_stage=None), vocab_size=VOCABULARY, max_sequence_length=TOKENS,
+        config,
+        gpt_block(config, vp_stage=None),
+        vocab_size=VOCABULARY,
+        max_sequence_length=TOKENS,
         position_embedding_type="rope",
-    )  # fmt: skip
+    )
 
 
 def mixer(model):
@@ -53,7 +66,9 @@ def mixer(model):
 
 
 def logits(model) -> torch.Tensor:
-    tokens = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         return model(tokens, torch.arange(TOKENS).expand(2, -1), None)
 
@@ -67,7 +82,10 @@ def test_a_spec_of_megatrons_builds_our_layer_and_the_same_model(build):
     theirs = build()
     megatron_gdn.patch_megatron(gdn={"backend": "reference"})
     ours = build()
-    assert type(mixer(theirs)) is Theirs and type(mixer(ours)) is megatron_gdn.GatedDeltaNet
+    assert (
+        type(mixer(theirs)) is Theirs
+        and type(mixer(ours)) is megatron_gdn.GatedDeltaNet
+    )
     assert mixer(ours).backend == "reference"
     assert theirs.sharded_state_dict().keys() == ours.sharded_state_dict().keys()
     ours.load_state_dict(theirs.state_dict())
@@ -77,7 +95,9 @@ def test_a_spec_of_megatrons_builds_our_layer_and_the_same_model(build):
     assert type(mixer(build())) is Theirs
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
 def test_a_copied_or_pickled_spec_builds_our_layer(way):
     megatron_gdn.patch_megatron()
     assert isinstance(mixer(hybrid(way(hybrid_stack_spec))), megatron_gdn.GatedDeltaNet)
@@ -95,8 +115,9 @@ def test_a_layer_that_was_built_before_stays_and_can_be_copied():
 def test_one_line_says_what_was_replaced_and_what_was_left(caplog):
     megatron_gdn.patch_megatron(gdn={"backend": "fla"})
     assert [record.message for record in caplog.records] == [
-        "Megatron's GatedDeltaNet is built as megatron_gdn.GatedDeltaNet(backend='fla'); "
-        "Megatron's MambaMixer stays Megatron's."
+        "Megatron's GatedDeltaNet is built as "
+        "megatron_gdn.GatedDeltaNet(backend='fla'); Megatron's MambaMixer stays "
+        "Megatron's."
     ]
 
 
@@ -108,7 +129,9 @@ def test_a_subclass_stays_what_it_is_and_is_named_once(caplog):
     spec = copy.deepcopy(hybrid_stack_spec)
     spec.submodules.gdn_layer.submodules.self_attention.module = Permuted
     assert type(mixer(hybrid(spec))) is type(mixer(hybrid(spec))) is Permuted
-    named = [record.message for record in caplog.records if "Permuted" in record.message]
+    named = [
+        record.message for record in caplog.records if "Permuted" in record.message
+    ]
     assert len(named) == 1 and "subclass of Megatron's GatedDeltaNet" in named[0]
 
 
@@ -117,9 +140,13 @@ def test_mamba_too_where_asked():
     assert spec.module is MambaMixer
     megatron_gdn.patch_megatron(gdn=False, mamba=True)
     model = HybridModel(
-        make_config(num_layers=1, **SIZES), hybrid_stack_spec, vocab_size=VOCABULARY,
-        max_sequence_length=TOKENS, hybrid_layer_pattern="M", position_embedding_type="none",
-    )  # fmt: skip
+        make_config(num_layers=1, **SIZES),
+        hybrid_stack_spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=TOKENS,
+        hybrid_layer_pattern="M",
+        position_embedding_type="none",
+    )
     megatron_gdn.patch_megatron(gdn=False, mamba=False)
     assert isinstance(model.decoder.layers[0].mixer, megatron_gdn.Mamba2Mixer)
     assert logits(model).isfinite().all()
@@ -130,5 +157,7 @@ def test_a_step_of_training():
     model, positions = hybrid(), torch.arange(TOKENS).expand(2, -1)
     ids = positions % 7
     require_falling(
-        lambda: model(ids, positions, None, labels=ids).mean(), model.parameters(), rate=0.05
+        lambda: model(ids, positions, None, labels=ids).mean(),
+        model.parameters(),
+        rate=0.05,
     )

@@ -1,4 +1,5 @@
-"""slime's own Python builds, loads, packs for and converts our layer, by `--spec` alone."""
+"""slime's own Python builds, loads, packs for and converts our layer, by `--spec`
+alone."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -25,7 +26,11 @@ import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from tests.frameworks import tiny_models
-from tests.frameworks.tiny_models import require_exported, require_falling, require_logits
+from tests.frameworks.tiny_models import (
+    require_exported,
+    require_falling,
+    require_logits,
+)
 
 for name, names in {
     "sglang.srt.utils.patch_torch": {"monkey_patch_torch_reductions": lambda: None},
@@ -63,19 +68,25 @@ MOE_FLAGS = """
     --moe-aux-loss-coeff 0 --moe-shared-expert-gate
 """
 WITHOUT_GPU = {
-    "moe_token_dispatcher_type": "allgather", "apply_rope_fusion": False,
-    "no_persist_layer_norm": True, "gradient_accumulation_fusion": False,
+    "moe_token_dispatcher_type": "allgather",
+    "apply_rope_fusion": False,
+    "no_persist_layer_norm": True,
+    "gradient_accumulation_fusion": False,
     "use_cpu_initialization": True,
-}  # fmt: skip
+}
 
 CPU = SimpleNamespace(
-    device=lambda index=None: torch.device("cpu"), current_device=lambda: "cpu",
-    synchronize=lambda device=None: None, ipc_collect=lambda: None, empty_cache=lambda: None,
-)  # fmt: skip
+    device=lambda index=None: torch.device("cpu"),
+    current_device=lambda: "cpu",
+    synchronize=lambda device=None: None,
+    ipc_collect=lambda: None,
+    empty_cache=lambda: None,
+)
 
 
 class Wrapped(nn.Module):
-    """Around a model, as DistributedDataParallel is: its parameters are ``module.``..."""
+    """Around a model, as DistributedDataParallel is: its parameters are
+    ``module.``..."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -96,12 +107,16 @@ def megatron(monkeypatch):
 
 
 def published(name: str, folder, dtype: torch.dtype = torch.float32, **changes):
-    """Without images, which slime's text model leaves alone; in bf16 two tensors stay in fp32."""
+    """Without images, which slime's text model leaves alone; in bf16 two tensors stay
+    in fp32."""
     model = tiny_models.published(name, folder, dtype, vocab_size=VOCABULARY, **changes)
     file = folder / "model.safetensors"
-    saved = {key: weight for key, weight in load_file(file).items() if ".visual." not in key}
+    saved = {
+        key: weight for key, weight in load_file(file).items() if ".visual." not in key
+    }
     for key in saved:
-        if key.endswith((".A_log", ".linear_attn.norm.weight")):  # as in published files
+        # as in published files
+        if key.endswith((".A_log", ".linear_attn.norm.weight")):
             saved[key] = saved[key].float()
         if key.endswith(".A_log") and dtype == torch.bfloat16:
             saved[key] += 1e-4  # no number of bf16
@@ -116,7 +131,8 @@ def arguments(name: str, folder, flag: str = "", becomes: str = ""):
     with patch.object(sys, "argv", ["train.py", *flags.replace(flag, becomes).split()]):
         args = parse_args()
     args.hf_checkpoint, args.load = str(folder), str(folder)
-    args.model_name, args.update_weight_buffer_size = None, 512 * 1024**2  # slime's defaults
+    # slime's defaults
+    args.model_name, args.update_weight_buffer_size = None, 512 * 1024**2
     args = set_default_megatron_args(args)
     for field, value in WITHOUT_GPU.items():
         assert hasattr(args, field), field
@@ -125,7 +141,8 @@ def arguments(name: str, folder, flag: str = "", becomes: str = ""):
 
 
 def built(args, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
-    """slime's model for these arguments, with the weights of ``args.load``, by its own loader."""
+    """slime's model for these arguments, with the weights of ``args.load``, by its own
+    loader."""
     args.params_dtype, args.bf16 = dtype, dtype == torch.bfloat16
     model = get_model_provider_func(args)()
     for parameter in model.parameters():  # as Megatron's `get_model` does
@@ -141,23 +158,33 @@ def layers(models) -> list:
 
 
 def batch() -> dict:
-    """Documents as slime packs them for this rank: end to end, and padding as one document more."""
+    """Documents as slime packs them for this rank: end to end, and padding as one
+    document more."""
     generator = torch.manual_seed(1)
-    tokens = [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+    tokens = [
+        torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS
+    ]
     rollout = {
-        "tokens": tokens, "total_lengths": LENGTHS, "response_lengths": [3] * len(LENGTHS),
+        "tokens": tokens,
+        "total_lengths": LENGTHS,
+        "response_lengths": [3] * len(LENGTHS),
         "loss_masks": [torch.ones(3) for _ in LENGTHS],
-    }  # fmt: skip
+    }
     keys = [*rollout, "multimodal_train_inputs"]
-    return get_batch(DataIterator(rollout, [list(range(len(LENGTHS)))]), keys, pad_multiplier=32)
+    return get_batch(
+        DataIterator(rollout, [list(range(len(LENGTHS)))]), keys, pad_multiplier=32
+    )
 
 
 def logits(models, given: dict) -> torch.Tensor:
     """As slime's forward step calls the model: ``[T, vocabulary]``."""
     return models[0](
-        input_ids=given["tokens"], position_ids=None, attention_mask=None, labels=None,
+        input_ids=given["tokens"],
+        position_ids=None,
+        attention_mask=None,
+        labels=None,
         packed_seq_params=given["packed_seq_params"],
-    )[0]  # fmt: skip
+    )[0]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -168,7 +195,9 @@ def test_the_logits_of_packed_documents_are_transformers_of_each(name, tmp_path)
     assert found == [True] * 3 + [False]
     given = batch()
     with torch.no_grad():
-        expected = torch.cat([theirs(ids[None]).logits[0] for ids in given["unconcat_tokens"]])
+        expected = torch.cat(
+            [theirs(ids[None]).logits[0] for ids in given["unconcat_tokens"]]
+        )
         require_logits(name, logits(ours, given)[: sum(LENGTHS)], expected)
 
 
@@ -196,23 +225,30 @@ def test_the_engine_gets_what_slimes_own_layer_would_send(name, tmp_path):
     sent = {}
     for key, parameter in named_params_and_buffers(args, model):
         sent |= megatron_to_hf.convert_to_hf(args, model_name, key, parameter.data, fp8)
-    linear_attn = {key: tensor for key, tensor in sent.items() if ".linear_attn." in key}
+    linear_attn = {
+        key: tensor for key, tensor in sent.items() if ".linear_attn." in key
+    }
     expected = {}
     for key, tensor in load_file(tmp_path / "model.safetensors").items():
         layer, found, own = key.partition(".linear_attn.")
         if found:
             number = layer.rpartition(".")[2]
             theirs = f"module.module.decoder.layers.{number}.self_attention.linear_attn.{own}"
-            expected |= megatron_to_hf.convert_to_hf(args, model_name, theirs, tensor, fp8)
+            expected |= megatron_to_hf.convert_to_hf(
+                args, model_name, theirs, tensor, fp8
+            )
     assert linear_attn.keys() == expected.keys()
-    assert name == "Qwen3-Next" or any(key.endswith("in_proj_qkv.weight_scale") for key in expected)
+    assert name == "Qwen3-Next" or any(
+        key.endswith("in_proj_qkv.weight_scale") for key in expected
+    )
     for key, tensor in expected.items():
         assert linear_attn[key].dtype == tensor.dtype, key
         assert torch.equal(linear_attn[key].float(), tensor.float()), key
 
 
 def test_megatrons_checkpoint_of_it_is_loaded_again(tmp_path):
-    """Dense: the stand-in's experts have no extra state, which Megatron's checkpoint stores."""
+    """Dense: the stand-in's experts have no extra state, which Megatron's checkpoint
+    stores."""
     published("Qwen3.5", tmp_path / "published")
     args = arguments("Qwen3.5", tmp_path / "published")
     saved, loaded = (built(args)[0].module.module for _ in range(2))
@@ -221,8 +257,12 @@ def test_megatrons_checkpoint_of_it_is_loaded_again(tmp_path):
     for parameter in loaded.parameters():
         parameter.data.zero_()
     wanted = loaded.sharded_state_dict()
-    assert "decoder.layers.0.self_attention.A_log" in {each.key for each in wanted.values()}
-    loaded.load_state_dict(dist_checkpointing.load(wanted, str(tmp_path / "checkpoint")))
+    assert "decoder.layers.0.self_attention.A_log" in {
+        each.key for each in wanted.values()
+    }
+    loaded.load_state_dict(
+        dist_checkpointing.load(wanted, str(tmp_path / "checkpoint"))
+    )
     for (key, expected), parameter in zip(
         saved.named_parameters(), loaded.parameters(), strict=True
     ):

@@ -1,4 +1,5 @@
-"""slime's loader, packing and converter with our layer on two tensor- or context-parallel ranks."""
+"""slime's loader, packing and converter with our layer on two tensor- or
+context-parallel ranks."""
 
 import pytest
 import torch
@@ -45,15 +46,21 @@ class OneLayer(nn.Module):
         super().__init__()
         sizes = read_hf_config(folder).gdn
         self.config = make_config(
-            tensor_model_parallel_size=2, layernorm_zero_centered_gamma=True,
-            hidden_size=sizes.hidden_size, linear_num_key_heads=sizes.num_key_heads,
-            linear_num_value_heads=sizes.num_value_heads, linear_key_head_dim=sizes.key_head_dim,
+            tensor_model_parallel_size=2,
+            layernorm_zero_centered_gamma=True,
+            hidden_size=sizes.hidden_size,
+            linear_num_key_heads=sizes.num_key_heads,
+            linear_num_value_heads=sizes.num_value_heads,
+            linear_key_head_dim=sizes.key_head_dim,
             linear_value_head_dim=sizes.value_head_dim,
-        )  # fmt: skip
+        )
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         layer = nn.Module()
         layer.self_attention = build_module(
-            gated_delta_net_spec("local"), config=self.config, layer_number=1, pg_collection=groups
+            gated_delta_net_spec("local"),
+            config=self.config,
+            layer_number=1,
+            pg_collection=groups,
         )
         self.decoder = nn.Module()
         self.decoder.layers = nn.ModuleList([layer])
@@ -62,7 +69,8 @@ class OneLayer(nn.Module):
 
 
 def loaded_and_sent(name: str, folder) -> tuple[dict, dict]:
-    """This rank's parameters after slime's loader, and what its converter makes of all ranks'."""
+    """This rank's parameters after slime's loader, and what its converter makes of all
+    ranks'."""
     from slime.backends.megatron_utils.update_weight.hf_weight_iterator_direct import (
         HfWeightIteratorDirect,
     )
@@ -75,9 +83,13 @@ def loaded_and_sent(name: str, folder) -> tuple[dict, dict]:
         args = arguments(name, folder)
         model = Wrapped(Wrapped(OneLayer(folder)))
         hf_to_megatron.load_hf_weights(args, [model], folder)
-        held = dict(model.module.module.decoder.layers[0].self_attention.named_parameters())
+        held = dict(
+            model.module.module.decoder.layers[0].self_attention.named_parameters()
+        )
         local = dict(named_params_and_buffers(args, [model]))
-        iterator = HfWeightIteratorDirect(args, [model], tiny_models.MODELS[name][0], None)
+        iterator = HfWeightIteratorDirect(
+            args, [model], tiny_models.MODELS[name][0], None
+        )
         chunks = list(iterator.get_hf_weight_chunks(local))
         sent = {key: tensor for chunk in chunks for key, tensor in chunk}
     return {key: tensor.detach() for key, tensor in held.items()}, sent

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.usefixtures("undone")
 
 @pytest.mark.slow
 def test_megatrons_own_specs_build_our_layers():
-    """Two files of laws, behind a stand-in for Transformer Engine, in a process of its own."""
+    """Two files of laws, behind a stand-in for Transformer Engine, in a process of its
+    own."""
     plugin = "-p", "tests.frameworks.behind_te_on_cpu"
     laws = "tests/frameworks/patch_laws.py", "tests/frameworks/tree_laws.py"
     run = python("-m", "pytest", *plugin, *laws, timeout=None, TORCHDYNAMO_DISABLE="1")
@@ -40,22 +41,36 @@ def _with_constructor(change: Callable[[inspect.Signature], inspect.Signature]):
 
 
 def _replace(parameters, name, **changes):
-    return [each.replace(**changes) if each.name == name else each for each in parameters]
+    return [
+        each.replace(**changes) if each.name == name else each for each in parameters
+    ]
 
 
 @pytest.mark.parametrize(
     "change, told",
     [
-        (lambda each: [*each, inspect.Parameter("gates", inspect.Parameter.KEYWORD_ONLY)],
-         "gates is not known"),
-        (lambda each: [each[0], each[2], each[1], *each[3:]], "submodules has another place"),
-        (lambda each: _replace(each, "use_qk_l2norm", default=False),
-         "use_qk_l2norm=False is True in ours"),
+        (
+            lambda each: [
+                *each,
+                inspect.Parameter("gates", inspect.Parameter.KEYWORD_ONLY),
+            ],
+            "gates is not known",
+        ),
+        (
+            lambda each: [each[0], each[2], each[1], *each[3:]],
+            "submodules has another place",
+        ),
+        (
+            lambda each: _replace(each, "use_qk_l2norm", default=False),
+            "use_qk_l2norm=False is True in ours",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_constructor_that_we_do_not_know_is_refused(change, told):
     rewritten = _with_constructor(
-        lambda signature: signature.replace(parameters=change([*signature.parameters.values()]))
+        lambda signature: signature.replace(
+            parameters=change([*signature.parameters.values()])
+        )
     )
     with rewritten, pytest.raises(TypeError, match=told):
         megatron_gdn.patch_megatron()
@@ -64,7 +79,9 @@ def test_a_constructor_that_we_do_not_know_is_refused(change, told):
 
 def test_an_unknown_option_is_refused_before_anything_is_replaced():
     before = vars(Theirs).get("__new__")
-    with pytest.raises(TypeError, match="has no option kernel. Its options are backend, cp_"):
+    with pytest.raises(
+        TypeError, match="has no option kernel. Its options are backend, cp_"
+    ):
         megatron_gdn.patch_megatron(gdn=True, mamba={"kernel": "fla"})
     with pytest.raises(TypeError, match="has no option bias"):
         megatron_gdn.patch_megatron(gdn={"bias": True})
@@ -74,16 +91,44 @@ def test_an_unknown_option_is_refused_before_anything_is_replaced():
 @pytest.mark.parametrize(
     "given, error, told",
     [
-        ({"gdn": "fla"}, TypeError, "given 'fla' for megatron_gdn.GatedDeltaNet; it takes True"),
+        (
+            {"gdn": "fla"},
+            TypeError,
+            "given 'fla' for megatron_gdn.GatedDeltaNet; it takes True",
+        ),
         ({"mamba": 1}, TypeError, "given 1 for megatron_gdn.Mamba2Mixer"),
-        ({"gdn": {"backend": "triton"}}, ValueError, "unknown backend 'triton' of Gated DeltaNet;"),
-        ({"mamba": {"backend": "flash_qla"}}, ValueError, "'flash_qla' of Mamba2; use 'auto' or"),
-        ({"gdn": {"linear_cp_mode": "ring"}}, ValueError, "linear_cp_mode 'ring'; use one of"),
-        ({"gdn": {"cp_layout": "striped"}}, ValueError, "layout 'striped'; use one of 'auto'"),
-        ({"gdn": {"rule_operands": "tf32"}}, ValueError, "'tf32'.* use 'fp16' or 'bf16'"),
+        (
+            {"gdn": {"backend": "triton"}},
+            ValueError,
+            "unknown backend 'triton' of Gated DeltaNet;",
+        ),
+        (
+            {"mamba": {"backend": "flash_qla"}},
+            ValueError,
+            "'flash_qla' of Mamba2; use 'auto' or",
+        ),
+        (
+            {"gdn": {"linear_cp_mode": "ring"}},
+            ValueError,
+            "linear_cp_mode 'ring'; use one of",
+        ),
+        (
+            {"gdn": {"cp_layout": "striped"}},
+            ValueError,
+            "layout 'striped'; use one of 'auto'",
+        ),
+        (
+            {"gdn": {"rule_operands": "tf32"}},
+            ValueError,
+            "'tf32'.* use 'fp16' or 'bf16'",
+        ),
         ({"gdn": {"recompute": "all"}}, ValueError, "recompute='all' is not known"),
         ({"gdn": {"cp_ranks_per_machine": 0}}, ValueError, "cp_ranks_per_machine"),
-        ({"gdn": {"output_gate_activation": "relu"}}, ValueError, "activation='relu'; use one of"),
+        (
+            {"gdn": {"output_gate_activation": "relu"}},
+            ValueError,
+            "activation='relu'; use one of",
+        ),
     ],
     ids=str,
 )
@@ -96,14 +141,19 @@ def test_an_illegal_value_is_refused_before_anything_is_replaced(given, error, t
 
 def test_a_class_that_other_code_has_changed_is_left_to_it():
     with (
-        patch.object(MambaMixer, "__new__", lambda cls, *args, **kwargs: object.__new__(cls)),
-        pytest.raises(RuntimeError, match=r"MambaMixer.__new__ was replaced by other code"),
+        patch.object(
+            MambaMixer, "__new__", lambda cls, *args, **kwargs: object.__new__(cls)
+        ),
+        pytest.raises(
+            RuntimeError, match=r"MambaMixer.__new__ was replaced by other code"
+        ),
     ):
         megatron_gdn.patch_megatron(mamba=True)
 
 
 def enable(given: str) -> list[bool]:
-    """Whether Gated DeltaNet and Mamba2 are ours after the import, as in a new process."""
+    """Whether Gated DeltaNet and Mamba2 are ours after the import, as in a new
+    process."""
     sys.modules.pop("megatron_gdn.enable", None)
     with patch.dict(os.environ, MEGATRON_GDN=given):
         importlib.import_module("megatron_gdn.enable")
@@ -118,14 +168,17 @@ def is_ours(cls: type) -> bool:
 
 
 @pytest.mark.parametrize(
-    "given, replaced", [("", [True, False]), ("mamba", [False, True]), ("gdn, mamba", [True, True])]
+    "given, replaced",
+    [("", [True, False]), ("mamba", [False, True]), ("gdn, mamba", [True, True])],
 )
 def test_importing_enable_is_the_call(given, replaced):
     assert enable(given) == replaced
 
 
 def test_enable_imports_the_specs_which_make_the_letter_of_kda_known():
-    with patch.object(importlib, "import_module", wraps=importlib.import_module) as imported:
+    with patch.object(
+        importlib, "import_module", wraps=importlib.import_module
+    ) as imported:
         enable("")
     imported.assert_any_call("megatron_gdn.specs")
     assert validate_segment_layers("K-") == ["K", "-"]
@@ -138,9 +191,13 @@ def test_one_rank_tells(monkeypatch, caplog, rank, lines):
     assert len(caplog.records) == lines
 
 
-def test_verl_finds_a_plugin_which_waits_for_the_environment_variable(monkeypatch, caplog):
+def test_verl_finds_a_plugin_which_waits_for_the_environment_variable(
+    monkeypatch, caplog
+):
     """verl imports what stands in this group, and swallows what it raises."""
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "entry-points"
+    ]
     plugin = points["verl.plugins"]["megatron_gdn"]
     for given, ours in (("", False), ("gdn", True)):
         for name in (plugin, "megatron_gdn.enable"):
@@ -157,7 +214,9 @@ def test_verl_finds_a_plugin_which_waits_for_the_environment_variable(monkeypatc
     assert "this process trains Megatron's own" in caplog.text
 
 
-def test_launch_says_in_one_line_that_the_environment_names_no_layer(monkeypatch, tmp_path, capsys):
+def test_launch_says_in_one_line_that_the_environment_names_no_layer(
+    monkeypatch, tmp_path, capsys
+):
     (script := tmp_path / "train.py").touch()
     monkeypatch.setenv("MEGATRON_GDN", "gdm")
     monkeypatch.setattr(sys, "argv", [])
@@ -202,9 +261,12 @@ print(megatron.core.__file__, *letters, training.num_floating_point_operations._
 
 
 @pytest.mark.slow
-def test_a_launched_script_finds_its_own_megatron_the_letter_of_kda_and_our_flops(tmp_path):
-    """Not the installed Megatron, of which a clone's megatron.training may be another version.
-    Megatron's scripts read the pattern before they import what ``--spec`` names."""
+def test_a_launched_script_finds_its_own_megatron_the_letter_of_kda_and_our_flops(
+    tmp_path,
+):
+    """Not the installed Megatron, of which a clone's megatron.training may be another
+    version. Megatron's scripts read the pattern before they import what ``--spec``
+    names."""
     script, megatron = tmp_path / "pretrain_my.py", Path(megatron_core.__file__).parent
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "core").symlink_to(megatron)

@@ -24,7 +24,9 @@ MAPS = gdn_layer_maps("", "linear_attn.", DIMS, "flat")
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("entry", MAPS, ids=lambda entry: entry.name)
 def test_equal_parts_are_the_ranks_shares_and_join_to_the_whole(entry, tp, monkeypatch):
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: tp)
+    monkeypatch.setattr(
+        parallel_state, "get_tensor_model_parallel_world_size", lambda: tp
+    )
     pieces = [torch.randn(source.shape) for source in entry.sources]
     whole = entry.to_megatron(pieces)
     ordered = _concatenate_shards(entry, whole)
@@ -50,9 +52,27 @@ def test_a_ranks_share_of_their_rows_reordered_is_its_share_of_ours(tp, conv):
 
 def test_the_rows_of_a_key_head_lie_together():
     assert row_order_by_key_head(HeadSizes(2, 4, 1, 1).layout).tolist() == [
-        0, 2, 4, 5, 8, 9, 12, 13, 16, 17,
-        1, 3, 6, 7, 10, 11, 14, 15, 18, 19,
-    ]  # fmt: skip
+        0,
+        2,
+        4,
+        5,
+        8,
+        9,
+        12,
+        13,
+        16,
+        17,
+        1,
+        3,
+        6,
+        7,
+        10,
+        11,
+        14,
+        15,
+        18,
+        19,
+    ]
 
 
 QWEN = ["miles_plugins.models.qwen3_5", "get_qwen3_5_spec"]
@@ -63,7 +83,9 @@ QWEN = ["miles_plugins.models.qwen3_5", "get_qwen3_5_spec"]
     [
         Namespace(spec=None, megatron_to_hf_mode="bridge"),
         Namespace(spec=QWEN, megatron_to_hf_mode="bridge"),
-        Namespace(spec=["megatron_gdn.specs", "hybrid_stack_spec"], megatron_to_hf_mode="raw"),
+        Namespace(
+            spec=["megatron_gdn.specs", "hybrid_stack_spec"], megatron_to_hf_mode="raw"
+        ),
         Namespace(spec=["megatron_gdn.frameworks.slime", "get_qwen3_5_spec"]),
         Namespace(),
     ],
@@ -76,7 +98,9 @@ def test_what_bridge_or_megatron_builds_is_ours(args):
 @pytest.mark.parametrize("plugins", ["miles", "slime"])
 def test_a_spec_with_layers_of_its_own_is_refused(plugins):
     spec = [QWEN[0].replace("miles", plugins), QWEN[1]]
-    said = f"--spec {spec[0]} builds .* slime: give --spec megatron_gdn.frameworks.slime"
+    said = (
+        f"--spec {spec[0]} builds .* slime: give --spec megatron_gdn.frameworks.slime"
+    )
     with pytest.raises(ValueError, match=said):
         enable(Namespace(spec=spec, megatron_to_hf_mode="raw"))
     assert not is_ours(Theirs)

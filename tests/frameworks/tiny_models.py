@@ -1,4 +1,5 @@
-"""Tiny models as transformers saves them, and what every framework is asked about them."""
+"""Tiny models as transformers saves them, and what every framework is asked about
+them."""
 
 from collections.abc import Iterator
 
@@ -9,24 +10,41 @@ from torch import Tensor
 
 TOKENS = 24
 SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 64,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-}  # fmt: skip
+}
 EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
-}  # fmt: skip
+}
 VISION = {
-    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 32,
     "num_position_embeddings": 16,
-}  # fmt: skip
+}
 WITHOUT_GPU = {
-    "moe_permute_fusion": False, "moe_token_dispatcher_type": "allgather",
-    "apply_rope_fusion": False, "gradient_accumulation_fusion": False,
-    "persist_layer_norm": False, "use_cpu_initialization": True,
-}  # fmt: skip
+    "moe_permute_fusion": False,
+    "moe_token_dispatcher_type": "allgather",
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "use_cpu_initialization": True,
+}
 MARKS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62}
 MODELS = {
     "Qwen3-Next": ("Qwen3Next", EXPERTS),
@@ -36,13 +54,16 @@ MODELS = {
 
 
 def published(name, folder, dtype=torch.float32, *, vision=True, **changes):
-    """A tiny model of transformers' class in ``dtype``; ``changes`` are of the text model."""
+    """A tiny model of transformers' class in ``dtype``; ``changes`` are of the text
+    model."""
     family, more = MODELS[name]
     text = {**SIZES, **more, **changes}
     torch.manual_seed(0)
     if family == "Qwen3Next" or not vision:
         kind = family if family == "Qwen3Next" else f"{family}Text"
-        config = getattr(transformers, f"{kind}Config")(**text, tie_word_embeddings=False)
+        config = getattr(transformers, f"{kind}Config")(
+            **text, tie_word_embeddings=False
+        )
         model = getattr(transformers, f"{family}ForCausalLM")(config)
     else:
         config = getattr(transformers, f"{family}Config")(
@@ -51,7 +72,8 @@ def published(name, folder, dtype=torch.float32, *, vision=True, **changes):
         model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms and gates, which all begin as zeros or ones
+            # norms and gates, which all begin as zeros or ones
+            if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model = model.eval().to(dtype)
     # Published files have Qwen3-Next's experts one by one, and Qwen3.5's in one tensor.
@@ -64,9 +86,15 @@ def tokens() -> Tensor:
     return torch.randint(50, (2, TOKENS), generator=torch.manual_seed(1))
 
 
-def require_logits(name: str, found: Tensor, expected: Tensor, roundings: int = 16) -> None:
-    """``roundings`` on the way to a logit, each of at most the largest number's last place."""
-    difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+def require_logits(
+    name: str, found: Tensor, expected: Tensor, roundings: int = 16
+) -> None:
+    """``roundings`` on the way to a logit, each of at most the largest number's last
+    place."""
+    difference, largest = (
+        (found - expected).abs().max().item(),
+        expected.abs().max().item(),
+    )
     print(f"{name}: logits differ by {difference:.1e} of {largest:.1e}")
     assert difference <= roundings * torch.finfo(torch.float32).eps * largest
 

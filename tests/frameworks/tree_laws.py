@@ -1,4 +1,5 @@
-"""Shared prefixes in a model of Transformer Engine's modules; test_patch.py runs this file."""
+"""Shared prefixes in a model of Transformer Engine's modules; test_patch.py runs this
+file."""
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_tree_runs_beside_transformer_engines_attention(calls, seed):
-    """Logits and gradients, in fp32, of the sequences packed for Transformer Engine's attention."""
+    """Logits and gradients, in fp32, of the sequences packed for Transformer Engine's
+    attention."""
     model, tree = build(), random_tree(seed, longest=TOKENS)
     apart = separately(tree)
     tokens = torch.randint(VOCABULARY, (1, sum(tree.slots)))
@@ -60,14 +62,17 @@ def test_a_tree_runs_beside_transformer_engines_attention(calls, seed):
         model.zero_grad()
         out = logits(model, of_model, params)[kept]
         (out * weight).sum().backward()
-        found.append({"logits": out.detach()} | {n: p.grad for n, p in model.named_parameters()})
+        found.append(
+            {"logits": out.detach()} | {n: p.grad for n, p in model.named_parameters()}
+        )
     assert calls == ["TorchAttention", "TEDotProductAttention"]
     for name, value in found[0].items():
         assert_close(name, value, found[1][name], 1e-4)
 
 
 def test_packed_documents_and_batches_run_as_before():
-    """The same bits and the same keys of a checkpoint as with Megatron's own attention layers."""
+    """The same bits and the same keys of a checkpoint as with Megatron's own attention
+    layers."""
     ours, theirs = build(), hybrid(upstream)
     assert isinstance(attention_of(ours), TorchSelfAttention)
     assert type(attention_of(theirs)) is SelfAttention
@@ -84,7 +89,9 @@ def test_packed_documents_and_batches_run_as_before():
 def test_a_tree_without_branches_gives_packed_documents_to_torch(calls):
     model, tokens = build(), torch.randint(VOCABULARY, (1, TOKENS))
     lengths = (5, TOKENS - 5)
-    by_torch = logits(model, tokens, tree_packed_seq_params(lengths, (-1, -1), device="cpu"))
+    by_torch = logits(
+        model, tokens, tree_packed_seq_params(lengths, (-1, -1), device="cpu")
+    )
     assert calls == ["TorchAttention"]
     assert_close("logits", by_torch, logits(model, tokens, thd(lengths)), 1e-4)
     assert calls == ["TorchAttention", "TEDotProductAttention"]

@@ -1,4 +1,5 @@
-"""verl finds the plugin in a process of its own, and Megatron's spec builds our model there."""
+"""verl finds the plugin in a process of its own, and Megatron's spec builds our model
+there."""
 
 import pytest
 
@@ -29,7 +30,9 @@ def test_verl_builds_our_layer(environment):
 
 
 @pytest.mark.parametrize(
-    "environment", [{}, {"MEGATRON_GDN": "gdn", "VERL_USE_EXTERNAL_PLUGINS": "none"}], ids=str
+    "environment",
+    [{}, {"MEGATRON_GDN": "gdn", "VERL_USE_EXTERNAL_PLUGINS": "none"}],
+    ids=str,
 )
 def test_verl_builds_megatrons_layer_where_it_is_not_asked(environment):
     assert built(**environment) == "0.9.1 megatron"

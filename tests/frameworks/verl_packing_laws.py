@@ -1,4 +1,5 @@
-"""Documents that verl packs and cuts for context-parallel ranks have their own logits."""
+"""Documents that verl packs and cuts for context-parallel ranks have their own
+logits."""
 
 import pytest
 import torch

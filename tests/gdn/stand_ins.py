@@ -21,7 +21,9 @@ from tests.ops.delta_rule.states import Oracle
 
 def keep_cache_in(folder, monkeypatch, enabled=True) -> None:
     """As if tilelang kept its kernels in ``folder``."""
-    env = SimpleNamespace(TILELANG_CACHE_DIR=str(folder), is_cache_enabled=lambda: enabled)
+    env = SimpleNamespace(
+        TILELANG_CACHE_DIR=str(folder), is_cache_enabled=lambda: enabled
+    )
     monkeypatch.setattr(builds, "tilelang_env", lambda: env)
 
 
@@ -31,14 +33,17 @@ class StandInContext(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """In place of the states at chunks: those that enter, which the backward goes on from."""
+    """In place of the states at chunks: those that enter, which the backward goes on
+    from."""
 
     state: torch.Tensor | None
 
 
 def oracle_of(k, v, beta, g, cu_seqlens, q=None) -> Oracle:
     """Stand-ins hand on a sum of g that is one too large, to see it passed on."""
-    lengths = (k.shape[1],) * k.shape[0] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    lengths = (
+        (k.shape[1],) * k.shape[0] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    )
     return Oracle(RuleInputs(k if q is None else q, k, v, g - 1, beta), lengths)
 
 
@@ -52,7 +57,8 @@ def computed(x, chunks):
 
 
 class FlashQlaStandIn:
-    """The stages by the plain rule over their sequences; ``cut``: what the cost model answers."""
+    """The stages by the plain rule over their sequences; ``cut``: what the cost model
+    answers."""
 
     def __init__(self, cut=None) -> None:
         self.cut, self.passes = cut, Counter()
@@ -62,7 +68,9 @@ class FlashQlaStandIn:
             return StandInContext()
         return StandInContext(True, torch.tensor(self.cut, dtype=torch.int32))
 
-    def chunk_local_cumsum(self, g, cu_seqlens=None, reverse=False, zero_last_chunk=False):
+    def chunk_local_cumsum(
+        self, g, cu_seqlens=None, reverse=False, zero_last_chunk=False
+    ):
         if reverse:
             return g  # the stand-in of the backward has per-token gradients already
         return g + 1  # to the other stand-ins, which take it away again
@@ -70,18 +78,32 @@ class FlashQlaStandIn:
     def kkt_solve(self, k, b, cu_seqlens):
         return k.new_zeros(*b.shape, CHUNK)
 
-    def get_warmup_chunks_bidi(self, g, cu_seqlens, ht_mask_fwd, ht_mask_bwd, threshold):
+    def get_warmup_chunks_bidi(
+        self, g, cu_seqlens, ht_mask_fwd, ht_mask_bwd, threshold
+    ):
         from_zero = threshold == -10
         assert ht_mask_fwd.any() == ht_mask_bwd.any() == from_zero
         every = chunks_of(cu_seqlens, g.shape[-1])
         ragged = cu_seqlens.diff()[:, None] % CHUNK > 0
         short = every if from_zero else torch.where(ragged, 1, every)
-        last, first = (mask[:, None].expand_as(every) for mask in (ht_mask_fwd, ht_mask_bwd))
+        last, first = (
+            mask[:, None].expand_as(every) for mask in (ht_mask_fwd, ht_mask_bwd)
+        )
         back = every.masked_fill(first, -1)
         return torch.where(last, back, short), back, ~last, ~first
 
-    def fused_gdr_h(self, k, v, a, g, b, initial_state=None, num_warmup_chunks=None,
-                    cu_seqlens=None, **_):  # fmt: skip
+    def fused_gdr_h(
+        self,
+        k,
+        v,
+        a,
+        g,
+        b,
+        initial_state=None,
+        num_warmup_chunks=None,
+        cu_seqlens=None,
+        **_,
+    ):
         oracle = oracle_of(k, v, b, g, cu_seqlens)
         if num_warmup_chunks is None:
             self.passes["states alone"] += 1
@@ -111,9 +133,21 @@ class FlashQlaStandIn:
         return out
 
     def fused_gdr_fwd(
-        self, q, k, v, a, g, b, cp_seq_map, raw_cu_seqlens, initial_state=None,
-        output_final_state=False, cu_seqlens=None, output_h=False, **_,
-    ):  # fmt: skip
+        self,
+        q,
+        k,
+        v,
+        a,
+        g,
+        b,
+        cp_seq_map,
+        raw_cu_seqlens,
+        initial_state=None,
+        output_final_state=False,
+        cu_seqlens=None,
+        output_h=False,
+        **_,
+    ):
         o, leaving = oracle_of(k, v, b, g, cu_seqlens, q).forward(initial_state)
         if output_h:  # as fused_gdr_h gives them to the stand-in of the backward
             self.passes["states by the forward"] += 1
@@ -123,7 +157,9 @@ class FlashQlaStandIn:
         if cp_seq_map is None:  # batch rows
             return o, None, leaving.float()
         # The last part of a sequence writes the state that leaves the sequence.
-        last = leaving.new_full((len(raw_cu_seqlens) - 1, *leaving.shape[1:]), float("nan"))
+        last = leaving.new_full(
+            (len(raw_cu_seqlens) - 1, *leaving.shape[1:]), float("nan")
+        )
         for part, owner in enumerate(cp_seq_map.tolist()):
             if cu_seqlens[part] < cu_seqlens[part + 1] == raw_cu_seqlens[owner + 1]:
                 last[owner] = leaving[part]
@@ -134,7 +170,9 @@ class FlashQlaStandIn:
         return None, computed(oracle.backward(do)[1], num_warmup_chunks)
 
     def fused_gdr_bwd(self, q, k, v, a, g, b, do, dht, h, cu_seqlens=None, **_):
-        grads, d_initial = oracle_of(k, v, b, g, cu_seqlens, q).backward(do, h.state, dht)
+        grads, d_initial = oracle_of(k, v, b, g, cu_seqlens, q).backward(
+            do, h.state, dht
+        )
         return *grads, d_initial
 
 

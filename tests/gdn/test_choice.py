@@ -1,9 +1,14 @@
-"""Which delta rule the mixer and the function take, and what they say when one cannot be had."""
+"""Which delta rule the mixer and the function take, and what they say when one cannot
+be had."""
 
 import pytest
 import torch
 
-from megatron_gdn.gdn.api import gated_delta_rule, run_rule, torch_chunk_gated_delta_rule
+from megatron_gdn.gdn.api import (
+    gated_delta_rule,
+    run_rule,
+    torch_chunk_gated_delta_rule,
+)
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule, Repeatable
 from megatron_gdn.gdn.rule import FlaGDN, resolve_rule
@@ -25,12 +30,17 @@ def test_deterministic_refuses_fla_and_auto_takes_the_reference():
         resolve_rule("fla", sizes=SIZES, **where)
     choice = resolve_rule(sizes=SIZES, **where)
     assert choice.rule.name == "reference"
-    assert choice.reason == "deterministic mode; not flash_qla: flash_qla runs on a GPU, not on cpu"
+    assert (
+        choice.reason
+        == "deterministic mode; not flash_qla: flash_qla runs on a GPU, not on cpu"
+    )
 
 
 @pytest.mark.parametrize("bits", [Bits.FREE, Bits.DETERMINISTIC])
 def test_the_reference_may_always_be_asked_for(bits):
-    choice = resolve_rule("reference", device="cpu", dtype=torch.float64, sizes=SIZES, bits=bits)
+    choice = resolve_rule(
+        "reference", device="cpu", dtype=torch.float64, sizes=SIZES, bits=bits
+    )
     assert choice == (choice.rule, "requested") and choice.rule.name == "reference"
 
 
@@ -52,20 +62,35 @@ def hopper(monkeypatch):
 
 def on_a_gpu(backend="auto", dtype=torch.bfloat16, sizes=SIZES):
     return resolve_rule(
-        backend, device="cuda", dtype=dtype, sizes=sizes, bits=Bits.DETERMINISTIC, operands="bf16"
+        backend,
+        device="cuda",
+        dtype=dtype,
+        sizes=sizes,
+        bits=Bits.DETERMINISTIC,
+        operands="bf16",
     )
 
 
-def test_deterministic_auto_takes_what_was_seen_to_repeat_in_its_batch_invariant_form(hopper):
+def test_deterministic_auto_takes_what_was_seen_to_repeat_in_its_batch_invariant_form(
+    hopper,
+):
     rule, reason = on_a_gpu()
     assert type(rule) is FlashQlaRule and rule.batch_invariant
     assert reason == "deterministic mode; 200 repeats were equal"
 
 
-def test_an_aligned_rule_is_flash_qla_where_it_was_seen_to_repeat_and_else_plain(hopper):
+def test_an_aligned_rule_is_flash_qla_where_it_was_seen_to_repeat_and_else_plain(
+    hopper,
+):
     def chosen(device="cuda", dtype=torch.bfloat16, sizes=SIZES, backend="auto"):
-        rule, _ = resolve_rule(backend, sizes=sizes, device=device, dtype=dtype, bits=Bits.ON_GRID)
-        assert rule.bits is Bits.ON_GRID and rule.batch_invariant and rule.operand_dtype is None
+        rule, _ = resolve_rule(
+            backend, sizes=sizes, device=device, dtype=dtype, bits=Bits.ON_GRID
+        )
+        assert (
+            rule.bits is Bits.ON_GRID
+            and rule.batch_invariant
+            and rule.operand_dtype is None
+        )
         return rule.name
 
     assert chosen() == "flash_qla"
@@ -103,7 +128,9 @@ def test_deterministic_auto_takes_nothing_untested(hopper, change, dtype, sizes)
     ],
 )
 def test_flash_qla_names_the_size_or_dtype_it_cannot_take(dtype, sizes, why):
-    obstacle = why_not_flash_qla(torch.device("cuda"), dtype, sizes.key_dim, sizes.value_dim)
+    obstacle = why_not_flash_qla(
+        torch.device("cuda"), dtype, sizes.key_dim, sizes.value_dim
+    )
     assert why in obstacle.why and obstacle.error is ValueError
 
 
@@ -122,7 +149,9 @@ def test_a_slower_rule_and_slower_kernels_are_announced_once(caplog):
         for _layer in range(3):
             rule = resolve_rule(device="cpu", dtype=torch.float32, sizes=sizes).rule
             zeros = torch.zeros(1)
-            gated_delta_mixer(proj, weight, None, zeros, zeros, sizes, rule=rule, norm=None)
+            gated_delta_mixer(
+                proj, weight, None, zeros, zeros, sizes, rule=rule, norm=None
+            )
     rule, kernels = (record.getMessage() for record in caplog.records)
     assert "'reference'" in rule and "not flash_qla" in rule
     assert "plain torch" in kernels and "not on cpu" in kernels
@@ -143,7 +172,8 @@ OFFSETS = (0, 3, 3, 70, 71, 71, 130)  # with empty documents
 
 
 class ValueHeads(PlainRule):
-    """As GPU kernels: a gradient of q and k for every value head, doubled, with a factor of 1/2."""
+    """As GPU kernels: a gradient of q and k for every value head, doubled, with a
+    factor of 1/2."""
 
     def begin_backward(self, d_o, inputs, saved, documents):
         begun = super().begin_backward(d_o, inputs, saved, documents)
@@ -171,9 +201,14 @@ def found(call, inputs, **options):
 
 
 @pytest.mark.parametrize("offsets", [None, OFFSETS], ids=["batch", "packed"])
-@pytest.mark.parametrize("rule", [PlainRule(), ValueHeads()], ids=["plain", "per value head"])
-@pytest.mark.parametrize("options", [{}, {"scale": 0.3, "use_qk_l2norm_in_kernel": True}],
-                         ids=["", "scale and l2norm"])  # fmt: skip
+@pytest.mark.parametrize(
+    "rule", [PlainRule(), ValueHeads()], ids=["plain", "per value head"]
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scale": 0.3, "use_qk_l2norm_in_kernel": True}],
+    ids=["", "scale and l2norm"],
+)
 def test_a_rule_as_a_function_equals_the_plain_one(rule, offsets, options):
     sequences = None if offsets is None else len(offsets) - 1
     B, T = (2, 70) if offsets is None else (1, offsets[-1])
@@ -185,7 +220,9 @@ def test_a_rule_as_a_function_equals_the_plain_one(rule, offsets, options):
         return run_rule(rule, RuleInputs(*x[:5]), documents, **states, **options)
 
     def plain(x, **states):
-        return torch_chunk_gated_delta_rule(*x[:5], cu_seqlens=documents, **states, **options)
+        return torch_chunk_gated_delta_rule(
+            *x[:5], cu_seqlens=documents, **states, **options
+        )
 
     got, expected = found(staged, inputs), found(plain, inputs)
     for name, exact in expected.items():
@@ -196,7 +233,9 @@ def test_a_rule_as_a_function_equals_the_plain_one(rule, offsets, options):
 
 def test_the_function_and_the_layer_know_the_same_names():
     q, k, v, g, beta, _ = make_inputs(1, 10, 2, 4, 8, 8, 1.0, dtype=torch.float32)
-    with pytest.raises(ValueError, match="unknown backend 'cuda'; .*'recurrent' or.*'fla', 'ref"):
+    with pytest.raises(
+        ValueError, match="unknown backend 'cuda'; .*'recurrent' or.*'fla', 'ref"
+    ):
         gated_delta_rule(q, k, v, g, beta, backend="cuda")
     for name in ("flash_qla", "fla"):
         with pytest.raises(ValueError, match="runs on a GPU, not on cpu"):

@@ -17,7 +17,8 @@ from tests.processes import fork, is_free, until
 
 from .stand_ins import keep_cache_in
 
-# As `python -m megatron_gdn.warm_up --for-a-run`: a fork compiles, the process ends with its input.
+# As `python -m megatron_gdn.warm_up --for-a-run`: a fork compiles, the process ends
+# with its input.
 COMPILES = """
 import os, pathlib, sys, time
 from megatron_gdn.warm_up.__main__ import _exit_when_run_exits
@@ -40,7 +41,10 @@ os.kill(int((folder / "fork").read_text()), 9)
 def alive(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
-    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or read
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # gone before it was opened, or read
         return False
 
 
@@ -93,12 +97,16 @@ def rank(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ranks_go_on_with_their_kernel_while_one_command_compiles_the_rest(tmp_path, rank):
+def test_ranks_go_on_with_their_kernel_while_one_command_compiles_the_rest(
+    tmp_path, rank
+):
     for _ in range(3):
         rank(0.2, 3, "quick")
     until(lambda: len(list(tmp_path.glob("goes on *"))) == 3)
     assert not (tmp_path / "slow-digest").exists()
-    assert not is_free(lock_file(HEADS.lock)), "the processes that compile hold the lock"
+    assert not is_free(lock_file(HEADS.lock)), (
+        "the processes that compile hold the lock"
+    )
     until((tmp_path / "slow-digest").exists)
     until(lambda: is_free(lock_file(HEADS.lock)))
     said = (tmp_path / "log").read_text()
@@ -126,7 +134,11 @@ def test_compilers_that_fail_are_quoted_and_nobody_waits_for_them(
     for name in ("_capability", "cache_entry"):
         monkeypatch.setattr(builds, name, None)  # and puts back what call() sets
     assert call(tmp_path, "quick").made_here == 1
-    assert call(tmp_path, "slow").made_here == 1, "by this process, which starts no others again"
+    assert call(tmp_path, "slow").made_here == 1, (
+        "by this process, which starts no others again"
+    )
     assert capfd.readouterr().err.count("nvcc is not there") == 1
     assert caplog.text.count("compiled from here on") == 1
-    assert "compiles FlashQLA's quick for 2:4 heads in bf16 in this process" in caplog.text
+    assert (
+        "compiles FlashQLA's quick for 2:4 heads in bf16 in this process" in caplog.text
+    )

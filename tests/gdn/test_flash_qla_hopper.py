@@ -1,4 +1,5 @@
-"""FlashQLA's stages with held kernels against its own functions: the same bits, on a Hopper GPU."""
+"""FlashQLA's stages with held kernels against its own functions: the same bits, on a
+Hopper GPU."""
 
 from types import SimpleNamespace
 
@@ -19,7 +20,8 @@ HEADS = (16, 32)
 
 
 def test_what_tilelang_wraps_is_called_itself():
-    """A stand-in of tilelang's kernel object, loaded from its cache or compiled here."""
+    """A stand-in of tilelang's kernel object, loaded from its cache or compiled
+    here."""
 
     class Module:
         def main(self, *args):
@@ -40,7 +42,9 @@ def test_what_tilelang_wraps_is_called_itself():
             self.adapter = adapter
 
     for executable in (Module(), Executable()):
-        assert flash_qla_hopper.compiled_function(Kernel(Adapter(executable)))(1, 2) == (1, 2)
+        assert flash_qla_hopper.compiled_function(Kernel(Adapter(executable)))(
+            1, 2
+        ) == (1, 2)
     with_results = Adapter(Module())
     with_results.result_idx = [0]
     for unknown in (Kernel(with_results), Kernel(object()), object()):
@@ -61,15 +65,29 @@ def test_what_a_kernel_writes_is_no_state_that_entered(final):
     a, g = torch.zeros(1, 192, H, 64), torch.zeros(1, 192, H)
     initial = torch.ones(2, H, K, K)
     _, last, through = stages.fused_gdr_h(
-        k, v, a, g, g, initial, final, cu_seqlens=torch.tensor([0, 128, 192], dtype=torch.int32)
+        k,
+        v,
+        a,
+        g,
+        g,
+        initial,
+        final,
+        cu_seqlens=torch.tensor([0, 128, 192], dtype=torch.int32),
     )
     (args,) = calls
     h, ending, correction = args[-3:]
     written = [h, correction, ending] if final else [h, correction]
     places = {x.untyped_storage().data_ptr() for x in written}
-    assert len(places) == len(written) and initial.untyped_storage().data_ptr() not in places
+    assert (
+        len(places) == len(written)
+        and initial.untyped_storage().data_ptr() not in places
+    )
     assert args[5] is initial and correction.shape == ending.shape == initial.shape
-    assert (last is ending and through is correction) if final else (last is through is None)
+    assert (
+        (last is ending and through is correction)
+        if final
+        else (last is through is None)
+    )
 
 
 def inputs_of(S, B):
@@ -79,9 +97,13 @@ def inputs_of(S, B):
         return torch.randn(B, S, *shape, generator=make, device="cuda")
 
     G, H = HEADS
-    q, k = (torch.nn.functional.normalize(normal(G, 128), dim=-1).half() for _ in range(2))
+    q, k = (
+        torch.nn.functional.normalize(normal(G, 128), dim=-1).half() for _ in range(2)
+    )
     g = -normal(H).abs() * 0.05
-    return RuleInputs(q, k, normal(H, 128).half(), g, normal(H).sigmoid()), normal(H, 128).half()
+    return RuleInputs(q, k, normal(H, 128).half(), g, normal(H).sigmoid()), normal(
+        H, 128
+    ).half()
 
 
 def all_of(rule, inputs, d_o, documents):
@@ -120,7 +142,8 @@ def test_the_same_bits(case, monkeypatch):
     own = flash_qla_plan.own_stages()
 
     class Own:
-        """FlashQLA's functions, and its kernel of states as context parallelism has it, in fp32."""
+        """FlashQLA's functions, and its kernel of states as context parallelism has it,
+        in fp32."""
 
         def __getattr__(self, name):
             return getattr(own, name)

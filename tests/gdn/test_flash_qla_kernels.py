@@ -1,4 +1,5 @@
-"""FlashQLA's kernels: fences where a thread signals without one, and one not yet compiled."""
+"""FlashQLA's kernels: fences where a thread signals without one, and one not yet
+compiled."""
 
 import sys
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from megatron_gdn.ops.obstacles import log_obstacle_once
 from .stand_ins import keep_cache_in
 
 HEAD = 'extern "C" __global__ void __launch_bounds__(512, 1) tilelang_fused_chunk_gdr_bwd_kernel('
-# Warps that compute fill `sent` and signal; another warp sends it out. `kept` never leaves.
+# Warps that compute fill `sent` and signal; another warp sends it out. `kept` never
+# leaves.
 KERNEL = """
     tl::fence_proxy_async();
     *(uint4*)(((bfloat16_t*)kept) + 8) = x;
@@ -48,7 +50,9 @@ def source(first: str = "", second: str = "", head: str = HEAD) -> str:
     return "\n".join([head, *(line for line in lines if line.strip())])
 
 
-@pytest.mark.parametrize("present", [("", ""), (FENCE, ""), ("", FENCE), (FENCE, FENCE)])
+@pytest.mark.parametrize(
+    "present", [("", ""), (FENCE, ""), ("", FENCE), (FENCE, FENCE)]
+)
 def test_a_write_is_fenced_before_the_next_signal(present):
     given, wanted = source(*present), source(FENCE, FENCE)
     assert len(fences.missing_fences(given)) == present.count("")
@@ -63,7 +67,8 @@ def test_a_kernel_without_bulk_stores_stays_as_it_is():
 
 @dataclass
 class Compiled:
-    """What tilelang's decorator makes of a function; its kernel's source is ``text``."""
+    """What tilelang's decorator makes of a function; its kernel's source is
+    ``text``."""
 
     pass_configs: dict | None = None
     text: str = ""
@@ -94,13 +99,16 @@ def test_the_kernels_of_flash_qla_are_compiled_with_fences(tilelang):
     fences.fence_bulk_stores.__wrapped__((module, "backward"))
     hook = tilelang[fences._HOOK]
     assert hook(source(), "cuda") == source(FENCE, FENCE)
-    other = source(head=HEAD.replace("tilelang_fused_chunk_gdr_bwd_kernel", "somebody_elses"))
+    other = source(
+        head=HEAD.replace("tilelang_fused_chunk_gdr_bwd_kernel", "somebody_elses")
+    )
     assert hook(other, "cuda") == other
     # Neither what this process compiled before nor what lies on the disk is taken.
     assert module.backward.cache == {}
     assert module.backward.pass_configs == {
-        "tl.enable_fast_math": True, "tl.device_compile_flags": ["-O3", fences._MARK]
-    }  # fmt: skip
+        "tl.enable_fast_math": True,
+        "tl.device_compile_flags": ["-O3", fences._MARK],
+    }
 
 
 def compile_one(text: str):
@@ -112,27 +120,34 @@ def compile_one(text: str):
 def test_a_kernel_that_comes_without_fences_is_refused(tilelang):
     """Another hook took ours' place, or a cache holds what was compiled meanwhile."""
     assert compile_one(source(FENCE, FENCE)).heads == 32
-    with pytest.raises(RuntimeError, match="backward was compiled without the fences.*tilelang"):
+    with pytest.raises(
+        RuntimeError, match="backward was compiled without the fences.*tilelang"
+    ):
         compile_one(source(FENCE, ""))
 
 
 def test_stores_that_nobody_can_read_are_announced(tilelang, caplog):
     log_obstacle_once.cache_clear()
     compile_one(source(FENCE, FENCE) + "\n    tl::tma_store(desc, sent, 0);")
-    assert "not known here; whether the stores have fences was not checked" in caplog.text
+    assert (
+        "not known here; whether the stores have fences was not checked" in caplog.text
+    )
 
 
 def test_a_hook_that_was_there_before_still_runs_first(tilelang):
     tilelang[fences._HOOK] = lambda text, target: f"// for {target}\n{text}"
     fences.fence_bulk_stores.__wrapped__()
-    assert tilelang[fences._HOOK](source(), "cuda") == "// for cuda\n" + source(FENCE, FENCE)
+    assert tilelang[fences._HOOK](source(), "cuda") == "// for cuda\n" + source(
+        FENCE, FENCE
+    )
 
 
 HEADS = Heads(16, 32, torch.float16)
 
 
 class Kernel:
-    """As tilelang's object for a function: ``compile`` finds its result on disk, or makes it."""
+    """As tilelang's object for a function: ``compile`` finds its result on disk, or
+    makes it."""
 
     func_source, pass_configs = "def kkt_solve(H): ...", {"fast_math": True}
     func = SimpleNamespace(orig_func=SimpleNamespace(__name__="tilelang_kkt_solve"))
@@ -168,7 +183,10 @@ def test_a_kernel_is_compiled_once_and_said(cache, caplog):
     first, another = watched(cache), watched(cache)
     first.compile(32, dtype=torch.float16)
     assert first.made == [(32,)]
-    assert "compiles FlashQLA's kkt_solve for 16:32 heads in fp16 in this process" in caplog.text
+    assert (
+        "compiles FlashQLA's kkt_solve for 16:32 heads in fp16 in this process"
+        in caplog.text
+    )
     caplog.clear()
     another.compile(32, dtype=torch.float16)
     assert not another.made and not caplog.text, "found, without a word"
@@ -215,7 +233,10 @@ def test_no_command_is_started_without_need(cache, monkeypatch, why):
 def test_a_kernel_that_tilelang_has_not_kept_is_not_there(cache):
     kernel = Kernel(cache)
     entry = cache_entry(kernel, (32,), {}, "9.0")
-    for unkept in (SimpleNamespace(), SimpleNamespace(_tilelang_cache_path=str(cache / "lost"))):
+    for unkept in (
+        SimpleNamespace(),
+        SimpleNamespace(_tilelang_cache_path=str(cache / "lost")),
+    ):
         remember(entry, unkept)
         assert not entry.exists()
     remember(entry, kernel.compile(32))

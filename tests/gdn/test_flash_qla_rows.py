@@ -1,4 +1,5 @@
-"""How FlashQLA's rule cuts rows and, on the grid, no sequence. On a CPU, with stand-ins."""
+"""How FlashQLA's rule cuts rows and, on the grid, no sequence. On a CPU, with
+stand-ins."""
 
 import random
 from itertools import pairwise
@@ -27,7 +28,8 @@ FEWEST = 4  # chunks of a part, as in FlashQLA's cost model
 
 
 class OneWave(FlashQlaStandIn):
-    """A cost model that cuts sequences so that parts times heads are one wave of the GPU."""
+    """A cost model that cuts sequences so that parts times heads are one wave of the
+    GPU."""
 
     def __init__(self, multiprocessors: int) -> None:
         super().__init__()
@@ -85,7 +87,8 @@ def test_every_token_lies_in_one_part_and_every_row_begins_one(planned):
             continue
         offsets = plan.offsets.tolist()
         assert offsets[0] == 0 and offsets[-1] == rows * tokens
-        assert all(a < b for a, b in pairwise(offsets))  # so every token is in exactly one part
+        # so every token is in exactly one part
+        assert all(a < b for a, b in pairwise(offsets))
         starts = [row * tokens for row in range(rows + 1)]
         assert plan.sequences.tolist() == starts
         assert set(starts) <= set(offsets)
@@ -115,7 +118,9 @@ def test_deterministic_mode_and_states_keep_their_own_cut(planned):
         plan = planned(rows, tokens, heads, multiprocessors, invariant=True)
         assert (
             plan.offsets.tolist()
-            == cut_by_length(Documents(sequences, torch.device("cpu")), heads).offsets.tolist()
+            == cut_by_length(
+                Documents(sequences, torch.device("cpu")), heads
+            ).offsets.tolist()
         )
         plan = planned(rows, tokens, heads, multiprocessors, states=True)
         assert plan.sequences.tolist() == list(sequences)
@@ -143,8 +148,13 @@ def test_the_plan_of_a_sequence_is_the_sequence_whatever_lies_beside_it(rule):
         for _ in range(20):
             lengths = [draw.randint(0, 9000) for _ in range(draw.randint(1, 9))]
             for states in (False, True):
-                plan = rule.plan(empty(1, sum(lengths), heads), documents_of(lengths), states)
-                expected = [0, *torch.tensor([n for n in lengths if n]).cumsum(0).tolist()]
+                plan = rule.plan(
+                    empty(1, sum(lengths), heads), documents_of(lengths), states
+                )
+                expected = [
+                    0,
+                    *torch.tensor([n for n in lengths if n]).cumsum(0).tolist(),
+                ]
                 assert plan.offsets.tolist() == plan.sequences.tolist() == expected
                 assert plan.are_sequences
 
@@ -156,7 +166,9 @@ def test_the_backward_in_parts_begins_from_the_states_that_entered(rule):
     o, _, saved = rule.begin(inputs, None).run(initial)
     begun = backward_of(rule, inputs, d_o, saved)
     d_initial = oracle.backward(d_o, initial)[1]
-    torch.testing.assert_close(begun.d_initial().double(), d_initial, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        begun.d_initial().double(), d_initial, rtol=1e-5, atol=1e-5
+    )
     grads = by_key_head(begun.run(initial, d_final), HEADS[0])
     check([o, *grads], exact_run(oracle, d_o, initial, d_final))
 

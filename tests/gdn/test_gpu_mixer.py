@@ -1,4 +1,5 @@
-"""The mixer in bf16 on a GPU: as close to fp64 as plain torch in bf16 is, and repeatable."""
+"""The mixer in bf16 on a GPU: as close to fp64 as plain torch in bf16 is, and
+repeatable."""
 
 import sys
 
@@ -19,7 +20,8 @@ from tests.ops.delta_rule.states import documents_of
 pytestmark = pytest.mark.gpu
 
 NAMES = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
-DECAYS = {"strong": 2.8, "usual": 0.0, "none": -20.0}  # A_log; exp of it is the decay rate
+# A_log; exp of it is the decay rate
+DECAYS = {"strong": 2.8, "usual": 0.0, "none": -20.0}
 ALL_DECAYS = {**DECAYS, "slow": -4.6}
 HALF = ("flash_qla fp16", "fla fp16")
 SHAPES = {
@@ -56,9 +58,18 @@ def run(sizes, leaves, d_out, documents, rule, kernels="auto", **options):
     leaves = [x.detach().requires_grad_() for x in leaves]
     proj, weight, A_log, dt_bias, gamma = leaves
     out = gated_delta_mixer(
-        proj, weight, None, A_log, dt_bias, sizes, rule=rule, norm=GatedNorm(gamma),
-        documents=documents, kernels=kernels, **options,
-    )  # fmt: skip
+        proj,
+        weight,
+        None,
+        A_log,
+        dt_bias,
+        sizes,
+        rule=rule,
+        norm=GatedNorm(gamma),
+        documents=documents,
+        kernels=kernels,
+        **options,
+    )
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))]
 
 
@@ -67,7 +78,9 @@ def rule_named(name, sizes, dtype=torch.bfloat16):
     name, half, _ = name.partition(" fp16")
     operands = "fp16" if half else "bf16"
     try:
-        return resolve_rule(name, device="cuda", dtype=dtype, sizes=sizes, operands=operands).rule
+        return resolve_rule(
+            name, device="cuda", dtype=dtype, sizes=sizes, operands=operands
+        ).rule
     except ImportError as error:
         pytest.skip(str(error))
 
@@ -81,10 +94,12 @@ def errors(got, exact):
     return found
 
 
-def check_against_fp64(heads, rule_name, yardstick, seeds=4, allow_neg_eigval=False, **shape):
-    """At most 1.2 times the error of the twins around the rule ``yardstick``, in bf16 over several
-    draws; of n numbers pooled, the ratio of two errors has a standard deviation of 1 / sqrt(n), of
-    which two are allowed."""
+def check_against_fp64(
+    heads, rule_name, yardstick, seeds=4, allow_neg_eigval=False, **shape
+):
+    """At most 1.2 times the error of the twins around the rule ``yardstick``, in bf16
+    over several draws; of n numbers pooled, the ratio of two errors has a standard
+    deviation of 1 / sqrt(n), of which two are allowed."""
     squares = {"got": torch.zeros(len(NAMES)), "plain": torch.zeros(len(NAMES))}
     for seed in range(seeds):
         sizes, leaves, d_out, documents = make_inputs(heads, seed=seed, **shape)
@@ -98,7 +113,10 @@ def check_against_fp64(heads, rule_name, yardstick, seeds=4, allow_neg_eigval=Fa
         squares["plain"] += torch.tensor(errors(plain, exact)).square()
     found = [(squares[key] / seeds).sqrt().tolist() for key in ("got", "plain")]
     numbers = [seeds * x.numel() for x in exact]
-    lines = [f"{n}: {a:.2e}, plain torch {b:.2e}" for n, a, b in zip(NAMES, *found, strict=True)]
+    lines = [
+        f"{n}: {a:.2e}, plain torch {b:.2e}"
+        for n, a, b in zip(NAMES, *found, strict=True)
+    ]
     print("\n" + "\n".join(lines))
     bad = [
         line
@@ -124,15 +142,19 @@ def test_our_kernels_cost_no_accuracy_at_any_ratio_and_decay(ratio, decay, rule)
 
 FP16 = {
     **{decay: ("2", {"S": 777, "decay": decay}) for decay in ALL_DECAYS},
-    **{name: ("2", SHAPES[name] | {"seeds": 2}) for name in ("S63-B2", "S2100-B3", "packed")},
+    **{
+        name: ("2", SHAPES[name] | {"seeds": 2})
+        for name in ("S63-B2", "S2100-B3", "packed")
+    },
     **{f"ratio {ratio}": (ratio, {"S": 321}) for ratio in ("1", "3", "4")},
     **{
         f"write strengths up to 2, {decay}": (
-            "2", {"S": 777, "decay": decay, "allow_neg_eigval": True, "seeds": 2}
+            "2",
+            {"S": 777, "decay": decay, "allow_neg_eigval": True, "seeds": 2},
         )
         for decay in ("none", "usual", "slow")
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rule", HALF)
@@ -180,7 +202,8 @@ def test_recomputing_keeps_every_bit(shape, rule):
 @pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed", "long"])
 @pytest.mark.parametrize("rule", ["fla", "flash_qla", *HALF])
 def test_a_second_run_of_the_rule_is_as_exact(shape, rule):
-    """fla's has the first one's bits; FlashQLA's states are rounded by another kernel."""
+    """fla's has the first one's bits; FlashQLA's states are rounded by another
+    kernel."""
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
     chosen = rule_named(rule, sizes)
     saved = run(sizes, leaves, d_out, documents, chosen)
@@ -191,7 +214,9 @@ def test_a_second_run_of_the_rule_is_as_exact(shape, rule):
         assert all(torch.equal(a, b) for a, b in zip(saved, again, strict=True))
         return
     wide = [x.detach().double() for x in leaves]
-    exact = run(sizes, wide, d_out, documents, rule_named("reference", sizes), kernels="torch")
+    exact = run(
+        sizes, wide, d_out, documents, rule_named("reference", sizes), kernels="torch"
+    )
     found, usual = errors(again, exact), errors(saved, exact)
     for name, a, b, x in zip(NAMES, found, usual, exact, strict=True):
         print(f"{name}: {a:.2e}, without a second run {b:.2e}")
@@ -224,14 +249,23 @@ def test_no_kernel_of_flash_qla_sends_out_memory_unfenced(rule):
 def test_a_dropped_output_is_filled_again():
     sizes, leaves, d_out, documents = make_inputs((16, 32), S=333)
     rule = rule_named("auto", sizes)
-    weight = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(
+        4096, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True
+    )
 
     def gradients(refilled):
         proj, conv, A_log, dt_bias, gamma = leaves
         mixed = gated_delta_mixer(
-            proj, conv, None, A_log, dt_bias, sizes, rule=rule, norm=GatedNorm(gamma),
+            proj,
+            conv,
+            None,
+            A_log,
+            dt_bias,
+            sizes,
+            rule=rule,
+            norm=GatedNorm(gamma),
             refilled=refilled,
-        )  # fmt: skip
+        )
         out = mixed @ weight
         if refilled is not None:
             refilled.drop_until_backward_of(out)

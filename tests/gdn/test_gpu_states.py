@@ -1,4 +1,5 @@
-"""GPU rules with states, bf16 against fp64; other ratios than 16/32 are minutes of compiling."""
+"""GPU rules with states, bf16 against fp64; other ratios than 16/32 are minutes of
+compiling."""
 
 import pytest
 import torch
@@ -25,11 +26,16 @@ pytestmark = pytest.mark.gpu
 
 HEADS = (16, 32)
 RULES = ("flash_qla", "fla")
-# Two roundings to bf16 of 2^-9 each in every product, four products between a chunk's input and
+# Two roundings to bf16 of 2^-9 each in every product, four products between a chunk's
+# input and
 # the state: what a state or its gradient may differ by, relative to its norm.
 STATE_TOLERANCE = 4 * 2 * 2**-9
 DECAYS = ("strong", "mixed", "none")
-SEGMENTS = {"short": (1, 63, 64, 65, 700, 1, 130), "long": (4096, 2100, 1), "halves": (2500, 2500)}
+SEGMENTS = {
+    "short": (1, 63, 64, 65, 700, 1, 130),
+    "long": (4096, 2100, 1),
+    "halves": (2500, 2500),
+}
 
 
 def rule_named(name: str, **options):
@@ -48,14 +54,18 @@ def rule_named(name: str, **options):
 
 
 def make_inputs(S, B=1, decay="mixed", seed=0):
-    """bf16 inputs and d_o; "mixed" decays have half-lives from 10^5 tokens to less than one."""
+    """bf16 inputs and d_o; "mixed" decays have half-lives from 10^5 tokens to less than
+    one."""
     make = torch.Generator(device="cuda").manual_seed(seed)
     G, H = HEADS
 
     def normal(*shape):
         return torch.randn(B, S, *shape, generator=make, device="cuda")
 
-    q, k = (torch.nn.functional.normalize(normal(G, 128), dim=-1).bfloat16() for _ in range(2))
+    q, k = (
+        torch.nn.functional.normalize(normal(G, 128), dim=-1).bfloat16()
+        for _ in range(2)
+    )
     if decay == "strong":
         g = -16 * torch.nn.functional.softplus(normal(H) + 3)
     elif decay == "none":
@@ -77,9 +87,16 @@ def relative(got, exact) -> float:
 
 def assert_as_exact(found, usual, factor=1.2, slack=1e-6) -> None:
     """Errors that are at most ``factor`` times the usual ones, tensor by tensor."""
-    lines = [f"{n}: {a:.2e}, usual {b:.2e}" for n, a, b in zip(NAMES, found, usual, strict=True)]
+    lines = [
+        f"{n}: {a:.2e}, usual {b:.2e}"
+        for n, a, b in zip(NAMES, found, usual, strict=True)
+    ]
     print("\n" + "\n".join(lines))
-    bad = [x for x, a, b in zip(lines, found, usual, strict=True) if not a <= factor * b + slack]
+    bad = [
+        x
+        for x, a, b in zip(lines, found, usual, strict=True)
+        if not a <= factor * b + slack
+    ]
     assert not bad, "; ".join(bad)
 
 
@@ -97,7 +114,9 @@ def test_a_sequence_in_segments_is_as_exact_as_in_one(case, decay, name):
     inputs, d_o = make_inputs(sum(lengths), decay=decay)
     exact = exact_run(inputs, d_o)
     whole = errors(run_whole(rule, inputs, d_o), exact)
-    pieces = errors(run_in_segments(rule, inputs, d_o, documents_of(lengths, "cuda")), exact)
+    pieces = errors(
+        run_in_segments(rule, inputs, d_o, documents_of(lengths, "cuda")), exact
+    )
     assert_as_exact(pieces, whole)
 
 
@@ -107,9 +126,16 @@ def test_segments_in_fixed_buffers_are_as_exact_as_a_whole_sequence(name):
     inputs, d_o = make_inputs(tokens)
     exact, static = exact_run(inputs, d_o), StaticDocuments(tokens, 8, "cuda")
     whole = errors(run_whole(rule, inputs, d_o), exact)
-    for lengths in ((4096,), (1, 63, 64, 65, 700, 1, 3202), (2048, 0, 2048), (512,) * 8):
+    for lengths in (
+        (4096,),
+        (1, 63, 64, 65, 700, 1, 3202),
+        (2048, 0, 2048),
+        (512,) * 8,
+    ):
         static.fill(documents_of(lengths).offsets)
-        assert_as_exact(errors(run_in_segments(rule, inputs, d_o, static), exact), whole)
+        assert_as_exact(
+            errors(run_in_segments(rule, inputs, d_o, static), exact), whole
+        )
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -123,8 +149,8 @@ def test_maps_states_and_d_initial_agree_with_the_plain_rule(decay, name):
     exact_local, exact_through = exact.forward()[1], exact.through()
     identity = torch.eye(128, device="cuda").norm()
     found = {"local": relative(local, exact_local)}
-    # Against the norm of a map that forgets nothing: that is what a rounding of through is
-    # multiplied by, however little of it is left.
+    # Against the norm of a map that forgets nothing: that is what a rounding of through
+    # is multiplied by, however little of it is left.
     drift = (through.double() - exact_through).flatten(2).norm(dim=-1) / identity
     found["through"] = drift.max().item()
 
@@ -155,7 +181,8 @@ def test_maps_states_and_d_initial_agree_with_the_plain_rule(decay, name):
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_rows_cut_as_one_are_as_exact_as_rows_side_by_side(decay, monkeypatch):
-    """64 blocks leave half of 132 multiprocessors idle: the cost model cuts 2 x 4100 tokens."""
+    """64 blocks leave half of 132 multiprocessors idle: the cost model cuts 2 x 4100
+    tokens."""
     from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 
     rule = rule_named("flash_qla", bits=Bits.FREE)
@@ -179,28 +206,46 @@ def test_states_and_their_gradients_of_batch_rows(name):
     forward = rule.begin(inputs, None)
     local, through = forward.state_map()
     make = torch.Generator(device="cuda").manual_seed(5)
-    initial, d_final = (torch.randn(local.shape, generator=make, device="cuda") for _ in range(2))
+    initial, d_final = (
+        torch.randn(local.shape, generator=make, device="cuda") for _ in range(2)
+    )
     o, final, saved = forward.run(initial, final=True)
     backward = backward_of(rule, inputs, d_o, saved)
     d_local = backward.d_initial()
     grads = backward.run(initial, d_final)
-    exact_grads, d_initial = exact.backward(d_o.double(), initial.double(), d_final.double())
+    exact_grads, d_initial = exact.backward(
+        d_o.double(), initial.double(), d_final.double()
+    )
     got_d = d_local + through.mT @ d_final
     got = [o, *by_key_head(grads, HEADS[0]), local, got_d, final]
     exact_o, exact_final = exact.forward(initial.double())
     wanted = [exact_o, *exact_grads, exact.forward()[1], d_initial, exact_final]
-    found = dict(zip((*NAMES, "local", "d_initial", "final"), errors(got, wanted), strict=True))
-    own = dict(zip(NAMES, errors(run_whole(rule, inputs, d_o), exact_run(inputs, d_o)),
-                   strict=True))  # fmt: skip
+    found = dict(
+        zip((*NAMES, "local", "d_initial", "final"), errors(got, wanted), strict=True)
+    )
+    own = dict(
+        zip(
+            NAMES,
+            errors(run_whole(rule, inputs, d_o), exact_run(inputs, d_o)),
+            strict=True,
+        )
+    )
     print(found, own)
-    bad = {n: e for n, e in found.items() if not e <= max(STATE_TOLERANCE, 1.2 * own.get(n, 0))}
+    bad = {
+        n: e
+        for n, e in found.items()
+        if not e <= max(STATE_TOLERANCE, 1.2 * own.get(n, 0))
+    }
     assert not bad, bad
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("way", [run_in_segments, run_on_ranks], ids=["documents", "ranks"])
+@pytest.mark.parametrize(
+    "way", [run_in_segments, run_on_ranks], ids=["documents", "ranks"]
+)
 def test_fp16_operands_pass_states_more_exactly(way, name):
-    """At most half of what bf16 operands cost for the same values, which have three bits less."""
+    """At most half of what bf16 operands cost for the same values, which have three
+    bits less."""
     rule, lengths = rule_named(name), [700, 65, 2100]
     inputs, d_o = make_inputs(sum(lengths), decay="none")
     d_o[:, :765] *= 2.0**-8
@@ -214,8 +259,13 @@ def test_fp16_operands_pass_states_more_exactly(way, name):
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, 16.0])
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_the_plain_rule_is_exact_in_fp32_whatever_precision_the_model_asks_for(decay, precision):
-    given = [x.cuda() for x in chunks.make_inputs(1, 300, 3, 6, 16, 8, decay, 6, torch.float32)]
+def test_the_plain_rule_is_exact_in_fp32_whatever_precision_the_model_asks_for(
+    decay, precision
+):
+    given = [
+        x.cuda()
+        for x in chunks.make_inputs(1, 300, 3, 6, 16, 8, decay, 6, torch.float32)
+    ]
     torch.set_float32_matmul_precision(precision)
     try:
         chunks.assert_recurrence(given, chunks.OFFSETS)
@@ -228,14 +278,21 @@ def part(inputs: RuleInputs, d_o, start, length):
     return RuleInputs(*(x[:, cut].clone() for x in inputs)), d_o[:, cut].clone()
 
 
-# Neighbours that make the batch just short of, and well over, what FlashQLA calls a full GPU (its
-# forward kernel changes tiles there), and that bring cut sequences into a batch of short ones.
-NEIGHBOURS = {"few": ((), (40,)), "many": ((9, 300, 64, 65), (1, 700)), "long": ((5000,), (8200,))}
+# Neighbours that make the batch just short of, and well over, what FlashQLA calls a
+# full GPU (its forward kernel changes tiles there), and that bring cut sequences into a
+# batch of short ones.
+NEIGHBOURS = {
+    "few": ((), (40,)),
+    "many": ((9, 300, 64, 65), (1, 700)),
+    "long": ((5000,), (8200,)),
+}
 
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("length", [1, 63, 777, 4500])
-def test_batch_invariant_bits_of_a_document_do_not_depend_on_its_neighbours(length, decay):
+def test_batch_invariant_bits_of_a_document_do_not_depend_on_its_neighbours(
+    length, decay
+):
     rule = rule_named("flash_qla", bits=Bits.DETERMINISTIC)
     inputs, d_o = make_inputs(5000 + 4500 + 8200, decay=decay)
     mine = part(inputs, d_o, 1000, length)

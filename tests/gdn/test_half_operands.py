@@ -1,4 +1,5 @@
-"""fp16 operands: powers of two around the plain rule in fp32, whose roundings are seen."""
+"""fp16 operands: powers of two around the plain rule in fp32, whose roundings are
+seen."""
 
 import weakref
 
@@ -20,7 +21,8 @@ from tests.ops.delta_rule import states
 from tests.trees import Tree
 
 G, H, K, V = 2, 6, 5, 7
-# Two numbers rounded to fp16, by 2^-12 each: d_o on the way in, a gradient on the way out.
+# Two numbers rounded to fp16, by 2^-12 each: d_o on the way in, a gradient on the way
+# out.
 HALF = 2 * 2**-12
 
 rule = HalfOperands(states.InHalf())
@@ -29,13 +31,21 @@ rule = HalfOperands(states.InHalf())
 def make_inputs(S=70, B=1):
     inputs, d_o = states.random_inputs(S, B, (G, H), K, V)
     q, k, v = (x.half() for x in inputs[:3])
-    return RuleInputs(q, k, v, 20 * inputs.g.float(), inputs.beta.float()), d_o.bfloat16()
+    return RuleInputs(
+        q, k, v, 20 * inputs.g.float(), inputs.beta.float()
+    ), d_o.bfloat16()
 
 
 def mixed(proj, rule, norm=None, weight=None, **options):
-    weight = torch.randn(SIZES.layout.conv_width, 4, dtype=proj.dtype) if weight is None else weight
+    weight = (
+        torch.randn(SIZES.layout.conv_width, 4, dtype=proj.dtype)
+        if weight is None
+        else weight
+    )
     gates = torch.zeros(2, H)
-    return gated_delta_mixer(proj, weight, None, *gates, SIZES, rule=rule, norm=norm, **options)
+    return gated_delta_mixer(
+        proj, weight, None, *gates, SIZES, rule=rule, norm=norm, **options
+    )
 
 
 def assert_all_close(got, exact) -> None:
@@ -50,7 +60,9 @@ def run(inputs, d_o):
 
 
 def exact_run(inputs, d_o):
-    oracle = states.Oracle(RuleInputs(*(x.double() for x in inputs)), [inputs.k.shape[1]])
+    oracle = states.Oracle(
+        RuleInputs(*(x.double() for x in inputs)), [inputs.k.shape[1]]
+    )
     return [oracle.forward()[0], *oracle.backward(d_o.double())[0]]
 
 
@@ -63,7 +75,8 @@ def assert_close(name, got, exact, tolerance=HALF):
     ("exponent", "strength"), [*((n, 1) for n in (0, -40, 40, -100, 100, -128)), (0, 2)]
 )
 def test_output_and_every_gradient_at_any_size_of_the_gradient(exponent, strength):
-    """Not of subnormal gradients alone: 2^-128 is where bf16 itself begins to lose bits."""
+    """Not of subnormal gradients alone: 2^-128 is where bf16 itself begins to lose
+    bits."""
     inputs, d_o = make_inputs()
     inputs = inputs._replace(beta=strength * inputs.beta)
     d_o = (d_o.double() * 2.0**exponent).bfloat16()
@@ -90,8 +103,16 @@ def test_a_quiet_key_head_keeps_its_digits_beside_a_loud_one():
     quiet = slice(0, H // G)
     d_o[:, :, quiet] *= 2.0**-60
     got, exact = run(inputs, d_o), exact_run(inputs, d_o)
-    for index, heads in ((1, slice(0, 1)), (2, slice(0, 1)), (3, quiet), (4, quiet), (5, quiet)):
-        assert_close(states.NAMES[index], got[index][:, :, heads], exact[index][:, :, heads])
+    for index, heads in (
+        (1, slice(0, 1)),
+        (2, slice(0, 1)),
+        (3, quiet),
+        (4, quiet),
+        (5, quiet),
+    ):
+        assert_close(
+            states.NAMES[index], got[index][:, :, heads], exact[index][:, :, heads]
+        )
 
 
 def test_no_gradient_gives_none_and_the_factor_stays_finite():
@@ -142,7 +163,9 @@ def test_a_sequence_in_segments_equals_the_whole():
     assert_all_close(got, exact_run(inputs, d_o))
 
 
-@pytest.mark.parametrize("size", [2.0**-60, 2.0**60, 0.0], ids=["faint", "loud", "none"])
+@pytest.mark.parametrize(
+    "size", [2.0**-60, 2.0**60, 0.0], ids=["faint", "loud", "none"]
+)
 def test_states_bring_gradients_of_any_size_from_other_ranks(size):
     """The last rank's gradients are far from the others' own, or all there are."""
     lengths = [70, 40, 65]
@@ -150,10 +173,13 @@ def test_states_bring_gradients_of_any_size_from_other_ranks(size):
     d_o[:, :110] *= size
     got = states.run_on_ranks(rule, inputs, d_o, lengths)
     for name, *both in zip(states.NAMES, got, exact_run(inputs, d_o), strict=True):
-        if name == "q":  # gets nothing from later tokens: beside what does, its digits may go
+        # gets nothing from later tokens: beside what does, its digits may go
+        if name == "q":
             assert_close(name, *both)
             continue
-        for rank, (a, exact) in enumerate(zip(*(x.split(lengths, 1) for x in both), strict=True)):
+        for rank, (a, exact) in enumerate(
+            zip(*(x.split(lengths, 1) for x in both), strict=True)
+        ):
             assert_close(f"{name} of rank {rank}", a, exact)
 
 
@@ -165,11 +191,14 @@ def test_states_are_in_true_units_on_both_sides(lengths):
     wide = RuleInputs(*(x.double() for x in inputs))
     exact = states.Oracle(wide, [n for n in lengths or (S,) * B if n])
     make = torch.Generator().manual_seed(2)
-    initial, d_final = (torch.randn(exact.zeros().shape, generator=make) for _ in range(2))
+    initial, d_final = (
+        torch.randn(exact.zeros().shape, generator=make) for _ in range(2)
+    )
     for start, made in states.forwards_from(rule, inputs, documents, initial):
         o, final = exact.forward(start.double())
         assert_close("o", made.o, o)
-        assert_close("final", made.final, final, 2**-20)  # fp32 from what fp16 holds exactly
+        # fp32 from what fp16 holds exactly
+        assert_close("final", made.final, final, 2**-20)
     forward = rule.begin(inputs, documents)
     through, saved = forward.state_map().through, forward.run(initial).saved
     for size in (2.0**-60, 1.0, 2.0**60):
@@ -186,16 +215,24 @@ def test_states_are_in_true_units_on_both_sides(lengths):
 @pytest.mark.parametrize("run", [states.run_whole, states.run_in_segments])
 def test_documents_over_batch_rows_equal_one_row(run):
     inputs, d_o = make_inputs(140)
-    states.assert_rows_equal_one_row(run, rule, inputs, d_o, states.documents_of((5, 65, 0, 70)))
+    states.assert_rows_equal_one_row(
+        run, rule, inputs, d_o, states.documents_of((5, 65, 0, 70))
+    )
 
 
 SIZES = HeadSizes(G, H, K, V)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
-@pytest.mark.parametrize("documents", [
-    None, states.documents_of((1, 2, 30, 0, 37)), Tree((-1, 0, 0, 1), (30, 9, 12, 19)).documents
-], ids=["dense", "packed", "tree"])  # fmt: skip
+@pytest.mark.parametrize(
+    "documents",
+    [
+        None,
+        states.documents_of((1, 2, 30, 0, 37)),
+        Tree((-1, 0, 0, 1), (30, 9, 12, 19)).documents,
+    ],
+    ids=["dense", "packed", "tree"],
+)
 def test_the_mixer_takes_the_factor_out_of_every_gradient(documents, recompute):
     make = torch.Generator().manual_seed(1)
     S, B = 70, 2 if documents is None else 1
@@ -209,18 +246,30 @@ def test_the_mixer_takes_the_factor_out_of_every_gradient(documents, recompute):
     options = {"documents": documents, "recompute_qkv": recompute}
 
     def run_mixer(rule, dtype, size=1.0):
-        *tensors, gain = (x.detach().to(dtype).requires_grad_() for x in (*leaves, gamma))
+        *tensors, gain = (
+            x.detach().to(dtype).requires_grad_() for x in (*leaves, gamma)
+        )
         out = gated_delta_mixer(
-            *tensors[:2], None, *tensors[2:], SIZES, rule=rule, norm=GatedNorm(gain), **options
+            *tensors[:2],
+            None,
+            *tensors[2:],
+            SIZES,
+            rule=rule,
+            norm=GatedNorm(gain),
+            **options,
         )
         assert out.dtype == dtype
-        return [out, *torch.autograd.grad(out, [*tensors, gain], size * d_out.to(dtype))]
+        return [
+            out,
+            *torch.autograd.grad(out, [*tensors, gain], size * d_out.to(dtype)),
+        ]
 
     names = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
     got, exact = run_mixer(rule, torch.float32), run_mixer(PlainRule(), torch.float64)
     tiny = run_mixer(rule, torch.float32, 2.0**-50)
     for name, a, b, c in zip(names, got, exact, tiny, strict=True):
-        # The gradient of l2norm takes away what lies along q and k, the larger part with K = 5.
+        # The gradient of l2norm takes away what lies along q and k, the larger part
+        # with K = 5.
         assert_close(name, a, b, 8 * HALF)
         assert torch.equal(a if name == "out" else a * 2.0**-50, c), name
 
@@ -248,7 +297,9 @@ def choose(monkeypatch):
 @pytest.mark.parametrize("backend", ["auto", "flash_qla", "fla"])
 def test_the_choice_of_fp16_operands(choose, backend):
     rule, reason = choose(backend)
-    assert isinstance(rule, HalfOperands) and rule.name == backend.replace("auto", "flash_qla")
+    assert isinstance(rule, HalfOperands) and rule.name == backend.replace(
+        "auto", "flash_qla"
+    )
     assert reason.endswith("fp16 operands")
     assert isinstance(choose(backend, operands="bf16").rule, FlaGDN | FlashQlaRule)
 
@@ -258,12 +309,17 @@ def test_the_choice_of_fp16_operands(choose, backend):
     [
         ({"backend": "flash_qla", "bits": Bits.DETERMINISTIC}, "deterministic mode"),
         ({"normalise_qk": False}, "unit length"),
-        *(({key: value}, "") for key, value in (
-            ("backend", "reference"), ("dtype", torch.float16), ("dtype", torch.float32)
-        )),
+        *(
+            ({key: value}, "")
+            for key, value in (
+                ("backend", "reference"),
+                ("dtype", torch.float16),
+                ("dtype", torch.float32),
+            )
+        ),
     ],
     ids=["deterministic", "no l2norm", "reference", "fp16", "fp32"],
-)  # fmt: skip
+)
 def test_where_fp16_operands_cannot_be_had_the_reason_says_so(choose, options, why):
     """And where they would gain nothing, nothing is said."""
     rule, reason = choose(**options)

@@ -20,13 +20,17 @@ CUT, CUT_ROWS = [0, 64, 130, 131, 259, 431], [0, 64, 100, 164, 200]
 # Whether the rule is batch invariant, and where FlashQLA's cost model cuts.
 UNCUT = (Bits.FREE, None)
 KINDS = {
-    "uncut": UNCUT, "cut": (Bits.FREE, CUT), "invariant": (Bits.DETERMINISTIC, CUT),
+    "uncut": UNCUT,
+    "cut": (Bits.FREE, CUT),
+    "invariant": (Bits.DETERMINISTIC, CUT),
     "on the grid": (Bits.ON_GRID, CUT),
-}  # fmt: skip
+}
 ROWS = {
-    "uncut": UNCUT, "cut": (Bits.FREE, CUT_ROWS), "invariant": (Bits.DETERMINISTIC, CUT_ROWS),
+    "uncut": UNCUT,
+    "cut": (Bits.FREE, CUT_ROWS),
+    "invariant": (Bits.DETERMINISTIC, CUT_ROWS),
     "on the grid": (Bits.ON_GRID, CUT_ROWS),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -69,7 +73,10 @@ def exact_run(oracle, d_o, initial=None, d_final=None):
 def test_documents_with_and_without_states(rule):
     inputs, d_o = random_inputs(sum(LENGTHS))
     documents = states.documents_of(LENGTHS)
-    apart, joined = states.Oracle(inputs, LENGTHS), states.Oracle(inputs, (sum(LENGTHS),))
+    apart, joined = (
+        states.Oracle(inputs, LENGTHS),
+        states.Oracle(inputs, (sum(LENGTHS),)),
+    )
     check(states.run_whole(rule, inputs, d_o, documents), exact_run(apart, d_o))
     check(states.run_in_segments(rule, inputs, d_o, documents), exact_run(joined, d_o))
 
@@ -155,12 +162,15 @@ def test_final_states(rule, lengths):
 def test_documents_over_batch_rows_equal_one_row(rule):
     inputs, d_o = random_inputs(200)
     for run in (states.run_whole, states.run_in_segments):
-        states.assert_rows_equal_one_row(run, rule, inputs, d_o, states.documents_of((100, 0, 100)))
+        states.assert_rows_equal_one_row(
+            run, rule, inputs, d_o, states.documents_of((100, 0, 100))
+        )
 
 
 @of_rows
 def test_gradients_after_a_forward_from_zero_flow_through_both_ends(rule):
-    """A forward that a package ran itself: its backward still takes d_final and gives d_initial."""
+    """A forward that a package ran itself: its backward still takes d_final and gives
+    d_initial."""
     inputs, d_o = random_inputs(100, B=2)
     oracle, (d_final, _) = states.Oracle(inputs, (100, 100)), random_states(2)
     exact = exact_run(oracle, d_o, None, d_final)
@@ -193,7 +203,8 @@ def test_a_second_run_of_documents_gives_what_the_backward_needs(rule):
         exact = exact_run(apart, d_o, initial)
         for map_first in (False, True):
             check(run_again(rule, inputs, d_o, documents, initial, map_first), exact)
-    # On the grid the forward is uncut: the states of the backward's parts are another pass.
+    # On the grid the forward is uncut: the states of the backward's parts are another
+    # pass.
     by = "states alone" if rule.bits is Bits.ON_GRID else "states by the forward"
     assert flash_qla.stages().passes == {by: 4}
 
@@ -203,7 +214,9 @@ def test_a_second_run_of_batch_rows_gives_what_the_backward_needs(rule):
     inputs, d_o = random_inputs(100, B=2)
     oracle = states.Oracle(inputs, (100, 100))
     for initial in (None, random_states(2)[0]):
-        check(run_again(rule, inputs, d_o, None, initial), exact_run(oracle, d_o, initial))
+        check(
+            run_again(rule, inputs, d_o, None, initial), exact_run(oracle, d_o, initial)
+        )
 
 
 @of_kinds
@@ -212,4 +225,6 @@ def test_a_second_run_keeps_nothing_per_token(rule):
     saved = rule.begin(inputs, states.documents_of(LENGTHS)).run().saved
     kept = rule.kept_to_run_again(saved).tensors
     assert all(x.shape[1] == inputs.k.shape[1] for x in saved.tensors[:2])
-    assert not any(torch.is_tensor(x) and x.shape[:2] == inputs.k.shape[:2] for x in kept)
+    assert not any(
+        torch.is_tensor(x) and x.shape[:2] == inputs.k.shape[:2] for x in kept
+    )

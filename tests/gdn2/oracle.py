@@ -1,4 +1,5 @@
-"""Gated DeltaNet-2's recurrence, one token after the other; and inputs to hold rules to it."""
+"""Gated DeltaNet-2's recurrence, one token after the other; and inputs to hold rules to
+it."""
 
 import torch
 from torch import Tensor
@@ -34,7 +35,9 @@ def random_inputs(gates, rows, tokens, G=2, H=4, K=5, V=7) -> GDN2Inputs:
 
 
 def recurrent_gdn2(
-    inputs: GDN2Inputs, documents: Documents | None = None, initial: Tensor | None = None
+    inputs: GDN2Inputs,
+    documents: Documents | None = None,
+    initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output and the last states; differentiable.
 
@@ -43,7 +46,9 @@ def recurrent_gdn2(
     v = inputs.v
     rows, (H, V), K = v.shape[:2], v.shape[2:], inputs.k.shape[-1]
     of_keys = {name: getattr(inputs, name) for name in ("q", "k", "g", "b")}
-    repeated = {name: x.repeat_interleave(H // x.shape[2], 2) for name, x in of_keys.items()}
+    repeated = {
+        name: x.repeat_interleave(H // x.shape[2], 2) for name, x in of_keys.items()
+    }
     tokens = [x.flatten(0, 1) for x in inputs._replace(**repeated)]
     lengths = [rows[1]] * rows[0]
     if documents is not None:

@@ -1,4 +1,5 @@
-"""The small models whose checkpoints are kept, what is done with them on the ranks of a test."""
+"""The small models whose checkpoints are kept, what is done with them on the ranks of a
+test."""
 
 import json
 from pathlib import Path
@@ -44,7 +45,8 @@ def train_and_save(name: str, tp: int, folder: str) -> None:
 
 
 def load_and_save(name: str, tp: int, folder: str, again: str) -> float:
-    """Loads a kept checkpoint into other weights, saves it again, and takes the next step."""
+    """Loads a kept checkpoint into other weights, saves it again, and takes the next
+    step."""
     with parallel(tp=tp):
         training = build(name, tp, seed=99)
         load(training, folder)
@@ -53,7 +55,8 @@ def load_and_save(name: str, tp: int, folder: str, again: str) -> float:
 
 
 def differences(folder: str, again: str) -> list[str]:
-    """The tensors of two checkpoints that are not equal bit for bit, and those of one side only."""
+    """The tensors of two checkpoints that are not equal bit for bit, and those of one
+    side only."""
     kept = tensors_in(folder)
     found = tensors_in(again)
     return sorted(

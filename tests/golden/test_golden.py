@@ -1,4 +1,5 @@
-"""Checkpoints of earlier versions load, optimizer included, at every tensor-parallel size."""
+"""Checkpoints of earlier versions load, optimizer included, at every tensor-parallel
+size."""
 
 import json
 import tarfile
@@ -43,7 +44,8 @@ def test_an_earlier_versions_checkpoint_loads_bit_for_bit(
     losses = pools(tp).run(load_and_save, name, tp, folder, str(tmp_path / "again"))
     assert pools(tp).run(differences, folder, str(tmp_path / "again"))[0] == []
     wanted = json.loads(Path(f"{folder}.json").read_text())
-    # Another machine or tensor-parallel size rounds some twenty bf16 products otherwise.
+    # Another machine or tensor-parallel size rounds some twenty bf16 products
+    # otherwise.
     assert losses == pytest.approx([wanted] * tp, rel=2**-8)
 
 

@@ -32,7 +32,8 @@ def transformer_engine():
 
 @pytest.fixture(scope="module")
 def gpus():
-    """``gpus(n)``: a nccl world of n ranks; it waits in memory while another is asked for."""
+    """``gpus(n)``: a nccl world of n ranks; it waits in memory while another is asked
+    for."""
     made = {}
 
     def pool(size):

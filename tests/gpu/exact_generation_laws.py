@@ -1,4 +1,5 @@
-"""Run on every rank: generation in batch-invariant mode has the bits of training, on GPUs."""
+"""Run on every rank: generation in batch-invariant mode has the bits of training, on
+GPUs."""
 
 from __future__ import annotations
 
@@ -19,17 +20,27 @@ from tests.parallel import hybrid_model, model_config, parallel
 
 VOCABULARY, TOKENS = 64, 4096
 SIZES = {
-    "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "kv_channels": 64,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128, "mamba_num_heads": 8, "mamba_num_groups": 2,
-    "mamba_head_dim": 64, "mamba_state_dim": 64,
-}  # fmt: skip
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 4,
+    "kv_channels": 64,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 2,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 64,
+}
 
 
 def _model(pattern: str, tp: int) -> HybridModel:
     swiglu = {"gated_linear_unit": True, "add_bias_linear": False}
     bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "batch_invariant_mode": True}
-    config = model_config(pattern, tensor_model_parallel_size=tp, **swiglu, **bf16, **SIZES)
+    config = model_config(
+        pattern, tensor_model_parallel_size=tp, **swiglu, **bf16, **SIZES
+    )
     torch.manual_seed(3)
     lengths = {"vocab_size": VOCABULARY, "max_sequence_length": TOKENS}
     model = hybrid_model(config, pattern, position_embedding_type="rope", **lengths)
@@ -40,8 +51,9 @@ def _model(pattern: str, tp: int) -> HybridModel:
 def megatrons_kernels() -> Iterator[None]:
     """Megatron's batch-invariant mode, also without Transformer Engine.
 
-    Megatron 0.19 replaces torch's products first. Then it imports Transformer Engine to replace
-    those too, which raises where it is not installed, and leaves torch's replaced.
+    Megatron 0.19 replaces torch's products first. Then it imports Transformer Engine to
+    replace those too, which raises where it is not installed, and leaves torch's
+    replaced.
     """
     try:
         kernels.enable_batch_invariant_mode()
@@ -65,7 +77,9 @@ def gaps(pattern: str, tp: int, steps: int) -> list[GenerationGap]:
         model, text = _model(pattern, tp), _drawn()
         greedy = generate(model, text[:, : TOKENS - steps], steps)
         cases = ((text, 61, 97), (text, TOKENS - steps, 1), (greedy, TOKENS - steps, 1))
-        return [check_generation(model, x, prompt=n, at_once=count) for x, n, count in cases]
+        return [
+            check_generation(model, x, prompt=n, at_once=count) for x, n, count in cases
+        ]
 
 
 @torch.no_grad()
@@ -77,15 +91,26 @@ def packing_changes_no_bit(pattern: str, tp: int) -> None:
 
         def logits(tokens, positions, packed=None) -> Tensor:
             return model(
-                tokens, positions, None, packed_seq_params=packed, runtime_gather_output=True
+                tokens,
+                positions,
+                None,
+                packed_seq_params=packed,
+                runtime_gather_output=True,
             )
 
         positions = torch.cat([torch.arange(n, device=DEVICE) for n in lengths])[None]
         together = logits(text, positions, thd(lengths, DEVICE))
-        for number, (n, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
+        for number, (n, end) in enumerate(
+            zip(lengths, accumulate(lengths), strict=True)
+        ):
             if n:
-                piece, place = text[:, end - n : end], torch.arange(n, device=DEVICE)[None]
+                piece, place = (
+                    text[:, end - n : end],
+                    torch.arange(n, device=DEVICE)[None],
+                )
                 alone = logits(piece, place)
-                assert torch.equal(alone, together[:, end - n : end]), f"document {number}, packed"
+                assert torch.equal(alone, together[:, end - n : end]), (
+                    f"document {number}, packed"
+                )
                 rows = logits(torch.cat([piece, piece.flip(1)]), place.expand(2, -1))
                 assert torch.equal(alone, rows[:1]), f"document {number}, in a row"

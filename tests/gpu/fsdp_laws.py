@@ -1,4 +1,5 @@
-"""A hybrid model under Megatron-FSDP and DDP, over nccl, or over gloo behind stand-ins for CUDA."""
+"""A hybrid model under Megatron-FSDP and DDP, over nccl, or over gloo behind stand-ins
+for CUDA."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -45,7 +46,8 @@ from tests.precision.training import stack_of
 PATTERN, ROWS, TOKENS, STEPS = "G-M-", 4, 16, 3
 SIZES = {**KINDS["gdn"].sizes, **KINDS["mamba2"].sizes} if DEVICE == "cuda" else {}
 MEGATRONS_COPY = "megatron.core.distributed.fsdp.src.megatron_fsdp"
-FULLY = "optim_grads_params"  # the strategy that shards parameters, so that it gathers them
+# the strategy that shards parameters, so that it gathers them
+FULLY = "optim_grads_params"
 
 
 def require_exact_in_fp32(ddp: list[torch.Tensor], fsdp: list[torch.Tensor]) -> None:
@@ -59,9 +61,13 @@ def require_exact_in_fp32(ddp: list[torch.Tensor], fsdp: list[torch.Tensor]) -> 
 def require_as_exact_as_ddp(
     truth: list[torch.Tensor], ddp: list[torch.Tensor], fsdp: list[torch.Tensor]
 ) -> None:
-    """Losses of all ranks in bf16, against ``truth`` in fp32: another draw of the same error."""
+    """Losses of all ranks in bf16, against ``truth`` in fp32: another draw of the same
+    error."""
     error, yardstick = (rms(torch.stack(x) - torch.stack(truth)) for x in (fsdp, ddp))
-    print(f"error of Megatron-FSDP {error:.2e}, of DistributedDataParallel {yardstick:.2e}")
+    print(
+        f"error of Megatron-FSDP {error:.2e}, of DistributedDataParallel "
+        f"{yardstick:.2e}"
+    )
     assert error <= 2 * yardstick, (error, yardstick)
 
 
@@ -73,7 +79,8 @@ def losses(
     tp: int = 1,
     norms_called: bool = False,
 ) -> torch.Tensor:
-    """``[STEPS, rows, TOKENS]`` of this rank under "ddp" or "fsdp", from weights of bf16."""
+    """``[STEPS, rows, TOKENS]`` of this rank under "ddp" or "fsdp", from weights of
+    bf16."""
     with parallel(tp=tp), on_this_device():
         model = build(torch.bfloat16, pattern, tensor_model_parallel_size=tp)
         if dtype == torch.float32:
@@ -93,7 +100,8 @@ def losses_of_a_package(
     device: str = DEVICE,
     rounded: bool = False,
 ) -> torch.Tensor:
-    """`losses` with torch's SGD under ``package.fully_shard``; "none" sums gradients."""
+    """`losses` with torch's SGD under ``package.fully_shard``; "none" sums
+    gradients."""
     with parallel(), on_this_device(MEGATRONS_COPY if package == "none" else package):
         on_meta = {"init_model_with_meta_device": device == "meta"}
         settings = {"use_cpu_initialization": False, **on_meta}
@@ -113,16 +121,25 @@ def losses_of_a_package(
             parallel_state.get_tensor_model_parallel_group(),
         ]
         mesh = dist.DeviceMesh.from_group(
-            groups, DEVICE, mesh_dim_names=("dp", "tp"),
+            groups,
+            DEVICE,
+            mesh_dim_names=("dp", "tp"),
             mesh=[[rank] for rank in range(groups[0].size())],
-        )  # fmt: skip
+        )
         wrapped, optimizer = import_module(package).fully_shard(
-            model, optimizer, device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp",
-            fsdp_unit_modules=[TransformerLayer, MambaLayer] if strategy == FULLY else [],
+            model,
+            optimizer,
+            device_mesh=mesh,
+            dp_shard_dim="dp",
+            tp_dim="tp",
+            fsdp_unit_modules=[TransformerLayer, MambaLayer]
+            if strategy == FULLY
+            else [],
             zero_dp_strategy=strategy,
             calculate_per_token_loss=True,
-            device=torch.device(DEVICE), init_model_with_meta_device=device == "meta",
-        )  # fmt: skip
+            device=torch.device(DEVICE),
+            init_model_with_meta_device=device == "meta",
+        )
         return torch.stack(list(_steps(wrapped, optimizer, lambda model: None)))
 
 
@@ -131,14 +148,19 @@ def _sum(model: torch.nn.Module) -> None:
         dist.all_reduce(parameter.grad)
 
 
-def losses_of_a_model_built_on(device: str, pattern: str, strategy: str) -> torch.Tensor:
-    """`losses` under Megatron-FSDP, in fp32, with the weights that the model begins with."""
+def losses_of_a_model_built_on(
+    device: str, pattern: str, strategy: str
+) -> torch.Tensor:
+    """`losses` under Megatron-FSDP, in fp32, with the weights that the model begins
+    with."""
     with parallel(), on_this_device():
         with torch.device(device):
             model = build(
-                torch.float32, pattern,
-                use_cpu_initialization=False, init_model_with_meta_device=device == "meta",
-            )  # fmt: skip
+                torch.float32,
+                pattern,
+                use_cpu_initialization=False,
+                init_model_with_meta_device=device == "meta",
+            )
         return torch.stack(list(_train(*_wrap("fsdp", model, strategy))))
 
 
@@ -150,14 +172,21 @@ def losses_one_gather_at_a_time(dtype: torch.dtype) -> torch.Tensor:
 
 def losses_if_accepted(dtype: torch.dtype) -> torch.Tensor:
     """`losses` under Megatron-FSDP without the layer's refusal."""
-    with patch.object(precision, "refuse_mixed_dtype_gather", lambda name, parameter: None):
+    with patch.object(
+        precision, "refuse_mixed_dtype_gather", lambda name, parameter: None
+    ):
         return losses("fsdp", dtype)
 
 
 def losses_after_a_save(
-    folder: str, split: bool, tp: int = 1, pattern: str = PATTERN, upstream: bool = False
+    folder: str,
+    split: bool,
+    tp: int = 1,
+    pattern: str = PATTERN,
+    upstream: bool = False,
 ) -> torch.Tensor:
-    """`losses` in bf16 after the first step, which saves a checkpoint, by section if ``split``."""
+    """`losses` in bf16 after the first step, which saves a checkpoint, by section if
+    ``split``."""
     with parallel(tp=tp), on_this_device(), _script_of(split):
         wrapped, optimizer = _bf16_run(tp, pattern, upstream, offset=0.0)
         steps = _train(wrapped, optimizer)
@@ -196,17 +225,21 @@ def refusal_of_a_load(folder: str, split: bool, tp: int, pattern: str) -> str:
 
 
 def _script_of(split: bool):
-    """Megatron's script of checkpoints, which has the function that cuts ``in_proj`` or has not."""
+    """Megatron's script of checkpoints, which has the function that cuts ``in_proj`` or
+    has not."""
     name, cut = "megatron.training.checkpointing", handle_gdn_in_state_dict
     script = SimpleNamespace(**({"handle_gdn_in_state_dict": cut} if split else {}))
     return patch.dict(sys.modules, {name: script})
 
 
 def _bf16_run(tp: int, pattern: str, upstream: bool, offset: float):
-    """Model and optimizer; ``offset`` is added to the weights that the model begins with."""
+    """Model and optimizer; ``offset`` is added to the weights that the model begins
+    with."""
     # What torch remembers of operations on equal meshes names groups that have ended.
     _clear_sharding_prop_cache()
-    model = build(torch.bfloat16, pattern, upstream=upstream, tensor_model_parallel_size=tp)
+    model = build(
+        torch.bfloat16, pattern, upstream=upstream, tensor_model_parallel_size=tp
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(offset)
@@ -220,18 +253,23 @@ def keys_of(folder: str) -> list[str]:
 def _fsdp_dtensors(
     wrapped, optimizer, split: bool, is_loading: bool = False
 ) -> tuple[dict[str, dict], dict[str, dict]]:
-    """What ``--ckpt-format fsdp_dtensor`` stores, and the state whose tensors these are."""
+    """What ``--ckpt-format fsdp_dtensor`` stores, and the state whose tensors these
+    are."""
     fill_states_of_empty_shards(optimizer.optimizer)
     state = {
         "model": wrapped.module.state_dict_for_save_checkpoint(),
         "optimizer": optimizer.sharded_state_dict(
-            {}, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"}
+            {},
+            is_loading=is_loading,
+            metadata={"distrib_optim_sharding_type": "fsdp_dtensor"},
         ),
     }
     handle_fp8_extra_state_case(state["model"])
     stored = {name: part.copy() for name, part in state.items()}
     if split:
-        parts = handle_gdn_in_state_dict(wrapped.module, stored["model"], stored["optimizer"])
+        parts = handle_gdn_in_state_dict(
+            wrapped.module, stored["model"], stored["optimizer"]
+        )
         stored = dict(zip(stored, parts, strict=True))
     preprocess_state_dict_for_uneven_dtensor(stored)
     return stored, state
@@ -252,7 +290,11 @@ def build(
     dtype: torch.dtype, pattern: str, upstream: bool = False, **settings: bool | int
 ) -> HybridModel:
     torch.manual_seed(5)
-    dtypes = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
+    dtypes = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+    }
     config = model_config(pattern, **dtypes, **SIZES, **settings)
     rules = {"backend": "reference"} if dtype == torch.float32 else {}
     model = hybrid_model(config, pattern, stack_of(upstream, rules))
@@ -264,24 +306,37 @@ def _wrap(wrapper: str, model: HybridModel, strategy: str):
     config = model.config
     module = Float16Module(config, model) if config.bf16 else model
     if wrapper == "ddp":
-        wrapped = in_ddp(module, grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        wrapped = in_ddp(
+            module, grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        )
     else:
         overlap = strategy in (FULLY, "optim_grads")
         settings = DistributedDataParallelConfig(
-            use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy,
-            megatron_fsdp_main_grads_dtype=torch.float32, use_distributed_optimizer=True,
-            overlap_param_gather=overlap, overlap_grad_reduce=overlap,
-        )  # fmt: skip
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy=strategy,
+            megatron_fsdp_main_grads_dtype=torch.float32,
+            use_distributed_optimizer=True,
+            overlap_param_gather=overlap,
+            overlap_grad_reduce=overlap,
+        )
         wrapped = mcore_fsdp_adapter.FullyShardedDataParallel(
-            config, settings, module, device=None if DEVICE == "cuda" else torch.device(DEVICE)
+            config,
+            settings,
+            module,
+            device=None if DEVICE == "cuda" else torch.device(DEVICE),
         )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam", lr=1e-3, weight_decay=0.0, clip_grad=0.0, bf16=config.bf16,
-            params_dtype=config.params_dtype, use_distributed_optimizer=True,
+            optimizer="adam",
+            lr=1e-3,
+            weight_decay=0.0,
+            clip_grad=0.0,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=True,
         ),
         [wrapped],
-    )  # fmt: skip
+    )
     return wrapped, optimizer
 
 
@@ -296,7 +351,9 @@ def _train(model, optimizer, first: int = 0) -> Iterator[torch.Tensor]:
         yield per_token.detach().cpu()
 
 
-def _steps(model, optimizer, reduce: Callable[[torch.nn.Module], None]) -> Iterator[torch.Tensor]:
+def _steps(
+    model, optimizer, reduce: Callable[[torch.nn.Module], None]
+) -> Iterator[torch.Tensor]:
     """As `_train`, without Megatron's optimizer."""
     for rows, positions in _batches():
         optimizer.zero_grad()
@@ -318,7 +375,9 @@ def _batches(first: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @contextmanager
-def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[SimpleNamespace]:
+def _one_by_one(
+    group: dist.ProcessGroup, async_ops: bool = False
+) -> Iterator[SimpleNamespace]:
     """A coalescing manager that runs every all-gather inside it by itself."""
     gather = dist.all_gather_into_tensor
 
@@ -331,20 +390,32 @@ def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[S
 
 @contextmanager
 def on_this_device(package: str = MEGATRONS_COPY) -> Iterator[None]:
-    """Without a GPU: what Megatron's FSDPs, or ``package``, ask of CUDA, answered with the CPU."""
+    """Without a GPU: what Megatron's FSDPs, or ``package``, ask of CUDA, answered with
+    the CPU."""
     if DEVICE == "cuda":
         yield
         return
     stream, event = type(torch.cuda.current_stream()), torch.cuda.Event
-    cpu, buffers = torch.device("cpu"), import_module(f"{package}.param_and_grad_buffer")
+    cpu, buffers = (
+        torch.device("cpu"),
+        import_module(f"{package}.param_and_grad_buffer"),
+    )
     with ExitStack() as stack:
         for owner, name, answer in (
             (torch.Tensor, "cuda", lambda self, *device: self),
             (torch.cuda, "Stream", stream),
             (torch.cuda, "stream", lambda stream: nullcontext()),
             (stream, "record_event", lambda self: event()),
-            (import_module(f"{package}.megatron_fsdp"), "torch", _Torch(device=lambda name: cpu)),
-            (buffers, "_coalescing_manager", one_collective_at_a_time(buffers._coalescing_manager)),
+            (
+                import_module(f"{package}.megatron_fsdp"),
+                "torch",
+                _Torch(device=lambda name: cpu),
+            ),
+            (
+                buffers,
+                "_coalescing_manager",
+                one_collective_at_a_time(buffers._coalescing_manager),
+            ),
             (mcore_fsdp_adapter, "DeviceMesh", MeshOfCPUs),
             (torch_fully_sharded_data_parallel, "DeviceMesh", MeshOfCPUs),
         ):

@@ -1,4 +1,5 @@
-"""A layer captured in a CUDA graph, forward and backward, against the same calls without one."""
+"""A layer captured in a CUDA graph, forward and backward, against the same calls
+without one."""
 
 from __future__ import annotations
 
@@ -26,13 +27,18 @@ from tests.parallel import group_of_one, in_ddp, make_config, parallel
 
 # One head configuration, which FlashQLA has compiled for other tests too.
 SIZES = {
-    "hidden_size": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "use_cpu_initialization": False,
-    "bf16": True, "params_dtype": torch.bfloat16,
-}  # fmt: skip
+    "hidden_size": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "use_cpu_initialization": False,
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+}
 TOKENS, MOST = 4096, 12
-# Of multiples of 16 tokens, so that four ranks can share them in zigzag. A document of 2112 tokens
-# and more is cut into parts.
+# Of multiples of 16 tokens, so that four ranks can share them in zigzag. A document of
+# 2112 tokens and more is cut into parts.
 SETS = (
     (4096,),
     (2048, 2048),
@@ -54,8 +60,11 @@ def offsets_of(lengths: Sequence[int], device="cuda") -> torch.Tensor:
 _graphs: list[torch.cuda.CUDAGraph] = []
 
 
-def replay_of(run: Callable[[], dict[str, torch.Tensor]]) -> Callable[[], dict[str, torch.Tensor]]:
-    """A replay of ``run`` as a CUDA graph; it returns copies of what the graph writes."""
+def replay_of(
+    run: Callable[[], dict[str, torch.Tensor]],
+) -> Callable[[], dict[str, torch.Tensor]]:
+    """A replay of ``run`` as a CUDA graph; it returns copies of what the graph
+    writes."""
     graph, made = captured(run)
     _graphs.append(graph)
 
@@ -98,10 +107,15 @@ class Step:
 
 @contextmanager
 def over_ranks(cp: int):
-    """The context-parallel group. Its graphs end first: NCCL ends no group that a graph holds."""
+    """The context-parallel group. Its graphs end first: NCCL ends no group that a graph
+    holds."""
     with parallel(cp=cp):
         try:
-            yield group_of_one() if cp == 1 else parallel_state.get_context_parallel_group()
+            yield (
+                group_of_one()
+                if cp == 1
+                else parallel_state.get_context_parallel_group()
+            )
         finally:
             while _graphs:
                 _graphs.pop().reset()
@@ -125,7 +139,9 @@ def boundaries_can_be_filled_in_the_graph(**changes) -> None:
             offsets.fill_(TOKENS)[: len(given)].copy_(given)
             replayed = replay()
             assert packed.cu_seqlens_q[: len(given)].tolist() == given.tolist()
-            require_same_bits(step.run(packed), replayed, f"{lengths}, filled in the graph")
+            require_same_bits(
+                step.run(packed), replayed, f"{lengths}, filled in the graph"
+            )
 
 
 def a_dense_graph_replays_eager_bits(cp: int = 1, rows: int = 2, **changes) -> None:
@@ -145,7 +161,8 @@ def a_dense_graph_replays_eager_bits(cp: int = 1, rows: int = 2, **changes) -> N
 def a_packed_graph_replays_eager_bits(
     cp: int = 1, layout: str = "zigzag", *, as_ordinary: bool, sets=SETS, **changes
 ) -> None:
-    """One graph, ten sets of documents; ``as_ordinary``: with the bits of ordinary documents."""
+    """One graph, ten sets of documents; ``as_ordinary``: with the bits of ordinary
+    documents."""
     options = {"cp_layout": layout, **changes.pop("options", {})}
     with over_ranks(cp) as group:
         step = Step(TOKENS, 1, cp, group, options=options, **changes)
@@ -156,22 +173,34 @@ def a_packed_graph_replays_eager_bits(
             step.take(mine.cuda())
             set_documents(packed, offsets_of(lengths))
             replayed = replay()
-            require_same_bits(step.run(packed), replayed, f"{lengths} eager and replayed")
+            require_same_bits(
+                step.run(packed), replayed, f"{lengths} eager and replayed"
+            )
             ordinary = step.run(thd(lengths, "cuda"))
             if as_ordinary:
-                require_same_bits(replayed, ordinary, f"{lengths} in buffers and as they come")
+                require_same_bits(
+                    replayed, ordinary, f"{lengths} in buffers and as they come"
+                )
             for name, value in ordinary.items():
-                error = (replayed[name].double() - value.double()).square().mean().sqrt()
+                error = (
+                    (replayed[name].double() - value.double()).square().mean().sqrt()
+                )
                 scale = value.double().square().mean().sqrt()
                 # Two cuts of a sequence are two draws of bf16's errors.
                 assert error <= 2**-6 * scale, (lengths, name, float(error / scale))
         dist.barrier()
 
 
-def layer_of_megatron(cp: int = 1, mode: str | None = None, **changes) -> torch.nn.Module:
+def layer_of_megatron(
+    cp: int = 1, mode: str | None = None, **changes
+) -> torch.nn.Module:
     """A transformer layer with our mixer and nothing else in it."""
-    config = make_config(context_parallel_size=cp, hidden_dropout=0.0, **SIZES, **changes)
-    return transformer_layer(config, gated_delta_net_spec("local", linear_cp_mode=mode)).cuda()
+    config = make_config(
+        context_parallel_size=cp, hidden_dropout=0.0, **SIZES, **changes
+    )
+    return transformer_layer(
+        config, gated_delta_net_spec("local", linear_cp_mode=mode)
+    ).cuda()
 
 
 def megatrons_local_graphs_give_eager_bits(
@@ -185,33 +214,46 @@ def megatrons_local_graphs_give_eager_bits(
     tokens = TOKENS if packed else 1024
 
     def build(**changes):
-        return in_ddp(layer_of_megatron(cp, mode=mode, **changes), grad_reduce_in_fp32=True)
+        return in_ddp(
+            layer_of_megatron(cp, mode=mode, **changes), grad_reduce_in_fp32=True
+        )
 
     def step(model, x, d_out, documents) -> dict[str, torch.Tensor]:
         model.zero_grad_buffer()
         leaf = x.clone().requires_grad_()
-        out = model(hidden_states=leaf, attention_mask=None, packed_seq_params=documents)[0]
+        out = model(
+            hidden_states=leaf, attention_mask=None, packed_seq_params=documents
+        )[0]
         out.backward(d_out)
         grads = {name: p.main_grad.clone() for name, p in model.named_parameters()}
         return {"output": out.detach().clone(), "dx": leaf.grad, **grads}
 
     stream = torch.cuda.current_stream()
     with parallel(cp=cp):
-        model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
+        model_parallel_cuda_manual_seed(
+            1, use_cudagraphable_rng=True, force_reset_rng=True
+        )
         try:
             # The first to be built with graphs moves on to a stream of its own.
             graphed = build(cuda_graph_impl="local", cuda_graph_modules=list(modules))
             eager = build()
             randomise_(eager)
             with torch.no_grad():
-                for to, value in zip(graphed.parameters(), eager.parameters(), strict=True):
+                for to, value in zip(
+                    graphed.parameters(), eager.parameters(), strict=True
+                ):
                     to.copy_(value)
-            both = [static_packed_seq_params(TOKENS, MOST) if packed else None for _ in range(2)]
+            both = [
+                static_packed_seq_params(TOKENS, MOST) if packed else None
+                for _ in range(2)
+            ]
             for number, lengths in enumerate(SETS if packed else SETS[:4]):
                 if packed:
                     for documents in both:
                         set_documents(documents, offsets_of(lengths))
-                x, d_out = torch.randn(2, tokens // cp, rows, 256, device="cuda").bfloat16()
+                x, d_out = torch.randn(
+                    2, tokens // cp, rows, 256, device="cuda"
+                ).bfloat16()
                 expected = step(eager, x, d_out, both[0])
                 found = step(graphed, x, d_out, both[1])
                 require_same_bits(found, expected, f"{modules}, step {number}")
@@ -224,7 +266,8 @@ def megatrons_local_graphs_give_eager_bits(
 
 
 def transformer_engines_graph_gives_eager_bits(modules: Sequence[str]) -> None:
-    """``cuda_graph_impl="transformer_engine"``: captured as Megatron does it, with its masks."""
+    """``cuda_graph_impl="transformer_engine"``: captured as Megatron does it, with its
+    masks."""
     import transformer_engine.pytorch as te
 
     with parallel():
@@ -239,10 +282,15 @@ def transformer_engines_graph_gives_eager_bits(modules: Sequence[str]) -> None:
         static = graphed.get_layer_static_inputs(1024, 2)
         hidden = static.pop("hidden_states")
         with capturing_by_megatron():
-            made = te.make_graphed_callables(  # with an order it returns graphs, else the layers
-                (graphed,), ((hidden,),), sample_kwargs=(static,), allow_unused_input=True,
-                _order=[1, -1], _num_layers_per_chunk=[1],
-            )  # fmt: skip
+            # with an order it returns graphs, else the layers
+            made = te.make_graphed_callables(
+                (graphed,),
+                ((hidden,),),
+                sample_kwargs=(static,),
+                allow_unused_input=True,
+                _order=[1, -1],
+                _num_layers_per_chunk=[1],
+            )
         graphed.cuda_graphs = [made[0]]
 
         def step(layer, x, d_out) -> dict[str, torch.Tensor]:
@@ -250,7 +298,10 @@ def transformer_engines_graph_gives_eager_bits(modules: Sequence[str]) -> None:
             out = layer(hidden_states=leaf, attention_mask=None)[0]
             named = {"dx": leaf, **dict(layer.named_parameters())}
             grads = torch.autograd.grad(out, list(named.values()), d_out)
-            return {"output": out.detach().clone(), **dict(zip(named, grads, strict=True))}
+            return {
+                "output": out.detach().clone(),
+                **dict(zip(named, grads, strict=True)),
+            }
 
         for number in range(3):
             x, d_out = torch.randn(2, 1024, 2, 256, device="cuda").bfloat16().unbind()

@@ -1,4 +1,5 @@
-"""Run on every rank of a nccl world: one step of a whole hybrid model on Transformer Engine."""
+"""Run on every rank of a nccl world: one step of a whole hybrid model on Transformer
+Engine."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ LENGTHS = (64, 192, 8, 248)
 MICRO_BATCHES = 2
 
 
-def build_model(modules: str, dtype: torch.dtype, layout: dict, options: dict) -> HybridModel:
+def build_model(
+    modules: str, dtype: torch.dtype, layout: dict, options: dict
+) -> HybridModel:
     """The same weights on every rank of every layout: drawn whole, by name, and cut."""
     pp = layout.get("pp", 1)
     config = model_config(
@@ -44,9 +47,14 @@ def build_model(modules: str, dtype: torch.dtype, layout: dict, options: dict) -
     half = len(PATTERN) // 2
     pattern = PATTERN if pp == 1 else f"{PATTERN[:half]}|{PATTERN[half:]}"
     sizes = {"vocab_size": VOCABULARY, "max_sequence_length": TOKENS}
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    first, last = (
+        parallel_state.is_pipeline_first_stage(),
+        parallel_state.is_pipeline_last_stage(),
+    )
     stage = {"pre_process": first, "post_process": last}
-    model = hybrid_model(config, pattern, hybrid_stack_spec(modules, **options), **sizes, **stage)
+    model = hybrid_model(
+        config, pattern, hybrid_stack_spec(modules, **options), **sizes, **stage
+    )
     model = model.to(DEVICE)
     first = half * parallel_state.get_pipeline_model_parallel_rank() if pp > 1 else 0
     _fill(model, first)
@@ -87,12 +95,17 @@ def _share_of(
 
 
 def _sections(name: str, parameter: torch.Tensor, gdn: list) -> list[int]:
-    """Sizes, on this rank, of what is cut one by one along the parameter's split dimension."""
+    """Sizes, on this rank, of what is cut one by one along the parameter's split
+    dimension."""
     if ".in_proj." in name and gdn:
         return list(gdn[0].in_proj_split_sections)
     if "linear_fc1" in name:  # gate and up
         return [parameter.shape[0] // 2] * 2
-    return list(getattr(parameter, "partition_sizes", [parameter.shape[parameter.partition_dim]]))
+    return list(
+        getattr(
+            parameter, "partition_sizes", [parameter.shape[parameter.partition_dim]]
+        )
+    )
 
 
 def one_step(
@@ -103,8 +116,9 @@ def one_step(
     options: dict | None = None,
     truth: dict[str, torch.Tensor] | None = None,
 ) -> dict:
-    """Of one step by Megatron's schedule: losses per token (on the last stage), where they stand,
-    this rank's gradients, and the norms of the whole gradients' differences from ``truth``."""
+    """Of one step by Megatron's schedule: losses per token (on the last stage), where
+    they stand, this rank's gradients, and the norms of the whole gradients' differences
+    from ``truth``."""
     layout, options = layout or {}, options or {}
     sizes = {k: v for k, v in layout.items() if k in ("tp", "cp", "pp")}
     with parallel(**sizes):
@@ -147,10 +161,19 @@ def one_step(
             gradients[whole_name] = parameter.main_grad.float().cpu()
             if truth is None:
                 continue
-            true = _share_of(truth[whole_name], name, parameter, model).to(DEVICE).double()
+            true = (
+                _share_of(truth[whole_name], name, parameter, model).to(DEVICE).double()
+            )
             square = (parameter.main_grad - true).square().sum()
             if getattr(parameter, "tensor_model_parallel", False):
-                dist.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
+                dist.all_reduce(
+                    square, group=parallel_state.get_tensor_model_parallel_group()
+                )
             errors[whole_name] = square.sqrt().item()
         losses = torch.stack(kept) if kept else None
-        return {"losses": losses, "held": held.cpu(), "gradients": gradients, "errors": errors}
+        return {
+            "losses": losses,
+            "held": held.cpu(),
+            "gradients": gradients,
+            "errors": errors,
+        }

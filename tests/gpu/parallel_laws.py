@@ -20,12 +20,16 @@ from tests.parallel import (
     share_of,
 )
 
-# Every rank's share is a head configuration that FlashQLA compiles once for several cases: 8 key
-# and 16 value heads, half or a quarter of them.
+# Every rank's share is a head configuration that FlashQLA compiles once for several
+# cases: 8 key and 16 value heads, half or a quarter of them.
 GPU = {
-    "hidden_size": 256, "linear_num_key_heads": 8, "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "use_cpu_initialization": False,
-}  # fmt: skip
+    "hidden_size": 256,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "use_cpu_initialization": False,
+}
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, **GPU}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # to try the laws themselves
 
@@ -44,15 +48,21 @@ KINDS = {
     "gdn": Kind(GPU, build_layer, share_of, ("A_log", "dt_bias"), "flash_qla"),
     "mamba2": Kind(
         {
-            "hidden_size": 256, "mamba_num_heads": 16, "mamba_num_groups": 2,
-            "mamba_head_dim": 64, "mamba_state_dim": 128, "use_cpu_initialization": False,
+            "hidden_size": 256,
+            "mamba_num_heads": 16,
+            "mamba_num_groups": 2,
+            "mamba_head_dim": 64,
+            "mamba_state_dim": 128,
+            "use_cpu_initialization": False,
         },
-        lambda config, groups, options: build_mamba2(config, groups, **options).to(DEVICE),
+        lambda config, groups, options: build_mamba2(config, groups, **options).to(
+            DEVICE
+        ),
         share_of,
         ("A_log", "dt_bias", "D"),
         "fla",
     ),
-}  # fmt: skip
+}
 
 
 def rms(x: torch.Tensor) -> float:
@@ -71,11 +81,17 @@ def _forward_backward(layer, x, weight, lengths) -> dict[str, torch.Tensor]:
 
 
 def errors_of_one_rank_and_of_all(
-    tp: int, cp: int, sp: bool, lengths, mode: str = "auto", layout: str = "zigzag",
-    mixer: str = "gdn", **options,
-) -> dict:  # fmt: skip
-    """The rule that ran and a Hopper GPU's; by name the relative rms errors against fp32 of the
-    parallel layer and of one rank, and over how many numbers."""
+    tp: int,
+    cp: int,
+    sp: bool,
+    lengths,
+    mode: str = "auto",
+    layout: str = "zigzag",
+    mixer: str = "gdn",
+    **options,
+) -> dict:
+    """The rule that ran and a Hopper GPU's; by name the relative rms errors against
+    fp32 of the parallel layer and of one rank, and over how many numbers."""
     tokens, batch = (sum(lengths), 1) if lengths else (512, 2)
     kind = KINDS[mixer]
     bf16 = {"bf16": True, "params_dtype": torch.bfloat16, **kind.sizes}
@@ -102,10 +118,15 @@ def errors_of_one_rank_and_of_all(
         single = everything(one, x)
 
         config = make_config(
-            tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=sp, **bf16
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            sequence_parallel=sp,
+            **bf16,
         )
         groups = groups_of_megatron()
-        layer = kind.build(config, groups, {"linear_cp_mode": mode, "cp_layout": layout, **options})
+        layer = kind.build(
+            config, groups, {"linear_cp_mode": mode, "cp_layout": layout, **options}
+        )
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 parameter.copy_(kind.share_of(name, exact.get_parameter(name), layer))
@@ -141,11 +162,14 @@ def errors_of_one_rank_and_of_all(
 
 
 def _chunkwise_pass(lengths, layout="zigzag", **changes):
-    """A chunkwise layer in bf16 over all ranks, as a function that runs it back and forth."""
+    """A chunkwise layer in bf16 over all ranks, as a function that runs it back and
+    forth."""
     groups = groups_of_megatron()
     torch.manual_seed(7)
     config = make_config(context_parallel_size=groups.cp.size(), **BF16, **changes)
-    layer = build_layer(config, groups, {"linear_cp_mode": "chunkwise", "cp_layout": layout})
+    layer = build_layer(
+        config, groups, {"linear_cp_mode": "chunkwise", "cp_layout": layout}
+    )
     tokens, batch = (sum(lengths), 1) if lengths else (512, 2)
     x = torch.randn(tokens // groups.cp.size(), batch, 256, device=DEVICE).bfloat16()
     packed = _packed(lengths)
@@ -153,7 +177,9 @@ def _chunkwise_pass(lengths, layout="zigzag", **changes):
     def run():
         leaf = x.clone().requires_grad_()
         out, _ = layer(leaf, None, packed_seq_params=packed)
-        grads = torch.autograd.grad(out.float().square().sum(), [leaf, *layer.parameters()])
+        grads = torch.autograd.grad(
+            out.float().square().sum(), [leaf, *layer.parameters()]
+        )
         return [out, *grads]
 
     return run
@@ -169,7 +195,8 @@ def chunkwise_waits_for_nothing(lengths, layout) -> None:
 
 
 def chunkwise_repeats_bitwise(lengths) -> bool:
-    """Two forward and backward passes over all ranks, of which one runs beside other work."""
+    """Two forward and backward passes over all ranks, of which one runs beside other
+    work."""
     with parallel(cp=torch.distributed.get_world_size()):
         run = _chunkwise_pass(lengths, deterministic_mode=True)
         first = run()

@@ -1,4 +1,5 @@
-"""The head exchange over nccl, on Triton's packing: bit for bit what the definition says."""
+"""The head exchange over nccl, on Triton's packing: bit for bit what the definition
+says."""
 
 import pytest
 
@@ -18,9 +19,14 @@ def pool(gpus, request):
 @pytest.mark.parametrize("packed", ["dense", "unequal"])
 def test_open_gives_every_rank_its_heads(pool, packed, key_heads, waves, direct):
     pool.run(
-        laws.open_gives_every_rank_its_heads, "zigzag", packed, 1, waves, direct,
+        laws.open_gives_every_rank_its_heads,
+        "zigzag",
+        packed,
+        1,
+        waves,
+        direct,
         num_key_heads=key_heads,
-    )  # fmt: skip
+    )
 
 
 def test_a_batch_of_contiguous_sequences(pool):

@@ -1,7 +1,7 @@
 """fla's and cuDNN's kernels of KDA, GDN-2 and Mamba2 on a GPU against fp64.
 
-Operands are bf16: some four independent roundings of 2^-9 stay below 2^-7, twice that in the
-gradient of g, a difference of sums.
+Operands are bf16: some four independent roundings of 2^-9 stay below 2^-7, twice that
+in the gradient of g, a difference of sums.
 """
 
 import pytest
@@ -20,7 +20,11 @@ from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import GatedNorm, SequenceContext
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.mamba2.oracle import random_inputs
-from tests.ops.delta_rule.states import beside_fp64, documents_of, root_mean_square_errors
+from tests.ops.delta_rule.states import (
+    beside_fp64,
+    documents_of,
+    root_mean_square_errors,
+)
 
 pytestmark = pytest.mark.gpu
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
@@ -57,7 +61,11 @@ def kda(shape, gates, backend):
         GATES[gates](draw(torch.rand, *shape, H, K)),
         draw(torch.rand, *shape, H),
     )
-    return choose_kda(backend, StateShape(H, K, V), bound, CUDA, BF16).rule, PlainRule(), inputs
+    return (
+        choose_kda(backend, StateShape(H, K, V), bound, CUDA, BF16).rule,
+        PlainRule(),
+        inputs,
+    )
 
 
 def gdn2(shape, gates, G):
@@ -90,7 +98,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("rows", [1, 2], ids=["documents", "rows"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1].__name__}-{case[0]}-{case[2]}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case[1].__name__}-{case[0]}-{case[2]}"
+)
 def test_kernels_give_what_fp64_gives(case, rows):
     how, make, gates, *options = case
     if how == "cuDNN":
@@ -108,7 +118,9 @@ def test_kernels_give_what_fp64_gives(case, rows):
     both = beside_fp64(rule, plain, inputs, d_o, documents, initial, d_final)
     errors = root_mean_square_errors(*both)
     print(gates, {name: f"{error:.1e}" for name, error in errors.items()})
-    bounds = {name: 2**-6 if name == "g" and make is not mamba2 else 2**-7 for name in errors}
+    bounds = {
+        name: 2**-6 if name == "g" and make is not mamba2 else 2**-7 for name in errors
+    }
     assert all(errors[name] < bounds[name] for name in errors), errors
 
 
@@ -144,9 +156,16 @@ def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(mixer, kernels):
         }
         rows, conv, A_log, dt_bias, gamma = leaves.values()
         parts = parts_of(
-            rows, conv, None, A_log, dt_bias, layout, rule=rule, kernels=kernels,
+            rows,
+            conv,
+            None,
+            A_log,
+            dt_bias,
+            layout,
+            rule=rule,
+            kernels=kernels,
             norm=GatedNorm(gamma, *norm),
-        )  # fmt: skip
+        )
         out = mix(rows, parts, SequenceContext(documents))
         (out * weight.to(dtype)).sum().backward()
         return {"out": out, **{name: x.grad for name, x in leaves.items()}}
@@ -155,5 +174,6 @@ def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(mixer, kernels):
     plain = root_mean_square_errors(made(BF16, plain_rule(), "torch"), exact)
     found = root_mean_square_errors(made(BF16, fla_of(H), kernels), exact)
     print(kernels, {name: f"{found[name]:.1e} {plain[name]:.1e}" for name in exact})
-    # A product of rounded operands in place of fp32 ones: two roundings more, on each of two sides.
+    # A product of rounded operands in place of fp32 ones: two roundings more, on each
+    # of two sides.
     assert all(found[name] < 2 * plain[name] + 2**-7 for name in exact), (found, plain)

@@ -1,4 +1,5 @@
-"""On one GPU with Transformer Engine: in_proj in FP8 by each recipe, the rule's gates in bf16."""
+"""On one GPU with Transformer Engine: in_proj in FP8 by each recipe, the rule's gates
+in bf16."""
 
 import math
 
@@ -21,10 +22,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformer_engine", "wo
 RECIPES = ["tensorwise", "delayed", "blockwise"]
 HIDDEN, TOKENS = 256, 512
 SIZES = {
-    "hidden_size": HIDDEN, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "mamba_num_heads": 16,
-    "mamba_num_groups": 2, "mamba_head_dim": 64, "mamba_state_dim": 64,
-}  # fmt: skip
+    "hidden_size": HIDDEN,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "mamba_num_heads": 16,
+    "mamba_num_groups": 2,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 64,
+}
 # bf16 rounds an operand by 2^-9 at most and e4m3 by 2^-4; a product has two of them.
 BF16, FP8 = 2 * 2.0**-9, 2 * 2.0**-4
 
@@ -32,9 +39,13 @@ BF16, FP8 = 2 * 2.0**-9, 2 * 2.0**-4
 def layer_of(mixer: str, recipe: str | None, **changes) -> nn.Module:
     torch.manual_seed(3)
     settings = {
-        "use_cpu_initialization": False, "bf16": True, "params_dtype": torch.bfloat16,
-        "gradient_accumulation_fusion": True, "init_method_std": 0.02, "add_bias_linear": False,
-    }  # fmt: skip
+        "use_cpu_initialization": False,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "gradient_accumulation_fusion": True,
+        "init_method_std": 0.02,
+        "add_bias_linear": False,
+    }
     if recipe is not None:
         settings |= {"fp8": "hybrid", "fp8_recipe": Fp8Recipe[recipe]}
     config = make_config(**{**SIZES, **settings, **changes})
@@ -43,7 +54,9 @@ def layer_of(mixer: str, recipe: str | None, **changes) -> nn.Module:
         spec, sizes = mamba2_spec("te"), {"d_model": HIDDEN}
     else:
         spec, sizes = gated_delta_net_spec("te"), {}
-    layer = build_module(spec, config, layer_number=1, pg_collection=groups, **sizes).cuda()
+    layer = build_module(
+        spec, config, layer_number=1, pg_collection=groups, **sizes
+    ).cuda()
     with torch.no_grad():  # a state lives over some 100 tokens
         layer.A_log.fill_(math.log(0.01))
     return layer
@@ -66,7 +79,8 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
 def test_gates_and_their_gradients_are_bf16s_and_the_rest_is_fp8s(mixer, recipe):
-    """Of three micro-batches: from the second on the linear adds with a weight that it kept."""
+    """Of three micro-batches: from the second on the linear adds with a weight that it
+    kept."""
     layer = layer_of(mixer, recipe)
     ddp, linear, first = wrapped(layer), layer.in_proj, layer.dims.layout.main_width
     assert isinstance(linear, GatesOutsideFP8)
@@ -74,7 +88,10 @@ def test_gates_and_their_gradients_are_bf16s_and_the_rest_is_fp8s(mixer, recipe)
     d_rows = bf16(TOKENS, 1, layer.dims.layout.width)
     d_rows[..., :first] = 0
     normed = F.rms_norm(x[:, 0].double(), (HIDDEN,), eps=linear.eps)
-    exact, d_weight = normed @ linear.weight.double().t(), d_rows[:, 0].double().t() @ normed
+    exact, d_weight = (
+        normed @ linear.weight.double().t(),
+        d_rows[:, 0].double().t() @ normed,
+    )
     for step in range(1, 4):
         with get_fp8_context(ddp.config):
             rows, _ = linear(x)
@@ -136,7 +153,9 @@ def test_weights_stay_in_bf16_where_others_are_fp8():
     """Under ``--fp8-param-gather``."""
     import transformer_engine.pytorch as te
 
-    config = make_config(**SIZES, fp8="hybrid", fp8_recipe=Fp8Recipe.tensorwise, fp8_param=True)
+    config = make_config(
+        **SIZES, fp8="hybrid", fp8_recipe=Fp8Recipe.tensorwise, fp8_param=True
+    )
     with get_fp8_context(config, is_init=True):
         layer = layer_of("gdn", "tensorwise", fp8_param=True)
         other = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16)

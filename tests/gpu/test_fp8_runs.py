@@ -1,4 +1,5 @@
-"""On one GPU with Transformer Engine: FP8 runs that are saved, go on, are exported and generate."""
+"""On one GPU with Transformer Engine: FP8 runs that are saved, go on, are exported and
+generate."""
 
 import importlib.util
 
@@ -20,7 +21,12 @@ from megatron_gdn.hf import (
     save_hf_weights,
 )
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
-from megatron_gdn.inference.generate import evaluating, generate, next_logits, static_context
+from megatron_gdn.inference.generate import (
+    evaluating,
+    generate,
+    next_logits,
+    static_context,
+)
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.fp8_twin import recipe as quantization_recipe
 from tests.gpu.test_fp8 import BF16, FP8, HIDDEN, RECIPES, SIZES, error
@@ -33,7 +39,8 @@ from tests.precision.training import FLOAT16, Training, save, sharded_state, wra
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformer_engine", "world")]
 
 LENGTHS = (128,)
-# Without it Transformer Engine (2.20) loads no checkpoint that holds delayed scaling's history.
+# Without it Transformer Engine (2.20) loads no checkpoint that holds delayed scaling's
+# history.
 SWITCH = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 
@@ -46,17 +53,24 @@ def model_of(recipe: str | None, seed: int = 5, **changes) -> HybridModel:
     """Its weights are the seed's, and its steps repeat: the rule is plain torch."""
     fp8_utils.FP8GlobalStateManager.reset()  # as in a process of its own
     settings = {
-        "ffn_hidden_size": 512, "bf16": True, "params_dtype": torch.bfloat16,
-        "use_cpu_initialization": False, "init_method_std": 0.06, "add_bias_linear": False,
+        "ffn_hidden_size": 512,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "use_cpu_initialization": False,
+        "init_method_std": 0.06,
+        "add_bias_linear": False,
         "deterministic_mode": True,
-    }  # fmt: skip
+    }
     if recipe is not None:
         settings |= {"fp8": "hybrid", "fp8_recipe": Fp8Recipe[recipe]}
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)  # linears and embedding draw from a stream of their own
+    # linears and embedding draw from a stream of their own
+    model_parallel_cuda_manual_seed(seed)
     config = model_config("G-G-", **{**SIZES, **settings, **changes})
     spec = hybrid_stack_spec("te", backend="reference")
-    return hybrid_model(config, "G-G-", spec, vocab_size=64, max_sequence_length=256).cuda()
+    return hybrid_model(
+        config, "G-G-", spec, vocab_size=64, max_sequence_length=256
+    ).cuda()
 
 
 def training_of(recipe: str | None, seed: int = 5) -> Training:
@@ -68,10 +82,15 @@ def steps(training: Training, numbers: range) -> list[float]:
 
 
 def load(training: Training, folder, without: str | None = None) -> None:
-    """No key may be missing or left over; those that hold ``without`` are then dropped."""
+    """No key may be missing or left over; those that hold ``without`` are then
+    dropped."""
     wanted = sharded_state(training, is_loading=True)
-    state = dist_checkpointing.load(wanted, str(folder), strict=StrictHandling.RAISE_ALL)
-    model = {k: v for k, v in state["model"].items() if without is None or without not in k}
+    state = dist_checkpointing.load(
+        wanted, str(folder), strict=StrictHandling.RAISE_ALL
+    )
+    model = {
+        k: v for k, v in state["model"].items() if without is None or without not in k
+    }
     training.model.load_state_dict(model, strict=without is None)
     training.optimizer.load_state_dict(state["optimizer"])
 
@@ -80,16 +99,23 @@ def weights_of(training: Training) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in training.model.named_parameters()}
 
 
-def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+def differing(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> list[str]:
     """The names of weights that are not equal bit for bit."""
     assert found.keys() == expected.keys()
-    return [name for name, weight in expected.items() if not torch.equal(found[name], weight)]
+    return [
+        name
+        for name, weight in expected.items()
+        if not torch.equal(found[name], weight)
+    ]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("way", ["to fp8", "from fp8"])
 def test_a_checkpoint_moves_between_bf16_and_fp8(tmp_path, way, recipe):
-    """Bit for bit and by the same keys, the optimizer's included; and the run goes on."""
+    """Bit for bit and by the same keys, the optimizer's included; and the run goes
+    on."""
     first, second = (None, recipe) if way == "to fp8" else (recipe, None)
     training = training_of(first)
     steps(training, range(2))
@@ -115,14 +141,18 @@ def test_a_resumed_run_has_the_losses_of_one_never_interrupted(tmp_path, recipe)
     resumed = training_of(recipe, seed=99)
     load(resumed, tmp_path / "saved")
     assert not differing(weights_of(resumed), middle), "other weights after the load"
-    assert steps(resumed, range(3, 6)) == whole[3:], "weights are equal: optimizer or FP8's history"
+    assert steps(resumed, range(3, 6)) == whole[3:], (
+        "weights are equal: optimizer or FP8's history"
+    )
     if recipe == "delayed":  # the history of amax counts
         forgetful = training_of(recipe, seed=99)
         load(forgetful, tmp_path / "saved", without="_extra_state")
         assert steps(forgetful, range(3, 6)) != whole[3:]
 
 
-def test_transformer_engine_says_how_a_history_of_delayed_scaling_is_loaded(tmp_path, monkeypatch):
+def test_transformer_engine_says_how_a_history_of_delayed_scaling_is_loaded(
+    tmp_path, monkeypatch
+):
     if importlib.util.find_spec("transformer_engine.pytorch._extra_state") is None:
         pytest.skip("an older Transformer Engine, which loads it")
     training = training_of("delayed")
@@ -134,17 +164,27 @@ def test_transformer_engine_says_how_a_history_of_delayed_scaling_is_loaded(tmp_
             load(training_of(recipe), tmp_path / "saved")
 
 
-@pytest.mark.parametrize("fp8_param", [False, True], ids=["bf16 weights", "fp8 weights"])
+@pytest.mark.parametrize(
+    "fp8_param", [False, True], ids=["bf16 weights", "fp8 weights"]
+)
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_an_fp8_model_exports_to_hugging_face(tmp_path, recipe, fp8_param):
-    """The file's own bits; of weights stored in FP8 their values, from a checkpoint too."""
+    """The file's own bits; of weights stored in FP8 their values, from a checkpoint
+    too."""
     like, out = tmp_path / "like", tmp_path / "out"
     like.mkdir()
     sizes = {
-        "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64,
-        "num_key_value_heads": 2, "head_dim": 16, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
     as_published(build("Qwen3_5ForCausalLM", **sizes), like, extra=False)
     fp8 = {"fp8": "hybrid", "fp8_recipe": Fp8Recipe[recipe], "fp8_param": fp8_param}
     model, _ = build_model(like, modules="te", **fp8)
@@ -178,7 +218,9 @@ def logits_by_steps(model, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad(), evaluating(model):
         context = static_context(model, *tokens.shape)
         pieces = (tokens[:, :5], *tokens[:, 5:].split(1, dim=1))
-        return torch.cat([next_logits(model, piece, context) for piece in pieces], dim=1)
+        return torch.cat(
+            [next_logits(model, piece, context) for piece in pieces], dim=1
+        )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -216,14 +258,21 @@ def test_a_quantization_recipe_decides_for_in_proj(kept):
     if kept:
         model = model_of("tensorwise", quant_recipe=quantization_recipe("*.in_proj"))
     else:
-        settings = {"fp8_quantization_recipe": "tensorwise", "override_nonquantized_autocast": True}
-        model = model_of(None, quant_recipe=quantization_recipe("*.in_proj", **settings))
+        settings = {
+            "fp8_quantization_recipe": "tensorwise",
+            "override_nonquantized_autocast": True,
+        }
+        model = model_of(
+            None, quant_recipe=quantization_recipe("*.in_proj", **settings)
+        )
     layer = model.decoder.layers[0].self_attention
     linear, first = layer.in_proj, layer.dims.layout.main_width
     x = torch.randn(128, 1, HIDDEN, device="cuda", dtype=torch.bfloat16)
     with get_fp8_context(model.config):
         rows, _ = linear(x)
-    exact = F.rms_norm(x.double(), (HIDDEN,), eps=linear.eps) @ linear.weight.double().t()
+    exact = (
+        F.rms_norm(x.double(), (HIDDEN,), eps=linear.eps) @ linear.weight.double().t()
+    )
     assert error(rows[..., first:], exact[..., first:]) < BF16
     of_main = error(rows[..., :first], exact[..., :first])
     assert of_main < BF16 if kept else BF16 < of_main < FP8

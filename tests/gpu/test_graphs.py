@@ -25,7 +25,9 @@ def test_a_batch(name):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_ten_sets_of_documents_in_one_graph(name):
-    laws.a_packed_graph_replays_eager_bits(as_ordinary=name == "deterministic", **OPTIONS[name])
+    laws.a_packed_graph_replays_eager_bits(
+        as_ordinary=name == "deterministic", **OPTIONS[name]
+    )
 
 
 def test_boundaries_filled_inside_the_graph():
@@ -69,13 +71,17 @@ def test_a_first_run_inside_a_capture_says_so():
         packed = static_packed_seq_params(laws.TOKENS, laws.MOST)
         torch.cuda.synchronize()
         with (
-            pytest.raises(RuntimeError, match="Run the forward and the backward once before"),
+            pytest.raises(
+                RuntimeError, match="Run the forward and the backward once before"
+            ),
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             step.run(packed)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "ten sets of documents"])
+@pytest.mark.parametrize(
+    "packed", [False, True], ids=["batch", "ten sets of documents"]
+)
 @pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layer", "attn"])
 def test_megatrons_local_graphs(modules, packed):
     laws.megatrons_local_graphs_give_eager_bits(modules, packed=packed)

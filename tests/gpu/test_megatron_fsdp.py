@@ -1,4 +1,5 @@
-"""On two GPUs over nccl: Megatron-FSDP trains a hybrid model, fp32 gates included, as DDP does."""
+"""On two GPUs over nccl: Megatron-FSDP trains a hybrid model, fp32 gates included, as
+DDP does."""
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ def test_an_fp32_model_trains_as_under_ddp(gpus, truth):
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "no_shard"])
-def test_a_bf16_model_with_fp32_gates_trains_as_exactly_as_under_ddp(gpus, truth, strategy):
+def test_a_bf16_model_with_fp32_gates_trains_as_exactly_as_under_ddp(
+    gpus, truth, strategy
+):
     ddp = gpus(2).run(laws.losses, "ddp", torch.bfloat16)
     fsdp = gpus(2).run(laws.losses, "fsdp", torch.bfloat16, strategy=strategy)
     laws.require_as_exact_as_ddp(truth, ddp, fsdp)

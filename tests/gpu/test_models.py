@@ -1,4 +1,5 @@
-"""On four GPUs in bf16: a hybrid model of GDN, attention and MLP layers on Transformer Engine."""
+"""On four GPUs in bf16: a hybrid model of GDN, attention and MLP layers on Transformer
+Engine."""
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ def one_gpu(gpus):
     def answers(packed: bool):
         if packed not in made:
             exact = {"backend": "reference"}
-            truth = gpus(1).run(laws.one_step, "te", torch.float32, packed, None, exact)[0]
+            truth = gpus(1).run(
+                laws.one_step, "te", torch.float32, packed, None, exact
+            )[0]
             bf16 = torch.bfloat16, packed, None, None, truth["gradients"]
             made[packed] = truth, gpus(1).run(laws.one_step, "te", *bf16)[0]
         return made[packed]
@@ -34,12 +37,16 @@ def one_gpu(gpus):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(map(str, layout.items())))
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda layout: " ".join(map(str, layout.items()))
+)
 def test_a_step_on_four_gpus_is_as_exact_as_on_one(gpus, one_gpu, layout, mode, packed):
     pytest.importorskip("transformer_engine")
     truth, one = one_gpu(packed)
     options, true = {"linear_cp_mode": mode}, truth["gradients"]
-    ranks = gpus(4).run(laws.one_step, "te", torch.bfloat16, packed, layout, options, true)
+    ranks = gpus(4).run(
+        laws.one_step, "te", torch.bfloat16, packed, layout, options, true
+    )
     error = rms(one["losses"] - truth["losses"])
     print(f"loss: mean {truth['losses'].mean():.4f}, error of one GPU {error:.2e}")
     errors = {}
@@ -49,10 +56,13 @@ def test_a_step_on_four_gpus_is_as_exact_as_on_one(gpus, one_gpu, layout, mode, 
             continue
         here = rms(rank["losses"] - truth["losses"][..., rank["held"]])
         print(f"  of a rank {here:.2e}")
-        # One GPU's error is the yardstick; another draw of it may be up to twice as large.
+        # One GPU's error is the yardstick; another draw of it may be up to twice as
+        # large.
         assert here <= 2 * error
     assert errors.keys() == one["errors"].keys()
     ratios = {name: errors[name] / alone for name, alone in one["errors"].items()}
     worst = max(ratios, key=ratios.__getitem__)
     print(f"  of gradients, over one GPU's: {ratios[worst]:.2f} in {worst}")
-    assert ratios[worst] <= 2, {name: ratio for name, ratio in ratios.items() if ratio > 2}
+    assert ratios[worst] <= 2, {
+        name: ratio for name, ratio in ratios.items() if ratio > 2
+    }

@@ -1,4 +1,5 @@
-"""On one GPU in bf16: Transformer Engine's modules, and a hybrid model beside upstream's layer."""
+"""On one GPU in bf16: Transformer Engine's modules, and a hybrid model beside
+upstream's layer."""
 
 import pytest
 import torch
@@ -10,17 +11,25 @@ pytestmark = pytest.mark.gpu
 
 
 SIZES = {
-    "hidden_size": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-}  # fmt: skip
+    "hidden_size": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 
 
 def config_for(**changes):
     settings = {
-        "use_cpu_initialization": False, "init_method_std": 0.02, "gated_linear_unit": True,
-        "add_bias_linear": False, "bf16": True, "params_dtype": torch.bfloat16,
-        "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    }  # fmt: skip
+        "use_cpu_initialization": False,
+        "init_method_std": 0.02,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
     return make_config(**{**SIZES, **settings, **changes})
 
 
@@ -96,7 +105,10 @@ def test_delayed_weight_gradients_have_the_bits_of_those_at_once(world, again):
         # Its constructor asks for experts beside it, which one layer does not have.
         config.delay_wgrad_compute = delayed
         if again:
-            config.recompute_granularity, config.recompute_modules = "selective", [again]
+            config.recompute_granularity, config.recompute_modules = (
+                "selective",
+                [again],
+            )
         torch.manual_seed(3)
         return build_module(gated_delta_net_spec("te"), config, layer_number=1).cuda()
 

@@ -7,16 +7,20 @@ from tests.gpu import parallel_laws as laws
 
 pytestmark = pytest.mark.gpu
 
-# The cut of every document into twice as many pieces as there are ranks leaves pieces of one token.
+# The cut of every document into twice as many pieces as there are ranks leaves pieces
+# of one token.
 LENGTHS = (64, 192, 8, 248)
-BATCH_AND_PACKED = pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["batch", "packed"])
+BATCH_AND_PACKED = pytest.mark.parametrize(
+    "lengths", [None, LENGTHS], ids=["batch", "packed"]
+)
 
 
 def as_exact_as_one(pool, *case, **options):
-    """Two draws of the same error: 1.2, with the spread of few numbers, and one rounding more.
+    """Two draws of the same error: 1.2, with the spread of few numbers, and one
+    rounding more.
 
-    Ranks round their part of a sum to bf16 before the parts are added (2^-9 of the sum at most, in
-    quadrature to the error that one rank has).
+    Ranks round their part of a sum to bf16 before the parts are added (2^-9 of the sum
+    at most, in quadrature to the error that one rank has).
     """
     for answer in pool.run(laws.errors_of_one_rank_and_of_all, *case, **options):
         ran, fastest = answer["backend"]
@@ -29,9 +33,14 @@ def as_exact_as_one(pool, *case, **options):
 
 TWO = [(1, 2, False, "headwise"), (1, 2, False, "chunkwise")]
 SPLITS = [
-    (2, 1, False, "auto"), (2, 1, True, "auto"), *TWO, (2, 2, True, "headwise"),
-    (2, 2, True, "chunkwise"), (1, 4, False, "headwise"), (1, 4, False, "chunkwise"),
-]  # fmt: skip
+    (2, 1, False, "auto"),
+    (2, 1, True, "auto"),
+    *TWO,
+    (2, 2, True, "headwise"),
+    (2, 2, True, "chunkwise"),
+    (1, 4, False, "headwise"),
+    (1, 4, False, "chunkwise"),
+]
 CASES = [
     *((*split, {}) for split in SPLITS),
     *((*split, {"mixer": "mamba2"}) for split in ((2, 1, True, "auto"), *TWO)),
@@ -49,7 +58,9 @@ def test_all_ranks_are_as_exact_as_one(gpus, tp, cp, sp, mode, options, lengths)
 @pytest.mark.parametrize("layout", ["zigzag_buffer", "contiguous"])
 def test_chunkwise_in_whole_buffer_layouts_is_as_exact_as_one_rank(gpus, layout, ranks):
     lengths = (3, 190, 1, 0, 130, 188)
-    as_exact_as_one(gpus(ranks), 1, ranks, False, lengths, mode="chunkwise", layout=layout)
+    as_exact_as_one(
+        gpus(ranks), 1, ranks, False, lengths, mode="chunkwise", layout=layout
+    )
 
 
 @BATCH_AND_PACKED
@@ -64,9 +75,12 @@ def test_chunkwise_waits_for_nothing(gpus, lengths, layout):
     gpus(2).run(laws.chunkwise_waits_for_nothing, lengths, layout)
 
 
-FEW_HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}  # as the laws above have
+# as the laws above have
+FEW_HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
 modes = pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-deterministic = pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+deterministic = pytest.mark.parametrize(
+    "deterministic", [False, True], ids=["", "deterministic"]
+)
 
 
 @modes
@@ -75,7 +89,9 @@ deterministic = pytest.mark.parametrize("deterministic", [False, True], ids=["",
 def test_a_graph_over_all_ranks_replays_eager_bits(gpus, ranks, mode, deterministic):
     changes = {**FEW_HEADS, "deterministic_mode": deterministic}
     options = {"linear_cp_mode": mode}
-    gpus(ranks).run(graph_laws.a_dense_graph_replays_eager_bits, ranks, options=options, **changes)
+    gpus(ranks).run(
+        graph_laws.a_dense_graph_replays_eager_bits, ranks, options=options, **changes
+    )
 
 
 @deterministic
@@ -89,10 +105,13 @@ def test_ten_sets_of_documents_in_one_graph_over_all_ranks(
 ):
     changes = {**FEW_HEADS, "deterministic_mode": deterministic}
     gpus(ranks).run(
-        graph_laws.a_packed_graph_replays_eager_bits, ranks, layout,
-        as_ordinary=deterministic and mode == "headwise", options={"linear_cp_mode": mode},
+        graph_laws.a_packed_graph_replays_eager_bits,
+        ranks,
+        layout,
+        as_ordinary=deterministic and mode == "headwise",
+        options={"linear_cp_mode": mode},
         **changes,
-    )  # fmt: skip
+    )
 
 
 @modes

@@ -1,4 +1,5 @@
-"""Trees and packed documents through flex_attention on a GPU; a hybrid model on trees in bf16."""
+"""Trees and packed documents through flex_attention on a GPU; a hybrid model on trees
+in bf16."""
 
 from functools import partial
 
@@ -22,7 +23,11 @@ TURNS = Tree((-1, 0, 0, 1, 1, 3, 3), (300, 90, 100, 5, 200, 128, 64), 4)
 def core(**changes):
     from megatron_gdn.mixers.attention import TorchAttention
 
-    sizes = {"hidden_size": HEADS * SIZE, "num_attention_heads": HEADS, "num_query_groups": GROUPS}
+    sizes = {
+        "hidden_size": HEADS * SIZE,
+        "num_attention_heads": HEADS,
+        "num_query_groups": GROUPS,
+    }
     config = make_config(**{**sizes, "attention_dropout": 0.0, **changes})
     return TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
 
@@ -35,8 +40,10 @@ def plain_core(**changes):
 
 def make_rows(tokens: int, dtype=torch.float64) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(tokens, 1, h, SIZE, device="cuda").bfloat16().to(dtype)
-            for h in (HEADS, GROUPS, GROUPS)]  # fmt: skip
+    return [
+        torch.randn(tokens, 1, h, SIZE, device="cuda").bfloat16().to(dtype)
+        for h in (HEADS, GROUPS, GROUPS)
+    ]
 
 
 def run(attention, rows, params, d_out) -> list[torch.Tensor]:
@@ -45,7 +52,9 @@ def run(attention, rows, params, d_out) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out, rows, d_out.to(out.dtype))]
 
 
-@pytest.mark.parametrize("tree", [ANSWERS, TURNS, random_tree(4, 2), random_tree(7)], ids=str)
+@pytest.mark.parametrize(
+    "tree", [ANSWERS, TURNS, random_tree(4, 2), random_tree(7)], ids=str
+)
 def test_flex_attention_rounds_as_bf16_does(tree):
     """Twice the error of plain torch in bf16, from fp64 of the same numbers."""
     exact = make_rows(sum(tree.slots))
@@ -62,10 +71,18 @@ def test_flex_attention_rounds_as_bf16_does(tree):
 def test_packed_documents_round_as_bf16_does():
     lengths = (300, 1, 0, 128, 77)
     exact = make_rows(sum(lengths))
-    rows, d_out = [x.bfloat16() for x in exact], torch.randn(506, HEADS * SIZE, device="cuda")
+    rows, d_out = (
+        [x.bfloat16() for x in exact],
+        torch.randn(506, HEADS * SIZE, device="cuda"),
+    )
     params = thd(lengths, "cuda")
-    right, plain = run(core(), exact, params, d_out), run(plain_core(), rows, params, d_out)
-    for mine, theirs, truth in zip(run(core(), rows, params, d_out), plain, right, strict=True):
+    right, plain = (
+        run(core(), exact, params, d_out),
+        run(plain_core(), rows, params, d_out),
+    )
+    for mine, theirs, truth in zip(
+        run(core(), rows, params, d_out), plain, right, strict=True
+    ):
         assert rms(mine.double() - truth) <= 2 * rms(theirs.double() - truth)
 
 
@@ -74,9 +91,14 @@ def test_a_branch_has_the_same_bits_whatever_its_siblings_in_slots_of_whole_bloc
     own = make_rows(2 * BLOCK + 9 + 190, torch.bfloat16)
     d_own, found = torch.randn(190, HEADS * SIZE, device="cuda"), []
     for siblings in ((), (), (1,), (500, 0, 3)):
-        tree = Tree((-1, *[0] * len(siblings), 0), (2 * BLOCK + 9, *siblings, 190), BLOCK)
+        tree = Tree(
+            (-1, *[0] * len(siblings), 0), (2 * BLOCK + 9, *siblings, 190), BLOCK
+        )
         rows = [*tree.tokens(0), *tree.tokens(len(siblings) + 1)]
-        qkv = [torch.randn(sum(tree.slots), *x.shape[1:], device="cuda").bfloat16() for x in own]
+        qkv = [
+            torch.randn(sum(tree.slots), *x.shape[1:], device="cuda").bfloat16()
+            for x in own
+        ]
         for x, mine in zip(qkv, own, strict=True):
             x[rows] = mine
         d_out = torch.zeros(len(qkv[0]), HEADS * SIZE, device="cuda")
@@ -105,10 +127,18 @@ def test_other_lengths_do_not_compile_again_and_nothing_is_as_large_as_queries_t
 
 
 def test_a_hybrid_model_on_a_tree_rounds_as_it_does_on_separate_sequences():
-    """Logits and all gradients in bf16: distances from fp64 of trees and of separate packing."""
-    pattern, sizes = 2 * "G-G-*-", {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    """Logits and all gradients in bf16: distances from fp64 of trees and of separate
+    packing."""
+    pattern, sizes = (
+        2 * "G-G-*-",
+        {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    )
     sizes |= {"hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2}
-    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "ffn_hidden_size": 256}
+    sizes |= {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "ffn_hidden_size": 256,
+    }
     tree = ANSWERS
     apart = separately(tree)
     tokens = torch.randint(32, (1, sum(tree.slots)), device="cuda")
@@ -123,7 +153,8 @@ def test_a_hybrid_model_on_a_tree_rounds_as_it_does_on_separate_sequences():
         model = hybrid_model(
             config, pattern, max_sequence_length=2048, position_embedding_type="rope"
         )
-        # Transformer Engine's norm, with which Megatron ends every stack, takes no fp64.
+        # Transformer Engine's norm, with which Megatron ends every stack, takes no
+        # fp64.
         model.decoder.final_norm = TorchRMSNorm(config, config.hidden_size)
         model.to("cuda", dtype if not bf16 else None)
         weights = weights or model.state_dict()
@@ -132,19 +163,31 @@ def test_a_hybrid_model_on_a_tree_rounds_as_it_does_on_separate_sequences():
 
     def of(model, tokens, params, kept):
         model.zero_grad()
-        logits = model(tokens, torch.arange(tokens.shape[1])[None].cuda(), None,
-                       packed_seq_params=params)[0][kept]  # fmt: skip
+        logits = model(
+            tokens,
+            torch.arange(tokens.shape[1])[None].cuda(),
+            None,
+            packed_seq_params=params,
+        )[0][kept]
         logits.backward(d_logits.to(logits.dtype))
-        return {"logits": logits.detach()} | {n: p.grad for n, p in model.named_parameters()}
+        return {"logits": logits.detach()} | {
+            n: p.grad for n, p in model.named_parameters()
+        }
 
-    as_tree = partial(of, tokens=tokens, params=tree.params_on("cuda"), kept=apart.tokens)
+    as_tree = partial(
+        of, tokens=tokens, params=tree.params_on("cuda"), kept=apart.tokens
+    )
     as_sequences = partial(
-        of, tokens=tokens[:, apart.source], params=thd(apart.documents.lengths, "cuda"),
+        of,
+        tokens=tokens[:, apart.source],
+        params=thd(apart.documents.lengths, "cuda"),
         kept=apart.kept,
-    )  # fmt: skip
+    )
     model = build(torch.bfloat16)
     found, separate = as_tree(model), as_sequences(model)
-    found, separate = ({n: x.double() for n, x in each.items()} for each in (found, separate))
+    found, separate = (
+        {n: x.double() for n, x in each.items()} for each in (found, separate)
+    )
     right = as_sequences(build(torch.float64))
     for name, truth in right.items():
         assert rms(found[name] - truth) <= 2 * rms(separate[name] - truth), name

@@ -1,4 +1,5 @@
-"""Two streams that nothing orders: the second does not read tables that the first is to copy."""
+"""Two streams that nothing orders: the second does not read tables that the first is to
+copy."""
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ def test_a_table_waits_for_no_other_stream():
         return to_device(torch.arange(tokens), "cuda")
 
     busy, free = torch.cuda.Stream(), torch.cuda.Stream()
-    for stream in (busy, free):  # what CUDA loads or allocates first would wait for both
+    # what CUDA loads or allocates first would wait for both
+    for stream in (busy, free):
         with torch.cuda.stream(stream):
             ascending(10).sum().item()
     torch.cuda.synchronize()

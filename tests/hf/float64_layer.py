@@ -1,4 +1,5 @@
-"""A transformers layer's own equation in float64, token by token, which settles who is right."""
+"""A transformers layer's own equation in float64, token by token, which settles who is
+right."""
 
 import torch
 import torch.nn.functional as F
@@ -9,18 +10,27 @@ from megatron_gdn.ops.rules.token_rule import recurrence
 
 
 def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    params = {n: p.detach().double().requires_grad_() for n, p in layer.named_parameters()}
+    params = {
+        n: p.detach().double().requires_grad_() for n, p in layer.named_parameters()
+    }
 
     def linear(name: str, x: Tensor = x_BSD) -> Tensor:
         return x @ params[f"{name}.weight"].T
 
-    mixed, out = (_kda if hasattr(layer, "forget_gate") else _gdn)(layer, params, linear)
+    mixed, out = (_kda if hasattr(layer, "forget_gate") else _gdn)(
+        layer, params, linear
+    )
     return linear(out, mixed.flatten(2)), params
 
 
 def _gdn(layer, params: dict[str, Tensor], linear) -> tuple[Tensor, str]:
     """``[B, S, H, V]`` and the name of the linear that follows."""
-    G, H, K, V = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    G, H, K, V = (
+        layer.num_k_heads,
+        layer.num_v_heads,
+        layer.head_k_dim,
+        layer.head_v_dim,
+    )
     if hasattr(layer, "g_proj"):
         *qkv, z, b, a = (linear(f"{name}_proj") for name in "qkvgba")
     elif hasattr(layer, "in_proj_qkvz"):
@@ -33,7 +43,9 @@ def _gdn(layer, params: dict[str, Tensor], linear) -> tuple[Tensor, str]:
     g = -params["A_log"].exp() * F.softplus(a + params["dt_bias"])
     beta = b.sigmoid() * (2 if getattr(layer, "allow_neg_eigval", False) else 1)
     o = _rule(_heads(q, G), _heads(k, G), _heads(v, H), g, beta)
-    name, out = ("o_norm", "o_proj") if hasattr(layer, "o_norm") else ("norm", "out_proj")
+    name, out = (
+        ("o_norm", "o_proj") if hasattr(layer, "o_norm") else ("norm", "out_proj")
+    )
     norm = getattr(layer, name)
     act = {"silu": F.silu, "sigmoid": torch.sigmoid}[norm.activation]
     normed = F.rms_norm(o, (V,), params[f"{name}.weight"], norm.variance_epsilon)
@@ -50,7 +62,9 @@ def _kda(layer, params: dict[str, Tensor], linear) -> tuple[Tensor, str]:
     qkv = _convolved(params, [linear(f"{name}_proj") for name in "qkv"], 3 * [H * K])
     rate = params["forget_gate.A_log"].flatten().exp()[:, None]
     x = _heads(f + params["forget_gate.dt_bias"], H)
-    bounded = getattr(gate, "safe_gate", getattr(gate, "safe_gate_lower_bound", None) is not None)
+    bounded = getattr(
+        gate, "safe_gate", getattr(gate, "safe_gate_lower_bound", None) is not None
+    )
     g = -5.0 * torch.sigmoid(rate * x) if bounded else -rate * F.softplus(x)
     o = _rule(*(_heads(part, H) for part in qkv), g, linear("b_proj").sigmoid())
     normed = F.rms_norm(o, (K,), params["o_norm.weight"], layer.o_norm.variance_epsilon)

@@ -1,4 +1,5 @@
-"""What runs on the ranks: a transformers model and the Megatron model filled from its folder."""
+"""What runs on the ranks: a transformers model and the Megatron model filled from its
+folder."""
 
 import logging
 import re
@@ -28,7 +29,9 @@ TOKENS = 65
 
 def build_megatron(config, kind, params_dtype=torch.float32, **changes):
     """A HybridModel or GPTModel of ``config`` that gives whole logits."""
-    model, _ = build_model(config, kind, dtype=params_dtype, parallel_output=False, **changes)
+    model, _ = build_model(
+        config, kind, dtype=params_dtype, parallel_output=False, **changes
+    )
     return model
 
 
@@ -48,7 +51,8 @@ def logits_of(model, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def hf_model(folder: Path):
-    """The folder's model by transformers itself, in fp32, with its own plain-torch mathematics."""
+    """The folder's model by transformers itself, in fp32, with its own plain-torch
+    mathematics."""
     load = model_class(read_hf_config(folder).architecture).from_pretrained
     return load(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
@@ -69,20 +73,24 @@ def logits_agree(folder: Path, kind: str, tp: int = 1, **changes) -> dict[str, f
 
 
 def _rounding_noise(model, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """For each token, how far one fp32 rounding of the embeddings moves transformers' logits."""
+    """For each token, how far one fp32 rounding of the embeddings moves transformers'
+    logits."""
     embeddings = model.get_input_embeddings()(tokens)
     # About ten roundings in each of two blocks of four layers; errors add in squares.
     roundings = 80**0.5
     moved = torch.zeros(tokens.shape)
     for _ in range(8):
         sign = torch.randint_like(embeddings, 2) * 2 - 1
-        rounded = model(inputs_embeds=embeddings * (1 + sign * 2.0**-23), use_cache=False).logits
+        rounded = model(
+            inputs_embeds=embeddings * (1 + sign * 2.0**-23), use_cache=False
+        ).logits
         moved = torch.maximum(moved, (rounded - logits).abs().amax(-1))
     return roundings * moved
 
 
 def _compare_logits(ours, theirs, noise):
-    """Largest difference beyond the noise and most common difference, over the largest logit."""
+    """Largest difference beyond the noise and most common difference, over the largest
+    logit."""
     scale = theirs.abs().max()
     difference = (ours - theirs).abs().amax(-1)
     cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=-1)
@@ -99,7 +107,9 @@ def load_dist_checkpoint(model, folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     state = {"model": model.sharded_state_dict()}
-    model.load_state_dict(dist_checkpointing.load(state, str(find_checkpoint(folder)))["model"])
+    model.load_state_dict(
+        dist_checkpointing.load(state, str(find_checkpoint(folder)))["model"]
+    )
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -122,13 +132,18 @@ def _model_of_stage(config, kind: str, dtype: torch.dtype, tp: int, pp: int):
         middle = len(pattern) // 2
         pattern = f"{pattern[:middle]}|{pattern[middle:]}"
     pattern = {"layer_pattern": pattern} if kind == "hybrid" else {}
-    return build_megatron(config, kind, params_dtype=dtype, sequence_parallel=tp > 1, **pattern)
+    return build_megatron(
+        config, kind, params_dtype=dtype, sequence_parallel=tp > 1, **pattern
+    )
 
 
 def checkpoint_loads(folder, checkpoint, kind, tp=1, pp=1, ep=1):
-    """The checkpoint and the Hugging Face folder fill this rank alike; the names it holds."""
+    """The checkpoint and the Hugging Face folder fill this rank alike; the names it
+    holds."""
     config = read_hf_config(folder)
-    with parallel(tp, pp=pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp):
+    with parallel(
+        tp, pp=pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp
+    ):
         filled = _model_of_stage(config, kind, torch.float32, tp, pp)
         load_hf_weights(filled, folder)
         loaded = _model_of_stage(config, kind, torch.float32, tp, pp)
@@ -145,7 +160,9 @@ def load_and_save(checkpoint, folder, target, kind, dtype, **sizes):
     from megatron.core import dist_checkpointing
 
     tp, pp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "ep"))
-    with parallel(tp, pp=pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp):
+    with parallel(
+        tp, pp=pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp
+    ):
         model = _model_of_stage(read_hf_config(folder), kind, dtype, tp, pp)
         load_dist_checkpoint(model, checkpoint)
         target.mkdir(exist_ok=True)
@@ -153,14 +170,18 @@ def load_and_save(checkpoint, folder, target, kind, dtype, **sizes):
 
 
 def save_with_plain_norms(folder, target):
-    """A run without ``--apply-layernorm-1p`` fills its model and saves as Megatron saves."""
+    """A run without ``--apply-layernorm-1p`` fills its model and saves as Megatron
+    saves."""
     from argparse import Namespace
 
     from megatron.core import dist_checkpointing
 
     with parallel(1):
         model, _ = build_model(
-            folder, dtype=torch.float32, layernorm_zero_centered_gamma=False, vocab_divisible_by=1
+            folder,
+            dtype=torch.float32,
+            layernorm_zero_centered_gamma=False,
+            vocab_divisible_by=1,
         )
         load_hf_weights(model, folder)
         target.mkdir()
@@ -170,7 +191,9 @@ def save_with_plain_norms(folder, target):
 
 def _canonical(name: str) -> str:
     """The Transformer Engine name of a local GPT model's parameter."""
-    name = re.sub(r"experts\.local_experts\.(\d+)\.(\w+)\.weight", r"experts.\2.weight\1", name)
+    name = re.sub(
+        r"experts\.local_experts\.(\d+)\.(\w+)\.weight", r"experts.\2.weight\1", name
+    )
     layer = int(name.split(".")[2]) if name.startswith("decoder.layers.") else -1
     fused = "linear_qkv" if layer % 4 == 3 else "in_proj"
     return name.replace("input_layernorm.", f"self_attention.{fused}.layer_norm_")
@@ -204,9 +227,12 @@ def save_gives_the_source_back(folder, target, kind, dtype, tp=1, wrap=False):
 
 
 def save_trained_gates(folder, target, tp, fp32_gates):
-    """Load, move the gates of layer 0 off bf16, save; this rank's gates and its warnings."""
+    """Load, move the gates of layer 0 off bf16, save; this rank's gates and its
+    warnings."""
     with parallel(tp), _warnings_of("megatron_gdn.hf") as said:
-        model = build_megatron(read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16)
+        model = build_megatron(
+            read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16
+        )
         load_hf_weights(model, folder)
         layer = model.decoder.layers[0].self_attention
         gates = {"A_log": layer.A_log, "dt_bias": layer.dt_bias}
@@ -243,11 +269,15 @@ def loading_fails(
         for module in model.modules():
             if isinstance(module, GatedDeltaNet):
                 vars(module).update(options or {})
-        before = {name: tensor.clone() for name, tensor in megatron_state(model).items()}
+        before = {
+            name: tensor.clone() for name, tensor in megatron_state(model).items()
+        }
         try:
             load_hf_weights(model, folder)
         except ValueError as error:
             after = megatron_state(model)
-            assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+            assert all(
+                torch.equal(after[name], tensor) for name, tensor in before.items()
+            )
             return str(error)
     return "no error"

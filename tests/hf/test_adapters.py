@@ -1,4 +1,5 @@
-"""A model with low-rank adapters loads Hugging Face weights and is saved with them merged."""
+"""A model with low-rank adapters loads Hugging Face weights and is saved with them
+merged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +27,16 @@ from tests.hf.model_laws import (
 from tests.hf.test_models import assert_logits_agree
 from tests.parallel import parallel
 
-# The linears of Gated DeltaNet, of attention and of the MLP, by the names that Bridge matches.
-TARGETS = ["in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+# The linears of Gated DeltaNet, of attention and of the MLP, by the names that Bridge
+# matches.
+TARGETS = [
+    "in_proj",
+    "out_proj",
+    "linear_qkv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+]
 RANK, ALPHA = 4, 8
 GDN = "decoder.layers.0.self_attention"
 
@@ -49,7 +58,9 @@ class Wrapper(nn.Module):
 
     def forward(self, x: Tensor):
         rows, bias = self.to_wrap(x)
-        return rows + ALPHA / RANK * self.adapter.linear_out(self.adapter.linear_in(x)), bias
+        return rows + ALPHA / RANK * self.adapter.linear_out(
+            self.adapter.linear_in(x)
+        ), bias
 
 
 class WithoutWeight(nn.Module):
@@ -81,7 +92,8 @@ def with_adapters(model: nn.Module) -> nn.Module:
 
 
 def in_fp32(folder: Path, target: Path) -> Path:
-    """The same Hugging Face model with every tensor in fp32, so that an export does not round."""
+    """The same Hugging Face model with every tensor in fp32, so that an export does not
+    round."""
     target.mkdir()
     for path in folder.iterdir():
         if path.suffix == ".safetensors":
@@ -93,7 +105,8 @@ def in_fp32(folder: Path, target: Path) -> Path:
 
 
 def merged_export_agrees(source, target, first):
-    """The export's logits beside the adapted model's; ``first``: adapted, then loaded."""
+    """The export's logits beside the adapted model's; ``first``: adapted, then
+    loaded."""
     config = read_hf_config(source)
     torch.manual_seed(5)
     tokens = torch.randint(config.vocab_size, (2, TOKENS))
@@ -113,12 +126,16 @@ def merged_export_agrees(source, target, first):
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
         theirs_model = hf_model(target)
         theirs = theirs_model(tokens, use_cache=False).logits
-        return _compare_logits(ours, theirs, _rounding_noise(theirs_model, tokens, theirs))
+        return _compare_logits(
+            ours, theirs, _rounding_noise(theirs_model, tokens, theirs)
+        )
 
 
 def saving_fails(source: Path, target: Path) -> str:
     with parallel(1):
-        model = wrap_by_hand(build_megatron(read_hf_config(source), "hybrid"), WithoutWeight)
+        model = wrap_by_hand(
+            build_megatron(read_hf_config(source), "hybrid"), WithoutWeight
+        )
         try:
             save_hf_weights(model, target, like=source)
         except NotImplementedError as error:
@@ -142,20 +159,31 @@ def save_adapted_checkpoint(source: Path, target: Path) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("first", [False, True], ids=["loaded first", "adapted first"])
 @pytest.mark.parametrize("name", ["dense", "next dense layer"])
-def test_a_merged_export_is_the_model_with_its_adapters(pools, hf_folder, tmp_path, name, first):
-    """fp32; W x + B (A x) is another order: tokens that one rounding moves further are excepted."""
+def test_a_merged_export_is_the_model_with_its_adapters(
+    pools, hf_folder, tmp_path, name, first
+):
+    """fp32; W x + B (A x) is another order: tokens that one rounding moves further are
+    excepted."""
     source = in_fp32(hf_folder(name), tmp_path / "fp32")
     (found,) = pools(1).run(merged_export_agrees, source, tmp_path / "saved", first)
     assert_logits_agree(found, noisy=True)
 
 
-def test_an_adapter_that_cannot_be_merged_is_refused_by_name(pools, hf_folder, tmp_path):
+def test_an_adapter_that_cannot_be_merged_is_refused_by_name(
+    pools, hf_folder, tmp_path
+):
     (said,) = pools(1).run(saving_fails, hf_folder("dense"), tmp_path / "saved")
     assert said.startswith(f"{GDN}.in_proj is a WithoutWeight"), said
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_checkpoint_with_adapters_is_not_exported_without_them(pools, hf_folder, tmp_path):
+def test_a_checkpoint_with_adapters_is_not_exported_without_them(
+    pools, hf_folder, tmp_path
+):
     pools(1).run(save_adapted_checkpoint, hf_folder("dense"), tmp_path / "checkpoint")
-    with pytest.raises(ValueError, match=r"has adapters, .*save_hf_weights, which merges them"):
-        export_folder(tmp_path / "checkpoint", tmp_path / "saved", like=hf_folder("dense"))
+    with pytest.raises(
+        ValueError, match=r"has adapters, .*save_hf_weights, which merges them"
+    ):
+        export_folder(
+            tmp_path / "checkpoint", tmp_path / "saved", like=hf_folder("dense")
+        )

@@ -1,4 +1,5 @@
-"""An import is a Megatron checkpoint: real models load it, at any size, and save what exports."""
+"""An import is a Megatron checkpoint: real models load it, at any size, and save what
+exports."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    apply_factories,
+)
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
 from megatron_gdn.hf import (
@@ -38,24 +43,35 @@ def imported(hf_folder, tmp_path_factory):
 
 
 def stored_by_a_model(folder, kind: str) -> tuple[dict, set]:
-    """Keys and whole shapes that a model's own save would write, and its object keys."""
+    """Keys and whole shapes that a model's own save would write, and its object
+    keys."""
     with parallel(1):
         state = build_megatron(read_hf_config(folder), kind).sharded_state_dict()
         apply_factories(state)
     values = list(nested_values(state))
-    tensors = {v.key: tuple(v.global_shape) for v in values if isinstance(v, ShardedTensor)}
+    tensors = {
+        v.key: tuple(v.global_shape) for v in values if isinstance(v, ShardedTensor)
+    }
     objects = {v.unique_key for v in values if isinstance(v, ShardedObject)}
     return tensors, objects
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["hybrid", "gpt"])
-@pytest.mark.parametrize("name", ["next dense layer", "dense tied", "moe packed", "vision"])
-def test_an_import_has_the_keys_and_shapes_that_megatron_saves(pools, imported, name, kind):
+@pytest.mark.parametrize(
+    "name", ["next dense layer", "dense tied", "moe packed", "vision"]
+)
+def test_an_import_has_the_keys_and_shapes_that_megatron_saves(
+    pools, imported, name, kind
+):
     folder, checkpoint = imported(name, kind)
     ((tensors, objects),) = pools(1).run(stored_by_a_model, folder, kind)
     stored = load_sharded_metadata(str(find_checkpoint(checkpoint)))
-    found = {k: tuple(v.global_shape) for k, v in stored.items() if isinstance(v, ShardedTensor)}
+    found = {
+        k: tuple(v.global_shape)
+        for k, v in stored.items()
+        if isinstance(v, ShardedTensor)
+    }
     # Transformer Engine's modules ask for more of these than local ones.
     assert objects < stored.keys() - found.keys()
     for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -68,16 +84,20 @@ def test_an_import_has_the_keys_and_shapes_that_megatron_saves(pools, imported, 
 @pytest.mark.parametrize(
     ("name", "kind", "sizes"),
     [
-        ("next", "hybrid", {}), ("next dense layer", "gpt", {}),
-        ("dense tied", "hybrid", {"tp": 2}), ("moe packed", "gpt", {"tp": 2}),
-        ("dense tied", "hybrid", {"pp": 2}), ("moe", "gpt", {"pp": 2, "ep": 2}),
+        ("next", "hybrid", {}),
+        ("next dense layer", "gpt", {}),
+        ("dense tied", "hybrid", {"tp": 2}),
+        ("moe packed", "gpt", {"tp": 2}),
+        ("dense tied", "hybrid", {"pp": 2}),
+        ("moe", "gpt", {"pp": 2, "ep": 2}),
         pytest.param("next", "gpt", {"ep": 2}, marks=pytest.mark.nightly),
         pytest.param("moe packed", "gpt", {"pp": 2}, marks=pytest.mark.nightly),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_rank_loads_its_share_at_any_size(pools, imported, name, kind, sizes):
-    """What `load_hf_weights` fills it with, bit for bit, and all of it over the ranks."""
+    """What `load_hf_weights` fills it with, bit for bit, and all of it over the
+    ranks."""
     folder, checkpoint = imported(name, kind)
     world = sizes.get("pp", 1) * max(sizes.get("tp", 1), sizes.get("ep", 1))
     held = pools(world).run(checkpoint_loads, folder, checkpoint, kind, **sizes)
@@ -101,14 +121,23 @@ def test_a_checkpoint_that_megatron_saved_exports_to_the_bits_of_the_source(
     pools, imported, tmp_path, name, kind, sizes, dtype
 ):
     folder, checkpoint = imported(name, kind)
-    pools(2).run(load_and_save, checkpoint, folder, tmp_path / "iter_0000001", kind, dtype, **sizes)
+    pools(2).run(
+        load_and_save,
+        checkpoint,
+        folder,
+        tmp_path / "iter_0000001",
+        kind,
+        dtype,
+        **sizes,
+    )
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
     export_folder(tmp_path, tmp_path / "back", like=folder)
     assert list(compare_folders(folder, tmp_path / "back")) == []
 
 
 def megatron_loads(folder, checkpoint, kind: str) -> dict[str, tuple]:
-    """Load with Megatron's own command line and loader; settings it would build otherwise."""
+    """Load with Megatron's own command line and loader; settings it would build
+    otherwise."""
     import megatron.training.arguments as arguments
     from megatron.core import num_microbatches_calculator as micro_batches
     from megatron.core.pipeline_parallel import schedules
@@ -120,8 +149,18 @@ def megatron_loads(folder, checkpoint, kind: str) -> dict[str, tuple]:
     checkpointing.torch = schedules.torch
     config = read_hf_config(folder)
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
-    here = ["--no-rope-fusion", "--transformer-impl=local", "--no-gradient-accumulation-fusion"]
-    launch = ["--load", str(checkpoint), "--seq-length=64", "--micro-batch-size=1", *here]
+    here = [
+        "--no-rope-fusion",
+        "--transformer-impl=local",
+        "--no-gradient-accumulation-fusion",
+    ]
+    launch = [
+        "--load",
+        str(checkpoint),
+        "--seq-length=64",
+        "--micro-batch-size=1",
+        *here,
+    ]
     args = parser.parse_args([*megatron_flags(config, kind), *launch])
     # What Megatron's start of a run works out from these.
     args.num_layers = args.num_layers or len(args.hybrid_layer_pattern)
@@ -136,7 +175,9 @@ def megatron_loads(folder, checkpoint, kind: str) -> dict[str, tuple]:
         filled, _ = build_model(folder, kind)
         load_hf_weights(filled, folder)
         theirs = core_transformer_config_from_args(args)
-    for (name, one), other in zip(loaded.named_parameters(), filled.parameters(), strict=True):
+    for (name, one), other in zip(
+        loaded.named_parameters(), filled.parameters(), strict=True
+    ):
         assert torch.equal(one, other), name
     names = [*config.megatron_settings(kind), "hidden_dropout", "attention_dropout"]
     pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in names}
@@ -144,7 +185,8 @@ def megatron_loads(folder, checkpoint, kind: str) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("moe", "hybrid"), ("dense tied", "hybrid"), ("next dense layer", "gpt")]
+    ("name", "kind"),
+    [("moe", "hybrid"), ("dense tied", "hybrid"), ("next dense layer", "gpt")],
 )
 def test_megatrons_own_loader_takes_an_import_and_our_flags_build_its_model(
     pools, imported, name, kind
@@ -160,8 +202,12 @@ def refusal(call, *args, **options) -> str:
 
 
 def test_a_folder_is_not_converted_by_several_ranks(pools, hf_folder, tmp_path):
-    for said in pools(2).run(refusal, import_folder, hf_folder("dense"), tmp_path / "imported"):
-        assert said.startswith("torch.distributed runs 2 processes; convert whole folders")
+    for said in pools(2).run(
+        refusal, import_folder, hf_folder("dense"), tmp_path / "imported"
+    ):
+        assert said.startswith(
+            "torch.distributed runs 2 processes; convert whole folders"
+        )
     assert [*tmp_path.iterdir()] == []
 
 
@@ -178,6 +224,8 @@ def building_fails(folder: Path, **options) -> str:
     ],
     ids=["pattern", "two specs"],
 )
-def test_a_model_that_is_not_the_configs_is_not_built(pools, hf_folder, options, message):
+def test_a_model_that_is_not_the_configs_is_not_built(
+    pools, hf_folder, options, message
+):
     (found,) = pools(1).run(building_fails, hf_folder("dense"), **options)
     assert message in found

@@ -1,4 +1,5 @@
-"""The export command over damaged checkpoints and a full disk: one line, which names the file."""
+"""The export command over damaged checkpoints and a full disk: one line, which names
+the file."""
 
 import resource
 from pathlib import Path
@@ -94,9 +95,19 @@ def test_metadata_of_torch_2_15_is_read_before_a_layer_is_built(
     assert not list(compare_folders(hf_folder("dense"), tmp_path / "back"))
 
 
-def test_a_fault_of_ours_keeps_its_traceback(imported, hf_folder, tmp_path, monkeypatch):
-    command = ["export", str(imported), str(tmp_path), "--like", str(hf_folder("dense"))]
-    monkeypatch.setattr("megatron_gdn.hf.folders.export_folder", lambda *a, **k: {}["a bug"])
+def test_a_fault_of_ours_keeps_its_traceback(
+    imported, hf_folder, tmp_path, monkeypatch
+):
+    command = [
+        "export",
+        str(imported),
+        str(tmp_path),
+        "--like",
+        str(hf_folder("dense")),
+    ]
+    monkeypatch.setattr(
+        "megatron_gdn.hf.folders.export_folder", lambda *a, **k: {}["a bug"]
+    )
     with pytest.raises(KeyError):
         main(command)
 
@@ -125,5 +136,7 @@ def imported(hf_folder, tmp_path) -> Path:
 def assert_named(damaged: Path, like: Path, at: Path, refused) -> None:
     source = damaged if damaged.is_dir() else damaged.parent
     said = refused("export", source, at / "back", "--like", like)
-    assert f"{damaged} " in said and said.startswith("error: ") and said.count("\n") == 1, said
+    assert (
+        f"{damaged} " in said and said.startswith("error: ") and said.count("\n") == 1
+    ), said
     assert not (at / "back").exists()

@@ -1,4 +1,5 @@
-"""Whole folders through the command line and back; every way they can be wrong is said by name."""
+"""Whole folders through the command line and back; every way they can be wrong is said
+by name."""
 
 import hashlib
 import json
@@ -37,7 +38,9 @@ KINDS = [
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("name", "kind"), KINDS)
-def test_export_gives_the_source_files_back_byte_for_byte(hf_folder, tmp_path, name, kind):
+def test_export_gives_the_source_files_back_byte_for_byte(
+    hf_folder, tmp_path, name, kind
+):
     folder = hf_folder(name)
     import_folder(folder, tmp_path / "imported", kind)
     export_folder(tmp_path / "imported", tmp_path / "back", like=folder)
@@ -46,9 +49,12 @@ def test_export_gives_the_source_files_back_byte_for_byte(hf_folder, tmp_path, n
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param("next", marks=pytest.mark.nightly), "moe packed", "dense tied"]
+    "name",
+    [pytest.param("next", marks=pytest.mark.nightly), "moe packed", "dense tied"],
 )
-def test_a_run_with_plain_norms_exports_to_the_source_files(pools, hf_folder, tmp_path, name):
+def test_a_run_with_plain_norms_exports_to_the_source_files(
+    pools, hf_folder, tmp_path, name
+):
     """Its arguments, which its checkpoint holds, tell that gains are whole."""
     folder, saved = hf_folder(name), tmp_path / "saved"
     pools(1).run(save_with_plain_norms, folder, saved)
@@ -63,7 +69,9 @@ def test_a_rounded_bf16_state_still_gives_every_bit_back(any_folder):
     """What training code sees: all weights bf16 but the gates, then an export."""
     source = SafetensorsFolder(any_folder)
     dtypes = {key: spec.torch_dtype for key, spec in source.specs.items()}
-    originals = {key: source.read(key) for key in source.specs if key.endswith("norm.weight")}
+    originals = {
+        key: source.read(key) for key in source.specs if key.endswith("norm.weight")
+    }
     for entry in plan_of(read_hf_config(any_folder), source.specs, "hybrid", True).maps:
         pieces = [source.read(ref.key, ref.expert) for ref in entry.sources]
         full = entry.to_megatron(pieces)
@@ -92,7 +100,14 @@ def test_the_norms_of_a_model_on_another_device_meet_their_originals(hf_folder):
 def test_fp32_gates_on_request_also_correct_the_index(hf_folder, tmp_path):
     folder = hf_folder("next")
     import_folder(folder, tmp_path / "imported")
-    export = ["export", tmp_path / "imported", tmp_path / "back", "--like", folder, "--fp32-gates"]
+    export = [
+        "export",
+        tmp_path / "imported",
+        tmp_path / "back",
+        "--like",
+        folder,
+        "--fp32-gates",
+    ]
     assert main([*map(str, export)]) == 0
     before, after = SafetensorsFolder(folder), SafetensorsFolder(tmp_path / "back")
     for key in before.specs:
@@ -100,7 +115,9 @@ def test_fp32_gates_on_request_also_correct_the_index(hf_folder, tmp_path):
         assert after.specs[key].dtype == ("F32" if is_gate else "BF16")
         assert torch.equal(after.read(key), before.read(key).to(after.read(key).dtype))
     sizes = [
-        json.loads((at / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+        json.loads((at / "model.safetensors.index.json").read_text())["metadata"][
+            "total_size"
+        ]
         for at in (folder, tmp_path / "back")
     ]
     # Three GDN layers of 8 value heads: 2 gates, each grown by 2 bytes a head.
@@ -123,7 +140,8 @@ def edit_config(folder, **changes):
 
 
 def edit_weights(folder, change):
-    """Apply ``change(tensors)`` to the file that holds layer 0's A_log, and fix the index."""
+    """Apply ``change(tensors)`` to the file that holds layer 0's A_log, and fix the
+    index."""
     index_path = folder / "model.safetensors.index.json"
     index = json.loads(index_path.read_text())
     name = index["weight_map"]["model.layers.0.linear_attn.A_log"]
@@ -164,13 +182,18 @@ def keep_an_old_copy(folder):
 
 # How the tensors of a folder are changed, and the error.
 TENSORS = {
-    "missing key": (lambda tensors: tensors.pop(A_LOG), r"missing key 'model.layers.0.*A_log'"),
+    "missing key": (
+        lambda tensors: tensors.pop(A_LOG),
+        r"missing key 'model.layers.0.*A_log'",
+    ),
     "wrong shape": (
         lambda tensors: tensors.update({A_LOG: tensors[A_LOG][:3].clone()}),
         r"A_log has shape \(3,\).*\(8,\)",
     ),
     "unknown key": (
-        lambda tensors: tensors.update({A_LOG.replace("A_log", "my_A_log"): torch.ones(2)}),
+        lambda tensors: tensors.update(
+            {A_LOG.replace("A_log", "my_A_log"): torch.ones(2)}
+        ),
         r"unknown key '.*my_A_log'",
     ),
     "fp8": (cast_to(torch.float8_e4m3fn), r"A_log is FP8 \(F8_E4M3, no scales\)"),
@@ -197,16 +220,24 @@ SETTINGS = {
     "wrong layer types": ({"layer_types": ["mamba"]}, "layer_types must be 4"),
     "bias": ({"attention_bias": True}, "attention_bias=true is not supported"),
     "tied but different": (
-        {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight",
+        {"tie_word_embeddings": True},
+        "lm_head.weight differs from model.embed_tokens.weight",
     ),
-}  # fmt: skip
+}
 
 BROKEN = {
-    **{name: (lambda f, how=how: edit_weights(f, how), said)
-       for name, (how, said) in TENSORS.items()},
-    **{name: (lambda f, how=how: edit_config(f, **how), said)
-       for name, (how, said) in SETTINGS.items()},
-    "not json": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+    **{
+        name: (lambda f, how=how: edit_weights(f, how), said)
+        for name, (how, said) in TENSORS.items()
+    },
+    **{
+        name: (lambda f, how=how: edit_config(f, **how), said)
+        for name, (how, said) in SETTINGS.items()
+    },
+    "not json": (
+        lambda f: (f / "config.json").write_text("{"),
+        "config.json is not JSON",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
     "truncated": (
         lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:-7]),
@@ -230,9 +261,10 @@ BROKEN = {
         rf"'{A_LOG}' is in no file, but it is stored in \S*1-of-00003.safetensors. Each",
     ),
     "no weights": (
-        lambda f: [path.unlink() for path in f.glob("model*")], "has no weights: neither",
+        lambda f: [path.unlink() for path in f.glob("model*")],
+        "has no weights: neither",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("breakage", "message"), BROKEN.values(), ids=BROKEN)
@@ -311,7 +343,8 @@ def test_an_export_like_another_model_is_refused(hf_folder, copy, tmp_path, refu
 
 
 def test_compare_tells_equal_from_different(copy, tmp_path, capsys):
-    """By bits and dtypes: a tolerance of 0.1 would pass a permuted N(0, 0.02) weight."""
+    """By bits and dtypes: a tolerance of 0.1 would pass a permuted N(0, 0.02)
+    weight."""
     other = tmp_path / "other"
     shutil.copytree(copy, other)
     assert main(["compare", str(copy), str(other)]) == 0
@@ -342,5 +375,7 @@ def test_the_command_runs_as_a_module(copy, tmp_path):
     run("export", tmp_path / "imported", tmp_path / "back", "--like", copy)
     assert run("compare", copy, tmp_path / "back") == "every tensor is equal\n"
     assert "--hidden-dropout 0.0 " in run("flags", copy)
-    broken = python("-m", "megatron_gdn.hf", "import", "no_part", tmp_path / "x", ends=2)
+    broken = python(
+        "-m", "megatron_gdn.hf", "import", "no_part", tmp_path / "x", ends=2
+    )
     assert "Traceback" not in broken.stderr

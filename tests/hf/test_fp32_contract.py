@@ -15,9 +15,12 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 def test_the_contract_is_of_exactly_the_five_architectures_of_the_family():
     assert sorted(adapter.GDN_FP32_CHECKPOINT_ARCHITECTURES) == [
-        "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
-    ]  # fmt: skip
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+    ]
     for name in adapter.GDN_FP32_CHECKPOINT_ARCHITECTURES:
         config = SimpleNamespace(architectures=["Other", name])
         assert adapter.has_gated_delta_net_fp32_checkpoint_contract(config)
@@ -27,7 +30,11 @@ def test_the_contract_is_of_exactly_the_five_architectures_of_the_family():
 
 @pytest.mark.parametrize(
     "config",
-    [object(), SimpleNamespace(architectures=None), SimpleNamespace(architectures=["LlamaModel"])],
+    [
+        object(),
+        SimpleNamespace(architectures=None),
+        SimpleNamespace(architectures=["LlamaModel"]),
+    ],
 )
 def test_other_configs_have_no_contract(config):
     assert not adapter.has_gated_delta_net_fp32_checkpoint_contract(config)
@@ -36,7 +43,9 @@ def test_other_configs_have_no_contract(config):
 def test_param_names_can_be_chosen():
     key = "model.layers.0.linear_attn.D"
     assert adapter.is_gated_delta_net_fp32_param_key(key, ("D",))
-    assert adapter.route_fp32_holder_key(key, ("D",)).endswith("linear_attn._fp32_params.D")
+    assert adapter.route_fp32_holder_key(key, ("D",)).endswith(
+        "linear_attn._fp32_params.D"
+    )
     assert (
         adapter.upcast_gated_delta_net_fp32_state_tensor(
             key, torch.ones(2, dtype=BF16), ("D",)
@@ -65,36 +74,65 @@ def test_param_names_can_be_chosen():
     ],
 )
 def test_routing_uses_the_last_layer_of_a_key_and_strip_undoes_it(key, named, routed):
-    """Both leave other keys alone (None); a key that names a gate does so in its holder, too."""
+    """Both leave other keys alone (None); a key that names a gate does so in its
+    holder, too."""
     routed = routed or key
     assert adapter.is_gated_delta_net_fp32_param_key(key) is named
     assert adapter.is_gated_delta_net_fp32_param_key(routed) is named
-    assert adapter.route_fp32_holder_key(key) == adapter.route_fp32_holder_key(routed) == routed
-    assert adapter.strip_fp32_holder_key(routed) == adapter.strip_fp32_holder_key(key) == key
+    assert (
+        adapter.route_fp32_holder_key(key)
+        == adapter.route_fp32_holder_key(routed)
+        == routed
+    )
+    assert (
+        adapter.strip_fp32_holder_key(routed)
+        == adapter.strip_fp32_holder_key(key)
+        == key
+    )
 
 
 def test_upcast_casts_only_what_the_contract_names():
     upcast = adapter.upcast_gated_delta_net_fp32_state_tensor
-    half, full, ints = torch.ones(2, dtype=BF16), torch.ones(2), torch.ones(2, dtype=torch.int32)
+    half, full, ints = (
+        torch.ones(2, dtype=BF16),
+        torch.ones(2),
+        torch.ones(2, dtype=torch.int32),
+    )
     assert upcast(A_LOG, half).dtype == upcast(HELD, half).dtype == F32
-    for key, tensor in [(A_LOG, full), (A_LOG, ints), (A_LOG, "text"), ("x.weight", half)]:
+    for key, tensor in [
+        (A_LOG, full),
+        (A_LOG, ints),
+        (A_LOG, "text"),
+        ("x.weight", half),
+    ]:
         assert upcast(key, tensor) is tensor
 
 
 def test_forced_mapping_names_floating_gate_parameters_only():
-    state = {A_LOG: torch.ones(2, dtype=BF16), HELD: torch.ones(2, dtype=torch.int32), "x": 1}
+    state = {
+        A_LOG: torch.ones(2, dtype=BF16),
+        HELD: torch.ones(2, dtype=torch.int32),
+        "x": 1,
+    }
     assert adapter.forced_gated_delta_net_fp32_dtype_mapping(state) == {A_LOG: "F32"}
 
 
 def test_a_live_state_reaches_the_file_and_comes_back():
-    live = {HELD: torch.ones(2, dtype=BF16), "model.embed_tokens.weight": torch.ones(2, dtype=BF16)}
+    live = {
+        HELD: torch.ones(2, dtype=BF16),
+        "model.embed_tokens.weight": torch.ones(2, dtype=BF16),
+    }
     file = adapter.to_file_state(live)
     assert list(file) == [A_LOG, "model.embed_tokens.weight"]
     assert file[A_LOG].dtype == F32
     assert file["model.embed_tokens.weight"] is live["model.embed_tokens.weight"]
     assert adapter.from_file_state(file).keys() == live.keys()
-    assert list(adapter.from_file_state(file, route_linear_attn_fp32_params=False)) == list(file)
-    assert list(adapter.to_file_state(live, exclude_key_regex=r"model\.embed")) == [A_LOG]
+    assert list(
+        adapter.from_file_state(file, route_linear_attn_fp32_params=False)
+    ) == list(file)
+    assert list(adapter.to_file_state(live, exclude_key_regex=r"model\.embed")) == [
+        A_LOG
+    ]
 
 
 def test_loaded_dtypes_under_the_contract():
@@ -103,8 +141,13 @@ def test_loaded_dtypes_under_the_contract():
     assert adapter.loaded_dtype(bound, A_LOG, BF16, BF16) == (F32, F32)
     assert adapter.loaded_dtype(free, A_LOG, BF16, BF16) == (BF16, BF16)
     assert adapter.loaded_dtype(bound, "x.weight", BF16, F32) == (F32, BF16)
-    assert adapter.loaded_dtype(bound, A_LOG, torch.int32, BF16) == (torch.int32, torch.int32)
-    state = adapter.restore_loaded_dtypes(bound, {A_LOG: torch.ones(2, dtype=BF16)}, {A_LOG: BF16})
+    assert adapter.loaded_dtype(bound, A_LOG, torch.int32, BF16) == (
+        torch.int32,
+        torch.int32,
+    )
+    state = adapter.restore_loaded_dtypes(
+        bound, {A_LOG: torch.ones(2, dtype=BF16)}, {A_LOG: BF16}
+    )
     assert state[A_LOG].dtype == state[A_LOG]._hf_compute_dtype == F32
 
 

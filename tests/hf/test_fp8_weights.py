@@ -1,4 +1,5 @@
-"""Weights that are stored in FP8, as ``--fp8-param-gather`` stores those of most linears."""
+"""Weights that are stored in FP8, as ``--fp8-param-gather`` stores those of most
+linears."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,9 +50,15 @@ class StoredInFP8(Tensor):
 
 @contextmanager
 def loaded(folder: Path):
-    engine = {"transformer_engine.pytorch.tensor": SimpleNamespace(QuantizedTensor=StoredInFP8)}
+    engine = {
+        "transformer_engine.pytorch.tensor": SimpleNamespace(
+            QuantizedTensor=StoredInFP8
+        )
+    }
     with parallel(), patch.object(tensor_map, "sys", SimpleNamespace(modules=engine)):
-        model = build_megatron(read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16)
+        model = build_megatron(
+            read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16
+        )
         linear = model.decoder.layers[1].mlp.linear_fc2
         first = linear.weight.detach().clone()
         linear.weight = nn.Parameter(StoredInFP8(first))
@@ -65,7 +72,8 @@ def exports_have_its_values(folder: Path, target: Path) -> None:
     with loaded(folder) as model:
         weight = model.get_parameter(FC2)
         assert isinstance(weight, StoredInFP8)
-        # Megatron's optimizer starts its fp32 copy from the file's values, not from those in FP8.
+        # Megatron's optimizer starts its fp32 copy from the file's values, not from
+        # those in FP8.
         assert torch.equal(weight.get_high_precision_init_val(), source.read(KEY))
         values = weight.dequantize()
         assert not torch.equal(values, source.read(KEY))

@@ -1,4 +1,5 @@
-"""Imported models generate the tokens that transformers generates, each with its own cache."""
+"""Imported models generate the tokens that transformers generates, each with its own
+cache."""
 
 import re
 import runpy
@@ -18,7 +19,8 @@ from tests.processes import ROOT, python
 
 
 def continuations(folder: Path, kind: str, count: int = 20) -> tuple[list, list, float]:
-    """Greedy tokens of both, and by how much theirs are the likeliest, at the closest."""
+    """Greedy tokens of both, and by how much theirs are the likeliest, at the
+    closest."""
     config = read_hf_config(folder)
     torch.manual_seed(5)
     prompt = torch.randint(config.vocab_size, (2, 9))
@@ -35,7 +37,10 @@ def continuations(folder: Path, kind: str, count: int = 20) -> tuple[list, list,
         model = build_megatron(config, kind)
         load_hf_weights(model, folder)
         ours = generate(
-            model, prompt, count, pick=lambda logits: logits[:, : config.vocab_size].argmax(-1)
+            model,
+            prompt,
+            count,
+            pick=lambda logits: logits[:, : config.vocab_size].argmax(-1),
         )
     return ours.tolist(), theirs.tolist(), (best[..., 0] - best[..., 1]).min().item()
 
@@ -45,13 +50,23 @@ def mamba2_continuations(count: int = 20) -> tuple[list, list, float]:
 
     torch.manual_seed(4)
     theirs_config = Mamba2Config(
-        num_heads=8, head_dim=8, hidden_size=32, expand=2, state_size=6, n_groups=1,
-        num_hidden_layers=3, vocab_size=48, layer_norm_epsilon=1e-5, bos_token_id=0,
-        eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        num_heads=8,
+        head_dim=8,
+        hidden_size=32,
+        expand=2,
+        state_size=6,
+        n_groups=1,
+        num_hidden_layers=3,
+        vocab_size=48,
+        layer_norm_epsilon=1e-5,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
     theirs_model = Mamba2ForCausalLM(theirs_config).eval()
     with torch.no_grad():
-        for parameter in theirs_model.parameters():  # away from where it starts, and tells little
+        # away from where it starts, and tells little
+        for parameter in theirs_model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     prompt = torch.randint(1, 48, (2, 9))
     theirs = theirs_model.generate(prompt, max_new_tokens=count, do_sample=False)
@@ -65,14 +80,25 @@ def mamba2_continuations(count: int = 20) -> tuple[list, list, float]:
 
 def _mamba2_model(theirs, theirs_config):
     config = make_config(
-        num_layers=3, hidden_size=32, hidden_dropout=0.0, layernorm_epsilon=1e-5,
-        mamba_num_heads=8, mamba_num_groups=1, mamba_head_dim=8, mamba_state_dim=6,
-    )  # fmt: skip
+        num_layers=3,
+        hidden_size=32,
+        hidden_dropout=0.0,
+        layernorm_epsilon=1e-5,
+        mamba_num_heads=8,
+        mamba_num_groups=1,
+        mamba_head_dim=8,
+        mamba_state_dim=6,
+    )
     model = HybridModel(
-        config, hybrid_stack_spec("local"), vocab_size=48, max_sequence_length=64,
-        hybrid_layer_pattern="MMM", position_embedding_type="none",
-        share_embeddings_and_output_weights=False, parallel_output=False,
-    ).eval()  # fmt: skip
+        config,
+        hybrid_stack_spec("local"),
+        vocab_size=48,
+        max_sequence_length=64,
+        hybrid_layer_pattern="MMM",
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=False,
+        parallel_output=False,
+    ).eval()
     body = theirs.backbone
     state = {
         "embedding.word_embeddings.weight": body.embeddings.weight,
@@ -86,12 +112,16 @@ def _mamba2_model(theirs, theirs_config):
         state |= {f"decoder.layers.{n}.mixer.{name}": x for name, x in mixer.items()}
         state[f"decoder.layers.{n}.norm.weight"] = layer.norm.weight
     missing, unknown = model.load_state_dict(state, strict=False)
-    assert not unknown and all("_extra_state" in name for name in missing), (missing, unknown)
+    assert not unknown and all("_extra_state" in name for name in missing), (
+        missing,
+        unknown,
+    )
     return model
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("next", "hybrid"), ("dense", "hybrid"), ("dense", "gpt"), ("", "mamba2")]
+    ("name", "kind"),
+    [("next", "hybrid"), ("dense", "hybrid"), ("dense", "gpt"), ("", "mamba2")],
 )
 def test_greedy_tokens_are_those_of_transformers(pools, hf_folder, name, kind):
     law = (continuations, hf_folder(name), kind) if name else (mamba2_continuations,)
@@ -103,15 +133,23 @@ def test_greedy_tokens_are_those_of_transformers(pools, hf_folder, name, kind):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--tokens", "999"], "token 999 is not of this model, whose 67 tokens are 0 to 66."),
+        (
+            ["--tokens", "999"],
+            "token 999 is not of this model, whose 67 tokens are 0 to 66.",
+        ),
         (["--tokens", "-1"], "token -1 is not of this model"),
-        (["--prompt", "hello"], "--prompt needs a tokenizer, and .* has none; use --tokens."),
+        (
+            ["--prompt", "hello"],
+            "--prompt needs a tokenizer, and .* has none; use --tokens.",
+        ),
         (["--count", "0"], "--count 0: use 1 or more."),
         (["--cou", "5"], "unrecognized arguments: --cou 5; did you mean --count"),
         (["--tokens", "1", "--prompt", "a"], "not allowed with argument --tokens"),
     ],
 )
-def test_the_example_refuses_in_a_line_before_it_builds_a_model(hf_folder, capsys, flags, words):
+def test_the_example_refuses_in_a_line_before_it_builds_a_model(
+    hf_folder, capsys, flags, words
+):
     example = runpy.run_path(str(ROOT / "examples/generate.py"))
     with pytest.raises(SystemExit) as stopped:
         example["arguments"]([str(hf_folder("dense")), *flags])
@@ -141,7 +179,9 @@ def test_the_example_generates_from_a_folder(hf_folder):
     numbers = [int(token) for token in tokens.split()]
     assert numbers[:3] == [5, 17, 3] and len(numbers) == 9
     assert all(0 <= number < read_hf_config(folder).vocab_size for number in numbers)
-    assert re.fullmatch(r"6 tokens at [\d.]+ tokens/s, prompt included, after a warm-up", rate)
+    assert re.fullmatch(
+        r"6 tokens at [\d.]+ tokens/s, prompt included, after a warm-up", rate
+    )
 
 
 def test_the_example_takes_text_and_prints_text_and_times_tokens_after_a_warm_up(
@@ -159,16 +199,31 @@ def test_the_example_takes_text_and_prints_text_and_times_tokens_after_a_warm_up
 
     def generated(model, prompt, count, pick):
         calls.append(count)
-        return torch.cat([prompt, torch.full((1, count), 7, device=prompt.device)], dim=1)
+        return torch.cat(
+            [prompt, torch.full((1, count), 7, device=prompt.device)], dim=1
+        )
 
-    monkeypatch.setitem(example["arguments"].__globals__, "_tokenizer", lambda folder: Tokenizer())
+    monkeypatch.setitem(
+        example["arguments"].__globals__, "_tokenizer", lambda folder: Tokenizer()
+    )
     monkeypatch.setattr("megatron_gdn.inference.generate.generate", generated)
-    monkeypatch.setattr("megatron_gdn.hf.build_model", lambda *_, **__: (torch.nn.Identity(), None))
+    monkeypatch.setattr(
+        "megatron_gdn.hf.build_model", lambda *_, **__: (torch.nn.Identity(), None)
+    )
     monkeypatch.setattr("megatron_gdn.hf.load_hf_weights", lambda *_: None)
     names = ("start_one_process", "end_one_process")
     for name in names:
-        monkeypatch.setattr(f"megatron_gdn.compat.one_process.{name}", lambda: torch.device("cpu"))
-    command = ["generate.py", str(hf_folder("dense")), "--prompt", "two words", "--count", "2"]
+        monkeypatch.setattr(
+            f"megatron_gdn.compat.one_process.{name}", lambda: torch.device("cpu")
+        )
+    command = [
+        "generate.py",
+        str(hf_folder("dense")),
+        "--prompt",
+        "two words",
+        "--count",
+        "2",
+    ]
     monkeypatch.setattr("sys.argv", command)
     example["main"]()
     text, rate = capsys.readouterr().out.splitlines()

@@ -1,4 +1,5 @@
-"""The laws of layers' weight mappings: nothing but torch, at sizes where mistakes show."""
+"""The laws of layers' weight mappings: nothing but torch, at sizes where mistakes
+show."""
 
 import pytest
 import torch
@@ -14,17 +15,24 @@ BF16, F32 = torch.bfloat16, torch.float32
 FILE_DTYPES = {
     "all bf16": {},
     "fp32 A_log and norm": {"A_log": F32, "norm.weight": F32, "o_norm.weight": F32},
-    "sections that differ": {"in_proj_a.weight": F32, "in_proj_b.weight": torch.float16},
+    "sections that differ": {
+        "in_proj_a.weight": F32,
+        "in_proj_b.weight": torch.float16,
+    },
 }
 
 
 def dims_of(key_heads=4, value_heads_per_key_head=3, key_dim=5, value_dim=3):
-    # K != V and D unlike any product of the others, so that no two sizes agree by chance.
-    return gdn_dims(7, key_heads, key_heads * value_heads_per_key_head, key_dim, value_dim)
+    # K != V and D unlike any product of the others, so that no two sizes agree by
+    # chance.
+    return gdn_dims(
+        7, key_heads, key_heads * value_heads_per_key_head, key_dim, value_dim
+    )
 
 
 def random_file(dims, storage, dtypes=(), seed=0):
-    """A layer as a file holds it; gains straddle 1/2, below which bf16 cannot hold w - 1."""
+    """A layer as a file holds it; gains straddle 1/2, below which bf16 cannot hold w -
+    1."""
     generator = torch.Generator().manual_seed(seed)
     dtypes = dict(dtypes)
     state = {}
@@ -49,18 +57,23 @@ def assert_same_file(given, expected):
 
 
 @pytest.mark.each_pair
-@pytest.mark.parametrize("storage", ["interleaved", "flat", "separate", "separate, one conv"])
+@pytest.mark.parametrize(
+    "storage", ["interleaved", "flat", "separate", "separate, one conv"]
+)
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("dtypes", FILE_DTYPES.values(), ids=FILE_DTYPES)
-def test_file_to_shards_to_file_is_equal_in_bits_and_dtype(storage, ratio, tp_size, dtypes):
+def test_file_to_shards_to_file_is_equal_in_bits_and_dtype(
+    storage, ratio, tp_size, dtypes
+):
     dims = dims_of(value_heads_per_key_head=ratio)
     file, before = (random_file(dims, storage, dtypes) for _ in range(2))
     ranks = layer_from_hf(file, dims, tp_size, storage=storage)
     assert_same_file(file, before)
     back = layer_to_hf(ranks, dims, dtypes_of(file), storage=storage)
     if "norm.weight" in dtypes:
-        # An fp32 gain below 1/2 has bits that fp32 cannot keep beside the 1: it needs its original.
+        # An fp32 gain below 1/2 has bits that fp32 cannot keep beside the 1: it needs
+        # its original.
         (norm,) = (key for key in file if key.endswith("norm.weight"))
         del back[norm], file[norm]
     assert_same_file(back, file)
@@ -83,12 +96,13 @@ def test_a_trained_gain_is_exported_as_trained_and_its_neighbours_as_they_were()
         ({"my_A_log": torch.ones(12)}, 1, r"not known \['my_A_log'\]"),
         ({"A_log": torch.ones(3)}, 1, r"A_log has shape \(3,\).*\(12,\)"),
         (
-            {"dt_bias": torch.ones(12, dtype=torch.int8)}, 1,
+            {"dt_bias": torch.ones(12, dtype=torch.int8)},
+            1,
             "dt_bias has dtype int8; legal for dt_bias: bfloat16",
         ),
         ({}, 3, "=3 cannot split 4 key heads.*1, 2, 4"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_named(change, tp_size, said):
     file = random_file(dims_of(), "flat") | change
     file = {key: tensor for key, tensor in file.items() if tensor is not None}
@@ -100,15 +114,20 @@ def test_ranks_that_disagree_on_a_replicated_tensor_are_refused():
     dims = dims_of()
     ranks = layer_from_hf(random_file(dims, "flat"), dims, 2, storage="flat")
     ranks[1]["out_norm.weight"] = ranks[1]["out_norm.weight"] + 1
-    with pytest.raises(ValueError, match=r"out_norm.weight is replicated.*rank 1 differs"):
+    with pytest.raises(
+        ValueError, match=r"out_norm.weight is replicated.*rank 1 differs"
+    ):
         layer_to_hf(ranks, dims, storage="flat")
 
 
 def test_every_bf16_gain_survives_alone():
-    """All 65536 bf16 numbers, NaN and -0 too, through a zero-centred weight, with the original."""
+    """All 65536 bf16 numbers, NaN and -0 too, through a zero-centred weight, with the
+    original."""
     gains = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16)
     dims = dims_of(1, 1, 1, len(gains))
-    (entry,) = (e for e in gdn_layer_maps("", "", dims, "flat") if e.name == "out_norm.weight")
+    (entry,) = (
+        e for e in gdn_layer_maps("", "", dims, "flat") if e.name == "out_norm.weight"
+    )
     stored = entry.to_megatron([gains]).to(BF16)
     (back,) = entry.to_hf(stored, [BF16], [gains])
     assert torch.equal(back.view(torch.int16), gains.view(torch.int16))
@@ -119,7 +138,12 @@ def test_every_bf16_gain_survives_alone():
 
 
 MAMBA2 = Mamba2Dims(
-    hidden_size=7, num_heads=12, num_groups=4, head_dim=3, state_dim=5, conv_kernel_dim=4
+    hidden_size=7,
+    num_heads=12,
+    num_groups=4,
+    head_dim=3,
+    state_dim=5,
+    conv_kernel_dim=4,
 )
 
 
@@ -135,13 +159,17 @@ def mamba2_file(conv_bias=True, wide=()):
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("conv_bias", [True, False], ids=["conv bias", "no conv bias"])
 @pytest.mark.parametrize("wide", [(), ("A_log", "D")], ids=["all bf16", "some fp32"])
-def test_mamba2s_file_to_shards_to_file_is_equal_in_bits_and_dtype(tp_size, conv_bias, wide):
+def test_mamba2s_file_to_shards_to_file_is_equal_in_bits_and_dtype(
+    tp_size, conv_bias, wide
+):
     file = mamba2_file(conv_bias, wide)
     ranks = layer_from_hf(file, MAMBA2, tp_size, conv_bias=conv_bias)
     for rank in ranks:
         assert {rank[name].dtype for name in ("A_log", "dt_bias", "D")} == {F32}
         assert rank["in_proj.weight"].shape == (MAMBA2.shard(tp_size).layout.width, 7)
-    assert_same_file(layer_to_hf(ranks, MAMBA2, dtypes_of(file), conv_bias=conv_bias), file)
+    assert_same_file(
+        layer_to_hf(ranks, MAMBA2, dtypes_of(file), conv_bias=conv_bias), file
+    )
 
 
 def test_mamba2s_rows_are_a_ranks_share_of_every_section():

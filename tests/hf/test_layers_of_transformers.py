@@ -1,4 +1,5 @@
-"""Layers of every family, of models that Megatron cannot build too: ours is transformers'."""
+"""Layers of every family, of models that Megatron cannot build too: ours is
+transformers'."""
 
 from typing import NamedTuple
 
@@ -23,18 +24,24 @@ from tests.parallel import assert_close, make_config, parallel
 
 # Sizes of OLMo Hybrid's own heads, two of them.
 HEADS = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-    "linear_key_head_dim": 96, "linear_value_head_dim": 192,
-}  # fmt: skip
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 96,
+    "linear_value_head_dim": 192,
+}
 FULL = {"forget_rank": 0, "output_rank": 0}
 KDA_SIZES = {
-    "hidden_size": 24, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
+    "hidden_size": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 
 class Layer(NamedTuple):
-    """``kind``: a GDN's storage, or the model_type of a KDA, whose own ``options`` are given."""
+    """``kind``: a GDN's storage, or the model_type of a KDA, whose own ``options`` are
+    given."""
 
     family: str
     kind: str
@@ -56,7 +63,9 @@ LAYERS = {
     "glm": Layer(GLM, "glm5_next", {}, {"gate_lower_bound": -5.0}),
     "glm unbounded": Layer(GLM, "glm5_next", {"linear_lower_bound": None}, {}),
     "bailing": Layer(BAILING, "bailing_hybrid", {}, {**FULL, "gate_lower_bound": -5.0}),
-    "bailing unbounded": Layer(BAILING, "bailing_hybrid", {"kda_safe_gate": False}, FULL),
+    "bailing unbounded": Layer(
+        BAILING, "bailing_hybrid", {"kda_safe_gate": False}, FULL
+    ),
 }
 KDAS = [name for name, layer in LAYERS.items() if layer.options is not None]
 each = pytest.mark.parametrize("name", LAYERS)
@@ -75,7 +84,11 @@ class Mapping:
             self.stored = {"storage": kind}
         else:
             self.theirs = text.layers[0].self_attn
-            ranks = {key: value for key, value in self.options.items() if key.endswith("_rank")}
+            ranks = {
+                key: value
+                for key, value in self.options.items()
+                if key.endswith("_rank")
+            }
             self.dims = KDADims.of(make_config(**KDA_SIZES), **ranks)
             self.stored = {"family": kind, "in_files": False}
         self.norm = next(x for x in ("o_norm", "norm") if hasattr(self.theirs, x))
@@ -87,12 +100,15 @@ class Mapping:
         return layer_to_hf(ranks, self.dims, **{**self.stored, **options})
 
     def build_ours(self):
-        """With transformers' weights; the norms of a Gated DeltaNet are zero-centred."""
+        """With transformers' weights; the norms of a Gated DeltaNet are
+        zero-centred."""
         norm = getattr(self.theirs, self.norm)
         epsilon = {"layernorm_epsilon": norm.variance_epsilon}
         if self.options is None:
             more = {"allow_neg_eigval": getattr(self.theirs, "allow_neg_eigval", False)}
-            spec = gated_delta_net_spec("local", output_gate_activation=norm.activation, **more)
+            spec = gated_delta_net_spec(
+                "local", output_gate_activation=norm.activation, **more
+            )
             sizes = {key: getattr(self.model.config, key) for key in HEADS}
             config = make_config(
                 hidden_size=24, layernorm_zero_centered_gamma=True, **epsilon, **sizes
@@ -101,14 +117,18 @@ class Mapping:
         else:
             ours = whole("kda", {**KDA_SIZES, **epsilon}, **self.options)
         state = self.theirs.state_dict()
-        ours.load_state_dict(self.read(state, zero_centered_gamma=self.options is None)[0])
+        ours.load_state_dict(
+            self.read(state, zero_centered_gamma=self.options is None)[0]
+        )
         return ours
 
 
 @pytest.mark.each_value
 @each
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("zero_centered", [False, True], ids=["plain norms", "zero-centred"])
+@pytest.mark.parametrize(
+    "zero_centered", [False, True], ids=["plain norms", "zero-centred"]
+)
 def test_weights_return_bit_for_bit(name, tp_size, zero_centered):
     mapping = Mapping(name)
     if tp_size == 4 and name == "olmo 96 192":
@@ -121,7 +141,8 @@ def test_weights_return_bit_for_bit(name, tp_size, zero_centered):
 
 @each
 def test_a_layer_has_the_outputs_and_gradients_of_transformers(pools, name):
-    """fp32, 1e-5 of the largest entry; a KDA's gradients may err twice as much as transformers'."""
+    """fp32, 1e-5 of the largest entry; a KDA's gradients may err twice as much as
+    transformers'."""
     pools(1).run(layer_equals_transformers, name)
 
 
@@ -131,9 +152,14 @@ def layer_equals_transformers(name: str) -> None:
         ours = mapping.build_ours()
     torch.manual_seed(4)
     x, weight = torch.randn(2, 2, 70, 24)
-    x_truth, x_ours, x_theirs = (each.clone().requires_grad_() for each in (x.double(), x, x))
+    x_truth, x_ours, x_theirs = (
+        each.clone().requires_grad_() for each in (x.double(), x, x)
+    )
     truth, params = float64_layer(mapping.theirs, x_truth)
-    got, theirs = ours(x_ours.transpose(0, 1))[0].transpose(0, 1), mapping.theirs(x_theirs)
+    got, theirs = (
+        ours(x_ours.transpose(0, 1))[0].transpose(0, 1),
+        mapping.theirs(x_theirs),
+    )
     for y in (truth, got, theirs):
         (y * weight).sum().backward()
     assert_close("gradient of the input", x_ours.grad, x_truth.grad, 1e-5)
@@ -154,8 +180,12 @@ def layer_in_the_file(folder, end: str) -> dict:
     from safetensors.torch import load_file
 
     tensors = load_file(folder / "model.safetensors")
-    (prefix,) = (k.removesuffix(end) for k in tensors if "layers.0." in k and k.endswith(end))
-    return {k.removeprefix(prefix): x for k, x in tensors.items() if k.startswith(prefix)}
+    (prefix,) = (
+        k.removesuffix(end) for k in tensors if "layers.0." in k and k.endswith(end)
+    )
+    return {
+        k.removeprefix(prefix): x for k, x in tensors.items() if k.startswith(prefix)
+    }
 
 
 @pytest.mark.parametrize("name", KDAS)
@@ -164,15 +194,18 @@ def test_files_have_the_layer_of_the_module(name, tmp_path):
     mapping.model.save_pretrained(tmp_path)
     file = layer_in_the_file(tmp_path, "q_conv1d.weight")
     ranks = mapping.read(file, 2, in_files=True)
-    for rank, other in zip(ranks, mapping.read(mapping.theirs.state_dict(), 2), strict=True):
+    for rank, other in zip(
+        ranks, mapping.read(mapping.theirs.state_dict(), 2), strict=True
+    ):
         assert_same_file(rank, other)
     originals = {"o_norm.weight": file["o_norm.weight"]}
     assert_same_file(mapping.write(ranks, originals=originals, in_files=True), file)
 
 
 def test_olmo_hybrids_files_have_the_layer_of_its_model(tmp_path):
-    """Published files have three convolutions; transformers joins them as it loads. As it saves,
-    transformers 5.23 cuts them into thirds, which are no heads where K is not V."""
+    """Published files have three convolutions; transformers joins them as it loads. As
+    it saves, transformers 5.23 cuts them into thirds, which are no heads where K is not
+    V."""
     from safetensors.torch import load_file, save_file
 
     mapping = Mapping("olmo")
@@ -180,23 +213,35 @@ def test_olmo_hybrids_files_have_the_layer_of_its_model(tmp_path):
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for layer in range(3):
-        keys = [f"model.layers.{layer}.linear_attn.{name}_conv1d.weight" for name in "qkv"]
+        keys = [
+            f"model.layers.{layer}.linear_attn.{name}_conv1d.weight" for name in "qkv"
+        ]
         conv = torch.cat([tensors[key] for key in keys])
-        tensors |= zip(keys, map(torch.clone, conv.split(dims.layout.conv_widths)), strict=True)
+        tensors |= zip(
+            keys, map(torch.clone, conv.split(dims.layout.conv_widths)), strict=True
+        )
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     loaded = type(model).from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(loaded[key], tensor) for key, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(loaded[key], tensor) for key, tensor in model.state_dict().items()
+    )
     file = layer_in_the_file(tmp_path, "q_conv1d.weight")
     ranks = layer_from_hf(file, dims, 2, storage="separate")
-    for rank, theirs in zip(ranks, mapping.read(mapping.theirs.state_dict(), 2), strict=True):
+    for rank, theirs in zip(
+        ranks, mapping.read(mapping.theirs.state_dict(), 2), strict=True
+    ):
         assert_same_file(rank, theirs)
     originals = {"o_norm.weight": file["o_norm.weight"]}
-    assert_same_file(layer_to_hf(ranks, dims, originals=originals, storage="separate"), file)
+    assert_same_file(
+        layer_to_hf(ranks, dims, originals=originals, storage="separate"), file
+    )
 
 
 @pytest.mark.parametrize("family", [OLMO, QWEN4])
 def test_a_whole_model_is_refused_with_what_converts_its_layers(family):
-    with pytest.raises(ValueError, match=rf"architecture \['{family}'\].*see layer_from_hf"):
+    with pytest.raises(
+        ValueError, match=rf"architecture \['{family}'\].*see layer_from_hf"
+    ):
         parse_hf_config({"architectures": [family]})
 
 

@@ -11,11 +11,20 @@ from megatron_gdn.hf.tensor_plan import plan_of
 from megatron_gdn.models import find
 
 CONFIG = {
-    "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 16, "num_hidden_layers": 8,
-    "vocab_size": 32, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 3,
-    "linear_value_head_dim": 5, "linear_conv_kernel_dim": 4, "intermediate_size": 12,
-}  # fmt: skip
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "hidden_size": 16,
+    "num_hidden_layers": 8,
+    "vocab_size": 32,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+    "intermediate_size": 12,
+}
 
 
 @pytest.mark.parametrize(
@@ -23,7 +32,10 @@ CONFIG = {
     [
         ({}, "G-G-G-*-G-G-G-*-"),
         ({"full_attention_interval": 2}, "G-*-G-*-G-*-G-*-"),
-        ({"layer_types": ["full_attention", "linear_attention"] * 4}, "*-G-*-G-*-G-*-G-"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"] * 4},
+            "*-G-*-G-*-G-*-G-",
+        ),
     ],
 )
 def test_which_layers_are_gdn(changes, pattern):
@@ -32,10 +44,14 @@ def test_which_layers_are_gdn(changes, pattern):
 
 def test_experts_follow_the_step_and_the_exceptions():
     moe = CONFIG | {
-        "architectures": ["Qwen3NextForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
-        "decoder_sparse_step": 2, "mlp_only_layers": [3],
-    }  # fmt: skip
+        "architectures": ["Qwen3NextForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    }
     config = parse_hf_config(moe)
     assert config.hybrid_layer_pattern == "G-GEG-*-G-GEG-*E"
     assert config.storage == "interleaved"
@@ -92,10 +108,14 @@ def test_a_folder_without_one_text_model_is_refused():
     files = {source.key: TensorSpec("BF16", source.shape) for source in sources}
     assert plan_of(config, files, "hybrid", True).passthrough == []
     with pytest.raises(ValueError, match=f"unknown key '{second}'"):
-        plan_of(config, files | {second: files["model.embed_tokens.weight"]}, "hybrid", True)
+        plan_of(
+            config, files | {second: files["model.embed_tokens.weight"]}, "hybrid", True
+        )
 
 
-@pytest.mark.parametrize("rope", [{"type": "mrope"}, {"rope_type": None, "type": "yarn"}])
+@pytest.mark.parametrize(
+    "rope", [{"type": "mrope"}, {"rope_type": None, "type": "yarn"}]
+)
 def test_a_kind_of_rotary_embedding_under_its_older_name_is_refused_too(rope):
     with pytest.raises(ValueError, match="rope_type=.* must be 'default'"):
         parse_hf_config(CONFIG | {"rope_scaling": rope})

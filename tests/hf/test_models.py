@@ -1,4 +1,5 @@
-"""Imported Megatron models compute what transformers computes, and save what they loaded."""
+"""Imported Megatron models compute what transformers computes, and save what they
+loaded."""
 
 import re
 
@@ -9,7 +10,14 @@ from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from tests.hf import model_laws as laws
 
 DENSE = ["dense", "dense tied", "dense ratio 1", "dense ratio 3", "vision"]
-MOE = ["next", "next dense layer", "next ratio 4", "moe", "moe packed", "vision moe packed"]
+MOE = [
+    "next",
+    "next dense layer",
+    "next ratio 4",
+    "moe",
+    "moe packed",
+    "vision moe packed",
+]
 
 
 def assert_logits_agree(found, noisy=False):
@@ -19,7 +27,9 @@ def assert_logits_agree(found, noisy=False):
     assert found["cosine"] > 0.99999, found
 
 
-@pytest.mark.parametrize("kind", ["hybrid", pytest.param("gpt", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kind", ["hybrid", pytest.param("gpt", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("name", DENSE + MOE)
 def test_an_imported_model_has_the_logits_of_transformers(pools, hf_folder, name, kind):
     (found,) = pools(1).run(laws.logits_agree, hf_folder(name), kind)
@@ -35,19 +45,29 @@ def test_plain_norms_give_the_same_logits(pools, hf_folder, name):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("kind", ["hybrid", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["hybrid", pytest.param("gpt", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["dense", "dense tied", "next", "moe packed", "vision"])
+@pytest.mark.parametrize(
+    "name", ["dense", "dense tied", "next", "moe packed", "vision"]
+)
 def test_a_loaded_model_saves_the_bits_and_dtypes_of_its_source(
     pools, hf_folder, tmp_path, name, dtype, kind
 ):
     (found,) = pools(1).run(
-        laws.save_gives_the_source_back, hf_folder(name), tmp_path / "saved", kind, dtype
+        laws.save_gives_the_source_back,
+        hf_folder(name),
+        tmp_path / "saved",
+        kind,
+        dtype,
     )
     assert found == []
 
 
-@pytest.mark.parametrize(("tp", "wrap"), [(1, True), (2, False)], ids=["wrapped", "two ranks"])
+@pytest.mark.parametrize(
+    ("tp", "wrap"), [(1, True), (2, False)], ids=["wrapped", "two ranks"]
+)
 def test_wrapped_and_shared_models_save_them_too(pools, hf_folder, tmp_path, tp, wrap):
     folders = hf_folder("dense"), tmp_path / "saved"
     found = pools(tp).run(
@@ -113,12 +133,22 @@ def test_trained_gates_are_saved_in_fp32_or_their_loss_is_said(
             {"config": {"sizes": {"ffn_hidden_size": 28}}},
             r"linear_fc1.weight has shape \(56, 24\) in the model",
         ),
-        ({"config": {"vocab_size": 32}}, "vocabulary has 67 rows, the model's embedding only 32"),
-        ({"options": {"output_gate_activation": "sigmoid"}},
-         "self_attention was built with output_gate_activation='sigmoid'"),
-        ({"options": {"allow_neg_eigval": True}}, "was built with allow_neg_eigval=True"),
+        (
+            {"config": {"vocab_size": 32}},
+            "vocabulary has 67 rows, the model's embedding only 32",
+        ),
+        (
+            {"options": {"output_gate_activation": "sigmoid"}},
+            "self_attention was built with output_gate_activation='sigmoid'",
+        ),
+        (
+            {"options": {"allow_neg_eigval": True}},
+            "was built with allow_neg_eigval=True",
+        ),
     ],
-)  # fmt: skip
-def test_a_model_of_another_shape_or_meaning_is_refused_by_name(pools, hf_folder, changes, message):
+)
+def test_a_model_of_another_shape_or_meaning_is_refused_by_name(
+    pools, hf_folder, changes, message
+):
     (found,) = pools(1).run(laws.loading_fails, hf_folder("dense"), **changes)
     assert re.search(message, found), found

@@ -1,4 +1,5 @@
-"""Each field of transformers' NemotronHConfig is read, or refused, or changes no number."""
+"""Each field of transformers' NemotronHConfig is read, or refused, or changes no
+number."""
 
 import math
 from dataclasses import fields
@@ -18,18 +19,34 @@ OF_CLASS = NemotronHConfig(
 NAMES = {field.name for field in fields(NemotronHConfig)} | OF_CLASS.keys()
 # Another value of each field that is read; other sizes are doubled.
 OTHERS = {
-    "architectures": ["Qwen3NextForCausalLM"], "tie_word_embeddings": True,
-    "layers_block_type": ["linear_attention", "mlp"] * 3, "layer_norm_epsilon": 1e-3,
-    "hybrid_override_pattern": "M-M-M-", "num_hidden_layers": 5, "head_dim": 64,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "tie_word_embeddings": True,
+    "layers_block_type": ["linear_attention", "mlp"] * 3,
+    "layer_norm_epsilon": 1e-3,
+    "hybrid_override_pattern": "M-M-M-",
+    "num_hidden_layers": 5,
+    "head_dim": 64,
     "text_config": {"a": 1},
-}  # fmt: skip
+}
 # Values that describe another model.
 REFUSED = {
-    "attention_bias": True, "conv_kernel": 3, "mamba_hidden_act": "gelu", "mamba_proj_bias": True,
-    "mlp_bias": True, "mlp_hidden_act": "silu", "moe_latent_size": 8, "n_group": 2,
-    "n_shared_experts": 2, "norm_topk_prob": False, "residual_in_fp32": True, "sliding_window": 64,
-    "time_step_limit": [0.0, 0.1], "topk_group": 2, "use_bias": True, "use_conv_bias": False,
-}  # fmt: skip
+    "attention_bias": True,
+    "conv_kernel": 3,
+    "mamba_hidden_act": "gelu",
+    "mamba_proj_bias": True,
+    "mlp_bias": True,
+    "mlp_hidden_act": "silu",
+    "moe_latent_size": 8,
+    "n_group": 2,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "residual_in_fp32": True,
+    "sliding_window": 64,
+    "time_step_limit": [0.0, 0.1],
+    "topk_group": 2,
+    "use_bias": True,
+    "use_conv_bias": False,
+}
 
 
 def parsed(**changes):
@@ -37,7 +54,8 @@ def parsed(**changes):
 
 
 def test_a_file_of_transformers_class_is_read():
-    """It has layers_block_type in place of the pattern, and head_dim, here the class's 128."""
+    """It has layers_block_type in place of the pattern, and head_dim, here the class's
+    128."""
     assert parse_hf_config(OF_CLASS) == parsed(head_dim=128)
     assert parsed() == parsed(head_dim=128)
 
@@ -78,12 +96,17 @@ def test_infinity_is_read_as_transformers_writes_it(infinity):
 
 @pytest.mark.parametrize(
     "old, usual, value",
-    [("attention_head_dim", "head_dim", 64), ("mamba_n_groups", "n_groups", 2),
-     ("layer_types", "layers_block_type", OF_CLASS["layers_block_type"])],
-)  # fmt: skip
+    [
+        ("attention_head_dim", "head_dim", 64),
+        ("mamba_n_groups", "n_groups", 2),
+        ("layer_types", "layers_block_type", OF_CLASS["layers_block_type"]),
+    ],
+)
 def test_an_older_name_means_the_same_and_contradicts_no_newer_one(old, usual, value):
     bare = {name: given for name, given in NEMOTRON.items() if name != usual}
-    assert parse_hf_config({**bare, old: value}) == parse_hf_config({**bare, usual: value})
+    assert parse_hf_config({**bare, old: value}) == parse_hf_config(
+        {**bare, usual: value}
+    )
     other = ["moe"] if isinstance(value, list) else 2 * value
     with pytest.raises(ValueError, match=f"{old}=.* and {usual}=.* are one setting"):
         parse_hf_config({**bare, old: value, usual: other})
@@ -95,14 +118,20 @@ def test_old_names_of_settings_are_refused_too():
 
 
 def test_two_lists_of_layers_must_agree_and_one_must_be_there():
-    with pytest.raises(ValueError, match="hybrid_override_pattern has .* layers_block_type has"):
+    with pytest.raises(
+        ValueError, match="hybrid_override_pattern has .* layers_block_type has"
+    ):
         parsed(layers_block_type=["moe"])
     with pytest.raises(ValueError, match="has no 'hybrid_override_pattern'"):
         parsed(hybrid_override_pattern=None)
-    with pytest.raises(ValueError, match="layers_block_type=.* must be a list of 'attention', "):
+    with pytest.raises(
+        ValueError, match="layers_block_type=.* must be a list of 'attention', "
+    ):
         parsed(layers_block_type=["conv"])
 
 
 def test_a_field_that_no_nemotron_has_is_refused():
-    with pytest.raises(ValueError, match="'mixer_gain'.* not known as fields of a NemotronH"):
+    with pytest.raises(
+        ValueError, match="'mixer_gain'.* not known as fields of a NemotronH"
+    ):
         parsed(mixer_gain=2)

@@ -1,4 +1,5 @@
-"""A quantised folder is refused in the words of its format, which name a weight and its scales."""
+"""A quantised folder is refused in the words of its format, which name a weight and its
+scales."""
 
 import shutil
 
@@ -44,15 +45,18 @@ def packed_int4(*others):
     return tensors
 
 
-# For each format: what stands for a weight [N, K], by the end of the key; the words of the error.
+# For each format: what stands for a weight [N, K], by the end of the key; the words of
+# the error.
 FORMATS = {
     "block-scaled FP8": (
         scaled_fp8(lambda n, k: ones(1, 1), "weight_scale_inv"),
-        "weight is block-scaled FP8 (F8_E4M3, scales F32 [1, 1] in {module}.weight_scale_inv)",
+        "weight is block-scaled FP8 (F8_E4M3, scales F32 [1, 1] in "
+        "{module}.weight_scale_inv)",
     ),
     "block-scaled FP8, bf16 scales": (
         scaled_fp8(lambda n, k: ones(1, 1, dtype=torch.bfloat16), "weight_scale_inv"),
-        "weight is block-scaled FP8 (F8_E4M3, scales BF16 [1, 1] in {module}.weight_scale_inv)",
+        "weight is block-scaled FP8 (F8_E4M3, scales BF16 [1, 1] in "
+        "{module}.weight_scale_inv)",
     ),
     "per-tensor FP8": (
         lambda n, k: {
@@ -64,11 +68,13 @@ FORMATS = {
     ),
     "per-tensor FP8, inverse scale": (
         scaled_fp8(lambda n, k: ones(1), "weight_scale_inv"),
-        "weight is per-tensor FP8 (F8_E4M3, scales F32 [1] in {module}.weight_scale_inv)",
+        "weight is per-tensor FP8 (F8_E4M3, scales F32 [1] in "
+        "{module}.weight_scale_inv)",
     ),
     "per-channel FP8": (
         scaled_fp8(lambda n, k: ones(n, 1)),
-        "weight is per-channel FP8 (F8_E4M3, scales F32 [24, 1] in {module}.weight_scale)",
+        "weight is per-channel FP8 (F8_E4M3, scales F32 [24, 1] in "
+        "{module}.weight_scale)",
     ),
     "MXFP8": (
         scaled_fp8(lambda n, k: integers(n, k // 8)),
@@ -101,7 +107,8 @@ FORMATS = {
             "weight_scale": ones(n, 1, dtype=torch.bfloat16),
             "weight_shape": torch.tensor([n, k]),
         },
-        "weight_packed is packed INT4 or INT8 (I32, scales BF16 [24, 1] in {module}.weight_scale)",
+        "weight_packed is packed INT4 or INT8 (I32, scales BF16 [24, 1] in "
+        "{module}.weight_scale)",
     ),
     "INT8": (
         lambda n, k: {
@@ -121,15 +128,18 @@ FORMATS = {
             "weight.quant_map": ones(16),
             "weight.quant_state.bitsandbytes__nf4": integers(80),
         },
-        "weight is 4-bit of bitsandbytes (U8, scales F32 [12] in {module}.weight.absmax)",
+        "weight is 4-bit of bitsandbytes (U8, scales F32 [12] in "
+        "{module}.weight.absmax)",
     ),
     "GPTQ": (
-        packed_int4("g_idx"), "qweight is GPTQ (I32, scales F16 [1, 24] in {module}.scales)",
+        packed_int4("g_idx"),
+        "qweight is GPTQ (I32, scales F16 [1, 24] in {module}.scales)",
     ),
     "AWQ": (
-        packed_int4(), "qweight is AWQ or GPTQ (I32, scales F16 [1, 24] in {module}.scales)",
+        packed_int4(),
+        "qweight is AWQ or GPTQ (I32, scales F16 [1, 24] in {module}.scales)",
     ),
-}  # fmt: skip
+}
 ADVICE = "; weights must be BF16, F16 or F32. Convert them to BF16 first."
 
 
@@ -166,10 +176,14 @@ def test_a_quantised_weight_is_refused_in_the_words_of_its_format(
     assert not (tmp_path / "imported").exists()
 
 
-@pytest.mark.parametrize("end", ["weight_scale_inv", "weight_scale", "weight_scale_2", "SCB"])
+@pytest.mark.parametrize(
+    "end", ["weight_scale_inv", "weight_scale", "weight_scale_2", "SCB"]
+)
 def test_scales_that_a_conversion_left_are_named(copy, tmp_path, refused, end):
     scale = f"{MODULE}.{end}"
-    edit(copy, lambda tensors: tensors.update({scale: ones(1, 1, dtype=torch.bfloat16)}))
+    edit(
+        copy, lambda tensors: tensors.update({scale: ones(1, 1, dtype=torch.bfloat16)})
+    )
     said = refused("import", copy, tmp_path / "imported")
     assert f"{scale} has scales of a quantised weight, but {WEIGHT} is BF16; " in said
     assert "Convert the quantised weights again" in said
@@ -184,7 +198,9 @@ def test_scales_without_their_weight_are_named(copy, tmp_path, refused):
 
     edit(copy, lose)
     said = refused("import", copy, tmp_path / "imported")
-    assert f"{scale} has scales of a quantised weight, but {WEIGHT} is missing; " in said
+    assert (
+        f"{scale} has scales of a quantised weight, but {WEIGHT} is missing; " in said
+    )
 
 
 def test_a_quantised_tensor_that_no_import_loads_is_copied(copy, tmp_path):
@@ -225,11 +241,18 @@ def test_experts_in_one_tensor_are_named_by_the_scales_of_one_expert(scale, form
         f"{experts}_scale_inv": TensorSpec("BF16", scale),
         experts: TensorSpec("F8_E4M3", (4, 8, 6)),
     }
-    with pytest.raises(NotImplementedError, match=rf"^{experts} is {format} FP8 \(F8_E4M3"):
+    with pytest.raises(
+        NotImplementedError, match=rf"^{experts} is {format} FP8 \(F8_E4M3"
+    ):
         refuse_quantised(specs)
 
 
 def test_four_bits_of_experts_in_blocks_are_named():
-    specs = {f"experts.down_proj_{end}": TensorSpec("U8", (4, 8)) for end in ("blocks", "scales")}
-    with pytest.raises(NotImplementedError, match=r"^experts.down_proj_blocks is MXFP4 \(U8"):
+    specs = {
+        f"experts.down_proj_{end}": TensorSpec("U8", (4, 8))
+        for end in ("blocks", "scales")
+    }
+    with pytest.raises(
+        NotImplementedError, match=r"^experts.down_proj_blocks is MXFP4 \(U8"
+    ):
         refuse_quantised(specs)

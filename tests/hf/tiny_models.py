@@ -1,4 +1,5 @@
-"""Tiny models of every family, built by transformers and saved as published folders look."""
+"""Tiny models of every family, built by transformers and saved as published folders
+look."""
 
 import inspect
 import json
@@ -9,13 +10,21 @@ import torch
 
 BF16, F32 = torch.bfloat16, torch.float32
 
-# K != V, three heads of attention for each group, 67 vocabulary rows: nothing divides by chance.
+# K != V, three heads of attention for each group, 67 vocabulary rows: nothing divides
+# by chance.
 COMMON = {
-    "vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 12,
-    "num_key_value_heads": 4, "head_dim": 8, "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "vocab_size": 67,
+    "hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 MOE = {
     "moe_intermediate_size": 12,
     "shared_expert_intermediate_size": 16,
@@ -24,11 +33,17 @@ MOE = {
 }
 NO_PADDING = {"pad_token_id": None, "eos_token_id": None}
 QWEN4 = {
-    "output_gate_type": "sigmoid", "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2,
-    "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
+    "output_gate_type": "sigmoid",
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 4,
     "indexer_compress_ratio": 2,
-}  # fmt: skip
-# Kimi Delta Attention: four heads of 8, and latent attention in the last of four layers.
+}
+# Kimi Delta Attention: four heads of 8, and latent attention in the last of four
+# layers.
 KDA = {
     "vocab_size": 67,
     "hidden_size": 24,
@@ -44,10 +59,16 @@ KDA = {
     **NO_PADDING,
 }
 LATENT = {
-    "kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-    "v_head_dim": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 3, "num_experts_per_tok": 2,
-    "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
 BAILING = {"head_dim": 8, "num_experts": 4}
 GLM = {
     "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
@@ -58,13 +79,20 @@ GLM = {
     "index_topk": 4,
     "index_kpool": 2,
 }
-GLM_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
-              "out_hidden_size": 24, "patch_size": 4}  # fmt: skip
+GLM_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 24,
+    "patch_size": 4,
+}
 VISION = GLM_VISION | {"num_position_embeddings": 16}
 
 
 def model_class(family: str):
-    """In plain torch: where fla is installed, transformers picks its kernels at import."""
+    """In plain torch: where fla is installed, transformers picks its kernels at
+    import."""
     import transformers
 
     hidden = {name: sys.modules.get(name) for name in ("fla", "causal_conv1d")}
@@ -97,7 +125,10 @@ def build(family: str, **changes):
         "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5Moe", moe),
         "OlmoHybridForCausalLM": ("OlmoHybrid", dense | NO_PADDING),
         "Qwen4ExpForCausalLM": ("Qwen4ExpText", COMMON | MOE | QWEN4 | changes),
-        "KimiLinearForCausalLM": ("KimiLinear", KDA | LATENT | {"num_local_experts": 4} | changes),
+        "KimiLinearForCausalLM": (
+            "KimiLinear",
+            KDA | LATENT | {"num_local_experts": 4} | changes,
+        ),
         "BailingHybridForCausalLM": ("BailingHybrid", KDA | LATENT | BAILING | changes),
         "Glm5NextForConditionalGeneration": ("Glm5Next", KDA | LATENT | GLM | changes),
     }[family]
@@ -107,7 +138,8 @@ def build(family: str, **changes):
     model = model_class(family)(getattr(hf, f"{kind}Config")(**settings))
     with torch.no_grad():
         for name, param in model.named_parameters():
-            # Gains on both sides of 1/2, gates unlike each other, weights as large as trained ones.
+            # Gains on both sides of 1/2, gates unlike each other, weights as large as
+            # trained ones.
             if param.dim() == 1:
                 param.add_(torch.empty_like(param).uniform_(-0.9, 0.9))
             elif "conv1d" not in name:
@@ -116,7 +148,8 @@ def build(family: str, **changes):
 
 
 def as_published(model, folder: Path, packed: bool = False, extra: bool = True) -> None:
-    """Save as the hub does: bf16 with fp32 gates in Qwen3.5, several files, MTP weights."""
+    """Save as the hub does: bf16 with fp32 gates in Qwen3.5, several files, MTP
+    weights."""
     from safetensors.torch import load_file, save_file
 
     model.save_pretrained(folder, max_shard_size="20KB")
@@ -141,25 +174,34 @@ def write_folder(tensors, folder: Path, save_file, files: int = 3) -> None:
     weight_map = {}
     for number in range(files):
         name = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
-        part = {key: tensors[key].contiguous() for key in sorted(tensors)[number::files]}
+        part = {
+            key: tensors[key].contiguous() for key in sorted(tensors)[number::files]
+        }
         save_file(part, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, name)
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2) + "\n"
+    )
 
 
 def _pack_experts(tensors) -> None:
     layers = {key.split("experts.0.")[0] for key in tensors if ".experts.0." in key}
     for layer in layers:
         per_expert = [
-            [tensors.pop(f"{layer}experts.{e}.{n}_proj.weight") for n in ("gate", "up", "down")]
+            [
+                tensors.pop(f"{layer}experts.{e}.{n}_proj.weight")
+                for n in ("gate", "up", "down")
+            ]
             for e in range(MOE["num_experts"])
         ]
         tensors[f"{layer}experts.gate_up_proj"] = torch.stack(
             [torch.cat([gate, up]) for gate, up, _ in per_expert]
         )
-        tensors[f"{layer}experts.down_proj"] = torch.stack([down for *_, down in per_expert])
+        tensors[f"{layer}experts.down_proj"] = torch.stack(
+            [down for *_, down in per_expert]
+        )
 
 
 FOLDERS = {

@@ -1,9 +1,10 @@
 """Runs programs of Triton kernels on tensors that have sizes and strides and no memory.
 
-A launch on meta tensors runs some programs of its grid in Triton's interpreter, twice: once as
-compiled, with integers of 32 bits where the kernel has them, and once with 64 bits for every
-integer. Loads return zeros, or the index that :meth:`Simulation.holds` gave for a table of indices.
-Both runs must reach the same elements, and every element must lie inside its tensor.
+A launch on meta tensors runs some programs of its grid in Triton's interpreter, twice:
+once as compiled, with integers of 32 bits where the kernel has them, and once with 64
+bits for every integer. Loads return zeros, or the index that :meth:`Simulation.holds`
+gave for a table of indices. Both runs must reach the same elements, and every element
+must lie inside its tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from triton.runtime.jit import mangle_type
 
 # The largest sizes of a grid's axes on CUDA.
 GRID = 2**31 - 1, 65535, 65535
-_SPACING = 46  # addresses of different tensors are 2^46 bytes apart, more than any tensor has
+# addresses of different tensors are 2^46 bytes apart, more than any tensor has
+_SPACING = 46
 _ALL_OF = 8  # an axis of at most this many programs runs all of them
 
 
@@ -46,24 +48,31 @@ class Simulation:
         name = kernel.fn.__name__
         self.launched.add(name)
         for axis, (size, most) in enumerate(zip(grid, GRID, strict=True)):
-            assert 0 < size <= most, f"{name}: axis {axis} of the grid {grid} has at most {most}"
+            assert 0 < size <= most, (
+                f"{name}: axis {axis} of the grid {grid} has at most {most}"
+            )
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         for program in _programs(grid) if self.runs else ():
             as_compiled, wide = (
                 _reached(kernel, args, kwargs, grid, program, self, wide=wide)
                 for wide in (False, True)
             )
-            assert len(as_compiled) == len(wide), f"{name}: program {program} takes another branch"
+            assert len(as_compiled) == len(wide), (
+                f"{name}: program {program} takes another branch"
+            )
             for found, exact in zip(as_compiled, wide, strict=True):
                 _compare(name, program, tensors, found, exact)
 
 
 def _compare(name, program, tensors, found, exact) -> None:
-    """The addresses of one load or store, of the run as compiled and of the wide one."""
+    """The addresses of one load or store, of the run as compiled and of the wide
+    one."""
     for address in np.unique(exact >> _SPACING):
         x = tensors[int(address) - 1]
         inside = exact[exact >> _SPACING == address] - (address << _SPACING)
-        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        last = sum(
+            (n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)
+        )
         least, most = int(inside.min()), int(inside.max()) // x.element_size()
         assert least >= 0 and most <= last, (
             f"{name}: program {program} reaches elements {least} to {most} of a tensor "
@@ -75,7 +84,8 @@ def _compare(name, program, tensors, found, exact) -> None:
 
 
 def _programs(grid):
-    """The last program and one between, or all of a short first axis that end the other axes."""
+    """The last program and one between, or all of a short first axis that end the other
+    axes."""
     draw = random.Random(0)
     _, *others = last = tuple(size - 1 for size in grid)
     if grid[0] <= _ALL_OF:
@@ -84,7 +94,8 @@ def _programs(grid):
 
 
 def _reached(kernel, args, kwargs, grid, program, simulation, wide):
-    """The addresses of each load and store of one program, without those that a mask hides."""
+    """The addresses of each load and store of one program, without those that a mask
+    hides."""
     reached: list[np.ndarray] = []
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
 
@@ -133,7 +144,8 @@ def _reached(kernel, args, kwargs, grid, program, simulation, wide):
 
 @contextmanager
 def _patched(methods, converted, wide):
-    """Change the interpreter's builder and arguments; ``wide``: integers of 32 bits have 64."""
+    """Change the interpreter's builder and arguments; ``wide``: integers of 32 bits
+    have 64."""
     builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     changes = [(builder, name, method) for name, method in methods.items()]
     changes.append((interpreter, "_implicit_cvt", converted))
@@ -145,10 +157,13 @@ def _patched(methods, converted, wide):
             return np.dtype(np.int64) if found == np.int32 else found
 
         def wide_bitcast(self, x, kind):
-            """Of floats and integers of 32 bits, as which the integers are cast first."""
+            """Of floats and integers of 32 bits, as which the integers are cast
+            first."""
             data = x.data.astype(np.int32) if x.data.dtype == np.int64 else x.data
             made = data.view(dtype_of(kind.scalar))
-            return Handle(made.astype(np.int64) if made.dtype == np.int32 else made, kind.scalar)
+            return Handle(
+                made.astype(np.int64) if made.dtype == np.int32 else made, kind.scalar
+            )
 
         def of(value):
             return Handle(np.array([value], dtype=np.int64), tl.int32)
@@ -158,13 +173,24 @@ def _patched(methods, converted, wide):
             (interpreter, "_validate_np_data_size", lambda *_: True),
             (builder, "create_bitcast", wide_bitcast),
             (builder, "get_int32", lambda self, value: of(value)),
-            (builder, "create_get_program_id", lambda self, axis: of(self.grid_idx[axis])),
-            (builder, "create_get_num_programs", lambda self, axis: of(self.grid_dim[axis])),
             (
-                builder, "create_make_range",
-                lambda self, kind, start, stop: Handle(np.arange(start, stop), tl.int32),
+                builder,
+                "create_get_program_id",
+                lambda self, axis: of(self.grid_idx[axis]),
             ),
-        ]  # fmt: skip
+            (
+                builder,
+                "create_get_num_programs",
+                lambda self, axis: of(self.grid_dim[axis]),
+            ),
+            (
+                builder,
+                "create_make_range",
+                lambda self, kind, start, stop: Handle(
+                    np.arange(start, stop), tl.int32
+                ),
+            ),
+        ]
     kept = [(home, name, getattr(home, name)) for home, name, _ in changes]
     for home, name, new in changes:
         setattr(home, name, new)

@@ -1,4 +1,5 @@
-"""Boundaries of documents that no buffer has: our error, in a few words, and never other rows."""
+"""Boundaries of documents that no buffer has: our error, in a few words, and never
+other rows."""
 
 import pytest
 import torch
@@ -52,13 +53,21 @@ def test_bad_boundaries_are_refused_beside_good_ones_too(beside, name, bad):
 
 
 @pytest.mark.parametrize(
-    "unpadded", [(1, 9, 17), (5, 6, 7), (0, 9, 16), (0, 8), (0, 2, 4, 6), (0, 8, 6)], ids=str
+    "unpadded",
+    [(1, 9, 17), (5, 6, 7), (0, 9, 16), (0, 8), (0, 2, 4, 6), (0, 8, 6)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_kv"])
 def test_lengths_that_contradict_the_slots_are_refused(name, unpadded):
     with pytest.raises(ValueError):
-        resolve(**{name: tensor(*unpadded)}, cu_seqlens_q_padded=GOOD, cu_seqlens_kv_padded=GOOD)
-    good = resolve(**{name: tensor(0, 3, 11)}, cu_seqlens_q_padded=GOOD, cu_seqlens_kv_padded=GOOD)
+        resolve(
+            **{name: tensor(*unpadded)},
+            cu_seqlens_q_padded=GOOD,
+            cu_seqlens_kv_padded=GOOD,
+        )
+    good = resolve(
+        **{name: tensor(0, 3, 11)}, cu_seqlens_q_padded=GOOD, cu_seqlens_kv_padded=GOOD
+    )
     assert good is not None and good.offsets == (0, 8, 16)
 
 
@@ -71,7 +80,10 @@ def test_boundaries_of_many_documents_are_told_in_few_words():
         resolve_packed_seq_params(params, 200_000, CPU)
     assert len(str(error.value)) < 1000
     slots = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=2 * many, cu_seqlens_q_padded=many, cu_seqlens_kv=2 * many
+        qkv_format="thd",
+        cu_seqlens_q=2 * many,
+        cu_seqlens_q_padded=many,
+        cu_seqlens_kv=2 * many,
     )
     with pytest.raises(ValueError, match="one slot per document") as error:
         resolve_packed_seq_params(slots, 200_000, CPU)
@@ -85,7 +97,9 @@ def test_a_buffer_of_2_to_the_31_tokens_is_refused():
         Documents.from_cu_seqlens([0, 2**31], 2**31)
 
 
-NUMBERS = st.one_of(st.integers(-2, TOKENS + 2), st.sampled_from([2**31, 2**63, -(2**63), 2**64]))
+NUMBERS = st.one_of(
+    st.integers(-2, TOKENS + 2), st.sampled_from([2**31, 2**63, -(2**63), 2**64])
+)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -1,4 +1,5 @@
-"""A ``config.json`` that nobody vouches for: every field has a type and a range, and errors say."""
+"""A ``config.json`` that nobody vouches for: every field has a type and a range, and
+errors say."""
 
 import json
 import math
@@ -16,46 +17,115 @@ from megatron_gdn.models.model import Model
 from tests.hf.test_model_map import CONFIG
 
 EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8, "decoder_sparse_step": 2,
-}  # fmt: skip
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "decoder_sparse_step": 2,
+}
 NEMOTRON = {
-    "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*ME",
-    "hidden_size": 16, "vocab_size": 32, "intermediate_size": 8, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "mamba_num_heads": 4, "mamba_head_dim": 4, "ssm_state_size": 8,
-    "n_groups": 2, "moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_shared_expert_intermediate_size": 8, "layer_norm_epsilon": 1e-5,
+    "architectures": ["NemotronHForCausalLM"],
+    "hybrid_override_pattern": "M-M*ME",
+    "hidden_size": 16,
+    "vocab_size": 32,
+    "intermediate_size": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 4,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_shared_expert_intermediate_size": 8,
+    "layer_norm_epsilon": 1e-5,
     "routed_scaling_factor": 2.5,
-}  # fmt: skip
+}
 SIZES = [
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", *EXPERTS,
-    "full_attention_interval", "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups",
-    "n_routed_experts", "moe_shared_expert_intermediate_size",
-]  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+    *EXPERTS,
+    "full_attention_interval",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "ssm_state_size",
+    "n_groups",
+    "n_routed_experts",
+    "moe_shared_expert_intermediate_size",
+]
 NUMBERS = [
-    "rms_norm_eps", "rope_theta", "partial_rotary_factor", "layer_norm_epsilon",
+    "rms_norm_eps",
+    "rope_theta",
+    "partial_rotary_factor",
+    "layer_norm_epsilon",
     "routed_scaling_factor",
-]  # fmt: skip
+]
 OTHERS = [
-    "architectures", "layer_types", "mlp_only_layers", "tie_word_embeddings", "text_config",
-    "rope_parameters", "rope_scaling", "hybrid_override_pattern", "hidden_act", "attention_bias",
-    "output_gate_type", "attn_output_gate", "rope_type", "norm_topk_prob",
-]  # fmt: skip
+    "architectures",
+    "layer_types",
+    "mlp_only_layers",
+    "tie_word_embeddings",
+    "text_config",
+    "rope_parameters",
+    "rope_scaling",
+    "hybrid_override_pattern",
+    "hidden_act",
+    "attention_bias",
+    "output_gate_type",
+    "attn_output_gate",
+    "rope_type",
+    "norm_topk_prob",
+]
 WRONG = [
-    "64", "", "4 --load X --spec evil f", "x\nerror", -1, -0.5, math.nan, math.inf, -math.inf, True,
-    [], {}, [[64]], {"a": "b"}, 10**19, 1e300, 64.5,
-]  # fmt: skip
+    "64",
+    "",
+    "4 --load X --spec evil f",
+    "x\nerror",
+    -1,
+    -0.5,
+    math.nan,
+    math.inf,
+    -math.inf,
+    True,
+    [],
+    {},
+    [[64]],
+    {"a": "b"},
+    10**19,
+    1e300,
+    64.5,
+]
 # Of these values some are legal for some fields.
 LEGAL = [
-    ("rope_theta", 64.5), ("routed_scaling_factor", 64.5), ("mlp_only_layers", []),
-    ("text_config", {}), ("rope_parameters", {}), ("rope_scaling", {}),
-    ("rope_parameters", {"a": "b"}), ("rope_scaling", {"a": "b"}), ("tie_word_embeddings", True),
-    ("attn_output_gate", True), ("norm_topk_prob", True),
-]  # fmt: skip
+    ("rope_theta", 64.5),
+    ("routed_scaling_factor", 64.5),
+    ("mlp_only_layers", []),
+    ("text_config", {}),
+    ("rope_parameters", {}),
+    ("rope_scaling", {}),
+    ("rope_parameters", {"a": "b"}),
+    ("rope_scaling", {"a": "b"}),
+    ("tie_word_embeddings", True),
+    ("attn_output_gate", True),
+    ("norm_topk_prob", True),
+]
 # Legal by their type, and wrong for another reason, which the error says.
-OTHERWISE_WRONG = [("architectures", []), ("layer_types", []), ("text_config", {"a": "b"})]
+OTHERWISE_WRONG = [
+    ("architectures", []),
+    ("layer_types", []),
+    ("text_config", {"a": "b"}),
+]
 
 
 def config_with(field: str) -> dict:
@@ -67,7 +137,9 @@ def config_with(field: str) -> dict:
 
 
 def is_legal(field: str, value: object) -> bool:
-    return any(field == name and type(value) is type(v) and value == v for name, v in LEGAL)
+    return any(
+        field == name and type(value) is type(v) and value == v for name, v in LEGAL
+    )
 
 
 def refusal(config, where: str = "there/config.json") -> str:
@@ -90,7 +162,9 @@ def test_a_field_of_a_wrong_type_or_range_is_named_with_what_is_legal(field):
             continue
         said = refusal(changed)
         if (field, value) not in OTHERWISE_WRONG:
-            assert said.startswith(f"there/config.json: {field}=") and "must be" in said, said
+            assert (
+                said.startswith(f"there/config.json: {field}=") and "must be" in said
+            ), said
 
 
 def test_a_zero_is_no_size_and_a_zero_of_experts_is_none():
@@ -98,7 +172,12 @@ def test_a_zero_is_no_size_and_a_zero_of_experts_is_none():
         if field in ("num_experts", "n_routed_experts"):
             continue
         assert f"{field}=0 is not legal" in refusal(config_with(field) | {field: 0})
-    assert "E" not in parse_hf_config(CONFIG | EXPERTS | {"num_experts": 0}).hybrid_layer_pattern
+    assert (
+        "E"
+        not in parse_hf_config(
+            CONFIG | EXPERTS | {"num_experts": 0}
+        ).hybrid_layer_pattern
+    )
 
 
 @pytest.mark.parametrize("config", [[], None, 5, "x"])
@@ -109,11 +188,23 @@ def test_a_config_is_an_object(config):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_attention_heads": 7}, "num_attention_heads=7 must be a multiple of num_key_value_h"),
-        ({"linear_num_value_heads": 5}, "linear_num_value_heads=5 must be a multiple of linear_n"),
-        ({"num_experts_per_tok": 99}, "num_experts_per_tok=99 must be at most num_experts=4"),
+        (
+            {"num_attention_heads": 7},
+            "num_attention_heads=7 must be a multiple of num_key_value_h",
+        ),
+        (
+            {"linear_num_value_heads": 5},
+            "linear_num_value_heads=5 must be a multiple of linear_n",
+        ),
+        (
+            {"num_experts_per_tok": 99},
+            "num_experts_per_tok=99 must be at most num_experts=4",
+        ),
         ({"partial_rotary_factor": 9}, "partial_rotary_factor=9 is not legal"),
-        ({"rope_parameters": {"partial_rotary_factor": 9}}, "partial_rotary_factor=9 is not legal"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 9}},
+            "partial_rotary_factor=9 is not legal",
+        ),
         ({"rope_parameters": {"rope_theta": math.nan}}, "rope_theta=nan is not legal"),
     ],
 )
@@ -122,7 +213,9 @@ def test_fields_that_contradict_each_other_are_refused(changes, said):
 
 
 def test_rope_parameters_change_no_size():
-    config = parse_hf_config(CONFIG | {"rope_parameters": {"hidden_size": 5, "rope_theta": 7}})
+    config = parse_hf_config(
+        CONFIG | {"rope_parameters": {"hidden_size": 5, "rope_theta": 7}}
+    )
     assert (config.sizes.hidden_size, config.rope_theta) == (16, 7)
 
 
@@ -159,27 +252,43 @@ def test_a_base_that_megatrons_flag_would_round_is_refused():
         (b"", "is not JSON"),
     ],
 )
-def test_a_file_that_is_no_config_is_named_in_one_line(tmp_path, refused, content, said):
+def test_a_file_that_is_no_config_is_named_in_one_line(
+    tmp_path, refused, content, said
+):
     (tmp_path / "config.json").write_bytes(content)
     text = refused("flags", tmp_path)
-    assert f"{tmp_path / 'config.json'}" in text and said in text and text.count("\n") == 1
+    assert (
+        f"{tmp_path / 'config.json'}" in text and said in text and text.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": 10**19}, "num_hidden_layers=10000000000000000000 is not legal"),
-        ({"num_hidden_layers": 9999, "layer_types": None}, "num_hidden_layers=9999, but the files"),
+        (
+            {"num_hidden_layers": 10**19},
+            "num_hidden_layers=10000000000000000000 is not legal",
+        ),
+        (
+            {"num_hidden_layers": 9999, "layer_types": None},
+            "num_hidden_layers=9999, but the files",
+        ),
         ({"num_experts": 10**8}, "num_experts=100000000 is not legal"),
-        ({"num_experts": 99_999}, "num_experts=99999, but the files have weights of 4 experts"),
-        ({"vocab_size": 2**31 - 1}, "embed_tokens.weight has shape (67, 24), but config.json asks"),
+        (
+            {"num_experts": 99_999},
+            "num_experts=99999, but the files have weights of 4 experts",
+        ),
+        (
+            {"vocab_size": 2**31 - 1},
+            "embed_tokens.weight has shape (67, 24), but config.json asks",
+        ),
         ({"hidden_size": 2**31 - 1}, "embed_tokens.weight has shape"),
         ({"head_dim": 2**31 - 2}, "o_proj.weight has shape"),
         ({"linear_key_head_dim": 2**31 - 1}, "linear_attn.conv1d.weight has shape"),
         ({"linear_value_head_dim": 2**31 - 1}, "linear_attn.out_proj.weight has shape"),
         ({"moe_intermediate_size": 2**31 - 1}, "but config.json asks for"),
     ],
-)  # fmt: skip
+)
 def test_sizes_are_compared_with_the_files_before_anything_is_built(
     hf_folder, tmp_path, refused, monkeypatch, changes, said
 ):
@@ -194,22 +303,32 @@ def test_sizes_are_compared_with_the_files_before_anything_is_built(
 
 def test_a_published_models_entry_is_read_by_the_same_table():
     fields = {name: value for name, value in CONFIG.items() if name != "architectures"}
-    model = Model("odd", "Qwen3_5ForCausalLM", fields | {"hidden_size": "64"}, "nowhere")
-    with pytest.raises(ValueError, match=r"odd in catalogue.toml: hidden_size='64' is not legal"):
+    model = Model(
+        "odd", "Qwen3_5ForCausalLM", fields | {"hidden_size": "64"}, "nowhere"
+    )
+    with pytest.raises(
+        ValueError, match=r"odd in catalogue.toml: hidden_size='64' is not legal"
+    ):
         _ = model.hf
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("linear_num_key_heads", "2"), ("linear_num_key_heads", 0), ("hidden_size", True),
-        ("linear_conv_kernel_dim", -4), ("rms_norm_eps", math.nan), ("rms_norm_eps", -1.0),
+        ("linear_num_key_heads", "2"),
+        ("linear_num_key_heads", 0),
+        ("hidden_size", True),
+        ("linear_conv_kernel_dim", -4),
+        ("rms_norm_eps", math.nan),
+        ("rms_norm_eps", -1.0),
     ],
-)  # fmt: skip
+)
 def test_the_drop_in_reads_a_config_by_the_same_table(field, value):
     config = transformers.Qwen3_5TextConfig(**CONFIG)
     object.__setattr__(config, field, value)
-    with pytest.raises(ValueError, match=f"a Qwen3_5TextConfig: {field}={re.escape(shown(value))}"):
+    with pytest.raises(
+        ValueError, match=f"a Qwen3_5TextConfig: {field}={re.escape(shown(value))}"
+    ):
         CPAwareGatedDeltaNet(config, 0)
 
 

@@ -1,4 +1,5 @@
-"""A Hugging Face folder that nobody vouches for: nothing outside the target, no old weights."""
+"""A Hugging Face folder that nobody vouches for: nothing outside the target, no old
+weights."""
 
 import errno
 import json
@@ -57,11 +58,24 @@ def write_again(like: Path, target: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../x.safetensors", "{there}", "sub/x.safetensors", "..", ".x.safetensors", "x\ny.safetensors",
-     "sub\\x.safetensors", "", 5, None, ["x"], "config.json"],
-)  # fmt: skip
+    [
+        "../x.safetensors",
+        "{there}",
+        "sub/x.safetensors",
+        "..",
+        ".x.safetensors",
+        "x\ny.safetensors",
+        "sub\\x.safetensors",
+        "",
+        5,
+        None,
+        ["x"],
+        "config.json",
+    ],
+)
 def test_an_index_names_files_inside_the_folder(copy, tmp_path, refused, name):
-    """The victim lies where the name leads, from the source as well as from the target."""
+    """The victim lies where the name leads, from the source as well as from the
+    target."""
     victim = tmp_path / "x.safetensors"
     shutil.copy(copy / FIRST, victim)
     (copy / "sub").mkdir()
@@ -74,7 +88,9 @@ def test_an_index_names_files_inside_the_folder(copy, tmp_path, refused, name):
 
     edit_index(copy, redirect)
     (copy / FIRST).unlink()
-    with pytest.raises(ValueError, match="names of .safetensors files inside the folder"):
+    with pytest.raises(
+        ValueError, match="names of .safetensors files inside the folder"
+    ):
         write_again(copy, tmp_path / "back")
     assert f"{copy / INDEX} says that" in refused("compare", copy, copy)
     assert (victim.read_bytes(), victim.stat().st_mtime_ns) == before
@@ -83,11 +99,21 @@ def test_an_index_names_files_inside_the_folder(copy, tmp_path, refused, name):
 
 @pytest.mark.parametrize(
     "content",
-    [b"[]", b"null", b"5", b'{"weight_map": []}', b'{"weight_map": {}}', b'{"weight_map": 5}',
-     b'{"metadata": null, "weight_map": {"x": "x.safetensors"}}', b"[" * 100_000,
-     b'{"metadata": [], "weight_map": {"x": "x.safetensors"}}', b"\xff", b"",
-     b'{"weight_map": {"x": "x.safetensors", "x": "y.safetensors"}}'],
-)  # fmt: skip
+    [
+        b"[]",
+        b"null",
+        b"5",
+        b'{"weight_map": []}',
+        b'{"weight_map": {}}',
+        b'{"weight_map": 5}',
+        b'{"metadata": null, "weight_map": {"x": "x.safetensors"}}',
+        b"[" * 100_000,
+        b'{"metadata": [], "weight_map": {"x": "x.safetensors"}}',
+        b"\xff",
+        b"",
+        b'{"weight_map": {"x": "x.safetensors", "x": "y.safetensors"}}',
+    ],
+)
 def test_an_index_of_another_form_is_refused_before_anything_is_written(
     copy, tmp_path, refused, content
 ):
@@ -112,22 +138,37 @@ ENTRY = b'{"dtype":"F32","shape":[1],"data_offsets":[%d,%d]}'
 @pytest.mark.parametrize(
     ("header", "said"),
     [
-        (b'{"a":%s,"a":%s,"b":%s}' % (ENTRY % (0, 4), ENTRY % (4, 8), ENTRY % (0, 4)),
-         "the key 'a' is listed twice"),
+        (
+            b'{"a":%s,"a":%s,"b":%s}'
+            % (ENTRY % (0, 4), ENTRY % (4, 8), ENTRY % (0, 4)),
+            "the key 'a' is listed twice",
+        ),
         (b'{"a\\nb":%s,"b":%s}' % (ENTRY % (0, 4), ENTRY % (4, 8)), r"the key 'a\nb'"),
-        (b'{"\\u001b[2J":%s,"b":%s}' % (ENTRY % (0, 4), ENTRY % (4, 8)), "printable characters"),
-        (b'{"%s":%s,"b":%s}' % (b"a" * 600, ENTRY % (0, 4), ENTRY % (4, 8)), "at most 512"),
-        (b'{"a":{"dtype":"F32","shape":[0,18446744073709551615],"data_offsets":[0,0]}}',
-         "a in "),
+        (
+            b'{"\\u001b[2J":%s,"b":%s}' % (ENTRY % (0, 4), ENTRY % (4, 8)),
+            "printable characters",
+        ),
+        (
+            b'{"%s":%s,"b":%s}' % (b"a" * 600, ENTRY % (0, 4), ENTRY % (4, 8)),
+            "at most 512",
+        ),
+        (
+            b'{"a":{"dtype":"F32","shape":[0,18446744073709551615],"data_offsets":[0,0]}}',
+            "a in ",
+        ),
         (b"{}", "hold no tensor"),
         (b"[" * 100_000, "is truncated or not a safetensors file"),
     ],
-)  # fmt: skip
-def test_a_header_that_readers_may_take_differently_is_refused(tmp_path, refused, header, said):
+)
+def test_a_header_that_readers_may_take_differently_is_refused(
+    tmp_path, refused, header, said
+):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         data = (
-            b"" if b'"data_offsets":[0,0]' in header or header[:2] in (b"{}", b"[[") else bytes(8)
+            b""
+            if b'"data_offsets":[0,0]' in header or header[:2] in (b"{}", b"[[")
+            else bytes(8)
         )
         write_raw(tmp_path / name / "model.safetensors", header, data)
     text = refused("compare", tmp_path / "one", tmp_path / "two")
@@ -138,30 +179,40 @@ def test_a_header_that_readers_may_take_differently_is_refused(tmp_path, refused
 
 
 OLD = [
-    "model.safetensors", "pytorch_model.bin", "pytorch_model-00001-of-00002.bin",
-    "pytorch_model.bin.index.json", "adapter_model.safetensors", "adapter_config.json",
-    "model-00004-of-00004.safetensors", "model.fp16.safetensors",
-]  # fmt: skip
+    "model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model-00001-of-00002.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "model-00004-of-00004.safetensors",
+    "model.fp16.safetensors",
+]
 
 
 @pytest.mark.parametrize("name", OLD)
 def test_a_folder_with_two_sets_of_weights_is_refused(copy, tmp_path, refused, name):
     shutil.copy(copy / FIRST, copy / name)
     for command in (["compare", copy, copy], ["import", copy, tmp_path / "imported"]):
-        assert f"{copy} has two sets of weights: {FIRST} and {name}" in refused(*command)
+        assert f"{copy} has two sets of weights: {FIRST} and {name}" in refused(
+            *command
+        )
     with pytest.raises(ValueError, match="two sets of weights"):
         write_again(copy, tmp_path / "back")
     assert names_of(tmp_path) == ["source"]
 
 
-def test_an_index_with_the_single_file_beside_others_is_refused(copy, tmp_path, refused):
+def test_an_index_with_the_single_file_beside_others_is_refused(
+    copy, tmp_path, refused
+):
     """transformers would load the single file alone."""
     (copy / FIRST).rename(copy / "model.safetensors")
 
     def rename(index) -> None:
         files = index["weight_map"]
         index["weight_map"] = {
-            key: "model.safetensors" if file == FIRST else file for key, file in files.items()
+            key: "model.safetensors" if file == FIRST else file
+            for key, file in files.items()
         }
 
     edit_index(copy, rename)
@@ -171,18 +222,28 @@ def test_an_index_with_the_single_file_beside_others_is_refused(copy, tmp_path, 
 def test_files_with_weights_and_pickles_are_not_copied(copy, tmp_path, caplog):
     kept = ["tokenizer.json", "sub/vocab.txt", "modeling.py"]
     left_out = [
-        "checkpoint-5/model.safetensors", "training_args.bin", "optimizer.pt", "sub/old.PTH",
-        "consolidated.safetensors", "model.gguf", "sub/pytorch_model.bin", "state.pkl",
-    ]  # fmt: skip
+        "checkpoint-5/model.safetensors",
+        "training_args.bin",
+        "optimizer.pt",
+        "sub/old.PTH",
+        "consolidated.safetensors",
+        "model.gguf",
+        "sub/pytorch_model.bin",
+        "state.pkl",
+    ]
     for name in [*kept, *left_out, ".hidden/x", ".hidden.json"]:
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_bytes(b"old")
     write_again(copy, tmp_path / "back")
-    files = {str(p.relative_to(tmp_path / "back")) for p in (tmp_path / "back").rglob("*.*")}
+    files = {
+        str(p.relative_to(tmp_path / "back")) for p in (tmp_path / "back").rglob("*.*")
+    }
     own = {path.name for path in copy.glob("model-*.safetensors")}
     configs = {path.name for path in copy.glob("*config.json")}
     assert files == {*kept, *own, *configs, INDEX}
-    assert "8 files of" in caplog.text and "the first is consolidated.saf" in caplog.text
+    assert (
+        "8 files of" in caplog.text and "the first is consolidated.saf" in caplog.text
+    )
 
 
 # Links
@@ -207,7 +268,10 @@ def test_a_linked_folder_is_not_copied(copy, tmp_path):
 
 def test_links_within_the_folder_and_the_hubs_cache_are_files(copy, tmp_path):
     """The hub's cache has snapshots/REVISION with links to files of ``blobs``."""
-    blobs, revision = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "1"
+    blobs, revision = (
+        tmp_path / "models--x" / "blobs",
+        tmp_path / "models--x" / "snapshots" / "1",
+    )
     blobs.mkdir(parents=True)
     revision.mkdir(parents=True)
     for number, path in enumerate(sorted(copy.iterdir())):
@@ -232,7 +296,9 @@ def test_an_export_refuses_nan_as_an_import_does(copy, tmp_path, imported):
         model = _load_checkpoint(imported, copy)
         with torch.no_grad():
             model.decoder.layers[0].self_attention.A_log[3] = torch.nan
-        with pytest.raises(ValueError, match=f"{A_LOG} holds 1 of 8 values that are NaN or inf"):
+        with pytest.raises(
+            ValueError, match=f"{A_LOG} holds 1 of 8 values that are NaN or inf"
+        ):
             save_hf_weights(model, tmp_path / "back", copy)
     assert names_of(tmp_path) == ["source"]
 
@@ -240,8 +306,12 @@ def test_an_export_refuses_nan_as_an_import_does(copy, tmp_path, imported):
 # Targets
 
 
-@pytest.mark.parametrize("kind", ["a link to a folder", "a dangling link", "a link to a file"])
-def test_a_target_that_is_a_link_is_refused_before_the_work(copy, tmp_path, refused, kind):
+@pytest.mark.parametrize(
+    "kind", ["a link to a folder", "a dangling link", "a link to a file"]
+)
+def test_a_target_that_is_a_link_is_refused_before_the_work(
+    copy, tmp_path, refused, kind
+):
     there = tmp_path / "there"
     if kind == "a link to a folder":
         there.mkdir()
@@ -302,15 +372,21 @@ def test_a_target_that_another_process_fills_meanwhile_is_not_touched(tmp_path, 
     assert (folder / "file").read_text() == "ours"
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o755), (0o027, 0o750), (0o077, 0o700)])
-def test_a_new_folder_has_the_permissions_of_the_users_umask(copy, tmp_path, umask, mode):
+@pytest.mark.parametrize(
+    ("umask", "mode"), [(0o022, 0o755), (0o027, 0o750), (0o077, 0o700)]
+)
+def test_a_new_folder_has_the_permissions_of_the_users_umask(
+    copy, tmp_path, umask, mode
+):
     before = os.umask(umask)
     try:
         write_again(copy, tmp_path / "back")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "back").stat().st_mode) == mode
-    files = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "back").iterdir()]
+    files = [
+        stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "back").iterdir()
+    ]
     assert all(found & umask == 0 for found in files)
 
 
@@ -331,16 +407,24 @@ def test_a_name_makes_no_line_of_a_report(copy, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [line, "1 tensors differ"] * 2
     assert main(["flags", f"{other}\n"]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "\x1b" not in said and r"x\nevery tensor is equal" in said
+    assert (
+        said.count("\n") == 1
+        and "\x1b" not in said
+        and r"x\nevery tensor is equal" in said
+    )
 
 
-def test_an_export_of_the_command_line_names_what_a_name_would_hide(copy, tmp_path, refused):
+def test_an_export_of_the_command_line_names_what_a_name_would_hide(
+    copy, tmp_path, refused
+):
     target = tmp_path / "x\nerror: none"
     target.mkdir()
     (target / "file").touch()
     said = refused("import", copy, target)
     assert (
-        said == rf"error: {tmp_path}/x\nerror: none exists; remove it or choose another name." "\n"
+        said
+        == rf"error: {tmp_path}/x\nerror: none exists; remove it or choose another name."
+        "\n"
     )
 
 

@@ -1,7 +1,8 @@
-"""Random configs, headers, indexes and tables: an error of ours, soon, and nothing outside.
+"""Random configs, headers, indexes and tables: an error of ours, soon, and nothing
+outside.
 
-Each example is a legal file with one change, or bytes. What is legal may pass; whatever else
-happens must be an error that the command line prints.
+Each example is a legal file with one change, or bytes. What is legal may pass; whatever
+else happens must be an error that the command line prints.
 """
 
 import copy
@@ -28,7 +29,8 @@ from megatron_gdn.hf.safetensors_files import SafetensorsFolder, write_folder
 from tests.hf.test_model_map import CONFIG
 from tests.hostile.test_configs import EXPERTS, NEMOTRON
 
-LIMIT = 10  # seconds of the processor for one command; a busy machine may need more by the clock
+# seconds of the processor for one command; a busy machine may need more by the clock
+LIMIT = 10
 INDEX = "model.safetensors.index.json"
 bounded = settings(
     max_examples=60,
@@ -38,24 +40,56 @@ bounded = settings(
 )
 
 TEXTS = st.text(max_size=12) | st.sampled_from(
-    ["../x.safetensors", "/tmp/x", "a\nb", "\x1b[2J", "4 --load X", "model.safetensors", "F64"]
+    [
+        "../x.safetensors",
+        "/tmp/x",
+        "a\nb",
+        "\x1b[2J",
+        "4 --load X",
+        "model.safetensors",
+        "F64",
+    ]
 )
 NUMBERS = st.sampled_from(
-    [-1, 0, 1, 2, 3, 7, 2**31, 2**63, 2**64, 10**19, -(2**63), 0.5, math.nan, math.inf, 1e308]
+    [
+        -1,
+        0,
+        1,
+        2,
+        3,
+        7,
+        2**31,
+        2**63,
+        2**64,
+        10**19,
+        -(2**63),
+        0.5,
+        math.nan,
+        math.inf,
+        1e308,
+    ]
 )
 LEAVES = st.none() | st.booleans() | NUMBERS | TEXTS
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 def paths_of(value: object, above: tuple = ()) -> list[tuple]:
     """The places of all values within ``value``, as the keys that lead there."""
-    keys = value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
+    keys = (
+        value
+        if isinstance(value, dict)
+        else range(len(value) if isinstance(value, list) else 0)
+    )
     places = [(*above, key) for key in keys]
-    return places + [deeper for place in places for deeper in paths_of(value[place[-1]], place)]
+    return places + [
+        deeper for place in places for deeper in paths_of(value[place[-1]], place)
+    ]
 
 
 @st.composite
@@ -66,7 +100,10 @@ def changed(draw, base: dict):
     place = whole
     for step in above:
         place = place[step]
-    value, how = draw(VALUES), draw(st.sampled_from(["replace", "replace", "remove", "add"]))
+    value, how = (
+        draw(VALUES),
+        draw(st.sampled_from(["replace", "replace", "remove", "add"])),
+    )
     if how == "replace":
         place[key] = value
     elif how == "remove":
@@ -139,7 +176,9 @@ TABLE = {
 
 def small_file(header: object, size: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else content_of(header)
-    return struct.pack("<Q", len(text) if size is None else size) + text + bytes(range(32))
+    return (
+        struct.pack("<Q", len(text) if size is None else size) + text + bytes(range(32))
+    )
 
 
 def write_small(folder: Path, first: bytes, index: bytes) -> None:
@@ -218,7 +257,9 @@ def a_table() -> bytes:
     properties = metadata.TensorProperties(torch.bfloat16)
     entry = metadata.TensorStorageMetadata(properties, torch.Size((4, 3)), halves)
     places = {
-        metadata.MetadataIndex("a", half.offsets, number): _StorageInfo("__0_0.distcp", 12, 12)
+        metadata.MetadataIndex("a", half.offsets, number): _StorageInfo(
+            "__0_0.distcp", 12, 12
+        )
         for number, half in enumerate(halves)
     }
     return pickle.dumps(metadata.Metadata({"a": entry}, None, places))

@@ -35,7 +35,9 @@ def test_a_lock_is_in_a_folder_of_its_user(path):
 
 @pytest.mark.parametrize("place", ["path", "lock_file"])
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symlink", "hard link"])
-def test_no_link_in_the_place_of_a_lock_is_followed(place, link, path, tmp_path, caplog):
+def test_no_link_in_the_place_of_a_lock_is_followed(
+    place, link, path, tmp_path, caplog
+):
     file = precious(tmp_path)
     target = path if place == "path" else lock_file(path)
     target.parent.mkdir(parents=True, mode=0o700)
@@ -56,7 +58,9 @@ def test_a_link_in_the_place_of_the_users_folder_is_not_followed(path, tmp_path)
     assert not list(elsewhere.iterdir())
 
 
-def test_a_dangling_link_in_the_place_of_the_users_folder_makes_no_folder(path, tmp_path):
+def test_a_dangling_link_in_the_place_of_the_users_folder_makes_no_folder(
+    path, tmp_path
+):
     path.parent.mkdir()
     lock_file(path).parent.symlink_to(tmp_path / "made")
     with build_lock(path, "k") as lock:
@@ -125,11 +129,18 @@ def test_nobody_waits_without_end(held, path, caplog):
 @pytest.mark.parametrize(
     "text",
     [
-        "process 1\nERROR: all is lost", "process 1 on \x1b[31mred", "process 999999999 on {host}",
-        "process 1", "\x00" * 100, "", "process 1 on another-host",
+        "process 1\nERROR: all is lost",
+        "process 1 on \x1b[31mred",
+        "process 999999999 on {host}",
+        "process 1",
+        "\x00" * 100,
+        "",
+        "process 1 on another-host",
     ],
-)  # fmt: skip
-def test_a_waiting_process_is_told_no_text_and_no_process_that_ended(text, held, path, caplog):
+)
+def test_a_waiting_process_is_told_no_text_and_no_process_that_ended(
+    text, held, path, caplog
+):
     held.write_text(text.format(host=builds._host()))
     with build_lock(path, "k", longest_wait=0.2):
         pass

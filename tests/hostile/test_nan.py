@@ -1,4 +1,5 @@
-"""Wherever a maximum decides, NaN fails: the doctor, the certificate, and their statuses."""
+"""Wherever a maximum decides, NaN fails: the doctor, the certificate, and their
+statuses."""
 
 import json
 import math
@@ -31,7 +32,9 @@ def test_a_rule_with_nan_in_any_tensor_is_wrong(tensor, number, monkeypatch):
 
     choice = checks.resolve_rule(device="cpu", dtype=torch.float32, sizes=SMALL)
     monkeypatch.setattr(checks, "_run_rule", faulty)
-    monkeypatch.setattr(checks, "resolve_rule", lambda **_: choice._replace(rule=Other()))
+    monkeypatch.setattr(
+        checks, "resolve_rule", lambda **_: choice._replace(rule=Other())
+    )
     found = {each.subject: each for each in checks.check_rules(SMALL, 70)}
     assert found["rule, errors"].state == "wrong"
     assert found["rule, errors"].text.startswith(tensor)
@@ -60,16 +63,25 @@ def test_a_tensor_that_is_exactly_zero_is_no_fault(tokens):
 
 
 def results(gradients):
-    """What the certificate knows of one case, with these gradients of three parameters."""
-    made = {f"{name}'s gradient": torch.tensor([x, 1.0]) for name, x in gradients.items()}
+    """What the certificate knows of one case, with these gradients of three
+    parameters."""
+    made = {
+        f"{name}'s gradient": torch.tensor([x, 1.0]) for name, x in gradients.items()
+    }
     logits = torch.arange(8.0).view(2, 4)
-    return made | {"output": torch.ones(2), "logits": logits, "token": torch.tensor([1, 2])}
+    return made | {
+        "output": torch.ones(2),
+        "logits": logits,
+        "token": torch.tensor([1, 2]),
+    }
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_the_worst_gradient_of_the_certificate_is_nan_if_one_is(place):
     exact = results(dict.fromkeys("abc", 1.0))
-    found = results({name: math.nan if n == place else 1.5 for n, name in enumerate("abc")})
+    found = results(
+        {name: math.nan if n == place else 1.5 for n, name in enumerate("abc")}
+    )
     row = certificate._make_row("fp32", "headwise", 2, found, exact, exact)
     assert math.isnan(row.gradients)
 
@@ -77,7 +89,12 @@ def test_the_worst_gradient_of_the_certificate_is_nan_if_one_is(place):
 def test_a_ratio_that_is_nan_is_not_inside_the_clip():
     exact = results({"a": 1.0})
     row = certificate._make_row(
-        "fp32", "headwise", 2, exact | {"logits": torch.full((2, 4), math.nan)}, exact, exact
+        "fp32",
+        "headwise",
+        2,
+        exact | {"logits": torch.full((2, 4), math.nan)},
+        exact,
+        exact,
     )
     assert row.clipped == 1 and math.isnan(row.ratio_farthest) and math.isnan(row.kl)
 

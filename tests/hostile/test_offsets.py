@@ -1,6 +1,8 @@
-"""Offsets and grids of every Triton kernel at sizes beyond 32 bits, in Triton's interpreter.
+"""Offsets and grids of every Triton kernel at sizes beyond 32 bits, in Triton's
+interpreter.
 
-Tensors are on the meta device, so their size costs nothing; :mod:`.simulated` runs some programs.
+Tensors are on the meta device, so their size costs nothing; :mod:`.simulated` runs some
+programs.
 """
 
 import inspect
@@ -30,7 +32,10 @@ from megatron_gdn.ops.front.history import History, HistoryTable
 from megatron_gdn.ops.front.history_kernels import add_rows
 from megatron_gdn.ops.front.launches import TritonFront
 from megatron_gdn.ops.generation.memory import Memory
-from megatron_gdn.ops.generation.step_kernels import decode_token_in_slots, write_slots_on_gpu
+from megatron_gdn.ops.generation.step_kernels import (
+    decode_token_in_slots,
+    write_slots_on_gpu,
+)
 from megatron_gdn.ops.kernels.launch import Launch
 from megatron_gdn.ops.kernels.reduce import sum_rows
 from megatron_gdn.ops.kernels.tiles import SegmentTile, norm_backward_tile
@@ -53,8 +58,11 @@ def tensor(*shape, dtype=BF16):
 @pytest.fixture
 def simulation(monkeypatch):
     made = Simulation()
-    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: made.run(self, *a, **k))
-    monkeypatch.setattr(pack, "_programs", lambda tiles, *_: tiles)  # a program runs one tile
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda self, *a, **k: made.run(self, *a, **k)
+    )
+    # a program runs one tile
+    monkeypatch.setattr(pack, "_programs", lambda tiles, *_: tiles)
     return made
 
 
@@ -67,8 +75,11 @@ def run_readout(S, B, P, H, V, groups=None):
     readout.backward(out, o, proj, gamma, torch.empty_like(proj))
 
 
-def run_front(simulation, S, B, table, channels=False, packed=False, history=False, tile=None):
-    """Forward and backward of a front; with history, two pieces begin at the last tokens."""
+def run_front(
+    simulation, S, B, table, channels=False, packed=False, history=False, tile=None
+):
+    """Forward and backward of a front; with history, two pieces begin at the last
+    tokens."""
     front, layout = TritonFront(table, tile=tile), table.layout
     documents = None
     if packed:
@@ -100,12 +111,21 @@ def run_decode(simulation, N, slots, sizes, transposed=False):
     if transposed:
         state = tensor(slots, H, sizes.value_dim, sizes.key_dim, dtype=FP32).mT
     memory = Memory(
-        tensor(slots, C, TAPS), state, simulation.holds(tensor(N, dtype=INT32), slots - 1)
+        tensor(slots, C, TAPS),
+        state,
+        simulation.holds(tensor(N, dtype=INT32), slots - 1),
     )
-    parameters = tensor(C, 1, TAPS), tensor(C), tensor(H, dtype=FP32), tensor(H, dtype=FP32)
+    parameters = (
+        tensor(C, 1, TAPS),
+        tensor(C),
+        tensor(H, dtype=FP32),
+        tensor(H, dtype=FP32),
+    )
     row = tensor(1, N, table.layout.width)
     decode_token_in_slots(row, TritonFront(table), parameters, memory, memory)
-    write_slots_on_gpu(memory.state, memory.slots, tensor(N, *state.shape[1:], dtype=FP32))
+    write_slots_on_gpu(
+        memory.state, memory.slots, tensor(N, *state.shape[1:], dtype=FP32)
+    )
 
 
 def run_chains(simulation, N, P, H, K, V, composed=False):
@@ -139,7 +159,8 @@ def run_exchange(simulation, s, B, shares):
 
 
 def run_additions(simulation, M, most, tokens, B, C):
-    """M tokens get up to ``most`` gradients each, of the last of M * most returned rows."""
+    """M tokens get up to ``most`` gradients each, of the last of M * most returned
+    rows."""
     additions = simulation.holds(tensor(M, 1 + most, dtype=INT32), tokens - 1)
     add_rows(tensor(tokens, B, C), tensor(tokens, B, C), additions)
 
@@ -148,37 +169,53 @@ GDN = gdn_table(HeadSizes(1, 1, 128, 128).layout)
 SMALL = gdn_table(HeadSizes(1, 1, 16, 16).layout)
 FEW_STEPS = SegmentTile(128, 8, 4)  # the interpreter takes time for each step
 TWO_COPIES = HeadShares(4, (256, 256, 512, 4), (2, 2, 1, 1))
-# One value head of 128 and one of 16 behind a row of 514 and 546 columns, and Mamba2's groups: from
-# these numbers of batch rows on, the last token of a tile lies 2^31 elements after the first.
+# One value head of 128 and one of 16 behind a row of 514 and 546 columns, and Mamba2's
+# groups: from these numbers of batch rows on, the last token of a tile lies 2^31
+# elements after the first.
 LAST_TOKENS = {
     "backward": (128, 32_898, 514, 1, 128),
     "groups": (16, 7_714, 18_560, 128, 64, 8),
     "forward": (256, 15_425, 546, 1, 16),
 }
 LAWS = {
-    **{f"readout, {name}": lambda _, sizes=sizes: run_readout(*sizes)
-       for name, sizes in LAST_TOKENS.items()},
+    **{
+        f"readout, {name}": lambda _, sizes=sizes: run_readout(*sizes)
+        for name, sizes in LAST_TOKENS.items()
+    },
     "readout, one token below": lambda _: run_readout(128, 32_897, 514, 1, 128),
     "readout, 2^31 rows": lambda _: run_readout(2**26 + 3, 1, 1026, 32, 16),
     "readout, a wide stride": lambda _: run_readout(64, 60_000, 36_864, 1, 128),
     "readout, many partial sums": lambda _: run_readout(2**17, 64, 96 + 514, 64, 8),
     "front": lambda x: run_front(x, 128, 32_898, GDN),
-    "front, history": lambda x: run_front(x, 128, 32_898, GDN, history=True, tile=FEW_STEPS),
+    "front, history": lambda x: run_front(
+        x, 128, 32_898, GDN, history=True, tile=FEW_STEPS
+    ),
     "front, packed": lambda x: run_front(
         x, 2**26 - 5, 1, SMALL, packed=True, history=True, tile=FEW_STEPS
     ),
     "front, kda": lambda x: run_front(
-        x, 128, 32_898, kda_table(kda_layout(1, 1, 128, 128)), channels=True, tile=FEW_STEPS
+        x,
+        128,
+        32_898,
+        kda_table(kda_layout(1, 1, 128, 128)),
+        channels=True,
+        tile=FEW_STEPS,
     ),
     "decode": lambda x: run_decode(x, 65_535, 2**20, HeadSizes(2, 4, 128, 128)),
-    "decode, transposed": lambda x: run_decode(x, 7, 2**20, HeadSizes(1, 1, 16, 80), True),
+    "decode, transposed": lambda x: run_decode(
+        x, 7, 2**20, HeadSizes(1, 1, 16, 80), True
+    ),
     "chains": lambda x: run_chains(x, 70_000, 2**20, 3, 24, 40),
-    "chains, composed": lambda x: run_chains(x, 70_000, 2**20, 3, 128, 128, composed=True),
+    "chains, composed": lambda x: run_chains(
+        x, 70_000, 2**20, 3, 128, 128, composed=True
+    ),
     "half": lambda _: run_half(2, 4096, 64, 64, 4096),
     "exchange": lambda x: run_exchange(x, 2**15, 129, TWO_COPIES),
     "additions": lambda x: run_additions(x, 2**26 + 1, 32, 2**21, 1, 2048),
-    "sums": lambda _: sum_rows(tensor(2**23, 1024, dtype=FP32), tensor(1000), tensor(24)),
-}  # fmt: skip
+    "sums": lambda _: sum_rows(
+        tensor(2**23, 1024, dtype=FP32), tensor(1000), tensor(24)
+    ),
+}
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -188,7 +225,8 @@ def test_every_offset_is_exact(law, simulation):
 
 
 def kernels_of_the_package() -> set[str]:
-    """The names of all Triton kernels, which read their place in a grid, and of no helper."""
+    """The names of all Triton kernels, which read their place in a grid, and of no
+    helper."""
     texts: dict[str, str] = {}
     for module in pkgutil.walk_packages(megatron_gdn.__path__, "megatron_gdn."):
         if module.name.rpartition(".")[2] == "__main__":
@@ -200,9 +238,11 @@ def kernels_of_the_package() -> set[str]:
             if isinstance(x, InterpretedFunction):
                 texts[name] = inspect.getsource(x.fn)
     called = {
-        name for name in texts for other in texts
+        name
+        for name in texts
+        for other in texts
         if other != name and re.search(rf"\b{name}\(", texts[other])
-    }  # fmt: skip
+    }
     return {name for name, text in texts.items() if "tl.program_id" in text} - called
 
 
@@ -257,7 +297,9 @@ def test_fla_gets_no_grid_that_cuda_does_not_take():
     """Its kernels count batch rows times heads on an axis that has at most 65,535."""
 
     def begin(B, H, documents=None):
-        made = RuleInputs(*(tensor(B, 64, H, *w) for w in ((16,), (16,), (16,), (), ())))
+        made = RuleInputs(
+            *(tensor(B, 64, H, *w) for w in ((16,), (16,), (16,), (), ()))
+        )
         return FlaGDN().begin(made, documents)
 
     begin(2047, 32)
@@ -267,9 +309,12 @@ def test_fla_gets_no_grid_that_cuda_does_not_take():
 
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
-    st.integers(0, 26), st.integers(0, 16), st.sampled_from([1, 3, 48]), st.sampled_from([8, 100]),
+    st.integers(0, 26),
+    st.integers(0, 16),
+    st.sampled_from([1, 3, 48]),
+    st.sampled_from([8, 100]),
     st.integers(0, 20_000),
-)  # fmt: skip
+)
 def test_any_readout_is_exact_or_refused(log_S, log_B, H, V, more):
     """Sizes around each power of two."""
     made = Simulation()
@@ -284,9 +329,11 @@ def test_any_readout_is_exact_or_refused(log_S, log_B, H, V, more):
 
 
 def sparse(*shape, strides, dtype=torch.float16):
-    """A CPU tensor whose elements lie so far apart; memory is taken where it is touched alone.
+    """A CPU tensor whose elements lie so far apart; memory is taken where it is touched
+    alone.
 
-    As many bytes again lie before it and after it, so that a wrong offset reaches zeros.
+    As many bytes again lie before it and after it, so that a wrong offset reaches
+    zeros.
     """
     reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
     no_reserve = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
@@ -315,7 +362,9 @@ def test_the_last_token_of_a_tile_is_read_where_it_is(name, in_place):
     d_rows = sparse(S, 1, P, strides=(B * P, P, 1))
     o, gamma = torch.randn(1, S, H, V).half(), torch.randn(V if G is None else H * V)
     d_out = torch.randn(S, 1, H * V).half()
-    ours, twin = (kind(gate, "silu", 1e-5, groups=G) for kind in (TritonReadout, PlainReadout))
+    ours, twin = (
+        kind(gate, "silu", 1e-5, groups=G) for kind in (TritonReadout, PlainReadout)
+    )
     wide = [x.double() for x in (o, dense, gamma)]
     assert_close("out", ours.forward(o, rows, gamma), twin.forward(*wide), 2**-10)
     d_dense = torch.zeros_like(wide[1])

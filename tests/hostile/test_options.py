@@ -1,4 +1,5 @@
-"""Options of commands and of the environment: our error in one line, at once, or a value."""
+"""Options of commands and of the environment: our error in one line, at once, or a
+value."""
 
 import contextlib
 import io
@@ -23,11 +24,18 @@ SHORT = {"max_examples": 100, "deadline": None, "derandomize": True}
 
 def refusal(command, *words: str) -> str:
     """What a command prints that refuses its words with the status 2."""
-    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as end:
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        pytest.raises(SystemExit) as end,
+    ):
         command(list(words))
     assert end.value.code == 2
     text = said.getvalue()
-    assert text.startswith("error: ") and text.count("\n") == 1 and text.strip().isprintable()
+    assert (
+        text.startswith("error: ")
+        and text.count("\n") == 1
+        and text.strip().isprintable()
+    )
     assert len(text) < 600
     return text
 
@@ -36,29 +44,48 @@ HUGE = "1" + "0" * 19
 LONG = "9" * 100_000
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1.5", "x", "", "²", HUGE, LONG, "nan", "1\n2"])
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "1.5", "x", "", "²", HUGE, LONG, "nan", "1\n2"]
+)
 @pytest.mark.parametrize(
     ("command", "option"),
     [
-        (doctor, "--head-dim"), (doctor, "--tokens"), (doctor, "--heads"),
-        (parse_warm_up, "--cp"), (parse_warm_up, "--tp"), (parse_warm_up, "--processes"),
-        (parse_warm_up, "--multiprocessors"), (parse_warm_up, "--heads"),
-        (certificate.parse_arguments, "--cp"), (certificate.parse_arguments, "--lengths"),
-        (certificate.parse_arguments, "--hidden"), (certificate.parse_arguments, "--head-dim"),
+        (doctor, "--head-dim"),
+        (doctor, "--tokens"),
+        (doctor, "--heads"),
+        (parse_warm_up, "--cp"),
+        (parse_warm_up, "--tp"),
+        (parse_warm_up, "--processes"),
+        (parse_warm_up, "--multiprocessors"),
+        (parse_warm_up, "--heads"),
+        (certificate.parse_arguments, "--cp"),
+        (certificate.parse_arguments, "--lengths"),
+        (certificate.parse_arguments, "--hidden"),
+        (certificate.parse_arguments, "--head-dim"),
     ],
-)  # fmt: skip
-def test_a_number_that_no_option_takes_is_refused_before_any_work(command, option, value):
-    given = [] if command is not parse_warm_up or option == "--heads" else ["--heads", "2:4"]
+)
+def test_a_number_that_no_option_takes_is_refused_before_any_work(
+    command, option, value
+):
+    given = (
+        []
+        if command is not parse_warm_up or option == "--heads"
+        else ["--heads", "2:4"]
+    )
     assert option in refusal(command, *given, f"{option}={value}")
 
 
 def test_more_ranks_than_anybody_has_are_refused_at_once():
     began = time.monotonic()
-    assert "from 1 to 1024" in refusal(parse_warm_up, "--heads", "2:4", "--cp", "1000000")
+    assert "from 1 to 1024" in refusal(
+        parse_warm_up, "--heads", "2:4", "--cp", "1000000"
+    )
     assert time.monotonic() - began < QUICK
 
 
-@pytest.mark.parametrize("text", ["0:0", "0:2", "2:3", "4:2", "1:", ":1", "1:2:4", f"1:{HUGE}"])
+@pytest.mark.parametrize(
+    "text", ["0:0", "0:2", "2:3", "4:2", "1:", ":1", "1:2:4", f"1:{HUGE}"]
+)
 def test_heads_that_are_none_are_refused(text):
     assert "KEY:VALUE" in refusal(doctor, f"--heads={text}")
 
@@ -78,11 +105,26 @@ def test_any_text_is_a_number_or_is_refused(text):
             except SystemExit:
                 assert said.getvalue().count("\n") == 1
                 continue
-        assert all(0 < number < 2**31 for number in (found if option == "--heads" else [found]))
+        assert all(
+            0 < number < 2**31 for number in (found if option == "--heads" else [found])
+        )
 
 
-WORDS = ["backend", "recompute", "deterministic", "linear_cp_mode", "{", "[]", ":1}", "-", "(", "="]
-PIECES = st.sampled_from([*WORDS, *string.punctuation, " ", ",", "\n", "True", "None", "1e999"])
+WORDS = [
+    "backend",
+    "recompute",
+    "deterministic",
+    "linear_cp_mode",
+    "{",
+    "[]",
+    ":1}",
+    "-",
+    "(",
+    "=",
+]
+PIECES = st.sampled_from(
+    [*WORDS, *string.punctuation, " ", ",", "\n", "True", "None", "1e999"]
+)
 
 
 @settings(**SHORT)

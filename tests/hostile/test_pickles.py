@@ -69,7 +69,8 @@ def change(checkpoint: Path, how) -> None:
 
 
 def plant_object(checkpoint: Path, name: str, content: object) -> None:
-    """Let the entry ``name`` of the table be an object, ``content``, in the files of tensors."""
+    """Let the entry ``name`` of the table be an object, ``content``, in the files of
+    tensors."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
 
@@ -88,7 +89,9 @@ def plant_object(checkpoint: Path, name: str, content: object) -> None:
 
 
 @pytest.mark.parametrize("where", ["whole", "within"])
-def test_a_table_that_is_a_pickle_of_code_is_not_run(checkpoint, tmp_path, refusal, where):
+def test_a_table_that_is_a_pickle_of_code_is_not_run(
+    checkpoint, tmp_path, refusal, where
+):
     planted = Planted(tmp_path / "mark")
     if where == "whole":
         (checkpoint / "release" / ".metadata").write_bytes(pickle.dumps(planted))
@@ -118,7 +121,9 @@ def load_pretrained(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("load", [load_masters, load_pretrained])
-def test_other_functions_that_read_a_checkpoint_run_no_code_of_it(checkpoint, tmp_path, load):
+def test_other_functions_that_read_a_checkpoint_run_no_code_of_it(
+    checkpoint, tmp_path, load
+):
     mark = tmp_path / "mark"
     (checkpoint / "release" / ".metadata").write_bytes(pickle.dumps(Planted(mark)))
     (checkpoint / "latest_checkpointed_iteration.txt").unlink()
@@ -130,15 +135,21 @@ def test_other_functions_that_read_a_checkpoint_run_no_code_of_it(checkpoint, tm
 def test_the_object_beside_the_tensors_is_not_run(checkpoint, tmp_path, refusal):
     """Megatron keeps arguments and more in an object; torch loads it with any class."""
     table = pickle.loads((checkpoint / "release" / ".metadata").read_bytes())
-    [name] = [key for key in table.state_dict_metadata if key.startswith("common_state")]
+    [name] = [
+        key for key in table.state_dict_metadata if key.startswith("common_state")
+    ]
     plant_object(checkpoint, name, [Planted(tmp_path / "mark")])
     assert "posix.mkdir" in refusal()
 
 
-def test_the_file_of_older_versions_is_not_run(checkpoint, tmp_path, refusal, monkeypatch):
+def test_the_file_of_older_versions_is_not_run(
+    checkpoint, tmp_path, refusal, monkeypatch
+):
     """A user's variable lets torch load any class."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    torch.save({"args": Planted(tmp_path / "mark")}, checkpoint / "release" / "common.pt")
+    torch.save(
+        {"args": Planted(tmp_path / "mark")}, checkpoint / "release" / "common.pt"
+    )
     assert "posix.mkdir" in refusal()
     assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
 
@@ -151,7 +162,9 @@ def test_a_weight_that_is_an_object_is_not_run(checkpoint, tmp_path, refusal):
 @pytest.mark.parametrize(
     "name", ["../other/release", "{there}", "..", "release/../release", "x\ny"]
 )
-def test_a_tracker_names_an_iteration_and_no_path(checkpoint, clean, tmp_path, refusal, name):
+def test_a_tracker_names_an_iteration_and_no_path(
+    checkpoint, clean, tmp_path, refusal, name
+):
     shutil.copytree(clean, tmp_path / "other")
     named = name.format(there=tmp_path / "other" / "release")
     (checkpoint / "latest_checkpointed_iteration.txt").write_text(named)
@@ -174,7 +187,11 @@ def test_a_table_names_files_inside_the_folder(checkpoint, tmp_path, refusal, na
     release = checkpoint / "release"
     first = sorted(release.glob("*.distcp"))[0]
     shutil.copy(first, checkpoint / "other.distcp")
-    named = name.format(there=checkpoint / "other.distcp") if isinstance(name, str) else name
+    named = (
+        name.format(there=checkpoint / "other.distcp")
+        if isinstance(name, str)
+        else name
+    )
 
     def redirect(metadata) -> None:
         for index, info in metadata.storage_data.items():
@@ -186,13 +203,18 @@ def test_a_table_names_files_inside_the_folder(checkpoint, tmp_path, refusal, na
 
 
 def test_a_tensor_with_a_missing_part_is_refused(checkpoint, refusal):
-    """torch reads the parts that the table lists, and leaves the rest of the memory as it is."""
-    change(checkpoint, lambda metadata: metadata.state_dict_metadata[EMBEDDING].chunks.clear())
+    """torch reads the parts that the table lists, and leaves the rest of the memory as
+    it is."""
+    change(
+        checkpoint,
+        lambda metadata: metadata.state_dict_metadata[EMBEDDING].chunks.clear(),
+    )
     assert f"has 0 of 1608 values of {EMBEDDING} in 0 parts" in refusal()
 
 
 def strange(metadata) -> dict:
-    """Changes of a table after which torch or Megatron would fail in a way of their own."""
+    """Changes of a table after which torch or Megatron would fail in a way of their
+    own."""
     tensor = metadata.state_dict_metadata[EMBEDDING]
     [index, info] = next(iter(metadata.storage_data.items()))
     return {
@@ -203,20 +225,38 @@ def strange(metadata) -> dict:
         "a size": lambda: setattr(tensor, "size", (67, 24)),
         "a size below 0": lambda: setattr(tensor, "size", torch.Size((-1, 24))),
         "a dtype": lambda: setattr(tensor.properties, "dtype", "bfloat16"),
-        "a property": lambda: setattr(metadata, "state_dict_metadata", {EMBEDDING: index}),
+        "a property": lambda: setattr(
+            metadata, "state_dict_metadata", {EMBEDDING: index}
+        ),
         "parts": lambda: setattr(tensor, "chunks", None),
         "a part": lambda: setattr(tensor.chunks[0], "offsets", torch.Size((5, 5))),
         "a part's dims": lambda: setattr(tensor.chunks[0], "sizes", torch.Size((5,))),
-        "an offset": lambda: metadata.storage_data.update({index: replace(info, offset="x")}),
-        "a length": lambda: metadata.storage_data.update({index: replace(info, length=-1)}),
+        "an offset": lambda: metadata.storage_data.update(
+            {index: replace(info, offset="x")}
+        ),
+        "a length": lambda: metadata.storage_data.update(
+            {index: replace(info, length=-1)}
+        ),
         "an index": lambda: metadata.storage_data.update({"x": info}),
     }
 
 
 STRANGE = [
-    "no table", "no places", "a key", "an entry", "a size", "a size below 0", "a dtype",
-    "a property", "parts", "a part", "a part's dims", "an offset", "a length", "an index",
-]  # fmt: skip
+    "no table",
+    "no places",
+    "a key",
+    "an entry",
+    "a size",
+    "a size below 0",
+    "a dtype",
+    "a property",
+    "parts",
+    "a part",
+    "a part's dims",
+    "an offset",
+    "a length",
+    "an index",
+]
 
 
 @pytest.mark.parametrize("what", STRANGE)
@@ -244,9 +284,13 @@ def test_a_format_of_another_form_is_refused(checkpoint, refusal, content):
 
 
 @pytest.mark.parametrize("state", [5, [], [5], ["x"], None])
-def test_a_state_beside_the_tensors_of_another_form_is_refused(checkpoint, refusal, state):
+def test_a_state_beside_the_tensors_of_another_form_is_refused(
+    checkpoint, refusal, state
+):
     table = pickle.loads((checkpoint / "release" / ".metadata").read_bytes())
-    [name] = [key for key in table.state_dict_metadata if key.startswith("common_state")]
+    [name] = [
+        key for key in table.state_dict_metadata if key.startswith("common_state")
+    ]
     plant_object(checkpoint, name, state)
     assert "the state beside its tensors" in refusal()
 
@@ -258,4 +302,7 @@ def test_a_shape_of_another_model_is_refused(checkpoint, refusal, shape):
 
     change(checkpoint, reshape)
     text = refusal()
-    assert f"{EMBEDDING} has shape {shape}" in text or ".metadata is missing or damaged" in text
+    assert (
+        f"{EMBEDDING} has shape {shape}" in text
+        or ".metadata is missing or damaged" in text
+    )

@@ -60,7 +60,8 @@ def test_numbers_that_name_no_layout_are_told():
 
 
 def test_a_collective_that_fails_says_what_was_asked():
-    """As between two versions of the package, one of which sends six numbers for five."""
+    """As between two versions of the package, one of which sends six numbers for
+    five."""
 
     class Group:
         def size(self):
@@ -69,7 +70,9 @@ def test_a_collective_that_fails_says_what_was_asked():
     def fail(*_, **__):
         raise RuntimeError("op.preamble.length <= op.nbytes")
 
-    told = pytest.raises(RuntimeError, match=r"exchange 5 numbers .*nbytes.*same version")
+    told = pytest.raises(
+        RuntimeError, match=r"exchange 5 numbers .*nbytes.*same version"
+    )
     with patch.object(dist, "all_gather_into_tensor", fail), told:
         agreement._gather((1, 2, 3, 4, 5), Group(), torch.device("cpu"))
 

@@ -44,11 +44,15 @@ class Parameters(NamedTuple):
 
     def to(self, *where: Any) -> "Parameters":
         gamma, *rest = self.norm
-        return Parameters(tuple(x.to(*where) for x in self.own), GatedNorm(gamma.to(*where), *rest))
+        return Parameters(
+            tuple(x.to(*where) for x in self.own), GatedNorm(gamma.to(*where), *rest)
+        )
 
 
 def documents_of(lengths, device="cpu") -> Documents:
-    return Documents(tuple(torch.tensor([0, *lengths]).cumsum(0).tolist()), torch.device(device))
+    return Documents(
+        tuple(torch.tensor([0, *lengths]).cumsum(0).tolist()), torch.device(device)
+    )
 
 
 def _draw(
@@ -65,7 +69,9 @@ def _draw(
         draw(layout.conv_width, dtype=dtype) * 0.1,
         *map(draw, gates),
     )
-    return Parameters(own, GatedNorm(1 + 0.3 * draw(gamma, dtype=dtype), eps, False, activation))
+    return Parameters(
+        own, GatedNorm(1 + 0.3 * draw(gamma, dtype=dtype), eps, False, activation)
+    )
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,8 @@ class Kind:
     layout: Layout
     plain: Rule
     draw: Callable[[torch.dtype], Parameters] = field(repr=False)
-    make: Callable[..., RowMixer] = field(repr=False)  # of rows, parameters, a rule and options
+    # of rows, parameters, a rule and options
+    make: Callable[..., RowMixer] = field(repr=False)
 
     def rows(self, S: int, B: int = 1, dtype=torch.float32) -> Tensor:
         generator = torch.Generator().manual_seed(S * 7 + B)
@@ -88,7 +95,9 @@ class Kind:
     def mixer(self, dtype=torch.float32, aligned=False) -> RowMixer:
         return self.make(self.rows(1, 1, dtype), self.draw(dtype), self._rule(aligned))
 
-    def train(self, rows: Tensor, parameters: Parameters, rule: Rule, documents) -> Tensor:
+    def train(
+        self, rows: Tensor, parameters: Parameters, rule: Rule, documents
+    ) -> Tensor:
         return mix(rows, self.make(rows, parameters, rule), SequenceContext(documents))
 
     def trained(self, rows: Tensor, lengths=None, aligned=False) -> Tensor:
@@ -97,7 +106,9 @@ class Kind:
         return self.train(rows, self.draw(rows.dtype), self._rule(aligned), documents)
 
 
-def _kind(name, plain: Rule, rows_of_mixer, layout, taps, gates, gamma, eps=1e-6, **front) -> Kind:
+def _kind(
+    name, plain: Rule, rows_of_mixer, layout, taps, gates, gamma, eps=1e-6, **front
+) -> Kind:
     def make(rows, parameters, rule, **options):
         given = {"rule": rule, "norm": parameters.norm, **front, **options}
         return rows_of_mixer(rows, *parameters.own, layout, **given)
@@ -109,31 +120,59 @@ def _kind(name, plain: Rule, rows_of_mixer, layout, taps, gates, gamma, eps=1e-6
 
 def gdn_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     gates = [sizes.value_heads] * 2
-    return _kind("gdn", PlainRule(), gdn_rows, sizes.layout, taps, gates, sizes.value_dim)
+    return _kind(
+        "gdn", PlainRule(), gdn_rows, sizes.layout, taps, gates, sizes.value_dim
+    )
 
 
 def mamba2_kind(
-    heads: int, groups: int, head_dim: int, state_dim: int, taps: int = TAPS, per_channel_D=False
+    heads: int,
+    groups: int,
+    head_dim: int,
+    state_dim: int,
+    taps: int = TAPS,
+    per_channel_D=False,
 ) -> Kind:
     layout = Mamba2Dims(
-        hidden_size=1, num_heads=heads, num_groups=groups, head_dim=head_dim,
-        state_dim=state_dim, conv_kernel_dim=taps,
-    ).layout  # fmt: skip
+        hidden_size=1,
+        num_heads=heads,
+        num_groups=groups,
+        head_dim=head_dim,
+        state_dim=state_dim,
+        conv_kernel_dim=taps,
+    ).layout
     gates = [heads, heads, heads * (head_dim if per_channel_D else 1)]
     return _kind(
-        "mamba2", PlainSSD(), mamba2_rows, layout, taps, gates, heads * head_dim, 1e-5,
+        "mamba2",
+        PlainSSD(),
+        mamba2_rows,
+        layout,
+        taps,
+        gates,
+        heads * head_dim,
+        1e-5,
         dt_limit=DT_LIMIT,
-    )  # fmt: skip
+    )
 
 
 def kda_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     gates = [sizes.value_heads, sizes.value_heads * sizes.key_dim]
-    return _kind("kda", PlainRule(), kda_rows, kda_layout(*sizes), taps, gates, sizes.value_dim)
+    return _kind(
+        "kda", PlainRule(), kda_rows, kda_layout(*sizes), taps, gates, sizes.value_dim
+    )
 
 
 def gdn2_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     gates = [sizes.key_heads, sizes.key_heads * sizes.key_dim]
-    return _kind("gdn2", PlainGDN2(), gdn2_rows, rows_of_gdn2(*sizes), taps, gates, sizes.value_dim)
+    return _kind(
+        "gdn2",
+        PlainGDN2(),
+        gdn2_rows,
+        rows_of_gdn2(*sizes),
+        taps,
+        gates,
+        sizes.value_dim,
+    )
 
 
 GDN = gdn_kind(HeadSizes(2, 4, 8, 6))
@@ -152,7 +191,9 @@ def empty_memory(mixer: RowMixer, rows: Tensor, sequences: int | None = None) ->
     return memory
 
 
-def prefilled(mixer: RowMixer, rows: Tensor, documents: Documents | None = None, **given):
+def prefilled(
+    mixer: RowMixer, rows: Tensor, documents: Documents | None = None, **given
+):
     """The rows of sequences that begin, and their memory."""
     sequences = None if documents is None else len(documents.lengths)
     memory = empty_memory(mixer, rows, sequences)

@@ -1,4 +1,5 @@
-"""The aligned mixer: training, prefill and decode give a token the same bits, however it comes."""
+"""The aligned mixer: training, prefill and decode give a token the same bits, however
+it comes."""
 
 from collections import defaultdict
 
@@ -22,7 +23,8 @@ from tests.inference.row_mixers import (
     prefilled,
 )
 
-# No multiple of a vector's width, so that elementwise kernels have ends to treat otherwise.
+# No multiple of a vector's width, so that elementwise kernels have ends to treat
+# otherwise.
 assert all(kind.layout.width % 16 and kind.layout.conv_width % 32 for kind in KINDS)
 
 pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -52,7 +54,8 @@ def test_neighbours_and_place_change_no_bit(kind):
     packed = torch.cat([kind.rows(5), rows, kind.rows(67)])
     assert torch.equal(kind.trained(packed, lengths, aligned=True)[5:155], whole)
     assert torch.equal(
-        kind.trained(torch.cat([kind.rows(150, 3), rows], 1), aligned=True)[:, 3:], whole
+        kind.trained(torch.cat([kind.rows(150, 3), rows], 1), aligned=True)[:, 3:],
+        whole,
     )
     mixer, given = kind.mixer(aligned=True), [0, 0, 0]
     memory = empty_memory(mixer, rows, 3)
@@ -101,7 +104,8 @@ def test_any_cut_has_the_bits_of_training_on_two_threads(kind):
 
 
 class Products(TorchDispatchMode):
-    """The shapes and strides of every matrix product, by operation; how often each came."""
+    """The shapes and strides of every matrix product, by operation; how often each
+    came."""
 
     NAMES = ("mm", "addmm", "bmm", "baddbmm", "baddbmm_", "linalg_solve_triangular")
 
@@ -117,13 +121,19 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("lanes", [None, 3], ids=["a chunk a call", "three, as on a GPU"])
-def test_training_prefill_and_decode_take_products_of_the_same_shapes(kind, lanes, monkeypatch):
+@pytest.mark.parametrize(
+    "lanes", [None, 3], ids=["a chunk a call", "three, as on a GPU"]
+)
+def test_training_prefill_and_decode_take_products_of_the_same_shapes(
+    kind, lanes, monkeypatch
+):
     if lanes is not None:
         from megatron_gdn.ops.rules import chunk_table
 
         monkeypatch.setattr(chunk_table, "fills_last_group", lambda device: True)
-        monkeypatch.setattr(chunk_table, "_PRODUCTS_PER_GROUP", lanes * kind.layout.state_heads)
+        monkeypatch.setattr(
+            chunk_table, "_PRODUCTS_PER_GROUP", lanes * kind.layout.state_heads
+        )
     mixer = kind.mixer(aligned=True)
 
     def shapes(run) -> set:
@@ -136,24 +146,32 @@ def test_training_prefill_and_decode_take_products_of_the_same_shapes(kind, lane
         return shapes(lambda: decode(kind.rows(1, N), mixer, memory))
 
     expected = shapes(lambda: kind.trained(kind.rows(65), aligned=True))
-    alone = shapes(lambda: kind.trained(kind.rows(1), aligned=True))  # no state leaves the chunk
+    # no state leaves the chunk
+    alone = shapes(lambda: kind.trained(kind.rows(1), aligned=True))
     assert alone and alone < expected
     for S, B in ((127, 1), (150, 1), (129, 5)):
-        assert shapes(lambda S=S, B=B: kind.trained(kind.rows(S, B), aligned=True)) == expected
+        assert (
+            shapes(lambda S=S, B=B: kind.trained(kind.rows(S, B), aligned=True))
+            == expected
+        )
     packed = (5, 0, 200, 64)
     rows = kind.rows(sum(packed))
     assert shapes(lambda: kind.trained(rows, packed, aligned=True)) == expected
     for N, tokens in ((1, 5), (4, 63), (7, 130)):
         assert generated(N, tokens) == expected
-    if lanes is not None:  # the wiring of groups; their bits on this CPU are not promised
+    # the wiring of groups; their bits on this CPU are not promised
+    if lanes is not None:
         torch.testing.assert_close(
-            kind.trained(rows, packed, aligned=True), kind.trained(rows, packed),
-            rtol=1e-5, atol=1e-5,
-        )  # fmt: skip
+            kind.trained(rows, packed, aligned=True),
+            kind.trained(rows, packed),
+            rtol=1e-5,
+            atol=1e-5,
+        )
 
 
 def test_requests_that_only_pad_a_step_write_nothing(kind):
-    """Their slot is -1; another request has slot 0, and no slot is that of a request before."""
+    """Their slot is -1; another request has slot 0, and no slot is that of a request
+    before."""
     mixer, rows = kind.mixer(aligned=True), kind.rows(70)
     whole, shape = kind.trained(rows, aligned=True), mixer.shape
     conv = torch.zeros(3, *shape.window)
@@ -171,7 +189,8 @@ def test_requests_that_only_pad_a_step_write_nothing(kind):
 
 
 def test_no_product_is_one_that_megatrons_mode_replaces(kind):
-    """Its kernels for torch.mm and torch.addmm compute fp32 in TF32, and raise for fp64."""
+    """Its kernels for torch.mm and torch.addmm compute fp32 in TF32, and raise for
+    fp64."""
     rows, mixer = kind.rows(70).requires_grad_(), kind.mixer(aligned=True)
     memory = mixer.shape.zeros(1, torch.float32, rows.device)
     with Products() as products:
@@ -197,9 +216,13 @@ def test_a_step_of_many_sequences_is_one_call_of_the_rule(kind, monkeypatch):
 
 
 def test_a_step_in_place_writes_its_row_and_the_states_of_chunks_that_end(kind):
-    """And has the bits of training; what lies behind a sequence's last row has no meaning."""
+    """And has the bits of training; what lies behind a sequence's last row has no
+    meaning."""
     mixer, rows, tokens = kind.mixer(aligned=True), kind.rows(140, 3), [63, 5, 127]
-    whole, memory = kind.trained(rows, aligned=True), mixer.shape.zeros(3, rows.dtype, rows.device)
+    whole, memory = (
+        kind.trained(rows, aligned=True),
+        mixer.shape.zeros(3, rows.dtype, rows.device),
+    )
     for tensor in memory[:2]:
         tensor.normal_()
     for n, had in enumerate(tokens):

@@ -1,6 +1,7 @@
 """Aligned mixers on a GPU: any cut, batch and place has the bits of training.
 
-Our Triton kernels run the front and the readout; FlashQLA, or the plain rule, the recurrence.
+Our Triton kernels run the front and the readout; FlashQLA, or the plain rule, the
+recurrence.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ each_case = pytest.mark.parametrize("name", CASES)
 
 
 class Mixer:
-    """A kind's mixer on the GPU, aligned, in bf16, as the laws of ``test_aligned`` ask for it."""
+    """A kind's mixer on the GPU, aligned, in bf16, as the laws of ``test_aligned`` ask
+    for it."""
 
     def __init__(self, name: str) -> None:
         self.kind, rule = CASES[name]
@@ -61,16 +63,23 @@ class Mixer:
 
 
 @each_case
-@pytest.mark.parametrize("parts", [(63, 1, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)], ids=str)
+@pytest.mark.parametrize(
+    "parts", [(63, 1, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)], ids=str
+)
 def test_any_cut_has_the_bits_of_training(name, parts):
-    test_aligned.test_any_cut_has_the_bits_of_training(Mixer(name), parts, torch.bfloat16)
+    test_aligned.test_any_cut_has_the_bits_of_training(
+        Mixer(name), parts, torch.bfloat16
+    )
 
 
 @each_case
 def test_a_step_in_place_has_the_bits_of_training(name):
     mixer, tokens = Mixer(name), [63, 5, 126]
     rows = mixer.rows(140, 3)
-    whole, memory = mixer.trained(rows), mixer.parts.shape.zeros(3, rows.dtype, rows.device)
+    whole, memory = (
+        mixer.trained(rows),
+        mixer.parts.shape.zeros(3, rows.dtype, rows.device),
+    )
     for n, had in enumerate(tokens):
         _, begun = prefilled(mixer.parts, rows[:had, n : n + 1])
         memory.history[n], memory.state[n] = begun.history[0], begun.state[0]
@@ -89,7 +98,9 @@ def test_neighbours_place_and_length_change_no_bit(name):
     whole = mixer.trained(rows)
     packed = torch.cat([mixer.rows(5), rows, mixer.rows(6000)])
     assert torch.equal(mixer.trained(packed, (5, 4300, 0, 6000))[5:4305], whole)
-    assert torch.equal(mixer.trained(torch.cat([mixer.rows(4300, 3), rows], 1))[:, 3:], whole)
+    assert torch.equal(
+        mixer.trained(torch.cat([mixer.rows(4300, 3), rows], 1))[:, 3:], whole
+    )
     for length in (1, 64, 999):
         assert torch.equal(mixer.trained(rows[:length]), whole[:length]), length
 
@@ -106,4 +117,5 @@ def test_gradients_repeat_and_are_those_of_the_plain_mixer(name):
         found.append(leaf.grad.float())
     assert torch.equal(found[0], found[1])
     error = (found[0] - found[2]).norm() / found[2].norm()
-    assert error < 2 * 8 * 2**-9  # some roundings to bf16 on the way, see test_gpu_states
+    # some roundings to bf16 on the way, see test_gpu_states
+    assert error < 2 * 8 * 2**-9

@@ -1,4 +1,5 @@
-"""bf16 on a GPU: prefill and decode are as exact as the plain rule in bf16, however cut.
+"""bf16 on a GPU: prefill and decode are as exact as the plain rule in bf16, however
+cut.
 
 Errors are root mean squares against the training path in fp64 on the same bf16 rows and
 parameters. 1.2 is what the kernels may differ by in the order of their sums.
@@ -51,12 +52,17 @@ def test_generation_in_bf16_is_as_exact_as_the_plain_rule(name, backend):
     mixer = kind.make(rows, parameters, rule_of(name, backend))
     found = {parts: error(run_in_parts(mixer, rows, parts)[0]) for parts in PARTS}
     print(
-        name, mixer.rule.name, f"plain {plain:.2e}", *(f"{e / plain:.3f}" for e in found.values())
+        name,
+        mixer.rule.name,
+        f"plain {plain:.2e}",
+        *(f"{e / plain:.3f}" for e in found.values()),
     )
     assert plain > 0 and max(found.values()) <= 1.2 * plain, (plain, found)
 
 
-@pytest.mark.parametrize("kind", [*KINDS.values(), kda_kind(HEADS)], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [*KINDS.values(), kda_kind(HEADS)], ids=lambda kind: kind.name
+)
 def test_a_captured_step_has_the_bits_of_the_eager_one(kind):
     """Every replay goes on from what the one before wrote."""
     rows = kind.rows(30, 3, torch.bfloat16).cuda()

@@ -30,7 +30,9 @@ def test_laws_of_generation_hold(kind, law):
 
 def test_any_cut_gives_what_the_whole_gives(kind):
     test_step.test_any_cut_gives_what_the_whole_gives(kind, 65)
-    test_aligned.test_any_cut_has_the_bits_of_training(kind, (70, -5, 60, -9, 6), torch.float32)
+    test_aligned.test_any_cut_has_the_bits_of_training(
+        kind, (70, -5, 60, -9, 6), torch.float32
+    )
 
 
 def test_an_empty_sequence_may_come_first(kind):

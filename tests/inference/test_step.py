@@ -1,4 +1,5 @@
-"""However a sequence is cut into prefills and decode steps, it gives what one forward gives."""
+"""However a sequence is cut into prefills and decode steps, it gives what one forward
+gives."""
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def rounding(mixer, rows) -> float:
     """What two cuts of these rows may differ by, of the largest entry.
 
-    fp32 rounds each of some 200 dependent products once: 1e-5. And a chunk takes the decay between
-    two of its tokens from two sums of log-decays, each rounded to 2^-24 of itself. So in two cuts
-    an exponent differs by up to four times that, and exp has the relative error that its exponent
-    has absolutely.
+    fp32 rounds each of some 200 dependent products once: 1e-5. And a chunk takes the
+    decay between two of its tokens from two sums of log-decays, each rounded to 2^-24
+    of itself. So in two cuts an exponent differs by up to four times that, and exp has
+    the relative error that its exponent has absolutely.
     """
     log_decays = mixer.front.forward(rows, mixer.of_front, None).g
     largest_sum = min(len(rows), CHUNK) * log_decays.abs().max().item()
@@ -40,7 +41,8 @@ def assert_close(found, expected, unit, what=""):
 
 
 def cuts(length: int):
-    """Each as (prefill, decode...), one token at the end, everything decoded, chunks."""
+    """Each as (prefill, decode...), one token at the end, everything decoded,
+    chunks."""
     yield (length,)
     yield (-length,)
     for first in sorted({1, 2, 3, 4, 63, 64, 65, length - 1}):
@@ -81,12 +83,19 @@ def test_packed_requests_of_unequal_length_go_on_from_their_own_memory(kind):
     mixer = kind.mixer()
     first, more = (3, 70, 1, 0, 64, 5), (130, 2, 0, 4, 1, 64)
     sequences = [kind.rows(a + b, 1)[:, :] for a, b in zip(first, more, strict=True)]
-    memory, mixed = empty_memory(mixer, sequences[0], len(sequences)), [[] for _ in sequences]
+    memory, mixed = (
+        empty_memory(mixer, sequences[0], len(sequences)),
+        [[] for _ in sequences],
+    )
     starts = [0] * len(sequences)
     for lengths in (first, more):
-        pieces = [x[a : a + n] for x, a, n in zip(sequences, starts, lengths, strict=True)]
+        pieces = [
+            x[a : a + n] for x, a, n in zip(sequences, starts, lengths, strict=True)
+        ]
         documents = documents_of(lengths)
-        out = prefill(torch.cat(pieces), mixer, memory, documents, begins=lengths is first)
+        out = prefill(
+            torch.cat(pieces), mixer, memory, documents, begins=lengths is first
+        )
         for n, piece in enumerate(out.split(list(lengths))):
             mixed[n].append(piece)
         starts = [a + n for a, n in zip(starts, lengths, strict=True)]
@@ -147,8 +156,11 @@ def test_steps_are_of_memory_without_slots_and_laid_as_it_is(kind):
 def test_bf16_rows_leave_fp32_states(kind):
     mixer, rows = kind.mixer(torch.bfloat16), kind.rows(70, 2, torch.bfloat16)
     mixed, memory = run_in_parts(mixer, rows, (33, 30, -7))
-    assert memory.state.dtype == torch.float32 and memory.history.dtype == torch.bfloat16
-    # Both round o once before the norm and once after it: two units of 2^-8 of the largest.
+    assert (
+        memory.state.dtype == torch.float32 and memory.history.dtype == torch.bfloat16
+    )
+    # Both round o once before the norm and once after it: two units of 2^-8 of the
+    # largest.
     whole = kind.trained(rows)
     bound = 2 * 2**-8 * whole.abs().max().item()
     torch.testing.assert_close(mixed, whole, rtol=0, atol=bound)
@@ -186,4 +198,8 @@ def test_rows_that_do_not_fit_are_refused_in_words(kind):
     with pytest.raises(ValueError, match="ends at 3, which does not match the 4"):
         prefilled(mixer, kind.rows(4), documents_of((2, 1)))
     with pytest.raises(ValueError, match="no token"):
-        decode(kind.rows(0, 2), mixer, mixer.shape.zeros(2, torch.float32, torch.device("cpu")))
+        decode(
+            kind.rows(0, 2),
+            mixer,
+            mixer.shape.zeros(2, torch.float32, torch.device("cpu")),
+        )

@@ -10,7 +10,9 @@ from megatron_gdn.ops.rules.token_rule import recurrence
 
 
 def recurrent_kda(
-    inputs: RuleInputs, documents: Documents | None = None, initial: Tensor | None = None
+    inputs: RuleInputs,
+    documents: Documents | None = None,
+    initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Token by token, in fp32 (fp64 for fp64); see ``ops/rules/token_rule.py``.
 

@@ -1,4 +1,5 @@
-"""Which rule a Kimi Delta Attention takes, and the cuDNN rule around the plain rule in fp64."""
+"""Which rule a Kimi Delta Attention takes, and the cuDNN rule around the plain rule in
+fp64."""
 
 from types import SimpleNamespace
 
@@ -17,9 +18,11 @@ from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.delta_rule.states import documents_of, run_everything
 
 GPU = {
-    "state": StateShape(2, 128, 128), "lower_bound": None, "device": torch.device("cuda"),
+    "state": StateShape(2, 128, 128),
+    "lower_bound": None,
+    "device": torch.device("cuda"),
     "dtype": torch.bfloat16,
-}  # fmt: skip
+}
 BOUNDED = {**GPU, "lower_bound": -5.0}
 
 
@@ -31,9 +34,13 @@ def test_auto_is_fla_where_it_runs(monkeypatch):
     assert type(choice.rule) is PlainRule and "runs on a GPU" in choice.reason
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"bits": Bits.DETERMINISTIC}, "by timing"), ({"bits": Bits.ON_GRID}, "batch_invariant_mode"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"bits": Bits.DETERMINISTIC}, "by timing"),
+        ({"bits": Bits.ON_GRID}, "batch_invariant_mode"),
+    ],
+)
 def test_kernels_are_refused_by_name_where_bits_are_promised(given, said):
     with pytest.raises(ValueError, match=said):
         choose_kda("fla", **GPU, **given)
@@ -42,15 +49,21 @@ def test_kernels_are_refused_by_name_where_bits_are_promised(given, said):
     assert type(choose_kda("auto", **GPU, **given).rule) is PlainRule
 
 
-@pytest.mark.parametrize(("changed", "said"), [
-    ({"device": torch.device("cpu")}, "runs on a GPU, not on cpu"),
-    ({"dtype": torch.float16}, "takes bf16, not torch.float16"),
-    ({"state": StateShape(2, 64, 128)}, "takes heads of 128, not 64"),
-    ({"state": StateShape(2, 128, 64)}, "takes heads of 128, not 64"),
-    ({"lower_bound": None}, "returns NaN .* gate_lower_bound=None. A layer with .*=-5.0"),
-    ({"lower_bound": -6.0}, "returns NaN .* gate_lower_bound=-6.0"),
-    ({}, "compute capability 9.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"device": torch.device("cpu")}, "runs on a GPU, not on cpu"),
+        ({"dtype": torch.float16}, "takes bf16, not torch.float16"),
+        ({"state": StateShape(2, 64, 128)}, "takes heads of 128, not 64"),
+        ({"state": StateShape(2, 128, 64)}, "takes heads of 128, not 64"),
+        (
+            {"lower_bound": None},
+            "returns NaN .* gate_lower_bound=None. A layer with .*=-5.0",
+        ),
+        ({"lower_bound": -6.0}, "returns NaN .* gate_lower_bound=-6.0"),
+        ({}, "compute capability 9.0"),
+    ],
+)
 def test_cudnn_says_what_it_takes(monkeypatch, changed, said):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     with pytest.raises(ValueError, match=f"backend='cudnn'.*{said}"):
@@ -64,10 +77,16 @@ def test_cudnn_is_taken_by_name_alone(monkeypatch):
     assert choose_kda("auto", **GPU).rule.name == "fla"
 
 
-@pytest.mark.parametrize(("installed", "said"), [
-    ("1.31.0", r"1\.31\.0 is not supported \(pip install"), (None, r"not installed \(pip install"),
-])  # fmt: skip
-def test_another_cudnn_frontend_is_refused_with_what_to_install(monkeypatch, installed, said):
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ("1.31.0", r"1\.31\.0 is not supported \(pip install"),
+        (None, r"not installed \(pip install"),
+    ],
+)
+def test_another_cudnn_frontend_is_refused_with_what_to_install(
+    monkeypatch, installed, said
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(cudnn, "find_spec", lambda *_: object())
     monkeypatch.setattr(cudnn, "installed_version", lambda *_: installed)
@@ -83,18 +102,41 @@ H, K = 2, cudnn.HEAD_DIM
 
 
 def kda_fwd(
-    q, k, v, g, beta, offsets, scale, initial_state=None, output_final_state=False, plan_name=None
+    q,
+    k,
+    v,
+    g,
+    beta,
+    offsets,
+    scale,
+    initial_state=None,
+    output_final_state=False,
+    plan_name=None,
 ):
     assert scale == K**-0.5 and plan_name == "kda_hopper_cuda"
-    assert initial_state is not None and output_final_state, "cuDNN keeps a buffer for each"
+    assert initial_state is not None and output_final_state, (
+        "cuDNN keeps a buffer for each"
+    )
     documents = Documents.from_cu_seqlens(offsets.tolist(), len(q), device="cpu")
-    begun = PlainRule().begin(RuleInputs(*(x[None] for x in (q, k, v, g, beta))), documents)
+    begun = PlainRule().begin(
+        RuleInputs(*(x[None] for x in (q, k, v, g, beta))), documents
+    )
     made = begun.run(initial_state.mT, final=True)
     return made.o[0], made.final.mT.contiguous(), q.new_empty(0)
 
 
 def kda_bwd(
-    d_o, q, k, v, g, beta, offsets, scale, initial_state=None, d_final_state=None, plan_name=None
+    d_o,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    offsets,
+    scale,
+    initial_state=None,
+    d_final_state=None,
+    plan_name=None,
 ):
     documents = Documents.from_cu_seqlens(offsets.tolist(), len(q), device="cpu")
     inputs = RuleInputs(*(x[None] for x in (q, k, v, g, beta)))
@@ -104,7 +146,9 @@ def kda_bwd(
     begun = rule.begin_backward(d_o[None].clone(), inputs, saved, documents)
     maps = rule.begin(inputs, documents).state_map()
     d_initial = maps.transposed(begun.d_initial()).apply(d_final)
-    grads = rule.begin_backward(d_o[None].clone(), inputs, saved, documents).run(initial, d_final)
+    grads = rule.begin_backward(d_o[None].clone(), inputs, saved, documents).run(
+        initial, d_final
+    )
     empty = q.new_empty(0)
     return (*(x[0] for x in grads[:5]), d_initial.mT.contiguous(), empty, empty)
 
@@ -112,14 +156,19 @@ def kda_bwd(
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
     monkeypatch.setattr(
-        cudnn, "_cudnn_functions", lambda: SimpleNamespace(kda_fwd=kda_fwd, kda_bwd=kda_bwd)
+        cudnn,
+        "_cudnn_functions",
+        lambda: SimpleNamespace(kda_fwd=kda_fwd, kda_bwd=kda_bwd),
     )
 
 
 def inputs_of(rows, tokens):
     shape = rows, tokens, H
     q, k, v = torch.randn(3, *shape, K, dtype=torch.float64)
-    g, beta = -torch.rand(*shape, K, dtype=torch.float64), torch.rand(*shape, dtype=torch.float64)
+    g, beta = (
+        -torch.rand(*shape, K, dtype=torch.float64),
+        torch.rand(*shape, dtype=torch.float64),
+    )
     return RuleInputs(l2norm(q), l2norm(k), v, g, beta)
 
 
@@ -142,10 +191,14 @@ def test_it_gives_what_the_plain_rule_gives(lengths, with_states):
 
 def test_fewer_key_heads_and_documents_in_fixed_buffers_are_refused():
     inputs, rule = inputs_of(1, 9), cudnn.CudnnKDA()
-    with pytest.raises(NotImplementedError, match="backend='cudnn' does not take documents in fix"):
+    with pytest.raises(
+        NotImplementedError, match="backend='cudnn' does not take documents in fix"
+    ):
         rule.begin(inputs, StaticDocuments(9, 2))
     inputs = inputs._replace(q=inputs.q[:, :, :1], k=inputs.k[:, :, :1])
-    with pytest.raises(NotImplementedError, match="as many key heads as value heads, not 1 and 2"):
+    with pytest.raises(
+        NotImplementedError, match="as many key heads as value heads, not 1 and 2"
+    ):
         rule.begin(inputs, None)
 
 

@@ -1,4 +1,5 @@
-"""KDA's kernels compile for a Hopper GPU, on any machine: the interpreter accepts more."""
+"""KDA's kernels compile for a Hopper GPU, on any machine: the interpreter accepts
+more."""
 
 import pytest
 import torch
@@ -26,5 +27,9 @@ def test_the_front_compiles_and_nearly_all_of_it_stays_in_registers(bound):
         made = front.forward(rows, parameters, None)
         front.backward(rows, parameters, RuleGrads(*made), torch.empty_like(rows), None)
     stacks = {one.kernel: one.stack for one in done}
-    assert set(stacks) == {"front_forward_kernel", "front_backward_kernel", "_sum_rows_kernel"}
+    assert set(stacks) == {
+        "front_forward_kernel",
+        "front_backward_kernel",
+        "_sum_rows_kernel",
+    }
     assert max(stacks.values()) <= 64, "a frame for the walks, which are called"

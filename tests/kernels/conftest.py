@@ -1,4 +1,5 @@
-"""Kernels run compiled on a GPU, or in Triton's interpreter where ``TRITON_INTERPRET=1`` is set."""
+"""Kernels run compiled on a GPU, or in Triton's interpreter where
+``TRITON_INTERPRET=1`` is set."""
 
 import os
 
@@ -12,7 +13,8 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 
 def _numpy_scalars_as_indices() -> None:
-    """Triton 3.6's interpreter calls int() on arrays of one element; numpy >= 2.4 refuses."""
+    """Triton 3.6's interpreter calls int() on arrays of one element; numpy >= 2.4
+    refuses."""
     from triton.runtime import interpreter
 
     original = interpreter._patch_lang_tensor
@@ -25,12 +27,15 @@ def _numpy_scalars_as_indices() -> None:
 
 
 def _masks_of_bools() -> None:
-    """Triton's interpreter makes int32 of ``block & scalar``; that of 3.9 takes no such mask."""
+    """Triton's interpreter makes int32 of ``block & scalar``; that of 3.9 takes no such
+    mask."""
     from triton.runtime import interpreter
 
     def with_bools(original, place):
         def patched(self, *args):
-            mask = interpreter.TensorHandle(args[place].data.astype(bool), args[place].dtype)
+            mask = interpreter.TensorHandle(
+                args[place].data.astype(bool), args[place].dtype
+            )
             return original(self, *args[:place], mask, *args[place + 1 :])
 
         return patched
@@ -41,13 +46,18 @@ def _masks_of_bools() -> None:
 
 
 def _language_patched_once_a_launch() -> None:
-    """Triton's interpreter patches its language at every call of a function, for half of its time.
+    """Triton's interpreter patches its language at every call of a function, for half
+    of its time.
 
     Functions of one file see the same language, which the end of the launch restores.
     """
     from triton.runtime import interpreter
 
-    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+    patch, launch, patched = (
+        interpreter._patch_lang,
+        interpreter.GridExecutor.__call__,
+        set(),
+    )
 
     def patch_once(fn):
         if id(fn.__globals__) not in patched:
@@ -74,7 +84,10 @@ def pytest_report_header() -> str | None:
     """Said if pytest was started with a path in this folder."""
     if INTERPRETED or torch.cuda.is_available():
         return None
-    return "kernels: none is collected without a GPU; set TRITON_INTERPRET=1 (make test-kernels)"
+    return (
+        "kernels: none is collected without a GPU; set TRITON_INTERPRET=1 (make "
+        "test-kernels)"
+    )
 
 
 def pytest_itemcollected(item) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from tests.ops.delta_rule.states import documents_of
 
-# Rounding of fp32 in sums of a few hundred terms, and Triton's exp2 / rsqrt, good to about 2 ulp:
-# 2^-24 * sqrt(400) * a few operations.
+# Rounding of fp32 in sums of a few hundred terms, and Triton's exp2 / rsqrt, good to
+# about 2 ulp: 2^-24 * sqrt(400) * a few operations.
 FP32 = 1e-5
 
 DEFAULT_SIZES = HeadSizes(2, 4, 16, 8)
@@ -19,9 +19,18 @@ class Case:
     """One layer's parameters and a projection with strided rows, in fp32."""
 
     def __init__(
-        self, device, *, S, B=1, sizes=DEFAULT_SIZES, taps=4, bias=False, lengths=None,
-        dtype=torch.float32, seed=0,
-    ):  # fmt: skip
+        self,
+        device,
+        *,
+        S,
+        B=1,
+        sizes=DEFAULT_SIZES,
+        taps=4,
+        bias=False,
+        lengths=None,
+        dtype=torch.float32,
+        seed=0,
+    ):
         make = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -29,8 +38,12 @@ class Case:
 
         self.sizes, self.device, self.dtype = sizes, device, dtype
         # Rows wider than P and batches apart: no kernel may assume either stride.
-        self.proj = normal(S, B + 1, sizes.layout.width + 8).to(dtype)[:, :B, : sizes.layout.width]
-        self.conv_weight = (normal(sizes.layout.conv_width, 1, taps) * taps**-0.5).to(dtype)
+        self.proj = normal(S, B + 1, sizes.layout.width + 8).to(dtype)[
+            :, :B, : sizes.layout.width
+        ]
+        self.conv_weight = (normal(sizes.layout.conv_width, 1, taps) * taps**-0.5).to(
+            dtype
+        )
         self.conv_bias = normal(sizes.layout.conv_width).to(dtype) if bias else None
         self.A_log = normal(sizes.value_heads)
         self.dt_bias = normal(sizes.value_heads)
@@ -57,10 +70,14 @@ class Case:
         return twin
 
 
-def assert_close(name: str, got: Tensor, exact: Tensor, tolerance: float = FP32) -> None:
+def assert_close(
+    name: str, got: Tensor, exact: Tensor, tolerance: float = FP32
+) -> None:
     """Relative error over the whole tensor; NaN never passes."""
     got, exact = got.double(), exact.double()
-    assert got.shape == exact.shape, f"{name}: {tuple(got.shape)} is not {tuple(exact.shape)}"
+    assert got.shape == exact.shape, (
+        f"{name}: {tuple(got.shape)} is not {tuple(exact.shape)}"
+    )
     scale = exact.norm().clamp_min(1e-30)
     error = ((got - exact).norm() / scale).item() if exact.numel() else 0.0
     assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"

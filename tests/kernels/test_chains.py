@@ -1,10 +1,14 @@
-"""The kernel that follows chains of affine maps against its plain-torch twin in fp64."""
+"""The kernel that follows chains of affine maps against its plain-torch twin in
+fp64."""
 
 import pytest
 import torch
 
 from megatron_gdn.context_parallel.chunkwise.fragments import Nodes
-from megatron_gdn.context_parallel.chunkwise.map_exchange import _steps_of_share, _view_by_place
+from megatron_gdn.context_parallel.chunkwise.map_exchange import (
+    _steps_of_share,
+    _view_by_place,
+)
 from megatron_gdn.ops.state_maps import chains_kernels
 from megatron_gdn.ops.state_maps.state_map import (
     NONE,
@@ -17,7 +21,11 @@ from tests.ops.delta_rule.states import parts_at
 CHAINS = {
     "one of one": [[(NONE, 0), (0, NONE)]],
     "what enters": [[(0, 2), (3, 0), (1, 1), (2, NONE)]],
-    "unequal": [[(0, 0), (1, NONE)], [(2, 4), (3, 3), (4, 1), (5, 2), (6, NONE)], [(7, NONE)]],
+    "unequal": [
+        [(0, 0), (1, NONE)],
+        [(2, 4), (3, 3), (4, 1), (5, 2), (6, NONE)],
+        [(7, NONE)],
+    ],
     "what leaves": [[(NONE, 2), (NONE, 1), (0, NONE)], [(NONE, 3), (1, NONE)]],
 }
 # H, K, V: columns that fill no tile, and maps whose two parts share one.
@@ -26,7 +34,9 @@ SIZES = [(1, 16, 5), (3, 32, 40), (2, 16, 32), (1, 24, 40), (1, 5, 7)]
 
 def in_one_launch(local, through, steps, out, start, cuts=None, compose=False):
     flags = None if cuts is None else cuts.flags
-    return chains_kernels.follow(local, through, steps.table, out, start, flags, compose)
+    return chains_kernels.follow(
+        local, through, steps.table, out, start, flags, compose
+    )
 
 
 def case(chains, sizes, device):
@@ -49,7 +59,9 @@ def both(steps, local, through, Q, start, cuts=None, compose=False):
     in_one_launch(local, through, steps, out, start, cuts, compose)
     exact = torch.full_like(out, float("nan"), dtype=torch.float64)
     wide = None if start is None else start.double()
-    follow_chains_in_torch(local.double(), through.double(), steps, exact, wide, cuts, compose)
+    follow_chains_in_torch(
+        local.double(), through.double(), steps, exact, wide, cuts, compose
+    )
     return out, exact
 
 
@@ -61,9 +73,13 @@ def cuts_at(steps, nodes, device):
 
 
 def assert_fp32(got, exact, steps):
-    """Both factors of a product are off by 2^-20 at most, in every product of a chain."""
+    """Both factors of a product are off by 2^-20 at most, in every product of a
+    chain."""
     longest = max(len(chain) for chain in steps.chains)
-    tolerance = {"rtol": 0, "atol": 2 * longest * 2.0**-20 * exact.nan_to_num().abs().max().item()}
+    tolerance = {
+        "rtol": 0,
+        "atol": 2 * longest * 2.0**-20 * exact.nan_to_num().abs().max().item(),
+    }
     torch.testing.assert_close(got.double(), exact, equal_nan=True, **tolerance)
 
 
@@ -104,8 +120,13 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
     """A node that lets nothing through, of four whose maps lie in another order."""
     H, K, V = SIZES[1]
     places = [2, 0, 1, 3]
-    nodes, cuts = Nodes(hosts=(0, 0, 0, 0), slots=tuple(places)), cuts_at({cut}, 4, device)
-    maps = torch.randn(4, H, K, V + K, generator=torch.Generator().manual_seed(0)).to(device)
+    nodes, cuts = (
+        Nodes(hosts=(0, 0, 0, 0), slots=tuple(places)),
+        cuts_at({cut}, 4, device),
+    )
+    maps = torch.randn(4, H, K, V + K, generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     local, through = maps.split([V, K], dim=-1)
     through[places[cut]] = 0
     runs = [(in_one_launch, cuts[0])] + [(follow_chains_in_torch, x) for x in cuts]
@@ -116,7 +137,9 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
     maps[places[:cut]] = float("nan")
     after = places[cut + 1 :]
     for (follow, x), before in zip(runs, clean, strict=True):
-        assert torch.equal(chain_of(follow, nodes, local, through, x)[after], before[after])
+        assert torch.equal(
+            chain_of(follow, nodes, local, through, x)[after], before[after]
+        )
 
 
 def chain_of(follow, nodes, local, through, cuts):
@@ -148,12 +171,15 @@ def test_a_state_does_not_depend_on_the_columns_and_chains_beside_it(device):
     local, through = maps.split([V, K], dim=-1)
     whole = both(steps, local, through, Q, start)[0]
     alone = Steps.build(CHAINS["unequal"][1:2], device)
-    narrow = both(alone, local[..., :7], through, Q, start[1:2, :, :, :7].contiguous())[0]
+    narrow = both(alone, local[..., :7], through, Q, start[1:2, :, :, :7].contiguous())[
+        0
+    ]
     assert torch.equal(narrow[2:7], whole[2:7, ..., :7])
 
 
 def test_any_number_of_chains_is_counted_by_a_grid(device, monkeypatch):
-    """Of its three axes the last two count to 65535, and documents that are cut may be more."""
+    """Of its three axes the last two count to 65535, and documents that are cut may be
+    more."""
     launched = []
 
     class Kernel:
@@ -175,7 +201,9 @@ def test_heads_of_128_are_followed_in_fp32(device):
     H, K, V, n = 2, 128, 128, 16
     steps = Steps.build([[*((j, j) for j in range(n - 1)), (n - 1, NONE)]], device)
     make = torch.Generator().manual_seed(0)
-    local, through = (torch.randn(n, H, K, x, generator=make).to(device) for x in (V, K))
+    local, through = (
+        torch.randn(n, H, K, x, generator=make).to(device) for x in (V, K)
+    )
     through /= K**0.5
     got, exact = both(steps, local, through, n, None)
     plain = torch.empty_like(got)

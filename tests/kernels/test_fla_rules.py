@@ -1,5 +1,5 @@
-"""fla's kernels of every mixer in Triton's interpreter against fp64: in fp32, where a wrong scale,
-base of the logarithm, boundary or state shows in the last digits."""
+"""fla's kernels of every mixer in Triton's interpreter against fp64: in fp32, where a
+wrong scale, base of the logarithm, boundary or state shows in the last digits."""
 
 import builtins
 import operator
@@ -46,7 +46,8 @@ H, K, V = 2, 16, 16
 
 @pytest.fixture
 def kernels(monkeypatch) -> None:
-    """fla's kernels, with what the interpreter cannot do: time them, gather, count in tensors."""
+    """fla's kernels, with what the interpreter cannot do: time them, gather, count in
+    tensors."""
     import fla.ops.simple_gla.chunk  # noqa: F401
     import triton.language as tl
     from fla.ops.cp import chunk_fwd
@@ -59,8 +60,12 @@ def kernels(monkeypatch) -> None:
     monkeypatch.setattr(chunk_intra, "SAFE_GATE_DOT_PRECISION", tl.constexpr("ieee"))
 
     def tensors(*bounds):
-        """``range``, whose numbers have the methods of tensors, as compiled ones have."""
-        return (tl.full((), i, tl.int32) for i in builtins.range(*map(operator.index, bounds)))
+        """``range``, whose numbers have the methods of tensors, as compiled ones
+        have."""
+        return (
+            tl.full((), i, tl.int32)
+            for i in builtins.range(*map(operator.index, bounds))
+        )
 
     for name, module in list(sys.modules.items()):
         if not name.startswith("fla.ops"):
@@ -68,7 +73,10 @@ def kernels(monkeypatch) -> None:
         for kernel in list(vars(module).values()):
             while hasattr(kernel, "fn") and not hasattr(kernel, "configs"):
                 kernel = kernel.fn
-            if isinstance(getattr(kernel, "configs", None), list) and len(kernel.configs) > 1:
+            if (
+                isinstance(getattr(kernel, "configs", None), list)
+                and len(kernel.configs) > 1
+            ):
                 monkeypatch.setattr(kernel, "configs", kernel.configs[:1])
         if name.endswith(("chunk_delta_h", "common.chunk_h")):
             monkeypatch.setattr(module, "range", tensors, raising=False)
@@ -107,47 +115,65 @@ CASES = {
     "KDA, documents": (FlaKDA(None), PlainRule(), (kda, 1, 130, None), DOCUMENTS, True),
     "KDA, bounded": (FlaKDA(-5.0), PlainRule(), (kda, 1, 130, -5.0), DOCUMENTS, True),
     "GDN-2, rows": (FlaGDN2(), PlainGDN2(), (gdn2, 2, 65, "usual"), None, True),
-    "GDN-2, documents": (FlaGDN2(), PlainGDN2(), (gdn2, 1, 130, "slow", 1), DOCUMENTS, True),
+    "GDN-2, documents": (
+        FlaGDN2(),
+        PlainGDN2(),
+        (gdn2, 1, 130, "slow", 1),
+        DOCUMENTS,
+        True,
+    ),
     "Mamba2, rows": (FlaSSD(), PlainSSD(), (ssd, 2, 65, False), None, False),
     "Mamba2, documents": (FlaSSD(), PlainSSD(), (ssd, 1, 130, True), DOCUMENTS, True),
 }
 
 
-# Up to a minute each in the interpreter; other documents of the same rule are held in every run.
+# Up to a minute each in the interpreter; other documents of the same rule are held in
+# every run.
 LONG = ("KDA, rows", "KDA, documents", "GDN-2, rows")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(x, marks=[pytest.mark.nightly] if x in LONG else []) for x in CASES]
+    "case",
+    [pytest.param(x, marks=[pytest.mark.nightly] if x in LONG else []) for x in CASES],
 )
 def test_the_kernels_give_what_the_plain_rule_gives_in_fp64(kernels, case):
     torch.manual_seed(0)
     rule, plain, (draw, *sizes), lengths, with_states = CASES[case]
     inputs, d_o = draw(*sizes)
     documents = None if lengths is None else documents_of(lengths)
-    initial, d_final = torch.randn(2, 2 if lengths is None else 3, H, K, V) * with_states
-    # Of no dense strides, as a dynamic context may hold them: fla's kernels take an address alone.
+    initial, d_final = (
+        torch.randn(2, 2 if lengths is None else 3, H, K, V) * with_states
+    )
+    # Of no dense strides, as a dynamic context may hold them: fla's kernels take an
+    # address alone.
     initial, d_final = (x.mT.contiguous().mT for x in (initial, d_final))
     found, exact = beside_fp64(rule, plain, inputs, d_o, documents, initial, d_final)
     for name, tensor in exact.items():
         assert_close(name, found[name], tensor)
     maps = rule.begin(inputs, documents).state_map()
-    assert {x.dtype for x in (found["final"], *maps, found["d_initial"])} == {torch.float32}
+    assert {x.dtype for x in (found["final"], *maps, found["d_initial"])} == {
+        torch.float32
+    }
 
 
 def test_a_map_is_made_of_those_of_the_parts(kernels, monkeypatch):
-    monkeypatch.setattr(delta_rules, "cut_by_length", lambda these, *_: cut_at(these, [0, 64, 130]))
+    monkeypatch.setattr(
+        delta_rules, "cut_by_length", lambda these, *_: cut_at(these, [0, 64, 130])
+    )
     torch.manual_seed(0)
     inputs, _ = gdn(1, 130, 1)
     wide = RuleInputs(*(x.double() for x in inputs))
-    maps, exact = (rule.begin(given, None).state_map() for rule, given in
-                   ((FlaGDN(), inputs), (PlainRule(), wide)))  # fmt: skip
+    maps, exact = (
+        rule.begin(given, None).state_map()
+        for rule, given in ((FlaGDN(), inputs), (PlainRule(), wide))
+    )
     assert_close("local", maps.local, exact.local)
     assert_close("through", maps.through, exact.through)
 
 
 def test_rows_second_runs_and_fixed_buffers(kernels):
-    """What is the same around the kernels of all mixers: GDN's are the quickest here."""
+    """What is the same around the kernels of all mixers: GDN's are the quickest
+    here."""
     torch.manual_seed(0)
     rule = FlaGDN()
     inputs, d_o = gdn(1, 130, 1)
@@ -156,7 +182,9 @@ def test_rows_second_runs_and_fixed_buffers(kernels):
     saved = rule.begin(inputs, documents).run().saved
     assert rule.kept_to_run_again(saved) == Saved()
     again = rule.run_again(inputs, Saved(), documents, None).saved
-    once, twice = (backward_of(rule, inputs, d_o, x, documents).run() for x in (saved, again))
+    once, twice = (
+        backward_of(rule, inputs, d_o, x, documents).run() for x in (saved, again)
+    )
     assert all(torch.equal(a, b) for a, b in zip(once[:5], twice[:5], strict=True))
     wide = RuleInputs(*(x.double() for x in inputs))
     expected = run_whole(PlainRule(), wide, d_o.double())

@@ -1,4 +1,5 @@
-"""The preparation kernels against their plain-torch twin in fp64, at sizes that divide nothing."""
+"""The preparation kernels against their plain-torch twin in fp64, at sizes that divide
+nothing."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,8 +16,10 @@ from megatron_gdn.ops.rules.base import Bits
 from .conftest import INTERPRETED
 from .kernel_cases import Case, assert_close
 
-SMALL_WALK = SegmentTile(rows=8, steps=4, warps=4)  # several segments, and three tiles of 65 tokens
-PACKED = {"S": 69, "lengths": (1, 2, 3, 1, 27, 0, 2, 33)}  # documents shorter than the taps
+# several segments, and three tiles of 65 tokens
+SMALL_WALK = SegmentTile(rows=8, steps=4, warps=4)
+# documents shorter than the taps
+PACKED = {"S": 69, "lengths": (1, 2, 3, 1, 27, 0, 2, 33)}
 
 CASES = {
     "S1": {"S": 1},
@@ -29,7 +32,8 @@ CASES = {
     "packed-1to3": {**PACKED, "sizes": HeadSizes(1, 3, 16, 8), "bias": True},
     "packed-2taps": {**PACKED, "sizes": HeadSizes(1, 1, 16, 16), "taps": 2},
     "packed-5taps": {**PACKED, "sizes": HeadSizes(1, 1, 8, 8), "taps": 5},
-    "packed-B2": {**PACKED, "B": 2, "sizes": HeadSizes(1, 2, 8, 16)},  # the same in both rows
+    # the same in both rows
+    "packed-B2": {**PACKED, "B": 2, "sizes": HeadSizes(1, 2, 8, 16)},
     "one-document": {"S": 9, "lengths": (9,)},
     "olmo-hybrid": {"S": 9, "sizes": HeadSizes(1, 1, 96, 192)},
 }
@@ -62,10 +66,14 @@ def front(kernels, case, dtype=None, tile=None, bits=Bits.FREE, **options):
 def forward(kernels, case, rows=None, gates=None, only=None, **options):
     rows = case.proj if rows is None else rows
     parameters = case.parameters if gates is None else (*case.parameters, gates)
-    return front(kernels, case, **options).forward(rows, parameters, case.documents, only)
+    return front(kernels, case, **options).forward(
+        rows, parameters, case.documents, only
+    )
 
 
-def backward(kernels, case, grads, rows=None, d_rows=None, gates=None, factor=None, **options):
+def backward(
+    kernels, case, grads, rows=None, d_rows=None, gates=None, factor=None, **options
+):
     """The rows' gradient, NaN where nothing was written, and the parameters'."""
     rows = case.proj if rows is None else rows
     d_rows = torch.full_like(rows, torch.nan) if d_rows is None else d_rows
@@ -74,7 +82,9 @@ def backward(kernels, case, grads, rows=None, d_rows=None, gates=None, factor=No
     parameters = case.parameters if gates is None else (*case.parameters, gates)
     grads = RuleGrads(*grads, factor=factor)
     made = front(kernels, case, **options)
-    return d_rows, ParameterGrads(*made.backward(rows, parameters, grads, d_rows, case.documents))
+    return d_rows, ParameterGrads(
+        *made.backward(rows, parameters, grads, d_rows, case.documents)
+    )
 
 
 def assert_rows_close(case, d_rows, exact) -> None:
@@ -120,7 +130,9 @@ def test_every_gradient_equals_autograd_through_the_twin(
 def test_write_strengths_up_to_2_and_their_gradient_equal_the_twin(case):
     options, twin = {"allow_neg_eigval": True}, case.double()
     got, exact = forward("triton", case, **options), forward("torch", twin, **options)
-    raw = twin.proj[..., case.sizes.layout.columns("beta").start :][..., : case.sizes.value_heads]
+    raw = twin.proj[..., case.sizes.layout.columns("beta").start :][
+        ..., : case.sizes.value_heads
+    ]
     assert_close("the twin's beta", exact.beta, 2 * raw.transpose(0, 1).sigmoid())
     assert_close("beta", got.beta, exact.beta)
     grads = case.grads(per_value_head=False)
@@ -133,7 +145,9 @@ def test_walks_see_a_boundary_as_far_as_the_taps_reach(boundary, device):
     """The middle one of three walks of 32 tokens reads the tokens 29 to 66."""
     case = Case(device, S=96, lengths=(boundary, 96 - boundary))
     grads, twin = case.grads(per_value_head=False), case.double()
-    assert_close("q", forward("triton", case, tile=SMALL_WALK).q, forward("torch", twin).q)
+    assert_close(
+        "q", forward("triton", case, tile=SMALL_WALK).q, forward("torch", twin).q
+    )
     d_proj, _ = backward("triton", case, grads, tile=SMALL_WALK)
     assert_rows_close(case, d_proj, backward("torch", twin, grads)[0])
 
@@ -141,15 +155,22 @@ def test_walks_see_a_boundary_as_far_as_the_taps_reach(boundary, device):
 @few("S2-B2", "S63-3to6", "packed-1to3")
 def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
     G, H = case.sizes[:2]
-    factor = (2.0 ** torch.arange(-20, G - 20, device=case.device)).repeat_interleave(H // G)
+    factor = (2.0 ** torch.arange(-20, G - 20, device=case.device)).repeat_interleave(
+        H // G
+    )
     *grads, dg, dbeta = case.grads(per_value_head=True)
     grads = [*(x.half() for x in grads), dg, dbeta]
     d_proj, got = backward("triton", case, grads, tile=SMALL_WALK, factor=factor)
     exact_d_proj, exact = backward("torch", case.double(), grads, factor=factor)
     # Head by head, since their gradients are of different sizes.
     for section, heads in zip((0, 1, 2, 4, 5), (G, G, H, H, H), strict=True):
-        both = (x.split(case.sizes.layout.widths, -1)[section] for x in (d_proj, exact_d_proj))
-        for x, y in zip(*(x.unflatten(-1, (heads, -1)).unbind(2) for x in both), strict=True):
+        both = (
+            x.split(case.sizes.layout.widths, -1)[section]
+            for x in (d_proj, exact_d_proj)
+        )
+        for x, y in zip(
+            *(x.unflatten(-1, (heads, -1)).unbind(2) for x in both), strict=True
+        ):
             assert_close(f"d_proj of section {section}", x, y)
     assert_all_close(got, exact)
 
@@ -168,7 +189,8 @@ def test_gates_keep_their_digits_where_softplus_is_tiny_or_huge(device):
     alpha = torch.linspace(-80, 80, 9, device=device)[:, None, None]
     case.proj[..., case.sizes.layout.columns("alpha").start :] = alpha
     got, exact = forward("triton", case), forward("torch", case.double())
-    for t in range(9):  # per token: one large g must not hide the relative error of a tiny one
+    # per token: one large g must not hide the relative error of a tiny one
+    for t in range(9):
         # Held where the decay is 0 in fp32.
         assert_close(f"g at {t}", got.g[:, t], exact.g[:, t].clamp(min=-104))
 
@@ -181,8 +203,13 @@ each_twin = pytest.mark.parametrize("kernels", ["triton", "torch"])
 @pytest.mark.parametrize(
     "only", ["q", "k", "v", "q k", "q k v", "k v", "v g", "g", "beta", "g beta"]
 )
-def test_only_the_parts_asked_for_are_made_and_they_keep_their_bits(only, kernels, device):
-    case, only = Case(device, S=21, B=2, sizes=HeadSizes(2, 6, 8, 16), bias=True), only.split()
+def test_only_the_parts_asked_for_are_made_and_they_keep_their_bits(
+    only, kernels, device
+):
+    case, only = (
+        Case(device, S=21, B=2, sizes=HeadSizes(2, 6, 8, 16), bias=True),
+        only.split(),
+    )
     full, part = forward(kernels, case), forward(kernels, case, only=tuple(only))
     for name in full._fields:
         if name in only:
@@ -232,7 +259,10 @@ def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
     """Rows of a large batch; the memory between them is never touched."""
     if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 10 << 30:
         pytest.skip("needs 10 GiB")
-    case, stride = Case(device, S=19, sizes=HeadSizes(1, 1, 16, 16), dtype=torch.float16), 2**27
+    case, stride = (
+        Case(device, S=19, sizes=HeadSizes(1, 1, 16, 16), dtype=torch.float16),
+        2**27,
+    )
 
     def spread(rows):
         room = torch.empty(18 * stride + rows.shape[2], dtype=rows.dtype, device=device)
@@ -241,7 +271,10 @@ def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
     narrow, wide = case.proj.contiguous(), spread(case.proj)
     made = [forward("triton", case, rows) for rows in (narrow, wide)]
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
-    grads, tile = case.grads(per_value_head=True), SegmentTile(rows=2, steps=16, warps=4)
+    grads, tile = (
+        case.grads(per_value_head=True),
+        SegmentTile(rows=2, steps=16, warps=4),
+    )
     # One of the two at a time: either stride must be minded.
     for rows, d_rows in ((wide, torch.zeros_like(narrow)), (narrow, spread(narrow))):
         _, got = backward("triton", case, grads, rows, d_rows, tile=tile)
@@ -256,13 +289,16 @@ def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
 
 
 def test_half_precision_rounds_once(device):
-    """fp16 output differs from the fp64 one by one rounding, 2^-11 relative per element."""
+    """fp16 output differs from the fp64 one by one rounding, 2^-11 relative per
+    element."""
     case = Case(device, S=40, dtype=torch.float16)
     got, exact = forward("triton", case), forward("torch", case.double())
     for name in "qkv":
         assert getattr(got, name).dtype == torch.float16
         error = (getattr(got, name).double() - getattr(exact, name)).abs()
-        assert (error <= 2**-11 * getattr(exact, name).abs() * 1.01 + 2**-24).all(), name
+        assert (error <= 2**-11 * getattr(exact, name).abs() * 1.01 + 2**-24).all(), (
+            name
+        )
     assert got.g.dtype == torch.float32 and got.beta.dtype == torch.float32
 
 
@@ -273,7 +309,10 @@ def test_another_dtype_of_q_k_and_v_is_one_rounding_away(only, kernels, device):
     wide = forward(kernels, case, only=only)
     half = forward(kernels, case, only=only, dtype=torch.float16)
     for name in only or "qkv":
-        assert getattr(half, name).dtype == torch.float16 and getattr(half, name).is_contiguous()
+        assert (
+            getattr(half, name).dtype == torch.float16
+            and getattr(half, name).is_contiguous()
+        )
         assert torch.equal(getattr(half, name), getattr(wide, name).half()), name
     if only is None:
         assert torch.equal(half.g, wide.g) and torch.equal(half.beta, wide.beta)
@@ -292,7 +331,9 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
     if A_log != A_log:
         return
     grads = case.grads(per_value_head=False)
-    (d_got, got), (d_twin, twin) = (backward(m, case, grads) for m in ("triton", "torch"))
+    (d_got, got), (d_twin, twin) = (
+        backward(m, case, grads) for m in ("triton", "torch")
+    )
     gates = [x[..., case.sizes.layout.columns("beta").start :] for x in (d_got, d_twin)]
     close = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
     torch.testing.assert_close(*gates, **close)
@@ -305,8 +346,12 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
 @each_twin
 @few("S1", "S65-B2", "packed-1to3", "packed-B2")
 def test_gates_beside_the_rows_give_what_gates_in_the_rows_give(case, kernels):
-    """To the bit, but for compiled kernels: rows of another stride are loaded in other groups."""
-    rest, grads = case.sizes.layout.columns("beta").start, case.grads(per_value_head=False)
+    """To the bit, but for compiled kernels: rows of another stride are loaded in other
+    groups."""
+    rest, grads = (
+        case.sizes.layout.columns("beta").start,
+        case.grads(per_value_head=False),
+    )
     main, gates = case.proj[..., :rest].contiguous(), case.proj[..., rest:].contiguous()
     exact = INTERPRETED or kernels == "torch"
 
@@ -315,7 +360,9 @@ def test_gates_beside_the_rows_give_what_gates_in_the_rows_give(case, kernels):
         room = 0.0 if exact else 2 * torch.finfo(x.dtype).eps * x.abs().max().item()
         torch.testing.assert_close(x, y, rtol=0, atol=room)
 
-    for x, y in zip(forward(kernels, case), forward(kernels, case, main, gates), strict=True):
+    for x, y in zip(
+        forward(kernels, case), forward(kernels, case, main, gates), strict=True
+    ):
         assert_same(x, y)
     d_proj, d_main = torch.zeros_like(case.proj), torch.zeros_like(main)
     _, whole = backward(kernels, case, grads, d_rows=d_proj)

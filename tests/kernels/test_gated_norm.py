@@ -61,11 +61,17 @@ def test_output_and_every_gradient_equal_the_twin(case, options, tile):
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
-@pytest.mark.parametrize(("S", "B", "sizes"), [(9, 2, (4, 2, 6, 4)), (5, 1, (3, 1, 7, 4))])
+@pytest.mark.parametrize(
+    ("S", "B", "sizes"), [(9, 2, (4, 2, 6, 4)), (5, 1, (3, 1, 7, 4))]
+)
 def test_the_norm_of_groups_equals_its_twin(S, B, sizes, activation, device):
     layout, proj, _, normal = mamba2_case(device, S, B, sizes)
     (H, G, V, _), z = sizes, layout.gate_columns
-    o, gamma, d_out = normal(B, S, H, V), normal(H * V), normal(S, B, H * V + 8)[..., : H * V]
+    o, gamma, d_out = (
+        normal(B, S, H, V),
+        normal(H * V),
+        normal(S, B, H * V + 8)[..., : H * V],
+    )
     ours, plain = (
         TritonReadout(z, activation, 1e-5, groups=G),
         PlainReadout(z, activation, 1e-5, groups=G),
@@ -87,7 +93,8 @@ def test_an_all_zero_row_gives_zeros_and_finite_gradients(device):
 @pytest.mark.each_value
 @pytest.mark.parametrize("which", [0, 1], ids=["triton", "torch"])
 def test_o_may_have_another_dtype_than_the_projection(case, which):
-    """The result and the gradient of o have the projection's and its accuracy: nothing is fp16."""
+    """The result and the gradient of o have the projection's and its accuracy: nothing
+    is fp16."""
 
     def run(readout, case, o, d_out):
         d_proj = torch.zeros_like(case.proj)

@@ -1,4 +1,5 @@
-"""Fronts of pieces that have a history: kernels against the plain twins in fp64, by real routes."""
+"""Fronts of pieces that have a history: kernels against the plain twins in fp64, by
+real routes."""
 
 from itertools import accumulate
 
@@ -23,7 +24,8 @@ from megatron_gdn.ops.trees import TreeDocuments
 from . import test_other_fronts as mamba2
 from .kernel_cases import Case, assert_close
 
-# A prompt of two tokens with 18 children, one of which has a child: rows that many read.
+# A prompt of two tokens with 18 children, one of which has a child: rows that many
+# read.
 PARENTS = (-1, *[0] * 18, 5)
 
 # Of six documents.
@@ -41,13 +43,20 @@ CUTS = {
     "a shared prefix": ((2, *[1, 4, 2] * 6, 3), 1, PARENTS, 0),
     "in fixed buffers": ((4, 0, 8, 12, 40), 2, "zigzag", 1, BUFFERS),
     "in fixed buffers, first rank": ((8, 40), 4, "zigzag", 0, BUFFERS),
-    "in fixed buffers, a fragment of many": ((3, 0, 29, 1, 1, 14), 4, "zigzag_buffer", 2, BUFFERS),
+    "in fixed buffers, a fragment of many": (
+        (3, 0, 29, 1, 1, 14),
+        4,
+        "zigzag_buffer",
+        2,
+        BUFFERS,
+    ),
     "in fixed buffers, contiguous": ((8, 8), 8, "contiguous", 1, BUFFERS),
 }
 
 
 def history_of(cut, taps, batch, channels, device, normal):
-    """The documents of the rank at hand, the rows before them, and gradients that come back."""
+    """The documents of the rank at hand, the rows before them, and gradients that come
+    back."""
     lengths, cp, layout, rank, *buffers = cut
     if layout is PARENTS:
         tree = TreeDocuments((0, *accumulate(lengths)), device, PARENTS, lengths)
@@ -67,7 +76,8 @@ def history_of(cut, taps, batch, channels, device, normal):
     route, documents = history_route(whole, cutting, taps), pieces_of(whole, cutting)
     assert route is not None
     rows = normal(sum(route.receive_counts), batch, channels)
-    # Its strides are not always those of a tensor of its own: a cache lies the other way round.
+    # Its strides are not always those of a tensor of its own: a cache lies the other
+    # way round.
     rows = rows.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     returned = normal(sum(route.send_counts), batch, channels)
     return documents, History(rows, route.table), returned
@@ -80,17 +90,29 @@ def compare(front, plain, history, returned, proj, parameters, grads, documents,
     exact_history = history._replace(rows=history.rows.double())
     for names in (None, only):
         made = front.forward(proj, parameters, documents, names, history)
-        right = plain.forward(exact_proj, exact_parameters, documents, names, exact_history)
+        right = plain.forward(
+            exact_proj, exact_parameters, documents, names, exact_history
+        )
         for name in front.convolved:
             x, y = getattr(made, name), getattr(right, name)
             assert (x is None) == (y is None)
             if x is not None:
                 assert_close(name, x, y)
-    history, exact_history = history.with_gradient_buffer(), exact_history.with_gradient_buffer()
-    d_proj, exact_d_proj = (torch.full_like(x, float("nan")) for x in (proj, exact_proj))
+    history, exact_history = (
+        history.with_gradient_buffer(),
+        exact_history.with_gradient_buffer(),
+    )
+    d_proj, exact_d_proj = (
+        torch.full_like(x, float("nan")) for x in (proj, exact_proj)
+    )
     got = front.backward(proj, parameters, grads, d_proj, documents, history)
     right = plain.backward(
-        exact_proj, exact_parameters, exact_grads, exact_d_proj, documents, exact_history
+        exact_proj,
+        exact_parameters,
+        exact_grads,
+        exact_d_proj,
+        documents,
+        exact_history,
     )
     d_proj, exact_d_proj = d_proj[..., columns], exact_d_proj[..., columns]
     assert_close("d_proj", d_proj, exact_d_proj)
@@ -107,15 +129,23 @@ def compare(front, plain, history, returned, proj, parameters, grads, documents,
         assert_close("d_proj and what came back", d_proj, exact_d_proj)
 
 
-# Of GDN's front, whose cases take the interpreter some seconds each; Mamba2's takes all cuts.
+# Of GDN's front, whose cases take the interpreter some seconds each; Mamba2's takes all
+# cuts.
 OPTIONS = {
     "4 taps": {"batch": 2, "sizes": HeadSizes(1, 2, 12, 20), "bias": True},
     "5 taps, scaled": {
-        "sizes": HeadSizes(2, 4, 16, 8), "per_value_head": True, "scaled": True, "taps": 5,
+        "sizes": HeadSizes(2, 4, 16, 8),
+        "per_value_head": True,
+        "scaled": True,
+        "taps": 5,
     },
-    "2 taps, not normalised": {"sizes": HeadSizes(1, 1, 8, 8), "normalise": False, "taps": 2},
+    "2 taps, not normalised": {
+        "sizes": HeadSizes(1, 1, 8, 8),
+        "normalise": False,
+        "taps": 2,
+    },
     "8 taps": {"sizes": HeadSizes(1, 2, 8, 16), "taps": 8, "bits": Bits.DETERMINISTIC},
-}  # fmt: skip
+}
 CASES = [
     *(("4 taps", cut) for cut in ("one sequence", "pieces of one token and more")),
     ("4 taps", "a shared prefix"),
@@ -130,9 +160,13 @@ def test_a_gdn_front_equals_the_plain_way(name, cut, device):
     cut, taps, batch = CUTS[cut], options.get("taps", 4), options.get("batch", 1)
     lengths, ranks = cut[:2]
     case = Case(
-        device, S=sum(lengths) // ranks, B=batch, sizes=options["sizes"], taps=taps,
+        device,
+        S=sum(lengths) // ranks,
+        B=batch,
+        sizes=options["sizes"],
+        taps=taps,
         bias=options.get("bias", False),
-    )  # fmt: skip
+    )
     sizes, normalise = case.sizes, options.get("normalise", True)
     documents, history, returned = history_of(
         cut, taps, batch, sizes.layout.conv_width, device, case._normal
@@ -140,16 +174,28 @@ def test_a_gdn_front_equals_the_plain_way(name, cut, device):
     factor = None
     if options.get("scaled"):
         ratio = sizes.value_heads // sizes.key_heads
-        factor = (2.0 ** torch.arange(sizes.key_heads, device=device)).repeat_interleave(ratio)
+        factor = (
+            2.0 ** torch.arange(sizes.key_heads, device=device)
+        ).repeat_interleave(ratio)
     grads = RuleGrads(*case.grads(options.get("per_value_head", False)), factor=factor)
     kind, bits = (
         (gdn_table(sizes.layout, normalise), "cpu", torch.float32),
         options.get("bits", Bits.FREE),
     )
-    ours, twin = (front_of(*kind, taps, kernels, bits) for kernels in ("triton", "torch"))
+    ours, twin = (
+        front_of(*kind, taps, kernels, bits) for kernels in ("triton", "torch")
+    )
     compare(
-        ours, twin, history, returned, case.proj, case.parameters, grads, documents, ("q",)
-    )  # fmt: skip
+        ours,
+        twin,
+        history,
+        returned,
+        case.proj,
+        case.parameters,
+        grads,
+        documents,
+        ("q",),
+    )
 
 
 # One kernel reads all fronts: cuts that GDN's 4 taps meet above are nightly here.
@@ -157,16 +203,21 @@ OF_GDN = {cut for name, cut in CASES if name == "4 taps"}
 
 
 @pytest.mark.parametrize(
-    "cut", [pytest.param(x, marks=[pytest.mark.nightly] if x in OF_GDN else []) for x in CUTS]
+    "cut",
+    [pytest.param(x, marks=[pytest.mark.nightly] if x in OF_GDN else []) for x in CUTS],
 )
 def test_a_mamba2_front_equals_the_plain_way(cut, device):
     cut = CUTS[cut]
     lengths, ranks = cut[:2]
     S, B, (H, G, V, K) = sum(lengths) // ranks, 2, (2, 1, 6, 20)
     layout, proj, parameters, normal = mamba2.case(device, S=S, B=B, sizes=(H, G, V, K))
-    documents, history, returned = history_of(cut, 4, B, layout.conv_width, device, normal)
+    documents, history, returned = history_of(
+        cut, 4, B, layout.conv_width, device, normal
+    )
     shapes = [(H, V), (G, K), (G, K), (H,), (H,), (H, 1)]
     grads = SSDInputs(*(normal(B, S, *shape) for shape in shapes))
     kind = mamba2_table(layout), "cpu", torch.float32, 4
     ours, twin = (front_of(*kind, kernels) for kernels in ("triton", "torch"))
-    compare(ours, twin, history, returned, proj, parameters, grads, documents, ("B", "C"))
+    compare(
+        ours, twin, history, returned, proj, parameters, grads, documents, ("B", "C")
+    )

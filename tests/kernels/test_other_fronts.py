@@ -1,4 +1,5 @@
-"""The kernels of the fronts of Mamba2, KDA and Gated DeltaNet-2 against their plain twins."""
+"""The kernels of the fronts of Mamba2, KDA and Gated DeltaNet-2 against their plain
+twins."""
 
 import pytest
 import torch
@@ -33,7 +34,13 @@ def case(device, S, B=1, sizes=(2, 1, 6, 20), bias=True, taps=4):
     layout = layout_of(*sizes)
     proj, normal = drawn(layout, S, B, device)
     C, H = layout.conv_width, sizes[0]
-    given = [normal(C, 1, taps), normal(C) if bias else None, normal(H), normal(H), normal(H)]
+    given = [
+        normal(C, 1, taps),
+        normal(C) if bias else None,
+        normal(H),
+        normal(H),
+        normal(H),
+    ]
     return layout, proj, given, normal
 
 
@@ -50,13 +57,25 @@ def mamba2(device, sizes=(2, 1, 6, 20), limit=(0.0, float("inf")), **shape):
 def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
     layout, (G, H, K, V) = kda_layout(*heads), heads
     (proj, normal), C = drawn(layout, S, B, device), layout.conv_width
-    given = [normal(C, 1, 4) * 0.5, normal(C) if bias else None, normal(H) + A_log, normal(H * K)]
+    given = [
+        normal(C, 1, 4) * 0.5,
+        normal(C) if bias else None,
+        normal(H) + A_log,
+        normal(H * K),
+    ]
     shapes = [(G, K), (G, K), (H, V), (H, K), (H,)]
     ours, twin = (
         front_of(kda_table(layout, bound), str(device), torch.float32, 4, kernels)
         for kernels in ("triton", "torch")
     )
-    return layout, proj, given, RuleGrads(*(normal(B, S, *x) for x in shapes)), [ours], twin
+    return (
+        layout,
+        proj,
+        given,
+        RuleGrads(*(normal(B, S, *x) for x in shapes)),
+        [ours],
+        twin,
+    )
 
 
 def gdn2(device, S, B=1, heads=(2, 4, 12, 20), per_value_head=False):
@@ -69,7 +88,14 @@ def gdn2(device, S, B=1, heads=(2, 4, 12, 20), per_value_head=False):
         front_of(gdn2_table(layout), str(device), torch.float32, 4, kernels)
         for kernels in ("triton", "torch")
     )
-    return layout, proj, given, GDN2Inputs(*(normal(B, S, *x) for x in shapes)), [ours], twin
+    return (
+        layout,
+        proj,
+        given,
+        GDN2Inputs(*(normal(B, S, *x) for x in shapes)),
+        [ours],
+        twin,
+    )
 
 
 FRONTS = {
@@ -115,7 +141,9 @@ def test_a_front_and_its_gradients_equal_the_twins(name, device):
         one = front.convolved[1]
         some = front.forward(proj, given, documents, (one,))
         assert torch.equal(getattr(some, one), getattr(made, one))
-        assert [field for field in made._fields if getattr(some, field) is not None] == [one]
+        assert [
+            field for field in made._fields if getattr(some, field) is not None
+        ] == [one]
         assert_close("rows", d_rows, d_exact)
         for number, (a, b) in enumerate(zip(of_parameters, of_exact, strict=True)):
             assert (a is None) == (b is None)

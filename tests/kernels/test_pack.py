@@ -1,4 +1,5 @@
-"""The packing kernels against their plain-torch twin, bit for bit: they copy, or add in order."""
+"""The packing kernels against their plain-torch twin, bit for bit: they copy, or add in
+order."""
 
 import pytest
 import torch
@@ -16,11 +17,14 @@ SHARES = {
     "copies of all": HeadShares(3, (20, 9, 33), (3, 3, 1)),
 }
 # The interpreter adds bfloat16 wrongly; it copies it rightly.
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16, torch.float64])
+DTYPES = [torch.float32, torch.float16] + (
+    [] if INTERPRETED else [torch.bfloat16, torch.float64]
+)
 
 
 class Rows:
-    """Whole rows, messages and full rows of one rank, filled with random numbers or NaN."""
+    """Whole rows, messages and full rows of one rank, filled with random numbers or
+    NaN."""
 
     def __init__(self, shares, device, *, s, B, dtype=torch.float32, strided=True):
         make = torch.Generator().manual_seed(s + B)
@@ -34,7 +38,9 @@ class Rows:
         self.whole = self.whole[:, :B, : shares.whole_width]
         self.messages = normal(shares.ranks - 1, s, B, shares.rank_width)
         self.full = normal(shares.ranks * s, B, shares.rank_width)
-        order = torch.randperm(shares.ranks * s, generator=make).to(torch.int32).to(device)
+        order = (
+            torch.randperm(shares.ranks * s, generator=make).to(torch.int32).to(device)
+        )
         self.own_place, self.peer_place = order[:s].contiguous(), order[s:].contiguous()
 
     def both(self, name, target: str, *sources: str, **options) -> None:
@@ -68,7 +74,16 @@ def test_packing_and_unpacking_equal_the_twin(shares, device, s, B, dtype):
     rows.both("copy_kept_rows", "full", *own, to_full=True)
     if min(shares.copies) == 1:
         rows.both("copy_kept_rows", "whole", *own, to_full=False)
-    rows.both("unpack_peers", "whole", "messages", "full", "whole", "shares", "rank", "own_place")
+    rows.both(
+        "unpack_peers",
+        "whole",
+        "messages",
+        "full",
+        "whole",
+        "shares",
+        "rank",
+        "own_place",
+    )
 
 
 @pytest.mark.each_value
@@ -76,20 +91,37 @@ def test_packing_and_unpacking_equal_the_twin(shares, device, s, B, dtype):
 def test_own_rows_go_along_with_the_peers(shares, device, s, B):
     rows = Rows(shares, device, s=s, B=B)
     pack_peers = "whole", "messages", "shares", "rank"
-    rows.both("pack_peers", "messages", *pack_peers, kept_rows=(rows.full.clone(), rows.own_place))
+    rows.both(
+        "pack_peers",
+        "messages",
+        *pack_peers,
+        kept_rows=(rows.full.clone(), rows.own_place),
+    )
     fulls = []
     for module, way in ((pack, {}), (pack_torch, {}), (pack_torch, {"apart": True})):
-        full, given = torch.full_like(rows.full, 7.0), [vars(rows)[name] for name in pack_peers]
+        full, given = (
+            torch.full_like(rows.full, 7.0),
+            [vars(rows)[name] for name in pack_peers],
+        )
         kept_rows = None if way else (full, rows.own_place)
         module.pack_peers(*given, kept_rows=kept_rows)
         if way:
-            module.copy_kept_rows(rows.whole, full, shares, rows.rank, rows.own_place, to_full=True)
+            module.copy_kept_rows(
+                rows.whole, full, shares, rows.rank, rows.own_place, to_full=True
+            )
         fulls.append(full)
     assert torch.equal(fulls[0], fulls[2]) and torch.equal(fulls[1], fulls[2])
     rows.both(
-        "unpack_peers", "whole", "messages", "full", "whole", "shares", "rank", "own_place",
+        "unpack_peers",
+        "whole",
+        "messages",
+        "full",
+        "whole",
+        "shares",
+        "rank",
+        "own_place",
         with_kept_rows=True,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.each_value
@@ -97,24 +129,43 @@ def test_own_rows_go_along_with_the_peers(shares, device, s, B):
 def test_moving_rows_equals_the_twin(shares, device, s, B):
     rows = Rows(shares, device, s=s, B=B)
     for target in ("full", "messages"):
-        rows.both("move_rows", target, "messages", "full", "peer_place", to_full=target == "full")
+        rows.both(
+            "move_rows",
+            target,
+            "messages",
+            "full",
+            "peer_place",
+            to_full=target == "full",
+        )
 
 
 def test_a_long_batch_takes_the_larger_tiles(device):
     shares = HeadShares(2, (4, 4, 8), (2, 2, 1))
     rows = Rows(shares, device, s=2049, B=2)
     rows.both("pack_peers", "messages", "whole", "messages", "shares", "rank")
-    rows.both("unpack_peers", "whole", "messages", "full", "whole", "shares", "rank", "own_place")
+    rows.both(
+        "unpack_peers",
+        "whole",
+        "messages",
+        "full",
+        "whole",
+        "shares",
+        "rank",
+        "own_place",
+    )
 
 
 def test_no_tokens_are_no_work(device):
     rows = Rows(SHARES["two copies"], device, s=0, B=1)
     pack.pack_peers(rows.whole, rows.messages, rows.shares, rows.rank)
-    pack.unpack_peers(rows.messages, rows.full, rows.whole, rows.shares, rows.rank, rows.own_place)
+    pack.unpack_peers(
+        rows.messages, rows.full, rows.whole, rows.shares, rows.rank, rows.own_place
+    )
 
 
 def test_an_expanded_gradient_has_no_strides_to_speak_of(device):
-    """What ``out.sum().backward()`` sends: every token and batch row the same memory."""
+    """What ``out.sum().backward()`` sends: every token and batch row the same
+    memory."""
     shares = SHARES["six sections"]
     rows = Rows(shares, device, s=5, B=2)
     rows.whole = rows.whole[0, 0].expand(5, 2, shares.whole_width)

@@ -1,4 +1,5 @@
-"""The second stage of cross-token sums: partial rows added into tensors of several dtypes."""
+"""The second stage of cross-token sums: partial rows added into tensors of several
+dtypes."""
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ OUTS = {
     "one": [((130,), torch.bfloat16)],
     "two": [((40, 1, 4), torch.bfloat16), ((3,), torch.float32)],
     "four": [
-        ((7, 1, 4), torch.bfloat16), ((200,), torch.float16), ((1,), torch.float32),
+        ((7, 1, 4), torch.bfloat16),
+        ((200,), torch.float16),
+        ((1,), torch.float32),
         ((5,), torch.float32),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.each_value

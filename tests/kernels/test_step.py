@@ -1,4 +1,5 @@
-"""Kernels of a decode step, and of whole mixers, against fp64 and in batch-invariant mode."""
+"""Kernels of a decode step, and of whole mixers, against fp64 and in batch-invariant
+mode."""
 
 import pytest
 import torch
@@ -49,19 +50,36 @@ GATE_ALONE: dict = {}
 CASES = {
     "gdn": (gdn_kind(HeadSizes(2, 4, 8, 6)), True, {}),
     "gdn, 2 taps": (gdn_kind(HeadSizes(1, 3, 24, 40), 2), False, {}),
-    "gdn, no l2norm": (gdn_kind(HeadSizes(2, 2, 16, 16), 5), False, {"normalise_qk": False}),
-    "gdn, wide": (gdn_kind(HeadSizes(2, 2, 96, 192)), False, {"allow_neg_eigval": True}),
+    "gdn, no l2norm": (
+        gdn_kind(HeadSizes(2, 2, 16, 16), 5),
+        False,
+        {"normalise_qk": False},
+    ),
+    "gdn, wide": (
+        gdn_kind(HeadSizes(2, 2, 96, 192)),
+        False,
+        {"allow_neg_eigval": True},
+    ),
     "kda": (kda_kind(HeadSizes(2, 4, 8, 6)), True, {}),
-    "kda, bounded": (kda_kind(HeadSizes(1, 3, 24, 40), 2), False, {"lower_bound": -5.0}),
+    "kda, bounded": (
+        kda_kind(HeadSizes(1, 3, 24, 40), 2),
+        False,
+        {"lower_bound": -5.0},
+    ),
     "kda, wide": (kda_kind(HeadSizes(2, 2, 96, 160), 3), False, {}),
     "gdn2": (gdn2_kind(HeadSizes(2, 4, 8, 6)), True, {}),
     "gdn2, 2 taps": (gdn2_kind(HeadSizes(1, 3, 24, 40), 2), False, {}),
     "mamba2": (mamba2_kind(4, 2, 6, 8), True, {}),
     "mamba2, gate alone": (mamba2_kind(3, 1, 40, 24, 2), False, GATE_ALONE),
-    "mamba2, D of channels": (mamba2_kind(2, 2, 16, 16, 5, per_channel_D=True), True, {}),
+    "mamba2, D of channels": (
+        mamba2_kind(2, 2, 16, 16, 5, per_channel_D=True),
+        True,
+        {},
+    ),
 }
 WITH_EVERY_TAP = CASES | {
-    f"gdn, {taps} taps": (gdn_kind(HeadSizes(1, 2, 7, 5), taps), False, {}) for taps in (3, 6, 7, 8)
+    f"gdn, {taps} taps": (gdn_kind(HeadSizes(1, 2, 7, 5), taps), False, {})
+    for taps in (3, 6, 7, 8)
 }
 
 
@@ -72,22 +90,25 @@ def test_a_step_in_place_is_the_recurrence(device, case, dtype):
     torch.manual_seed(1)
     made, taps = made_of(case, device, dtype)
     memory = made["torch"].shape.zeros(3, dtype, device)
-    hold_steps(made, drawn_like(memory), [1] * (taps + 1))  # until all of it was written here
+    # until all of it was written here
+    hold_steps(made, drawn_like(memory), [1] * (taps + 1))
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_steps_in_a_contexts_buffers_are_the_recurrence(device, case, dtype):
-    """Windows of W in a wider dtype, states as Mamba2's context holds them, slots that pad a step,
-    and several tokens at once with the memory after each.
+    """Windows of W in a wider dtype, states as Mamba2's context holds them, slots that
+    pad a step, and several tokens at once with the memory after each.
     """
     torch.manual_seed(2)
     made, taps = made_of(case, device, dtype)
     shape = made["torch"].shape
     slots = torch.tensor([4, -1, 0, 3], dtype=torch.int32, device=device)
     history = torch.zeros(6, *shape.window, dtype=torch.float32, device=device)
-    state = torch.zeros(6, *shape.state[::2], shape.rows, dtype=torch.float64, device=device)
+    state = torch.zeros(
+        6, *shape.state[::2], shape.rows, dtype=torch.float64, device=device
+    )
     assert state.shape[1:] == (shape.heads, shape.columns, shape.rows)
     memory = drawn_like(Memory(history, state.mT, slots))
     hold_steps(made, memory, [1, 3, 1, taps])
@@ -109,7 +130,9 @@ def hold_steps(made, memory, counts):
     used = set(range(M) if slots is None else slots.tolist())
     ours, theirs = copied(memory), copied(memory)
     if memory.state.stride(-1) != 1:  # a copy of a view is no view
-        ours, theirs = (x._replace(state=x.state.mT.contiguous().mT) for x in (ours, theirs))
+        ours, theirs = (
+            x._replace(state=x.state.mT.contiguous().mT) for x in (ours, theirs)
+        )
     for count in counts:
         proj = torch.randn(count, N, parts.front.layout.width).to(device, dtype)
         steps = [None, None]
@@ -144,7 +167,10 @@ def buffers(x, count):
 
 def test_values_are_put_in_their_slots_alone(device):
     buffer = torch.zeros(5, 3, 1700, device=device)
-    slots, values = torch.tensor([3, -1, 0], device=device), torch.randn(3, 3, 1700, device=device)
+    slots, values = (
+        torch.tensor([3, -1, 0], device=device),
+        torch.randn(3, 3, 1700, device=device),
+    )
     write_slots_on_gpu(buffer, slots, values)
     assert torch.equal(buffer[3], values[0]) and torch.equal(buffer[0], values[2])
     assert not buffer[[1, 2, 4]].any()
@@ -155,9 +181,18 @@ def run(case, kernels: str, rule, **options):
     leaves = [x.detach().requires_grad_() for x in leaves]
     proj, weight, A_log, dt_bias, gamma = leaves
     out = gated_delta_mixer(
-        proj, weight, None, A_log, dt_bias, case.sizes, rule=rule,
-        norm=GatedNorm(gamma), documents=case.documents, kernels=kernels, **options,
-    )  # fmt: skip
+        proj,
+        weight,
+        None,
+        A_log,
+        dt_bias,
+        case.sizes,
+        rule=rule,
+        norm=GatedNorm(gamma),
+        documents=case.documents,
+        kernels=kernels,
+        **options,
+    )
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
     return [out.detach(), *torch.autograd.grad(out, leaves, weights.view(out.shape))]
 
@@ -173,7 +208,8 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_output_and_every_gradient(shape, device):
-    """Against fp64, or the twin: roundings of q, k, v and d_o to fp16 may fall the other way."""
+    """Against fp64, or the twin: roundings of q, k, v and d_o to fp16 may fall the
+    other way."""
     half, case = shape.startswith("fp16"), Case(device, **SHAPES[shape])
     rule = HalfOperands(InHalf()) if half else PlainRule()
     got = run(case, "triton", rule)

@@ -1,4 +1,5 @@
-"""Scripts of a Megatron-LM clone, run over processes of this machine, and what they print."""
+"""Scripts of a Megatron-LM clone, run over processes of this machine, and what they
+print."""
 
 import atexit
 import functools
@@ -40,19 +41,24 @@ FLAGS = f"""{SMALL}
 """
 in_a_clone = [
     pytest.mark.slow,
-    pytest.mark.skipif(CLONE is None, reason="MEGATRON_LM=folder names a clone of Megatron-LM"),
+    pytest.mark.skipif(
+        CLONE is None, reason="MEGATRON_LM=folder names a clone of Megatron-LM"
+    ),
 ]
 
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """A process that has imported what the clone's scripts import, from which ranks are forked."""
+    """A process that has imported what the clone's scripts import, from which ranks are
+    forked."""
     assert CLONE is not None
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.launches.on_cpu", "serve", CLONE],
         env=os.environ | {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     atexit.register(server.communicate)
     return server
 
@@ -60,34 +66,51 @@ def _server() -> subprocess.Popen[str]:
 def launched(
     script, processes, *flags, connections="1", launcher=False, torchrun=False
 ) -> subprocess.CompletedProcess[str]:
-    """``script`` with these flags, behind ``-m megatron_gdn.launch`` where ``launcher``; torch's
-    FSDP2 wants no ``connections`` of CUDA.
+    """``script`` with these flags, behind ``-m megatron_gdn.launch`` where
+    ``launcher``; torch's FSDP2 wants no ``connections`` of CUDA.
 
-    The ranks have the environment that torchrun gives them; if ``torchrun``, it starts them.
+    The ranks have the environment that torchrun gives them; if ``torchrun``, it starts
+    them.
     """
     assert CLONE is not None
     arguments = [
-        *["megatron_gdn.launch"] * launcher, str(Path(CLONE) / script), *flags, *WITHOUT_GPU.split()
-    ]  # fmt: skip
+        *["megatron_gdn.launch"] * launcher,
+        str(Path(CLONE) / script),
+        *flags,
+        *WITHOUT_GPU.split(),
+    ]
     given = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     if torchrun:
         given |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
-        # As a module: a clone has a package `tests` of its own, which would be found first.
-        start = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"
+        # As a module: a clone has a package `tests` of its own, which would be found
+        # first.
+        start = (
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={processes}",
+        )
         return subprocess.run(
             [sys.executable, *start, "-m", "tests.launches.on_cpu", *arguments],
             env={k: v for k, v in {**os.environ, **given}.items() if v is not None},
-            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
     with tempfile.TemporaryDirectory() as folder:
         log = f"{folder}/log"
         asked = {"processes": processes, "arguments": arguments, "environment": given}
         server = _server()
         print(
-            json.dumps({**asked, "log": log, "seconds": PATIENCE_S}), file=server.stdin, flush=True
+            json.dumps({**asked, "log": log, "seconds": PATIENCE_S}),
+            file=server.stdin,
+            flush=True,
         )
         code = int(server.stdout.readline())
-        said = (Path(f"{log}.{kind}").read_text(errors="replace") for kind in ("out", "err"))
+        said = (
+            Path(f"{log}.{kind}").read_text(errors="replace") for kind in ("out", "err")
+        )
         return subprocess.CompletedProcess(arguments, code, *said)
 
 
@@ -95,7 +118,10 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
     """The losses that a launch printed, one a step; it must have ended well."""
     errors = re.findall(r".*Error: .*", done.stderr)
     assert done.returncode == 0, "\n".join([*errors, done.stderr[-6000:]])
-    return [float(loss) for loss in re.findall(r"iteration +\d+/.*lm loss: (\S+)", done.stdout)]
+    return [
+        float(loss)
+        for loss in re.findall(r"iteration +\d+/.*lm loss: (\S+)", done.stdout)
+    ]
 
 
 def held_out_losses(done: subprocess.CompletedProcess[str]) -> list[float]:

@@ -1,5 +1,6 @@
-"""Run a script of a Megatron-LM clone on the CPU, behind torchrun: tests/launches/on_cpu.py
-[megatron_gdn.launch] MEGATRON_LM/pretrain_hybrid.py FLAGS, which end with `WITHOUT_GPU`."""
+"""Run a script of a Megatron-LM clone on the CPU, behind torchrun:
+tests/launches/on_cpu.py [megatron_gdn.launch] MEGATRON_LM/pretrain_hybrid.py FLAGS,
+which end with `WITHOUT_GPU`."""
 
 import argparse
 import contextlib
@@ -24,7 +25,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.fsdp_on_cpu import MeshOfCPUs, fill_states_of_empty_shards, one_collective_at_a_time
+from tests.fsdp_on_cpu import (
+    MeshOfCPUs,
+    fill_states_of_empty_shards,
+    one_collective_at_a_time,
+)
 from tests.ranks import write_in_this_process
 
 WITHOUT_GPU = """
@@ -32,16 +37,23 @@ WITHOUT_GPU = """
     --no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion
     --cp-comm-type all_gather
 """
-# What a run imports after it has read its arguments, but the module that `--spec` names.
+# What a run imports after it has read its arguments, but the module that `--spec`
+# names.
 IMPORTED_BY_A_RUN = (
-    "megatron.core.tokenizers.text.text_tokenizer", "megatron.core.models.mimo",
-    "megatron.core.datasets.helpers", "megatron_gdn.gdn.layer", "megatron_gdn.gdn2.layer",
-    "megatron_gdn.kda.layer", "megatron_gdn.mamba2.layer", "megatron_gdn.mixers.attention",
-)  # fmt: skip
+    "megatron.core.tokenizers.text.text_tokenizer",
+    "megatron.core.models.mimo",
+    "megatron.core.datasets.helpers",
+    "megatron_gdn.gdn.layer",
+    "megatron_gdn.gdn2.layer",
+    "megatron_gdn.kda.layer",
+    "megatron_gdn.mamba2.layer",
+    "megatron_gdn.mixers.attention",
+)
 
 
 class MakeOnCPU(TorchFunctionMode):
-    """What is asked for on a GPU, or moved there by ``.cuda()`` or ``.to()``, stays on a CPU."""
+    """What is asked for on a GPU, or moved there by ``.cuda()`` or ``.to()``, stays on
+    a CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -52,12 +64,16 @@ class MakeOnCPU(TorchFunctionMode):
         if func is torch.device and "cuda" in str(args[0]):
             args = ("cpu",)
         if func is torch.Tensor.to:
-            args = (args[0], *("cpu" if "cuda" in str(value) else value for value in args[1:]))
+            args = (
+                args[0],
+                *("cpu" if "cuda" in str(value) else value for value in args[1:]),
+            )
         return func(*args, **kwargs)
 
 
 def answer_for_a_gpu() -> None:
-    """What the training loop asks of ``torch.cuda``: devices to count, a Hopper, streams."""
+    """What the training loop asks of ``torch.cuda``: devices to count, a Hopper,
+    streams."""
     hopper = SimpleNamespace(name="CPU", major=9, minor=0, total_memory=80 * 2**30)
     torch.cuda.device_count = lambda: 8
     torch.cuda.set_device = lambda device: None
@@ -74,7 +90,8 @@ def answer_for_a_gpu() -> None:
 
 
 def shard_on_cpus() -> None:
-    """Meshes are of CPUs, gloo's collectives run in turn, and Adam has a state of every shard."""
+    """Meshes are of CPUs, gloo's collectives run in turn, and Adam has a state of every
+    shard."""
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
@@ -94,17 +111,21 @@ def shard_on_cpus() -> None:
 
 
 def take_compiled_helpers_of_the_wheel() -> None:
-    """The wheel has the C++ index builder, which a clone compiles into its own folder."""
+    """The wheel has the C++ index builder, which a clone compiles into its own
+    folder."""
     from megatron.core import datasets
     from megatron.core.datasets import utils
 
     found = importlib.metadata.distributions(name="megatron-core")
-    datasets.__path__ += [str(one.locate_file("megatron/core/datasets")) for one in found]
+    datasets.__path__ += [
+        str(one.locate_file("megatron/core/datasets")) for one in found
+    ]
     utils.compile_helpers = lambda: None
 
 
 def read_json_lines_for_datasets() -> None:
-    """``--sft`` reads its lines through the package ``datasets``; here, unless it is installed."""
+    """``--sft`` reads its lines through the package ``datasets``; here, unless it is
+    installed."""
     if importlib.util.find_spec("datasets"):
         return
     module: Any = types.ModuleType("datasets")
@@ -117,12 +138,15 @@ def read_json_lines_for_datasets() -> None:
 
 
 def cut_documents_without_transformer_engine() -> None:
-    """``--sft`` asks Transformer Engine which tokens of packed documents a rank gets (zigzag)."""
+    """``--sft`` asks Transformer Engine which tokens of packed documents a rank gets
+    (zigzag)."""
     from megatron.core import utils
 
     from megatron_gdn.context_parallel import local_indices
 
-    def indices(offsets: torch.Tensor, tokens: int, ranks: int, rank: int) -> torch.Tensor:
+    def indices(
+        offsets: torch.Tensor, tokens: int, ranks: int, rank: int
+    ) -> torch.Tensor:
         return local_indices(offsets.diff().tolist(), ranks, rank)
 
     utils.tex = SimpleNamespace(thd_get_partitioned_indices=indices)
@@ -142,7 +166,9 @@ def predict_tokens_without_transformer_engine() -> None:
     """Megatron-LM asks for a class of Transformer Engine, which is none without it."""
     from megatron.core.transformer import multi_token_prediction
 
-    vars(multi_token_prediction)["is_inference_column_parallel_linear"] = lambda module: False
+    vars(multi_token_prediction)["is_inference_column_parallel_linear"] = (
+        lambda module: False
+    )
 
 
 def prepare(clone: Path) -> None:
@@ -163,11 +189,13 @@ def prepare(clone: Path) -> None:
     training.initialize_megatron = functools.partial(
         training.initialize_megatron, allow_no_cuda=True
     )
-    torch.compiler.set_stance("force_eager")  # Megatron's small fusions: minutes of a C++ compiler
+    # Megatron's small fusions: minutes of a C++ compiler
+    torch.compiler.set_stance("force_eager")
 
 
 def run(script: str, *flags: str) -> None:
-    """As ``python script *flags`` does, or behind ``-m megatron_gdn.launch`` if that is first."""
+    """As ``python script *flags`` does, or behind ``-m megatron_gdn.launch`` if that is
+    first."""
     with MakeOnCPU():
         if script == "megatron_gdn.launch":
             from megatron_gdn import launch
@@ -182,10 +210,13 @@ def be_rank(rank: int, port: int, asked: dict[str, Any]) -> None:
     """One process of a launch, with the environment that torchrun gives it."""
     os.setpgrp()
     environment = asked["environment"] | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(asked["processes"]),
-        "LOCAL_WORLD_SIZE": str(asked["processes"]), "MASTER_ADDR": "localhost",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(asked["processes"]),
+        "LOCAL_WORLD_SIZE": str(asked["processes"]),
+        "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
-    }  # fmt: skip
+    }
     for name, value in environment.items():
         os.environ.pop(name, None)
         if value is not None:
@@ -199,7 +230,8 @@ def be_rank(rank: int, port: int, asked: dict[str, Any]) -> None:
 
 
 def code_of(ranks: list[Any], seconds: float) -> int:
-    """Of the first that fails, which ends the others soon; -1 if they did not end in time."""
+    """Of the first that fails, which ends the others soon; -1 if they did not end in
+    time."""
     code, deadline = 0, time.monotonic() + seconds
     running = {rank.sentinel: rank for rank in ranks}
     while running and (left := deadline - time.monotonic()) > 0:
@@ -215,11 +247,14 @@ def code_of(ranks: list[Any], seconds: float) -> int:
 
 
 def read_docstrings_once() -> None:
-    """Megatron's parser takes help from the source of its config classes, at every parse."""
+    """Megatron's parser takes help from the source of its config classes, at every
+    parse."""
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 
-    read = ArgumentGroupFactory._get_field_docstrings.__get__(object.__new__(ArgumentGroupFactory))
+    read = ArgumentGroupFactory._get_field_docstrings.__get__(
+        object.__new__(ArgumentGroupFactory)
+    )
     ArgumentGroupFactory._get_field_docstrings = staticmethod(functools.cache(read))
     add_megatron_arguments(argparse.ArgumentParser())
 
@@ -227,9 +262,10 @@ def read_docstrings_once() -> None:
 def serve(clone: Path) -> None:
     """Forks a launch per line of stdin and answers with its code.
 
-    Ranks have imported what the scripts of the clone import and our layers, not what ``--spec``
-    names, and started no thread; only what is saved beside the training has writers of its own,
-    which import it all again. A rank ends without Python's clean-up, which copies all it imported.
+    Ranks have imported what the scripts of the clone import and our layers, not what
+    ``--spec`` names, and started no thread; only what is saved beside the training has
+    writers of its own, which import it all again. A rank ends without Python's
+    clean-up, which copies all it imported.
     """
     answers = open(os.dup(1), "w", buffering=1)  # noqa: SIM115
     os.dup2(2, 1)
@@ -249,7 +285,10 @@ def serve(clone: Path) -> None:
             listener.bind(("localhost", 0))
             port = listener.getsockname()[1]
         processes = range(asked["processes"])
-        ranks = [context.Process(target=be_rank, args=(rank, port, asked)) for rank in processes]
+        ranks = [
+            context.Process(target=be_rank, args=(rank, port, asked))
+            for rank in processes
+        ]
         for rank in ranks:
             rank.start()
         print(code_of(ranks, asked["seconds"]), file=answers)

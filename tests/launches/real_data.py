@@ -1,4 +1,5 @@
-"""Text and conversations for launches: this repository's pages, and a tokenizer of their bytes."""
+"""Text and conversations for launches: this repository's pages, and a tokenizer of
+their bytes."""
 
 import json
 from pathlib import Path
@@ -13,12 +14,15 @@ CHAT = "{% for turn in messages %}{{ turn['role'] + '\n' + turn['content'] + '\n
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One token a byte, two special ones and a template of chats, as transformers stores them."""
+    """One token a byte, two special ones and a template of chats, as transformers
+    stores them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, merges=[]))
+    made = Tokenizer(
+        models.BPE({letter: i for i, letter in enumerate(letters)}, merges=[])
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     stored = PreTrainedTokenizerFast(
@@ -28,21 +32,30 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_text(folder: Path) -> None:
-    """``text_text_document``: paragraphs of the pages, one a document, by Megatron's own tool."""
+    """``text_text_document``: paragraphs of the pages, one a document, by Megatron's
+    own tool."""
     assert CLONE is not None
-    paragraphs = [part for page in pages(ROOT) for part in page.read_text().split("\n\n")]
+    paragraphs = [
+        part for page in pages(ROOT) for part in page.read_text().split("\n\n")
+    ]
     lines = (json.dumps({"text": part.strip()}) for part in paragraphs if part.strip())
     (folder / "text.jsonl").write_text("\n".join(lines))
     python(
         Path(CLONE) / "tools" / "preprocess_data.py",
-        f"--input={folder / 'text.jsonl'}", f"--output-prefix={folder / 'text'}", "--append-eod",
-        "--tokenizer-type=HuggingFaceTokenizer", f"--tokenizer-model={folder}", "--workers=1",
-        cwd=None, PYTHONPATH=CLONE,
-    )  # fmt: skip
+        f"--input={folder / 'text.jsonl'}",
+        f"--output-prefix={folder / 'text'}",
+        "--append-eod",
+        "--tokenizer-type=HuggingFaceTokenizer",
+        f"--tokenizer-model={folder}",
+        "--workers=1",
+        cwd=None,
+        PYTHONPATH=CLONE,
+    )
 
 
 def save_chats(folder: Path) -> None:
-    """``chats.jsonl``: two chats a line, of 44 tokens each, which Megatron packs into one."""
+    """``chats.jsonl``: two chats a line, of 44 tokens each, which Megatron packs into
+    one."""
     system = {"role": "system", "content": "Plus."}
     chats = [
         [

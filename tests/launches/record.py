@@ -1,4 +1,5 @@
-"""The latest launch of each branch: docs/launches.jsonl, and the table of docs/support.md."""
+"""The latest launch of each branch: docs/launches.jsonl, and the table of
+docs/support.md."""
 
 import json
 import subprocess
@@ -43,8 +44,11 @@ class Result:
 
 
 @contextmanager
-def recorded(script: str, processes: int, launch: str, held_to: str = "") -> Iterator[Result]:
-    """Within it a launch, told by its flags, runs; its line is written if it fails, too."""
+def recorded(
+    script: str, processes: int, launch: str, held_to: str = ""
+) -> Iterator[Result]:
+    """Within it a launch, told by its flags, runs; its line is written if it fails,
+    too."""
     result = Result()
     try:
         yield result
@@ -53,13 +57,15 @@ def recorded(script: str, processes: int, launch: str, held_to: str = "") -> Ite
         raise
     finally:
         place = (script, str(processes), " ".join(launch.split()), held_to, branch())
-        write({
-            **dict(zip(KEY, place, strict=True)),
-            "commit": _git("rev-parse", "--short"),
-            "torch": torch.__version__,
-            "date": date.today().isoformat(),
-            "result": result.text,
-        })  # fmt: skip
+        write(
+            {
+                **dict(zip(KEY, place, strict=True)),
+                "commit": _git("rev-parse", "--short"),
+                "torch": torch.__version__,
+                "date": date.today().isoformat(),
+                "result": result.text,
+            }
+        )
 
 
 def branch() -> str:
@@ -88,7 +94,9 @@ def table() -> str:
     """A column for each branch that has records."""
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for line in read():
-        cells.setdefault(tuple(line[key] for key in KEY[:-1]), {})[line["branch"]] = line["result"]
+        cells.setdefault(tuple(line[key] for key in KEY[:-1]), {})[line["branch"]] = (
+            line["result"]
+        )
     recorded_on = {line["branch"] for line in read()}
     branches = [name for name in BRANCHES if name in recorded_on]
     rows = [["script", "processes", "launch", "held to", *branches]]

@@ -16,11 +16,22 @@ pytestmark = in_a_clone
 def test_losses_go_on_after_a_kill(tmp_path):
     """And both layers train with documents packed."""
     done = subprocess.run(
-        [str(ROOT / "benchmarks" / "launches.sh"), str(CLONE), "--toy", "--out", str(tmp_path),
-         "--rows", "resumed", "packed"],
-        env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, timeout=550,
+        [
+            str(ROOT / "benchmarks" / "launches.sh"),
+            str(CLONE),
+            "--toy",
+            "--out",
+            str(tmp_path),
+            "--rows",
+            "resumed",
+            "packed",
+        ],
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=550,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     records = map(json.loads, (tmp_path / "launches.jsonl").read_text().splitlines())
     _, resumed, ours, upstream = records

@@ -1,4 +1,5 @@
-"""``pretrain_hybrid.py`` of a Megatron-LM clone goes on from its checkpoint under both FSDPs."""
+"""``pretrain_hybrid.py`` of a Megatron-LM clone goes on from its checkpoint under both
+FSDPs."""
 
 import subprocess
 
@@ -10,7 +11,8 @@ from tests.launches.record import branch, recorded
 pytestmark = in_a_clone
 
 SCRIPT, DCP = "pretrain_hybrid.py", "--bf16 --use-torch-fsdp2 --ckpt-format torch_dcp"
-# gloo has no sum with a factor, by which the gradients are averaged without the loss per token.
+# gloo has no sum with a factor, by which the gradients are averaged without the loss
+# per token.
 MEGATRONS = """--hybrid-layer-pattern GM*- --bf16 --use-megatron-fsdp --use-distributed-optimizer
     --data-parallel-sharding-strategy optim_grads --ckpt-format fsdp_dtensor
     --calculate-per-token-loss --no-load-rng
@@ -20,10 +22,14 @@ MEGATRONS = """--hybrid-layer-pattern GM*- --bf16 --use-megatron-fsdp --use-dist
 ONE_GATHER = "from which gloo returns wrong numbers"
 
 
-def trained(layer: str, flags: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
+def trained(
+    layer: str, flags: str, processes: int = 2
+) -> subprocess.CompletedProcess[str]:
     """Two data-parallel replicas, steps 1-6 unless ``flags`` say otherwise."""
     of_layer = [*SPEC[layer].split(), *FLAGS.split()]
-    return launched(SCRIPT, processes, "--spec", *of_layer, *flags.split(), connections=None)
+    return launched(
+        SCRIPT, processes, "--spec", *of_layer, *flags.split(), connections=None
+    )
 
 
 @pytest.mark.parametrize("flags", [DCP, MEGATRONS], ids=["torch_dcp", "fsdp_dtensor"])

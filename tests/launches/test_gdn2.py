@@ -1,4 +1,5 @@
-"""Gated DeltaNet-2 beside Megatron main's own layer and its rule in torch, from one checkpoint."""
+"""Gated DeltaNet-2 beside Megatron main's own layer and its rule in torch, from one
+checkpoint."""
 
 import os
 
@@ -15,13 +16,19 @@ TOLERANCE = 2e-5
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CLONE is None, reason="MEGATRON_LM=folder names a clone of Megatron-LM")
+@pytest.mark.skipif(
+    CLONE is None, reason="MEGATRON_LM=folder names a clone of Megatron-LM"
+)
 @pytest.mark.skipif(BEHIND in os.environ, reason="runs below")
 def test_checkpoints_and_outputs_are_those_of_megatrons_layer():
     assert CLONE is not None
     if not os.path.exists(f"{CLONE}/megatron/core/ssm/gated_delta_net/gdn2.py"):
         pytest.skip("this branch has no Gated DeltaNet-2")
-    environment = {"PYTHONPATH": f"{ROOT}:{CLONE}", BEHIND: "1", "TORCHDYNAMO_DISABLE": "1"}
+    environment = {
+        "PYTHONPATH": f"{ROOT}:{CLONE}",
+        BEHIND: "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
     command = "-m", "pytest", "-q", "-x", __file__, "-k", "loads or builds"
     assert "......." in python(*command, timeout=PATIENCE_S, **environment).stdout
 
@@ -65,12 +72,15 @@ def test_what_one_layer_saves_the_other_loads_at_any_size(writer, tp):
 
     run_megatron_on_cpu()
     package = upstream_on_cpu()
-    # Under tensor parallelism Megatron's layer leaves out_norm's gradient to others' heads alone.
+    # Under tensor parallelism Megatron's layer leaves out_norm's gradient to others'
+    # heads alone.
     exact = {"deterministic_mode": True}
 
     def theirs(config):
         parts = package.GatedDeltaNetSubmodules(**PARTS)
-        return package.GatedDeltaNet2(config, parts, 1, pg_collection=groups_of_megatron())
+        return package.GatedDeltaNet2(
+            config, parts, 1, pg_collection=groups_of_megatron()
+        )
 
     def ours(config):
         return build_gdn2(config, groups_of_megatron())
@@ -81,7 +91,9 @@ def test_what_one_layer_saves_the_other_loads_at_any_size(writer, tp):
     def moved(folder):
         with parallel(tp=tp):
             torch.manual_seed(7)
-            first = builders[writer](make_config(tensor_model_parallel_size=tp, **exact))
+            first = builders[writer](
+                make_config(tensor_model_parallel_size=tp, **exact)
+            )
             torch.manual_seed(3)
             draw_(first)
             with torch.no_grad():
@@ -93,7 +105,9 @@ def test_what_one_layer_saves_the_other_loads_at_any_size(writer, tp):
             wanted.square().sum().backward()
         size = 4 // tp
         with parallel(tp=size):
-            second = builders[reader](make_config(tensor_model_parallel_size=size, **exact))
+            second = builders[reader](
+                make_config(tensor_model_parallel_size=size, **exact)
+            )
             loaded = dist_checkpointing.load(second.sharded_state_dict(), folder)
             second.load_state_dict(loaded)
             assert {n for n, _ in second.named_parameters()} == {
@@ -107,6 +121,8 @@ def test_what_one_layer_saves_the_other_loads_at_any_size(writer, tp):
         if tp == size:
             for name, parameter in second.named_parameters():
                 if name != "out_norm.weight":
-                    assert_close(name, parameter.grad, first.get_parameter(name).grad, TOLERANCE)
+                    assert_close(
+                        name, parameter.grad, first.get_parameter(name).grad, TOLERANCE
+                    )
 
     in_a_shared_folder(moved)

@@ -40,18 +40,24 @@ def documents(tmp_path_factory) -> str:
 def trained(documents: str, ranks: int) -> subprocess.CompletedProcess[str]:
     """Ranks have as many tokens of a micro-batch: Megatron draws numbers for them."""
     return launched(
-        "pretrain_hybrid.py", ranks, *FLAGS.split(), f"--context-parallel-size={ranks}",
-        f"--micro-batch-size={ranks}", f"--data-path={documents}",
+        "pretrain_hybrid.py",
+        ranks,
+        *FLAGS.split(),
+        f"--context-parallel-size={ranks}",
+        f"--micro-batch-size={ranks}",
+        f"--data-path={documents}",
         f"--data-cache-path={documents}-cache",
-    )  # fmt: skip
+    )
 
 
 def test_two_ranks_take_the_steps_of_one_where_the_whole_buffer_is_cut(documents):
-    """fp32; the log has seven digits, and four steps multiply rounding by less than ten."""
+    """fp32; the log has seven digits, and four steps multiply rounding by less than
+    ten."""
     one = losses(trained(documents, 1))
     assert len(one) == 4 and one[-1] < one[0]
     told_by = (
-        "--hybrid-layer-pattern G-*- --dataloader-inter-document-masking --context-parallel-size 2"
+        "--hybrid-layer-pattern G-*- --dataloader-inter-document-masking "
+        "--context-parallel-size 2"
     )
     with recorded("pretrain_hybrid.py", 2, told_by, "one process") as two:
         two.equals(losses(trained(documents, 2)), one, rel=1e-5)

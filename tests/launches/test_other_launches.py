@@ -1,4 +1,5 @@
-"""Launches of a clone: a function for ``--spec``, the flags that models print, layers in parts."""
+"""Launches of a clone: a function for ``--spec``, the flags that models print, layers
+in parts."""
 
 import math
 from pathlib import Path
@@ -7,7 +8,14 @@ import pytest
 
 from megatron_gdn.models import find
 from megatron_gdn.models.__main__ import launch_flags, parse
-from tests.launches.launching import CLONE, SMALL, held_out_losses, in_a_clone, launched, losses
+from tests.launches.launching import (
+    CLONE,
+    SMALL,
+    held_out_losses,
+    in_a_clone,
+    launched,
+    losses,
+)
 from tests.launches.record import recorded
 from tests.launches.test_parallel_launches import DATA, GPT, MODELS, SIZES, SPECS
 
@@ -22,11 +30,18 @@ FLAGS = f"""{SMALL}
 
 
 def test_each_virtual_pipeline_stage_gets_its_layers(tmp_path):
-    flags = [*FLAGS.split(), "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+    flags = [
+        *FLAGS.split(),
+        "--use-distributed-optimizer",
+        "--dist-ckpt-optim-fully-reshardable",
+    ]
     saved = [*flags, f"--save={tmp_path}", "--save-interval=2"]
     one = losses(launched("pretrain_gpt.py", 1, *saved))
     assert one[-1] < one[0]
-    stages = ["--pipeline-model-parallel-size=2", "--num-layers-per-virtual-pipeline-stage=1"]
+    stages = [
+        "--pipeline-model-parallel-size=2",
+        "--num-layers-per-virtual-pipeline-stage=1",
+    ]
     start = [f"--load={tmp_path}", "--ckpt-step=2", "--no-load-rng"]
     two = losses(launched("pretrain_gpt.py", 2, *flags, *stages, *start))
     third, fourth = one[2:]
@@ -37,14 +52,25 @@ def test_each_virtual_pipeline_stage_gets_its_layers(tmp_path):
 # What the page says is still to be added: data, tokenizer, optimizer.
 MORE = [
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"),
-    *("--train-iters", "3", "--global-batch-size", "2", "--lr", "1e-3", "--log-interval", "1"),
+    *(
+        "--train-iters",
+        "3",
+        "--global-batch-size",
+        "2",
+        "--lr",
+        "1e-3",
+        "--log-interval",
+        "1",
+    ),
     *("--eval-interval", "10", "--eval-iters", "1"),
 ]
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "gpt"])
 def test_the_flags_of_a_model_train_it(kind):
-    flags = launch_flags(find("tiny"), parse(f"tiny --model {kind} --length 64 --tp 2".split()))
+    flags = launch_flags(
+        find("tiny"), parse(f"tiny --model {kind} --length 64 --tp 2".split())
+    )
     first, *_, last = losses(launched(f"pretrain_{kind}.py", 2, *flags, *MORE))
     assert last < first and first == pytest.approx(math.log(1000), abs=0.5)
 
@@ -73,5 +99,7 @@ def trained(flags: str) -> list[float]:
 
 
 def test_layers_in_parts_take_the_steps_of_whole_ones():
-    with recorded(GPT, 2, f"{EXPERTS} {OVERLAPPED}", "the launch without the last flag") as result:
+    with recorded(
+        GPT, 2, f"{EXPERTS} {OVERLAPPED}", "the launch without the last flag"
+    ) as result:
         result.equals(trained(OVERLAPPED), trained(""), rel=1e-6)

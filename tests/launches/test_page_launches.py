@@ -1,4 +1,5 @@
-"""The whole launches of the pages in a clone of Megatron-LM, on a CPU with a tiny model."""
+"""The whole launches of the pages in a clone of Megatron-LM, on a CPU with a tiny
+model."""
 
 import math
 
@@ -12,7 +13,8 @@ from tests.launches.record import recorded
 pytestmark = in_a_clone
 
 VOCABULARY = 256
-# Given after the page's flags, of which the last one counts. Sizes, and how long it trains.
+# Given after the page's flags, of which the last one counts. Sizes, and how long it
+# trains.
 TINY = f"""
     --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
     --linear-num-key-heads 4 --linear-key-head-dim 16 --linear-num-value-heads 8
@@ -25,7 +27,9 @@ TINY = f"""
 ONE = "--tensor-model-parallel-size 1 --context-parallel-size 1"
 
 
-def trained(script: str, processes: int, changed: str = "", torchrun=False) -> list[float]:
+def trained(
+    script: str, processes: int, changed: str = "", torchrun=False
+) -> list[float]:
     with recorded(script, processes, f"as printed {changed}") as result:
         flags = [*launches_of(ROOT)[script], *changed.split(), *TINY.split()]
         steps = losses(launched(script, processes, *flags, torchrun=torchrun))
@@ -47,19 +51,31 @@ def test_two_processes_train_it_too(changed):
 
 
 def test_from_the_meta_device_it_trains_alike():
-    """Megatron moves such a model without a reset of its modules; here no FSDP resets them."""
+    """Megatron moves such a model without a reset of its modules; here no FSDP resets
+    them."""
     here = trained("pretrain_hybrid.py", 1, ONE)
-    assert trained("pretrain_hybrid.py", 1, f"{ONE} --init-model-with-meta-device") == here
+    assert (
+        trained("pretrain_hybrid.py", 1, f"{ONE} --init-model-with-meta-device") == here
+    )
 
 
 def test_under_torchs_fsdp2_it_trains_as_with_the_distributed_optimizer():
-    """Both keep fp32 masters of equal weights; gradients are summed in bf16 and in fp32."""
-    page = [f for f in launches_of(ROOT)["pretrain_hybrid.py"] if f != "--sequence-parallel"]
+    """Both keep fp32 masters of equal weights; gradients are summed in bf16 and in
+    fp32."""
+    page = [
+        f for f in launches_of(ROOT)["pretrain_hybrid.py"] if f != "--sequence-parallel"
+    ]
     page += [*ONE.split(), *TINY.split()]
     fsdp2 = [f for f in page if f != "--use-distributed-optimizer"]
-    with recorded("pretrain_hybrid.py", 2, f"as printed {ONE} --use-torch-fsdp2",
-                  "the distributed optimizer") as result:  # fmt: skip
+    with recorded(
+        "pretrain_hybrid.py",
+        2,
+        f"as printed {ONE} --use-torch-fsdp2",
+        "the distributed optimizer",
+    ) as result:
         here = losses(
-            launched("pretrain_hybrid.py", 2, *fsdp2, "--use-torch-fsdp2", connections=None)
+            launched(
+                "pretrain_hybrid.py", 2, *fsdp2, "--use-torch-fsdp2", connections=None
+            )
         )
         result.equals(here, losses(launched("pretrain_hybrid.py", 2, *page)), rel=1e-4)

@@ -1,13 +1,22 @@
-"""Scripts of a clone go on from one process's second step in every arrangement, optimizer included,
-and take the steps that it took, as does Megatron's own layer; three multiply fp32's rounding by
-less than ten. Experts begin on two ranks: Megatron loads no optimizer of them at another size."""
+"""Scripts of a clone go on from one process's second step in every arrangement,
+optimizer included, and take the steps that it took, as does Megatron's own layer; three
+multiply fp32's rounding by
+less than ten. Experts begin on two ranks: Megatron loads no optimizer of them at
+another size."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.launches import real_data
-from tests.launches.launching import CLONE, SMALL, held_out_losses, in_a_clone, launched, losses
+from tests.launches.launching import (
+    CLONE,
+    SMALL,
+    held_out_losses,
+    in_a_clone,
+    launched,
+    losses,
+)
 from tests.launches.record import branch, recorded
 
 pytestmark = in_a_clone
@@ -54,16 +63,22 @@ MODELS = {
         "",
     ),
     "text": (HYBRID, DENSE, "--data-path text"),
-    "documents": (HYBRID, f"{DENSE} --dataloader-inter-document-masking", "--data-path text"),
+    "documents": (
+        HYBRID,
+        f"{DENSE} --dataloader-inter-document-masking",
+        "--data-path text",
+    ),
     "chats": (HYBRID, f"{DENSE} --sft", "--data-path chats"),
     "gpt": (
         GPT,
-        "--num-layers 4 --linear-attention-freq 2 --experimental-attention-variant gated_delta_net",
+        "--num-layers 4 --linear-attention-freq 2 --experimental-attention-variant "
+        "gated_delta_net",
         "",
     ),
 }
 HAS_GDN2 = (
-    CLONE is not None and (Path(CLONE) / "megatron/core/ssm/gated_delta_net/gdn2.py").exists()
+    CLONE is not None
+    and (Path(CLONE) / "megatron/core/ssm/gated_delta_net/gdn2.py").exists()
 )
 LAUNCHER = {"kda"}  # Megatron reads a pattern before it imports what --spec names
 FIRST = {"experts": 2}  # processes that train a model first; one where it is not named
@@ -73,7 +88,10 @@ PIPELINE = "--pipeline-model-parallel-size 2"
 # By model: the processes and flags; None is Megatron's own layer.
 ARRANGEMENTS = {
     "dense": [
-        None, (2, ""), (2, TENSOR), (2, CONTEXT),
+        None,
+        (2, ""),
+        (2, TENSOR),
+        (2, CONTEXT),
         (2, f"{PIPELINE} --hybrid-layer-pattern G-|*-"),
         (2, f"{PIPELINE} --hybrid-layer-pattern G|-|*|-"),
         (1, "--async-save"),
@@ -82,21 +100,30 @@ ARRANGEMENTS = {
     "heads": [None, (2, TENSOR)],
     "mamba": [(2, TENSOR)],
     "kda": [
-        (1, ""), (2, TENSOR), (2, CONTEXT), (2, f"{PIPELINE} --hybrid-layer-pattern K-|G*"),
+        (1, ""),
+        (2, TENSOR),
+        (2, CONTEXT),
+        (2, f"{PIPELINE} --hybrid-layer-pattern K-|G*"),
     ],
     "experts": [None],
     "text": [None],
     "documents": [None, (2, CONTEXT)],
     "chats": [None, (2, CONTEXT)],
     "gpt": [None, (2, TENSOR), (2, CONTEXT), (2, PIPELINE)],
-}  # fmt: skip
+}
 # By branch, model and flags: the words with which Megatron refuses a launch.
 REFUSED = {("dev", "documents", CONTEXT): "must be divisible by 2 * cp_size"}
 CASES = [(model, each) for model, several in ARRANGEMENTS.items() for each in several]
 
 
 def name_of(value: object) -> str:
-    return value if isinstance(value, str) else "upstream" if value is None else " ".join(value[1:])
+    return (
+        value
+        if isinstance(value, str)
+        else "upstream"
+        if value is None
+        else " ".join(value[1:])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +143,17 @@ def trained(data, tmp_path_factory):
     def launch(model: str, processes: int, *flags: str):
         script, of_model, read = MODELS[model]
         words = f"{SPECS[script]} {SIZES} {of_model} {DATA[read].format(folder=data)}"
-        return launched(script, processes, *words.split(), *flags, launcher=model in LAUNCHER)
+        return launched(
+            script, processes, *words.split(), *flags, launcher=model in LAUNCHER
+        )
 
     return launch
 
 
 @pytest.fixture(scope="module")
 def saved(trained, tmp_path_factory):
-    """Per model the folder with its second step; the losses of the later steps, then held out."""
+    """Per model the folder with its second step; the losses of the later steps, then
+    held out."""
     made = {}
 
     def of(model: str) -> tuple[str, list[float]]:
@@ -157,14 +187,18 @@ def test_every_arrangement_takes_the_steps_of_one_process(
     shown = f"megatron_gdn.launch {script}" if model in LAUNCHER else script
     with recorded(shown, processes, told_by, held_to) as result:
         done = trained(
-            model, processes, *flags.split(), f"--load={folder}", "--ckpt-step=2",
+            model,
+            processes,
+            *flags.split(),
+            f"--load={folder}",
+            "--ckpt-step=2",
             f"--save={tmp_path}",
-        )  # fmt: skip
+        )
         if refusal:
             result.is_refused(done, refusal)
         else:
-            # Held-out losses of context-parallel ranks are averaged by Megatron whatever number of
-            # tokens each has that is not masked.
+            # Held-out losses of context-parallel ranks are averaged by Megatron
+            # whatever number of tokens each has that is not masked.
             found = losses(done) + ([] if model == "chats" else held_out_losses(done))
             rel = 1e-6 if model == "gdn2" else 1e-5
             result.equals(found, wanted[: len(found)], rel=rel)

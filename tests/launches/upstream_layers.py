@@ -17,7 +17,8 @@ _of_one_document = gdn.chunk_gated_delta_rule
 
 
 def _document_by_document(*rows: Any, cu_seqlens: Any = None, **named: Any) -> Any:
-    """Megatron's rule in torch takes no offsets; fla's kernel, which does, needs a GPU."""
+    """Megatron's rule in torch takes no offsets; fla's kernel, which does, needs a
+    GPU."""
     if cu_seqlens is None:
         return _of_one_document(*rows, **named)
 

@@ -16,7 +16,8 @@ from tests.parallel import alone, make_config
 
 @pytest.mark.usefixtures("one_rank")
 def test_over_one_rank_megatrons_own_forward_reads_no_context_parallelism(monkeypatch):
-    """Megatron-LM's dev branch gathers keys and values by the config, and wants a mask for it."""
+    """Megatron-LM's dev branch gathers keys and values by the config, and wants a mask
+    for it."""
     sizes, forward = [], DotProductAttention.forward
 
     def watched(self, *args, **kwargs):
@@ -25,9 +26,12 @@ def test_over_one_rank_megatrons_own_forward_reads_no_context_parallelism(monkey
 
     monkeypatch.setattr(DotProductAttention, "forward", watched)
     attention = TorchAttention(
-        config := make_config(context_parallel_size=2), 1, AttnMaskType.causal, "self",
+        config := make_config(context_parallel_size=2),
+        1,
+        AttnMaskType.causal,
+        "self",
         pg_collection=alone(),
-    )  # fmt: skip
+    )
     q, k, v = torch.randn(3, 5, 1, 4, 6)
     attention(q, k, v, None)
     assert sizes == [1]
@@ -37,7 +41,9 @@ def test_over_one_rank_megatrons_own_forward_reads_no_context_parallelism(monkey
 @pytest.mark.usefixtures("one_rank")
 def test_documents_in_fixed_buffers_are_read_by_attention_outside_of_graphs():
     config = make_config(hidden_size=16, num_attention_heads=2, attention_dropout=0.0)
-    layer = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
+    layer = TorchAttention(
+        config, 1, AttnMaskType.causal, "self", pg_collection=alone()
+    )
     q, k, v = torch.randn(3, 12, 2, 8)
     packed = static_packed_seq_params(12, 4, device="cpu")
     for lengths in ((12,), (5, 0, 7), (1, 2, 3, 6)):
@@ -48,13 +54,24 @@ def test_documents_in_fixed_buffers_are_read_by_attention_outside_of_graphs():
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_an_empty_document_changes_nothing_whichever_way_rotations_are_laid(interleaved):
+def test_an_empty_document_changes_nothing_whichever_way_rotations_are_laid(
+    interleaved,
+):
     config = make_config(
-        hidden_size=16, num_attention_heads=2, attention_dropout=0.0, rotary_interleaved=interleaved
+        hidden_size=16,
+        num_attention_heads=2,
+        attention_dropout=0.0,
+        rotary_interleaved=interleaved,
     )
-    parts = SelfAttentionSubmodules(ColumnParallelLinear, TorchAttention, RowParallelLinear)
-    layer = TorchSelfAttention(config, parts, 1, AttnMaskType.causal, pg_collection=alone())
-    angles = RotaryEmbedding(8, 1.0, rotary_interleaved=interleaved, use_cpu_initialization=True)(7)
+    parts = SelfAttentionSubmodules(
+        ColumnParallelLinear, TorchAttention, RowParallelLinear
+    )
+    layer = TorchSelfAttention(
+        config, parts, 1, AttnMaskType.causal, pg_collection=alone()
+    )
+    angles = RotaryEmbedding(
+        8, 1.0, rotary_interleaved=interleaved, use_cpu_initialization=True
+    )(7)
     x = torch.randn(12, 1, 16)
 
     def outputs(lengths):

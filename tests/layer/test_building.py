@@ -1,4 +1,5 @@
-"""A layer built in one place and dtype and run in another; a model that calls its spec."""
+"""A layer built in one place and dtype and run in another; a model that calls its
+spec."""
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ def asked(monkeypatch):
 
 
 def test_the_rule_is_chosen_once_for_every_kind_of_rows(asked):
-    layer = build(make_config(bf16=True))  # the parameters are fp32: params_dtype is not given
+    # the parameters are fp32: params_dtype is not given
+    layer = build(make_config(bf16=True))
     assert asked == [("cpu", torch.bfloat16, False)]
     x = torch.randn(5, 1, 24)
     for _ in range(2):
@@ -55,9 +57,13 @@ def test_a_device_of_another_type_is_another_kind(asked):
 
 
 def within(x, low, high):
-    """In the range, and over most of it: of more than a hundred draws some lie near each end."""
+    """In the range, and over most of it: of more than a hundred draws some lie near
+    each end."""
     margin = 0.1 * (high - low)
-    assert low <= x.min() < low + margin and high - margin < x.max() <= high, (x.min(), x.max())
+    assert low <= x.min() < low + margin and high - margin < x.max() <= high, (
+        x.min(),
+        x.max(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,12 @@ def test_an_fp16_model_keeps_its_gates_and_their_gradients_in_fp32():
     x = torch.randn(70, 1, 24).half().requires_grad_()
     out = layer(x, None)[0]
     out.float().sum().backward()
-    assert out.dtype == layer.conv1d.weight.dtype == layer.conv1d.weight.grad.dtype == torch.float16
+    assert (
+        out.dtype
+        == layer.conv1d.weight.dtype
+        == layer.conv1d.weight.grad.dtype
+        == torch.float16
+    )
     for gate in gates.values():
         assert gate.dtype == gate.grad.dtype == torch.float32
         assert gate.grad.isfinite().all() and gate.grad.abs().max() > 0
@@ -94,7 +105,10 @@ def test_an_fp16_model_keeps_its_gates_and_their_gradients_in_fp32():
     assert x.grad.isfinite().all()
 
 
-MIXERS = {"GatedDeltaNet": build, "Mamba2Mixer": lambda config: build_mamba2(config, alone())}
+MIXERS = {
+    "GatedDeltaNet": build,
+    "Mamba2Mixer": lambda config: build_mamba2(config, alone()),
+}
 each_mixer = pytest.mark.parametrize("name", MIXERS)
 ON_A_GPU = {**MAMBA_SIZES, "use_cpu_initialization": False}
 
@@ -103,13 +117,22 @@ def require_equal(landed, here):
     for name, parameter in here.named_parameters():
         other = landed.get_parameter(name)
         assert other.dtype == parameter.dtype and torch.equal(other, parameter), name
-        for mark in ("tensor_model_parallel", "partition_dim", "partition_stride", "keep_in_fp32"):
-            assert getattr(other, mark, None) == getattr(parameter, mark, None), (name, mark)
+        for mark in (
+            "tensor_model_parallel",
+            "partition_dim",
+            "partition_stride",
+            "keep_in_fp32",
+        ):
+            assert getattr(other, mark, None) == getattr(parameter, mark, None), (
+                name,
+                mark,
+            )
 
 
 @each_mixer
 def test_under_megatrons_meta_device_a_layer_is_the_one_built_here(name):
-    """Megatron builds under ``torch.device("meta")``, moves what is there, and resets nothing."""
+    """Megatron builds under ``torch.device("meta")``, moves what is there, and resets
+    nothing."""
     torch.manual_seed(3)
     here = MIXERS[name](make_config(**ON_A_GPU))
     torch.manual_seed(3)
@@ -126,7 +149,8 @@ def test_a_layer_that_was_emptied_is_reset_to_the_one_built_here(name):
         torch.manual_seed(3)
         one.reset_parameters()
     if name == "GatedDeltaNet":
-        layer.out_norm.reset_parameters()  # a module's own initialisation is not the layer's
+        # a module's own initialisation is not the layer's
+        layer.out_norm.reset_parameters()
     require_equal(layer, here)
 
 

@@ -1,5 +1,5 @@
-"""Boundaries that are written between a forward and its backward are refused there, and boundaries
-that stay, or change between one step and the next, are not."""
+"""Boundaries that are written between a forward and its backward are refused there, and
+boundaries that stay, or change between one step and the next, are not."""
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ RECOMPUTED = "boundaries of the documents changed"
 
 @pytest.fixture
 def no_checkpoint_left():
-    """An error in Megatron's checkpoint leaves its flag set, and layers would then not use it."""
+    """An error in Megatron's checkpoint leaves its flag set, and layers would then not
+    use it."""
     yield
     random._unset_checkpointing()
 
@@ -49,7 +50,9 @@ def in_place(packed, offsets):
 
 
 def by_new_tensors(packed, offsets):
-    packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor(offsets, dtype=torch.int32)
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor(
+        offsets, dtype=torch.int32
+    )
 
 
 def fixed():
@@ -72,15 +75,19 @@ def nested(run, x, packed):
 
 
 def in_one_block(run, x, packed):
-    """Megatron's full recomputation: the checkpoint holds a layer with a checkpoint of its own."""
+    """Megatron's full recomputation: the checkpoint holds a layer with a checkpoint of
+    its own."""
     return by_megatron(lambda x: 2 * reentrant(run, x, packed), x)
 
 
 KINDS = pytest.mark.parametrize("kind", ["fused layer", "layer of modules", "Mamba2"])
-LAYERS = pytest.mark.parametrize("kind", ["fused layer", "layer of modules"])  # take buffers
+# take buffers
+LAYERS = pytest.mark.parametrize("kind", ["fused layer", "layer of modules"])
 CHECKPOINTS = pytest.mark.parametrize("around", [checkpointed, reentrant, by_megatron])
 IN_FLIGHT = [checkpointed, reentrant, by_megatron, nested, in_one_block]
-ALL = pytest.mark.parametrize("around", [plain, offloaded, checkpointed, reentrant, by_megatron])
+ALL = pytest.mark.parametrize(
+    "around", [plain, offloaded, checkpointed, reentrant, by_megatron]
+)
 WRITES = pytest.mark.parametrize("write", [in_place, by_new_tensors])
 
 
@@ -98,7 +105,9 @@ def test_buffers_that_are_filled_again_before_the_backward(kind, around):
 @pytest.mark.parametrize("first_goes_back", ["first", "last"])
 @LAYERS
 @pytest.mark.parametrize("around", [plain, *IN_FLIGHT])
-def test_two_micro_batches_in_flight_over_one_set_of_buffers(kind, around, first_goes_back):
+def test_two_micro_batches_in_flight_over_one_set_of_buffers(
+    kind, around, first_goes_back
+):
     run, packed = build(kind), fixed()
     first = around(run, rows(), packed)
     set_documents(packed, SECOND)
@@ -185,7 +194,8 @@ def test_one_checkpoint_around_micro_batches_with_boundaries_of_their_own(around
 
 
 def step(run, around, packed, offsets) -> None:
-    """What ``packed`` gives is what new boundaries give; buffers take products of other shapes."""
+    """What ``packed`` gives is what new boundaries give; buffers take products of other
+    shapes."""
     with torch.no_grad():
         run(rows(), packed)  # an evaluation between
     x = rows()

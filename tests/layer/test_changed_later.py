@@ -1,4 +1,5 @@
-"""What is changed on a built layer counts from its next forward, or is refused by name."""
+"""What is changed on a built layer counts from its next forward, or is refused by
+name."""
 
 import copy
 
@@ -144,7 +145,9 @@ def test_a_convolution_patched_for_all_instances_is_refused(monkeypatch):
 def test_torchs_hooks_of_all_modules_see_the_norm(kind):
     plain, layer = whole(kind), whole(kind)
     norm, x = layer.out_norm if kind == "gdn" else layer.norm, rows(layer)
-    hook = register_module_forward_hook(lambda module, args, y: 2 * y if module is norm else None)
+    hook = register_module_forward_hook(
+        lambda module, args, y: 2 * y if module is norm else None
+    )
     try:
         doubled, _ = layer(x)
     finally:

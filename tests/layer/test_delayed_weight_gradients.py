@@ -15,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def delayed(linear: type) -> type:
-    """The class with a backward that leaves the weight's gradient to ``backward_dw``."""
+    """The class with a backward that leaves the weight's gradient to
+    ``backward_dw``."""
 
     class Delayed(linear):
         def forward(self, x):
@@ -41,7 +42,10 @@ def layer_of(mixer, **recomputed):
 @pytest.mark.parametrize("again", [None, "gdn_norm_out", "gdn"])
 def test_megatrons_schedule_gets_the_weight_gradients_of_both_projections_later(again):
     plain = gated_delta_net_spec("local")
-    linears = {"in_proj": delayed(ColumnParallelLinear), "out_proj": delayed(RowParallelLinear)}
+    linears = {
+        "in_proj": delayed(ColumnParallelLinear),
+        "out_proj": delayed(RowParallelLinear),
+    }
     parts = replace(plain.submodules, **linears)
     recomputed = {"recompute_granularity": "selective", "recompute_modules": [again]}
     late = layer_of(replace(plain, submodules=parts), **(recomputed if again else {}))
@@ -56,4 +60,6 @@ def test_megatrons_schedule_gets_the_weight_gradients_of_both_projections_later(
     late.init_backward_dw_wrapper()
     late.backward_dw_wrapper.backward_dw()
     for name, parameter in late.named_parameters():
-        torch.testing.assert_close(parameter.grad, at_once.get_parameter(name).grad, msg=name)
+        torch.testing.assert_close(
+            parameter.grad, at_once.get_parameter(name).grad, msg=name
+        )

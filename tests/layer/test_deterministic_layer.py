@@ -1,4 +1,5 @@
-"""How the layer hears of deterministic mode, and that its bits then hold under pressure."""
+"""How the layer hears of deterministic mode, and that its bits then hold under
+pressure."""
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ def torchs_switch():
 def test_the_config_asks_for_it(log):
     layer = build(make_config(deterministic_mode=True))
     assert layer.backend == "reference"
-    assert "delta rule backend 'reference' (deterministic mode; not flash_qla: " in log.text
+    assert (
+        "delta rule backend 'reference' (deterministic mode; not flash_qla: "
+        in log.text
+    )
 
 
 def test_torchs_switch_asks_for_it(log, torchs_switch):
@@ -39,4 +43,6 @@ def test_the_layer_repeats_under_torchs_switch(torchs_switch, lengths, recompute
         layer, torch.randn(130, 1, 24), attention_mask=None, packed_seq_params=params
     )
     report = check_repeats(run, 5)
-    assert report.equal and len(report.digests) == 2 + len(list(layer.parameters())), report
+    assert report.equal and len(report.digests) == 2 + len(list(layer.parameters())), (
+        report
+    )

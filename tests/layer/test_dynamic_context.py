@@ -1,6 +1,8 @@
-"""Our mixers in Megatron's own DynamicInferenceContext: requests come, decode, leave, return.
+"""Our mixers in Megatron's own DynamicInferenceContext: requests come, decode, leave,
+return.
 
-The context runs as it is: its slots, buffers, padding and metadata. Only attention's kernels, which
+The context runs as it is: its slots, buffers, padding and metadata. Only attention's
+kernels, which
 no CPU has, are not called: the tests feed one recurrent layer.
 """
 
@@ -42,20 +44,31 @@ def make_context(layer, *, shapes=None, dtype=torch.float32, speculative=0, **mo
     """For a model of this layer and one of attention, as Megatron's engine makes it."""
     conv, states = shapes or layer.mamba_state_shapes_per_request()
     of_states = MambaInferenceStateConfig(
-        layer_type_list=["M", "*"], conv_states_shape=conv, ssm_states_shape=states,
-        conv_states_dtype=torch.float32, ssm_states_dtype=dtype,
+        layer_type_list=["M", "*"],
+        conv_states_shape=conv,
+        ssm_states_shape=states,
+        conv_states_dtype=torch.float32,
+        ssm_states_dtype=dtype,
         mamba_chunk_size=layer.chunk_size,
-    )  # fmt: skip
+    )
     config = InferenceConfig(
-        max_sequence_length=256, buffer_size_gb=0.01, paused_buffer_size_gb=0.001,
-        block_size_tokens=16, max_requests=4, max_tokens=128, unified_memory_level=0,
-        num_speculative_tokens=speculative, mamba_inference_state_config=of_states, **more,
-    )  # fmt: skip
+        max_sequence_length=256,
+        buffer_size_gb=0.01,
+        paused_buffer_size_gb=0.001,
+        block_size_tokens=16,
+        max_requests=4,
+        max_tokens=128,
+        unified_memory_level=0,
+        num_speculative_tokens=speculative,
+        mamba_inference_state_config=of_states,
+        **more,
+    )
     return DynamicInferenceContext(make_config(num_layers=2), config)
 
 
 class Served:
-    """A layer that is fed through a context, and what came out for every token of every request."""
+    """A layer that is fed through a context, and what came out for every token of every
+    request."""
 
     def __init__(self, layer, context) -> None:
         self.layer, self.context = layer, context
@@ -74,7 +87,9 @@ class Served:
         return DynamicInferenceRequest(
             request_id=number,
             prompt_tokens=self.tokens(length),
-            sampling_params=SamplingParams(num_tokens_to_generate=40, termination_id=-1),
+            sampling_params=SamplingParams(
+                num_tokens_to_generate=40, termination_id=-1
+            ),
         )
 
     def step(self) -> list[int]:
@@ -106,10 +121,13 @@ class Served:
         self.context.update_requests(stay, tokens, *more)
 
     def hold(self, *numbers) -> None:
-        """What came out is what the layer gives for the whole sequences: to the bit if aligned."""
+        """What came out is what the layer gives for the whole sequences: to the bit if
+        aligned."""
         for number in numbers:
             with torch.no_grad(), self.by_row():
-                expected, _ = self.layer(self.embedding[torch.tensor(self.fed[number])][:, None])
+                expected, _ = self.layer(
+                    self.embedding[torch.tensor(self.fed[number])][:, None]
+                )
             found = torch.stack(self.found[number])
             on_grid = self.layer.config.batch_invariant_mode
             assert not on_grid or torch.equal(found, expected[:, 0]), number
@@ -122,7 +140,9 @@ def test_requests_of_all_lengths_come_decode_and_leave(kind):
     layer = make_layer(kind)
     served = Served(layer, make_context(layer))
     context = served.context
-    assert context.mamba_conv_states.shape[2:] == layer.mamba_state_shapes_per_request()[0]
+    assert (
+        context.mamba_conv_states.shape[2:] == layer.mamba_state_shapes_per_request()[0]
+    )
     context.mamba_conv_states.fill_(1e30)  # what a slot held before is of no meaning
     context.mamba_ssm_states.fill_(7.0)
     for number, length in enumerate((62, 65, 1)):
@@ -131,11 +151,15 @@ def test_requests_of_all_lengths_come_decode_and_leave(kind):
     served.go_on(served.step())
     served.go_on(served.step(), without=[1])
     assert context.is_decode_only()
-    context.add_request(served.request(3, 9))  # beside two that decode, in a slot that was used
+    # beside two that decode, in a slot that was used
+    context.add_request(served.request(3, 9))
     context.add_request(served.request(4, 2))
     requests = served.step()
     assert sorted(requests) == [0, 2, 3, 4]
-    assert context.batch_dimensions.decode_req_count == context.batch_dimensions.prefill_req_count
+    assert (
+        context.batch_dimensions.decode_req_count
+        == context.batch_dimensions.prefill_req_count
+    )
     served.go_on(requests)
     served.step()
     assert len(served.fed[0]) == 66 and len(served.fed[3]) == 10
@@ -175,14 +199,18 @@ def test_speculated_tokens_can_be_taken_back(kind):
     assert [len(fed) for fed in served.fed.values()] == [9, 65]
     served.hold(0, 1)
     order = context.request_ids[:2].tolist()
-    accepted = torch.tensor([2 * n for n in order])  # beside the first, which is never taken back
+    # beside the first, which is never taken back
+    accepted = torch.tensor([2 * n for n in order])
     slots = context.mamba_metadata.request_to_mamba_state_idx[:2]
     for name in ("conv", "ssm"):
         mamba_state_selective_copy(
             getattr(context, f"mamba_intermediate_{name}_states"),
             getattr(context, f"mamba_{name}_states"),
-            torch.zeros(2), slots, accepted, context.num_mamba_layers,
-        )  # fmt: skip
+            torch.zeros(2),
+            slots,
+            accepted,
+            context.num_mamba_layers,
+        )
     conv, states = context.mamba_states_cache(1)
     token = served.tokens(2)
     with torch.inference_mode(), served.by_row():
@@ -221,7 +249,10 @@ def test_windows_hold_the_last_inputs_of_the_convolution():
             {"dtype": torch.bfloat16},
             "ssm_states_dtype=torch.float32.*--mamba-inference-ssm-states-dtype fp32",
         ),
-        ({"enable_prefix_caching": True, "prefix_caching_mamba_gb": 0.01}, "cached prefixes"),
+        (
+            {"enable_prefix_caching": True, "prefix_caching_mamba_gb": 0.01},
+            "cached prefixes",
+        ),
     ],
     ids=["another layer", "narrow states", "prefix caching"],
 )
@@ -238,6 +269,11 @@ def test_what_a_context_cannot_hold_is_refused_in_words(kind, change, words):
 def test_masks_and_packing_are_refused(kind):
     layer = make_layer(kind)
     context = make_context(layer)
-    call = partial(layer, torch.zeros(4, 1, layer.config.hidden_size), inference_context=context)
-    with torch.inference_mode(), pytest.raises(NotImplementedError, match="holds the request"):
+    call = partial(
+        layer, torch.zeros(4, 1, layer.config.hidden_size), inference_context=context
+    )
+    with (
+        torch.inference_mode(),
+        pytest.raises(NotImplementedError, match="holds the request"),
+    ):
         call(packed_seq_params=thd((4,)))

@@ -61,14 +61,17 @@ def test_inside_a_checkpoint_no_bit_changes(kind, way, tokens):
     expected = forward_backward(layer, x)
     again = CHECKPOINTS[way]
     for _step in range(2):
-        found = forward_backward(layer, x, run=lambda x, *_, **__: again(layer, x, None))
+        found = forward_backward(
+            layer, x, run=lambda x, *_, **__: again(layer, x, None)
+        )
         require_same_bits(found, expected)
         assert all(parameter.is_leaf for parameter in layer.parameters())
 
 
 @pytest.fixture
 def opened(monkeypatch):
-    """What Megatron's own NVTX stack opens with its profiling on; torch's markers need CUDA."""
+    """What Megatron's own NVTX stack opens with its profiling on; torch's markers need
+    CUDA."""
     names = []
     monkeypatch.setattr(utils, "_nvtx_enabled", True)
     monkeypatch.setattr(utils, "_nvtx_range_messages", [])

@@ -1,4 +1,5 @@
-"""Every mixer on one rank is its equation, token by token: the output and every gradient."""
+"""Every mixer on one rank is its equation, token by token: the output and every
+gradient."""
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ BIASES = {"bias": True, "conv_bias": True}
 FULL_GATES = {"forget_rank": 0, "output_rank": 0}
 ONE_GROUP = {"mamba_num_groups": 1, "mamba_num_heads": None, "mamba_head_dim": 4}
 ONE_KEY_HEAD = {
-    "linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5, "linear_conv_kernel_dim": 2,
-}  # fmt: skip
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 2,
+}
 # A mixer, its options, and changes of its config.
 CASES = {
     "gdn": ("gdn", {}, {}),
@@ -34,19 +38,27 @@ CASES = {
     "gdn2, full": ("gdn2", {"recompute": "full"}, {}),
     "kda": ("kda", {}, {}),
     "kda, full output gate": (
-        "kda", {"conv_bias": True, "forget_rank": 4, "output_rank": 0}, {}
+        "kda",
+        {"conv_bias": True, "forget_rank": 4, "output_rank": 0},
+        {},
     ),
     "kda, bounded": (
-        "kda", {"gate_lower_bound": -5.0, "output_rank": 3, "forget_rank": 0}, {}
+        "kda",
+        {"gate_lower_bound": -5.0, "output_rank": 3, "forget_rank": 0},
+        {},
     ),
     "kda, light": ("kda", {**FULL_GATES, "recompute": "light"}, {}),
     "kda, full": ("kda", {"recompute": "full"}, {}),
     "mamba2": ("mamba2", {}, {}),
     "mamba2, D of channels": ("mamba2", {"D_has_hdim": True, "conv_bias": False}, {}),
-    "mamba2, limits, no norm": ("mamba2", {"dt_limit": (0.002, 0.05), "rmsnorm": False}, {}),
+    "mamba2, limits, no norm": (
+        "mamba2",
+        {"dt_limit": (0.002, 0.05), "rmsnorm": False},
+        {},
+    ),
     "mamba2, own groups": ("mamba2", {}, {"mamba_num_groups": 8}),
     "mamba2, one group": ("mamba2", {"expand": 2, "norm_eps": 1e-2}, ONE_GROUP),
-}  # fmt: skip
+}
 
 
 @pytest.mark.each_value
@@ -77,5 +89,7 @@ def test_in_bf16_the_layer_is_no_less_exact_than_its_equation_step_by_step(lengt
     exact, _ = written_out(layer, x.double(), (length,))
     plain, _ = written_out(layer, x, (length,))
     found, _ = layer(x, None)
-    error, plain_error = ((y.double() - exact).square().mean().sqrt() for y in (found, plain))
+    error, plain_error = (
+        (y.double() - exact).square().mean().sqrt() for y in (found, plain)
+    )
     assert error <= 1.2 * plain_error

@@ -1,4 +1,5 @@
-"""The mask of flex_attention on a GPU, and what it computes, against the plain twin on a CPU."""
+"""The mask of flex_attention on a GPU, and what it computes, against the plain twin on
+a CPU."""
 
 from functools import partial
 from itertools import accumulate
@@ -23,17 +24,21 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 CPU = torch.device("cpu")
 ANSWERS = Tree((-1, *[0] * 4), (2 * BLOCK + 9, 3 * BLOCK, 40, 41, BLOCK))
-# Not in the order of a walk, with empty documents and padding: 2 and 4 continue 0, 5 continues 4.
+# Not in the order of a walk, with empty documents and padding: 2 and 4 continue 0, 5
+# continues 4.
 MIXED = Tree((-1, -1, 0, 1, 0, 4, 5), (2 * BLOCK, 70, 0, 300, 130, 0, 200), 8)
 PACKED = Documents((0, *accumulate((3, 0, 2 * BLOCK, 129, 1))), CPU)
 WALKS = [ANSWERS.documents, PACKED]  # each document directly behind what it continues
 
 
 def seen_by_definition(documents: Documents) -> torch.Tensor:
-    """``[S, S]``: its own document up to itself, and the tokens of those that it continues."""
+    """``[S, S]``: its own document up to itself, and the tokens of those that it
+    continues."""
     whole = torch.zeros(2 * [documents.total_tokens], dtype=torch.bool)
     for start, end in zip(documents.offsets, documents.offsets[1:], strict=False):
-        whole[start:end, start:end] = torch.ones(2 * [end - start], dtype=torch.bool).tril()
+        whole[start:end, start:end] = torch.ones(
+            2 * [end - start], dtype=torch.bool
+        ).tril()
         for before in documents.tokens_before(start) if end > start else ():
             whole[start:end, before] = True
     return whole
@@ -48,7 +53,9 @@ def core_of(**changes) -> TorchAttention:
 def dense(mask: Mask) -> torch.Tensor:
     queries, keys = len(mask.query_s), len(mask.key_S)
     nothing = torch.zeros(())  # all heads see the same
-    return mask.sees(nothing, nothing, torch.arange(queries)[:, None], torch.arange(keys)[None])
+    return mask.sees(
+        nothing, nothing, torch.arange(queries)[:, None], torch.arange(keys)[None]
+    )
 
 
 def listed(mask: Mask, which: int, queries: int, keys: int) -> torch.Tensor:
@@ -62,13 +69,20 @@ def listed(mask: Mask, which: int, queries: int, keys: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "documents",
-    [*WALKS, MIXED.documents, *(random_tree(i, 3, longest=200).documents for i in range(12))],
+    [
+        *WALKS,
+        MIXED.documents,
+        *(random_tree(i, 3, longest=200).documents for i in range(12)),
+    ],
     ids=lambda documents: str(documents.lengths),
 )
 @pytest.mark.parametrize("size, rank", [(1, 0), (2, 1)])
-def test_the_mask_is_that_of_the_definition_token_by_token_and_by_blocks(documents, size, rank):
+def test_the_mask_is_that_of_the_definition_token_by_token_and_by_blocks(
+    documents, size, rank
+):
     S = documents.total_tokens
-    rows = positions((S - S % size,), size, "contiguous")[rank]  # without the last one, if odd
+    # without the last one, if odd
+    rows = positions((S - S % size,), size, "contiguous")[rank]
     mask, right = Mask.of(documents, rows), seen_by_definition(documents)[rows]
     assert torch.equal(dense(mask), right)
     padded = right.new_zeros(-(-len(rows) // BLOCK) * BLOCK, -(-S // BLOCK) * BLOCK)
@@ -91,7 +105,8 @@ def test_the_mask_has_no_table_of_queries_times_keys():
 
 @pytest.fixture
 def counted():
-    """flex_attention traced as for a GPU, and run by torch operations; a list of its graphs."""
+    """flex_attention traced as for a GPU, and run by torch operations; a list of its
+    graphs."""
     graphs = []
 
     def backend(graph, inputs):
@@ -101,26 +116,36 @@ def counted():
     flex_attention._compiled_attention.cache_clear()
     in_torch = patch("torch.compile", partial(torch.compile, backend=backend))
     # torch refuses a backward on a CPU, whose kernels have none.
-    with in_torch, patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None):
+    with (
+        in_torch,
+        patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None),
+    ):
         yield graphs
     flex_attention._compiled_attention.cache_clear()
 
 
 @pytest.mark.slow
 def test_flex_attention_is_the_plain_twin_and_lengths_do_not_compile_it_again(counted):
-    """Outputs and gradients in fp64. The first batch has as many blocks as heads, which torch takes
-    for one size."""
+    """Outputs and gradients in fp64. The first batch has as many blocks as heads, which
+    torch takes for one size."""
     plain = core_of(num_query_groups=2)
     torch.manual_seed(0)
     batches = [
-        Tree((-1, 0), (300, 200)), ANSWERS, thd((100, 500)), MIXED, thd((260,)),
+        Tree((-1, 0), (300, 200)),
+        ANSWERS,
+        thd((100, 500)),
+        MIXED,
+        thd((260,)),
         Tree((-1, 0), (150, 9)),
-    ]  # fmt: skip
+    ]
     for seen, batch in enumerate(batches):
         params = batch.params if isinstance(batch, Tree) else batch
         padded = params.cu_seqlens_q_padded
         S = int((params.cu_seqlens_q if padded is None else padded)[-1])
-        qkv = [torch.randn(S, 1, heads, 16).double().requires_grad_() for heads in (4, 2, 2)]
+        qkv = [
+            torch.randn(S, 1, heads, 16).double().requires_grad_()
+            for heads in (4, 2, 2)
+        ]
         mask = Mask.of(resolve_packed_seq_params(params, S, CPU), torch.arange(S))
         outputs = (
             attend(*qkv, mask, plain._scale).flatten(2),
@@ -171,7 +196,11 @@ class OnGPU(torch.Tensor):
         ({}, torch.float32, 16, True),
     ],
 )
-def test_a_gpu_runs_flex_attention_where_it_can_and_a_cpu_its_twin(changes, dtype, size, runs):
+def test_a_gpu_runs_flex_attention_where_it_can_and_a_cpu_its_twin(
+    changes, dtype, size, runs
+):
     query = torch.zeros(4, 1, 4, size, dtype=dtype)
     core = core_of(**changes)
-    assert core._runs_flex(query.as_subclass(OnGPU)) is runs and not core._runs_flex(query)
+    assert core._runs_flex(query.as_subclass(OnGPU)) is runs and not core._runs_flex(
+        query
+    )

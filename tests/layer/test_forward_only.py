@@ -1,4 +1,5 @@
-"""A forward that no backward follows keeps nothing but its output, and no tensor in two forms."""
+"""A forward that no backward follows keeps nothing but its output, and no tensor in two
+forms."""
 
 from contextlib import nullcontext
 
@@ -36,7 +37,10 @@ def test_nothing_is_saved_and_nothing_stays(name, mode, packed, training):
     layer, saved = LAYERS[name]().train(training), []
     x = torch.randn(150, 1, layer.config.hidden_size, requires_grad=True)
     documents = thd((70, 0, 80)) if packed else None
-    with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with (
+        torch.enable_grad(),
+        saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
         expected = forward_only(layer, x, documents)
         assert saved  # the hooks see what a backward would need
     with MODES[mode](), LiveBytes() as live:
@@ -47,7 +51,8 @@ def test_nothing_is_saved_and_nothing_stays(name, mode, packed, training):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_a_backward_computes_again_costs_a_forward_alone_nothing(name):
-    """A layer in training mode holds as little as in evaluation mode, at most and at its end."""
+    """A layer in training mode holds as little as in evaluation mode, at most and at
+    its end."""
     layer = LAYERS[name]()
     x = torch.randn(640, 1, layer.config.hidden_size)
     found = []
@@ -56,7 +61,9 @@ def test_what_a_backward_computes_again_costs_a_forward_alone_nothing(name):
         with torch.no_grad():
             forward_only(layer, x)
             with LiveBytes() as live:
-                hook = layer.out_proj.register_forward_pre_hook(lambda *_: found.append(live.now))
+                hook = layer.out_proj.register_forward_pre_hook(
+                    lambda *_: found.append(live.now)
+                )
                 forward_only(layer, x)
         hook.remove()
         found.append(live.most)
@@ -67,7 +74,8 @@ def test_what_a_backward_computes_again_costs_a_forward_alone_nothing(name):
 @pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_mixer_holds_the_inputs_of_its_rule_and_the_output_at_most(kind, packed):
-    """Beside its rows: once each, in the aligned form, whose intermediates are of one chunk."""
+    """Beside its rows: once each, in the aligned form, whose intermediates are of one
+    chunk."""
     layout, heads = kind.layout, kind.layout.state_heads
     widths = dict(zip(layout.names, layout.widths, strict=True))
     gates = {
@@ -82,13 +90,16 @@ def test_a_mixer_holds_the_inputs_of_its_rule_and_the_output_at_most(kind, packe
     def bytes_of(mode, *tokens: int) -> float:
         with mode():
             return bytes_per_token(
-                lambda n: kind.trained(kind.rows(n).requires_grad_(), lengths(n), aligned=True),
+                lambda n: kind.trained(
+                    kind.rows(n).requires_grad_(), lengths(n), aligned=True
+                ),
                 tokens,
             )
 
     rows = 4 * layout.width  # made inside, by the test
-    # The documents keep their chunk table for all layers: int64 slot of each token, int64 token
-    # and bool `empty` of each slot. Whole chunks may be 64 slots more between the two lengths.
+    # The documents keep their chunk table for all layers: int64 slot of each token,
+    # int64 token and bool `empty` of each slot. Whole chunks may be 64 slots more
+    # between the two lengths.
     table = 8 + (8 + 1) * (1 + 64 / 320) if packed else 0
     assert wide + rows <= bytes_of(torch.no_grad, 320, 640) <= wide + rows + table
     if kind.name == "mamba2" and not packed:  # the measure sees what a backward keeps

@@ -32,16 +32,22 @@ class Row(RowParallelLinear):
         return is_context_quantized
 
 
-def layer_of(recipe="tensorwise", settings=(), name=None, kda=False, in_proj=Fp8Column, **options):
+def layer_of(
+    recipe="tensorwise", settings=(), name=None, kda=False, in_proj=Fp8Column, **options
+):
     config = make_config(fp8="hybrid", fp8_recipe=Fp8Recipe[recipe])
     vars(config).update(settings)
-    spec = (kimi_delta_attention_spec if kda else gated_delta_net_spec)("local", **options)
+    spec = (kimi_delta_attention_spec if kda else gated_delta_net_spec)(
+        "local", **options
+    )
     spec.submodules.in_proj, spec.submodules.out_proj = in_proj, Row
     return build_module(spec, config, layer_number=1, name=name)
 
 
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
-@pytest.mark.parametrize(("scaling", "drops"), [("tensorwise", True), ("delayed", False)])
+@pytest.mark.parametrize(
+    ("scaling", "drops"), [("tensorwise", True), ("delayed", False)]
+)
 def test_out_proj_keeps_the_input_that_is_computed_again(scaling, drops, kda):
     """Else it would keep an FP8 copy, and nobody would read what was computed again."""
     settings = {"quant_recipe": recipe("*.in_proj")} if kda else {}
@@ -53,7 +59,10 @@ def test_out_proj_keeps_the_input_that_is_computed_again(scaling, drops, kda):
 def test_megatron_fsdp_is_refused_before_it_loses_a_gradient():
     layer = layer_of()
     layer.in_proj.weight.__fsdp_param__ = True
-    with fp8_on(), pytest.raises(NotImplementedError, match="FP8 under Megatron-FSDP: .* or keep"):
+    with (
+        fp8_on(),
+        pytest.raises(NotImplementedError, match="FP8 under Megatron-FSDP: .* or keep"),
+    ):
         layer(torch.randn(16, 1, 24))
 
 
@@ -82,8 +91,12 @@ def test_what_fp8_cannot_run_with_is_refused(settings, said):
 
 
 def test_generation_is_outside_of_fp8_and_training_in_it_again():
-    layer = layer_of(settings={"quant_recipe": recipe("*.in_proj", **FP8_TOO)}, name=NAME)
-    modules = [module for module in layer.modules() if getattr(module, "te_quant_params", None)]
+    layer = layer_of(
+        settings={"quant_recipe": recipe("*.in_proj", **FP8_TOO)}, name=NAME
+    )
+    modules = [
+        module for module in layer.modules() if getattr(module, "te_quant_params", None)
+    ]
     assert modules
     given = [module.te_quant_params for module in modules]
     with evaluating(layer):
@@ -106,7 +119,10 @@ def test_tokens_that_were_padded_for_fp8_leave_no_gates_behind():
 
 
 # By Megatron's quantization recipe, of linears by their names
-FP8_TOO = {"fp8_quantization_recipe": Fp8Recipe.tensorwise, "override_nonquantized_autocast": True}
+FP8_TOO = {
+    "fp8_quantization_recipe": Fp8Recipe.tensorwise,
+    "override_nonquantized_autocast": True,
+}
 
 
 def rows_of(layer):
@@ -127,7 +143,8 @@ def test_a_recipe_that_keeps_in_proj_out_of_fp8_is_followed():
 
 @pytest.mark.parametrize("name", [NAME, None], ids=["when it is built", "afterwards"])
 def test_gates_stay_apart_where_only_a_recipe_switches_fp8_on(name):
-    """GPTModel builds layers without names, and names their linears when they are there."""
+    """GPTModel builds layers without names, and names their linears when they are
+    there."""
     settings = {"fp8": None, "quant_recipe": recipe("*.in_proj", **FP8_TOO)}
     layer = layer_of(settings=settings, name=name)
     if name is None:
@@ -166,16 +183,26 @@ def test_fp4_of_in_proj_by_a_recipe_is_refused(when, named):
 def test_late_weight_gradients_are_refused_where_a_recipe_quantises_in_proj():
     late = {"fp8": None, "delay_wgrad_compute": True}
     with pytest.raises(NotImplementedError, match="delay_wgrad_compute with FP8"):
-        layer_of(settings={**late, "quant_recipe": recipe("*.in_proj", **FP8_TOO)}, name=NAME)
-    layer_of(settings={**late, "quant_recipe": recipe("*.linear_fc1", **FP8_TOO)}, name=NAME)
+        layer_of(
+            settings={**late, "quant_recipe": recipe("*.in_proj", **FP8_TOO)}, name=NAME
+        )
+    layer_of(
+        settings={**late, "quant_recipe": recipe("*.linear_fc1", **FP8_TOO)}, name=NAME
+    )
 
 
 @pytest.mark.parametrize("linear", ["in_proj", "out_proj"])
 def test_a_weight_that_a_recipe_stores_in_fp8_is_refused(monkeypatch, linear):
     shape = getattr(layer_of(), linear).weight.shape
-    monkeypatch.setattr("megatron_gdn.mixers.fp8.stored_quantised", lambda w: w.shape == shape)
-    with pytest.raises(NotImplementedError, match="fp8_param: true.* Set fp8_param to false"):
-        layer_of(settings={"fp8": None, "quant_recipe": recipe("*", **FP8_TOO)}, name=NAME)
+    monkeypatch.setattr(
+        "megatron_gdn.mixers.fp8.stored_quantised", lambda w: w.shape == shape
+    )
+    with pytest.raises(
+        NotImplementedError, match="fp8_param: true.* Set fp8_param to false"
+    ):
+        layer_of(
+            settings={"fp8": None, "quant_recipe": recipe("*", **FP8_TOO)}, name=NAME
+        )
 
 
 class Adapted(torch.nn.Module):
@@ -195,16 +222,21 @@ def test_kimi_delta_attention_runs_where_a_recipe_keeps_its_in_proj_out_of_fp8()
         layer = layer_of(settings=settings, name=NAME, kda=True)
         for in_proj in (layer.in_proj, Adapted(layer.in_proj)):
             layer.in_proj = in_proj
-            says = pytest.raises(NotImplementedError, match="KimiDeltaAttention under fp8.* by a q")
+            says = pytest.raises(
+                NotImplementedError, match="KimiDeltaAttention under fp8.* by a q"
+            )
             with fp8_on() if runs else says:
                 out, _ = layer(torch.randn(16, 1, 24))
                 assert out.isfinite().all()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("opaque", [True, False], ids=["as Transformer Engine's", "traceable"])
+@pytest.mark.parametrize(
+    "opaque", [True, False], ids=["as Transformer Engine's", "traceable"]
+)
 def test_a_compiled_layer_has_the_gradients_of_the_layer(opaque):
-    """Dynamo may not capture how in_proj comes in two parts: it would lose gradients of both."""
+    """Dynamo may not capture how in_proj comes in two parts: it would lose gradients of
+    both."""
 
     class Column(Fp8Column):
         def forward(self, *args, **kwargs):
@@ -222,7 +254,9 @@ def test_a_compiled_layer_has_the_gradients_of_the_layer(opaque):
     try:
         with torch.compiler.set_stance("default"):
             found = gradients(torch.compile(layer, backend="eager"))
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing captured"
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, (
+            "nothing captured"
+        )
     finally:
         torch._dynamo.reset()
     for name, gradient in expected.items():

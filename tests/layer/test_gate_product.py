@@ -1,4 +1,5 @@
-"""The gates' product beside a linear: every gradient, and where the linear's is added to."""
+"""The gates' product beside a linear: every gradient, and where the linear's is added
+to."""
 
 import pytest
 import torch
@@ -29,14 +30,18 @@ def gradients(tensors, normed, frozen=(), split=True):
         return F.rms_norm(rows, (D,), gamma, EPS) if normed else rows
 
     if split:
-        gates, handed = GateProduct.apply(x, leaves["gates"], gamma, EPS, group_of_one(), False)
+        gates, handed = GateProduct.apply(
+            x, leaves["gates"], gamma, EPS, group_of_one(), False
+        )
         assert handed.requires_grad == x.requires_grad
         assert handed.data_ptr() == x.data_ptr()
     else:
         gates, handed = normalised(x) @ leaves["gates"].t(), x
     main = normalised(handed) @ leaves["main"].t()
     torch.manual_seed(4)
-    weights = [torch.randn(t.shape, dtype=torch.float64).to(t.dtype) for t in (gates, main)]
+    weights = [
+        torch.randn(t.shape, dtype=torch.float64).to(t.dtype) for t in (gates, main)
+    ]
     torch.autograd.backward([gates, main], weights)
     return {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
 
@@ -50,26 +55,36 @@ def test_gradients_are_those_of_two_products(normed, frozen):
     exact = gradients(tensors, normed, frozen, split=False)
     assert found.keys() == exact.keys()
     for name, gradient in exact.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-12, atol=1e-12, msg=name
+        )
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["linear", "norm+linear"])
 def test_a_bf16_gradient_of_the_input_is_rounded_three_times_at_most(normed):
-    """By the linear, and by each of two sums; the second of these has another factor rounded."""
+    """By the linear, and by each of two sums; the second of these has another factor
+    rounded."""
     tensors = drawn(torch.bfloat16)
     found = gradients(tensors, normed)["x"].double()
-    exact = gradients({n: t.double() for n, t in tensors.items()}, normed, split=False)["x"]
-    # In the norm's backward of the linear as many roundings again, of terms as large as the sum.
+    exact = gradients({n: t.double() for n, t in tensors.items()}, normed, split=False)[
+        "x"
+    ]
+    # In the norm's backward of the linear as many roundings again, of terms as large as
+    # the sum.
     assert (found - exact).norm() < 6 * 2.0**-9 * exact.norm()
 
 
-@pytest.mark.parametrize(("of_gates", "of_linear"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("of_gates", "of_linear"), [(True, False), (False, True), (True, True)]
+)
 def test_what_nobody_reads_has_no_part_in_the_gradient(of_gates, of_linear):
     """The linear's gradient is an expanded one, which is not written."""
     tensors = drawn(torch.float64)
     x, weight = tensors["x"].requires_grad_(), tensors["gates"].requires_grad_()
     gates, handed = GateProduct.apply(x, weight, None, EPS, group_of_one(), False)
-    read = [part for part, is_read in ((gates, of_gates), (handed, of_linear)) if is_read]
+    read = [
+        part for part, is_read in ((gates, of_gates), (handed, of_linear)) if is_read
+    ]
     sum(part.sum() for part in read).backward()
     expected = of_gates * weight.detach().sum(0) + of_linear
     torch.testing.assert_close(x.grad, expected.expand_as(x))
@@ -86,7 +101,11 @@ class Made(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.numel() == S * B * D:
-            given = [a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)]
+            given = [
+                a.untyped_storage().data_ptr()
+                for a in args
+                if isinstance(a, torch.Tensor)
+            ]
             self.count += out.untyped_storage().data_ptr() not in given
         return out
 
@@ -107,9 +126,14 @@ class Gives(torch.autograd.Function):
 def test_the_gates_share_is_added_where_the_linears_gradient_lies():
     tensors = drawn(torch.float32)
     x, gamma = tensors["x"].requires_grad_(), tensors["gamma"]
-    gates, handed = GateProduct.apply(x, tensors["gates"], gamma, EPS, group_of_one(), False)
+    gates, handed = GateProduct.apply(
+        x, tensors["gates"], gamma, EPS, group_of_one(), False
+    )
     of_linear = torch.randn(S, B, D)
-    losses, weights = [gates, Gives.apply(handed, of_linear)], [torch.randn(S, B, GATES), x.sum()]
+    losses, weights = (
+        [gates, Gives.apply(handed, of_linear)],
+        [torch.randn(S, B, GATES), x.sum()],
+    )
     before = of_linear.clone()
     with Made() as made:
         (d_x,) = torch.autograd.grad(losses, x, [weight.detach() for weight in weights])

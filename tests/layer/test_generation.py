@@ -1,4 +1,5 @@
-"""The layer under an inference context: what it generates is what its training forward gives."""
+"""The layer under an inference context: what it generates is what its training forward
+gives."""
 
 import pytest
 import torch
@@ -37,7 +38,9 @@ def run(layer, x, context, parts):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", [*BY_NAME, "write strengths up to 2", "olmo_hybrid"])
-@pytest.mark.parametrize("parts", [(80,), (77, 1, 1, 1), (30, 40, 5, 5), (64, 16), (3, 77)])
+@pytest.mark.parametrize(
+    "parts", [(80,), (77, 1, 1, 1), (30, 40, 5, 5), (64, 16), (3, 77)]
+)
 def test_prefill_chunks_and_steps_give_the_training_forward(kind, parts):
     if kind in BY_NAME:
         layer, x, context = make(kind)
@@ -49,7 +52,9 @@ def test_prefill_chunks_and_steps_give_the_training_forward(kind, parts):
         expected, _ = layer(x)
     torch.testing.assert_close(run(layer, x, context, parts), expected, **CLOSE)
     context.reset()
-    torch.testing.assert_close(run(layer, x.flip(1), context, parts), expected.flip(1), **CLOSE)
+    torch.testing.assert_close(
+        run(layer, x.flip(1), context, parts), expected.flip(1), **CLOSE
+    )
 
 
 @of_both
@@ -81,7 +86,8 @@ def test_a_causal_mask_passes_at_any_offset_and_another_is_refused():
 @of_both
 @pytest.mark.parametrize("accepted", [0, 1, 3, 4])
 def test_roll_back_in_a_static_context_is_exact(kind, accepted):
-    """To the bits of a run without the rejected tokens, with a product of its own for each row.
+    """To the bits of a run without the rejected tokens, with a product of its own for
+    each row.
 
     A layer's projections of four tokens and of one are products of two shapes.
     """
@@ -113,7 +119,8 @@ def test_a_step_in_place_ends_the_time_for_a_roll_back(kind):
 @of_both
 @pytest.mark.parametrize("accepted", [1, 2, 4])
 def test_a_roll_back_over_the_end_of_a_chunk_is_exact(kind, accepted):
-    """In batch-invariant mode, where the second token of the step ends a chunk of 64."""
+    """In batch-invariant mode, where the second token of the step ends a chunk of
+    64."""
     layer, x, context = make(kind, rows=1, tokens=70)
     layer.config.batch_invariant_mode = True
     fed = torch.cat([x[: 62 + accepted], x[66:]])
@@ -122,7 +129,9 @@ def test_a_roll_back_over_the_end_of_a_chunk_is_exact(kind, accepted):
         roll_back(context, accepted)
         with torch.no_grad():
             expected, _ = layer(fed)
-        assert torch.equal(run(layer, x[66:], context, [1] * 4), expected[62 + accepted :])
+        assert torch.equal(
+            run(layer, x[66:], context, [1] * 4), expected[62 + accepted :]
+        )
 
 
 @of_both
@@ -133,7 +142,9 @@ def test_megatrons_own_reordering_of_a_batch_reorders_the_states(kind):
     swapped = torch.cat([x[:15], x[15:].flip(1)])
     with torch.no_grad():
         expected, _ = layer(torch.cat([swapped[:15], swapped[15:].flip(1)]))
-    torch.testing.assert_close(step(layer, x[15:].flip(1), context), expected[15:].flip(1), **CLOSE)
+    torch.testing.assert_close(
+        step(layer, x[15:].flip(1), context), expected[15:].flip(1), **CLOSE
+    )
 
 
 @of_both
@@ -146,8 +157,12 @@ def test_micro_batches_of_a_context_keep_apart(kind):
         for first in (0, 2):
             context.batch_size_offset = first
             with torch.inference_mode():
-                out, _ = layer(x[start:end, first : first + 2], inference_context=context)
-            torch.testing.assert_close(out, expected[start:end, first : first + 2], **CLOSE)
+                out, _ = layer(
+                    x[start:end, first : first + 2], inference_context=context
+                )
+            torch.testing.assert_close(
+                out, expected[start:end, first : first + 2], **CLOSE
+            )
         context.batch_size_offset = 0
         context.increment_sequence_len_offset(end - start)
     assert context.sequence_len_offset == 12
@@ -160,7 +175,11 @@ def states_of(context):
 @pytest.mark.parametrize(
     ("change", "call", "words"),
     [
-        ({}, lambda layer, x, c: step(layer, x[:, :1], c), "the state of 2 rows .* got 1 rows"),
+        (
+            {},
+            lambda layer, x, c: step(layer, x[:, :1], c),
+            "the state of 2 rows .* got 1 rows",
+        ),
         ({"sequence_len_offset": 7}, None, "after 12 tokens, .* sequence_len_offset=7"),
         ({"max_sequence_length": 13}, None, "max_sequence_length=13"),
         ({"batch_size_offset": 1}, None, "made for max_batch_size=2"),
@@ -168,14 +187,18 @@ def states_of(context):
         ({}, lambda layer, x, c: layer(x, inference_context=c), "no backward"),
     ],
 )
-def test_what_does_not_fit_a_context_is_refused_and_changes_nothing(change, call, words):
+def test_what_does_not_fit_a_context_is_refused_and_changes_nothing(
+    change, call, words
+):
     layer, x, context = make(tokens=12)
     step(layer, x, context)
     before = states_of(context)
     vars(context).update(change)
     with pytest.raises((ValueError, NotImplementedError), match=words):
         (call or step)(layer, x[:3], context)
-    assert all(torch.equal(a, b) for a, b in zip(states_of(context), before, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(states_of(context), before, strict=True)
+    )
 
 
 def test_a_first_token_at_an_offset_has_no_state():
@@ -213,7 +236,9 @@ def test_the_benchmark_of_the_grid_runs(kind):
     bench_grid.train(layer, 1000, 1, lambda **line: lines.append(line))
     bench_grid.decode(layer, 2, 5, 1, lambda **line: lines.append(line))
     assert [line["mode"] for line in lines] == 3 * [*bench_grid.MODES]
-    assert all(line.get("step_ms", line.get("forward_backward_ms")) > 0 for line in lines)
+    assert all(
+        line.get("step_ms", line.get("forward_backward_ms")) > 0 for line in lines
+    )
 
 
 @of_both

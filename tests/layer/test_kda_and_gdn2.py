@@ -1,4 +1,5 @@
-"""Kimi Delta Attention and Gated DeltaNet-2 on one rank: options, first values, what is refused."""
+"""Kimi Delta Attention and Gated DeltaNet-2 on one rank: options, first values, what is
+refused."""
 
 import pytest
 import torch
@@ -22,16 +23,43 @@ DETERMINISTIC = {"deterministic_mode": True}
     [
         ("kda", {"gate_lower_bound": 5.0}, {}, "gate_lower_bound=5.0 must be below 0"),
         ("kda", {"A_init_range": (0, 1)}, {}, "0 < low <= high"),
-        ("kda", {"forget_rank": -1}, {}, "forget_rank=-1 is not a size; it must be an integer"),
-        ("kda", {"backend": "flash_qla"}, {}, "unknown backend 'flash_qla' of Kimi Delta Attent"),
-        ("gdn2", {"backend": "flash_qla"}, {}, "unknown backend 'flash_qla' of Gated DeltaNet-2"),
-        *((kind, {"backend": "fla"}, *more) for kind in ("kda", "gdn2") for more in (
-            ({}, "fla runs on a GPU"), (DETERMINISTIC, "in deterministic mode use 'auto'")
-        )),
-        *((kind, {}, {"linear_num_key_heads": 3}, "is not a multiple of num_key_heads=3")
-          for kind in ("kda", "gdn2")),
+        (
+            "kda",
+            {"forget_rank": -1},
+            {},
+            "forget_rank=-1 is not a size; it must be an integer",
+        ),
+        (
+            "kda",
+            {"backend": "flash_qla"},
+            {},
+            "unknown backend 'flash_qla' of Kimi Delta Attent",
+        ),
+        (
+            "gdn2",
+            {"backend": "flash_qla"},
+            {},
+            "unknown backend 'flash_qla' of Gated DeltaNet-2",
+        ),
+        *(
+            (kind, {"backend": "fla"}, *more)
+            for kind in ("kda", "gdn2")
+            for more in (
+                ({}, "fla runs on a GPU"),
+                (DETERMINISTIC, "in deterministic mode use 'auto'"),
+            )
+        ),
+        *(
+            (
+                kind,
+                {},
+                {"linear_num_key_heads": 3},
+                "is not a multiple of num_key_heads=3",
+            )
+            for kind in ("kda", "gdn2")
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_in_words(kind, options, changes, said):
     with pytest.raises(ValueError, match=said):
         whole(kind, changes, **options)
@@ -53,9 +81,15 @@ GTP = {"tensor_parallel_num_weight_shards": 2, "gtp_weight_remat_size": 2}
     [
         ({"fp8": "hybrid"}, "KimiDeltaAttention under fp8"),
         ({"fp4": "e2m1"}, "the gates of KimiDeltaAttention"),
-        ({"linear_allow_neg_eigval": True}, "allow_neg_eigval to the GatedDeltaNet layers alone"),
+        (
+            {"linear_allow_neg_eigval": True},
+            "allow_neg_eigval to the GatedDeltaNet layers alone",
+        ),
         ({"delay_wgrad_compute": True}, "the gradients of its gates' weights at once"),
-        (GTP, "--tensor-parallel-num-weight-shards 2 .*sections of in_proj of KimiDelta"),
+        (
+            GTP,
+            "--tensor-parallel-num-weight-shards 2 .*sections of in_proj of KimiDelta",
+        ),
     ],
 )
 def test_settings_that_other_layers_take_are_refused(changes, said):
@@ -78,10 +112,17 @@ def test_first_values_of_gdn2_are_those_of_megatrons_layer():
     assert mixer.A_log.dtype == mixer.dt_bias.dtype == torch.float32
     rates, steps = mixer.A_log.exp(), F.softplus(mixer.dt_bias)
     assert rates.shape == (2,) and rates.min() >= 1 and rates.max() <= 16
-    assert steps.shape == (10,) and steps.min() * 1.001 >= 1e-3 and steps.max() <= 0.1001
+    assert (
+        steps.shape == (10,) and steps.min() * 1.001 >= 1e-3 and steps.max() <= 0.1001
+    )
     assert list(dict(mixer.named_parameters())) == [
-        "dt_bias", "A_log", "in_proj.weight", "conv1d.weight", "out_norm.weight", "out_proj.weight",
-    ]  # fmt: skip
+        "dt_bias",
+        "A_log",
+        "in_proj.weight",
+        "conv1d.weight",
+        "out_norm.weight",
+        "out_proj.weight",
+    ]
 
 
 def test_auto_of_gdn2_takes_fla_on_a_gpu_unless_bits_must_repeat(monkeypatch):
@@ -116,5 +157,8 @@ def test_every_value_head_of_gdn2_gets_its_key_heads_tensors(ratio):
         given, repeated = getattr(inputs, name), getattr(found, name)
         assert repeated.shape == (1, 3, 2 * ratio, 5)
         for head in range(2 * ratio):
-            assert torch.equal(repeated[:, :, head], given[:, :, head // ratio]), (name, head)
+            assert torch.equal(repeated[:, :, head], given[:, :, head // ratio]), (
+                name,
+                head,
+            )
     assert torch.equal(found.v, inputs.v) and torch.equal(found.w, inputs.w)

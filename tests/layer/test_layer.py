@@ -36,7 +36,8 @@ def test_the_gates_activation_is_the_option_or_else_a_newer_configs_field():
 
 
 def test_the_option_or_else_the_configs_field_allows_write_strengths_up_to_2():
-    """The field has the name that OLMo Hybrid's config gives it; Megatron's has none."""
+    """The field has the name that OLMo Hybrid's config gives it; Megatron's has
+    none."""
     config = make_config()
     assert not build(config).allow_neg_eigval
     config.linear_allow_neg_eigval = True
@@ -66,7 +67,9 @@ def test_the_steps_under_upstreams_names_add_up_to_the_forward(allow_neg_eigval)
 def test_what_the_backward_read_is_freed_though_the_loss_is_kept():
     layer = build(recompute="light")
     rows = []
-    layer.in_proj.register_forward_hook(lambda module, args, out: rows.append(weakref.ref(out[0])))
+    layer.in_proj.register_forward_hook(
+        lambda module, args, out: rows.append(weakref.ref(out[0]))
+    )
     out, _ = layer(torch.randn(9, 1, 24), None)
     loss = out.square().sum()
     loss.backward()
@@ -92,7 +95,9 @@ def test_hooks_that_wait_for_parameters_run_for_modules_that_are_never_called():
         hook = lambda module, *_, name=name: seen.append(name)  # noqa: E731
         layer.get_submodule(name).register_forward_pre_hook(hook)
         taking_keywords = lambda module, args, kwargs, name=name: seen.append(name)  # noqa: E731
-        layer.get_submodule(name).register_forward_pre_hook(taking_keywords, with_kwargs=True)
+        layer.get_submodule(name).register_forward_pre_hook(
+            taking_keywords, with_kwargs=True
+        )
     layer(torch.randn(4, 1, 24), None)
     assert seen == ["conv1d", "conv1d", "out_norm", "out_norm"]
 
@@ -102,11 +107,24 @@ def test_names_that_other_tools_look_up():
     names = "dt_bias A_log in_proj.weight conv1d.weight out_norm.weight out_proj.weight"
     assert [name for name, _ in layer.named_parameters()] == names.split()
     sizes = {
-        "qk_dim": 32, "v_dim": 96, "in_proj_dim": 272, "conv_dim": 160, "tp_size": 1,
-        "cp_size": 1, "sp_size": 1, "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8,
-        "value_head_dim": 12, "conv_kernel_dim": 4, "hidden_size": 24, "layer_number": 1,
-        "num_v_heads_local_tp": 8, "qk_dim_local_tp": 32, "v_dim_local_tp": 96,
-    }  # fmt: skip
+        "qk_dim": 32,
+        "v_dim": 96,
+        "in_proj_dim": 272,
+        "conv_dim": 160,
+        "tp_size": 1,
+        "cp_size": 1,
+        "sp_size": 1,
+        "num_key_heads": 4,
+        "num_value_heads": 8,
+        "key_head_dim": 8,
+        "value_head_dim": 12,
+        "conv_kernel_dim": 4,
+        "hidden_size": 24,
+        "layer_number": 1,
+        "num_v_heads_local_tp": 8,
+        "qk_dim_local_tp": 32,
+        "v_dim_local_tp": 96,
+    }
     assert {name: getattr(layer, name) for name in sizes} == sizes
     assert layer.gated_delta_rule is torch_chunk_gated_delta_rule
     methods = """reset_parameters sharded_state_dict backward_dw _backward_in_proj
@@ -132,7 +150,10 @@ def test_it_takes_every_keyword_that_newer_megatron_passes_and_no_other():
 
 
 def test_groups_default_to_megatrons_global_ones():
-    assert build().tp_group is build_layer(make_config(), groups_of_megatron(), {}).tp_group
+    assert (
+        build().tp_group
+        is build_layer(make_config(), groups_of_megatron(), {}).tp_group
+    )
 
 
 def test_the_chosen_backend_is_logged_once_with_its_reason(log):
@@ -164,12 +185,20 @@ ALIGNED = make_config(batch_invariant_mode=True)
 PADDED = torch.tensor([[1, 1, 1, 0], [1, 1, 2, 2]])
 SIZED = PackedSeqParams(local_cp_size=2)
 REFUSED = [
-    (lambda: build(output_gate_activation="tanh"), ValueError, "use one of 'silu', 'sigmoid'"),
+    (
+        lambda: build(output_gate_activation="tanh"),
+        ValueError,
+        "use one of 'silu', 'sigmoid'",
+    ),
     (lambda: build(backend="cuda"), ValueError, "unknown backend 'cuda'.*'reference'"),
     (lambda: build(backend="fla"), ValueError, "fla runs on a GPU, not on cpu"),
     (lambda: build(rule_operands="tf32"), ValueError, "'tf32'.*'fp16' or 'bf16'"),
     (forward(8, 2, packed_seq_params=thd((8,))), ValueError, "batch of 1"),
-    (forward(5, 2, packed_seq_params=TREE), ValueError, "packed documents need a batch of 1"),
+    (
+        forward(5, 2, packed_seq_params=TREE),
+        ValueError,
+        "packed documents need a batch of 1",
+    ),
     (
         forward(5, 1, config=ALIGNED, packed_seq_params=TREE),
         NotImplementedError,
@@ -180,20 +209,38 @@ REFUSED = [
         ValueError,
         "ends at 7, which does not match the 8",
     ),
-    (forward(4, 2, mask=PADDED), NotImplementedError, r"megatron_gdn\.pack_rows.*unpack_rows"),
+    (
+        forward(4, 2, mask=PADDED),
+        NotImplementedError,
+        r"megatron_gdn\.pack_rows.*unpack_rows",
+    ),
     (
         forward(4, 1, inference_context=object()),
         NotImplementedError,
         "generates with Megatron's StaticInferenceContext",
     ),
-    (forward(4, 1, inference_params=object()), NotImplementedError, "not with a object"),
+    (
+        forward(4, 1, inference_params=object()),
+        NotImplementedError,
+        "not with a object",
+    ),
     (forward(4, 1, sequence_len_offset=0), NotImplementedError, "sequence_len_offset"),
-    (forward(4, 1, attention_bias=torch.zeros(1)), NotImplementedError, "attention_bias"),
-    (forward(4, 1, packed_seq_params=SIZED), ValueError, "local_cp_size=2 and no cp_group"),
+    (
+        forward(4, 1, attention_bias=torch.zeros(1)),
+        NotImplementedError,
+        "attention_bias",
+    ),
+    (
+        forward(4, 1, packed_seq_params=SIZED),
+        ValueError,
+        "local_cp_size=2 and no cp_group",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED, ids=[r[2] for r in REFUSED])
+@pytest.mark.parametrize(
+    ("call", "error", "message"), REFUSED, ids=[r[2] for r in REFUSED]
+)
 def test_bad_input_is_refused_in_words(call, error, message):
     with pytest.raises(error, match=message):
         call()

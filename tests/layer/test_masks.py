@@ -1,4 +1,5 @@
-"""Every kind of layer refuses the same attention masks, and computes the same with the others."""
+"""Every kind of layer refuses the same attention masks, and computes the same with the
+others."""
 
 import pytest
 import torch
@@ -61,7 +62,9 @@ EACH = pytest.mark.parametrize("letter", ["G", "gdn2", "K", "M"])
 @EACH
 @pytest.mark.parametrize("mask", [of_documents, of_padding, of_padding_first])
 def test_masks_of_documents_and_of_padding_are_refused(letter, mask):
-    with pytest.raises(NotImplementedError, match="not a causal mask.*--reset-attention-mask"):
+    with pytest.raises(
+        NotImplementedError, match="not a causal mask.*--reset-attention-mask"
+    ):
         built(letter)(torch.randn(TOKENS, 1, 24), attention_mask=mask())
 
 
@@ -74,7 +77,8 @@ def test_masks_that_mask_the_future_alone_change_no_bit(letter, mask):
 
 @pytest.mark.parametrize("letter", ["G", "M"])
 def test_a_mask_is_refused_in_a_recomputed_layer(letter, monkeypatch):
-    # An error inside Megatron's checkpoint leaves Megatron's switch on, also for later tests.
+    # An error inside Megatron's checkpoint leaves Megatron's switch on, also for later
+    # tests.
     monkeypatch.setattr(random, "IS_CHECKPOINTING", False)
     stack = built(letter)
     config = stack.config
@@ -91,7 +95,10 @@ def test_a_mamba_layer_of_another_spec_checks_the_mask_and_forgets_it():
     )
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
     spec = ModuleSpec(module=MambaLayer, submodules=parts)
-    layer, x = build_module(spec, model_config("M"), pg_collection=groups), torch.randn(8, 1, 24)
+    layer, x = (
+        build_module(spec, model_config("M"), pg_collection=groups),
+        torch.randn(8, 1, 24),
+    )
     with pytest.raises(NotImplementedError, match="not a causal mask"):
         layer(x, of_documents())
     assert torch.equal(layer(x), layer(x, attention_mask=causal()))

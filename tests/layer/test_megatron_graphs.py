@@ -45,7 +45,8 @@ def test_no_buffer_for_a_mask_is_asked_for():
 @pytest.mark.parametrize("cp", [1, 2])
 @on_ranks(cp="cp")
 def test_the_masks_that_a_capture_gets_are_accepted_there(cp):
-    """That of a transformer layer, the same on every rank, and a buffer of zeros in its place."""
+    """That of a transformer layer, the same on every rank, and a buffer of zeros in its
+    place."""
     graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []}
     around = transformer_layer(make_config(context_parallel_size=cp, **graphs))
     static = around.get_layer_static_inputs(16, 2)["attention_mask"]
@@ -58,7 +59,8 @@ def test_the_masks_that_a_capture_gets_are_accepted_there(cp):
             assert torch.equal(layer(x, mask)[0], expected)
     if cp == 1:  # an ordinary causal mask
         assert torch.equal(layer(x, static)[0], expected)
-    for mask in (zeros,) if cp == 1 else (zeros, static):  # the zigzag positions of no rank
+    # the zigzag positions of no rank
+    for mask in (zeros,) if cp == 1 else (zeros, static):
         with pytest.raises(NotImplementedError, match="is not a causal mask"):
             layer(x, mask)
 
@@ -69,7 +71,9 @@ def test_packed_documents_that_a_graph_of_the_layer_cannot_follow_are_refused_at
     impl, modules
 ):
     layer, x = build(impl, modules), torch.randn(12, 1, 24)
-    refused = pytest.raises(NotImplementedError, match=f"cuda_graph_impl='{impl}'.*static_packed")
+    refused = pytest.raises(
+        NotImplementedError, match=f"cuda_graph_impl='{impl}'.*static_packed"
+    )
     with refused:
         layer(x, None, packed_seq_params=thd((4, 8)))
     layer(x, None)
@@ -77,13 +81,21 @@ def test_packed_documents_that_a_graph_of_the_layer_cannot_follow_are_refused_at
 
 @one_rank
 def test_transformer_engines_graphs_take_no_fixed_buffers():
-    layer, packed = build("transformer_engine", []), static_packed_seq_params(12, 3, device="cpu")
-    with pytest.raises(NotImplementedError, match="only tensors.*cuda_graph_impl='local'"):
+    layer, packed = (
+        build("transformer_engine", []),
+        static_packed_seq_params(12, 3, device="cpu"),
+    )
+    with pytest.raises(
+        NotImplementedError, match="only tensors.*cuda_graph_impl='local'"
+    ):
         layer(torch.randn(12, 1, 24), None, packed_seq_params=packed)
 
 
 def test_megatron_replays_no_graph_for_documents_in_other_buffers():
-    made = [{"packed_seq_params": static_packed_seq_params(12, 3, device="cpu")} for _ in range(2)]
+    made = [
+        {"packed_seq_params": static_packed_seq_params(12, 3, device="cpu")}
+        for _ in range(2)
+    ]
     assert mismatches(made[0], captured_arguments(made[0])) == []
     (error,) = mismatches(made[1], captured_arguments(made[0]))
     assert "packed_seq_params'].buffers.number" in error
@@ -110,7 +122,8 @@ def test_layers_with_attention_are_left_out_of_the_graphs():
 
 
 def test_graphs_without_a_gpu_are_refused_in_words():
-    """``--cuda-graph-impl`` makes Megatron ask for such a generator before it builds a layer."""
+    """``--cuda-graph-impl`` makes Megatron ask for such a generator before it builds a
+    layer."""
     if torch.cuda.is_available():
         pytest.skip("has one")
     tracker = random.CudaRNGStatesTracker(use_cudagraphable_rng=True)
@@ -120,7 +133,8 @@ def test_graphs_without_a_gpu_are_refused_in_words():
 
 @one_rank
 def test_a_model_trains_on_packed_documents_in_megatrons_graphs():
-    """Megatron records the first step and replays the others; documents change in every step."""
+    """Megatron records the first step and replays the others; documents change in every
+    step."""
     sets = ((5, 11), (16,), (1, 2, 0, 13), (4, 4, 4, 4))
 
     def build(graphs: str) -> DistributedDataParallel:
@@ -130,8 +144,13 @@ def test_a_model_trains_on_packed_documents_in_megatrons_graphs():
     def step(model, tokens, packed) -> dict[str, torch.Tensor]:
         model.zero_grad_buffer()
         positions = torch.arange(16)[None]
-        loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:],
-                     packed_seq_params=packed)  # fmt: skip
+        loss = model(
+            tokens[:, :-1],
+            positions,
+            None,
+            labels=tokens[:, 1:],
+            packed_seq_params=packed,
+        )
         loss.sum().backward()
         grads = {name: p.main_grad.clone() for name, p in model.named_parameters()}
         return {"loss": loss.detach().clone(), **grads}
@@ -146,7 +165,10 @@ def test_a_model_trains_on_packed_documents_in_megatrons_graphs():
             tokens = torch.randint(32, (1, 17))
             for packed in both:
                 set_documents(packed, [0, *torch.tensor(lengths).cumsum(0).tolist()])
-            found, expected = step(graphed, tokens, both[0]), step(eager, tokens, both[1])
+            found, expected = (
+                step(graphed, tokens, both[0]),
+                step(eager, tokens, both[1]),
+            )
             for name, value in expected.items():
                 assert torch.equal(found[name], value), (lengths, name)
             cuda_graphs.create_cudagraphs()
@@ -162,7 +184,9 @@ def test_a_graph_that_the_config_asks_for_later_takes_no_packed_documents_either
     x = torch.randn(12, 1, layer.config.hidden_size)
     layer(x, None, packed_seq_params=thd((4, 8)))
     layer.config.cuda_graph_impl = "local"
-    with pytest.raises(NotImplementedError, match="boundaries of the first micro-batch"):
+    with pytest.raises(
+        NotImplementedError, match="boundaries of the first micro-batch"
+    ):
         layer(x, None, packed_seq_params=thd((4, 8)))
 
 
@@ -174,7 +198,9 @@ def test_packed_documents_beside_graphs_of_other_modules_are_not():
 
 @one_rank
 @covered
-@pytest.mark.parametrize("field", ["hybrid_context_parallel", "dynamic_context_parallel"])
+@pytest.mark.parametrize(
+    "field", ["hybrid_context_parallel", "dynamic_context_parallel"]
+)
 def test_micro_batches_with_ranks_of_their_own_are_refused_when_the_layer_is_built(
     impl, modules, field
 ):
@@ -187,7 +213,9 @@ def test_a_table_is_not_made_while_a_graph_is_captured():
     with (
         patch("torch.cuda.is_initialized", lambda: True),
         patch("torch.cuda.is_current_stream_capturing", lambda: True),
-        pytest.raises(RuntimeError, match="Run the forward and the backward once before"),
+        pytest.raises(
+            RuntimeError, match="Run the forward and the backward once before"
+        ),
     ):
         _ = static_documents_of(packed).position_T
 
@@ -212,7 +240,9 @@ def test_buffers_that_do_not_fit_are_refused():
     with pytest.raises(TypeError, match="static_packed_seq_params"):
         set_documents(thd((4, 8)), [0, 12])
     layer = build_layer(make_config(), None, {})
-    with pytest.raises(ValueError, match="fixed buffers for 12 tokens on cpu.*16 tokens"):
+    with pytest.raises(
+        ValueError, match="fixed buffers for 12 tokens on cpu.*16 tokens"
+    ):
         layer(torch.randn(16, 1, 24), None, packed_seq_params=packed)
     with pytest.raises(ValueError, match="must be at least 1"):
         static_packed_seq_params(12, 0, device="cpu")

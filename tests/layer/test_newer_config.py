@@ -1,4 +1,5 @@
-"""What Megatrons' configs say about the layers: honoured, named in the log, or refused."""
+"""What Megatrons' configs say about the layers: honoured, named in the log, or
+refused."""
 
 import sys
 from dataclasses import fields
@@ -21,7 +22,8 @@ MIXERS = pytest.mark.parametrize("mixer", ABOUT)
 
 
 def build(mixer="GatedDeltaNet", **values):
-    """A layer under a config with these fields, of which 0.19's constructor does not know all."""
+    """A layer under a config with these fields, of which 0.19's constructor does not
+    know all."""
     config = make_config()
     vars(config).update(values)
     return build_under(config, mixer)
@@ -34,17 +36,23 @@ def build_under(config, mixer="GatedDeltaNet"):
 
 
 def selective(*names, **values):
-    return build(recompute_granularity="selective", recompute_modules=[*names], **values)
+    return build(
+        recompute_granularity="selective", recompute_modules=[*names], **values
+    )
 
 
 def test_another_variant_is_refused_by_name():
-    with pytest.raises(ValueError, match="'gdn2' asks for Gated DeltaNet 2.*GatedDeltaNet2"):
+    with pytest.raises(
+        ValueError, match="'gdn2' asks for Gated DeltaNet 2.*GatedDeltaNet2"
+    ):
         build(experimental_attention_variant="gdn2")
 
 
 def said(log) -> str:
     """What the log says about settings."""
-    of_settings = [m for m in log.messages if "no effect" in m or "recompute-modules" in m]
+    of_settings = [
+        m for m in log.messages if "no effect" in m or "recompute-modules" in m
+    ]
     return " ".join(of_settings)
 
 
@@ -74,7 +82,10 @@ def test_the_fields_that_are_said_to_be_read_are_read():
                 read.add(name)
             return super().__getattribute__(name)
 
-    values = {field.name: getattr(make_config(), field.name) for field in fields(TransformerConfig)}
+    values = {
+        field.name: getattr(make_config(), field.name)
+        for field in fields(TransformerConfig)
+    }
     values |= {"linear_attention_freq": 2, "transformer_impl": "local", "num_layers": 2}
     values |= {"experimental_attention_variant": "gated_delta_net"}
     config = Recording(**values)
@@ -95,14 +106,25 @@ def test_fields_with_their_defaults_are_not_named(mixer, log):
 
 def test_fields_without_effect_are_named_once(log):
     for _ in range(2):
-        build(gdn_pre_gated_delta_rule_fusion=True, gdn_conv_pad_alignment=64, gdn_new_fusion=True)
+        build(
+            gdn_pre_gated_delta_rule_fusion=True,
+            gdn_conv_pad_alignment=64,
+            gdn_new_fusion=True,
+        )
     assert log.text.count("gdn_pre_gated_delta_rule_fusion=True has no effect") == 1
     assert log.text.count("gdn_conv_pad_alignment=64 has no effect") == 1
-    assert "gdn_new_fusion=True has no effect: this version of GatedDeltaNet does not" in log.text
+    assert (
+        "gdn_new_fusion=True has no effect: this version of GatedDeltaNet does not"
+        in log.text
+    )
     log.clear()
     build(gdn_pre_gated_delta_rule_fusion=False, gdn_conv_pad_alignment=None)
     assert "has no effect" not in log.text
-    build("Mamba2Mixer", use_mamba_mem_eff_path=False, mamba_training_ssm_states_dtype=torch.half)
+    build(
+        "Mamba2Mixer",
+        use_mamba_mem_eff_path=False,
+        mamba_training_ssm_states_dtype=torch.half,
+    )
     assert "Mamba2Mixer: config.use_mamba_mem_eff_path=False has no effect" in log.text
     assert "mamba_training_ssm_states_dtype=torch.float16 has no effect" in log.text
 
@@ -127,7 +149,9 @@ def test_parts_to_recompute_that_are_not_known_are_named(log):
 def test_recomputing_the_whole_layer_keeps_its_input_alone(log):
     layer = selective("gdn")
     x, kept = torch.randn(9, 1, 24, requires_grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t) or t, lambda t: t
+    ):
         layer(x, None)
     assert [t.data_ptr() for t in kept] == [x.data_ptr()]
     assert not said(log)
@@ -147,7 +171,10 @@ def test_parts_to_offload_that_the_layer_lacks_are_named(core, log):
     around = {"attn_norm"} | {name for name in parts if name.startswith("gdp")}
     assert named_in(log) & parts == of_attention - around
     log.clear()
-    build(fine_grained_activation_offloading=True, offload_modules=["attn_norm", "moe_act"])
+    build(
+        fine_grained_activation_offloading=True,
+        offload_modules=["attn_norm", "moe_act"],
+    )
     build(offload_modules=["core_attn"])
     assert not said(log)
 

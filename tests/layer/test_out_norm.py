@@ -1,4 +1,5 @@
-"""The mixer computes a plain norm itself and calls every other; both keep the hooks' contract."""
+"""The mixer computes a plain norm itself and calls every other; both keep the hooks'
+contract."""
 
 from types import MethodType
 
@@ -50,7 +51,9 @@ def replace_forward(norm):
 
 LATER = {
     "forward": replace_forward,
-    "forward hook": lambda norm: norm.register_forward_hook(lambda module, args, out: 2 * out),
+    "forward hook": lambda norm: norm.register_forward_hook(
+        lambda module, args, out: 2 * out
+    ),
     "parametrization": lambda norm: nn.utils.parametrize.register_parametrization(
         norm, "weight", Doubled()
     ),
@@ -64,7 +67,9 @@ def test_a_norm_that_is_not_plain_is_called(norm):
     assert_close("output", doubled(x, None)[0], 2 * plain(x, None)[0], 1e-6)
 
 
-@pytest.mark.parametrize("norm", [TorchRMSNorm, WrappedTorchNorm], ids=["ours", "torch's"])
+@pytest.mark.parametrize(
+    "norm", [TorchRMSNorm, WrappedTorchNorm], ids=["ours", "torch's"]
+)
 @pytest.mark.parametrize("change", LATER)
 def test_what_is_changed_after_the_layer_was_built_counts(norm, change):
     plain, layer = build(norm), build(norm)
@@ -86,13 +91,19 @@ def test_a_class_whose_forward_was_replaced_is_called(monkeypatch):
 
 def test_hooks_get_what_the_norm_gets_and_its_gradient():
     layer, seen = build(), []
-    layer.out_norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
-    layer.out_norm.register_full_backward_hook(lambda module, d_in, d_out: seen.append(len(d_in)))
+    layer.out_norm.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].shape)
+    )
+    layer.out_norm.register_full_backward_hook(
+        lambda module, d_in, d_out: seen.append(len(d_in))
+    )
     layer(torch.randn(7, 2, 24), None)[0].sum().backward()
     assert seen == [(2, 7, 8, 12), 1]
 
 
-@pytest.mark.parametrize("norm", [TorchRMSNorm, WrappedTorchNorm], ids=["ours", "torch's"])
+@pytest.mark.parametrize(
+    "norm", [TorchRMSNorm, WrappedTorchNorm], ids=["ours", "torch's"]
+)
 def test_a_plain_norm_is_not_called(norm, monkeypatch):
     layer, calls = build(norm), []
     assert type(layer.out_norm) in (TorchRMSNorm, nn.RMSNorm)
@@ -157,7 +168,9 @@ def test_a_pre_hook_on_conv1d_may_return_what_it_was_given_and_nothing_else(keyw
         ((2 * args[0],), *kwargs) if kwargs else 2 * args[0]
     )
     layer.conv1d.register_forward_pre_hook(changed, with_kwargs=keywords)
-    with pytest.raises(NotImplementedError, match="pre-hook of GatedDeltaNet's Conv1d.*in_proj"):
+    with pytest.raises(
+        NotImplementedError, match="pre-hook of GatedDeltaNet's Conv1d.*in_proj"
+    ):
         layer(x, None)
 
 

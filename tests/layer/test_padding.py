@@ -1,4 +1,5 @@
-"""Padding at the end of a slot, a sequence or a batch's rows reaches nothing that the loss sees."""
+"""Padding at the end of a slot, a sequence or a batch's rows reaches nothing that the
+loss sees."""
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ def in_real_rows() -> torch.Tensor:
 
 
 def results(layer, x, packed, real):
-    """Real rows of the output and of the input's gradient, and every parameter's gradient."""
+    """Real rows of the output and of the input's gradient, and every parameter's
+    gradient."""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     found = forward_backward(layer, x, packed, weight=weight * real[:, None, None])
     in_padding = found["input"][~real]

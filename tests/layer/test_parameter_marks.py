@@ -1,4 +1,5 @@
-"""What Megatron reads on the layer's parameters is there, whatever torch made of the objects."""
+"""What Megatron reads on the layer's parameters is there, whatever torch made of the
+objects."""
 
 import pytest
 import torch
@@ -15,8 +16,18 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 SPLIT = {"tensor_model_parallel": True, "partition_stride": 1}
 EXPECTED = {
-    "A_log": {**SPLIT, "partition_dim": 0, "partition_sizes": [8], "keep_in_fp32": True},
-    "dt_bias": {**SPLIT, "partition_dim": 0, "partition_sizes": [8], "keep_in_fp32": True},
+    "A_log": {
+        **SPLIT,
+        "partition_dim": 0,
+        "partition_sizes": [8],
+        "keep_in_fp32": True,
+    },
+    "dt_bias": {
+        **SPLIT,
+        "partition_dim": 0,
+        "partition_sizes": [8],
+        "keep_in_fp32": True,
+    },
     "conv1d.weight": {**SPLIT, "partition_dim": 0, "partition_sizes": [32, 32, 96]},
     "in_proj.weight": {
         **SPLIT,
@@ -29,7 +40,10 @@ EXPECTED = {
 }
 
 if muon_reads_sections():
-    EXPECTED["in_proj.weight"] |= {"is_qkv": True, "qkv_split_shapes": [32, 32, 96, 96, 8, 8]}
+    EXPECTED["in_proj.weight"] |= {
+        "is_qkv": True,
+        "qkv_split_shapes": [32, 32, 96, 96, 8, 8],
+    }
 
 
 def build(**changes):
@@ -57,12 +71,17 @@ def test_every_mark_stays_with_the_parameters_name(way):
 def test_they_are_back_before_anybody_walks_over_the_parameters(way):
     layer = WAYS[way](build)
     parts = {name: name.rpartition(".") for name in EXPECTED}
-    modules = {path: getattr(layer, path) if path else layer for path, _, _ in parts.values()}
-    assert not missing({n: modules[path]._parameters[last] for n, (path, _, last) in parts.items()})
+    modules = {
+        path: getattr(layer, path) if path else layer for path, _, _ in parts.values()
+    }
+    assert not missing(
+        {n: modules[path]._parameters[last] for n, (path, _, last) in parts.items()}
+    )
 
 
 def test_whoever_finds_a_parameter_through_the_model_finds_its_marks():
-    """Where no method of the layer hears of the replacement; read as Megatron reads them."""
+    """Where no method of the layer hears of the replacement; read as Megatron reads
+    them."""
     layer = build()
     model = nn.Sequential(layer)
     layer.conv1d.load_state_dict(layer.conv1d.state_dict(), assign=True)

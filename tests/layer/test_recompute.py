@@ -1,4 +1,5 @@
-"""One option says what a backward computes again; Megatron's setting maps onto its parts."""
+"""One option says what a backward computes again; Megatron's setting maps onto its
+parts."""
 
 from __future__ import annotations
 
@@ -47,12 +48,17 @@ def test_every_way_to_ask_maps_onto_the_same_parts(case):
 
 
 REFUSED = {
-    "level": ({"recompute": "some"}, (), "recompute='some' is not known; use one of 'none', 'li"),
+    "level": (
+        {"recompute": "some"},
+        (),
+        "recompute='some' is not known; use one of 'none', 'li",
+    ),
     "modules": (
-        {"recompute": "none"}, ("gdn_norm_out",),
+        {"recompute": "none"},
+        ("gdn_norm_out",),
         "recompute='none' and --recompute-modules gdn_norm_out contradict",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -72,7 +78,8 @@ def test_no_level_changes_a_bit_of_the_plain_rule_and_each_keeps_less():
         require_same_bits(forward_backward(layer, x), expected, level)
         leaf = x.clone().requires_grad_()
         kept[level] = saved_bytes(lambda layer=layer, leaf=leaf: layer(leaf, None)[0])
-    # Under hooks nothing is dropped after the forward, so the normed output counts in each.
+    # Under hooks nothing is dropped after the forward, so the normed output counts in
+    # each.
     tokens, sizes = x.shape[0] * x.shape[1], one.dims.heads
     key, value = sizes.layout.widths[1:3]
     assert kept["none"] - kept["light"] == tokens * (key + value) * 4

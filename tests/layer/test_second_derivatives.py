@@ -1,5 +1,6 @@
-"""``create_graph=True`` is refused by every backward that autograd cannot differentiate: its
-gradients would be constants in silence. The other backwards are differentiated right."""
+"""``create_graph=True`` is refused by every backward that autograd cannot
+differentiate: its gradients would be constants in silence. The other backwards are
+differentiated right."""
 
 import importlib
 import pkgutil
@@ -35,7 +36,11 @@ def heads(*shape):
 
 
 def rule_inputs():
-    q, k, v = F.normalize(heads(2, 8), dim=-1), F.normalize(heads(2, 8), dim=-1), heads(4, 6)
+    q, k, v = (
+        F.normalize(heads(2, 8), dim=-1),
+        F.normalize(heads(2, 8), dim=-1),
+        heads(4, 6),
+    )
     return q, k, v, -heads(4).square(), heads(4).sigmoid()
 
 
@@ -44,7 +49,9 @@ def operation(name):
     rows = torch.randn(13, 1, 24)
     match name:
         case "fused layer" | "layer of modules":
-            layer = whole("gdn", recompute="light" if name == "layer of modules" else "none")
+            layer = whole(
+                "gdn", recompute="light" if name == "layer of modules" else "none"
+            )
             return lambda x: layer(x, None)[0], rows
         case "Mamba2":
             mixer = whole("mamba2")
@@ -59,23 +66,35 @@ def operation(name):
             return lambda x: ops.gated_delta_rule(x, *rest, backend="reference")[0], q
         case "delta rule of a layer":
             q, *rest = rule_inputs()
-            return lambda x: api.run_rule(PlainRule(), api.RuleInputs(x, *rest), None)[0], q
+            return lambda x: api.run_rule(PlainRule(), api.RuleInputs(x, *rest), None)[
+                0
+            ], q
         case "sum over ranks":
-            return lambda x: 3 * with_summed_gradient(x, dist.group.WORLD), torch.randn(5)
+            return lambda x: 3 * with_summed_gradient(x, dist.group.WORLD), torch.randn(
+                5
+            )
         case "no tokens":
             return lambda x: output_without_tokens(x, width=4), torch.randn(0, 1, 8)
     raise AssertionError(name)
 
 
 OPERATIONS = [
-    "fused layer", "layer of modules", "Mamba2", "causal_conv1d", "grouped_rms_norm",
-    "delta rule by name", "delta rule of a layer", "sum over ranks", "no tokens",
-]  # fmt: skip
+    "fused layer",
+    "layer of modules",
+    "Mamba2",
+    "causal_conv1d",
+    "grouped_rms_norm",
+    "delta rule by name",
+    "delta rule of a layer",
+    "sum over ranks",
+    "no tokens",
+]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_gradient_that_is_to_be_differentiated_is_refused(name):
-    """The scalar is linear in the output, so no gradient that arrives needs a gradient."""
+    """The scalar is linear in the output, so no gradient that arrives needs a
+    gradient."""
     function, x = operation(name)
     x.requires_grad_()
     (first,) = torch.autograd.grad(function(x).sum(), x, materialize_grads=True)
@@ -96,7 +115,10 @@ def test_every_other_backward_of_the_package_refuses():
     assert {function.__name__ for function in functions} > set(DIFFERENTIABLE)
     for function in functions:
         if function.__name__ not in DIFFERENTIABLE:
-            with torch.enable_grad(), pytest.raises(NotImplementedError, match="create_graph"):
+            with (
+                torch.enable_grad(),
+                pytest.raises(NotImplementedError, match="create_graph"),
+            ):
                 function.backward(None)
 
 
@@ -131,11 +153,14 @@ def test_a_checkpoint_that_cannot_be_differentiated_twice_says_so_itself(around)
     """torch's and Megatron's reentrant checkpoints take ``backward()`` alone."""
     function, x = operation("fused layer")
     with pytest.raises(RuntimeError):
-        torch.autograd.grad(around(function, x.requires_grad_()).sum(), x, create_graph=True)
+        torch.autograd.grad(
+            around(function, x.requires_grad_()).sum(), x, create_graph=True
+        )
 
 
 def test_a_gradient_inside_a_backward_is_a_first_gradient():
-    """A function that computes its forward again, as checkpoints do, with gradients enabled."""
+    """A function that computes its forward again, as checkpoints do, with gradients
+    enabled."""
     layer, x = whole("gdn"), torch.randn(13, 1, 24, requires_grad=True)
 
     class Again(torch.autograd.Function):
@@ -161,4 +186,6 @@ def test_a_gradient_inside_a_backward_is_a_first_gradient():
 def test_moved_rows_are_differentiated_twice():
     x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[1, 1, 0], [1, 2, 2]])
-    assert torch.autograd.gradgradcheck(lambda x: megatron_gdn.pack_rows(x, mask)[0].pow(3), x)
+    assert torch.autograd.gradgradcheck(
+        lambda x: megatron_gdn.pack_rows(x, mask)[0].pow(3), x
+    )

@@ -1,4 +1,5 @@
-"""One test per flaw of megatron-core 0.19's own layer; each fails there (see tests/upstream.py)."""
+"""One test per flaw of megatron-core 0.19's own layer; each fails there (see
+tests/upstream.py)."""
 
 import warnings
 
@@ -31,10 +32,14 @@ from tests.upstream import gdn_module, layer_spec, with_gdn_norm_out
 
 def build(config=None, groups=None, **params):
     groups = groups or groups_of_megatron()
-    return build_module(layer_spec(**params), config or make_config(), pg_collection=groups)
+    return build_module(
+        layer_spec(**params), config or make_config(), pg_collection=groups
+    )
 
 
-def expected_share(name: str, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+def expected_share(
+    name: str, whole: torch.Tensor, rank: int, size: int
+) -> torch.Tensor:
     return share_of_rank(name, whole, GDNDims.from_config(make_config()), rank, size)
 
 
@@ -50,7 +55,9 @@ def test_replicated_norm_weights_stay_equal_across_tensor_parallel_ranks():
     ddp = in_ddp(layer)
     ddp(x, None)[0].square().sum().backward()
     reduce_gradients(ddp)
-    assert_close("out_norm", layer.out_norm.weight.main_grad, one.out_norm.weight.grad, 1e-5)
+    assert_close(
+        "out_norm", layer.out_norm.weight.main_grad, one.out_norm.weight.grad, 1e-5
+    )
 
 
 @pytest.mark.parametrize("lengths", [(6, 6), (2, 10)])
@@ -99,7 +106,9 @@ def test_the_bias_of_the_projection_reshards(tmp_path):
         dist_checkpointing.save(layer.sharded_state_dict("layer."), str(tmp_path))
     with parallel(tp=1):
         layer = build(make_config(), bias=True)
-        state = dist_checkpointing.load(layer.sharded_state_dict("layer."), str(tmp_path))
+        state = dist_checkpointing.load(
+            layer.sharded_state_dict("layer."), str(tmp_path)
+        )
         assert torch.equal(state["layer.in_proj.bias"], whole)
 
 
@@ -108,7 +117,9 @@ def test_initial_weights_do_not_depend_on_the_tensor_parallel_size():
     layers = {}
     for tp in (1, 2):
         with parallel(tp=tp):
-            layers[tp] = build(make_config(tensor_model_parallel_size=tp), conv_bias=True)
+            layers[tp] = build(
+                make_config(tensor_model_parallel_size=tp), conv_bias=True
+            )
     for name, whole in layers[1].named_parameters():
         expected = expected_share(name, whole, dist.get_rank(), 2)
         assert torch.equal(layers[2].get_parameter(name), expected), name
@@ -127,11 +138,15 @@ def test_the_gate_is_exact_to_fp32_in_a_bf16_model(one_rank):
     layer = build(make_config(bf16=True, params_dtype=torch.bfloat16))
     alpha = torch.randn(1, 5, 8, dtype=torch.bfloat16)
     g, _ = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, alpha, alpha)
-    exact = -layer.A_log.double().exp() * F.softplus(alpha.double() + layer.dt_bias.double())
+    exact = -layer.A_log.double().exp() * F.softplus(
+        alpha.double() + layer.dt_bias.double()
+    )
     torch.testing.assert_close(g.double(), exact, rtol=1e-6, atol=0)
 
 
-def test_own_parameters_are_initialised_even_without_initialisation(one_rank, monkeypatch):
+def test_own_parameters_are_initialised_even_without_initialisation(
+    one_rank, monkeypatch
+):
     empty = torch.empty
     poison = lambda *a, **k: empty(*a, **k).fill_(float("nan"))  # noqa: E731
     monkeypatch.setattr(torch, "empty", poison)

@@ -17,18 +17,28 @@ def test_the_installed_fla_has_the_functions_that_are_called():
 
 
 def test_fla_is_chosen_on_gpus_only_and_never_deterministic():
-    cpu = {"state": StateShape(2, 128, 64), "device": torch.device("cpu"), "dtype": torch.bfloat16}
+    cpu = {
+        "state": StateShape(2, 128, 64),
+        "device": torch.device("cpu"),
+        "dtype": torch.bfloat16,
+    }
     assert choose_ssd("auto", **cpu).rule.name == "reference"
     with pytest.raises(ValueError, match="fla runs on a GPU, not on cpu"):
         choose_ssd("fla", **cpu)
-    with pytest.raises(ValueError, match="in deterministic mode use 'auto' or 'reference'"):
+    with pytest.raises(
+        ValueError, match="in deterministic mode use 'auto' or 'reference'"
+    ):
         choose_ssd("fla", **cpu, bits=Bits.DETERMINISTIC)
-    with pytest.raises(ValueError, match="unknown backend 'mamba_ssm' of Mamba2; use 'auto'"):
+    with pytest.raises(
+        ValueError, match="unknown backend 'mamba_ssm' of Mamba2; use 'auto'"
+    ):
         choose_ssd("mamba_ssm", **cpu)
 
 
-@pytest.mark.parametrize(("rows", "columns", "said"), [(65, 32, "state dim, not 65"),
-                                                       (64, 33, "head dim, not 33")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "columns", "said"),
+    [(65, 32, "state dim, not 65"), (64, 33, "head dim, not 33")],
+)
 def test_odd_sizes_go_to_the_reference(monkeypatch, rows, columns, said):
     """fla's kernel of dv refuses them in the backward, in 16 bits."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

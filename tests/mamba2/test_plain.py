@@ -1,4 +1,5 @@
-"""The plain SSD rule of narrow inputs and strong decays; a grouped norm that does not fit."""
+"""The plain SSD rule of narrow inputs and strong decays; a grouped norm that does not
+fit."""
 
 import pytest
 import torch
@@ -39,5 +40,7 @@ def test_the_strongest_decays_leave_no_nan():
 
 
 def test_a_norm_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"12 channels, gamma of shape \(12,\) and 5 groups"):
+    with pytest.raises(
+        ValueError, match=r"12 channels, gamma of shape \(12,\) and 5 groups"
+    ):
         grouped_rms_norm(torch.randn(2, 12), torch.ones(12), 5)

@@ -1,4 +1,5 @@
-"""``python -m megatron_gdn.models``: the list, a model's figures, legal sizes, flags."""
+"""``python -m megatron_gdn.models``: the list, a model's figures, legal sizes,
+flags."""
 
 import json
 import shlex
@@ -16,7 +17,9 @@ PAGE = ROOT / "docs" / "models.md"
 
 
 def test_the_commands_of_the_page_print_what_it_shows(capsys):
-    commands = [c for c in commands_of(PAGE) if c.startswith("python -m megatron_gdn.models")]
+    commands = [
+        c for c in commands_of(PAGE) if c.startswith("python -m megatron_gdn.models")
+    ]
     shown = PAGE.read_text()
     assert len(commands) == 3
     for command in commands:
@@ -29,7 +32,9 @@ def test_printed_figures_are_those_of_the_stack(capsys):
     assert main(["Qwen3.5-35B-A3B", "--cp", "4", "--length", "131072"]) == 0
     said, model = capsys.readouterr().out, find("Qwen3.5-35B-A3B")
     stack = model.stack
-    assert f"{stack.parameters / 1e9:.2f} B, {stack.active_parameters / 1e9:.2f} B" in said
+    assert (
+        f"{stack.parameters / 1e9:.2f} B, {stack.active_parameters / 1e9:.2f} B" in said
+    )
     assert f"{stack.flops([131072]).step / 131072e9:.2f} G with backward" in said
     assert stack.state_bytes == 30 * 32 * 128 * 128 * 4
     assert stack.conv_bytes == 30 * 3 * (2 * 16 + 32) * 128 * 2
@@ -45,10 +50,19 @@ def test_every_model_has_figures(name, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--tp 3", "tensor-parallel size tp=3 is not legal; use one of 1, 2, 4, 8, 16."),
-        ("--ep 3", "expert-parallel size ep=3 is not legal; use one of 1, 2, 4, 8, 16, 32, 64"),
+        (
+            "--tp 3",
+            "tensor-parallel size tp=3 is not legal; use one of 1, 2, 4, 8, 16.",
+        ),
+        (
+            "--ep 3",
+            "expert-parallel size ep=3 is not legal; use one of 1, 2, 4, 8, 16, 32, 64",
+        ),
         ("--cp 0", "cp=0 must be at least 1"),
-        ("--tp 2 --cp 4 --length 4097", "must be a multiple of 8 for tp=2 and cp=4, such as 4096"),
+        (
+            "--tp 2 --cp 4 --length 4097",
+            "must be a multiple of 8 for tp=2 and cp=4, such as 4096",
+        ),
     ],
 )
 def test_illegal_sizes_are_refused_with_what_is_legal(arguments, message, capsys):
@@ -73,17 +87,25 @@ def test_the_legal_sizes_are_those_that_the_layers_take(name):
 
 
 def test_saved_bytes_are_those_that_were_measured():
-    """`benchmarks/results/layer.jsonl`, one H100, flash_qla, batches of 8 x 4096 and packed."""
+    """`benchmarks/results/layer.jsonl`, one H100, flash_qla, batches of 8 x 4096 and
+    packed."""
     lines = (ROOT / "benchmarks/results/layer.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if row.get("case") in ("8x4096", "thd32768")]
+    rows = [
+        row
+        for row in map(json.loads, lines)
+        if row.get("case") in ("8x4096", "thd32768")
+    ]
     model, checked = find("Qwen3.5-35B-A3B"), 0
     for row in rows:
-        recompute = {"ours": "none", "ours-recompute": "light"}.get(row.get("layer", ""))
+        recompute = {"ours": "none", "ours-recompute": "light"}.get(
+            row.get("layer", "")
+        )
         if recompute is None:
             continue
         assert (row["hidden"], row["heads"]) == (2048, [16, 32])
         ours = 32768 * model.saved_bytes(recompute=recompute) / 2**20
-        # The allocator rounds each tensor's block to 2 MiB: boundaries, sums, the loss's gradient.
+        # The allocator rounds each tensor's block to 2 MiB: boundaries, sums, the
+        # loss's gradient.
         assert 0 <= row["saved"] - ours <= 2, row
         checked += 1
     assert checked == 4

@@ -1,4 +1,5 @@
-"""The catalogue's numbers are the published models', and its FLOPs what torch counts."""
+"""The catalogue's numbers are the published models', and its FLOPs what torch
+counts."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,8 @@ CONFIG_OF = {
     "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
     "NemotronHForCausalLM": "NemotronHConfig",
 }
-# Of the vision encoder of Qwen3.5, 3.6 and 3.8 from 9B on; its output is as wide as the model.
+# Of the vision encoder of Qwen3.5, 3.6 and 3.8 from 9B on; its output is as wide as the
+# model.
 VISION = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
 
 
@@ -33,7 +35,9 @@ def config_of(architecture: str, fields: dict[str, Any]) -> Any:
 
 
 def vision_parameters(hidden_size: int) -> int:
-    config = transformers.Qwen3_5Config(vision_config=VISION | {"out_hidden_size": hidden_size})
+    config = transformers.Qwen3_5Config(
+        vision_config=VISION | {"out_hidden_size": hidden_size}
+    )
     with torch.device("meta"):
         model = model_class("Qwen3_5VisionModel")(config.vision_config)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -70,7 +74,8 @@ def delta_rule(q, k, v, g, beta, S):
 
 
 def kda_rule(q, k, v, g, beta, S):
-    """As :func:`delta_rule` with g ``[T, H, K]``, slow: no sum over a chunk is below -60."""
+    """As :func:`delta_rule` with g ``[T, H, K]``, slow: no sum over a chunk is below
+    -60."""
     R, outputs = v.shape[1] // k.shape[1], []
     for start in range(0, len(k), CHUNK):
         part = slice(start, start + CHUNK)
@@ -88,7 +93,9 @@ def kda_rule(q, k, v, g, beta, S):
     return torch.cat(outputs, 1).transpose(0, 1), S
 
 
-def mamba2_rule(x: Tensor, B: Tensor, C: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+def mamba2_rule(
+    x: Tensor, B: Tensor, C: Tensor, g: Tensor, S: Tensor
+) -> tuple[Tensor, Tensor]:
     """x ``[T, H, V]``; B, C ``[T, G, K]``; g ``[T, H]``; S ``[H, K, V]``."""
     R, outputs = x.shape[1] // B.shape[1], []
     for start in range(0, len(x), CHUNK):
@@ -104,13 +111,20 @@ def mamba2_rule(x: Tensor, B: Tensor, C: Tensor, g: Tensor, S: Tensor) -> tuple[
 
 TOKENS = 192
 GDN = {
-    "hidden_size": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
-    "linear_key_head_dim": 10, "linear_value_head_dim": 14, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
+    "hidden_size": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "linear_conv_kernel_dim": 4,
+}
 MAMBA = {
-    "hidden_size": 24, "mamba_num_heads": 6, "mamba_num_groups": 2, "mamba_head_dim": 14,
+    "hidden_size": 24,
+    "mamba_num_heads": 6,
+    "mamba_num_groups": 2,
+    "mamba_head_dim": 14,
     "mamba_state_dim": 10,
-}  # fmt: skip
+}
 
 
 def solve(A, B, *args, out_shape=None, **kwargs) -> int:
@@ -154,14 +168,22 @@ def token_by_token(q, k, v, g, *beta_and_state):
 RULES = {
     "G": (delta_rule, token_by_token, lambda: drawn_delta_rule(-draw(TOKENS, 6).exp())),
     "K": (
-        kda_rule, token_by_token, lambda: drawn_delta_rule(-0.1 * draw(TOKENS, 6, 10).exp())
+        kda_rule,
+        token_by_token,
+        lambda: drawn_delta_rule(-0.1 * draw(TOKENS, 6, 10).exp()),
     ),
     "M": (
-        mamba2_rule, lambda x, B, C, g, S: token_by_token(C, B, x, g, S),
-        lambda: (draw(TOKENS, 6, 14), draw(TOKENS, 2, 10), draw(TOKENS, 2, 10),
-                 -draw(TOKENS, 6).exp(), draw(6, 10, 14)),
+        mamba2_rule,
+        lambda x, B, C, g, S: token_by_token(C, B, x, g, S),
+        lambda: (
+            draw(TOKENS, 6, 14),
+            draw(TOKENS, 2, 10),
+            draw(TOKENS, 2, 10),
+            -draw(TOKENS, 6).exp(),
+            draw(6, 10, 14),
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("letter", RULES)
@@ -169,7 +191,9 @@ def test_a_rule_in_chunks_takes_its_equation_forward_and_twice_that_back(letter)
     torch.manual_seed(1)
     twin, exact, drawn = RULES[letter]
     inputs = [x.detach().requires_grad_() for x in drawn()]
-    torch.testing.assert_close(tuple(twin(*inputs)), tuple(exact(*inputs)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        tuple(twin(*inputs)), tuple(exact(*inputs)), rtol=1e-4, atol=1e-4
+    )
     sizes = MAMBA if letter == "M" else GDN
     rule = Stack.of(SimpleNamespace(**sizes), letter, 1, True).flops([TOKENS]).rule
     assert forward_and_step(twin, inputs) == (rule, 3 * rule)
@@ -187,16 +211,32 @@ def tiny(name: str) -> Model:
     """A published model with small sizes, none of which divides another by chance."""
     entry = ENTRIES[name]
     small = {
-        "hidden_size": 24, "vocab_size": 67, "num_attention_heads": 6, "num_key_value_heads": 2,
-        "head_dim": 10, "intermediate_size": 22, "num_hidden_layers": 4, "ssm_state_size": 10,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
-        "linear_value_head_dim": 14, "mamba_num_heads": 6, "mamba_head_dim": 14, "n_groups": 2,
-        "num_experts": 4, "num_experts_per_tok": 2, "n_routed_experts": 4,
-        "moe_intermediate_size": 12, "shared_expert_intermediate_size": 18,
+        "hidden_size": 24,
+        "vocab_size": 67,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "intermediate_size": 22,
+        "num_hidden_layers": 4,
+        "ssm_state_size": 10,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 14,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 14,
+        "n_groups": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 18,
         "moe_shared_expert_intermediate_size": 18,
         "hybrid_override_pattern": "ME*E" if "30B" in name else "M-*-",
-    }  # fmt: skip
-    fields = entry.fields | {name: small[name] for name in small if name in entry.fields}
+    }
+    fields = entry.fields | {
+        name: small[name] for name in small if name in entry.fields
+    }
     return Model(f"small {name}", entry.architecture, fields, "made for the tests")
 
 
@@ -209,15 +249,23 @@ def test_the_products_of_transformers_model_are_those_of_the_equations(name):
     row = torch.arange(tokens)[None] % 67
     with FlopCounterMode(display=False, depth=None) as counter, torch.no_grad():
         built(row)
-    of_modules = {path: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}
+    of_modules = {
+        path: sum(counts.values()) for path, counts in counter.get_flop_counts().items()
+    }
     kinds = {f"{type(built).__name__}.{path}": m for path, m in built.named_modules()}
 
     def of(*ends: str) -> dict[str, int]:
-        found = (path for path, module in kinds.items() if type(module).__name__.endswith(ends))
+        found = (
+            path
+            for path, module in kinds.items()
+            if type(module).__name__.endswith(ends)
+        )
         return {path: of_modules[path] for path in found}
 
     linears, attention = of("Linear", "TopKRouter", "Experts"), of("Attention")
-    inside = sum(n for path, n in linears.items() if path.rpartition(".")[0] in attention)
+    inside = sum(
+        n for path, n in linears.items() if path.rpartition(".")[0] in attention
+    )
     flops = model.stack.flops([tokens])
     assert sum(linears.values()) == flops.projections + flops.output
     # transformers multiplies the half that the causal mask throws away, too.
@@ -233,23 +281,30 @@ def test_documents_pay_for_the_squares_of_their_lengths():
 
 
 def test_a_pattern_with_layers_that_are_not_known_is_refused():
-    with pytest.raises(ValueError, match=r"has \['D'\]; FLOPs are known for 'G', 'K', 'M'"):
+    with pytest.raises(
+        ValueError, match=r"has \['D'\]; FLOPs are known for 'G', 'K', 'M'"
+    ):
         Stack.of(SimpleNamespace(**GDN), "GD", 1, True)
 
 
-QWEN = [name for name, entry in ENTRIES.items() if entry.architecture.startswith("Qwen")]
+QWEN = [
+    name for name, entry in ENTRIES.items() if entry.architecture.startswith("Qwen")
+]
 
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_model_has_as_many_parameters_as_the_one_that_transformers_builds(name):
     entry = ENTRIES[name]
     with torch.device("meta"):
-        model = model_class(entry.architecture)(config_of(entry.architecture, entry.fields))
+        model = model_class(entry.architecture)(
+            config_of(entry.architecture, entry.fields)
+        )
     assert find(name).stack.parameters == sum(p.numel() for p in model.parameters())
 
 
-# The numbers of parameters in the index of the published files. They hold the language model, one
-# head of multi-token prediction (one attention layer with its MLP), and the vision encoder.
+# The numbers of parameters in the index of the published files. They hold the language
+# model, one head of multi-token prediction (one attention layer with its MLP), and the
+# vision encoder.
 @pytest.mark.parametrize(
     ("name", "published", "sees"),
     [
@@ -281,15 +336,23 @@ def test_transformers_config_class_of_nemotron_has_the_same_layers_and_sizes():
     for name in (name for name in ENTRIES if name.startswith("Nemotron")):
         model = find(name)
         config = config_of(model.architecture, model.fields)
-        assert "".join(names[kind] for kind in config.layers_block_type) == model.pattern
+        assert (
+            "".join(names[kind] for kind in config.layers_block_type) == model.pattern
+        )
         assert config.conv_kernel == 4, "Megatron's Mamba2 layers have no other"
-        assert {config.use_conv_bias, not config.use_bias, not config.mlp_bias} == {True}
+        assert {config.use_conv_bias, not config.use_bias, not config.mlp_bias} == {
+            True
+        }
         assert config.n_shared_experts == config.n_group == config.topk_group == 1
-        for field in (name for name in model.fields if name != "hybrid_override_pattern"):
+        for field in (
+            name for name in model.fields if name != "hybrid_override_pattern"
+        ):
             assert getattr(config, field) == model.fields[field], field
 
 
 def test_a_name_that_is_not_there_is_refused_with_those_that_are():
     assert find("qwen3.5-35b-a3b").name == "Qwen3.5-35B-A3B"
-    with pytest.raises(ValueError, match=r"unknown model 'Qwen9'; known: tiny, Qwen3-Next-80B"):
+    with pytest.raises(
+        ValueError, match=r"unknown model 'Qwen9'; known: tiny, Qwen3-Next-80B"
+    ):
         find("Qwen9")

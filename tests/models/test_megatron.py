@@ -1,4 +1,5 @@
-"""The configuration, spec and flags of a model build it in Megatron, which counts its FLOPs."""
+"""The configuration, spec and flags of a model build it in Megatron, which counts its
+FLOPs."""
 
 import argparse
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ LAUNCHED = [
     (name, kind)
     for name, entry in ENTRIES.items()
     for kind in ("hybrid", "gpt")
-    if entry.architecture.startswith("Qwen") or ("Nemotron" in name and kind == "hybrid")
+    if entry.architecture.startswith("Qwen")
+    or ("Nemotron" in name and kind == "hybrid")
 ]
 # What a launch adds: data, tokenizer, optimizer; and the CPU.
 MORE = [
@@ -29,7 +31,9 @@ MORE = [
 ]
 
 
-def arguments_of(monkeypatch, flags: list[str], world_size: int = 1) -> argparse.Namespace:
+def arguments_of(
+    monkeypatch, flags: list[str], world_size: int = 1
+) -> argparse.Namespace:
     hopper = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -43,7 +47,14 @@ def arguments_of(monkeypatch, flags: list[str], world_size: int = 1) -> argparse
 def tiny_arguments(monkeypatch, *more: str, flags=None) -> argparse.Namespace:
     """Of the tiny model, for sequences of 64 tokens."""
     flags = megatron_flags(find("tiny").hf) if flags is None else flags
-    sizes = ["--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "1"]
+    sizes = [
+        "--seq-length",
+        "64",
+        "--max-position-embeddings",
+        "64",
+        "--micro-batch-size",
+        "1",
+    ]
     args = arguments_of(monkeypatch, [*flags, *sizes, *more])
     args.padded_vocab_size = 1024
     return args
@@ -52,21 +63,30 @@ def tiny_arguments(monkeypatch, *more: str, flags=None) -> argparse.Namespace:
 @pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize(("name", "kind"), LAUNCHED)
-def test_megatron_takes_the_flags_and_counts_the_flops_of_the_catalogue(monkeypatch, name, kind):
+def test_megatron_takes_the_flags_and_counts_the_flops_of_the_catalogue(
+    monkeypatch, name, kind
+):
     model, sizes = find(name), ["--tp", "2", "--cp", "2"]
     sizes += ["--ep", "4"] if "E" in model.pattern else []
-    args = arguments_of(monkeypatch, launch_flags(model, parse([name, "--model", kind, *sizes])), 8)
+    args = arguments_of(
+        monkeypatch, launch_flags(model, parse([name, "--model", kind, *sizes])), 8
+    )
     args.padded_vocab_size = model.hf.vocab_size
     counted = stack.num_floating_point_operations(args, 3)
     assert counted == model.stack.flops([4096] * 3).step
-    ratio = training.num_floating_point_operations(args, 3) / counted  # as docs/models.md says
+    # as docs/models.md says
+    ratio = training.num_floating_point_operations(args, 3) / counted
     assert 0.92 <= ratio <= {"hybrid": 1.08, "gpt": 1.0}[kind]
     packed = stack.num_floating_point_operations(args, 3, 4096**2 + 100**2, 4196)
     assert packed == model.stack.flops([4096, 100]).step
 
     theirs = core_transformer_config_from_args(args)
     ours = transformer_config(model.hf, kind)
-    described = {*model.hf.megatron_settings(kind), "hidden_dropout", "attention_dropout"}
+    described = {
+        *model.hf.megatron_settings(kind),
+        "hidden_dropout",
+        "attention_dropout",
+    }
     different = {
         field: (getattr(ours, field), getattr(theirs, field))
         for field in described
@@ -101,7 +121,8 @@ def build(name: str, kind: str) -> int:
 
 
 def test_options_that_change_the_size_of_a_k_layer_are_counted(monkeypatch, pools):
-    """Of the environment or of a call in Python: those that the stack was built with."""
+    """Of the environment or of a call in Python: those that the stack was built
+    with."""
     args = tiny_arguments(monkeypatch)
     args.hybrid_layer_pattern = "K-K"
     plain, narrow = pools(1).run(flops_of_built_stacks, args)[0]
@@ -130,8 +151,11 @@ def test_mamba2_layers_in_a_gpt_model_are_refused():
 
 def test_megatron_counts_v_squared_for_k_v_and_no_gate(monkeypatch):
     """Why its own count is replaced; if this fails, upstream was mended."""
-    args, more = (tiny_arguments(monkeypatch, "--linear-key-head-dim", K) for K in ("16", "32"))
-    projections = 3 * 2 * 64 * 3 * (2 * 4 * 16) * (128 + 4)  # of q and k in three layers, and conv
+    args, more = (
+        tiny_arguments(monkeypatch, "--linear-key-head-dim", K) for K in ("16", "32")
+    )
+    # of q and k in three layers, and conv
+    projections = 3 * 2 * 64 * 3 * (2 * 4 * 16) * (128 + 4)
     theirs = [training.num_floating_point_operations(x, 1) for x in (args, more)]
     ours = [stack.num_floating_point_operations(x, 1) for x in (args, more)]
     assert theirs[1] - theirs[0] == projections
@@ -143,11 +167,16 @@ def test_megatron_counts_v_squared_for_k_v_and_no_gate(monkeypatch):
     assert stack.num_floating_point_operations(args, 1) == ours[0] - gate
 
 
-def test_training_counts_with_ours_and_with_its_own_where_layers_are_not_known(monkeypatch):
+def test_training_counts_with_ours_and_with_its_own_where_layers_are_not_known(
+    monkeypatch,
+):
     monkeypatch.setattr(training, "num_floating_point_operations", lambda *_: "theirs")
     stack.count_flops_in_megatron()
     args = tiny_arguments(monkeypatch)
-    assert training.num_floating_point_operations(args, 1) == find("tiny").stack.flops([64]).step
+    assert (
+        training.num_floating_point_operations(args, 1)
+        == find("tiny").stack.flops([64]).step
+    )
     for name, value in (
         ("multi_latent_attention", True),
         ("moe_latent_size", 64),
@@ -171,4 +200,8 @@ def test_heads_of_multi_token_prediction_are_counted_in_both_models(monkeypatch)
     head = 2 * 64 * (2 * D * D + 1024 * D)
     layers = 2 * 64 * sum(layer.weights for layer in one.layers[-2:])
     attention = 64**2 * one.layers[-2].attention
-    assert counts[0] == counts[1] == one.flops([64]).step + 2 * 3 * (head + layers + attention)
+    assert (
+        counts[0]
+        == counts[1]
+        == one.flops([64]).step + 2 * 3 * (head + layers + attention)
+    )

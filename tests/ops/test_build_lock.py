@@ -1,4 +1,5 @@
-"""One of several processes builds; the others take its result, and its place if it is killed."""
+"""One of several processes builds; the others take its result, and its place if it is
+killed."""
 
 import errno
 import fcntl
@@ -54,8 +55,8 @@ def test_a_process_that_waits_says_within_a_second_for_what_and_for_whom(tmp_pat
     began = float((tmp_path / "b wants").read_text())
     said, after = (tmp_path / "b.log").read_text().splitlines()
     assert (
-        f"waits for kernel k for 16:32 heads, which is being compiled by process {first.pid}"
-        in said
+        "waits for kernel k for 16:32 heads, which is being compiled by process "
+        f"{first.pid}" in said
     )
     assert float(said.split()[0]) - began < 1
     assert "waited" in after and not (tmp_path / "a.log").read_text()
@@ -65,7 +66,8 @@ def test_a_killed_process_is_followed_by_one_that_waits(tmp_path):
     first = start(want, tmp_path, "a", 1000)
     until((tmp_path / "a builds").exists)
     second = start(want, tmp_path, "b", 0.1)
-    until(lambda: (tmp_path / "b.log").exists() and (tmp_path / "b.log").read_text())  # it waits
+    # it waits
+    until(lambda: (tmp_path / "b.log").exists() and (tmp_path / "b.log").read_text())
     os.kill(first.pid, signal.SIGKILL)
     ended(second)
     assert (tmp_path / "built").read_text() == "b\n"
@@ -77,7 +79,10 @@ def test_what_is_there_takes_no_lock(tmp_path):
 
 
 def test_a_failed_build_leaves_the_lock_to_others(tmp_path):
-    with pytest.raises(RuntimeError, match="no compiler"), build_lock(tmp_path / "k.lock", "k"):
+    with (
+        pytest.raises(RuntimeError, match="no compiler"),
+        build_lock(tmp_path / "k.lock", "k"),
+    ):
         raise RuntimeError("no compiler")
     assert is_free(lock_file(tmp_path / "k.lock"))
 
@@ -87,6 +92,9 @@ def test_a_file_system_without_locks_lets_everyone_build(tmp_path, monkeypatch, 
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with build_lock(tmp_path / "k.lock", "k") as first, build_lock(tmp_path / "k.lock", "k") as two:
+    with (
+        build_lock(tmp_path / "k.lock", "k") as first,
+        build_lock(tmp_path / "k.lock", "k") as two,
+    ):
         assert first is not None and two is not None
     assert "TILELANG_CACHE_DIR" in caplog.text

@@ -19,7 +19,9 @@ def make(B=2, T=13, C=5, W=4, seed=0):
 
 def torch_conv(x_BTC, weight_CW, bias_C):
     C, W = weight_CW.shape
-    y = F.conv1d(F.pad(x_BTC.transpose(1, 2), (W - 1, 0)), weight_CW[:, None], bias_C, groups=C)
+    y = F.conv1d(
+        F.pad(x_BTC.transpose(1, 2), (W - 1, 0)), weight_CW[:, None], bias_C, groups=C
+    )
     return y.transpose(1, 2)
 
 
@@ -42,8 +44,10 @@ def test_outputs_and_gradients_equal_torchs_convolution(T, W, activation):
     expected = torch_conv(x, weight, bias)
     expected = F.silu(expected) if activation else expected
     assert state is None
-    assert_same([y, *gradients(y, (x, weight, bias))],
-                [expected, *gradients(expected, (x, weight, bias))])  # fmt: skip
+    assert_same(
+        [y, *gradients(y, (x, weight, bias))],
+        [expected, *gradients(expected, (x, weight, bias))],
+    )
 
 
 OFFSETS = [0, 1, 3, 3, 9, 13]  # documents shorter than the kernel, and an empty one
@@ -53,16 +57,23 @@ OFFSETS = [0, 1, 3, 3, 9, 13]  # documents shorter than the kernel, and an empty
 def test_packed_documents_equal_the_same_documents_alone(carried):
     x, weight, bias = make(B=1)
     state = torch.randn(5, 5, 4, dtype=torch.float64) * carried
-    given, options = state if carried else None, {"cu_seqlens": OFFSETS, "output_final_state": True}
+    given, options = (
+        state if carried else None,
+        {"cu_seqlens": OFFSETS, "output_final_state": True},
+    )
     y, final = causal_conv1d(x, weight, bias, initial_state=given, **options)
     alone = [
-        causal_conv1d(x[:, a:b], weight, bias, initial_state=one[None], output_final_state=True)
+        causal_conv1d(
+            x[:, a:b], weight, bias, initial_state=one[None], output_final_state=True
+        )
         for a, b, one in zip(OFFSETS, OFFSETS[1:], state, strict=False)
     ]
     outputs = torch.cat([output for output, _ in alone if output.numel()], dim=1)
     finals = torch.cat([last for _, last in alone])
-    assert_same([y, final, *gradients(y, (x, weight, bias))],
-                [outputs, finals, *gradients(outputs, (x, weight, bias))])  # fmt: skip
+    assert_same(
+        [y, final, *gradients(y, (x, weight, bias))],
+        [outputs, finals, *gradients(outputs, (x, weight, bias))],
+    )
 
 
 def test_changing_one_document_leaves_the_others_bitwise_unchanged_even_by_infinity():
@@ -71,7 +82,9 @@ def test_changing_one_document_leaves_the_others_bitwise_unchanged_even_by_infin
     changed[:, 3:9] = float("inf")
     before, _ = causal_conv1d(x, weight, bias, cu_seqlens=OFFSETS)
     after, _ = causal_conv1d(changed, weight, bias, cu_seqlens=OFFSETS)
-    assert torch.equal(before[:, :3], after[:, :3]) and torch.equal(before[:, 9:], after[:, 9:])
+    assert torch.equal(before[:, :3], after[:, :3]) and torch.equal(
+        before[:, 9:], after[:, 9:]
+    )
 
 
 @pytest.mark.parametrize("cut", [1, 2, 7])
@@ -83,8 +96,10 @@ def test_two_halves_with_carried_state_equal_the_whole(cut):
         x[:, cut:], weight, bias, initial_state=middle, output_final_state=True
     )
     halves = torch.cat([first, second], dim=1)
-    assert_same([halves, last, *gradients(halves, (x, weight, bias))],
-                [whole, end, *gradients(whole, (x, weight, bias))])  # fmt: skip
+    assert_same(
+        [halves, last, *gradients(halves, (x, weight, bias))],
+        [whole, end, *gradients(whole, (x, weight, bias))],
+    )
 
 
 @pytest.mark.parametrize("W", [1, 2, 4])
@@ -96,12 +111,19 @@ def test_sequences_without_tokens_give_their_states_back_and_gradients_of_zero(
     N = 2 if offsets is None else len(offsets) - 1
     x, weight, bias = make(B=2 if offsets is None else 1, T=0, W=W)
     state = torch.randn(N, 5, W, dtype=torch.float64, requires_grad=True)
-    options = {"cu_seqlens": offsets, "initial_state": state, "output_final_state": True}
+    options = {
+        "cu_seqlens": offsets,
+        "initial_state": state,
+        "output_final_state": True,
+    }
     y, final = causal_conv1d(x, weight, bias, activation, **options)
     assert y.shape == x.shape and torch.equal(final, state)
-    given = (x, weight, bias, state) if W > 1 else (x, weight, bias)  # one tap reads no state
+    # one tap reads no state
+    given = (x, weight, bias, state) if W > 1 else (x, weight, bias)
     assert_same(gradients(y, given), map(torch.zeros_like, given))
-    _, final = causal_conv1d(x, weight, bias, cu_seqlens=offsets, output_final_state=True)
+    _, final = causal_conv1d(
+        x, weight, bias, cu_seqlens=offsets, output_final_state=True
+    )
     assert_same([final], [torch.zeros_like(state)])
 
 
@@ -116,7 +138,9 @@ def test_bf16_rounds_once():
 def test_the_backward_keeps_only_the_input():
     x, weight, bias = make(B=1, T=64, C=8)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t) or t, lambda t: t
+    ):
         causal_conv1d(x, weight, bias)
     assert sum(t.numel() for t in kept) == x.numel() + weight.numel() + bias.numel()
 
@@ -136,11 +160,16 @@ def test_bad_input_is_refused(arguments, message):
         causal_conv1d(**{"x": x, "weight": weight, **arguments})
 
 
-def test_a_front_on_a_gpu_without_triton_is_plain_torch_and_the_log_says_so(monkeypatch, caplog):
+def test_a_front_on_a_gpu_without_triton_is_plain_torch_and_the_log_says_so(
+    monkeypatch, caplog
+):
     monkeypatch.setattr(plain, "why_not_triton", lambda *_: "triton is not installed")
     log_obstacle_once.cache_clear()
     table = gdn_table(HeadSizes(2, 4, 64, 64).layout)
     with caplog.at_level("INFO"):
         front = plain.front_of.__wrapped__(table, "cuda", torch.bfloat16, 4)
     assert not front.triton
-    assert "conv, gates and norm run in plain torch: triton is not installed" in caplog.text
+    assert (
+        "conv, gates and norm run in plain torch: triton is not installed"
+        in caplog.text
+    )

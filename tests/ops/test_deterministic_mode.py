@@ -1,4 +1,5 @@
-"""The mixer under torch.use_deterministic_algorithms, which raises at an op without an order."""
+"""The mixer under torch.use_deterministic_algorithms, which raises at an op without an
+order."""
 
 import pytest
 import torch
@@ -11,7 +12,12 @@ from megatron_gdn.ops.rules.base import Bits
 from tests.ops.test_mixer import make_inputs, mixed_by
 
 SIZES = HeadSizes(2, 4, 8, 12)
-CHOICE = {"device": "cpu", "dtype": torch.float32, "sizes": SIZES, "bits": Bits.DETERMINISTIC}
+CHOICE = {
+    "device": "cpu",
+    "dtype": torch.float32,
+    "sizes": SIZES,
+    "bits": Bits.DETERMINISTIC,
+}
 
 
 @pytest.fixture
@@ -29,7 +35,9 @@ def run(lengths=None):
     return y, *torch.autograd.grad(y.square().sum(), leaves)
 
 
-def test_the_mixers_own_buffers_are_not_filled_and_the_setting_stays(deterministic, monkeypatch):
+def test_the_mixers_own_buffers_are_not_filled_and_the_setting_stays(
+    deterministic, monkeypatch
+):
     settings = torch.utils.deterministic
     seen = []
     for stage in (PlainForward, PlainBackward):

@@ -1,4 +1,5 @@
-"""What the mixer's backward has read is freed while it runs, unless a second backward may come."""
+"""What the mixer's backward has read is freed while it runs, unless a second backward
+may come."""
 
 import weakref
 
@@ -22,7 +23,8 @@ def watched(like: torch.Tensor, alive: list) -> torch.Tensor:
 
 
 class Watch(PlainRule):
-    """The plain rule; notes which of the outputs and gradients are alive in its backward."""
+    """The plain rule; notes which of the outputs and gradients are alive in its
+    backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +44,9 @@ class Watch(PlainRule):
         return forward
 
     def begin_backward(self, d_o, inputs, saved, documents):
-        self.alive.append([ref() is not None for ref in (*self.outputs, *self.gradients)])
+        self.alive.append(
+            [ref() is not None for ref in (*self.outputs, *self.gradients)]
+        )
         return super().begin_backward(d_o, inputs, saved, documents)
 
 

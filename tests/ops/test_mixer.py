@@ -1,4 +1,5 @@
-"""Gated DeltaNet's mixer as one autograd function; tests/layer/test_equation.py has its law."""
+"""Gated DeltaNet's mixer as one autograd function; tests/layer/test_equation.py has its
+law."""
 
 import pytest
 import torch
@@ -30,18 +31,27 @@ def make_inputs(sizes, S, B=1, bias=False, lengths=None):
         torch.randn(sizes.value_heads, **wide),
         1 + 0.3 * torch.randn(sizes.value_dim, **wide),
     ]
-    return [x if x is None else x.requires_grad_() for x in leaves], documents_of(lengths)
+    return [x if x is None else x.requires_grad_() for x in leaves], documents_of(
+        lengths
+    )
 
 
 def plain_rule(sizes):
-    return resolve_rule("reference", device="cpu", dtype=torch.float64, sizes=sizes).rule
+    return resolve_rule(
+        "reference", device="cpu", dtype=torch.float64, sizes=sizes
+    ).rule
 
 
 def mixed_by(rule, leaves, sizes, documents=None, **options):
     *tensors, gamma = leaves
     rule = plain_rule(sizes) if rule is None else rule
     return gated_delta_mixer(
-        *tensors, sizes, rule=rule, norm=GatedNorm(gamma), documents=documents, **options
+        *tensors,
+        sizes,
+        rule=rule,
+        norm=GatedNorm(gamma),
+        documents=documents,
+        **options,
     )
 
 
@@ -75,7 +85,9 @@ def test_an_unused_z_gets_a_zero_gradient():
     leaves, _ = make_inputs(sizes, S=5)
     o, _ = gated_delta_mixer(*leaves[:5], sizes, rule=plain_rule(sizes), norm=None)
     (d_proj,) = torch.autograd.grad(o.sum(), leaves[:1])
-    assert (d_proj[..., sizes.layout.conv_width : sizes.layout.columns("beta").start] == 0).all()
+    assert (
+        d_proj[..., sizes.layout.conv_width : sizes.layout.columns("beta").start] == 0
+    ).all()
     assert d_proj.isfinite().all()
 
 

@@ -61,8 +61,12 @@ def test_an_fla_without_a_version_is_refused(ampere):
 
 
 def test_an_argument_that_is_gone_is_seen_before_the_first_forward(ampere):
-    ampere.setattr(fla_chunk, "chunk_fwd_o", lambda q, k, v, h, g, scale, cu_seqlens: None)
-    refused("chunk_fwd_o of fla.ops.gated_delta_rule.chunk has no argument chunk_indices")
+    ampere.setattr(
+        fla_chunk, "chunk_fwd_o", lambda q, k, v, h, g, scale, cu_seqlens: None
+    )
+    refused(
+        "chunk_fwd_o of fla.ops.gated_delta_rule.chunk has no argument chunk_indices"
+    )
 
 
 def test_a_function_that_is_gone_is_seen_before_the_first_forward(ampere):
@@ -72,9 +76,13 @@ def test_a_function_that_is_gone_is_seen_before_the_first_forward(ampere):
 
 def test_hopper_with_a_triton_that_miscompiles_needs_tilelang(ampere):
     ampere.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    ampere.setattr(obstacles, "find_spec", lambda name: None if name == "tilelang" else object())
+    ampere.setattr(
+        obstacles, "find_spec", lambda name: None if name == "tilelang" else object()
+    )
     installed(ampere, {"triton": "3.6.0"})
-    ampere.setattr(obstacles, "why_not_flash_qla_package", lambda: obstacles.Obstacle("not here"))
+    ampere.setattr(
+        obstacles, "why_not_flash_qla_package", lambda: obstacles.Obstacle("not here")
+    )
     refused("install tilelang")
 
 

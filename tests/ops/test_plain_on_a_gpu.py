@@ -1,4 +1,5 @@
-"""``backend="auto"`` that ends in plain torch on a GPU is told once, with what mends it."""
+"""``backend="auto"`` that ends in plain torch on a GPU is told once, with what mends
+it."""
 
 import importlib
 import sys
@@ -19,10 +20,14 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.obstacles import warn_once
 from megatron_gdn.ops.rules.base import Bits
 
-pytestmark = pytest.mark.skipif(find_spec("flash_qla") is not None, reason="is installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("flash_qla") is not None, reason="is installed"
+)
 SIZES = HeadSizes(2, 4, 128, 128)
 resolve = partial(resolve_rule, device="cuda", sizes=SIZES)
-told = partial(pytest.warns, RuntimeWarning, match="34.7 ms.*pip install .flash-qla>=0.1.3")
+told = partial(
+    pytest.warns, RuntimeWarning, match="34.7 ms.*pip install .flash-qla>=0.1.3"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +39,10 @@ def hopper(monkeypatch):
 def test_it_is_told_once_in_a_process():
     with told() as found:
         assert resolve(dtype=torch.bfloat16).rule.name == "reference"
-        assert "pip install" in resolve(dtype=torch.bfloat16, bits=Bits.DETERMINISTIC).reason
+        assert (
+            "pip install"
+            in resolve(dtype=torch.bfloat16, bits=Bits.DETERMINISTIC).reason
+        )
     assert len(found) == 1
 
 
@@ -53,7 +61,8 @@ def test_doctor_gives_the_line(monkeypatch):
 
 
 def test_enable_tells_it_without_waking_cuda(monkeypatch):
-    """A framework may choose the process's GPU later, so only packages are looked at."""
+    """A framework may choose the process's GPU later, so only packages are looked
+    at."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", None)
     monkeypatch.setattr(obstacles, "find_spec", lambda name: None)
@@ -63,9 +72,13 @@ def test_enable_tells_it_without_waking_cuda(monkeypatch):
 
 
 def test_the_line_asks_for_what_the_extra_does():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())[
+        "project"
+    ]
     extras = project["optional-dependencies"]
-    assert extras["hopper"][0] == "megatron-gdn[gpu]" and extras["gpu"] == ["megatron-gdn[fla,te]"]
+    assert extras["hopper"][0] == "megatron-gdn[gpu]" and extras["gpu"] == [
+        "megatron-gdn[fla,te]"
+    ]
     asked = {Requirement(each) for each in [*extras["hopper"][1:], *extras["fla"]]}
     line = obstacles.PLAIN_ON_GPU.partition("pip install ")[2]
     assert {Requirement(each.strip('"')) for each in line.split(" ")} == asked

@@ -1,4 +1,5 @@
-"""Every plain rule with states in and out, in fp64, against autograd through its recurrence."""
+"""Every plain rule with states in and out, in fp64, against autograd through its
+recurrence."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -51,7 +52,12 @@ def delta_inputs(gates, B, T) -> RuleInputs:
     def normal(*size):
         return torch.randn(B, T, *size, dtype=torch.float64)
 
-    q, k, v, beta = l2norm(normal(G, K)), l2norm(normal(G, K)), normal(H, V), normal(H).sigmoid()
+    q, k, v, beta = (
+        l2norm(normal(G, K)),
+        l2norm(normal(G, K)),
+        normal(H, V),
+        normal(H).sigmoid(),
+    )
     if gates in CHANNELS:
         g = CHANNELS[gates](torch.rand(B, T, H, K, dtype=torch.float64))
     else:
@@ -70,7 +76,9 @@ def ssd_inputs(per_channel_D, B, T):
 
 def ssd_recurrence(inputs, documents, initial):
     B, T = inputs.x.shape[:2]
-    lengths = (T,) * B if documents is None else tuple(n for n in documents.lengths if n)
+    lengths = (
+        (T,) * B if documents is None else tuple(n for n in documents.lengths if n)
+    )
     return ssd.token_by_token(inputs, lengths, initial)
 
 
@@ -93,7 +101,10 @@ CASES = {
     "delta rule, strong decay": (DELTA, 40.0, (1, 66), None),
     **{f"KDA, {gates}": (KDA, gates, (1, sum(PACKED)), PACKED) for gates in CHANNELS},
     "KDA, batch": (KDA, "unequal", (2, 70), None),
-    **{f"GDN-2, {gates}": (GDN2, gates, (1, sum(PACKED)), PACKED) for gates in gdn2.GATES},
+    **{
+        f"GDN-2, {gates}": (GDN2, gates, (1, sum(PACKED)), PACKED)
+        for gates in gdn2.GATES
+    },
     "GDN-2, batch": (GDN2, "unequal", (2, 70), None),
     "SSD, batch": (SSD, False, (2, 70), None),
     "SSD, batch, D of channels": (SSD, True, (2, 70), None),
@@ -151,7 +162,10 @@ def test_gradients_flow_through_both_ends(case, groups):
         entering = torch.zeros_like(initial) if first is None else first
         leaves = [x.clone().requires_grad_() for x in (*inputs, entering)]
         o, final = kind.recurrence(type(inputs)(*leaves[:-1]), documents, leaves[-1])
-        d_o, d_final = torch.randn_like(o), torch.zeros_like(final) if last is None else last
+        d_o, d_final = (
+            torch.randn_like(o),
+            torch.zeros_like(final) if last is None else last,
+        )
         *expected, d_initial = torch.autograd.grad((o, final), leaves, (d_o, d_final))
         for d_initial_first in (True, False):
             saved = forward.run(first).saved
@@ -169,19 +183,29 @@ def output_and_gradients(rule, inputs, d_o, documents):
     return [o, *backward_of(rule, inputs, d_o, saved, documents).run()[: len(inputs)]]
 
 
-# In the first a document ends where the first of two rows does, in the second it lies over both.
+# In the first a document ends where the first of two rows does, in the second it lies
+# over both.
 @pytest.mark.each_value
-@pytest.mark.parametrize("lengths", [(3, 0, 30, 42, 65, 0, 10), (30, 50, 0, 70)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(3, 0, 30, 42, 65, 0, 10), (30, 50, 0, 70)], ids=str
+)
 @pytest.mark.parametrize(
     ("kind", "gates", "run"),
-    [(DELTA, 1.0, run_whole), (DELTA, 1.0, run_in_segments), (KDA, "unequal", run_whole),
-     (GDN2, "unequal", output_and_gradients), (SSD, False, output_and_gradients)],
+    [
+        (DELTA, 1.0, run_whole),
+        (DELTA, 1.0, run_in_segments),
+        (KDA, "unequal", run_whole),
+        (GDN2, "unequal", output_and_gradients),
+        (SSD, False, output_and_gradients),
+    ],
     ids=["delta rule", "delta rule in segments", "KDA", "GDN-2", "SSD"],
-)  # fmt: skip
+)
 def test_documents_over_batch_rows_equal_one_row(kind, gates, run, lengths):
     inputs = kind.inputs(gates, 1, 150)
     o, _ = kind.recurrence(inputs, None, states(kind, 1))
-    assert_rows_equal_one_row(run, kind.rule, inputs, torch.randn_like(o), documents_of(lengths))
+    assert_rows_equal_one_row(
+        run, kind.rule, inputs, torch.randn_like(o), documents_of(lengths)
+    )
 
 
 def both_ways(rule, inputs, documents, d_o, initial=None):
@@ -195,21 +219,29 @@ def in_dtype(inputs, dtype):
     return type(inputs)(*(x.to(dtype) for x in inputs))
 
 
-# And the largest error over the largest entry, of some roundings of 1.2e-7 in a row: also of g,
-# whose gradient is small where g is.
+# And the largest error over the largest entry, of some roundings of 1.2e-7 in a row:
+# also of g, whose gradient is small where g is.
 IN_FP32 = {
     "delta rule": (DELTA, 1.0, 1e-5),
     **{f"KDA, {gates}": (KDA, gates, 2e-6) for gates in ("fast", "unequal", "slow")},
-    **{f"GDN-2, {gates}": (GDN2, gates, 1e-5) for gates in ("unequal", "uneven", "very uneven")},
+    **{
+        f"GDN-2, {gates}": (GDN2, gates, 1e-5)
+        for gates in ("unequal", "uneven", "very uneven")
+    },
     "SSD": (SSD, True, 1e-5),
 }
-in_fp32 = pytest.mark.parametrize(("kind", "gates", "most"), IN_FP32.values(), ids=IN_FP32)
+in_fp32 = pytest.mark.parametrize(
+    ("kind", "gates", "most"), IN_FP32.values(), ids=IN_FP32
+)
 
 
 @in_fp32
 def test_fp32_keeps_its_digits_in_output_and_gradients(kind, gates, most):
     narrow = in_dtype(kind.inputs(gates, 1, sum(PACKED)), torch.float32)
-    documents, initial = documents_of(PACKED), states(kind, sum(n > 0 for n in PACKED)).float()
+    documents, initial = (
+        documents_of(PACKED),
+        states(kind, sum(n > 0 for n in PACKED)).float(),
+    )
     d_o = torch.randn_like(kind.recurrence(narrow, documents, initial)[0].float())
     found = both_ways(kind.rule, narrow, documents, d_o, initial)
     exact = in_dtype(narrow, torch.float64)
@@ -220,7 +252,9 @@ def test_fp32_keeps_its_digits_in_output_and_gradients(kind, gates, most):
 
 @whole_groups(8)
 @in_fp32
-def test_a_documents_bits_depend_neither_on_its_neighbours_nor_on_its_place(kind, gates, most):
+def test_a_documents_bits_depend_neither_on_its_neighbours_nor_on_its_place(
+    kind, gates, most
+):
     inputs, at = in_dtype(kind.inputs(gates, 1, 232), torch.float32), slice(70, 199)
     d_o = torch.randn_like(kind.recurrence(inputs, None, None)[0].float())
     among = both_ways(kind.rule, inputs, documents_of((70, 129, 33)), d_o)

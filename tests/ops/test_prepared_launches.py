@@ -1,4 +1,5 @@
-"""Prepared launches: what they are kept by, and on a GPU the same bits as ordinary ones."""
+"""Prepared launches: what they are kept by, and on a GPU the same bits as ordinary
+ones."""
 
 import pytest
 import torch
@@ -65,9 +66,18 @@ def add_kernel():
 def sums_of(kernel, x, ordinary=False):
     N, M = x.shape
     launch = Launch(
-        kernel, (-(-M // 128), 1), N, M, M, M, M,
-        ROWS=8, REPEATS=-(-N // 8), BLOCK_M=128, num_warps=4,
-    )  # fmt: skip
+        kernel,
+        (-(-M // 128), 1),
+        N,
+        M,
+        M,
+        M,
+        M,
+        ROWS=8,
+        REPEATS=-(-N // 8),
+        BLOCK_M=128,
+        num_warps=4,
+    )
     launch._ordinary = ordinary
 
     def run(y):
@@ -83,12 +93,16 @@ def sums_of(kernel, x, ordinary=False):
 def test_the_same_bits_with_tensors_at_any_address(add_kernel, shape, shift):
     """The same launch sees aligned and misaligned tensors in turn."""
     memory = torch.randn(shape[0] * shape[1] + 8, device="cuda")
-    views = [memory[at:][: shape[0] * shape[1]].view(shape) for at in (0, shift, 0, shift, 3)]
+    views = [
+        memory[at:][: shape[0] * shape[1]].view(shape) for at in (0, shift, 0, shift, 3)
+    ]
     launch, prepared = sums_of(add_kernel, views[0])
     _, ordinary = sums_of(add_kernel, views[0], ordinary=True)
     for view in (*views, *views):
         assert torch.equal(prepared(view), ordinary(view))
-    assert len(launch._prepared) == 2, "one kernel for multiples of 16 bytes, one for others"
+    assert len(launch._prepared) == 2, (
+        "one kernel for multiples of 16 bytes, one for others"
+    )
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
-"""The readout per head, written out in fp64: output and every gradient, at odd sizes."""
+"""The readout per head, written out in fp64: output and every gradient, at odd
+sizes."""
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def written_out(o, rows, gate, gamma, zero_centered, act):
 
 
 def assert_readout(readout, leaves, expected):
-    """Its output and gradients are those of ``expected``: the gradients, and that of the output."""
+    """Its output and gradients are those of ``expected``: the gradients, and that of
+    the output."""
     o, rows, gamma = (x.detach() for x in leaves)
     torch.testing.assert_close(readout.forward(o, rows, gamma), expected.detach())
     d_out, d_rows = torch.randn_like(expected), torch.zeros_like(rows)
@@ -64,7 +66,8 @@ def toy_parts(layout, readout, *parameters):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_module_is_one_more_readout(activation):
-    """A norm that is called gives what the same norm gives inside, with every gradient."""
+    """A norm that is called gives what the same norm gives inside, with every
+    gradient."""
     torch.manual_seed(0)
     layout, act = toy_mixer.LAYOUT, ACTIVATIONS[activation]
     gate, heads, V = layout.gate_columns, layout.state_heads, toy_mixer.V
@@ -77,12 +80,18 @@ def test_a_module_is_one_more_readout(activation):
         normed = o / (o.square().mean(-1, keepdim=True) + EPS).sqrt()
         return normed * gamma * act(z)
 
-    inside = toy_parts(layout, PlainReadout(gate, activation, EPS), weight, None, bias, gamma)
-    called = toy_parts(layout, readout_by_module(gate, heads, norm), weight, None, bias, None)
+    inside = toy_parts(
+        layout, PlainReadout(gate, activation, EPS), weight, None, bias, gamma
+    )
+    called = toy_parts(
+        layout, readout_by_module(gate, heads, norm), weight, None, bias, None
+    )
     results = []
     for parts in (inside, called):
         mixed = mix(rows, parts)
-        d_out = torch.linspace(-1, 1, mixed.numel(), dtype=torch.float64).view(mixed.shape)
+        d_out = torch.linspace(-1, 1, mixed.numel(), dtype=torch.float64).view(
+            mixed.shape
+        )
         grads = torch.autograd.grad(mixed, (rows, weight, bias, gamma), d_out)
         results.append([mixed.detach(), *grads])
     for one, other in zip(*results, strict=True):
@@ -92,8 +101,16 @@ def test_a_module_is_one_more_readout(activation):
 def test_a_call_that_waits_for_all_heads_is_not_made_by_the_mixer():
     layout = toy_mixer.LAYOUT
     never = SplitReadout(
-        PassThrough(layout.gate_columns, layout.state_heads), lambda *_: 1 / 0, closed=True
+        PassThrough(layout.gate_columns, layout.state_heads),
+        lambda *_: 1 / 0,
+        closed=True,
     )
     weight = torch.randn(layout.conv_width, 1, toy_mixer.TAPS)
-    parts = toy_parts(layout, never, weight, None, torch.zeros(layout.state_heads), None)
-    assert mix(torch.randn(5, 1, layout.width), parts).shape == (5, 1, layout.mixed_width)
+    parts = toy_parts(
+        layout, never, weight, None, torch.zeros(layout.state_heads), None
+    )
+    assert mix(torch.randn(5, 1, layout.width), parts).shape == (
+        5,
+        1,
+        layout.mixed_width,
+    )

@@ -1,4 +1,5 @@
-"""The front and the rule run again in the backward: the same bits, and what is then kept."""
+"""The front and the rule run again in the backward: the same bits, and what is then
+kept."""
 
 import importlib
 from pathlib import Path
@@ -13,7 +14,14 @@ from megatron_gdn.ops.recompute import RefilledOutput
 from megatron_gdn.ops.rules.base import Bits
 from tests.gdn.stand_ins import flash_qla_rule, forget_plans
 
-from .test_mixer import CASES, assert_equal, gradients, make_inputs, mixed_by, saved_bytes
+from .test_mixer import (
+    CASES,
+    assert_equal,
+    gradients,
+    make_inputs,
+    mixed_by,
+    saved_bytes,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +103,9 @@ def test_fp16_operands_are_run_again_within_them():
     wrapped.bits = Bits.FREE
     rule = HalfOperands(wrapped)
     usual = gradients(mixed_by(rule, leaves, SIZES), leaves)
-    assert_equal(gradients(mixed_by(rule, leaves, SIZES, recompute_rule=True), leaves), usual)
+    assert_equal(
+        gradients(mixed_by(rule, leaves, SIZES, recompute_rule=True), leaves), usual
+    )
 
 
 @pytest.mark.parametrize("needs", [0, 4], ids=["rows", "dt_bias alone"])
@@ -117,22 +127,29 @@ LEVELS = {
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "flash_qla"])
-def test_the_bytes_of_a_token_are_those_of_the_formula(level, kernels, flash_qla, layer_memory):
+def test_the_bytes_of_a_token_are_those_of_the_formula(
+    level, kernels, flash_qla, layer_memory
+):
     """For FlashQLA's rule with its stages in plain torch, in fp64."""
     rule = flash_qla if kernels else PlainRule()
     leaves, _ = make_inputs(SIZES, S=64)
     parameters = sum(x.nbytes for x in leaves[1:] if x is not None)
-    kept = saved_bytes(lambda: mixed_by(rule, leaves, SIZES, **LEVELS[level])) - parameters
+    kept = (
+        saved_bytes(lambda: mixed_by(rule, leaves, SIZES, **LEVELS[level])) - parameters
+    )
     formula = layer_memory.mixer_bytes_per_token(
         SIZES, level, operand=8, gate=8, kernels=kernels
-    )  # fmt: skip
+    )
     assert kept == 64 * formula
 
 
 def test_what_the_page_says_of_memory(layer_memory):
     """16 key and 32 value heads of 128 at hidden 2048, in bf16."""
     kib = {
-        level: layer_memory.layer_bytes_per_token(HeadSizes(16, 32, 128, 128), 2048, level) / 1024
+        level: layer_memory.layer_bytes_per_token(
+            HeadSizes(16, 32, 128, 128), 2048, level
+        )
+        / 1024
         for level in LEVELS
     }
     assert kib == {"none": 60.375, "light": 40.375, "full": 28.125}

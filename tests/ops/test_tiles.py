@@ -1,4 +1,5 @@
-"""Tiles of the walking kernels: the table's, where 32-bit offsets and shared memory hold them."""
+"""Tiles of the walking kernels: the table's, where 32-bit offsets and shared memory
+hold them."""
 
 import pytest
 
@@ -21,8 +22,12 @@ def reach(tile: SegmentTile, tokens: int, taps: int) -> int:
 
 @pytest.mark.parametrize("table", TABLE)
 @pytest.mark.parametrize("widest_head", [16, 128, 256])
-@pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (8192, 4), (512, 339), (1 << 20, 1)])
-def test_rows_within_reach_keep_the_tile_of_the_table(tokens, batch, widest_head, table):
+@pytest.mark.parametrize(
+    ("tokens", "batch"), [(1, 1), (8192, 4), (512, 339), (1 << 20, 1)]
+)
+def test_rows_within_reach_keep_the_tile_of_the_table(
+    tokens, batch, widest_head, table
+):
     tile = table(tokens * batch, widest_head)
     assert within_32_bit_offsets(tile, tokens, 4, (batch * WIDTH, 4096)) == tile
 
@@ -36,9 +41,15 @@ def test_no_offset_of_a_tile_leaves_32_bits(stride, tokens, taps, table):
     tile = within_32_bit_offsets(usual, tokens, taps, (4096, stride))
     assert reach(tile, tokens, taps) * stride < 2**31
     assert tile.steps % 4 == 0 and tile.steps >= taps - 1
-    assert tile[2:] == usual[2:] and tile.rows <= usual.rows and tile.steps <= usual.steps
+    assert (
+        tile[2:] == usual[2:] and tile.rows <= usual.rows and tile.steps <= usual.steps
+    )
     if tile != usual:  # the next larger one would not do
-        larger = {"rows": 2 * tile.rows} if tile.rows < usual.rows else {"steps": 2 * tile.steps}
+        larger = (
+            {"rows": 2 * tile.rows}
+            if tile.rows < usual.rows
+            else {"steps": 2 * tile.steps}
+        )
         assert reach(tile._replace(**larger), tokens, taps) * stride >= 2**31
 
 
@@ -48,15 +59,21 @@ def test_a_stride_that_is_64_bits_wide_itself_needs_no_smaller_tile():
 
 
 def test_rows_too_far_apart_for_any_tile_are_refused_in_words():
-    with pytest.raises(ValueError, match="1000000000 elements apart.*at most 214748364 .*torch"):
+    with pytest.raises(
+        ValueError, match="1000000000 elements apart.*at most 214748364 .*torch"
+    ):
         within_32_bit_offsets(SegmentTile(4, 32, 4), 10_000, 4, (1_000_000_000,))
 
 
-@pytest.mark.parametrize(("group", "stages"), [(1, 3), (2, 3), (8, 3), (16, 2), (32, 1), (64, 1)])
+@pytest.mark.parametrize(
+    ("group", "stages"), [(1, 3), (2, 3), (8, 3), (16, 2), (32, 1), (64, 1)]
+)
 def test_stages_are_fewer_where_their_copies_would_not_fit(group, stages):
     """A head of 128 in bf16, whose key head has ``group`` gradients."""
     usual = front_backward_tile(8192, 128)
-    assert within_shared_memory(usual, 2 * 128 * (1 + group)) == usual._replace(stages=stages)
+    assert within_shared_memory(usual, 2 * 128 * (1 + group)) == usual._replace(
+        stages=stages
+    )
 
 
 @pytest.mark.parametrize("table", TABLE)

@@ -1,4 +1,5 @@
-"""A mixer over documents that share prefixes, against the same sequences packed separately."""
+"""A mixer over documents that share prefixes, against the same sequences packed
+separately."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -21,9 +22,16 @@ SIZES = HeadSizes(1, 2, 4, 3)
 def run(leaves, rows, documents, recompute=False):
     _, weight, bias, A_log, dt_bias, gamma = leaves
     parts = gdn_rows(
-        rows, weight, bias, A_log, dt_bias, SIZES.layout,
-        rule=plain_rule(SIZES), norm=GatedNorm(gamma), recompute_qkv=recompute,
-    )  # fmt: skip
+        rows,
+        weight,
+        bias,
+        A_log,
+        dt_bias,
+        SIZES.layout,
+        rule=plain_rule(SIZES),
+        norm=GatedNorm(gamma),
+        recompute_qkv=recompute,
+    )
     return mix(rows, parts, SequenceContext(documents))
 
 
@@ -32,7 +40,9 @@ def both(tree, dtype=torch.float64, recompute=False):
     leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
     apart = separately(tree)
     torch.manual_seed(2)
-    d_out = torch.randn(len(apart.tokens), 1, SIZES.value_heads * SIZES.value_dim, dtype=dtype)
+    d_out = torch.randn(
+        len(apart.tokens), 1, SIZES.value_heads * SIZES.value_dim, dtype=dtype
+    )
     outs = (
         run(leaves, leaves[0], tree.documents, recompute)[apart.tokens],
         run(leaves, leaves[0][apart.source], apart.documents)[apart.kept],
@@ -56,10 +66,13 @@ def test_a_tree_equals_the_sequences_packed_separately(seed):
     ],
 )
 def test_many_trees(dtype, tolerance, trees):
-    """In fp32 some 400 roundings: parameters' gradients are sums over all tokens, which cancel."""
+    """In fp32 some 400 roundings: parameters' gradients are sums over all tokens, which
+    cancel."""
     for seed in range(trees):
         tree = random_tree(seed, multiple=seed % 4 + 1, most=20, longest=20)
-        for ours, theirs in zip(*both(tree, dtype, recompute=bool(seed % 2)), strict=True):
+        for ours, theirs in zip(
+            *both(tree, dtype, recompute=bool(seed % 2)), strict=True
+        ):
             assert_close(f"tree {seed}", ours, theirs, tolerance)
 
 
@@ -68,7 +81,9 @@ def test_a_branch_has_the_same_bits_whatever_its_siblings():
     """Its rows of output and gradient; where the plain rule promises bits, on a GPU."""
     rows, d_out = torch.randn(2, 200, 1, SIZES.layout.width, device="cuda")
     d_out = d_out[..., : SIZES.value_heads * SIZES.value_dim]
-    leaves = [x if x is None else x.detach().float().cuda() for x in make_inputs(SIZES, 1)[0]]
+    leaves = [
+        x if x is None else x.detach().float().cuda() for x in make_inputs(SIZES, 1)[0]
+    ]
     found = []
     for siblings in ((), (1,), (50, 0, 3)):
         tree = Tree((-1, *[0] * (1 + len(siblings)), 1), (65, 30, *siblings, 20))
@@ -85,7 +100,8 @@ def test_a_branch_has_the_same_bits_whatever_its_siblings():
 
 
 def test_a_shared_prefix_goes_through_the_rule_once():
-    """Tokens of the rule's calls in forward and backward: those of the buffer, 6144 of 36864."""
+    """Tokens of the rule's calls in forward and backward: those of the buffer, 6144 of
+    36864."""
     seen, rule = [], plain_rule(SIZES)
 
     class Watched(type(rule)):
@@ -105,8 +121,12 @@ def test_a_shared_prefix_goes_through_the_rule_once():
 
 
 def test_a_rule_gets_tensors_as_aligned_as_whole_ones():
-    """fp32 gates of two heads are 8 bytes a token, and the second level begins at an odd one."""
-    seen = [level.rows(torch.randn(1, 9, 2)) for level in Tree((-1, 0), (3, 6)).documents.levels]
+    """fp32 gates of two heads are 8 bytes a token, and the second level begins at an
+    odd one."""
+    seen = [
+        level.rows(torch.randn(1, 9, 2))
+        for level in Tree((-1, 0), (3, 6)).documents.levels
+    ]
     assert [x.shape[1] for x in seen] == [3, 6]
     assert all(x.data_ptr() % ALIGNMENT == 0 for x in seen)
 

@@ -1,4 +1,5 @@
-"""Run on every rank: ten steps of training, and the same ten with a checkpoint in the middle."""
+"""Run on every rank: ten steps of training, and the same ten with a checkpoint in the
+middle."""
 
 import torch
 import torch.distributed as dist
@@ -18,16 +19,24 @@ LENGTHS = (8, 24, 16)
 STEPS, MIDDLE = 10, 5
 
 
-def train_step(training: Training, step: int, lengths: tuple[int, ...], packed: bool) -> float:
-    """One optimizer step over two micro-batches, each shared by the context-parallel ranks."""
+def train_step(
+    training: Training, step: int, lengths: tuple[int, ...], packed: bool
+) -> float:
+    """One optimizer step over two micro-batches, each shared by the context-parallel
+    ranks."""
     groups = parallel_state
-    cp, rank = groups.get_context_parallel_world_size(), groups.get_context_parallel_rank()
+    cp, rank = (
+        groups.get_context_parallel_world_size(),
+        groups.get_context_parallel_rank(),
+    )
     device = training.A_log.device
     held = local_indices(lengths if packed else [sum(lengths)], cp, rank).to(device)
     rows = torch.randint(
-        0, VOCABULARY, (2, 1 if packed else 2, sum(lengths) + 1),
+        0,
+        VOCABULARY,
+        (2, 1 if packed else 2, sum(lengths) + 1),
         generator=torch.Generator().manual_seed(step),
-    ).to(device)  # fmt: skip
+    ).to(device)
 
     def forward_step(batches, model):
         batch = next(batches)
@@ -63,7 +72,8 @@ def bits(training: Training) -> dict[str, str]:
 
 
 def start(kind: str, options: dict) -> Training:
-    use_torch_norm_after_the_last_hybrid_layer()  # on GPUs without Transformer Engine too
+    # on GPUs without Transformer Engine too
+    use_torch_norm_after_the_last_hybrid_layer()
     resume_distributed_optimizer_with_torch_adam()
     model = build_model(**options)
     return wrap(kind, model.cuda() if torch.cuda.is_available() else model)
@@ -79,7 +89,8 @@ def train(
     lengths: tuple[int, ...] = LENGTHS,
     **sizes: int | bool,
 ) -> dict:
-    """Losses of ten steps and the bits at their end; through a checkpoint if given a folder."""
+    """Losses of ten steps and the bits at their end; through a checkpoint if given a
+    folder."""
     options = {
         "tp": tp,
         "context_parallel_size": cp,
@@ -92,7 +103,9 @@ def train(
         with parallel(tp=tp, cp=cp):
             training = start(kind, options)
             first = MIDDLE if folder else STEPS
-            losses = [train_step(training, step, lengths, packed) for step in range(first)]
+            losses = [
+                train_step(training, step, lengths, packed) for step in range(first)
+            ]
             if folder:
                 save(training, folder)
                 training = start(kind, {**options, "seed": 99})

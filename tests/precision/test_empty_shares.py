@@ -1,4 +1,5 @@
-"""Checkpoints of an optimizer whose fp32 bucket is too small to give every rank a parameter."""
+"""Checkpoints of an optimizer whose fp32 bucket is too small to give every rank a
+parameter."""
 
 import pytest
 import torch.distributed as dist
@@ -17,14 +18,21 @@ from tests.precision.training import (
     shares,
 )
 
-paddings = pytest.mark.parametrize("padded", [False, True], ids=["padded to 128", "padded to 2^16"])
-# One layer of two heads. The fp32 bucket is [parameter: 0, 1] [gap: 2 .. 63] [parameter: 64, 65]
-# [padding to 128, or to 65536 for NCCL's bandwidth]: at dp 8 ranks 0 and 4 have a parameter, 1 to 3
-# a part of the gap, the others padding. Padded to 65536, rank 0 has all, the others not one share.
+paddings = pytest.mark.parametrize(
+    "padded", [False, True], ids=["padded to 128", "padded to 2^16"]
+)
+# One layer of two heads. The fp32 bucket is [parameter: 0, 1] [gap: 2 .. 63]
+# [parameter: 64, 65] [padding to 128, or to 65536 for NCCL's bandwidth]: at dp 8 ranks
+# 0 and 4 have a parameter, 1 to 3 a part of the gap, the others padding. Padded to
+# 65536, rank 0 has all, the others not one share.
 SIZES = {
-    "pattern": "G", "hidden_size": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-    "linear_key_head_dim": 4, "linear_value_head_dim": 4,
-}  # fmt: skip
+    "pattern": "G",
+    "hidden_size": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+}
 
 
 def trained(kind: str, ddp: dict) -> Training:
@@ -38,7 +46,8 @@ def train_and_save(kind: str, folder: str, ddp: dict) -> int:
     """How many fp32 parameters have a share on this rank."""
     with parallel():
         training = trained(kind, ddp)
-        # Where one rank cannot say what it saves, the others would wait for it in the save.
+        # Where one rank cannot say what it saves, the others would wait for it in the
+        # save.
         errors = [None] * dist.get_world_size()
         dist.all_gather_object(errors, raised(lambda: sharded_state(training)))
         assert not any(errors), errors
@@ -47,7 +56,8 @@ def train_and_save(kind: str, folder: str, ddp: dict) -> int:
 
 
 def resumed_equals_uninterrupted(kind: str, folder: str, ddp: dict) -> None:
-    """Bit for bit: every share of parameters and optimizer, after the load and a step later."""
+    """Bit for bit: every share of parameters and optimizer, after the load and a step
+    later."""
     with parallel():
         uninterrupted = trained(kind, ddp)
         now = shares(uninterrupted)
@@ -63,7 +73,9 @@ def resumed_equals_uninterrupted(kind: str, folder: str, ddp: dict) -> None:
 @pytest.mark.slow
 @paddings
 @pytest.mark.parametrize("kind", DISTRIBUTED)
-def test_it_is_saved_and_resumed_at_any_data_parallel_size(pools, tmp_path, kind, padded):
+def test_it_is_saved_and_resumed_at_any_data_parallel_size(
+    pools, tmp_path, kind, padded
+):
     ddp = {"pad_buckets_for_high_nccl_busbw": padded}
     held = pools(8).run(train_and_save, kind, str(tmp_path), ddp)
     assert held == ([2] + [0] * 7 if padded else [1, 0, 0, 0, 1, 0, 0, 0])

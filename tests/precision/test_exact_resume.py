@@ -16,7 +16,9 @@ from tests.precision.training import FLOAT16
     ],
     ids=lambda value: {True: "packed", False: "batch"}.get(value, value),
 )
-def test_a_resumed_run_has_the_bits_of_one_never_interrupted(pools, tmp_path, kind, mode, packed):
+def test_a_resumed_run_has_the_bits_of_one_never_interrupted(
+    pools, tmp_path, kind, mode, packed
+):
     whole = pools(4).run(laws.train, kind, 2, 2, mode, packed, None)
     resumed = pools(4).run(laws.train, kind, 2, 2, mode, packed, str(tmp_path))
     laws.assert_same_run(whole, resumed)

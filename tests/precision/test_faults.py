@@ -1,7 +1,7 @@
 """Each fault of megatron-core 0.19, without our remedy and with it.
 
-A test that fails with the remedy *off* says that Megatron has repaired the fault: the part of
-``megatron_gdn.compat.mixed_dtype_optimizers`` that it names can go.
+A test that fails with the remedy *off* says that Megatron has repaired the fault: the
+part of ``megatron_gdn.compat.mixed_dtype_optimizers`` that it names can go.
 """
 
 from contextlib import contextmanager, nullcontext, suppress
@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
@@ -43,14 +45,16 @@ from tests.precision.training import (
 )
 from tests.ranks import on_ranks
 
-remedies = pytest.mark.parametrize("remedied", [False, True], ids=["megatron alone", "remedied"])
+remedies = pytest.mark.parametrize(
+    "remedied", [False, True], ids=["megatron alone", "remedied"]
+)
 WITHOUT = {
     FLOAT16: "AssertionError: Optimizer shape",
     "fully_reshardable": "RuntimeError: The size of tensor a",
     "dp_reshardable": "AssertionError: (torch.Size",
 }
-# Eight heads, and norms of eight weights: every parameter without weight decay is of one shape, so
-# that nothing but their values tells them apart.
+# Eight heads, and norms of eight weights: every parameter without weight decay is of
+# one shape, so that nothing but their values tells them apart.
 EQUAL_SHAPES = {"hidden_size": 8, "linear_value_head_dim": 8, "add_bias_linear": False}
 
 
@@ -65,10 +69,14 @@ def remedy(is_on: bool):
         repair_mixed_dtype_optimizers()
 
 
-def stepped(kind: str, remedied: bool = True, ddp: dict | None = None, **options) -> Training:
-    """A model that took one step. Without the remedy, Megatron alone made its optimizer."""
+def stepped(
+    kind: str, remedied: bool = True, ddp: dict | None = None, **options
+) -> Training:
+    """A model that took one step. Without the remedy, Megatron alone made its
+    optimizer."""
     model = build_model(**options)
-    # Marking the layer's parameters installed the wrappers; they come off before the optimizer.
+    # Marking the layer's parameters installed the wrappers; they come off before the
+    # optimizer.
     with remedy(remedied):
         training = wrap(kind, model, **(ddp or {}))
         made_up_step(training, 1)
@@ -76,8 +84,11 @@ def stepped(kind: str, remedied: bool = True, ddp: dict | None = None, **options
 
 
 def _cut_without_padding(self, model, metadata=None):
-    """What a repaired Megatron saves: each parameter is cut where it stands without padding."""
-    ((state,),) = (tensors.values() for tensors in self.get_parameter_state_dp_zero().values())
+    """What a repaired Megatron saves: each parameter is cut where it stands without
+    padding."""
+    ((state,),) = (
+        tensors.values() for tensors in self.get_parameter_state_dp_zero().values()
+    )
     (buffer,) = self.buffers
     cut, start = {}, 0
     for index, (first, end, _) in enumerate(buffer.param_index_map.values()):
@@ -129,14 +140,19 @@ MODELS = {
 @remedies
 @pytest.mark.parametrize("model", MODELS)
 @on_ranks(2)
-def test_several_buckets_save_the_states_that_one_bucket_saves(tmp_path, model, remedied):
-    """Megatron alone saves wrong ones in silence: buckets may change no bit of Adam's states."""
+def test_several_buckets_save_the_states_that_one_bucket_saves(
+    tmp_path, model, remedied
+):
+    """Megatron alone saves wrong ones in silence: buckets may change no bit of Adam's
+    states."""
     files = []
     for size in (None, 500):
         with parallel():
             several = {"overlap_grad_reduce": True, "bucket_size": size} if size else {}
             training = stepped("fully_reshardable", ddp=several, **MODELS[model])
-            buffer = max(training.megatron_optimizer.buffers, key=lambda buffer: buffer.numel)
+            buffer = max(
+                training.megatron_optimizer.buffers, key=lambda buffer: buffer.numel
+            )
             assert (len(buffer.buckets) > 2) is (size is not None), len(buffer.buckets)
             files.append(f"{tmp_path}/{size}")
             with remedy(remedied):
@@ -159,7 +175,9 @@ def test_loading_writes_into_fp32_parameters(tmp_path, kind, remedied):
     with remedy(remedied):
         outcome = raised(lambda: load(training, str(tmp_path)))
     if kind == "dp_reshardable" and not remedied:
-        assert str(outcome).startswith("RuntimeError: a view of a leaf Variable"), outcome
+        assert str(outcome).startswith("RuntimeError: a view of a leaf Variable"), (
+            outcome
+        )
     else:
         assert outcome is None, outcome
 
@@ -167,10 +185,13 @@ def test_loading_writes_into_fp32_parameters(tmp_path, kind, remedied):
 @remedies
 @on_ranks(2, cp=1)
 def test_the_torch_format_resumes_with_fp32_parameters(tmp_path, remedied):
-    """``--ckpt-format torch``: the resumed run is the uninterrupted one, bit for bit."""
+    """``--ckpt-format torch``: the resumed run is the uninterrupted one, bit for
+    bit."""
     rank_file, states_file = f"{tmp_path}/{dist.get_rank()}.pt", f"{tmp_path}/states.pt"
     training = stepped("fully_reshardable")
-    torch.save((training.model.state_dict(), training.optimizer.state_dict()), rank_file)
+    torch.save(
+        (training.model.state_dict(), training.optimizer.state_dict()), rank_file
+    )
     training.optimizer.save_parameter_state(states_file)
     now = shares(training)
     made_up_step(training, 2)
@@ -209,7 +230,9 @@ def test_wrapping_is_reversible():
         sharded_param_state_dp_reshardable sharded_param_state_fully_reshardable"""
 
     def methods():
-        return [getattr(owner, name, None) for owner in owners for name in names.split()]
+        return [
+            getattr(owner, name, None) for owner in owners for name in names.split()
+        ]
 
     restore_mixed_dtype_optimizers()
     before = methods()
@@ -248,23 +271,31 @@ def test_a_repaired_optimizer_gets_states_without_padding():
         SimpleNamespace(grad_data=torch.zeros(128), numel_unpadded=n, offset=at)
         for n, at in ((3, 0), (2, 128))
     ]
-    buffer = SimpleNamespace(buckets=buckets, numel=256, numel_unpadded=5, param_index_map=sizes)
+    buffer = SimpleNamespace(
+        buckets=buckets, numel=256, numel_unpadded=5, param_index_map=sizes
+    )
     gathered = {"param": torch.arange(5.0), "numel_unpadded": 5}
     optimizer = SimpleNamespace(
         buffers=[buffer], get_parameter_state_dp_zero=lambda **_: {0: {kind: gathered}}
     )
-    found = [state["param"].data.tolist() for state in saved(optimizer, {}, metadata={}).values()]
+    found = [
+        state["param"].data.tolist()
+        for state in saved(optimizer, {}, metadata={}).values()
+    ]
     assert found == [[0.0, 1.0, 2.0], [3.0, 4.0]], found
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_save_leaves_the_optimizer_as_it_was(fails):
-    """The states that it gathers later, in another format, are of its own buffers again."""
+    """The states that it gathers later, in another format, are of its own buffers
+    again."""
     buckets = [
         SimpleNamespace(grad_data=torch.zeros(128), numel_unpadded=n, offset=at)
         for n, at in ((3, 0), (2, 128))
     ]
-    buffer = SimpleNamespace(buckets=buckets, numel_unpadded=5, param_index_map={"a": (0, 3, 0)})
+    buffer = SimpleNamespace(
+        buckets=buckets, numel_unpadded=5, param_index_map={"a": (0, 3, 0)}
+    )
 
     class Optimizer:
         buffers = [buffer]
@@ -282,4 +313,7 @@ def test_a_save_leaves_the_optimizer_as_it_was(fails):
     with pytest.raises(OSError) if fails else nullcontext():
         cut_without_padding(shard_state, optimizer)
     assert "get_parameter_state_dp_zero" not in vars(optimizer)
-    assert optimizer.get_parameter_state_dp_zero()[0] is buffer and optimizer.buffers[0] is buffer
+    assert (
+        optimizer.get_parameter_state_dp_zero()[0] is buffer
+        and optimizer.buffers[0] is buffer
+    )

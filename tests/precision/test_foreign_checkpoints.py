@@ -1,4 +1,5 @@
-"""Checkpoints of a layer with a bf16 A_log load here, and ours load there, masters included."""
+"""Checkpoints of a layer with a bf16 A_log load here, and ours load there, masters
+included."""
 
 import io
 from unittest import mock
@@ -64,7 +65,8 @@ def read(
     upstream_layer: bool = False,
     optimizer: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """A_log of the model and its master, whole, after a load; all replicas must agree."""
+    """A_log of the model and its master, whole, after a load; all replicas must
+    agree."""
     with parallel(tp=tp):
         training = build(kind, tp=tp, upstream_layer=upstream_layer, seed=99)
         (load if optimizer else load_model_only)(training, folder)
@@ -82,10 +84,13 @@ def read_masters(
         model = [training.ddp] if wrapped else training.model
         names = load_fp32_masters(model, folder, metadata(kind))
         expected = [A_LOG, A_LOG.replace("A_log", "dt_bias")]
-        assert names == sorted(expected + [name.replace(".0.", ".2.") for name in expected]), names
+        assert names == sorted(
+            expected + [name.replace(".0.", ".2.") for name in expected]
+        ), names
         assert not torch.equal(training.A_log, before)
         found = whole(training, kind, again)
-        made_up_step(training, 5)  # the optimizer goes on from the new values, not from the old
+        # the optimizer goes on from the new values, not from the old
+        made_up_step(training, 5)
         moved = over_tp(training.A_log) - found["model"]
         assert 0 < moved.abs().max() < 0.02, moved
         return found
@@ -97,7 +102,9 @@ def said_when_saved(kind: str, folder: str, as_torch_file: bool = False) -> list
     log_once.cache_clear()
     with (
         parallel(),
-        mock.patch.object(observe, "log_single_rank", lambda *args: said.append(args[2])),
+        mock.patch.object(
+            observe, "log_single_rank", lambda *args: said.append(args[2])
+        ),
     ):
         training = build(kind)
         made_up_step(training, 0)
@@ -120,7 +127,9 @@ def optimizer_by_name(training) -> dict[str, torch.Tensor]:
     for parameter, master in masters.items():
         found[f"{names[parameter]} master"] = master.detach().clone()
         for kind in ("exp_avg", "exp_avg_sq"):
-            found[f"{names[parameter]} {kind}"] = optimizer.optimizer.state[master][kind].clone()
+            found[f"{names[parameter]} {kind}"] = optimizer.optimizer.state[master][
+                kind
+            ].clone()
     return found
 
 
@@ -130,7 +139,9 @@ def whole(training, kind: str, folder: str) -> dict[str, torch.Tensor]:
     adam = training.megatron_optimizer.optimizer
     if not adam.state:  # not loaded: its checkpoint asks for states
         for parameter in (p for group in adam.param_groups for p in group["params"]):
-            averages = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            averages = {
+                name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+            }
             adam.state[parameter] = {"step": torch.zeros(()), **averages}
     save(training, folder)
     held = tensors_in(folder)
@@ -175,17 +186,25 @@ def test_without_the_optimizer_it_is_the_rounded_value_or_the_master_on_request(
     folder, old = written(kind, True)
     first, second = str(tmp_path / "1"), str(tmp_path / "2")
     rounded = pools(size).run(read, kind, folder, tp, again=first, optimizer=False)
-    masters = pools(size).run(read_masters, kind, folder, tp, again=second, wrapped=tp == 2)
+    masters = pools(size).run(
+        read_masters, kind, folder, tp, again=second, wrapped=tp == 2
+    )
     assert all(torch.equal(rank["model"], old["model"].float()) for rank in rounded)
     assert all(torch.equal(rank["model"], old["master"]) for rank in masters)
 
 
 @pytest.mark.slow
 @layouts
-def test_our_checkpoint_gives_upstream_its_fp32_master(pools, written, tmp_path, kind, tp, size):
+def test_our_checkpoint_gives_upstream_its_fp32_master(
+    pools, written, tmp_path, kind, tp, size
+):
     folder, new = written(kind, False)
-    assert new["model"].dtype == torch.float32 and torch.equal(new["model"], new["master"])
-    theirs = pools(size).run(read, kind, folder, tp, again=str(tmp_path), upstream_layer=True)
+    assert new["model"].dtype == torch.float32 and torch.equal(
+        new["model"], new["master"]
+    )
+    theirs = pools(size).run(
+        read, kind, folder, tp, again=str(tmp_path), upstream_layer=True
+    )
     for rank in theirs:
         assert torch.equal(rank["model"], new["model"].bfloat16())
         assert torch.equal(rank["master"], new["model"])
@@ -196,7 +215,10 @@ def test_a_file_whose_model_is_fp32_needs_no_masters(tmp_path):
     training = build("fully_reshardable")
     made_up_step(training, 0)
     save(training, str(tmp_path))
-    assert load_fp32_masters(training.ddp, str(tmp_path), metadata("fully_reshardable")) == []
+    assert (
+        load_fp32_masters(training.ddp, str(tmp_path), metadata("fully_reshardable"))
+        == []
+    )
 
 
 @on_ranks(2, cp=1)
@@ -216,12 +238,18 @@ FULLY = "--dist-ckpt-optim-fully-reshardable"
 
 @pytest.mark.parametrize(
     ("as_torch_file", "flags"),
-    [(False, FULLY), (True, f"--ckpt-format torch_dist --auto-detect-ckpt-format {FULLY}")],
+    [
+        (False, FULLY),
+        (True, f"--ckpt-format torch_dist --auto-detect-ckpt-format {FULLY}"),
+    ],
     ids=["dp_reshardable", "torch"],
 )
 @on_ranks(2)
-def test_a_save_that_megatrons_layer_cannot_load_names_the_flags(tmp_path, as_torch_file, flags):
-    """Megatron's own process has nothing of this package that could add to its error."""
+def test_a_save_that_megatrons_layer_cannot_load_names_the_flags(
+    tmp_path, as_torch_file, flags
+):
+    """Megatron's own process has nothing of this package that could add to its
+    error."""
     (said,) = said_when_saved("dp_reshardable", str(tmp_path), as_torch_file)
     assert said.endswith(f"save it again with {flags}."), said
 
@@ -232,10 +260,15 @@ def test_a_save_that_it_can_load_says_nothing(tmp_path, kind):
     assert not said_when_saved(kind, str(tmp_path))
 
 
-@pytest.mark.parametrize("upstream_first", [True, False], ids=["from upstream", "to upstream"])
+@pytest.mark.parametrize(
+    "upstream_first", [True, False], ids=["from upstream", "to upstream"]
+)
 @on_ranks(1)
-def test_plain_state_dicts_carry_masters_and_averages_to_the_other_layer(upstream_first):
-    """What ``--ckpt-format torch`` writes of a bf16 model without the distributed optimizer."""
+def test_plain_state_dicts_carry_masters_and_averages_to_the_other_layer(
+    upstream_first,
+):
+    """What ``--ckpt-format torch`` writes of a bf16 model without the distributed
+    optimizer."""
     with parallel():
         first = build(FLOAT16, upstream_layer=upstream_first)
         for step in range(3):
@@ -254,7 +287,9 @@ def test_plain_state_dicts_carry_masters_and_averages_to_the_other_layer(upstrea
             repair_mixed_dtype_optimizers()
         found = optimizer_by_name(second)
     assert found.keys() == expected.keys()
-    different = [n for n, tensor in found.items() if not torch.equal(tensor, expected[n])]
+    different = [
+        n for n, tensor in found.items() if not torch.equal(tensor, expected[n])
+    ]
     assert not different
 
 
@@ -269,7 +304,11 @@ def test_a_list_of_masters_of_another_model_is_refused():
 def test_two_masters_for_one_parameter_are_refused():
     from megatron_gdn.fp32_masters import _masters_by_key
 
-    keys = ["a.A_log", "optimizer.state.param.a.A_log", "chained_1.optimizer.state.exp_avg.b"]
+    keys = [
+        "a.A_log",
+        "optimizer.state.param.a.A_log",
+        "chained_1.optimizer.state.exp_avg.b",
+    ]
     assert _masters_by_key(keys) == {"a.A_log": "optimizer.state.param.a.A_log"}
     with pytest.raises(ValueError, match="two fp32 masters of a.A_log"):
         _masters_by_key([*keys, "chained_0.optimizer.state.fp32_param.a.A_log"])

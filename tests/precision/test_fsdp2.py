@@ -1,4 +1,5 @@
-"""torch's FSDP2 replaces parameters by casts of them: fp32 goes through, rounded gates do not."""
+"""torch's FSDP2 replaces parameters by casts of them: fp32 goes through, rounded gates
+do not."""
 
 import pytest
 import torch
@@ -43,8 +44,8 @@ def _layer():
 def _under_megatrons_wrapper(dtype: torch.dtype, offset: float = 0.0):
     """A hybrid model under ``--use-torch-fsdp2``, and Megatron's optimizer of it.
 
-    The group is that of the other laws: DTensor takes meshes of the same ranks for one another, and
-    Megatron refuses gradients of two groups.
+    The group is that of the other laws: DTensor takes meshes of the same ranks for one
+    another, and Megatron refuses gradients of two groups.
     """
     bf16 = dtype == torch.bfloat16
     kind = {"transformer_impl": "local", "use_cpu_initialization": True}
@@ -54,8 +55,12 @@ def _under_megatrons_wrapper(dtype: torch.dtype, offset: float = 0.0):
         for parameter in model.parameters():
             parameter.add_(offset)
     settings, world = DistributedDataParallelConfig(), dist.group.WORLD
-    wrapped = TorchFullyShardedDataParallel(model.config, settings, model, process_group=world)
-    adam = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, bf16=bf16, params_dtype=dtype)
+    wrapped = TorchFullyShardedDataParallel(
+        model.config, settings, model, process_group=world
+    )
+    adam = OptimizerConfig(
+        optimizer="adam", lr=1e-2, clip_grad=0.0, bf16=bf16, params_dtype=dtype
+    )
     return wrapped, get_megatron_optimizer(adam, [wrapped])
 
 
@@ -72,15 +77,20 @@ def _losses(model, optimizer, steps: range):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("called", [False, True], ids=["fused norm", "norm as a module"])
+@pytest.mark.parametrize(
+    "called", [False, True], ids=["fused norm", "norm as a module"]
+)
 @on_ranks(4, tp=2)
 def test_with_tensor_parallelism_it_equals_one_rank(called, sequence_parallel):
-    """tp2 x dp2: what fully_shard makes of the parameters has neither hooks nor attributes."""
+    """tp2 x dp2: what fully_shard makes of the parameters has neither hooks nor
+    attributes."""
     groups = groups_of_megatron()
     torch.manual_seed(7)
     one = layer_with(make_config(), alone(), called)
     randomise_(one)
-    config = make_config(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    config = make_config(
+        tensor_model_parallel_size=2, sequence_parallel=sequence_parallel
+    )
     layer = layer_with(config, groups, called)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -93,17 +103,21 @@ def test_with_tensor_parallelism_it_equals_one_rank(called, sequence_parallel):
     x = x_all[replicas.rank()]
     x = x.chunk(2)[groups.tp.rank()] if sequence_parallel else x
     layer(x, None)[0].square().sum().backward()
-    if sequence_parallel:  # then the sum over tp is Megatron's, for all norms of a model
+    # then the sum over tp is Megatron's, for all norms of a model
+    if sequence_parallel:
         layer.ddp_config = DistributedDataParallelConfig()
         _allreduce_non_tensor_model_parallel_grads([layer], config)
     for name, parameter in layer.named_parameters():
         expected = share_of(name, one.get_parameter(name).grad, layer)
-        assert_close(f"gradient of {name}", parameter.grad.full_tensor(), expected, 1e-5)
+        assert_close(
+            f"gradient of {name}", parameter.grad.full_tensor(), expected, 1e-5
+        )
 
 
 @on_ranks(4, tp=2)
 def test_with_tensor_parallelism_a_norm_sharded_by_itself_is_refused():
-    """The layer reads its parameters before their hooks gather them, so it sees the change."""
+    """The layer reads its parameters before their hooks gather them, so it sees the
+    change."""
     config = make_config(tensor_model_parallel_size=2)
     layer = layer_with(config, groups_of_megatron(), called=False)
     mesh = DeviceMesh.from_group(parallel_state.get_data_parallel_group(), "cpu")
@@ -119,8 +133,13 @@ def test_with_tensor_parallelism_a_norm_sharded_by_itself_is_refused():
 def test_a_policy_that_rounds_the_gates_is_refused(dtype):
     layer = _layer()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    fully_shard(layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"), mp_policy=policy)
-    said = f"(?s)A_log reached the layer in {dtype}.*MixedPrecisionPolicy without param_dtype"
+    fully_shard(
+        layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"), mp_policy=policy
+    )
+    said = (
+        f"(?s)A_log reached the layer in {dtype}.*MixedPrecisionPolicy without "
+        "param_dtype"
+    )
     with pytest.raises(ValueError, match=said):
         layer(torch.randn(9, 1, 24), None)
 
@@ -136,21 +155,31 @@ def test_a_policy_that_rounds_the_gates_is_refused(dtype):
 def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(
     mixer, ranks, tp, sequence_parallel
 ):
-    """Output, gradients (means of two, rounded once) and a step; each replica has its rows."""
+    """Output, gradients (means of two, rounded once) and a step; each replica has its
+    rows."""
     _clear_sharding_prop_cache()  # it names groups that have ended
     with parallel(tp=tp):
-        groups, replicas = groups_of_megatron(), parallel_state.get_data_parallel_group()
-        replicas = dist.group.WORLD if tp == 1 else replicas  # see _under_megatrons_wrapper
+        groups, replicas = (
+            groups_of_megatron(),
+            parallel_state.get_data_parallel_group(),
+        )
+        # see _under_megatrons_wrapper
+        replicas = dist.group.WORLD if tp == 1 else replicas
         mixers, bf16 = BY_NAME[mixer], {"bf16": True, "params_dtype": torch.bfloat16}
         whole = mixers.whole(mixers.config(**bf16))
-        sizes = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
+        sizes = {
+            "tensor_model_parallel_size": tp,
+            "sequence_parallel": sequence_parallel,
+        }
         config = mixers.config(**bf16, **sizes)
         one, layer = (mixers.build(config, groups) for _ in range(2))
         for each in (one, layer):
             mixers.copy_shares(each, whole)
         assert {p.dtype for p in layer.parameters()} == {torch.bfloat16, torch.float32}
         shard_apart(layer, mesh=DeviceMesh.from_group(replicas, "cpu"))
-        optimizers = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (one, layer)]
+        optimizers = [
+            torch.optim.Adam(module.parameters(), lr=1e-2) for module in (one, layer)
+        ]
         for step in range(2):
             torch.manual_seed(50 + 2 * step + replicas.rank())
             x = torch.randn(10, 1, config.hidden_size, dtype=torch.bfloat16)
@@ -159,7 +188,10 @@ def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(
             assert torch.equal(out, expected)
             for y in (expected, out):
                 y.float().square().sum().backward()
-            assert dict(layer.named_parameters()).keys() == dict(one.named_parameters()).keys()
+            assert (
+                dict(layer.named_parameters()).keys()
+                == dict(one.named_parameters()).keys()
+            )
             assert layer.state_dict().keys() == one.state_dict().keys()
             for name, parameter in one.named_parameters():
                 dist.all_reduce(parameter.grad, group=replicas)
@@ -171,15 +203,22 @@ def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(
                 optimizer.step()
                 optimizer.zero_grad()
             for name, parameter in one.named_parameters():
-                assert torch.equal(layer.get_parameter(name).full_tensor(), parameter), name
+                assert torch.equal(
+                    layer.get_parameter(name).full_tensor(), parameter
+                ), name
 
 
 @on_ranks(2, cp=1)
 def test_a_policy_that_rounds_weights_leaves_gates_that_stand_apart():
-    """A policy that rounds the weights of an fp32 layer leaves the gates as they are."""
+    """A policy that rounds the weights of an fp32 layer leaves the gates as they
+    are."""
     one, layer = _layer().bfloat16(), _layer()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    shard_apart(layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"), mp_policy=policy)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    shard_apart(
+        layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"), mp_policy=policy
+    )
     x = torch.randn(9, 1, 24)
     assert torch.equal(layer(x, None)[0], one(x.bfloat16(), None)[0])
 
@@ -199,7 +238,10 @@ def test_a_run_goes_on_from_a_torch_dcp_file(tmp_path, dtype):
         expected = list(_losses(model, optimizer, range(2, 4)))
 
         model, optimizer = _under_megatrons_wrapper(dtype, offset=1.0)
-        loaded = {"model": model.state_dict(), "optimizer": optimizer.state_dict(is_loading=True)}
+        loaded = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(is_loading=True),
+        }
         checkpoint.load(loaded, checkpoint_id=str(tmp_path))
         optimizer.load_state_dict(loaded["optimizer"])
         found = list(_losses(model, optimizer, range(2, 4)))
@@ -207,7 +249,9 @@ def test_a_run_goes_on_from_a_torch_dcp_file(tmp_path, dtype):
 
 
 @on_ranks(2, cp=1)
-def test_torch_dist_is_refused_before_the_first_step_and_a_format_that_works_is_named(tmp_path):
+def test_torch_dist_is_refused_before_the_first_step_and_a_format_that_works_is_named(
+    tmp_path,
+):
     """At the first save; and before the first step, in a launch that will save."""
     flags = ("--use-torch-fsdp2", "--save", str(tmp_path))
     with fsdp_laws.on_this_device():

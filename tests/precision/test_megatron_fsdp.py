@@ -1,4 +1,5 @@
-"""Megatron-FSDP over gloo: parameters of one dtype train as under DDP, of two are refused."""
+"""Megatron-FSDP over gloo: parameters of one dtype train as under DDP, of two are
+refused."""
 
 from functools import cache, partial
 from importlib.util import find_spec
@@ -15,7 +16,9 @@ PACKAGES = [
     pytest.param(
         "megatron_fsdp",
         id="megatron-fsdp",
-        marks=pytest.mark.skipif(find_spec("megatron_fsdp") is None, reason="not installed"),
+        marks=pytest.mark.skipif(
+            find_spec("megatron_fsdp") is None, reason="not installed"
+        ),
     ),
 ]
 
@@ -37,12 +40,15 @@ def ddp_over_four(pools):
 
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory):
-    """``saved(split, tp, pattern, upstream)``: a checkpoint, and the losses after it."""
+    """``saved(split, tp, pattern, upstream)``: a checkpoint, and the losses after
+    it."""
 
     @cache
     def save(split: bool, tp: int, pattern: str, upstream: bool):
         folder = str(tmp_path_factory.mktemp("saved"))
-        found = pools(2 * tp).run(laws.losses_after_a_save, folder, split, tp, pattern, upstream)
+        found = pools(2 * tp).run(
+            laws.losses_after_a_save, folder, split, tp, pattern, upstream
+        )
         return folder, found
 
     return save
@@ -64,7 +70,9 @@ def test_with_tensor_parallelism_every_strategy_trains_as_ddp(
 ):
     """tp 2 x dp 2."""
     for strategy in strategies:
-        fsdp = pools(4).run(laws.losses, "fsdp", FP32, pattern, strategy, 2, norms_called)
+        fsdp = pools(4).run(
+            laws.losses, "fsdp", FP32, pattern, strategy, 2, norms_called
+        )
         laws.require_exact_in_fp32(ddp_over_four(pattern), fsdp)
 
 
@@ -125,9 +133,13 @@ def test_fully_shard_trains_an_fp32_model_as_summed_gradients_do(pools, package)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_fully_shard_takes_a_bf16_model_where_dtypes_are_gathered_apart(pools, package):
     pool = pools(2)
-    truth = pool.run(laws.losses_of_a_package, "none", FP32, laws.PATTERN, "", rounded=True)
+    truth = pool.run(
+        laws.losses_of_a_package, "none", FP32, laws.PATTERN, "", rounded=True
+    )
     whole = pool.run(laws.losses_of_a_package, "none", BF16, laws.PATTERN, "")
-    fsdp = pool.run(laws.losses_of_a_package, package, BF16, laws.PATTERN, "optim_grads")
+    fsdp = pool.run(
+        laws.losses_of_a_package, package, BF16, laws.PATTERN, "optim_grads"
+    )
     laws.require_as_exact_as_ddp(truth, whole, fsdp)
     for message in pool.run(laws.refusal, BF16, laws.PATTERN, package):
         assert "Megatron-FSDP" in message and "dt_bias (torch.float32)" in message
@@ -147,19 +159,27 @@ WEIGHT = "model.module.decoder.layers.0.self_attention.in_proj.weight."
     ],
 )
 def test_a_run_goes_on_from_an_fsdp_dtensor_checkpoint(pools, saved, split, tp):
-    """To the bit, in bf16; Megatron's dev stores sections, core_r0.19.0 and main do not."""
+    """To the bit, in bf16; Megatron's dev stores sections, core_r0.19.0 and main do
+    not."""
     folder, losses = saved(split, tp, laws.PATTERN, False)
     loaded = pools(2 * tp).run(laws.losses_after_a_load, folder, split, tp)
     assert all(map(torch.equal, loaded, losses))
-    found = {key.split(".in_proj.weight.")[1] for key in laws.keys_of(folder) if WEIGHT in key}
-    assert found == ({"query", "key", "value", "z", "beta", "alpha"} if split else set())
+    found = {
+        key.split(".in_proj.weight.")[1]
+        for key in laws.keys_of(folder)
+        if WEIGHT in key
+    }
+    assert found == (
+        {"query", "key", "value", "z", "beta", "alpha"} if split else set()
+    )
 
 
 @slow
 def test_an_fsdp_dtensor_checkpoint_by_section_loads_at_another_tensor_parallel_size(
     pools, ddp, saved
 ):
-    """To bf16's error; a tensor-parallel rank holds rows of each section, not one run of rows."""
+    """To bf16's error; a tensor-parallel rank holds rows of each section, not one run
+    of rows."""
     folder, losses = saved(True, 1, "G-", False)
     loaded = pools(4).run(laws.losses_after_a_load, folder, True, tp=2, pattern="G-")
     laws.require_as_exact_as_ddp([x[1:] for x in ddp(FP32, "G-")], losses, loaded[::2])
@@ -173,10 +193,14 @@ def test_an_fsdp_dtensor_checkpoint_by_section_loads_at_another_tensor_parallel_
     ids=["gdn whole", "mamba2 by section", "mamba2 whole"],
 )
 def test_rows_of_another_tensor_parallel_size_are_refused(pools, saved, pattern, split):
-    """One tensor of the same shape, its rows in another order: torch loads it without an error."""
+    """One tensor of the same shape, its rows in another order: torch loads it without
+    an error."""
     folder, _ = saved(split, 1, pattern, False)
     for message in pools(4).run(laws.refusal_of_a_load, folder, split, 2, pattern):
-        assert "self_attention.in_proj.weight" in message or "mixer.in_proj.weight" in message
+        assert (
+            "self_attention.in_proj.weight" in message
+            or "mixer.in_proj.weight" in message
+        )
         assert "in the order of tensor_model_parallel_size=1" in message
         assert "Load it with --tensor-model-parallel-size 1" in message
 
@@ -184,17 +208,23 @@ def test_rows_of_another_tensor_parallel_size_are_refused(pools, saved, pattern,
 @slow
 @pytest.mark.parametrize("written_by_section", [True, False])
 def test_sections_are_not_taken_for_the_whole(pools, saved, written_by_section):
-    """Under ``--no-strict-fsdp-dtensor-load`` torch leaves weights that it misses as they are."""
+    """Under ``--no-strict-fsdp-dtensor-load`` torch leaves weights that it misses as
+    they are."""
     folder, _ = saved(written_by_section, 1, "G-", False)
-    for message in pools(2).run(laws.refusal_of_a_load, folder, not written_by_section, 1, "G-"):
+    for message in pools(2).run(
+        laws.refusal_of_a_load, folder, not written_by_section, 1, "G-"
+    ):
         assert "each section by itself" in message
         assert "Load it with" in message
 
 
 @slow
 @pytest.mark.parametrize("reader", ["ours", "upstream"])
-def test_a_run_goes_on_from_the_other_layers_fsdp_dtensor_checkpoint(pools, ddp, saved, reader):
-    """bf16's error: Megatron's layer rounds A_log. Its files do not say how rows lie in them."""
+def test_a_run_goes_on_from_the_other_layers_fsdp_dtensor_checkpoint(
+    pools, ddp, saved, reader
+):
+    """bf16's error: Megatron's layer rounds A_log. Its files do not say how rows lie in
+    them."""
     wrote = reader == "ours"
     folder, losses = saved(False, 1, "G-", wrote)
     loaded = pools(2).run(laws.losses_after_a_load, folder, False, 1, "G-", not wrote)

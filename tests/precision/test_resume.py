@@ -1,4 +1,5 @@
-"""A run that was saved at tp2 x dp2 and loaded elsewhere is the run that was never interrupted."""
+"""A run that was saved at tp2 x dp2 and loaded elsewhere is the run that was never
+interrupted."""
 
 import pytest
 import torch
@@ -17,11 +18,16 @@ from tests.precision.training import (
 
 # (optimizer, tp, ranks). dp_reshardable holds the buffers of one tensor-parallel size.
 LAYOUTS = [
-    ("fully_reshardable", 1, 4), ("dp_reshardable", 2, 2),
-    (FLOAT16, 1, 2), (FLOAT16, 2, 2), (FLOAT16, 2, 4),
-    ("fully_reshardable", 1, 2), ("fully_reshardable", 2, 2), ("fully_reshardable", 2, 4),
+    ("fully_reshardable", 1, 4),
+    ("dp_reshardable", 2, 2),
+    (FLOAT16, 1, 2),
+    (FLOAT16, 2, 2),
+    (FLOAT16, 2, 4),
+    ("fully_reshardable", 1, 2),
+    ("fully_reshardable", 2, 2),
+    ("fully_reshardable", 2, 4),
     ("dp_reshardable", 2, 4),
-]  # fmt: skip
+]
 BF16 = 2.0**-8  # half a spacing of bf16, of numbers of size 1
 BEFORE, AFTER = range(2), range(2, 4)
 
@@ -37,7 +43,8 @@ def train_and_save(kind: str, folder: str) -> list[float]:
 
 
 def resume(kind: str, folder: str, again: str, tp: int) -> list[float]:
-    """Losses of the last two steps; what was loaded is saved once more, in ``again``."""
+    """Losses of the last two steps; what was loaded is saved once more, in
+    ``again``."""
     with parallel(tp=tp):
         training = build(kind, tp=tp, seed=99)
         load(training, folder)
@@ -63,7 +70,8 @@ def files_are_equal(one: str, other: str) -> int:
 
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory):
-    """``saved(kind)``: a checkpoint, the losses of the run that went on, and without optimizer."""
+    """``saved(kind)``: a checkpoint, the losses of the run that went on, and without
+    optimizer."""
     made = {}
 
     def get(kind):
@@ -83,14 +91,17 @@ def saved(pools, tmp_path_factory):
     LAYOUTS,
     ids=[f"{k}-tp{t}-dp{r // t}" for k, t, r in LAYOUTS],
 )
-def test_the_loss_goes_on_as_if_never_interrupted(pools, saved, tmp_path, kind, tp, ranks):
+def test_the_loss_goes_on_as_if_never_interrupted(
+    pools, saved, tmp_path, kind, tp, ranks
+):
     folder, losses, forgetful = saved(kind)
     resumed = pools(ranks).run(resume, kind, folder, str(tmp_path), tp)
     if (tp, ranks) == (2, 4):
         assert resumed[0] == losses[2:]
     else:
-        # Another layout adds up bf16 sums in another order, here in some twenty products one after
-        # the other. What that does to a loss is less than half of what the law is there to notice.
+        # Another layout adds up bf16 sums in another order, here in some twenty
+        # products one after the other. What that does to a loss is less than half of
+        # what the law is there to notice.
         lost = abs(forgetful[1] - losses[3])
         assert lost > BF16 * losses[3]
         assert resumed[0] == pytest.approx(losses[2:], abs=lost / 2)

@@ -1,4 +1,5 @@
-"""A tiny bf16 hybrid model in Megatron's wrappers and optimizers, on the ranks of a test."""
+"""A tiny bf16 hybrid model in Megatron's wrappers and optimizers, on the ranks of a
+test."""
 
 import gc
 from dataclasses import dataclass, replace
@@ -9,7 +10,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+)
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -26,7 +29,8 @@ from megatron_gdn.specs.hybrid import GDN2
 from tests import upstream
 from tests.parallel import VOCABULARY, hybrid_model, in_ddp, model_config, run_schedule
 
-# Megatron collects garbage in every save; what was imported until here is not worth searching.
+# Megatron collects garbage in every save; what was imported until here is not worth
+# searching.
 gc.freeze()
 
 PATTERN = "G-G-"
@@ -40,7 +44,8 @@ KINDS = (FLOAT16, *DISTRIBUTED)
 
 @dataclass
 class Training:
-    """``kind``: the non-sharded optimizer, or the format of DistributedOptimizer's checkpoint."""
+    """``kind``: the non-sharded optimizer, or the format of DistributedOptimizer's
+    checkpoint."""
 
     kind: str
     ddp: DistributedDataParallel
@@ -73,8 +78,13 @@ def build_model(
     pattern: str = PATTERN,
     **sizes,
 ) -> HybridModel:
-    """The same model on every rank and at every tp; ``upstream_layer`` takes Megatron's own GDN."""
-    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    """The same model on every rank and at every tp; ``upstream_layer`` takes Megatron's
+    own GDN."""
+    bf16 = {
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+    }
     config = model_config(pattern, tensor_model_parallel_size=tp, **bf16, **sizes)
     torch.manual_seed(seed)
     return hybrid_model(config, pattern, stack_of(upstream_layer, spec_options))
@@ -86,8 +96,9 @@ _earlier: list[DistributedDataParallel] = []
 def _end_earlier_trainings() -> None:
     """Let go of models that are done with, and of the process groups that they hold.
 
-    DistributedDataParallel is held by gradient hooks of its own parameters, out of sight of the
-    garbage collector; and under gloo each of its twenty groups runs three threads.
+    DistributedDataParallel is held by gradient hooks of its own parameters, out of
+    sight of the garbage collector; and under gloo each of its twenty groups runs three
+    threads.
     """
     for ddp in _earlier:
         vars(ddp).clear()
@@ -96,19 +107,28 @@ def _end_earlier_trainings() -> None:
 
 
 def wrap(kind: str, model: HybridModel, **ddp_settings) -> Training:
-    """Float16Module, DistributedDataParallel and optimizer, as a training script would."""
+    """Float16Module, DistributedDataParallel and optimizer, as a training script
+    would."""
     _end_earlier_trainings()
     config = model.config
     sharded = {"use_distributed_optimizer": kind != FLOAT16}
     model = Float16Module(config, model)
     ddp = in_ddp(model, grad_reduce_in_fp32=True, **sharded, **ddp_settings)
     _earlier.append(ddp)
-    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "weight_decay": 0.1, "clip_grad": 0.0}
+    bf16 = {
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "weight_decay": 0.1,
+        "clip_grad": 0.0,
+    }
     optimizer_config = OptimizerConfig(optimizer="adam", **ADAM, **bf16, **sharded)
     optimizer = get_megatron_optimizer(
-        optimizer_config, [ddp], config_overrides=get_standard_config_overrides(optimizer_config)
+        optimizer_config,
+        [ddp],
+        config_overrides=get_standard_config_overrides(optimizer_config),
     )
-    for group in optimizer.param_groups:  # as Megatron's scheduler does before the first step
+    # as Megatron's scheduler does before the first step
+    for group in optimizer.param_groups:
         group["weight_decay"] *= group["wd_mult"]
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -136,17 +156,21 @@ def stack_of(upstream_layer: bool, spec_options: dict | None = None):
 
 
 def summed(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A loss as Megatron's schedule takes it: the sum, of how many tokens, and what is logged."""
+    """A loss as Megatron's schedule takes it: the sum, of how many tokens, and what is
+    logged."""
     total = losses.float().sum()
     count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
     return total, count, total.detach()
 
 
 def train_step(training: Training, step: int) -> float:
-    """One step on batch number ``step``, shared by the data-parallel ranks; its mean loss."""
+    """One step on batch number ``step``, shared by the data-parallel ranks; its mean
+    loss."""
     group = parallel_state.get_data_parallel_group()
     torch.manual_seed(100 + step)
-    batch = torch.randint(0, VOCABULARY, (BATCH, TOKENS)).chunk(group.size())[group.rank()]
+    batch = torch.randint(0, VOCABULARY, (BATCH, TOKENS)).chunk(group.size())[
+        group.rank()
+    ]
 
     def forward_step(batches, model):
         rows = next(batches)
@@ -162,7 +186,8 @@ def train_step(training: Training, step: int) -> float:
 
 
 def made_up_step(training: Training, step: int) -> None:
-    """An optimizer step without a forward pass: gradients drawn from each parameter's name."""
+    """An optimizer step without a forward pass: gradients drawn from each parameter's
+    name."""
     training.ddp.zero_grad_buffer()
     training.optimizer.zero_grad()
     for name, parameter in training.model.named_parameters():
@@ -195,7 +220,8 @@ def save(training: Training, folder: str) -> None:
 
 
 def save_by_name(training: Training, folder: str) -> None:
-    """Save under the parameters' names, whatever the format of the run is: files that compare."""
+    """Save under the parameters' names, whatever the format of the run is: files that
+    compare."""
     kind = FLOAT16 if training.kind == FLOAT16 else "fully_reshardable"
     save(replace(training, kind=kind), folder)
 
@@ -208,12 +234,15 @@ def load(training: Training, folder: str) -> None:
 
 def load_model_only(training: Training, folder: str) -> None:
     model = training.model.sharded_state_dict(metadata=metadata(training.kind))
-    training.model.load_state_dict(dist_checkpointing.load({"model": model}, folder)["model"])
+    training.model.load_state_dict(
+        dist_checkpointing.load({"model": model}, folder)["model"]
+    )
     training.optimizer.reload_model_params()
 
 
 def tensors_in(folder: str) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole; also while the package's wrappers are off."""
+    """Every tensor of a checkpoint, whole; also while the package's wrappers are
+    off."""
     original = TorchDistLoadShardedStrategy.load_tensors_metadata
 
     def read(strategy, *args):
@@ -221,7 +250,11 @@ def tensors_in(folder: str) -> dict[str, torch.Tensor]:
 
     with mock.patch.object(TorchDistLoadShardedStrategy, "load_tensors_metadata", read):
         everything = dist_checkpointing.load_plain_tensors(folder)
-    return {key: value for key, value in everything.items() if isinstance(value, torch.Tensor)}
+    return {
+        key: value
+        for key, value in everything.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def over_tp(local: torch.Tensor) -> torch.Tensor:
@@ -241,7 +274,8 @@ def _gathered(local: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tenso
 
 
 def shares(training: Training) -> dict[str, torch.Tensor]:
-    """Copies of all parameters, and of this rank's shares of their masters and Adam's state."""
+    """Copies of all parameters, and of this rank's shares of their masters and Adam's
+    state."""
     optimizer = training.megatron_optimizer
     adam = optimizer.optimizer
     found = {}
@@ -251,7 +285,10 @@ def shares(training: Training) -> dict[str, torch.Tensor]:
             group, index = optimizer.model_param_group_index_map[parameter]
             master = adam.param_groups[group]["params"][index]
             state = adam.state.get(master, {})
-            found |= {f"{name} {key}": value for key, value in [("master", master), *state.items()]}
+            found |= {
+                f"{name} {key}": value
+                for key, value in [("master", master), *state.items()]
+            }
     return {key: value.detach().clone() for key, value in found.items()}
 
 

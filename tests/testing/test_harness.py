@@ -24,7 +24,10 @@ def test_a_shuffled_sum_is_found_and_is_the_only_one():
     report = check_repeats(forward_backward(planted.WithShuffledSum(), x), 20)
     assert not report.equal
     difference = report.difference
-    assert (difference.name, difference.where) == ("weight", f"repeat {report.repeats - 1}")
+    assert (difference.name, difference.where) == (
+        "weight",
+        f"repeat {report.repeats - 1}",
+    )
     assert not report.also and set(report.digests) == {"output", "weight", "dx"}
     assert 1 <= difference.elements <= difference.of == 8
     assert 0 < difference.relative < 1e-4
@@ -34,7 +37,9 @@ def test_a_shuffled_sum_is_found_and_is_the_only_one():
 @pytest.mark.slow
 def test_a_read_of_memory_never_written_is_found():
     """In a new process, whose heap has the same history every time."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
         report = pool.submit(planted.check_unwritten).result()
     assert report.difference.name == "buffer" and report.difference.elements <= 2048
 
@@ -48,7 +53,9 @@ def test_a_result_that_depends_on_the_process_is_found():
 
 @pytest.mark.slow
 def test_a_process_that_fails_says_why():
-    with pytest.raises(RuntimeError, match="process 0(.|\n)*no luck in 0(.|\n)*no luck in 1"):
+    with pytest.raises(
+        RuntimeError, match="process 0(.|\n)*no luck in 0(.|\n)*no luck in 1"
+    ):
         in_processes(planted.fail)
 
 
@@ -74,7 +81,10 @@ LENGTHS = (70, 1, 64, 130)
 
 
 def documents(width):
-    return [torch.randn(n, 1, width, generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+    return [
+        torch.randn(n, 1, width, generator=torch.Generator().manual_seed(n))
+        for n in LENGTHS
+    ]
 
 
 def test_a_document_that_feels_its_neighbours_is_found():
@@ -112,7 +122,9 @@ def sleep_on_the_first_rank() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_later_rank_raises_is_told_while_the_first_waits_for_it(pool, monkeypatch):
+def test_what_a_later_rank_raises_is_told_while_the_first_waits_for_it(
+    pool, monkeypatch
+):
     monkeypatch.setattr("tests.ranks.GRACE_S", 1)
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1:(.|\n)*the only reason"):
@@ -124,24 +136,35 @@ def test_what_a_later_rank_raises_is_told_while_the_first_waits_for_it(pool, mon
 def test_a_rank_that_does_not_answer_tells_where_it_is(pool):
     pool.run(dist.barrier)
     pool.timeout_s = 1
-    with pytest.raises(RankError, match="rank 0:\nno answer(.|\n)*sleep_on_the_first_rank"):
+    with pytest.raises(
+        RankError, match="rank 0:\nno answer(.|\n)*sleep_on_the_first_rank"
+    ):
         pool.run(sleep_on_the_first_rank)
 
 
 def test_a_row_is_what_its_tensors_say():
     """Two tokens of two words; the second's probability falls from 1/2 to 1/4."""
     one = {
-        "output": torch.tensor([1.0, -2.0]), "x's gradient": torch.tensor([1.0]),
-        "input gradient": torch.tensor([4.0]), "logits": torch.zeros(2, 2),
+        "output": torch.tensor([1.0, -2.0]),
+        "x's gradient": torch.tensor([1.0]),
+        "input gradient": torch.tensor([4.0]),
+        "logits": torch.zeros(2, 2),
         "token": torch.tensor([0, 1]),
-    }  # fmt: skip
+    }
     logits = torch.tensor([[0.0, 0.0], [0.75, 0.25]])
     logits[1] = logits[1].log()
-    found = one | {"output": torch.tensor([1.0, -1.9]), "input gradient": torch.tensor([3.0])}
-    row = certificate._make_row("fp32", "headwise", 2, found | {"logits": logits}, one, one)
+    found = one | {
+        "output": torch.tensor([1.0, -1.9]),
+        "input gradient": torch.tensor([3.0]),
+    }
+    row = certificate._make_row(
+        "fp32", "headwise", 2, found | {"logits": logits}, one, one
+    )
     assert row.output == pytest.approx(0.05) and row.gradients == 0.25
     assert row.kl == pytest.approx((math.log(0.5 / 0.75) + math.log(0.5 / 0.25)) / 4)
-    assert row.ratio_mean == pytest.approx(0.75) and row.ratio_farthest == pytest.approx(0.5)
+    assert row.ratio_mean == pytest.approx(
+        0.75
+    ) and row.ratio_farthest == pytest.approx(0.5)
     assert row.clipped == 0.5
 
 
@@ -172,7 +195,10 @@ def test_the_command_certifies_more_ranks_without_a_warning():
 def start_imported(function, args, nprocs, start_method) -> None:
     """Start ranks that have imported Megatron already."""
     make = _context("gloo").Process
-    ranks = [make(target=run_uncompiled, args=(function, rank, *args)) for rank in range(nprocs)]
+    ranks = [
+        make(target=run_uncompiled, args=(function, rank, *args))
+        for rank in range(nprocs)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -186,12 +212,22 @@ def run_uncompiled(function, *args) -> None:
 
 
 def assert_within_rounding(printed: str, cp: list[int]) -> None:
-    """A share of the bits of one rank: errors against fp64 are those of one rank, twice at most."""
+    """A share of the bits of one rank: errors against fp64 are those of one rank, twice
+    at most."""
     rows = [json.loads(line) for line in printed.splitlines()]
     assert len(rows) == 2 * (1 + 2 * len(cp))
     for row in rows:
-        (one,) = (x for x in rows if x["ranks"] == 1 and x["precision"] == row["precision"])
-        assert 0 < row["output"] <= 2 * one["output"] and row["gradients"] <= 2 * one["gradients"]
+        (one,) = (
+            x for x in rows if x["ranks"] == 1 and x["precision"] == row["precision"]
+        )
+        assert (
+            0 < row["output"] <= 2 * one["output"]
+            and row["gradients"] <= 2 * one["gradients"]
+        )
         # fp32: a log-probability off by some hundred roundings; the KL is its square.
         if row["precision"] == "fp32":
-            assert row["ratio_farthest"] < 1e-5 and row["kl"] < 1e-10 and not row["clipped"]
+            assert (
+                row["ratio_farthest"] < 1e-5
+                and row["kl"] < 1e-10
+                and not row["clipped"]
+            )

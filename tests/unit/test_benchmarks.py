@@ -1,4 +1,5 @@
-"""The benchmarks' scripts run, and the pages' figures and pictures are those of their records."""
+"""The benchmarks' scripts run, and the pages' figures and pictures are those of their
+records."""
 
 import json
 
@@ -10,7 +11,8 @@ from tests.processes import ROOT, imported_python, python
 
 @pytest.fixture
 def script(monkeypatch):
-    """``script(name)``: a script of the benchmarks as a module, with its folder on the path."""
+    """``script(name)``: a script of the benchmarks as a module, with its folder on the
+    path."""
     pytest.importorskip("matplotlib", reason="the pages' pictures are drawn with it")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return __import__
@@ -30,8 +32,14 @@ def test_the_picture_of_readme_shows_what_readme_says(script):
     layer, parallel, model = shares.values()
     readme = (ROOT / "README.md").read_text()
     assert f"One GPU: {min(layer)} to {max(layer)} of megatron-core's time" in readme
-    assert "131072 tokens: {} of the time by head exchange, {} by state".format(*parallel) in readme
-    assert "A whole model: {} of the step, and {} with packed documents".format(*model) in readme
+    assert (
+        "131072 tokens: {} of the time by head exchange, {} by state".format(*parallel)
+        in readme
+    )
+    assert (
+        "A whole model: {} of the step, and {} with packed documents".format(*model)
+        in readme
+    )
 
 
 def test_the_formula_gives_what_the_page_says(script):
@@ -39,12 +47,16 @@ def test_the_formula_gives_what_the_page_says(script):
     constants = model.Constants.measured()
     page = (ROOT / "docs" / "context_parallel.md").read_text()
     for record in model.read("context_parallel.jsonl"):
-        of = {"headwise": model.headwise_ms, "chunkwise": model.chunkwise_ms}.get(record["layer"])
+        of = {"headwise": model.headwise_ms, "chunkwise": model.chunkwise_ms}.get(
+            record["layer"]
+        )
         if of is not None and record["case"].isdigit():
             formula = of(int(record["case"]) / record["cp"], record["cp"], constants)
             case = f"| {record['case']} | {record['cp']} | {record['layer']} |"
             (row,) = (line for line in page.splitlines() if line.startswith(case))
-            assert f"| {formula:.2f} " in row and f"| {model.median(record):.2f} |" in row
+            assert (
+                f"| {formula:.2f} " in row and f"| {model.median(record):.2f} |" in row
+            )
 
 
 @pytest.mark.nightly
@@ -84,13 +96,19 @@ def test_every_layer_of_a_cell_is_measured_and_held_to_megatron_core(run):
     said, records = run("--toy", "--cells", "1", "2", "6")
     assert not [record for record in records if "failed" in record]
     layers = ["upstream", "ours", "floor", "ours-light", "ours-full"]
-    assert [record["layer"] for record in records] == [*layers, *2 * [*layers, "ours-uncut"]]
+    assert [record["layer"] for record in records] == [
+        *layers,
+        *2 * [*layers, "ours-uncut"],
+    ]
     for record in records:
         if record["layer"].startswith("ours"):
             assert record["correct"] and record["eager"]["median"] > 0
-        if record["layer"] in ("ours-light", "ours-full"):  # the plain rule keeps every bit
+        # the plain rule keeps every bit
+        if record["layer"] in ("ours-light", "ours-full"):
             assert set(record["from ours"].values()) == {0.0}
-    saved = {record["layer"]: record["saved"] for record in records[:5] if "saved" in record}
+    saved = {
+        record["layer"]: record["saved"] for record in records[:5] if "saved" in record
+    }
     assert saved["ours"] > saved["ours-light"] > saved["ours-full"]
     theirs, ours = (record["eager"]["median"] for record in records[:2])
     assert f"eager, beside megatron-core: {ours / theirs:.3f} (at most 0.5) " in said

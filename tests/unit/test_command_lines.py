@@ -39,7 +39,9 @@ def test_the_package_lists_its_commands():
         assert f"python -m megatron_gdn.{name} " in said and about in said
     error = command("megatron_gdn", "doctr", ends=2).stderr
     assert "did you mean doctor?" in error and error.count("\n") == 1
-    assert command("megatron_gdn", "--version").stdout == f"megatron-gdn {__version__}\n"
+    assert (
+        command("megatron_gdn", "--version").stdout == f"megatron-gdn {__version__}\n"
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -75,7 +77,9 @@ def test_a_wrong_option_is_answered_with_the_nearest_in_one_line(given, near):
 
 
 def test_an_option_that_help_does_not_show_is_not_suggested():
-    error = command("megatron_gdn.warm_up", "--heads", "16:32", "--dry-run", ends=2).stderr
+    error = command(
+        "megatron_gdn.warm_up", "--heads", "16:32", "--dry-run", ends=2
+    ).stderr
     assert error == "error: unrecognized arguments: --dry-run (see --help)\n"
 
 
@@ -87,7 +91,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("given", ["import a b", "export a b --like c", "compare a b", "flags a"])
+@pytest.mark.parametrize(
+    "given", ["import a b", "export a b --like c", "compare a b", "flags a"]
+)
 def test_the_commands_of_hugging_face_name_what_to_install(given):
     error = python("-c", WITHOUT_EXTRAS, "hf", *given.split(), ends=2).stderr
     said = "error: this command needs safetensors, which is not installed: pip install "
@@ -95,16 +101,32 @@ def test_the_commands_of_hugging_face_name_what_to_install(given):
 
 
 def test_the_example_answers_a_wrong_flag_once_and_before_torch_is_loaded():
-    script = "examples/pretrain_hybrid.py", "--nproc-per-node", "2", "--trian-iters", "3"
+    script = (
+        "examples/pretrain_hybrid.py",
+        "--nproc-per-node",
+        "2",
+        "--trian-iters",
+        "3",
+    )
     done = python("-c", WITHOUT_TORCH_A_SCRIPT, *script, ends=2)
-    said = "pretrain_hybrid.py: error: unrecognized arguments: --trian-iters 3 (--help lists"
-    assert done.stderr.startswith(said) and done.stderr.count("\n") == 1 and not done.stdout
+    said = (
+        "pretrain_hybrid.py: error: unrecognized arguments: --trian-iters 3 (--help "
+        "lists"
+    )
+    assert (
+        done.stderr.startswith(said)
+        and done.stderr.count("\n") == 1
+        and not done.stdout
+    )
 
 
 def test_launch_names_a_script_that_is_not_there_in_one_sentence(tmp_path):
     launch = "-c", WITHOUT_TORCH, "megatron_gdn.launch", "nofile.py"
     done = python(*launch, ends=2, MEGATRON_LM=str(tmp_path))
-    said = f"error: no script 'nofile.py' in {ROOT} or {tmp_path}; give the path of a file, or `git"
+    said = (
+        f"error: no script 'nofile.py' in {ROOT} or {tmp_path}; give the path of a "
+        "file, or `git"
+    )
     assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1 and ". " not in done.stderr and not done.stdout
 
@@ -118,7 +140,9 @@ def test_flags_are_printed_one_a_line_without_upstreams_warnings():
     assert all(line.endswith(" \\") for line in lines[:-1])
     echo = "import json, sys; print(json.dumps(sys.argv[1:]))"
     pasted = f"{sys.executable} -c '{echo}' {done.stdout}"
-    words = json.loads(subprocess.run(pasted, shell=True, capture_output=True, text=True).stdout)
+    words = json.loads(
+        subprocess.run(pasted, shell=True, capture_output=True, text=True).stdout
+    )
     command = import_module("megatron_gdn.models.__main__")
     model = import_module("megatron_gdn.models").find("tiny")
     assert words == command.launch_flags(model, command.parse(["tiny"]))

@@ -1,4 +1,5 @@
-"""Imports of the package run in one direction and in no circle, lazy ones and types included."""
+"""Imports of the package run in one direction and in no circle, lazy ones and types
+included."""
 
 import ast
 from collections.abc import Iterator
@@ -6,15 +7,28 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# From the bottom to the top. A file imports from its own room and from rooms below, never from a
-# neighbour in the same row. A room holds what lies in it, save what has a row of its own.
+# From the bottom to the top. A file imports from its own room and from rooms below,
+# never from a neighbour in the same row. A room holds what lies in it, save what has a
+# row of its own.
 ROOMS = [
-    ["command_line", "ops"], ["ops.delta_rule"], ["context_parallel"], ["compat"], ["mixers"],
-    ["mixers.attention"], ["gdn", "gdn2", "kda", "mamba2"],
-    ["ops.__init__"], ["inference"], ["specs"], ["hf"], ["fp32_masters", "testing", "warm_up"],
-    ["doctor", "frameworks", "models"], ["enable"], ["frameworks.verl", "launch"],
-    ["__init__"], ["__main__"],
-]  # fmt: skip
+    ["command_line", "ops"],
+    ["ops.delta_rule"],
+    ["context_parallel"],
+    ["compat"],
+    ["mixers"],
+    ["mixers.attention"],
+    ["gdn", "gdn2", "kda", "mamba2"],
+    ["ops.__init__"],
+    ["inference"],
+    ["specs"],
+    ["hf"],
+    ["fp32_masters", "testing", "warm_up"],
+    ["doctor", "frameworks", "models"],
+    ["enable"],
+    ["frameworks.verl", "launch"],
+    ["__init__"],
+    ["__main__"],
+]
 ROW = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}
 
 
@@ -25,7 +39,9 @@ def modules(root: Path) -> dict[str, Path]:
         for path in sorted(home.rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             if parts[:2] != ("megatron_gdn", "specs"):  # a link to specs
-                found[".".join(parts[1:] if parts[0] == "megatron_gdn" else parts)] = path
+                found[".".join(parts[1:] if parts[0] == "megatron_gdn" else parts)] = (
+                    path
+                )
     return found
 
 
@@ -44,7 +60,12 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
         for alias in node.names:
             whole = ".".join(part for part in [*base, alias.name] if part)
             above = ".".join(part for part in base if part)
-            candidates = [whole, f"{whole}.__init__", above, f"{above}.__init__".lstrip(".")]
+            candidates = [
+                whole,
+                f"{whole}.__init__",
+                above,
+                f"{above}.__init__".lstrip("."),
+            ]
             yield next(candidate for candidate in candidates if candidate in known)
 
 
@@ -60,7 +81,9 @@ def room(name: str) -> str:
 
 def wrong(root: Path) -> list[str]:
     known = modules(root)
-    graph = {name: set(imports(name, path, known)) - {name} for name, path in known.items()}
+    graph = {
+        name: set(imports(name, path, known)) - {name} for name, path in known.items()
+    }
     said = [
         f"{name} imports {other}: {room(other)} is not below {room(name)}"
         for name, others in sorted(graph.items())
@@ -82,7 +105,8 @@ MIXERS = ("gdn", "gdn2", "kda", "mamba2")
 
 
 def of_megatron(root: Path) -> list[str]:
-    """Files of ``ops``, and files of a mixer other than its ``layer``, that import Megatron."""
+    """Files of ``ops``, and files of a mixer other than its ``layer``, that import
+    Megatron."""
     found = []
     for name, path in modules(root).items():
         home, *inner = name.split(".")
@@ -95,7 +119,9 @@ def of_megatron(root: Path) -> list[str]:
                         imported = [module]
                     case _:
                         continue
-                found += [name for other in imported if other.split(".")[0] == "megatron"]
+                found += [
+                    name for other in imported if other.split(".")[0] == "megatron"
+                ]
     return found
 
 
@@ -105,4 +131,6 @@ def test_one_file_of_a_mixer_knows_megatron():
 
 def test_ops_names_no_mixer():
     known = modules(ROOT)
-    assert [n for n in known if n.split(".")[0] == "ops" and set(n.split(".")) & set(MIXERS)] == []
+    assert [
+        n for n in known if n.split(".")[0] == "ops" and set(n.split(".")) & set(MIXERS)
+    ] == []

@@ -1,4 +1,5 @@
-"""The head exchange: its tables, shares and packing by definition, and around another mixer."""
+"""The head exchange: its tables, shares and packing by definition, and around another
+mixer."""
 
 from types import SimpleNamespace
 
@@ -30,7 +31,9 @@ def test_a_long_sequence_needs_two_messages_per_peer_and_documents_two_each():
 
 def test_every_rank_finds_the_same_mean_fragment():
     """Ranks have different numbers of fragments: the last one's two are neighbours."""
-    waves = [route_of((64,) * 3, 4, rank, SequenceLayout.ZIGZAG)[0] for rank in range(4)]
+    waves = [
+        route_of((64,) * 3, 4, rank, SequenceLayout.ZIGZAG)[0] for rank in range(4)
+    ]
     assert [len(held) for held in waves[0].fragments] == [4, 6, 6, 3]
     assert {wave.mean_fragment for wave in waves} == {8.0}
 
@@ -50,7 +53,9 @@ class Owner(nn.Module):
         super().__init__()
         channels = heads * DIM + 2 * groups * STATE
         self.conv1d = nn.Conv1d(channels, channels, TAPS, groups=channels, bias=bias)
-        self.dt_bias, self.A_log, self.D = (nn.Parameter(torch.randn(heads)) for _ in range(3))
+        self.dt_bias, self.A_log, self.D = (
+            nn.Parameter(torch.randn(heads)) for _ in range(3)
+        )
 
 
 def adapter(heads, groups, ranks, place=0, **options):
@@ -62,11 +67,15 @@ def adapter(heads, groups, ranks, place=0, **options):
 @pytest.mark.parametrize(
     ("sizes", "local"),
     [
-        ((8, 8, 2), (4, 4, 1)), ((8, 8, 4), (2, 2, 1)), ((16, 8, 4), (4, 2, 1)),
-        ((8, 1, 2), (4, 1, 2)), ((8, 2, 4), (2, 1, 2)), ((16, 1, 4), (4, 1, 4)),
+        ((8, 8, 2), (4, 4, 1)),
+        ((8, 8, 4), (2, 2, 1)),
+        ((16, 8, 4), (4, 2, 1)),
+        ((8, 1, 2), (4, 1, 2)),
+        ((8, 2, 4), (2, 1, 2)),
+        ((16, 1, 4), (4, 1, 4)),
         ((8, 2, 1), (8, 2, 1)),
     ],
-)  # fmt: skip
+)
 def test_heads_groups_and_copies_of_a_rank(sizes, local):
     cp, _ = adapter(*sizes)
     assert (cp.num_heads_local, cp.n_groups_local, cp.group_repeat_count) == local
@@ -85,12 +94,16 @@ def test_what_cannot_be_shared_is_refused_with_what_can(sizes, said):
         adapter(*sizes)
 
 
-@pytest.mark.parametrize(("heads", "groups", "ranks"), [(8, 8, 4), (8, 2, 4), (16, 1, 4)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "ranks"), [(8, 8, 4), (8, 2, 4), (16, 1, 4)]
+)
 def test_parameters_are_read_when_asked_for_and_shared_by_section(heads, groups, ranks):
     inner, copies = heads * DIM, max(1, ranks // groups)
     for place in range(ranks):
         cp, owner = adapter(heads, groups, ranks, place)
-        x, B, C = torch.arange(len(owner.conv1d.bias)).split([inner] + 2 * [groups * STATE])
+        x, B, C = torch.arange(len(owner.conv1d.bias)).split(
+            [inner] + 2 * [groups * STATE]
+        )
         of_groups = [s.chunk(ranks // copies)[place // copies] for s in (B, C)]
         rows = torch.cat([x.chunk(ranks)[place], *of_groups])
         assert torch.equal(cp.get_conv1d_weight(), owner.conv1d.weight[rows, 0])
@@ -106,7 +119,9 @@ def test_parameters_are_read_when_asked_for_and_shared_by_section(heads, groups,
         owner.D = nn.Parameter(torch.full((heads,), 5.0))
         assert cp.get_D().eq(5).all()
         (cp.get_conv1d_weight().sum() + cp.get_A_log().sum()).backward()
-        assert owner.conv1d.weight.grad[:, 0, 0].nonzero().flatten().equal(rows.sort()[0])
+        assert (
+            owner.conv1d.weight.grad[:, 0, 0].nonzero().flatten().equal(rows.sort()[0])
+        )
         assert owner.A_log.grad.sum() == heads // ranks
 
 

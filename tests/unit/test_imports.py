@@ -36,11 +36,15 @@ def test_the_layer_needs_torch_and_megatron_alone_and_touches_no_gpu(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "GatedDeltaNet", "GatedDeltaNetSubmodules", "_split_tensor_factory",
-        "get_parameter_local_cp", "tensor_a2a_cp2hp", "tensor_a2a_hp2cp",
+        "GatedDeltaNet",
+        "GatedDeltaNetSubmodules",
+        "_split_tensor_factory",
+        "get_parameter_local_cp",
+        "tensor_a2a_cp2hp",
+        "tensor_a2a_hp2cp",
         "torch_chunk_gated_delta_rule",
     ],
-)  # fmt: skip
+)
 def test_every_name_of_upstreams_module_is_at_the_top(name):
     import megatron_gdn
 
@@ -56,7 +60,8 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_the_version_is_that_of_pyproject_installed_or_not():
-    """Without packages there is no installed one (nor torch, which it does not need)."""
+    """Without packages there is no installed one (nor torch, which it does not
+    need)."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     for options in ([], ["-S"]):
         done = python(*options, "-c", "import megatron_gdn as m; print(m.__version__)")
@@ -68,7 +73,9 @@ def test_a_wheel_holds_every_package_and_data_file_and_no_other():
     from setuptools import find_packages
 
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    found = find_packages(str(ROOT), **pyproject["tool"]["setuptools"]["packages"]["find"])
+    found = find_packages(
+        str(ROOT), **pyproject["tool"]["setuptools"]["packages"]["find"]
+    )
     files = (ROOT / "megatron_gdn").rglob("__init__.py")
     there = {".".join(path.parent.relative_to(ROOT).parts) for path in files}
     assert set(found) == there | {"megatron_gdn.specs"}

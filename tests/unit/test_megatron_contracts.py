@@ -1,4 +1,5 @@
-"""What Megatron's layers pass to a mixer and call on it, from their source (or MEGATRON_LM's)."""
+"""What Megatron's layers pass to a mixer and call on it, from their source (or
+MEGATRON_LM's)."""
 
 import ast
 import inspect
@@ -14,7 +15,14 @@ pytestmark = pytest.mark.parametrize("core", SOURCES)
 
 # Looked up in fused inference, which is attention's alone.
 _OF_ATTENTION = {"linear_qkv", "linear_proj"}
-_FOLDERS = ("transformer", "ssm", "models/common", "models/gpt", "models/hybrid", "inference")
+_FOLDERS = (
+    "transformer",
+    "ssm",
+    "models/common",
+    "models/gpt",
+    "models/hybrid",
+    "inference",
+)
 
 
 def calls(scope: ast.AST, function: str, first: str = "") -> list[ast.Call]:
@@ -30,7 +38,9 @@ def calls(scope: ast.AST, function: str, first: str = "") -> list[ast.Call]:
 def keywords(call: ast.Call, scope: ast.AST) -> set[str]:
     """A call's keywords; of ``**name`` the keys that ``scope`` writes into it."""
     named = {keyword.arg for keyword in call.keywords if keyword.arg}
-    starred = {ast.unparse(keyword.value) for keyword in call.keywords if not keyword.arg}
+    starred = {
+        ast.unparse(keyword.value) for keyword in call.keywords if not keyword.arg
+    }
     for node in ast.walk(scope):
         written = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
         if written and ast.unparse(node.value) in starred:
@@ -42,7 +52,9 @@ def parameters(core: Path, file: str, name: str, method: str) -> set[str]:
     for node in class_of(core / file, name).body:
         if isinstance(node, ast.FunctionDef) and node.name == method:
             of = node.args
-            return {a.arg for a in (*of.posonlyargs, *of.args, *of.kwonlyargs)} - {"self"}
+            return {a.arg for a in (*of.posonlyargs, *of.args, *of.kwonlyargs)} - {
+                "self"
+            }
     raise AssertionError(f"{name} has no {method}")
 
 
@@ -91,7 +103,9 @@ def test_a_mamba_layer_builds_and_calls_the_mixer(core):
     ours.bind(*positional, submodules=None, **dict.fromkeys(given))
     (called,) = calls(layer, "self.mixer")
     given = dict.fromkeys(keywords(called, layer))
-    inspect.signature(Mamba2Mixer.forward).bind(None, *[None] * len(called.args), **given)
+    inspect.signature(Mamba2Mixer.forward).bind(
+        None, *[None] * len(called.args), **given
+    )
 
 
 @pytest.mark.parametrize("method", ["__init__", "forward"])
@@ -124,9 +138,14 @@ def test_fp8_linears_have_what_the_split_and_the_padding_read(core):
     """Where Transformer Engine is missing, Megatron does not define them."""
     linears = core / "extensions/transformer_engine.py"
     for name in ("TELinear", "TELayerNormColumnParallelLinear"):
-        methods = {node.name for node in class_of(linears, name).body if hasattr(node, "name")}
+        methods = {
+            node.name for node in class_of(linears, name).body if hasattr(node, "name")
+        }
         assert {"finish_init", "will_execute_quantized"} <= methods
         assert "self.te_quant_params" in linears.read_text()
     names = {ast.unparse(node) for node in ast.walk(tree_of(core / "fp8_utils.py"))}
-    assert {"_fp8_inference_wrapped_modules.add(module)", "FP8GlobalStateManager"} <= names
+    assert {
+        "_fp8_inference_wrapped_modules.add(module)",
+        "FP8GlobalStateManager",
+    } <= names
     assert "module.forward = padded_forward" in names

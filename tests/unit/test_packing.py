@@ -27,13 +27,18 @@ def thd(q, q_padded=None, kv="q", kv_padded=None):
         return None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
 
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=tensor(q), cu_seqlens_kv=tensor(q if kv == "q" else kv),
-        cu_seqlens_q_padded=tensor(q_padded), cu_seqlens_kv_padded=tensor(kv_padded),
-    )  # fmt: skip
+        qkv_format="thd",
+        cu_seqlens_q=tensor(q),
+        cu_seqlens_kv=tensor(q if kv == "q" else kv),
+        cu_seqlens_q_padded=tensor(q_padded),
+        cu_seqlens_kv_padded=tensor(kv_padded),
+    )
 
 
 def test_padded_offsets_win_over_real_ones():
-    documents = resolve_packed_seq_params(thd([0, 3, 9], [0, 4, 12], kv_padded=[0, 4, 12]), 12, CPU)
+    documents = resolve_packed_seq_params(
+        thd([0, 3, 9], [0, 4, 12], kv_padded=[0, 4, 12]), 12, CPU
+    )
     assert documents.offsets == (0, 4, 12)
 
 
@@ -91,7 +96,9 @@ def test_a_copy_has_the_same_fixed_buffers():
 def test_fixed_buffers_may_be_the_padded_slots_of_documents():
     params = static_packed_seq_params(12, 2, device="cpu")
     params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded = (params.cu_seqlens_q,) * 2
-    params.cu_seqlens_q = params.cu_seqlens_kv = torch.tensor([0, 3, 9], dtype=torch.int32)
+    params.cu_seqlens_q = params.cu_seqlens_kv = torch.tensor(
+        [0, 3, 9], dtype=torch.int32
+    )
     documents = resolve_packed_seq_params(params, 12, CPU)
     assert documents.boundaries is params.cu_seqlens_q_padded
 
@@ -120,15 +127,21 @@ def test_boundaries_without_a_format_are_honoured(name):
 
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "THD", "thd "])
-@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_q_padded", "cu_seqlens_kv"])
+@pytest.mark.parametrize(
+    "name", ["cu_seqlens_q", "cu_seqlens_q_padded", "cu_seqlens_kv"]
+)
 def test_boundaries_in_another_format_are_refused(layout, name):
     params = PackedSeqParams(qkv_format=layout, **{name: torch.tensor([0, 5, 12])})
     with pytest.raises(ValueError, match=f"qkv_format={layout!r}.*'thd'"):
         resolve_packed_seq_params(params, 12, CPU)
 
 
-@pytest.mark.parametrize("make", [list, tuple, numpy.array, lambda x: numpy.array(x, numpy.int32)])
-@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_q_padded", "cu_seqlens_kv"])
+@pytest.mark.parametrize(
+    "make", [list, tuple, numpy.array, lambda x: numpy.array(x, numpy.int32)]
+)
+@pytest.mark.parametrize(
+    "name", ["cu_seqlens_q", "cu_seqlens_q_padded", "cu_seqlens_kv"]
+)
 def test_boundaries_that_are_no_tensors_are_refused(make, name):
     params = thd([0, 5, 12])
     setattr(params, name, make([0, 5, 12]))
@@ -136,7 +149,9 @@ def test_boundaries_that_are_no_tensors_are_refused(make, name):
         resolve_packed_seq_params(params, 12, CPU)
 
 
-@pytest.mark.parametrize("offsets", [(0, 5.0, 12), ("0", "12"), 12, numpy.array([0.0, 12.0])])
+@pytest.mark.parametrize(
+    "offsets", [(0, 5.0, 12), ("0", "12"), 12, numpy.array([0.0, 12.0])]
+)
 def test_offsets_on_the_host_are_integers(offsets):
     assert Documents.from_cu_seqlens(numpy.array([0, 5, 12]), 12).offsets == (0, 5, 12)
     with pytest.raises(TypeError, match="a sequence of integers"):
@@ -148,7 +163,10 @@ def test_offsets_on_the_host_are_integers(offsets):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (thd([0, 4, 10]), "ends at 10, which does not match the 12 .*that of all ranks before"),
+        (
+            thd([0, 4, 10]),
+            "ends at 10, which does not match the 12 .*that of all ranks before",
+        ),
         (thd([0, 4, 14]), "ends at 14"),
         (thd([2, 12]), "starts at 2"),
         (thd([0, 8, 4, 12]), "runs backwards at document 1: 8 is followed by 4"),
@@ -159,17 +177,22 @@ def test_offsets_on_the_host_are_integers(offsets):
         (thd([0, 3], [0, 4, 12]), "one slot per document"),
         (PackedSeqParams(qkv_format="THD"), "qkv_format='THD'; legal are 'thd'"),
         (PackedSeqParams(seq_idx=torch.zeros(1, 12)), "seq_idx but no cu_seqlens_q"),
-        (PackedSeqParams(cu_seqlens_q=torch.zeros(3, dtype=torch.int32, device="meta")),
-         "on the CPU or on a GPU, got .* on meta"),
+        (
+            PackedSeqParams(
+                cu_seqlens_q=torch.zeros(3, dtype=torch.int32, device="meta")
+            ),
+            "on the CPU or on a GPU, got .* on meta",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_boundaries_are_refused(params, message):
     with pytest.raises(ValueError, match=message):
         resolve_packed_seq_params(params, 12, CPU)
 
 
 def of_tokens(total, index=None, q=(0, 5, 5, 12), q_padded=None):
-    """As Megatron makes them, with ``seq_idx`` from total_tokens, unless ``index`` is given."""
+    """As Megatron makes them, with ``seq_idx`` from total_tokens, unless ``index`` is
+    given."""
     params = replace(thd(q, q_padded, kv_padded=q_padded), total_tokens=total)
     if index is not None:
         params.seq_idx = torch.tensor([index], dtype=torch.int32)
@@ -179,10 +202,13 @@ def of_tokens(total, index=None, q=(0, 5, 5, 12), q_padded=None):
 @pytest.mark.parametrize(
     "params",
     [
-        of_tokens(12), of_tokens(12, q=[0, 3, 9], q_padded=[0, 4, 12]), of_tokens(12, q=[0, 12]),
-        of_tokens(None, [0] * 5 + [1] * 7), of_tokens(None, [3] * 5 + [0] * 7),
+        of_tokens(12),
+        of_tokens(12, q=[0, 3, 9], q_padded=[0, 4, 12]),
+        of_tokens(12, q=[0, 12]),
+        of_tokens(None, [0] * 5 + [1] * 7),
+        of_tokens(None, [3] * 5 + [0] * 7),
     ],
-)  # fmt: skip
+)
 def test_a_number_of_tokens_and_numbers_of_documents_that_agree_are_accepted(params):
     assert resolve_packed_seq_params(params, 12, CPU).total_tokens == 12
     assert (params.total_tokens is None) or params.seq_idx.shape == (1, 12)
@@ -193,15 +219,28 @@ def test_a_number_of_tokens_and_numbers_of_documents_that_agree_are_accepted(par
     [
         (of_tokens(6), "total_tokens=6, and its documents have 12 tokens over all"),
         (of_tokens(13), "total_tokens=13"),
-        (of_tokens(None, [0] * 6 + [1] * 6), r"seq_idx .* not those of cu_seqlens, \[0, 5, 5, 12]"),
+        (
+            of_tokens(None, [0] * 6 + [1] * 6),
+            r"seq_idx .* not those of cu_seqlens, \[0, 5, 5, 12]",
+        ),
         (of_tokens(None, [0] * 12), "seq_idx"),
         (of_tokens(None, [0] * 5 + [1] * 6 + [2]), "seq_idx"),
         (of_tokens(None, [0] * 5 + [1]), r"seq_idx of shape \(1, 6\)"),
-        (of_tokens(12, [0] * 3 + [1] * 6 + [2] * 3, q=[0, 3, 9], q_padded=[0, 4, 12]), "seq_idx"),
-        (replace(static_packed_seq_params(12, 2, device="cpu"), total_tokens=12), "fixed buffers"),
+        (
+            of_tokens(
+                12, [0] * 3 + [1] * 6 + [2] * 3, q=[0, 3, 9], q_padded=[0, 4, 12]
+            ),
+            "seq_idx",
+        ),
+        (
+            replace(static_packed_seq_params(12, 2, device="cpu"), total_tokens=12),
+            "fixed buffers",
+        ),
     ],
-)  # fmt: skip
-def test_a_number_of_tokens_and_numbers_of_documents_that_contradict_are_refused(params, message):
+)
+def test_a_number_of_tokens_and_numbers_of_documents_that_contradict_are_refused(
+    params, message
+):
     with pytest.raises(ValueError, match=message):
         resolve_packed_seq_params(params, 12, CPU)
 
@@ -251,15 +290,28 @@ def test_other_prompts_are_refused(prompts, responses, told):
         pack_tree(prompts, responses)
 
 
-GROUPS = [([7, 8, 9], [[1, 2], [3]]), ([5], [[4, 6], [], [1], [2, 2, 2]]), ([1, 2], [[8]])]
+GROUPS = [
+    ([7, 8, 9], [[1, 2], [3]]),
+    ([5], [[4, 6], [], [1], [2, 2, 2]]),
+    ([1, 2], [[8]]),
+]
 
 
 @pytest.mark.parametrize(
     "most_tokens, multiple_of, sizes",
-    # Groups of 5, 6 and 2 tokens; in slots of two of 6, 8 and 4; a limit of 4 cuts the first two.
-    [(13, 1, [13]), (8, 1, [5, 8]), (6, 1, [5, 6, 2]), (4, 1, [4, 3, 3, 3, 2]), (12, 2, [6, 12])],
+    # Groups of 5, 6 and 2 tokens; in slots of two of 6, 8 and 4; a limit of 4 cuts the
+    # first two.
+    [
+        (13, 1, [13]),
+        (8, 1, [5, 8]),
+        (6, 1, [5, 6, 2]),
+        (4, 1, [4, 3, 3, 3, 2]),
+        (12, 2, [6, 12]),
+    ],
 )
-def test_groups_are_cut_into_micro_batches_and_come_back_in_order(most_tokens, multiple_of, sizes):
+def test_groups_are_cut_into_micro_batches_and_come_back_in_order(
+    most_tokens, multiple_of, sizes
+):
     packed = pack_groups(GROUPS, most_tokens, multiple_of=multiple_of, device="cpu")
     found = [each.tokens.shape[1] for each in packed.micro_batches]
     assert found == sizes
@@ -272,8 +324,10 @@ def test_a_group_larger_than_a_micro_batch_is_cut_between_its_responses():
     packed = pack_groups([(prompt, answers)], 6, multiple_of=2, device="cpu")
     # Slots: 2 for the prompt, then 2, 2, 4 and 2.
     assert [each.tokens.tolist() for each in packed.micro_batches] == [
-        [[1, 2, 3, 4, 3, 0]], [[1, 2, 3, 6, 6, 0]], [[1, 2, 3, 0]]
-    ]  # fmt: skip
+        [[1, 2, 3, 4, 3, 0]],
+        [[1, 2, 3, 6, 6, 0]],
+        [[1, 2, 3, 0]],
+    ]
     back = packed.unpack([each.labels for each in packed.micro_batches])
     assert [[x.tolist() for x in each] for each in back] == [answers]
 
@@ -297,15 +351,21 @@ def test_parents_are_never_lost_in_silence():
     separate.qkv_format = "thd"
     other = PackedSeqParams(qkv_format=TREE, cu_seqlens_q=params.cu_seqlens_q)
     for changed in (without, separate, other):
-        with pytest.raises(ValueError, match="come from megatron_gdn.tree_packed_seq_params"):
+        with pytest.raises(
+            ValueError, match="come from megatron_gdn.tree_packed_seq_params"
+        ):
             resolve_packed_seq_params(changed, 5, CPU)
 
 
 def test_ranks_and_recomputation_compare_the_parents():
     chain, fork = (
-        resolve_packed_seq_params(tree_packed_seq_params([3, 2, 1], parents, device="cpu"), 6, CPU)
+        resolve_packed_seq_params(
+            tree_packed_seq_params([3, 2, 1], parents, device="cpu"), 6, CPU
+        )
         for parents in ([-1, 0, 1], [-1, 0, 0])
     )
     assert chain.contents != fork.contents
-    with pytest.raises(RuntimeError, match="changed between a forward and its recomputation"):
+    with pytest.raises(
+        RuntimeError, match="changed between a forward and its recomputation"
+    ):
         chain.require_unchanged(chain.stamp, fork.stamp)

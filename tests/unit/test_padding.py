@@ -15,7 +15,8 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 2, 2]])
     ("mask", "lengths"),
     [
         ([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]], (2, 3, 1, 2, 3)),
-        ([[1, 1], [1, 1], [2, 2]], (2, 2, 2)),  # documents end with their row, whatever the next id
+        # documents end with their row, whatever the next id
+        ([[1, 1], [1, 1], [2, 2]], (2, 2, 2)),
         ([[0, 1, 1, 0, 3]], (2, 1)),  # padding in front and between, an id left out
         ([[0, 0], [0, 1]], (1,)),
         ([[0, 0]], ()),
@@ -31,7 +32,9 @@ def test_tokens_boundaries_and_longest_document():
     indices, cu_seqlens, longest = unpad_data(
         torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]])
     )
-    assert indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9] and indices.dtype == torch.int64
+    assert (
+        indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9] and indices.dtype == torch.int64
+    )
     assert cu_seqlens.tolist() == [0, 2, 5, 9] and cu_seqlens.dtype == torch.int32
     assert longest == 4 and type(longest) is int
     indices, cu_seqlens, longest = unpad_data(torch.zeros(2, 3, dtype=torch.int64))
@@ -42,7 +45,9 @@ def test_documents_lie_end_to_end_in_slots():
     tokens_SB = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23]]).T
     packed, params = pack_rows(tokens_SB, MASK)
     assert packed.tolist() == [[10], [11], [12], [20], [21], [22], [23]]
-    assert params.qkv_format == "thd" and params.max_seqlen_q == params.max_seqlen_kv == 3
+    assert (
+        params.qkv_format == "thd" and params.max_seqlen_q == params.max_seqlen_kv == 3
+    )
     for cu_seqlens in (params.cu_seqlens_q, params.cu_seqlens_kv):
         assert cu_seqlens.tolist() == [0, 3, 5, 7] and cu_seqlens.dtype == torch.int32
     assert params.cu_seqlens_q_padded is None and params.cu_seqlens_kv_padded is None
@@ -63,13 +68,18 @@ def masks(draw):
     for _ in range(draw(st.integers(1, 3))):
         row, last = [], 0
         for length, pad, step in draw(
-            st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2), st.integers(1, 2)), max_size=3)
+            st.lists(
+                st.tuples(st.integers(1, 5), st.integers(0, 2), st.integers(1, 2)),
+                max_size=3,
+            )
         ):
             last += step
             row += [0] * pad + [last] * length
         rows.append(row)
     width = max(map(len, rows)) + draw(st.integers(0, 2))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64)
+    return torch.tensor(
+        [row + [0] * (width - len(row)) for row in rows], dtype=torch.int64
+    )
 
 
 def packed_by_a_loop(x_SBD, mask, multiple_of):
@@ -101,7 +111,8 @@ def test_packing_is_what_a_loop_does_and_unpacking_is_its_inverse(mask, multiple
     back = unpack_rows(packed, mask, multiple_of=multiple_of)
     assert torch.equal(back, x.detach().where(keep_SB[..., None], 0.0))
     weight = torch.randn_like(back)
-    weight[~keep_SB] = torch.nan  # as where a loss divides by the number of padding's tokens
+    # as where a loss divides by the number of padding's tokens
+    weight[~keep_SB] = torch.nan
     (gradient,) = torch.autograd.grad(back, x, weight)
     assert torch.equal(gradient, weight.where(keep_SB[..., None], 0.0))
 
@@ -127,7 +138,9 @@ def test_tables_do_not_follow_the_default_device():
     with torch.device("meta"):  # stands for a GPU; what comes up there has no values
         packed, params = pack_rows(x, MASK, multiple_of=4)
         back = unpack_rows(packed, MASK, multiple_of=4)
-        assert unpad_data(MASK)[1].tolist() == params.cu_seqlens_q.tolist() == [0, 3, 5, 7]
+        assert (
+            unpad_data(MASK)[1].tolist() == params.cu_seqlens_q.tolist() == [0, 3, 5, 7]
+        )
     assert torch.equal(back, x * (MASK > 0).T[..., None])
 
 
@@ -170,7 +183,10 @@ def test_shapes_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize(
     ("mask", "what"),
-    [([[1, 1, 0]], "a list"), (torch.ones(1, 3, dtype=torch.int, device="meta"), "meta device")],
+    [
+        ([[1, 1, 0]], "a list"),
+        (torch.ones(1, 3, dtype=torch.int, device="meta"), "meta device"),
+    ],
 )
 def test_what_holds_no_ids_is_refused(mask, what):
     with pytest.raises(ValueError, match=f"tensor of integers.*{what}"):

@@ -20,7 +20,12 @@ def cases_of(script):
 
 def records_of(script, **losses):
     return {
-        name: {"case": name, "layer": "", "gpus": 4, "losses": {4: 8.0, 5: 4.0, 6: value}}
+        name: {
+            "case": name,
+            "layer": "",
+            "gpus": 4,
+            "losses": {4: 8.0, 5: 4.0, 6: value},
+        }
         for name, value in losses.items()
     }
 
@@ -46,7 +51,9 @@ def test_a_launch_that_changes_the_layer_may_be_twice_as_far_as_the_layers_are(s
 
 def test_equal_bits_are_asked_of_the_deterministic_launch(script):
     records = records_of(script, dense=2.0, upstream=2.0, deterministic=2.0)
-    records |= records_of(script, **{"upstream-tp4": 1.0, "deterministic again": 2.000001})
+    records |= records_of(
+        script, **{"upstream-tp4": 1.0, "deterministic again": 2.000001}
+    )
     (said,) = script.hold(records, cases_of(script))
     assert said.startswith("deterministic again") and said.endswith("0.0e+00 allowed")
 
@@ -57,8 +64,9 @@ def test_a_launch_that_failed_or_ended_early_is_named(script):
     records["tp4"]["failed"] = "killed after 120 s"
     del records["dp4"]["losses"][6]
     assert script.hold(records, cases_of(script)) == [
-        "tp4: killed after 120 s", "dp4: None from dense, 2.0e-02 allowed"
-    ]  # fmt: skip
+        "tp4: killed after 120 s",
+        "dp4: None from dense, 2.0e-02 allowed",
+    ]
 
 
 def test_without_megatrons_own_layer_nothing_is_held(script):
@@ -72,12 +80,27 @@ def test_records_become_rows_of_the_table_of_launches(script, tmp_path, monkeypa
     monkeypatch.setattr(record, "PAGE", tmp_path / "page.md")
     (tmp_path / "launches.jsonl").write_text("")
     (tmp_path / "page.md").write_text("<!-- launches -->\n<!-- end -->\n")
-    setting = {"environment": {"torch": "2.11.0", "megatron-lm": "f8837c04ef"}, "date": "a day"}
+    setting = {
+        "environment": {"torch": "2.11.0", "megatron-lm": "f8837c04ef"},
+        "date": "a day",
+    }
     setting["divide"] = 4
     lines = [
-        {"case": "tp4", "gpus": 4, "flags": "--tp 4", "held_to": "dense", "distance": 0.0012},
+        {
+            "case": "tp4",
+            "gpus": 4,
+            "flags": "--tp 4",
+            "held_to": "dense",
+            "distance": 0.0012,
+        },
         {"case": "dense", "gpus": 1, "flags": ""},
-        {"case": "kda-divided", "gpus": 4, "flags": "", "held_to": "kda", "failed": "died"},
+        {
+            "case": "kda-divided",
+            "gpus": 4,
+            "flags": "",
+            "held_to": "kda",
+            "failed": "died",
+        },
     ]
     file = tmp_path / "gpus.jsonl"
     file.write_text("".join(json.dumps(line | setting) + "\n" for line in lines))
@@ -85,7 +108,10 @@ def test_records_become_rows_of_the_table_of_launches(script, tmp_path, monkeypa
     page = (tmp_path / "page.md").read_text()
     assert "| `pretrain_hybrid.py` | 4 | `--tp 4` | one GPU | 1e-03 |" in page
     assert "| `pretrain_hybrid.py` | 1 | `` |  | trains |" in page
-    assert "| `megatron_gdn.launch pretrain_hybrid.py` | 4 | `` | one GPU | fails |" in page
+    assert (
+        "| `megatron_gdn.launch pretrain_hybrid.py` | 4 | `` | one GPU | fails |"
+        in page
+    )
 
 
 def test_the_table_says_where_a_launch_went_on_from_and_what_it_is_held_to(script):
@@ -100,6 +126,9 @@ def test_the_table_says_where_a_launch_went_on_from_and_what_it_is_held_to(scrip
     assert words("tp4") == ("", "one GPU")
     assert words("experts-upstream") == ("", "")
     assert words("deterministic again") == ("", "the same launch")
-    assert words("killed, resumed") == ("--load, killed while it saved", "the run that saved")
+    assert words("killed, resumed") == (
+        "--load, killed while it saved",
+        "the run that saved",
+    )
     saved_by = f"--load, saved by {script.TP2_CP2}"
     assert words("tp2-cp2 to upstream") == (saved_by, "the run that saved")

@@ -1,6 +1,8 @@
-"""Tables of chunkwise context parallelism against their definition, played out on the host.
+"""Tables of chunkwise context parallelism against their definition, played out on the
+host.
 
-Of documents that the host knows, and of one set of fixed buffers that is filled again and again.
+Of documents that the host knows, and of one set of fixed buffers that is filled again
+and again.
 """
 
 from dataclasses import dataclass
@@ -31,7 +33,8 @@ MOST = 7  # documents
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """All N non-empty pieces of a stream, in stream order; int64 tensors on the host."""
+    """All N non-empty pieces of a stream, in stream order; int64 tensors on the
+    host."""
 
     start: Tensor  # in the stream
     length: Tensor  # at least 1
@@ -77,7 +80,8 @@ def pieces_of(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
 
 @st.composite
 def fills(draw):
-    """(several sets of documents of one buffer, cp, layout): any lengths that the layout allows."""
+    """(several sets of documents of one buffer, cp, layout): any lengths that the
+    layout allows."""
     cp, layout = draw(st.integers(2, 5)), draw(st.sampled_from(SequenceLayout))
     unit = cp if layout is SequenceLayout.CONTIGUOUS else 2 * cp
     total = unit * draw(st.integers(1, 12))
@@ -91,7 +95,8 @@ def fills(draw):
 
 
 def tables_of(sets, make):
-    """For each set of documents, what ``make`` makes of them, and of the buffers once filled."""
+    """For each set of documents, what ``make`` makes of them, and of the buffers once
+    filled."""
     static = StaticDocuments(sum(sets[0]), MOST)
     first = make(static)
     for lengths in sets:
@@ -102,9 +107,15 @@ def tables_of(sets, make):
 
 
 def played_out(rows_by_rank, send_counts, size):
-    """What every rank receives when rank r sends ``send_counts[r][t]`` of its rows to t."""
-    messages = [x.split(list(n)) for x, n in zip(rows_by_rank, send_counts, strict=True)]
-    return [torch.cat([messages[giver][taker] for giver in range(size)]) for taker in range(size)]
+    """What every rank receives when rank r sends ``send_counts[r][t]`` of its rows to
+    t."""
+    messages = [
+        x.split(list(n)) for x, n in zip(rows_by_rank, send_counts, strict=True)
+    ]
+    return [
+        torch.cat([messages[giver][taker] for giver in range(size)])
+        for taker in range(size)
+    ]
 
 
 @settings(deadline=None, max_examples=40)
@@ -113,7 +124,10 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
     (sets, cp, layout), past = fill, taps - 1
 
     def make(documents):
-        return [history_route(documents, Cutting(cp, layout, rank), taps) for rank in range(cp)]
+        return [
+            history_route(documents, Cutting(cp, layout, rank), taps)
+            for rank in range(cp)
+        ]
 
     for lengths, known, routes in tables_of(sets, make):
         pieces = pieces_of(lengths, cp, layout)
@@ -121,24 +135,30 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
             assert known and routes == [None] * cp and (pieces.seen == 0).all()
             continue
         sends, receives = ([x[i] for x in routes] for i in (1, 2))
-        assert [list(x) for x in zip(*sends, strict=True)] == [list(x) for x in receives]
+        assert [list(x) for x in zip(*sends, strict=True)] == [
+            list(x) for x in receives
+        ]
         held = [local_indices(lengths, cp, rank, layout) for rank in range(cp)]
         rows = [mine[route.send_rows] for mine, route in zip(held, routes, strict=True)]
         received, returning = played_out(rows, sends, cp), []
         expected = torch.zeros(sum(lengths), dtype=torch.float64)
         for rank, table in enumerate(route.table for route in routes):
             assert len(received[rank]) == sum(receives[rank])
-            # Every piece that continues a document: the rows before it, and its first ones.
+            # Every piece that continues a document: the rows before it, and its first
+            # ones.
             continued = [p for p in pieces.held_by(rank).tolist() if pieces.seen[p]]
             there = (table.edge[:, 0] >= 0).nonzero().flatten()
             assert len(there) == len(continued)
             assert (table.before[table.edge[:, 0] < 0] == -1).all()
             assert (table.edge[table.edge[:, 0] < 0] == -1).all()
             assert len(table.edge) == len(there) or not known
-            gradient = torch.rand(len(there), past, dtype=torch.float64)  # newest history first
+            # newest history first
+            gradient = torch.rand(len(there), past, dtype=torch.float64)
             back = torch.full((len(received[rank]),), torch.nan, dtype=torch.float64)
             place = torch.full((len(held[rank]),), -1)
-            for line, piece, of_piece in zip(there.tolist(), continued, gradient, strict=True):
+            for line, piece, of_piece in zip(
+                there.tolist(), continued, gradient, strict=True
+            ):
                 history, edge = table.before[line].tolist(), table.edge[line].tolist()
                 start, seen, length = (
                     int(x[piece]) for x in (pieces.start, pieces.seen, pieces.length)
@@ -151,7 +171,9 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
                 assert history[of_document:] == [-1] * (past - of_document)
                 for age, row in enumerate(history[:of_document]):
                     assert received[rank][row] == start - 1 - age
-                    assert back[row].isnan(), "every row that is read is read by one piece"
+                    assert back[row].isnan(), (
+                        "every row that is read is read by one piece"
+                    )
                     back[row] = of_piece[age]
                     expected[start - 1 - age] += of_piece[age]
             assert not (known and back.isnan().any()), "every row that arrives is read"
@@ -166,18 +188,23 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
             tokens, sources = lines[:, 0], lines[:, 1:]
             assert len(tokens) == len(tokens.unique())
             total[held[rank][tokens]] += pool[sources].sum(1)
-        torch.testing.assert_close(total, expected)  # no NaN: no row that nobody read is added
+        # no NaN: no row that nobody read is added
+        torch.testing.assert_close(total, expected)
 
 
 @settings(deadline=None, max_examples=40)
 @given(fills(), st.integers(1, 3))
 def test_states_enter_every_piece_as_one_rank_would_have_them(fill, rows):
-    """Scalar states: S_out = a S_in + b per piece; the chain by hand against the tables."""
+    """Scalar states: S_out = a S_in + b per piece; the chain by hand against the
+    tables."""
     (sets, cp, layout), nodes = fill, Cutting(*fill[1:], 0).nodes
 
     def make(documents):
         count = rows if documents.known else 1
-        return [state_table(documents, Cutting(cp, layout, rank), count) for rank in range(cp)]
+        return [
+            state_table(documents, Cutting(cp, layout, rank), count)
+            for rank in range(cp)
+        ]
 
     for lengths, known, tables in tables_of(sets, make):
         require_states(lengths, cp, layout, nodes, tables, rows if known else 1, known)
@@ -214,14 +241,26 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
         x[:, : len(h)] = maps[:, h]
     mine = [x.flatten(0, 1)[..., None, None, None] for x in mine]  # [N, 2, 1, 1, 1]
     both = list(zip(mine, tables, strict=True))
-    a = [_select_pieces(m[:, 0], t.last, t.passes).view(t.node_count, -1) for m, t in both]
-    b = [_select_pieces(m[:, 1], t.last, t.leaves).view(t.node_count, -1) for m, t in both]
-    d = [_select_pieces(m[:, 1], t.first, t.enters).view(t.node_count, -1) for m, t in both]
+    a = [
+        _select_pieces(m[:, 0], t.last, t.passes).view(t.node_count, -1)
+        for m, t in both
+    ]
+    b = [
+        _select_pieces(m[:, 1], t.last, t.leaves).view(t.node_count, -1)
+        for m, t in both
+    ]
+    d = [
+        _select_pieces(m[:, 1], t.first, t.enters).view(t.node_count, -1)
+        for m, t in both
+    ]
     forward, backward = chain(nodes, a, b), chain(nodes.backwards(), a, d)
     for j in range(1, n - 1):  # the maps of the ends are not followed
         cut_at = [False, False]
         if tables[0].cuts is not None:
-            cut_at = [cuts.at(at) for cuts, at in zip(tables[0].cuts, (j, n - 1 - j), strict=True)]
+            cut_at = [
+                cuts.at(at)
+                for cuts, at in zip(tables[0].cuts, (j, n - 1 - j), strict=True)
+            ]
         is_cut = (a[nodes.hosts[j]][nodes.slots[j]] == 0).all()
         if layout is SequenceLayout.ZIGZAG:  # a chain is one document
             assert tables[0].cuts is None and (not is_cut or not known)
@@ -239,9 +278,12 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
             assert torch.equal(tokens, torch.cat(last))
             assert list(pieces_alone.lengths) == [len(x) for x in last]
         for states, index, right in (
-            (forward, table.first, entering), (backward, table.last, leaving)
-        ):  # fmt: skip
-            got = _scatter_to_pieces(states[rank].flatten(), index, rows * count).view(rows, count)
+            (forward, table.first, entering),
+            (backward, table.last, leaving),
+        ):
+            got = _scatter_to_pieces(states[rank].flatten(), index, rows * count).view(
+                rows, count
+            )
             torch.testing.assert_close(got[:, :here], right[:, held[rank]])
             assert not got[:, here:].any()
 
@@ -265,9 +307,20 @@ def test_the_two_parts_of_one_tensor_are_not_copied():
         lambda x: (x[:1, ..., :5], x[1:, ..., 5:]),
         lambda x: (x.transpose(0, 1)[..., :5], x.transpose(0, 1)[..., 5:]),
     ],
-    ids=["apart", "reversed", "transposed", "gap", "other tensor", "other rows", "other order"],
+    ids=[
+        "apart",
+        "reversed",
+        "transposed",
+        "gap",
+        "other tensor",
+        "other rows",
+        "other order",
+    ],
 )
 def test_whatever_else_they_are_the_result_is_theirs(split):
     local, through = split(torch.randn(2, 3, 4, 9))
     packed = join_maps(local, through)
-    assert torch.equal(packed, torch.cat([local, through], dim=-1)) and packed.is_contiguous()
+    assert (
+        torch.equal(packed, torch.cat([local, through], dim=-1))
+        and packed.is_contiguous()
+    )

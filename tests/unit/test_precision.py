@@ -58,7 +58,9 @@ def test_a_module_from_the_meta_device_keeps_dtype_and_mark(swap):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_rounded_parameter_is_named_once_per_load(caplog, dtype):
     model = nn.Sequential(Small(), Small())
-    state = {k: v.to(dtype) if "A_log" in k else v for k, v in model.state_dict().items()}
+    state = {
+        k: v.to(dtype) if "A_log" in k else v for k, v in model.state_dict().items()
+    }
     for _ in range(2):
         caplog.clear()
         model.load_state_dict(state)
@@ -71,17 +73,22 @@ def test_a_rounded_parameter_is_named_once_per_load(caplog, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wide"), [(torch.bfloat16, F32), (torch.float16, F32), (F32, F32), (F64, F64)]
+    ("dtype", "wide"),
+    [(torch.bfloat16, F32), (torch.float16, F32), (F32, F32), (F64, F64)],
 )
 def test_what_is_assigned_is_fp32_or_wider(dtype, wide):
     module = Small("meta")
     state = {
-        key: torch.rand(value.shape, dtype=dtype) for key, value in module.state_dict().items()
+        key: torch.rand(value.shape, dtype=dtype)
+        for key, value in module.state_dict().items()
     }
     given = dict(state)
     module.load_state_dict(state, assign=True)
     assert module.A_log.dtype == wide and module.weight.dtype == dtype
-    assert torch.equal(module.A_log, given["A_log"].to(wide)) and state["A_log"] is given["A_log"]
+    assert (
+        torch.equal(module.A_log, given["A_log"].to(wide))
+        and state["A_log"] is given["A_log"]
+    )
     assert module.A_log.keep_in_fp32
     module.require_fp32_parameters()
 

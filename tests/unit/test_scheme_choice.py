@@ -1,4 +1,5 @@
-"""The price of both context-parallel schemes, by hand, and which ranks share a machine."""
+"""The price of both context-parallel schemes, by hand, and which ranks share a
+machine."""
 
 import math
 from dataclasses import replace
@@ -7,7 +8,10 @@ import pytest
 import torch
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel.agreement import largest_shared_run, ranks_per_machine
+from megatron_gdn.context_parallel.agreement import (
+    largest_shared_run,
+    ranks_per_machine,
+)
 from megatron_gdn.context_parallel.price import (
     ACROSS,
     FIXED,
@@ -28,7 +32,9 @@ MAP = 32 * 128 * 256 * 4  # 4.19 MB: one map of 32 heads
 
 def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", dims=QWEN, n=None):
     inside, layout = dims.layout.share(cp), SequenceLayout.parse(layout)
-    return price(dims.heads.state, inside, cp, layout, tokens, rows, lengths, 2, n or cp)
+    return price(
+        dims.heads.state, inside, cp, layout, tokens, rows, lengths, 2, n or cp
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,9 @@ def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", dims=QWEN, n=None)
     ],
 )
 def test_chunkwise_pays_for_maps_and_for_computing_them(cp, per_rank, nodes, case):
-    exchange = 1.5 * (cp - 1) / cp * per_rank * MAP / WITHIN + 2 * LATENCY + nodes * STEP
+    exchange = (
+        1.5 * (cp - 1) / cp * per_rank * MAP / WITHIN + 2 * LATENCY + nodes * STEP
+    )
     local = 16384 // cp * case.get("rows", 1)
     total = exchange + MAP * SUMMARY * local + FIXED
     assert priced(cp, 16384, **case).chunkwise == pytest.approx(total, rel=1e-12)
@@ -55,7 +63,9 @@ def test_a_map_of_a_rule_that_mixes_no_rows_has_one_column_beside_the_state():
     decays = QWEN.heads.state._replace(diagonal=True)
     b = 2 * 32 * 128 * (128 + 1) * 4
     received, steps = map_exchange_traffic(decays, 4, SequenceLayout.ZIGZAG, 1, None)
-    assert received == pytest.approx((1 + 128 / 129) * 3 / 4 * b, rel=1e-12) and steps == 8
+    assert (
+        received == pytest.approx((1 + 128 / 129) * 3 / 4 * b, rel=1e-12) and steps == 8
+    )
 
 
 def test_long_sequences_go_chunkwise_and_many_short_documents_headwise():
@@ -72,7 +82,8 @@ def by_hand(s, cp, n, heads, layout):
     def wire(received):
         return max(received * (1 - outside) / WITHIN, received * outside / ACROSS)
 
-    # q, k, v, z, b, a of one rank; ranks share a key head if there are more ranks than key heads.
+    # q, k, v, z, b, a of one rank; ranks share a key head if there are more ranks than
+    # key heads.
     row = 2 * 128 * max(key_heads // cp, 1) + (2 * 128 + 2) * value_heads // cp
     headwise = wire((cp - 1) * s * (row + 128 * value_heads // cp) * 2)
     one_map, per_rank = value_heads * 128 * 256 * 4, 1 if layout == "contiguous" else 2
@@ -103,8 +114,8 @@ def test_auto_takes_the_cheaper_over_machines_of_eight(cp, layout):
 @pytest.mark.parametrize("s", [2048, 4096, 6144, 16384])
 @pytest.mark.parametrize("cp", [16, 32])
 def test_headwise_is_not_taken_where_a_layer_is_faster_chunkwise(s, cp):
-    """By the formula of a whole layer in ``docs/context_parallel.md`` 1.39 times at least, over
-    machines of 8."""
+    """By the formula of a whole layer in ``docs/context_parallel.md`` 1.39 times at
+    least, over machines of 8."""
     assert priced(cp, cp * s, n=8).cheaper is LinearCpMode.CHUNKWISE
 
 
@@ -131,7 +142,14 @@ class Group:
 
 @pytest.mark.parametrize(
     ("machines", "ranks"),
-    [("aaaa", 4), ("aabb", 2), ("aaaabb", 2), ("aaaaaaaabbbb", 4), ("aab", 1), ("abab", 1)],
+    [
+        ("aaaa", 4),
+        ("aabb", 2),
+        ("aaaabb", 2),
+        ("aaaaaaaabbbb", 4),
+        ("aab", 1),
+        ("abab", 1),
+    ],
 )
 def test_no_stretch_of_ranks_is_on_two_machines(machines, ranks):
     assert largest_shared_run(machines) == ranks

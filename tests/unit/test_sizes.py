@@ -1,4 +1,5 @@
-"""Layouts and sizes of mixers: how they are shared out, and what is refused, with what can be."""
+"""Layouts and sizes of mixers: how they are shared out, and what is refused, with what
+can be."""
 
 import math
 from types import SimpleNamespace
@@ -6,16 +7,24 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_gdn import GDNDims
-from megatron_gdn.mamba2.sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments
+from megatron_gdn.mamba2.sizes import (
+    Mamba2Dims,
+    check_ranges,
+    refuse_unsupported_arguments,
+)
 from megatron_gdn.mixers.fp8 import require_fp8_widths
 from megatron_gdn.ops.delta_rule.base import require_even_groups
 from megatron_gdn.ops.layout import Layout, Section, SizeError
 from tests.gdn_mixer import gdn_dims
 
 QWEN3_NEXT = SimpleNamespace(
-    hidden_size=2048, linear_num_key_heads=16, linear_num_value_heads=32,
-    linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
-)  # fmt: skip
+    hidden_size=2048,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+)
 
 
 def test_sizes_of_qwen3_next():
@@ -48,11 +57,14 @@ def test_ranks_up_to_the_number_of_value_heads_can_share_them():
         (3, 6, "1, 3, 6"),
     ],
 )
-def test_head_counts_that_cannot_be_shared_list_those_that_can(key_heads, value_heads, legal):
+def test_head_counts_that_cannot_be_shared_list_those_that_can(
+    key_heads, value_heads, legal
+):
     config = {
-        **vars(QWEN3_NEXT), "linear_num_key_heads": key_heads,
+        **vars(QWEN3_NEXT),
+        "linear_num_key_heads": key_heads,
         "linear_num_value_heads": value_heads,
-    }  # fmt: skip
+    }
     dims = GDNDims.from_config(SimpleNamespace(**config))
     legal_sizes = [int(size) for size in legal.split(", ")]
     for ranks in range(1, 2 * value_heads):
@@ -62,9 +74,13 @@ def test_head_counts_that_cannot_be_shared_list_those_that_can(key_heads, value_
             per_key_head, held = value_heads // key_heads, share.heads("value")
             for rank in range(ranks):
                 heads = range(value_heads)[rank * held :][:held]
-                assert len({head // per_key_head for head in heads}) == share.heads("key")
+                assert len({head // per_key_head for head in heads}) == share.heads(
+                    "key"
+                )
         else:
-            with pytest.raises(SizeError, match=f"context_parallel_size={ranks} .*of {legal}\\."):
+            with pytest.raises(
+                SizeError, match=f"context_parallel_size={ranks} .*of {legal}\\."
+            ):
                 dims.layout.share(ranks)
 
 
@@ -88,9 +104,13 @@ def test_fp8_alignment_is_checked_on_the_local_width_without_the_gates():
     assert dims.shard(8).layout.width % 16 and not dims.shard(8).layout.main_width % 16
     for ranks in (1, 4, 8, 16):
         require_fp8_widths(dims.shard(ranks).layout, 16)
-    with pytest.raises(SizeError, match=r"multiples of 1000, but in_proj .* has 1536 columns"):
+    with pytest.raises(
+        SizeError, match=r"multiples of 1000, but in_proj .* has 1536 columns"
+    ):
         require_fp8_widths(dims.shard(8).layout, 1000)
-    with pytest.raises(ValueError, match=r"the input of out_proj has 512 columns .*remainder 512"):
+    with pytest.raises(
+        ValueError, match=r"the input of out_proj has 512 columns .*remainder 512"
+    ):
         require_fp8_widths(dims.shard(8).layout, 768)
 
 
@@ -109,16 +129,22 @@ def config(**changes):
 def test_sizes_come_from_the_config_or_from_expand():
     assert Mamba2Dims.from_config(config(), 6, 4, 2) == dims()
     assert Mamba2Dims.from_config(config(mamba_num_heads=None), 6, 4, 2).num_heads == 4
-    with pytest.raises(ValueError, match="gives 14 channels, which do not divide into heads of"):
+    with pytest.raises(
+        ValueError, match="gives 14 channels, which do not divide into heads of"
+    ):
         Mamba2Dims.from_config(config(mamba_num_heads=None), 7, 4, 2)
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(SizeError, match="num_heads=6 is not a multiple of num_groups=4"):
+    with pytest.raises(
+        SizeError, match="num_heads=6 is not a multiple of num_groups=4"
+    ):
         dims(num_heads=6)
     with pytest.raises(ValueError, match="head_dim=None is not a size"):
         dims(head_dim=None)
-    with pytest.raises(SizeError, match="size=8 cannot split 4 groups of 8 .* use one of 1, 2, 4"):
+    with pytest.raises(
+        SizeError, match="size=8 cannot split 4 groups of 8 .* use one of 1, 2, 4"
+    ):
         dims().shard(8)
     require_fp8_widths(dims().layout, 8)  # 24 + 24 + 20 + 20 = 88 columns before dt
     with pytest.raises(SizeError, match="multiples of 16, but in_proj .* 88 columns"):
@@ -147,7 +173,8 @@ def test_ranges_must_be_drawable():
 
 
 def test_a_caller_of_either_kind_catches_a_wrong_size():
-    """Megatron's mixers raise an AssertionError; the tests of each refusal ask for a SizeError."""
+    """Megatron's mixers raise an AssertionError; the tests of each refusal ask for a
+    SizeError."""
     assert issubclass(SizeError, ValueError) and issubclass(SizeError, AssertionError)
     with pytest.raises(SizeError, match="num_value_heads=8 is not a multiple"):
         gdn_dims(24, 3, 8, 8, 12)
@@ -177,7 +204,9 @@ def test_columns_follow_each_other_in_storage_order():
     assert MAMBA.conv_width == 60 and MAMBA.state_heads == 12
 
 
-@pytest.mark.parametrize(("ranks", "groups", "copies"), [(2, 1, 1), (4, 1, 2), (12, 1, 6)])
+@pytest.mark.parametrize(
+    ("ranks", "groups", "copies"), [(2, 1, 1), (4, 1, 2), (12, 1, 6)]
+)
 def test_ranks_beyond_the_groups_hold_copies_of_them(ranks, groups, copies):
     share = MAMBA.share(ranks)
     assert (share.heads("head"), share.heads("group")) == (12 // ranks, groups)

@@ -4,7 +4,12 @@ import warnings
 
 import pytest
 
-from megatron_gdn.compat.tested import TESTED, VersionRange, warn_of_untested, why_untested
+from megatron_gdn.compat.tested import (
+    TESTED,
+    VersionRange,
+    warn_of_untested,
+    why_untested,
+)
 
 
 @pytest.fixture
@@ -16,13 +21,21 @@ def pair(monkeypatch):
 @pytest.mark.parametrize(
     ("version", "tested"),
     [
-        ("2.8", True), ("2.8.1", True), ("2.15.0+cu130", True), ("2.15.3", True),
-        ("2.7.1", False), ("2.16.0a0+git1234", False), ("3.0", False), ("1.20", False),
+        ("2.8", True),
+        ("2.8.1", True),
+        ("2.15.0+cu130", True),
+        ("2.15.3", True),
+        ("2.7.1", False),
+        ("2.16.0a0+git1234", False),
+        ("3.0", False),
+        ("1.20", False),
     ],
-)  # fmt: skip
+)
 def test_versions_are_compared_by_their_first_two_numbers(pair, version, tested):
     why = why_untested("some-package", version)
-    assert why == (None if tested else f"tested with some-package 2.8 to 2.15, this is {version}")
+    assert why == (
+        None if tested else f"tested with some-package 2.8 to 2.15, this is {version}"
+    )
 
 
 def test_a_range_of_one_version_is_named_once():
@@ -41,5 +54,7 @@ def test_an_untested_version_is_warned_of_once_in_one_line(pair):
         warn_of_untested("some-package", "2.16.1")
         warn_of_untested("some-package", "2.16.1")
     (said,) = (str(one.message) for one in warned)
-    assert said.startswith("megatron_gdn was tested with some-package 2.8 to 2.15, this is 2.16.1.")
+    assert said.startswith(
+        "megatron_gdn was tested with some-package 2.8 to 2.15, this is 2.16.1."
+    )
     assert "\n" not in said

@@ -1,4 +1,5 @@
-"""The workflows of the repository run commands that are documented, and only a tag publishes."""
+"""The workflows of the repository run commands that are documented, and only a tag
+publishes."""
 
 import json
 import re
@@ -16,7 +17,9 @@ from tests.processes import ROOT
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 RELEASE = GITHUB / "workflows" / "release.yml"
-PUBLISHING = re.compile(r"pypi-publish|twine upload|(uv|hatch|flit|poetry) publish|gh release")
+PUBLISHING = re.compile(
+    r"pypi-publish|twine upload|(uv|hatch|flit|poetry) publish|gh release"
+)
 
 
 def parsed(path: Path) -> dict:
@@ -28,7 +31,9 @@ def steps_of(workflow: dict) -> list[dict]:
 
 
 def commands_in(workflow: dict) -> list[str]:
-    return [line for step in steps_of(workflow) for line in lines_of(step.get("run", ""))]
+    return [
+        line for step in steps_of(workflow) for line in lines_of(step.get("run", ""))
+    ]
 
 
 def may_publish(job: dict) -> bool:
@@ -57,7 +62,9 @@ def test_every_command_is_a_target_of_make_or_of_the_page_of_releases(path):
     makefile = (ROOT / "Makefile").read_text()
     (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
     targets = phony.split()
-    page = [line for b in blocks_of(ROOT / "docs/releasing.md") for line in lines_of(b.code)]
+    page = [
+        line for b in blocks_of(ROOT / "docs/releasing.md") for line in lines_of(b.code)
+    ]
     commands = commands_in(parsed(path))
     assert commands
     for command in commands:
@@ -71,7 +78,9 @@ def test_every_command_is_a_target_of_make_or_of_the_page_of_releases(path):
 
 
 def test_the_page_of_releases_has_the_commands_of_the_workflow_in_their_order():
-    page = [line for b in blocks_of(ROOT / "docs/releasing.md") for line in lines_of(b.code)]
+    page = [
+        line for b in blocks_of(ROOT / "docs/releasing.md") for line in lines_of(b.code)
+    ]
     assert commands_in(parsed(RELEASE)) == page
 
 
@@ -109,9 +118,15 @@ def test_the_versions_that_are_tested_are_the_green_rows_of_the_page():
     green = [row["row"] for row in map(json.loads, lines) if row["result"] == "green"]
     pinned = (ROOT / ".python-version").read_text().strip()
     wanted = {(pinned, "")}
-    wanted |= {(row.partition("==")[2], "") for row in green if row.startswith("python==")}
-    wanted |= {(pinned, row.partition("==")[2]) for row in green if row.startswith("torch==")}
-    matrix = parsed(GITHUB / "workflows/test.yml")["jobs"]["test"]["strategy"]["matrix"]["include"]
+    wanted |= {
+        (row.partition("==")[2], "") for row in green if row.startswith("python==")
+    }
+    wanted |= {
+        (pinned, row.partition("==")[2]) for row in green if row.startswith("torch==")
+    }
+    matrix = parsed(GITHUB / "workflows/test.yml")["jobs"]["test"]["strategy"][
+        "matrix"
+    ]["include"]
     assert {(row["python"], row["torch"]) for row in matrix} == wanted
 
 

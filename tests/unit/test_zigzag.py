@@ -43,7 +43,9 @@ def test_whole_buffer_layouts_take_documents_of_any_length(cp, units, data):
         buffer = local_indices(lengths, cp, rank, SequenceLayout.ZIGZAG_BUFFER)
         assert torch.equal(buffer, zigzag_by_definition([total], cp, rank))
         piece = local_indices(lengths, cp, rank, SequenceLayout.CONTIGUOUS)
-        assert torch.equal(piece, torch.arange(total).chunk(cp)[rank] if total else piece)
+        assert torch.equal(
+            piece, torch.arange(total).chunk(cp)[rank] if total else piece
+        )
 
 
 @settings(deadline=None)
@@ -57,7 +59,8 @@ def test_every_token_is_held_by_exactly_one_rank(cp, units, layout):
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_torchs_own_context_parallelism_cuts_sequences_likewise(cp):
-    """What ``torch.distributed.tensor.experimental.context_parallel`` shards buffers by."""
+    """What ``torch.distributed.tensor.experimental.context_parallel`` shards buffers
+    by."""
     module = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
     balancer = getattr(pytest.importorskip(module), "_HeadTailLoadBalancer", None)
     if balancer is None:
@@ -87,7 +90,9 @@ def test_lengths_that_divide_by_cp_but_not_by_twice_cp_are_refused(lengths):
 
 
 def test_whole_buffers_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="packed buffer 0 has 6 tokens, .* multiple of 4"):
+    with pytest.raises(
+        ValueError, match="packed buffer 0 has 6 tokens, .* multiple of 4"
+    ):
         rank_order_of_sequence([1, 5], 2, SequenceLayout.ZIGZAG_BUFFER)
     with pytest.raises(ValueError, match="multiple of 4"):
         rank_order_of_sequence([1, 5], 4, SequenceLayout.CONTIGUOUS)
@@ -103,6 +108,9 @@ def test_a_layout_by_its_name_is_the_layout(layout):
     """A name that is no member of the enum would be cut as zigzag, whatever it says."""
     by_name = local_indices([12, 20], 2, 1, layout.value)
     assert torch.equal(by_name, local_indices([12, 20], 2, 1, layout))
-    said = "unknown context-parallel layout 'zigzig'.*'zigzag', 'zigzag_buffer', 'contiguous'"
+    said = (
+        "unknown context-parallel layout 'zigzig'.*'zigzag', 'zigzag_buffer', "
+        "'contiguous'"
+    )
     with pytest.raises(ValueError, match=said):
         local_indices([12, 20], 2, 1, "zigzig")

@@ -24,9 +24,13 @@ from tests.processes import FORK, ROOT, fork
 
 DIMS = gdn_dims(64, 16, 32, 128, 128)
 CONFIG = {
-    "hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
+    "hidden_size": 2048,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 LAUNCH = """
 torchrun pretrain_gpt.py --hidden-size 2048 --linear-num-key-heads 16 \\
     --linear-key-head-dim 128 --linear-num-value-heads=32 --linear-value-head-dim 128 \\
@@ -54,7 +58,9 @@ def test_a_launch_script_and_yaml_name_parallel_sizes_too(tmp_path):
 
 
 def test_what_a_file_lacks_or_says_twice_is_named(tmp_path):
-    with pytest.raises(ValueError, match="does not name linear_key_head_dim, linear_conv"):
+    with pytest.raises(
+        ValueError, match="does not name linear_key_head_dim, linear_conv"
+    ):
         less = {k: v for k, v in CONFIG.items() if k[-8:] != "head_dim" or "value" in k}
         del less["linear_conv_kernel_dim"]
         read_model(write(tmp_path, "config.json", json.dumps(less)))
@@ -105,7 +111,10 @@ def test_flags_go_before_what_the_file_names(tmp_path):
         ([], "one of the arguments --config --heads is required"),
         (["--heads", "16"], "16 is not KEY:VALUE"),
         (["--heads", "0:4"], "0:4 is not KEY:VALUE"),
-        (["--heads", "1:2", "--tp", "0"], "--tp: 0 is not a whole number from 1 to 1024"),
+        (
+            ["--heads", "1:2", "--tp", "0"],
+            "--tp: 0 is not a whole number from 1 to 1024",
+        ),
     ],
 )
 def test_flags_that_make_no_sense_end_with_a_sentence(argv, said, capsys):
@@ -196,19 +205,30 @@ def test_every_command_of_the_docs_is_understood(tmp_path, monkeypatch):
     assert len(set(commands)) >= 3
     for command in dict.fromkeys(commands):
         arguments = parse(shlex.split(command.partition(COMMAND)[2]))
-        assert calls_of(model_of(arguments), arguments.linear_cp_mode, arguments.parts, 132)
+        assert calls_of(
+            model_of(arguments), arguments.linear_cp_mode, arguments.parts, 132
+        )
 
 
 @pytest.mark.slow
 def test_the_launches_of_a_call_are_noted_by_name_without_a_gpu(tmp_path, capfd):
-    """Both ways over two ranks of either mode, with small heads whose rule is plain torch here."""
+    """Both ways over two ranks of either mode, with small heads whose rule is plain
+    torch here."""
     pytest.importorskip("triton", minversion="3.6")
     process = fork(_print_noted, small(tmp_path, 16))
     process.join(300)
     assert process.exitcode == 0
     names = set(capfd.readouterr().out.split())
-    assert {"front_forward_kernel", "front_backward_kernel", "_sum_rows_kernel"} <= names
-    assert {"gated_norm_forward_kernel", "gated_norm_backward_kernel", "_follow_kernel"} <= names
+    assert {
+        "front_forward_kernel",
+        "front_backward_kernel",
+        "_sum_rows_kernel",
+    } <= names
+    assert {
+        "gated_norm_forward_kernel",
+        "gated_norm_backward_kernel",
+        "_follow_kernel",
+    } <= names
     assert {"lead_in_kernel", "lead_in_backward_kernel", "add_rows_kernel"} <= names
     assert "copy_columns_kernel" in names, "of the exchange of heads"
 
@@ -223,7 +243,8 @@ def small(folder, dim: int) -> str:
 def _print_noted(config: str) -> None:
     from megatron_gdn.warm_up.absent_gpu import simulated_hopper
 
-    parts = "--parts uncut states whole --multiprocessors 8"  # a small GPU, few sequences
+    # a small GPU, few sequences
+    parts = "--parts uncut states whole --multiprocessors 8"
     layers._LONG = 640  # the plain rule takes one chunk after the other
     arguments = parse(f"--config {config} --cp 2 --kernels triton {parts}".split())
     with simulated_hopper(arguments.multiprocessors):
@@ -234,7 +255,8 @@ def _print_noted(config: str) -> None:
 
 
 def test_what_cannot_be_compiled_is_said_on_one_line(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(obstacles, "why_not_flash_qla_package", lambda: None)  # as if installed
+    # as if installed
+    monkeypatch.setattr(obstacles, "why_not_flash_qla_package", lambda: None)
     for argv, said in {
         "--heads 16:31": "key heads must divide value heads",
         "--heads 16:32 --tp 3": "use one of 1, 2, 4, 8, 16",
@@ -266,6 +288,12 @@ def test_a_run_is_told_once_all_is_there(tmp_path, monkeypatch, capfd):
     assert "RuntimeError: no nvcc" in said.err and "1 of 2 failed" in said.out
     (tmp_path / "nvcc").touch()
     assert run(*command) == 0
-    assert "2 of 2 are ready" in (said := capfd.readouterr().out) and "1 were compiled" in said
+    assert (
+        "2 of 2 are ready" in (said := capfd.readouterr().out)
+        and "1 were compiled" in said
+    )
     assert run(*command) == 0
-    assert "2 of 2 are ready" in (said := capfd.readouterr().out) and "all were there" in said
+    assert (
+        "2 of 2 are ready" in (said := capfd.readouterr().out)
+        and "all were there" in said
+    )

@@ -24,7 +24,9 @@ def under_lock(compile):
 
 
 def run(folder, *arguments: str) -> str:
-    caches = {f"{name}_CACHE_DIR": str(folder / name) for name in ("TRITON", "TILELANG")}
+    caches = {
+        f"{name}_CACHE_DIR": str(folder / name) for name in ("TRITON", "TILELANG")
+    }
     return python(*arguments, timeout=900, TRITON_INTERPRET="0", **caches).stdout
 
 
@@ -35,7 +37,9 @@ def test_a_slow_compilation_says_so_while_it_runs(tmp_path, monkeypatch, caplog)
 
     def slow(of: str) -> str:
         time.sleep(1.0)
-        assert "compiles Triton's mix_kernel" in caplog.text and "warm_up" in caplog.text
+        assert (
+            "compiles Triton's mix_kernel" in caplog.text and "warm_up" in caplog.text
+        )
         return of.upper()
 
     assert under_lock(slow)("made") == "MADE"
@@ -44,14 +48,18 @@ def test_a_slow_compilation_says_so_while_it_runs(tmp_path, monkeypatch, caplog)
 
 
 def test_variants_of_a_kernel_do_not_wait_for_each_other(tmp_path, monkeypatch, caplog):
-    """Another process compiles one variant of a kernel; this one wants it, and then another."""
+    """Another process compiles one variant of a kernel; this one wants it, and then
+    another."""
     import triton
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     under_lock(str.upper)("first")
     (locks,) = (tmp_path / "megatron_gdn").iterdir()  # the folder of this user
     (lock,) = locks.iterdir()
-    code = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1, flush=True)"
+    code = (
+        "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1, "
+        "flush=True)"
+    )
     command = [sys.executable, "-c", f"{code}; time.sleep(60)", str(lock)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()
@@ -73,10 +81,18 @@ def test_every_kernel_of_the_mixer_is_compiled_by_one_process():
 
     modules = half_kernels, history_kernels, launches, norm, reduce, chains_kernels
     named = [(name, x) for module in modules for name, x in vars(module).items()]
-    found = [x for name, x in named if isinstance(x, JITFunction) and name.endswith("_kernel")]
+    found = [
+        x
+        for name, x in named
+        if isinstance(x, JITFunction) and name.endswith("_kernel")
+    ]
     assert {kernel.__module__.rsplit(".", 1)[1] for kernel in found} == {
-        "half_kernels", "history_kernels", "kernels", "reduce", "chains_kernels",
-    }  # fmt: skip
+        "half_kernels",
+        "history_kernels",
+        "kernels",
+        "reduce",
+        "chains_kernels",
+    }
     for kernel in found:
         Launch(kernel, (1,))
     assert all(hasattr(kernel._do_compile, "__wrapped__") for kernel in found)
@@ -85,17 +101,33 @@ def test_every_kernel_of_the_mixer_is_compiled_by_one_process():
 @pytest.mark.nightly
 def test_the_mixers_kernels_are_compiled_and_found_again(tmp_path):
     warm_up = ["-m", "megatron_gdn.warm_up", "--heads", "2:4", "--kernels", "triton"]
-    first = re.search(r"(\d+) of \1 are ready after .*; \1 were compiled", run(tmp_path, *warm_up))
+    first = re.search(
+        r"(\d+) of \1 are ready after .*; \1 were compiled", run(tmp_path, *warm_up)
+    )
     assert first is not None and int(first[1]) > 8
     assert "all were there" in run(tmp_path, *warm_up)
 
 
 @pytest.mark.nightly
 def test_heads_of_other_sizes_are_compiled_too(tmp_path):
-    sizes = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 96, "value_head_dim": 192}
-    config = {f"linear_{name}": size for name, size in {**sizes, "conv_kernel_dim": 4}.items()}
+    sizes = {
+        "num_key_heads": 2,
+        "num_value_heads": 2,
+        "key_head_dim": 96,
+        "value_head_dim": 192,
+    }
+    config = {
+        f"linear_{name}": size for name, size in {**sizes, "conv_kernel_dim": 4}.items()
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    warm_up = ["-m", "megatron_gdn.warm_up", "--config", str(tmp_path), "--kernels", "triton"]
+    warm_up = [
+        "-m",
+        "megatron_gdn.warm_up",
+        "--config",
+        str(tmp_path),
+        "--kernels",
+        "triton",
+    ]
     assert re.search(r"(\d+) of \1 are ready", run(tmp_path, *warm_up))
 
 
@@ -114,7 +146,8 @@ with simulated_hopper():
 
 @pytest.mark.nightly
 def test_flash_qlas_kernels_are_compiled_and_found_again(tmp_path):
-    if find_spec("flash_qla") is None:  # which cannot be imported without a GPU, or a stand-in
+    # which cannot be imported without a GPU, or a stand-in
+    if find_spec("flash_qla") is None:
         pytest.skip("flash_qla is not installed")
     assert run(tmp_path, "-c", QUICK_KERNELS).split()[-3:] == ["2", "2", "{}"]
     assert run(tmp_path, "-c", QUICK_KERNELS).split()[-3:] == ["2", "0", "{}"]

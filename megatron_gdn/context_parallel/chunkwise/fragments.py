@@ -1,7 +1,9 @@
-"""How a layout cuts documents into fragments and pieces (pictured in ``docs/glossary.md``).
+"""How a layout cuts documents into fragments and pieces (pictured in
+``docs/glossary.md``).
 
-States and rows travel from fragment to fragment of a *chain*. In zigzag the fragments of each
-document form a chain; in the other layouts the fragments of the whole buffer form one chain.
+States and rows travel from fragment to fragment of a *chain*. In zigzag the fragments
+of each document form a chain; in the other layouts the fragments of the whole buffer
+form one chain.
 
 Legend: n nodes of a chain (a node is one fragment of the chain), C chains.
 """
@@ -18,7 +20,8 @@ from ..layouts import SequenceLayout, require_cut, require_fragments
 
 
 class Nodes(NamedTuple):
-    """The nodes of a chain in order; node j is fragment ``slots[j]`` of rank ``hosts[j]``."""
+    """The nodes of a chain in order; node j is fragment ``slots[j]`` of rank
+    ``hosts[j]``."""
 
     hosts: tuple[int, ...]
     slots: tuple[int, ...]
@@ -29,7 +32,8 @@ class Nodes(NamedTuple):
 
 
 class Cutting(NamedTuple):
-    """How ``cp_size`` ranks cut sequences into fragments; ``rank`` is the rank of this process."""
+    """How ``cp_size`` ranks cut sequences into fragments; ``rank`` is the rank of this
+    process."""
 
     cp_size: int
     layout: SequenceLayout
@@ -53,34 +57,42 @@ class Cutting(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Where fragments lie: int64 ``[nodes, chains]``, all sequence positions but ``local``."""
+    """Where fragments lie: int64 ``[nodes, chains]``, all sequence positions but
+    ``local``."""
 
     begin: Tensor
     end: Tensor
-    local: Tensor  # index of the fragment's first token among the tokens of the fragment's rank
-    first: Tensor  # begin and end of the document to which the fragment's first token belongs
+    # index of the fragment's first token among the tokens of the fragment's rank
+    local: Tensor
+    # begin and end of the document to which the fragment's first token belongs
+    first: Tensor
     first_end: Tensor
-    last: Tensor  # begin and end of the document to which the fragment's last token belongs
+    # begin and end of the document to which the fragment's last token belongs
+    last: Tensor
     last_end: Tensor
 
     @property
     def enters(self) -> Tensor:
-        """Whether a state enters a fragment: True if its first piece continues a document."""
+        """Whether a state enters a fragment: True if its first piece continues a
+        document."""
         return (self.first < self.begin) & (self.begin < self.end)
 
     @property
     def leaves(self) -> Tensor:
-        """Whether a state leaves a fragment: True if its last document goes on in the next one."""
+        """Whether a state leaves a fragment: True if its last document goes on in the
+        next one."""
         return (self.last_end > self.end) & (self.begin < self.end)
 
     @property
     def passes(self) -> Tensor:
-        """Whether a state enters and leaves a fragment that lies inside one document."""
+        """Whether a state enters and leaves a fragment that lies inside one
+        document."""
         return self.enters & self.leaves & (self.first == self.last)
 
 
 def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
-    """The fragments that ``cutting`` makes; errors as in :func:`..layouts.check_lengths`."""
+    """The fragments that ``cutting`` makes; errors as in
+    :func:`..layouts.check_lengths`."""
     require_cut(documents, cutting.cp_size, cutting.layout)
     return documents.table(_cut_fragments, cutting, move=False)
 
@@ -102,22 +114,29 @@ def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
         for token in (begin, end - 1)
     )
     return Fragments(
-        begin=begin, end=end, local=ends[:-1] // cp_size + (node >= cp_size) * length,
-        first=starts[first], first_end=starts[first + 1],
-        last=starts[last], last_end=starts[last + 1],
-    )  # fmt: skip
+        begin=begin,
+        end=end,
+        local=ends[:-1] // cp_size + (node >= cp_size) * length,
+        first=starts[first],
+        first_end=starts[first + 1],
+        last=starts[last],
+        last_end=starts[last + 1],
+    )
 
 
 def any_document_continues(documents: Documents, cutting: Cutting) -> bool:
-    """Whether a document lies in several fragments; True if the host does not know the lengths."""
+    """Whether a document lies in several fragments; True if the host does not know the
+    lengths."""
     fragments = fragments_of(documents, cutting)
     return not documents.known or bool(fragments.enters.any())
 
 
 def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
-    """Boundaries of the pieces that ``cutting.rank`` holds, counted in this rank's tokens."""
+    """Boundaries of the pieces that ``cutting.rank`` holds, counted in this rank's
+    tokens."""
     fragments_of(documents, cutting)
-    # A rank has at most two fragments of the buffer, and at most one document is in both fragments.
+    # A rank has at most two fragments of the buffer, and at most one document is in
+    # both fragments.
     most = documents.most + 1
     if cutting.layout is SequenceLayout.ZIGZAG:
         most = 2 * documents.most
@@ -126,7 +145,8 @@ def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
 
 
 def _piece_boundaries(documents: Documents, cutting: Cutting) -> tuple[Tensor]:
-    """One int32 tensor: the first token of each piece of this rank, then the rank's token count."""
+    """One int32 tensor: the first token of each piece of this rank, then the rank's
+    token count."""
     fragments, starts = fragments_of(documents, cutting), documents.starts
     begin, end, local = (x[cutting.own] for x in fragments[:3])
     if cutting.layout is SequenceLayout.ZIGZAG:

@@ -1,13 +1,16 @@
-"""Exchanges the maps of pieces, and computes the states that enter pieces from the maps.
+"""Exchanges the maps of pieces, and computes the states that enter pieces from the
+maps.
 
     S_out = through @ S_in + local                 the map of a piece
 
-The maps of all earlier pieces of a chain, applied to a zero state, give the state that enters a
-piece. One all-to-all gives every rank all maps of its share of the chains. The rank applies the
-maps of each chain one after the other, in fp32, and another all-to-all returns the states.
+The maps of all earlier pieces of a chain, applied to a zero state, give the state that
+enters a piece. One all-to-all gives every rank all maps of its share of the chains. The
+rank applies the maps of each chain one after the other, in fp32, and another all-to-all
+returns the states.
 
-Legend: h nodes of a chain on this rank; M chains over the same nodes (one per sequence, batch row
-and value head), m chains in this rank's share; X columns of a map (``local`` and ``through``).
+Legend: h nodes of a chain on this rank; M chains over the same nodes (one per sequence,
+batch row and value head), m chains in this rank's share; X columns of a map (``local``
+and ``through``).
 """
 
 from __future__ import annotations
@@ -25,13 +28,16 @@ from .fragments import Nodes
 
 
 def join_maps(local: Tensor, through: Tensor) -> Tensor:
-    """Join ``local`` and ``through`` by columns; a view if both are adjacent in one memory."""
+    """Join ``local`` and ``through`` by columns; a view if both are adjacent in one
+    memory."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):
         whole = (*local.shape[:-1], X)
         beside = through.storage_offset() == local.storage_offset() + V
-        same_memory = through.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        same_memory = (
+            through.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        )
         contiguous = tuple([math.prod(whole[d + 1 :]) for d in range(len(whole))])
         if same_memory and beside and strides == contiguous:
             return local.as_strided(whole, strides)
@@ -39,12 +45,18 @@ def join_maps(local: Tensor, through: Tensor) -> Tensor:
 
 
 def states_entering_nodes(
-    maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup, cuts: Cuts | None = None
+    maps: Tensor,
+    value_dim: int,
+    nodes: Nodes,
+    group: dist.ProcessGroup,
+    cuts: Cuts | None = None,
 ) -> Tensor:
-    """States ``[h, M, K, V]`` that enter this rank's h nodes of M chains; zero for the first node.
+    """States ``[h, M, K, V]`` that enter this rank's h nodes of M chains; zero for the
+    first node.
 
-    ``maps`` ``[h, M, K, X]``: maps of this rank's nodes in the order of ``nodes.slots``, with the
-    ``value_dim`` columns of ``local`` first. ``cuts`` marks nodes through which no state passes.
+    ``maps`` ``[h, M, K, X]``: maps of this rank's nodes in the order of
+    ``nodes.slots``, with the ``value_dim`` columns of ``local`` first. ``cuts`` marks
+    nodes through which no state passes.
     """
     h, M, K, X = maps.shape
     n = group.size()
@@ -55,7 +67,9 @@ def states_entering_nodes(
     links = exchange_rows(by_chain_MhKX, send_counts, receive_counts, group)
     states = maps.new_empty(n * m * h, K, value_dim)
     if m:
-        local, through = _view_by_place(links, m, h).split([value_dim, X - value_dim], dim=-1)
+        local, through = _view_by_place(links, m, h).split(
+            [value_dim, X - value_dim], dim=-1
+        )
         steps = _steps_of_share(nodes, m, h, maps.device)
         follow_chains(local, through, steps, _view_by_place(states, m, h), None, cuts)
     returned = exchange_rows(states, receive_counts, send_counts, group)
@@ -63,15 +77,19 @@ def states_entering_nodes(
 
 
 def _view_by_place(x: Tensor, m: int, h: int) -> Tensor:
-    """View ``x [ranks * m * h, K, .]`` as ``[places, m, K, .]``; entry [p, c] is row p + c h."""
+    """View ``x [ranks * m * h, K, .]`` as ``[places, m, K, .]``; entry [p, c] is row p
+    + c h."""
     K, X = x.shape[1:]
     return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
 
 
 @cached_by_stream(64)
 def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
-    """Steps from node to node. A node of m chains is at place host * m * h + slot of the view."""
-    places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
+    """Steps from node to node. A node of m chains is at place host * m * h + slot of
+    the view."""
+    places = [
+        host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)
+    ]
     return Steps.build([[*((j, j) for j in places[:-1]), (places[-1], NONE)]], device)
 
 
@@ -81,7 +99,13 @@ def exchange_rows(
     receive_counts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send ``send_counts[r]`` rows to each rank r; return ``receive_counts[r]`` rows from each."""
-    received, counts = rows.new_empty(sum(receive_counts), *rows.shape[1:]), list(receive_counts)
-    dist.all_to_all_single(received, rows.contiguous(), counts, list(send_counts), group=group)
+    """Send ``send_counts[r]`` rows to each rank r; return ``receive_counts[r]`` rows
+    from each."""
+    received, counts = (
+        rows.new_empty(sum(receive_counts), *rows.shape[1:]),
+        list(receive_counts),
+    )
+    dist.all_to_all_single(
+        received, rows.contiguous(), counts, list(send_counts), group=group
+    )
     return received

@@ -1,7 +1,7 @@
 """Chunkwise context parallelism: activations stay on their rank, states travel.
 
-For each of its pieces, a rank receives the W - 1 projection rows before the piece (:mod:`.history`)
-and the state that enters the piece (:mod:`.states`).
+For each of its pieces, a rank receives the W - 1 projection rows before the piece
+(:mod:`.history`) and the state that enters the piece (:mod:`.states`).
 """
 
 from __future__ import annotations
@@ -20,23 +20,34 @@ from .states import StatesOfPieces, state_table
 
 
 class Chunkwise(Scheme):
-    """State-passing context parallelism in ``group`` for a tensor-parallel rank's ``layout``."""
+    """State-passing context parallelism in ``group`` for a tensor-parallel rank's
+    ``layout``."""
 
     name = "chunkwise"
 
     def __init__(
-        self, layout: Layout, taps: int, group: dist.ProcessGroup, sequence_layout: SequenceLayout
+        self,
+        layout: Layout,
+        taps: int,
+        group: dist.ProcessGroup,
+        sequence_layout: SequenceLayout,
     ) -> None:
-        """The convolution has ``taps`` taps; ``sequence_layout``: how the loader cut sequences."""
+        """The convolution has ``taps`` taps; ``sequence_layout``: how the loader cut
+        sequences."""
         super().__init__(layout, group, sequence_layout)
         self._taps = taps
 
-    def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """The passage leaves rows in place, and gives history and states to this rank's pieces."""
+    def passage(
+        self, documents: Documents | None, tokens: int, rows: int, like: Tensor
+    ) -> Passage:
+        """The passage leaves rows in place, and gives history and states to this rank's
+        pieces."""
         whole = one_document(tokens, like.device) if documents is None else documents
         cutting = Cutting(self.size, self.sequence_layout, self.group.rank())
         pieces, table = pieces_of(whole, cutting), state_table(whole, cutting, rows)
         states = None if table is None else StatesOfPieces(table, self.group)
         route = history_route(whole, cutting, self._taps)
         history = None if route is None else HistoryOfPieces(route, self.group)
-        return Passage(keep_in_place, keep_in_place, SequenceContext(pieces, history, states))
+        return Passage(
+            keep_in_place, keep_in_place, SequenceContext(pieces, history, states)
+        )

@@ -1,8 +1,9 @@
 """Head-exchange functions with Megatron's names, and an adapter for Mamba2 mixers.
 
-Legend: S tokens of the whole sequence, s = S / cp tokens on one rank, B batch, D the exchanged
-width, d = D / cp; P width of a Mamba2 row z | x | B | C | dt, p width of one rank's heads in that
-row, V = heads * head_dim, v = V / cp, T tokens of packed documents.
+Legend: S tokens of the whole sequence, s = S / cp tokens on one rank, B batch, D the
+exchanged width, d = D / cp; P width of a Mamba2 row z | x | B | C | dt, p width of one
+rank's heads in that row, V = heads * head_dim, v = V / cp, T tokens of packed
+documents.
 """
 
 from __future__ import annotations
@@ -25,23 +26,26 @@ _RESOLVED = "_megatron_gdn_boundaries"
 
 
 def _check_dimensions(caller: str, tensor: Tensor, seq_dim: int, head_dim: int) -> None:
-    """Raise a ValueError unless ``tensor`` is 3-D, ``seq_dim`` is 0 and ``head_dim`` -1 or 2."""
+    """Raise a ValueError unless ``tensor`` is 3-D, ``seq_dim`` is 0 and ``head_dim`` -1
+    or 2."""
     if tensor.dim() != 3 or seq_dim != 0 or head_dim not in (-1, 2):
         raise ValueError(
-            f"{caller} takes a [sequence, batch, heads] tensor with seq_dim=0 and head_dim=-1 "
-            f"or 2, got shape {tuple(tensor.shape)}, seq_dim={seq_dim}, head_dim={head_dim}."
+            f"{caller} takes a [sequence, batch, heads] tensor with seq_dim=0 and "
+            f"head_dim=-1 or 2, got shape {tuple(tensor.shape)}, seq_dim={seq_dim}, "
+            f"head_dim={head_dim}."
         )
 
 
 def _even_shares(
     caller: str, width: int, sections: Sequence[int] | None, cp_size: int
 ) -> HeadShares:
-    """Even shares of ``sections``, which must add up to ``width``; errors begin with ``caller``."""
+    """Even shares of ``sections``, which must add up to ``width``; errors begin with
+    ``caller``."""
     sections = [width] if sections is None else list(sections)
     if sum(sections) != width or any(section % cp_size for section in sections):
         raise ValueError(
-            f"{caller}: sections {sections} must add up to the width {width} and each be a "
-            f"multiple of the context-parallel size {cp_size}."
+            f"{caller}: sections {sections} must add up to the width {width} and each "
+            f"be a multiple of the context-parallel size {cp_size}."
         )
     return HeadShares.even(cp_size, sections)
 
@@ -59,25 +63,30 @@ def tensor_a2a_cp2hp(
     split_sections: Sequence[int] | None = None,
     undo_attention_load_balancing: bool = True,
 ) -> Tensor:
-    """All-to-all from a share of the tokens to a share of the columns: ``[s, B, D] -> [S, B, d]``.
+    """All-to-all from a share of the tokens to a share of the columns:
+    ``[s, B, D] -> [S, B, d]``.
 
     Args:
         tensor: ``[s, B, D]``.
         seq_dim, head_dim: ``seq_dim`` must be 0, ``head_dim`` must be -1 or 2.
         cp_group: the ranks that share the sequence.
-        split_sections: widths of the sections of D (query heads, ...); ranks share each section.
-        undo_attention_load_balancing: if True, tokens are cut in zigzag over ranks, and the result
-            is in sequence order; if False, the result has rank 0's tokens first, then rank 1's, ...
+        split_sections: widths of the sections of D (query heads, ...); ranks share each
+            section.
+        undo_attention_load_balancing: if True, tokens are cut in zigzag over ranks, and
+            the result is in sequence order; if False, the result has rank 0's tokens
+            first, then rank 1's, ...
 
     Returns:
-        ``[S, B, d]``: rank r has the r-th of cp equal shares of every section, for all tokens. The
-        forward and the backward take one collective each.
+        ``[S, B, d]``: rank r has the r-th of cp equal shares of every section, for all
+        tokens. The forward and the backward take one collective each.
 
     Raises:
-        ValueError: for another dimension order, for a section that is not a multiple of cp, or for
-            an S that is not a multiple of ``2 * cp`` if the zigzag is undone.
+        ValueError: for another dimension order, for a section that is not a multiple of
+            cp, or for an S that is not a multiple of ``2 * cp`` if the zigzag is
+            undone.
 
-    Arguments and result are those of ``megatron.core.ssm.gated_delta_net.tensor_a2a_cp2hp``.
+    Arguments and result are those of
+    ``megatron.core.ssm.gated_delta_net.tensor_a2a_cp2hp``.
     """
     cp_size = cp_group.size()
     if cp_size == 1:
@@ -97,24 +106,30 @@ def tensor_a2a_hp2cp(
     split_sections: Sequence[int] | None = None,
     redo_attention_load_balancing: bool = True,
 ) -> Tensor:
-    """All-to-all from a share of the columns to a share of the tokens: ``[S, B, d] -> [s, B, D]``.
+    """All-to-all from a share of the columns to a share of the tokens:
+    ``[S, B, d] -> [s, B, D]``.
 
-    This is the inverse of :func:`tensor_a2a_cp2hp`, whose sections are cp times as wide.
+    This is the inverse of :func:`tensor_a2a_cp2hp`, whose sections are cp times as
+    wide.
 
     Args:
         tensor: ``[S, B, d]``.
-        split_sections: the widths given to :func:`tensor_a2a_cp2hp`, each divided by cp.
-        redo_attention_load_balancing: if True, ``tensor`` is in sequence order, and the result is
-            this rank's zigzag share; if False, ``tensor`` has rank 0's tokens first, then 1's, ...
+        split_sections: the widths given to :func:`tensor_a2a_cp2hp`, each divided by
+            cp.
+        redo_attention_load_balancing: if True, ``tensor`` is in sequence order, and the
+            result is this rank's zigzag share; if False, ``tensor`` has rank 0's tokens
+            first, then 1's, ...
 
     Returns:
         ``[s, B, D]``.
 
     Raises:
-        ValueError: for another dimension order, for sections that do not add up to d, or for an S
-            that is not a multiple of cp (of ``2 * cp`` if the zigzag is redone).
+        ValueError: for another dimension order, for sections that do not add up to d,
+            or for an S that is not a multiple of cp (of ``2 * cp`` if the zigzag is
+            redone).
 
-    Arguments and result are those of ``megatron.core.ssm.gated_delta_net.tensor_a2a_hp2cp``.
+    Arguments and result are those of
+    ``megatron.core.ssm.gated_delta_net.tensor_a2a_hp2cp``.
     """
     cp_size = cp_group.size()
     if cp_size == 1:
@@ -123,16 +138,21 @@ def tensor_a2a_hp2cp(
     S, _, d = tensor.shape
     if S % cp_size:
         raise ValueError(
-            f"tensor_a2a_hp2cp: {S} tokens cannot be shared by {cp_size} ranks; the length must "
-            f"be a multiple of {cp_size}."
+            f"tensor_a2a_hp2cp: {S} tokens cannot be shared by {cp_size} ranks; the "
+            f"length must be a multiple of {cp_size}."
         )
     sections = [d] if split_sections is None else list(split_sections)
     if sum(sections) != d:
-        meant = " They are the widths before the exchange." if sum(sections) == d * cp_size else ""
+        meant = (
+            " They are the widths before the exchange."
+            if sum(sections) == d * cp_size
+            else ""
+        )
         raise ValueError(
-            f"tensor_a2a_hp2cp: sections {sections} must add up to {d}, the width of the tensor on "
-            f"this rank.{meant} Give the widths that a rank holds: those given to "
-            f"tensor_a2a_cp2hp, each divided by the context-parallel size {cp_size}."
+            f"tensor_a2a_hp2cp: sections {sections} must add up to {d}, the width of "
+            f"the tensor on this rank.{meant} Give the widths that a rank holds: those "
+            "given to tensor_a2a_cp2hp, each divided by the context-parallel size "
+            f"{cp_size}."
         )
     shares = HeadShares.even(cp_size, [section * cp_size for section in sections])
     layout = _layout_of(redo_attention_load_balancing)
@@ -148,14 +168,16 @@ def get_parameter_local_cp(
 ) -> Tensor:
     """This rank's share of a parameter whose dimension ``dim`` is split by heads.
 
-    Gradients reach only this rank's rows of ``param``. Megatron's data-parallel reduction sums the
-    gradients over the group, and the sum equals the gradient of a run on one rank.
+    Gradients reach only this rank's rows of ``param``. Megatron's data-parallel
+    reduction sums the gradients over the group, and the sum equals the gradient of a
+    run on one rank.
 
     Args:
         param: the whole parameter.
         dim: the dimension that the ranks share.
         cp_group: the context-parallel group.
-        split_sections: widths of the sections of ``dim``, each of which is split over the ranks.
+        split_sections: widths of the sections of ``dim``, each of which is split over
+            the ranks.
 
     Returns:
         A view of ``param`` if there is one section, else a new tensor.
@@ -167,7 +189,9 @@ def get_parameter_local_cp(
         return param
     width, cp_size = param.shape[dim], cp_group.size()
     shares = _even_shares("get_parameter_local_cp", width, split_sections, cp_size)
-    blocks = [param.narrow(dim, b.whole, b.width) for b in shares.blocks(cp_group.rank())]
+    blocks = [
+        param.narrow(dim, b.whole, b.width) for b in shares.blocks(cp_group.rank())
+    ]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=dim)
 
 
@@ -175,7 +199,8 @@ _CONVOLVED = ("x", "B", "C")
 
 
 def mamba_layout(heads: int, groups: int, head_dim: int, state_dim: int) -> Layout:
-    """Columns z | x | B | C | dt of in_proj; a group of B or of C has ``state_dim`` columns."""
+    """Columns z | x | B | C | dt of in_proj; a group of B or of C has ``state_dim``
+    columns."""
     sections = (
         Section("z", "head", head_dim),
         Section("x", "head", head_dim, conv=True),
@@ -187,26 +212,32 @@ def mamba_layout(heads: int, groups: int, head_dim: int, state_dim: int) -> Layo
 
 
 class MambaContextParallel:
-    """Context parallelism by head exchange around a Mamba2 mixer, which owns the parameters.
+    """Context parallelism by head exchange around a Mamba2 mixer, which owns the
+    parameters.
 
-        rows = cp.pre_conv_ssm(mixer.in_proj(x))         [B, s, P] -> [B, S, p]
-        y    = ...                                       convolution and recurrence, cp.get_*()
-        y    = cp.post_conv_ssm(y)                       [B, S, v] -> [B, s, V]
-        out  = mixer.out_proj(mixer.norm(y))             on all heads: a norm group may span them
+        rows = cp.pre_conv_ssm(mixer.in_proj(x))  [B, s, P] -> [B, S, p]
+        y    = ...                                convolution and recurrence, cp.get_*()
+        y    = cp.post_conv_ssm(y)                [B, S, v] -> [B, s, V]
+        out  = mixer.out_proj(mixer.norm(y))      on all heads: a norm group may span
+                                                  them
 
-    The class owns no parameters: every ``get_*`` call reads the current parameters of ``mixer``,
-    also those that sharded data parallelism has replaced. Gradients of the whole parameters, summed
-    over the group, are those of a run on one rank. The caller must cut every document in zigzag.
+    The class owns no parameters: every ``get_*`` call reads the current parameters of
+    ``mixer``, also those that sharded data parallelism has replaced. Gradients of the
+    whole parameters, summed over the group, are those of a run on one rank. The caller
+    must cut every document in zigzag.
 
     Args:
-        num_heads, head_dim: number and width of the mixer's heads, before ranks share the heads.
-        n_groups: groups of B and C. If ranks outnumber groups, several ranks hold the same group.
+        num_heads, head_dim: number and width of the mixer's heads, before ranks share
+            the heads.
+        n_groups: groups of B and C. If ranks outnumber groups, several ranks hold the
+            same group.
         d_state: width of a group of B, and of C.
-        mixer: a module with ``dt_bias``, ``A_log``, ``D``, and with either ``conv1d``, or
-            ``conv1d_weight`` and ``conv1d_bias``.
+        mixer: a module with ``dt_bias``, ``A_log``, ``D``, and with either ``conv1d``,
+            or ``conv1d_weight`` and ``conv1d_bias``.
 
     Attributes:
-        num_heads_local, n_groups_local, d_inner_local: heads, groups and channels of one rank.
+        num_heads_local, n_groups_local, d_inner_local: heads, groups and channels of
+            one rank.
         group_repeat_count: the number of ranks that hold a copy of the same group.
 
     Raises:
@@ -227,52 +258,71 @@ class MambaContextParallel:
         self.num_heads, self.head_dim = num_heads, head_dim
         self.n_groups, self.d_state = n_groups, d_state
         if num_heads % n_groups:
-            raise SizeError(f"num_heads={num_heads} is not a multiple of n_groups={n_groups}.")
+            raise SizeError(
+                f"num_heads={num_heads} is not a multiple of n_groups={n_groups}."
+            )
         layout = mamba_layout(num_heads, n_groups, head_dim, d_state)
         self._scheme = Headwise(layout, cp_group, SequenceLayout.ZIGZAG)
         local = self._scheme.layout
-        self.num_heads_local, self.n_groups_local = local.heads("head"), local.heads("group")
+        self.num_heads_local, self.n_groups_local = (
+            local.heads("head"),
+            local.heads("group"),
+        )
         self.group_repeat_count = max(1, self.cp_size // n_groups)
-        self.d_inner, self.d_inner_local = num_heads * head_dim, self.num_heads_local * head_dim
+        self.d_inner, self.d_inner_local = (
+            num_heads * head_dim,
+            self.num_heads_local * head_dim,
+        )
         self._width = layout.width
 
     def pre_conv_ssm(
         self, projected_states: Tensor, cu_seqlens: Tensor | Documents | None = None
     ) -> Tensor:
-        """Exchange rows ``[B, s, P]`` or ``[T / cp, P]`` for this rank's columns of all tokens.
+        """Exchange rows ``[B, s, P]`` or ``[T / cp, P]`` for this rank's columns of all
+        tokens.
 
-        ``cu_seqlens`` ``[N + 1]`` are offsets of N documents in the tokens of all ranks; the host
-        reads a tensor of offsets once, at its first use. The result, ``[B, S, p]`` or ``[T, p]``,
-        is in sequence order.
+        ``cu_seqlens`` ``[N + 1]`` are offsets of N documents in the tokens of all
+        ranks; the host reads a tensor of offsets once, at its first use. The result,
+        ``[B, S, p]`` or ``[T, p]``, is in sequence order.
 
         Raises:
-            ValueError: for rows of another width, for offsets with more than one batch row, for
-                offsets that do not end at T, or for a sequence length that is no multiple of 2 cp.
+            ValueError: for rows of another width, for offsets with more than one batch
+                row, for offsets that do not end at T, or for a sequence length that is
+                no multiple of 2 cp.
         """
-        return self._exchange_rows(projected_states, "projected_states", self._width, cu_seqlens)
+        return self._exchange_rows(
+            projected_states, "projected_states", self._width, cu_seqlens
+        )
 
-    def post_conv_ssm(self, output: Tensor, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
-        """Move ``output`` back to tokens: ``[B, S, v] -> [B, s, V]`` or ``[T, v] -> [T / cp, V]``.
+    def post_conv_ssm(
+        self, output: Tensor, cu_seqlens: Tensor | Documents | None = None
+    ) -> Tensor:
+        """Move ``output`` back to tokens: ``[B, S, v] -> [B, s, V]`` or
+        ``[T, v] -> [T / cp, V]``.
 
         ``cu_seqlens`` and errors are those of :meth:`pre_conv_ssm`.
         """
         return self._exchange_rows(output, "output", self.d_inner_local, cu_seqlens)
 
     def get_conv1d_weight(self) -> Tensor:
-        """This rank's rows of the convolution's weight: ``[channels of this rank, taps]``."""
+        """This rank's rows of the convolution's weight:
+        ``[channels of this rank, taps]``."""
         return self._share(self._conv_parameter("weight"), _CONVOLVED).squeeze(1)
 
     def get_conv1d_bias(self) -> Tensor | None:
-        """This rank's part of the convolution's bias, ``[channels of this rank]``, or None."""
+        """This rank's part of the convolution's bias, ``[channels of this rank]``, or
+        None."""
         bias = self._conv_parameter("bias")
         return None if bias is None else self._share(bias, _CONVOLVED)
 
     def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
-        """This rank's part of ``dt_bias`` [heads], or of ``whole``, which the caller gathered."""
+        """This rank's part of ``dt_bias`` [heads], or of ``whole``, which the caller
+        gathered."""
         return self._share(self.mixer.dt_bias if whole is None else whole)
 
     def get_A_log(self, whole: Tensor | None = None) -> Tensor:
-        """This rank's part of ``A_log`` [heads], or of ``whole``, which the caller gathered."""
+        """This rank's part of ``A_log`` [heads], or of ``whole``, which the caller
+        gathered."""
         return self._share(self.mixer.A_log if whole is None else whole)
 
     def get_D(self, whole: Tensor | None = None) -> Tensor:
@@ -280,18 +330,29 @@ class MambaContextParallel:
         return self._share(self.mixer.D if whole is None else whole)
 
     def _conv_parameter(self, name: str) -> Any:
-        """The mixer's ``conv1d.<name>`` or ``conv1d_<name>``; the name is "weight" or "bias"."""
+        """The mixer's ``conv1d.<name>`` or ``conv1d_<name>``; the name is "weight" or
+        "bias"."""
         conv = getattr(self.mixer, "conv1d", None)
-        return getattr(self.mixer, f"conv1d_{name}") if conv is None else getattr(conv, name)
+        return (
+            getattr(self.mixer, f"conv1d_{name}")
+            if conv is None
+            else getattr(conv, name)
+        )
 
     def _share(self, param: Tensor, sections: Sequence[str] | None = None) -> Tensor:
-        """This rank's rows of ``param``; a row is of a head, or of a column of ``sections``."""
+        """This rank's rows of ``param``; a row is of a head, or of a column of
+        ``sections``."""
         return param if self.cp_size == 1 else self._scheme.local(param, sections)
 
     def _exchange_rows(
-        self, x: Tensor, argument: str, width: int, cu_seqlens: Tensor | Documents | None
+        self,
+        x: Tensor,
+        argument: str,
+        width: int,
+        cu_seqlens: Tensor | Documents | None,
     ) -> Tensor:
-        """Exchange ``x [(B,) tokens, width]`` to heads; to tokens if ``argument`` is "output"."""
+        """Exchange ``x [(B,) tokens, width]`` to heads; to tokens if ``argument`` is
+        "output"."""
         if self.cp_size == 1:
             return x
         if x.dim() not in (2, 3) or x.shape[-1] != width:
@@ -305,8 +366,9 @@ class MambaContextParallel:
         if cu_seqlens is not None:
             if rows.shape[1] != 1:
                 raise ValueError(
-                    f"cu_seqlens describes one row of packed documents, got {rows.shape[1]} batch "
-                    f"rows. Lay the rows end to end and extend cu_seqlens, or leave cu_seqlens out."
+                    "cu_seqlens describes one row of packed documents, got "
+                    f"{rows.shape[1]} batch rows. Lay the rows end to end and extend "
+                    "cu_seqlens, or leave cu_seqlens out."
                 )
             documents = _documents_of(cu_seqlens, tokens, x.device)
         passage = self._scheme.passage(documents, tokens, rows.shape[1], rows)
@@ -315,10 +377,14 @@ class MambaContextParallel:
 
 
 def _documents_of(cu_seqlens: Any, tokens: int, device: torch.device) -> Documents:
-    """The documents with offsets ``cu_seqlens``, cached on that tensor until its values change."""
+    """The documents with offsets ``cu_seqlens``, cached on that tensor until its values
+    change."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
         return Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
-    key, kept = (cu_seqlens._version, device), getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))
+    key, kept = (
+        (cu_seqlens._version, device),
+        getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens)),
+    )
     if key == kept[0]:
         return Documents.from_cu_seqlens(kept[1], tokens)
     documents = Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)

@@ -2,12 +2,15 @@
 
 :mod:`.pack_torch` has the same functions in plain torch.
 
-    whole rows    ``[s, B, P]``: this rank's tokens, all ranks' columns; s and B have any strides
-    messages      ``[ranks - 1, s, B, p]``: one for each peer, in rank order without this rank
-    full rows     ``[S, B, p]``: the tokens of all ranks, this rank's columns
-    place         int32 ``[s]``: the row of ``full`` that holds token t
+    whole rows  ``[s, B, P]``: this rank's tokens, all ranks' columns; s and B have any
+                strides
+    messages    ``[ranks - 1, s, B, p]``: one for each peer, in rank order without this
+                rank
+    full rows   ``[S, B, p]``: the tokens of all ranks, this rank's columns
+    place       int32 ``[s]``: the row of ``full`` that holds token t
 
-For its own tokens a rank copies its own columns from whole rows to full rows, without sending.
+For its own tokens a rank copies its own columns from whole rows to full rows, without
+sending.
 Legend: R rows of a tile, one per (token, batch row); D columns of a block.
 """
 
@@ -32,7 +35,8 @@ _LEFT_TO_TRANSFERS = 32
 
 
 def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
-    """The number of programs for ``tiles`` tiles; fewer if NCCL sends (``beside_transfer``)."""
+    """The number of programs for ``tiles`` tiles; fewer if NCCL sends
+    (``beside_transfer``)."""
     if device.type != "cuda":
         return min(tiles, 3)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -42,20 +46,23 @@ def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
 
 
 def _rows_of_tile(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
-    """How many rows a tile has: its widest block of the strips ``cut`` has <= _TILE_BYTES bytes."""
+    """How many rows a tile has: its widest block of the strips ``cut`` has <=
+    _TILE_BYTES bytes."""
     tile = _TILE_BYTES if rows >= 4096 else _TILE_BYTES // 4
     widest = max(strip.block for strip in cut) * element_size
     return max(1, min(128, tile // widest))
 
 
 def _require_32_bits(rows: int, tiles: int) -> None:
-    """Raise a ValueError if a kernel could not count up to ``rows`` or up to ``tiles``."""
+    """Raise a ValueError if a kernel could not count up to ``rows`` or up to
+    ``tiles``."""
     require_32_bits("the number of tokens times batch rows", rows)
     require_32_bits("the number of tiles of a head exchange", tiles)
 
 
 def _strides(whole: Tensor) -> tuple[int, int, int]:
-    """Return s, b, n: tokens of ``whole`` are s * n elements apart, batch rows b * n elements."""
+    """Return s, b, n: tokens of ``whole`` are s * n elements apart, batch rows b * n
+    elements."""
     assert whole.stride(2) == 1 or whole.shape[2] == 1
     s, b = (whole.stride(d) if whole.shape[d] > 1 else 0 for d in (0, 1))
     align = alignment(s, b)
@@ -75,10 +82,12 @@ def _launch_copy(
     kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """If ``pack``, copy columns of ``whole`` to messages ``rank_rows``, else copy them back.
+    """If ``pack``, copy columns of ``whole`` to messages ``rank_rows``, else copy them
+    back.
 
-    The messages are of ``message_count`` ranks from ``first_rank`` on. Columns of ``skipped_rank``
-    go to ``kept_rows`` (rows, places) or nowhere. ``place[t]`` is token t's row in a message.
+    The messages are of ``message_count`` ranks from ``first_rank`` on. Columns of
+    ``skipped_rank`` go to ``kept_rows`` (rows, places) or nowhere. ``place[t]`` is
+    token t's row in a message.
     """
     tokens, batch, _ = whole.shape
     if not tokens * batch or not message_count or not cut:
@@ -87,33 +96,67 @@ def _launch_copy(
     assert rank_rows.is_contiguous() and rank_rows.dtype == whole.dtype
     assert full.is_contiguous() and full.dtype == whole.dtype
     launch = _copy_launch(
-        tokens, batch, _strides(whole), whole.element_size(), whole.device, cut,
-        rank_rows.shape[-1], message_count, first_rank,
+        tokens,
+        batch,
+        _strides(whole),
+        whole.element_size(),
+        whole.device,
+        cut,
+        rank_rows.shape[-1],
+        message_count,
+        first_rank,
         first_rank + message_count if skipped_rank is None else skipped_rank,
-        place is not None and kept_rows is None, kept_rows is not None, pack, beside_transfer,
-    )  # fmt: skip
+        place is not None and kept_rows is None,
+        kept_rows is not None,
+        pack,
+        beside_transfer,
+    )
     launch(whole, rank_rows, full, place)
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _copy_launch(
-    tokens: int, batch: int, strides: tuple[int, int, int], element_size: int,
-    device: torch.device, cut: tuple[Strip, ...], rank_width: int,
-    message_count: int, first_rank: int, skipped_rank: int, has_places: bool, kept: bool,
-    pack: bool, beside_transfer: bool,
-) -> Launch:  # fmt: skip
-    """The launch of `copy_columns_kernel` for these arguments; `_strides` returns ``strides``."""
+    tokens: int,
+    batch: int,
+    strides: tuple[int, int, int],
+    element_size: int,
+    device: torch.device,
+    cut: tuple[Strip, ...],
+    rank_width: int,
+    message_count: int,
+    first_rank: int,
+    skipped_rank: int,
+    has_places: bool,
+    kept: bool,
+    pack: bool,
+    beside_transfer: bool,
+) -> Launch:
+    """The launch of `copy_columns_kernel` for these arguments; `_strides` returns
+    ``strides``."""
     stride_s, stride_b, align = strides
     at_once = _rows_of_tile(tokens * batch, element_size, cut)
     tiles = triton.cdiv(tokens * batch, at_once) * message_count
     programs = _programs(tiles, device, beside_transfer)
     _require_32_bits(tokens * batch + at_once, tiles + programs)
     return Launch(
-        copy_columns_kernel, (programs,),
-        first_rank, skipped_rank, tokens, batch, tiles, stride_s, stride_b,
-        STRIPS=cut, RANK_WIDTH=rank_width, ALIGN=align, ROWS=at_once,
-        PLACED=has_places, KEPT=kept, PACK=pack, num_warps=_WARPS,
-    )  # fmt: skip
+        copy_columns_kernel,
+        (programs,),
+        first_rank,
+        skipped_rank,
+        tokens,
+        batch,
+        tiles,
+        stride_s,
+        stride_b,
+        STRIPS=cut,
+        RANK_WIDTH=rank_width,
+        ALIGN=align,
+        ROWS=at_once,
+        PLACED=has_places,
+        KEPT=kept,
+        PACK=pack,
+        num_warps=_WARPS,
+    )
 
 
 def pack_peers(
@@ -127,13 +170,20 @@ def pack_peers(
 ) -> None:
     """Copy every peer's columns of ``whole`` to that peer's message.
 
-    With ``kept_rows`` (full rows, places) this rank's columns are also copied to these full rows.
+    With ``kept_rows`` (full rows, places) this rank's columns are also copied to these
+    full rows.
     """
     _launch_copy(
-        whole, messages, None, strips(shares, _COLUMNS),
-        message_count=shares.ranks - (kept_rows is None), skipped_rank=rank, pack=True,
-        kept_rows=kept_rows, beside_transfer=beside_transfer,
-    )  # fmt: skip
+        whole,
+        messages,
+        None,
+        strips(shares, _COLUMNS),
+        message_count=shares.ranks - (kept_rows is None),
+        skipped_rank=rank,
+        pack=True,
+        kept_rows=kept_rows,
+        beside_transfer=beside_transfer,
+    )
 
 
 @cache
@@ -143,13 +193,26 @@ def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
 
 
 def copy_kept_rows(
-    whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
+    whole: Tensor,
+    full: Tensor,
+    shares: HeadShares,
+    rank: int,
+    place: Tensor,
+    *,
+    to_full: bool,
 ) -> None:
-    """If ``to_full``, copy ``rank``'s columns to ``full[place]``, else copy unshared ones back."""
+    """If ``to_full``, copy ``rank``'s columns to ``full[place]``, else copy unshared
+    ones back."""
     _launch_copy(
-        whole, full, place, strips(shares, _COLUMNS) if to_full else _unshared_strips(shares),
-        message_count=1, first_rank=rank, pack=to_full, beside_transfer=True,
-    )  # fmt: skip
+        whole,
+        full,
+        place,
+        strips(shares, _COLUMNS) if to_full else _unshared_strips(shares),
+        message_count=1,
+        first_rank=rank,
+        pack=to_full,
+        beside_transfer=True,
+    )
 
 
 def unpack_peers(
@@ -163,96 +226,177 @@ def unpack_peers(
     with_kept_rows: bool = False,
     beside_transfer: bool = False,
 ) -> None:
-    """Write to ``whole`` the columns that peers hold. Columns that several ranks hold are summed.
+    """Write to ``whole`` the columns that peers hold. Columns that several ranks hold
+    are summed.
 
-    The sum adds ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once. This rank's
-    term comes from ``full``. If ``with_kept_rows``, own columns are also copied from ``full``.
+    The sum adds ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once.
+    This rank's term comes from ``full``. If ``with_kept_rows``, own columns are also
+    copied from ``full``.
     """
     _launch_copy(
-        whole, messages, None, _unshared_strips(shares),
-        message_count=shares.ranks - (not with_kept_rows), skipped_rank=rank, pack=False,
-        kept_rows=(full, place) if with_kept_rows else None, beside_transfer=beside_transfer,
-    )  # fmt: skip
+        whole,
+        messages,
+        None,
+        _unshared_strips(shares),
+        message_count=shares.ranks - (not with_kept_rows),
+        skipped_rank=rank,
+        pack=False,
+        kept_rows=(full, place) if with_kept_rows else None,
+        beside_transfer=beside_transfer,
+    )
     tokens, batch, _ = whole.shape
     launches = _sum_launches(
-        tokens, batch, _strides(whole), whole.dtype, whole.device, shares, rank, full.shape[-1],
+        tokens,
+        batch,
+        _strides(whole),
+        whole.dtype,
+        whole.device,
+        shares,
+        rank,
+        full.shape[-1],
         beside_transfer,
-    )  # fmt: skip
+    )
     for launch in launches:
         launch(whole, messages, full, place)
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _sum_launches(
-    tokens: int, batch: int, strides: tuple[int, int, int], dtype: torch.dtype,
-    device: torch.device, shares: HeadShares, rank: int, rank_width: int, beside_transfer: bool,
-) -> tuple[Launch, ...]:  # fmt: skip
-    """Launches of `sum_copies_kernel`, one per number of ranks that hold a copy of a column."""
+    tokens: int,
+    batch: int,
+    strides: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    shares: HeadShares,
+    rank: int,
+    rank_width: int,
+    beside_transfer: bool,
+) -> tuple[Launch, ...]:
+    """Launches of `sum_copies_kernel`, one per number of ranks that hold a copy of a
+    column."""
     stride_s, stride_b, align = strides
     rows, launches = tokens * batch, []
     for copies in sorted(set(shares.copies) - {1}):
-        cut = tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == copies)
+        cut = tuple(
+            strip for strip in strips(shares, _COLUMNS) if strip.copies == copies
+        )
         # Sums are in a wider dtype than rows, so a tile of sums has half as many rows.
         at_once = max(1, _rows_of_tile(rows, dtype.itemsize, cut) // 2)
         tiles = triton.cdiv(rows, at_once) * (shares.ranks // copies)
         if tiles:
             programs = _programs(tiles, device, beside_transfer)
             _require_32_bits(rows + at_once, tiles + programs)
-            launches.append(Launch(
-                sum_copies_kernel, (programs,),
-                rank, tokens, batch, tiles, stride_s, stride_b,
-                STRIPS=cut, RANK_WIDTH=rank_width, ALIGN=align, ROWS=at_once, COPIES=copies,
-                WIDE=tl.float64 if dtype == torch.float64 else tl.float32, num_warps=_WARPS,
-            ))  # fmt: skip
+            launches.append(
+                Launch(
+                    sum_copies_kernel,
+                    (programs,),
+                    rank,
+                    tokens,
+                    batch,
+                    tiles,
+                    stride_s,
+                    stride_b,
+                    STRIPS=cut,
+                    RANK_WIDTH=rank_width,
+                    ALIGN=align,
+                    ROWS=at_once,
+                    COPIES=copies,
+                    WIDE=tl.float64 if dtype == torch.float64 else tl.float32,
+                    num_warps=_WARPS,
+                )
+            )
     return tuple(launches)
 
 
 def move_rows(
-    messages: Tensor, full: Tensor, place: Tensor, *, to_full: bool, beside_transfer: bool = False
+    messages: Tensor,
+    full: Tensor,
+    place: Tensor,
+    *,
+    to_full: bool,
+    beside_transfer: bool = False,
 ) -> None:
-    """If ``to_full``, copy row t of the joined ``messages`` to ``full[place[t]]``, else back."""
-    rows, cut = messages.flatten(0, 1), strips(HeadShares.even(1, messages.shape[-1:]), _COLUMNS)
+    """If ``to_full``, copy row t of the joined ``messages`` to ``full[place[t]]``, else
+    back."""
+    rows, cut = (
+        messages.flatten(0, 1),
+        strips(HeadShares.even(1, messages.shape[-1:]), _COLUMNS),
+    )
     _launch_copy(
-        rows, full, place, cut, message_count=1, pack=to_full, beside_transfer=beside_transfer
+        rows,
+        full,
+        place,
+        cut,
+        message_count=1,
+        pack=to_full,
+        beside_transfer=beside_transfer,
     )
 
 
 @triton.jit
 def _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
-    """Pointers to R whole rows (tokens ``t_R``, batch rows ``b_R``); strides in units of ALIGN."""
+    """Pointers to R whole rows (tokens ``t_R``, batch rows ``b_R``); strides in units
+    of ALIGN."""
     at_R = tl.cast(t_R, tl.int64) * stride_s + tl.cast(b_R, tl.int64) * stride_b
     return whole_ptr + at_R * ALIGN
 
 
 @triton.jit
 def _copy_strip(
-    whole_R, message_R, real_R, rank, STRIPS: tl.constexpr, AT: tl.constexpr, PACK: tl.constexpr
+    whole_R,
+    message_R,
+    real_R,
+    rank,
+    STRIPS: tl.constexpr,
+    AT: tl.constexpr,
+    PACK: tl.constexpr,
 ):
-    """If PACK, copy STRIPS[AT] of rows ``whole_R`` to ``message_R``, else back; mask ``real_R``."""
+    """If PACK, copy STRIPS[AT] of rows ``whole_R`` to ``message_R``, else back; mask
+    ``real_R``."""
     whole_R += STRIPS[AT][0] + rank // STRIPS[AT][3] * STRIPS[AT][2]
     message_R += STRIPS[AT][1]
     BLOCK: tl.constexpr = STRIPS[AT][4]
     for repeat in tl.range(0, STRIPS[AT][5]):
         at_D = repeat * BLOCK + tl.arange(0, BLOCK)[None, :]
         if PACK:
-            tl.store(message_R + at_D, tl.load(whole_R + at_D, mask=real_R), mask=real_R)
+            tl.store(
+                message_R + at_D, tl.load(whole_R + at_D, mask=real_R), mask=real_R
+            )
         else:
-            tl.store(whole_R + at_D, tl.load(message_R + at_D, mask=real_R), mask=real_R)
+            tl.store(
+                whole_R + at_D, tl.load(message_R + at_D, mask=real_R), mask=real_R
+            )
 
 
 @triton.jit(do_not_specialize=["first_rank", "skipped_rank", "tokens", "tiles"])
 def copy_columns_kernel(
-    whole_ptr, message_ptr, full_ptr, place_ptr,
-    first_rank, skipped_rank, tokens, batch, tiles, stride_s, stride_b,
-    STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
-    PLACED: tl.constexpr, KEPT: tl.constexpr, PACK: tl.constexpr,
-):  # fmt: skip
-    """Copy the STRIPS of ranks ``first_rank``, ``first_rank + 1``, ... without ``skipped_rank``.
+    whole_ptr,
+    message_ptr,
+    full_ptr,
+    place_ptr,
+    first_rank,
+    skipped_rank,
+    tokens,
+    batch,
+    tiles,
+    stride_s,
+    stride_b,
+    STRIPS: tl.constexpr,
+    RANK_WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    PLACED: tl.constexpr,
+    KEPT: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    """Copy the STRIPS of ranks ``first_rank``, ``first_rank + 1``, ... without
+    ``skipped_rank``.
 
-    With PACK columns go from whole rows to messages of RANK_WIDTH columns at ``message_ptr``, else
-    back. A tile has ROWS rows; the programs share the ``tiles``. With PLACED there is one message,
-    whose row ``place[t]`` holds token t. With KEPT columns of ``skipped_rank`` are copied too: row
-    ``place[t]`` of ``full`` holds token t.
+    With PACK columns go from whole rows to messages of RANK_WIDTH columns at
+    ``message_ptr``, else back. A tile has ROWS rows; the programs share the ``tiles``.
+    With PLACED there is one message, whose row ``place[t]`` holds token t. With KEPT
+    columns of ``skipped_rank`` are copied too: row ``place[t]`` of ``full`` holds token
+    t.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
@@ -277,7 +421,9 @@ def copy_columns_kernel(
         if KEPT:  # noqa: SIM102 - a constant, and a number that only the GPU knows
             if rank == skipped_rank:
                 place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
-                message_R = full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH
+                message_R = (
+                    full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH
+                )
         message_R = message_R[:, None]
         for strip in tl.static_range(len(STRIPS)):
             _copy_strip(whole_R, message_R, real_R, rank, STRIPS, strip, PACK)
@@ -285,13 +431,24 @@ def copy_columns_kernel(
 
 @triton.jit
 def _sum_strip(
-    whole_R, message_R, full_R, real_R, block_index, own_rank, message_size,
-    STRIPS: tl.constexpr, AT: tl.constexpr, COPIES: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Write to ``whole_R`` the sum of block ``block_index`` of STRIPS[AT] over its COPIES ranks.
+    whole_R,
+    message_R,
+    full_R,
+    real_R,
+    block_index,
+    own_rank,
+    message_size,
+    STRIPS: tl.constexpr,
+    AT: tl.constexpr,
+    COPIES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Write to ``whole_R`` the sum of block ``block_index`` of STRIPS[AT] over its
+    COPIES ranks.
 
-    ``full_R`` points to R rows of ``own_rank``, ``message_R`` to R rows of the first message; a
-    message has ``message_size`` elements. ``real_R`` masks the rows. The sum is in dtype WIDE.
+    ``full_R`` points to R rows of ``own_rank``, ``message_R`` to R rows of the first
+    message; a message has ``message_size`` elements. ``real_R`` masks the rows. The sum
+    is in dtype WIDE.
     """
     whole_R += STRIPS[AT][0] + block_index * STRIPS[AT][2]
     message_R += STRIPS[AT][1]
@@ -313,15 +470,28 @@ def _sum_strip(
 
 @triton.jit(do_not_specialize=["own_rank", "tokens", "tiles"])
 def sum_copies_kernel(
-    whole_ptr, message_ptr, full_ptr, place_ptr,
-    own_rank, tokens, batch, tiles, stride_s, stride_b,
-    STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
-    COPIES: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    whole_ptr,
+    message_ptr,
+    full_ptr,
+    place_ptr,
+    own_rank,
+    tokens,
+    batch,
+    tiles,
+    stride_s,
+    stride_b,
+    STRIPS: tl.constexpr,
+    RANK_WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COPIES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Sum every strip over the COPIES ranks that hold it, in rank order and dtype WIDE.
 
-    A peer's rows are in the peer's message. Token t of this rank (``own_rank``) is row ``place[t]``
-    of ``full``. COPIES successive ranks hold one block; programs share the ``tiles`` of all blocks.
+    A peer's rows are in the peer's message. Token t of this rank (``own_rank``) is row
+    ``place[t]`` of ``full``. COPIES successive ranks hold one block; programs share the
+    ``tiles`` of all blocks.
     """
     rows = tokens * batch
     tiles_per_block = tl.cdiv(rows, ROWS)
@@ -332,11 +502,22 @@ def sum_copies_kernel(
         t_R = row_R // batch
         b_R = row_R % batch
         place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
-        full_R = (full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH)[:, None]
+        full_R = (full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH)[
+            :, None
+        ]
         whole_R = _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
         message_R = (message_ptr + tl.cast(row_R, tl.int64) * RANK_WIDTH)[:, None]
         for strip in tl.static_range(len(STRIPS)):
             _sum_strip(
-                whole_R, message_R, full_R, real_R, block_index, own_rank,
-                tl.cast(rows, tl.int64) * RANK_WIDTH, STRIPS, strip, COPIES, WIDE,
-            )  # fmt: skip
+                whole_R,
+                message_R,
+                full_R,
+                real_R,
+                block_index,
+                own_rank,
+                tl.cast(rows, tl.int64) * RANK_WIDTH,
+                STRIPS,
+                strip,
+                COPIES,
+                WIDE,
+            )

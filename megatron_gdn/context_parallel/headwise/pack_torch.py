@@ -26,7 +26,13 @@ def pack_peers(
 
 
 def copy_kept_rows(
-    whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
+    whole: Tensor,
+    full: Tensor,
+    shares: HeadShares,
+    rank: int,
+    place: Tensor,
+    *,
+    to_full: bool,
 ) -> None:
     for block in shares.blocks(rank):
         if to_full:
@@ -67,7 +73,12 @@ def unpack_peers(
 
 
 def move_rows(
-    messages: Tensor, full: Tensor, place: Tensor, *, to_full: bool, beside_transfer: bool = False
+    messages: Tensor,
+    full: Tensor,
+    place: Tensor,
+    *,
+    to_full: bool,
+    beside_transfer: bool = False,
 ) -> None:
     if to_full:
         full[place] = messages.flatten(0, 1)

@@ -1,4 +1,5 @@
-"""Headwise (hidden-parallel) context parallelism: the heads are split instead of the sequence."""
+"""Headwise (hidden-parallel) context parallelism: the heads are split instead of the
+sequence."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ from .shares import ColumnBlock, HeadShares
 
 
 class Headwise(Scheme):
-    """Context parallelism by head exchange: a rank runs its share of the heads on all tokens.
+    """Context parallelism by head exchange: a rank runs its share of the heads on all
+    tokens.
 
-    Every rank gets the same number of state heads, and the key heads that its state heads use. If
-    ranks outnumber key heads, neighbouring ranks hold the same key head, whose gradients are
-    summed. ``self.layout``: one rank's columns. Raises a ValueError if ranks cannot share heads.
+    Every rank gets the same number of state heads, and the key heads that its state
+    heads use. If ranks outnumber key heads, neighbouring ranks hold the same key head,
+    whose gradients are summed. ``self.layout``: one rank's columns. Raises a ValueError
+    if ranks cannot share heads.
     """
 
     name = "headwise"
@@ -43,19 +46,26 @@ class Headwise(Scheme):
         self._rank = group.rank()
         self._of_parameters: dict[tuple, tuple[HeadShares, ColumnBlock | None]] = {}
 
-    def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
+    def passage(
+        self, documents: Documents | None, tokens: int, rows: int, like: Tensor
+    ) -> Passage:
         """The passage of one micro-batch; ``open`` returns rows in sequence order."""
         cut = documents_cut_by(self.sequence_layout, documents, tokens, like.device)
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
         place = (cut, self.sequence_layout, local)
         return Passage(
-            open=partial(to_heads, exchange=Exchange.of(self.group, self._proj, *place)),
-            close=partial(to_sequence, exchange=Exchange.of(self.group, self._mixed, *place)),
+            open=partial(
+                to_heads, exchange=Exchange.of(self.group, self._proj, *place)
+            ),
+            close=partial(
+                to_sequence, exchange=Exchange.of(self.group, self._mixed, *place)
+            ),
             neighbours=SequenceContext(documents),
         )
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
-        """This rank's rows of ``param``, which has the sections ``names``; None: a row per head.
+        """This rank's rows of ``param``, which has the sections ``names``; None: a row
+        per head.
 
         In the backward all other rows get zeros. Megatron's data-parallel reduction
         adds up the gradients of the group's ranks to the gradient of a run on one rank.
@@ -69,12 +79,17 @@ class Headwise(Scheme):
     def _shares_of_parameter(
         self, rows: int, names: tuple[str, ...] | None
     ) -> tuple[HeadShares, ColumnBlock | None]:
-        """Shares of ``rows`` in sections ``names``; this rank's block, None if it has several."""
+        """Shares of ``rows`` in sections ``names``; this rank's block, None if it has
+        several."""
         if names is None:
             shares = HeadShares.even(self.size, (rows,))
         else:
-            sections, copies = zip(*(self._share_of[name] for name in names), strict=True)
-            shares = HeadShares(self.size, sections if len(names) > 1 else (rows,), copies)
+            sections, copies = zip(
+                *(self._share_of[name] for name in names), strict=True
+            )
+            shares = HeadShares(
+                self.size, sections if len(names) > 1 else (rows,), copies
+            )
         first, *others = shares.blocks(self._rank)
         self._of_parameters[rows, names] = shares, None if others else first
         return self._of_parameters[rows, names]
@@ -83,6 +98,8 @@ class Headwise(Scheme):
 @cached_by_stream(16)
 def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
     """The indices, in a whole parameter, of the rows that ``rank`` holds."""
-    columns = [range(block.whole, block.whole + block.width) for block in shares.blocks(rank)]
+    columns = [
+        range(block.whole, block.whole + block.width) for block in shares.blocks(rank)
+    ]
     table = torch.tensor([row for rows in columns for row in rows], device="cpu")
     return to_device(table, device)

@@ -17,7 +17,8 @@ from ..layouts import SequenceLayout, positions_of
 
 
 class ColumnBlock(NamedTuple):
-    """The columns of one section that a rank holds; ``copies`` ranks hold the same columns."""
+    """The columns of one section that a rank holds; ``copies`` ranks hold the same
+    columns."""
 
     whole: int  # the first column in the whole row
     own: int  # the first column in the rank's row
@@ -30,8 +31,9 @@ class ColumnBlock(NamedTuple):
 class HeadShares(NamedTuple):
     """Sections of a row, each cut into equal blocks of whole heads.
 
-    If c ranks hold each column of a section, the section is cut into ``ranks / c`` blocks, and rank
-    r holds block ``r // c``. A rank's row has the rank's blocks in the order of the sections.
+    If c ranks hold each column of a section, the section is cut into ``ranks / c``
+    blocks, and rank r holds block ``r // c``. A rank's row has the rank's blocks in the
+    order of the sections.
     """
 
     ranks: int
@@ -46,7 +48,9 @@ class HeadShares(NamedTuple):
     @property
     def widths(self) -> tuple[int, ...]:
         """The width of each section in one rank's row."""
-        return tuple(w * c // self.ranks for w, c in zip(self.sections, self.copies, strict=True))
+        return tuple(
+            w * c // self.ranks for w, c in zip(self.sections, self.copies, strict=True)
+        )
 
     @property
     def whole_width(self) -> int:
@@ -70,7 +74,9 @@ class HeadShares(NamedTuple):
 def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
     """Compute :meth:`HeadShares.blocks`, once for each ``rank``."""
     blocks, whole, own = [], 0, 0
-    for section, width, copies in zip(shares.sections, shares.widths, shares.copies, strict=True):
+    for section, width, copies in zip(
+        shares.sections, shares.widths, shares.copies, strict=True
+    ):
         first = whole + rank // copies * width
         columns, own_columns = slice(first, first + width), slice(own, own + width)
         blocks.append(ColumnBlock(first, own, width, copies, columns, own_columns))
@@ -79,9 +85,11 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
 
 
 class Strip(NamedTuple):
-    """``repeats`` adjacent blocks of columns; each has ``block`` columns, a power of two.
+    """``repeats`` adjacent blocks of columns; each has ``block`` columns, a power of
+    two.
 
-    The first column is ``whole + (rank // copies) * step`` in a whole row, ``own`` in a rank's row.
+    The first column is ``whole + (rank // copies) * step`` in a whole row, ``own`` in a
+    rank's row.
     """
 
     whole: int
@@ -94,8 +102,10 @@ class Strip(NamedTuple):
 
 @lru_cache(maxsize=64)
 def strips(shares: HeadShares, largest_block: int) -> tuple[Strip, ...]:
-    """The columns of a rank in strips, whose blocks have at most ``largest_block`` columns."""
-    # Blocks are powers of two and cover the columns exactly, so kernels mask no columns.
+    """The columns of a rank in strips, whose blocks have at most ``largest_block``
+    columns."""
+    # Blocks are powers of two and cover the columns exactly, so kernels mask no
+    # columns.
     cut = []
     for whole, own, width, copies, *_ in shares.blocks(0):
         done, block = 0, largest_block
@@ -122,13 +132,15 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """The tokens that ranks exchange at one time: the same slice of each rank's tokens."""
+    """The tokens that ranks exchange at one time: the same slice of each rank's
+    tokens."""
 
     tokens: slice
     own_place: Tensor  # int32 [size], sequence positions of this rank's tokens
-    peer_place: Tensor  # int32 [(R - 1) * size], sequence positions of all peers' tokens
-    # int64 [R, size] on the CPU, sequence positions of every rank's tokens. If only the device
-    # knows positions, this is None and the wave travels in one message per peer.
+    # int32 [(R - 1) * size], sequence positions of all peers' tokens
+    peer_place: Tensor
+    # int64 [R, size] on the CPU, sequence positions of every rank's tokens. If only the
+    # device knows positions, this is None and the wave travels in one message per peer.
     positions: Tensor | None
 
     @cached_property
@@ -137,7 +149,8 @@ class Wave:
 
     @cached_property
     def mean_fragment(self) -> float:
-        """Mean tokens per fragment on the rank with the most fragments; equal on all ranks."""
+        """Mean tokens per fragment on the rank with the most fragments; equal on all
+        ranks."""
         if self.positions is None:
             return 0.0
         breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
@@ -151,10 +164,15 @@ class Wave:
 
 
 def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
-    """The fragments in ``positions_s``, a CPU tensor: its runs of consecutive positions."""
+    """The fragments in ``positions_s``, a CPU tensor: its runs of consecutive
+    positions."""
     if not positions_s.numel():
         return ()
-    bounds = [0, *((positions_s.diff() != 1).nonzero().flatten() + 1).tolist(), len(positions_s)]
+    bounds = [
+        0,
+        *((positions_s.diff() != 1).nonzero().flatten() + 1).tolist(),
+        len(positions_s),
+    ]
     firsts = positions_s[bounds[:-1]].tolist()
     return tuple(
         Fragment(slice(a, b), slice(first, first + b - a))
@@ -165,7 +183,8 @@ def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
 def waves_of(
     cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
 ) -> tuple[Wave, ...]:
-    """Cut rank ``cp_rank``'s exchange of ``cut`` into ``waves`` waves of about equal size."""
+    """Cut rank ``cp_rank``'s exchange of ``cut`` into ``waves`` waves of about equal
+    size."""
     return cut.keep(_make_waves, cp_size, cp_rank, layout, waves)
 
 
@@ -177,7 +196,9 @@ def _make_waves(
     places = cut.table(_places_of_waves, cp_size, cp_rank, layout, waves)
     return tuple(
         Wave(tokens, own_place, peer_place, table_Rs[:, tokens] if cut.known else None)
-        for tokens, own_place, peer_place in zip(slices, places[::2], places[1::2], strict=True)
+        for tokens, own_place, peer_place in zip(
+            slices, places[::2], places[1::2], strict=True
+        )
     )
 
 
@@ -193,11 +214,16 @@ def _places_of_waves(
     """For each wave, the positions in ``cut`` of this rank's and its peers' tokens."""
     table_Rs = positions_of(cut, cp_size, layout)
     slices = _tokens_of_waves(cut.total_tokens // cp_size, waves)
-    return tuple(chain(*(_split_places(table_Rs, cp_rank, tokens) for tokens in slices)))
+    return tuple(
+        chain(*(_split_places(table_Rs, cp_rank, tokens) for tokens in slices))
+    )
 
 
-def _split_places(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:
-    """From columns ``tokens`` of ``positions_Rs`` return row ``cp_rank``, then all other rows."""
+def _split_places(
+    positions_Rs: Tensor, cp_rank: int, tokens: slice
+) -> tuple[Tensor, Tensor]:
+    """From columns ``tokens`` of ``positions_Rs`` return row ``cp_rank``, then all
+    other rows."""
     place_Rs = positions_Rs[:, tokens].to(torch.int32)
     peers = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
     return place_Rs[cp_rank].contiguous(), peers.flatten()

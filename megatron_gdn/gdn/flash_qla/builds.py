@@ -1,10 +1,12 @@
 """FlashQLA's kernels are compiled once per machine, in parallel processes.
 
-The first process that needs a kernel takes a lock beside tilelang's cache and starts ``python -m
-megatron_gdn.warm_up``. A process waits until the cache has the kernel that it calls.
+The first process that needs a kernel takes a lock beside tilelang's cache and starts
+``python -m megatron_gdn.warm_up``. A process waits until the cache has the kernel that
+it calls.
 
-tilelang takes up to two seconds to compute its own key of a kernel. So this module keeps an empty
-file for every cached kernel, named by a digest of the function's source and arguments.
+tilelang takes up to two seconds to compute its own key of a kernel. So this module
+keeps an empty file for every cached kernel, named by a digest of the function's source
+and arguments.
 """
 
 from __future__ import annotations
@@ -30,16 +32,18 @@ logger = logging.getLogger(__name__)
 
 # Compute capability of every Hopper GPU. Processes that see no GPU compile for Hopper.
 HOPPER = (9, 0)
-# With this variable set to 0, a process compiles missing kernels itself, one after the other.
+# With this variable set to 0, a process compiles missing kernels itself, one after the
+# other.
 _SWITCH = "MEGATRON_GDN_COMPILE_AHEAD"
-# Groups of kernels: "cut" is for a long sequence in parts, "rows" for a batch, "uncut" for short
-# documents. Some runs also need "states" (chunkwise context parallelism), "whole" (batch-invariant
-# mode) and "again" (a second run of the forward).
+# Groups of kernels: "cut" is for a long sequence in parts, "rows" for a batch, "uncut"
+# for short documents. Some runs also need "states" (chunkwise context parallelism),
+# "whole" (batch-invariant mode) and "again" (a second run of the forward).
 USUAL_PARTS = ("cut", "rows", "uncut")
 
 
 class Heads(NamedTuple):
-    """The numbers of heads, and the dtype, for which FlashQLA's kernels are compiled."""
+    """The numbers of heads, and the dtype, for which FlashQLA's kernels are
+    compiled."""
 
     key: int
     value: int
@@ -58,20 +62,23 @@ class Heads(NamedTuple):
     @property
     def lock(self) -> Path:
         """The file that a process locks while it compiles for these heads."""
-        return cache_folder() / f"flash_qla-{self.key}-{self.value}-{self.operands}.lock"
+        return (
+            cache_folder() / f"flash_qla-{self.key}-{self.value}-{self.operands}.lock"
+        )
 
     def __str__(self) -> str:
         return f"{self.key}:{self.value} heads in {self.operands}"
 
 
 _heads, _part = Heads(0, 0, torch.bfloat16), "cut"  # set_next_calls sets both
-# Warm-up commands that this process has started. Dropping a Popen object would close the command's
-# standard input, and the command would end.
+# Warm-up commands that this process has started. Dropping a Popen object would close
+# the command's standard input, and the command would end.
 _started: dict[Heads, subprocess.Popen] = {}
 
 
 def set_next_calls(heads: Heads, part: str) -> None:
-    """Store what FlashQLA's next calls need: ``heads`` and the group of kernels, ``part``."""
+    """Store what FlashQLA's next calls need: ``heads`` and the group of kernels,
+    ``part``."""
     global _heads, _part
     _heads, _part = heads, part
 
@@ -89,8 +96,11 @@ def compile_once_per_machine(kernels: list[Any]) -> None:
         kernel.compile = wraps(kernel.compile)(compile_once)
 
 
-def _compile_once(kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Load ``kernel`` if any process has compiled it; else compile it with ``compile_here``."""
+def _compile_once(
+    kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """Load ``kernel`` if any process has compiled it; else compile it with
+    ``compile_here``."""
     if not tilelang_env().is_cache_enabled():
         return compile_here(*args, **kwargs)
     entry = cache_entry(kernel, args, kwargs, ".".join(map(str, _capability())))
@@ -102,7 +112,9 @@ def _compile_once(kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any
                 while not entry.exists() and process.poll() is None:
                     time.sleep(0.1)
             if lock is not None and not entry.exists():
-                logger.warning("compiles %s in this process; takes up to a minute", description)
+                logger.warning(
+                    "compiles %s in this process; takes up to a minute", description
+                )
                 compiled = compile_here(*args, **kwargs)
                 remember(entry, compiled)
                 return compiled
@@ -112,32 +124,55 @@ def _compile_once(kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any
 def _may_start() -> bool:
     """Whether this process may start the warm-up command for :func:`expected_heads`."""
     switched_on = os.environ.get(_SWITCH, "1") != "0"
-    return _heads.key > 0 and _heads not in _started and switched_on and _capability() == HOPPER
+    return (
+        _heads.key > 0
+        and _heads not in _started
+        and switched_on
+        and _capability() == HOPPER
+    )
 
 
 def _start_command(lock: int) -> subprocess.Popen:
-    """Start the warm-up command, which gets file descriptor ``lock`` and ends with this process."""
+    """Start the warm-up command, which gets file descriptor ``lock`` and ends with this
+    process."""
     logger.warning(
-        "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d cores, into %r. "
-        "`python -m megatron_gdn.warm_up %s` does this before a run.",
-        _heads, len(os.sched_getaffinity(0)), str(tilelang_env().TILELANG_CACHE_DIR), _heads.flags,
-    )  # fmt: skip
+        "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d "
+        "cores, into %r. `python -m megatron_gdn.warm_up %s` does this before a run.",
+        _heads,
+        len(os.sched_getaffinity(0)),
+        str(tilelang_env().TILELANG_CACHE_DIR),
+        _heads.flags,
+    )
     _started[_heads] = subprocess.Popen(
         # When this process ends, the system closes the pipe, and the command ends too.
-        warm_up_command(_heads, _part), stdin=subprocess.PIPE, stdout=2, pass_fds=[lock],
+        warm_up_command(_heads, _part),
+        stdin=subprocess.PIPE,
+        stdout=2,
+        pass_fds=[lock],
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-    )  # fmt: skip
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        },
+    )
     return _started[_heads]
 
 
 def warm_up_command(heads: Heads, part: str) -> list[str]:
-    """The command line that compiles kernels for ``heads``, those of the group ``part`` first."""
+    """The command line that compiles kernels for ``heads``, those of the group ``part``
+    first."""
     parts = [part, *(other for other in USUAL_PARTS if other != part)]
     return [
-        sys.executable, "-m", "megatron_gdn.warm_up", *heads.flags.split(), "--parts", *parts,
-        "--multiprocessors", str(multiprocessors()), "--for-a-run",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "megatron_gdn.warm_up",
+        *heads.flags.split(),
+        "--parts",
+        *parts,
+        "--multiprocessors",
+        str(multiprocessors()),
+        "--for-a-run",
+    ]
 
 
 def _capability() -> tuple[int, int]:
@@ -146,7 +181,8 @@ def _capability() -> tuple[int, int]:
 
 
 def multiprocessors() -> int:
-    """The GPU's number of multiprocessors; FlashQLA uses it to choose kernels and cuts."""
+    """The GPU's number of multiprocessors; FlashQLA uses it to choose kernels and
+    cuts."""
     return torch.cuda.get_device_properties().multi_processor_count
 
 
@@ -158,18 +194,23 @@ def tilelang_env() -> Any:
 
 
 def cache_folder() -> Path:
-    """This package's folder in tilelang's cache for the installed tilelang and flash-qla."""
+    """This package's folder in tilelang's cache for the installed tilelang and
+    flash-qla."""
     packages = ("tilelang", "flash-qla")
     versions = (f"{name}-{installed_version(name) or 'unknown'}" for name in packages)
     return Path(tilelang_env().TILELANG_CACHE_DIR, "megatron_gdn", "-".join(versions))
 
 
 def cache_entry(kernel: Any, args: tuple, kwargs: dict[str, Any], arch: str) -> Path:
-    """The file that exists once tilelang cached ``kernel`` for these arguments and GPU ``arch``."""
+    """The file that exists once tilelang cached ``kernel`` for these arguments and GPU
+    ``arch``."""
     configs = sorted((kernel.pass_configs or {}).items())
     described = kernel.func_source, args, sorted(kwargs.items()), configs, arch
     digest = sha256(repr(described).encode()).hexdigest()[:32]
-    return cache_folder() / f"{kernel.func.orig_func.__name__.removeprefix('tilelang_')}-{digest}"
+    return (
+        cache_folder()
+        / f"{kernel.func.orig_func.__name__.removeprefix('tilelang_')}-{digest}"
+    )
 
 
 def kernel_of(entry: Path) -> str:
@@ -178,7 +219,8 @@ def kernel_of(entry: Path) -> str:
 
 
 def remember(entry: Path, compiled: Any) -> None:
-    """Create the file ``entry`` if tilelang has stored the ``compiled`` kernel on disk."""
+    """Create the file ``entry`` if tilelang has stored the ``compiled`` kernel on
+    disk."""
     if os.path.isdir(getattr(compiled, "_tilelang_cache_path", None) or ""):
         entry.parent.mkdir(parents=True, exist_ok=True)
         # Not through a link, which somebody else may have put there.

@@ -1,10 +1,11 @@
 """Fences that FlashQLA's kernels lack before their bulk stores (docs/determinism.md).
 
-On Hopper, ordinary stores and bulk copies (TMA) reach shared memory through two proxies. Each
-thread that wrote to shared memory must issue ``fence.proxy.async`` before it signals that its part
-is done (PTX ISA, "Async proxy"); else the bulk store may send old contents. flash-qla 0.1.3, as
-tilelang 0.1.15 compiles it, lacks some of these fences. A hook adds them to a kernel's CUDA source.
-The kernels for Blackwell were not examined.
+On Hopper, ordinary stores and bulk copies (TMA) reach shared memory through two
+proxies. Each thread that wrote to shared memory must issue ``fence.proxy.async`` before
+it signals that its part is done (PTX ISA, "Async proxy"); else the bulk store may send
+old contents. flash-qla 0.1.3, as tilelang 0.1.15 compiles it, lacks some of these
+fences. A hook adds them to a kernel's CUDA source. The kernels for Blackwell were not
+examined.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from typing import Any
 from ...ops.obstacles import log_obstacle_once
 
 _BULK_STORE = re.compile(r"\btl::tma_store\(\w+, \(?&\(\(\(\w+\s?\*\)(\w+)\)")
-_SIGNAL = re.compile(r"\.arrive\w*\(|\b__syncthreads\(|\b__sync_thread_partial\b|\btl::tma_store\(")
+_SIGNAL = re.compile(
+    r"\.arrive\w*\(|\b__syncthreads\(|\b__sync_thread_partial\b|\btl::tma_store\("
+)
 _FENCE = "tl::fence_proxy_async();"
 _KERNELS = re.compile(
     r"__global__ void .*\btilelang_(?:kkt_solve|fused_chunk_gdr_(?:fwd|bwd))_kernel"
 )
-# This flag is part of a kernel's key in tilelang's cache, so kernels compiled without fences are
-# not found. Raise the flag's number when ``missing_fences`` is changed to find more fences.
+# This flag is part of a kernel's key in tilelang's cache, so kernels compiled without
+# fences are not found. Raise the flag's number when ``missing_fences`` is changed to
+# find more fences.
 _MARK = "-DMEGATRON_GDN_PROXY_FENCES=1"
 _FLAGS = "tl.device_compile_flags"
 _HOOK = "tilelang_callback_cuda_postproc"
@@ -33,16 +37,18 @@ _HOOK = "tilelang_callback_cuda_postproc"
 def missing_fences(source: str) -> list[int]:
     """Numbers (from 0) of the lines of CUDA source before which a fence is missing.
 
-    A bulk store (TMA) copies a buffer from shared to global memory while the threads go on. A write
-    to the buffer is an assignment or a ``stmatrix``. The source must have a fence between the
-    write and the next signal to other threads.
+    A bulk store (TMA) copies a buffer from shared to global memory while the threads go
+    on. A write to the buffer is an assignment or a ``stmatrix``. The source must have a
+    fence between the write and the next signal to other threads.
     """
     lines = source.split("\n")
     buffers = "|".join(sorted(set(_BULK_STORE.findall(source))))
     if not buffers:
         return []
     target = rf"\(\(\w+\s?\*\)(?:{buffers})\)"
-    write = re.compile(rf"stmatrix\w*\(.*{target}|{target}[^=;]*\)? = |{target}\[.*\] = ")
+    write = re.compile(
+        rf"stmatrix\w*\(.*{target}|{target}[^=;]*\)? = |{target}\[.*\] = "
+    )
     missing = []
     pending = False
     for number, line in enumerate(lines):
@@ -67,14 +73,16 @@ def with_fences(source: str) -> str:
 
 @cache
 def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
-    """Make this process compile ``kernels``, pairs of module and name, with all fences."""
+    """Make this process compile ``kernels``, pairs of module and name, with all
+    fences."""
     import tvm_ffi  # pyright: ignore[reportMissingImports]
     from tilelang.engine.callback import register_cuda_postproc  # pyright: ignore[reportMissingImports]
 
     earlier_hook = tvm_ffi.get_global_func(_HOOK, allow_missing=True)
 
     def hook(source: str, target: Any) -> str:
-        """Add fences to a kernel's CUDA ``source``; tilelang passes the ``target`` GPU."""
+        """Add fences to a kernel's CUDA ``source``; tilelang passes the ``target``
+        GPU."""
         if earlier_hook is not None:
             source = earlier_hook(source, target)
         return with_fences(source) if _KERNELS.search(source) else source
@@ -86,29 +94,33 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
         configs[_FLAGS] = [*configs.get(_FLAGS, ()), _MARK]
         # The old kernel object may hold code that this process compiled without fences.
         fenced = dataclasses.replace(kernel, pass_configs=configs)
-        # Another package may have replaced the hook, so every compiled source is checked.
+        # Another package may have replaced the hook, so every compiled source is
+        # checked.
         fenced.compile = _compile_with_check(name, fenced.compile)
         setattr(module, name, fenced)
 
 
 def _compile_with_check(name: str, compile: Callable) -> Callable:
-    """Wrap ``compile`` of the kernel ``name``: the wrapper checks that no fence is missing."""
+    """Wrap ``compile`` of the kernel ``name``: the wrapper checks that no fence is
+    missing."""
 
     def compile_and_check(*args: Any, **kwargs: Any) -> Any:
-        """Return the kernel that ``compile`` makes; raise if its source lacks a fence."""
+        """Return the kernel that ``compile`` makes; raise if its source lacks a
+        fence."""
         compiled = compile(*args, **kwargs)
         source = compiled.get_kernel_source()
         if missing_fences(source):
             raise RuntimeError(
-                f"FlashQLA's {name} was compiled without the fences that its bulk stores need, and "
-                f"may return wrong gradients: another hook for CUDA source took the place of "
-                f"megatron_gdn's, or left this kernel in tilelang's cache. Remove the hook and the "
-                f"cache (~/.tilelang/cache), or choose backend='fla'."
+                f"FlashQLA's {name} was compiled without the fences that its bulk "
+                "stores need, and may return wrong gradients: another hook for CUDA "
+                "source took the place of megatron_gdn's, or left this kernel in "
+                "tilelang's cache. Remove the hook and the cache (~/.tilelang/cache), "
+                "or choose backend='fla'."
             )
         if len(_BULK_STORE.findall(source)) != source.count("tl::tma_store("):
             log_obstacle_once(
-                f"FlashQLA's {name} has bulk stores in a form that is not known here; whether "
-                f"the stores have fences was not checked.",
+                f"FlashQLA's {name} has bulk stores in a form that is not known here; "
+                "whether the stores have fences was not checked.",
                 "cuda",
             )
         return compiled

@@ -1,9 +1,9 @@
 """FlashQLA's stages on Hopper: the same kernels and results in less host time.
 
-FlashQLA's own functions look a kernel up by some twenty arguments in each call and allocate memory
-for every argument; tilelang then checks and repacks all arguments. This module calls the compiled
-functions directly. Names of stages and arguments are those of flash-qla 0.1.3, in
-``flash_qla/ops/gated_delta_rule/chunk``. P is the number of parts.
+FlashQLA's own functions look a kernel up by some twenty arguments in each call and
+allocate memory for every argument; tilelang then checks and repacks all arguments. This
+module calls the compiled functions directly. Names of stages and arguments are those of
+flash-qla 0.1.3, in ``flash_qla/ops/gated_delta_rule/chunk``. P is the number of parts.
 """
 
 from __future__ import annotations
@@ -22,22 +22,27 @@ _F32 = torch.float32
 
 
 class HopperStages:
-    """FlashQLA's stages (functions that launch one kernel each) on Hopper, in less host time."""
+    """FlashQLA's stages (functions that launch one kernel each) on Hopper, in less host
+    time."""
 
     def __init__(self, library: ModuleType, modules: dict[str, ModuleType]) -> None:
-        """``library``: FlashQLA's module ``chunk``; ``modules``: the module of each stage."""
+        """``library``: FlashQLA's module ``chunk``; ``modules``: the module of each
+        stage."""
         self._modules, self.build_cp_context = modules, library.build_cp_context
         self.correct_initial_states = partial(self._correct_states, False)
         self.correct_terminal_states = partial(self._correct_states, True)
-        # Each object has its own caches, so kernels and tensors are freed with the object.
+        # Each object has its own caches, so kernels and tensors are freed with the
+        # object.
         self._kernel = lru_cache(maxsize=256)(self._find_kernel)
-        # Tensors for arguments that a kernel neither reads nor writes, by shape, dtype and device.
+        # Tensors for arguments that a kernel neither reads nor writes, by shape, dtype
+        # and device.
         self._unread = lru_cache(maxsize=64)(
             lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
         )
 
     def _find_kernel(self, stage: str, factory: str, *args: Any) -> Callable[..., None]:
-        """The kernel that function ``factory`` in the module of ``stage`` makes for ``args``."""
+        """The kernel that function ``factory`` in the module of ``stage`` makes for
+        ``args``."""
         return compiled_function(getattr(self._modules[stage], factory)(*args))
 
     @cached_property
@@ -50,7 +55,8 @@ class HopperStages:
     def _sequences_and_chunks(
         self, like: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[int, Tensor, Tensor, int]:
-        """Of ``like [B, S, ..]``: number, offsets, first chunks of sequences; chunks per row."""
+        """Of ``like [B, S, ..]``: number, offsets, first chunks of sequences; chunks
+        per row."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
             unread = self._unread((rows + 1,), torch.int32, like.device)
@@ -59,7 +65,8 @@ class HopperStages:
         return cu_seqlens.shape[0] - 1, cu_seqlens, offsets.to(cu_seqlens.dtype), chunks
 
     def _chunk_states(self, wanted: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
-        """Memory for states at ``chunks`` chunks per row; without elements if not ``wanted``."""
+        """Memory for states at ``chunks`` chunks per row; without elements if not
+        ``wanted``."""
         (B, _, _, K), (H, V) = k.shape, v.shape[2:]
         if wanted:
             return k.new_empty(B, chunks, H, K, V)
@@ -72,36 +79,64 @@ class HopperStages:
         reverse: bool = False,
         zero_last_chunk: bool = False,
     ) -> Tensor:
-        """Running sums of ``g`` in chunks, fp32 ``[B, S, H]``; ``reverse``: from a chunk's end.
+        """Running sums of ``g`` in chunks, fp32 ``[B, S, H]``; ``reverse``: from a
+        chunk's end.
 
-        Sequences must cover all S tokens; ``zero_last_chunk`` writes zeros after the last sequence.
+        Sequences must cover all S tokens; ``zero_last_chunk`` writes zeros after the
+        last sequence.
         """
         (B, S, H), out = g.shape, torch.empty_like(g)
         lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
         run = self._kernel(
-            "chunk_local_cumsum", "tilelang_chunk_local_cumsum",
-            H, CHUNK, "float32", g.dtype, lengths, cu_seqlens is not None, reverse,
+            "chunk_local_cumsum",
+            "tilelang_chunk_local_cumsum",
+            H,
+            CHUNK,
+            "float32",
+            g.dtype,
+            lengths,
+            cu_seqlens is not None,
+            reverse,
             zero_last_chunk,
-        )  # fmt: skip
+        )
         if cu_seqlens is None:
             run(g, out, B * -(-S // CHUNK))
         else:
-            run(g, cu_seqlens, self._index.prepare_chunk_indices(cu_seqlens, CHUNK), out)
+            run(
+                g, cu_seqlens, self._index.prepare_chunk_indices(cu_seqlens, CHUNK), out
+            )
         return out
 
-    def kkt_solve(self, k: Tensor, b: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def kkt_solve(
+        self, k: Tensor, b: Tensor, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """The inverse A ``[B, S, H, 64]`` of every chunk's triangular system."""
         (B, S, G, K), H = k.shape, b.shape[2]
         a = k.new_empty(B, S, H, CHUNK)
         lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
         run = self._kernel(
-            "kkt_solve", "tilelang_kkt_solve",
-            H, G, K, CHUNK, "float32", k.dtype, b.dtype, lengths, cu_seqlens is not None,
-        )  # fmt: skip
+            "kkt_solve",
+            "tilelang_kkt_solve",
+            H,
+            G,
+            K,
+            CHUNK,
+            "float32",
+            k.dtype,
+            b.dtype,
+            lengths,
+            cu_seqlens is not None,
+        )
         if cu_seqlens is None:
             run(k, b, a, B * -(-S // CHUNK))
         else:
-            run(k, b, cu_seqlens, self._index.prepare_chunk_indices(cu_seqlens, CHUNK), a)
+            run(
+                k,
+                b,
+                cu_seqlens,
+                self._index.prepare_chunk_indices(cu_seqlens, CHUNK),
+                a,
+            )
         return a
 
     def get_warmup_chunks_bidi(
@@ -114,23 +149,34 @@ class HopperStages:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """How many chunks of each part matter for states, and which parts states pass.
 
-        Returns four tensors ``[P, H]``: how many of a part's last chunks its map needs; how many of
-        its first chunks S_in reaches; whether S passes the part; whether dS does. S reaches a chunk
-        if the log-decay up to it sums to more than ``threshold``. Where ``ht_mask_fwd``
-        (``ht_mask_bwd``), bool ``[P]``, is True, S (dS) need not pass the part.
+        Returns four tensors ``[P, H]``: how many of a part's last chunks its map needs;
+        how many of its first chunks S_in reaches; whether S passes the part; whether dS
+        does. S reaches a chunk if the log-decay up to it sums to more than
+        ``threshold``. Where ``ht_mask_fwd`` (``ht_mask_bwd``), bool ``[P]``, is True, S
+        (dS) need not pass the part.
         """
         P, H = ht_mask_fwd.shape[0], g.shape[2]
         run = self._kernel(
-            "get_warmup_chunks_bidi", "tilelang_get_warmup_chunks_bidi",
-            H, CHUNK, threshold, "float32", g.dtype, ht_mask_fwd.dtype, cu_seqlens.dtype,
+            "get_warmup_chunks_bidi",
+            "tilelang_get_warmup_chunks_bidi",
+            H,
+            CHUNK,
+            threshold,
+            "float32",
+            g.dtype,
+            ht_mask_fwd.dtype,
+            cu_seqlens.dtype,
             False,
-        )  # fmt: skip
+        )
         results = (
-            cu_seqlens.new_empty(P, H), cu_seqlens.new_empty(P, H),
-            ht_mask_fwd.new_empty(P, H), ht_mask_fwd.new_empty(P, H),
-        )  # fmt: skip
-        # The second ``cu_seqlens`` is passed in place of a table of parts, which the kernel reads
-        # only at boundaries between ranks. This batch has no such boundaries.
+            cu_seqlens.new_empty(P, H),
+            cu_seqlens.new_empty(P, H),
+            ht_mask_fwd.new_empty(P, H),
+            ht_mask_fwd.new_empty(P, H),
+        )
+        # The second ``cu_seqlens`` is passed in place of a table of parts, which the
+        # kernel reads only at boundaries between ranks. This batch has no such
+        # boundaries.
         run(g, ht_mask_fwd, ht_mask_bwd, cu_seqlens, cu_seqlens, *results)
         return results
 
@@ -148,9 +194,11 @@ class HopperStages:
         num_warmup_chunks: Tensor | None = None,
         final_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """States at chunks if ``output_h``, final states and ``through``, both in ``final_dtype``.
+        """States at chunks if ``output_h``, final states and ``through``, both in
+        ``final_dtype``.
 
-        With ``num_warmup_chunks [P, H]`` final states count only so many last chunks of a part.
+        With ``num_warmup_chunks [P, H]`` final states count only so many last chunks of
+        a part.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         warm = num_warmup_chunks is not None
@@ -163,41 +211,89 @@ class HopperStages:
         h, final = self._chunk_states(output_h, k, v, chunks), None
         if output_final_state:
             final = k.new_empty(N, H, K, V, dtype=final_dtype)
-        # The kernel always writes ``through``: zeros if the caller did not ask for the maps.
+        # The kernel always writes ``through``: zeros if the caller did not ask for the
+        # maps.
         through = k.new_empty(N, H, K, K, dtype=final_dtype)
         start = initial_state
-        if start is None:  # the kernel reads no initial states; any tensor of this shape will do
+        # the kernel reads no initial states; any tensor of this shape will do
+        if start is None:
             unread = final if final_dtype is _F32 else None
             start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
         run = self._kernel(
-            "fused_gdr_h", "tilelang_prepare_h",
-            H, G, K, V, CHUNK, "float32", k.dtype, g.dtype, b.dtype, start.dtype, final_dtype,
-            k.dtype, boundaries.dtype, initial_state is not None, output_final_state, output_h,
-            cu_seqlens is not None, warm, False,
-        )  # fmt: skip
+            "fused_gdr_h",
+            "tilelang_prepare_h",
+            H,
+            G,
+            K,
+            V,
+            CHUNK,
+            "float32",
+            k.dtype,
+            g.dtype,
+            b.dtype,
+            start.dtype,
+            final_dtype,
+            k.dtype,
+            boundaries.dtype,
+            initial_state is not None,
+            output_final_state,
+            output_h,
+            cu_seqlens is not None,
+            warm,
+            False,
+        )
         # Without ``output_final_state`` the kernel does not write final states.
         run(
-            k, v, a, g, b, start, boundaries, first, upto, h, start if final is None else final,
+            k,
+            v,
+            a,
+            g,
+            b,
+            start,
+            boundaries,
+            first,
+            upto,
+            h,
+            start if final is None else final,
             through,
-        )  # fmt: skip
+        )
         return h if output_h else None, final, through if output_final_state else None
 
     def _correct_states(
-        self, backward: bool, states: Tensor | None, local: Tensor, through: Tensor, passes: Tensor,
+        self,
+        backward: bool,
+        states: Tensor | None,
+        local: Tensor,
+        through: Tensor,
+        passes: Tensor,
         first: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """States that enter parts or, if ``backward``, dS of states that leave parts: [P, H, K, V].
+    ) -> Tensor:
+        """States that enter parts or, if ``backward``, dS of states that leave parts:
+        [P, H, K, V].
 
-        ``states`` enter sequences or, if ``backward``, are dS of states that leave sequences; None:
-        zero. ``first``, int32 ``[N + 1]``: the number of every sequence's first part, and P.
+        ``states`` enter sequences or, if ``backward``, are dS of states that leave
+        sequences; None: zero. ``first``, int32 ``[N + 1]``: the number of every
+        sequence's first part, and P.
         """
         P, H, K, V = local.shape
         dtype = _F32 if states is None else states.dtype
         run = self._kernel(
-            "correct_initial_states", "tilelang_correct_h0",
-            H, K, V, dtype, "float32", local.dtype, through.dtype, first.dtype, passes.dtype,
-            states is not None, False, backward, backward,
-        )  # fmt: skip
+            "correct_initial_states",
+            "tilelang_correct_h0",
+            H,
+            K,
+            V,
+            dtype,
+            "float32",
+            local.dtype,
+            through.dtype,
+            first.dtype,
+            passes.dtype,
+            states is not None,
+            False,
+            backward,
+            backward,
+        )
         out = local.new_empty(P, H, K, V, dtype=dtype)
         run(*(() if states is None else (states,)), local, through, passes, first, out)
         return out
@@ -218,15 +314,21 @@ class HopperStages:
         raw_cu_seqlens: Tensor | None = None,
         output_h: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The output, the states at chunks and the final states; states not asked for are None.
+        """The output, the states at chunks and the final states; states not asked for
+        are None.
 
-        ``cu_seqlens`` bounds parts, ``raw_cu_seqlens`` sequences; ``cp_seq_map``: parts' sequences.
+        ``cu_seqlens`` bounds parts, ``raw_cu_seqlens`` sequences; ``cp_seq_map``:
+        parts' sequences.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
         sequences = boundaries if raw_cu_seqlens is None else raw_cu_seqlens
         whole = sequences.shape[0] - 1
-        owner = self._unread((N,), boundaries.dtype, k.device) if cp_seq_map is None else cp_seq_map
+        owner = (
+            self._unread((N,), boundaries.dtype, k.device)
+            if cp_seq_map is None
+            else cp_seq_map
+        )
         final = None
         if output_final_state or initial_state is None:
             final = k.new_empty(whole, H, K, V, dtype=_F32)
@@ -239,11 +341,32 @@ class HopperStages:
         block = 128 if programs >= target else 64 if programs * 2 >= target else 32
         o = torch.empty_like(v)
         run = self._kernel(
-            "fused_gdr_fwd", "tilelang_fused_chunk_gdr_fwd",
-            H, G, K, V, CHUNK, scale, "float32", q.dtype, g.dtype, b.dtype, start.dtype, _F32,
-            k.dtype, o.dtype, boundaries.dtype, initial_state is not None, output_final_state,
-            output_h, True, cu_seqlens is not None, cp_seq_map is not None, False, block,
-        )  # fmt: skip
+            "fused_gdr_fwd",
+            "tilelang_fused_chunk_gdr_fwd",
+            H,
+            G,
+            K,
+            V,
+            CHUNK,
+            scale,
+            "float32",
+            q.dtype,
+            g.dtype,
+            b.dtype,
+            start.dtype,
+            _F32,
+            k.dtype,
+            o.dtype,
+            boundaries.dtype,
+            initial_state is not None,
+            output_final_state,
+            output_h,
+            True,
+            cu_seqlens is not None,
+            cp_seq_map is not None,
+            False,
+            block,
+        )
         h = self._chunk_states(output_h, k, v, chunks)
         run(q, k, v, a, g, b, start, boundaries, first, owner, sequences, o, h, ending)
         return o, h if output_h else None, final if output_final_state else None
@@ -261,18 +384,51 @@ class HopperStages:
         num_warmup_chunks: Tensor,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
-        """None, and dS at parts' starts if dS at their ends is 0; ``output_dh`` must be False."""
+        """None, and dS at parts' starts if dS at their ends is 0; ``output_dh`` must be
+        False."""
         assert not output_dh
         (G, K), (H, V) = k.shape[2:], do.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)
         run = self._kernel(
-            "fused_gdr_dh", "tilelang_prepare_dh_ws",
-            H, G, K, V, CHUNK, scale, "float32", k.dtype, g.dtype, b.dtype, _F32, k.dtype,
-            do.dtype, boundaries.dtype, False, True, False, True, True, False,
-        )  # fmt: skip
+            "fused_gdr_dh",
+            "tilelang_prepare_dh_ws",
+            H,
+            G,
+            K,
+            V,
+            CHUNK,
+            scale,
+            "float32",
+            k.dtype,
+            g.dtype,
+            b.dtype,
+            _F32,
+            k.dtype,
+            do.dtype,
+            boundaries.dtype,
+            False,
+            True,
+            False,
+            True,
+            True,
+            False,
+        )
         d_first = k.new_empty(N, H, K, V, dtype=_F32)
         d_states = self._chunk_states(False, k, do, 0)
-        run(q, k, a, g, b, do, d_first, boundaries, first, num_warmup_chunks, d_states, d_first)
+        run(
+            q,
+            k,
+            a,
+            g,
+            b,
+            do,
+            d_first,
+            boundaries,
+            first,
+            num_warmup_chunks,
+            d_states,
+            d_first,
+        )
         return None, d_first
 
     def fused_gdr_bwd(
@@ -290,10 +446,12 @@ class HopperStages:
         cu_seqlens: Tensor | None = None,
         overwrite_dht: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Gradients of the inputs and of the states that enter parts or uncut sequences.
+        """Gradients of the inputs and of the states that enter parts or uncut
+        sequences.
 
-        ``dht``: gradients of the states that leave. With ``overwrite_dht`` the entering states'
-        gradients overwrite ``dht``; each program reads its values of ``dht`` before it writes.
+        ``dht``: gradients of the states that leave. With ``overwrite_dht`` the entering
+        states' gradients overwrite ``dht``; each program reads its values of ``dht``
+        before it writes.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)
@@ -304,17 +462,51 @@ class HopperStages:
         else:
             d_first = k.new_empty(N, H, K, V, dtype=_F32 if dht is None else dht.dtype)
         run = self._kernel(
-            "fused_gdr_bwd", "tilelang_fused_chunk_gdr_bwd",
-            H, G, K, V, CHUNK, scale, "float32", q.dtype, g.dtype, b.dtype, h.dtype, do.dtype,
-            boundaries.dtype, cu_seqlens is not None, dht is not None, False,
-        )  # fmt: skip
+            "fused_gdr_bwd",
+            "tilelang_fused_chunk_gdr_bwd",
+            H,
+            G,
+            K,
+            V,
+            CHUNK,
+            scale,
+            "float32",
+            q.dtype,
+            g.dtype,
+            b.dtype,
+            h.dtype,
+            do.dtype,
+            boundaries.dtype,
+            cu_seqlens is not None,
+            dht is not None,
+            False,
+        )
         d_last = d_first if dht is None else dht
-        run(do, d_last, q, k, v, a, g, b, h, boundaries, first, dq, dk, dv, dg, db, d_first)
+        run(
+            do,
+            d_last,
+            q,
+            k,
+            v,
+            a,
+            g,
+            b,
+            h,
+            boundaries,
+            first,
+            dq,
+            dk,
+            dv,
+            dg,
+            db,
+            d_first,
+        )
         return dq, dk, dv, dg, db, d_first
 
 
 def compiled_function(kernel: Any) -> Callable[..., Any]:
-    """The compiled function in a tilelang ``kernel``, or ``kernel`` if its form is unknown."""
+    """The compiled function in a tilelang ``kernel``, or ``kernel`` if its form is
+    unknown."""
     adapter = getattr(kernel, "adapter", None)
     if adapter is None or getattr(adapter, "result_idx", True):
         return kernel

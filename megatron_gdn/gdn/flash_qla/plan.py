@@ -1,8 +1,9 @@
 """How FlashQLA cuts the sequences of a batch into parts that run side by side.
 
-For documents in fixed buffers, the host knows only the largest number of parts and chunks. Each
-sequence in such buffers is cut by its own length and the number of heads. Kernels are launched for
-the largest numbers, and a thread block without tokens writes nothing.
+For documents in fixed buffers, the host knows only the largest number of parts and
+chunks. Each sequence in such buffers is cut by its own length and the number of heads.
+Kernels are launched for the largest numbers, and a thread block without tokens writes
+nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +30,19 @@ from .fences import fence_bulk_stores
 from .hopper import HopperStages
 
 _STAGES = (
-    "build_cp_context", "chunk_local_cumsum", "kkt_solve", "get_warmup_chunks_bidi", "fused_gdr_h",
-    "correct_initial_states", "correct_terminal_states", "fused_gdr_fwd", "fused_gdr_dh",
+    "build_cp_context",
+    "chunk_local_cumsum",
+    "kkt_solve",
+    "get_warmup_chunks_bidi",
+    "fused_gdr_h",
+    "correct_initial_states",
+    "correct_terminal_states",
+    "fused_gdr_fwd",
+    "fused_gdr_dh",
     "fused_gdr_bwd",
-)  # fmt: skip
-# The stages whose kernels lack fences, and the function that tilelang compiles for each stage.
+)
+# The stages whose kernels lack fences, and the function that tilelang compiles for each
+# stage.
 UNFENCED = {
     "kkt_solve": "tilelang_kkt_solve",
     "fused_gdr_fwd": "tilelang_fused_chunk_gdr_fwd",
@@ -43,9 +52,12 @@ UNFENCED = {
 
 @cache
 def stages() -> Any:
-    """FlashQLA's stages: :class:`HopperStages` on Hopper, on other GPUs FlashQLA's own module."""
+    """FlashQLA's stages: :class:`HopperStages` on Hopper, on other GPUs FlashQLA's own
+    module."""
     chunk = own_stages()
-    return HopperStages(chunk, _modules_of_stages(chunk)) if _for_hopper(chunk) else chunk
+    return (
+        HopperStages(chunk, _modules_of_stages(chunk)) if _for_hopper(chunk) else chunk
+    )
 
 
 def _for_hopper(chunk: ModuleType) -> bool:
@@ -66,26 +78,35 @@ def own_stages() -> ModuleType:
     try:
         modules = _modules_of_stages(chunk)
         if _for_hopper(chunk):
-            fence_bulk_stores(*((modules[name], kernel) for name, kernel in UNFENCED.items()))
+            fence_bulk_stores(
+                *((modules[name], kernel) for name, kernel in UNFENCED.items())
+            )
     except (AttributeError, TypeError, ImportError) as error:
         raise ImportError(
-            f"this flash_qla or tilelang is not known here ({error}); the fused mixer knows "
-            f"flash-qla 0.1.3 and tilelang 0.1.15. Install these versions, or choose backend='fla'."
+            f"this flash_qla or tilelang is not known here ({error}); the fused mixer "
+            "knows flash-qla 0.1.3 and tilelang 0.1.15. Install these versions, or "
+            "choose backend='fla'."
         ) from error
     from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
 
     values = [value for module in modules.values() for value in vars(module).values()]
-    compile_once_per_machine(list({id(x): x for x in values if isinstance(x, JITImpl)}.values()))
+    compile_once_per_machine(
+        list({id(x): x for x in values if isinstance(x, JITImpl)}.values())
+    )
     return chunk
 
 
 def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
-    """Offsets of parts by FlashQLA's cost model for ``value_heads``; None if no sequence is cut."""
+    """Offsets of parts by FlashQLA's cost model for ``value_heads``; None if no
+    sequence is cut."""
     with torch.device("cpu"):
         context = stages().build_cp_context(
-            documents.starts, enable_intra=True, num_v_heads=value_heads,
-            chunk_size=CHUNK, is_train=True,
-        )  # fmt: skip
+            documents.starts,
+            enable_intra=True,
+            num_v_heads=value_heads,
+            chunk_size=CHUNK,
+            is_train=True,
+        )
     return context.intra_cp_cu_seqlens.tolist() if context.is_intra else None
 
 
@@ -93,9 +114,11 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
 def plan_of_rows(
     rows: int, tokens: int, value_heads: int, device: torch.device
 ) -> SequenceParts | None:
-    """The parts of ``rows`` batch rows without initial states; None if several rows run uncut.
+    """The parts of ``rows`` batch rows without initial states; None if several rows run
+    uncut.
 
-    Several rows are cut only if rows times heads are fewer than the GPU's multiprocessors.
+    Several rows are cut only if rows times heads are fewer than the GPU's
+    multiprocessors.
     """
     documents = documents_of_rows((rows, tokens), device)
     full = rows * value_heads >= multiprocessors()
@@ -109,7 +132,8 @@ def plan_of(
 ) -> SequenceParts:
     """The parts of ``documents``, shared by all layers and their backward.
 
-    If ``batch_invariant``, a sequence is cut by its own length and the number of heads alone.
+    If ``batch_invariant``, a sequence is cut by its own length and the number of heads
+    alone.
     ``with_states``: whether documents have initial states.
     """
     return documents.keep(_make_plan, value_heads, batch_invariant, with_states)
@@ -119,7 +143,8 @@ def _make_plan(
     documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
 ) -> SequenceParts:
     if not documents.known and (
-        with_states or not (batch_invariant or largest_number_of_cuts(documents, value_heads))
+        with_states
+        or not (batch_invariant or largest_number_of_cuts(documents, value_heads))
     ):
         return plan_of_whole(documents)
     if documents.known and not batch_invariant:
@@ -138,20 +163,26 @@ def plan_of_whole(documents: Documents) -> SequenceParts:
 
 
 def _make_plan_of_whole(documents: Documents) -> SequenceParts:
-    return _store_chunk_tables(SequenceParts.of(documents, one_part_per_sequence), documents)
+    return _store_chunk_tables(
+        SequenceParts.of(documents, one_part_per_sequence), documents
+    )
 
 
 def _store_chunk_tables(parts: SequenceParts, documents: Documents) -> SequenceParts:
-    """Attach chunk tables to the offsets in ``parts``, so that FlashQLA need not make them."""
+    """Attach chunk tables to the offsets in ``parts``, so that FlashQLA need not make
+    them."""
     if not documents.known and documents.total_tokens < CHUNK:
-        # A thread block without tokens reads the buffer's last 64 tokens, so the buffer needs 64.
+        # A thread block without tokens reads the buffer's last 64 tokens, so the buffer
+        # needs 64.
         raise NotImplementedError(
-            f"flash_qla takes documents in fixed buffers of at least {CHUNK} tokens per rank, not "
-            f"{documents.total_tokens}; use backend='fla' or larger buffers."
+            f"flash_qla takes documents in fixed buffers of at least {CHUNK} tokens "
+            f"per rank, not {documents.total_tokens}; use backend='fla' or larger "
+            "buffers."
         )
     for offsets, places in (
-        (parts.sequences, documents.chunks(CHUNK)), (parts.offsets, parts.places)
-    ):  # fmt: skip
+        (parts.sequences, documents.chunks(CHUNK)),
+        (parts.offsets, parts.places),
+    ):
         # FlashQLA's ``prepare_varlen_metadata`` stores its table in the same attribute.
         table = CHUNK, places.offsets, len(places.indices), places.indices
         offsets._flash_qla_prepared_varlen = table  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,8 +1,8 @@
 """FlashQLA as a rule that calls FlashQLA's stages one by one.
 
-FlashQLA's own entry function waits for sequence lengths from the GPU. FlashQLA also sums dq and dk
-over value heads in an extra pass. This module cuts sequences by offsets on the host, and the
-backward of the front sums dq and dk over value heads.
+FlashQLA's own entry function waits for sequence lengths from the GPU. FlashQLA also
+sums dq and dk over value heads in an extra pass. This module cuts sequences by offsets
+on the host, and the backward of the front sums dq and dk over value heads.
 """
 
 from __future__ import annotations
@@ -60,19 +60,25 @@ class FlashQlaForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output; with ``final`` also final states, with ``keep`` tensors for the backward."""
+        """The output; with ``final`` also final states, with ``keep`` tensors for the
+        backward."""
         on_grid, maps = self.rule.bits is Bits.ON_GRID, self._maps
         if on_grid:
-            parts, maps = self.rule.plan(self.inputs, self.documents, states=False), None
+            parts, maps = (
+                self.rule.plan(self.inputs, self.documents, states=False),
+                None,
+            )
             initial = initial_or_zero(initial, self.inputs, parts)
         elif initial is not None or maps is not None:
             maps = self._part_maps()
             parts = maps.parts
         else:
             parts = self.rule.plan(self.inputs, self.documents, states=False)
-            # With batch_invariant, uncut sequences run in the kernels for parts too, because all
-            # sequences run in these kernels as soon as one of them is cut.
-            if parts is not None and (self.rule.batch_invariant or not parts.are_sequences):
+            # With batch_invariant, uncut sequences run in the kernels for parts too,
+            # because all sequences run in these kernels as soon as one of them is cut.
+            if parts is not None and (
+                self.rule.batch_invariant or not parts.are_sequences
+            ):
                 maps = part_maps(in_one_row(self.inputs), parts, from_zero=True)
         inputs = self.inputs if parts is None else in_one_row(self.inputs)
         if maps is None:
@@ -81,7 +87,12 @@ class FlashQlaForward(RuleForward):
             entering = maps.entering(initial)
             kept = maps.saved(entering)
         o, _, last = run_forward(
-            inputs, kept, entering, parts, output_h=False, output_final_state=final or on_grid
+            inputs,
+            kept,
+            entering,
+            parts,
+            output_h=False,
+            output_final_state=final or on_grid,
         )
         saved = Saved(tuple(kept) if keep else (), parts)
         return RuleOutput(in_rows(o, self.rows), last if final else None, saved)
@@ -94,10 +105,19 @@ class FlashQlaBackward(RuleBackward):
     _d_entering: Any = None  # [P, H, K, V], the result of _d_entering_states
 
     def __init__(
-        self, rule: Rule, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
+        self,
+        rule: Rule,
+        d_o: Tensor,
+        inputs: RuleInputs,
+        saved: Saved,
+        documents: Documents | None,
     ) -> None:
         super().__init__(rule, d_o, inputs, saved, documents)
-        self._parts, self._kept, self._at_chunks = saved.plan, Kept(*saved.tensors), saved.made
+        self._parts, self._kept, self._at_chunks = (
+            saved.plan,
+            Kept(*saved.tensors),
+            saved.made,
+        )
         del self.saved  # each saved tensor is freed after its last use
         if self._parts is not None:
             self.d_o, self.inputs = in_one_row(self.d_o), in_one_row(self.inputs)
@@ -105,60 +125,94 @@ class FlashQlaBackward(RuleBackward):
             self._cut_again()
 
     def _cut_again(self) -> None:
-        """Cut sequences as a forward with initial states does; compute the parts' state maps."""
+        """Cut sequences as a forward with initial states does; compute the parts' state
+        maps."""
         documents = self.documents
         if documents is None:
             documents = documents_of_rows(self.rows, self.d_o.device)
-        self.d_o, self.inputs, self._at_chunks = in_one_row(self.d_o), in_one_row(self.inputs), None
-        heads, g_sum, A = self.inputs.v.shape[2], in_one_row(self._kept.g_sum), self._kept.A
+        self.d_o, self.inputs, self._at_chunks = (
+            in_one_row(self.d_o),
+            in_one_row(self.inputs),
+            None,
+        )
+        heads, g_sum, A = (
+            self.inputs.v.shape[2],
+            in_one_row(self._kept.g_sum),
+            self._kept.A,
+        )
         with_states = True
         self._parts = plan_of(documents, heads, self.rule.batch_invariant, with_states)
         self._maps = part_maps(self.inputs, self._parts, (g_sum, in_one_row(A)))
         self._kept = self._maps.saved(entering=None)
 
     def _d_entering_states(self) -> Tensor:
-        """Gradients of states that enter parts, if those of states that leave parts are zero."""
+        """Gradients of states that enter parts, if those of states that leave parts are
+        zero."""
         if self._d_entering is None:
             q, k, *_, beta = self.inputs
             _, self._d_entering = stages().fused_gdr_dh(
-                q=q, k=k, a=self._kept.A, g=self._kept.g_sum, b=beta, do=self.d_o,
-                output_dh=False, scale=k.shape[-1] ** -0.5, cu_seqlens=self._parts.offsets,
+                q=q,
+                k=k,
+                a=self._kept.A,
+                g=self._kept.g_sum,
+                b=beta,
+                do=self.d_o,
+                output_dh=False,
+                scale=k.shape[-1] ** -0.5,
+                cu_seqlens=self._parts.offsets,
                 num_warmup_chunks=self._kept.chunks_back,
-            )  # fmt: skip
+            )
         return self._d_entering
 
     def d_initial(self) -> Tensor:
-        """The gradient of the initial states, if the final states have zero gradients."""
+        """The gradient of the initial states, if the final states have zero
+        gradients."""
         if self._kept.chunks_back is None or self._kept.passes_back is not None:
             self._cut_again()  # a forward without initial states saves no maps
-        return initial_gradients(self._d_entering_states(), self._kept.through, self._parts)
+        return initial_gradients(
+            self._d_entering_states(), self._kept.through, self._parts
+        )
 
     def d_o_was_scaled(self, factor: Tensor) -> None:
-        """Scale the gradients computed so far by ``factor``, as the caller has scaled ``d_o``."""
+        """Scale the gradients computed so far by ``factor``, as the caller has scaled
+        ``d_o``."""
         if self._d_entering is not None:
             self._d_entering = self._d_entering * factor
 
-    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
+    def run(
+        self, initial: Tensor | None = None, d_final: Tensor | None = None
+    ) -> RuleGrads:
         kept, first, last_grad = self._kept, initial, d_final
         if kept.through is not None:
-            first = kept.entering if self._maps is None else self._maps.entering(initial)
+            first = (
+                kept.entering if self._maps is None else self._maps.entering(initial)
+            )
             last_grad = kept.leaving(self._d_entering_states(), self._parts, d_final)
         g_sum, A, *_ = kept
         del kept, self._kept
         self._maps = self._d_entering = None
         states, self._at_chunks = self._at_chunks, None
         grads = gradients(
-            self.d_o, self.inputs, g_sum, A, self._parts, first, last_grad, states,
+            self.d_o,
+            self.inputs,
+            g_sum,
+            A,
+            self._parts,
+            first,
+            last_grad,
+            states,
             overwrite_last=last_grad is not d_final,
-        )  # fmt: skip
+        )
         return RuleGrads(*(in_rows(x, self.rows) for x in grads))
 
 
 class Repeatable(NamedTuple):
-    """A GPU, versions, dtypes and ratios of heads for which flash_qla repeats bit for bit.
+    """A GPU, versions, dtypes and ratios of heads for which flash_qla repeats bit for
+    bit.
 
-    ``benchmarks/bench_determinism.py`` ran hundreds of forward and backward passes on this GPU in
-    two processes, in memory that was filled with NaN, while another CUDA stream was busy.
+    ``benchmarks/bench_determinism.py`` ran hundreds of forward and backward passes on
+    this GPU in two processes, in memory that was filled with NaN, while another CUDA
+    stream was busy.
     """
 
     capability: tuple[int, int]
@@ -170,11 +224,13 @@ class Repeatable(NamedTuple):
 
 REPEATABLE: tuple[Repeatable, ...] = (
     Repeatable(
-        (9, 0), {"flash-qla": "0.1.3", "tilelang": "0.1.15"}, (torch.bfloat16,),
+        (9, 0),
+        {"flash-qla": "0.1.3", "tilelang": "0.1.15"},
+        (torch.bfloat16,),
         (1, 2, 4),
         "2 x 200 repeats of 8192 tokens were equal on an H200",
     ),
-)  # fmt: skip
+)
 
 
 def _why_not_heads(heads: int) -> str | None:
@@ -188,17 +244,19 @@ def _why_not_heads(heads: int) -> str | None:
 class FlashQlaRule(Rule):
     """FlashQLA's gated delta rule for bf16 or fp16 heads of 128.
 
-    Long sequences are cut into parts that run side by side. Once the log-decay within a part falls
-    below -10, the state that entered the part counts as zero (e^-10 = 4.5e-5, a hundredth of a
-    bf16 rounding).
+    Long sequences are cut into parts that run side by side. Once the log-decay within a
+    part falls below -10, the state that entered the part counts as zero (e^-10 =
+    4.5e-5, a hundredth of a bf16 rounding).
 
     Args:
-        bits: By default FlashQLA's cost model cuts sequences by all lengths of the batch, which is
-            faster for a batch of long and short sequences. ``DETERMINISTIC`` cuts a sequence by its
-            own length and the number of heads alone. (How many value columns a block computes
-            depends on the size of the batch, but no column's sums depend on that number.)
-            ``ON_GRID`` cuts no sequence: a thread block computes one chunk after another with the
-            state in fp32, and can start at any chunk. Its backward cuts as ``DETERMINISTIC`` does.
+        bits: By default FlashQLA's cost model cuts sequences by all lengths of the
+            batch, which is faster for a batch of long and short sequences.
+            ``DETERMINISTIC`` cuts a sequence by its own length and the number of heads
+            alone. (How many value columns a block computes depends on the size of the
+            batch, but no column's sums depend on that number.) ``ON_GRID`` cuts no
+            sequence: a thread block computes one chunk after another with the state in
+            fp32, and can start at any chunk. Its backward cuts as ``DETERMINISTIC``
+            does.
     """
 
     name, fits = "flash_qla", "heads of 128 on this GPU"
@@ -206,7 +264,8 @@ class FlashQlaRule(Rule):
     forward, backward = FlashQlaForward, FlashQlaBackward
 
     def __init__(self, bits: Bits = Bits.FREE) -> None:
-        """``bits``: how sequences are cut into parts; see the docstring of the class."""
+        """``bits``: how sequences are cut into parts; see the docstring of the
+        class."""
         self.bits = bits
 
     @classmethod
@@ -214,36 +273,50 @@ class FlashQlaRule(Rule):
         return cls(bits)
 
     @classmethod
-    def why_not(cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Obstacle | None:
+    def why_not(
+        cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
+    ) -> Obstacle | None:
         obstacle = why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim)
         heads = _why_not_heads(sizes.value_heads)
         return Obstacle(heads) if obstacle is None and heads is not None else obstacle
 
     @classmethod
-    def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Repeats:
-        """Whether ``REPEATABLE`` covers this GPU, dtype, ratio of heads and installed versions."""
+    def repeats(
+        cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
+    ) -> Repeats:
+        """Whether ``REPEATABLE`` covers this GPU, dtype, ratio of heads and installed
+        versions."""
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
             ratio = sizes.value_heads // sizes.key_heads
             for known in REPEATABLE:
                 if (
                     known.capability == capability
-                    and all(installed_version(name) == v for name, v in known.versions.items())
+                    and all(
+                        installed_version(name) == v
+                        for name, v in known.versions.items()
+                    )
                     and dtype in known.dtypes
                     and ratio in known.value_heads_per_key_head
                 ):
                     return Repeats(True, known.evidence)
         return Repeats(
             False,
-            f"flash_qla was not tested for repeatability with {dtype}, {sizes.key_heads} key and "
-            f"{sizes.value_heads} value heads on this GPU with the installed versions",
+            f"flash_qla was not tested for repeatability with {dtype}, "
+            f"{sizes.key_heads} key and {sizes.value_heads} value heads on this GPU "
+            "with the installed versions",
         )
 
     def plan(
         self, inputs: RuleInputs, documents: Documents | None, states: bool
     ) -> SequenceParts | None:
-        """The parts in which the rule runs; ``states``: whether sequences have initial states."""
-        (rows, tokens), heads, device = inputs.k.shape[:2], inputs.v.shape[2], inputs.k.device
+        """The parts in which the rule runs; ``states``: whether sequences have initial
+        states."""
+        (rows, tokens), heads, device = (
+            inputs.k.shape[:2],
+            inputs.v.shape[2],
+            inputs.k.device,
+        )
         if documents is None and (states or self.batch_invariant):
             documents = documents_of_rows((rows, tokens), device)
         if documents is None:
@@ -271,14 +344,22 @@ class FlashQlaRule(Rule):
         return Saved(saved.tensors[2:], saved.plan)
 
     def run_again(
-        self, inputs: RuleInputs, kept: Saved, documents: Documents | None, initial: Tensor | None
+        self,
+        inputs: RuleInputs,
+        kept: Saved,
+        documents: Documents | None,
+        initial: Tensor | None,
     ) -> RuleOutput:
-        """Compute the output and the states at chunks, which the backward reads, in one pass.
+        """Compute the output and the states at chunks, which the backward reads, in one
+        pass.
 
-        Without a second run, another kernel computes the states at chunks with other roundings.
+        Without a second run, another kernel computes the states at chunks with other
+        roundings.
         """
         parts: SequenceParts | None = kept.plan
-        set_next_calls(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again")
+        set_next_calls(
+            Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again"
+        )
         rows, on_grid = inputs.v.shape[:2], self.bits is Bits.ON_GRID
         inputs = inputs if parts is None else in_one_row(inputs)
         again = Kept(*sums_and_inverses(inputs, parts), *kept.tensors)
@@ -286,6 +367,11 @@ class FlashQlaRule(Rule):
         if on_grid:
             entering = initial_or_zero(initial, inputs, parts)
         o, at_chunks, _ = run_forward(
-            inputs, again, entering, parts, output_h=not on_grid, output_final_state=on_grid
+            inputs,
+            again,
+            entering,
+            parts,
+            output_h=not on_grid,
+            output_final_state=on_grid,
         )
         return RuleOutput(in_rows(o, rows), None, Saved(tuple(again), parts, at_chunks))

@@ -1,11 +1,14 @@
 """Calls FlashQLA's kernels, which compute state maps, outputs and gradients.
 
-FlashQLA computes a map of states, ``S_out = through @ S_in + local``, for each part of a sequence
-and each head. Context parallelism sends the maps; the forward applies the maps to S_in.
+FlashQLA computes a map of states, ``S_out = through @ S_in + local``, for each part of
+a sequence and each head. Context parallelism sends the maps; the forward applies the
+maps to S_in.
 
-If a head's log-decay sums to less than -20 within a part, ``through`` is zero. ``local`` is then
-computed from the last chunks alone, whose log-decay sums to -20: e^-20 = 2e-9 is below the
-precision of an fp32 sum. If the sequences begin with zero states, the bound is -10, as in FlashQLA.
+If a head's log-decay sums to less than -20 within a part, ``through`` is zero.
+``local`` is then
+computed from the last chunks alone, whose log-decay sums to -20: e^-20 = 2e-9 is below
+the precision of an fp32 sum. If the sequences begin with zero states, the bound is -10,
+as in FlashQLA.
 """
 
 from __future__ import annotations
@@ -32,14 +35,16 @@ class Kept(NamedTuple):
     entering: Tensor | None = None  # [P, H, K, V], the states that enter parts
     through: Tensor | None = None  # [P, H, K, K]
     # The next field is None if the forward needed no state maps.
-    chunks_back: Tensor | None = None  # [P, H] int32, count of first chunks that depend on S_in
+    # [P, H] int32, count of first chunks that depend on S_in
+    chunks_back: Tensor | None = None
     # The next field is None if the sequences had initial states.
     passes_back: Tensor | None = None  # bool [P, H], whether dS_in depends on dS_out
 
     def leaving(
         self, d_entering: Tensor, parts: SequenceParts, d_final: Tensor | None
     ) -> Tensor | None:
-        """The gradients of states that leave parts; ``d_entering``: of states that enter parts."""
+        """The gradients of states that leave parts; ``d_entering``: of states that
+        enter parts."""
         if self.passes_back is None:
             return leaving_gradients(d_entering, self.through, parts, d_final)
         return stages().correct_terminal_states(
@@ -53,7 +58,8 @@ class PartMaps(NamedTuple):
     parts: SequenceParts
     local: Tensor  # [P, H, K, V]
     through: Tensor  # [P, H, K, K]
-    passes: Tensor | None  # bool [P, H], whether S_out depends on S_in; None: use ``through``
+    # bool [P, H], whether S_out depends on S_in; None: use ``through``
+    passes: Tensor | None
     kept: Kept  # for the backward, without ``entering`` and ``through``
 
     def entering(self, initial: Tensor | None) -> Tensor | None:
@@ -65,7 +71,8 @@ class PartMaps(NamedTuple):
         )
 
     def saved(self, entering: Tensor | None) -> Kept:
-        """The tensors for the backward, without ``entering`` if the sequences are not cut."""
+        """The tensors for the backward, without ``entering`` if the sequences are not
+        cut."""
         if self.parts.are_sequences and self.passes is None:
             return self.kept
         return self.kept._replace(entering=entering, through=self.through)
@@ -78,47 +85,63 @@ def part_maps(
     *,
     from_zero: bool = False,
 ) -> PartMaps:
-    """The state maps of parts; ``known``: ``g_sum`` and ``A``, if a forward has computed them.
+    """The state maps of parts; ``known``: ``g_sum`` and ``A``, if a forward has
+    computed them.
 
-    With ``from_zero`` the sequences begin with zero states, the maps have k's dtype, and the map of
-    a sequence that is one part is not computed, as in FlashQLA.
+    With ``from_zero`` the sequences begin with zero states, the maps have k's dtype,
+    and the map of a sequence that is one part is not computed, as in FlashQLA.
     """
     run = stages()
     g_sum, A = sums_and_inverses(inputs, parts) if known is None else known
     chunks, chunks_back, passes, passes_back = run.get_warmup_chunks_bidi(
-        g=g_sum, cu_seqlens=parts.offsets,
+        g=g_sum,
+        cu_seqlens=parts.offsets,
         ht_mask_fwd=parts.closes if from_zero else parts.no_part,
         ht_mask_bwd=parts.opens if from_zero else parts.no_part,
         threshold=_FORGOTTEN_FROM_ZERO if from_zero else _NEGLIGIBLE_LOG_DECAY,
-    )  # fmt: skip
+    )
     options = {}
     if not from_zero:
         passes = passes_back = None
-        # The kernel counts chunks back from a part's end. If a part ends inside a chunk, its chunks
-        # are not those of its sequence, so the kernel runs all chunks of the part.
+        # The kernel counts chunks back from a part's end. If a part ends inside a
+        # chunk, its chunks are not those of its sequence, so the kernel runs all chunks
+        # of the part.
         if parts.ragged is not None:
             chunks = torch.where(parts.ragged, parts.chunks, chunks)
-        # FlashQLA's own function rounds the maps to k's dtype; HopperStages can return fp32.
+        # FlashQLA's own function rounds the maps to k's dtype; HopperStages can return
+        # fp32.
         if isinstance(stages(), HopperStages):
             options["final_dtype"] = torch.float32
     _, local, through = run.fused_gdr_h(
-        k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta, output_final_state=True,
-        output_h=False, cu_seqlens=parts.offsets, num_warmup_chunks=chunks, **options,
-    )  # fmt: skip
+        k=inputs.k,
+        v=inputs.v,
+        a=A,
+        g=g_sum,
+        b=inputs.beta,
+        output_final_state=True,
+        output_h=False,
+        cu_seqlens=parts.offsets,
+        num_warmup_chunks=chunks,
+        **options,
+    )
     if not from_zero:
         local, through = local.float(), through.float()
     kept = Kept(g_sum, A, chunks_back=chunks_back, passes_back=passes_back)
     return PartMaps(parts, local, through, passes, kept)
 
 
-def _boundaries(parts: SequenceParts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _boundaries(
+    parts: SequenceParts | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Offsets of the sequences, offsets of the parts, and the sequence of each part."""
     if parts is None:
         return None, None, None
     return parts.sequences, parts.offsets, parts.owner
 
 
-def sums_and_inverses(inputs: RuleInputs, parts: SequenceParts | None) -> tuple[Tensor, Tensor]:
+def sums_and_inverses(
+    inputs: RuleInputs, parts: SequenceParts | None
+) -> tuple[Tensor, Tensor]:
     """``g_sum`` and ``A`` (see :class:`Kept`) of the sequences or batch rows."""
     sequences, _, _ = _boundaries(parts)
     g_sum = stages().chunk_local_cumsum(g=inputs.g, cu_seqlens=sequences)
@@ -139,16 +162,26 @@ def run_forward(
     """
     sequences, offsets, owners = _boundaries(parts)
     return stages().fused_gdr_fwd(
-        q=inputs.q, k=inputs.k, v=inputs.v, a=kept.A, g=kept.g_sum, b=inputs.beta,
-        scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, cu_seqlens=offsets,
-        cp_seq_map=owners, raw_cu_seqlens=sequences, **output_flags,
-    )  # fmt: skip
+        q=inputs.q,
+        k=inputs.k,
+        v=inputs.v,
+        a=kept.A,
+        g=kept.g_sum,
+        b=inputs.beta,
+        scale=inputs.k.shape[-1] ** -0.5,
+        initial_state=entering,
+        cu_seqlens=offsets,
+        cp_seq_map=owners,
+        raw_cu_seqlens=sequences,
+        **output_flags,
+    )
 
 
 def initial_or_zero(
     initial: Tensor | None, inputs: RuleInputs, parts: SequenceParts | None
 ) -> Tensor:
-    """``initial``, or zeros for None; so training and generation run the same kernel."""
+    """``initial``, or zeros for None; so training and generation run the same
+    kernel."""
     if initial is not None:
         return initial.contiguous()
     assert parts is not None
@@ -169,22 +202,38 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs, in the order of :class:`RuleInputs`.
 
-    ``states_in`` are states that enter parts, ``d_states_out`` gradients of states that leave
-    parts. ``states`` are those at chunks, computed here if None. With ``overwrite_last`` the kernel
-    may write over ``d_states_out``. ``g_sum``, ``A``: see :class:`Kept`.
+    ``states_in`` are states that enter parts, ``d_states_out`` gradients of states that
+    leave parts. ``states`` are those at chunks, computed here if None. With
+    ``overwrite_last`` the kernel may write over ``d_states_out``. ``g_sum``, ``A``: see
+    :class:`Kept`.
     """
     run = stages()
     sequences, offsets, _ = _boundaries(parts)
-    sparing = {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}
-    common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,
-              "cu_seqlens": offsets}  # fmt: skip
+    sparing = (
+        {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}
+    )
+    common = {
+        "k": inputs.k,
+        "v": inputs.v,
+        "a": A,
+        "g": g_sum,
+        "b": inputs.beta,
+        "cu_seqlens": offsets,
+    }
     if states is None:
         states, *_ = run.fused_gdr_h(
             initial_state=states_in, output_final_state=False, output_h=True, **common
         )
     dq, dk, dv, dg, dbeta, _ = run.fused_gdr_bwd(
-        q=inputs.q, do=d_o, dht=d_states_out, h=states, scale=inputs.k.shape[-1] ** -0.5,
-        **common, **sparing,
-    )  # fmt: skip
-    dg = run.chunk_local_cumsum(dg, reverse=True, cu_seqlens=sequences, zero_last_chunk=True)
+        q=inputs.q,
+        do=d_o,
+        dht=d_states_out,
+        h=states,
+        scale=inputs.k.shape[-1] ** -0.5,
+        **common,
+        **sparing,
+    )
+    dg = run.chunk_local_cumsum(
+        dg, reverse=True, cu_seqlens=sequences, zero_last_chunk=True
+    )
     return dq, dk, dv, dg, dbeta

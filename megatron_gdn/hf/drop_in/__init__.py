@@ -1,4 +1,5 @@
-"""Runs transformers models in place, with context parallelism and with separate documents.
+"""Runs transformers models in place, with context parallelism and with separate
+documents.
 
 A function that needs transformers imports it when called; Megatron is never imported.
 """

@@ -35,13 +35,16 @@ class Mixer(NamedTuple):
     dims: Any
     rule: ChooseRule
     front: MakeFront
-    names: dict[str, Any]  # ``mixer`` and ``recurrence`` of MicroBatches, for error messages
+    # ``mixer`` and ``recurrence`` of MicroBatches, for error messages
+    names: dict[str, Any]
 
 
 def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
     """The `Mixer` of a module of transformers that computes Gated DeltaNet."""
     dims = GDNDims.from_config(config)
-    rule = partial(resolve_rule, options.backend, sizes=dims.heads, operands=options.rule_operands)
+    rule = partial(
+        resolve_rule, options.backend, sizes=dims.heads, operands=options.rule_operands
+    )
     negative = getattr(module, "allow_neg_eigval", False)
     settings = {"allow_neg_eigval": negative, "recompute_qkv": options.recompute_qkv}
     return Mixer(dims, rule, fronts_of(gdn_table, **settings), {})
@@ -51,11 +54,17 @@ def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
     """The `Mixer` of a module of transformers that computes Kimi Delta Attention."""
     if options.rule_operands != "fp16" or options.recompute_qkv:
         raise ValueError(
-            f"rule_operands={options.rule_operands!r}, recompute_qkv={options.recompute_qkv}: "
-            f"Kimi Delta Attention has neither option. Leave both out."
+            f"rule_operands={options.rule_operands!r}, "
+            f"recompute_qkv={options.recompute_qkv}: Kimi Delta Attention has neither "
+            "option. Leave both out."
         )
-    heads, width, gate = config.linear_num_heads, config.linear_head_dim, module.forget_gate
-    # The rows hold both gates in full width, because `project` applies both low-rank factors.
+    heads, width, gate = (
+        config.linear_num_heads,
+        config.linear_head_dim,
+        module.forget_gate,
+    )
+    # The rows hold both gates in full width, because `project` applies both low-rank
+    # factors.
     dims = KDADims(
         hidden_size=config.hidden_size,
         num_key_heads=heads,
@@ -74,40 +83,59 @@ def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
     return Mixer(dims, rule, fronts_of(kda_table, lower_bound=bound), names)
 
 
-_GDN_FIELDS = ("hidden_size", "rms_norm_eps", *(f"linear_{name}" for name in LINEAR_SIZES))
+_GDN_FIELDS = (
+    "hidden_size",
+    "rms_norm_eps",
+    *(f"linear_{name}" for name in LINEAR_SIZES),
+)
 _KDA_FIELDS = (
-    "hidden_size", "rms_norm_eps", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim",
-)  # fmt: skip
+    "hidden_size",
+    "rms_norm_eps",
+    "linear_num_heads",
+    "linear_head_dim",
+    "linear_conv_kernel_dim",
+)
 
 
 class Family(NamedTuple):
-    """A family of models in transformers, with the names of its linear attention's submodules.
+    """A family of models in transformers, with the names of its linear attention's
+    submodules.
 
-    The concatenated outputs of ``projections`` are the mixer's rows; "a > b" calls module b on the
-    output of a. If ``projections`` is empty, the module has Qwen3-Next's two projections:
+    The concatenated outputs of ``projections`` are the mixer's rows; "a > b" calls
+    module b on the output of a. If ``projections`` is empty, the module has
+    Qwen3-Next's two projections:
 
         in_proj_qkvz: per key head [q | k | v of its value heads | z of its value heads]
         in_proj_ba:   per key head [b of its value heads | a of its value heads]
     """
 
-    package: str  # package in transformers.models: the config's model_type without "_text"
+    # package in transformers.models: the config's model_type without "_text"
+    package: str
     projections: tuple[str, ...] = ()
     norm: str = "norm"
     out: str = "out_proj"
     gate: str = ""  # submodule with A_log and dt_bias; empty: the module itself
-    mixer: Callable[[Any, Any, Any], Mixer] = _gdn_mixer  # called with module, config, options
+    # called with module, config, options
+    mixer: Callable[[Any, Any, Any], Mixer] = _gdn_mixer
     fields: tuple[str, ...] = _GDN_FIELDS  # fields of the config that the layer reads
 
 
 _FLAT, _SEPARATE = tuple(PROJECTIONS["flat"]), tuple(PROJECTIONS["separate"])
 _KDA: dict[str, Any] = {
-    "norm": "o_norm", "out": "o_proj", "gate": "forget_gate", "mixer": _kda_mixer,
+    "norm": "o_norm",
+    "out": "o_proj",
+    "gate": "forget_gate",
+    "mixer": _kda_mixer,
     "fields": _KDA_FIELDS,
-}  # fmt: skip
+}
 _LOW_RANK = (
-    "q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj > forget_gate.f_b_proj",
-    "g_a_proj > g_b_proj", "b_proj",
-)  # fmt: skip
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "forget_gate.f_a_proj > forget_gate.f_b_proj",
+    "g_a_proj > g_b_proj",
+    "b_proj",
+)
 _FULL_RANK = ("q_proj", "k_proj", "v_proj", "forget_gate.f_proj", "g_proj", "b_proj")
 
 FAMILIES = {  # keys are names of transformers' classes
@@ -115,7 +143,9 @@ FAMILIES = {  # keys are names of transformers' classes
     "Qwen3_5GatedDeltaNet": Family("qwen3_5", _FLAT),
     "Qwen3_5MoeGatedDeltaNet": Family("qwen3_5_moe", _FLAT),
     "Qwen4ExpTextGatedDeltaNet": Family("qwen4_exp", _FLAT),
-    "OlmoHybridGatedDeltaNet": Family("olmo_hybrid", _SEPARATE, norm="o_norm", out="o_proj"),
+    "OlmoHybridGatedDeltaNet": Family(
+        "olmo_hybrid", _SEPARATE, norm="o_norm", out="o_proj"
+    ),
     "KimiLinearDeltaAttention": Family("kimi_linear", _LOW_RANK, **_KDA),
     "Glm5NextTextLinearAttention": Family("glm5_next", _LOW_RANK, **_KDA),
     "BailingHybridDeltaAttention": Family("bailing_hybrid", _FULL_RANK, **_KDA),
@@ -124,7 +154,8 @@ LEGAL = ", ".join(repr(family.package) for family in FAMILIES.values())
 
 
 def transformers_class(module: nn.Module) -> type | None:
-    """The linear-attention class of transformers that ``module`` is an instance of, or None."""
+    """The linear-attention class of transformers that ``module`` is an instance of, or
+    None."""
     for cls in type(module).__mro__:
         if cls.__name__ in FAMILIES and cls.__module__.startswith("transformers."):
             return cls
@@ -140,11 +171,14 @@ def family_of(module: nn.Module) -> Family:
 
 def linear_attentions(module: nn.Module) -> Iterator[Any]:
     """All linear-attention modules of transformers in ``module``."""
-    return (found for found in module.modules() if transformers_class(found) is not None)
+    return (
+        found for found in module.modules() if transformers_class(found) is not None
+    )
 
 
 def class_for_config(config: Any) -> type:
-    """The linear-attention class of transformers for a text config, whose fields are checked."""
+    """The linear-attention class of transformers for a text config, whose fields are
+    checked."""
     kind = str(getattr(config, "model_type", ""))
     for name, family in FAMILIES.items():
         if family.package == kind.removesuffix("_text"):
@@ -152,14 +186,15 @@ def class_for_config(config: Any) -> type:
             package = f"transformers.models.{family.package}"
             return getattr(import_module(f"{package}.modeling_{family.package}"), name)
     raise ValueError(
-        f"a config with model_type={kind!r} has no linear attention that is known here; legal are "
-        f"{LEGAL}."
+        f"a config with model_type={kind!r} has no linear attention that is known "
+        f"here; legal are {LEGAL}."
     )
 
 
 @lru_cache
 def subclass(prefix: str, mixin: type, cls: type) -> type[Any]:
-    """A class with the bases ``mixin`` and ``cls``, named ``prefix`` + the name of ``cls``."""
+    """A class with the bases ``mixin`` and ``cls``, named ``prefix`` + the name of
+    ``cls``."""
     return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__})
 
 
@@ -180,31 +215,38 @@ def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
                 y = module.get_submodule(name)(y)
             sections.append(y)
     else:
-        for name, rows in (("in_proj_qkvz", qkvz_rows(dims)), ("in_proj_ba", ba_rows(dims))):
-            y = module.get_submodule(name)(x_BSH).unflatten(-1, (dims.num_key_heads, -1))
+        for name, rows in (
+            ("in_proj_qkvz", qkvz_rows(dims)),
+            ("in_proj_ba", ba_rows(dims)),
+        ):
+            y = module.get_submodule(name)(x_BSH).unflatten(
+                -1, (dims.num_key_heads, -1)
+            )
             sections += [section.flatten(-2) for section in y.split(rows, -1)]
     return torch.cat(sections, dim=-1)
 
 
 def refuse_modules_that_mix(config: Any, feature: str) -> None:
-    """Raise if one of the model's other modules does not support ``feature``, such as packing."""
+    """Raise if one of the model's other modules does not support ``feature``, such as
+    packing."""
     indexed, why = "indexed_attention" in config.layer_types, ""
     if getattr(config, "ple_layer_ids", None):
         why = (
-            f"per-layer embeddings (ple_layer_ids={config.ple_layer_ids}), whose n-grams and "
-            f"convolution run over the whole row that a rank is given, across documents"
+            f"per-layer embeddings (ple_layer_ids={config.ple_layer_ids}), whose "
+            "n-grams and convolution run over the whole row that a rank is given, "
+            "across documents"
         )
     elif indexed and feature != "packed documents":
         why = (
-            "indexed attention: its indexer ranks the keys of the tokens that a rank holds, not "
-            "those of the sequence"
+            "indexed attention: its indexer ranks the keys of the tokens that a rank "
+            "holds, not those of the sequence"
         )
     elif indexed and config.model_type.startswith("glm5_next"):
         why = "GLM 5's indexed attention, which takes a mask of padding only"
     if why:
         raise NotImplementedError(
-            f"{feature} in a model with {why}. Give one document per row, on one rank; a layer of "
-            f"its own (CPAwareGatedDeltaNet) takes {feature}."
+            f"{feature} in a model with {why}. Give one document per row, on one rank; "
+            f"a layer of its own (CPAwareGatedDeltaNet) takes {feature}."
         )
 
 
@@ -219,12 +261,14 @@ _KERNELS = (
 
 
 def plain_functions_on_cpu(model: nn.Module) -> None:
-    """Let transformers' own linear attention run on CPU tensors, whatever packages are installed.
+    """Let transformers' own linear attention run on CPU tensors, whatever packages are
+    installed.
 
-    Without this call CPU tensors fail with ``0 active drivers ([])`` if flash-linear-attention is
-    installed; :func:`.patching.patch` calls this too. Functions of transformers' modeling files are
-    replaced in this process; tensors on other devices run the same functions as before. Functions
-    that the package ``kernels`` has replaced by modules stay unless ``USE_HUB_KERNELS=NO`` is set.
+    Without this call CPU tensors fail with ``0 active drivers ([])`` if
+    flash-linear-attention is installed; :func:`.patching.patch` calls this too.
+    Functions of transformers' modeling files are replaced in this process; tensors on
+    other devices run the same functions as before. Functions that the package
+    ``kernels`` has replaced by modules stay unless ``USE_HUB_KERNELS=NO`` is set.
     """
     for cls in filter(None, map(transformers_class, model.modules())):
         source = sys.modules[cls.__module__]
@@ -238,11 +282,19 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
 
 
 def _call_by_device(
-    chosen: Callable, plain: Callable, known: frozenset[str], x: Any, *args: Any, **kwargs: Any
+    chosen: Callable,
+    plain: Callable,
+    known: frozenset[str],
+    x: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Call ``plain``, whose arguments are ``known``, if ``x`` is on the CPU, else ``chosen``."""
+    """Call ``plain``, whose arguments are ``known``, if ``x`` is on the CPU, else
+    ``chosen``."""
     # ``plain`` would ignore boundaries of documents; ``chosen`` refuses them on a CPU.
     packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
     if packed or x.device.type != "cpu":
         return chosen(x, *args, **kwargs)
-    return plain(x, *args, **{name: value for name, value in kwargs.items() if name in known})
+    return plain(
+        x, *args, **{name: value for name, value in kwargs.items() if name in known}
+    )

@@ -1,8 +1,8 @@
 """``A_log`` and ``dt_bias`` of a transformers module, kept in fp32.
 
-A replaced module keeps both parameters, under transformers' names and in transformers' order. Its
-child module ``_fp32_params``, the *holder*, shows the same two parameters, so that sharded data
-parallelism can shard them as a group of their own.
+A replaced module keeps both parameters, under transformers' names and in transformers'
+order. Its child module ``_fp32_params``, the *holder*, shows the same two parameters,
+so that sharded data parallelism can shard them as a group of their own.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from .families import family_of, subclass
 
 
 class SSMGate(Fp32Parameters, nn.Module):
-    """Holds ``A_log`` and ``dt_bias``; casts of the outer module do not change their dtype.
+    """Holds ``A_log`` and ``dt_bias``; casts of the outer module do not change their
+    dtype.
 
     ``A_log`` and ``dt_bias`` are ``[num_v_heads]`` in a Gated DeltaNet, whose gate
     :meth:`forward` computes:
 
         g = -exp(A_log) * softplus(a + dt_bias)
 
-    g is clamped at -104 (-746 in fp64), below which exp(g) is 0 anyway. The initial values are
-    0 for ``A_log`` and 1 for ``dt_bias``. Another ``dtype`` than fp32 or fp64 raises a ValueError.
+    g is clamped at -104 (-746 in fp64), below which exp(g) is 0 anyway. The initial
+    values are 0 for ``A_log`` and 1 for ``dt_bias``. Another ``dtype`` than fp32 or
+    fp64 raises a ValueError.
     """
 
     _keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
@@ -41,47 +43,56 @@ class SSMGate(Fp32Parameters, nn.Module):
         super().__init__()
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"gates of dtype {dtype} are refused: the recurrence compounds rounding errors. "
-                f"Use torch.float32 or float64; casts of the outer module keep this dtype."
+                f"gates of dtype {dtype} are refused: the recurrence compounds "
+                "rounding errors. Use torch.float32 or float64; casts of the outer "
+                "module keep this dtype."
             )
         self.A_log = nn.Parameter(torch.zeros(num_v_heads, dtype=dtype))
         self.dt_bias = nn.Parameter(torch.ones(num_v_heads, dtype=dtype))
 
     def forward(self, a: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The gate g for ``a``; g and a are ``[..., num_v_heads]``, g in the parameters' dtype.
+        """The gate g for ``a``; g and a are ``[..., num_v_heads]``, g in the
+        parameters' dtype.
 
-        Without ``a``, returns copies of ``A_log`` and ``dt_bias``, because torch's ``fully_shard``
-        frees the gathered parameters after the call. A ValueError is raised if a parameter was
-        rounded, or if ``a`` is given in a Kimi Delta Attention.
+        Without ``a``, returns copies of ``A_log`` and ``dt_bias``, because torch's
+        ``fully_shard`` frees the gathered parameters after the call. A ValueError is
+        raised if a parameter was rounded, or if ``a`` is given in a Kimi Delta
+        Attention.
         """
         self.require_fp32_parameters()
         if a is None:
             return self.A_log.clone(), self.dt_bias.clone()
         if self.A_log.shape != self.dt_bias.shape:
             raise ValueError(
-                "this SSMGate holds the gate of a Kimi Delta Attention, with a decay for each "
-                "channel; call it without a tensor and compute the gate from A_log and dt_bias."
+                "this SSMGate holds the gate of a Kimi Delta Attention, with a decay "
+                "for each channel; call it without a tensor and compute the gate from "
+                "A_log and dt_bias."
             )
         return decay_and_write_gates(a, a, self.A_log, self.dt_bias)[0]
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: Any, prefix: str, keep_vars: bool
+    ) -> None:
         """Save as torch does, under keys without the holder's name."""
         bare = prefix.removesuffix(f"{HOLDER_NAME}.")
         super()._save_to_state_dict(destination, bare, keep_vars)
 
 
 class OwnersGate(SSMGate):
-    """The holder of a replaced module: an :class:`SSMGate` with the parameters of its *owner*.
+    """The holder of a replaced module: an :class:`SSMGate` with the parameters of its
+    *owner*.
 
-    The owner's ``_parameters`` has the two parameters and this module's has none. So a model that
-    contains both lists, saves, loads and casts each parameter once, as a parameter of the owner.
+    The owner's ``_parameters`` has the two parameters and this module's has none. So a
+    model that contains both lists, saves, loads and casts each parameter once, as a
+    parameter of the owner.
     """
 
     _owner: HoldsGates
 
     def __init__(self, owner: HoldsGates) -> None:
         nn.Module.__init__(self)
-        vars(self)["_owner"] = owner  # not as a submodule: the owner already contains this module
+        # not as a submodule: the owner already contains this module
+        vars(self)["_owner"] = owner
 
     def __getattr__(self, name: str) -> Any:
         if name in FP32_GDN_PARAM_NAMES:
@@ -89,7 +100,8 @@ class OwnersGate(SSMGate):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the owner's parameter; sharded data parallelism does so for each forward."""
+        """Set the owner's parameter; sharded data parallelism does so for each
+        forward."""
         if name in FP32_GDN_PARAM_NAMES:
             self._owner._parameters[name] = value
         else:
@@ -102,7 +114,9 @@ class OwnersGate(SSMGate):
         for name in FP32_GDN_PARAM_NAMES:
             yield f"{prefix}.{name}" if prefix else name, getattr(self, name)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnersGate:
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> OwnersGate:
         """Apply ``fn`` to the owner's two parameters."""
         Fp32Parameters._apply(self._owner, fn, recurse=False)
         return self
@@ -125,9 +139,9 @@ class HoldsGates(Fp32Parameters):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse pickle, which finds a class by its name; the patch made this one."""
         raise NotImplementedError(
-            f"{type(self).__name__} is patched by megatron_gdn.hf.patch, and a patched model is "
-            f"not pickled. Save model.state_dict() or call save_pretrained; or undo the patch, "
-            f"save the model, and patch it again after loading."
+            f"{type(self).__name__} is patched by megatron_gdn.hf.patch, and a patched "
+            "model is not pickled. Save model.state_dict() or call save_pretrained; or "
+            "undo the patch, save the model, and patch it again after loading."
         )
 
     def __copy__(self) -> Any:
@@ -163,24 +177,34 @@ class HoldsGates(Fp32Parameters):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As torch does; what this module has without its children excludes sharded gates.
+        """As torch does; what this module has without its children excludes sharded
+        gates.
 
         ``fully_shard`` of an outer module would shard these a second time.
         """
         own_only = self._gates_are_sharded and not recurse
-        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+        for name, parameter in super().named_parameters(
+            prefix, recurse, remove_duplicate
+        ):
             if not own_only or name.rpartition(".")[2] not in FP32_GDN_PARAM_NAMES:
                 yield name, parameter
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells torch's distributed checkpoints that parameter names leave out the holder."""
-        return dict.fromkeys(FP32_GDN_PARAM_NAMES, HOLDER_NAME) if self._gates_are_sharded else {}
+        """Tells torch's distributed checkpoints that parameter names leave out the
+        holder."""
+        return (
+            dict.fromkeys(FP32_GDN_PARAM_NAMES, HOLDER_NAME)
+            if self._gates_are_sharded
+            else {}
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Apply ``fn`` as torch does; casts keep ``A_log`` and ``dt_bias`` fp32 or wider."""
+        """Apply ``fn`` as torch does; casts keep ``A_log`` and ``dt_bias`` fp32 or
+        wider."""
         super()._apply(fn, recurse)
         if self._gates_are_sharded:
-            self._gates._apply(lambda tensor: tensor)  # `fully_shard` reads the new addresses
+            # `fully_shard` reads the new addresses
+            self._gates._apply(lambda tensor: tensor)
         return self
 
     def _save_to_state_dict(self, *args: Any) -> None:
@@ -188,7 +212,9 @@ class HoldsGates(Fp32Parameters):
         self._reshard_gates()
         super()._save_to_state_dict(*args)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         """Load as torch does; keys of the gate parameters may name the holder."""
         self._reshard_gates()
         for name in FP32_GDN_PARAM_NAMES:
@@ -198,7 +224,8 @@ class HoldsGates(Fp32Parameters):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _reshard_gates(self) -> None:
-        """Free the gathered ``A_log`` and ``dt_bias``, if they are sharded and gathered."""
+        """Free the gathered ``A_log`` and ``dt_bias``, if they are sharded and
+        gathered."""
         if self._gates_are_sharded:
             cast(FSDPModule, self._gates).reshard()
 
@@ -210,10 +237,12 @@ def gate_owner(module: Any) -> Any:
 
 
 def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
-    """Move ``A_log`` and ``dt_bias`` of ``module`` into a new holder; return the holder.
+    """Move ``A_log`` and ``dt_bias`` of ``module`` into a new holder; return the
+    holder.
 
-    The parameters stay the same objects. 16-bit parameters become ``fp32_dtype``; fp64 parameters
-    stay fp64. Missing parameters raise a KeyError, a 16-bit ``fp32_dtype`` raises a ValueError.
+    The parameters stay the same objects. 16-bit parameters become ``fp32_dtype``; fp64
+    parameters stay fp64. Missing parameters raise a KeyError, a 16-bit ``fp32_dtype``
+    raises a ValueError.
     """
     holder = SSMGate(len(module._parameters["A_log"]), fp32_dtype)
     for name in FP32_GDN_PARAM_NAMES:
@@ -225,7 +254,8 @@ def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SS
 
 
 def hold_gates(owner: Any) -> None:
-    """Make ``owner`` an owner of a holder in place; 16-bit gate parameters become fp32."""
+    """Make ``owner`` an owner of a holder in place; 16-bit gate parameters become
+    fp32."""
     if not isinstance(owner, HoldsGates):
         owner.__class__ = subclass("Holding", HoldsGates, type(owner))
     parameters: dict[str, Any] = owner._parameters
@@ -264,7 +294,8 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
 
     Args:
         model: a patched model.
-        options: keywords of ``fully_shard``, but no ``mp_policy``, which would round the gates.
+        options: keywords of ``fully_shard``, but no ``mp_policy``, which would round
+            the gates.
 
     Raises:
         ValueError: the model has no replaced modules.
@@ -283,7 +314,8 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
 
 @contextmanager
 def gates_in_fp32() -> Iterator[None]:
-    """In this context transformers' ``from_pretrained`` does not round ``A_log`` and ``dt_bias``.
+    """In this context transformers' ``from_pretrained`` does not round ``A_log`` and
+    ``dt_bias``.
 
     For example::
 

@@ -1,4 +1,5 @@
-"""Pack documents, train on packed batches over ranks, and test models for packing leaks."""
+"""Pack documents, train on packed batches over ranks, and test models for packing
+leaks."""
 
 from __future__ import annotations
 
@@ -28,30 +29,35 @@ logger = logging.getLogger(__name__)
 
 
 class PackingCollator:
-    """Lay documents end to end in one row: ``collator([{"input_ids": [...]}, ...]) -> batch``.
+    """Lay documents end to end in one row:
+    ``collator([{"input_ids": [...]}, ...]) -> batch``.
 
-    The batch has ``input_ids``, ``position_ids`` (from 0 in every document), ``labels`` (ignored at
-    the start of a document, which no token predicts), ``shift_labels`` (what the token at each
-    position must predict; ignored at the end of a document) and ``cu_seq_lens_q``,
-    ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. With ``shift_labels`` transformers'
-    losses shift no labels, because a shift would be wrong inside a rank's share of a row.
+    The batch has ``input_ids``, ``position_ids`` (from 0 in every document), ``labels``
+    (ignored at the start of a document, which no token predicts), ``shift_labels``
+    (what the token at each position must predict; ignored at the end of a document) and
+    ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. With
+    ``shift_labels`` transformers' losses shift no labels, because a shift would be
+    wrong inside a rank's share of a row.
 
-    ``labels`` of a document (its ``input_ids`` if left out) are transformers' labels: at each token
-    what this token is, or -100; the collator shifts them.
+    ``labels`` of a document (its ``input_ids`` if left out) are transformers' labels:
+    at each token what this token is, or -100; the collator shifts them.
 
     Args:
-        pad_to_multiple_of: the row is padded to a multiple of this number, by a document of
-            ``pad_token_id`` with ignored labels. Context parallelism needs multiples of ``2 * cp``.
+        pad_to_multiple_of: the row is padded to a multiple of this number, by a
+            document of ``pad_token_id`` with ignored labels. Context parallelism needs
+            multiples of ``2 * cp``.
 
     Raises:
-        ValueError: no tokens, labels of another length than their document, labels that are shifted
-            already, documents with padding (an ``attention_mask`` with 0), or columns that packing
-            would drop.
+        ValueError: no tokens, labels of another length than their document, labels that
+            are shifted already, documents with padding (an ``attention_mask`` with 0),
+            or columns that packing would drop.
     """
 
     def __init__(self, pad_to_multiple_of: int = 1, pad_token_id: int = 0) -> None:
         if pad_to_multiple_of < 1:
-            raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1.")
+            raise ValueError(
+                f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1."
+            )
         self.multiple, self.pad = pad_to_multiple_of, pad_token_id
 
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -75,47 +81,54 @@ class PackingCollator:
             """The numbers of all ``lists``, joined to one row ``[1, tokens]``."""
             return torch.tensor([*chain.from_iterable(lists)], device="cpu")[None]
 
-        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
+        offsets = torch.tensor(
+            [0, *accumulate(lengths)], dtype=torch.int32, device="cpu"
+        )
         return {
             "input_ids": one_row(rows),
             "labels": one_row([IGNORED, *row[1:]] for row in labels),
             "shift_labels": one_row([*row[1:], IGNORED] for row in labels),
             "position_ids": one_row(map(range, lengths)),
-            "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
-            "max_length_q": max(lengths), "max_length_k": max(lengths),
-        }  # fmt: skip
+            "cu_seq_lens_q": offsets,
+            "cu_seq_lens_k": offsets,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+        }
 
 
 def _require_packable(number: int, document: Mapping[str, Any]) -> None:
-    """Raise if ``document`` (number ``number``) has padding, unknown columns or unequal lengths."""
+    """Raise if ``document`` (number ``number``) has padding, unknown columns or unequal
+    lengths."""
     count = len(document["input_ids"])
     for name, column in document.items():
         if name not in _COLUMNS:
             raise ValueError(
-                f"document {number} has {name!r}, which would be lost: {', '.join(_COLUMNS)} are "
-                f"packed. Take it out of the dataset (remove_columns)."
+                f"document {number} has {name!r}, which would be lost: "
+                f"{', '.join(_COLUMNS)} are packed. Take it out of the dataset "
+                "(remove_columns)."
             )
         if len(column) != count:
             raise ValueError(
-                f"document {number} has {count} input_ids and {len(column)} {name}; there must be "
-                f"one per token."
+                f"document {number} has {count} input_ids and {len(column)} {name}; "
+                "there must be one per token."
             )
     if 0 in _to_list(document.get("attention_mask", [])):
         raise ValueError(
-            f"document {number} has padding (0 in its attention_mask), which would be packed as "
-            f"tokens. Tokenize without padding."
+            f"document {number} has padding (0 in its attention_mask), which would be "
+            "packed as tokens. Tokenize without padding."
         )
 
 
 def _refuse_shifted_labels(number: int, tokens: list[int], labels: list[int]) -> None:
-    """Raise if the labels of document ``number`` are the next tokens, not the tokens themselves."""
+    """Raise if the labels of document ``number`` are the next tokens, not the tokens
+    themselves."""
     given = [place for place, label in enumerate(labels[:-1]) if label != IGNORED]
     shifted = bool(given) and all(labels[place] == tokens[place + 1] for place in given)
     if shifted and any(labels[place] != tokens[place] for place in given):
         raise ValueError(
-            f"the labels of document {number} are its input_ids one token ahead. The collator "
-            f"shifts labels itself: give at each token the token itself, or {IGNORED} where the "
-            f"loss ignores it, or leave labels out."
+            f"the labels of document {number} are its input_ids one token ahead. The "
+            "collator shifts labels itself: give at each token the token itself, or "
+            f"{IGNORED} where the loss ignores it, or leave labels out."
         )
 
 
@@ -133,33 +146,40 @@ class ContextParallelTrainerMixin(Trainer):
         collator = PackingCollator(pad_to_multiple_of=2 * mesh.size())
         CPTrainer(model, args, train_dataset=dataset, data_collator=collator).train()
 
-    The ranks of one ``cp_mesh`` get the same batches, and ``compute_loss`` gives the model this
-    rank's share of them. Gradients equal those of a single rank with the whole batch: ``Trainer``
-    divides every rank's sum by the number of labels on all ranks. List the mixin before
-    ``Trainer``, or before a subclass whose methods pass their arguments to ``super()``.
+    The ranks of one ``cp_mesh`` get the same batches, and ``compute_loss`` gives the
+    model this rank's share of them. Gradients equal those of a single rank with the
+    whole batch: ``Trainer`` divides every rank's sum by the number of labels on all
+    ranks. List the mixin before ``Trainer``, or before a subclass whose methods pass
+    their arguments to ``super()``.
 
     Raises:
-        ValueError: the model is not patched; or, with context parallelism, the dataset is streamed,
-            a batch has no ``shift_labels``, or ``label_smoothing_factor`` or ``compute_loss_func``
-            is set.
-        RuntimeError: the model trains without a wrapper that sums gradients over the ranks.
-        NotImplementedError: predictions are asked for; a rank can predict its own tokens only.
+        ValueError: the model is not patched; or, with context parallelism, the dataset
+            is streamed, a batch has no ``shift_labels``, or ``label_smoothing_factor``
+            or ``compute_loss_func`` is set.
+        RuntimeError: the model trains without a wrapper that sums gradients over the
+            ranks.
+        NotImplementedError: predictions are asked for; a rank can predict its own
+            tokens only.
     """
 
     def get_train_dataloader(self) -> Any:
         return self._share_batches_in_group(super().get_train_dataloader())
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        return self._share_batches_in_group(super().get_eval_dataloader(*args, **kwargs))
+        return self._share_batches_in_group(
+            super().get_eval_dataloader(*args, **kwargs)
+        )
 
     def get_cp_size(self) -> int:
-        """How many processes share a batch; ``Trainer`` divides their total by this number."""
+        """How many processes share a batch; ``Trainer`` divides their total by this
+        number."""
         return 1 if self._group is None else self._group.size()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor | tuple[Tensor, Any]:
-        """The loss of this rank's share of ``inputs``; without gradients, the mean over ranks."""
+        """The loss of this rank's share of ``inputs``; without gradients, the mean over
+        ranks."""
         options = self._options()
         if self._group is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -167,9 +187,9 @@ class ContextParallelTrainerMixin(Trainer):
         trains, sharded = torch.is_grad_enabled(), isinstance(model, FSDPModule)
         if trains and model is self.model and not sharded:
             raise RuntimeError(
-                f"the trainer runs {type(model).__name__} unwrapped, so its gradients are not "
-                f"summed over the ranks. Trainer leaves a model unwrapped if evaluate() ran before "
-                f"train(); set eval_on_start=True instead."
+                f"the trainer runs {type(model).__name__} unwrapped, so its gradients "
+                "are not summed over the ranks. Trainer leaves a model unwrapped if "
+                "evaluate() ran before train(); set eval_on_start=True instead."
             )
         share = context_parallel_share(inputs, options.cp_mesh, options.cp_layout)
         result = super().compute_loss(model, share, *args, **kwargs)
@@ -182,16 +202,25 @@ class ContextParallelTrainerMixin(Trainer):
         return (loss, *outputs) if outputs else loss
 
     def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+        self,
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: bool,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Evaluate a batch; under context parallelism ``prediction_loss_only`` must be True."""
+        """Evaluate a batch; under context parallelism ``prediction_loss_only`` must be
+        True."""
         if not prediction_loss_only and self._group is not None:
             raise NotImplementedError(
-                "every context-parallel rank has the predictions of its share of the tokens, so "
-                "metrics and predict() cannot be computed from them here. Evaluate the loss "
-                "(prediction_loss_only=True, no compute_metrics), or predict on one rank."
+                "every context-parallel rank has the predictions of its share of the "
+                "tokens, so metrics and predict() cannot be computed from them here. "
+                "Evaluate the loss (prediction_loss_only=True, no compute_metrics), or "
+                "predict on one rank."
             )
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        return super().prediction_step(
+            model, inputs, prediction_loss_only, *args, **kwargs
+        )
 
     def _options(self) -> DropInOptions:
         assert self.model is not None
@@ -199,8 +228,8 @@ class ContextParallelTrainerMixin(Trainer):
             if isinstance(module, CPAwareGatedDeltaNet):
                 return module.drop_in.options
         raise ValueError(
-            f"{type(self.model).__name__} has no replaced modules; call megatron_gdn.hf.patch on "
-            f"it before the trainer is made."
+            f"{type(self.model).__name__} has no replaced modules; call "
+            "megatron_gdn.hf.patch on it before the trainer is made."
         )
 
     @property
@@ -209,18 +238,25 @@ class ContextParallelTrainerMixin(Trainer):
         return group_of(self._options().cp_mesh)
 
     def _share_batches_in_group(self, loader: Any) -> Any:
-        """Let ``loader`` give the same batches to all ranks of a context-parallel group."""
+        """Let ``loader`` give the same batches to all ranks of a context-parallel
+        group."""
         group = self._group
         if group is None:
             return loader
         sampler = getattr(loader, "batch_sampler", None)
-        if sampler is None or not hasattr(sampler, "process_index") or sampler.split_batches:
+        if (
+            sampler is None
+            or not hasattr(sampler, "process_index")
+            or sampler.split_batches
+        ):
             raise ValueError(
-                f"a {type(loader.dataset).__name__} read by a {type(loader).__name__} is dealt to "
-                f"processes in a way that context-parallel ranks cannot share. Give a dataset with "
-                f"__len__ and __getitem__, and neither dispatch_batches nor split_batches."
+                f"a {type(loader.dataset).__name__} read by a {type(loader).__name__} "
+                "is dealt to processes in a way that context-parallel ranks cannot "
+                "share. Give a dataset with __len__ and __getitem__, and neither "
+                "dispatch_batches nor split_batches."
             )
-        # The sampler counts each group of ranks as one process; groups are sorted by first rank.
+        # The sampler counts each group of ranks as one process; groups are sorted by
+        # first rank.
         first: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(first, min(dist.get_process_group_ranks(group)))
         groups = sorted(set(first))
@@ -229,32 +265,38 @@ class ContextParallelTrainerMixin(Trainer):
         return loader
 
     def _require_shifted(self, inputs: dict[str, Any]) -> None:
-        """Refuse inputs or options with which the loss of a rank's share would be wrong."""
+        """Refuse inputs or options with which the loss of a rank's share would be
+        wrong."""
         owners = {"label_smoothing_factor": self.args, "compute_loss_func": self}
         for name, owner in owners.items():
             if getattr(owner, name):
                 raise ValueError(
-                    f"{name} with context parallelism: it would shift labels inside this rank's "
-                    f"share of the sequence. Leave it out; the model's own loss takes shift_labels."
+                    f"{name} with context parallelism: it would shift labels inside "
+                    "this rank's share of the sequence. Leave it out; the model's own "
+                    "loss takes shift_labels."
                 )
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
-                f"{type(self.model).__name__} has accepts_loss_kwargs=False: its loss is a mean "
-                f"over its own tokens, so a sum over ranks with unequal label counts is wrong. "
-                f"Set model.accepts_loss_kwargs = True before the trainer is made."
+                f"{type(self.model).__name__} has accepts_loss_kwargs=False: its loss "
+                "is a mean over its own tokens, so a sum over ranks with unequal label "
+                "counts is wrong. Set model.accepts_loss_kwargs = True before the "
+                "trainer is made."
             )
         if "shift_labels" not in inputs:
             raise ValueError(
-                f"the batch has {', '.join(inputs)} and no shift_labels; labels cannot be shifted "
-                f"inside a share of a sequence. megatron_gdn.hf.PackingCollator makes them."
+                f"the batch has {', '.join(inputs)} and no shift_labels; labels cannot "
+                "be shifted inside a share of a sequence. "
+                "megatron_gdn.hf.PackingCollator makes them."
             )
 
 
 class PackingLeak(AssertionError):
-    """Raised by :func:`assert_no_packing_leak`; ``leaks``: pairs (changing, changed document)."""
+    """Raised by :func:`assert_no_packing_leak`; ``leaks``: pairs (changing, changed
+    document)."""
 
     def __init__(self, message: str, leaks: list[tuple[int, int]]) -> None:
-        """``leaks``: the pairs (changing, changed document) that ``message`` describes."""
+        """``leaks``: the pairs (changing, changed document) that ``message``
+        describes."""
         super().__init__(message)
         self.leaks = leaks
 
@@ -262,11 +304,13 @@ class PackingLeak(AssertionError):
 class PackingReach(NamedTuple):
     """How much N packed documents change each other's outputs."""
 
-    change: Tensor  # fp32 [N, N]; [i, j]: how much output j changes if document i is replaced
+    # fp32 [N, N]; [i, j]: how much output j changes if document i is replaced
+    change: Tensor
     largest: Tensor  # fp32 [N]: the largest output of each document
 
     def leaks(self, tolerance: float = 1e-5) -> list[tuple[int, int]]:
-        """Pairs (i, j): document i changes output j by over ``tolerance`` * the largest output."""
+        """Pairs (i, j): document i changes output j by over ``tolerance`` * the largest
+        output."""
         bound = tolerance * self.largest.max()
         leaks = ~(self.change <= bound)  # NaN counts as a leak
         return [(i, j) for i, j in leaks.nonzero().tolist() if i != j]
@@ -280,10 +324,12 @@ def packing_reach(
     seed: int = 0,
     **kwargs: Any,
 ) -> PackingReach:
-    """Measure how documents change each other's outputs, as `assert_no_packing_leak` does."""
+    """Measure how documents change each other's outputs, as `assert_no_packing_leak`
+    does."""
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(
-            f"lengths={tuple(lengths)} must name two documents or more, of a token or more each."
+            f"lengths={tuple(lengths)} must name two documents or more, of a token or "
+            "more each."
         )
     device = next(module.parameters()).device
     if device.type == "cpu":
@@ -291,19 +337,28 @@ def packing_reach(
     row = PackingCollator()([{"input_ids": [i] * n} for i, n in enumerate(lengths, 1)])
     sources = {
         "position_ids": {"position_ids": row["position_ids"]},
-        "cu_seq_lens_q": {x: row[x] for x in row if x.startswith(("cu_seq_lens", "max_length"))},
+        "cu_seq_lens_q": {
+            x: row[x] for x in row if x.startswith(("cu_seq_lens", "max_length"))
+        },
         "packed_seq_ids": {"_packed_seq_ids": row["input_ids"]},
         "indexed_mask": {"attention_mask": row["input_ids"]},
     }
     if source not in sources:
-        raise ValueError(f"source={source!r} is not known; use one of {', '.join(sources)}.")
-    keywords = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in sources[source].items()}
+        raise ValueError(
+            f"source={source!r} is not known; use one of {', '.join(sources)}."
+        )
+    keywords = {
+        k: x.to(device) if isinstance(x, Tensor) else x
+        for k, x in sources[source].items()
+    }
     keywords |= kwargs
     if hasattr(module, "get_input_embeddings"):
         keywords.setdefault("use_cache", False)
     spans = [slice(*ends) for ends in pairwise(row["cu_seq_lens_q"].tolist())]
     generator = torch.Generator("cpu").manual_seed(seed)
-    inputs, others = (_draw_inputs(module, sum(lengths), generator).to(device) for _ in range(2))
+    inputs, others = (
+        _draw_inputs(module, sum(lengths), generator).to(device) for _ in range(2)
+    )
     training = module.training
     module.eval()
     try:
@@ -313,7 +368,9 @@ def packing_reach(
             for origin, replaced in enumerate(spans):
                 changed = inputs.clone()
                 changed[:, replaced] = others[:, replaced]
-                difference = (_output_tensor(module(changed, **keywords)) - reference).abs()
+                difference = (
+                    _output_tensor(module(changed, **keywords)) - reference
+                ).abs()
                 for into, span in enumerate(spans):
                     change[origin, into] = difference[:, span].max()
     finally:
@@ -333,19 +390,22 @@ def assert_no_packing_leak(
 ) -> str:
     """Raise if a packed document changes the output of another document.
 
-    The check lays documents of random tokens (or hidden states) in one row, replaces each document
-    by another of the same length, and compares the other documents' outputs. The check needs no
-    knowledge of the module, so unpatched transformers models can be checked too.
+    The check lays documents of random tokens (or hidden states) in one row, replaces
+    each document by another of the same length, and compares the other documents'
+    outputs. The check needs no knowledge of the module, so unpatched transformers
+    models can be checked too.
 
     Args:
-        module: a model with ``get_input_embeddings`` and logits or ``last_hidden_state``, or a
-            layer that maps hidden states ``[1, S, D]`` to hidden states.
+        module: a model with ``get_input_embeddings`` and logits or
+            ``last_hidden_state``, or a layer that maps hidden states ``[1, S, D]`` to
+            hidden states.
         lengths: tokens of each document.
         source: the argument that gives the documents to the module: ``"position_ids"``,
-            ``"cu_seq_lens_q"`` (flash attention's keywords, which transformers refuses without
-            flash kernels), ``"packed_seq_ids"`` or ``"indexed_mask"``.
-        tolerance: changes up to this fraction of the largest output are not leaks. With 0 the bits
-            must be equal; in an MoE the rounding of a token's output may depend on other tokens.
+            ``"cu_seq_lens_q"`` (flash attention's keywords, which transformers refuses
+            without flash kernels), ``"packed_seq_ids"`` or ``"indexed_mask"``.
+        tolerance: changes up to this fraction of the largest output are not leaks. With
+            0 the bits must be equal; in an MoE the rounding of a token's output may
+            depend on other tokens.
         kwargs: other keywords of the module, and ``seed`` for the random documents.
 
     Returns:
@@ -367,8 +427,8 @@ def assert_no_packing_leak(
         raise PackingLeak(message, leaks)
     others = reach.change.clone().fill_diagonal_(0)
     line = (
-        f"{name}: no packed document of {lengths} tokens, told by {source}, reaches another "
-        f"(largest change {others.max().item():.1e}, largest output "
+        f"{name}: no packed document of {lengths} tokens, told by {source}, reaches "
+        f"another (largest change {others.max().item():.1e}, largest output "
         f"{reach.largest.max().item():.1e})"
     )
     logger.info(line)
@@ -376,15 +436,16 @@ def assert_no_packing_leak(
 
 
 def _draw_inputs(module: Any, tokens: int, generator: torch.Generator) -> Tensor:
-    """Random token ids ``[1, tokens]`` for a model, random hidden states for a layer."""
+    """Random token ids ``[1, tokens]`` for a model, random hidden states for a
+    layer."""
     if hasattr(module, "get_input_embeddings"):
         vocabulary = module.get_input_embeddings().weight.shape[0]
         return torch.randint(vocabulary, (1, tokens), generator=generator, device="cpu")
     width = getattr(module, "hidden_size", None)
     if width is None:
         raise ValueError(
-            f"{type(module).__name__} has no hidden_size, so hidden states cannot be drawn for it; "
-            f"give a transformers model or linear-attention module."
+            f"{type(module).__name__} has no hidden_size, so hidden states cannot be "
+            "drawn for it; give a transformers model or linear-attention module."
         )
     hidden = torch.randn(1, tokens, width, generator=generator, device="cpu")
     return hidden.to(next(module.parameters()).dtype)

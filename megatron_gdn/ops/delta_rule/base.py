@@ -1,4 +1,5 @@
-"""Types of the gated delta rule's inputs, gradients and head sizes, and checks of shapes."""
+"""Types of the gated delta rule's inputs, gradients and head sizes, and checks of
+shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from ..state_maps.state_map import StateShape
 
 
 class RuleInputs(NamedTuple):
-    """Inputs of the rule. In a backward, inputs that the rule does not need again are None."""
+    """Inputs of the rule. In a backward, inputs that the rule does not need again are
+    None."""
 
     q: Tensor  # [B, S, G, K], of unit length along K
     k: Tensor  # [B, S, G, K]
@@ -26,9 +28,10 @@ class RuleInputs(NamedTuple):
 class RuleGrads(NamedTuple):
     """Gradients of the rule's inputs, which the front's backward reads.
 
-    The gradients of q and k may have H heads; the front then sums over the value heads of each key
-    head. If ``factor`` is not None, each true gradient is the stored one times ``factor[head]``. A
-    factor is a power of two, and the value heads of one key head have equal factors.
+    The gradients of q and k may have H heads; the front then sums over the value heads
+    of each key head. If ``factor`` is not None, each true gradient is the stored one
+    times ``factor[head]``. A factor is a power of two, and the value heads of one key
+    head have equal factors.
     """
 
     q: Tensor
@@ -48,7 +51,8 @@ def check_rule_inputs(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | Sequence[int] | Documents | None,
 ) -> Documents | None:
-    """Check the shapes of `gated_delta_rule`'s inputs; return the documents of ``cu_seqlens``."""
+    """Check the shapes of `gated_delta_rule`'s inputs; return the documents of
+    ``cu_seqlens``."""
     if key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             f"key and value must be [B, T, heads, dim], got {tuple(key.shape)} and "
@@ -73,7 +77,8 @@ def check_rule_inputs(
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(
                 f"{name} must have shape {shape} to fit key {tuple(key.shape)}, value "
-                f"{tuple(value.shape)} and {sequences} sequences, got {tuple(tensor.shape)}."
+                f"{tuple(value.shape)} and {sequences} sequences, got "
+                f"{tuple(tensor.shape)}."
             )
     return documents
 
@@ -99,7 +104,8 @@ class HeadSizes(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """The layout query | key | value | z | beta | alpha; the first three are convolved."""
+        """The layout query | key | value | z | beta | alpha; the first three are
+        convolved."""
         return _layout(self)
 
 
@@ -107,14 +113,16 @@ def require_even_groups(key_heads: int, value_heads: int) -> None:
     """Raise a ValueError if ``value_heads`` is not a multiple of ``key_heads``."""
     if value_heads % key_heads:
         raise SizeError(
-            f"num_value_heads={value_heads} is not a multiple of num_key_heads={key_heads}; every "
-            f"key head must serve the same number of value heads. Set linear_num_value_heads to a "
-            f"multiple of linear_num_key_heads."
+            f"num_value_heads={value_heads} is not a multiple of "
+            f"num_key_heads={key_heads}; every key head must serve the same number of "
+            "value heads. Set linear_num_value_heads to a multiple of "
+            "linear_num_key_heads."
         )
 
 
 def delta_layout(sizes: HeadSizes, *others: Section) -> Layout:
-    """A layout of the convolved sections query | key | value, then the sections ``others``."""
+    """A layout of the convolved sections query | key | value, then the sections
+    ``others``."""
     G, H, K, V = sizes
     convolved = ("query", "key", K), ("key", "key", K), ("value", "value", V)
     sections = [Section(*section, conv=True) for section in convolved]

@@ -1,7 +1,8 @@
 """Runs delta rules by fla's kernels, with a decay per head or per channel.
 
-A chunk that starts with state S ends with the decayed S plus ``k^T (u - w S)``, where the keys
-``k`` are decayed to the chunk's end. Each subclass computes w and u by kernels of its own.
+A chunk that starts with state S ends with the decayed S plus ``k^T (u - w S)``, where
+the keys ``k`` are decayed to the chunk's end. Each subclass computes w and u by kernels
+of its own.
 """
 
 from __future__ import annotations
@@ -27,12 +28,10 @@ from .base import RuleGrads
 
 STATE_KERNELS = {
     "fla.ops.utils chunk_local_cumsum": f"g chunk_size scale {SEQUENCES}",
-    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_fwd_h":
-        f"k w u g gk initial_state output_final_state {SEQUENCES}",
-    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_bwd_dhu":
-        f"q k w do dv g gk h0 dht scale {SEQUENCES}",
+    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_fwd_h": f"k w u g gk initial_state output_final_state {SEQUENCES}",
+    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_bwd_dhu": f"q k w do dv g gk h0 dht scale {SEQUENCES}",
     "fla.ops.cp.chunk_fwd chunk_cp_fwd_h": "k w u hm g gk cu_seqlens chunk_size multi_seqs",
-}  # fmt: skip
+}
 CHANNEL_RULE_KERNELS = {
     **STATE_KERNELS,
     "fla.ops.gla.chunk chunk_gla_fwd_o_gk": f"q v g A h scale {SEQUENCES}",
@@ -41,20 +40,27 @@ CHANNEL_RULE_KERNELS = {
 
 
 class FlaDeltaRule(FlaRule):
-    """fla's delta rule; :meth:`inside` returns k, w, u, g's sums (``g``; per channel: ``gk``)."""
+    """fla's delta rule; :meth:`inside` returns k, w, u, g's sums (``g``; per channel:
+    ``gk``)."""
 
-    # Each subclass has this method. It returns arguments of a backward kernel: q, k, w, the sums of
-    # g, and dv, the share of the written values' gradient that comes from d_o of the same chunk.
+    # Each subclass has this method. It returns arguments of a backward kernel: q, k, w,
+    # the sums of g, and dv, the share of the written values' gradient that comes from
+    # d_o of the same chunk.
     readers: Callable[..., dict[str, Tensor]]
 
     def sums(self, x: FlaForward | FlaBackward) -> Tensor:
-        """The sums of g from each chunk's start, in fp32, divided by ln 2 since fla uses exp2."""
+        """The sums of g from each chunk's start, in fp32, divided by ln 2 since fla
+        uses exp2."""
         return self.fla.chunk_local_cumsum(
             x.inputs.g, chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.at
         )
 
     def walk(
-        self, x: FlaForward, products: ChunkProducts, initial: Tensor | None, final: bool
+        self,
+        x: FlaForward,
+        products: ChunkProducts,
+        initial: Tensor | None,
+        final: bool,
     ) -> Any:
         return self.fla.chunk_gated_delta_rule_fwd_h(
             **products.chunks, initial_state=initial, output_final_state=final, **x.at
@@ -64,13 +70,22 @@ class FlaDeltaRule(FlaRule):
         parts, u = parts_of(x.inputs, x.documents), products.chunks["u"]
         if len(parts.offsets) > MOST_PROGRAMS:
             raise ValueError(
-                f"{len(parts.offsets) - 1} pieces of sequences: fla's kernel of state maps takes "
-                f"at most {MOST_PROGRAMS - 1}. Pack fewer documents, or use backend='reference'."
+                f"{len(parts.offsets) - 1} pieces of sequences: fla's kernel of state "
+                f"maps takes at most {MOST_PROGRAMS - 1}. Pack fewer documents, or use "
+                "backend='reference'."
             )
-        # fla's kernel for context parallelism makes the state maps [local | through] of all parts.
-        (H, V), K, P = u.shape[2:], products.chunks["k"].shape[-1], len(parts.offsets) - 1
+        # fla's kernel for context parallelism makes the state maps [local | through] of
+        # all parts.
+        (H, V), K, P = (
+            u.shape[2:],
+            products.chunks["k"].shape[-1],
+            len(parts.offsets) - 1,
+        )
         maps = u.new_empty(P, H, K, V + K, dtype=torch.float32)
-        rows = {name: of_rows.flatten(0, 1)[None] for name, of_rows in products.chunks.items()}
+        rows = {
+            name: of_rows.flatten(0, 1)[None]
+            for name, of_rows in products.chunks.items()
+        }
         self.fla.chunk_cp_fwd_h(
             **rows, hm=maps, cu_seqlens=parts.offsets, chunk_size=CHUNK, multi_seqs=True
         )
@@ -79,44 +94,61 @@ class FlaDeltaRule(FlaRule):
 
     def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
         _, d_local, _ = self.fla.chunk_gated_delta_rule_bwd_dhu(
-            **self.readers(x), do=x.d_o, h0=any_states, dht=None,
-            scale=x.inputs.k.shape[-1] ** -0.5, **x.at,
-        )  # fmt: skip
+            **self.readers(x),
+            do=x.d_o,
+            h0=any_states,
+            dht=None,
+            scale=x.inputs.k.shape[-1] ** -0.5,
+            **x.at,
+        )
         return d_local
 
 
 class FlaChannelRule(FlaDeltaRule):
-    """A delta rule with a decay per channel. A forward saves Aqk, the chunks' products of q and k,
-    and Akk, the inverses of the chunks' linear systems.
+    """A delta rule with a decay per channel. A forward saves Aqk, the chunks' products
+    of q and k, and Akk, the inverses of the chunks' linear systems.
 
-    The backward computes the sums of g again, since they are as large as q, k and v together. A
-    subclass names fla's functions ``within``, ``within_again`` and ``backward_within``.
+    The backward computes the sums of g again, since they are as large as q, k and v
+    together. A subclass names fla's functions ``within``, ``within_again`` and
+    ``backward_within``.
     """
 
-    within: ClassVar[str]  # name of fla's function for w, u, an unused item, k, Aqk, Akk
-    within_again: ClassVar[str]  # name of fla's function that computes w, u, q, k from Akk
+    # name of fla's function for w, u, an unused item, k, Aqk, Akk
+    within: ClassVar[str]
+    # name of fla's function that computes w, u, q, k from Akk
+    within_again: ClassVar[str]
     backward_within: ClassVar[str]  # name of fla's function that computes all gradients
-    gates: ClassVar[tuple[str, ...]]  # fla's argument names for the rule's inputs after g
+    # fla's argument names for the rule's inputs after g
+    gates: ClassVar[tuple[str, ...]]
     grads: ClassVar[Any] = RuleGrads
     settings: dict[str, Any] = {}  # noqa: RUF012  further arguments, which a subclass sets
 
-    def call(self, function: str, x: FlaForward | FlaBackward, **others: Any) -> tuple[Any, ...]:
+    def call(
+        self, function: str, x: FlaForward | FlaBackward, **others: Any
+    ) -> tuple[Any, ...]:
         q, k, v, _, *gates = x.inputs
         named = dict(zip(self.gates, gates, strict=True))
         return getattr(self.fla, function)(q=q, k=k, v=v, **named, **others, **x.at)
 
     def inside(self, x: FlaForward) -> ChunkProducts:
         g_sum, scale = self.sums(x), x.inputs.k.shape[-1] ** -0.5
-        w, u, _, k, Aqk, Akk = self.call(self.within, x, gk=g_sum, scale=scale, **self.settings)
+        w, u, _, k, Aqk, Akk = self.call(
+            self.within, x, gk=g_sum, scale=scale, **self.settings
+        )
         return ChunkProducts({"k": k, "w": w, "u": u, "gk": g_sum}, (Aqk, Akk), Aqk)
 
     def output(
         self, x: FlaForward, products: ChunkProducts, states: Any, written: Tensor
     ) -> Tensor:
         return self.fla.chunk_gla_fwd_o_gk(
-            q=x.inputs.q, v=written, g=products.chunks["gk"], A=products.scores, h=states,
-            scale=x.inputs.k.shape[-1] ** -0.5, **x.at,
-        )  # fmt: skip
+            q=x.inputs.q,
+            v=written,
+            g=products.chunks["gk"],
+            A=products.scores,
+            h=states,
+            scale=x.inputs.k.shape[-1] ** -0.5,
+            **x.at,
+        )
 
     def again(self, x: FlaBackward) -> tuple[Any, ...]:
         return self.sums(x), *x.saved.tensors
@@ -125,23 +157,39 @@ class FlaChannelRule(FlaDeltaRule):
         g_sum, Aqk, Akk = x.kept
         w, u, q, k = self.call(self.within_again, x, gk=g_sum, A=Akk)
         _, dv = self.fla.chunk_kda_bwd_dAv(
-            q=x.inputs.q, k=x.inputs.k, v=u, A=Aqk, do=x.d_o,
-            scale=x.inputs.k.shape[-1] ** -0.5, **x.at,
-        )  # fmt: skip
+            q=x.inputs.q,
+            k=x.inputs.k,
+            v=u,
+            A=Aqk,
+            do=x.d_o,
+            scale=x.inputs.k.shape[-1] ** -0.5,
+            **x.at,
+        )
         return {"q": q, "k": k, "w": w, "gk": g_sum, "dv": dv}
 
-    def gradients(self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None) -> Any:
+    def gradients(
+        self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
+    ) -> Any:
         g_sum, Aqk, Akk = x.kept
         dq, dk, dv, *others = self.call(
-            self.backward_within, x, Aqk=Aqk, Akk=Akk, scale=x.inputs.k.shape[-1] ** -0.5,
-            initial_state=initial, do=x.d_o, dht=d_final, g=g_sum, **self.settings,
-        )  # fmt: skip
+            self.backward_within,
+            x,
+            Aqk=Aqk,
+            Akk=Akk,
+            scale=x.inputs.k.shape[-1] ** -0.5,
+            initial_state=initial,
+            do=x.d_o,
+            dht=d_final,
+            g=g_sum,
+            **self.settings,
+        )
         d_gates, dg = others[: len(self.gates)], others[len(self.gates)]
         return self.grads(dq, dk, dv, dg, *d_gates)
 
 
 def parts_of(inputs: Any, documents: Documents | None) -> SequenceParts:
-    """Cut sequences into parts so short that fla's state-map kernel can index them in 32 bits."""
+    """Cut sequences into parts so short that fla's state-map kernel can index them in
+    32 bits."""
     (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
     longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
     if documents is None:
@@ -150,8 +198,8 @@ def parts_of(inputs: Any, documents: Documents | None) -> SequenceParts:
         return SequenceParts.of(documents, cut_by_length, H, longest)
     if tokens > longest:
         raise NotImplementedError(
-            f"backend='fla' with {H} value heads and initial states takes documents in fixed "
-            f"buffers of at most {longest} tokens per rank, not {tokens}; use "
-            f"backend='flash_qla' or linear_cp_mode='headwise'."
+            f"backend='fla' with {H} value heads and initial states takes documents in "
+            f"fixed buffers of at most {longest} tokens per rank, not {tokens}; use "
+            "backend='flash_qla' or linear_cp_mode='headwise'."
         )
     return SequenceParts.of(documents, one_part_per_sequence)

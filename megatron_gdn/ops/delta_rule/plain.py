@@ -1,12 +1,14 @@
 """Linear-attention rules in chunks, in plain torch, for any device, dtype and head dim.
 
-Each mixer's rule is a subclass of :class:`PlainRule` that makes :class:`.chunk_math.Values` of its
-inputs. The backward runs the forward again under autograd, one group of chunks at a time, so no
-pass keeps a tensor ``[T, C]``. Every reduction has a fixed order, so results repeat bit for bit.
+Each mixer's rule is a subclass of :class:`PlainRule` that makes
+:class:`.chunk_math.Values` of its inputs. The backward runs the forward again under
+autograd, one group of chunks at a time, so no pass keeps a tensor ``[T, C]``. Every
+reduction has a fixed order, so results repeat bit for bit.
 
-If an input of a token, except q, is NaN or inf, the head's outputs are NaN from this token on;
-outputs of earlier tokens keep their bits. A log-decay may be -inf. If products of finite numbers
-overflow in a chunk, earlier outputs of the chunk and all gradients of the sequence may change.
+If an input of a token, except q, is NaN or inf, the head's outputs are NaN from this
+token on; outputs of earlier tokens keep their bits. A log-decay may be -inf. If
+products of finite numbers overflow in a chunk, earlier outputs of the chunk and all
+gradients of the sequence may change.
 
 C is the number of tokens of a chunk.
 """
@@ -23,7 +25,15 @@ from torch import Tensor
 
 from ..autograd import gradients
 from ..documents import documents_of_rows
-from ..rules.base import Bits, Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
+from ..rules.base import (
+    Bits,
+    Rule,
+    RuleBackward,
+    RuleForward,
+    RuleOutput,
+    Saved,
+    in_rows,
+)
 from ..rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 from ..state_maps.state_map import StateMap
 from ..switches import full_fp32_matmul
@@ -32,21 +42,31 @@ from .chunk_math import Values, run_group
 
 
 class _ChunkedInputs:
-    """The rule's inputs of ``stage``, a forward or backward, cut into groups of chunks."""
+    """The rule's inputs of ``stage``, a forward or backward, cut into groups of
+    chunks."""
 
     def __init__(self, stage: Any, one_chunk_groups: bool = False) -> None:
-        """``one_chunk_groups``: let groups have one chunk on a CPU, so products have one shape."""
+        """``one_chunk_groups``: let groups have one chunk on a CPU, so products have
+        one shape."""
         rule, self.inputs, documents = stage.rule, stage.inputs, stage.documents
         k, v = self.inputs.k, self.inputs.v
-        self.values, self.wide = rule.values, torch.promote_types(v.dtype, torch.float32)
+        self.values, self.wide = (
+            rule.values,
+            torch.promote_types(v.dtype, torch.float32),
+        )
         if documents is None:
             documents = documents_of_rows(stage.rows, v.device)
-        self.table = ChunkTable.of(documents, rule.chunk_size, v.shape[2], one_chunk_groups)
+        self.table = ChunkTable.of(
+            documents, rule.chunk_size, v.shape[2], one_chunk_groups
+        )
         self.shape = (self.table.sequences, v.shape[2], k.shape[3], v.shape[3])
 
     def of(self, group: ChunkGroup, *tensors: Tensor) -> list[Tensor]:
-        """The group's chunks ``[n heads, C, ...]`` of each tensor ``[B, T, heads, ...]``."""
-        return [self.table.to_chunks(x, group, self.wide).flatten(0, 1) for x in tensors]
+        """The group's chunks ``[n heads, C, ...]`` of each tensor
+        ``[B, T, heads, ...]``."""
+        return [
+            self.table.to_chunks(x, group, self.wide).flatten(0, 1) for x in tensors
+        ]
 
     def state(self, states: Tensor | None) -> Tensor:
         """``states`` as a contiguous tensor ``[N, H, K, V]``; zeros for None."""
@@ -83,9 +103,11 @@ class PlainForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """``local``: final states from zeros. ``through``: final states from I without writes of v.
+        """``local``: final states from zeros. ``through``: final states from I without
+        writes of v.
 
-        If the rule erases nothing, ``through`` is diagonal, so one column of ones replaces I.
+        If the rule erases nothing, ``through`` is diagonal, so one column of ones
+        replaces I.
         """
         chunks = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID)
         initial, (*_, K, V) = chunks.state(None), chunks.shape
@@ -96,13 +118,18 @@ class PlainForward(RuleForward):
         with full_fp32_matmul(initial.device.type):
             wide = torch.cat([initial, enters], dim=-1)
             final, _ = chunks.walk(chunks.table.groups, wide, extra_columns)
-        return StateMap(*(x.contiguous() for x in final.split([V, extra_columns], dim=-1)))
+        return StateMap(
+            *(x.contiguous() for x in final.split([V, extra_columns], dim=-1))
+        )
 
     @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        chunks, like = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID), self.inputs.v
+        chunks, like = (
+            _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID),
+            self.inputs.v,
+        )
         table, entering = chunks.table, chunks.state(initial)
         walks = final or not table.one_chunk_per_sequence
         rows, carried = table.rows_like(like), None
@@ -110,9 +137,13 @@ class PlainForward(RuleForward):
         with full_fp32_matmul(like.device.type):
             for group in table.groups:
                 o, carried, ended = chunks.run(
-                    group, *chunks.of(group, *self.inputs), carried, group.taken(entering),
-                    pass_states=walks, set_aside=True,
-                )  # fmt: skip
+                    group,
+                    *chunks.of(group, *self.inputs),
+                    carried,
+                    group.taken(entering),
+                    pass_states=walks,
+                    set_aside=True,
+                )
                 if walks:
                     group.put(leaving, ended)
                 table.put(rows, group, o)
@@ -140,7 +171,8 @@ class PlainBackward(RuleBackward):
     def _run(
         self, initial: Tensor | None, d_final: Tensor | None, of_inputs: bool = True
     ) -> tuple[Any, Tensor]:
-        """Gradients of the inputs (unless ``of_inputs`` is False) and of the initial states."""
+        """Gradients of the inputs (unless ``of_inputs`` is False) and of the initial
+        states."""
         chunks, inputs = _ChunkedInputs(self), self.inputs if of_inputs else ()
         table, entering = chunks.table, chunks.state(initial)
         rows, d_leaving = [table.rows_like(x) for x in inputs], chunks.state(d_final)
@@ -156,7 +188,11 @@ class PlainBackward(RuleBackward):
                 *grads, d_carried, d_first = gradients(
                     partial(chunks.run, group, *constants),
                     (*leaves, starts.pop(), group.taken(entering)),
-                    (*chunks.of(group, self.d_o), d_carried, group.taken(d_leaving, ends=True)),
+                    (
+                        *chunks.of(group, self.d_o),
+                        d_carried,
+                        group.taken(d_leaving, ends=True),
+                    ),
                 )
                 group.put(d_entering, d_first, begins=True)
                 for to, gradient in zip(rows, grads, strict=True):
@@ -164,15 +200,19 @@ class PlainBackward(RuleBackward):
                 del constants, leaves, grads
         if not of_inputs:
             return None, d_entering
-        found = (table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True))
+        found = (
+            table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True)
+        )
         return self.rule.grads(*(in_rows(x, self.rows) for x in found)), d_entering
 
 
 class PlainRule(Rule):
-    """The gated delta rule of ``backend="reference"``, with a decay per head or per channel."""
+    """The gated delta rule of ``backend="reference"``, with a decay per head or per
+    channel."""
 
     name = "reference"
-    bits = Bits.DETERMINISTIC  # the least promise; the constructor's ``bits`` may promise more
+    # the least promise; the constructor's ``bits`` may promise more
+    bits = Bits.DETERMINISTIC
     reads_again = frozenset(RuleInputs._fields)
     forward, backward = PlainForward, PlainBackward
     grads: ClassVar[Any] = RuleGrads
@@ -181,7 +221,10 @@ class PlainRule(Rule):
     scale: float | None = None  # factor of the output; None: 1 / sqrt(K)
 
     def __init__(
-        self, bits: Bits = Bits.FREE, chunk_size: int = CHUNK, scale: float | None = None
+        self,
+        bits: Bits = Bits.FREE,
+        chunk_size: int = CHUNK,
+        scale: float | None = None,
     ) -> None:
         self.bits, self.chunk_size, self.scale = max(bits, self.bits), chunk_size, scale
 
@@ -189,6 +232,8 @@ class PlainRule(Rule):
     def of(cls, sizes: Any, bits: Bits) -> Self:
         return cls(bits)
 
-    def values(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Values:
+    def values(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    ) -> Values:
         scale = k.shape[-1] ** -0.5 if self.scale is None else self.scale
         return Values(q * scale, k, k, beta[..., None] * v, g, beta)

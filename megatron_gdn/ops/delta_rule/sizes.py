@@ -9,25 +9,33 @@ from ..layout import Layout, require_shares, require_sizes
 from ..state_maps.state_map import StateShape
 from .base import HeadSizes, require_even_groups
 
-# Sizes that a TransformerConfig and a ``config.json`` have as fields named ``linear_`` + name.
+# Sizes that a TransformerConfig and a ``config.json`` have as fields named ``linear_``
+# + name.
 LINEAR_SIZES = (
-    "conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads",
-)  # fmt: skip
+    "conv_kernel_dim",
+    "key_head_dim",
+    "value_head_dim",
+    "num_key_heads",
+    "num_value_heads",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearDims:
-    """Sizes of a whole mixer or of one rank's share; subclasses add ``layout`` and more sizes."""
+    """Sizes of a whole mixer or of one rank's share; subclasses add ``layout`` and more
+    sizes."""
 
     hidden_size: int  # of the model; tensor-parallel ranks do not split it
-    num_key_heads: int  # each key head serves num_value_heads / num_key_heads value heads
+    # each key head serves num_value_heads / num_key_heads value heads
+    num_key_heads: int
     num_value_heads: int  # each value head has a state
     key_head_dim: int  # rows of a state
     value_head_dim: int  # columns of a state
     conv_kernel_dim: int
 
     may_be_zero: ClassVar[tuple[str, ...]] = ()  # names of sizes that may be 0
-    also_shared: ClassVar[tuple[str, ...]] = ()  # names of more sizes that :meth:`shard` divides
+    # names of more sizes that :meth:`shard` divides
+    also_shared: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         require_sizes(self, self.may_be_zero)
@@ -35,18 +43,21 @@ class LinearDims:
 
     @classmethod
     def from_config(cls, config: Any, **others: int) -> Self:
-        """The sizes in a Megatron ``TransformerConfig``; ValueError if a size is invalid."""
+        """The sizes in a Megatron ``TransformerConfig``; ValueError if a size is
+        invalid."""
         sizes = {name: getattr(config, f"linear_{name}") for name in LINEAR_SIZES}
         return cls(hidden_size=config.hidden_size, **sizes, **others)
 
     @property
     def config_fields(self) -> dict[str, int]:
-        """The ``linear_*`` fields that `from_config` reads; ``config.json`` has the same names."""
+        """The ``linear_*`` fields that `from_config` reads; ``config.json`` has the
+        same names."""
         return {f"linear_{name}": getattr(self, name) for name in LINEAR_SIZES}
 
     @property
     def qk_dim(self) -> int:
-        """The width of the query section, which is also the width of the key section."""
+        """The width of the query section, which is also the width of the key
+        section."""
         return self.num_key_heads * self.key_head_dim
 
     @property
@@ -61,9 +72,13 @@ class LinearDims:
 
     @property
     def heads(self) -> HeadSizes:
-        """The head counts and head dims as :class:`HeadSizes`, which kernels and rules take."""
+        """The head counts and head dims as :class:`HeadSizes`, which kernels and rules
+        take."""
         return HeadSizes(
-            self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
+            self.num_key_heads,
+            self.num_value_heads,
+            self.key_head_dim,
+            self.value_head_dim,
         )
 
     @property
@@ -76,7 +91,8 @@ class LinearDims:
         return self.heads.state
 
     def shard(self, ranks: int) -> Self:
-        """The sizes on one of ``ranks`` tensor-parallel ranks; ``ranks`` must divide the heads."""
+        """The sizes on one of ``ranks`` tensor-parallel ranks; ``ranks`` must divide
+        the heads."""
         held = f"{self.num_key_heads} key heads and {self.num_value_heads} value heads"
         held += "".join(f", {name}={getattr(self, name)}" for name in self.also_shared)
         names = "num_key_heads", "num_value_heads", *self.also_shared

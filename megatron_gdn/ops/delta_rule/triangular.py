@@ -1,14 +1,15 @@
 """The inverse of many small unit lower triangular matrices.
 
-A batched triangular solve uses little of a GPU. So on a GPU the inverse is computed by products of
-matrices: first A^-1 and D^-1, then the corner (Higham, "Accuracy and Stability of Numerical
-Algorithms", 14.2):
+A batched triangular solve uses little of a GPU. So on a GPU the inverse is computed by
+products of
+matrices: first A^-1 and D^-1, then the corner (Higham, "Accuracy and Stability of
+Numerical Algorithms", 14.2):
 
     [ A    ]^-1   [  A^-1                ]
     [ B  D ]    = [ -D^-1 B A^-1    D^-1 ]
 
-(I + L)^-1 = (I - L)(I + L^2)(I + L^4)... is not used: if a key repeats, L has entries near one,
-and powers of L reach 1e18 before they cancel.
+(I + L)^-1 = (I - L)(I + L^2)(I + L^4)... is not used: if a key repeats, L has entries
+near one, and powers of L reach 1e18 before they cancel.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def unit_lower_inverse(L: Tensor) -> Tensor:
 
 
 def _by_substitution(L: Tensor) -> Tensor:
-    """Invert I + L by a triangular solve; on a CPU this is faster than many small products."""
+    """Invert I + L by a triangular solve; on a CPU this is faster than many small
+    products."""
     identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
     return torch.linalg.solve_triangular(
         L, identity.expand(L.shape), upper=False, unitriangular=True
@@ -33,17 +35,20 @@ def _by_substitution(L: Tensor) -> Tensor:
 
 
 def _invert_by_growing_blocks(L: Tensor) -> Tensor:
-    """Invert diagonal blocks of 1, 2, 4, ... rows; all blocks of one size are inverted at once.
+    """Invert diagonal blocks of 1, 2, 4, ... rows; all blocks of one size are inverted
+    at once.
 
-    Let X hold the inverses of the blocks of one size, and B the corners between pairs of blocks.
-    Then ``X - X B X`` holds the inverses of the blocks of twice the size.
+    Let X hold the inverses of the blocks of one size, and B the corners between pairs
+    of blocks. Then ``X - X B X`` holds the inverses of the blocks of twice the size.
     """
     C = L.shape[-1]
     identity, corners = _identity_and_corners(C, L.dtype, L.device)
     matrices = L.flatten(0, -3)
     inverse = torch.addcmul(identity, matrices, corners[0], value=-1)
     for corner in corners[1:]:
-        inverse = torch.baddbmm(inverse, torch.bmm(inverse, matrices * corner), inverse, alpha=-1)
+        inverse = torch.baddbmm(
+            inverse, torch.bmm(inverse, matrices * corner), inverse, alpha=-1
+        )
     return inverse.view(L.shape)
 
 
@@ -51,7 +56,8 @@ def _invert_by_growing_blocks(L: Tensor) -> Tensor:
 def _identity_and_corners(
     C: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The identity ``[C, C]``, and a 0/1 mask of the corners per block size, ``[sizes, C, C]``."""
+    """The identity ``[C, C]``, and a 0/1 mask of the corners per block size,
+    ``[sizes, C, C]``."""
     with torch.inference_mode(False):
         place, rows, corners = torch.arange(C, device="cpu"), 1, []
         while rows < C or not corners:
@@ -59,4 +65,6 @@ def _identity_and_corners(
             odd = block[:, None] % 2 == 1
             corners.append(odd & (block[:, None] == block[None, :] + 1))
             rows *= 2
-        return torch.eye(C, dtype=dtype, device=device), torch.stack(corners).to(device, dtype)
+        return torch.eye(C, dtype=dtype, device=device), torch.stack(corners).to(
+            device, dtype
+        )

@@ -1,4 +1,5 @@
-"""The backward of :mod:`.conv_forward`: a program computes one head token by token (Triton)."""
+"""The backward of :mod:`.conv_forward`: a program computes one head token by token
+(Triton)."""
 
 from __future__ import annotations
 
@@ -22,27 +23,57 @@ from .conv_forward import (
 
 @triton.jit
 def _walk_one_token(
-    x_ptr, grad_ptr, position_ptr, lead_ptr, place_ptr, t_R, real_R, d_1D, real_1D,
-    factor, position_R, bias_1D, taps, history, partial_dx, stride_s, lead_stride, grad_stride,
-    eps, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    MASK_DOCUMENTS: tl.constexpr, HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr,
-    SCALED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """d(pre-activation) of one token per segment, and dx of the token W - 1 tokens earlier.
+    x_ptr,
+    grad_ptr,
+    position_ptr,
+    lead_ptr,
+    place_ptr,
+    t_R,
+    real_R,
+    d_1D,
+    real_1D,
+    factor,
+    position_R,
+    bias_1D,
+    taps,
+    history,
+    partial_dx,
+    stride_s,
+    lead_stride,
+    grad_stride,
+    eps,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    MASK_DOCUMENTS: tl.constexpr,
+    HAS_HISTORY: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SCALED: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """d(pre-activation) of one token per segment, and dx of the token W - 1 tokens
+    earlier.
 
-    ``t_R``: one token of each segment; ``real_R``: whether it exists. ``d_1D``: the channels; if
-    PADDED, only ``real_1D`` exist. ``position_*``: tokens' places in documents. ``history``: the
-    last W - 1 inputs, newest first; ``partial_dx``: the unfinished dx of these tokens. If
-    HAS_HISTORY, the lead-in is at ``lead_ptr``, and ``place_ptr`` has tokens' rows in it. MASKED: a
-    sequence or, if MASK_DOCUMENTS, a document may end nearby. ``grad_ptr``: gradients of GROUP
-    copies of the output, which are summed and, if SCALED, multiplied by ``factor``. NORMALISE:
-    outputs have unit length. ``stride_s``, ``*_stride``: elements from token to token.
+    ``t_R``: one token of each segment; ``real_R``: whether it exists. ``d_1D``: the
+    channels; if PADDED, only ``real_1D`` exist. ``position_*``: tokens' places in
+    documents. ``history``: the last W - 1 inputs, newest first; ``partial_dx``: the
+    unfinished dx of these tokens. If HAS_HISTORY, the lead-in is at ``lead_ptr``, and
+    ``place_ptr`` has tokens' rows in it. MASKED: a sequence or, if MASK_DOCUMENTS, a
+    document may end nearby. ``grad_ptr``: gradients of GROUP copies of the output,
+    which are summed and, if SCALED, multiplied by ``factor``. NORMALISE: outputs have
+    unit length. ``stride_s``, ``*_stride``: elements from token to token.
     """
-    x_RD = load_row(x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED)
+    x_RD = load_row(
+        x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED
+    )
     grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
     grads = (load_row(grad_at_RD, real_R, real_1D, PADDED, MASKED),)
     for member in tl.static_range(1, GROUP):
-        grads = grads + (load_row(grad_at_RD + member * D, real_R, real_1D, PADDED, MASKED),)
+        grads = grads + (
+            load_row(grad_at_RD + member * D, real_R, real_1D, PADDED, MASKED),
+        )
     x_RD = x_RD.to(tl.float32)
     if MASK_DOCUMENTS:
         position_R = tl.load(position_ptr + t_R, mask=real_R, other=0)
@@ -68,13 +99,16 @@ def _walk_one_token(
         dact_RD = dact_RD * r_R[:, None] - act_RD * along_R[:, None]
     dpre_RD = dact_RD * (sig_RD + act_RD * (1.0 - sig_RD))
 
-    # Terms that token t adds to dx of token t - delay; a token of another document gets no term.
+    # Terms that token t adds to dx of token t - delay; a token of another document gets
+    # no term.
     waiting = (taps[W - 1] * dpre_RD,)
     for delay in tl.static_range(1, W):
         sent_RD = dpre_RD
         if MASK_DOCUMENTS:
-            # The mask comes before the product, so that the compiler fuses product and sum as in
-            # code without masks: a document's bits must not depend on a boundary nearby.
+            # The mask comes before the product, so that the compiler fuses product and
+            # sum as in
+            # code without masks: a document's bits must not depend on a boundary
+            # nearby.
             sent_RD = tl.where((position_R >= delay)[:, None], dpre_RD, 0.0)
         waiting = waiting + (partial_dx[delay - 1] + taps[W - 1 - delay] * sent_RD,)
     partial_dx = push_row(waiting[0], waiting[1:W], W - 1)
@@ -83,24 +117,53 @@ def _walk_one_token(
 
 @triton.jit(noinline=True)  # because Triton compiles small functions faster
 def walk_head_backward(
-    proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr, d_proj_ptr,
-    partial_ptr, d_lead_ptr,
-    column, start, S, steps, stride_s, d_stride_s, lead_stride, grad_stride, factor, eps,
-    D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, MASKED: tl.constexpr,
-    NORMALISE: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """Gradients of one head in ROWS segments of ``steps`` tokens; a step takes a token of each.
+    proj_ptr,
+    weight_ptr,
+    bias_ptr,
+    position_ptr,
+    lead_ptr,
+    place_ptr,
+    grad_ptr,
+    d_proj_ptr,
+    partial_ptr,
+    d_lead_ptr,
+    column,
+    start,
+    S,
+    steps,
+    stride_s,
+    d_stride_s,
+    lead_stride,
+    grad_stride,
+    factor,
+    eps,
+    D: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    GROUP: tl.constexpr,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_HISTORY: tl.constexpr,
+    MASKED: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Gradients of one head in ROWS segments of ``steps`` tokens; a step takes a token
+    of each.
 
-    ``proj_ptr``: rows. ``weight_ptr``, ``bias_ptr``: the convolution's. Writes dx to ``d_proj_ptr``
-    (token stride ``d_stride_s``), d(lead-in) to ``d_lead_ptr``, and sums of d(weight) and d(bias)
-    over the segments to ``partial_ptr``. ``column``: the head's first of the CHANNELS channels.
-    STAGES: ``num_stages``. PACKED: several documents. BLOCK_D: D rounded up to a power of two.
+    ``proj_ptr``: rows. ``weight_ptr``, ``bias_ptr``: the convolution's. Writes dx to
+    ``d_proj_ptr`` (token stride ``d_stride_s``), d(lead-in) to ``d_lead_ptr``, and sums
+    of d(weight) and d(bias) over the segments to ``partial_ptr``. ``column``: the
+    head's first of the CHANNELS channels.
+    STAGES: ``num_stages``. PACKED: several documents. BLOCK_D: D rounded up to a power
+    of two.
 
-    A token's dx is a sum over d(pre-activation) of this token and of the next W - 1 tokens. The
-    loop keeps unfinished sums in registers, so it loads every input once; only W - 1 tokens past
-    each segment are computed twice.
+    A token's dx is a sum over d(pre-activation) of this token and of the next W - 1
+    tokens. The loop keeps unfinished sums in registers, so it loads every input once;
+    only W - 1 tokens past each segment are computed twice.
     """
     MASK_DOCUMENTS: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
@@ -113,7 +176,8 @@ def walk_head_backward(
     x_ptr = proj_ptr + base * stride_s + column
     dx_ptr = d_proj_ptr + base * d_stride_s + column
     grad_ptr += base * grad_stride
-    room_R = S - start - first_R  # tokens between a segment's start and the sequence's end
+    # tokens between a segment's start and the sequence's end
+    room_R = S - start - first_R
 
     taps = load_taps(weight_ptr, column, d_D, real_D, W)
     bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
@@ -124,7 +188,9 @@ def walk_head_backward(
     else:
         seen_R = start + first_R
     x_at_RD = x_ptr + first_R[:, None] * stride_s + d_1D
-    history = load_history(x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, MASKED)
+    history = load_history(
+        x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, MASKED
+    )
     if HAS_HISTORY:
         place_ptr += start
         lead_ptr += column
@@ -136,18 +202,44 @@ def walk_head_backward(
         d_taps = d_taps + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
     d_bias_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
 
-    # The unrolled loop shifts ``history`` and ``pending`` by renaming registers, without copies.
-    # The loop's stages prefetch later steps to shared memory, since registers are too few.
+    # The unrolled loop shifts ``history`` and ``pending`` by renaming registers,
+    # without copies. The loop's stages prefetch later steps to shared memory, since
+    # registers are too few.
     for lap in tl.range(0, steps, UNROLL, num_stages=STAGES):
         for turn in tl.static_range(UNROLL):
             step = lap + turn
             t_R = first_R + step
             x_RD, dpre_RD, dx_RD, place_R, seen_R, history, pending = _walk_one_token(
-                x_ptr, grad_ptr, position_ptr, lead_ptr, place_ptr, t_R, room_R > step, d_1D,
-                real_1D, factor, seen_R, bias_1D, taps, history, pending, stride_s, lead_stride,
-                grad_stride, eps, D, W, GROUP, HAS_BIAS, MASK_DOCUMENTS, HAS_HISTORY, NORMALISE,
-                SCALED, PADDED, MASKED,
-            )  # fmt: skip
+                x_ptr,
+                grad_ptr,
+                position_ptr,
+                lead_ptr,
+                place_ptr,
+                t_R,
+                room_R > step,
+                d_1D,
+                real_1D,
+                factor,
+                seen_R,
+                bias_1D,
+                taps,
+                history,
+                pending,
+                stride_s,
+                lead_stride,
+                grad_stride,
+                eps,
+                D,
+                W,
+                GROUP,
+                HAS_BIAS,
+                MASK_DOCUMENTS,
+                HAS_HISTORY,
+                NORMALISE,
+                SCALED,
+                PADDED,
+                MASKED,
+            )
             if HAS_HISTORY:
                 at_RD = d_lead_ptr + tl.cast(place_R, tl.int64)[:, None] * lead_stride
                 of_edge_RD = tl.expand_dims(place_R >= 0, 1) & real_1D
@@ -168,17 +260,50 @@ def walk_head_backward(
         step = steps + past
         t_R = first_R + step
         x_RD, _, dx_RD, _, seen_R, history, pending = _walk_one_token(
-            x_ptr, grad_ptr, position_ptr, lead_ptr, place_ptr, t_R, room_R > step, d_1D,
-            real_1D, factor, seen_R, bias_1D, taps, history, pending, stride_s, lead_stride,
-            grad_stride, eps, D, W, GROUP, HAS_BIAS, MASK_DOCUMENTS, HAS_HISTORY, NORMALISE, SCALED,
-            PADDED, MASKED,
-        )  # fmt: skip
+            x_ptr,
+            grad_ptr,
+            position_ptr,
+            lead_ptr,
+            place_ptr,
+            t_R,
+            room_R > step,
+            d_1D,
+            real_1D,
+            factor,
+            seen_R,
+            bias_1D,
+            taps,
+            history,
+            pending,
+            stride_s,
+            lead_stride,
+            grad_stride,
+            eps,
+            D,
+            W,
+            GROUP,
+            HAS_BIAS,
+            MASK_DOCUMENTS,
+            HAS_HISTORY,
+            NORMALISE,
+            SCALED,
+            PADDED,
+            MASKED,
+        )
         dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D
         dx_RD = dx_RD.to(dx_at_RD.dtype.element_ty)
         store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), real_1D, PADDED, MASKED)
         history = push_row(x_RD, history, W - 1)
 
     for tap in tl.static_range(W):
-        tl.store(partial_ptr + (column + d_D) * W + tap, tl.sum(d_taps[tap], axis=0), mask=real_D)
+        tl.store(
+            partial_ptr + (column + d_D) * W + tap,
+            tl.sum(d_taps[tap], axis=0),
+            mask=real_D,
+        )
     if HAS_BIAS:
-        tl.store(partial_ptr + CHANNELS * W + column + d_D, tl.sum(d_bias_RD, axis=0), mask=real_D)
+        tl.store(
+            partial_ptr + CHANNELS * W + column + d_D,
+            tl.sum(d_bias_RD, axis=0),
+            mask=real_D,
+        )

@@ -1,10 +1,12 @@
 """Conv, SiLU and an optional l2norm of one head along the sequence (Triton).
 
-The time of the coalescing pass of Triton 3.6 grows with the cube of a function's size. So each walk
-along the sequence is a function that is not inlined, and constants are computed before the loop.
-The number of steps is a launch argument, so all sequence lengths share one compilation.
+The time of the coalescing pass of Triton 3.6 grows with the cube of a function's size.
+So each walk along the sequence is a function that is not inlined, and constants are
+computed before the loop. The number of steps is a launch argument, so all sequence
+lengths share one compilation.
 
-Legend: D channels of the head, R segments of the sequence that one program computes side by side.
+Legend: D channels of the head, R segments of the sequence that one program computes
+side by side.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import triton.language as tl
 
 from ..kernels.elementwise import sigmoid
 
-UNROLL = tl.constexpr(4)  # steps per loop iteration; every walk has a multiple of UNROLL steps
+# steps per loop iteration; every walk has a multiple of UNROLL steps
+UNROLL = tl.constexpr(4)
 
 
 @triton.jit
 def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Load a row per segment at ``at_RD``; masks: ``real_R`` if MASKED, ``real_1D`` if PADDED."""
+    """Load a row per segment at ``at_RD``; masks: ``real_R`` if MASKED, ``real_1D`` if
+    PADDED."""
     if MASKED and PADDED:
         return tl.load(at_RD, mask=real_R[:, None] & real_1D, other=0.0)
     elif MASKED:
@@ -32,7 +36,8 @@ def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr)
 
 @triton.jit
 def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Store a row ``y_RD`` of every segment at ``at_RD``, with the masks of :func:`load_row`."""
+    """Store a row ``y_RD`` of every segment at ``at_RD``, with the masks of
+    :func:`load_row`."""
     if MASKED and PADDED:
         tl.store(at_RD, y_RD, mask=real_R[:, None] & real_1D)
     elif MASKED:
@@ -45,7 +50,8 @@ def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.con
 
 @triton.jit
 def push_row(newest, rows, COUNT: tl.constexpr):
-    """Put ``newest`` in front of the tuple ``rows`` of COUNT rows; drop the last, oldest row."""
+    """Put ``newest`` in front of the tuple ``rows`` of COUNT rows; drop the last,
+    oldest row."""
     pushed = (newest,)
     for age in tl.static_range(1, COUNT):
         pushed = pushed + (rows[age - 1],)
@@ -54,7 +60,8 @@ def push_row(newest, rows, COUNT: tl.constexpr):
 
 @triton.jit
 def load_taps(weight_ptr, column, d_D, real_D, W: tl.constexpr):
-    """Load the W taps of channels ``column + d_D`` in fp32, oldest first; 0 if not ``real_D``."""
+    """Load the W taps of channels ``column + d_D`` in fp32, oldest first; 0 if not
+    ``real_D``."""
     taps = ()
     for tap in tl.static_range(W):
         tap_D = tl.load(weight_ptr + (column + d_D) * W + tap, mask=real_D, other=0.0)
@@ -63,8 +70,11 @@ def load_taps(weight_ptr, column, d_D, real_D, W: tl.constexpr):
 
 
 @triton.jit
-def load_bias(bias_ptr, column, d_D, real_D, BLOCK_D: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The bias of channels ``column + d_D`` in fp32, as a row; zeros unless HAS_BIAS."""
+def load_bias(
+    bias_ptr, column, d_D, real_D, BLOCK_D: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """The bias of channels ``column + d_D`` in fp32, as a row; zeros unless
+    HAS_BIAS."""
     if HAS_BIAS:
         bias_D = tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
         return bias_D[None, :]
@@ -74,17 +84,29 @@ def load_bias(bias_ptr, column, d_D, real_D, BLOCK_D: tl.constexpr, HAS_BIAS: tl
 
 @triton.jit
 def load_history(
-    x_at_RD, stride, position_R, real_R, real_1D,
-    W: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Load the W - 1 inputs before ``x_at_RD``, newest first; 0 where these are another document's.
+    x_at_RD,
+    stride,
+    position_R,
+    real_R,
+    real_1D,
+    W: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load the W - 1 inputs before ``x_at_RD``, newest first; 0 where these are another
+    document's.
 
-    ``stride``: elements between tokens. ``position_R``: each token's place in its document.
+    ``stride``: elements between tokens. ``position_R``: each token's place in its
+    document.
     """
     history = ()
     for delay in tl.static_range(1, W):
         past_RD = load_row(
-            x_at_RD - delay * stride, (position_R >= delay) & real_R, real_1D, PADDED, MASKED
+            x_at_RD - delay * stride,
+            (position_R >= delay) & real_R,
+            real_1D,
+            PADDED,
+            MASKED,
         )
         history = history + (past_RD.to(tl.float32),)
     return history
@@ -101,7 +123,8 @@ def drop_other_document(history, position_R, W: tl.constexpr):
 
 @triton.jit
 def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Convolve one token ``x_RD`` per segment; ``history``: the W - 1 inputs before x."""
+    """Convolve one token ``x_RD`` per segment; ``history``: the W - 1 inputs before
+    x."""
     pre_RD = taps[W - 1] * x_RD
     if HAS_BIAS:
         pre_RD += bias_1D
@@ -112,21 +135,28 @@ def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constex
 
 @triton.jit
 def load_lead_in(lead_at_1D, place_R, real_1D, stride):
-    """For each segment, load row ``place_R`` of the lead-ins at ``lead_at_1D``; 0 if it is < 0."""
+    """For each segment, load row ``place_R`` of the lead-ins at ``lead_at_1D``; 0 if it
+    is < 0."""
     at_RD = lead_at_1D + tl.cast(place_R, tl.int64)[:, None] * stride
     return tl.load(at_RD, mask=(place_R >= 0)[:, None] & real_1D, other=0.0)
 
 
 @triton.jit
-def meets_a_boundary(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr):
-    """Whether a walk over ``tokens`` tokens, or one of its taps, leaves a document or the sequence.
+def meets_a_boundary(
+    position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr
+):
+    """Whether a walk over ``tokens`` tokens, or one of its taps, leaves a document or
+    the sequence.
 
-    A walk that meets no boundary needs no masks. In a long sequence few walks meet a boundary.
+    A walk that meets no boundary needs no masks. In a long sequence few walks meet a
+    boundary.
     """
-    end = start + tokens + (W - 1)  # one past the last token that a walk or its taps read
+    # one past the last token that a walk or its taps read
+    end = start + tokens + (W - 1)
     meets = (start < W - 1) | (end > S)
     if PACKED:
-        # The last token's position shows whether all taps of ``start`` are in its document.
+        # The last token's position shows whether all taps of ``start`` are in its
+        # document.
         last = tl.load(position_ptr + end - 1, mask=end <= S, other=0)
         meets = meets | (last - (end - 1 - start) < W - 1)
     return meets
@@ -134,16 +164,37 @@ def meets_a_boundary(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl
 
 @triton.jit(noinline=True)  # because Triton compiles small functions faster
 def walk_head(
-    proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
-    column, start, S, steps, stride_s, lead_stride, out_stride, eps,
-    D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-    HAS_HISTORY: tl.constexpr, MASKED: tl.constexpr, NORMALISE: tl.constexpr,
-):  # fmt: skip
+    proj_ptr,
+    weight_ptr,
+    bias_ptr,
+    position_ptr,
+    lead_ptr,
+    place_ptr,
+    out_ptr,
+    column,
+    start,
+    S,
+    steps,
+    stride_s,
+    lead_stride,
+    out_stride,
+    eps,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_HISTORY: tl.constexpr,
+    MASKED: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
     """Compute one head in ROWS segments of ``steps`` tokens: y = l2norm(silu(conv(x))).
 
-    ``proj_ptr`` points at token 0 of a batch row. Each input is loaded once; a tiled convolution
-    would load each input W times. ``out_stride``: elements from one output token to the next.
+    ``proj_ptr`` points at token 0 of a batch row. Each input is loaded once; a tiled
+    convolution would load each input W times. ``out_stride``: elements from one output
+    token to the next.
     """
     MASK_DOCUMENTS: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
@@ -151,11 +202,13 @@ def walk_head(
     real_D = d_D < D
     d_1D = d_D[None, :]
     real_1D = real_D[None, :]
-    first_R = tl.arange(0, ROWS) * steps  # each segment's first token, counted from ``start``
+    # each segment's first token, counted from ``start``
+    first_R = tl.arange(0, ROWS) * steps
     base = tl.cast(start, tl.int64)
     x_ptr = proj_ptr + base * stride_s + column
     out_ptr += base * out_stride
-    room_R = S - start - first_R  # tokens between a segment's start and the sequence's end
+    # tokens between a segment's start and the sequence's end
+    room_R = S - start - first_R
     taps = load_taps(weight_ptr, column, d_D, real_D, W)
     bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
     if MASK_DOCUMENTS:
@@ -163,10 +216,12 @@ def walk_head(
     else:
         seen_R = start + first_R
     x_at_RD = x_ptr + first_R[:, None] * stride_s + d_1D
-    history = load_history(x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, MASKED)
+    history = load_history(
+        x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, MASKED
+    )
 
-    # The unrolled loop shifts ``history`` by renaming registers, without copies. The loop's stages
-    # prefetch later steps to shared memory.
+    # The unrolled loop shifts ``history`` by renaming registers, without copies. The
+    # loop's stages prefetch later steps to shared memory.
     for lap in tl.range(0, steps, UNROLL, num_stages=STAGES):
         for turn in tl.static_range(UNROLL):
             step = lap + turn
@@ -174,18 +229,24 @@ def walk_head(
             x_at_RD = x_ptr + t_R[:, None] * stride_s + d_1D
             x_RD = load_row(x_at_RD, room_R > step, real_1D, PADDED, MASKED)
             if MASK_DOCUMENTS:
-                seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
+                seen_R = tl.load(
+                    position_ptr + start + t_R, mask=room_R > step, other=0
+                )
                 history = drop_other_document(history, seen_R, W)
             x_RD = x_RD.to(tl.float32)
             pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
             if HAS_HISTORY:
                 place_R = tl.load(place_ptr + start + t_R, mask=room_R > step, other=-1)
-                pre_RD += load_lead_in(lead_ptr + column + d_1D, place_R, real_1D, lead_stride)
+                pre_RD += load_lead_in(
+                    lead_ptr + column + d_1D, place_R, real_1D, lead_stride
+                )
             act_RD = pre_RD * sigmoid(pre_RD)
             if NORMALISE:
                 if PADDED:
                     act_RD = tl.where(real_1D, act_RD, 0.0)
-                act_RD = act_RD * tl.rsqrt(tl.sum(act_RD * act_RD, axis=1) + eps)[:, None]
+                act_RD = (
+                    act_RD * tl.rsqrt(tl.sum(act_RD * act_RD, axis=1) + eps)[:, None]
+                )
             y_RD = act_RD.to(out_ptr.dtype.element_ty)
             at_RD = out_ptr + t_R[:, None] * out_stride + d_1D
             store_row(at_RD, y_RD, room_R > step, real_1D, PADDED, MASKED)

@@ -3,8 +3,9 @@
     function(x, A_log, low, high)                             -> first, second
     function_backward(x, A_log, d_first, d_second, low, high) -> d_x, d_A_log
 
-All arithmetic is elementwise in fp32. A gate with one result returns it twice, and its backward
-ignores ``d_same``, the second gradient. If a gate has no A_log, the caller ignores d_A_log.
+All arithmetic is elementwise in fp32. A gate with one result returns it twice, and its
+backward ignores ``d_same``, the second gradient. If a gate has no A_log, the caller
+ignores d_A_log.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels.elementwise import LARGEST_A_LOG, LEAST_LOG_DECAY, minus_rate, sigmoid, softplus
+from ..kernels.elementwise import (
+    LARGEST_A_LOG,
+    LEAST_LOG_DECAY,
+    minus_rate,
+    sigmoid,
+    softplus,
+)
 
 
 @triton.jit
@@ -24,7 +31,8 @@ def _log_decay(dt, A_log):
 
 @triton.jit
 def _log_decay_backward(dt, A_log, d_g):
-    """Gradients of dt and A_log from ``d_g`` of the log-decay; 0 where it is LEAST_LOG_DECAY."""
+    """Gradients of dt and A_log from ``d_g`` of the log-decay; 0 where it is
+    LEAST_LOG_DECAY."""
     rate = minus_rate(A_log)
     held = rate * dt < LEAST_LOG_DECAY
     d_g = tl.where(held, 0.0, d_g)  # masked before the products: inf * 0 would be NaN
@@ -34,14 +42,16 @@ def _log_decay_backward(dt, A_log, d_g):
 
 @triton.jit
 def decay(x, A_log, low, high):
-    """The log-decay ``-exp(A_log) softplus(x)``, twice; bounds ``low``, ``high`` are not used."""
+    """The log-decay ``-exp(A_log) softplus(x)``, twice; bounds ``low``, ``high`` are
+    not used."""
     g = _log_decay(softplus(x), A_log)
     return g, g
 
 
 @triton.jit
 def decay_backward(x, A_log, d_g, d_same, low, high):
-    """Gradients of x and A_log from the log-decay's gradient ``d_g``; ``d_same`` is ignored."""
+    """Gradients of x and A_log from the log-decay's gradient ``d_g``; ``d_same`` is
+    ignored."""
     d_dt, d_A_log = _log_decay_backward(softplus(x), A_log, d_g)
     return d_dt * sigmoid(x), d_A_log
 
@@ -55,7 +65,8 @@ def bounded_decay(x, A_log, low, high):
 
 @triton.jit
 def bounded_decay_backward(x, A_log, d_g, d_same, low, high):
-    """Gradients of x and A_log from the log-decay's gradient ``d_g``; ``d_same`` is ignored."""
+    """Gradients of x and A_log from the log-decay's gradient ``d_g``; ``d_same`` is
+    ignored."""
     rate = -minus_rate(A_log)
     sig = sigmoid(rate * x)
     d_x = d_g * low * sig * (1.0 - sig) * rate
@@ -64,7 +75,8 @@ def bounded_decay_backward(x, A_log, d_g, d_same, low, high):
 
 @triton.jit
 def time_step(x, A_log, low, high):
-    """The log-decay ``-exp(A_log) dt`` and the time step ``dt = clamp(softplus(x), low, high)``."""
+    """The log-decay ``-exp(A_log) dt`` and the time step
+    ``dt = clamp(softplus(x), low, high)``."""
     dt = softplus(x)
     dt = tl.where(dt < low, low, dt)  # NaN stays NaN
     dt = tl.where(dt > high, high, dt)
@@ -73,7 +85,8 @@ def time_step(x, A_log, low, high):
 
 @triton.jit
 def time_step_backward(x, A_log, d_g, d_dt, low, high):
-    """Gradients of x (0 if dt is clamped) and A_log from ``d_g`` (log-decay) and ``d_dt`` (dt)."""
+    """Gradients of x (0 if dt is clamped) and A_log from ``d_g`` (log-decay) and
+    ``d_dt`` (dt)."""
     free = softplus(x)
     _, dt = time_step(x, A_log, low, high)
     of_decay, d_A_log = _log_decay_backward(dt, A_log, d_g)
@@ -90,7 +103,8 @@ def strength(x, A_log, low, high):
 
 @triton.jit
 def strength_backward(x, A_log, d_y, d_same, low, high):
-    """Gradient of x, twice, from the strength's gradient ``d_y``; the caller drops the second."""
+    """Gradient of x, twice, from the strength's gradient ``d_y``; the caller drops the
+    second."""
     sig = sigmoid(x)
     d_x = d_y * high * sig * (1.0 - sig)
     return d_x, d_x

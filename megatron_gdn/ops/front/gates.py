@@ -1,11 +1,13 @@
-"""The gates of a rule as elementwise functions; :mod:`.gate_kernels` has them in Triton.
+"""The gates of a rule as elementwise functions; :mod:`.gate_kernels` has them in
+Triton.
 
-    function(x, A_log, low, high)      x [B, S, heads, width] in fp32 or wider, A_log [heads, 1]
+    function(x, A_log, low, high)  x [B, S, heads, width] in fp32 or wider, A_log
+                                   [heads, 1]
 
-x is the gate's columns, plus ``dt_bias`` if the gate has a rate (:class:`.table.Gate`). Log-decays
-are clamped at :func:`..elementwise.least_log_decay`, ``A_log`` at
-:func:`..elementwise.largest_A_log`. The clamps change neither the decay exp(g) nor its gradient,
-since both are exactly 0 wherever a clamp acts, with or without the clamp.
+x is the gate's columns, plus ``dt_bias`` if the gate has a rate (:class:`.table.Gate`).
+Log-decays are clamped at :func:`..elementwise.least_log_decay`, ``A_log`` at
+:func:`..elementwise.largest_A_log`. The clamps change neither the decay exp(g) nor its
+gradient, since both are exactly 0 wherever a clamp acts, with or without the clamp.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..elementwise import largest_A_log, largest_beta, least_log_decay, sigmoid, softplus
+from ..elementwise import (
+    largest_A_log,
+    largest_beta,
+    least_log_decay,
+    sigmoid,
+    softplus,
+)
 
 
 def decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor]:
@@ -26,8 +34,11 @@ def bounded_decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Te
     return (low * sigmoid(_rate(A_log) * x),)
 
 
-def time_step(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """The log-decay ``-exp(A_log) dt`` and the time step ``dt = clamp(softplus(x), low, high)``."""
+def time_step(
+    x: Tensor, A_log: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """The log-decay ``-exp(A_log) dt`` and the time step
+    ``dt = clamp(softplus(x), low, high)``."""
     dt = softplus(x).clamp(low, high)
     return _log_decay(dt, A_log), dt
 
@@ -54,7 +65,8 @@ def decay_and_write_gates(
     *,
     allow_neg_eigval: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The log-decay ``g <= 0`` and the write strength ``beta`` from their projected columns.
+    """The log-decay ``g <= 0`` and the write strength ``beta`` from their projected
+    columns.
 
         g    = -exp(A_log) * softplus(alpha + dt_bias)
         beta = sigmoid(beta_H), or 2 sigmoid(beta_H) with ``allow_neg_eigval``
@@ -62,11 +74,13 @@ def decay_and_write_gates(
     Args:
         alpha_H, beta_H: ``[..., H]``, the alpha and beta sections of the projection.
         A_log_H, dt_bias_H: ``[H]``, the parameters of the log-decay.
-        allow_neg_eigval: allow write strengths up to 2, which give negative eigenvalues.
+        allow_neg_eigval: allow write strengths up to 2, which give negative
+            eigenvalues.
 
     Returns:
-        ``g`` and ``beta``, both ``[..., H]``, computed in fp32 (fp64 for fp64 parameters), because
-        the recurrence compounds a rounding error of ``A_log`` over the whole sequence.
+        ``g`` and ``beta``, both ``[..., H]``, computed in fp32 (fp64 for fp64
+        parameters), because the recurrence compounds a rounding error of ``A_log`` over
+        the whole sequence.
     """
     wide = torch.promote_types(A_log_H.dtype, torch.float32)
     (g_H,) = decay(alpha_H.to(wide) + dt_bias_H.to(wide), A_log_H.to(wide), 0.0, 1.0)

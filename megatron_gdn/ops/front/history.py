@@ -1,14 +1,15 @@
 """The *history* of a batch: the rows before its pieces.
 
-The convolution of a token reads the W - 1 rows before the token. So the first W - 1 tokens of a
-piece, its *edge*, need rows from another rank, a cache or a parent piece, and the front waits for
-these rows. The part of the convolution that reads these rows is a separate sum, the *lead-in*:
+The convolution of a token reads the W - 1 rows before the token. So the first W - 1
+tokens of a piece, its *edge*, need rows from another rank, a cache or a parent piece,
+and the front waits for these rows. The part of the convolution that reads these rows is
+a separate sum, the *lead-in*:
 
-    pre[p]     = bias + the taps over the piece's own rows + lead_in[p]          0 <= p < W - 1
+    pre[p]     = bias + the taps over the piece's own rows + lead_in[p]        0 <= p < W - 1
     lead_in[p] = sum of tap[W - 1 - p - age] * row[age] over 1 <= age < W - p
 
-Legend: s tokens of the batch, N pieces with a history, R rows of history, M tokens whose rows this
-rank sent.
+Legend: s tokens of the batch, N pieces with a history, R rows of history, M tokens
+whose rows this rank sent.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ from ..host_tables import cached_by_stream, to_device
 class HistoryTable:
     """Indices of the rows of history; int32 on the device.
 
-    In fixed buffers, unused pieces have indices -1, unused lines of ``additions`` have token -1.
+    In fixed buffers, unused pieces have indices -1, unused lines of ``additions`` have
+    token -1.
     """
 
-    before: Tensor  # [N, W - 1]: indices of the rows 1, 2, .. tokens before a piece; -1: none
-    edge: Tensor  # [N, W - 1]: indices of each piece's first tokens; -1 past a short piece's end
-    place: Tensor  # [s]: each token's index in the flattened ``edge``, -1 outside the edges
-    # [M, 1 + most]: one line per token whose row was sent: the token's index, then the indices of
-    # the returned gradients that are added to the token's gradient, in this order, then -1.
+    # [N, W - 1]: indices of the rows 1, 2, .. tokens before a piece; -1: none
+    before: Tensor
+    # [N, W - 1]: indices of each piece's first tokens; -1 past a short piece's end
+    edge: Tensor
+    # [s]: each token's index in the flattened ``edge``, -1 outside the edges
+    place: Tensor
+    # [M, 1 + most]: one line per token whose row was sent: the token's index, then the
+    # indices of the returned gradients that are added to the token's gradient, in this
+    # order, then -1.
     additions: Tensor
 
     @classmethod
@@ -47,10 +53,11 @@ class HistoryTable:
         tokens: int,
         device: torch.device,
     ) -> HistoryTable:
-        """The table from host tensors; ``first``, ``count``: a piece's first token and token count.
+        """The table from host tensors; ``first``, ``count``: a piece's first token and
+        token count.
 
-        ``before``: indices of the rows before a piece, newest first; ``sent``: the tokens whose
-        rows were sent, in the order in which their gradients return.
+        ``before``: indices of the rows before a piece, newest first; ``sent``: the
+        tokens whose rows were sent, in the order in which their gradients return.
         """
         ahead = torch.arange(before.shape[1], device="cpu")
         edge = torch.where(ahead < count[:, None], first[:, None] + ahead, -1)
@@ -64,17 +71,22 @@ class HistoryTable:
         line = torch.arange(len(returns), device="cpu").repeat_interleave(returns)
         sources[line, ranges(torch.zeros_like(returns), returns)] = order
         additions = torch.cat([sent_once[:, None], sources], dim=1)
-        return cls(*(to_device(x.int(), device) for x in (before, edge, place, additions)))
+        return cls(
+            *(to_device(x.int(), device) for x in (before, edge, place, additions))
+        )
 
 
 def ranges(start: Tensor, count: Tensor) -> Tensor:
     """``start[n] .. start[n] + count[n] - 1`` for every n, joined into one tensor."""
     first = count.cumsum(0) - count
-    return torch.arange(int(count.sum()), device="cpu") + (start - first).repeat_interleave(count)
+    return torch.arange(int(count.sum()), device="cpu") + (
+        start - first
+    ).repeat_interleave(count)
 
 
 class History(NamedTuple):
-    """The history of one batch; a front's backward writes the rows' gradient to ``d_rows``."""
+    """The history of one batch; a front's backward writes the rows' gradient to
+    ``d_rows``."""
 
     rows: Tensor  # [R, B, C], any strides
     table: HistoryTable
@@ -83,8 +95,11 @@ class History(NamedTuple):
     def with_gradient_buffer(self) -> History:
         """The same history with a buffer of zeros as ``d_rows``."""
         wide = torch.promote_types(self.rows.dtype, torch.float32)
-        shape = self.rows.shape  # zeros, since a backward skips unused rows of fixed buffers
-        return self._replace(d_rows=torch.zeros(shape, dtype=wide, device=self.rows.device))
+        # zeros, since a backward skips unused rows of fixed buffers
+        shape = self.rows.shape
+        return self._replace(
+            d_rows=torch.zeros(shape, dtype=wide, device=self.rows.device)
+        )
 
     def add_lead_in_to(self, pre_BsC: Tensor, weight_CW: Tensor) -> Tensor:
         """The pre-activations ``pre [B, s, C]`` plus the lead-in; differentiable."""
@@ -95,14 +110,20 @@ class History(NamedTuple):
         rows_NABC = rows_NABC.masked_fill((before < 0)[..., None, None], 0)
         # taps_WC[d] is the tap of the row that is d tokens before the output's token.
         taps_WC = weight_CW.to(pre_BsC.dtype).T.flip(0)
-        lead_in = [(rows_NABC[:, : past - p] * taps_WC[p + 1 :, None]).sum(1) for p in range(past)]
+        lead_in = [
+            (rows_NABC[:, : past - p] * taps_WC[p + 1 :, None]).sum(1)
+            for p in range(past)
+        ]
         lead_BPC = torch.stack(lead_in, 1).flatten(0, 1).transpose(0, 1)
         lead_BPC = lead_BPC.masked_fill((edge < 0)[:, None], 0)
         return pre_BsC.index_add(1, edge.clamp(min=0), lead_BPC)
 
 
-def history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) -> History:
-    """The `History` of sequences that follow rows ``history_NCW [N, C, W - 1]``, oldest first."""
+def history_of(
+    history_NCW: Tensor, documents: Documents | None, tokens: int
+) -> History:
+    """The `History` of sequences that follow rows ``history_NCW [N, C, W - 1]``, oldest
+    first."""
     packed, device = documents is not None, history_NCW.device
     rows = history_NCW.permute(2, 0, 1)
     if packed:
@@ -112,8 +133,11 @@ def history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) ->
 
 
 @cached_by_stream(32)
-def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) -> HistoryTable:
-    """The table of sequences with ``lengths``, each with ``past`` = W - 1 rows before."""
+def _history_table(
+    lengths: tuple[int, ...], past: int, device: torch.device
+) -> HistoryTable:
+    """The table of sequences with ``lengths``, each with ``past`` = W - 1 rows
+    before."""
     counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     oldest = torch.arange(len(lengths), device="cpu") * past
     before = oldest[:, None] + torch.arange(past - 1, -1, -1, device="cpu")
@@ -125,7 +149,8 @@ def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) ->
 def _last_row_indices(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each sequence's last ``past`` rows: indices in new rows, in old rows; which are new."""
+    """For each sequence's last ``past`` rows: indices in new rows, in old rows; which
+    are new."""
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
     # The place of each last row in its sequence; a negative place means an old row.
@@ -133,16 +158,25 @@ def _last_row_indices(
     token = (start + place.clamp(min=0)).clamp(max=max(sum(lengths) - 1, 0))
     first_old = torch.arange(len(lengths), device="cpu")[:, None] * past
     old = first_old + (place + past).clamp(max=past - 1)
-    token, old, fresh = (to_device(x.flatten(), device) for x in (token, old, place >= 0))
+    token, old, fresh = (
+        to_device(x.flatten(), device) for x in (token, old, place >= 0)
+    )
     return token, old, fresh
 
 
-def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
-    """The last p rows ``[N, C, p]`` of each sequence: first ``before_NCp``, then ``rows_sBC``."""
+def last_rows(
+    rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None
+) -> Tensor:
+    """The last p rows ``[N, C, p]`` of each sequence: first ``before_NCp``, then
+    ``rows_sBC``."""
     N, _, past = before_NCp.shape
     if documents is None or not len(rows_sBC):
         # Copy no more than the last p of the new rows.
-        tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0).expand(N, -1, -1)
+        tail = (
+            rows_sBC[max(rows_sBC.shape[0] - past, 0) :]
+            .permute(1, 2, 0)
+            .expand(N, -1, -1)
+        )
         return torch.cat([before_NCp, tail], dim=2)[..., tail.shape[2] :].contiguous()
     token, old, fresh = _last_row_indices(documents.lengths, past, rows_sBC.device)
     before = before_NCp.transpose(1, 2).flatten(0, 1).index_select(0, old)
@@ -151,12 +185,15 @@ def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None)
 
 
 class HistoryLink(Protocol):
-    """Fetches the history of a batch; sends the gradient to the pieces whose rows these are."""
+    """Fetches the history of a batch; sends the gradient to the pieces whose rows these
+    are."""
 
     def fetch(self, rows_sBC: Tensor) -> History:
-        """Send the rows that other pieces need; wait for and return the history of this batch."""
+        """Send the rows that other pieces need; wait for and return the history of this
+        batch."""
         ...
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
-        """Send ``d_rows`` of the history; return the gradients of the rows that ``fetch`` sent."""
+        """Send ``d_rows`` of the history; return the gradients of the rows that
+        ``fetch`` sent."""
         ...

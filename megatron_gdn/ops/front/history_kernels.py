@@ -1,4 +1,5 @@
-"""The lead-in of :mod:`.history`, the lead-in's backward, and sums of returned gradients (Triton).
+"""The lead-in of :mod:`.history`, the lead-in's backward, and sums of returned
+gradients (Triton).
 
 The letters are those of :mod:`.history`; in tile names C is the channels of a block.
 """
@@ -22,24 +23,37 @@ _CHANNELS = 256  # per program
 
 @triton.jit
 def _rows_before(rows_ptr, before_ptr, stride_r, at_1C, real_1C, W: tl.constexpr):
-    """Load the W - 1 rows before a piece, newest first, by indices at ``before_ptr``; -1 gives 0.
+    """Load the W - 1 rows before a piece, newest first, by indices at ``before_ptr``;
+    -1 gives 0.
 
-    Rows lie ``stride_r`` elements apart. ``at_1C`` are channels' offsets, ``real_1C`` their mask.
+    Rows lie ``stride_r`` elements apart. ``at_1C`` are channels' offsets, ``real_1C``
+    their mask.
     """
     rows = ()
     for age in tl.static_range(1, W):
         row = tl.load(before_ptr + age - 1)
         at = rows_ptr + tl.cast(row, tl.int64) * stride_r + at_1C
-        rows = rows + (tl.load(at, mask=real_1C & (row >= 0), other=0.0).to(tl.float32),)
+        rows = rows + (
+            tl.load(at, mask=real_1C & (row >= 0), other=0.0).to(tl.float32),
+        )
     return rows
 
 
 @triton.jit
 def lead_in_kernel(
-    rows_ptr, weight_ptr, before_ptr, lead_ptr, stride_r, stride_b, stride_c,
-    CHANNELS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """grid (N, blocks of channels, B): write the lead-in ``[N, W - 1, B, C]`` to ``lead_ptr``.
+    rows_ptr,
+    weight_ptr,
+    before_ptr,
+    lead_ptr,
+    stride_r,
+    stride_b,
+    stride_c,
+    CHANNELS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grid (N, blocks of channels, B): write the lead-in ``[N, W - 1, B, C]`` to
+    ``lead_ptr``.
 
     The rows ``[R, B, C]`` have the three strides. A block has BLOCK of the CHANNELS.
     """
@@ -52,7 +66,7 @@ def lead_in_kernel(
     taps = load_taps(weight_ptr, 0, c_C, real_C, W)
     rows = _rows_before(
         rows_ptr, before_ptr + n * (W - 1), stride_r, c_1C * stride_c, real_1C, W
-    )  # fmt: skip
+    )
     for p in tl.static_range(W - 1):
         lead_1C = tl.zeros((1, BLOCK), tl.float32)
         for age in tl.static_range(1, W - p):
@@ -63,13 +77,26 @@ def lead_in_kernel(
 
 @triton.jit(do_not_specialize=["columns"])
 def lead_in_backward_kernel(
-    rows_ptr, weight_ptr, before_ptr, edge_ptr, d_lead_ptr, d_rows_ptr, partial_ptr,
-    stride_r, stride_b, stride_c, columns,
-    CHANNELS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """grid (N, blocks of channels, B): write ``d_rows_ptr [R, B, C]``, and sums for d(weight).
+    rows_ptr,
+    weight_ptr,
+    before_ptr,
+    edge_ptr,
+    d_lead_ptr,
+    d_rows_ptr,
+    partial_ptr,
+    stride_r,
+    stride_b,
+    stride_c,
+    columns,
+    CHANNELS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grid (N, blocks of channels, B): write ``d_rows_ptr [R, B, C]``, and sums for
+    d(weight).
 
-    Sums go to columns [0, C W) of ``partial_ptr [N B, columns]``; at ``edge_ptr`` -1 is no token.
+    Sums go to columns [0, C W) of ``partial_ptr [N B, columns]``; at ``edge_ptr`` -1 is
+    no token.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -85,7 +112,9 @@ def lead_in_backward_kernel(
     for p in tl.static_range(W - 1):
         token = tl.load(edge_ptr + n * (W - 1) + p)
         at = d_lead_ptr + ((n * (W - 1) + p) * B + b) * CHANNELS
-        d_leads = d_leads + (tl.load(at + c_1C, mask=real_1C & (token >= 0), other=0.0),)
+        d_leads = d_leads + (
+            tl.load(at + c_1C, mask=real_1C & (token >= 0), other=0.0),
+        )
     for age in tl.static_range(1, W):
         d_row_1C = tl.zeros((1, BLOCK), tl.float32)
         for p in tl.static_range(W - age):
@@ -103,12 +132,20 @@ def lead_in_backward_kernel(
 
 @triton.jit(do_not_specialize=["most"])
 def add_rows_kernel(
-    returned_ptr, additions_ptr, d_rows_ptr, most, stride_s, stride_b,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """grid (M, blocks of channels, B): add gradients at ``returned_ptr`` to ``d_rows_ptr``.
+    returned_ptr,
+    additions_ptr,
+    d_rows_ptr,
+    most,
+    stride_s,
+    stride_b,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grid (M, blocks of channels, B): add gradients at ``returned_ptr`` to
+    ``d_rows_ptr``.
 
-    Line m at ``additions_ptr`` has a token to add to, then ``most`` indices of gradients or -1.
+    Line m at ``additions_ptr`` has a token to add to, then ``most`` indices of
+    gradients or -1.
     """
     line_ptr = additions_ptr + tl.cast(tl.program_id(0), tl.int64) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -124,20 +161,28 @@ def add_rows_kernel(
     tl.store(at_C, total_C.to(d_rows_ptr.dtype.element_ty), mask=real_C)
 
 
-def lead_in(history: History | None, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The fp32 lead-in ``[N, W - 1, B, C]`` and ``table.place``; both None without history."""
+def lead_in(
+    history: History | None, weight: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The fp32 lead-in ``[N, W - 1, B, C]`` and ``table.place``; both None without
+    history."""
     if history is None or not len(history.table.before):
         return None, None
     rows, table = history.rows, history.table
     B, C = rows.shape[1:]
     made = rows.new_empty(*table.before.shape, B, C, dtype=torch.float32)
-    launch = _launch(lead_in_kernel, len(made), B, C, *rows.stride(), W=weight.shape[-1])
+    launch = _launch(
+        lead_in_kernel, len(made), B, C, *rows.stride(), W=weight.shape[-1]
+    )
     launch(rows, weight, table.before, made)
     return made, table.place
 
 
-def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: Tensor) -> None:
-    """From ``d_lead`` compute ``history.d_rows``, and sums of d(weight) into ``partial``."""
+def lead_in_backward(
+    history: History, weight: Tensor, d_lead: Tensor, partial: Tensor
+) -> None:
+    """From ``d_lead`` compute ``history.d_rows``, and sums of d(weight) into
+    ``partial``."""
     (rows, table, d_rows), columns = history, partial.shape[1]
     partial.zero_()
     (N, _), (B, C) = table.before.shape, rows.shape[1:]
@@ -147,7 +192,8 @@ def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: 
 
 
 def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
-    """Add ``returned [., B, C]`` to ``d_rows`` by ``HistoryTable.additions``, in fp32."""
+    """Add ``returned [., B, C]`` to ``d_rows`` by ``HistoryTable.additions``, in
+    fp32."""
     (M, columns), (B, C) = additions.shape, returned.shape[1:]
     launch = _launch(add_rows_kernel, M, B, C, columns - 1, *d_rows.stride()[:2])
     launch(returned, additions, d_rows)
@@ -155,10 +201,15 @@ def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
 
 @lru_cache(maxsize=MOST_PLANS)
 def _launch(kernel, N: int, B: int, C: int, *scalars: int, **constants: int) -> Launch:
-    """A launch of ``kernel`` with these arguments on the grid (N, blocks of channels, B)."""
+    """A launch of ``kernel`` with these arguments on the grid (N, blocks of channels,
+    B)."""
     require_rows_within_grid(B)
     stride_c = scalars[2] if kernel is not add_rows_kernel else 1
-    require_32_bits("the number of channels times their distance", (C + _CHANNELS) * stride_c)
+    require_32_bits(
+        "the number of channels times their distance", (C + _CHANNELS) * stride_c
+    )
     require_32_bits("the number of batch rows times channels", B * (C + _CHANNELS))
     grid = N, triton.cdiv(C, _CHANNELS), B
-    return Launch(kernel, grid, *scalars, CHANNELS=C, BLOCK=_CHANNELS, num_warps=4, **constants)
+    return Launch(
+        kernel, grid, *scalars, CHANNELS=C, BLOCK=_CHANNELS, num_warps=4, **constants
+    )

@@ -26,13 +26,18 @@ class PlainFront(TableFront):
 
     @torch.no_grad()
     def _make_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
-        made, kind = self._differentiable_inputs(batch, wanted), self.dtype or batch.proj.dtype
+        made, kind = (
+            self._differentiable_inputs(batch, wanted),
+            self.dtype or batch.proj.dtype,
+        )
         return {
             name: (x.to(kind) if name in self.convolved else x).contiguous()
             for name, x in made.items()
         }
 
-    def _differentiable_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    def _differentiable_inputs(
+        self, batch: Batch, wanted: tuple[str, ...]
+    ) -> dict[str, Tensor]:
         """The ``wanted`` inputs of the rule by name, in fp32 or wider."""
         proj, given, documents, history = batch
         wide, made = torch.promote_types(proj.dtype, torch.float32), {}
@@ -46,11 +51,15 @@ class PlainFront(TableFront):
                 given.weight.flatten(1)[channels].to(wide),
                 None if bias is None else bias[channels].to(wide),
                 documents,
-                None if history is None else history._replace(rows=history.rows[..., channels]),
+                None
+                if history is None
+                else history._replace(rows=history.rows[..., channels]),
             )
             x = x.unflatten(-1, self.layout.shape_of(part.section))
             made[part.rule_input] = l2norm(x) if part.unit_length else x
-        return made | self.gates_of(proj, given.A_log, given.dt_bias, given.apart, wanted)
+        return made | self.gates_of(
+            proj, given.A_log, given.dt_bias, given.apart, wanted
+        )
 
     def _compute_gradients(
         self, batch: Batch, grads: Any, d_proj: Tensor, d_apart: Tensor | None
@@ -58,22 +67,37 @@ class PlainFront(TableFront):
         proj, given, documents, history = batch
         wide = torch.promote_types(proj.dtype, torch.float32)
 
-        def run(proj: Tensor, before: Tensor | None, apart: Tensor | None, *parameters: Tensor):
-            """The rule's inputs; ``before``: history rows; ``apart``: the gates' own rows."""
+        def run(
+            proj: Tensor,
+            before: Tensor | None,
+            apart: Tensor | None,
+            *parameters: Tensor,
+        ):
+            """The rule's inputs; ``before``: history rows; ``apart``: the gates' own
+            rows."""
             weight, bias, A_log, dt_bias = parameters
             of = FrontParameters(weight, bias, A_log, dt_bias, None, apart)
-            inner = Batch(proj, of, documents, history and history._replace(rows=before))
+            inner = Batch(
+                proj, of, documents, history and history._replace(rows=before)
+            )
             return list(self._differentiable_inputs(inner, self.names).values())
 
         d_made, sections = [], [*self.table.convolved, *self.table.gates]
         factor = getattr(grads, "factor", None)
         for part in sections:
             heads = self.layout.shape_of(part.section)[0]
-            for name in (part.rule_input,) if isinstance(part.rule_input, str) else part.rule_input:
+            for name in (
+                (part.rule_input,)
+                if isinstance(part.rule_input, str)
+                else part.rule_input
+            ):
                 d = getattr(grads, name).to(wide).unflatten(2, (heads, -1))
-                d = d.sum(3)  # sum over the value heads that share one head of this input
+                # sum over the value heads that share one head of this input
+                d = d.sum(3)
                 if factor is not None:
-                    d = d * factor.view(heads, -1)[:, 0].view(heads, *[1] * (d.dim() - 3))
+                    d = d * factor.view(heads, -1)[:, 0].view(
+                        heads, *[1] * (d.dim() - 3)
+                    )
                 d_made.append(d)
         before = None if history is None else history.rows
         inputs = (proj, before, given.apart, *given[:4])
@@ -101,15 +125,18 @@ def front_of(
     bits: Bits = Bits.FREE,
     operands: torch.dtype | None = None,
 ) -> TableFront:
-    """The front of ``table`` for rows of ``rows_dtype`` and a rule that promises ``bits``.
+    """The front of ``table`` for rows of ``rows_dtype`` and a rule that promises
+    ``bits``.
 
     Args:
-        kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps, any dtype but fp64, and gates whose
-            functions have Triton twins), ``"triton"`` or ``"torch"``.
+        kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps, any dtype but fp64, and
+            gates whose functions have Triton twins), ``"triton"`` or ``"torch"``.
         operands: the dtype of the q, k and v that the rule gets; None: ``rows_dtype``.
     """
     if kernels not in ("auto", "triton", "torch"):
-        raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
+        raise ValueError(
+            f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'."
+        )
     options = operands, bits >= Bits.DETERMINISTIC
     if kernels == "torch":
         return PlainFront(table, *options)
@@ -120,8 +147,13 @@ def front_of(
         lacking = gates_without_kernels(table)
         if not lacking:
             return TritonFront(table, *options)
-        why = f"the gates {', '.join(lacking)} have no functions in ops/front/gate_kernels.py"
+        why = (
+            f"the gates {', '.join(lacking)} have no functions in "
+            "ops/front/gate_kernels.py"
+        )
         if kernels == "triton":
-            raise ValueError(f"kernels='triton': {why}. Write them, or use 'auto' or 'torch'.")
+            raise ValueError(
+                f"kernels='triton': {why}. Write them, or use 'auto' or 'torch'."
+            )
     log_obstacle_once(f"conv, gates and norm run in plain torch: {why}.", device)
     return PlainFront(table, *options)

@@ -24,7 +24,8 @@ Parameters = Sequence[Any]
 
 
 class Convolved(NamedTuple):
-    """A section of convolved columns, which becomes a rule's input ``[B, S, heads, width]``."""
+    """A section of convolved columns, which becomes a rule's input
+    ``[B, S, heads, width]``."""
 
     section: str
     rule_input: str  # name of the rule's input
@@ -32,18 +33,22 @@ class Convolved(NamedTuple):
 
 
 def delta_sections(normalise_qk: bool = True) -> tuple[Convolved, Convolved, Convolved]:
-    """The delta rule's sections query, key, value; ``normalise_qk``: q and k have unit length."""
+    """The delta rule's sections query, key, value; ``normalise_qk``: q and k have unit
+    length."""
     q, k = Convolved("query", "q", normalise_qk), Convolved("key", "k", normalise_qk)
     return q, k, Convolved("value", "v")
 
 
 class Gate(NamedTuple):
-    """A section of gate columns, which gives a rule fp32 inputs ``[B, S, heads(, width)]``."""
+    """A section of gate columns, which gives a rule fp32 inputs
+    ``[B, S, heads(, width)]``."""
 
     section: str
-    rule_input: tuple[str, ...]  # names of the rule's inputs, one for each result of the function
+    # names of the rule's inputs, one for each result of the function
+    rule_input: tuple[str, ...]
     function: Callable[..., tuple[Tensor, ...]]  # of :mod:`.gates`
-    rated: bool = False  # if it uses A_log [heads], dt_bias [columns]; in a table one gate does
+    # if it uses A_log [heads], dt_bias [columns]; in a table one gate does
+    rated: bool = False
     channels: bool = False  # a value per channel of each head, not a value per head
     low: float = 0.0
     high: float = 1.0
@@ -51,10 +56,12 @@ class Gate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FrontTable:
-    """The sections of a row that a mixer's front reads, and the rule's inputs that the front makes.
+    """The sections of a row that a mixer's front reads, and the rule's inputs that the
+    front makes.
 
-    A decode step updates the state S of each head. The sections ``step_sections`` give q, k and v.
-    The first gate is the log-decay g, the last the write strength w; of three the second is b:
+    A decode step updates the state S of each head. The sections ``step_sections`` give
+    q, k and v. The first gate is the log-decay g, the last the write strength w; of
+    three the second is b:
 
         S = exp(g) S
         S = S + w k (v - S^T k)^T  or  S + k (w v - S^T (b k))^T  with b,  if ``erases``
@@ -63,15 +70,18 @@ class FrontTable:
     """
 
     layout: Layout
-    inputs: type[Any]  # NamedTuple of the rule's inputs: convolved, gates, then ``shared``
+    # NamedTuple of the rule's inputs: convolved, gates, then ``shared``
+    inputs: type[Any]
     state: StateShape
     convolved: tuple[Convolved, Convolved, Convolved]  # in the order of a row's columns
     gates: tuple[Gate, ...]
-    shared: str | None = None  # name of an input that all tokens share, a parameter [H] or [H V]
+    # name of an input that all tokens share, a parameter [H] or [H V]
+    shared: str | None = None
     step_sections: tuple[str, str, str] = ("query", "key", "value")
     scale: float = 1.0
     erases: bool = True
-    # Inputs that are not saved, adjacent in ``inputs``: the backward computes them from the rows.
+    # Inputs that are not saved, adjacent in ``inputs``: the backward computes them from
+    # the rows.
     again: tuple[str, ...] = ()
 
     @cached_property
@@ -81,18 +91,21 @@ class FrontTable:
 
 
 class FrontParameters(NamedTuple):
-    """The parameters of a front by name; a parameter that the front does not have is None."""
+    """The parameters of a front by name; a parameter that the front does not have is
+    None."""
 
     weight: Tensor  # [C, 1, W]
     bias: Tensor | None  # [C]
     A_log: Tensor  # [heads], fp32
     dt_bias: Tensor  # [heads * width], fp32
     shared: Tensor | None  # the rule's input that all tokens share
-    apart: Tensor | None  # the gates' sections [S, B, .] if the rows do not contain them
+    # the gates' sections [S, B, .] if the rows do not contain them
+    apart: Tensor | None
 
 
 class Batch(NamedTuple):
-    """Rows, parameters, documents and history, which a front's forward and backward both read."""
+    """Rows, parameters, documents and history, which a front's forward and backward
+    both read."""
 
     proj: Tensor  # [S, B, P]
     given: FrontParameters
@@ -104,19 +117,23 @@ class Batch(NamedTuple):
 class TableFront:
     """Computes a rule's inputs from projection rows ``[S, B, P]``; ``table`` says how.
 
-    ``parameters``: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; the shared
-    parameter, if the table has one; the gates' sections ``[S, B, .]``, if rows do not contain them.
+    ``parameters``: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log,
+    dt_bias; the shared parameter, if the table has one; the gates' sections
+    ``[S, B, .]``, if rows do not contain them.
     """
 
     table: FrontTable
-    dtype: torch.dtype | None = None  # dtype of the convolved inputs; None: the rows' dtype
-    batch_invariant: bool = False  # whether bits must not depend on places in the buffer
+    # dtype of the convolved inputs; None: the rows' dtype
+    dtype: torch.dtype | None = None
+    # whether bits must not depend on places in the buffer
+    batch_invariant: bool = False
 
     triton: ClassVar[bool] = False
-    # Takes a Batch and names of inputs; returns these inputs by name, without the shared parameter.
+    # Takes a Batch and names of inputs; returns these inputs by name, without the
+    # shared parameter.
     _make_inputs: ClassVar[Callable[..., dict[str, Any]]]
-    # Takes a Batch, the rule's gradients, d_proj and d_apart; returns the gradients of weight,
-    # bias, A_log and dt_bias; writes d_proj, d_apart and ``history.d_rows``.
+    # Takes a Batch, the rule's gradients, d_proj and d_apart; returns the gradients of
+    # weight, bias, A_log and dt_bias; writes d_proj, d_apart and ``history.d_rows``.
     _compute_gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
 
     @cached_property
@@ -139,7 +156,8 @@ class TableFront:
 
     @cached_property
     def channels(self) -> dict[str, slice]:
-        """For each convolved section's name, the slice of its channels in the convolution."""
+        """For each convolved section's name, the slice of its channels in the
+        convolution."""
         found, first = {}, self.layout.conv_columns.start
         for section in self.layout.conv_names:
             columns = self.layout.columns(section)
@@ -154,15 +172,21 @@ class TableFront:
         apart: Tensor | None = None,
         wanted: tuple[str, ...] | None = None,
     ) -> dict[str, Tensor]:
-        """The gates' values by names of the rule's inputs; differentiable, in fp32 or wider.
+        """The gates' values by names of the rule's inputs; differentiable, in fp32 or
+        wider.
 
-        ``apart``: gate columns if ``proj`` lacks them. ``wanted``: names to compute; None: all.
+        ``apart``: gate columns if ``proj`` lacks them. ``wanted``: names to compute;
+        None: all.
         """
-        wide = torch.promote_types(torch.promote_types(proj.dtype, A_log.dtype), torch.float32)
+        wide = torch.promote_types(
+            torch.promote_types(proj.dtype, A_log.dtype), torch.float32
+        )
         rows = (proj if apart is None else apart).transpose(0, 1)
         made: dict[str, Tensor] = {}
         for gate in self.table.gates:
-            if wanted is not None and not any(name in wanted for name in gate.rule_input):
+            if wanted is not None and not any(
+                name in wanted for name in gate.rule_input
+            ):
                 continue
             columns, first = self.layout.columns(gate.section), 0
             if apart is not None:
@@ -171,7 +195,10 @@ class TableFront:
             x = x.unflatten(-1, self.layout.shape_of(gate.section))
             rate = None
             if gate.rated:
-                x, rate = x + dt_bias.to(wide).view(x.shape[2:]), A_log.to(wide)[:, None]
+                x, rate = (
+                    x + dt_bias.to(wide).view(x.shape[2:]),
+                    A_log.to(wide)[:, None],
+                )
             values = gate.function(x, rate, gate.low, gate.high)
             for name, y in zip(gate.rule_input, values, strict=True):
                 made[name] = y if gate.channels else y.squeeze(-1)
@@ -185,18 +212,25 @@ class TableFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
-        """The rule's inputs from rows ``proj``, whose dimensions S and B may have any strides.
+        """The rule's inputs from rows ``proj``, whose dimensions S and B may have any
+        strides.
 
-        ``only``: the names to compute, adjacent in :attr:`names`; all other inputs are None.
+        ``only``: the names to compute, adjacent in :attr:`names`; all other inputs are
+        None.
         """
-        given, wanted = self._named_parameters(parameters), self.names if only is None else only
+        given, wanted = (
+            self._named_parameters(parameters),
+            self.names if only is None else only,
+        )
         made: dict[str, Any] = dict.fromkeys(self.names)
         made |= self._make_inputs(Batch(proj, given, documents, history), wanted)
         if given.shared is not None and self.table.shared in wanted:
             wide = torch.promote_types(given.shared.dtype, torch.float32)
             shared = given.shared.to(wide).view(self.layout.state_heads, -1)
             made[self.names[-1]] = shared.expand(proj.shape[1], proj.shape[0], -1, -1)
-        return self.table.inputs(**{name: made[name] if name in wanted else None for name in made})
+        return self.table.inputs(
+            **{name: made[name] if name in wanted else None for name in made}
+        )
 
     def backward(
         self,
@@ -207,10 +241,11 @@ class TableFront:
         documents: Documents | None,
         history: History | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of the parameters, in their shapes and dtypes, from the rule's ``grads``.
+        """Gradients of the parameters, in their shapes and dtypes, from the rule's
+        ``grads``.
 
-        Writes ``history.d_rows``, and every column of ``d_proj`` ``[S, B, P]`` once, except the
-        output gate's columns, which the readout writes.
+        Writes ``history.d_rows``, and every column of ``d_proj`` ``[S, B, P]`` once,
+        except the output gate's columns, which the readout writes.
         """
         given = self._named_parameters(parameters)
         d_apart = None if given.apart is None else torch.empty_like(given.apart)
@@ -226,4 +261,6 @@ class TableFront:
         """The list ``parameters``, in the order of the class's docstring, by name."""
         weight, bias, A_log, dt_bias, *others = parameters
         shared = None if self.table.shared is None else others.pop(0)
-        return FrontParameters(weight, bias, A_log, dt_bias, shared, *(others or (None,)))
+        return FrontParameters(
+            weight, bias, A_log, dt_bias, shared, *(others or (None,))
+        )

@@ -1,9 +1,12 @@
-"""The memory of a sequence: the history and the state that a mixer keeps of earlier tokens.
+"""The memory of a sequence: the history and the state that a mixer keeps of earlier
+tokens.
 
-The caller allocates the buffers; :func:`.step.prefill` and :func:`.step.decode` overwrite them.
+The caller allocates the buffers; :func:`.step.prefill` and :func:`.step.decode`
+overwrite them.
 
-Legend: N sequences, M slots of a buffer, s tokens, P columns of a projection row, C convolved
-columns, W conv taps, H heads with a state, K rows of a state, V columns of a state.
+Legend: N sequences, M slots of a buffer, s tokens, P columns of a projection row, C
+convolved columns, W conv taps, H heads with a state, K rows of a state, V columns of a
+state.
 """
 
 from __future__ import annotations
@@ -20,26 +23,32 @@ from ..state_maps.state_map import StateShape
 
 
 class Memory(NamedTuple):
-    """Histories and states of N sequences; both are zero before a sequence's first token.
+    """Histories and states of N sequences; both are zero before a sequence's first
+    token.
 
-    A history has the last inputs of the convolution, oldest first: W - 1 inputs, which the next
-    token needs, or W inputs in the buffers of Megatron's inference context. On the grid a history
-    has whole projection rows, ``[M, 1 + W - 1 + 64, P]``, in the order that :mod:`.aligned` gives.
+    A history has the last inputs of the convolution, oldest first: W - 1 inputs, which
+    the next token needs, or W inputs in the buffers of Megatron's inference context. On
+    the grid a history has whole projection rows, ``[M, 1 + W - 1 + 64, P]``, in the
+    order that :mod:`.aligned` gives.
     """
 
     history: Tensor  # [M, C, W - 1 or W], in the dtype of the rows or a wider one
-    state: Tensor  # [M, H, K, V], or a view of [M, H, V, K]; at least fp32 (fp64 for fp64 rows)
-    slots: Tensor | None = None  # integers [N]; below 0: no slot; None: sequence n has slot n
+    # [M, H, K, V], or a view of [M, H, V, K]; at least fp32 (fp64 for fp64 rows)
+    state: Tensor
+    # integers [N]; below 0: no slot; None: sequence n has slot n
+    slots: Tensor | None = None
 
     def gathered(self) -> tuple[Tensor, Tensor]:
-        """All sequences' histories and states ``[N, ...]``; arbitrary where a slot is negative."""
+        """All sequences' histories and states ``[N, ...]``; arbitrary where a slot is
+        negative."""
         if self.slots is None:
             return self.history, self.state
         read = self.slots.clamp(min=0).long()
         return self.history.index_select(0, read), self.state.index_select(0, read)
 
     def write(self, history: Tensor, state: Tensor) -> None:
-        """Overwrite every sequence's history and state with ``history`` and ``state [N, ...]``."""
+        """Overwrite every sequence's history and state with ``history`` and
+        ``state [N, ...]``."""
         for buffer, values in ((self.history, history), (self.state, state)):
             if self.slots is not None:
                 write_slots(buffer, self.slots, values)
@@ -47,30 +56,36 @@ class Memory(NamedTuple):
                 buffer.copy_(values)
 
     def after(self, token: int, slots: Tensor | None) -> Memory:
-        """Entry ``token`` of buffers ``[M, s, ...]`` with the memory after each of s tokens."""
+        """Entry ``token`` of buffers ``[M, s, ...]`` with the memory after each of s
+        tokens."""
         return Memory(self.history[:, token], self.state[:, token], slots)
 
     def steps(self, tokens: int) -> Memory:
-        """Buffers ``[N, s + 1, ...]``: for the memory before s ``tokens`` and after each of them.
+        """Buffers ``[N, s + 1, ...]``: for the memory before s ``tokens`` and after
+        each of them.
 
-        Entry 0 is a copy of this memory. :func:`.step.decode` writes the memory after each token to
-        the other entries, and :func:`choose` copies one entry of each sequence back.
+        Entry 0 is a copy of this memory. :func:`.step.decode` writes the memory after
+        each token to the other entries, and :func:`choose` copies one entry of each
+        sequence back.
 
         Raises:
             ValueError: this memory has ``slots``.
         """
         if self.slots is not None:
             raise ValueError(
-                f"Memory.steps() takes memory without slots. For memory in slots give decode your "
-                f"own buffers [M, {tokens}, ...] and the same slots."
+                "Memory.steps() takes memory without slots. For memory in slots give "
+                f"decode your own buffers [M, {tokens}, ...] and the same slots."
             )
-        made = Memory(*(_empty_steps(x, tokens + 1) for x in (self.history, self.state)))
+        made = Memory(
+            *(_empty_steps(x, tokens + 1) for x in (self.history, self.state))
+        )
         made.after(0, None).write(self.history, self.state)
         return made
 
 
 def _empty_steps(x: Tensor, count: int) -> Tensor:
-    """An uninitialised buffer ``[N, count, ...]`` with the memory order of ``x [N, ...]``."""
+    """An uninitialised buffer ``[N, count, ...]`` with the memory order of
+    ``x [N, ...]``."""
     if x.stride(-1) == 1:
         return x.new_empty(len(x), count, *x.shape[1:])
     return x.new_empty(len(x), count, *x.mT.shape[1:]).mT
@@ -82,15 +97,17 @@ def choose(memory: Memory, steps: Memory, accepted: Tensor) -> None:
     Args:
         memory: the memory of N sequences after s tokens; overwritten.
         steps: from :meth:`Memory.steps`, filled by :func:`.step.decode`.
-        accepted: int64 ``[N]`` on the memory's device: how many of each sequence's s tokens
-            are kept, counted from the first. The host does not wait for this tensor.
+        accepted: int64 ``[N]`` on the memory's device: how many of each sequence's s
+            tokens are kept, counted from the first. The host does not wait for this
+            tensor.
     """
     number = torch.arange(len(accepted), device=accepted.device)
     memory.write(steps.history[number, accepted], steps.state[number, accepted])
 
 
 def write_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
-    """``buffer[slots] = values``, skipping slots below zero; the host does not wait for a GPU."""
+    """``buffer[slots] = values``, skipping slots below zero; the host does not wait for
+    a GPU."""
     if not buffer.is_cuda:
         real = slots >= 0
         buffer[slots[real].long()] = values[real].to(buffer.dtype)
@@ -103,7 +120,8 @@ def write_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 class MemoryShape(NamedTuple):
-    """Sizes of one sequence's :class:`Memory` in one layer, on one tensor-parallel rank."""
+    """Sizes of one sequence's :class:`Memory` in one layer, on one tensor-parallel
+    rank."""
 
     channels: int
     past: int  # rows of history
@@ -114,19 +132,27 @@ class MemoryShape(NamedTuple):
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def of(layout: Layout, state: StateShape, taps: int, on_grid: bool = False) -> MemoryShape:
-        """The sizes for this rank's ``layout``; ``on_grid``: for a mixer on the grid."""
+    def of(
+        layout: Layout, state: StateShape, taps: int, on_grid: bool = False
+    ) -> MemoryShape:
+        """The sizes for this rank's ``layout``; ``on_grid``: for a mixer on the
+        grid."""
         channels = layout.width if on_grid else layout.conv_width
         past = taps + CHUNK if on_grid else taps - 1
         return MemoryShape(channels, past, *state[:3], on_grid)
 
     @property
     def history(self) -> tuple[int, int]:
-        return (self.past, self.channels) if self.rows_first else (self.channels, self.past)
+        return (
+            (self.past, self.channels)
+            if self.rows_first
+            else (self.channels, self.past)
+        )
 
     @property
     def window(self) -> tuple[int, int]:
-        """The shape of a history in Megatron's dynamic inference context, which keeps W inputs."""
+        """The shape of a history in Megatron's dynamic inference context, which keeps W
+        inputs."""
         return self.history if self.rows_first else (self.channels, self.past + 1)
 
     @property
@@ -134,7 +160,8 @@ class MemoryShape(NamedTuple):
         return self.heads, self.rows, self.columns
 
     def zeros(self, sequences: int, dtype: torch.dtype, device: torch.device) -> Memory:
-        """The memory of ``sequences`` new sequences; ``dtype``: the projection rows' dtype."""
+        """The memory of ``sequences`` new sequences; ``dtype``: the projection rows'
+        dtype."""
         wide = torch.promote_types(dtype, torch.float32)
         return Memory(
             torch.zeros(sequences, *self.history, dtype=dtype, device=device),
@@ -142,7 +169,8 @@ class MemoryShape(NamedTuple):
         )
 
     def check(self, memory: Memory, sequences: int, dtype: torch.dtype) -> None:
-        """Check ``memory`` of N ``sequences``; with slots, M > N, W inputs, wide dtypes fit too."""
+        """Check ``memory`` of N ``sequences``; with slots, M > N, W inputs, wide dtypes
+        fit too."""
         wide, slots = torch.promote_types(dtype, torch.float32), memory.slots
         for name, tensor, shape, least in (
             ("history", memory.history, self.history, dtype),
@@ -156,6 +184,6 @@ class MemoryShape(NamedTuple):
                 fits = fits and torch.promote_types(kind, least) == kind
             if not fits:
                 raise ValueError(
-                    f"{name} must be {(sequences, *shape)} in {least} for {sequences} sequences "
-                    f"of {dtype} rows, got {found} in {kind}."
+                    f"{name} must be {(sequences, *shape)} in {least} for {sequences} "
+                    f"sequences of {dtype} rows, got {found} in {kind}."
                 )

@@ -1,17 +1,21 @@
-"""Generation with a recurrent mixer: each call reads and overwrites a :class:`.memory.Memory`.
+"""Generation with a recurrent mixer: each call reads and overwrites a
+:class:`.memory.Memory`.
 
     prefill   computes many tokens of a sequence, in chunks; dense or packed
     decode    computes one or a few tokens of every sequence, one after the other
 
-Prefill and decode run the same :class:`.parts.Parts` as training. The tokens of a sequence may be
-split over any number of calls, at any token; the results are those of one call. No call has a
-backward. Of all calls, only a prefill on the grid makes the host wait for the GPU.
+Prefill and decode run the same :class:`.parts.Parts` as training. The tokens of a
+sequence may be split over any number of calls, at any token; the results are those of
+one call. No call has a backward. Of all calls, only a prefill on the grid makes the
+host wait for the GPU.
 
-If the front runs in Triton, a decoded token takes two kernel launches (:mod:`.step_kernels`) and
-one launch of the readout. Without Triton, plain torch gives the same results up to rounding.
+If the front runs in Triton, a decoded token takes two kernel launches
+(:mod:`.step_kernels`) and one launch of the readout. Without Triton, plain torch gives
+the same results up to rounding.
 
-Legend: s tokens, B batch rows, P projection width, N sequences (B, or the packed documents), C conv
-channels, W conv taps, H heads with a state, K rows of a state, V columns.
+Legend: s tokens, B batch rows, P projection width, N sequences (B, or the packed
+documents), C conv channels, W conv taps, H heads with a state, K rows of a state, V
+columns.
 """
 
 from __future__ import annotations
@@ -45,34 +49,41 @@ def prefill(
     Args:
         proj: projection rows ``[s, B, P]``; dimensions s and B may have any strides.
         memory: the memory of the N sequences before these tokens; overwritten.
-        documents: boundaries if N sequences lie end to end in one batch row (B must be 1). The
-            memory of an empty sequence stays as it was.
-        begins: whether the sequences begin with these tokens; if so, the old memory is ignored.
+        documents: boundaries if N sequences lie end to end in one batch row (B must be
+            1). The memory of an empty sequence stays as it was.
+        begins: whether the sequences begin with these tokens; if so, the old memory is
+            ignored.
 
     Raises:
-        ValueError: packed rows with B > 1, boundaries that do not cover the rows, or memory of
-            wrong sizes or dtypes.
+        ValueError: packed rows with B > 1, boundaries that do not cover the rows, or
+            memory of wrong sizes or dtypes.
     """
     s, B, _ = proj.shape
     if documents is not None:
         if B != 1:
             raise ValueError(
-                f"packed sequences need a batch of 1, got projection rows {tuple(proj.shape)}; lay "
-                f"them end to end and extend the boundaries."
+                "packed sequences need a batch of 1, got projection rows "
+                f"{tuple(proj.shape)}; lay them end to end and extend the boundaries."
             )
         Documents.from_cu_seqlens(documents, s)
     N = B if documents is None else len(documents.lengths)
     parts.shape.check(memory, N, proj.dtype)
     if begins:
-        history, state = (x.new_zeros(N, *x.shape[1:]) for x in (memory.history, memory.state))
+        history, state = (
+            x.new_zeros(N, *x.shape[1:]) for x in (memory.history, memory.state)
+        )
     else:
         history, state = memory.gathered()
     if s == 0 or B == 0:
         mixed = proj.new_empty(s, B, parts.state.heads * parts.state.columns)
     elif parts.on_grid:
-        mixed, history, state = prefill_on_grid(proj, parts, history, state, documents, begins)
+        mixed, history, state = prefill_on_grid(
+            proj, parts, history, state, documents, begins
+        )
     else:
-        mixed, state = _prefill_in_chunks(proj, parts, history, state, documents, begins)
+        mixed, state = _prefill_in_chunks(
+            proj, parts, history, state, documents, begins
+        )
         rows = proj[..., parts.front.layout.conv_columns]
         history = last_rows(rows.to(history.dtype), history, documents)
     memory.write(history, state)
@@ -80,16 +91,22 @@ def prefill(
 
 
 def _prefill_in_chunks(
-    proj: Tensor, parts: Parts, history: Tensor, state: Tensor, documents: Documents | None,
+    proj: Tensor,
+    parts: Parts,
+    history: Tensor,
+    state: Tensor,
+    documents: Documents | None,
     begins: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output ``[s, B, H * V]`` and next states, for a mixer that is not on the grid."""
+) -> tuple[Tensor, Tensor]:
+    """The output ``[s, B, H * V]`` and next states, for a mixer that is not on the
+    grid."""
     past = None
     if parts.past and not begins:
         newest = history[..., history.shape[-1] - parts.past :].to(proj.dtype)
         past = history_of(newest, documents, len(proj))
     inputs = parts.front.forward(proj, parts.of_front, documents, history=past)
-    # The rule reads states of non-empty documents only; an empty document keeps its state.
+    # The rule reads states of non-empty documents only; an empty document keeps its
+    # state.
     filled = None if documents is None else documents.filled
     initial = None if begins else state
     if filled is not None and initial is not None:
@@ -103,25 +120,33 @@ def _prefill_in_chunks(
 
 
 @torch.no_grad()
-def decode(proj: Tensor, parts: Parts, memory: Memory, steps: Memory | None = None) -> Tensor:
+def decode(
+    proj: Tensor, parts: Parts, memory: Memory, steps: Memory | None = None
+) -> Tensor:
     """Mix the next s tokens of every sequence, one at a time; return ``[s, N, H * V]``.
 
-    The bits of an output row do not depend on the number of tokens in a call. A CUDA graph can
-    capture the call, except for a mixer on the grid; each replay reads the current rows and slots.
+    The bits of an output row do not depend on the number of tokens in a call. A CUDA
+    graph can capture the call, except for a mixer on the grid; each replay reads the
+    current rows and slots.
 
     Args:
         proj: projection rows ``[s, N, P]``.
-        memory: the memory of the N sequences before these tokens; overwritten. If a sequence's slot
-            is below zero, the rule's output is zero and no memory is written.
-        steps: buffers that receive the memory after each token in their last s entries: ``[M, s,
-            ...]`` with slots and strides of ``memory``, or ``[N, s + 1, ...]`` of `Memory.steps`.
+        memory: the memory of the N sequences before these tokens; overwritten. If a
+            sequence's slot is below zero, the rule's output is zero and no memory is
+            written.
+        steps: buffers that receive the memory after each token in their last s entries:
+            ``[M, s, ...]`` with slots and strides of ``memory``, or ``[N, s + 1, ...]``
+            of `Memory.steps`.
 
     Raises:
-        ValueError: s is 0, or the memory has a wrong number of sequences, wrong sizes or dtypes.
+        ValueError: s is 0, or the memory has a wrong number of sequences, wrong sizes
+            or dtypes.
     """
     s, N, _ = proj.shape
     if s == 0:
-        raise ValueError("decode got no token; give the projection rows [s, N, P] of at least one.")
+        raise ValueError(
+            "decode got no token; give the projection rows [s, N, P] of at least one."
+        )
     shape, front = parts.shape, parts.front
     shape.check(memory, N, proj.dtype)
     *of_front, gamma = parts.parameters
@@ -148,7 +173,8 @@ def _decode_token_in_torch(
     memory: Memory,
     after: Memory | None,
 ) -> Tensor:
-    """Decode one token in torch; twin of :func:`.step_kernels.decode_token_in_slots`."""
+    """Decode one token in torch; twin of
+    :func:`.step_kernels.decode_token_in_slots`."""
     table, layout = front.table, front.layout
     wide = torch.promote_types(row.dtype, torch.float32)
     given = [None if x is None else x.to(wide) for x in parameters]
@@ -159,14 +185,20 @@ def _decode_token_in_torch(
     window = torch.cat([history, newest], dim=-1)
     pre = (window[..., -weight.shape[-1] :].to(wide) * weight.flatten(1)).sum(-1)
     convolved = silu(pre if bias is None else pre + bias)[:, None]
-    of = dict(zip(layout.conv_names, convolved.split(layout.conv_widths, dim=-1), strict=True))
+    of = dict(
+        zip(layout.conv_names, convolved.split(layout.conv_widths, dim=-1), strict=True)
+    )
     width = {section.name: section.width for section in layout.sections}
-    q, k, v = [of[name].unflatten(-1, (-1, width[name])) for name in table.step_sections]
+    q, k, v = [
+        of[name].unflatten(-1, (-1, width[name])) for name in table.step_sections
+    ]
     if table.unit_length:
         q, k = l2norm(q), l2norm(k)
     g, *erase, write = front.gates_of(row, A_log, dt_bias).values()
     if erase:
-        o, state = recurrence(table.scale * q, k, write * v, g, None, state, erased=erase[0] * k)
+        o, state = recurrence(
+            table.scale * q, k, write * v, g, None, state, erased=erase[0] * k
+        )
     elif table.erases:
         o, state = recurrence(table.scale * q, k, v, g, write, state)
     else:

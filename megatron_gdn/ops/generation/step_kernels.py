@@ -1,14 +1,16 @@
 """Decode one token of each of N sequences in two Triton launches.
 
-    conv_step_kernel     row, history           -> q, k, v, and the history moved by one row
-    state_step_kernel    q, k, v, gates, state  -> o, and the next state
+    conv_step_kernel   row, history           -> q, k, v, and the history moved by one row
+    state_step_kernel  q, k, v, gates, state  -> o, and the next state
 
-:mod:`.step` has the twin in plain torch. If sequences have slot numbers, every program loads its
-sequence's number from GPU memory. A program overwrites only elements that no other program reads.
-The front's table names the gates' functions; :mod:`..front.gate_kernels` defines them. If a gate
-has one value per head, every row of the head's state uses this value.
+:mod:`.step` has the twin in plain torch. If sequences have slot numbers, every program
+loads its sequence's number from GPU memory. A program overwrites only elements that no
+other program reads. The front's table names the gates' functions;
+:mod:`..front.gate_kernels` defines them. If a gate has one value per head, every row of
+the head's state uses this value.
 
-Legend: as in :mod:`.step`; M slots, G heads of q and k; D in a tile's name: channels of a head.
+Legend: as in :mod:`.step`; M slots, G heads of q and k; D in a tile's name: channels of
+a head.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from ..kernels.tiles import MOST_PROGRAMS, block_dim, require_32_bits
 # History, state and slots, the three fields of a :class:`.memory.Memory`.
 type Buffers = tuple[Tensor, Tensor, Tensor | None]
 
-_BLOCK_V = 32  # columns of a state per program; few, so that one sequence has many programs
+# columns of a state per program; few, so that one sequence has many programs
+_BLOCK_V = 32
 _EPS = 1e-6  # the same as in :func:`..elementwise.l2norm`
 
 
@@ -51,13 +54,17 @@ def decode_token_in_slots(
     memory: Buffers,
     after: Buffers | None,
 ) -> Tensor:
-    """Run front and rule for one token of each sequence; return o ``[N, 1, H, V]`` in fp32.
+    """Run front and rule for one token of each sequence; return o ``[N, 1, H, V]`` in
+    fp32.
 
     Args:
-        row: the tokens' projection rows ``[1, N, P]``; a row's columns are adjacent in memory.
-        memory: is overwritten. Each history is a contiguous ``[C, W - 1]`` or ``[C, W]``; each
-            state ``[H, K, V]`` is contiguous, or a view of a contiguous ``[H, V, K]``.
-        after: None, or second buffers, to which this function also writes the new memory.
+        row: the tokens' projection rows ``[1, N, P]``; a row's columns are adjacent in
+            memory.
+        memory: is overwritten. Each history is a contiguous ``[C, W - 1]`` or
+            ``[C, W]``; each state ``[H, K, V]`` is contiguous, or a view of a
+            contiguous ``[H, V, K]``.
+        after: None, or second buffers, to which this function also writes the new
+            memory.
     """
     weight, bias, A_log, dt_bias, *skip = parameters
     D, N = skip[0] if skip else None, row.shape[1]
@@ -65,12 +72,21 @@ def decode_token_in_slots(
     to_history, to_state = (None, None) if after is None else after[:2]
     assert row.stride(2) == 1 and history.stride()[1:] == (history.shape[2], 1)
     conv, step = _step_launches(
-        front, N, row.stride(1), weight.shape[-1], history.shape[2], bias is not None,
-        0 if D is None else D.numel(), state.stride(-1) != 1, slots is not None,
+        front,
+        N,
+        row.stride(1),
+        weight.shape[-1],
+        history.shape[2],
+        bias is not None,
+        0 if D is None else D.numel(),
+        state.stride(-1) != 1,
+        slots is not None,
         (history.stride(0), state.stride(0)),
         None if after is None else (after[0].stride(0), after[1].stride(0)),
-    )  # fmt: skip
-    convolved = torch.empty(N, front.layout.conv_width, dtype=torch.float32, device=row.device)
+    )
+    convolved = torch.empty(
+        N, front.layout.conv_width, dtype=torch.float32, device=row.device
+    )
     o = convolved.new_empty(N, 1, front.table.state.heads, front.table.state.columns)
     conv(row, weight, bias, history, to_history, slots, convolved)
     step(row, convolved, A_log, dt_bias, D, state, to_state, slots, o)
@@ -79,62 +95,130 @@ def decode_token_in_slots(
 
 @lru_cache(maxsize=MOST_PLANS)
 def _step_launches(
-    front: TableFront, N: int, row_stride: int, taps: int, history_rows: int, has_bias: bool,
-    D_size: int, transposed: bool, has_slots: bool, strides: tuple[int, int],
+    front: TableFront,
+    N: int,
+    row_stride: int,
+    taps: int,
+    history_rows: int,
+    has_bias: bool,
+    D_size: int,
+    transposed: bool,
+    has_slots: bool,
+    strides: tuple[int, int],
     after_strides: tuple[int, int] | None,
-) -> tuple[Launch, Launch]:  # fmt: skip
+) -> tuple[Launch, Launch]:
     """The launches of :func:`conv_step_kernel` and :func:`state_step_kernel`.
 
-    ``row_stride``: elements from row to row. ``history_rows``: inputs per channel in a history.
-    ``D_size``: elements of parameter D, 0 without D. ``transposed``: a state is [V, K] in memory.
-    ``has_slots``: the kernels load slot numbers. ``strides``: elements from slot to slot of the
-    histories and of the states; ``after_strides``: the same for a second memory, or None.
+    ``row_stride``: elements from row to row. ``history_rows``: inputs per channel in a
+    history.
+    ``D_size``: elements of parameter D, 0 without D. ``transposed``: a state is [V, K]
+    in memory.
+    ``has_slots``: the kernels load slot numbers. ``strides``: elements from slot to
+    slot of the histories and of the states; ``after_strides``: the same for a second
+    memory, or None.
     """
     table, layout, (H, K, V, _) = front.table, front.layout, front.table.state
     _require_sequences_within_grid(N)
-    require_32_bits("the number of elements of a state", H * block_dim(K) * block_dim(V))
-    require_32_bits("the number of inputs of a history", layout.conv_width * (history_rows + taps))
+    require_32_bits(
+        "the number of elements of a state", H * block_dim(K) * block_dim(V)
+    )
+    require_32_bits(
+        "the number of inputs of a history", layout.conv_width * (history_rows + taps)
+    )
     starts = [front.channels[name].start for name in table.step_sections]
     _, gates, functions = kernel_tables(front)
     G, _ = layout.shape_of(table.step_sections[0])
     shape = {
-        "G": G, "H": H, "K": K, "V": V, "C": layout.conv_width,
-        "Q_AT": starts[0], "K_AT": starts[1], "V_AT": starts[2], "BLOCK_K": block_dim(K),
-        "HAS_SLOTS": has_slots, "HAS_AFTER": after_strides is not None,
-    }  # fmt: skip
+        "G": G,
+        "H": H,
+        "K": K,
+        "V": V,
+        "C": layout.conv_width,
+        "Q_AT": starts[0],
+        "K_AT": starts[1],
+        "V_AT": starts[2],
+        "BLOCK_K": block_dim(K),
+        "HAS_SLOTS": has_slots,
+        "HAS_AFTER": after_strides is not None,
+    }
     after_strides = after_strides or (0, 0)
     conv = Launch(
-        conv_step_kernel, (2 * G + H, N),
-        row_stride, strides[0], after_strides[0], layout.conv_columns.start, _EPS,
-        W=taps, HELD=history_rows, BLOCK_V=block_dim(V), HAS_BIAS=has_bias, UNIT=table.unit_length,
-        num_warps=1, **shape,
-    )  # fmt: skip
+        conv_step_kernel,
+        (2 * G + H, N),
+        row_stride,
+        strides[0],
+        after_strides[0],
+        layout.conv_columns.start,
+        _EPS,
+        W=taps,
+        HELD=history_rows,
+        BLOCK_V=block_dim(V),
+        HAS_BIAS=has_bias,
+        UNIT=table.unit_length,
+        num_warps=1,
+        **shape,
+    )
     block_v = min(_BLOCK_V, block_dim(V))
     step = Launch(
-        state_step_kernel, (triton.cdiv(V, block_v), H, N),
-        row_stride, strides[1], after_strides[1], table.scale,
-        GATES=gates, **functions, BLOCK_V=block_v, SKIPS=D_size // H, ERASES=table.erases,
-        TRANSPOSED=transposed, num_warps=4, **shape,
-    )  # fmt: skip
+        state_step_kernel,
+        (triton.cdiv(V, block_v), H, N),
+        row_stride,
+        strides[1],
+        after_strides[1],
+        table.scale,
+        GATES=gates,
+        **functions,
+        BLOCK_V=block_v,
+        SKIPS=D_size // H,
+        ERASES=table.erases,
+        TRANSPOSED=transposed,
+        num_warps=4,
+        **shape,
+    )
     return conv, step
 
 
 @triton.jit
 def conv_step_kernel(
-    row_ptr, weight_ptr, bias_ptr, history_ptr, after_ptr, slot_ptr, out_ptr,
-    stride_n, history_stride, after_stride, first, eps,
-    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, W: tl.constexpr,
-    HELD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr,
-    UNIT: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_AFTER: tl.constexpr,
-):  # fmt: skip
-    """Convolve one head of one sequence; grid (2 G + H, N), with the heads of q, of k, then of v.
+    row_ptr,
+    weight_ptr,
+    bias_ptr,
+    history_ptr,
+    after_ptr,
+    slot_ptr,
+    out_ptr,
+    stride_n,
+    history_stride,
+    after_stride,
+    first,
+    eps,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    Q_AT: tl.constexpr,
+    K_AT: tl.constexpr,
+    V_AT: tl.constexpr,
+    W: tl.constexpr,
+    HELD: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UNIT: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
+):
+    """Convolve one head of one sequence; grid (2 G + H, N), with the heads of q, of k,
+    then of v.
 
-    ``row_ptr``: rows, ``stride_n`` elements apart. ``history_ptr``: HELD inputs per channel, which
-    the kernel shifts by one, and if HAS_AFTER also writes to ``after_ptr``. ``*_stride``: elements
-    from slot to slot. ``slot_ptr``: slot numbers if HAS_SLOTS, else sequence n is in slot n. UNIT:
-    q, k get unit length. Q_AT, K_AT, V_AT: first channels of q, k, v. BLOCK_*: K, V rounded up to
-    powers of two. ``first``: first convolved column of a row. ``out_ptr``: result [N, C], fp32.
+    ``row_ptr``: rows, ``stride_n`` elements apart. ``history_ptr``: HELD inputs per
+    channel, which the kernel shifts by one, and if HAS_AFTER also writes to
+    ``after_ptr``. ``*_stride``: elements from slot to slot. ``slot_ptr``: slot numbers
+    if HAS_SLOTS, else sequence n is in slot n. UNIT:
+    q, k get unit length. Q_AT, K_AT, V_AT: first channels of q, k, v. BLOCK_*: K, V
+    rounded up to powers of two. ``first``: first convolved column of a row.
+    ``out_ptr``: result [N, C], fp32.
     """
     head, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = n
@@ -150,34 +234,78 @@ def conv_step_kernel(
         if head >= G:
             column = (head - G) * K + K_AT
         conv_head_step(
-            row_ptr, weight_ptr, bias_ptr, history_ptr, after_ptr, out_ptr, column, slot >= 0, eps,
-            K, BLOCK_K, W, HELD, HAS_BIAS, UNIT, HAS_AFTER,
-        )  # fmt: skip
+            row_ptr,
+            weight_ptr,
+            bias_ptr,
+            history_ptr,
+            after_ptr,
+            out_ptr,
+            column,
+            slot >= 0,
+            eps,
+            K,
+            BLOCK_K,
+            W,
+            HELD,
+            HAS_BIAS,
+            UNIT,
+            HAS_AFTER,
+        )
     else:
         conv_head_step(
-            row_ptr, weight_ptr, bias_ptr, history_ptr, after_ptr, out_ptr,
-            (head - 2 * G) * V + V_AT, slot >= 0, eps,
-            V, BLOCK_V, W, HELD, HAS_BIAS, False, HAS_AFTER,
-        )  # fmt: skip
+            row_ptr,
+            weight_ptr,
+            bias_ptr,
+            history_ptr,
+            after_ptr,
+            out_ptr,
+            (head - 2 * G) * V + V_AT,
+            slot >= 0,
+            eps,
+            V,
+            BLOCK_V,
+            W,
+            HELD,
+            HAS_BIAS,
+            False,
+            HAS_AFTER,
+        )
 
 
 @triton.jit
 def conv_head_step(
-    row_ptr, weight_ptr, bias_ptr, history_ptr, after_ptr, out_ptr, column, has_slot, eps,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, HELD: tl.constexpr,
-    HAS_BIAS: tl.constexpr, UNIT: tl.constexpr, HAS_AFTER: tl.constexpr,
-):  # fmt: skip
-    """Convolve one head of one row, and shift the HELD inputs of the head's history by one input.
+    row_ptr,
+    weight_ptr,
+    bias_ptr,
+    history_ptr,
+    after_ptr,
+    out_ptr,
+    column,
+    has_slot,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    W: tl.constexpr,
+    HELD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UNIT: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
+):
+    """Convolve one head of one row, and shift the HELD inputs of the head's history by
+    one input.
 
-    The program is one warp, so all its lanes load an input before a lane overwrites it. If
-    ``has_slot`` is False, the sequence has no slot and the program loads and stores nothing.
+    The program is one warp, so all its lanes load an input before a lane overwrites it.
+    If ``has_slot`` is False, the sequence has no slot and the program loads and stores
+    nothing.
     """
     d_D = tl.arange(0, BLOCK_D)
     real_D = (d_D < D) & has_slot
     x_raw = tl.load(row_ptr + column + d_D, mask=real_D, other=0.0)
     taps_ptr = weight_ptr + (column + d_D) * W
     past_ptr = history_ptr + (column + d_D) * HELD
-    pre_D = x_raw.to(tl.float32) * tl.load(taps_ptr + W - 1, mask=real_D, other=0.0).to(tl.float32)
+    pre_D = x_raw.to(tl.float32) * tl.load(taps_ptr + W - 1, mask=real_D, other=0.0).to(
+        tl.float32
+    )
     for place in tl.static_range(HELD):
         past_raw = tl.load(past_ptr + place, mask=real_D, other=0.0)
         if place >= HELD - (W - 1):
@@ -187,7 +315,9 @@ def conv_head_step(
         if place > 0:
             tl.store(past_ptr + place - 1, past_raw, mask=real_D)
             if HAS_AFTER:
-                tl.store(after_ptr + (column + d_D) * HELD + place - 1, past_raw, mask=real_D)
+                tl.store(
+                    after_ptr + (column + d_D) * HELD + place - 1, past_raw, mask=real_D
+                )
     x_D = x_raw.to(history_ptr.dtype.element_ty)
     tl.store(past_ptr + HELD - 1, x_D, mask=real_D)
     if HAS_AFTER:
@@ -203,21 +333,49 @@ def conv_head_step(
 
 @triton.jit
 def state_step_kernel(
-    row_ptr, convolved_ptr, A_log_ptr, dt_bias_ptr, D_ptr, state_ptr, after_ptr, slot_ptr, o_ptr,
-    stride_n, state_stride, after_stride, scale,
-    GATE: tl.constexpr, SECOND_GATE: tl.constexpr, THIRD_GATE: tl.constexpr, GATES: tl.constexpr,
-    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    SKIPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ERASES: tl.constexpr,
-    TRANSPOSED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_AFTER: tl.constexpr,
-):  # fmt: skip
-    """Grid (ceil(V / BLOCK_V), H, N): compute BLOCK_V columns of a head's next state and of its o.
+    row_ptr,
+    convolved_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    D_ptr,
+    state_ptr,
+    after_ptr,
+    slot_ptr,
+    o_ptr,
+    stride_n,
+    state_stride,
+    after_stride,
+    scale,
+    GATE: tl.constexpr,
+    SECOND_GATE: tl.constexpr,
+    THIRD_GATE: tl.constexpr,
+    GATES: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    Q_AT: tl.constexpr,
+    K_AT: tl.constexpr,
+    V_AT: tl.constexpr,
+    SKIPS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ERASES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
+):
+    """Grid (ceil(V / BLOCK_V), H, N): compute BLOCK_V columns of a head's next state
+    and of its o.
 
-    ``convolved_ptr``: q, k, v from `conv_step_kernel`. TRANSPOSED: a state is [V, K] in memory.
-    ``state_ptr``: states, overwritten, ``state_stride`` elements from slot to slot. ``o_ptr``:
-    output [N, H, V]. ``D_ptr``: the parameter D, SKIPS elements per head (0, 1 or V). ERASES: S^T k
-    is subtracted from v, as in the delta rule. A third gate is the write strength of each state
-    column; with a third gate, the second gate is only the strength with which S^T k is subtracted.
+    ``convolved_ptr``: q, k, v from `conv_step_kernel`. TRANSPOSED: a state is [V, K] in
+    memory.
+    ``state_ptr``: states, overwritten, ``state_stride`` elements from slot to slot.
+    ``o_ptr``: output [N, H, V]. ``D_ptr``: the parameter D, SKIPS elements per head (0,
+    1 or V). ERASES: S^T k is subtracted from v, as in the delta rule. A third gate is
+    the write strength of each state column; with a third gate, the second gate is only
+    the strength with which S^T k is subtracted.
     """
     h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = n
@@ -246,13 +404,13 @@ def state_step_kernel(
     if SECOND_GATE is not None:
         write_K, _ = _compute_gate(
             row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, SECOND_GATE, GATES, 1, H, K
-        )  # fmt: skip
+        )
     S_KV = tl.load(at_KV, mask=real_KV, other=0.0).to(tl.float32) * tl.exp(g_K)[:, None]
     x_V = value_V
     if THIRD_GATE is not None:
         write_V, _ = _compute_gate(
             row_ptr, A_log_ptr, dt_bias_ptr, h, v_V, real_V, THIRD_GATE, GATES, 2, H, V
-        )  # fmt: skip
+        )
         x_V = write_V * value_V - tl.sum(S_KV * (write_K * key_K)[:, None], axis=0)
         S_KV += key_K[:, None] * x_V[None, :]
     else:
@@ -273,13 +431,22 @@ def state_step_kernel(
 
 @triton.jit
 def _compute_gate(
-    row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, TABLE: tl.constexpr,
-    N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    h,
+    k_K,
+    real_K,
+    FUNCTION: tl.constexpr,
+    TABLE: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+):
     """Both results of FUNCTION, gate N's function, for channels ``k_K`` of head h.
 
-    ``real_K``: mask of k_K < K. TABLE: columns and settings of all gates, as ``GATES`` in
-    :mod:`..front.kernels`.
+    ``real_K``: mask of k_K < K. TABLE: columns and settings of all gates, as ``GATES``
+    in :mod:`..front.kernels`.
     """
     COLUMN: tl.constexpr = TABLE[N][AT_COLUMN]
     CHANNELS: tl.constexpr = TABLE[N][AT_CHANNELS]
@@ -295,7 +462,8 @@ def _compute_gate(
 
 
 def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
-    """``buffer[slots] = values`` for slots from 0 up; the values of a slot must be contiguous."""
+    """``buffer[slots] = values`` for slots from 0 up; the values of a slot must be
+    contiguous."""
     launch = _write_slots_launch(len(values), values[0].numel(), buffer.stride(0))
     launch(buffer, slots, values)
 
@@ -313,14 +481,17 @@ def _require_sequences_within_grid(N: int) -> None:
     """Raise a ValueError if a grid cannot count ``N`` sequences."""
     if N > MOST_PROGRAMS:
         raise ValueError(
-            f"a call decodes {N} sequences, but the Triton kernels take at most {MOST_PROGRAMS}. "
-            f"Decode them in several calls."
+            f"a call decodes {N} sequences, but the Triton kernels take at most "
+            f"{MOST_PROGRAMS}. Decode them in several calls."
         )
 
 
 @triton.jit
-def write_slots_kernel(buffer_ptr, slot_ptr, values_ptr, stride, size, BLOCK: tl.constexpr):
-    """Grid (ceil(size / BLOCK), N): copy BLOCK of the ``size`` values of sequence n to its slot.
+def write_slots_kernel(
+    buffer_ptr, slot_ptr, values_ptr, stride, size, BLOCK: tl.constexpr
+):
+    """Grid (ceil(size / BLOCK), N): copy BLOCK of the ``size`` values of sequence n to
+    its slot.
 
     ``values_ptr``: [N, size]. ``buffer_ptr``: the slots, ``stride`` elements apart.
     """

@@ -1,7 +1,9 @@
-"""File locks: one process of a machine compiles a kernel, and all others load it from disk.
+"""File locks: one process of a machine compiles a kernel, and all others load it from
+disk.
 
-Each variant of a kernel (dtypes, sizes, alignments) has its own lock (``flock``). The operating
-system releases a lock when all processes that hold it have ended, also after a crash.
+Each variant of a kernel (dtypes, sizes, alignments) has its own lock (``flock``). The
+operating system releases a lock when all processes that hold it have ended, also after
+a crash.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _QUICK = 0.5  # seconds; a shorter call only loads a kernel from disk and is not
 
 
 def compile_in_one_process(kernel: Any) -> None:
-    """Let only one process of a machine at a time compile a variant of this Triton kernel."""
+    """Let only one process of a machine at a time compile a variant of this Triton
+    kernel."""
     # Triton calls _do_compile for each variant that the process has not loaded yet.
     compile = getattr(kernel, "_do_compile", None)
     if compile is None or hasattr(compile, "__wrapped__"):
@@ -37,17 +40,25 @@ def compile_in_one_process(kernel: Any) -> None:
 
     @wraps(compile)
     def compile_under_lock(key: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compile the variant ``key`` of the kernel while this process holds its lock."""
+        """Compile the variant ``key`` of the kernel while this process holds its
+        lock."""
         import triton
 
-        name, variant = kernel.__name__, hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        name, variant = (
+            kernel.__name__,
+            hashlib.sha256(repr(key).encode()).hexdigest()[:16],
+        )
         path = Path(triton.knobs.cache.dir) / "megatron_gdn" / f"{name}-{variant}.lock"
         with build_lock(path, f"Triton's {name}", patience=_QUICK):
             say = threading.Timer(
-                _QUICK, logger.warning,
-                ("compiles Triton's %s, which takes some seconds. `python -m megatron_gdn.warm_up "
-                 "--help` shows how to do this before a run.", name),
-            )  # fmt: skip
+                _QUICK,
+                logger.warning,
+                (
+                    "compiles Triton's %s, which takes some seconds. `python -m "
+                    "megatron_gdn.warm_up --help` shows how to do this before a run.",
+                    name,
+                ),
+            )
             say.daemon = True
             say.start()
             try:
@@ -68,11 +79,12 @@ def build_lock(
 ) -> Iterator[int | None]:
     """Hold the lock of a file while the caller builds the kernel named ``what``.
 
-    The file is :func:`lock_file` of ``path``, so that each user has files of their own. The wait
-    for the lock ends early if ``is_built()`` is true, and after ``longest_wait`` seconds, and is
-    logged after ``patience`` seconds. Yields the file's descriptor if this process holds the lock,
-    else None; then the caller builds without a lock. A child process that inherits the descriptor
-    holds the lock too. The file is never removed.
+    The file is :func:`lock_file` of ``path``, so that each user has files of their own.
+    The wait for the lock ends early if ``is_built()`` is true, and after
+    ``longest_wait`` seconds, and is logged after ``patience`` seconds. Yields the
+    file's descriptor if this process holds the lock, else None; then the caller builds
+    without a lock. A child process that inherits the descriptor holds the lock too. The
+    file is never removed.
     """
     began = time.monotonic()
     file = _open_lock(path)
@@ -85,35 +97,43 @@ def build_lock(
             waited = time.monotonic() - began
             if waited >= longest_wait:
                 logger.warning(
-                    "waited %.0f s for %s, which %s still compiles; this process compiles it too",
-                    waited, what, _holder_of(file),
-                )  # fmt: skip
+                    "waited %.0f s for %s, which %s still compiles; this process "
+                    "compiles it too",
+                    waited,
+                    what,
+                    _holder_of(file),
+                )
                 break
             if not said and waited >= patience:
                 said = True
                 logger.warning(
-                    "waits for %s, which is being compiled by %s", what, _holder_of(file)
+                    "waits for %s, which is being compiled by %s",
+                    what,
+                    _holder_of(file),
                 )
             time.sleep(0.1)
         if said:
             logger.warning("waited %.0f s for %s", time.monotonic() - began, what)
-        # Another process may have built ``what`` between the last is_built() and the lock.
+        # Another process may have built ``what`` between the last is_built() and the
+        # lock.
         yield file if not there and taken and not is_built() else None
     finally:
         os.close(file)
 
 
 def lock_file(path: Path) -> Path:
-    """This user's file for the lock ``path``: in a folder of the user beside the other files.
+    """This user's file for the lock ``path``: in a folder of the user beside the other
+    files.
 
-    Users may share a cache folder. If they shared its lock files, one user could hold a lock
-    for ever, or put a link to a file of another user in the place of a lock.
+    Users may share a cache folder. If they shared its lock files, one user could hold a
+    lock for ever, or put a link to a file of another user in the place of a lock.
     """
     return path.parent / f"locks-{os.geteuid()}" / path.name
 
 
 def _open_lock(path: Path) -> int | None:
-    """Open the user's lock file for ``path``; None, with a warning, if others could change it."""
+    """Open the user's lock file for ``path``; None, with a warning, if others could
+    change it."""
     own = lock_file(path)
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     folder = None
@@ -121,7 +141,8 @@ def _open_lock(path: Path) -> int | None:
         own.parent.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             own.parent.mkdir(mode=0o700)
-        # Files are opened relative to the folder, so that nobody can exchange the folder meanwhile.
+        # Files are opened relative to the folder, so that nobody can exchange the
+        # folder meanwhile.
         folder = os.open(own.parent, os.O_RDONLY | os.O_DIRECTORY | flags)
         _require_own(folder)
         file = os.open(own.name, os.O_RDWR | os.O_CREAT | flags, 0o600, dir_fd=folder)
@@ -133,10 +154,12 @@ def _open_lock(path: Path) -> int | None:
         return file
     except OSError as error:
         logger.warning(
-            "no lock for kernels in %r (%s), so every process compiles every kernel. Put the cache "
-            "in a folder of your own (TRITON_CACHE_DIR, TILELANG_CACHE_DIR).",
-            str(own.parent), error,
-        )  # fmt: skip
+            "no lock for kernels in %r (%s), so every process compiles every kernel. "
+            "Put the cache in a folder of your own (TRITON_CACHE_DIR, "
+            "TILELANG_CACHE_DIR).",
+            str(own.parent),
+            error,
+        )
         return None
     finally:
         if folder is not None:
@@ -144,7 +167,8 @@ def _open_lock(path: Path) -> int | None:
 
 
 def _require_own(descriptor: int, regular: bool = False) -> None:
-    """Raise an OSError unless this user owns the file; ``regular``: it must be an ordinary file."""
+    """Raise an OSError unless this user owns the file; ``regular``: it must be an
+    ordinary file."""
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}")
@@ -153,13 +177,16 @@ def _require_own(descriptor: int, regular: bool = False) -> None:
 
 
 def _holder_of(file: int) -> str:
-    """The process that the lock's file names, if it runs; the file's text may be of any kind."""
+    """The process that the lock's file names, if it runs; the file's text may be of any
+    kind."""
     text = os.pread(file, 100, 0).decode(errors="replace")
     found = re.fullmatch(r"process ([0-9]{1,10}) on (.{1,80})", text)
     if found is None or found[2] != _host():
         return "another process"
     # The next holder writes its own number a moment after it takes the lock.
-    return f"process {found[1]}" if Path("/proc", found[1]).exists() else "another process"
+    return (
+        f"process {found[1]}" if Path("/proc", found[1]).exists() else "another process"
+    )
 
 
 def _host() -> str:
@@ -168,15 +195,17 @@ def _host() -> str:
 
 
 def _try_to_lock(file: int) -> bool:
-    """Try to lock the descriptor ``file``; False only if another process holds the lock."""
+    """Try to lock the descriptor ``file``; False only if another process holds the
+    lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         logger.warning(
-            "The file system of the kernel cache has no file locks (%s), so every process compiles "
-            "every kernel. Put the cache on another file system (TILELANG_CACHE_DIR).",
+            "The file system of the kernel cache has no file locks (%s), so every "
+            "process compiles every kernel. Put the cache on another file system "
+            "(TILELANG_CACHE_DIR).",
             error,
         )
     os.ftruncate(file, 0)

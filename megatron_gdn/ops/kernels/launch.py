@@ -1,9 +1,11 @@
-"""Launches of Triton kernels, prepared once; a later call takes the host a few microseconds.
+"""Launches of Triton kernels, prepared once; a later call takes the host a few
+microseconds.
 
-Triton's ``kernel[grid](...)`` inspects every argument in each call. A :class:`Launch` makes this
-call once and keeps Triton's launcher for later calls. There is one launcher, and one compiled
-variant of the kernel, for each device and for each choice of the tensors' dtypes, of the tensors
-that are None, and of the tensors whose address is a multiple of 16 bytes.
+Triton's ``kernel[grid](...)`` inspects every argument in each call. A :class:`Launch`
+makes this call once and keeps Triton's launcher for later calls. There is one launcher,
+and one compiled variant of the kernel, for each device and for each choice of the
+tensors' dtypes, of the tensors that are None, and of the tensors whose address is a
+multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ from .builds import compile_in_one_process
 from .tiles import MOST_PROGRAMS
 
 _LARGEST_GRID = 2**31 - 1, MOST_PROGRAMS, MOST_PROGRAMS  # of CUDA, by axis
-_ALIGNED = 16  # bytes; if a pointer is no multiple of 16, Triton compiles another variant
-MOST_PLANS = 256  # size of a cache of launches, whose keys are shapes, strides and options
+# bytes; if a pointer is no multiple of 16, Triton compiles another variant
+_ALIGNED = 16
+# size of a cache of launches, whose keys are shapes, strides and options
+MOST_PLANS = 256
 
 
-def pointers_and_key(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], tuple] | None:
-    """The tensors' pointers, and a key of the compiled variant; None if a tensor is on no GPU."""
+def pointers_and_key(
+    tensors: Sequence[Tensor | None],
+) -> tuple[list[int | None], tuple] | None:
+    """The tensors' pointers, and a key of the compiled variant; None if a tensor is on
+    no GPU."""
     pointers: list[int | None] = []
     key: list[Any] = []
     low = 0
@@ -40,7 +47,9 @@ def pointers_and_key(tensors: Sequence[Tensor | None]) -> tuple[list[int | None]
         key.append(x.dtype)
         low |= pointer
     if low % _ALIGNED:
-        key.extend(pointer is not None and pointer % _ALIGNED == 0 for pointer in pointers)
+        key.extend(
+            pointer is not None and pointer % _ALIGNED == 0 for pointer in pointers
+        )
     return pointers, tuple(key)
 
 
@@ -52,17 +61,23 @@ class Launch:
         launch = Launch(kernel, (tiles, B), S, stride, H=32, BLOCK_H=32, num_warps=4)
         launch(x, out)          # as kernel[(tiles, B)](x, out, S, stride, H=32, ...)
 
-    In the interpreter, and while Triton's launch hooks are set, every call runs `kernel[grid]`.
-    Triton's other settings (``TRITON_DEBUG`` and the like) are read at the first call only.
+    In the interpreter, and while Triton's launch hooks are set, every call runs
+    `kernel[grid]`. Triton's other settings (``TRITON_DEBUG`` and the like) are read at
+    the first call only.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **constants: Any) -> None:
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **constants: Any
+    ) -> None:
         self._kernel, self._grid = kernel, grid
         self._axes = (*grid, 1, 1)[:3]
-        if any(size > most for size, most in zip(self._axes, _LARGEST_GRID, strict=True)):
+        if any(
+            size > most for size, most in zip(self._axes, _LARGEST_GRID, strict=True)
+        ):
             raise ValueError(
-                f"{kernel.__name__} needs a grid of {grid} programs, and CUDA takes at most "
-                f"{_LARGEST_GRID}. Use a smaller batch or fewer documents, or kernels='torch'."
+                f"{kernel.__name__} needs a grid of {grid} programs, and CUDA takes at "
+                f"most {_LARGEST_GRID}. Use a smaller batch or fewer documents, or "
+                "kernels='torch'."
             )
         self._numbers, self._constants = numbers, constants
         self._prepared: dict[tuple, tuple[Any, tuple, tuple, Any]] = {}
@@ -80,7 +95,9 @@ class Launch:
         device = torch._C._cuda_getDevice()
         prepared = self._prepared.get((device, key))
         if prepared is None:
-            compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
+            compiled = self._kernel[self._grid](
+                *tensors, *self._numbers, **self._constants
+            )
             prepared = self._prepare(compiled, len(tensors))
             if prepared is None:
                 self._ordinary = True
@@ -91,20 +108,32 @@ class Launch:
         launch, before, after, _ = prepared
         launch(*self._axes, stream, *before, *pointers, *after)
 
-    def _prepare(self, compiled: Any, tensors: int) -> tuple[Any, tuple, tuple, Any] | None:
-        """Return Triton's C launcher, its arguments before and after the pointers, ``compiled``.
+    def _prepare(
+        self, compiled: Any, tensors: int
+    ) -> tuple[Any, tuple, tuple, Any] | None:
+        """Return Triton's C launcher, its arguments before and after the pointers,
+        ``compiled``.
 
-        ``tensors`` is the number of pointers. ``compiled`` keeps the GPU function loaded. Returns
-        None if the launcher needs scratch memory or lacks an attribute that this method reads.
+        ``tensors`` is the number of pointers. ``compiled`` keeps the GPU function
+        loaded. Returns None if the launcher needs scratch memory or lacks an attribute
+        that this method reads.
         """
         try:
             launcher = compiled.run
             if launcher.global_scratch_size or launcher.profile_scratch_size:
                 return None
-            before = (  # function, two flags, two None for scratch memory, metadata, no hooks
-                compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None,
-                None, compiled.packed_metadata, None, None, None,
-            )  # fmt: skip
+            # function, two flags, two None for scratch memory, metadata, no hooks
+            before = (
+                compiled.function,
+                launcher.launch_cooperative_grid,
+                launcher.launch_pdl,
+                None,
+                None,
+                compiled.packed_metadata,
+                None,
+                None,
+                None,
+            )
             after = [*self._numbers]
             for parameter in self._kernel.params[tensors + len(after) :]:
                 after.append(self._constants[parameter.name])
@@ -114,8 +143,11 @@ class Launch:
 
 
 def _has_launch_hooks(kernel: JITFunction) -> bool:
-    """Whether Triton's launch hooks are set; only Triton's own ``kernel[grid](...)`` runs hooks."""
+    """Whether Triton's launch hooks are set; only Triton's own ``kernel[grid](...)``
+    runs hooks."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(
-        kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        kernel.pre_run_hooks
+        or getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
     )

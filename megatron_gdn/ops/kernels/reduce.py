@@ -1,4 +1,5 @@
-"""The second stage of every sum over tokens: rows of partial sums are added in a fixed order.
+"""The second stage of every sum over tokens: rows of partial sums are added in a fixed
+order.
 
 Legend: N partial rows, M columns.
 """
@@ -16,14 +17,16 @@ from .launch import MOST_PLANS, Launch
 from .tiles import MOST_PROGRAMS, require_32_bits
 
 _ROWS_AT_ONCE = 8
-_MOST_ROWS = 256  # per program; if there are more rows, a further launch adds the programs' sums
+# per program; if there are more rows, a further launch adds the programs' sums
+_MOST_ROWS = 256
 _COLUMNS = 128
 _MOST_OUTS = 4
 
 
 @triton.jit
 def _store_columns(out_ptr, sum_M, m_M, first_column, end_column):
-    """Store ``sum_M``, the sums of columns ``m_M``, for ``first_column`` <= m < ``end_column``."""
+    """Store ``sum_M``, the sums of columns ``m_M``, for ``first_column`` <= m <
+    ``end_column``."""
     if out_ptr is not None:
         rounded_M = sum_M.to(out_ptr.dtype.element_ty)
         kept_M = (m_M >= first_column) & (m_M < end_column)
@@ -32,15 +35,28 @@ def _store_columns(out_ptr, sum_M, m_M, first_column, end_column):
 
 @triton.jit
 def _sum_rows_kernel(
-    partial_ptr, a_ptr, b_ptr, c_ptr, d_ptr, N, M, a_end, b_end, c_end,
-    ROWS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Sum each group of ROWS * REPEATS rows; grid (blocks of BLOCK_M columns, groups of rows).
+    partial_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    N,
+    M,
+    a_end,
+    b_end,
+    c_end,
+    ROWS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Sum each group of ROWS * REPEATS rows; grid (blocks of BLOCK_M columns, groups of
+    rows).
 
-    A program adds ROWS rows at a time. If there are several groups, each writes one row of M
-    columns to ``a_ptr``. A single group writes up to four outputs: ``a_ptr`` gets the columns
-    before ``a_end``, ``b_ptr`` those from ``a_end`` to ``b_end``, ``c_ptr`` those from ``b_end`` to
-    ``c_end``, ``d_ptr`` those from ``c_end`` on. The pointer of an absent output is None.
+    A program adds ROWS rows at a time. If there are several groups, each writes one row
+    of M columns to ``a_ptr``. A single group writes up to four outputs: ``a_ptr`` gets
+    the columns before ``a_end``, ``b_ptr`` those from ``a_end`` to ``b_end``, ``c_ptr``
+    those from ``b_end`` to ``c_end``, ``d_ptr`` those from ``c_end`` on. The pointer of
+    an absent output is None.
     """
     m_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * (ROWS * REPEATS)
@@ -60,9 +76,11 @@ def _sum_rows_kernel(
 
 
 def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
-    """Sum the rows of ``partial_NM`` in fp32, in an order that depends on N alone, into ``outs``.
+    """Sum the rows of ``partial_NM`` in fp32, in an order that depends on N alone, into
+    ``outs``.
 
-    ``outs`` are one to four contiguous tensors of any dtype; each gets the next numel() columns.
+    ``outs`` are one to four contiguous tensors of any dtype; each gets the next numel()
+    columns.
     """
     sizes = tuple([out.numel() for out in outs])
     *earlier, (_, last) = _reduction_launches(*partial_NM.shape, sizes)
@@ -74,8 +92,11 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _reduction_launches(N: int, M: int, sizes: tuple[int, ...]) -> tuple[tuple[int, Launch], ...]:
-    """The launches that sum N rows, as pairs (rows written, launch); the last writes one row."""
+def _reduction_launches(
+    N: int, M: int, sizes: tuple[int, ...]
+) -> tuple[tuple[int, Launch], ...]:
+    """The launches that sum N rows, as pairs (rows written, launch); the last writes
+    one row."""
     assert sum(sizes) == M and 1 <= len(sizes) <= _MOST_OUTS
     require_32_bits("the number of columns of partial sums", M + _COLUMNS)
     ends = tuple(accumulate(sizes))
@@ -89,10 +110,16 @@ def _reduction_launches(N: int, M: int, sizes: tuple[int, ...]) -> tuple[tuple[i
         repeats = triton.cdiv(span, _ROWS_AT_ONCE)
         groups = max(1, triton.cdiv(N, _ROWS_AT_ONCE * max(1, repeats)))
         launch = Launch(
-            _sum_rows_kernel, (triton.cdiv(M, _COLUMNS), groups),
-            N, M, *(ends[: _MOST_OUTS - 1] if groups == 1 else (M,) * (_MOST_OUTS - 1)),
-            ROWS=_ROWS_AT_ONCE, REPEATS=repeats, BLOCK_M=_COLUMNS, num_warps=4,
-        )  # fmt: skip
+            _sum_rows_kernel,
+            (triton.cdiv(M, _COLUMNS), groups),
+            N,
+            M,
+            *(ends[: _MOST_OUTS - 1] if groups == 1 else (M,) * (_MOST_OUTS - 1)),
+            ROWS=_ROWS_AT_ONCE,
+            REPEATS=repeats,
+            BLOCK_M=_COLUMNS,
+            num_warps=4,
+        )
         stages.append((groups, launch))
         if groups == 1:
             return tuple(stages)

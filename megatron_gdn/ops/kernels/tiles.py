@@ -1,7 +1,7 @@
 """Tile shapes of the kernels, chosen by the shapes of tensors and never by a timing.
 
-Tiles decide the order of sums. Tiles chosen by a timing could differ between runs or ranks, and so
-could the bits of results.
+Tiles decide the order of sums. Tiles chosen by a timing could differ between runs or
+ranks, and so could the bits of results.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from typing import NamedTuple
 
 MOST_PROGRAMS = 65535  # the largest size of the second and the third axis of a grid
 _FEWEST_STEPS = 8  # fewest tokens of a segment; a convolution has at most 8 taps
-_STEPS_OF_A_STAGE = 4  # equals conv_forward.UNROLL, but importing that file needs Triton
-# The most bytes of shared memory for a program's prefetched rows. Two such programs fit on a
-# multiprocessor of Hopper, one on that of a small GPU. A launch fails if a program asks for more.
+# equals conv_forward.UNROLL, but importing that file needs Triton
+_STEPS_OF_A_STAGE = 4
+# The most bytes of shared memory for a program's prefetched rows. Two such programs fit
+# on a multiprocessor of Hopper, one on that of a small GPU. A launch fails if a program
+# asks for more.
 _MOST_COPIED = 96 << 10
 
 
 class SegmentTile(NamedTuple):
-    """A program computes ``rows`` segments of ``steps`` tokens; ``steps`` is a multiple of 4."""
+    """A program computes ``rows`` segments of ``steps`` tokens; ``steps`` is a multiple
+    of 4."""
 
     rows: int
     steps: int
     warps: int
-    registers: int | None = None  # registers per thread; None leaves the number to the compiler
+    # registers per thread; None leaves the number to the compiler
+    registers: int | None = None
     stages: int = 3  # stages of prefetched loads; a stage loads four steps
 
     @property
@@ -45,36 +49,53 @@ def block_dim(dim: int) -> int:
 
 
 def front_forward_tile(tokens: int, widest_head: int) -> SegmentTile:
-    """The tile of the front's forward; ``widest_head`` is the number of columns of the widest head.
+    """The tile of the front's forward; ``widest_head`` is the number of columns of the
+    widest head.
 
-    A thread computes four channels with few registers, so nine programs share a multiprocessor.
+    A thread computes four channels with few registers, so nine programs share a
+    multiprocessor.
     """
-    return SegmentTile(_segments_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4)
+    return SegmentTile(
+        _segments_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4
+    )
 
 
 def front_backward_tile(tokens: int, widest_head: int) -> SegmentTile:
-    """The tile of the front's backward, where a thread needs some twenty registers per channel.
+    """The tile of the front's backward, where a thread needs some twenty registers per
+    channel.
 
-    With 96 registers per thread, five programs of four warps fit on a multiprocessor, else four.
-    Long segments compute fewer tokens twice; short segments give a GPU more programs.
+    With 96 registers per thread, five programs of four warps fit on a multiprocessor,
+    else four. Long segments compute fewer tokens twice; short segments give a GPU more
+    programs.
     """
-    steps = 128 if tokens >= 32768 else 64 if tokens >= 8192 else 32 if tokens >= 2048 else 16
+    steps = (
+        128
+        if tokens >= 32768
+        else 64
+        if tokens >= 8192
+        else 32
+        if tokens >= 2048
+        else 16
+    )
     return SegmentTile(_segments_of(widest_head), steps, warps=4, registers=96)
 
 
 def _segments_of(widest_head: int) -> int:
-    """Segments per program, so that each thread of four warps computes four channels."""
+    """Segments per program, so that each thread of four warps computes four
+    channels."""
     return max(1, 512 // block_dim(widest_head))
 
 
 def within_32_bit_offsets(
     tile: SegmentTile, tokens: int, taps: int, strides: Sequence[int]
 ) -> SegmentTile:
-    """``tile``, with fewer tokens if offsets from its first token would not fit into 32 bits.
+    """``tile``, with fewer tokens if offsets from its first token would not fit into 32
+    bits.
 
-    A program also reads ``taps - 1`` tokens on either side of its tile, within the ``tokens`` of
-    a row. ``strides`` has, for each tensor, the number of elements from one token to the next. A
-    stride of more than 32 bits is skipped, since its offsets are computed with 64 bits.
+    A program also reads ``taps - 1`` tokens on either side of its tile, within the
+    ``tokens`` of a row. ``strides`` has, for each tensor, the number of elements from
+    one token to the next. A stride of more than 32 bits is skipped, since its offsets
+    are computed with 64 bits.
     """
     stride = max((x for x in strides if x < 2**31), default=0)
 
@@ -88,16 +109,17 @@ def within_32_bit_offsets(
         tile = tile._replace(rows=tile.rows // 2)
     if not fits(tile):
         raise ValueError(
-            f"tokens lie {stride} elements apart. The Triton kernels address {tile.tokens} tokens "
-            f"and {taps} taps with offsets of 32 bits, so tokens may lie at most "
-            f"{(2**31 - 1) // (tile.tokens + taps - 2)} elements apart. Use a smaller batch, or "
-            f"kernels='torch'."
+            f"tokens lie {stride} elements apart. The Triton kernels address "
+            f"{tile.tokens} tokens and {taps} taps with offsets of 32 bits, so tokens "
+            f"may lie at most {(2**31 - 1) // (tile.tokens + taps - 2)} elements "
+            "apart. Use a smaller batch, or kernels='torch'."
         )
     return tile
 
 
 def within_grid(tile: SegmentTile, tokens: int, batch: int) -> SegmentTile:
-    """``tile``, with more steps if a batch row would have more tiles than a grid's axis takes."""
+    """``tile``, with more steps if a batch row would have more tiles than a grid's axis
+    takes."""
     require_rows_within_grid(batch)
     while -(-tokens // tile.tokens) > MOST_PROGRAMS:
         tile = tile._replace(steps=2 * tile.steps)
@@ -105,16 +127,19 @@ def within_grid(tile: SegmentTile, tokens: int, batch: int) -> SegmentTile:
 
 
 def require_rows_within_grid(batch: int) -> None:
-    """Raise a ValueError if a grid's second or third axis cannot count ``batch`` rows."""
+    """Raise a ValueError if a grid's second or third axis cannot count ``batch``
+    rows."""
     if batch > MOST_PROGRAMS:
         raise ValueError(
-            f"the batch has {batch} rows, but the Triton kernels take at most {MOST_PROGRAMS}. Use "
-            f"a smaller batch, or lay the rows end to end as packed documents."
+            f"the batch has {batch} rows, but the Triton kernels take at most "
+            f"{MOST_PROGRAMS}. Use a smaller batch, or lay the rows end to end as "
+            "packed documents."
         )
 
 
 def require_32_bits(what: str, number: int) -> None:
-    """Raise a ValueError if ``number``, which a kernel holds in 32 bits, does not fit."""
+    """Raise a ValueError if ``number``, which a kernel holds in 32 bits, does not
+    fit."""
     if number >= 2**31:
         raise ValueError(
             f"{what} is {number}, which the Triton kernels count with 32 bits: at most "
@@ -125,15 +150,18 @@ def require_32_bits(what: str, number: int) -> None:
 def rows_need_64_bits(
     tile_rows: int, rows: int, heads: int, strides: Sequence[int], row_stride: int
 ) -> bool:
-    """Whether offsets of a readout's tile of ``tile_rows`` rows do not fit into 32 bits.
+    """Whether offsets of a readout's tile of ``tile_rows`` rows do not fit into 32
+    bits.
 
-    Row ``s * heads + h`` is head h of token s; there are ``rows`` rows. ``strides`` has, for each
-    tensor of projection rows, the number of elements from one token to the next; ``row_stride`` is
-    the number from one row of the rule's output to the next. A stride of more than 32 bits is
-    skipped, since its offsets are computed with 64 bits.
+    Row ``s * heads + h`` is head h of token s; there are ``rows`` rows. ``strides``
+    has, for each tensor of projection rows, the number of elements from one token to
+    the next; ``row_stride`` is the number from one row of the rule's output to the
+    next. A stride of more than 32 bits is skipped, since its offsets are computed with
+    64 bits.
     """
     stride = max((x for x in strides if x < 2**31), default=0)
-    last_token = (min(tile_rows, rows) + heads - 2) // heads  # counted from the tile's first token
+    # counted from the tile's first token
+    last_token = (min(tile_rows, rows) + heads - 2) // heads
     last_token = min(last_token, max(rows // heads - 1, 0))
     in_projection_rows = last_token * stride + heads * row_stride
     in_output = min(tile_rows, rows) * row_stride
@@ -141,23 +169,27 @@ def rows_need_64_bits(
 
 
 def within_shared_memory(tile: SegmentTile, row_bytes: int) -> SegmentTile:
-    """``tile``, with fewer stages if the prefetched rows would not fit into shared memory.
+    """``tile``, with fewer stages if the prefetched rows would not fit into shared
+    memory.
 
-    A segment prefetches ``row_bytes`` per token. For example, the backward of a key head with 32
-    value heads in bf16 would need 264 KiB with all stages. Results do not depend on the stages.
+    A segment prefetches ``row_bytes`` per token. For example, the backward of a key
+    head with 32 value heads in bf16 would need 264 KiB with all stages. Results do not
+    depend on the stages.
     """
     copied = _STEPS_OF_A_STAGE * tile.rows * row_bytes
     return tile._replace(stages=max(1, min(tile.stages, 1 + _MOST_COPIED // copied)))
 
 
 def norm_forward_tile(width: int) -> RowTile:
-    """The tile of a norm's forward; a row of ``width`` columns is one head or group of heads."""
+    """The tile of a norm's forward; a row of ``width`` columns is one head or group of
+    heads."""
     block = block_dim(width)
     return RowTile(rows=max(1, 4096 // block), repeats=1, warps=_norm_warps(block))
 
 
 def norm_backward_tile(rows: int, width: int) -> RowTile:
-    """The tile of a norm's backward; all repeats of a program add to one row of partial d_gamma."""
+    """The tile of a norm's backward; all repeats of a program add to one row of partial
+    d_gamma."""
     block = block_dim(width)
     size = max(1, 2048 // block)
     repeats = max(8 if rows >= 1 << 17 else 4, 16 // size)
@@ -165,5 +197,6 @@ def norm_backward_tile(rows: int, width: int) -> RowTile:
 
 
 def _norm_warps(block: int) -> int:
-    """The number of warps for tiles of ``block`` columns; wide rows need many registers."""
+    """The number of warps for tiles of ``block`` columns; wide rows need many
+    registers."""
     return min(16, max(4, block // 512))

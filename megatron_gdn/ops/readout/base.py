@@ -1,16 +1,18 @@
 """Readouts compute the rows for out_proj from the output of a rule.
 
-    per head     y = o * rsqrt(mean_head(o^2) + eps) * gamma * act(gate)      gamma [V]
-    per group    y = u * rsqrt(mean_group(u^2) + eps) * gamma                 gamma [H V]
-    gate alone   u = o * act(gate)
-    a module     y = norm(o, gate)                               :class:`SplitReadout`
+    per head    y = o * rsqrt(mean_head(o^2) + eps) * gamma * act(gate)      gamma [V]
+    per group   y = u * rsqrt(mean_group(u^2) + eps) * gamma                 gamma [H V]
+    gate alone  u = o * act(gate)
+    a module    y = norm(o, gate)                               :class:`SplitReadout`
 
-The gate is a section of the projection rows. Arithmetic is fp32 (fp64 for fp64 tensors), and the
-result is rounded once. :mod:`.kernels` has the norms per head and per group in Triton.
+The gate is a section of the projection rows. Arithmetic is fp32 (fp64 for fp64
+tensors), and the result is rounded once. :mod:`.kernels` has the norms per head and per
+group in Triton.
 
-A group is ``H / groups`` adjacent heads, and a norm per group needs all heads of the group on one
-rank. If ranks share a group's heads, only the gate runs with the recurrence, and
-:func:`grouped_rms_norm` runs after an exchange that brings the heads together.
+A group is ``H / groups`` adjacent heads, and a norm per group needs all heads of the
+group on one rank. If ranks share a group's heads, only the gate runs with the
+recurrence, and :func:`grouped_rms_norm` runs after an exchange that brings the heads
+together.
 """
 
 from __future__ import annotations
@@ -29,29 +31,44 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": s
 
 
 class Readout(Protocol):
-    """The norm and the gate of a rule's output; callers, not autograd, run `backward`."""
+    """The norm and the gate of a rule's output; callers, not autograd, run
+    `backward`."""
 
     reads_o: ClassVar[bool]  # whether the backward reads o
 
     @property
-    def gate(self) -> slice: ...  # the H * V columns of a projection row that hold the gate
+    # the H * V columns of a projection row that hold the gate
+    def gate(self) -> slice: ...
 
     def forward(
-        self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
+        self,
+        o: Tensor,
+        rows: Tensor,
+        gamma: Tensor | None,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """The rows for out_proj, contiguous ``[S, B, H * V]``; written to ``out`` if given.
+        """The rows for out_proj, contiguous ``[S, B, H * V]``; written to ``out`` if
+        given.
 
-        ``o`` is ``[B, S, H, V]``, contiguous, in any dtype; ``rows`` is ``[S, B, P]`` with any
-        strides of S and B, in the dtype of the result; ``gamma`` is None without a norm.
+        ``o`` is ``[B, S, H, V]``, contiguous, in any dtype; ``rows`` is ``[S, B, P]``
+        with any strides of S and B, in the dtype of the result; ``gamma`` is None
+        without a norm.
         """
         ...
 
     def backward(
-        self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor | None, d_rows: Tensor
+        self,
+        d_out: Tensor,
+        o: Tensor,
+        rows: Tensor,
+        gamma: Tensor | None,
+        d_rows: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of o, in the dtype of ``rows``, and of gamma.
 
-        Writes the gate's gradient to the gate's columns of ``d_rows`` ``[S, B, P]``, to no others.
+        Writes the gate's gradient to the gate's columns of ``d_rows`` ``[S, B, P]``, to
+        no others.
         """
         ...
 
@@ -63,53 +80,81 @@ def heads_of(mixed: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class PlainReadout:
-    """A :class:`Readout` in plain torch on any device; fp64 tensors are computed in fp64."""
+    """A :class:`Readout` in plain torch on any device; fp64 tensors are computed in
+    fp64."""
 
     gate: slice  # the H * V columns of a projection row that hold the gate
-    activation: str = "silu"  # the gate's activation; the other legal value is "sigmoid"
+    # the gate's activation; the other legal value is "sigmoid"
+    activation: str = "silu"
     eps: float = 1e-6  # added to the mean square
     zero_centered: bool = False  # whether a norm per head scales by ``1 + gamma``
-    groups: int | None = None  # groups of a norm after the gate; None: a norm per head before it
+    # groups of a norm after the gate; None: a norm per head before it
+    groups: int | None = None
 
     reads_o: ClassVar[bool] = True
 
-    def _norm_and_gate(self, o: Tensor, gate: Tensor, gamma: Tensor | None = None) -> Tensor:
-        """Norm ``o [B, S, H, V]`` and gate it by ``gate [S, B, H V]``; result ``[S, B, H V]``."""
+    def _norm_and_gate(
+        self, o: Tensor, gate: Tensor, gamma: Tensor | None = None
+    ) -> Tensor:
+        """Norm ``o [B, S, H, V]`` and gate it by ``gate [S, B, H V]``; result
+        ``[S, B, H V]``."""
         act = ACTIVATIONS[self.activation]
         if self.groups is None and gamma is not None:
             normed = rms_norm(o, gamma, self.eps, self.zero_centered)
             y = normed * act(gate.unflatten(-1, o.shape[2:]).transpose(0, 1))
             return y.transpose(0, 1).flatten(2)
         u = o.flatten(2).transpose(0, 1) * act(gate)
-        return u if gamma is None else _norm_per_group(u, gamma, self.groups or 1, self.eps)
+        return (
+            u
+            if gamma is None
+            else _norm_per_group(u, gamma, self.groups or 1, self.eps)
+        )
 
-    def _wide_inputs(self, o: Tensor, rows: Tensor, gamma: Tensor | None) -> list[Tensor]:
-        """``o``, the gate's columns of ``rows``, and ``gamma`` unless None, in fp32 or fp64."""
+    def _wide_inputs(
+        self, o: Tensor, rows: Tensor, gamma: Tensor | None
+    ) -> list[Tensor]:
+        """``o``, the gate's columns of ``rows``, and ``gamma`` unless None, in fp32 or
+        fp64."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         return [x.to(wide) for x in (o, rows[..., self.gate], gamma) if x is not None]
 
     def forward(
-        self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
+        self,
+        o: Tensor,
+        rows: Tensor,
+        gamma: Tensor | None,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         y = self._norm_and_gate(*self._wide_inputs(o, rows, gamma))
         return y.to(rows.dtype).contiguous() if out is None else out.copy_(y)
 
     def backward(
-        self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor | None, d_rows: Tensor
+        self,
+        d_out: Tensor,
+        o: Tensor,
+        rows: Tensor,
+        gamma: Tensor | None,
+        d_rows: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         given = self._wide_inputs(o, rows, gamma)
-        d_o, d_gate, *d_gamma = gradients(self._norm_and_gate, given, d_out.to(given[0].dtype))
+        d_o, d_gate, *d_gamma = gradients(
+            self._norm_and_gate, given, d_out.to(given[0].dtype)
+        )
         d_rows[..., self.gate] = d_gate
         of_norm = None if gamma is None else d_gamma[0].to(gamma.dtype)
         return d_o.to(rows.dtype).contiguous(), of_norm
 
 
 def _norm_per_group(u: Tensor, gamma: Tensor, groups: int, eps: float) -> Tensor:
-    """RMS norm over each of the ``groups`` of ``u`` ``[..., C]``, times gamma; differentiable."""
+    """RMS norm over each of the ``groups`` of ``u`` ``[..., C]``, times gamma;
+    differentiable."""
     return rms_norm(u.unflatten(-1, (groups, -1)), None, eps).flatten(-2) * gamma
 
 
-def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -> Tensor:
+def grouped_rms_norm(
+    x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5
+) -> Tensor:
     """``x * rsqrt(mean_group(x^2) + eps) * gamma``, ``[..., C]`` in ``x.dtype``.
 
     Raises:
@@ -118,8 +163,9 @@ def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -
     channels = x.shape[-1]
     if groups < 1 or channels % groups or tuple(gamma.shape) != (channels,):
         raise ValueError(
-            f"grouped_rms_norm: {channels} channels, gamma of shape {tuple(gamma.shape)} and "
-            f"{groups} groups; gamma must be [{channels}], and the groups must divide the channels."
+            f"grouped_rms_norm: {channels} channels, gamma of shape "
+            f"{tuple(gamma.shape)} and {groups} groups; gamma must be [{channels}], "
+            "and the groups must divide the channels."
         )
     wide = torch.promote_types(x.dtype, torch.float32)
 
@@ -132,7 +178,8 @@ def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -
 
 @dataclass(frozen=True)
 class PassThrough:
-    """A readout that only reshapes ``o`` to rows; the gradient of the gate's columns is zero."""
+    """A readout that only reshapes ``o`` to rows; the gradient of the gate's columns is
+    zero."""
 
     gate: slice
     heads: int
@@ -140,13 +187,23 @@ class PassThrough:
     reads_o: ClassVar[bool] = False
 
     def forward(
-        self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
+        self,
+        o: Tensor,
+        rows: Tensor,
+        gamma: Tensor | None,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         y = o.to(rows.dtype).flatten(2).transpose(0, 1)
         return y.contiguous() if out is None else out.copy_(y)
 
     def backward(
-        self, d_out: Tensor, o: Tensor | None, rows: Tensor, gamma: Tensor | None, d_rows: Tensor
+        self,
+        d_out: Tensor,
+        o: Tensor | None,
+        rows: Tensor,
+        gamma: Tensor | None,
+        d_rows: Tensor,
     ) -> tuple[Tensor, None]:
         d_rows[..., self.gate].zero_()
         return heads_of(d_out, self.heads).contiguous(), None
@@ -154,14 +211,16 @@ class PassThrough:
 
 @dataclass(frozen=True, eq=False)
 class SplitReadout:
-    """A readout in two steps: ``inside`` in the mixer's autograd function, ``call`` after it.
+    """A readout in two steps: ``inside`` in the mixer's autograd function, ``call``
+    after it.
 
-    If ``closed``, ``call`` runs after an exchange that gives this rank all heads of its tokens.
-    Autograd differentiates ``call``.
+    If ``closed``, ``call`` runs after an exchange that gives this rank all heads of its
+    tokens. Autograd differentiates ``call``.
     """
 
     inside: Readout
-    call: Callable[[Tensor, Tensor], Tensor]  # (mixed [S, B, H V], rows [S, B, P]) -> [S, B, H V]
+    # (mixed [S, B, H V], rows [S, B, P]) -> [S, B, H V]
+    call: Callable[[Tensor, Tensor], Tensor]
     closed: bool = False
 
     @property
@@ -169,7 +228,12 @@ class SplitReadout:
         return self.inside.gate
 
     def forward(
-        self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
+        self,
+        o: Tensor,
+        rows: Tensor,
+        gamma: Tensor | None,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Run both steps; all heads must be on this rank."""
         y = self.call(self.inside.forward(o, rows, gamma), rows)

@@ -1,7 +1,9 @@
-"""The norm and the gate of a rule's output in Triton: one launch forward, one launch backward.
+"""The norm and the gate of a rule's output in Triton: one launch forward, one launch
+backward.
 
-Arithmetic is fp32. A program computes tiles of rows; a row is one head of one token.
-If the norm is per group, each of the G groups counts as one head of V columns; otherwise G is 1.
+Arithmetic is fp32. A program computes tiles of rows; a row is one head of one token. If
+the norm is per group, each of the G groups counts as one head of V columns; otherwise G
+is 1.
 
 Legend: R rows of a tile, whose columns belong to one group.
 """
@@ -35,7 +37,8 @@ from .base import PlainReadout
 class TritonReadout(PlainReadout):
     """A :class:`.base.PlainReadout` in Triton; gamma must not be None."""
 
-    # A row's bits depend on that row alone, since the tile shape is the same for all batches.
+    # A row's bits depend on that row alone, since the tile shape is the same for all
+    # batches.
     by_row: ClassVar[bool] = True
 
     def forward(
@@ -51,9 +54,15 @@ class TritonReadout(PlainReadout):
         return out
 
     def backward(
-        self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor, d_rows: Tensor,
-        *, tile: RowTile | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        d_out: Tensor,
+        o: Tensor,
+        rows: Tensor,
+        gamma: Tensor,
+        d_rows: Tensor,
+        *,
+        tile: RowTile | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """``tile`` replaces the tile of :mod:`..kernels.tiles` in tuning and tests."""
         S, B, _ = rows.shape
         if d_out.stride(2) != 1:
@@ -61,7 +70,9 @@ class TritonReadout(PlainReadout):
         strides = *rows.stride()[:2], *d_rows.stride()[:2], *d_out.stride()[:2]
         tiles, launch = _backward_launch(self, S, B, *o.shape[2:], strides, tile)
         d_o = torch.empty_like(o, dtype=rows.dtype)
-        partial = torch.empty(B * tiles, len(gamma), dtype=torch.float32, device=o.device)
+        partial = torch.empty(
+            B * tiles, len(gamma), dtype=torch.float32, device=o.device
+        )
         launch(o, rows, gamma, d_out, d_o, d_rows, partial)
         d_gamma = torch.empty_like(gamma)
         sum_rows(partial, d_gamma)
@@ -70,40 +81,64 @@ class TritonReadout(PlainReadout):
 
 @lru_cache(maxsize=MOST_PLANS)
 def _forward_launch(
-    norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
+    norm: TritonReadout,
+    S: int,
+    B: int,
+    H: int,
+    V: int,
+    strides: tuple[int, ...],
     out_strides: tuple[int, ...],
-) -> Launch:  # fmt: skip
-    """The forward's launch; ``strides`` of S and B in the rows, ``out_strides`` in the output."""
+) -> Launch:
+    """The forward's launch; ``strides`` of S and B in the rows, ``out_strides`` in the
+    output."""
     require_rows_within_grid(B)
     G, H, V = _row_sizes(norm, H, V)
     tile = norm_forward_tile(V)
     wide = rows_need_64_bits(tile.rows, S * H, H, (strides[0], out_strides[0]), G * V)
     return Launch(
-        gated_norm_forward_kernel, (triton.cdiv(S * H, tile.rows) * G, B),
-        S * H, norm.gate.start, *strides, *out_strides, norm.eps,
+        gated_norm_forward_kernel,
+        (triton.cdiv(S * H, tile.rows) * G, B),
+        S * H,
+        norm.gate.start,
+        *strides,
+        *out_strides,
+        norm.eps,
         **_constants(norm, G, H, V, tile, wide),
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _backward_launch(
-    norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
+    norm: TritonReadout,
+    S: int,
+    B: int,
+    H: int,
+    V: int,
+    strides: tuple[int, ...],
     tile: RowTile | None,
-) -> tuple[int, Launch]:  # fmt: skip
-    """The number of partial rows of d_gamma per batch row, and the launch of the backward."""
+) -> tuple[int, Launch]:
+    """The number of partial rows of d_gamma per batch row, and the launch of the
+    backward."""
     require_rows_within_grid(B)
     G, H, V = _row_sizes(norm, H, V)
     tile = norm_backward_tile(S * H * G * B, V) if tile is None else tile
     tiles = triton.cdiv(S * H, tile.rows * tile.repeats)
     wide = rows_need_64_bits(tile.rows * tile.repeats, S * H, H, strides[::2], G * V)
     return tiles, Launch(
-        gated_norm_backward_kernel, (tiles * G, B), S * H, norm.gate.start, *strides, norm.eps,
-        REPEATS=tile.repeats, **_constants(norm, G, H, V, tile, wide),
-    )  # fmt: skip
+        gated_norm_backward_kernel,
+        (tiles * G, B),
+        S * H,
+        norm.gate.start,
+        *strides,
+        norm.eps,
+        REPEATS=tile.repeats,
+        **_constants(norm, G, H, V, tile, wide),
+    )
 
 
 def _row_sizes(norm: TritonReadout, H: int, V: int) -> tuple[int, int, int]:
-    """The kernels' G, H and V, for a rule's output that has ``H`` heads of ``V`` columns."""
+    """The kernels' G, H and V, for a rule's output that has ``H`` heads of ``V``
+    columns."""
     return (1, H, V) if norm.groups is None else (norm.groups, 1, H * V // norm.groups)
 
 
@@ -111,15 +146,25 @@ def _constants(
     norm: TritonReadout, G: int, H: int, V: int, tile: RowTile, wide: bool
 ) -> dict[str, Any]:
     return {
-        "G": G, "H": H, "V": V, "ROWS": tile.rows, "BLOCK_V": block_dim(V), "WIDE": wide,
-        "GATE_FIRST": norm.groups is not None, "ZERO_CENTERED": norm.zero_centered,
-        "SIGMOID": norm.activation == "sigmoid", "num_warps": tile.warps,
-    }  # fmt: skip
+        "G": G,
+        "H": H,
+        "V": V,
+        "ROWS": tile.rows,
+        "BLOCK_V": block_dim(V),
+        "WIDE": wide,
+        "GATE_FIRST": norm.groups is not None,
+        "ZERO_CENTERED": norm.zero_centered,
+        "SIGMOID": norm.activation == "sigmoid",
+        "num_warps": tile.warps,
+    }
 
 
 @triton.jit
-def _rows_of_tile(tile, ROWS: tl.constexpr, ROWS_OF_TILE: tl.constexpr, WIDE: tl.constexpr):
-    """The first row of ``tile``, which has ROWS_OF_TILE rows, and the numbers 0 to ROWS - 1.
+def _rows_of_tile(
+    tile, ROWS: tl.constexpr, ROWS_OF_TILE: tl.constexpr, WIDE: tl.constexpr
+):
+    """The first row of ``tile``, which has ROWS_OF_TILE rows, and the numbers 0 to ROWS
+    - 1.
 
     If WIDE, both have 64 bits, and so has every offset that is computed from them.
     """
@@ -132,34 +177,56 @@ def _rows_of_tile(tile, ROWS: tl.constexpr, ROWS_OF_TILE: tl.constexpr, WIDE: tl
 
 @triton.jit
 def _row_offsets(row_R, first, H: tl.constexpr, V: tl.constexpr, stride_s):
-    """Offsets, in elements, of the rows ``first + row_R``; row s H + h is head h of token s.
+    """Offsets, in elements, of the rows ``first + row_R``; row s H + h is head h of
+    token s.
 
-    Tokens are ``stride_s`` elements apart. Offsets count from the token of row ``first``, so they
-    fit into 32 bits at any length, if tokens lie close together; else the rows have 64 bits.
+    Tokens are ``stride_s`` elements apart. Offsets count from the token of row
+    ``first``, so they fit into 32 bits at any length, if tokens lie close together;
+    else the rows have 64 bits.
     """
     return ((first + row_R) // H - first // H) * stride_s + (first + row_R) % H * V
 
 
 @triton.jit
 def _pointer_to_token(ptr, first, stride_s, stride_b, H: tl.constexpr):
-    """``ptr`` plus the offset of the token of row ``first``, in this program's batch row."""
+    """``ptr`` plus the offset of the token of row ``first``, in this program's batch
+    row."""
     b = tl.cast(tl.program_id(1), tl.int64)
     return ptr + b * stride_b + tl.cast(first // H, tl.int64) * stride_s
 
 
 @triton.jit(do_not_specialize=["rows"])
 def gated_norm_forward_kernel(
-    o_ptr, proj_ptr, gamma_ptr, out_ptr,
-    rows, z, stride_s, stride_b, out_stride_s, out_stride_b, eps,
-    G: tl.constexpr, H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
-    WIDE: tl.constexpr, GATE_FIRST: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    o_ptr,
+    proj_ptr,
+    gamma_ptr,
+    out_ptr,
+    rows,
+    z,
+    stride_s,
+    stride_b,
+    out_stride_s,
+    out_stride_b,
+    eps,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    WIDE: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
     SIGMOID: tl.constexpr,
-):  # fmt: skip
-    """Norm and gate of ROWS rows in one group; grid (tiles * G, B), with ``rows`` = S H.
+):
+    """Norm and gate of ROWS rows in one group; grid (tiles * G, B), with ``rows`` = S
+    H.
 
-    ``z``: the gate's first column in ``proj_ptr``. GATE_FIRST: the gate comes before the norm.
-    ZERO_CENTERED: the norm is scaled by 1 + gamma. ``gamma_ptr``: [G V]. ``out_stride_s``,
-    ``out_stride_b``: elements of the output from token to token and from batch row to batch row.
+    ``z``: the gate's first column in ``proj_ptr``. GATE_FIRST: the gate comes before
+    the norm.
+    ZERO_CENTERED: the norm is scaled by 1 + gamma. ``gamma_ptr``: [G V].
+    ``out_stride_s``,
+    ``out_stride_b``: elements of the output from token to token and from batch row to
+    batch row.
     WIDE: offsets inside a tile need 64 bits.
     """
     column = tl.program_id(0) % G * V
@@ -172,7 +239,9 @@ def gated_norm_forward_kernel(
     out_ptr = _pointer_to_token(out_ptr + column, first, out_stride_s, out_stride_b, H)
     z_R = _row_offsets(row_R, first, H, V, stride_s)
     out_R = _row_offsets(row_R, first, H, V, out_stride_s)
-    o_RV = tl.load(o_ptr + row_R[:, None] * (G * V) + d_V[None, :], mask=real_RV, other=0.0)
+    o_RV = tl.load(
+        o_ptr + row_R[:, None] * (G * V) + d_V[None, :], mask=real_RV, other=0.0
+    )
     z_RV = tl.load(z_ptr + z_R[:, None] + d_V[None, :], mask=real_RV, other=0.0)
     gamma_V = tl.load(gamma_ptr + column + d_V, mask=real_V, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
@@ -192,20 +261,43 @@ def gated_norm_forward_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gated_norm_backward_kernel(
-    o_ptr, proj_ptr, gamma_ptr, dy_ptr, do_ptr, d_proj_ptr, partial_ptr,
-    rows, z, stride_s, stride_b, d_stride_s, d_stride_b, dy_stride_s, dy_stride_b, eps,
-    G: tl.constexpr, H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, REPEATS: tl.constexpr,
-    BLOCK_V: tl.constexpr, WIDE: tl.constexpr, GATE_FIRST: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, SIGMOID: tl.constexpr,
-):  # fmt: skip
-    """Gradients of ROWS * REPEATS rows in one of G norm groups; grid (tiles * G, B), rows = S H.
+    o_ptr,
+    proj_ptr,
+    gamma_ptr,
+    dy_ptr,
+    do_ptr,
+    d_proj_ptr,
+    partial_ptr,
+    rows,
+    z,
+    stride_s,
+    stride_b,
+    d_stride_s,
+    d_stride_b,
+    dy_stride_s,
+    dy_stride_b,
+    eps,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    WIDE: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):
+    """Gradients of ROWS * REPEATS rows in one of G norm groups; grid (tiles * G, B),
+    rows = S H.
 
-    ``dy_ptr`` is the output's gradient, with strides ``dy_stride_s`` and ``dy_stride_b``;
-    ``do_ptr`` gets the gradient of o. ``z`` is the gate's first column. Below, s = act(z), the norm
-    n = u r, r = rsqrt(mean(u^2) + eps), and du = r (dn - n mean(dn n)). GATE_FIRST uses line 2:
+    ``dy_ptr`` is the output's gradient, with strides ``dy_stride_s`` and
+    ``dy_stride_b``; ``do_ptr`` gets the gradient of o. ``z`` is the gate's first
+    column. Below, s = act(z), the norm n = u r, r = rsqrt(mean(u^2) + eps), and du = r
+    (dn - n mean(dn n)). GATE_FIRST uses line 2:
 
-        u = o      d_gamma = sum dy n s    dn = dy gamma s    do = du      dz = dy n gamma act'(z)
-        u = o s    d_gamma = sum dy n      dn = dy gamma      do = du s    dz = du o act'(z)
+        u = o    d_gamma = sum dy n s  dn = dy gamma s  do = du    dz = dy n gamma act'(z)
+        u = o s  d_gamma = sum dy n    dn = dy gamma    do = du s  dz = du o act'(z)
     """
     column = tl.program_id(0) % G * V
     tile = tl.program_id(0) // G
@@ -221,13 +313,17 @@ def gated_norm_backward_kernel(
     o_ptr += base
     do_ptr += base
     z_ptr = _pointer_to_token(proj_ptr + z + column, first, stride_s, stride_b, H)
-    dz_ptr = _pointer_to_token(d_proj_ptr + z + column, first, d_stride_s, d_stride_b, H)
+    dz_ptr = _pointer_to_token(
+        d_proj_ptr + z + column, first, d_stride_s, d_stride_b, H
+    )
     dy_ptr = _pointer_to_token(dy_ptr + column, first, dy_stride_s, dy_stride_b, H)
 
     real_RV = (first + row_R < rows)[:, None] & real_V[None, :]
     z_at_RV = _row_offsets(row_R, first, H, V, stride_s)[:, None] + d_V[None, :]
     dy_at_RV = _row_offsets(row_R, first, H, V, dy_stride_s)[:, None] + d_V[None, :]
-    o_RV = tl.load(o_ptr + row_R[:, None] * (G * V) + d_V[None, :], mask=real_RV, other=0.0)
+    o_RV = tl.load(
+        o_ptr + row_R[:, None] * (G * V) + d_V[None, :], mask=real_RV, other=0.0
+    )
     z_RV = tl.load(z_ptr + z_at_RV, mask=real_RV, other=0.0)
     dy_RV = tl.load(dy_ptr + dy_at_RV, mask=real_RV, other=0.0)
     for _repeat in tl.range(0, REPEATS):
@@ -236,9 +332,13 @@ def gated_norm_backward_kernel(
         inside_R = (first + next_R < rows) & (next_R < ROWS * REPEATS)
         real_next_RV = inside_R[:, None] & real_V[None, :]
         z_at_RV = _row_offsets(next_R, first, H, V, stride_s)[:, None] + d_V[None, :]
-        dy_at_RV = _row_offsets(next_R, first, H, V, dy_stride_s)[:, None] + d_V[None, :]
+        dy_at_RV = (
+            _row_offsets(next_R, first, H, V, dy_stride_s)[:, None] + d_V[None, :]
+        )
         o_next_RV = tl.load(
-            o_ptr + next_R[:, None] * (G * V) + d_V[None, :], mask=real_next_RV, other=0.0
+            o_ptr + next_R[:, None] * (G * V) + d_V[None, :],
+            mask=real_next_RV,
+            other=0.0,
         )
         z_next_RV = tl.load(z_ptr + z_at_RV, mask=real_next_RV, other=0.0)
         dy_next_RV = tl.load(dy_ptr + dy_at_RV, mask=real_next_RV, other=0.0)
@@ -257,7 +357,11 @@ def gated_norm_backward_kernel(
             dn_RV = dy_RV * gamma_V[None, :]
         else:
             d_gamma_RV += dyn_RV * act_RV
-            dz_RV = dyn_RV * gamma_V[None, :] * gate_activation_slope(act_RV, sig_RV, SIGMOID)
+            dz_RV = (
+                dyn_RV
+                * gamma_V[None, :]
+                * gate_activation_slope(act_RV, sig_RV, SIGMOID)
+            )
             dn_RV = dy_RV * gamma_V[None, :] * act_RV
         mean_R = tl.sum(dn_RV * n_RV, axis=1) * (1.0 / V)
         do_RV = r_R[:, None] * (dn_RV - n_RV * mean_R[:, None])

@@ -1,14 +1,15 @@
 """The interface of a recurrence: a rule, and the objects of its forward and backward.
 
-    forward = rule.begin(inputs, documents)      backward = rule.begin_backward(d_o, inputs, ...)
-    forward.state_map()     S_out(S_in)          backward.d_initial()   dS_in if dS_out is 0
-    forward.run(initial)    o and S_out          backward.run(initial, d_final)    d_inputs
+    forward = rule.begin(inputs, documents)  backward = rule.begin_backward(d_o, inputs, ...)
+    forward.state_map()     S_out(S_in)      backward.d_initial()   dS_in if dS_out is 0
+    forward.run(initial)    o and S_out      backward.run(initial, d_final)    d_inputs
 
-The calls ``state_map`` and ``run`` share intermediates, and so do ``d_initial`` and ``run`` of the
-backward. No call waits for the device.
+The calls ``state_map`` and ``run`` share intermediates, and so do ``d_initial`` and
+``run`` of the backward. No call waits for the device.
 
-States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. The N sequences are
-the batch rows, or the non-empty documents of all rows. An initial state of None means zeros.
+States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. The N
+sequences are the batch rows, or the non-empty documents of all rows. An initial state
+of None means zeros.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ from ..state_maps.state_map import StateMap
 
 
 class Bits(IntEnum):
-    """A promise about the bits of a result; each promise includes the promises before it."""
+    """A promise about the bits of a result; each promise includes the promises before
+    it."""
 
     FREE = 0
-    DETERMINISTIC = 1  # a sequence's bits do not depend on the run or on other sequences
-    ON_GRID = 2  # a token's bits depend only on its sequence's tokens: batch_invariant_mode
+    # a sequence's bits do not depend on the run or on other sequences
+    DETERMINISTIC = 1
+    # a token's bits depend only on its sequence's tokens: batch_invariant_mode
+    ON_GRID = 2
 
 
 class Repeats(NamedTuple):
-    """Whether a rule gave the same bits again in a test, and words about the test for the log."""
+    """Whether a rule gave the same bits again in a test, and words about the test for
+    the log."""
 
     yes: bool
     words: str = ""
@@ -44,12 +49,14 @@ class Saved(NamedTuple):
     """The values that a forward keeps for its backward, except the inputs."""
 
     tensors: tuple[Any, ...] = ()  # autograd saves these tensors; an entry may be None
-    plan: Any = None  # other values that the rule's backward reads, in the rule's own type
+    # other values that the rule's backward reads, in the rule's own type
+    plan: Any = None
     made: Any = None  # intermediates for the backward, if the forward ran a second time
 
 
 class RuleOutput(NamedTuple):
-    """The result of a rule's forward: the output, final states and values for the backward."""
+    """The result of a rule's forward: the output, final states and values for the
+    backward."""
 
     o: Tensor  # [B, S, H, V]
     final: Tensor | None  # [N, H, K, V], the final states; None if not asked for
@@ -57,7 +64,8 @@ class RuleOutput(NamedTuple):
 
 
 class _RuleCall:
-    """A forward or backward with its inputs, which are ``[1, B S, ...]`` if documents are given."""
+    """A forward or backward with its inputs, which are ``[1, B S, ...]`` if documents
+    are given."""
 
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
         self.rule, self.documents = rule, documents
@@ -70,13 +78,15 @@ class RuleForward(_RuleCall):
     """The forward of a rule for one batch."""
 
     def state_map(self) -> StateMap:
-        """Each sequence's map from initial to final state, in tensors ``[N, H, K, .]``."""
+        """Each sequence's map from initial to final state, in tensors
+        ``[N, H, K, .]``."""
         raise NotImplementedError
 
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output; with ``keep`` also tensors for a backward, with ``final`` final states."""
+        """The output; with ``keep`` also tensors for a backward, with ``final`` final
+        states."""
         raise NotImplementedError
 
 
@@ -84,32 +94,45 @@ class RuleBackward(_RuleCall):
     """The backward of a rule for one batch."""
 
     def __init__(
-        self, rule: Any, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
+        self,
+        rule: Any,
+        d_o: Tensor,
+        inputs: Any,
+        saved: Saved,
+        documents: Documents | None,
     ) -> None:
         super().__init__(rule, inputs, documents)
         self.saved, self.d_o = saved, d_o if documents is None else in_one_row(d_o)
 
     def d_initial(self) -> Tensor:
-        """``[N, H, K, V]``: the gradient of the initial states if the final states have gradient 0.
+        """``[N, H, K, V]``: the gradient of the initial states if the final states have
+        gradient 0.
 
-        For other gradients of the final states, the caller adds ``through^T @ d_final``.
+        For other gradients of the final states, the caller adds
+        ``through^T @ d_final``.
         """
         raise NotImplementedError
 
     def d_o_was_scaled(self, factor: Tensor) -> None:
-        """d_o was scaled in place by ``factor [H, 1, 1]``; scale what was computed from it."""
+        """d_o was scaled in place by ``factor [H, 1, 1]``; scale what was computed from
+        it."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in a tuple whose type the rule chooses.
 
-        ``initial``: the forward's initial states; ``d_final``: the final states' gradients.
+        ``initial``: the forward's initial states; ``d_final``: the final states'
+        gradients.
         """
         raise NotImplementedError
 
     def run_to_states(
-        self, initial: Tensor | None, d_final: Tensor | None, maps: Callable[[], StateMap]
+        self,
+        initial: Tensor | None,
+        d_final: Tensor | None,
+        maps: Callable[[], StateMap],
     ) -> tuple[Any, Tensor]:
-        """Results of :meth:`run` and d_initial; ``maps()`` returns the forward's state maps."""
+        """Results of :meth:`run` and d_initial; ``maps()`` returns the forward's state
+        maps."""
         d_initial = self.d_initial()
         if d_final is not None:
             d_initial = maps().transposed(d_initial).apply(d_final)
@@ -117,34 +140,43 @@ class RuleBackward(_RuleCall):
 
 
 class Rule:
-    """A recurrence; its inputs are those that a mixer's front computes from projection rows.
+    """A recurrence; its inputs are those that a mixer's front computes from projection
+    rows.
 
-    The class says where it runs (:meth:`why_not`) and whether its bits repeat (:meth:`repeats`,
-    :attr:`unsteady`); :func:`.choice.choose` takes the first class of a list that fits, and builds
-    the rule by :meth:`of`. ``sizes`` are the mixer's: head counts and dims, and what else its rules
-    read.
+    The class says where it runs (:meth:`why_not`) and whether its bits repeat
+    (:meth:`repeats`, :attr:`unsteady`); :func:`.choice.choose` takes the first class of
+    a list that fits, and builds the rule by :meth:`of`. ``sizes`` are the mixer's: head
+    counts and dims, and what else its rules read.
     """
 
     name: str  # the value of ``backend`` that selects the rule
-    fits: ClassVar[str] = ""  # the log's reason if "auto" takes this rule and skipped none
-    by_name: ClassVar[bool] = False  # whether only its name selects this rule, and never "auto"
-    # Why bits may depend on the run or on other sequences. None: repeats() says if they repeat.
+    # the log's reason if "auto" takes this rule and skipped none
+    fits: ClassVar[str] = ""
+    # whether only its name selects this rule, and never "auto"
+    by_name: ClassVar[bool] = False
+    # Why bits may depend on the run or on other sequences. None: repeats() says if they
+    # repeat.
     unsteady: ClassVar[str | None] = None
     bits: Bits = Bits.FREE
-    # The dtype of inputs and o; None: the dtype of projection rows. d_o always has the rows' dtype.
+    # The dtype of inputs and o; None: the dtype of projection rows. d_o always has the
+    # rows' dtype.
     operand_dtype: torch.dtype | None = None
-    reads_again: frozenset[str] = frozenset()  # names of the inputs that the backward reads
+    # names of the inputs that the backward reads
+    reads_again: frozenset[str] = frozenset()
     forward: ClassVar[Callable[..., RuleForward]]
     backward: ClassVar[Callable[..., RuleBackward]]
 
     @classmethod
-    def why_not(cls, device: torch.device, dtype: torch.dtype, sizes: Any) -> Obstacle | None:
+    def why_not(
+        cls, device: torch.device, dtype: torch.dtype, sizes: Any
+    ) -> Obstacle | None:
         """Why the rule cannot run rows of this dtype on this device; None if it can."""
         return None
 
     @classmethod
     def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: Any) -> Repeats:
-        """Whether a test found that bits repeat, from run to run and next to other sequences."""
+        """Whether a test found that bits repeat, from run to run and next to other
+        sequences."""
         return Repeats(True)
 
     @classmethod
@@ -154,7 +186,8 @@ class Rule:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a sequence's bits do not depend on other sequences or its place in the batch."""
+        """Whether a sequence's bits do not depend on other sequences or its place in
+        the batch."""
         return self.bits >= Bits.DETERMINISTIC
 
     def why_not_heads(self, heads: int) -> str | None:
@@ -162,7 +195,8 @@ class Rule:
         return None
 
     def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
-        """Return ``wrapper(self)``; a rule that converts operands wraps its inner rule instead."""
+        """Return ``wrapper(self)``; a rule that converts operands wraps its inner rule
+        instead."""
         return wrapper(self)
 
     def begin(self, inputs: Any, documents: Documents | None) -> RuleForward:
@@ -171,7 +205,8 @@ class Rule:
     def begin_backward(
         self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
     ) -> RuleBackward:
-        """Begin a backward. The rule may free ``d_o``; the caller must not read it afterwards."""
+        """Begin a backward. The rule may free ``d_o``; the caller must not read it
+        afterwards."""
         return self.backward(self, d_o, inputs, saved, documents)
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
@@ -179,11 +214,16 @@ class Rule:
         return Saved()
 
     def run_again(
-        self, inputs: Any, kept: Saved, documents: Documents | None, initial: Tensor | None
+        self,
+        inputs: Any,
+        kept: Saved,
+        documents: Documents | None,
+        initial: Tensor | None,
     ) -> RuleOutput:
         """Run a forward again; ``kept`` is the result of :meth:`kept_to_run_again`.
 
-        The caller must give ``inputs`` and ``initial`` with the same bits as in the first run.
+        The caller must give ``inputs`` and ``initial`` with the same bits as in the
+        first run.
         """
         return self.begin(inputs, documents).run(initial)
 
@@ -194,12 +234,14 @@ def map_inputs(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def in_one_row(x: Any) -> Any:
-    """View a tensor ``[B, S, ...]``, or each tensor of a tuple of inputs, as ``[1, B S, ...]``."""
+    """View a tensor ``[B, S, ...]``, or each tensor of a tuple of inputs, as
+    ``[1, B S, ...]``."""
     if not isinstance(x, Tensor):
         return map_inputs(x, in_one_row)
     return x if x.shape[0] == 1 else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """View ``x`` ``[1, B S, ...]`` as ``[B, S, ...]``; ``rows`` holds the numbers B, S."""
+    """View ``x`` ``[1, B S, ...]`` as ``[B, S, ...]``; ``rows`` holds the numbers B,
+    S."""
     return x if x.shape[0] == rows[0] else x.reshape(*rows, *x.shape[2:])

@@ -1,4 +1,5 @@
-"""The choice of a mixer's rule: :func:`choose` takes one from the mixer's list of classes."""
+"""The choice of a mixer's rule: :func:`choose` takes one from the mixer's list of
+classes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from .base import Bits, Rule
 _MODES = {
     Bits.FREE: (),
     Bits.DETERMINISTIC: ("deterministic mode",),
-    Bits.ON_GRID: ("batch_invariant_mode; in chunks of 64 tokens from a sequence's start",),
+    Bits.ON_GRID: (
+        "batch_invariant_mode; in chunks of 64 tokens from a sequence's start",
+    ),
 }
 
 
@@ -37,20 +40,21 @@ def choose(
     """Choose the rule of a mixer.
 
     Args:
-        backend: the name of one of ``rules``, or ``"auto"``, which takes the first of ``rules``
-            that runs here. The log says once why "auto" skipped rules. A rule that is asked for by
-            name is never replaced by another rule.
+        backend: the name of one of ``rules``, or ``"auto"``, which takes the first of
+            ``rules`` that runs here. The log says once why "auto" skipped rules. A rule
+            that is asked for by name is never replaced by another rule.
         mixer: the mixer's name in the log and in errors.
-        rules: classes in the order of preference. The last is plain torch, ``"reference"``, which
-            runs everywhere and keeps every promise.
+        rules: classes in the order of preference. The last is plain torch,
+            ``"reference"``, which runs everywhere and keeps every promise.
         sizes: what the rules' :meth:`.base.Rule.why_not` and :meth:`.base.Rule.of` get.
-        bits: what the rule must promise. For more than ``FREE``, ``"auto"`` takes a rule only if a
-            test found that its bits repeat. A name may select other rules for ``DETERMINISTIC``;
-            the log then says that they are untested.
+        bits: what the rule must promise. For more than ``FREE``, ``"auto"`` takes a
+            rule only if a test found that its bits repeat. A name may select other
+            rules for ``DETERMINISTIC``; the log then says that they are untested.
 
     Raises:
         ValueError: an unknown name, or a rule that cannot run here or keep the promise.
-        ImportError: the rule's package is missing, too old, or computes wrong results here.
+        ImportError: the rule's package is missing, too old, or computes wrong results
+            here.
     """
     require_known(backend, mixer, rules)
     if backend != "auto":
@@ -74,7 +78,8 @@ def choose(
     if whys:
         whose = f"Deterministic {mixer}" if bits else mixer
         log_obstacle_once(
-            f"{whose} takes a slower rule, {taken.name!r} ({'; '.join(whys)}).", device.type
+            f"{whose} takes a slower rule, {taken.name!r} ({'; '.join(whys)}).",
+            device.type,
         )
         words = "; ".join(whys)
     reason = "; ".join([*_MODES[bits], *filter(None, [words])])
@@ -84,28 +89,39 @@ def choose(
 
 
 def require_known(backend: str, mixer: str, rules: Sequence[type[Rule]]) -> None:
-    """Raise a ValueError unless ``backend`` is "auto" or the name of one of ``rules``."""
+    """Raise a ValueError unless ``backend`` is "auto" or the name of one of
+    ``rules``."""
     names = [rule.name for rule in rules]
     if backend not in ("auto", *names):
         legal = ", ".join(map(repr, names))
-        raise ValueError(f"unknown backend {backend!r} of {mixer}; use 'auto' or one of {legal}.")
+        raise ValueError(
+            f"unknown backend {backend!r} of {mixer}; use 'auto' or one of {legal}."
+        )
 
 
 def _require(
-    rule: type[Rule], mixer: str, device: torch.device, dtype: torch.dtype, sizes: Any, bits: Bits
+    rule: type[Rule],
+    mixer: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Any,
+    bits: Bits,
 ) -> str:
-    """Raise if a rule that was asked for by name cannot run; else the reason for the log."""
+    """Raise if a rule that was asked for by name cannot run; else the reason for the
+    log."""
     if rule.name == "reference":
         return "requested"
     asked = f"backend={rule.name!r}"
     if bits is Bits.ON_GRID:
         raise ValueError(
-            f"{asked} and config.batch_invariant_mode: the mode takes kernels whose bits were "
-            f"tested. Use 'auto' or 'reference' (plain torch, slower), or leave the mode off."
+            f"{asked} and config.batch_invariant_mode: the mode takes kernels whose "
+            "bits were tested. Use 'auto' or 'reference' (plain torch, slower), or "
+            "leave the mode off."
         )
     if bits and rule.unsteady is not None:
         raise ValueError(
-            f"{asked}: {rule.unsteady}; in deterministic mode use 'auto' or 'reference'."
+            f"{asked}: {rule.unsteady}; in deterministic mode use 'auto' or "
+            "'reference'."
         )
     obstacle = rule.why_not(device, dtype, sizes)
     if obstacle is not None:

@@ -1,8 +1,10 @@
-"""fla (flash-linear-attention) as a rule: a mixer lists the functions of fla that it calls.
+"""fla (flash-linear-attention) as a rule: a mixer lists the functions of fla that it
+calls.
 
-The rules call the functions inside fla 0.6's autograd classes, and not the classes, because the
-classes copy strided inputs and save other tensors. :func:`why_not_callable` checks functions and
-arguments. The import of fla takes seconds, so fla is imported only if a rule for a GPU is chosen.
+The rules call the functions inside fla 0.6's autograd classes, and not the classes,
+because the classes copy strided inputs and save other tensors. :func:`why_not_callable`
+checks functions and arguments. The import of fla takes seconds, so fla is imported only
+if a rule for a GPU is chosen.
 """
 
 from __future__ import annotations
@@ -25,14 +27,19 @@ from ..state_maps.state_map import StateMap, StateShape
 from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
 
 SEQUENCES = "cu_seqlens chunk_indices"
-Boundaries = dict[str, Tensor | None]  # fla's arguments cu_seqlens and chunk_indices, by name
+# fla's arguments cu_seqlens and chunk_indices, by name
+Boundaries = dict[str, Tensor | None]
 
 
 def boundaries_of(documents: Documents | None) -> Boundaries:
-    """fla's arguments for the boundaries of ``documents``; None: each batch row is a sequence."""
+    """fla's arguments for the boundaries of ``documents``; None: each batch row is a
+    sequence."""
     if documents is None:
         return {"cu_seqlens": None, "chunk_indices": None}
-    return {"cu_seqlens": documents.cu_seqlens, "chunk_indices": documents.chunks(CHUNK).indices}
+    return {
+        "cu_seqlens": documents.cu_seqlens,
+        "chunk_indices": documents.chunks(CHUNK).indices,
+    }
 
 
 class ChunkProducts(NamedTuple):
@@ -57,21 +64,23 @@ class FlaForward(RuleForward):
         super().__init__(rule, inputs, documents)
         if rule.reads_boundaries and documents is not None and not documents.known:
             raise NotImplementedError(
-                f"{type(rule).__name__} reads the documents' boundaries on the host, and those in "
-                f"fixed buffers are known on the device alone. Use backend='reference', or pass "
-                f"ordinary packed_seq_params and leave this layer out of the graph."
+                f"{type(rule).__name__} reads the documents' boundaries on the host, "
+                "and those in fixed buffers are known on the device alone. Use "
+                "backend='reference', or pass ordinary packed_seq_params and leave "
+                "this layer out of the graph."
             )
         rows, _, heads, *_ = self.inputs.v.shape
         if rows * heads > MOST_PROGRAMS:
             raise ValueError(
-                f"{rows} batch rows of {heads} heads: fla's kernels take at most {MOST_PROGRAMS} "
-                f"rows times heads. Use a smaller batch, or lay the rows end to end as packed "
-                f"documents."
+                f"{rows} batch rows of {heads} heads: fla's kernels take at most "
+                f"{MOST_PROGRAMS} rows times heads. Use a smaller batch, or lay the "
+                "rows end to end as packed documents."
             )
         self.at = boundaries_of(documents)
 
     def _inside(self) -> ChunkProducts:
-        """The :class:`ChunkProducts` of these inputs, computed by the rule at the first call."""
+        """The :class:`ChunkProducts` of these inputs, computed by the rule at the first
+        call."""
         made = self.rule.inside(self) if self._made is None else self._made
         self._made = made
         return made
@@ -85,9 +94,12 @@ class FlaForward(RuleForward):
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         made, self._made = self._inside(), None
-        states, written, last = self.rule.walk(self, made, contiguous_state(initial), final)
+        states, written, last = self.rule.walk(
+            self, made, contiguous_state(initial), final
+        )
         o = self.rule.output(self, made, states, written)
-        # The saved boundaries include chunk indices, which fla would otherwise build on the host.
+        # The saved boundaries include chunk indices, which fla would otherwise build on
+        # the host.
         return RuleOutput(in_rows(o, self.rows), last, Saved(made.saved, self.at))
 
 
@@ -104,51 +116,66 @@ class FlaBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        # fla computes this gradient only if initial states are passed; their values are not read.
+        # fla computes this gradient only if initial states are passed; their values are
+        # not read.
         B, _, H, V = self.d_o.shape
         N = B if self.documents is None else len(self.documents.cu_seqlens) - 1
-        any_states = self.d_o.new_empty(N, H, self.inputs.k.shape[-1], V, dtype=torch.float32)
+        any_states = self.d_o.new_empty(
+            N, H, self.inputs.k.shape[-1], V, dtype=torch.float32
+        )
         return self.rule.d_states(self, any_states)
 
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
-        grads = self.rule.gradients(self, contiguous_state(initial), contiguous_state(d_final))
-        return type(grads)(*(None if x is None else in_rows(x, self.rows) for x in grads))
+        grads = self.rule.gradients(
+            self, contiguous_state(initial), contiguous_state(d_final)
+        )
+        return type(grads)(
+            *(None if x is None else in_rows(x, self.rows) for x in grads)
+        )
 
 
 class FlaRule(Rule):
-    """A rule in fla's kernels (``backend="fla"``), for bf16 or fp16. Subclasses have six methods:
+    """A rule in fla's kernels (``backend="fla"``), for bf16 or fp16. Subclasses have
+    six methods:
 
-        inside(x)                          a ChunkProducts, ``made`` below
-        walk(x, made, initial, final)      states at chunks, written values, final states or None
-        state_map(x, made)                 a StateMap
-        output(x, made, states, written)   [B, S, H, V]
-        d_states(x, any_states)            the gradient of initial states, whatever their values
-        gradients(x, initial, d_final)     gradients of the inputs, in a NamedTuple
+        inside(x)                         a ChunkProducts, ``made`` below
+        walk(x, made, initial, final)     states at chunks, written values, final states
+                                          or None
+        state_map(x, made)                a StateMap
+        output(x, made, states, written)  [B, S, H, V]
+        d_states(x, any_states)           the gradient of initial states, whatever their
+                                          values
+        gradients(x, initial, d_final)    gradients of the inputs, in a NamedTuple
 
-    ``x`` is the forward or backward, with ``inputs``, ``documents``, and ``at``, fla's arguments
-    for boundaries; a backward also has ``d_o`` and ``kept``, the result of :meth:`again`.
+    ``x`` is the forward or backward, with ``inputs``, ``documents``, and ``at``, fla's
+    arguments for boundaries; a backward also has ``d_o`` and ``kept``, the result of
+    :meth:`again`.
     """
 
     name, fits = "fla", "fla runs here"
     unsteady = (
-        "fla picks its kernels by timing them, so another run or rank may add in another order"
+        "fla picks its kernels by timing them, so another run or rank may add in "
+        "another order"
     )
     forward, backward = FlaForward, FlaBackward
     reads_boundaries: ClassVar[bool] = False  # whether fla reads boundaries on the host
-    # "module function" -> the arguments that are passed by name. A rule calls no other functions.
+    # "module function" -> the arguments that are passed by name. A rule calls no other
+    # functions.
     called: ClassVar[Mapping[str, str]]
 
     @cached_property
     def fla(self) -> Any:
-        """fla's functions that :attr:`called` lists, each an attribute of the result."""
+        """fla's functions that :attr:`called` lists, each an attribute of the
+        result."""
         return _functions_of(type(self))
 
     @classmethod
     def why_not(
         cls, device: torch.device, dtype: torch.dtype, sizes: StateShape
     ) -> Obstacle | None:
-        """Why fla cannot train heads with states of ``sizes``, and the fix; None if it can."""
+        """Why fla cannot train heads with states of ``sizes``, and the fix; None if it
+        can."""
         if device.type != "cuda":
             return Obstacle(f"fla runs on a GPU, not on {device}")
         if dtype not in (torch.bfloat16, torch.float16):
@@ -165,22 +192,29 @@ class FlaRule(Rule):
     @classmethod
     def why_not_sizes(cls, state: StateShape) -> str | None:
         """Why the kernels cannot compute heads with states of this shape, or None."""
-        return f"fla takes key_head_dim up to 256, not {state.rows}" if state.rows > 256 else None
+        return (
+            f"fla takes key_head_dim up to 256, not {state.rows}"
+            if state.rows > 256
+            else None
+        )
 
     def again(self, x: FlaBackward) -> tuple[Any, ...]:
-        """The tensors of ``x.kept``: the saved ones; a subclass may add tensors computed again."""
+        """The tensors of ``x.kept``: the saved ones; a subclass may add tensors
+        computed again."""
         return x.saved.tensors
 
 
 def why_not_callable(rule: type[FlaRule]) -> str | None:
-    """Why the installed fla's functions cannot be called with the rule's arguments, or None."""
+    """Why the installed fla's functions cannot be called with the rule's arguments, or
+    None."""
     found = _functions_of(rule)
     return f"flash-linear-attention: {found}" if isinstance(found, str) else None
 
 
 @cache
 def _functions_of(rule: type[FlaRule]) -> SimpleNamespace | str:
-    """fla's functions that the rule calls, as attributes; or why the installed fla lacks one."""
+    """fla's functions that the rule calls, as attributes; or why the installed fla
+    lacks one."""
     functions = SimpleNamespace()
     for place, wanted in {**rule.called, "fla.ops.utils.constant RCP_LN2": ""}.items():
         home, name = place.split()

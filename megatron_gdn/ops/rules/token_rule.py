@@ -1,11 +1,13 @@
-"""The recurrences of all mixers, token by token: the reference of tests, and a decode step.
+"""The recurrences of all mixers, token by token: the reference of tests, and a decode
+step.
 
-Each head has a state ``S [K, V]``. For each token S decays, then gets one of three updates:
+Each head has a state ``S [K, V]``. For each token S decays, then gets one of three
+updates:
 
-    S_t = exp(g_t) S_{t-1}                                g_t is one number, or one for each row
-    S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T            the delta rule
-    S_t = S_t + k_t (v_t - S_t^T e_t)^T                   erases by another key e
-    S_t = S_t + k_t v_t^T                                 erases nothing
+    S_t = exp(g_t) S_{t-1}                        g_t is one number, or one for each row
+    S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T    the delta rule
+    S_t = S_t + k_t (v_t - S_t^T e_t)^T           erases by another key e
+    S_t = S_t + k_t v_t^T                         erases nothing
     o_t = S_t^T q_t
 
 R is the number of value heads per key head, H = G R.
@@ -27,17 +29,20 @@ def recurrence(
     offsets: tuple[int, ...] | None = None,
     erased: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output ``[B, T, H, V]`` and the final states ``[N, H, K, V]``; differentiable.
+    """The output ``[B, T, H, V]`` and the final states ``[N, H, K, V]``;
+    differentiable.
 
     Args:
-        q, k: ``[B, T, G, K]``; R heads of v share one head of q, k. All tensors have one dtype.
+        q, k: ``[B, T, G, K]``; R heads of v share one head of q, k. All tensors have
+            one dtype.
         v: ``[B, T, H, V]``.
         g: ``[B, T, H]``, ``[B, T, H, K]`` or ``[B, T, G, K]``.
         beta: ``[B, T, H]``, for the update ``S += beta k (v - S^T k)^T``.
-        erased: ``[B, T, G, K]``, for ``S += k (v - S^T erased)^T``. If ``beta`` and ``erased`` are
-            None, the update is ``S += k v^T``.
+        erased: ``[B, T, G, K]``, for ``S += k (v - S^T erased)^T``. If ``beta`` and
+            ``erased`` are None, the update is ``S += k v^T``.
         initial: ``[N, H, K, V]``; None means zeros.
-        offsets: cumulative lengths of the sequences in one row; None: each row is a sequence.
+        offsets: cumulative lengths of the sequences in one row; None: each row is a
+            sequence.
     """
     groups, K = k.shape[2:]
     v_BTGRV, g_BTGRK = v.unflatten(2, (groups, -1)), g.unflatten(2, (groups, -1))
@@ -54,7 +59,9 @@ def recurrence(
         if initial is not None:
             S = initial[sequences].to(v.dtype).unflatten(1, (groups, -1))
         else:
-            S = v.new_zeros(len(v) if offsets is None else 1, *v_BTGRV.shape[2:4], K, v.shape[3])
+            S = v.new_zeros(
+                len(v) if offsets is None else 1, *v_BTGRV.shape[2:4], K, v.shape[3]
+            )
         for t in range(start, end):
             q_K, k_K = q[rows, t, :, None, :, None], k[rows, t, :, None, :, None]
             write_K, x_V = k_K, v_BTGRV[rows, t, :, :, None]
@@ -63,8 +70,12 @@ def recurrence(
                 x_V = x_V - (S * k_K).sum(-2, keepdim=True)
                 write_K = beta_BTGR[rows, t, :, :, None, None] * k_K
             elif erased is not None:
-                x_V = x_V - (S * erased[rows, t, :, None, :, None]).sum(-2, keepdim=True)
+                x_V = x_V - (S * erased[rows, t, :, None, :, None]).sum(
+                    -2, keepdim=True
+                )
             S = S + write_K * x_V
             outputs.append((S * q_K).sum(-2).flatten(1, 2))
         states.append(S.flatten(1, 2))
-    return torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v), torch.cat(states)
+    return torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v), torch.cat(
+        states
+    )

@@ -1,4 +1,5 @@
-"""A Triton kernel that follows chains of affine maps; :mod:`.state_map` explains the letters."""
+"""A Triton kernel that follows chains of affine maps; :mod:`.state_map` explains the
+letters."""
 
 from __future__ import annotations
 
@@ -17,18 +18,45 @@ _ZERO, _GIVEN, _IDENTITY = range(3)
 
 @triton.jit
 def _follow_kernel(
-    local_ptr, through_ptr, start_ptr, out_ptr, steps_ptr, cuts_ptr, L, V, X,
-    local_p, local_h, local_i, through_p, through_h, through_i, through_j,
-    start_n, start_h, start_i, out_q, out_h, out_i,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, START: tl.constexpr,
-    GIVEN: tl.constexpr, IDENTITY: tl.constexpr, CUT: tl.constexpr,
-):  # fmt: skip
+    local_ptr,
+    through_ptr,
+    start_ptr,
+    out_ptr,
+    steps_ptr,
+    cuts_ptr,
+    L,
+    V,
+    X,
+    local_p,
+    local_h,
+    local_i,
+    through_p,
+    through_h,
+    through_i,
+    through_j,
+    start_n,
+    start_h,
+    start_i,
+    out_q,
+    out_h,
+    out_i,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    START: tl.constexpr,
+    GIVEN: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    CUT: tl.constexpr,
+):
     """Follow one chain of maps for one head; grid (N, H, tiles of columns).
 
-    START is GIVEN (from the state at ``start_ptr``), IDENTITY (from the identity) or 0 (from zero).
-    Strides in elements, named by tensor and axis: n chains, p maps, q written states, h heads,
-    i rows, j columns. ``local_ptr``, ``through_ptr``: the maps. ``steps_ptr``: ``Steps.table``.
-    ``cuts_ptr``: ``Cuts.flags``, read if CUT. ``out_ptr`` gets the states. Only N may exceed 65535.
+    START is GIVEN (from the state at ``start_ptr``), IDENTITY (from the identity) or 0
+    (from zero).
+    Strides in elements, named by tensor and axis: n chains, p maps, q written states, h
+    heads, i rows, j columns. ``local_ptr``, ``through_ptr``: the maps. ``steps_ptr``:
+    ``Steps.table``.
+    ``cuts_ptr``: ``Cuts.flags``, read if CUT. ``out_ptr`` gets the states. Only N may
+    exceed 65535.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     h = tl.cast(tl.program_id(1), tl.int64)
@@ -36,27 +64,41 @@ def _follow_kernel(
     x_C = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     real_KC, of_local_KC = (x_C < X)[None, :], (x_C < V)[None, :]
     if BLOCK_K > K:
-        real_KC, of_local_KC = real_KC & (i_K < K)[:, None], of_local_KC & (i_K < K)[:, None]
+        real_KC, of_local_KC = (
+            real_KC & (i_K < K)[:, None],
+            of_local_KC & (i_K < K)[:, None],
+        )
     local_ptr += h * local_h + i_K[:, None] * local_i + x_C[None, :]
     out_ptr += h * out_h + i_K[:, None] * out_i + x_C[None, :]
     through_ptr += h * through_h
     at_KK = i_K[:, None] * through_i + i_K[None, :] * through_j
     state_KC = tl.zeros((BLOCK_K, COLUMNS), tl.float32)
     if START == GIVEN:
-        at_start = start_ptr + n * start_n + h * start_h + i_K[:, None] * start_i + x_C[None, :]
+        at_start = (
+            start_ptr
+            + n * start_n
+            + h * start_h
+            + i_K[:, None] * start_i
+            + x_C[None, :]
+        )
         state_KC = tl.load(at_start, mask=real_KC, other=0.0)
     for step in range(L):
         target = tl.load(steps_ptr + (n * L + step) * 2)
         place = tl.load(steps_ptr + (n * L + step) * 2 + 1)
         if target >= 0:
-            tl.store(out_ptr + tl.cast(target, tl.int64) * out_q, state_KC, mask=real_KC)
+            tl.store(
+                out_ptr + tl.cast(target, tl.int64) * out_q, state_KC, mask=real_KC
+            )
         if place >= 0:
             p = tl.cast(place, tl.int64)
-            # A first map needs no product if the state before it is zero or the identity.
+            # A first map needs no product if the state before it is zero or the
+            # identity.
             if (START == GIVEN) | (step > 0):
                 if BLOCK_K > K:
                     real_KK = (i_K < K)[:, None] & (i_K < K)[None, :]
-                    through_KK = tl.load(through_ptr + p * through_p + at_KK, real_KK, other=0.0)
+                    through_KK = tl.load(
+                        through_ptr + p * through_p + at_KK, real_KK, other=0.0
+                    )
                 else:
                     through_KK = tl.load(through_ptr + p * through_p + at_KK)
                 state_KC = tl.dot(through_KK, state_KC, input_precision="tf32x3")
@@ -68,7 +110,9 @@ def _follow_kernel(
                 beside_KC = ((j_C >= 0) & (j_C < K))[None, :]
                 if BLOCK_K > K:
                     beside_KC = beside_KC & (i_K < K)[:, None]
-                state_KC = tl.load(through_ptr + p * through_p + at_KC, mask=beside_KC, other=0.0)
+                state_KC = tl.load(
+                    through_ptr + p * through_p + at_KC, mask=beside_KC, other=0.0
+                )
             state_KC += tl.load(local_ptr + p * local_p, mask=of_local_KC, other=0.0)
 
 
@@ -81,16 +125,23 @@ def follow(
     cut: Tensor | None = None,
     compose: bool = False,
 ) -> Tensor:
-    """:func:`.state_map.follow_chains` on a GPU; ``table``: Steps.table, ``cut``: Cuts.flags."""
+    """:func:`.state_map.follow_chains` on a GPU; ``table``: Steps.table, ``cut``:
+    Cuts.flags."""
     N, L, _ = table.shape
     _, H, K, V = local.shape
     X = out.shape[3]
-    given = local if start is None else start  # without initial states the kernel ignores it
+    # without initial states the kernel ignores it
+    given = local if start is None else start
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
     kind = _ZERO if start is None else _GIVEN
     if compose:
         kind = _IDENTITY
-    strides = *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3]
+    strides = (
+        *local.stride()[:3],
+        *through.stride(),
+        *given.stride()[:3],
+        *out.stride()[:3],
+    )
     launch = _follow_launch(N, L, H, K, V, X, strides, kind, cut is not None)
     launch(local, through, given, out, table, table if cut is None else cut)
     return out
@@ -98,14 +149,37 @@ def follow(
 
 @lru_cache(maxsize=MOST_PLANS)
 def _follow_launch(
-    N: int, L: int, H: int, K: int, V: int, X: int, strides: tuple[int, ...], kind: int, cut: bool
+    N: int,
+    L: int,
+    H: int,
+    K: int,
+    V: int,
+    X: int,
+    strides: tuple[int, ...],
+    kind: int,
+    cut: bool,
 ) -> Launch:
-    """The kernel's launch; ``kind`` of start: _ZERO, _GIVEN, _IDENTITY; ``cut``: are there cuts."""
-    # Strides of rows and columns: ``strides`` are of local, of through (with columns), of the rest.
+    """The kernel's launch; ``kind`` of start: _ZERO, _GIVEN, _IDENTITY; ``cut``: are
+    there cuts."""
+    # Strides of rows and columns: ``strides`` are of local, of through (with columns),
+    # of the rest.
     within_a_map = max(strides[2], strides[5] + strides[6], strides[9], strides[12])
-    require_32_bits("the size of a state map with its strides", within_a_map * K + X + _COLUMNS)
+    require_32_bits(
+        "the size of a state map with its strides", within_a_map * K + X + _COLUMNS
+    )
     return Launch(
-        _follow_kernel, (N, H, triton.cdiv(X, _COLUMNS)), L, V, X, *strides,
-        K=K, BLOCK_K=block_dim(K), COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY,
-        CUT=cut, num_warps=8,
-    )  # fmt: skip
+        _follow_kernel,
+        (N, H, triton.cdiv(X, _COLUMNS)),
+        L,
+        V,
+        X,
+        *strides,
+        K=K,
+        BLOCK_K=block_dim(K),
+        COLUMNS=_COLUMNS,
+        START=kind,
+        GIVEN=_GIVEN,
+        IDENTITY=_IDENTITY,
+        CUT=cut,
+        num_warps=8,
+    )

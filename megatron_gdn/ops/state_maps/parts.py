@@ -1,9 +1,10 @@
-"""Sequences cut into parts that a rule computes in parallel, so that one sequence can fill a GPU.
+"""Sequences cut into parts that a rule computes in parallel, so that one sequence can
+fill a GPU.
 
-Each part is an affine map of its initial state, ``S_out = through @ S_in + local``, and the maps of
-one sequence form a chain. In fixed buffers the host does not know the chains, so callers must
-not cut sequences with initial states. P is the number of parts; N, H, K, V are as in
-:mod:`.state_map`.
+Each part is an affine map of its initial state, ``S_out = through @ S_in + local``, and
+the maps of one sequence form a chain. In fixed buffers the host does not know the
+chains, so callers must not cut sequences with initial states. P is the number of parts;
+N, H, K, V are as in :mod:`.state_map`.
 """
 
 from __future__ import annotations
@@ -21,44 +22,56 @@ from ..host_tables import to_device
 from .state_map import NONE, Steps, follow_chains
 
 CHUNK = 64
-# The aim for (parts of a sequence) * heads: about the 132 multiprocessors of an H200. The number is
-# the same on every GPU, because the cut decides rounding.
+# The aim for (parts of a sequence) * heads: about the 132 multiprocessors of an H200.
+# The number is the same on every GPU, because the cut decides rounding.
 PROGRAMS_OF_A_FULL_GPU = 128
 _FEWEST_CHUNKS = 32
 
 
 class Cut(NamedTuple):
-    """The parts of N sequences, cut at multiples of 64 tokens from the start of each sequence.
+    """The parts of N sequences, cut at multiples of 64 tokens from the start of each
+    sequence.
 
-    In fixed buffers P is the largest number of parts that any documents could have; unused parts
-    are empty parts of the last sequence.
+    In fixed buffers P is the largest number of parts that any documents could have;
+    unused parts are empty parts of the last sequence.
     """
 
-    offsets: Tensor  # int32 [P + 1], the first token of every part, and the end of the last part
+    # int32 [P + 1], the first token of every part, and the end of the last part
+    offsets: Tensor
     first: Tensor  # int32 [N + 1], the first part of every sequence, and P
 
 
 def one_part_per_sequence(documents: Documents) -> Cut:
     """The cut in which every sequence is one part."""
     starts = documents.starts
-    return Cut(starts, torch.arange(len(starts), dtype=torch.int32, device=starts.device))
+    return Cut(
+        starts, torch.arange(len(starts), dtype=torch.int32, device=starts.device)
+    )
 
 
 def cut_at(documents: Documents, offsets: Sequence[int]) -> Cut:
-    """The cut into parts that begin at ``offsets``, which include the starts of all sequences."""
+    """The cut into parts that begin at ``offsets``, which include the starts of all
+    sequences."""
     starts = documents.starts
     found = torch.tensor(offsets, dtype=torch.int32, device=starts.device)
     return Cut(found, torch.searchsorted(found, starts, out_int32=True))
 
 
-def cut_by_length(documents: Documents, value_heads: int, longest_part: int | None = None) -> Cut:
-    """Cut every sequence; the cut depends only on the sequence's length and the number of heads.
+def cut_by_length(
+    documents: Documents, value_heads: int, longest_part: int | None = None
+) -> Cut:
+    """Cut every sequence; the cut depends only on the sequence's length and the number
+    of heads.
 
-    A sequence is cut into as many parts as fill the GPU. But a part has at least 32 chunks, because
-    other sequences also fill the GPU. If ``value_heads`` is less than 32, a part has at least
-    ``value_heads`` chunks, and at least 8. ``longest_part``: a part's most tokens, divisible by 64.
+    A sequence is cut into as many parts as fill the GPU. But a part has at least 32
+    chunks, because other sequences also fill the GPU. If ``value_heads`` is less than
+    32, a part has at least ``value_heads`` chunks, and at least 8. ``longest_part``: a
+    part's most tokens, divisible by 64.
     """
-    starts, (most, fewest) = documents.starts, _most_parts_and_fewest_chunks(value_heads)
+    starts, (most, fewest) = (
+        documents.starts,
+        _most_parts_and_fewest_chunks(value_heads),
+    )
     chunks = ceil_div(starts.diff(), CHUNK)
     step = ceil_div(chunks, most).clamp(min=fewest)
     if longest_part is not None:
@@ -68,48 +81,60 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
         P = int(count.sum())
     else:  # the empty last sequence of fixed buffers has a part too
         P = documents.sequences + largest_number_of_cuts(documents, value_heads)
-    # Parts follow each other in a sequence as chunks do, so chunk_places gives their places too.
+    # Parts follow each other in a sequence as chunks do, so chunk_places gives their
+    # places too.
     first, indices = chunk_places(count, P)
     owner, place = indices.unbind(1)
-    start = torch.minimum(starts[owner] + place * step[owner] * CHUNK, starts[owner + 1])
+    start = torch.minimum(
+        starts[owner] + place * step[owner] * CHUNK, starts[owner + 1]
+    )
     # The last sequence, which is empty in fixed buffers, gets the unused parts.
     first = torch.cat([first[:-1], first.new_full((1,), P)])
     return Cut(torch.cat([start, starts[-1:]]), first)
 
 
 def largest_number_of_cuts(documents: Documents, value_heads: int) -> int:
-    """The largest number of cuts that :func:`cut_by_length` makes in a buffer of T tokens.
+    """The largest number of cuts that :func:`cut_by_length` makes in a buffer of T
+    tokens.
 
-    A document of c chunks has more than 64 * (c - 1) tokens. If each of its parts has at least
-    ``fewest`` chunks, the document has at most (c - 1) // fewest cuts.
+    A document of c chunks has more than 64 * (c - 1) tokens. If each of its parts has
+    at least ``fewest`` chunks, the document has at most (c - 1) // fewest cuts.
     """
     most, fewest = _most_parts_and_fewest_chunks(value_heads)
     return min(documents.total_tokens // (CHUNK * fewest), documents.most * (most - 1))
 
 
 def _most_parts_and_fewest_chunks(value_heads: int) -> tuple[int, int]:
-    """The largest number of parts of a sequence, and the smallest number of chunks of a part."""
-    return max(1, PROGRAMS_OF_A_FULL_GPU // value_heads), max(8, min(_FEWEST_CHUNKS, value_heads))
+    """The largest number of parts of a sequence, and the smallest number of chunks of a
+    part."""
+    return max(1, PROGRAMS_OF_A_FULL_GPU // value_heads), max(
+        8, min(_FEWEST_CHUNKS, value_heads)
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceParts:
     """Tables of N sequences cut into P parts."""
 
-    sequences: Tensor  # int32 [N + 1], the first token of every sequence, and the end of the last
-    offsets: Tensor  # int32 [P + 1], the first token of every part, and the end of the last
+    # int32 [N + 1], the first token of every sequence, and the end of the last
+    sequences: Tensor
+    # int32 [P + 1], the first token of every part, and the end of the last
+    offsets: Tensor
     first: Tensor  # int32 [N + 1], the number of every sequence's first part, and P
     owner: Tensor  # int32 [P], the sequence of every part
     opens: Tensor  # bool [P], whether the part is the first of its sequence
     closes: Tensor  # bool [P], whether the part is the last of its sequence
     no_part: Tensor  # bool [P], False everywhere: a mask that selects no part
     chunks: Tensor  # int32 [P, 1], chunks of 64 tokens per part, rounded up
-    ragged: Tensor | None  # bool [P, 1], whether the part ends inside a chunk; None if no part does
+    # bool [P, 1], whether the part ends inside a chunk; None if no part does
+    ragged: Tensor | None
     places: ChunkPlaces  # of each chunk of 64 tokens: its part, its number in the part
     whole: Steps  # these steps write the final state of each sequence
     entering: Steps  # these steps write the state that enters each part
-    opening: Steps  # from last to first part, these steps write the gradient of each initial state
-    leaving: Steps  # from last to first part: the gradient of the state that leaves each part
+    # from last to first part, these steps write the gradient of each initial state
+    opening: Steps
+    # from last to first part: the gradient of the state that leaves each part
+    leaving: Steps
 
     @property
     def are_sequences(self) -> bool:
@@ -126,17 +151,23 @@ class SequenceParts:
         return documents.keep(_build_parts, cut, *arguments)
 
 
-def _build_parts(documents: Documents, cut: Callable[..., Cut], *arguments: Any) -> SequenceParts:
+def _build_parts(
+    documents: Documents, cut: Callable[..., Cut], *arguments: Any
+) -> SequenceParts:
     """Compute the tables for the parts of ``cut(documents, *arguments)``."""
     made = documents.table(_compute_tables, cut, *arguments, move=False)
-    *tables, ragged, first_chunks, indices = (to_device(x, documents.device) for x in made)
+    *tables, ragged, first_chunks, indices = (
+        to_device(x, documents.device) for x in made
+    )
     chains: list[range] = []
     if documents.known:
         chains = [range(a, b) for a, b in pairwise(made[1].tolist())]
         ragged = ragged if made[-3].any() else None
     backwards = [chain[::-1] for chain in chains]
     makers = _steps_to_final_states, _steps_to_part_states
-    ways = (make(way, documents.device) for way in (chains, backwards) for make in makers)
+    ways = (
+        make(way, documents.device) for way in (chains, backwards) for make in makers
+    )
     places = ChunkPlaces(first_chunks, indices)
     fields: list[Any] = [documents.cu_seqlens, *tables, ragged, places, *ways]
     return SequenceParts(*fields)
@@ -145,34 +176,59 @@ def _build_parts(documents: Documents, cut: Callable[..., Cut], *arguments: Any)
 def _compute_tables(
     documents: Documents, cut: Callable[..., Cut], *arguments: Any
 ) -> tuple[Tensor, ...]:
-    """The fields of :class:`SequenceParts` from ``offsets`` to ``ragged``, and ``places``."""
+    """The fields of :class:`SequenceParts` from ``offsets`` to ``ragged``, and
+    ``places``."""
     (offsets, first), starts = cut(documents, *arguments), documents.starts
     number = torch.arange(len(offsets) - 1, dtype=torch.int32, device=starts.device)
-    owner = torch.searchsorted(first[1:].contiguous(), number, right=True, out_int32=True)
+    owner = torch.searchsorted(
+        first[1:].contiguous(), number, right=True, out_int32=True
+    )
     owner = owner.clamp(max=documents.sequences - 1)
     opens, closes = offsets[:-1] == starts[owner], offsets[1:] == starts[owner + 1]
     no_part, length = torch.zeros_like(owner, dtype=torch.bool), offsets.diff()
     chunks, ragged = ceil_div(length, CHUNK), length[:, None] % CHUNK != 0
     places = chunk_places(chunks, documents.most_chunks(CHUNK))
-    return offsets, first, owner, opens, closes, no_part, chunks[:, None], ragged, *places
+    return (
+        offsets,
+        first,
+        owner,
+        opens,
+        closes,
+        no_part,
+        chunks[:, None],
+        ragged,
+        *places,
+    )
 
 
 def _steps_to_final_states(chains: Sequence[range], device: torch.device) -> Steps:
-    """Steps that write the state at the end of the n-th chain to index n of the output."""
+    """Steps that write the state at the end of the n-th chain to index n of the
+    output."""
     return Steps.build(
-        [[*((NONE, part) for part in chain), (n, NONE)] for n, chain in enumerate(chains)], device
+        [
+            [*((NONE, part) for part in chain), (n, NONE)]
+            for n, chain in enumerate(chains)
+        ],
+        device,
     )
 
 
 def _steps_to_part_states(chains: Sequence[range], device: torch.device) -> Steps:
     """Steps that write the state before each part to the part's index in the output."""
     return Steps.build(
-        [[*((part, part) for part in chain[:-1]), (chain[-1], NONE)] for chain in chains], device
+        [
+            [*((part, part) for part in chain[:-1]), (chain[-1], NONE)]
+            for chain in chains
+        ],
+        device,
     )
 
 
-def compose(local: Tensor, through: Tensor, parts: SequenceParts) -> tuple[Tensor, Tensor]:
-    """The maps of whole sequences from the parts' ``local`` and ``through`` ``[P, H, K, .]``."""
+def compose(
+    local: Tensor, through: Tensor, parts: SequenceParts
+) -> tuple[Tensor, Tensor]:
+    """The maps of whole sequences from the parts' ``local`` and ``through``
+    ``[P, H, K, .]``."""
     if parts.are_sequences:
         return local, through
     (_, H, K, V), N = local.shape, len(parts.whole.chains)
@@ -184,21 +240,29 @@ def compose(local: Tensor, through: Tensor, parts: SequenceParts) -> tuple[Tenso
 def entering_states(
     local: Tensor, through: Tensor, parts: SequenceParts, initial: Tensor | None
 ) -> Tensor | None:
-    """The state that enters every part, ``[P, H, K, V]``; None, given or returned, means zeros."""
+    """The state that enters every part, ``[P, H, K, V]``; None, given or returned,
+    means zeros."""
     if parts.are_sequences:
         return None if initial is None else initial.contiguous()
     initial = None if initial is None else initial.to(local.dtype).contiguous()
-    return follow_chains(local, through, parts.entering, local.new_empty(local.shape), initial)
+    return follow_chains(
+        local, through, parts.entering, local.new_empty(local.shape), initial
+    )
 
 
 def leaving_gradients(
-    d_local: Tensor | None, through: Tensor | None, parts: SequenceParts, d_final: Tensor | None
+    d_local: Tensor | None,
+    through: Tensor | None,
+    parts: SequenceParts,
+    d_final: Tensor | None,
 ) -> Tensor | None:
-    """The gradient of the state that leaves every part, ``[P, H, K, V]``; None: all are zero.
+    """The gradient of the state that leaves every part, ``[P, H, K, V]``; None: all are
+    zero.
 
-    Computes ``dS_in = through^T dS_out + d_local`` from the last part of a sequence to the first;
-    ``d_local`` is the dS_in that a part has if its dS_out is 0. ``d_local`` and ``through`` may be
-    None if no sequence is cut. ``d_final``: the gradients of the final states; None: all are zero.
+    Computes ``dS_in = through^T dS_out + d_local`` from the last part of a sequence to
+    the first; ``d_local`` is the dS_in that a part has if its dS_out is 0. ``d_local``
+    and ``through`` may be None if no sequence is cut. ``d_final``: the gradients of the
+    final states; None: all are zero.
     """
     if parts.are_sequences:
         return None if d_final is None else d_final.contiguous()
@@ -209,8 +273,11 @@ def leaving_gradients(
     )
 
 
-def initial_gradients(d_local: Tensor, through: Tensor | None, parts: SequenceParts) -> Tensor:
-    """The gradient of the initial states ``[N, H, K, V]`` if the final states have gradient 0."""
+def initial_gradients(
+    d_local: Tensor, through: Tensor | None, parts: SequenceParts
+) -> Tensor:
+    """The gradient of the initial states ``[N, H, K, V]`` if the final states have
+    gradient 0."""
     if parts.are_sequences:
         return d_local
     assert through is not None

@@ -1,12 +1,14 @@
-"""The affine map that successive tokens apply to a recurrent state, and chains of such maps.
+"""The affine map that successive tokens apply to a recurrent state, and chains of such
+maps.
 
     S_after = through @ S_before + local
 
-A chain has the maps of a sequence's parts (:mod:`.parts`), or of its pieces on different ranks. On
-a GPU one launch follows all chains (:mod:`.chains_kernels`).
+A chain has the maps of a sequence's parts (:mod:`.parts`), or of its pieces on
+different ranks. On a GPU one launch follows all chains (:mod:`.chains_kernels`).
 
-Legend: N stretches or chains, H heads, K rows of a state, V columns, L steps of the longest chain,
-P maps, Q states that a call writes, X columns of the state to which a chain is applied.
+Legend: N stretches or chains, H heads, K rows of a state, V columns, L steps of the
+longest chain, P maps, Q states that a call writes, X columns of the state to which a
+chain is applied.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from torch import Tensor
 from ..host_tables import to_device
 from ..switches import full_fp32_matmul
 
-MOST_ROWS = 128  # the most rows of a state that the kernel takes; one program loads all rows
+# the most rows of a state that the kernel takes; one program loads all rows
+MOST_ROWS = 128
 NONE = -1
 
 
 class StateShape(NamedTuple):
     """The states of one rank's heads: ``[heads, rows, columns]`` per sequence.
 
-    ``diagonal``: a token multiplies each row of a state by a factor and does not mix rows.
+    ``diagonal``: a token multiplies each row of a state by a factor and does not mix
+    rows.
     """
 
     heads: int
@@ -51,8 +55,8 @@ class StateShape(NamedTuple):
 class StateMap(NamedTuple):
     """``S_out = through S_in + local``, one map for each sequence and head.
 
-    The delta rule mixes the rows of a state, so its ``through`` is a matrix. For a rule that only
-    decays rows, ``through`` has one column, the factor of each row.
+    The delta rule mixes the rows of a state, so its ``through`` is a matrix. For a rule
+    that only decays rows, ``through`` has one column, the factor of each row.
     """
 
     local: Tensor  # [N, H, K, V] fp32, S_out for S_in = 0
@@ -75,30 +79,37 @@ class StateMap(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """For each chain, the maps that are applied and the places where states are written.
+    """For each chain, the maps that are applied and the places where states are
+    written.
 
-    A step is ``(target, map)``: write the state to index ``target`` of the output, then apply the
-    map of index ``map``. NONE skips the write or the map. Every chain has at least one step.
+    A step is ``(target, map)``: write the state to index ``target`` of the output, then
+    apply the map of index ``map``. NONE skips the write or the map. Every chain has at
+    least one step.
     """
 
     chains: tuple[tuple[tuple[int, int], ...], ...]
     table: Tensor  # int32 [N, L, 2], ``chains`` on the device, padded with NONE
 
     @classmethod
-    def build(cls, chains: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> Steps:
+    def build(
+        cls, chains: Sequence[Sequence[tuple[int, int]]], device: torch.device
+    ) -> Steps:
         rows = list(zip(*zip_longest(*chains, fillvalue=(NONE, NONE)), strict=True))
         table = torch.tensor(rows, dtype=torch.int32, device="cpu")
         return cls(tuple(tuple(chain) for chain in chains), to_device(table, device))
 
 
 class Cuts(NamedTuple):
-    """The steps of a chain that set the state to ``local`` and ignore the state before the step.
+    """The steps of a chain that set the state to ``local`` and ignore the state before
+    the step.
 
-    ``torch.where`` sets the state, since a product 0 * NaN would carry NaN to the next document.
+    ``torch.where`` sets the state, since a product 0 * NaN would carry NaN to the next
+    document.
     """
 
     flags: Tensor  # int32 [L] on the device, 1 for a cut step
-    known: tuple[bool, ...] | None  # ``flags`` on the host; None if only the device knows them
+    # ``flags`` on the host; None if only the device knows them
+    known: tuple[bool, ...] | None
 
     def at(self, step: int) -> bool | Tensor:
         return self.flags[step] > 0 if self.known is None else self.known[step]
@@ -113,20 +124,23 @@ def follow_chains(
     cuts: Cuts | None = None,
     compose: bool = False,
 ) -> Tensor:
-    """Apply the maps of every chain in order, and write the states at the targets of its steps.
+    """Apply the maps of every chain in order, and write the states at the targets of
+    its steps.
 
     Args:
         local: ``[P, H, K, V]`` fp32 (or fp64, in plain torch).
         through: ``[P, H, K, K]``, any strides; or ``[P, H, K, 1]``, one factor per row.
-        out: ``[Q, H, K, X]``, overwritten; X is V, with ``compose`` V plus ``through``'s columns.
+        out: ``[Q, H, K, X]``, overwritten; X is V, with ``compose`` V plus
+            ``through``'s columns.
         start: ``[N, H, K, V]``, the states before the first maps; None: zero.
         cuts: the cut steps, the same for every chain; not allowed with ``compose``.
-        compose: whether ``out`` gets each chain's composed map, ``local`` beside ``through``, in
-            place of states; ``start`` is None then.
+        compose: whether ``out`` gets each chain's composed map, ``local`` beside
+            ``through``, in place of states; ``start`` is None then.
 
     Returns:
-        ``out``, computed in fp32 even if torch's TF32 switches are on. The GPU kernel replaces each
-        factor by a sum of two TF32 numbers, to within 2^-20, and adds in a fixed order.
+        ``out``, computed in fp32 even if torch's TF32 switches are on. The GPU kernel
+        replaces each factor by a sum of two TF32 numbers, to within 2^-20, and adds in
+        a fixed order.
     """
     P, H, K, V = local.shape
     assert through.shape[:3] == (P, H, K) and out.shape[1:3] == (H, K)
@@ -134,12 +148,16 @@ def follow_chains(
     assert dense or through.shape[3] == 1
     assert out.shape[3] == (V + through.shape[3] if compose else V)
     if compose:
-        assert all(chain[0][0] == NONE for chain in steps.chains), "the identity is not written"
+        assert all(chain[0][0] == NONE for chain in steps.chains), (
+            "the identity is not written"
+        )
     if local.is_cuda and local.dtype == torch.float32 and dense and K <= MOST_ROWS:
         from . import chains_kernels
 
         flags = None if cuts is None else cuts.flags
-        return chains_kernels.follow(local, through, steps.table, out, start, flags, compose)
+        return chains_kernels.follow(
+            local, through, steps.table, out, start, flags, compose
+        )
     return follow_chains_in_torch(local, through, steps, out, start, cuts, compose)
 
 
@@ -152,7 +170,8 @@ def follow_chains_in_torch(
     cuts: Cuts | None = None,
     compose: bool = False,
 ) -> Tensor:
-    """:func:`follow_chains` in plain torch; no map is applied after a chain's last write."""
+    """:func:`follow_chains` in plain torch; no map is applied after a chain's last
+    write."""
     V = local.shape[-1]
     rows_decay = through.shape[-1] < through.shape[-2]
     with full_fp32_matmul(local.device.type):
@@ -166,9 +185,15 @@ def follow_chains_in_torch(
                     continue
                 cut = False if cuts is None else cuts.at(j)
                 if state is not None and cut is not True:
-                    product = through[place] * state if rows_decay else through[place] @ state
+                    product = (
+                        through[place] * state if rows_decay else through[place] @ state
+                    )
                     product[..., :V].add_(local[place])
-                    state = product if cut is False else torch.where(cut, local[place], product)
+                    state = (
+                        product
+                        if cut is False
+                        else torch.where(cut, local[place], product)
+                    )
                 elif compose:
                     state = torch.cat([local[place], through[place]], dim=-1)
                 else:

@@ -14,7 +14,10 @@ OLMO, QWEN4 = "OlmoHybridForCausalLM", "Qwen4ExpForCausalLM"
 KIMI, BAILING = "KimiLinearForCausalLM", "BailingHybridForCausalLM"
 GLM = "Glm5NextForConditionalGeneration"  # its attention takes no documents
 FAMILIES = [NEXT, DENSE, MOE, OLMO, QWEN4, KIMI, BAILING]
-VISION, VISION_MOE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
+VISION, VISION_MOE = (
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 
 
 def mixer_of(model):
@@ -43,7 +46,8 @@ def in_float64(model):
 
 @pytest.fixture(scope="package")
 def fresh():
-    """``fresh(family)``: a tiny transformers model of its own, always of the same weights."""
+    """``fresh(family)``: a tiny transformers model of its own, always of the same
+    weights."""
     built = cache(build)
     return lambda family: copy.deepcopy(built(family))
 

@@ -1,4 +1,5 @@
-"""What runs on the ranks, in float64; transformers' norms and rotations round to fp32 in there."""
+"""What runs on the ranks, in float64; transformers' norms and rotations round to fp32
+in there."""
 
 import copy
 
@@ -40,7 +41,8 @@ def own_positions(order: str, tokens: int, lengths=None) -> torch.Tensor:
 
 
 def told_by(order: str) -> tuple[str, str, bool]:
-    """The order of the tokens, the option ``cp_layout``, and whether ``seq_index`` tells it."""
+    """The order of the tokens, the option ``cp_layout``, and whether ``seq_index``
+    tells it."""
     real = order.removeprefix("seq_index: ")
     if real == order:
         return real, real, False
@@ -69,7 +71,8 @@ def compare(ours, truth, mine, ours_grads, truth_grads, what, tolerance) -> None
 
 
 def compare_layers(one, many, mine, told, told_many, what, rows=1, times=1) -> None:
-    """Outputs, input gradients and the parameters', which ``times`` groups of ranks sum up."""
+    """Outputs, input gradients and the parameters', which ``times`` groups of ranks sum
+    up."""
     one.zero_grad(), many.zero_grad()
     torch.manual_seed(1)
     x, weight = torch.randn(2, rows, TOKENS, 24, dtype=torch.float64)
@@ -109,23 +112,32 @@ def layers_equal_one_rank(family: str, cases: list[tuple]) -> None:
 
 
 def a_mesh_that_is_set_counts(cases: list[tuple]) -> None:
-    """A parallelizer sets ``_cp_mesh`` on a built layer: another one each time, then None."""
+    """A parallelizer sets ``_cp_mesh`` on a built layer: another one each time, then
+    None."""
     model = build("Qwen3_5ForCausalLM").double()
     theirs = mixer_of(model)
     one, many = (copy.deepcopy(theirs) for _ in range(2))
     become_drop_in(one, model.config, DropInOptions(unpacked="fused"))
     become_drop_in(many, model.config, DropInOptions(unpacked="fused"))
-    pairs = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "cp"))
-    for cp_mesh, lengths in [(one_mesh, x) for x in cases for one_mesh in (mesh(), pairs["cp"])]:
+    pairs = init_device_mesh(
+        "cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "cp")
+    )
+    for cp_mesh, lengths in [
+        (one_mesh, x) for x in cases for one_mesh in (mesh(), pairs["cp"])
+    ]:
         many._cp_mesh = cp_mesh
         assert many._cp_mesh is cp_mesh
         size, rank = cp_mesh.size(), cp_mesh.get_local_rank()
         mine = local_indices([TOKENS], size, rank, "zigzag_buffer")
         told = {} if lengths is None else {"cu_seqlens": offsets_of(lengths)}
         what = f"over {size} ranks {lengths}"
-        compare_layers(one, many, mine, told, told, what, times=dist.get_world_size() // size)
+        compare_layers(
+            one, many, mine, told, told, what, times=dist.get_world_size() // size
+        )
     x = torch.randn(1, TOKENS, 24, dtype=torch.float64)
-    cache = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True)[cache_name(model)]
+    cache = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True)[
+        cache_name(model)
+    ]
     with pytest.raises(ValueError, match="a cache cannot be filled"):
         many(x[:, mine], cache)
     many._cp_mesh = None
@@ -162,7 +174,9 @@ def a_mesh_set_on_a_patched_model_counts() -> None:
 def a_mesh_of_one_rank_leaves_attention_alone() -> None:
     """Gathered attention takes no mask, so padding before tokens would be seen."""
     one, alone = build("Qwen3_5ForCausalLM"), build("Qwen3_5ForCausalLM")
-    by_itself = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))
+    by_itself = init_device_mesh(
+        "cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp")
+    )
     patch(alone, by_itself["cp"], attention="gathered")
     tokens = torch.randint(67, (2, 8), generator=torch.Generator().manual_seed(2))
     mask = torch.ones(2, 8, dtype=torch.long)
@@ -181,12 +195,15 @@ def indexed_attention_is_refused() -> None:
 
 
 def tables_do_not_follow_the_default_device() -> None:
-    """On meta, which stands for a GPU here, what is worked out on the host would have no values."""
+    """On meta, which stands for a GPU here, what is worked out on the host would have
+    no values."""
     model = build("Qwen3_5ForCausalLM")
     patch(model, mesh(), attention="gathered")
     tokens = torch.randint(67, (1, TOKENS), generator=torch.Generator().manual_seed(4))
     weight = torch.randn(1, TOKENS, 67, generator=torch.Generator().manual_seed(5))
-    ids = torch.repeat_interleave(torch.tensor([1, 2, 3, 0]), torch.tensor([5, 1, 23, 19]))[None]
+    ids = torch.repeat_interleave(
+        torch.tensor([1, 2, 3, 0]), torch.tensor([5, 1, 23, 19])
+    )[None]
     positions = torch.cat([torch.arange(n) for n in (5, 1, 23, 19)])[None]
     mine = own_positions("zigzag_buffer", TOKENS)
     offsets = offsets_of((5, 1, 23, 19))
@@ -220,7 +237,9 @@ def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
         given, told = {}, {}
         if lengths is not None:
             given["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
-            ids = torch.repeat_interleave(torch.arange(len(lengths)) + 1, torch.tensor(lengths))
+            ids = torch.repeat_interleave(
+                torch.arange(len(lengths)) + 1, torch.tensor(lengths)
+            )
             told = {
                 "position_ids": {"position_ids": given["position_ids"][:, mine]},
                 "offsets": {"cu_seq_lens_q": offsets_of(lengths)},
@@ -237,7 +256,8 @@ def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
 
 
 def all_refused(cases: list[tuple]) -> None:
-    """``cases`` are (order, options, what the layer is told, the error, rows if not 1)."""
+    """``cases`` are (order, options, what the layer is told, the error, rows if not
+    1)."""
     for order, options, told, message, *rows in cases:
         model = build("Qwen3_5ForCausalLM")
         layer, options = mixer_of(model), {"cp_layout": order, **options}
@@ -299,12 +319,15 @@ def fully_sharded_equals_one_rank(family: str) -> None:
 
 
 def a_sharded_model_has_the_parameters_of_transformers(family: str) -> None:
-    """Names, order, casts, states of model and optimizer; with and without groups of gates."""
+    """Names, order, casts, states of model and optimizer; with and without groups of
+    gates."""
     theirs = build(family)
     tokens = torch.randint(67, (1, 16), generator=torch.Generator().manual_seed(2))
     ids = torch.tensor([[1] * 5 + [2] * 8 + [3] * 3])
     expected = in_float64(copy.deepcopy(theirs))
-    expected.load_state_dict({name: 1.25 * x for name, x in theirs.state_dict().items()})
+    expected.load_state_dict(
+        {name: 1.25 * x for name, x in theirs.state_dict().items()}
+    )
     logits = expected(tokens).logits
     for own_groups in (True, False):
         model = copy.deepcopy(theirs)
@@ -340,26 +363,38 @@ def a_sharded_model_has_the_parameters_of_transformers(family: str) -> None:
 
 
 def different_batches_are_refused() -> None:
-    """What a data loader does that deals batches to context-parallel ranks, as Trainer's does."""
+    """What a data loader does that deals batches to context-parallel ranks, as
+    Trainer's does."""
     model = build("Qwen3_5ForCausalLM")
     patch(model, mesh(), attention="gathered")
     rank = dist.get_rank()
     ids = torch.ones(1, 8, dtype=torch.long)
     for tokens, told, message in (
         (8, {"cu_seq_lens_q": offsets_of((5 + rank, 11 - rank))}, "different offsets:"),
-        (8, {"cu_seq_lens_q": offsets_of((5, 11)[rank:]) if rank else offsets_of((5, 11))},
-         "different numbers of offsets, offsets:"),
-        (8, {"_packed_seq_ids": ids} if rank else {"attention_mask": ids},
-         "different kinds of attention_mask, kinds of packed_seq_ids:"),
+        (
+            8,
+            {
+                "cu_seq_lens_q": offsets_of((5, 11)[rank:])
+                if rank
+                else offsets_of((5, 11))
+            },
+            "different numbers of offsets, offsets:",
+        ),
+        (
+            8,
+            {"_packed_seq_ids": ids} if rank else {"attention_mask": ids},
+            "different kinds of attention_mask, kinds of packed_seq_ids:",
+        ),
         (8, {"seq_index": torch.arange(8)} if rank else {}, "kinds of seq_index:"),
         (8 + 4 * rank, {}, "different tokens:"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             model(torch.zeros(1, tokens, dtype=torch.long), **told)
 
 
 def padding_beside_offsets() -> None:
-    """A 0/1 mask with offsets: what it leaves out is neither read by conv and rule nor a key."""
+    """A 0/1 mask with offsets: what it leaves out is neither read by conv and rule nor
+    a key."""
     one, many = pair(build("Qwen3_5ForCausalLM").double())
     tokens = torch.randint(67, (1, 16), generator=torch.Generator().manual_seed(4))
     offsets = offsets_of((7, 9))

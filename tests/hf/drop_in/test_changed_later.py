@@ -1,4 +1,5 @@
-"""What is changed in a patched model, or would be ignored or cut wrongly, counts or is refused."""
+"""What is changed in a patched model, or would be ignored or cut wrongly, counts or is
+refused."""
 
 import copy
 import io
@@ -11,7 +12,16 @@ from torch import nn
 
 from megatron_gdn.compat.tested import TESTED, VersionRange, warn_of_untested
 from megatron_gdn.hf import PackingCollator, SSMGate, context_parallel_share, patch
-from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, NEXT, QWEN4, VISION, mixer_of
+from tests.hf.drop_in.conftest import (
+    DENSE,
+    FAMILIES,
+    GLM,
+    KIMI,
+    NEXT,
+    QWEN4,
+    VISION,
+    mixer_of,
+)
 from tests.hf.drop_in.test_collator import Mesh
 from tests.hf.drop_in.test_sources import read
 from tests.hf.tiny_models import build, cache_name
@@ -63,7 +73,9 @@ def test_a_patched_model_is_pickled_only_after_undo(fresh, family, write, read_b
     """Its classes are made by the patch, so another process could not find them."""
     model = fresh(family)
     patched = patch(model)
-    with pytest.raises(NotImplementedError, match=r"is patched.*model\.state_dict\(\).*undo"):
+    with pytest.raises(
+        NotImplementedError, match=r"is patched.*model\.state_dict\(\).*undo"
+    ):
         write(model, io.BytesIO())
     patched.undo()
     expected = model(TOKENS, use_cache=False).logits
@@ -118,8 +130,12 @@ def test_a_patch_under_untested_versions_warns_once_in_one_line(fresh, monkeypat
     with pytest.warns(UserWarning, match="megatron_gdn was tested with") as warned:
         patch(fresh(DENSE))
         patch(fresh(NEXT))
-    (said,) = (str(one.message) for one in warned if "was tested with" in str(one.message))
-    assert "tested with transformers 5.1 to 5.2, this is 5." in said and "\n" not in said
+    (said,) = (
+        str(one.message) for one in warned if "was tested with" in str(one.message)
+    )
+    assert (
+        "tested with transformers 5.1 to 5.2, this is 5." in said and "\n" not in said
+    )
     warn_of_untested.cache_clear()
 
 
@@ -172,7 +188,9 @@ def test_a_mask_of_ones_and_zeros_counts_beside_offsets_and_ids():
     ids = torch.tensor([[4, 4, 4, 5, 5, 5, 5, 5]])
     offsets = torch.tensor([0, 3, 8])
     assert read(attention_mask=mask, cu_seqlens=offsets) == [[1, 1, 1, 2, 2, 2, 0, 0]]
-    assert read(attention_mask=mask.bool(), packed_seq_ids=ids) == [[4, 4, 4, 5, 5, 5, 0, 0]]
+    assert read(attention_mask=mask.bool(), packed_seq_ids=ids) == [
+        [4, 4, 4, 5, 5, 5, 0, 0]
+    ]
     one = read(attention_mask=mask, cu_seqlens=torch.tensor([0, 8]))
     assert one == [[1, 1, 1, 1, 1, 1, 0, 0]]
 
@@ -231,13 +249,17 @@ def test_a_cache_counts_under_each_name_that_transformers_has_for_it(patched):
 def test_documents_that_per_layer_embeddings_would_mix_are_refused():
     """Their n-grams end at the end-of-text token, and their convolution nowhere."""
     n_grams = {"ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 50}
-    model = build(QWEN4, **n_grams, make_ngram_vocab_size_divisible_by=2, eos_token_id=3)
+    model = build(
+        QWEN4, **n_grams, make_ngram_vocab_size_divisible_by=2, eos_token_id=3
+    )
     tokens = torch.randint(67, (1, 8))
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     alone = model(tokens).logits
     patch(model)
     assert torch.equal(model(tokens).logits, alone)
-    with pytest.raises(NotImplementedError, match=r"packed documents .*ple_layer_ids=\[1\]"):
+    with pytest.raises(
+        NotImplementedError, match=r"packed documents .*ple_layer_ids=\[1\]"
+    ):
         model(tokens, position_ids=positions)
 
 
@@ -269,16 +291,23 @@ def test_a_share_cuts_or_refuses_whatever_has_the_tokens():
     share = context_parallel_share(batch | more, Mesh(2, 1), "contiguous")
     assert share["position_ids"].tolist() == [[[4, 5, 6, 7]]] * 4
     assert share["inputs_embeds"][0, :, 0].tolist() == [4, 5, 6, 7]
-    for name, x in (("weights", torch.ones(8)), ("attention_mask", torch.ones(1, 1, 8, 8))):
+    for name, x in (
+        ("weights", torch.ones(8)),
+        ("attention_mask", torch.ones(1, 1, 8, 8)),
+    ):
         with pytest.raises(ValueError, match=f"{name} of shape"):
             context_parallel_share(batch | {name: x}, Mesh(2, 1), "contiguous")
     with pytest.raises(ValueError, match="no input_ids"):
         context_parallel_share({"labels": batch["labels"]}, Mesh(2, 1))
     with pytest.raises(ValueError, match="multiple of 4"):
-        context_parallel_share(PackingCollator()([{"input_ids": [5, 6, 7]}]), Mesh(2, 0))
+        context_parallel_share(
+            PackingCollator()([{"input_ids": [5, 6, 7]}]), Mesh(2, 0)
+        )
 
 
-@pytest.mark.parametrize("options", [{"rule_operands": "bf16"}, {"recompute_qkv": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"rule_operands": "bf16"}, {"recompute_qkv": True}], ids=str
+)
 def test_options_that_kimi_delta_attention_does_not_have_are_refused(fresh, options):
     with pytest.raises(ValueError, match="has neither option"):
         patch(fresh(KIMI), **options)

@@ -53,8 +53,14 @@ def test_shares_hold_every_token_once(layout):
         ([{"labels": [1, 1]}], "document 1 has 3 input_ids and 2 labels"),
         ([{"attention_mask": [1, 1, 0]}], "document 1 has padding"),
         ([{"loss_mask": [1, 1, 0]}], "document 1 has 'loss_mask'"),
-        ([{"labels": [6, 7, -100]}], "labels of document 1 are its input_ids one token ahead"),
-        ([{"labels": [-100, 7, 8]}], "labels of document 1 are its input_ids one token ahead"),
+        (
+            [{"labels": [6, 7, -100]}],
+            "labels of document 1 are its input_ids one token ahead",
+        ),
+        (
+            [{"labels": [-100, 7, 8]}],
+            "labels of document 1 are its input_ids one token ahead",
+        ),
     ],
 )
 def test_what_cannot_be_packed_or_would_be_lost_is_refused(documents, message):
@@ -93,20 +99,43 @@ def losses_of(*flags: str) -> list[float]:
     ("script", "flags", "words"),
     [
         ("finetune_transformers.py", ["--steps", "0"], "--steps 0: use 1 or more."),
-        ("finetune_transformers.py", ["--documents", "999"], "--documents 999: use 1 to "),
-        ("finetune_transformers.py", ["--step", "1"], "unrecognized arguments: --step 1"),
-        ("finetune_transformers.py", [], "start it by torchrun --nproc_per_node=2 examples/fi"),
-        ("finetune_with_trainer.py", ["--replicas", "2"], "--replicas 2 does not divide 3 ranks"),
-        ("finetune_with_trainer.py", ["--save", "README.md"], "--save README.md is a file"),
+        (
+            "finetune_transformers.py",
+            ["--documents", "999"],
+            "--documents 999: use 1 to ",
+        ),
+        (
+            "finetune_transformers.py",
+            ["--step", "1"],
+            "unrecognized arguments: --step 1",
+        ),
+        (
+            "finetune_transformers.py",
+            [],
+            "start it by torchrun --nproc_per_node=2 examples/fi",
+        ),
+        (
+            "finetune_with_trainer.py",
+            ["--replicas", "2"],
+            "--replicas 2 does not divide 3 ranks",
+        ),
+        (
+            "finetune_with_trainer.py",
+            ["--save", "README.md"],
+            "--save README.md is a file",
+        ),
     ],
 )
-def test_the_examples_refuse_what_they_cannot_do(script, flags, words, monkeypatch, capsys):
+def test_the_examples_refuse_what_they_cannot_do(
+    script, flags, words, monkeypatch, capsys
+):
     monkeypatch.chdir(EXAMPLES.parent)
     monkeypatch.setattr(sys, "argv", [script, *flags])
     monkeypatch.setenv("WORLD_SIZE", "3")
     if flags:
         monkeypatch.setenv("RANK", "0")
-    for family in FAMILIES:  # in plain torch: the examples import them with the kernels of fla
+    # in plain torch: the examples import them with the kernels of fla
+    for family in FAMILIES:
         model_class(family)
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(EXAMPLES / script))["arguments"]()
@@ -116,7 +145,8 @@ def test_the_examples_refuse_what_they_cannot_do(script, flags, words, monkeypat
 @pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what the CPU prints")
 def test_the_example_trains_over_two_ranks_sharded_or_not():
-    """AdamW's first steps are of the gradient's sign, so roundings grow to some 1e-3."""
+    """AdamW's first steps are of the gradient's sign, so roundings grow to some
+    1e-3."""
     first, last = losses = losses_of()
     assert first == pytest.approx(math.log(256), abs=0.2) and last < first - 1
     assert losses_of("--fully-shard") == pytest.approx(losses, abs=5e-3)

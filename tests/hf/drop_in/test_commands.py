@@ -19,9 +19,14 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU")
 @on_cpu
 @pytest.mark.parametrize(
     ("ranks", "replicas"),
-    [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.nightly)],
+    [
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(4, 2, marks=pytest.mark.nightly),
+    ],
 )
-def test_losses_gradients_and_evaluation_are_those_of_a_plain_loop(pools, ranks, replicas):
+def test_losses_gradients_and_evaluation_are_those_of_a_plain_loop(
+    pools, ranks, replicas
+):
     pytest.importorskip("accelerate")
     pools(ranks).run(compare_with_a_plain_loop, replicas)
 
@@ -65,7 +70,9 @@ def test_the_picture_shows_the_leak_and_that_a_patched_model_has_none(tmp_path):
     image = tmp_path / "leaks.png"
     done = python("examples/show_leaks.py", image, TORCHDYNAMO_DISABLE="1")
     assert done.stderr == ""
-    found = dict(re.findall(r"(\w+): a document changes another by up to (\S+)", done.stdout))
+    found = dict(
+        re.findall(r"(\w+): a document changes another by up to (\S+)", done.stdout)
+    )
     assert float(found["transformers"]) > 1e-2 and float(found["patched"]) == 0
     assert image.read_bytes().startswith(b"\x89PNG")
 
@@ -73,8 +80,15 @@ def test_the_picture_shows_the_leak_and_that_a_patched_model_has_none(tmp_path):
 TOKENS = [[3, 17, 5, 60, 2, 8, 8, 41, 9]]
 NEW = 4
 # Which modules hold a family's functions.
-SOURCES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp", "kimi_linear",
-           "bailing_hybrid"]  # fmt: skip
+SOURCES = [
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "olmo_hybrid",
+    "qwen4_exp",
+    "kimi_linear",
+    "bailing_hybrid",
+]
 
 IN_A_FRESH_PROCESS = """
 import importlib, sys
@@ -115,7 +129,9 @@ torch.save(found, sys.argv[1])
 def test_unpacked_batches_and_generation_run_where_fla_is_installed(fresh, tmp_path):
     """With the bits that transformers has where fla is not installed."""
     pytest.importorskip("fla")
-    script = IN_A_FRESH_PROCESS.format(sources=SOURCES, tokens=TOKENS, families=FAMILIES, new=NEW)
+    script = IN_A_FRESH_PROCESS.format(
+        sources=SOURCES, tokens=TOKENS, families=FAMILIES, new=NEW
+    )
     python("-c", script, tmp_path / "found.pt")
     found = torch.load(tmp_path / "found.pt")
     for family in FAMILIES:

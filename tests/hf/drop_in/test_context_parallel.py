@@ -1,4 +1,5 @@
-"""Layers and models over a context-parallel mesh equal one rank, every gradient included."""
+"""Layers and models over a context-parallel mesh equal one rank, every gradient
+included."""
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from tests.hf.drop_in.conftest import (
     VISION_MOE,
 )
 
-# Documents that no share of 2 or 4 ranks ends with, one of a token, and for cuts by document
-# multiples of 8.
+# Documents that no share of 2 or 4 ranks ends with, one of a token, and for cuts by
+# document multiples of 8.
 ANY = (5, 1, 23, 19)
 CUT = (16, 8, 24)
 EXPERTS = (MOE, VISION_MOE)
@@ -74,7 +75,10 @@ def test_a_model_with_attention_equals_one_rank(pools, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [NEXT, VISION, OLMO, KIMI, *EXPERTS])
 def test_other_models_equal_one_rank(pools, family):
-    cases = [("zigzag_buffer", "auto", None, None), ("contiguous", "auto", ANY, "offsets")]
+    cases = [
+        ("zigzag_buffer", "auto", None, None),
+        ("contiguous", "auto", ANY, "offsets"),
+    ]
     pools(2).run(laws.models_equal_one_rank, family, cases)
 
 
@@ -104,33 +108,94 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
     two_rows = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2]]).expand(2, -1)
     cases = [
         ("zigzag_buffer", {}, {"tokens": 5}, "10 tokens, which is not a multiple of 4"),
-        ("contiguous", {}, {"seq_index": torch.arange(7)}, r"must be \[8\] or \[rows, 8\]"),
-        ("contiguous", {}, {"seq_index": torch.arange(8)}, "is no share of 16 tokens in zigzag"),
+        (
+            "contiguous",
+            {},
+            {"seq_index": torch.arange(7)},
+            r"must be \[8\] or \[rows, 8\]",
+        ),
+        (
+            "contiguous",
+            {},
+            {"seq_index": torch.arange(8)},
+            "is no share of 16 tokens in zigzag",
+        ),
         ("contiguous", {}, {"seq_index": torch.zeros(1, 2, 8)}, r"shape \(1, 2, 8\)"),
-        ("contiguous", {}, {"seq_index": torch.arange(16).view(2, 8)}, "rows of seq_index differ"),
-        ("zigzag", {}, {"cu_seqlens": torch.tensor([0, 6, 16])}, "6 tokens, .* multiple of 4"),
-        ("zigzag", {}, {"_packed_seq_ids": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 16])},
-         "cuts every document by itself"),
-        ("zigzag_buffer", {}, {"position_ids": torch.arange(8)[None]}, "neither go on nor start"),
-        ("zigzag_buffer", {}, {"attention_mask": torch.ones(1, 1, 8, 8)}, "nothing about the tok"),
-        ("zigzag_buffer", {},
-         {"cu_seqlens": torch.tensor([0, 5]), "indices": torch.arange(5)},
-         "indices of 5 tokens with context parallelism"),
-        ("zigzag_buffer", {}, {"attention_mask": two_rows}, "packed documents in one row only", 2),
-        ("zigzag_buffer", {}, {"position_ids": torch.zeros(3, 1, 8)}, r"\[4, 1, 8\], text posit"),
-        ("contiguous", {}, {"_packed_seq_ids": torch.tensor([[2, 2, 2, 2, 1, 1, 1, 1]])},
-         "document 1 after document 2"),
-        ("contiguous", {"linear_cp_mode": "headwise"}, {"cu_seqlens": torch.tensor([0, 9])},
-         "ends at 9, which does not match the 16 tokens"),
-    ]  # fmt: skip
+        (
+            "contiguous",
+            {},
+            {"seq_index": torch.arange(16).view(2, 8)},
+            "rows of seq_index differ",
+        ),
+        (
+            "zigzag",
+            {},
+            {"cu_seqlens": torch.tensor([0, 6, 16])},
+            "6 tokens, .* multiple of 4",
+        ),
+        (
+            "zigzag",
+            {},
+            {"_packed_seq_ids": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 16])},
+            "cuts every document by itself",
+        ),
+        (
+            "zigzag_buffer",
+            {},
+            {"position_ids": torch.arange(8)[None]},
+            "neither go on nor start",
+        ),
+        (
+            "zigzag_buffer",
+            {},
+            {"attention_mask": torch.ones(1, 1, 8, 8)},
+            "nothing about the tok",
+        ),
+        (
+            "zigzag_buffer",
+            {},
+            {"cu_seqlens": torch.tensor([0, 5]), "indices": torch.arange(5)},
+            "indices of 5 tokens with context parallelism",
+        ),
+        (
+            "zigzag_buffer",
+            {},
+            {"attention_mask": two_rows},
+            "packed documents in one row only",
+            2,
+        ),
+        (
+            "zigzag_buffer",
+            {},
+            {"position_ids": torch.zeros(3, 1, 8)},
+            r"\[4, 1, 8\], text posit",
+        ),
+        (
+            "contiguous",
+            {},
+            {"_packed_seq_ids": torch.tensor([[2, 2, 2, 2, 1, 1, 1, 1]])},
+            "document 1 after document 2",
+        ),
+        (
+            "contiguous",
+            {"linear_cp_mode": "headwise"},
+            {"cu_seqlens": torch.tensor([0, 9])},
+            "ends at 9, which does not match the 16 tokens",
+        ),
+    ]
     pools(2).run(laws.all_refused, cases)
 
 
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [(DENSE, 2), (KIMI, 2), pytest.param(NEXT, 2, marks=pytest.mark.slow),
-     pytest.param(MOE, 2, marks=pytest.mark.slow), pytest.param(DENSE, 4, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        (DENSE, 2),
+        (KIMI, 2),
+        pytest.param(NEXT, 2, marks=pytest.mark.slow),
+        pytest.param(MOE, 2, marks=pytest.mark.slow),
+        pytest.param(DENSE, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_fully_sharded_model_equals_one_rank(pools, family, ranks):
     pools(ranks).run(laws.fully_sharded_equals_one_rank, family)
 

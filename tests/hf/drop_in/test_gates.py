@@ -1,4 +1,5 @@
-"""The holder of the fp32 gates, and what files, caches and recomputation keep of them."""
+"""The holder of the fp32 gates, and what files, caches and recomputation keep of
+them."""
 
 import pytest
 import torch
@@ -6,7 +7,15 @@ import torch.nn.functional as F
 
 from megatron_gdn.hf import gates_in_fp32, patch
 from megatron_gdn.hf.drop_in import SSMGate, install_ssm_gate
-from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, NEXT, VISION, VISION_MOE
+from tests.hf.drop_in.conftest import (
+    DENSE,
+    FAMILIES,
+    GLM,
+    KIMI,
+    NEXT,
+    VISION,
+    VISION_MOE,
+)
 from tests.hf.test_layer_mapping import assert_same_file
 from tests.hf.tiny_models import cache_name
 from tests.parallel import assert_close
@@ -14,15 +23,21 @@ from tests.parallel import assert_close
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", [DENSE, NEXT])
-def test_the_gate_is_that_of_float64_to_fp32_for_inputs_of_any_dtype(fresh, family, dtype):
+def test_the_gate_is_that_of_float64_to_fp32_for_inputs_of_any_dtype(
+    fresh, family, dtype
+):
     model = fresh(family).to(dtype)
     patch(model)
     layer = model.model.layers[0].linear_attn
     a = (torch.randn(2, 5, 8) * 30).to(dtype)
     g = layer._compute_gate(a)
-    assert isinstance(layer._fp32_params, SSMGate) and torch.equal(layer._fp32_params(a), g)
+    assert isinstance(layer._fp32_params, SSMGate) and torch.equal(
+        layer._fp32_params(a), g
+    )
     assert g.dtype == torch.float32 and g.shape == a.shape
-    truth = -layer.A_log.double().exp() * F.softplus(a.double() + layer.dt_bias.double())
+    truth = -layer.A_log.double().exp() * F.softplus(
+        a.double() + layer.dt_bias.double()
+    )
     assert_close("gate", g, truth.clamp(min=-104), 1e-6)  # exp of less is 0 in fp32
     g.sum().backward()
     assert layer.A_log.grad.dtype == layer.dt_bias.grad.dtype == torch.float32
@@ -54,7 +69,9 @@ def test_bare_parameters_move_into_the_holder_as_the_same_objects():
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])
-def test_a_saved_model_loads_in_transformers_and_comes_back_bit_for_bit(fresh, family, tmp_path):
+def test_a_saved_model_loads_in_transformers_and_comes_back_bit_for_bit(
+    fresh, family, tmp_path
+):
     model, source = fresh(family), fresh(family)
     patch(model)
     model.save_pretrained(tmp_path)
@@ -80,7 +97,9 @@ def test_a_bf16_model_keeps_the_gates_of_its_file(fresh, tmp_path, family):
     assert all(torch.equal(parameters[name], file[name]) for name in held)
     rounded = type(source).from_pretrained(tmp_path, dtype=torch.bfloat16)
     outside = {name: p.dtype for name, p in rounded.named_parameters()}
-    assert all(dtype == torch.bfloat16 for name, dtype in outside.items() if "A_log" in name)
+    assert all(
+        dtype == torch.bfloat16 for name, dtype in outside.items() if "A_log" in name
+    )
     rest = {name: p.dtype for name, p in parameters.items() if name not in held}
     assert rest.items() <= outside.items() and torch.bfloat16 in rest.values()
 
@@ -88,7 +107,8 @@ def test_a_bf16_model_keeps_the_gates_of_its_file(fresh, tmp_path, family):
 def test_gates_stay_fp32_in_a_class_that_names_other_parameters_that_do(
     fresh, tmp_path, monkeypatch
 ):
-    """Kimi Linear's class does since transformers 5.24; dt_bias is among them, A_log is not."""
+    """Kimi Linear's class does since transformers 5.24; dt_bias is among them, A_log is
+    not."""
     source = fresh(DENSE)
     source.save_pretrained(tmp_path)
     cls = type(source)
@@ -124,7 +144,8 @@ def test_a_step_on_a_cache_is_that_of_the_unpatched_model(fresh, family, unpacke
 @pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    ("unpacked", "use_cache"), [("transformers", True), ("fused", True), ("fused", False)]
+    ("unpacked", "use_cache"),
+    [("transformers", True), ("fused", True), ("fused", False)],
 )
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, GLM])
 def test_generation_is_that_of_the_unpatched_model(fresh, family, unpacked, use_cache):
@@ -136,12 +157,15 @@ def test_generation_is_that_of_the_unpatched_model(fresh, family, unpacked, use_
     mask[0, :2] = int(not use_cache)
     settings = {"max_new_tokens": 6 if use_cache else 12, "use_cache": use_cache}
     settings |= {"do_sample": False, "attention_mask": mask, "pad_token_id": 0}
-    assert torch.equal(ours.generate(tokens, **settings), theirs.generate(tokens, **settings))
+    assert torch.equal(
+        ours.generate(tokens, **settings), theirs.generate(tokens, **settings)
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_recomputes_with_the_same_boundaries(fresh, reentrant):
-    """Two forwards before the backwards: what is recomputed belongs to its own batch."""
+    """Two forwards before the backwards: what is recomputed belongs to its own
+    batch."""
     plain, again = fresh(DENSE).train(), fresh(DENSE).train()
     for model in (plain, again):
         patch(model)
@@ -161,5 +185,7 @@ def test_gradient_checkpointing_recomputes_with_the_same_boundaries(fresh, reent
         ]
         for loss in losses:
             loss.backward()
-    for (name, one), other in zip(plain.named_parameters(), again.parameters(), strict=True):
+    for (name, one), other in zip(
+        plain.named_parameters(), again.parameters(), strict=True
+    ):
         assert_close(name, other.grad, one.grad, 1e-6)

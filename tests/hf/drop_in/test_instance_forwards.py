@@ -1,4 +1,5 @@
-"""A patch counts where an instance has a forward of its own: accelerate's hooks, offloaded weights.
+"""A patch counts where an instance has a forward of its own: accelerate's hooks,
+offloaded weights.
 
 Everything runs on the CPU, where the hooks run too.
 """
@@ -44,7 +45,9 @@ def assert_same(found, expected) -> None:
 @pytest.mark.parametrize("order", ["hooks first", "patch first"])
 @pytest.mark.parametrize("place", [dispatch, offload, preload])
 @pytest.mark.parametrize("family", [DENSE, NEXT, KIMI])
-def test_a_model_with_accelerates_hooks_runs_the_mixer(fresh, family, place, order, unpacked):
+def test_a_model_with_accelerates_hooks_runs_the_mixer(
+    fresh, family, place, order, unpacked
+):
     expected, model, plain = fresh(family), fresh(family), logits(fresh(family))[0]
     patch(expected, unpacked=unpacked)
     if order == "hooks first":
@@ -71,7 +74,8 @@ def test_hooks_that_are_removed_leave_the_patch(fresh, place, order):
     assert_same(logits(model), logits(expected))
     patched.undo()
     assert torch.equal(logits(model)[0], plain)
-    with patch(model):  # bound forwards of transformers' classes are still on the modules
+    # bound forwards of transformers' classes are still on the modules
+    with patch(model):
         assert_same(logits(model), logits(expected))
 
 
@@ -89,11 +93,15 @@ def test_a_forward_that_would_hide_the_mixer_is_refused(fresh):
     layer = model.model.layers[2].linear_attn
     own = layer.forward
     layer.forward = lambda *args, **kwargs: own(*args, **kwargs)
-    with pytest.raises(ValueError, match="Qwen3_5GatedDeltaNet has a forward of its own"):
+    with pytest.raises(
+        ValueError, match="Qwen3_5GatedDeltaNet has a forward of its own"
+    ):
         patch(model)
     assert torch.equal(logits(model)[0], before)
     offload(model)
-    with pytest.raises(ValueError, match="Qwen3_5GatedDeltaNet has a forward of its own"):
+    with pytest.raises(
+        ValueError, match="Qwen3_5GatedDeltaNet has a forward of its own"
+    ):
         patch(model)
 
 
@@ -103,7 +111,9 @@ def test_a_forward_that_was_set_later_is_not_undone(fresh):
     layer = mixer_of(model)
     ours = layer.forward
     layer.forward = lambda *args, **kwargs: ours(*args, **kwargs)
-    with pytest.raises(RuntimeError, match="linear_attn was replaced since it was patched"):
+    with pytest.raises(
+        RuntimeError, match="linear_attn was replaced since it was patched"
+    ):
         patched.undo()
     del layer.forward
     patched.undo()

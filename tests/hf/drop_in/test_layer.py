@@ -1,4 +1,5 @@
-"""The replaced module: transformers' numbers, keys and class, fp32 gates, and what it refuses."""
+"""The replaced module: transformers' numbers, keys and class, fp32 gates, and what it
+refuses."""
 
 import copy
 
@@ -22,7 +23,9 @@ from tests.parallel import assert_close
 
 TOKENS = 70  # past the 64 of a chunk
 # Their text models are those of two of the families.
-IMAGES = [pytest.param(name, marks=pytest.mark.nightly) for name in (VISION, VISION_MOE)]
+IMAGES = [
+    pytest.param(name, marks=pytest.mark.nightly) for name in (VISION, VISION_MOE)
+]
 
 
 def gradients(module) -> dict[str, torch.Tensor]:
@@ -51,7 +54,8 @@ def test_unpacked_batches_have_the_bits_of_transformers(fresh, family):
 
 @pytest.mark.parametrize("family", [*FAMILIES, GLM])
 def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, family):
-    """fp32, 1e-5 of the largest entry; where transformers errs by more, it may differ by that."""
+    """fp32, 1e-5 of the largest entry; where transformers errs by more, it may differ
+    by that."""
     model = fresh(family)
     theirs = copy.deepcopy(mixer_of(model))
     patch(model, unpacked="fused")
@@ -77,7 +81,8 @@ def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, fa
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, *IMAGES, GLM])
 def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh, family):
-    """fp32 may err as transformers does in the worst of four runs, three of moved embeddings."""
+    """fp32 may err as transformers does in the worst of four runs, three of moved
+    embeddings."""
     theirs, ours, truth = fresh(family), fresh(family), in_float64(fresh(family))
     for model in (ours, truth):
         patch(model, unpacked="fused")
@@ -98,10 +103,14 @@ def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh, family):
         if moved:
             sign = torch.randint_like(weight, 2) * 2 - 1
             weight.data.mul_(1 + sign * 2.0**-23)
-        runs.append({name: gradient.clone() for name, gradient in run(theirs)[1].items()})
+        runs.append(
+            {name: gradient.clone() for name, gradient in run(theirs)[1].items()}
+        )
     assert expected.keys() == runs[0].keys() == found.keys()
     for name, gradient in expected.items():
-        errors = [(one[name] - gradient).abs().max() / gradient.abs().max() for one in runs]
+        errors = [
+            (one[name] - gradient).abs().max() / gradient.abs().max() for one in runs
+        ]
         assert_close(name, found[name], gradient, 1e-5 + 2 * max(errors).item())
 
 
@@ -121,7 +130,9 @@ def test_one_layer_is_built_alone_and_is_of_transformers_class(fresh):
 def test_a_config_of_another_family_is_refused(fresh):
     from transformers import LlamaConfig
 
-    with pytest.raises(ValueError, match="'llama' has no linear attention .* 'qwen3_next'"):
+    with pytest.raises(
+        ValueError, match="'llama' has no linear attention .* 'qwen3_next'"
+    ):
         CPAwareGatedDeltaNet(LlamaConfig(), 0)
 
 
@@ -186,7 +197,10 @@ def test_what_cannot_be_replaced_is_refused(fresh):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"mode": "headwise"}, "unknown option mode; the options are cp_mesh, .*linear_cp_mode"),
+        (
+            {"mode": "headwise"},
+            "unknown option mode; the options are cp_mesh, .*linear_cp_mode",
+        ),
         ({"cp_mesh": 2}, "cp_mesh=2 is no device mesh"),
         ({"cp_mesh": "cp"}, "cp_mesh='cp' is no device mesh"),
         ({"recompute_qkv": "no"}, "recompute_qkv='no' must be True or False"),

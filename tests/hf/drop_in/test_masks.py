@@ -1,4 +1,5 @@
-"""4-D masks of any dtype, and offsets with indices, keep documents of a patched model apart."""
+"""4-D masks of any dtype, and offsets with indices, keep documents of a patched model
+apart."""
 
 import pytest
 import torch
@@ -35,13 +36,25 @@ def model(fresh, request):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_causal_mask_keeps_documents_apart(model, kind):
     mask = KINDS[kind](block_mask(IDS))
-    alone = [model(TOKENS[:, start:end], use_cache=False).logits for start, end in SPANS]
+    alone = [
+        model(TOKENS[:, start:end], use_cache=False).logits for start, end in SPANS
+    ]
     forms = (
         {"attention_mask": mask},
         {"attention_mask": mask, "_packed_seq_ids": torch.tensor(IDS)},
-        {"attention_mask": {"full_attention": mask, "linear_attention": torch.tensor(IDS)}},
+        {
+            "attention_mask": {
+                "full_attention": mask,
+                "linear_attention": torch.tensor(IDS),
+            }
+        },
         {"attention_mask": {"full_attention": mask, "linear_attention": None}},
-        {"attention_mask": {"full_attention": mask, "linear_attention": torch.ones(1, 9)}},
+        {
+            "attention_mask": {
+                "full_attention": mask,
+                "linear_attention": torch.ones(1, 9),
+            }
+        },
         {"attention_mask": {"full_attention": mask}},
         {"attention_mask": {"full_attention": None, "linear_attention": mask}},
     )
@@ -51,18 +64,25 @@ def test_a_block_causal_mask_keeps_documents_apart(model, kind):
 
 
 def test_any_entry_of_a_dict_of_masks_names_the_documents(model):
-    alone = [model(TOKENS[:, start:end], use_cache=False).logits for start, end in SPANS]
+    alone = [
+        model(TOKENS[:, start:end], use_cache=False).logits for start, end in SPANS
+    ]
     ids, positions = torch.tensor(IDS), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1]])
     forms = (
         {"attention_mask": {"full_attention": ids}},
         {"attention_mask": {"full_attention": ids, "linear_attention": ids}},
         {"attention_mask": {"linear_attention": ids}},
         {"attention_mask": {"full_attention": None}, "position_ids": positions},
-        {"attention_mask": {"full_attention": None, "linear_attention": None},
-         "position_ids": positions},
-        {"attention_mask": {"full_attention": block_mask([[1] * 9])}, "_packed_seq_ids": ids},
+        {
+            "attention_mask": {"full_attention": None, "linear_attention": None},
+            "position_ids": positions,
+        },
+        {
+            "attention_mask": {"full_attention": block_mask([[1] * 9])},
+            "_packed_seq_ids": ids,
+        },
         {"attention_mask": {}, "cu_seq_lens_q": torch.tensor([0, 5, 7, 9])},
-    )  # fmt: skip
+    )
     for told in forms:
         logits = model(TOKENS, use_cache=False, **told).logits
         assert_close("logits", logits, torch.cat(alone, 1), 1e-5)
@@ -98,12 +118,17 @@ def test_masks_in_a_dict_that_contradict_are_refused(patched):
     model, mask = patched(), block_mask(IDS)
     other = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 3, 3]])
     for linear in (other, block_mask(other.tolist())):
-        with pytest.raises(ValueError, match="put the boundaries of documents in different"):
+        with pytest.raises(
+            ValueError, match="put the boundaries of documents in different"
+        ):
             masks = {"full_attention": mask, "linear_attention": linear}
             model(TOKENS, attention_mask=masks, use_cache=False)
-    whole_documents = mask | mask.transpose(-1, -2)  # each token sees all of its document
+    # each token sees all of its document
+    whole_documents = mask | mask.transpose(-1, -2)
     with pytest.raises(ValueError, match="is not block-causal"):
-        model(TOKENS, attention_mask={"full_attention": whole_documents}, use_cache=False)
+        model(
+            TOKENS, attention_mask={"full_attention": whole_documents}, use_cache=False
+        )
 
 
 def test_a_block_mask_of_torch_names_the_documents(patched):
@@ -118,7 +143,9 @@ def test_a_block_mask_of_torch_names_the_documents(patched):
     model = patched()
     expected = model(TOKENS, _packed_seq_ids=ids, use_cache=False).logits
     for mask in (blocks, {"full_attention": blocks}):
-        assert torch.equal(model(TOKENS, attention_mask=mask, use_cache=False).logits, expected)
+        assert torch.equal(
+            model(TOKENS, attention_mask=mask, use_cache=False).logits, expected
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,14 +153,21 @@ def test_a_causal_mask_is_no_mask(model, kind):
     mask = KINDS[kind](block_mask([[1] * 9]))
     expected = model(TOKENS, use_cache=False).logits
     assert_close(
-        "whole", model(TOKENS, attention_mask=mask, use_cache=False).logits, expected, 1e-5
+        "whole",
+        model(TOKENS, attention_mask=mask, use_cache=False).logits,
+        expected,
+        1e-5,
     )
     name = cache_name(model)
     cache = model(TOKENS[:, :8], attention_mask=mask[..., :8, :8], use_cache=True)[name]
-    last = as_added(block_mask([[1] * 9]))[..., 8:, :]  # transformers' own forward reads it
+    # transformers' own forward reads it
+    last = as_added(block_mask([[1] * 9]))[..., 8:, :]
     step = model(TOKENS[:, 8:], attention_mask=last, **{name: cache}).logits
     assert_close("a step on a cache", step, expected[:, 8:], 1e-5)
-    layer, x = model.model.layers[0].linear_attn, torch.randn(1, 9, 24, dtype=torch.float64)
+    layer, x = (
+        model.model.layers[0].linear_attn,
+        torch.randn(1, 9, 24, dtype=torch.float64),
+    )
     assert torch.equal(layer(x, attention_mask=mask), layer(x))
 
 
@@ -143,7 +177,9 @@ def test_three_tables_of_positions_that_start_again_keep_documents_apart(fresh, 
     patch(model, unpacked="fused")
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1]]).expand(3, 1, -1)
     logits = model(TOKENS, position_ids=positions, use_cache=False).logits
-    alone = [model(TOKENS[:, start:end], use_cache=False).logits for start, end in SPANS]
+    alone = [
+        model(TOKENS[:, start:end], use_cache=False).logits for start, end in SPANS
+    ]
     assert_close("logits", logits, torch.cat(alone, 1), 1e-5)
 
 
@@ -157,7 +193,9 @@ def told(mask=PADDED) -> dict:
 
 @pytest.mark.parametrize("unpacked", ["transformers", "fused"])
 @pytest.mark.parametrize("family", [DENSE, NEXT])
-def test_offsets_and_indices_are_the_mask_that_they_were_made_of(patched, family, unpacked):
+def test_offsets_and_indices_are_the_mask_that_they_were_made_of(
+    patched, family, unpacked
+):
     model = patched(family, unpacked=unpacked)
     layer = model.model.layers[0].linear_attn
     torch.manual_seed(3)
@@ -165,21 +203,30 @@ def test_offsets_and_indices_are_the_mask_that_they_were_made_of(patched, family
     x[PADDED == 0] = float("nan")
     x.requires_grad_()
     expected = layer(x, attention_mask=PADDED)
-    for more in ({}, {"attention_mask": PADDED}, {"attention_mask": PADDED > 0, "seq_index": None}):
+    for more in (
+        {},
+        {"attention_mask": PADDED},
+        {"attention_mask": PADDED > 0, "seq_index": None},
+    ):
         y = layer(hidden_states=x, position_ids=torch.arange(6)[None], **told(), **more)
         assert torch.equal(y, expected)
         assert torch.equal(y[PADDED == 0], torch.zeros(3, 24))
-    (gradient,), (wanted,) = (torch.autograd.grad(each.square().sum(), x) for each in (y, expected))
+    (gradient,), (wanted,) = (
+        torch.autograd.grad(each.square().sum(), x) for each in (y, expected)
+    )
     assert torch.equal(gradient, wanted)
 
 
 @pytest.mark.parametrize("unpacked", ["transformers", "fused"])
 def test_what_older_callers_pass_is_taken_by_keyword_alone(patched, unpacked):
-    """Third by position is a mask for some transformers and cache_position for others."""
+    """Third by position is a mask for some transformers and cache_position for
+    others."""
     model = patched(unpacked=unpacked)
     layer, x = model.model.layers[0].linear_attn, torch.randn(2, 6, 24)
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-    y = layer(x, None, cache_position=torch.arange(6), attention_mask=mask, qkv_format="bshd")
+    y = layer(
+        x, None, cache_position=torch.arange(6), attention_mask=mask, qkv_format="bshd"
+    )
     assert torch.equal(y, layer(x, attention_mask=mask))
     for third in (torch.arange(6), mask):
         with pytest.raises(TypeError, match="positional arguments"):

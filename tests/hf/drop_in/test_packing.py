@@ -1,4 +1,5 @@
-"""Packed documents are those documents alone: padding, rows, gradients, whole models."""
+"""Packed documents are those documents alone: padding, rows, gradients, whole
+models."""
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from tests.hf.tiny_models import cache_name
 from tests.parallel import assert_close
 from tests.whole_groups import whole_groups
 
-# A mask in which a row ends in document 1 and the next begins with one, with padding everywhere.
+# A mask in which a row ends in document 1 and the next begins with one, with padding
+# everywhere.
 MASK = [[1, 1, 1, 0, 0, 0, 0], [1, 1, 2, 2, 2, 0, 3]]
-# Each term of in_proj's products, of a chunk's and of out_proj's is rounded once at most.
+# Each term of in_proj's products, of a chunk's and of out_proj's is rounded once at
+# most.
 ROUNDED = (24 + 64 + 32) * 2.0**-24
 SPANS = [(0, 0, 3), (1, 0, 2), (1, 2, 5), (1, 6, 7)]
 
@@ -35,7 +38,8 @@ def layer(fresh, request):
 
 
 class RowByRow(torch.nn.Linear):
-    """A linear whose rows do not meet in one product, whose order of sums the library picks."""
+    """A linear whose rows do not meet in one product, whose order of sums the library
+    picks."""
 
     def forward(self, x):
         return (x[..., None, :] * self.weight).sum(-1)
@@ -45,8 +49,11 @@ class RowByRow(torch.nn.Linear):
 @whole_groups()
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", [DENSE, NEXT])
-def test_a_packed_document_has_the_bits_of_the_document_alone(patched, family, recompute):
-    """Of all but the linears, which are left to a library that picks kernels by shape."""
+def test_a_packed_document_has_the_bits_of_the_document_alone(
+    patched, family, recompute
+):
+    """Of all but the linears, which are left to a library that picks kernels by
+    shape."""
     model = patched(family, unpacked="fused", recompute_qkv=recompute)
     layer = mixer_of(model)
     for module in layer.modules():
@@ -82,8 +89,12 @@ def test_rows_never_reach_the_next_row_and_padding_is_zero(layer):
     y = layer(x, attention_mask=mask)
     assert not y[padding].any()
     for row, start, end in SPANS:
-        assert_close("alone", y[row, start:end], layer(x[row : row + 1, start:end])[0], ROUNDED)
-        others = torch.where(mask[..., None] == mask[row, start], x, torch.randn_like(x))
+        assert_close(
+            "alone", y[row, start:end], layer(x[row : row + 1, start:end])[0], ROUNDED
+        )
+        others = torch.where(
+            mask[..., None] == mask[row, start], x, torch.randn_like(x)
+        )
         others[1 - row] = torch.randn(7, 24)
         others[row, start:end] = x[row, start:end]
         again = layer(others, attention_mask=mask)
@@ -96,14 +107,18 @@ def test_rows_never_reach_the_next_row_and_padding_is_zero(layer):
 
 
 def test_a_row_of_nothing_but_padding_is_zero(layer):
-    y = layer(torch.randn(2, 3, 24), attention_mask=torch.tensor([[0, 0, 0], [1, 2, 2]]))
+    y = layer(
+        torch.randn(2, 3, 24), attention_mask=torch.tensor([[0, 0, 0], [1, 2, 2]])
+    )
     assert torch.equal(y[0], torch.zeros(3, 24))
     y = layer(torch.randn(1, 3, 24), _packed_seq_ids=torch.zeros(1, 3))
     assert torch.equal(y, torch.zeros(1, 3, 24))
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("source", ["indexed_mask", "packed_seq_ids", "position_ids", "4-D"])
+@pytest.mark.parametrize(
+    "source", ["indexed_mask", "packed_seq_ids", "position_ids", "4-D"]
+)
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE])
 def test_a_packed_model_has_the_logits_of_each_document_alone(fresh, family, source):
     """float64, but for transformers' norms and rotations."""
@@ -132,7 +147,10 @@ def test_an_image_goes_through_a_patched_model_alone_and_packed(fresh, family):
     patch(ours, unpacked="fused")
     tokens = torch.randint(50, (1, 11), generator=torch.Generator().manual_seed(1))
     tokens[:, 2:6] = 60
-    seen = {"pixel_values": torch.randn(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    seen = {
+        "pixel_values": torch.randn(16, 96),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
     for model in (theirs, ours):
         model.config.image_token_id = 60
 
@@ -144,7 +162,9 @@ def test_an_image_goes_through_a_patched_model_alone_and_packed(fresh, family):
     assert_close("unpacked", logits(ours), logits(theirs), 1e-5)
     packed = logits(ours, _packed_seq_ids=torch.tensor([[1] * 7 + [2] * 4]))
     assert_close("first", packed[:, :7], logits(ours, 7), 1e-5)
-    assert_close("second", packed[:, 7:], ours(tokens[:, 7:], use_cache=False).logits, 1e-5)
+    assert_close(
+        "second", packed[:, 7:], ours(tokens[:, 7:], use_cache=False).logits, 1e-5
+    )
 
 
 def test_padded_rows_of_documents_go_through_a_model(fresh):
@@ -153,7 +173,10 @@ def test_padded_rows_of_documents_go_through_a_model(fresh):
     torch.manual_seed(9)
     tokens, mask = torch.randint(67, (2, 7)), torch.tensor(MASK)
     indices, offsets, _ = unpad_data(mask)
-    for told in ({"attention_mask": mask}, {"cu_seqlens": offsets.long(), "indices": indices}):
+    for told in (
+        {"attention_mask": mask},
+        {"cu_seqlens": offsets.long(), "indices": indices},
+    ):
         logits = model(tokens, use_cache=False, **told).logits
         for row, start, end in SPANS:
             alone = model(tokens[row : row + 1, start:end], use_cache=False).logits[0]
@@ -162,9 +185,13 @@ def test_padded_rows_of_documents_go_through_a_model(fresh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_leak_of_unpatched_models_is_found_and_of_patched_ones_is_not_there(fresh, family):
+def test_the_leak_of_unpatched_models_is_found_and_of_patched_ones_is_not_there(
+    fresh, family
+):
     model = fresh(family)
-    with pytest.raises(PackingLeak, match=r"document 0 changes document 1 by \d") as caught:
+    with pytest.raises(
+        PackingLeak, match=r"document 0 changes document 1 by \d"
+    ) as caught:
         assert_no_packing_leak(model)
     assert caught.value.leaks == [(0, 1), (0, 2), (1, 2)]
     with pytest.raises(PackingLeak):
@@ -193,7 +220,9 @@ def test_a_cache_and_packed_documents_do_not_go_together(patched):
     name = cache_name(model)
     assert model(tokens, _packed_seq_ids=ids).get(name) is None
     for more in ({"use_cache": True}, {name: DynamicCache(config=model.config)}):
-        with pytest.raises(ValueError, match="a cache cannot be filled with packed documents"):
+        with pytest.raises(
+            ValueError, match="a cache cannot be filled with packed documents"
+        ):
             model(tokens, _packed_seq_ids=ids, **more)
 
 
@@ -206,13 +235,20 @@ def test_flash_attention_is_given_what_it_can_honour_or_nothing(fresh):
     patch(text)
     text.config._attn_implementation = "flash_attention_2"
     tokens, ids = torch.randint(67, (1, 4)), torch.tensor([[1, 1, 2, 2]])
-    given = prepare_forward(text, DropInOptions(), {"input_ids": tokens, "_packed_seq_ids": ids})
+    given = prepare_forward(
+        text, DropInOptions(), {"input_ids": tokens, "_packed_seq_ids": ids}
+    )
     assert given["attention_mask"] == {"full_attention": None, "linear_attention": None}
     assert given["position_ids"].tolist() == [[0, 1, 0, 1]]
-    for more in ({"position_ids": torch.arange(4)[None]}, {"_packed_seq_ids": ids * (ids < 2)}):
+    for more in (
+        {"position_ids": torch.arange(4)[None]},
+        {"_packed_seq_ids": ids * (ids < 2)},
+    ):
         with pytest.raises(ValueError, match="only in one row without padding"):
             prepare_forward(
-                text, DropInOptions(), {"input_ids": tokens, "_packed_seq_ids": ids, **more}
+                text,
+                DropInOptions(),
+                {"input_ids": tokens, "_packed_seq_ids": ids, **more},
             )
 
 
@@ -239,7 +275,12 @@ def test_tables_do_not_follow_the_default_device(fresh, implementation):
     usual = results(model, tokens, sources, weight)
     with torch.device("meta"):  # stands for a GPU; what comes up there has no values
         elsewhere = results(model, tokens, sources, weight)
-        for source in ("position_ids", "cu_seq_lens_q", "packed_seq_ids", "indexed_mask"):
+        for source in (
+            "position_ids",
+            "cu_seq_lens_q",
+            "packed_seq_ids",
+            "indexed_mask",
+        ):
             assert_no_packing_leak(model, source=source)
         assert_no_packing_leak(mixer_of(model))
     assert all(torch.equal(a, b) for a, b in zip(usual, elsewhere, strict=True))
@@ -251,7 +292,9 @@ def test_what_was_found_is_logged(fresh, caplog):
         patched = patch(model, unpacked="fused")
         said = assert_no_packing_leak(model)
     assert repr(patched) in caplog.messages and said in caplog.messages
-    assert "3 linear-attention modules" in repr(patched) and "every batch" in repr(patched)
+    assert "3 linear-attention modules" in repr(patched) and "every batch" in repr(
+        patched
+    )
     patched.undo()
     assert repr(patched) == f"Patch of {DENSE}: undone"
 

@@ -1,4 +1,5 @@
-"""A patched model has transformers' parameters: their order, their names, one owner for each."""
+"""A patched model has transformers' parameters: their order, their names, one owner for
+each."""
 
 import copy
 
@@ -35,7 +36,8 @@ def test_a_patched_model_has_the_names_and_the_order_of_transformers(fresh, fami
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other)
     names = [
-        [name for name, _ in model.named_children()] for model in map(mixer_of, (ours, theirs))
+        [name for name, _ in model.named_children()]
+        for model in map(mixer_of, (ours, theirs))
     ]
     assert names[0] == names[1]
 
@@ -57,7 +59,10 @@ def test_an_optimizer_resumes_across_the_patch(fresh, family):
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
     loss_of(theirs).backward()
     optimizer.step()
-    state, values = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(theirs.state_dict())
+    state, values = (
+        copy.deepcopy(optimizer.state_dict()),
+        copy.deepcopy(theirs.state_dict()),
+    )
     patch(ours)
     ours.load_state_dict(values)
     resumed = torch.optim.AdamW(ours.parameters(), lr=1e-2)
@@ -66,7 +71,9 @@ def test_an_optimizer_resumes_across_the_patch(fresh, family):
         one.zero_grad()
         loss_of(model).backward()
         one.step()
-    for (name, one), other in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+    for (name, one), other in zip(
+        theirs.named_parameters(), ours.parameters(), strict=True
+    ):
         assert torch.equal(one, other), name
 
 
@@ -79,7 +86,9 @@ def test_distributed_checkpoints_have_the_keys_of_transformers(fresh, family):
         optimizer = torch.optim.AdamW(model.parameters())
         loss_of(model).backward()
         optimizer.step()
-        made.append((get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)))
+        made.append(
+            (get_model_state_dict(model), get_optimizer_state_dict(model, optimizer))
+        )
     (expected, expected_state), (found, found_state) = made
     assert list(found) == list(expected)
     assert list(found_state["state"]) == list(expected_state["state"])
@@ -87,7 +96,9 @@ def test_distributed_checkpoints_have_the_keys_of_transformers(fresh, family):
     set_optimizer_state_dict(ours, optimizer, expected_state)
 
 
-@pytest.mark.parametrize("told", [{}, {"_packed_seq_ids": IDS}], ids=["plain", "packed"])
+@pytest.mark.parametrize(
+    "told", [{}, {"_packed_seq_ids": IDS}], ids=["plain", "packed"]
+)
 @pytest.mark.parametrize("family", [DENSE, KIMI])
 @torch.no_grad()
 def test_gates_that_are_replaced_count(fresh, family, told):
@@ -107,9 +118,13 @@ def test_gates_that_are_replaced_count(fresh, family, told):
     assert torch.equal(ours(TOKENS, use_cache=False, **told).logits, before)
     for number, layer in enumerate(m for m in ours.modules() if hasattr(m, "drop_in")):
         owner, prefix = gate_owner(layer), f"model.layers.{number}."
-        key = next(key for key in values if key.startswith(prefix) and key.endswith("A_log"))
+        key = next(
+            key for key in values if key.startswith(prefix) and key.endswith("A_log")
+        )
         owner.A_log = nn.Parameter(values[key])
-        owner._parameters["dt_bias"] = nn.Parameter(values[key.replace("A_log", "dt_bias")])
+        owner._parameters["dt_bias"] = nn.Parameter(
+            values[key.replace("A_log", "dt_bias")]
+        )
         assert owner._fp32_params.A_log is owner.A_log
     assert torch.equal(ours(TOKENS, use_cache=False, **told).logits, expected)
 
@@ -134,7 +149,9 @@ def test_keys_that_name_the_holder_are_loaded(fresh):
     state = {}
     for key, value in source.state_dict().items():
         layer, _, name = key.rpartition(".")
-        state[f"{layer}._fp32_params.{name}" if name in ("A_log", "dt_bias") else key] = value + 1
+        state[
+            f"{layer}._fp32_params.{name}" if name in ("A_log", "dt_bias") else key
+        ] = value + 1
     patch(ours)
     ours.load_state_dict(state)
     for key, value in source.state_dict().items():
@@ -165,7 +182,9 @@ def test_16_bit_values_that_are_assigned_become_fp32(fresh, family):
     assert owner.A_log.dtype == owner.dt_bias.dtype == torch.float32
     assert torch.equal(owner.A_log, state[key_of(state, "A_log")].float())
     for told in ({}, {"_packed_seq_ids": IDS}):
-        found, expected = (one(TOKENS, use_cache=False, **told).logits for one in (model, other))
+        found, expected = (
+            one(TOKENS, use_cache=False, **told).logits for one in (model, other)
+        )
         assert torch.equal(found, expected)
 
 

@@ -24,8 +24,13 @@ def read(rows=1, tokens=8, **sources):
 
 def test_which_masks_number_documents():
     assert is_indexed_packed_mask(torch.tensor([[1, 2, 0]]))
-    for other in (None, torch.tensor([[1, 1, 0]]), torch.tensor([[True]]), torch.tensor([2]),
-                  torch.full((1, 1, 2, 2), 2)):  # fmt: skip
+    for other in (
+        None,
+        torch.tensor([[1, 1, 0]]),
+        torch.tensor([[True]]),
+        torch.tensor([2]),
+        torch.full((1, 1, 2, 2), 2),
+    ):
         assert not is_indexed_packed_mask(other)
 
 
@@ -41,11 +46,17 @@ def test_every_source_names_the_same_documents():
     assert read(position_ids=positions) == IDS
     assert read(position_ids=positions.expand(4, 1, -1)) == IDS
     assert read(position_ids=positions.expand(3, 1, -1)) == IDS
-    assert read(packed_seq_ids=ids, cu_seqlens=torch.tensor([0, 3, 4, 8]), position_ids=ids) == IDS
+    assert (
+        read(
+            packed_seq_ids=ids, cu_seqlens=torch.tensor([0, 3, 4, 8]), position_ids=ids
+        )
+        == IDS
+    )
 
 
 def test_positions_of_images_start_documents_where_all_three_are_0():
-    """Two documents that begin with an image of 2 x 2 tokens, and a document of one token."""
+    """Two documents that begin with an image of 2 x 2 tokens, and a document of one
+    token."""
     image = [[0, 0, 0, 0, 2], [0, 0, 1, 1, 2], [0, 1, 0, 1, 2]]
     tables = torch.tensor([table * 2 + [0] for table in image])[:, None]
     assert read(1, 11, position_ids=tables) == [[1] * 5 + [2] * 5 + [3]]
@@ -57,7 +68,9 @@ def test_positions_of_images_start_documents_where_all_three_are_0():
 
 def test_two_names_of_offsets_must_agree():
     one, other = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 4])
-    told = Sources.from_keywords(None, {"cu_seqlens": one, "cu_seq_lens_q": one.clone()})
+    told = Sources.from_keywords(
+        None, {"cu_seqlens": one, "cu_seq_lens_q": one.clone()}
+    )
     assert torch.equal(told.cu_seqlens, one)
     with pytest.raises(ValueError, match="two names of one thing"):
         Sources.from_keywords(None, {"cu_seqlens": one, "cu_seq_lens_q": other})
@@ -87,16 +100,27 @@ def test_one_sequence_per_row_is_not_packed():
 def test_positions_that_start_again_count_beside_a_mask_of_ones_and_zeros():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
-    assert read(position_ids=positions, attention_mask=mask) == [[1, 1, 1, 2, 2, 0, 0, 0]]
+    assert read(position_ids=positions, attention_mask=mask) == [
+        [1, 1, 1, 2, 2, 0, 0, 0]
+    ]
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"packed_seq_ids": torch.ones(1, 7)}, r"_packed_seq_ids has shape \(1, 7\).*\[1, 8\]"),
-        ({"cu_seqlens": torch.tensor([0, 3, 7])}, "ends at 7, which does not match the 8 tokens"),
         (
-            {"cu_seqlens": torch.tensor([0, 4, 8]), "packed_seq_ids": torch.tensor(IDS)},
+            {"packed_seq_ids": torch.ones(1, 7)},
+            r"_packed_seq_ids has shape \(1, 7\).*\[1, 8\]",
+        ),
+        (
+            {"cu_seqlens": torch.tensor([0, 3, 7])},
+            "ends at 7, which does not match the 8 tokens",
+        ),
+        (
+            {
+                "cu_seqlens": torch.tensor([0, 4, 8]),
+                "packed_seq_ids": torch.tensor(IDS),
+            },
             r"_packed_seq_ids and cu_seq_lens_q put the boundaries .* \[3, 1, 4\] .* \[4, 4\]",
         ),
         (
@@ -109,11 +133,20 @@ def test_positions_that_start_again_count_beside_a_mask_of_ones_and_zeros():
         ),
         ({"attention_mask": ~block_mask(IDS)}, "token 0 of row 0 does not see exactly"),
         ({"attention_mask": block_mask(IDS).float()}, r"is added to scores.* has 1\.0"),
-        ({"attention_mask": -block_mask(IDS).float()}, r"is added to scores.* has -1\.0"),
-        ({"attention_mask": block_mask(IDS).expand(1, 2, 8, 8)}, r"must be \[1, 1, 8, 8\]"),
+        (
+            {"attention_mask": -block_mask(IDS).float()},
+            r"is added to scores.* has -1\.0",
+        ),
+        (
+            {"attention_mask": block_mask(IDS).expand(1, 2, 8, 8)},
+            r"must be \[1, 1, 8, 8\]",
+        ),
         ({"attention_mask": torch.arange(8)}, r"attention_mask has shape \(8,\)"),
         (
-            {"attention_mask": block_mask([[1] * 8]), "cu_seqlens": torch.tensor([0, 3, 4, 8])},
+            {
+                "attention_mask": block_mask([[1] * 8]),
+                "cu_seqlens": torch.tensor([0, 3, 4, 8]),
+            },
             r"\(4-D\) and cu_seq_lens_q put the boundaries",
         ),
         (
@@ -124,7 +157,10 @@ def test_positions_that_start_again_count_beside_a_mask_of_ones_and_zeros():
             r"\(4-D\) and position_ids put the boundaries",
         ),
         ({"attention_mask": torch.ones(1, 1, 4, 8)}, "4-D attention_mask of shape"),
-        ({"position_ids": torch.zeros(1, 5, dtype=torch.long)}, "position_ids has shape"),
+        (
+            {"position_ids": torch.zeros(1, 5, dtype=torch.long)},
+            "position_ids has shape",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(source, message):
@@ -142,7 +178,11 @@ KEPT = {
 def test_indices_say_which_tokens_offsets_count():
     mask = torch.tensor(TWO_ROWS)
     expected = [[1, 1, 2, 2, 2, 0, 0, 0], [0, 3, 3, 3, 3, 0, 4, 4]]
-    assert read(rows=2, **KEPT) == read(rows=2, **KEPT, attention_mask=mask > 0) == expected
+    assert (
+        read(rows=2, **KEPT)
+        == read(rows=2, **KEPT, attention_mask=mask > 0)
+        == expected
+    )
     assert read(rows=2, **KEPT, attention_mask=mask) == TWO_ROWS
     blocks = [[1, 1, 2, 2, 2, 0, 0, 0], [0, 1, 1, 1, 1, 0, 2, 2]]
     assert read(rows=2, **KEPT, attention_mask=block_mask(TWO_ROWS)) == blocks
@@ -151,15 +191,33 @@ def test_indices_say_which_tokens_offsets_count():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"attention_mask": torch.tensor([[1, 2, 2, 2, 2, 0, 0, 0], TWO_ROWS[1]])}, "boundaries"),
-        ({"attention_mask": torch.ones(2, 8)}, "keeps 16 tokens, which are not the 11 of indices"),
+        (
+            {"attention_mask": torch.tensor([[1, 2, 2, 2, 2, 0, 0, 0], TWO_ROWS[1]])},
+            "boundaries",
+        ),
+        (
+            {"attention_mask": torch.ones(2, 8)},
+            "keeps 16 tokens, which are not the 11 of indices",
+        ),
         ({"cu_seqlens": None}, "indices of 11 tokens without cu_seqlens"),
-        ({"cu_seqlens": torch.tensor([0, 2, 16])}, "ends at 16, which does not match the 11"),
-        ({"cu_seqlens": torch.tensor([0, 2, 6, 9, 11])}, "goes on from one row of 8 tokens"),
-        ({"indices": KEPT["indices"].flip(0)}, r"indices of shape \(11,\) must be \[T\]"),
+        (
+            {"cu_seqlens": torch.tensor([0, 2, 16])},
+            "ends at 16, which does not match the 11",
+        ),
+        (
+            {"cu_seqlens": torch.tensor([0, 2, 6, 9, 11])},
+            "goes on from one row of 8 tokens",
+        ),
+        (
+            {"indices": KEPT["indices"].flip(0)},
+            r"indices of shape \(11,\) must be \[T\]",
+        ),
         ({"indices": KEPT["indices"] + 1}, "to at most 15"),
         ({"indices": KEPT["indices"] - 1}, "increase from 0"),
-        ({"cu_seqlens": torch.tensor([0, 5, 16]), "indices": None}, "goes on from one row of 8"),
+        (
+            {"cu_seqlens": torch.tensor([0, 5, 16]), "indices": None},
+            "goes on from one row of 8",
+        ),
     ],
 )
 def test_indices_that_contradict_are_refused(source, message):

@@ -32,7 +32,10 @@ torch.save(found, sys.argv[1])
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("found")
-    file, train = folder / "gradients.pt", TRAIN.format(families=FAMILIES, documents=DOCUMENTS)
+    file, train = (
+        folder / "gradients.pt",
+        TRAIN.format(families=FAMILIES, documents=DOCUMENTS),
+    )
     python_without("megatron", train, folder, file)
     return torch.load(file)
 
@@ -42,7 +45,9 @@ def gradients(model) -> dict[str, torch.Tensor]:
     labels = sum(len(ids) - 1 for ids in DOCUMENTS)
     for ids in DOCUMENTS:
         tokens = torch.tensor([ids])
-        model(tokens, labels=tokens, use_cache=False, num_items_in_batch=labels).loss.backward()
+        model(
+            tokens, labels=tokens, use_cache=False, num_items_in_batch=labels
+        ).loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -1,4 +1,5 @@
-"""Sequences run in segments, states and their gradients carried by hand; shared by the tests."""
+"""Sequences run in segments, states and their gradients carried by hand; shared by the
+tests."""
 
 import torch
 from torch import Tensor
@@ -29,7 +30,9 @@ def documents_of(lengths, device="cpu") -> Documents | None:
     return Documents.from_cu_seqlens(offsets, offsets[-1], device=device)
 
 
-def random_inputs(S: int, B: int = 1, heads=(2, 4), K=3, V=5) -> tuple[RuleInputs, Tensor]:
+def random_inputs(
+    S: int, B: int = 1, heads=(2, 4), K=3, V=5
+) -> tuple[RuleInputs, Tensor]:
     """In fp64, and the gradient of their output."""
     make = torch.Generator().manual_seed(3)
     G, H = heads
@@ -38,7 +41,9 @@ def random_inputs(S: int, B: int = 1, heads=(2, 4), K=3, V=5) -> tuple[RuleInput
         return torch.randn(B, S, *shape, generator=make, dtype=torch.float64)
 
     q, k = (torch.nn.functional.normalize(normal(G, K), dim=-1) for _ in range(2))
-    inputs = RuleInputs(q, k, normal(H, V), -normal(H).abs() * 0.05, normal(H).sigmoid())
+    inputs = RuleInputs(
+        q, k, normal(H, V), -normal(H).abs() * 0.05, normal(H).sigmoid()
+    )
     return inputs, normal(H, V)
 
 
@@ -49,7 +54,8 @@ def parts_at(sequences, offsets, device="cpu") -> SequenceParts:
 
 
 class InHalf(PlainRule):
-    """A rule for fp16 operands: the plain one, which refuses what it should not be given."""
+    """A rule for fp16 operands: the plain one, which refuses what it should not be
+    given."""
 
     bits = Bits.FREE
 
@@ -70,17 +76,26 @@ class InHalfBackward(PlainBackward):
     def run(self, initial=None, d_final=None):
         d_o = self.d_o
         assert d_o.dtype == torch.float16
-        # Powers of two in, powers of two out: what a rule may do with d_o is bounded above.
+        # Powers of two in, powers of two out: what a rule may do with d_o is bounded
+        # above.
         assert not d_o.isfinite().all() or d_o.abs().max() <= 1
-        assert d_final is None or not d_final.isfinite().all() or d_final.abs().max() <= 2**5
+        assert (
+            d_final is None
+            or not d_final.isfinite().all()
+            or d_final.abs().max() <= 2**5
+        )
         return super().run(initial, d_final)
 
 
 class Oracle:
-    """The chunk rule of plain torch over batch rows, or over documents in the one row."""
+    """The chunk rule of plain torch over batch rows, or over documents in the one
+    row."""
 
     def __init__(self, inputs: RuleInputs, lengths) -> None:
-        self.inputs, self.offsets = inputs, torch.tensor([0, *lengths]).cumsum(0).tolist()
+        self.inputs, self.offsets = (
+            inputs,
+            torch.tensor([0, *lengths]).cumsum(0).tolist(),
+        )
         if inputs.k.shape[0] > 1:
             self.offsets = None
 
@@ -92,7 +107,10 @@ class Oracle:
 
     def _run(self, inputs, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         return torch_chunk_gated_delta_rule(
-            *inputs, initial_state=initial, output_final_state=True, cu_seqlens=self.offsets
+            *inputs,
+            initial_state=initial,
+            output_final_state=True,
+            cu_seqlens=self.offsets,
         )
 
     def forward(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -114,7 +132,9 @@ class Oracle:
         silent = Oracle(self.inputs._replace(v=v.new_zeros(*v.shape[:3], K)), ())
         silent.offsets = self.offsets
         zeros = silent.zeros()
-        return silent.forward(zeros + torch.eye(K, dtype=zeros.dtype, device=zeros.device))[1]
+        return silent.forward(
+            zeros + torch.eye(K, dtype=zeros.dtype, device=zeros.device)
+        )[1]
 
 
 def by_key_head(grads, groups: int) -> list[Tensor]:
@@ -128,36 +148,57 @@ def by_key_head(grads, groups: int) -> list[Tensor]:
     if factor is None:
         return [*summed, dv, dg, dbeta]
     of_key_head = factor.view(groups, -1)[:, :1]
-    return [*(x * of_key_head for x in summed), dv * factor[:, None], dg * factor, dbeta * factor]
+    return [
+        *(x * of_key_head for x in summed),
+        dv * factor[:, None],
+        dg * factor,
+        dbeta * factor,
+    ]
 
 
-def backward_of(rule, inputs, d_o: Tensor, saved: Saved, documents=None) -> RuleBackward:
-    """A backward that has begun, without the inputs that the rule says it does not read."""
+def backward_of(
+    rule, inputs, d_o: Tensor, saved: Saved, documents=None
+) -> RuleBackward:
+    """A backward that has begun, without the inputs that the rule says it does not
+    read."""
     kept = (x if n in rule.reads_again else None for n, x in inputs._asdict().items())
     return rule.begin_backward(d_o, type(inputs)(*kept), saved, documents)
 
 
 def run_everything(rule, inputs, d_o, documents, initial, d_final) -> dict[str, Tensor]:
-    """All that a rule gives, by name, the map of states included; no states are zeros."""
+    """All that a rule gives, by name, the map of states included; no states are
+    zeros."""
     begun = rule.begin(inputs, documents)
-    maps, made = begun.state_map(), begun.run(initial if initial.any() else None, final=True)
+    maps, made = (
+        begun.state_map(),
+        begun.run(initial if initial.any() else None, final=True),
+    )
     d_local = backward_of(rule, inputs, d_o.clone(), made.saved, documents).d_initial()
     backward = backward_of(rule, inputs, d_o.clone(), made.saved, documents)
     grads = backward.run(*(x if x.any() else None for x in (initial, d_final)))
     return {
-        "o": made.o, "final": made.final, "final by the map": maps.apply(initial),
+        "o": made.o,
+        "final": made.final,
+        "final by the map": maps.apply(initial),
         "d_initial": maps.transposed(d_local).apply(d_final),
         **{
-            name: grad.unflatten(2, (given.shape[2], -1)).sum(3)  # over the heads that share one
-            for (name, given), grad in zip(inputs._asdict().items(), grads, strict=False)
+            # over the heads that share one
+            name: grad.unflatten(2, (given.shape[2], -1)).sum(3)
+            for (name, given), grad in zip(
+                inputs._asdict().items(), grads, strict=False
+            )
         },
-    }  # fmt: skip
+    }
 
 
-def beside_fp64(rule, plain, inputs, d_o, documents, initial, d_final) -> tuple[dict, dict]:
+def beside_fp64(
+    rule, plain, inputs, d_o, documents, initial, d_final
+) -> tuple[dict, dict]:
     """All that the rule gives, and ``plain`` in fp64."""
     wide = type(inputs)(*(x.double() for x in inputs))
-    exact = run_everything(plain, wide, d_o.double(), documents, initial.double(), d_final.double())
+    exact = run_everything(
+        plain, wide, d_o.double(), documents, initial.double(), d_final.double()
+    )
     return run_everything(rule, inputs, d_o, documents, initial, d_final), exact
 
 
@@ -175,7 +216,9 @@ def run_whole(rule, inputs: RuleInputs, d_o: Tensor, documents=None) -> list[Ten
     return [o, *by_key_head(grads, inputs.k.shape[2])]
 
 
-def run_in_segments(rule, inputs: RuleInputs, d_o: Tensor, documents: Documents) -> list[Tensor]:
+def run_in_segments(
+    rule, inputs: RuleInputs, d_o: Tensor, documents: Documents
+) -> list[Tensor]:
     """The same for one sequence whose segments are handed to the rule as documents."""
     forward = rule.begin(inputs, documents)
     local, through = (of_filled(x, documents) for x in forward.state_map())
@@ -193,10 +236,13 @@ def run_in_segments(rule, inputs: RuleInputs, d_o: Tensor, documents: Documents)
 
 
 def run_on_ranks(rule, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]:
-    """The same, every segment in calls of its own, as if it lay on a rank of its own."""
+    """The same, every segment in calls of its own, as if it lay on a rank of its
+    own."""
     parts = [
         (RuleInputs(*x), d)
-        for *x, d in zip(*(x.split(lengths, dim=1) for x in (*inputs, d_o)), strict=True)
+        for *x, d in zip(
+            *(x.split(lengths, dim=1) for x in (*inputs, d_o)), strict=True
+        )
     ]
     forwards, state = [], None
     for part, _ in parts:
@@ -207,7 +253,9 @@ def run_on_ranks(rule, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]
         forwards.append((state, through, o, saved))
         state = through @ state + local
     found, d_state = [], torch.zeros_like(state)
-    for (part, d), (entering, through, o, saved) in zip(parts[::-1], forwards[::-1], strict=True):
+    for (part, d), (entering, through, o, saved) in zip(
+        parts[::-1], forwards[::-1], strict=True
+    ):
         backward = backward_of(rule, part, d, saved)
         d_local = backward.d_initial()
         grads = backward.run(entering, d_state)
@@ -228,16 +276,23 @@ def forwards_from(rule, inputs, documents, initial):
                 made = forward.run(start, keep=keep, final=True)
                 assert forward.run(start, keep=keep).final is None
                 assert torch.equal(forward.run(start, keep=keep).o, made.o)
-                found.append((torch.zeros_like(initial) if start is None else start, made))
+                found.append(
+                    (torch.zeros_like(initial) if start is None else start, made)
+                )
     return found
 
 
 def assert_rows_equal_one_row(run, rule, inputs, d_o: Tensor, documents) -> None:
-    """Documents that lie over several batch rows, end to end, have the bits of those in one."""
+    """Documents that lie over several batch rows, end to end, have the bits of those in
+    one."""
 
     def in_two_rows(x: Tensor) -> Tensor:
         return x.reshape(2, x.shape[1] // 2, *x.shape[2:])
 
-    got = run(rule, type(inputs)(*map(in_two_rows, inputs)), in_two_rows(d_o), documents)
-    for number, (a, b) in enumerate(zip(got, run(rule, inputs, d_o, documents), strict=True)):
+    got = run(
+        rule, type(inputs)(*map(in_two_rows, inputs)), in_two_rows(d_o), documents
+    )
+    for number, (a, b) in enumerate(
+        zip(got, run(rule, inputs, d_o, documents), strict=True)
+    ):
         assert a.shape[0] == 2 and torch.equal(a.reshape(b.shape), b), number

@@ -1,4 +1,5 @@
-"""Chunks are inverted by blocks and computed in groups, which is not seen in the results."""
+"""Chunks are inverted by blocks and computed in groups, which is not seen in the
+results."""
 
 import threading
 
@@ -30,7 +31,9 @@ def as_on_a_gpu(monkeypatch):
     """Groups of two chunks, filled up, and the ways through that a GPU takes."""
     monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: 2)
     monkeypatch.setattr(chunk_table, "fills_last_group", lambda device: True)
-    monkeypatch.setattr(triangular, "_by_substitution", triangular._invert_by_growing_blocks)
+    monkeypatch.setattr(
+        triangular, "_by_substitution", triangular._invert_by_growing_blocks
+    )
 
 
 @pytest.mark.each_value
@@ -45,7 +48,8 @@ def test_groups_agree_with_the_recurrence(as_on_a_gpu, packed, decay):
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations that write memory: what a GPU launches at least one kernel for."""
+    """Counts the operations that write memory: what a GPU launches at least one kernel
+    for."""
 
     ALLOCATE = ("empty", "new_empty", "empty_like", "detach", "_unsafe_view")
 
@@ -54,21 +58,32 @@ class Launches(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        views = any(r.alias_info and not r.alias_info.is_write for r in function._schema.returns)
+        views = any(
+            r.alias_info and not r.alias_info.is_write for r in function._schema.returns
+        )
         name = function.overloadpacket.__name__
         self.count += not views and name not in self.ALLOCATE
         return function(*args, **(kwargs or {}))
 
 
-def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(as_on_a_gpu, monkeypatch):
-    """The host must stay ahead of the device: 16 chunks in one group, in one sequence or 16."""
+def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(
+    as_on_a_gpu, monkeypatch
+):
+    """The host must stay ahead of the device: 16 chunks in one group, in one sequence
+    or 16."""
     chunks, C = 16, 64
     monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: chunks)
-    q, k, v, g, beta, _ = make_inputs(1, chunks * C, 1, 2, 4, 4, 1.0, dtype=torch.bfloat16)
+    q, k, v, g, beta, _ = make_inputs(
+        1, chunks * C, 1, 2, 4, 4, 1.0, dtype=torch.bfloat16
+    )
 
     def launches(lengths):
         state, counted = torch.zeros(len(lengths), 2, 4, 4), []
-        rule, inputs, documents = PlainRule(), RuleInputs(q, k, v, g, beta), documents_of(lengths)
+        rule, inputs, documents = (
+            PlainRule(),
+            RuleInputs(q, k, v, g, beta),
+            documents_of(lengths),
+        )
         begun = rule.begin(inputs, documents)
         back = backward_of(rule, inputs, v, begun.run(state).saved, documents)
         for run in (
@@ -118,7 +133,8 @@ def test_who_uses_torchs_old_switches_can_read_them_inside_and_has_them_back(
 
     torch.set_float32_matmul_precision(precision)
     if device == "cuda":
-        switches.mkldnn.matmul.fp32_precision = "ieee"  # each device's has its own value
+        # each device's has its own value
+        switches.mkldnn.matmul.fp32_precision = "ieee"
     before = state()
     with full_fp32_matmul(device):
         inside = state()
@@ -133,7 +149,8 @@ def test_who_uses_torchs_old_switches_can_read_them_inside_and_has_them_back(
 @pytest.mark.parametrize("precision", ["high", "medium"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_no_thread_turns_the_switches_back_under_another(switches, device, precision):
-    """The first thread leaves while the second is inside: autograd's thread beside the main one."""
+    """The first thread leaves while the second is inside: autograd's thread beside the
+    main one."""
     switch = switches.cuda.matmul if device == "cuda" else switches.mkldnn.matmul
     torch.set_float32_matmul_precision(precision)
     before = switch.fp32_precision
@@ -174,7 +191,8 @@ def test_a_switch_that_follows_the_general_one_still_does_afterwards(switches, d
 def test_the_rule_has_the_same_bits_whatever_precision_the_model_asks_for(switches):
     inputs = make_inputs(1, 70, 1, 2, 16, 16, 1.0, dtype=torch.float32)
     plain = outputs_and_gradients(chunk_rule, inputs)
-    torch.set_float32_matmul_precision("medium")  # of which a CPU with bf16 products makes use
+    # of which a CPU with bf16 products makes use
+    torch.set_float32_matmul_precision("medium")
     switched = outputs_and_gradients(chunk_rule, inputs)
     for name in NAMES:
         assert torch.equal(plain[name], switched[name]), name
@@ -209,13 +227,18 @@ def test_the_inverse_is_exact_in_fp64(way, C):
     expected = exact_inverse(L)
     actual = WAYS[way](L)
     assert actual.is_contiguous()
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12 * expected.abs().max().item())
+    torch.testing.assert_close(
+        actual, expected, rtol=0, atol=1e-12 * expected.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("L", [repeated_key(64, 1.0), repeated_key(64, 0.5), repeated_key(64, 1.9)])
+@pytest.mark.parametrize(
+    "L", [repeated_key(64, 1.0), repeated_key(64, 0.5), repeated_key(64, 1.9)]
+)
 def test_a_key_that_repeats_costs_no_digits(way, L):
-    """|X - X'| <= c u |X| |I + L| |X|; c counts roundings in a row, C in each of 6 levels."""
+    """|X - X'| <= c u |X| |I + L| |X|; c counts roundings in a row, C in each of 6
+    levels."""
     exact = exact_inverse(L)
     error = (WAYS[way](L.float()).double() - exact).abs()
     identity = torch.eye(64, dtype=torch.float64)

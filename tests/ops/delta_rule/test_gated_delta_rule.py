@@ -1,4 +1,5 @@
-"""The chunk rule against the token recurrence in fp64, the laws both obey, and extreme inputs."""
+"""The chunk rule against the token recurrence in fp64, the laws both obey, and extreme
+inputs."""
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from tests.ops.test_plain_rules import DELTA, delta_inputs, states
 from .states import backward_of, documents_of
 
 NAMES = ("output", "final state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
-# 1e-5 of the largest entry: 84 units of fp32 rounding, for sums of at most a few hundred terms.
+# 1e-5 of the largest entry: 84 units of fp32 rounding, for sums of at most a few
+# hundred terms.
 FP32 = 1e-5
 
 
@@ -26,18 +28,26 @@ def make_inputs(B, T, G, H, K, V, decay, sequences=None, dtype=torch.float64, se
     torch.manual_seed(seed)
     shapes = [(B, T, G, K), (B, T, G, K), (B, T, H, V)]
     q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
-    g = -decay * torch.nn.functional.softplus(torch.randn(B, T, H, dtype=torch.float64) + 1)
+    g = -decay * torch.nn.functional.softplus(
+        torch.randn(B, T, H, dtype=torch.float64) + 1
+    )
     beta = torch.rand(B, T, H, dtype=torch.float64)
-    state = torch.randn(B if sequences is None else sequences, H, K, V, dtype=torch.float64)
+    state = torch.randn(
+        B if sequences is None else sequences, H, K, V, dtype=torch.float64
+    )
     return [x.to(dtype) for x in (q, k, v, g, beta, state)]
 
 
 def outputs_and_gradients(rule, inputs, cu_seqlens=None, l2norm=True, **options):
     inputs = [x.clone().requires_grad_() for x in inputs]
     o, state = rule(
-        *inputs[:5], initial_state=inputs[5], output_final_state=True,
-        use_qk_l2norm_in_kernel=l2norm, cu_seqlens=cu_seqlens, **options,
-    )  # fmt: skip
+        *inputs[:5],
+        initial_state=inputs[5],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=l2norm,
+        cu_seqlens=cu_seqlens,
+        **options,
+    )
     torch.manual_seed(1)
     do = torch.randn(o.shape, dtype=torch.float64).to(o)
     dstate = torch.randn(state.shape, dtype=torch.float64).to(state)
@@ -46,7 +56,9 @@ def outputs_and_gradients(rule, inputs, cu_seqlens=None, l2norm=True, **options)
 
 
 def carried(rule, q, k, v, g, beta, state, **options):
-    return rule(q, k, v, g, beta, initial_state=state, output_final_state=True, **options)
+    return rule(
+        q, k, v, g, beta, initial_state=state, output_final_state=True, **options
+    )
 
 
 def assert_agree(actual, expected, tolerance):
@@ -63,8 +75,12 @@ def assert_recurrence(inputs, offsets=None, tolerance=FP32, **options):
     """The chunk rule agrees with the recurrence, in fp64 from the same inputs."""
     wide = [x.double() for x in inputs]
     l2norm = {"l2norm": options.get("l2norm", True)}
-    expected = outputs_and_gradients(recurrent_gated_delta_rule, wide, offsets, **l2norm)
-    found = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, offsets, **options)
+    expected = outputs_and_gradients(
+        recurrent_gated_delta_rule, wide, offsets, **l2norm
+    )
+    found = outputs_and_gradients(
+        torch_chunk_gated_delta_rule, inputs, offsets, **options
+    )
     assert_agree(found, expected, tolerance)
 
 
@@ -78,18 +94,24 @@ def test_fp32_chunks_agree_with_the_fp64_recurrence(T, decay):
 @pytest.mark.each_value
 @pytest.mark.parametrize("strength", [1.5, 2.0])
 @DECAYS
-def test_fp32_chunks_agree_with_the_recurrence_at_write_strengths_up_to_2(strength, decay):
-    """Of unit keys none makes a state longer: beta |k|^2 <= 2. At 2 all are reflections."""
+def test_fp32_chunks_agree_with_the_recurrence_at_write_strengths_up_to_2(
+    strength, decay
+):
+    """Of unit keys none makes a state longer: beta |k|^2 <= 2. At 2 all are
+    reflections."""
     inputs = [x.float() for x in make_inputs(1, 300, 3, 6, 16, 8, decay)]
     inputs[4].mul_(strength) if strength < 2 else inputs[4].fill_(strength)
     assert_recurrence(inputs)
 
 
 @pytest.mark.parametrize(
-    ("G", "H", "K", "V", "chunk_size"), [(1, 4, 5, 7, 64), (2, 2, 12, 3, 16), (2, 6, 8, 20, 7)]
+    ("G", "H", "K", "V", "chunk_size"),
+    [(1, 4, 5, 7, 64), (2, 2, 12, 3, 16), (2, 6, 8, 20, 7)],
 )
 @DECAYS
-def test_fp64_chunks_agree_with_the_recurrence_at_odd_sizes(G, H, K, V, chunk_size, decay):
+def test_fp64_chunks_agree_with_the_recurrence_at_odd_sizes(
+    G, H, K, V, chunk_size, decay
+):
     q, k, *others = make_inputs(2, 75, G, H, K, V, decay)
     options = {"l2norm": False, "chunk_size": chunk_size}
     assert_recurrence([q, k * 0.3, *others], tolerance=1e-11, **options)
@@ -99,7 +121,8 @@ OFFSETS = [0, 1, 3, 3, 100, 164, 300]
 
 
 def test_the_decay_gradient_survives_a_strong_decay_in_the_same_chunk():
-    """One token that forgets everything must not cost its neighbours' gradients their digits."""
+    """One token that forgets everything must not cost its neighbours' gradients their
+    digits."""
     inputs = make_inputs(1, 64, 1, 1, 8, 8, 0.01, dtype=torch.float32)
     inputs[3][:, 20] = -4000.0
     assert_recurrence(inputs)
@@ -108,7 +131,9 @@ def test_the_decay_gradient_survives_a_strong_decay_in_the_same_chunk():
 def test_a_call_keeps_its_inputs_and_nothing_else_for_the_backward():
     kept: list[torch.Tensor] = []
     inputs = [x.float().requires_grad_() for x in make_inputs(1, 256, 1, 2, 8, 8, 1.0)]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(x) or x, lambda x: x
+    ):
         torch_chunk_gated_delta_rule(*inputs[:5], initial_state=inputs[5])
     tokens_times_chunk = 256 * 2 * 64
     assert max(x.numel() for x in kept) < tokens_times_chunk
@@ -119,7 +144,9 @@ def test_autocast_does_not_round_the_chunk_rule():
     inputs = [x.float() for x in make_inputs(1, 80, 2, 4, 8, 8, 1.0)]
     expected = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, l2norm=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, l2norm=False)
+        actual = outputs_and_gradients(
+            torch_chunk_gated_delta_rule, inputs, l2norm=False
+        )
     assert all(torch.equal(actual[name], expected[name]) for name in NAMES)
 
 
@@ -135,15 +162,21 @@ def test_the_reference_backend_is_what_auto_takes_on_the_cpu():
     [
         ({"query": torch.zeros(1, 4, 2, 5)}, "query must have shape"),
         ({"g": torch.zeros(1, 4, 2)}, "g must have shape"),
-        ({"value": torch.zeros(1, 4, 3, 8), "g": torch.zeros(1, 4, 3),
-          "beta": torch.zeros(1, 4, 3)}, "num_value_heads=3 is not a multiple of num_key_heads=2"),
+        (
+            {
+                "value": torch.zeros(1, 4, 3, 8),
+                "g": torch.zeros(1, 4, 3),
+                "beta": torch.zeros(1, 4, 3),
+            },
+            "num_value_heads=3 is not a multiple of num_key_heads=2",
+        ),
         ({"initial_state": torch.zeros(2, 4, 8, 8)}, "initial_state must have shape"),
         ({"cu_seqlens": [0, 2]}, "ends at 2, which does not match the 4 tokens"),
         ({"cu_seqlens": [0, 3, 2, 4]}, "runs backwards at document 1"),
         ({"cu_seqlens": [1, 4]}, "starts at 1"),
         ({"cu_seqlens": torch.tensor([0.0, 4.0])}, "1-D integer tensor"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused_with_what_was_given_and_what_is_legal(changes, message):
     arguments = {
         "query": torch.zeros(1, 4, 2, 8),
@@ -193,12 +226,17 @@ BOTH = [torch.float32, torch.float64]
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("g", [float("-inf"), -1e30, -1e4])
 def test_log_decays_without_end_agree_with_the_recurrence(g, dtype):
-    """Alone, in a row, at both ends of a chunk, and one head that forgets everything."""
+    """Alone, in a row, at both ends of a chunk, and one head that forgets
+    everything."""
     inputs = [x.float() for x in make_inputs(1, 150, 2, 4, 16, 8, 1.0)]
     inputs[3][:, [0, 5, 6, 7, 63, 64, 100, 149]] = g
     inputs[3][:, :, 2] = g
-    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in inputs])
-    actual = outputs_and_gradients(torch_chunk_gated_delta_rule, [x.to(dtype) for x in inputs])
+    expected = outputs_and_gradients(
+        recurrent_gated_delta_rule, [x.double() for x in inputs]
+    )
+    actual = outputs_and_gradients(
+        torch_chunk_gated_delta_rule, [x.to(dtype) for x in inputs]
+    )
     assert_agree(actual, expected, FP32)
     assert (actual["dg"][inputs[3] == g] == 0).all()
 
@@ -215,10 +253,15 @@ def test_the_bound_on_log_decays_is_where_the_decay_vanishes(dtype):
 def test_any_decay_rate_gives_finite_gates_and_gradients(A_log, dtype):
     alpha = torch.tensor([[-200.0, -1000.0], [0.0, 3.0], [3e38, -3e38]], dtype=dtype)
     A_log, dt_bias = torch.full((2,), A_log, dtype=dtype), torch.ones(2, dtype=dtype)
-    leaves = [x.requires_grad_() for x in (alpha, torch.zeros_like(alpha), A_log, dt_bias)]
+    leaves = [
+        x.requires_grad_() for x in (alpha, torch.zeros_like(alpha), A_log, dt_bias)
+    ]
     g, beta = decay_and_write_gates(*leaves)
-    assert g.isfinite().all() and (g[1] == least_log_decay(dtype)).all() and g[0, 1] == 0
-    # What a rule hands back is not exactly 0 where the decay is: rounding, of sums' differences.
+    assert (
+        g.isfinite().all() and (g[1] == least_log_decay(dtype)).all() and g[0, 1] == 0
+    )
+    # What a rule hands back is not exactly 0 where the decay is: rounding, of sums'
+    # differences.
     (g * 1e-7).sum().add(beta.sum()).backward()
     assert all(x.grad.isfinite().all() for x in leaves)
     assert (alpha.grad[1] == 0).all()
@@ -249,9 +292,12 @@ def test_gates_do_not_hide_nan():
     ],
 )
 @pytest.mark.parametrize("token", [0, 20, 63, 64, 130])
-@pytest.mark.parametrize("entries", [slice(None), slice(2, 3)], ids=["a head", "one entry"])
+@pytest.mark.parametrize(
+    "entries", [slice(None), slice(2, 3)], ids=["a head", "one entry"]
+)
 def test_what_is_not_finite_reaches_no_earlier_output(token, which, bad, entries):
-    """Bit for bit; and NaN or inf stands where the recurrence has it. Inputs q, k, v, g, beta."""
+    """Bit for bit; and NaN or inf stands where the recurrence has it. Inputs q, k, v,
+    g, beta."""
     inputs = [x.float() for x in make_inputs(1, 150, 2, 4, 16, 8, 1.0)]
     clean, _ = carried(torch_chunk_gated_delta_rule, *inputs)
     of_head = inputs[which][:, token, 1]

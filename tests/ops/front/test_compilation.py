@@ -8,7 +8,8 @@ from benchmarks.lib.compiling import Problem, compile_for_hopper, loops
 
 pytestmark = pytest.mark.nightly
 
-LENGTHS = [32768, 8192, 2048, 1000, 1]  # an entry of the tile table each; multiples of 16 and not
+# an entry of the tile table each; multiples of 16 and not
+LENGTHS = [32768, 8192, 2048, 1000, 1]
 LAYOUTS = {"dense": 0, "packed": 3}
 
 
@@ -31,16 +32,17 @@ def test_one_compilation_serves_every_length_and_every_choice_of_parts(compilati
 
 
 def test_no_stage_of_the_compiler_runs_away(compilations):
-    """Those before LLVM take 0.8 to 1.4 times as long as LLVM and ptxas; a walk inlined into its
-    kernel, or masks made anew in every step, take four times as long and more."""
+    """Those before LLVM take 0.8 to 1.4 times as long as LLVM and ptxas; a walk
+    inlined into its kernel, or masks made anew in every step, take four times as
+    long and more."""
     for one in compilations:
         after = sum(one.stages[stage] for stage in ("llir", "ptx", "cubin"))
         assert one.stages["ttgir"] < 2.5 * after, one
 
 
 def test_loops_stay_in_registers_and_copy_ahead(compilations):
-    """A frame of 16 bytes for a function that is called; a walk that watches for boundaries spills
-    one or two numbers more, outside of the loop for the most part."""
+    """A frame of 16 bytes for a function that is called; a walk that watches for
+    boundaries spills one or two numbers more, outside of the loop for the most part."""
     for one in compilations:
         assert one.stack <= 32, one
         walks = [counts for counts in loops(one) if counts["LDGSTS64"]]

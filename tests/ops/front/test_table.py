@@ -15,7 +15,11 @@ from tests.ops.test_mixer import make_inputs
 
 @pytest.mark.parametrize(
     ("function", "numbers"),
-    [(gates.decay, (0, 1)), (gates.bounded_decay, (-5, 1)), (gates.time_step, (0.0, 1e30))],
+    [
+        (gates.decay, (0, 1)),
+        (gates.bounded_decay, (-5, 1)),
+        (gates.time_step, (0.0, 1e30)),
+    ],
     ids=["decay", "bounded_decay", "time_step"],
 )
 def test_extreme_columns_and_rates_give_a_decay_and_no_nan(function, numbers):
@@ -34,8 +38,12 @@ def test_gradients_of_value_heads_are_summed_for_the_key_head_that_they_share():
     proj, *given = (x.detach() for x in (proj, *given))
     front = front_of(gdn_table(sizes.layout), "cpu", torch.float64, 4, "torch")
     shapes = ((4, 3), (4, 3), (4, 5), (4,), (4,))
-    many = RuleGrads(*(torch.randn(1, tokens, *shape, dtype=torch.float64) for shape in shapes))
-    summed = {name: getattr(many, name).unflatten(2, (2, 2)).sum(3) for name in ("q", "k")}
+    many = RuleGrads(
+        *(torch.randn(1, tokens, *shape, dtype=torch.float64) for shape in shapes)
+    )
+    summed = {
+        name: getattr(many, name).unflatten(2, (2, 2)).sum(3) for name in ("q", "k")
+    }
     found = []
     for grads in (many, many._replace(**summed)):
         d_proj = torch.zeros_like(proj)
@@ -55,7 +63,9 @@ def strength(x, A_log, low, high):
 
 
 @pytest.mark.parametrize("function", [soft, strength])
-def test_a_gate_without_a_triton_twin_runs_in_torch_on_a_gpu_and_the_log_says_so(caplog, function):
+def test_a_gate_without_a_triton_twin_runs_in_torch_on_a_gpu_and_the_log_says_so(
+    caplog, function
+):
     pytest.importorskip("triton")
     table = gdn_table(HeadSizes(2, 4, 16, 16).layout)
     g, beta = table.gates
@@ -67,5 +77,7 @@ def test_a_gate_without_a_triton_twin_runs_in_torch_on_a_gpu_and_the_log_says_so
         assert type(front_of(ours, "cuda", torch.float32, taps)) is PlainFront
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "run in plain torch: the gates beta have no functions in" in caplog.text
-    with pytest.raises(ValueError, match="kernels='triton': the gates beta .* Write them, or use"):
+    with pytest.raises(
+        ValueError, match="kernels='triton': the gates beta .* Write them, or use"
+    ):
         front_of(ours, "cuda", torch.float32, 4, "triton")

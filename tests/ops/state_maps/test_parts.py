@@ -1,4 +1,5 @@
-"""Sequences cut into parts, documents in fixed buffers: where cuts lie, how maps chain."""
+"""Sequences cut into parts, documents in fixed buffers: where cuts lie, how maps
+chain."""
 
 from itertools import pairwise
 
@@ -38,7 +39,9 @@ def parts_by_length(offsets, heads):
         step = max(-(-chunks // most), fewest) * CHUNK
         wanted += range(start, end, step)
     wanted.append(offsets[-1])
-    assert cut_by_length(Documents(tuple(offsets), CPU), heads).offsets.tolist() == wanted
+    assert (
+        cut_by_length(Documents(tuple(offsets), CPU), heads).offsets.tolist() == wanted
+    )
     return wanted
 
 
@@ -57,13 +60,16 @@ def test_no_part_that_fla_gets_is_longer_than_its_32_bit_offsets_reach(heads, di
     tokens = 2**22
     narrow, wide = (torch.empty(1).expand(1, tokens, heads, size) for size in (8, dim))
     by_length = parts_by_length([0, tokens], heads)[1]
-    assert (by_length * heads * dim > 2**31) == (heads > 1), "the cases that are and are not cut"
+    assert (by_length * heads * dim > 2**31) == (heads > 1), (
+        "the cases that are and are not cut"
+    )
     for k, v in ((narrow, wide), (wide, narrow)):
         offsets = parts_of(RuleInputs(k, k, v, None, None), None).offsets.tolist()
         step = offsets[1]
         assert offsets == [*range(0, tokens, step), tokens] and step % CHUNK == 0
         assert step * heads * dim <= 2**31
-        # No shorter than it must be: a sequence that fits is cut as for the other cores.
+        # No shorter than it must be: a sequence that fits is cut as for the other
+        # cores.
         assert step == by_length or (step + CHUNK) * heads * dim > 2**31
 
 
@@ -86,7 +92,12 @@ def test_tables_of_parts(default_device):
     assert not parts.are_sequences
 
 
-LENGTHS = {"uncut": [5, 1, 130], "cut": [64, 300, 1, 257], "one": [500], "many": [130] * 7 + [5]}
+LENGTHS = {
+    "uncut": [5, 1, 130],
+    "cut": [64, 300, 1, 257],
+    "one": [500],
+    "many": [130] * 7 + [5],
+}
 CUTS = {
     "uncut": [0, 5, 6, 136],
     "cut": [0, 64, 128, 320, 364, 365, 429, 493, 557, 622],
@@ -105,13 +116,16 @@ def test_the_maps_of_parts_chain_into_those_of_sequences(case):
     local, through = pieces.forward()[1], pieces.through()
 
     for got, exact in zip(
-        compose(local, through, parts), (whole.forward()[1], whole.through()), strict=True
+        compose(local, through, parts),
+        (whole.forward()[1], whole.through()),
+        strict=True,
     ):
         torch.testing.assert_close(got, exact)
 
     make = torch.Generator().manual_seed(1)
     initial, d_final = (
-        torch.randn(whole.zeros().shape, generator=make, dtype=torch.float64) for _ in range(2)
+        torch.randn(whole.zeros().shape, generator=make, dtype=torch.float64)
+        for _ in range(2)
     )
     entering = entering_states(local, through, parts, initial)
     torch.testing.assert_close(pieces.forward(entering)[0], whole.forward(initial)[0])
@@ -119,7 +133,9 @@ def test_the_maps_of_parts_chain_into_those_of_sequences(case):
     torch.testing.assert_close(pieces.forward(entering)[0], whole.forward()[0])
 
     d_local = pieces.backward(d_o)[1]
-    torch.testing.assert_close(initial_gradients(d_local, through, parts), whole.backward(d_o)[1])
+    torch.testing.assert_close(
+        initial_gradients(d_local, through, parts), whole.backward(d_o)[1]
+    )
     for d_last in (None, d_final):
         leaving = leaving_gradients(d_local, through, parts, d_last)
         entering = entering_states(local, through, parts, initial)
@@ -138,7 +154,9 @@ def random_offsets(tokens: int, most: int) -> list[int]:
 
 def chunks_of(offsets) -> list[list[int]]:
     pairs = enumerate(zip(offsets, offsets[1:], strict=False))
-    return [[n, c] for n, (start, end) in pairs for c in range(-(-(end - start) // CHUNK))]
+    return [
+        [n, c] for n, (start, end) in pairs for c in range(-(-(end - start) // CHUNK))
+    ]
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(1, 1), (130, 9), (3000, 3), (20000, 5)])
@@ -179,10 +197,19 @@ def test_parts_are_those_that_the_host_cuts(heads):
             host = parts_at(filled, cut)
             n, N = len(cut) - 1, len(filled) - 1
             assert n < len(parts.owner)  # the last part never has tokens
-            assert parts.offsets[: n + 1].tolist() == cut and (parts.offsets[n:] == tokens).all()
-            assert torch.equal(parts.first[: N + 1], host.first) and (parts.first[N:-1] == n).all()
+            assert (
+                parts.offsets[: n + 1].tolist() == cut
+                and (parts.offsets[n:] == tokens).all()
+            )
+            assert (
+                torch.equal(parts.first[: N + 1], host.first)
+                and (parts.first[N:-1] == n).all()
+            )
             assert parts.first[-1] == len(parts.owner)
-            assert torch.equal(parts.owner[:n], host.owner) and (parts.owner[n:] == most).all()
+            assert (
+                torch.equal(parts.owner[:n], host.owner)
+                and (parts.owner[n:] == most).all()
+            )
             assert torch.equal(parts.opens[:n], host.opens)
             assert torch.equal(parts.closes[:n], host.closes) and parts.closes[n:].all()
             wanted = chunks_of(cut)
@@ -193,7 +220,8 @@ def test_parts_are_those_that_the_host_cuts(heads):
 
 @pytest.mark.parametrize("at_once", [1, 5, 20])
 def test_the_plain_rule_in_groups_of_chunks(at_once):
-    """States are carried from group to group; a sequence may begin and end in any of them."""
+    """States are carried from group to group; a sequence may begin and end in any of
+    them."""
     tokens, rule = 700, PlainRule()
     inputs, d_o = random_inputs(tokens)
     inputs, d_o = RuleInputs(*(x.float() for x in inputs)), d_o.float()
