@@ -35,11 +35,9 @@ def inputs(
     def unit(x):
         return x / x.norm(dim=-1, keepdim=True)
 
-    q, k, v = (
-        unit(normal(1, tokens, G, D)),
-        unit(normal(1, tokens, G, D)),
-        normal(1, tokens, H, D),
-    )
+    q = unit(normal(1, tokens, G, D))
+    k = unit(normal(1, tokens, G, D))
+    v = normal(1, tokens, H, D)
     if same_key:
         k = k[:, :1].expand_as(k).contiguous()
     g = -decay * torch.nn.functional.softplus(normal(1, tokens, H))

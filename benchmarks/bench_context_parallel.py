@@ -157,7 +157,8 @@ def main() -> None:
     # how torchrun ends a rank: says where it is
     faulthandler.register(signal.SIGTERM, chain=True)
     os.environ["FLA_FLASH_QLA"] = "1" if args.core == "flash_qla" else "0"
-    rank, cp = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    cp = int(os.environ["WORLD_SIZE"])
     from megatron.core import parallel_state, tensor_parallel
 
     if DEVICE == "cuda":
@@ -201,7 +202,10 @@ def main() -> None:
         )
         x = whole[local_indices(lengths, cp, rank)].to(DEVICE).requires_grad_()
         grad = torch.randn_like(x)
-        base, truth, state, whole_steps = None, None, None, {}
+        base = None
+        truth = None
+        state = None
+        whole_steps = {}
         for name in args.layers:
             torch.manual_seed(2)
             layer = row_of(partial(build, name, args, sizes), args.in_a_row)

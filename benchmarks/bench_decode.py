@@ -83,12 +83,11 @@ def build_layer(mixer: str, sizes: dict, dtype: torch.dtype, device: str, backen
         **sizes,
     )
     if mixer == "gdn":
-        spec, more = gated_delta_net_spec("local", backend=backend), {}
+        spec = gated_delta_net_spec("local", backend=backend)
+        more = {}
     else:
-        spec, more = (
-            mamba2_spec("local", backend=backend),
-            {"d_model": sizes["hidden_size"]},
-        )
+        spec = mamba2_spec("local", backend=backend)
+        more = {"d_model": sizes["hidden_size"]}
     return build_module(spec, config, layer_number=1, **more).to(device).eval()
 
 
@@ -123,7 +122,9 @@ def copy_rate(on_gpu: bool, repeats: int) -> float:
 def measure(layer, batch: int, repeats: int, rate: float) -> dict:
     from megatron.core.inference.contexts import StaticInferenceContext
 
-    weight, hidden, prompt = layer.conv_parameters[0], layer.config.hidden_size, 8
+    weight = layer.conv_parameters[0]
+    hidden = layer.config.hidden_size
+    prompt = 8
     context = StaticInferenceContext(batch, prompt + repeats + _WARM_UP)
     x = torch.randn(prompt, batch, hidden, dtype=weight.dtype, device=weight.device)
 
@@ -159,7 +160,8 @@ def main() -> None:
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     if args.tiny:
-        args.batches, args.repeats = [1, 3], 3
+        args.batches = [1, 3]
+        args.repeats = 3
     dtype = torch.bfloat16 if on_gpu else torch.float32
     place = "cuda" if on_gpu else "cpu"
     sizes = (TINY if args.tiny else SIZES)[args.mixer]

@@ -44,7 +44,8 @@ ON_GPU = torch.cuda.is_available()
 ERRORS = "error", "graph_error"
 PLACE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-PROMPT, COMPARED = 64, 4
+PROMPT = 64
+COMPARED = 4
 SIZES = {
     "hidden_size": 2048,
     "num_hidden_layers": 16,
@@ -149,7 +150,8 @@ def their_steps(
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Logits of the first steps after the prompt; a step's milliseconds with cuDNN and
     without."""
-    out, found = model(text[:, :PROMPT], use_cache=True), []
+    out = model(text[:, :PROMPT], use_cache=True)
+    found = []
     # transformers 5.24, and before
     name = "cache" if "cache" in out else "past_key_values"
     cache = out[name]
@@ -351,9 +353,12 @@ def main() -> None:
         "--seconds", type=float, default=500, help="start no new batch after this"
     )
     args = parser.parse_args()
-    began, sizes = time.monotonic(), TINY if args.tiny else SIZES
+    began = time.monotonic()
+    sizes = TINY if args.tiny else SIZES
     if args.tiny:
-        args.batches, args.repeats, args.modules = [1, 3], 2, "local"
+        args.batches = [1, 3]
+        args.repeats = 2
+        args.modules = "local"
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron_gdn.compat.one_process import end_one_process, start_one_process

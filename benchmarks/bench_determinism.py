@@ -37,7 +37,8 @@ from lib.repeats import check_repeats, forward_backward  # noqa: E402
 
 from megatron_gdn.ops.delta_rule.base import HeadSizes  # noqa: E402
 
-KEY_HEADS, HEAD_DIM = 16, 128
+KEY_HEADS = 16
+HEAD_DIM = 128
 DOCUMENTS = (100, 63, 1, 3932, 4096)
 BACKENDS = ("flash_qla", "flash_qla-fast", "fla", "reference")
 PARTS = ("repeats", "neighbours", "cost")
@@ -110,7 +111,8 @@ def offsets_of(parts: list[int]) -> list[int]:
 
 def repeats_in_one_process(index: int, args, cases):
     """``{case: report}``; runs in a process of its own."""
-    began, reports = time.monotonic(), {}
+    began = time.monotonic()
+    reports = {}
     for case in cases:
         if time.monotonic() - began > args.seconds:
             continue

@@ -112,7 +112,8 @@ class Setting:
 
     def ours(self, backward: bool) -> tuple[Tensor, ...]:
         passage = self.passage()
-        opened, closed = passage.open(self.proj), passage.close(self.mixed)
+        opened = passage.open(self.proj)
+        closed = passage.close(self.mixed)
         return self._grads(opened, closed) if backward else (opened, closed)
 
     def plain(self, backward: bool) -> tuple[Tensor, ...]:
@@ -202,7 +203,8 @@ def main() -> None:
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
-    size, first = dist.get_world_size(), dist.get_rank() == 0
+    size = dist.get_world_size()
+    first = dist.get_rank() == 0
     dims = dims_of(*args.heads)
     divides = args.heads[0] % size == 0
     rows = [["case", "what", "fwd ms", "fwd+bwd ms", "to raw"]]

@@ -59,7 +59,8 @@ class Configured:
     context."""
 
     def __init__(self, recipe: str | None) -> None:
-        self.recipe, self._plain = recipe, lib.transformer_config
+        self.recipe = recipe
+        self._plain = lib.transformer_config
 
     def __enter__(self) -> Configured:
         def config(*args: Any, **options: Any) -> Any:
@@ -67,7 +68,8 @@ class Configured:
             if self.recipe is not None:
                 from megatron.core.enums import Fp8Recipe
 
-                made.fp8, made.fp8_recipe = "hybrid", Fp8Recipe[self.recipe]
+                made.fp8 = "hybrid"
+                made.fp8_recipe = Fp8Recipe[self.recipe]
             return made
 
         lib.transformer_config = config
@@ -242,9 +244,11 @@ def profile(run: Callable[[], None], repeats: int = 5) -> dict[str, Any]:
         for _ in range(repeats):
             run()
         torch.cuda.synchronize()
-    kernels, of_calls = {}, {}
+    kernels = {}
+    of_calls = {}
     for event in found.key_averages():
-        us, count = event.self_device_time_total / repeats, event.count / repeats
+        us = event.self_device_time_total / repeats
+        count = event.count / repeats
         if event.is_user_annotation or not us:
             continue
         if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -342,7 +346,8 @@ TIMES = ["shape", "recipe", "layer", "fwd ms", "fwd+bwd ms", "/ own bf16", "save
 
 def timed(name: str, args: Any, late: Callable[[str], bool]) -> list[list[str]]:
     """Rows of the table of times."""
-    setting, rows = {"environment": environment(), "tokens": args.tokens}, []
+    setting = {"environment": environment(), "tokens": args.tokens}
+    rows = []
     for shape in args.shapes:
         base = None
         for recipe in (None, *args.recipes):

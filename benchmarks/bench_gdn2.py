@@ -56,8 +56,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", help="append JSON lines to this file")
     args = parser.parse_args()
     if args.tiny:
-        args.hidden, args.key_heads, args.value_heads = 32, 2, 4
-        args.head_dim, args.repeats = 16, 2
+        args.hidden = 32
+        args.key_heads = 2
+        args.value_heads = 4
+        args.head_dim = 16
+        args.repeats = 2
     return args
 
 
@@ -118,7 +121,8 @@ def build(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    args, began = arguments(), time.monotonic()
+    args = arguments()
+    began = time.monotonic()
     start_megatron()
     torch.manual_seed(0)
     layers = build(args)
@@ -133,7 +137,9 @@ def main() -> None:
             case.tokens, case.batch, args.hidden, device=DEVICE, dtype=torch.bfloat16
         )
         x.requires_grad_()
-        packed, found, outputs = thd(case.offsets()), {}, []
+        packed = thd(case.offsets())
+        found = {}
+        outputs = []
         for whose, layer in layers.items():
 
             def run(
@@ -143,7 +149,8 @@ def main() -> None:
 
             outputs.append(run().detach().float())
             found[whose] = made = measured(run, layer, x, args.repeats)
-            forward, both = made["forward"]["median"], made["both"]["median"]
+            forward = made["forward"]["median"]
+            both = made["both"]["median"]
             kept = f"{made['kept_mib']:.0f}" if "kept_mib" in made else ""
             rows.append([case.name, whose, f"{forward:.3f}", f"{both:.3f}", kept, ""])
             print(*rows[-1], f"after {time.monotonic() - began:.0f} s", flush=True)

@@ -111,7 +111,8 @@ def switch(layer, mode: str) -> None:
 
 
 def train(layer, tokens: int, repeats: int, emit) -> None:
-    hidden, weight = layer.config.hidden_size, layer.conv_parameters[0]
+    hidden = layer.config.hidden_size
+    weight = layer.conv_parameters[0]
     x = torch.randn(
         tokens, 1, hidden, dtype=weight.dtype, device=PLACE, requires_grad=True
     )
@@ -138,7 +139,8 @@ def train(layer, tokens: int, repeats: int, emit) -> None:
             total = in_a_queue(both, repeats)
             with torch.no_grad():
                 forward()
-                alone, held = in_a_queue(forward, repeats), peak_mib(forward)
+                alone = in_a_queue(forward, repeats)
+                held = peak_mib(forward)
             base = base or total
             emit(
                 part="train",
@@ -158,7 +160,8 @@ def train(layer, tokens: int, repeats: int, emit) -> None:
 def decode(layer, batch: int, context: int, repeats: int, emit) -> None:
     from megatron.core.inference.contexts import StaticInferenceContext
 
-    hidden, weight = layer.config.hidden_size, layer.conv_parameters[0]
+    hidden = layer.config.hidden_size
+    weight = layer.conv_parameters[0]
     layer.eval()
     base = None
     for mode in MODES:

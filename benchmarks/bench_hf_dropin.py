@@ -191,10 +191,13 @@ def measured(
 def main() -> None:
     args = arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype, exact = torch.bfloat16, torch.float32
+    dtype = torch.bfloat16
+    exact = torch.float32
     if device == "cpu":
-        dtype, exact = torch.float32, torch.float64
-    config, setting = config_of(args), setting_of(device)
+        dtype = torch.float32
+        exact = torch.float64
+    config = config_of(args)
+    setting = setting_of(device)
     torch.manual_seed(0)
     theirs = Qwen3_5GatedDeltaNet(config, 0).to(device, dtype)
     layers = {"transformers": (theirs, None)} if "transformers" in args.layers else {}

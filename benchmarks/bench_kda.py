@@ -69,7 +69,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", help="append JSON lines to this file")
     args = parser.parse_args()
     if args.tiny:
-        args.hidden, args.heads, args.head_dim, args.repeats = 32, 4, 16, 2
+        args.hidden = 32
+        args.heads = 4
+        args.head_dim = 16
+        args.repeats = 2
     return args
 
 
@@ -160,7 +163,8 @@ def _fla_module() -> Any:
     try:
         return import_module("fla.layers.kda")
     except ModuleNotFoundError:
-        found, package = find_spec("fla"), ModuleType("fla.layers")
+        found = find_spec("fla")
+        package = ModuleType("fla.layers")
         assert found is not None and found.submodule_search_locations
         package.__path__ = [
             f"{folder}/layers" for folder in found.submodule_search_locations
@@ -202,7 +206,8 @@ def measured(run, module: nn.Module, x: torch.Tensor, repeats: int) -> dict[str,
 
 
 def main() -> None:
-    args, began = arguments(), time.monotonic()
+    args = arguments()
+    began = time.monotonic()
     start_megatron()
     torch.manual_seed(0)
     backends = args.backends if DEVICE == "cuda" else ["reference"]
@@ -243,7 +248,8 @@ def main() -> None:
         for whose, (module, run) in runs.items():
             leaf = x if whose in ours else rows_of
             found[whose] = made = measured(run, module, leaf, args.repeats)
-            forward, both = made["forward"]["median"], made["both"]["median"]
+            forward = made["forward"]["median"]
+            both = made["both"]["median"]
             kept = f"{made['kept_mib']:.0f}" if "kept_mib" in made else ""
             rows.append([case.name, whose, f"{forward:.3f}", f"{both:.3f}", kept, ""])
             print(*rows[-1], f"after {time.monotonic() - began:.0f} s", flush=True)

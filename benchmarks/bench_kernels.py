@@ -22,9 +22,12 @@ from megatron_gdn.ops.readout import kernels as norm
 
 def bytes_moved(problem: Problem) -> dict[str, int]:
     """The bytes that each kernel must read and write."""
-    (S, B, _), sizes = problem.proj.shape, problem.sizes
+    S, B, _ = problem.proj.shape
+    sizes = problem.sizes
     _, H, K, V = sizes
-    qkv, v, gates = 2 * sizes.layout.conv_width, 2 * H * V, 2 * 2 * H
+    qkv = 2 * sizes.layout.conv_width
+    v = 2 * H * V
+    gates = 2 * 2 * H
     return {
         "prepare forward": S * B * (2 * qkv + gates + 8 * H),
         "prepare backward": S * B * (2 * qkv + 2 * 2 * H * K + v + 2 * gates + 8 * H),
@@ -82,7 +85,8 @@ def main() -> None:
             problem = Problem(
                 tokens, tuple(args.heads), documents, batch=args.batch, device="cuda"
             )
-            runs, moved = runs_of(problem), bytes_moved(problem)
+            runs = runs_of(problem)
+            moved = bytes_moved(problem)
             for kernel in args.kernels:
                 run = runs[kernel]
                 floor = moved[kernel] / bandwidth * 1e6

@@ -61,13 +61,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", help="append JSON lines to this file")
     args = parser.parse_args()
     if args.tiny:
-        args.hidden, args.heads, args.groups, args.head_dim, args.state_dim = (
-            32,
-            4,
-            2,
-            16,
-            16,
-        )
+        args.hidden = 32
+        args.heads = 4
+        args.groups = 2
+        args.head_dim = 16
+        args.state_dim = 16
         args.repeats = 2
     return args
 
@@ -159,7 +157,10 @@ def floor_ms(
 ) -> dict:
     """Projections alone, recurrence alone, and minimum bytes of the rest: forward,
     both."""
-    H, G, V, K = args.heads, args.groups, args.head_dim, args.state_dim
+    H = args.heads
+    G = args.groups
+    V = args.head_dim
+    K = args.state_dim
     kind = {"device": DEVICE, "dtype": torch.bfloat16}
     mixed = torch.randn(case.tokens, case.batch, H * V, **kind, requires_grad=True)
     pairs = ((mixer.in_proj, x), (mixer.out_proj, mixed))
@@ -207,7 +208,8 @@ def floor_ms(
 
 
 def main() -> None:
-    args, began = arguments(), time.monotonic()
+    args = arguments()
+    began = time.monotonic()
     start_megatron()
     torch.manual_seed(0)
     on_gpu = DEVICE == "cuda"

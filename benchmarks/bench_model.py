@@ -33,7 +33,8 @@ from megatron_gdn import (
 )
 from megatron_gdn.gdn.flash_qla.plan import stages
 
-VOCABULARY, MICRO_BATCHES = 32768, 2
+VOCABULARY = 32768
+MICRO_BATCHES = 2
 PATTERN = "G-G-G-*-"
 DOCUMENTS = 8
 
@@ -220,7 +221,8 @@ def measure(trainer: Trainer, args) -> dict[str, float]:
     for _ in range(args.warmup):
         trainer.step()
     wait()
-    times, host = [], []
+    times = []
+    host = []
     for _ in range(args.steps):
         began = time.perf_counter()
         trainer.step()

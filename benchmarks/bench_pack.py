@@ -53,14 +53,14 @@ class Kernels:
         def rows(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
-        whole, full = (
-            rows(share, 1, shares.whole_width),
-            rows(tokens, 1, shares.rank_width),
-        )
+        whole = rows(share, 1, shares.whole_width)
+        full = rows(tokens, 1, shares.rank_width)
         messages = rows(shares.ranks - 1, share, 1, shares.rank_width)
-        own, peers = wave.own_place, wave.peer_place
+        own = wave.own_place
+        peers = wave.peer_place
         self._moved = {"own": messages[0].nbytes, "peers": messages.nbytes}
-        self._repeats, self._bandwidth = repeats, bandwidth
+        self._repeats = repeats
+        self._bandwidth = bandwidth
         self.runs = {
             "pack_peers": partial(pack.pack_peers, whole, messages, shares, 1),
             "pack_own": partial(
@@ -103,7 +103,9 @@ def tune(kernels: Kernels) -> list[list[str]]:
     for warps, tile, per in product((4, 8, 16), (8, 16, 32), (2, 4, 8)):
         if warps * per > 32 or tile > 4 * warps:
             continue
-        pack._WARPS, pack._TILE_BYTES, pack._PER_PROCESSOR = warps, tile << 10, per
+        pack._WARPS = warps
+        pack._TILE_BYTES = tile << 10
+        pack._PER_PROCESSOR = per
         row = [str(x) for x in (warps, tile, per)]
         for name in names:
             for beside in (False, True):

@@ -40,7 +40,8 @@ from torch import Tensor, nn
 
 from megatron_gdn import tree_packed_seq_params
 
-PATTERN, VOCABULARY = "G-G-G-*-", 8192
+PATTERN = "G-G-G-*-"
+VOCABULARY = 8192
 BF16 = torch.bfloat16
 
 
@@ -67,8 +68,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", help="append JSON lines to this file")
     args = parser.parse_args()
     if args.toy:
-        args.modules, args.hidden, args.prompt, args.lengths = "local", 64, 40, 9
-        args.most_tokens, args.repeats = 300, 1
+        args.modules = "local"
+        args.hidden = 64
+        args.prompt = 40
+        args.lengths = 9
+        args.most_tokens = 300
+        args.repeats = 1
     return args
 
 
@@ -84,7 +89,8 @@ class Trained(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int], parents: Sequence[int]) -> Trained:
-        made, T = torch.Generator().manual_seed(1), sum(lengths)
+        made = torch.Generator().manual_seed(1)
+        T = sum(lengths)
         tokens, labels = torch.randint(VOCABULARY, (2, T), generator=made)
         weights = torch.rand(T, generator=made) / T
         moved = (x.to(DEVICE) for x in (tokens, labels, weights))
@@ -97,7 +103,8 @@ class Trained(NamedTuple):
     def sequences(self) -> list[tuple[list[int], list[int]]]:
         """Of each document that none continues, with all before it: the rows of its
         tokens, and how many of the last ones are not of an earlier sequence."""
-        found, seen = [], set()
+        found = []
+        seen = set()
         for leaf in sorted(set(range(len(self.parents))) - set(self.parents)):
             path = [leaf]
             while self.parents[path[0]] >= 0:
@@ -328,7 +335,8 @@ def first_step(
 def measure(
     args, model: nn.Module, ways: Sequence[str], trained: Trained
 ) -> dict[str, Any]:
-    batches, found = {}, {}
+    batches = {}
+    found = {}
     for way in ways:
         batches[way], peak, largest = first_step(model, trained, way, args.most_tokens)
         tokens = sum(len(batch.rows) for batch in batches[way])
@@ -360,7 +368,8 @@ def measure(
 
 
 def cases(prompt: int, length: int, responses: int, turns: int) -> dict[str, Trained]:
-    parents, continued = [-1], 0
+    parents = [-1]
+    continued = 0
     for _ in range(turns):
         first = len(parents)
         parents += [continued] * 4

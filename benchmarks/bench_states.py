@@ -72,7 +72,8 @@ def with_states(
     """Each call with what it needs from the calls before it."""
     begun = rule.begin(inputs, documents)
     local = begun.state_map().local
-    initial, d_final = torch.randn_like(local), torch.randn_like(local)
+    initial = torch.randn_like(local)
+    d_final = torch.randn_like(local)
     saved = begun.run(initial).saved
 
     def backward():
@@ -110,7 +111,8 @@ def main() -> None:
         for decay in args.decays:
             inputs, d_o = rule_inputs(offsets[-1], tuple(args.heads), decay)
             for name in args.cores:
-                found, problem = {}, (RULES[name](), inputs, d_o, documents)
+                found = {}
+                problem = (RULES[name](), inputs, d_o, documents)
                 for call, run in (
                     without_states(*problem) | with_states(*problem)
                 ).items():

@@ -173,8 +173,10 @@ def run(
     from megatron_gdn import SequenceLayout, specs
     from megatron_gdn.context_parallel import local_indices
 
-    dtype, rank = getattr(torch, case.dtype), dist.get_rank()
-    tp_rank, cp_rank = rank % case.tp, rank // case.tp
+    dtype = getattr(torch, case.dtype)
+    rank = dist.get_rank()
+    tp_rank = rank % case.tp
+    cp_rank = rank // case.tp
     tp_group = groups[tuple(cp_rank * case.tp + t for t in range(case.tp))]
     cp_group = groups[tuple(c * case.tp + tp_rank for c in range(case.cp))]
     config = TransformerConfig(
@@ -213,11 +215,13 @@ def run(
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_((torch.randn(parameter.shape) * 0.1).to(parameter))
-    lengths, packed = case.lengths, None
+    lengths = case.lengths
+    packed = None
     tokens, rows = (case.tokens, 2) if lengths is None else (sum(lengths), 1)
     if lengths is not None:
         factor = case.tokens // 192
-        lengths, tokens = tuple(n * factor for n in lengths), tokens * factor
+        lengths = tuple(n * factor for n in lengths)
+        tokens = tokens * factor
         cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int().to(device)
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
     torch.manual_seed(5)
@@ -231,7 +235,8 @@ def run(
     (out * weight[mine].to(device, dtype)).sum().backward()
     found = {"output": digest(out), "input": digest(x.grad)}
     if case.cp == 1 and packed is None and device.type == "cpu":
-        context, made = StaticInferenceContext(rows, tokens), []
+        context = StaticInferenceContext(rows, tokens)
+        made = []
         with torch.inference_mode():
             for piece in x.split([tokens - 3, 1, 1, 1]):
                 made.append(layer.eval()(piece, inference_context=context)[0])

@@ -67,12 +67,10 @@ class Run:
 
         te = args.modules == "te"
         model_parallel_cuda_manual_seed(0, te_rng_tracker=te, force_reset_rng=True)
-        args.fp8_recipe, args.seed, args.fused_rope, args.buffers = (
-            recipe,
-            seed,
-            False,
-            False,
-        )
+        args.fp8_recipe = recipe
+        args.seed = seed
+        args.fused_rope = False
+        args.buffers = False
         self.trainer = Trainer(build("ours", "none", False, args), False, args)
         for group in self.trainer.optimizer.param_groups:
             group["lr"] = 1e-3
@@ -95,7 +93,8 @@ class Run:
 
 def main() -> None:
     args = arguments()
-    began, half = time.monotonic(), args.steps // 2
+    began = time.monotonic()
+    half = args.steps // 2
     start_megatron()
     batches = text(args.tokens, args.steps)
     runs: dict[str, list[float]] = {}

@@ -174,7 +174,8 @@ def resumed(killed: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace, setting: dict[str, Any]) -> list[dict[str, Any]]:
     """A record of each launch, in ``launches.jsonl`` too."""
-    todo, records = plan(args), []
+    todo = plan(args)
+    records = []
     ready: list[Launch] = []
     while todo:
         case, layer, log, flags = todo.pop(0)
@@ -235,7 +236,8 @@ def launch_table(records: list[dict[str, Any]]) -> list[list[str]]:
         "first losses, last",
         "first step s",
     ]
-    rows, best = [head], {}
+    rows = [head]
+    best = {}
     for r in records:
         if "step_ms" in r and r["case"] not in ("killed", "resumed"):
             here = (r["case"], r["layer"])
@@ -245,7 +247,8 @@ def launch_table(records: list[dict[str, Any]]) -> list[list[str]]:
             ):
                 best[here] = r
     for (case, layer), r in best.items():
-        ms, losses = r["step_ms"], list(r["losses"].values())
+        ms = r["step_ms"]
+        losses = list(r["losses"].values())
         base = best.get((case, "upstream"))
         ratio = f"{ms['median'] / base['step_ms']['median']:.2f}" if base else ""
         rows.append(

@@ -25,12 +25,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
-OURS, UPSTREAM, TRANSFORMERS, ROUNDED = (
-    "megatron_gdn",
-    "megatron-core",
-    "transformers",
-    "megatron_gdn, weights off by one rounding",
-)
+OURS = "megatron_gdn"
+UPSTREAM = "megatron-core"
+TRANSFORMERS = "transformers"
+ROUNDED = "megatron_gdn, weights off by one rounding"
 SIZES = {
     "vocab_size": 264,
     "hidden_size": 64,
@@ -183,7 +181,8 @@ def upstream_model(folder: Path):
     spec = hybrid_stack_spec("local", qk_layernorm=True)
     mixer = spec.submodules.gdn_layer.submodules.self_attention
     parts = mixer.submodules
-    mixer.module, mixer.params = package.GatedDeltaNet, {}
+    mixer.module = package.GatedDeltaNet
+    mixer.params = {}
     mixer.submodules = package.GatedDeltaNetSubmodules(
         in_proj=parts.in_proj, out_norm=parts.out_norm, out_proj=parts.out_proj
     )

@@ -35,7 +35,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend must be chosen first
 
 HERE = Path(__file__).parent
-SIZES, BF16 = HeadSizes(16, 32, 128, 128), 2
+SIZES = HeadSizes(16, 32, 128, 128)
+BF16 = 2
 PER_MACHINE = 8
 STEP_MS = 0.006  # one product of a chain of maps, which waits for the one before
 
@@ -59,7 +60,8 @@ class Constants:
         raw, ours = (
             by(read("exchange.jsonl"), case="131072", what=w) for w in ("raw", "ours")
         )
-        s, ranks = 131072 // wire["cp"], wire["cp"]
+        s = 131072 // wire["cp"]
+        ranks = wire["cp"]
         token = median(one) / 32768
         nvlink = 2 * row_bytes(s, ranks) / median(wire) * 1e3
         few, many = (

@@ -54,12 +54,10 @@ SMALL = """
 """
 # Of two equal flags Megatron takes the last.
 TOY_SMALL = "--hybrid-layer-pattern {} --num-query-groups 4 --linear-num-key-heads 8"
-TP, SP, CP, PP = (
-    "--tensor-model-parallel-size",
-    "--sequence-parallel",
-    "--context-parallel-size",
-    "--pipeline-model-parallel-size",
-)
+TP = "--tensor-model-parallel-size"
+SP = "--sequence-parallel"
+CP = "--context-parallel-size"
+PP = "--pipeline-model-parallel-size"
 TEXT = """
     --data-path {data}/text_text_document --data-cache-path {data}/cache --split 100,0,0
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}
@@ -419,7 +417,8 @@ def last_value(flags: list[str], flag: str) -> str:
 def distance(record: dict[str, Any], other: dict[str, Any]) -> float | None:
     """The largest relative difference of the first three losses that both launches
     printed."""
-    here, there = record.get("losses", {}), other.get("losses", {})
+    here = record.get("losses", {})
+    there = other.get("losses", {})
     steps = sorted(here.keys() & there.keys())[:HELD_STEPS]
     if len(steps) < HELD_STEPS:
         return None
@@ -663,7 +662,8 @@ def times(args: argparse.Namespace) -> int:
     ]
     imported = [begin_timed(args, *one) for one in todo]
     built: list[Launch] = []
-    failures, records = [], []
+    failures = []
+    records = []
 
     def build(launch: Launch) -> None:
         launch.release()

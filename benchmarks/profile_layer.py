@@ -34,7 +34,8 @@ def kernel_times(run, repeats: int = 5) -> list[tuple[str, float, float]]:
 
 
 def print_kernels(of: str, times: list[tuple[str, float, float]], longest: int) -> None:
-    total, launches = sum(us for _, _, us in times), sum(count for _, count, _ in times)
+    total = sum(us for _, _, us in times)
+    launches = sum(count for _, count, _ in times)
     print(f"\n{of}: {total:.0f} us in {launches:g} kernels per forward and backward")
     rows = [["us", "launches", "kernel"]]
     rows += [

@@ -284,7 +284,8 @@ def setting(record: dict) -> str:
 def pages() -> dict[Path, dict[str, str]]:
     """Every page that has tables of results, and its tables by the names of their
     places."""
-    layer, determinism = read("layer.jsonl"), read("determinism.jsonl")
+    layer = read("layer.jsonl")
+    determinism = read("determinism.jsonl")
     return {
         HERE / "README.md": {
             "setting": setting(layer[0]),

@@ -30,7 +30,9 @@ from megatron_gdn.gdn.half import LARGEST_D_O
 from megatron_gdn.gdn.half_torch import to_half
 from megatron_gdn.ops.elementwise import largest_beta
 
-C, D, H = 64, 128, 4
+C = 64
+D = 128
+H = 4
 NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
 FORWARD = ("A", "Ag", "S", "W", "Vd", "Vn", "Pg")
 BACKWARD = (
@@ -70,7 +72,8 @@ class Rounding:
     """``at(name, x)`` is x as the kernel hands it on."""
 
     def __init__(self, points=EVERYWHERE, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.points, self.dtype = points, dtype
+        self.points = points
+        self.dtype = dtype
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         return x.to(self.dtype).double() if name in self.points else x
@@ -90,7 +93,8 @@ class Chunk:
         self.gates = (
             (G[..., :, None] - G[..., None, :]).masked_fill(above, float("-inf")).exp()
         )
-        self.kk, self.scores = self.k @ self.k.mT, self.q @ self.k.mT
+        self.kk = self.k @ self.k.mT
+        self.scores = self.q @ self.k.mT
         lower = (self.beta[..., None] * self.kk).tril(-1)
         identity = torch.eye(lower.shape[-1], dtype=lower.dtype).expand_as(lower)
         self.inverse = torch.linalg.solve_triangular(
@@ -99,7 +103,8 @@ class Chunk:
 
 
 def forward(chunks: list[Chunk], at: Rounding, scale: float) -> Tensor:
-    S, outputs = torch.zeros(H, D, D, dtype=torch.float64), []
+    S = torch.zeros(H, D, D, dtype=torch.float64)
+    outputs = []
     for x in chunks:
         Ag = at("Ag", at("A", x.inverse) * x.gates * x.beta[:, None])
         read = at("S", S)
@@ -112,7 +117,8 @@ def forward(chunks: list[Chunk], at: Rounding, scale: float) -> Tensor:
 
 def states(chunks: list[Chunk], at: Rounding) -> list[Tensor]:
     """Before every chunk, as the backward's first kernel computes and stores them."""
-    S, found = torch.zeros(H, D, D, dtype=torch.float64), []
+    S = torch.zeros(H, D, D, dtype=torch.float64)
+    found = []
     for x in chunks:
         found.append(at("S", S))
         X = at("X", -x.beta[..., None] * (at("A", x.inverse).mT @ x.k))
@@ -124,22 +130,25 @@ def states(chunks: list[Chunk], at: Rounding) -> list[Tensor]:
 def backward(
     chunks: list[Chunk], d_o: Tensor, at: Rounding, scale: float
 ) -> list[Tensor]:
-    dS, found = torch.zeros(H, D, D, dtype=torch.float64), []
+    dS = torch.zeros(H, D, D, dtype=torch.float64)
+    found = []
     rows = [part.movedim(0, 1) for part in d_o.split(C)]
     for x, d, S in reversed(list(zip(chunks, rows, states(chunks, at), strict=True))):
-        A, later = at("A", x.inverse), at("dS", dS)
+        A = at("A", x.inverse)
+        later = at("dS", dS)
         Ab = A * x.beta[:, None]
         Ag, Pg = at("Ag", Ab * x.gates), at("Pg", scale * x.gates * x.scores)
         d_written = at("dV'", x.decay_out * (x.k @ later) + Pg.mT @ d)
         dv, U = Ag.mT @ d_written, x.k @ S
         W = at("W", x.v - x.decay_in * U)
-        written, dVg = at("V'", Ag @ W), at("dVg", -x.decay_in * dv)
-        dPg, dAb = d @ written.mT, (d_written @ W.mT) * x.gates
-        dP, crossing = at("dP", scale * x.gates * dPg), Pg * dPg + dAb * Ab
-        dq_read, dk_written = (
-            scale * x.decay_in * (d @ S.mT),
-            x.decay_out * (written @ later.mT),
-        )
+        written = at("V'", Ag @ W)
+        dVg = at("dVg", -x.decay_in * dv)
+        dPg = d @ written.mT
+        dAb = (d_written @ W.mT) * x.gates
+        dP = at("dP", scale * x.gates * dPg)
+        crossing = Pg * dPg + dAb * Ab
+        dq_read = scale * x.decay_in * (d @ S.mT)
+        dk_written = x.decay_out * (written @ later.mT)
         dA = -(at("A'dAr", A.mT @ at("dAr", dAb * x.beta[:, None])) @ A.mT).tril(-1)
         dAt = dA * x.beta[..., None]
         dAs = at("dAt", dAt + at("dAt", dAt).mT)

@@ -117,7 +117,8 @@ def measure(cell: Cell, clock: Clock, bandwidth: float, args, write: Callable) -
 
 
 def floor_of(measured: Measured, bandwidth: float, args) -> dict[str, Any]:
-    cell, documents = measured.cell, None
+    cell = measured.cell
+    documents = None
     offsets = cell.case.offsets()
     try:
         if offsets is not None:

@@ -123,7 +123,8 @@ def main() -> None:
     args = arguments()
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     device = (
         torch.device("cuda", rank % torch.cuda.device_count())
         if gpu

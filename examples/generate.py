@@ -57,7 +57,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     from megatron_gdn.hf import read_hf_config
 
     try:
-        args.hf, args.tokenizer = read_hf_config(args.folder), None
+        args.hf = read_hf_config(args.folder)
+        args.tokenizer = None
         if "prompt" in args:
             args.tokenizer = _tokenizer(args.folder)
             args.tokens = args.tokenizer(args.prompt)["input_ids"]

@@ -19,7 +19,8 @@ from megatron_gdn import pack_groups
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.specs import hybrid_stack_spec
 
-VOCABULARY, PATTERN = 128, "G-*-"
+VOCABULARY = 128
+PATTERN = "G-*-"
 # what every Megatron model needs; without a GPU on the CPU
 device = start_one_process()
 

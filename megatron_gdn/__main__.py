@@ -18,9 +18,15 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run the command ``argv[0]``, or print the commands; ``argv``: by default the
     command line."""
-    given = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        given = sys.argv[1:]
+    else:
+        given = argv
     if given and given[0] in COMMANDS:
-        place = "launch" if given[0] == "launch" else f"{given[0]}.__main__"
+        if given[0] == "launch":
+            place = "launch"
+        else:
+            place = f"{given[0]}.__main__"
         return import_module(f"{__package__}.{place}").main(given[1:])
     lines = (
         f"    python -m megatron_gdn.{name:8}  {about}"

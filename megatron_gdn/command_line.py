@@ -27,7 +27,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse ``args`` into ``namespace`` as argparse does; store ``args`` for
         suggestions."""
-        self._given = sys.argv[1:] if args is None else list(args)
+        if args is None:
+            self._given = sys.argv[1:]
+        else:
+            self._given = list(args)
         return super().parse_known_args(self._given, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -97,7 +100,9 @@ def whole_number(text: str, most: int = 2**31 - 1) -> int:
 
 def _shown(text: str) -> str:
     """``text`` for a message, cut if it is long."""
-    return text if len(text) <= 40 else f"{text[:40]}..."
+    if len(text) <= 40:
+        return text
+    return f"{text[:40]}..."
 
 
 def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:
@@ -107,7 +112,9 @@ def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:
     near = [
         match for word in given for match in difflib.get_close_matches(word, known, 1)
     ]
-    return f"; did you mean {', '.join(near)}?" if near else ""
+    if near:
+        return f"; did you mean {', '.join(near)}?"
+    return ""
 
 
 def one_line(text: object) -> str:

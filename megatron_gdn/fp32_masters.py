@@ -112,7 +112,8 @@ def _masters_by_key(saved: Iterable[str]) -> dict[str, str]:
     checkpoint."""
     found: dict[str, str] = {}
     for match in filter(None, map(_MASTER.fullmatch, saved)):
-        key, name = match["key"], match[0]
+        key = match["key"]
+        name = match[0]
         if (other := found.setdefault(key, name)) != name:
             raise ValueError(
                 f"the checkpoint holds two fp32 masters of {key}: {other} and {name}. "

@@ -110,7 +110,8 @@ def gpt_block_spec(
     mixer = cast(type[RecurrentMixer], _mixer_spec(config, "local").module)
     options = with_launch_options(mixer, options)
     if config.transformer_impl == "local":
-        layer_specs, final_norm = _local_layer_specs(config, options), TorchRMSNorm
+        layer_specs = _local_layer_specs(config, options)
+        final_norm = TorchRMSNorm
     else:
         resolve_modules("te")
         layer_specs, final_norm = _te_layer_specs(config, options)
@@ -179,9 +180,16 @@ def _local_layer_specs(
 def layer_kinds(config: Any) -> list[tuple[int, int]]:
     """For each layer, 1 or 0 for "is a Gated DeltaNet", and 1 or 0 for "has
     experts"."""
-    dense, variant = [0] * config.num_layers, config.experimental_attention_variant
-    is_gdn = dense if variant is None else variants.get_linear_attention_pattern(config)
-    is_moe = variants.get_moe_layer_pattern(config) if config.num_moe_experts else dense
+    dense = [0] * config.num_layers
+    variant = config.experimental_attention_variant
+    if variant is None:
+        is_gdn = dense
+    else:
+        is_gdn = variants.get_linear_attention_pattern(config)
+    if config.num_moe_experts:
+        is_moe = variants.get_moe_layer_pattern(config)
+    else:
+        is_moe = dense
     return list(zip(is_gdn, is_moe, strict=True))
 
 

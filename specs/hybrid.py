@@ -119,10 +119,8 @@ def _hybrid_stack_spec(
 ) -> HybridStackSpec:
     """The spec of a hybrid stack with these options, as in
     :meth:`HybridStackSpec.__call__`."""
-    modules, gdn_options = (
-        resolve_modules(modules),
-        with_launch_options(GatedDeltaNet, options),
-    )
+    modules = resolve_modules(modules)
+    gdn_options = with_launch_options(GatedDeltaNet, options)
     shared = {name: value for name, value in gdn_options.items() if name in _SHARED}
     mamba_options, kda_options = (
         {
@@ -141,10 +139,12 @@ def _hybrid_stack_spec(
     mamba2 = mamba2_spec(modules, **mamba_options | (mamba or {}))
     cp_layout = gdn_options.get("cp_layout", AUTO)
     if modules == "te":
-        norm_before, theirs = None, cast(ModuleSpec, _upstream().mtp_block_spec)
+        norm_before = None
+        theirs = cast(ModuleSpec, _upstream().mtp_block_spec)
         submodules = _te_submodules(mixer, mamba2, qk_layernorm, cp_layout)
     else:
-        norm_before, theirs = "in_proj", _local_mtp_spec()
+        norm_before = "in_proj"
+        theirs = _local_mtp_spec()
         attention = local_attention_spec(qk_layernorm, cp_layout)
         submodules = _local_submodules(mixer, mamba2, attention)
     layers = {
@@ -177,7 +177,10 @@ def _te_submodules(
     )
     # Megatron's own stack has no norms of query and key, even if config.qk_layernorm is
     # set.
-    norms = {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm} if qk_layernorm else {}
+    if qk_layernorm:
+        norms = {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm}
+    else:
+        norms = {}
     attention = replace(
         theirs,
         module=TorchSelfAttention,
@@ -227,11 +230,10 @@ def _local_submodules(
 def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
     """Spec of a layer of ``mixer``, with a norm before its submodule ``linear`` (None:
     no norm)."""
-    norm = (
-        {}
-        if linear is None
-        else norms_before(input_layernorm=f"self_attention.{linear}")
-    )
+    if linear is None:
+        norm = {}
+    else:
+        norm = norms_before(input_layernorm=f"self_attention.{linear}")
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -306,7 +308,10 @@ def _with_kda_and_gdn2(
         n for n, letter in enumerate(letters, layers_before + 1) if letter == KDA
     }
     variant = config.experimental_attention_variant
-    gdn = layers[GDN2] if variant == GDN2 else submodules.gdn_layer
+    if variant == GDN2:
+        gdn = layers[GDN2]
+    else:
+        gdn = submodules.gdn_layer
     of_two = {"gdn": gdn, "kda": layers[KDA], "numbers": numbers}
     # For "gdn2" Megatron's main branch sets the attribute submodules.self_attention of
     # the spec.
@@ -329,7 +334,10 @@ class _GDNOrKDALayer:
         submodules: Any,
         **others: Any,
     ) -> Any:
-        spec = kda if layer_number in numbers else gdn
+        if layer_number in numbers:
+            spec = kda
+        else:
+            spec = gdn
         return build_module(spec, layer_number=layer_number, **others)
 
 
@@ -416,7 +424,8 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
             "response as one document (qkv_format='thd'), or use a layer pattern "
             "without '/'."
         )
-    documents, slots = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    documents = packed.cu_seqlens_q
+    slots = packed.cu_seqlens_q_padded
     padded = slots is not None and slots is not documents
     if padded and (documents is None or slots.tolist() != documents.tolist()):
         raise ValueError(
@@ -425,7 +434,10 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
             "cu_seqlens_q_padded. Make the padding part of its document, or a document "
             "of its own, give only cu_seqlens_q, and mask the padding's loss."
         )
-    ranks = 1 if packed.cp_group is None else packed.cp_group.size()
+    if packed.cp_group is None:
+        ranks = 1
+    else:
+        ranks = packed.cp_group.size()
     given = packed.cp_group is not None or packed.local_cp_size is not None
     if given and packed.cp_group is not cp_group and (ranks, cp_group.size()) != (1, 1):
         raise NotImplementedError(
@@ -465,7 +477,8 @@ def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
 
 if KDA not in Symbols.VALID_LAYERS:  # a later Megatron may know the letter 'K' already
     known: Any = Symbols
-    known.KDA, known.VALID_LAYERS = KDA, {*Symbols.VALID_LAYERS, KDA}
+    known.KDA = KDA
+    known.VALID_LAYERS = {*Symbols.VALID_LAYERS, KDA}
 # Megatron's `--spec` finds the next four specs by name and does not call them.
 hybrid_stack_spec = _hybrid_stack_spec("auto")
 gdn_hybrid_stack_spec = hybrid_stack_spec

@@ -60,7 +60,9 @@ def resolve_modules(modules: str) -> Literal["te", "local"]:
             "rule is chosen by the keyword backend.)"
         )
     if modules == "auto":
-        return "te" if te.HAVE_TE else "local"
+        if te.HAVE_TE:
+            return "te"
+        return "local"
     if modules == "te" and not te.HAVE_TE:
         raise ImportError(
             'modules="te" needs Transformer Engine, which cannot be imported here. Install '
@@ -156,11 +158,10 @@ def local_attention_spec(
 ) -> ModuleSpec:
     """Spec of causal self-attention in torch, for batches, documents and context
     parallelism."""
-    qk_norm = (
-        {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm}
-        if qk_layernorm
-        else {}
-    )
+    if qk_layernorm:
+        qk_norm = {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm}
+    else:
+        qk_norm = {}
     return ModuleSpec(
         module=TorchSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "cp_layout": cp_layout},

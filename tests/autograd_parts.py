@@ -22,7 +22,9 @@ class AutogradFront:
     triton = False
 
     def __init__(self, layout, make, inputs, convolved):
-        self.layout, self.names, self.convolved = layout, inputs._fields, convolved
+        self.layout = layout
+        self.names = inputs._fields
+        self.convolved = convolved
         self._make = make
 
     def forward(self, proj, parameters, documents, only=None, history=None):
@@ -73,7 +75,8 @@ class AutogradRule(Rule):
 
     def __init__(self, name, run, through, inputs):
         self.name, self.reads_again = name, frozenset(inputs._fields)
-        self._run, self._through = run, through
+        self._run = run
+        self._through = through
 
     def begin(self, inputs: Any, documents: Documents | None) -> _Forward:
         return _Forward(self, inputs, documents)
@@ -86,7 +89,9 @@ class _Forward:
     def __init__(
         self, rule: AutogradRule, inputs: Any, documents: Documents | None
     ) -> None:
-        self._rule, self._inputs, self._documents = rule, inputs, documents
+        self._rule = rule
+        self._inputs = inputs
+        self._documents = documents
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
@@ -101,12 +106,10 @@ class _Forward:
 
 class _Backward:
     def __init__(self, rule, d_o, inputs, documents):
-        self._rule, self._d_o, self._inputs, self._documents = (
-            rule,
-            d_o,
-            inputs,
-            documents,
-        )
+        self._rule = rule
+        self._d_o = d_o
+        self._inputs = inputs
+        self._documents = documents
 
     def _grads(
         self, initial: Tensor | None, d_final: Tensor | None

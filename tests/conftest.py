@@ -56,7 +56,8 @@ def _cover(cases, size):
         )
         return set(combinations(values, min(size, len(values))))
 
-    seen, rest = set(), list(cases)
+    seen = set()
+    rest = list(cases)
     while rest:
         case = max(rest, key=lambda case: len(shown(case) - seen))
         if shown(case) <= seen:

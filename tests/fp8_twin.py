@@ -51,13 +51,17 @@ class _Product(torch.autograd.Function):
         x8, w8 = rounded(x), rounded(weight)
         total = _gather(x8, group) if split else x8
         ctx.save_for_backward(total, w8)
-        ctx.weight, ctx.group, ctx.split, ctx.fused = weight, group, split, fused
+        ctx.weight = weight
+        ctx.group = group
+        ctx.split = split
+        ctx.fused = fused
         return (total @ w8.t()).to(x.dtype)
 
     @staticmethod
     def backward(ctx, d_y):
         total, w8 = ctx.saved_tensors
-        weight, group = ctx.weight, ctx.group
+        weight = ctx.weight
+        group = ctx.group
         d8 = rounded(d_y, torch.float8_e5m2)
         d_x = d8 @ w8
         if ctx.split:
@@ -93,7 +97,8 @@ class Fp8Column(ColumnParallelLinear):
 
     def __init__(self, *args, config, **options):
         super().__init__(*args, config=config, **options)
-        self.fp8_meta, self.fuse_wgrad_accumulation = {}, False
+        self.fp8_meta = {}
+        self.fuse_wgrad_accumulation = False
         self.sequence_parallel = config.sequence_parallel and self.tp_group.size() > 1
         self.finish_init(
             get_quant_config_or_none(options.get("name"), config.quant_recipe)
@@ -122,7 +127,8 @@ class Fp8Column(ColumnParallelLinear):
 class Fp8NormedColumn(Fp8Column):
     """As ``TELayerNormColumnParallelLinear``."""
 
-    normalization, zero_centered_gamma = "RMSNorm", False
+    normalization = "RMSNorm"
+    zero_centered_gamma = False
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

@@ -46,7 +46,8 @@ def gated_delta_mixer(
     ``[B, S, H, V]``."""
     if norm is None and refilled is not None:
         raise ValueError("refilled repeats the gated norm, so it needs norm.")
-    gate, heads = sizes.layout.gate_columns, sizes.value_heads
+    gate = sizes.layout.gate_columns
+    heads = sizes.value_heads
     plain = SplitReadout(PassThrough(gate, heads), lambda o, _: o)
     parts = gdn_rows(
         proj,

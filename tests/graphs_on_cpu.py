@@ -10,7 +10,8 @@ import torch
 from megatron.core.transformer import cuda_graphs
 
 _Runner = cuda_graphs._CudaGraphRunner
-_create_forward, _create_backward = _Runner.create_fwd_graph, _Runner.create_bwd_graph
+_create_forward = _Runner.create_fwd_graph
+_create_backward = _Runner.create_bwd_graph
 
 
 def _forward_of(runner: Any, *args: Any, **kwargs: Any) -> None:

@@ -94,7 +94,8 @@ def parallel(tp=1, cp=1, pp=1, seed=1234, **sizes):
     """Megatron's parallel state over the world, gone afterwards; over gloo a few
     stay."""
     torch.manual_seed(seed)
-    blank, key = _globals(), (tp, cp, pp, *sorted(sizes.items()))
+    blank = _globals()
+    key = (tp, cp, pp, *sorted(sizes.items()))
     kept = _kept.pop(key, None)
     if kept is None:
         before = _groups()
@@ -203,13 +204,15 @@ def share_of_rank(
     """``dims`` are those of the mixer on one rank."""
     if name.startswith("out_norm.") or name == "out_proj.bias":
         return whole
-    dim, sections = 0, (whole.shape[0],)
+    dim = 0
+    sections = (whole.shape[0],)
     if name.startswith("in_proj."):
         sections = layout_of_in_proj(dims).widths
     elif name.startswith("conv1d"):
         sections = dims.layout.conv_widths
     elif name == "out_proj.weight":
-        dim, sections = 1, (dims.layout.mixed_width,)
+        dim = 1
+        sections = (dims.layout.mixed_width,)
     return take_share(whole, dim, sections, rank, size)
 
 

@@ -105,7 +105,8 @@ def _share_one_device() -> None:
     class ProcessGroupGloo(with_own_device):
         def __init__(self, store, rank, size, timeout, **more) -> None:
             given = options()
-            given._devices, given._timeout = [device], timeout
+            given._devices = [device]
+            given._timeout = timeout
             for name, value in more.items():
                 setattr(given, name, value)
             super().__init__(store, rank, size, given)
@@ -185,7 +186,8 @@ class RankPool:
     def __init__(
         self, size: int, backend: str = "gloo", timeout_s: float | None = None
     ) -> None:
-        self.size, self.backend = size, backend
+        self.size = size
+        self.backend = backend
         self.timeout_s = TIMEOUT_S[backend] if timeout_s is None else timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
@@ -220,8 +222,10 @@ class RankPool:
 
     def _answers(self, pipes: list[Any]) -> list[Any]:
         """What ranks 0, 1, ... of these pipes sent; raises what any of them raised."""
-        answers, silent = {}, {pipe: rank for rank, pipe in enumerate(pipes)}
-        deadline, raised = time.monotonic() + self.timeout_s, False
+        answers = {}
+        silent = {pipe: rank for rank, pipe in enumerate(pipes)}
+        deadline = time.monotonic() + self.timeout_s
+        raised = False
         while silent and (
             ready := wait(list(silent), max(0.0, deadline - time.monotonic()))
         ):
@@ -232,7 +236,8 @@ class RankPool:
                 except EOFError:
                     answers[rank] = ("raised", "the process ended")
                 if answers[rank][0] == "raised" and not raised:
-                    deadline, raised = min(deadline, time.monotonic() + GRACE_S), True
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    raised = True
         if raised or silent:
             failures = {
                 rank: text for rank, (kind, text) in answers.items() if kind == "raised"
@@ -271,7 +276,9 @@ class RankPool:
             process.join()
         if self._stacks:
             shutil.rmtree(self._stacks[0].parent)
-        self._processes, self._pipes, self._stacks = [], [], []
+        self._processes = []
+        self._pipes = []
+        self._stacks = []
 
 
 def on_ranks(ranks: int | str | None = None, **state: Any) -> Callable:

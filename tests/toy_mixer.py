@@ -18,7 +18,12 @@ from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.autograd_parts import AutogradFront, AutogradRule
 
-G, H, K, V, TAPS, HIDDEN = 2, 4, 3, 5, 3, 24
+G = 2
+H = 4
+K = 3
+V = 5
+TAPS = 3
+HIDDEN = 24
 
 LAYOUT = Layout(
     (
@@ -64,7 +69,8 @@ def sequences(inputs: Inputs, documents) -> list[Inputs]:
 
 
 def run(inputs: Inputs, initial, documents) -> tuple[Tensor, Tensor]:
-    outputs, finals = [], []
+    outputs = []
+    finals = []
     for n, (q, k, v, g) in enumerate(sequences(inputs, documents)):
         sum_TH = g.cumsum(0)
         past = torch.ones(len(g), len(g), dtype=torch.bool, device=g.device).tril()

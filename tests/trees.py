@@ -87,7 +87,8 @@ def random_tree(
     """Up to ``most`` documents, up to four below each other; empty ones and single
     tokens too."""
     draw = random.Random(seed)
-    parents, depth = [-1], [1]
+    parents = [-1]
+    depth = [1]
     for index in range(1, draw.randint(2, most)):
         legal = [i for i in range(index) if depth[i] < 4 and parents.count(i) < 16]
         chosen = [-1, draw.choice(legal), legal[-1], parents[-1]]
@@ -101,7 +102,9 @@ def random_tree(
 
 
 def separately(tree: Tree) -> Separately:
-    source, kept, ends = [], [], [0]
+    source = []
+    kept = []
+    ends = [0]
     for document in range(len(tree.parents)):
         for part in tree.path(document):
             source += tree.tokens(part)

@@ -18,7 +18,8 @@ class PlainGatedNorm(nn.Module):
     def __init__(self, size, eps, group_size, norm_before_gate, device, dtype) -> None:
         super().__init__()
         assert not norm_before_gate
-        self.eps, self.group_size = eps, group_size
+        self.eps = eps
+        self.group_size = group_size
         self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
 
     def forward(self, y, z):

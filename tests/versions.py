@@ -27,7 +27,8 @@ from pathlib import Path
 from megatron_gdn.compat.tested import TESTED
 
 ROOT = Path(__file__).parents[1]
-RECORD, PAGE = ROOT / "docs" / "versions.jsonl", ROOT / "docs" / "versions.md"
+RECORD = ROOT / "docs" / "versions.jsonl"
+PAGE = ROOT / "docs" / "versions.md"
 # The ends of each package's versions, and those beside which something broke.
 ROWS = [
     *(f"megatron-core=={v}" for v in ("0.17.1", "0.18.0", "0.18.2", "0.19.2")),
@@ -37,7 +38,8 @@ ROWS = [
     *(f"transformers=={v}" for v in ("5.2.0", "5.4.0", "5.16.1", "5.23.0", "5.24.0")),
     "newest",
 ]
-PINNED, NEWEST_PYTHON = "3.12", "3.13"
+PINNED = "3.12"
+NEWEST_PYTHON = "3.13"
 # What a package's own requirements move with it, as the constraints begin.
 MOVES = {
     "torch": ("torch==", "triton==", "nvidia-", "cuda-"),
@@ -265,7 +267,8 @@ def table(lines: list[dict]) -> str:
 
 def filled(page: str, place: str, text: str) -> str:
     """The page with ``text`` in the marked ``place``."""
-    start, end = f"<!-- {place} -->\n", f"\n<!-- end of {place} -->"
+    start = f"<!-- {place} -->\n"
+    end = f"\n<!-- end of {place} -->"
     return page[: page.index(start) + len(start)] + text + page[page.index(end) :]
 
 

@@ -30,7 +30,8 @@ def compile_all(
     """Compile the kernels of these heads, in their order; returns heads that are
     done."""
     done: set[tuple[int, int]] = set()
-    end, here = clock.left - seconds, Path(__file__).parents[1]
+    end = clock.left - seconds
+    here = Path(__file__).parents[1]
     path = os.pathsep.join(
         filter(None, (str(here.parent), os.environ.get("PYTHONPATH")))
     )

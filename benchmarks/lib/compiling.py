@@ -70,7 +70,9 @@ def compile_for_hopper() -> Iterator[list[Compilation]]:
     The cache is empty to begin with: a launch adds to the list if no earlier one
     compiled the same.
     """
-    done, times, launch = [], [], JITFunction.run
+    done = []
+    times = []
+    launch = JITFunction.run
 
     def run(self: JITFunction, *args, grid, warmup, **kwargs):
         before = len(times)
@@ -129,14 +131,19 @@ class Problem:
         device: str = "meta",
     ) -> None:
         sizes = HeadSizes(*heads, 128, 128)
-        self.sizes, self.device, normal = sizes, device, self.tensor
-        (_, H, K, V), S, B = sizes, tokens, batch
+        self.sizes = sizes
+        self.device = device
+        normal = self.tensor
+        _, H, K, V = sizes
+        S = tokens
+        B = batch
         self.documents = None
         if documents:
             offsets = [n * S // documents for n in range(documents)] + [S]
             where = "cpu" if device == "meta" else device
             self.documents = Documents.from_cu_seqlens(offsets, S, device=where)
-        self.operands, half = operands, operands == torch.float16
+        self.operands = operands
+        half = operands == torch.float16
         self.proj, self.d_proj = (
             normal(S, B, sizes.layout.width),
             normal(S, B, sizes.layout.width),
@@ -189,22 +196,19 @@ class Problem:
 
     def mamba2(self, batch_invariant: bool = False) -> None:
         """The launches of a Mamba2 mixer with 128 heads of 64 and 8 groups of 128."""
-        tokens, dims = (
-            len(self.proj),
-            Mamba2Dims(
-                hidden_size=4096,
-                num_heads=128,
-                num_groups=8,
-                head_dim=64,
-                state_dim=128,
-                conv_kernel_dim=4,
-            ),
+        tokens = len(self.proj)
+        dims = Mamba2Dims(
+            hidden_size=4096,
+            num_heads=128,
+            num_groups=8,
+            head_dim=64,
+            state_dim=128,
+            conv_kernel_dim=4,
         )
-        layout, per_head = dims.layout, (self.tensor(128, dtype=torch.float32),) * 3
-        proj, weight = (
-            self.tensor(tokens, 1, layout.width),
-            self.tensor(layout.conv_width, 1, 4),
-        )
+        layout = dims.layout
+        per_head = (self.tensor(128, dtype=torch.float32),) * 3
+        proj = self.tensor(tokens, 1, layout.width)
+        weight = self.tensor(layout.conv_width, 1, 4)
         parameters = (weight, self.tensor(layout.conv_width), *per_head)
         d_proj = torch.empty_like(proj)
         bits = Bits(batch_invariant)
@@ -223,7 +227,9 @@ def loops(compilation: Compilation) -> list[Counter[str]]:
     """The instructions of every innermost loop, by name; of loads and stores with their
     width."""
     listing = nvidia_tool("nvdisasm", compilation.asm["cubin"], "-c")
-    names, labels, found = [], {}, []
+    names = []
+    labels = {}
+    found = []
     for line in listing.splitlines():
         if label := re.match(r"\.(L_x_\d+):", line):
             labels[label[1]] = len(names)

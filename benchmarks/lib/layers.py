@@ -264,7 +264,8 @@ def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, count: int =
     if offsets is not None:
         documents = Documents.from_cu_seqlens(offsets, case.tokens, device="cuda")
     packed = thd(case.offsets())
-    runs, modules = {}, {}
+    runs = {}
+    modules = {}
     for name in layers:
         linears = getattr(args, "linears", "local")
         if name == "upstream":
@@ -286,7 +287,8 @@ def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, count: int =
 
 
 def with_backward(run, module, x):
-    grad, parameters = torch.randn_like(run()), list(module.parameters())
+    grad = torch.randn_like(run())
+    parameters = list(module.parameters())
 
     def both() -> None:
         x.grad = None

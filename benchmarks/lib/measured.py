@@ -93,7 +93,9 @@ class Measured:
     def __init__(
         self, name: str, cell: Cell, x: torch.Tensor, packed: Any, weights: dict
     ) -> None:
-        self.name, self.cell, self.x = name, cell, x
+        self.name = name
+        self.cell = cell
+        self.x = x
         self.module = build(name, cell)
         if weights:
             self.module.load_state_dict(weights, strict=False)

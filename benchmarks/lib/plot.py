@@ -129,7 +129,8 @@ def _bars(
     colours: list[list[str]],
     panel: Panel,
 ) -> None:
-    row, middles = 0.0, []
+    row = 0.0
+    middles = []
     largest = max(panel.value(r) for records in cases.values() for r in records)
     for (case, records), of_bars in zip(cases.items(), colours, strict=True):
         rows = [row + i for i in range(len(records))]
@@ -165,7 +166,8 @@ class Beside(NamedTuple):
     mib: tuple[float, float]
 
 
-_TIMES, _MEMORY = ("#1d5fb8", "#0d7a6b", "#a8500a"), ("#c3d7f2", "#bfe3dc", "#f2d6b8")
+_TIMES = ("#1d5fb8", "#0d7a6b", "#a8500a")
+_MEMORY = ("#c3d7f2", "#bfe3dc", "#f2d6b8")
 
 
 def draw_beside(rows: list[Beside], image: str | Path) -> Figure:
@@ -178,11 +180,13 @@ def draw_beside(rows: list[Beside], image: str | Path) -> Figure:
     groups = list(dict.fromkeys(row.group for row in rows))
     height = 0.56 * len(rows) + 0.4 * len(groups) + 0.5
     figure, axis = plt.subplots(figsize=(5.6, height), layout="constrained")
-    top, group = 0.0, None
+    top = 0.0
+    group = None
     for row in rows:
         shade = groups.index(row.group) % len(_TIMES)
         if row.group != group:
-            top, group = top + 0.62, row.group
+            top = top + 0.62
+            group = row.group
             axis.text(
                 0, top - 0.2, group, color=_TIMES[shade], weight="bold", va="center"
             )

@@ -56,7 +56,8 @@ def in_processes(
             os.environ.pop("MALLOC_PERTURB_", None)
             if kept is not None:
                 os.environ["MALLOC_PERTURB_"] = kept
-        answers, deadline = [], time.monotonic() + timeout
+        answers = []
+        deadline = time.monotonic() + timeout
         for index, process in enumerate(started):
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():

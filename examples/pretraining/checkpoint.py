@@ -157,7 +157,8 @@ def _sharded_state(training: Any, is_loading: bool) -> dict[str, Any]:
     model_state = unwrap_model([training.model])[0].sharded_state_dict(
         metadata=_METADATA
     )
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    world = torch.distributed.get_world_size()
     return {
         "model": model_state,
         "optimizer": training.optimizer.sharded_state_dict(

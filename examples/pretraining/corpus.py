@@ -90,7 +90,8 @@ def read_paths(paths: Sequence[str]) -> Corpus:
         FileNotFoundError: a path does not exist.
         ValueError: there is not one byte of text.
     """
-    named, found = [], []
+    named = []
+    found = []
     for path in map(Path, paths):
         if not path.exists():
             raise FileNotFoundError(f"--data {path}: no such file or folder.")
@@ -113,7 +114,8 @@ def read_paths(paths: Sequence[str]) -> Corpus:
 
 
 def _read(files: Sequence[Path]) -> Corpus:
-    documents, skipped = [], []
+    documents = []
+    skipped = []
     for path in files:
         content = path.read_bytes()
         if _is_text(content):
@@ -138,7 +140,8 @@ def token_stream(corpus: Corpus) -> TokenStream:
         END_OF_DOCUMENT,
         dtype=torch.int16,
     )
-    starts, position = [], 0
+    starts = []
+    position = 0
     for document in corpus.documents:
         starts.append(position)
         if document:

@@ -44,8 +44,11 @@ def running_mean(values: list[float], decay: float = 0.9) -> list[float]:
 
     A step sees few documents, so its loss alone jumps.
     """
-    means, total, weight = [], 0.0, 0.0
+    means = []
+    total = 0.0
+    weight = 0.0
     for value in values:
-        total, weight = decay * total + value, decay * weight + 1
+        total = decay * total + value
+        weight = decay * weight + 1
         means.append(total / weight)
     return means

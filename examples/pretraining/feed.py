@@ -136,7 +136,8 @@ class Feed:
             self._first += len(self._plan)
             self._epoch += 1
             self._plan = self._plan_of_epoch(self._epoch)
-        rows, width = self.micro_batch_size, self.seq_length
+        rows = self.micro_batch_size
+        width = self.seq_length
         members = self._plan[index - self._first]
         if self.packing:
             return packed_micro_batch(self._stream, members, rows * width)
@@ -144,7 +145,8 @@ class Feed:
 
     def _plan_of_epoch(self, epoch: int) -> Sequence[Any]:
         """The pieces, or starts of rows, that each micro-batch of the epoch holds."""
-        units, rows = self._units, self.micro_batch_size
+        units = self._units
+        rows = self.micro_batch_size
         if self.shuffle:
             units = [units[i] for i in visiting_order(len(units), self.seed, epoch)]
         if self.packing:
@@ -170,7 +172,8 @@ class Feed:
                 device=self.device,
             )
 
-        real, padded = offsets(batch.lengths), offsets(batch.padded_lengths)
+        real = offsets(batch.lengths)
+        padded = offsets(batch.padded_lengths)
         longest = max(batch.padded_lengths)
         return PackedSeqParams(
             qkv_format="thd",

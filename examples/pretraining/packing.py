@@ -81,7 +81,8 @@ def plan_packs(pieces: Sequence[Piece], capacity: int) -> list[tuple[Piece, ...]
         assert piece.padded <= capacity, (piece, capacity)
         if used + piece.padded > capacity:
             packs.append(tuple(current))
-            current, used = [], 0
+            current = []
+            used = 0
         current.append(piece)
         used += piece.padded
     packs.append(tuple(current))

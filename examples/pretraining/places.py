@@ -69,10 +69,8 @@ def _refuse_to_overwrite(args: argparse.Namespace) -> None:
 
 
 def _refuse_to_go_back(args: argparse.Namespace) -> None:
-    step, steps = (
-        int(args.start.name.removeprefix("iter_")),
-        folders.steps_in(args.load),
-    )
+    step = int(args.start.name.removeprefix("iter_"))
+    steps = folders.steps_in(args.load)
     if args.resume and args.ckpt_step is not None and step < steps[-1]:
         raise ValueError(
             f"{args.load} goes on to step {steps[-1]}, which --resume --ckpt-step "

@@ -33,7 +33,8 @@ class Stop:
 
     def request(self, reason: str) -> None:
         """Ask for an end after this step, for a reason that is not a signal."""
-        self.reason, self._code = reason, self._code or _OTHER_REASON
+        self.reason = reason
+        self._code = self._code or _OTHER_REASON
 
     @contextlib.contextmanager
     def at_step_boundaries(self) -> Iterator[None]:

@@ -101,7 +101,9 @@ def _padding_entry(
     }
     # A file cannot hold an empty tensor, so an entry of size 0 has no tensors.
     place = {"gbuf_local_start": 0, "gbuf_local_end": size, "padding": True}
-    return zeros | place if size else place
+    if size:
+        return zeros | place
+    return place
 
 
 def cut_without_padding(
@@ -116,7 +118,8 @@ def cut_without_padding(
     parameters, without an error (repaired on Megatron's main). This wrapper gives
     Megatron buffers without padding, so the offsets fit.
     """
-    gather, buffers = optimizer.get_parameter_state_dp_zero, optimizer.buffers
+    gather = optimizer.get_parameter_state_dp_zero
+    buffers = optimizer.buffers
     if not any(
         b.grad_data.numel() != b.numel_unpadded for x in buffers for b in x.buckets[:-1]
     ):
@@ -144,7 +147,9 @@ def cut_without_padding(
 def _without_padding(buffer: Any) -> SimpleNamespace:
     """Sizes and parameter offsets of a gradient ``buffer``, as if its buckets had no
     padding."""
-    buckets, start, moves = [], 0, []
+    buckets = []
+    start = 0
+    moves = []
     for bucket in buffer.buckets:
         size = bucket.numel_unpadded
         buckets.append(

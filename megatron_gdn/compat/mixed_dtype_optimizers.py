@@ -181,11 +181,9 @@ def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
         for model, shard in zip(_flat(models), _flat(shards), strict=True):
             if id(shard) in place_in_adam:
                 places[model] = place_in_adam[id(shard)]
-    return (
-        places
-        if places.keys() == optimizer.model_param_group_index_map.keys()
-        else None
-    )
+    if places.keys() == optimizer.model_param_group_index_map.keys():
+        return places
+    return None
 
 
 @torch.no_grad()
@@ -235,7 +233,8 @@ def _store_all_parameters(
     log_repair("fp32 parameters were added to Float16Optimizer's checkpoint.")
     fp32_ids = {id(parameter) for parameter in _flat(optimizer.fp32_from_fp32_groups)}
     parameters = _flat(group["params"] for group in optimizer.optimizer.param_groups)
-    state[_FP32_KEY], half_masters = {}, []
+    state[_FP32_KEY] = {}
+    half_masters = []
     masters = _flat(state[_HALF_KEY])
     for index, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
         if id(parameter) not in fp32_ids:
@@ -262,10 +261,8 @@ def _mixes_dtypes(optimizer: Any) -> bool:
 def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
     """In this context ``optimizer`` lists fp32 parameters as 16-bit, with themselves as
     masters."""
-    half_parameters, masters = (
-        optimizer.float16_groups,
-        optimizer.fp32_from_float16_groups,
-    )
+    half_parameters = optimizer.float16_groups
+    masters = optimizer.fp32_from_float16_groups
     model_of = {
         id(m): p for p, m in zip(_flat(half_parameters), _flat(masters), strict=True)
     }
@@ -277,10 +274,8 @@ def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        optimizer.float16_groups, optimizer.fp32_from_float16_groups = (
-            half_parameters,
-            masters,
-        )
+        optimizer.float16_groups = half_parameters
+        optimizer.fp32_from_float16_groups = masters
 
 
 @torch.no_grad()
@@ -376,4 +371,6 @@ def _broadcast_fp32(
         for parameter in parameters:
             if parameter.dtype == torch.float32 or not others[0]:
                 dist.broadcast(parameter.data, dist.get_global_rank(group, rank), group)
-    return others if others[0] else None
+    if others[0]:
+        return others
+    return None

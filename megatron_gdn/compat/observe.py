@@ -41,7 +41,10 @@ def _nvtx_range(utils: Any, message: str) -> Iterator[None]:
 def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
     """Log ``message`` on rank 0 only; torch.distributed, torchrun or Slurm gives the
     rank."""
-    rank = dist.get_rank() if dist.is_initialized() else _rank_of_environment()
+    if dist.is_initialized():
+        rank = dist.get_rank()
+    else:
+        rank = _rank_of_environment()
     if rank == 0:
         logger.log(level, "%s", one_line(message))
 
@@ -50,7 +53,9 @@ def _rank_of_environment() -> int:
     """This process's rank by torchrun or Slurm; 0 without either, or if it is no
     number."""
     text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+    if text.isascii() and text.isdecimal() and len(text) < 10:
+        return int(text)
+    return 0
 
 
 @cache

@@ -49,11 +49,9 @@ def start_one_process(seed: int = 1234) -> torch.device:
     )
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(seed)
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if gpu
-        else torch.device("cpu")
-    )
+    if gpu:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def end_one_process() -> None:
@@ -257,7 +255,8 @@ def accept_cpu_tensors_in_optimizers() -> None:
     loaded state with ``.cuda()``. The function can be removed when the optimizers
     compare dtypes.
     """
-    tensor_type, tensor_cuda = torch.Tensor.type, torch.Tensor.cuda
+    tensor_type = torch.Tensor.type
+    tensor_cuda = torch.Tensor.cuda
 
     def called_from_megatron() -> bool:
         """Whether a file of megatron.core called the replaced method of the tensor."""
@@ -276,7 +275,9 @@ def accept_cpu_tensors_in_optimizers() -> None:
     def cuda_or_itself(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Replaces ``Tensor.cuda``; in Megatron's files it returns the tensor
         itself."""
-        return self if called_from_megatron() else tensor_cuda(self, *args, **kwargs)
+        if called_from_megatron():
+            return self
+        return tensor_cuda(self, *args, **kwargs)
 
     torch.Tensor.type = cuda_type
     torch.Tensor.cuda = cuda_or_itself
@@ -315,10 +316,8 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     ):
         return
     optimizer_class._steps_are_unshared = True
-    state_dict, load_state_dict = (
-        optimizer_class.state_dict,
-        optimizer_class.load_state_dict,
-    )
+    state_dict = optimizer_class.state_dict
+    load_state_dict = optimizer_class.load_state_dict
     sharded_state_dict = optimizer_class.sharded_state_dict
     set_states = optimizer_class._set_main_param_and_optimizer_states
 

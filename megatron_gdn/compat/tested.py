@@ -22,11 +22,9 @@ class VersionRange(NamedTuple):
     newest: str
 
     def __str__(self) -> str:
-        return (
-            self.oldest
-            if self.oldest == self.newest
-            else f"{self.oldest} to {self.newest}"
-        )
+        if self.oldest == self.newest:
+            return self.oldest
+        return f"{self.oldest} to {self.newest}"
 
 
 TESTED = {

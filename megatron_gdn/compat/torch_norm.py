@@ -33,7 +33,10 @@ class TorchRMSNorm(nn.Module):
         self.eps = eps
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
-        device = "cpu" if on_cpu else torch.cuda.current_device()
+        if on_cpu:
+            device = "cpu"
+        else:
+            device = torch.cuda.current_device()
         empty = torch.empty(hidden_size, dtype=config.params_dtype, device=device)
         self.weight = nn.Parameter(empty)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel

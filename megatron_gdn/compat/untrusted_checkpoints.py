@@ -71,7 +71,8 @@ _PROPERTIES = {
     "strides",
 }
 
-_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_FORCE_NOT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class _Unpickler(pickle.Unpickler):
@@ -207,7 +208,10 @@ def _is_tensor(entry: Any) -> bool:
     """Whether ``entry`` describes a tensor: its size, its properties and its parts."""
     if not isinstance(entry, TensorStorageMetadata) or not _is_size(entry.size):
         return False
-    properties = vars(entry.properties) if hasattr(entry.properties, "__dict__") else {}
+    if hasattr(entry.properties, "__dict__"):
+        properties = vars(entry.properties)
+    else:
+        properties = {}
     if (
         not isinstance(properties.get("dtype"), torch.dtype)
         or not properties.keys() <= _PROPERTIES

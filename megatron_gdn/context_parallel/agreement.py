@@ -96,10 +96,14 @@ def require_agreement(
     known = _agreement_of(group)
     if known.chosen_after != _latest_built:
         known.compares = _all_ranks_compare(group, device)
-        known.chosen_after, known.layer = _latest_built, layer
+        known.chosen_after = _latest_built
+        known.layer = layer
     if known.layer != layer or not known.compares:
         return
-    packed = (-1, 0) if documents is None else documents.contents
+    if documents is None:
+        packed = (-1, 0)
+    else:
+        packed = documents.contents
     integers = (tokens, rows, *packed, _LAYOUTS.index(layout))
     gathered = _gather(integers, group, device)
     if integers in known.agreed and device.type == "cuda":
@@ -185,11 +189,10 @@ def _description(
 ) -> str:
     """One rank's five integers in words; ``fingerprint``: hash of ``count`` documents'
     offsets."""
-    packed = (
-        "not packed"
-        if count < 0
-        else f"{count} documents (boundaries {fingerprint:014x})"
-    )
+    if count < 0:
+        packed = "not packed"
+    else:
+        packed = f"{count} documents (boundaries {fingerprint:014x})"
     if count == -2:
         packed = f"fixed buffers for up to {fingerprint} documents"
     cut = f"cut by an unknown layout {layout}"
@@ -230,7 +233,10 @@ def ranks_per_machine(group: Any, configured: int | None, device: torch.device) 
     if configured in known:
         return known[configured]
     silent = _cannot_compare(device)
-    machines = [0] * group.size() if silent else _hosts(group, configured, device)
+    if silent:
+        machines = [0] * group.size()
+    else:
+        machines = _hosts(group, configured, device)
     if configured is not None:
         machines = [rank // configured for rank in range(group.size())]
     if not silent:
@@ -267,5 +273,8 @@ def _hosts(group: Any, configured: int | None, device: torch.device) -> list[int
 def _own_host() -> str:
     """The host's name and boot id (containers on two machines may have the same
     name)."""
-    boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
+    if _BOOT_ID.exists():
+        boot = _BOOT_ID.read_text()
+    else:
+        boot = ""
     return f"{socket.gethostname()} {boot}"

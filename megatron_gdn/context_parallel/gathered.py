@@ -30,11 +30,9 @@ class Span(NamedTuple):
         """The keys that at least one row sees, out of ``whole`` ``[S, ...]`` in
         sequence order."""
         own = whole[self.start : self.end]
-        return (
-            torch.cat([*(whole[keys] for keys in self.before), own])
-            if self.before
-            else own
-        )
+        if self.before:
+            return torch.cat([*(whole[keys] for keys in self.before), own])
+        return own
 
     def mask(self, device: torch.device) -> Tensor | None:
         """bool ``[rows, keys]``: which keys each row sees; None if row i sees the keys

@@ -70,18 +70,23 @@ def check_lengths(
     if cp_size == 1:
         return
     if layout is SequenceLayout.ZIGZAG:
-        multiple, wholes, unit = 2 * cp_size, lengths, "sequence"
+        multiple = 2 * cp_size
+        wholes = lengths
+        unit = "sequence"
     else:
-        multiple = cp_size if layout is SequenceLayout.CONTIGUOUS else 2 * cp_size
-        wholes, unit = [sum(lengths)], "packed buffer"
+        if layout is SequenceLayout.CONTIGUOUS:
+            multiple = cp_size
+        else:
+            multiple = 2 * cp_size
+        wholes = [sum(lengths)]
+        unit = "packed buffer"
     for index, length in enumerate(wholes):
         if length % multiple:
             by_document = layout is SequenceLayout.ZIGZAG
-            passed = (
-                " and pass the padded boundaries as cu_seqlens_q_padded"
-                if by_document
-                else ""
-            )
+            if by_document:
+                passed = " and pass the padded boundaries as cu_seqlens_q_padded"
+            else:
+                passed = ""
             raise SizeError(
                 f"{unit} {index} has {length} tokens, which is not a multiple of "
                 f"{multiple}: the {layout.value!r} layout cuts it into {multiple} "
@@ -206,13 +211,17 @@ def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor
 def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> None:
     """Raise a ValueError if the host knows a length that the ranks cannot divide among
     them."""
-    lengths = documents.lengths if documents.known else (documents.total_tokens,)
+    if documents.known:
+        lengths = documents.lengths
+    else:
+        lengths = (documents.total_tokens,)
     check_lengths(lengths, cp_size, layout)
 
 
 def _zigzag_positions(documents: Documents, cp_size: int) -> tuple[Tensor]:
     """The result of :func:`positions` for zigzag, computed on the device."""
-    start, document_T = documents.cu_seqlens.long(), documents.document_T()
+    start = documents.cu_seqlens.long()
+    document_T = documents.document_T()
     length = start.diff()
     require_fragments(documents, length, cp_size)
     places_T = zigzag_places(start[document_T], length[document_T], cp_size)

@@ -79,7 +79,9 @@ class Price(NamedTuple):
     def cheaper(self) -> LinearCpMode:
         """The scheme with the lower price; headwise if both are equal."""
         chunkwise = self.chunkwise < self.headwise
-        return LinearCpMode.CHUNKWISE if chunkwise else LinearCpMode.HEADWISE
+        if chunkwise:
+            return LinearCpMode.CHUNKWISE
+        return LinearCpMode.HEADWISE
 
 
 def transfer_time(
@@ -109,9 +111,18 @@ def map_exchange_traffic(
 ) -> tuple[float, int]:
     """Bytes of maps and states that a rank receives in a forward, and the products per
     chain."""
-    documents = lengths if layout is SequenceLayout.ZIGZAG else None
-    chains = rows if documents is None else sum(n > 0 for n in documents)
-    per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
+    if layout is SequenceLayout.ZIGZAG:
+        documents = lengths
+    else:
+        documents = None
+    if documents is None:
+        chains = rows
+    else:
+        chains = sum(n > 0 for n in documents)
+    if layout is SequenceLayout.CONTIGUOUS:
+        per_rank = 1
+    else:
+        per_rank = 2
     rank_bytes = per_rank * chains * state.map_bytes
     # Maps are sent, states come back.
     exchanged_bytes = (1 + state.columns / state.map_columns) * rank_bytes
@@ -144,7 +155,10 @@ def price(
         + 2 * LATENCY
         + steps * STEP
     )
-    fixed = FIXED if ranks_per_machine == cp_size else FIXED_ACROSS
+    if ranks_per_machine == cp_size:
+        fixed = FIXED
+    else:
+        fixed = FIXED_ACROSS
     return Price(
         headwise=transfer_time(received, cp_size, ranks_per_machine),
         chunkwise=exchange + state.map_bytes * local * SUMMARY + fixed,

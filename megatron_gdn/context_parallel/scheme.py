@@ -41,8 +41,13 @@ class Scheme:
     def __init__(
         self, layout: Layout, group: Any, sequence_layout: SequenceLayout
     ) -> None:
-        self.layout, self.group, self.sequence_layout = layout, group, sequence_layout
-        self.size = 1 if group is None else group.size()
+        self.layout = layout
+        self.group = group
+        self.sequence_layout = sequence_layout
+        if group is None:
+            self.size = 1
+        else:
+            self.size = group.size()
 
     def passage(
         self, documents: Documents | None, tokens: int, rows: int, like: Tensor
@@ -66,7 +71,10 @@ class Scheme:
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
         """int64 ``[s]``: positions in the sequence of this rank's tokens, in the rank's
         order."""
-        device = torch.device("cpu") if documents is None else documents.device
+        if documents is None:
+            device = torch.device("cpu")
+        else:
+            device = documents.device
         cut = documents_cut_by(self.sequence_layout, documents, tokens, device)
         return positions_of(cut, self.size, self.sequence_layout)[self.group.rank()]
 
@@ -104,7 +112,10 @@ def local_parameters(
     of_convolution = [
         x if x is None else scheme.local(x, convolved) for x in (weight, bias)
     ]
-    heads = None if section is None else (section,)
+    if section is None:
+        heads = None
+    else:
+        heads = (section,)
     return *of_convolution, *[scheme.local(x, heads) for x in per_head]
 
 

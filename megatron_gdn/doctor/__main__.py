@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_rules,
     )
 
-    (key, value), findings = options.heads, []
+    key, value = options.heads
+    findings = []
     sizes = HeadSizes(key, value, options.head_dim, options.head_dim)
     for finding in chain(
         check_machine(),

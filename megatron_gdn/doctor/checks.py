@@ -55,11 +55,10 @@ def check_machine() -> Iterator[Finding]:
         major, minor = torch.cuda.get_device_capability()
         yield Finding("gpu", "ok", f"{torch.cuda.get_device_name()} ({major}.{minor})")
     elif shutil.which("nvidia-smi"):
-        why = (
-            "torch is built without CUDA"
-            if torch.version.cuda is None
-            else "the driver may be too old for it, or CUDA_VISIBLE_DEVICES empty"
-        )
+        if torch.version.cuda is None:
+            why = "torch is built without CUDA"
+        else:
+            why = "the driver may be too old for it, or CUDA_VISIBLE_DEVICES empty"
         text = f"nvidia-smi is here, and torch {torch_is} sees no GPU: {why}"
         yield Finding("gpu", "wrong", text)
     else:
@@ -93,7 +92,8 @@ def check_packages() -> Iterator[Finding]:
 def _check_package(asked: Requirement, extra: str | None) -> Finding:
     """Check a package against ``asked``, a requirement of ``extra`` (None: of
     megatron_gdn)."""
-    name, install = asked.name, f'pip install "{asked.name}{asked.specifier}"'
+    name = asked.name
+    install = f'pip install "{asked.name}{asked.specifier}"'
     installed = installed_version(name)
     if installed is None and extra is None:
         return Finding(name, "wrong", f"is required and not installed; {install}")
@@ -130,14 +130,18 @@ def check_kernel_versions() -> Iterator[Finding]:
     """Look for faulty versions of the rules' packages; without a GPU these are only
     notes."""
     gpu = torch.cuda.is_available()
-    major = torch.cuda.get_device_capability()[0] if gpu else _HOPPER
+    if gpu:
+        major = torch.cuda.get_device_capability()[0]
+    else:
+        major = _HOPPER
     if triton := installed_version("triton"):
         yield Finding("triton", "ok", triton)
     else:
         yield Finding(
             "triton", "note", "not installed: conv, gates and norm run in plain torch"
         )
-    qla, tilelang = why_not_flash_qla_package(), installed_version("tilelang")
+    qla = why_not_flash_qla_package()
+    tilelang = installed_version("tilelang")
     if qla is None and tilelang is None:
         why = (
             "compiles by tilelang, which is not installed; pip install flash-qla "
@@ -155,7 +159,10 @@ def check_kernel_versions() -> Iterator[Finding]:
             text = f"{installed_version(package)}, tilelang {tilelang or 'none'}"
             yield Finding(f"rule of {package}", "ok", text)
         else:
-            state = "wrong" if find_spec(module) is not None and gpu else "note"
+            if find_spec(module) is not None and gpu:
+                state = "wrong"
+            else:
+                state = "note"
             where = "" if gpu else "on a Hopper GPU: "
             yield Finding(f"rule of {package}", state, f"{where}{obstacle.why}")
 
@@ -214,7 +221,9 @@ def _ratio(error: float, of: float) -> float:
     another."""
     if of:
         return error / of
-    return inf if error else 0.0
+    if error:
+        return inf
+    return 0.0
 
 
 def _check_repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Finding:
@@ -274,7 +283,8 @@ def _inputs(
         """Normal random numbers ``[1, tokens, *shape]``."""
         return torch.randn(1, tokens, *shape, generator=generator)
 
-    key, value = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)
+    key = (sizes.key_heads, sizes.key_dim)
+    value = (sizes.value_heads, sizes.value_dim)
     q, k, v = (random_rows(*shape).to(device, dtype) for shape in (key, key, value))
     g = -random_rows(sizes.value_heads).exp().to(device)
     return RuleInputs(q, k, v, g, random_rows(sizes.value_heads).sigmoid().to(device))

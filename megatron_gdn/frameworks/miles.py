@@ -18,7 +18,10 @@ def enable(args: Any) -> None:
     Megatron.
     """
     spec = getattr(args, "spec", None) or ""
-    module = spec if isinstance(spec, str) else spec[0]
+    if isinstance(spec, str):
+        module = spec
+    else:
+        module = spec[0]
     # then --spec is not read
     by_bridge = getattr(args, "megatron_to_hf_mode", None) == "bridge"
     if module.startswith(_PLUGIN_MODULES) and not by_bridge:

@@ -88,13 +88,17 @@ class _PatchedClass:
 
     def __init__(self, theirs: str, our_class: str, options: Options) -> None:
         self.theirs, self.ours = resolve_name(theirs), resolve_name(our_class)
-        self.public, self.replaced = our_class.replace(":", "."), options is not False
+        self.public = our_class.replace(":", ".")
+        self.replaced = options is not False
         if not isinstance(options, bool | Mapping):
             raise TypeError(
                 f"patch_megatron was given {options!r} for {self.public}; it takes "
                 "True, False or a dict of options, such as {'backend': 'fla'}."
             )
-        self.options = dict(options) if isinstance(options, Mapping) else {}
+        if isinstance(options, Mapping):
+            self.options = dict(options)
+        else:
+            self.options = {}
 
     def check(self) -> None:
         """Raise if other code replaced ``__new__``, or our class lacks an option or
@@ -111,10 +115,8 @@ class _PatchedClass:
                 f"{self.public} in your specs."
             )
         if self.replaced:
-            theirs, ours = (
-                _constructor_arguments(self.theirs),
-                _constructor_arguments(self.ours),
-            )
+            theirs = _constructor_arguments(self.theirs)
+            ours = _constructor_arguments(self.ours)
             known = self.ours.options_class.names()
             if unknown := sorted(self.options.keys() - known):
                 raise TypeError(

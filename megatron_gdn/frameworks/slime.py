@@ -155,7 +155,10 @@ def _wrap_converter(slime_converter: Callable) -> Callable:
             return slime_converter(args, model_name, name, param)
         whole = _join_shards(entry, param)
         # so only the cast below rounds
-        wide = torch.float32 if entry.shift else whole.dtype
+        if entry.shift:
+            wide = torch.float32
+        else:
+            wide = whole.dtype
         pieces = entry.to_hf(whole, [wide] * len(entry.sources))
         published = _published_dtypes(args.hf_checkpoint)
         return [
@@ -226,19 +229,17 @@ def _published_dtypes(folder: str) -> dict[str, torch.dtype]:
 def _concatenate_shards(entry: TensorMap, whole: Tensor) -> Tensor:
     """Reorder ``whole``'s rows by ``entry``: ``[section 0 | ..]`` to
     ``[rank 0's shard | ..]``."""
-    return (
-        torch.cat(entry.shards(whole, _tensor_parallel_size()))
-        if entry.sections
-        else whole
-    )
+    if entry.sections:
+        return torch.cat(entry.shards(whole, _tensor_parallel_size()))
+    return whole
 
 
 def _join_shards(entry: TensorMap, ranks: Tensor) -> Tensor:
     """Reorder ``ranks``' rows by ``entry``: ``[rank 0's shard | ..]`` to
     ``[section 0 | ..]``."""
-    return (
-        entry.unshard(ranks.chunk(_tensor_parallel_size())) if entry.sections else ranks
-    )
+    if entry.sections:
+        return entry.unshard(ranks.chunk(_tensor_parallel_size()))
+    return ranks
 
 
 def _tensor_parallel_size() -> int:

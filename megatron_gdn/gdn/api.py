@@ -168,11 +168,15 @@ def recurrent_gated_delta_rule(
     """
     documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
     if use_qk_l2norm_in_kernel:
-        query, key = l2norm(query), l2norm(key)
+        query = l2norm(query)
+        key = l2norm(key)
     wide = torch.promote_types(value.dtype, torch.float32)
     q, k, v, g, beta = (x.to(wide) for x in (query, key, value, g, beta))
     q = q * (key.shape[-1] ** -0.5 if scale is None else scale)
-    offsets = None if documents is None else documents.offsets
+    if documents is None:
+        offsets = None
+    else:
+        offsets = documents.offsets
     o, final = recurrence(q, k, v, g, beta, initial_state, offsets)
     return o.to(value.dtype), final if output_final_state else None
 
@@ -197,18 +201,26 @@ def run_rule(
         q = q * (scale * k.shape[-1] ** 0.5)
     # A rule gets the states of non-empty documents only; an empty document's state
     # stays as it was.
-    filled, initial = None if documents is None else documents.filled, initial_state
+    if documents is None:
+        filled = None
+    else:
+        filled = documents.filled
+    initial = initial_state
     if filled is not None and initial is not None:
         # If no document has a token, the rule has one empty sequence and gets no
         # initial state.
-        initial = initial.index_select(0, filled) if len(filled) else None
+        if len(filled):
+            initial = initial.index_select(0, filled)
+        else:
+            initial = None
     o, final = _RunRule.apply(
         rule, documents, output_final_state, q, k, v, g, beta, initial
     )
     if final is None or filled is None or documents is None:
         return o, final
     whole = final.new_zeros(len(documents.lengths), *final.shape[1:])
-    whole = whole if initial_state is None else initial_state.to(final.dtype)
+    if initial_state is not None:
+        whole = initial_state.to(final.dtype)
     return o, whole.index_copy(0, filled, final[: len(filled)])
 
 
@@ -229,7 +241,9 @@ class _RunRule(torch.autograd.Function):
         inputs = RuleInputs(*heads, *gates)
         o, final, saved = rule.begin(inputs, documents).run(initial, final=with_final)
         ctx.save_for_backward(*inputs, initial, *saved.tensors)
-        ctx.rule, ctx.documents, ctx.plan = rule, documents, saved.plan
+        ctx.rule = rule
+        ctx.documents = documents
+        ctx.plan = saved.plan
         ctx.dtypes = [x.dtype for x in (q, k, v, g, beta)]
         return o, final
 
@@ -238,7 +252,8 @@ class _RunRule(torch.autograd.Function):
     def backward(ctx, d_o: Tensor, d_final: Tensor | None):
         # Under activation checkpointing, ctx.saved_tensors may be read only once.
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
-        inputs, saved = RuleInputs(q, k, v, g, beta), Saved(tuple(kept), ctx.plan)
+        inputs = RuleInputs(q, k, v, g, beta)
+        saved = Saved(tuple(kept), ctx.plan)
         needed = inputs._replace(
             **{
                 name: None
@@ -253,7 +268,8 @@ class _RunRule(torch.autograd.Function):
             maps = lambda: ctx.rule.begin(inputs, ctx.documents).state_map()  # noqa: E731
             grads, d_initial = rule_backward.run_to_states(initial, d_final, maps)
         else:
-            grads, d_initial = rule_backward.run(initial, d_final), None
+            grads = rule_backward.run(initial, d_final)
+            d_initial = None
         grads = gradients_of_key_heads(grads, inputs.k.shape[2])
         grads = (x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True))
         return None, None, None, *grads, d_initial
@@ -265,7 +281,8 @@ def gradients_of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ..
     dq, dk, dv, dg, dbeta, factor = grads
     if factor is not None:
         dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))
-        dg, dbeta = dg * factor, dbeta * factor
+        dg = dg * factor
+        dbeta = dbeta * factor
     wide = torch.promote_types(dq.dtype, torch.float32)
     dq, dk = (
         x

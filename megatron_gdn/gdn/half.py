@@ -85,9 +85,13 @@ class HalfOperands(Rule):
 
     def __init__(self, rule: Rule) -> None:
         assert not rule.batch_invariant
-        self.name, self.reads_again, self.rule = rule.name, rule.reads_again, rule
-        self.begin, self.why_not_heads = rule.begin, rule.why_not_heads
-        self.kept_to_run_again, self.run_again = rule.kept_to_run_again, rule.run_again
+        self.name = rule.name
+        self.reads_again = rule.reads_again
+        self.rule = rule
+        self.begin = rule.begin
+        self.why_not_heads = rule.why_not_heads
+        self.kept_to_run_again = rule.kept_to_run_again
+        self.run_again = rule.run_again
 
     def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
         """This rule with its inner rule replaced by ``wrapper(self.rule)``."""

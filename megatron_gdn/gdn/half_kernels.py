@@ -203,7 +203,8 @@ def lower_powers(
     does."""
     B, S, H, V = half.shape
     assert half.is_contiguous()
-    ratio, K = H // key_heads, states.shape[2]
+    ratio = H // key_heads
+    K = states.shape[2]
     largest, tiles = _largest_of(
         states.contiguous(), key_heads, states.shape[3], ratio * K
     )

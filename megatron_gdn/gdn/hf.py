@@ -64,7 +64,8 @@ def ba_rows(dims: GDNDims) -> list[int]:
 def interleaved_rows(dims: GDNDims) -> Tensor:
     """For each row of the fused projection, its index in
     ``cat(in_proj_qkvz, in_proj_ba)``."""
-    G, widths = dims.num_key_heads, dims.layout.widths
+    G = dims.num_key_heads
+    widths = dims.layout.widths
     qkvz, ba = (rows_by_group(part, G).argsort() for part in (widths[:4], widths[4:]))
     return torch.cat([qkvz, len(qkvz) + ba])
 
@@ -86,7 +87,10 @@ def gdn_layer_maps(
         zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron
             model. If True, Megatron's ``out_norm.weight`` is ``norm.weight - 1``.
     """
-    p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_value_heads
+    p = prefix
+    hf = hf_prefix
+    D = dims.hidden_size
+    H = dims.num_value_heads
     norm, out = (
         ("o_norm", "o_proj") if storage.startswith("separate") else ("norm", "out_proj")
     )
@@ -97,8 +101,12 @@ def gdn_layer_maps(
     }
     # In all storages but "interleaved", the concatenated tensors are the fused
     # projection.
-    rows = interleaved_rows(dims) if storage == "interleaved" else None
-    taps, in_three = dims.conv_kernel_dim, storage == "separate"
+    if storage == "interleaved":
+        rows = interleaved_rows(dims)
+    else:
+        rows = None
+    taps = dims.conv_kernel_dim
+    in_three = storage == "separate"
     gain = {f"{hf}{norm}.weight": (dims.value_head_dim,)}
     return [
         tensor_map(

@@ -164,7 +164,9 @@ class GatedDeltaNet(UpstreamNames):
             A_init_range,
             conv_init,
         )
-        self.bias, self.conv_bias, self.use_qk_l2norm = bias, conv_bias, use_qk_l2norm
+        self.bias = bias
+        self.conv_bias = conv_bias
+        self.use_qk_l2norm = use_qk_l2norm
         by_config = getattr(config, "gdn_output_gate_activation", None) or "silu"
         self.output_gate_activation = given.output_gate_activation or by_config
         _require_activation(self.output_gate_activation)

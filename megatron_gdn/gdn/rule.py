@@ -69,7 +69,8 @@ class FlaGDN(FlaDeltaRule):
     def readers(self, x: FlaBackward) -> dict[str, Tensor]:
         """Arguments for fla's kernel of state gradients, as :class:`FlaDeltaRule` lists
         them."""
-        (q, k, v, _, beta), (g_sum, A) = x.inputs, x.kept
+        q, k, v, _, beta = x.inputs
+        g_sum, A = x.kept
         w, _ = self.fla.recompute_w_u_fwd(k=k, v=v, beta=beta, A=A, g=g_sum, **x.at)
         dv = self.fla.chunk_bwd_dv_local(
             q=q, k=k, g=g_sum, do=x.d_o, scale=k.shape[-1] ** -0.5, **x.at
@@ -79,7 +80,8 @@ class FlaGDN(FlaDeltaRule):
     def gradients(
         self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> RuleGrads:
-        (q, k, v, _, beta), (g_sum, A) = x.inputs, x.kept
+        q, k, v, _, beta = x.inputs
+        g_sum, A = x.kept
         dq, dk, dv, dbeta, dg, *_ = self.fla.chunk_gated_delta_rule_bwd(
             q=q,
             k=k,

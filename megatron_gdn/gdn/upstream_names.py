@@ -32,23 +32,24 @@ class UpstreamNames(RecurrentMixer):
     def _name_sizes(self) -> None:
         """Set sizes under megatron-core's names; ``*_local_tp``: on one tensor-parallel
         rank."""
-        whole, local = self.global_dims, self.dims
-        self.sp_size = self.tp_size if self.config.sequence_parallel else 1
-        self.hidden_size, self.conv_kernel_dim = (
-            whole.hidden_size,
-            whole.conv_kernel_dim,
-        )
-        self.num_key_heads, self.num_value_heads = (
-            whole.num_key_heads,
-            whole.num_value_heads,
-        )
-        self.key_head_dim, self.value_head_dim = (
-            whole.key_head_dim,
-            whole.value_head_dim,
-        )
-        self.qk_dim, self.v_dim = whole.qk_dim, whole.v_dim
-        self.in_proj_dim, self.conv_dim = whole.layout.width, whole.layout.conv_width
-        self.qk_dim_local_tp, self.v_dim_local_tp = local.qk_dim, local.v_dim
+        whole = self.global_dims
+        local = self.dims
+        if self.config.sequence_parallel:
+            self.sp_size = self.tp_size
+        else:
+            self.sp_size = 1
+        self.hidden_size = whole.hidden_size
+        self.conv_kernel_dim = whole.conv_kernel_dim
+        self.num_key_heads = whole.num_key_heads
+        self.num_value_heads = whole.num_value_heads
+        self.key_head_dim = whole.key_head_dim
+        self.value_head_dim = whole.value_head_dim
+        self.qk_dim = whole.qk_dim
+        self.v_dim = whole.v_dim
+        self.in_proj_dim = whole.layout.width
+        self.conv_dim = whole.layout.conv_width
+        self.qk_dim_local_tp = local.qk_dim
+        self.v_dim_local_tp = local.v_dim
         self.conv_dim_local_tp = local.layout.conv_width
         self.num_v_heads_local_tp = local.num_value_heads
         # The widths of qkv, z, beta and alpha on a rank after a head exchange.

@@ -46,7 +46,10 @@ class PlainGDN2(PlainRule):
     def values(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor
     ) -> Values:
-        scale = k.shape[-1] ** -0.5 if self.scale is None else self.scale
+        if self.scale is None:
+            scale = k.shape[-1] ** -0.5
+        else:
+            scale = self.scale
         return Values(q * scale, k, b * k, w * v, g)
 
 
@@ -61,8 +64,10 @@ class FlaGDN2(FlaChannelRule):
         "fla.ops.gdn2.chunk_bwd chunk_gdn2_bwd": f"q k v b w_gate Aqk Akk scale initial_state do dht g {SEQUENCES}",
     }
 
-    within, within_again = "chunk_gdn2_fwd_intra", "recompute_w_u_fwd_gdn2"
-    backward_within, gates = "chunk_gdn2_bwd", ("b", "w_gate")
+    within = "chunk_gdn2_fwd_intra"
+    within_again = "recompute_w_u_fwd_gdn2"
+    backward_within = "chunk_gdn2_bwd"
+    gates = ("b", "w_gate")
     grads = GDN2Inputs
 
     def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> Any:

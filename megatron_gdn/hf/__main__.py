@@ -110,11 +110,16 @@ def _run(command: str, **options: Any) -> int:
         print(
             f"{differences} tensors differ" if differences else "every tensor is equal"
         )
-        return 1 if differences else 0
+        if differences:
+            return 1
+        return 0
     # this imports Megatron, which `flags` and `compare` do not need
     from . import folders
 
-    convert = folders.import_folder if command == "import" else folders.export_folder
+    if command == "import":
+        convert = folders.import_folder
+    else:
+        convert = folders.export_folder
     convert(**options)
     print(one_line(f"{command}ed {options['source']} to {options['target']}"))
     return 0

@@ -74,8 +74,12 @@ def build_model(
     from ..specs import gpt_block_spec, hybrid_stack_spec
     from ..specs.layer import resolve_modules
 
-    hf = source if isinstance(source, HFModelConfig) else read_hf_config(source)
-    resolved, options = resolve_modules(modules), layer_options or {}
+    if isinstance(source, HFModelConfig):
+        hf = source
+    else:
+        hf = read_hf_config(source)
+    resolved = resolve_modules(modules)
+    options = layer_options or {}
     config = transformer_config(hf, model, modules=resolved, dtype=dtype, **changes)
     multiple = vocab_divisible_by * config.tensor_model_parallel_size
     stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
@@ -131,7 +135,10 @@ def transformer_config(
 
     has_gpu = torch.cuda.is_available()
     if dtype is None:
-        dtype = torch.bfloat16 if has_gpu else torch.float32
+        if has_gpu:
+            dtype = torch.bfloat16
+        else:
+            dtype = torch.float32
     settings = hf.megatron_settings(model) | {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -210,7 +217,10 @@ def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, An
     """The model's settings by names of Megatron's arguments, in the order of
     `megatron_flags`."""
     settings = config.megatron_settings(model)
-    activation = "swiglu" if settings.pop("gated_linear_unit") else "squared_relu"
+    if settings.pop("gated_linear_unit"):
+        activation = "swiglu"
+    else:
+        activation = "squared_relu"
     del settings["activation_func"]
     spec = "gpt_block_spec"
     if model == "hybrid":
@@ -222,7 +232,8 @@ def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, An
         settings = {"hybrid_layer_pattern": config.hybrid_layer_pattern} | settings
     flags: dict[str, Any] = {"spec": ("megatron_gdn.specs", spec)}
     for name, value in settings.items():
-        value = f"([{','.join(map(str, value))}])" if isinstance(value, list) else value
+        if isinstance(value, list):
+            value = f"([{','.join(map(str, value))}])"
         flags["num_experts" if name == "num_moe_experts" else name] = value
     flags |= {
         "group_query_attention": True,

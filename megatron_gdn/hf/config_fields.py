@@ -53,7 +53,9 @@ def _number(meaning: str, low: float, high: float, with_low: bool = False) -> Fi
     def is_legal(value: Any) -> bool:
         if not _is_number(value) or value > high:
             return False
-        return value >= low if with_low else value > low
+        if with_low:
+            return value >= low
+        return value > low
 
     return Field(meaning, legal, is_legal)
 

@@ -47,11 +47,9 @@ _FAULTS_OF_CODE = (
     ImportError,
     NotImplementedError,
 )
-_TRACKER, _RELEASE, _FORMAT = (
-    "latest_checkpointed_iteration.txt",
-    "release",
-    "metadata.json",
-)
+_TRACKER = "latest_checkpointed_iteration.txt"
+_RELEASE = "release"
+_FORMAT = "metadata.json"
 # Arguments of `build_model` for a model on the CPU, whose weights have no values yet.
 _ON_CPU: dict[str, Any] = {
     "modules": "local",
@@ -302,7 +300,8 @@ def _describe_damage(folder: Path) -> str:
         file = folder / place.relative_path
         if not file.is_file():
             return f"{file} is missing; {advice}"
-        size, needed = file.stat().st_size, place.offset + place.length
+        size = file.stat().st_size
+        needed = place.offset + place.length
         if size < needed:
             return (
                 f"{file} has {size} bytes, of {needed} or more that were written; "
@@ -341,7 +340,8 @@ def _refuse_another_model(
     """Refuse a checkpoint whose tensors ``stored`` differ in key or shape from
     ``expected``."""
     stored_keys = {key for key in stored if key.startswith(_MODEL_PREFIXES)}
-    missing, unknown = expected.keys() - stored_keys, stored_keys - expected.keys()
+    missing = expected.keys() - stored_keys
+    unknown = stored_keys - expected.keys()
     if adapters := sorted(key for key in unknown if ".adapter." in key):
         raise ValueError(
             f"{folder} has adapters, {adapters[0]}{count_of_others(adapters)}, but not "
@@ -349,11 +349,10 @@ def _refuse_another_model(
             "call megatron_gdn.hf.save_hf_weights, which merges them."
         )
     if keys := sorted(missing or unknown):
-        lacks = (
-            "the checkpoint has no"
-            if missing
-            else "the Hugging Face model has no place for"
-        )
+        if missing:
+            lacks = "the checkpoint has no"
+        else:
+            lacks = "the Hugging Face model has no place for"
         first = f"{keys[0]}{count_of_others(keys)}"
         raise ValueError(
             f"{folder} and {like} are not the same model: {lacks} {first}."
@@ -364,7 +363,8 @@ def _refuse_another_model(
                 f"{key} has dtype {stored[key].dtype} in {folder}; weights are "
                 "floating-point numbers."
             )
-        shape, asked = tuple(stored[key].global_shape), tuple(entry.global_shape)
+        shape = tuple(stored[key].global_shape)
+        asked = tuple(entry.global_shape)
         # Runs may pad the vocabulary differently; rows of padding follow the
         # vocabulary's rows.
         if entry.allow_shape_mismatch and shape[:1] > asked[:1]:

@@ -81,7 +81,8 @@ def load_hf_weights(
             NaN or inf, the error comes when the weight is read; earlier weights are
             then in the model.
     """
-    weights, config = SafetensorsFolder(folder), read_hf_config(folder)
+    weights = SafetensorsFolder(folder)
+    config = read_hf_config(folder)
     plan, params = _plan_model(model, config, weights)
     _check_source_tensors(weights, plan)
     targets = _match_parameters(plan, params, config)
@@ -180,7 +181,8 @@ class _Export:
     ) -> None:
         plan, self._params = _plan_model(model, read_hf_config(source.folder), source)
         self._wrappers = _adapter_wrappers(_unwrapped(model))
-        self._source, self._fp32_gates = source, fp32_gates
+        self._source = source
+        self._fp32_gates = fp32_gates
         self.rounded: set[str] = set()
         self._maps_of: dict[str, list[tuple[TensorMap, HFRef]]] = {}
         for entry in plan.maps:
@@ -220,7 +222,9 @@ class _Export:
     def _dtype_of(self, key: str) -> torch.dtype:
         """The dtype in which the tensor ``key`` is written."""
         widened = self._fp32_gates and is_gated_delta_net_fp32_param_key(key)
-        return torch.float32 if widened else self._source.specs[key].torch_dtype
+        if widened:
+            return torch.float32
+        return self._source.specs[key].torch_dtype
 
     def _pieces(self, entry: TensorMap) -> dict[HFRef, Tensor]:
         """The Hugging Face tensors of the map ``entry``, in the dtypes of the written
@@ -248,7 +252,10 @@ class _Export:
         )
         wrapper = self._wrappers.get(parameter)
         # Reading the merged weight is a collective of the tensor-parallel ranks.
-        weight = parameter if wrapper is None else cast(Tensor, wrapper.weight)
+        if wrapper is None:
+            weight = parameter
+        else:
+            weight = cast(Tensor, wrapper.weight)
         shard = dequantised(weight.detach())
         _, size = _rank_and_size("tensor_model")
         if size == 1:
@@ -339,7 +346,8 @@ def _match_parameters(
 ) -> list[tuple[TensorMap, list[str]]]:
     """Pair each map with the names in ``params`` that it fills; check shapes on meta
     tensors."""
-    targets, unplaced = [], []
+    targets = []
+    unplaced = []
     for entry in plan.maps:
         here = [name for name in entry.names if name in params]
         pieces = [

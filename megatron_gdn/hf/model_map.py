@@ -84,7 +84,9 @@ class HFModelConfig:
     @property
     def storage(self) -> Storage:
         """How the files store the projections of Gated DeltaNet."""
-        return "interleaved" if self.architecture == "Qwen3NextForCausalLM" else "flat"
+        if self.architecture == "Qwen3NextForCausalLM":
+            return "interleaved"
+        return "flat"
 
     @property
     def gdn(self) -> GDNDims:
@@ -96,7 +98,8 @@ class HFModelConfig:
         Raises:
             NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers.
         """
-        pattern, settings = self.hybrid_layer_pattern, dict(vars(self.sizes))
+        pattern = self.hybrid_layer_pattern
+        settings = dict(vars(self.sizes))
         settings |= {"normalization": "RMSNorm", "add_bias_linear": False}
         if self.architecture == NEMOTRON:
             from megatron.core.activations import squared_relu
@@ -123,7 +126,8 @@ class HFModelConfig:
                 f"{self.architecture} has Mamba2 layers, and a GPTModel cannot have "
                 "any; use model='hybrid' (pretrain_hybrid.py)."
             )
-        mixers, mlps = pattern[::2], pattern[1::2]
+        mixers = pattern[::2]
+        mlps = pattern[1::2]
         if "E" in mlps:
             settings["moe_layer_freq"] = [int(kind == "E") for kind in mlps]
         return settings | {
@@ -186,7 +190,10 @@ def parse_hf_config(
     fields = fields.with_values(given)
     for name in _SETTINGS:
         fields.get(name, None)
-    pattern = nemotron.pattern_of(fields) if is_nemotron else _layer_pattern(fields)
+    if is_nemotron:
+        pattern = nemotron.pattern_of(fields)
+    else:
+        pattern = _layer_pattern(fields)
     tables = [table for kind, table in _SIZES.items() if kind in pattern]
     pairs = (pair for table in tables for pair in table.items())
     sizes = SimpleNamespace(**{field: fields[hf_name] for field, hf_name in pairs})
@@ -198,9 +205,10 @@ def parse_hf_config(
     if "E" in pattern:
         fields.require_at_most("num_experts_per_tok", "num_experts")
     # What transformers takes for a missing field.
-    head_dim = (
-        128 if is_nemotron else max(sizes.hidden_size // sizes.num_attention_heads, 1)
-    )
+    if is_nemotron:
+        head_dim = 128
+    else:
+        head_dim = max(sizes.hidden_size // sizes.num_attention_heads, 1)
     sizes.kv_channels = fields.get("head_dim", head_dim)
     sizes.layernorm_epsilon = fields.get("rms_norm_eps", 1e-5 if is_nemotron else 1e-6)
     scaling = fields.get("routed_scaling_factor", None)
@@ -236,10 +244,8 @@ def _layer_pattern(fields: ConfigFields) -> str:
             f"'full_attention'; it has {len(types)} entries"
             f"{f' and also {shown(unknown)}' if unknown else ''}."
         )
-    step, dense = (
-        fields.get("decoder_sparse_step", 1),
-        set(fields.get("mlp_only_layers", [])),
-    )
+    step = fields.get("decoder_sparse_step", 1)
+    dense = set(fields.get("mlp_only_layers", []))
     has_experts = fields.get("num_experts", 0) > 0
     is_moe = [
         has_experts and (n + 1) % step == 0 and n not in dense for n in range(count)
@@ -266,7 +272,8 @@ def model_maps(
 ) -> Iterator[TensorMap]:
     """Yield the maps of a whole model; ``keys``: all keys of the files, with the
     model's prefix."""
-    hidden, vocab = config.sizes.hidden_size, config.vocab_size
+    hidden = config.sizes.hidden_size
+    vocab = config.vocab_size
     root = root_of(keys)
 
     def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
@@ -274,9 +281,13 @@ def model_maps(
         # itself.
         return tensor_map(names, {key: (size,)}, shift=float(not zero_centered_gamma))
 
-    embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
+    embedding = "embedding.word_embeddings.weight"
+    output = "output_layer.weight"
     # The last pipeline stage of a tied model has a copy of the embedding.
-    names = (embedding, output) if config.tied else (embedding,)
+    if config.tied:
+        names = (embedding, output)
+    else:
+        names = (embedding,)
     yield tensor_map(names, {root + EMBEDDING: (vocab, hidden)}, 0, pad_rows=True)
     pattern = config.hybrid_layer_pattern
     for layer, (mixer_kind, mlp_kind) in enumerate(
@@ -284,11 +295,10 @@ def model_maps(
     ):
         mixer = mlp = f"decoder.layers.{layer}."
         if model == "hybrid":
-            mixer, mlp = (
-                f"decoder.layers.{2 * layer}.",
-                f"decoder.layers.{2 * layer + 1}.",
-            )
-        hf, attention = f"{root}layers.{layer}.", f"{mixer}self_attention."
+            mixer = f"decoder.layers.{2 * layer}."
+            mlp = f"decoder.layers.{2 * layer + 1}."
+        hf = f"{root}layers.{layer}."
+        attention = f"{mixer}self_attention."
         if mixer_kind == "G":
             fused = "in_proj"
             yield from gdn_layer_maps(
@@ -321,7 +331,10 @@ def model_maps(
                 f"{mlp}mlp.", f"{hf}mlp.", hidden, config.sizes.ffn_hidden_size
             )
         yield norm(pre_norms, f"{hf}post_attention_layernorm.weight")
-    final = "norm" if model == "hybrid" else "layernorm"
+    if model == "hybrid":
+        final = "norm"
+    else:
+        final = "layernorm"
     yield norm(f"decoder.final_{final}.weight", f"{root}norm.weight")
     if not config.tied:
         yield tensor_map(output, {LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
@@ -331,11 +344,9 @@ def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMa
     """Maps of attention; rows ``[q | gate]`` per head become ``[q | gate | k | v]`` per
     group."""
     sizes = config.sizes
-    hidden, heads, groups = (
-        sizes.hidden_size,
-        sizes.num_attention_heads,
-        sizes.num_query_groups,
-    )
+    hidden = sizes.hidden_size
+    heads = sizes.num_attention_heads
+    groups = sizes.num_query_groups
     q, k = heads * sizes.kv_channels, groups * sizes.kv_channels
     counts = {"q": 2 * q, "k": k, "v": k}
     sources = {
@@ -366,18 +377,17 @@ def _moe_maps(
     """The maps of a router, its experts and the shared expert; ``keys``: all keys of
     the files."""
     sizes = config.sizes
-    hidden, ffn, experts = (
-        sizes.hidden_size,
-        sizes.moe_ffn_hidden_size,
-        sizes.num_moe_experts,
-    )
+    hidden = sizes.hidden_size
+    ffn = sizes.moe_ffn_hidden_size
+    experts = sizes.num_moe_experts
     yield tensor_map(f"{p}router.weight", {f"{hf}gate.weight": (experts, hidden)})
     for e in range(experts):
         fc1, fc2 = _mlp_maps("", f"{hf}experts.{e}.", hidden, ffn)
         if f"{hf}experts.gate_up_proj" in keys:
             up = HFRef(f"{hf}experts.gate_up_proj", (experts, 2 * ffn, hidden), e)
             down = HFRef(f"{hf}experts.down_proj", (experts, hidden, ffn), e)
-            fc1, fc2 = replace(fc1, sources=(up,)), replace(fc2, sources=(down,))
+            fc1 = replace(fc1, sources=(up,))
+            fc2 = replace(fc2, sources=(down,))
         for entry in (fc1, fc2):
             # Grouped experts number their weights; sequential experts number their
             # modules.

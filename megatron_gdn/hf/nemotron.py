@@ -153,7 +153,8 @@ def with_usual_names(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 def pattern_of(fields: ConfigFields) -> str:
     """The layers, one symbol each, of ``hybrid_override_pattern`` or
     ``layers_block_type``."""
-    pattern, kinds = fields.get("hybrid_override_pattern", None), None
+    pattern = fields.get("hybrid_override_pattern", None)
+    kinds = None
     if (names := fields.get("layers_block_type", None)) is not None:
         kinds = "".join(_SYMBOLS[name] for name in names)
     if pattern is not None and kinds is not None and pattern != kinds:
@@ -161,8 +162,12 @@ def pattern_of(fields: ConfigFields) -> str:
             f"{fields.where}: hybrid_override_pattern has the layers {shown(pattern)}, "
             f"and layers_block_type has {shown(kinds)}."
         )
-    source = "layers_block_type" if pattern is None else "hybrid_override_pattern"
-    pattern = kinds if pattern is None else pattern
+    if pattern is None:
+        source = "layers_block_type"
+    else:
+        source = "hybrid_override_pattern"
+    if pattern is None:
+        pattern = kinds
     if pattern is None:
         return fields["hybrid_override_pattern"]  # raises: the field is missing
     count = fields.get("num_hidden_layers", len(pattern))

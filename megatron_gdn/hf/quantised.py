@@ -43,7 +43,10 @@ def refuse_quantised(specs: Mapping[str, TensorSpec]) -> None:
         weight = _weight_of_scales(key, specs)
         if weight is None:
             continue
-        state = f"is {specs[weight].dtype}" if weight in specs else "is missing"
+        if weight in specs:
+            state = f"is {specs[weight].dtype}"
+        else:
+            state = "is missing"
         raise NotImplementedError(
             f"{key} has scales of a quantised weight, but {weight} {state}; weights in "
             "BF16, F16 or F32 have no scales. Convert the quantised weights again: "
@@ -69,13 +72,17 @@ def _read_format(key: str, specs: Mapping[str, TensorSpec]) -> _Quantised | None
         return _Quantised("NVFP4" if is_nvfp4 else "MXFP4", scales)
     if name.endswith("_blocks") and spec.dtype == "U8":
         scales = _stored(f"{key.removesuffix('blocks')}scales", specs)
-        return None if scales is None else _Quantised("MXFP4", scales)
+        if scales is None:
+            return None
+        return _Quantised("MXFP4", scales)
     scales = _stored(f"{key}_scale_inv", specs) or _stored(f"{key}_scale", specs)
     if spec.dtype in _FP8 and _weight_of_scales(key, specs) is None:
         return _Quantised(_name_fp8(spec, scales, specs), scales)
     if spec.dtype == "I8":
         scales = scales or _stored(f"{prefix}SCB", specs)  # SCB: of bitsandbytes
-        return None if scales is None else _Quantised("INT8", scales)
+        if scales is None:
+            return None
+        return _Quantised("INT8", scales)
     if spec.dtype == "U8" and f"{key}_scale_2" in specs:
         return _Quantised("NVFP4", scales)
     if spec.dtype == "U8" and f"{key}.absmax" in specs:
@@ -85,7 +92,9 @@ def _read_format(key: str, specs: Mapping[str, TensorSpec]) -> _Quantised | None
 
 def _stored(key: str, specs: Mapping[str, TensorSpec]) -> str | None:
     """``key`` if there is such a tensor."""
-    return key if key in specs else None
+    if key in specs:
+        return key
+    return None
 
 
 def _name_fp8(
@@ -99,7 +108,8 @@ def _name_fp8(
         return "MXFP8"
     # the number of dimensions before rows and columns
     experts = max(len(spec.shape) - 2, 0)
-    shape, rows = specs[scales].shape[experts:], spec.shape[experts:-1]
+    shape = specs[scales].shape[experts:]
+    rows = spec.shape[experts:-1]
     if shape in ((), (1,)):
         return "per-tensor FP8"
     if shape in (rows, (*rows, 1)):

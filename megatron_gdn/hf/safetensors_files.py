@@ -103,7 +103,10 @@ class SafetensorsFolder:
         """
         self.folder = Path(folder)
         index = self._read_index()
-        names = [SINGLE_NAME] if index is None else sorted(set(index.values()))
+        if index is None:
+            names = [SINGLE_NAME]
+        else:
+            names = sorted(set(index.values()))
         self._refuse_other_weights(names)
         self.files = {name: self._open(name) for name in names}
         pairs = [
@@ -122,9 +125,9 @@ class SafetensorsFolder:
 
         file = self.files[self.file_of[key]]
         try:
-            return (
-                file.get_tensor(key) if expert is None else file.get_slice(key)[expert]
-            )
+            if expert is None:
+                return file.get_tensor(key)
+            return file.get_slice(key)[expert]
         except (SafetensorError, RuntimeError, TypeError, IndexError) as error:
             cause = str(error).partition("\n")[0]
             raise ValueError(
@@ -134,7 +137,10 @@ class SafetensorsFolder:
     def read_finite(self, key: str, expert: int | None = None) -> Tensor:
         """Read as `read` does; raise a ValueError if a value is NaN or inf."""
         piece = self.read(key, expert)
-        which = "" if expert is None else f" (expert {expert})"
+        if expert is None:
+            which = ""
+        else:
+            which = f" (expert {expert})"
         require_finite(
             piece, f"{key}{which} in {self.path_of(key)}", "Download the file again"
         )
@@ -152,7 +158,8 @@ class SafetensorsFolder:
         Raises:
             ValueError: a file is a link out of the folder, or a subfolder is a link.
         """
-        copied, left_out = [], []
+        copied = []
+        left_out = []
         for path in self._visible_files():
             relative = path.relative_to(self.folder)
             if str(relative) in self.files or str(relative) == INDEX_NAME:
@@ -407,7 +414,8 @@ class Difference(NamedTuple):
 def compare_folders(left: str | Path, right: str | Path) -> Iterator[Difference]:
     """Yield the tensors whose key, dtype, shape or bits differ between folders left and
     right."""
-    left_files, right_files = SafetensorsFolder(left), SafetensorsFolder(right)
+    left_files = SafetensorsFolder(left)
+    right_files = SafetensorsFolder(right)
     for key in progress_bar(left_files.specs, "compare"):
         if key not in right_files.specs:
             yield Difference(key, f"only in {left}")
@@ -418,7 +426,8 @@ def compare_folders(left: str | Path, right: str | Path) -> Iterator[Difference]
                 key, f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
             )
             continue
-        left_tensor, right_tensor = left_files.read(key), right_files.read(key)
+        left_tensor = left_files.read(key)
+        right_tensor = right_files.read(key)
         if count := int((bits_of(left_tensor) != bits_of(right_tensor)).sum()):
             largest = (left_tensor.double() - right_tensor.double()).abs().max().item()
             difference = (

@@ -49,7 +49,10 @@ def to_file_state(
         )
         for key, tensor in state_dict.items()
     }
-    excluded = re.compile(exclude_key_regex) if exclude_key_regex else None
+    if exclude_key_regex:
+        excluded = re.compile(exclude_key_regex)
+    else:
+        excluded = None
     return {
         key: value
         for key, value in named.items()
@@ -125,11 +128,9 @@ def route_fp32_holder_key(
     """Rename ``...linear_attn.A_log`` to ``...linear_attn._fp32_params.A_log``; keep
     other keys."""
     layer, separator, name = key.rpartition(_LAYER)
-    return (
-        f"{layer}{separator}{HOLDER_NAME}.{name}"
-        if separator and name in param_names
-        else key
-    )
+    if separator and name in param_names:
+        return f"{layer}{separator}{HOLDER_NAME}.{name}"
+    return key
 
 
 def strip_fp32_holder_key(key: str) -> str:

@@ -42,7 +42,9 @@ class TensorPlan(NamedTuple):
 def count_of_others(names: list[str]) -> str:
     """The end of a message that shows only the first of ``names``: " (and N more)" or
     nothing."""
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    if len(names) > 1:
+        return f" (and {len(names) - 1} more)"
+    return ""
 
 
 def _compare_with_files(
@@ -55,8 +57,10 @@ def _compare_with_files(
     is built by the config's sizes. A wrong number in a config.json must not fill the
     memory.
     """
-    sizes, mixers = config.sizes, config.hybrid_layer_pattern[::2]
-    hidden, root = sizes.hidden_size, root_of(specs)
+    sizes = config.sizes
+    mixers = config.hybrid_layer_pattern[::2]
+    hidden = sizes.hidden_size
+    root = root_of(specs)
     _require_shape(root + EMBEDDING, (config.vocab_size, hidden), specs, whose)
     layers, experts = _count_in_files(root, specs)
     if layers != len(mixers):
@@ -75,7 +79,8 @@ def _compare_with_files(
         width = sizes.num_attention_heads * sizes.kv_channels
         _require_shape(f"{hf}o_proj.weight", (hidden, width), specs, whose)
     if "G" in mixers:
-        hf, dims = f"{root}layers.{mixers.index('G')}.linear_attn.", config.gdn
+        hf = f"{root}layers.{mixers.index('G')}.linear_attn."
+        dims = config.gdn
         channels = dims.layout.conv_width
         _require_shape(f"{hf}out_proj.weight", (hidden, dims.v_dim), specs, whose)
         _require_shape(
@@ -85,9 +90,14 @@ def _compare_with_files(
 
 def _count_in_files(root: str, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
     """The numbers of layers and of experts of which the files have weights."""
-    layers, experts, packed = set(), set(), 0
+    layers = set()
+    experts = set()
+    packed = 0
     for key, spec in specs.items():
-        found = _LAYER_KEY.match(key, len(root)) if key.startswith(root) else None
+        if key.startswith(root):
+            found = _LAYER_KEY.match(key, len(root))
+        else:
+            found = None
         if found is None:
             continue
         layers.add(found["layer"])
@@ -144,9 +154,10 @@ def plan_of(
         )
     for key, shape in shapes.items():
         _require_shape(key, shape, specs, whose)
-    aliases = (
-        {LM_HEAD: maps[0].sources[0].key} if config.tied and LM_HEAD in specs else {}
-    )
+    if config.tied and LM_HEAD in specs:
+        aliases = {LM_HEAD: maps[0].sources[0].key}
+    else:
+        aliases = {}
     unmapped = [key for key in specs if key not in shapes and key not in aliases]
     if unknown := [key for key in unmapped if not key.startswith(_PASSTHROUGH)]:
         raise ValueError(

@@ -131,11 +131,12 @@ def generate(
             f"{tuple(prompt.shape)}."
         )
     context = static_context(model, prompt.shape[0], prompt.shape[1] + count)
-    tokens, ended = (
-        prompt,
-        torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device),
-    )
-    active = nullcontext() if InferenceMode.is_active() else InferenceMode.active()
+    tokens = prompt
+    ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    if InferenceMode.is_active():
+        active = nullcontext()
+    else:
+        active = InferenceMode.active()
     with torch.inference_mode(), evaluating(model), active:
         tokens_run = 0
         for _ in range(count):
@@ -173,7 +174,10 @@ def ready_for_single_tokens(model: nn.Module) -> Iterator[None]:
     owners += {id(m.config): m.config for m in owners if hasattr(m, "config")}.values()
     before: list[tuple[Any, str, Any]] = []
     for owner in owners:
-        table = _OFF_IN_MODULES if isinstance(owner, nn.Module) else _OFF_IN_CONFIGS
+        if isinstance(owner, nn.Module):
+            table = _OFF_IN_MODULES
+        else:
+            table = _OFF_IN_CONFIGS
         for name, off in table.items():
             if value := getattr(owner, name, None):
                 before.append((owner, name, value))

@@ -123,10 +123,8 @@ def mamba2_rows(
 
     ``dt_limit``: the least and the greatest time step. The norm's gamma is ``[H V]``.
     """
-    table, parameters = (
-        mamba2_table(layout, dt_limit),
-        (conv_weight, conv_bias, A_log, dt_bias, D),
-    )
+    table = mamba2_table(layout, dt_limit)
+    parameters = (conv_weight, conv_bias, A_log, dt_bias, D)
     if isinstance(norm, GatedNorm):
         norm = norm._replace(groups=layout.heads("group"))
     return _parts(table, rows, parameters, rule, norm, run_again, kernels)

@@ -95,14 +95,16 @@ class _CudnnArguments:
                 "g.float(), or use backend='fla'."
             )
         self.rows = inputs.v.shape[:2]
-        (B, S), device = self.rows, inputs.v.device
+        B, S = self.rows
+        device = inputs.v.device
         if documents is None:
             self.offsets = torch.arange(
                 0, B * S + 1, S, dtype=torch.int32, device=device
             )
         else:
             self.offsets = documents.cu_seqlens
-        (self.heads, _), self.scale = inputs.v.shape[2:], inputs.k.shape[-1] ** -0.5
+        self.heads, _ = inputs.v.shape[2:]
+        self.scale = inputs.k.shape[-1] ** -0.5
         self.tokens = tuple(x[0].contiguous() for x in in_one_row(inputs))
 
     def states(self, rows: Tensor | None = None) -> Tensor:
@@ -143,7 +145,8 @@ class CudnnForward(RuleForward):
     def state_map(self) -> StateMap:
         """``local`` is the final state from zeros, ``through`` that from unit matrices
         if v = 0."""
-        v, states = self._call.tokens[2], self._call.states
+        v = self._call.tokens[2]
+        states = self._call.states
         _, local = self._run(v, states())
         _, through = self._run(
             torch.zeros_like(v), states(torch.eye(HEAD_DIM, device=v.device))
@@ -209,10 +212,12 @@ class CudnnKDA(Rule):
     """The rule ``backend="cudnn"``: KDA by cuDNN's kernels; ``"auto"`` never takes
     it."""
 
-    name, by_name = "cudnn", True
+    name = "cudnn"
+    by_name = True
     unsteady = "cuDNN cuts a sequence into pieces by the number of all sequences"
     reads_again = frozenset(RuleInputs._fields)
-    forward, backward = CudnnForward, CudnnBackward
+    forward = CudnnForward
+    backward = CudnnBackward
 
     @classmethod
     def why_not(

@@ -21,7 +21,8 @@ from ..ops.layout import Layout
 def kda_table(layout: Layout, lower_bound: float | None = None) -> FrontTable:
     """The front table for rows of this layout; ``lower_bound`` is a lower bound of g,
     or None."""
-    sizes, g = HeadSizes.of(layout), Gate("f", ("g",), decay, rated=True, channels=True)
+    sizes = HeadSizes.of(layout)
+    g = Gate("f", ("g",), decay, rated=True, channels=True)
     if lower_bound is not None:
         g = g._replace(function=bounded_decay, low=lower_bound)
     return FrontTable(

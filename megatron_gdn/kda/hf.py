@@ -37,10 +37,21 @@ def kda_layer_maps(
     ``family`` is the ``model_type`` of the model. Hugging Face names are those
     of files, or of transformers' module if ``in_files`` is False.
     """
-    p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_value_heads
-    K, V, layout = dims.key_head_dim, dims.value_head_dim, dims.in_proj_layout
-    gate = hf if in_files else f"{hf}forget_gate."
-    out = "dense" if in_files and family == "bailing_hybrid" else "o_proj"
+    p = prefix
+    hf = hf_prefix
+    D = dims.hidden_size
+    H = dims.num_value_heads
+    K = dims.key_head_dim
+    V = dims.value_head_dim
+    layout = dims.in_proj_layout
+    if in_files:
+        gate = hf
+    else:
+        gate = f"{hf}forget_gate."
+    if in_files and family == "bailing_hybrid":
+        out = "dense"
+    else:
+        out = "o_proj"
     named = {
         "query": f"{hf}q_proj",
         "key": f"{hf}k_proj",
@@ -55,7 +66,10 @@ def kda_layer_maps(
         f"{named[section]}.weight": (width, D)
         for section, width in zip(layout.names, layout.widths, strict=True)
     }
-    rates = (1, 1, H, 1) if family == "kimi_linear" else (H,)
+    if family == "kimi_linear":
+        rates = (1, 1, H, 1)
+    else:
+        rates = (H,)
     shift = -float(zero_centered_gamma)
     maps = [
         tensor_map(f"{p}in_proj.weight", projections, 0, sections=layout.widths),

@@ -133,7 +133,10 @@ class KimiDeltaAttention(RecurrentMixer):
         given = KDAOptions.of(options)
         bound = given.gate_lower_bound
         if A_init_range is None:
-            A_init_range = (1, 16) if bound is None else (1, 1)
+            if bound is None:
+                A_init_range = (1, 16)
+            else:
+                A_init_range = (1, 1)
         if getattr(config, "linear_allow_neg_eigval", False):
             raise NotImplementedError(
                 "linear_allow_neg_eigval=True: write strengths of KimiDeltaAttention "
@@ -179,7 +182,9 @@ class KimiDeltaAttention(RecurrentMixer):
         weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
         if not weights:
             return narrow
-        in_proj, row, group = self.dims.in_proj_layout, self.dims.layout, self.tp_group
+        in_proj = self.dims.in_proj_layout
+        row = self.dims.layout
+        group = self.tp_group
         sections = list(narrow.split(in_proj.widths, -1))
         halved = [i for i, name in enumerate(row.names) if name != in_proj.names[i]]
         own_columns = torch.cat([sections[i] for i in halved], -1)

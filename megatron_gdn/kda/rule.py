@@ -30,8 +30,10 @@ class FlaKDA(FlaChannelRule):
         "fla.ops.kda.chunk_bwd chunk_kda_bwd": f"q k v beta Aqk Akk scale initial_state do dht g safe_gate {SEQUENCES}",
     }
 
-    within, within_again = "chunk_kda_fwd_intra", "recompute_w_u_fwd"
-    backward_within, gates = "chunk_kda_bwd", ("beta",)
+    within = "chunk_kda_fwd_intra"
+    within_again = "recompute_w_u_fwd"
+    backward_within = "chunk_kda_bwd"
+    gates = ("beta",)
 
     def __init__(self, lower_bound: float | None = None) -> None:
         safe = lower_bound is not None and lower_bound >= _SAFE_LOWER_BOUND

@@ -22,7 +22,8 @@ def mamba2_table(
     layout: Layout, dt_limit: tuple[float, float] = UNLIMITED
 ) -> FrontTable:
     """The front table for rows of this layout; ``dt_limit`` bounds the time step dt."""
-    (heads, columns), (_, rows) = layout.shape_of("x"), layout.shape_of("B")
+    heads, columns = layout.shape_of("x")
+    _, rows = layout.shape_of("B")
     low, high = dt_limit
     return FrontTable(
         layout,

@@ -21,7 +21,10 @@ def mamba2_layer_maps(
     ``prefix`` starts Megatron's keys, for example ``decoder.layers.0.mixer.``;
     ``hf_prefix`` starts Hugging Face's keys, for example ``backbone.layers.0.mixer.``.
     """
-    p, hf, layout, D = prefix, hf_prefix, dims.layout, dims.hidden_size
+    p = prefix
+    hf = hf_prefix
+    layout = dims.layout
+    D = dims.hidden_size
     in_proj = {f"{hf}in_proj.weight": (layout.width, D)}
     maps = [
         tensor_map(f"{p}in_proj.weight", in_proj, 0, sections=layout.widths),

@@ -174,16 +174,19 @@ class Mamba2Mixer(RecurrentMixer):
             A_init_range,
             conv_init,
         )
-        self.d_model, self.d_conv, self.expand = d_model, d_conv, expand
-        self.D_has_hdim, self.rmsnorm, self.norm_before_gate = (
-            D_has_hdim,
-            rmsnorm,
-            norm_before_gate,
-        )
-        self.dt_init_range, self.dt_init_floor = (dt_min, dt_max), dt_init_floor
+        self.d_model = d_model
+        self.d_conv = d_conv
+        self.expand = expand
+        self.D_has_hdim = D_has_hdim
+        self.rmsnorm = rmsnorm
+        self.norm_before_gate = norm_before_gate
+        self.dt_init_range = (dt_min, dt_max)
+        self.dt_init_floor = dt_init_floor
         self.dt_limit = given.dt_limit[0], given.dt_limit[1]
-        self.norm_eps, self.chunk_size = given.norm_eps, chunk_size
-        heads, channels = self.dims.num_heads, self.dims.d_inner
+        self.norm_eps = given.norm_eps
+        self.chunk_size = chunk_size
+        heads = self.dims.num_heads
+        channels = self.dims.d_inner
         self._build(
             submodules,
             partial(choose_ssd, given.backend, self.dims.state),
@@ -200,15 +203,17 @@ class Mamba2Mixer(RecurrentMixer):
     def _name_sizes(self) -> None:
         """Set attributes with sizes, named as in Megatron's mixer, for code that reads
         them."""
-        whole, local = self.global_dims, self.dims
-        self.d_state, self.headdim = whole.state_dim, whole.head_dim
-        self.nheads, self.ngroups, self.d_inner = (
-            whole.num_heads,
-            whole.num_groups,
-            whole.d_inner,
-        )
-        self.nheads_local_tp, self.ngroups_local_tp = local.num_heads, local.num_groups
-        self.d_inner_local_tp, self.layout = local.d_inner, local.layout
+        whole = self.global_dims
+        local = self.dims
+        self.d_state = whole.state_dim
+        self.headdim = whole.head_dim
+        self.nheads = whole.num_heads
+        self.ngroups = whole.num_groups
+        self.d_inner = whole.d_inner
+        self.nheads_local_tp = local.num_heads
+        self.ngroups_local_tp = local.num_groups
+        self.d_inner_local_tp = local.d_inner
+        self.layout = local.layout
 
     @wraps(RecurrentMixer.forward)  # other code reads the signature
     def forward(
@@ -218,7 +223,10 @@ class Mamba2Mixer(RecurrentMixer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        mask = self.mask_of_layer if attention_mask is None else attention_mask
+        if attention_mask is None:
+            mask = self.mask_of_layer
+        else:
+            mask = attention_mask
         return super().forward(hidden_states, mask, *args, **kwargs)
 
     @property
@@ -231,7 +239,8 @@ class Mamba2Mixer(RecurrentMixer):
         """Build ``norm`` for this rank's channels if ``rmsnorm``; ``submodules`` is not
         read."""
         if self.rmsnorm:
-            sizes, kind = self.dims, (device_for(self.config), self.config.params_dtype)
+            sizes = self.dims
+            kind = (device_for(self.config), self.config.params_dtype)
             self.norm = GroupedRMSNorm(
                 sizes.d_inner, sizes.num_groups, self.norm_eps, *kind
             )
@@ -269,18 +278,17 @@ class Mamba2Mixer(RecurrentMixer):
                 closed=True,
             )
         wait_for_parameters(self.norm)
-        weight, groups, eps = self.norm.weight, self.ngroups_local_tp, self.norm.eps
+        weight = self.norm.weight
+        groups = self.ngroups_local_tp
+        eps = self.norm.eps
         own_groups = layout.heads("group")
         if not scheme.moves_rows:
             return GatedNorm(weight, eps, groups=own_groups)
         if own_groups * scheme.size == groups:
             return GatedNorm(scheme.local(weight), eps, groups=own_groups)
         norm = partial(grouped_rms_norm, gamma=weight, groups=groups, eps=eps)
-        norm = (
-            partial(apply_token_by_token, norm)
-            if self.config.batch_invariant_mode
-            else norm
-        )
+        if self.config.batch_invariant_mode:
+            norm = partial(apply_token_by_token, norm)
         return SplitReadout(
             PlainReadout(layout.gate_columns), lambda u, _: norm(u), closed=True
         )
@@ -297,7 +305,8 @@ class GroupedRMSNorm(nn.Module):
         self, channels: int, groups: int, eps: float, device: Any, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.groups, self.eps = groups, eps
+        self.groups = groups
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
         mark_sharded(self.weight, (channels,))
 

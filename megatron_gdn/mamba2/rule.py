@@ -73,7 +73,8 @@ class PlainSSD(PlainRule):
 def _operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of ``simple_gla``: ``[B, S, H, K]`` twice and ``[B, S, H, V]``,
     contiguous."""
-    heads, groups = inputs.x.shape[2], inputs.B.shape[2]
+    heads = inputs.x.shape[2]
+    groups = inputs.B.shape[2]
     q, k = inputs.C, inputs.B
     if heads != groups:
         q, k = (t.repeat_interleave(heads // groups, dim=2) for t in (q, k))
@@ -160,8 +161,12 @@ class FlaSSD(FlaRule):
         added."""
         k, v, g_sum = products.chunks.values()
         B, S, H, V = v.shape
-        o, indices = v.new_empty(B, S, H, V, dtype=torch.float32), x.at["chunk_indices"]
-        chunks = -(-S // CHUNK) if indices is None else len(indices)
+        o = v.new_empty(B, S, H, V, dtype=torch.float32)
+        indices = x.at["chunk_indices"]
+        if indices is None:
+            chunks = -(-S // CHUNK)
+        else:
+            chunks = len(indices)
         self.fla.chunk_fwd_kernel_o[lambda meta: (-(-V // meta["BV"]) * chunks, B * H)](
             q=products.scores,
             k=k,
@@ -207,7 +212,9 @@ class FlaSSD(FlaRule):
     def gradients(
         self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> SSDInputs:
-        inputs, (g_sum, q, k, v), fla = x.inputs, x.kept, self.fla
+        inputs = x.inputs
+        g_sum, q, k, v = x.kept
+        fla = self.fla
         # TileLang's kernel for the gradient of g reads states in the operands' dtype,
         # as fla's forward writes them. TileLang raises for the fp32 states of fla's
         # chunk_simple_gla_bwd.

@@ -73,7 +73,8 @@ class Mamba2Dims:
     def shard(self, ranks: int) -> Mamba2Dims:
         """The sizes on one of ``ranks`` tensor-parallel ranks, which holds whole
         groups."""
-        heads, groups = self.num_heads, self.num_groups
+        heads = self.num_heads
+        groups = self.num_groups
         require_shares(ranks, (groups,), f"{groups} groups of {heads} Mamba2 heads")
         return replace(self, num_heads=heads // ranks, num_groups=groups // ranks)
 

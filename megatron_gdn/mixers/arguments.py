@@ -63,7 +63,10 @@ def require_causal(
         raise TypeError(
             f"attention_mask is a {type(mask).__name__}, not a tensor. {_MASK_HELP}"
         )
-    checked_for = None if mask.is_inference() else (mask._version, rows, tokens)
+    if mask.is_inference():
+        checked_for = None
+    else:
+        checked_for = (mask._version, rows, tokens)
     if checked_for is not None and getattr(mask, _CHECKED_MARK, None) == checked_for:
         return
     if mask.is_meta or mask.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -72,7 +75,8 @@ def require_causal(
             f"while a CUDA graph is captured. {_MASK_HELP}"
         )
     positions = torch.as_tensor(local_positions(), device=mask.device)
-    local, shape = len(positions), tuple(mask.shape)
+    local = len(positions)
+    shape = tuple(mask.shape)
     if mask.dim() == 2:
         fits = shape in ((rows, tokens), (rows, local))
         legal = fits and bool((mask == 1).all())

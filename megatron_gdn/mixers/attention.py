@@ -109,12 +109,14 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         if micro_batch.documents is None and micro_batch.size == 1:
             if self.config.batch_invariant_mode and attention_mask is None:
                 return self._query_by_query(query, key, value)
-            queries, keys = query.shape[0], key.shape[0]
+            queries = query.shape[0]
+            keys = key.shape[0]
             if attention_mask is None and 1 < queries < keys:
                 place = torch.arange(keys, device=query.device)
                 attention_mask = (place > place[keys - queries :, None])[None, None]
             given = query, key, value, attention_mask, attn_mask_type, attention_bias
-            config, self.config = self.config, _config_of_one_rank(self.config)
+            config = self.config
+            self.config = _config_of_one_rank(self.config)
             # with a context_parallel_size above 1, Megatron's dev would gather the keys
             # here
             try:
@@ -129,16 +131,15 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             raise NotImplementedError(
                 "TorchAttention adds no attention_bias; pass None."
             )
-        rows, tokens = (
-            1 if packed else query.shape[1],
-            query.shape[0] * micro_batch.size,
-        )
+        rows = 1 if packed else query.shape[1]
+        tokens = query.shape[0] * micro_batch.size
         require_causal(attention_mask, rows, tokens, lambda: micro_batch.positions)
         # Megatron removes the dimension B of "thd" queries
         without_rows = query.dim() == 3
         if without_rows:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        key, value = micro_batch.gather(key), micro_batch.gather(value)
+        key = micro_batch.gather(key)
+        value = micro_batch.gather(value)
         if self._runs_flex(query):
             out_sBHD = attend(query, key, value, _shared_mask(micro_batch), self._scale)
         else:
@@ -158,7 +159,9 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     def _dropout(self) -> float:
         """The probability with which dropout zeroes an attention weight in this
         forward."""
-        return self.attention_dropout.p if self.training else 0.0
+        if self.training:
+            return self.attention_dropout.p
+        return 0.0
 
     def _runs_flex(self, query: Tensor) -> bool:
         """Whether ``flex_attention`` can compute the attention of ``query``."""
@@ -181,7 +184,8 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         """Attend with the queries in ``span`` (of one document); ``exact``: one query
         at a time."""
         query = query_sBHD[span.first : span.last]
-        key, value = span.keys(key_SBGD), span.keys(value_SBGD)
+        key = span.keys(key_SBGD)
+        value = span.keys(value_SBGD)
         if exact:
             return self._query_by_query(query, key, value).unflatten(
                 -1, (query.shape[2], -1)
@@ -208,10 +212,8 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         """Attend with one query at a time (slow), so that only its keys decide a
         query's result."""
         self._require_plain("batch_invariant_mode")
-        before, shared_by = (
-            key.shape[0] - query.shape[0],
-            query.shape[2] // key.shape[2],
-        )
+        before = key.shape[0] - query.shape[0]
+        shared_by = query.shape[2] // key.shape[2]
         rows = []
         for s in range(query.shape[0]):
             for b in range(query.shape[1]):
@@ -231,7 +233,8 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     ) -> None:
         """Raise if ``mask_type`` or a setting (a window, ...) does not combine with
         ``feature``."""
-        mask_type = self.attn_mask_type if mask_type is None else mask_type
+        if mask_type is None:
+            mask_type = self.attn_mask_type
         refused = {
             f"window_size={self.config.window_size}": self.scale_mask_softmax.window_size,
             f"softmax_type={self.config.softmax_type!r}": self.config.softmax_type
@@ -265,7 +268,10 @@ def _mask_of_rank(
 def _config_of_one_rank(config: TransformerConfig) -> TransformerConfig:
     """``config`` if its context_parallel_size is 1, else a copy of it with this
     size."""
-    alone = config if config.context_parallel_size == 1 else copy.copy(config)
+    if config.context_parallel_size == 1:
+        alone = config
+    else:
+        alone = copy.copy(config)
     alone.context_parallel_size = 1
     return alone
 
@@ -405,7 +411,8 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 for x in _for_q_and_k(rotary_pos_emb)
             )
             rotary_pos_emb = q, k
-        core, groups = self.core_attention, self.core_attention.pg_collection
+        core = self.core_attention
+        groups = self.core_attention.pg_collection
         core.cp_group = None  # each rank has queries and keys of whole sequences
         try:
             return super().forward(
@@ -433,7 +440,8 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
     def _require_one_group(self) -> None:
         """Raise if this layer and its ``core_attention`` have different
         context-parallel groups."""
-        mine, core = self.pg_collection.cp, self.core_attention
+        mine = self.pg_collection.cp
+        core = self.core_attention
         if isinstance(core, TorchAttention) and core.cp_group is not mine:
             raise ValueError(
                 f"core_attention.cp_group has {core.cp_group.size()} ranks and this "
@@ -494,4 +502,6 @@ def _gather_angles(angles: Tensor, group: Any) -> Tensor:
 def _for_q_and_k(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The rotary angles of queries and of keys; a single tensor ``angles`` is for
     both."""
-    return angles if isinstance(angles, tuple) else (angles, angles)
+    if isinstance(angles, tuple):
+        return angles
+    return (angles, angles)

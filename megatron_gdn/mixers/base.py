@@ -181,27 +181,26 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         recomputed = frozenset()
         if "recompute" in options.names():
             recomputed = recomputed_parts(config, options.recompute)
-        self.recompute_whole, self.recompute_rule = (
-            "whole" in recomputed,
-            "rule" in recomputed,
-        )
-        self.recompute_qkv, self._recomputes_norm = (
-            "qkv" in recomputed,
-            "norm_out" in recomputed,
-        )
+        self.recompute_whole = "whole" in recomputed
+        self.recompute_rule = "rule" in recomputed
+        self.recompute_qkv = "qkv" in recomputed
+        self._recomputes_norm = "norm_out" in recomputed
         check_config_fields(mixer, self.config_fields, config)
         if self.in_layer_graphs:
             # raises if a graph of the layer could not be replayed
             in_layer_graph(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-        self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
-        self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self.layer_number = layer_number
+        self.pp_layer_offset = pp_layer_offset or 0
+        self._pg_collection = pg_collection
+        self.tp_group = pg_collection.tp
         self.tp_size = pg_collection.tp.size()
         self.loader_layout = LoaderLayout(options.cp_layout, config)
         # whole mixer, this rank
         self.global_dims, self.dims = dims, dims.shard(self.tp_size)
-        self.A_init_range, self.conv_init = tuple(A_init_range), conv_init
+        self.A_init_range = tuple(A_init_range)
+        self.conv_init = conv_init
         check_fp8_settings(config, mixer, self.dims.layout, self.stays_wide)
         self._name_sizes()
 
@@ -246,7 +245,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         """
         if kwargs or sequence_len_offset is not None:
             refuse_unsupported(sequence_len_offset, kwargs)
-        context = inference_params if inference_context is None else inference_context
+        if inference_context is None:
+            context = inference_params
+        else:
+            context = inference_context
         if inference_params is not None and inference_params is not context:
             raise ValueError(
                 "inference_context and inference_params (its old name) are two "
@@ -279,7 +281,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
                 rows, gates = self.in_proj(hidden_states, together=False)
                 # For FP8 inference Megatron pads rows and crops only a linear's first
                 # output again.
-                gates = None if gates is None else gates[: len(rows)]
+                if gates is not None:
+                    gates = gates[: len(rows)]
             else:
                 rows = self.project(hidden_states)
         if context is not None:
@@ -288,14 +291,18 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             )
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
         if gates is not None and not batch.rows_stay:
-            rows, gates = torch.cat([rows, gates], dim=-1), None
+            rows = torch.cat([rows, gates], dim=-1)
+            gates = None
         if attention_mask is not None:
             require_causal(
                 attention_mask, rows.shape[1], batch.tokens, batch.local_positions
             )
         own_rows = rows
         if batch.scheme.moves_rows:
-            own_rows = rows if self.gates_own_rows else None
+            if self.gates_own_rows:
+                own_rows = rows
+            else:
+                own_rows = None
             with nvtx_range_of(self, "to_heads"):
                 rows = batch.passage.open(rows)
         with nvtx_range_of(self, "mixer"):
@@ -345,7 +352,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
                 "offload): the hooks keep every saved tensor."
             )
             recompute = False
-        refilled = RefilledOutput() if recompute else None
+        if recompute:
+            refilled = RefilledOutput()
+        else:
+            refilled = None
         if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             self.norm_out_checkpoint = refilled
         parts = self.parts(rows, batch, gates)
@@ -443,7 +453,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         from :func:`..ops.parts.fronts_of`; ``fp32`` maps fp32 parameters' names to
         lengths on this rank.
         """
-        config, dims = self.config, self.dims
+        config = self.config
+        dims = self.dims
         self.micro_batches = MicroBatches(
             config,
             dims.layout,
@@ -457,7 +468,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             mixer=type(self).__name__,
             recurrence=self.recurrence,
         )
-        whole, path = self.global_dims, "" if name is None else f"{name}."
+        whole = self.global_dims
+        path = "" if name is None else f"{name}."
         layout = layout_of_in_proj(dims)
         of_both = {"bias": bias, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = build_linear(
@@ -497,7 +509,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.reset_parameters()
 
     def _build_out_norm(self, submodules: Any) -> None:
-        config, width = self.config, self.global_dims.state.columns
+        config = self.config
+        width = self.global_dims.state.columns
         self.out_norm = build_module(
             submodules.out_norm,
             config=config,
@@ -538,11 +551,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         Megatron sums the ranks' gradients if the norm has the mark
         ``sequence_parallel``; else our backward does.
         """
-        return (
-            None
-            if self.tp_size == 1 or self.config.sequence_parallel
-            else self.tp_group
-        )
+        if self.tp_size == 1 or self.config.sequence_parallel:
+            return None
+        return self.tp_group
 
     # What may be replaced between micro-batches.
 

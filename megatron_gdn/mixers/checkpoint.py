@@ -69,7 +69,8 @@ def sharded_state_dict(
         raise ValueError(f"{prefix}in_proj.weight: {NOT_BY_SECTION}")
     layout = layout_of_in_proj(mixer.dims)
     metadata = ensure_metadata_has_dp_cp_group(metadata)
-    tp_group = mixer.tp_group if tp_group is None else tp_group
+    if tp_group is None:
+        tp_group = mixer.tp_group
 
     own: dict[str, Any] = {}
     mixer._save_to_state_dict(own, "", keep_vars=True)
@@ -148,7 +149,9 @@ def _row_order(mixer: Any) -> int:
     section."""
     scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
     cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
-    return _SECTIONS if mixer.stored_by_section and cut else mixer.tp_size
+    if mixer.stored_by_section and cut:
+        return _SECTIONS
+    return mixer.tp_size
 
 
 def _load_files_without_entry() -> None:
@@ -165,13 +168,17 @@ def _load_files_without_entry() -> None:
         """Call torch's method, then drop the entries `_ENTRY_KEY` that the file does
         not have."""
         set_up(self, state_dict, metadata, *args, **kwargs)
-        stored = metadata.state_dict_metadata if metadata is not None else {}
+        if metadata is not None:
+            stored = metadata.state_dict_metadata
+        else:
+            stored = {}
         for key in [key for key in self.state_dict if key.endswith(f".{_ENTRY_KEY}")]:
             if key not in stored:
                 del self.state_dict[key]
 
     planner: Any = DefaultLoadPlanner
-    planner.set_up_planner, planner._asks_for_stored_rows = set_up_planner, True
+    planner.set_up_planner = set_up_planner
+    planner._asks_for_stored_rows = True
 
 
 def _order_in_words(stored_by: int) -> str:

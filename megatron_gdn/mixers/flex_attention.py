@@ -87,7 +87,8 @@ def _compiled_attention() -> Callable[..., Tensor]:
         query: Tensor, key: Tensor, value: Tensor, scale: str, *tables: Any
     ) -> Any:
         """Attention over the tokens that the mask of ``tables`` allows."""
-        mask, lengths = Mask(*tables), (query.shape[2], key.shape[2])
+        mask = Mask(*tables)
+        lengths = (query.shape[2], key.shape[2])
         parts: Any = (lengths, *mask.blocks, (BLOCK, BLOCK), mask.sees)
         options: Any = {
             "scale": float(scale),
@@ -103,19 +104,19 @@ def _compiled_attention() -> Callable[..., Tensor]:
 def _key_places(documents: Documents) -> tuple[Tensor, Tensor]:
     """The place of each key and the end of each key, as the module defines them: int32
     ``[S]``."""
-    slots, lengths, parents = (
-        documents.lengths,
-        documents.lengths,
-        (-1,) * len(documents.lengths),
-    )
+    slots = documents.lengths
+    lengths = documents.lengths
+    parents = (-1,) * len(documents.lengths)
     if isinstance(documents, TreeDocuments):
-        lengths, parents = documents.lengths_without_padding, documents.parents
+        lengths = documents.lengths_without_padding
+        parents = documents.parents
     whole = [*slots]  # rows of each document and of all its continuations
     for i, parent in reversed([*enumerate(parents)]):
         if parent >= 0:
             whole[parent] += whole[i]
     # free: the place where a document's next continuation starts
-    starts, free = [], {-1: 0}
+    starts = []
+    free = {-1: 0}
     for i, parent in enumerate(parents):
         starts.append(free[parent])
         free[i], free[parent] = free[parent] + slots[i], free[parent] + whole[i]

@@ -219,7 +219,8 @@ class GatesOutsideFP8(nn.Module):
     ) -> tuple[Any, Tensor]:
         """The columns before the gates from an FP8 product, and the gates in the
         weight's dtype."""
-        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        weight = self._parameters["weight"]
+        bias = self._parameters.get("bias")
         assert weight is not None
         main_weight, gate_weight = self._cut_weight(weight)
         held = {"weight": main_weight}
@@ -295,7 +296,9 @@ class _CutRows(torch.autograd.Function):
         """``adds_to_main_grad``: the linears add both views' gradients to
         ``main_grad``."""
         ctx.set_materialize_grads(False)
-        ctx.weight, ctx.first, ctx.adds_to_main_grad = weight, first, adds_to_main_grad
+        ctx.weight = weight
+        ctx.first = first
+        ctx.adds_to_main_grad = adds_to_main_grad
         rows = weight.detach()
         return rows[:first], rows[first:]
 
@@ -317,11 +320,10 @@ class _CutRows(torch.autograd.Function):
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None, None, None
         weight.grad_added_to_main_grad = True
-        make = (
-            torch.zeros_like
-            if getattr(weight, "zero_out_wgrad", False)
-            else torch.empty_like
-        )
+        if getattr(weight, "zero_out_wgrad", False):
+            make = torch.zeros_like
+        else:
+            make = torch.empty_like
         # Megatron requires a gradient, but does not read it
         return make(weight), None, None
 
@@ -359,7 +361,8 @@ class GateProduct(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # all ranks' rows
         whole = gather_from_sequence_parallel_region(weight, group=group)
-        x_TD, factor = x.flatten(0, 1), whole
+        x_TD = x.flatten(0, 1)
+        factor = whole
         r_T1 = None
         if gamma is not None:
             factor = (whole * gamma).to(whole.dtype)
@@ -370,7 +373,8 @@ class GateProduct(torch.autograd.Function):
         y = _wide_product(x_TD, factor.t())
         y = (y if r_T1 is None else y * r_T1).to(weight.dtype).unflatten(0, x.shape[:2])
         ctx.save_for_backward(x, whole, factor, gamma, r_T1, y)
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.group = group
+        ctx.sequence_parallel = sequence_parallel
         ctx.main_grad = getattr(weight, "main_grad", None)
         handed = x.view_as(x)
         if not x.requires_grad:
@@ -389,14 +393,18 @@ class GateProduct(torch.autograd.Function):
         if d_gates is None:
             return d_x, None, None, None, None, None
         x, whole, factor, gamma, r_T1, y = ctx.saved_tensors
-        group, split = ctx.group, ctx.sequence_parallel and ctx.group.size() > 1
-        gathered = (
-            all_to_all_hp2sp
-            if split
-            else all_gather_last_dim_from_tensor_parallel_region
-        )
-        x_TD, d_y = x.flatten(0, 1), gathered(d_gates.flatten(0, 1), group)
-        d_scaled = d_y if r_T1 is None else (d_y * r_T1).to(d_y.dtype)
+        group = ctx.group
+        split = ctx.sequence_parallel and ctx.group.size() > 1
+        if split:
+            gathered = all_to_all_hp2sp
+        else:
+            gathered = all_gather_last_dim_from_tensor_parallel_region
+        x_TD = x.flatten(0, 1)
+        d_y = gathered(d_gates.flatten(0, 1), group)
+        if r_T1 is None:
+            d_scaled = d_y
+        else:
+            d_scaled = (d_y * r_T1).to(d_y.dtype)
         d_weight = d_gamma = None
         if ctx.needs_input_grad[0]:
             if d_x is None:
@@ -414,7 +422,10 @@ class GateProduct(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 d_gamma = (whole * outer).sum(0).to(gamma.dtype)
             if ctx.needs_input_grad[1]:
-                d_own = outer if gamma is None else outer * gamma
+                if gamma is None:
+                    d_own = outer
+                else:
+                    d_own = outer * gamma
                 if split:
                     d_own = reduce_scatter_to_sequence_parallel_region(
                         d_own, group=group

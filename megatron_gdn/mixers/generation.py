@@ -119,15 +119,18 @@ def _dynamic_step(mixer: Any, rows: Tensor, context: Any) -> Tensor:
     intermediate: tuple[Tensor | None, Tensor | None] = (None, None)
     if s > 1:
         intermediate = context.mamba_states_cache(number, intermediate=True)
-    padded, real = context.padded_batch_dimensions, context.batch_dimensions
-    count, mixed = padded.decode_req_count * s, None
+    padded = context.padded_batch_dimensions
+    real = context.batch_dimensions
+    count = padded.decode_req_count * s
+    mixed = None
     if count:
         of_requests = rows[:count, 0].unflatten(0, (-1, s))
         slots = context.mamba_metadata.batch_indices_decode
         mixed = mixer.ssm_decode(of_requests, *buffers, slots, *intermediate)
         mixed = mixed.flatten(0, 1)[:, None]
     if mixed is None or count < len(rows):
-        decoded, (heads, _, columns, _) = mixed, mixer.dims.state
+        decoded = mixed
+        heads, _, columns, _ = mixer.dims.state
         mixed = rows.new_zeros(rows.shape[0], 1, heads * columns)
         if decoded is not None:
             mixed[:count] = decoded
@@ -146,10 +149,12 @@ def state_shapes_per_request(
     window is larger, as described in :class:`..ops.generation.memory.Memory`.
     """
     heads, rows, columns, _ = mixer.dims.state
-    states = (
-        (heads, columns, rows) if mixer.state_transposed else (heads, rows, columns)
-    )
-    taps, on_grid = mixer.dims.conv_kernel_dim, mixer.config.batch_invariant_mode
+    if mixer.state_transposed:
+        states = (heads, columns, rows)
+    else:
+        states = (heads, rows, columns)
+    taps = mixer.dims.conv_kernel_dim
+    on_grid = mixer.config.batch_invariant_mode
     return MemoryShape.of(
         mixer.dims.layout, mixer.dims.state, taps, on_grid
     ).window, states
@@ -172,14 +177,14 @@ def decode_requests(
     the last accepted token. Several tokens without intermediate buffers raise a
     ValueError.
     """
-    rows, slots = projected.transpose(0, 1), batch_indices
+    rows = projected.transpose(0, 1)
+    slots = batch_indices
     if slots is None:
         slots = torch.arange(len(projected), device=projected.device)
-    parts, s = mixer.whole_parts(rows), len(rows)
-    memory, after = (
-        _checked_memory(mixer, parts, rows, conv_state, ssm_state, slots),
-        None,
-    )
+    parts = mixer.whole_parts(rows)
+    s = len(rows)
+    memory = _checked_memory(mixer, parts, rows, conv_state, ssm_state, slots)
+    after = None
     if intermediate_conv_state is not None and intermediate_ssm_state is not None:
         after = _memory_of(mixer, intermediate_conv_state, intermediate_ssm_state)
     if s > 1 and after is None:
@@ -207,7 +212,8 @@ def prefill_requests(
             "freeze; set use_cuda_graphs_for_non_decode_steps=False in the "
             "InferenceConfig."
         )
-    parts, metadata = mixer.whole_parts(projected), context.mamba_metadata
+    parts = mixer.whole_parts(projected)
+    metadata = context.mamba_metadata
     offsets = tuple(metadata.cu_seqlens_list)  # offsets of the requests' tokens
     memory = _checked_memory(mixer, parts, projected, conv_state, ssm_state)
     mixed = projected.new_zeros(
@@ -215,7 +221,8 @@ def prefill_requests(
     )
     if len(offsets) > 1:
         slots = metadata.batch_indices_prefill[: len(offsets) - 1]
-        documents, real = Documents(offsets, projected.device), slice(offsets[-1])
+        documents = Documents(offsets, projected.device)
+        real = slice(offsets[-1])
         mixed[real] = prefill(
             projected[real], parts, memory._replace(slots=slots), documents
         )
@@ -239,9 +246,13 @@ def _checked_memory(
     slots: Tensor | None = None,
 ) -> Memory:
     """The memory in the context's buffers, after a check of their shapes and dtypes."""
-    dtype, (H, K, V) = rows.dtype, parts.shape.state
+    dtype = rows.dtype
+    H, K, V = parts.shape.state
     wide = torch.promote_types(dtype, torch.float32)
-    of_states = (H, V, K) if mixer.state_transposed else (H, K, V)
+    if mixer.state_transposed:
+        of_states = (H, V, K)
+    else:
+        of_states = (H, K, V)
     for name, buffer, of_request, least in (
         ("conv", conv, parts.shape.window, dtype),
         ("states", states, of_states, wide),

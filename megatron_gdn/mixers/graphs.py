@@ -63,8 +63,12 @@ class StaticPackedSeqParams(PackedSeqParams):
             boundaries = buffers.documents.boundaries
             for side in ("q", "kv"):
                 padded = fields[f"cu_seqlens_{side}_padded"] is not None
-                slot = f"cu_seqlens_{side}_padded" if padded else f"cu_seqlens_{side}"
-                given, missing = fields[slot], fields[slot] is None and side == "q"
+                if padded:
+                    slot = f"cu_seqlens_{side}_padded"
+                else:
+                    slot = f"cu_seqlens_{side}"
+                given = fields[slot]
+                missing = fields[slot] is None and side == "q"
                 if missing or (isinstance(given, Tensor) and given is not boundaries):
                     raise ValueError(
                         f"packed_seq_params.{slot} must stay the fixed buffer that "
@@ -108,7 +112,10 @@ def static_packed_seq_params(
             ``max_documents * max_seqlen < total_tokens``.
     """
     documents = StaticDocuments(total_tokens, max_documents, device, max_seqlen)
-    longest = total_tokens if max_seqlen is None else max_seqlen
+    if max_seqlen is None:
+        longest = total_tokens
+    else:
+        longest = max_seqlen
     return StaticPackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=documents.boundaries,

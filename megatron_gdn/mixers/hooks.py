@@ -96,7 +96,9 @@ def forward_slot(module: nn.Module) -> str:
     ``_old_forward``.
     """
     hooked = "_hf_hook" in vars(module) and "_old_forward" in vars(module)
-    return "_old_forward" if hooked else "forward"
+    if hooked:
+        return "_old_forward"
+    return "forward"
 
 
 def runs_class_forward(module: nn.Module) -> bool:

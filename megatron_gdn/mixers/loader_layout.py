@@ -37,7 +37,9 @@ def launch_arguments() -> dict[str, Any]:
     args = getattr(
         sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None
     )
-    return {} if args is None else vars(args)
+    if args is None:
+        return {}
+    return vars(args)
 
 
 def check_cp_layout(option: str | SequenceLayout) -> None:
@@ -60,7 +62,10 @@ class LoaderLayout:
     def set_option(self, option: str | SequenceLayout) -> None:
         """Set the layer's ``cp_layout``; an unknown layout is a ValueError."""
         check_cp_layout(option)
-        self.option = option if option == AUTO else SequenceLayout(option)
+        if option == AUTO:
+            self.option = option
+        else:
+            self.option = SequenceLayout(option)
 
     def of(self, packed: PackedSeqParams | None) -> SequenceLayout:
         """How the loader cut a micro-batch; sources that contradict each other are
@@ -74,7 +79,8 @@ class LoaderLayout:
     def of_packed(self, mode: str | None = None) -> SequenceLayout:
         """How the loader cut packed micro-batches; ``mode`` is their
         ``cp_partition_mode``."""
-        arguments, flag = launch_arguments(), None
+        arguments = launch_arguments()
+        flag = None
         # With newer Megatrons' packing scheduler, config.cp_partition_mode decides, not
         # a flag.
         if arguments.get("sequence_packing_scheduler") is None:

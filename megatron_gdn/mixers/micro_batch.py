@@ -111,21 +111,18 @@ class MicroBatches:
     ) -> None:
         """``loader_layout`` tells the loader's cut; ``recurrence`` names the rule in
         the log."""
-        self._config, self._layout, self._state, self._taps = (
-            config,
-            layout,
-            state,
-            taps,
-        )
+        self._config = config
+        self._layout = layout
+        self._state = state
+        self._taps = taps
         self._loader_layout = loader_layout
         self._mode = LinearCpMode.of(options.linear_cp_mode, config)
         self._per_machine = options.cp_ranks_per_machine
-        self._choose_rule, self._make_front = choose_rule, make_front
-        self._layer, self._mixer, self._recurrence = (
-            number_of_new_layer(),
-            mixer,
-            recurrence,
-        )
+        self._choose_rule = choose_rule
+        self._make_front = make_front
+        self._layer = number_of_new_layer()
+        self._mixer = mixer
+        self._recurrence = recurrence
         self._whole: dict[tuple, MicroBatch] = {}
         self._schemes: dict[tuple[Any, Rule, SequenceLayout], tuple[Scheme, ...]] = {}
         self._batches: dict[tuple, MicroBatch] = {}
@@ -140,7 +137,9 @@ class MicroBatches:
         other._config = copy.deepcopy(self._config, memo)
         other._loader_layout = copy.deepcopy(self._loader_layout, memo)
         other._layer = number_of_new_layer()
-        other._whole, other._schemes, other._batches = {}, {}, {}
+        other._whole = {}
+        other._schemes = {}
+        other._batches = {}
         return other
 
     def follow(self, config: TransformerConfig) -> None:
@@ -152,7 +151,10 @@ class MicroBatches:
         """Set the group of micro-batches that bring none; raise if the layer cannot run
         over it."""
         alone = group is None or group.size() == 1
-        layout = _ANY_LAYOUT if alone else self._loader_layout.of_packed()
+        if alone:
+            layout = _ANY_LAYOUT
+        else:
+            layout = self._loader_layout.of_packed()
         self._schemes_of(group, self.latest_rule, layout)
         self.group = group
 
@@ -171,11 +173,16 @@ class MicroBatches:
         has read them before.
         """
         s, B, _ = proj_sBP.shape
-        device, dtype = proj_sBP.device, proj_sBP.dtype
-        group = self.group if group is None else group
+        device = proj_sBP.device
+        dtype = proj_sBP.dtype
+        if group is None:
+            group = self.group
         if packed is not None:
             group = context_parallel_group_of(packed, group)
-        tokens = s if group is None else s * group.size()
+        if group is None:
+            tokens = s
+        else:
+            tokens = s * group.size()
         if documents is not None:
             documents = Documents.from_cu_seqlens(documents, tokens).on(device)
         elif packed is not None:
@@ -221,7 +228,9 @@ class MicroBatches:
         deterministic = (
             config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
         )
-        return Bits.DETERMINISTIC if deterministic else Bits.FREE
+        if deterministic:
+            return Bits.DETERMINISTIC
+        return Bits.FREE
 
     def whole(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
         """The micro-batch for whole sequences of any length on one rank; generation
@@ -302,7 +311,9 @@ class MicroBatches:
         """The scheme for rows ``x``: the one that settings or documents need, else the
         cheaper."""
         first, *others = self._schemes_of(group, rule, layout)
-        scheme, on_grid, why = first, self._config.batch_invariant_mode, ""
+        scheme = first
+        on_grid = self._config.batch_invariant_mode
+        why = ""
         if documents is not None:
             why = documents.why_headwise
             if on_grid and documents.why_not_on_grid:
@@ -319,8 +330,12 @@ class MicroBatches:
         elif on_grid and not why:
             why = "the mode that keeps batch_invariant_mode's bits"
         elif not why:
-            tokens, rows = len(x) * group.size(), x.shape[1]
-            lengths = None if documents is None else documents.lengths
+            tokens = len(x) * group.size()
+            rows = x.shape[1]
+            if documents is None:
+                lengths = None
+            else:
+                lengths = documents.lengths
             per_machine = ranks_per_machine(group, self._per_machine, x.device)
             cost = price(
                 self._state,
@@ -355,4 +370,6 @@ def _dtype_of_rows(config: TransformerConfig) -> torch.dtype:
     """The dtype that projection rows have in a model with this config."""
     if config.bf16:
         return torch.bfloat16
-    return torch.float16 if config.fp16 else config.params_dtype
+    if config.fp16:
+        return torch.float16
+    return config.params_dtype

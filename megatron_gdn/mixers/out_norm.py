@@ -62,15 +62,15 @@ def readout_norm(
 
     The gradients of the norm's parameters are summed over ``group``.
     """
-    plain, hooked = is_plain(module), has_hooks(module)
+    plain = is_plain(module)
+    hooked = has_hooks(module)
     if plain and hooked and (plain := only_waits_for_parameters(module)):
         wait_for_parameters(module)
     if plain:
-        gamma = (
-            module.weight
-            if group is None
-            else with_summed_gradient(module.weight, group)
-        )
+        if group is None:
+            gamma = module.weight
+        else:
+            gamma = with_summed_gradient(module.weight, group)
         zero_centered = bool(getattr(module, "zero_centered_gamma", False))
         return GatedNorm(gamma, module.eps, zero_centered, activation)
     call = partial(apply_gated_norm, module, group=group, activation=activation)

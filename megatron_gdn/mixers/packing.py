@@ -87,7 +87,10 @@ def resolve_packed_seq_params(
         NotImplementedError: a CUDA graph is being captured, and the boundaries are not
             those of :func:`.graphs.static_packed_seq_params`.
     """
-    documents = None if params is None else _resolve(params, total_tokens, device)
+    if params is None:
+        documents = None
+    else:
+        documents = _resolve(params, total_tokens, device)
     if documents is not None:
         _check_recomputation(documents)
     return documents
@@ -145,7 +148,10 @@ def _resolve(
     if any(source is not None and source.is_inference() for source in sources):
         # not stored, since torch does not count writes to inference tensors
         return documents
-    before = known.documents if known is not None and _is_recomputed() else documents
+    if known is not None and _is_recomputed():
+        before = known.documents
+    else:
+        before = documents
     if not torch.equal(documents.stamp, before.stamp):
         found = f"{shown(documents.offsets)} after {shown(before.offsets)}"
         raise RuntimeError(changed_boundaries_message(found))
@@ -164,7 +170,9 @@ def _is_recomputed() -> bool:
 def _require_same_tokens(params: PackedSeqParams, documents: Documents) -> None:
     """Refuse ``total_tokens`` and ``seq_idx`` that contradict the documents'
     boundaries."""
-    given, tokens, index = params.total_tokens, documents.total_tokens, params.seq_idx
+    given = params.total_tokens
+    tokens = documents.total_tokens
+    index = params.seq_idx
     if given is not None and given != tokens:
         raise ValueError(
             f"packed_seq_params has total_tokens={given}, and its documents have "
@@ -232,7 +240,9 @@ def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
     """The documents in the fixed buffers of ``params``; None if ``params`` has no fixed
     buffers."""
     buffers = params.__dict__.get("buffers")
-    return None if buffers is None else buffers.documents
+    if buffers is None:
+        return None
+    return buffers.documents
 
 
 def _checked_buffers(
@@ -291,7 +301,10 @@ def _read_documents(
     # tensor.
     read = {id(x): offsets_of(x) for x in sources if x is not None}
     q_padded, q, kv_padded, kv = (None if x is None else read[id(x)] for x in sources)
-    boundaries = q if q_padded is None else q_padded
+    if q_padded is None:
+        boundaries = q
+    else:
+        boundaries = q_padded
     if boundaries is None:
         raise ValueError(
             "packed_seq_params has neither cu_seqlens_q_padded nor cu_seqlens_q, so "
@@ -322,7 +335,10 @@ def _read_documents(
                 "per document, at least as long as the document."
             )
     if (parents is not None) != (qkv_format == TREE):
-        had = "no parents" if parents is None else "parents of its documents"
+        if parents is None:
+            had = "no parents"
+        else:
+            had = "parents of its documents"
         raise ValueError(
             f"packed_seq_params has qkv_format={qkv_format!r} and {had}. Documents "
             f"that continue others have qkv_format={TREE!r} and come from "
@@ -339,11 +355,13 @@ def context_parallel_group_of(packed: PackedSeqParams | None, group: Any) -> Any
     ``group``."""
     if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
         return group
-    group, size = packed.cp_group, packed.local_cp_size
+    group = packed.cp_group
+    size = packed.local_cp_size
     if size is not None and size != (1 if group is None else group.size()):
-        given = (
-            "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
-        )
+        if group is None:
+            given = "no cp_group"
+        else:
+            given = f"a cp_group of {group.size()} ranks"
         raise ValueError(
             f"packed_seq_params has local_cp_size={size} and {given}; the size must be "
             "the group's (a size of 1 needs no group)."
@@ -379,11 +397,15 @@ class MicroBatchShare(NamedTuple):
         total = tokens * size
         documents = resolve_packed_seq_params(packed, total, device)
         # raises in graph capture
-        documents = None if documents is None else documents.on_host()
+        if documents is not None:
+            documents = documents.on_host()
         layout = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
         if total != tokens:
             layout = layout_of(None if documents is None else packed)
-        lengths = (total,) if documents is None else documents.lengths
+        if documents is None:
+            lengths = (total,)
+        else:
+            lengths = documents.lengths
         return cls(documents, group, size, rank, layout, lengths, device)
 
     @property

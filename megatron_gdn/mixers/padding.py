@@ -141,11 +141,10 @@ class MaskOnHost(NamedTuple):
 def read_mask(mask: Tensor) -> MaskOnHost:
     """Check a mask ``[B, S]`` of document ids, and list its tokens and documents."""
     if not isinstance(mask, Tensor) or mask.is_meta:
-        what = (
-            "on the meta device"
-            if isinstance(mask, Tensor)
-            else f"a {type(mask).__name__}"
-        )
+        if isinstance(mask, Tensor):
+            what = "on the meta device"
+        else:
+            what = f"a {type(mask).__name__}"
         raise ValueError(
             "a mask of documents must be a tensor of integers [B, S] with values on "
             f"the CPU or a GPU; this one is {what}."
@@ -173,7 +172,8 @@ def read_mask(mask: Tensor) -> MaskOnHost:
     wrong = ((row_N[1:] == row_N[:-1]) & (id_N[1:] <= id_N[:-1])).nonzero()
     if len(wrong):
         before = int(wrong[0])
-        (last, this), row = id_N[before : before + 2].tolist(), int(row_N[before])
+        last, this = id_N[before : before + 2].tolist()
+        row = int(row_N[before])
         column = int(column_N[before + 1])
         what = f"has document {this} after document {last}"
         if this == last:
@@ -241,7 +241,10 @@ def _packed_layout(
     packed_T = torch.arange(len(token_T), device="cpu") + gap_N[document_T]
     B, S = mask.shape
     # mask is [B, S], x is [S, B]
-    row_T = token_T % S * B + token_T // S if S else token_T
+    if S:
+        row_T = token_T % S * B + token_T // S
+    else:
+        row_T = token_T
     return lengths, slots, to_device(row_T, device), to_device(packed_T, device)
 
 

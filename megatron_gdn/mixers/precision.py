@@ -131,7 +131,8 @@ def refuse_mixed_dtype_gather(name: str, parameter: nn.Parameter | None) -> None
     if fsdp is None or original is None:
         return
     buffer = fsdp.param_and_grad_buffer
-    groups, own = buffer.parameter_groups, buffer.param_to_param_group[original]
+    groups = buffer.parameter_groups
+    own = buffer.param_to_param_group[original]
     dtypes = {str(groups[i].dtype) for i in buffer.bucket_to_bucket_group[own]}
     backend = torch.distributed.get_backend(fsdp.dist_index.get_fsdp_group())
     if backend == "gloo" and len(dtypes) > 1:
@@ -230,7 +231,10 @@ def fully_shard(
             ignored.update(
                 getattr(mixer, name) for name in mixer._keep_in_float32_parameter_names
             )
-    policy = fsdp.MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    if mp_policy is None:
+        policy = fsdp.MixedPrecisionPolicy()
+    else:
+        policy = mp_policy
     return fsdp.fully_shard(module, mp_policy=policy, ignored_params=ignored, **options)
 
 

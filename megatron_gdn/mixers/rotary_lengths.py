@@ -67,7 +67,10 @@ def _require_fragments(
     if cp_size == 1 or length % parts == 0:
         return
     least = -(-length // parts) * parts
-    what = "a batch that is not packed has" if packed is None else "max_seqlen_q is"
+    if packed is None:
+        what = "a batch that is not packed has"
+    else:
+        what = "max_seqlen_q is"
     raise ValueError(
         f"{what} {length} tokens over {cp_size} context-parallel ranks, and a model "
         f"with rotary positions cuts its angles into {parts} equal parts, in every "

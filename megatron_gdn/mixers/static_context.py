@@ -47,7 +47,8 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     prefill.
     """
     s, B = rows.shape[:2]
-    start, offset = context.batch_size_offset, context.sequence_len_offset
+    start = context.batch_size_offset
+    offset = context.sequence_len_offset
     progress_by_rows: dict[tuple[int, int], _RowProgress] = vars(context).setdefault(
         _PROGRESS, {}
     )
@@ -114,7 +115,8 @@ def roll_back(context: Any, accepted: int) -> None:
                 f"accepted={accepted} must be 0 to {most}, the tokens of the last step."
             )
     for (layer, start), progress in progress_by_rows.items():
-        rows, states = slice(start, start + progress.rows), progress.states
+        rows = slice(start, start + progress.rows)
+        states = progress.states
         memory = Memory(
             *(tensor[0, rows] for tensor in context.key_value_memory_dict[layer])
         )
@@ -129,7 +131,9 @@ def roll_back(context: Any, accepted: int) -> None:
 def _tokens_of_last_step(progress: _RowProgress) -> int:
     """The tokens of ``progress``'s last forward, or 0 if `roll_back` cannot undo this
     forward."""
-    return 0 if progress.steps is None else progress.steps.history.shape[1] - 1
+    if progress.steps is None:
+        return 0
+    return progress.steps.history.shape[1] - 1
 
 
 def _check_progress(
@@ -137,7 +141,8 @@ def _check_progress(
 ) -> None:
     """Refuse s tokens of B rows that do not fit the context or do not continue
     ``progress``."""
-    start, offset = context.batch_size_offset, context.sequence_len_offset
+    start = context.batch_size_offset
+    offset = context.sequence_len_offset
     if start + B > context.max_batch_size or offset + s > context.max_sequence_length:
         raise ValueError(
             f"{s} tokens after {offset} of {B} rows from batch_size_offset={start} on "
@@ -146,8 +151,14 @@ def _check_progress(
             f"max_sequence_length={context.max_sequence_length}."
         )
     if offset and (progress is None or (progress.rows, progress.tokens) != (B, offset)):
-        has = "no state" if progress is None else f"the state of {progress.rows} rows"
-        after = "" if progress is None else f", after {progress.tokens} tokens"
+        if progress is None:
+            has = "no state"
+        else:
+            has = f"the state of {progress.rows} rows"
+        if progress is None:
+            after = ""
+        else:
+            after = f", after {progress.tokens} tokens"
         raise ValueError(
             f"layer {layer} has {has} from batch_size_offset={start} on{after}, and "
             f"got {B} rows at sequence_len_offset={offset}. Begin at offset 0, and "

@@ -27,7 +27,9 @@ class HFRef:
     @property
     def piece_shape(self) -> tuple[int, ...]:
         """The shape of the tensor, or of the expert's slice."""
-        return self.shape if self.expert is None else self.shape[1:]
+        if self.expert is None:
+            return self.shape
+        return self.shape[1:]
 
 
 def rows_by_group(widths: Sequence[int], groups: int) -> Tensor:
@@ -92,8 +94,11 @@ class TensorMap:
         if self.fp32:
             full = full.flatten()  # Kimi Linear's files have A_log as [1, 1, H, 1]
         # In bf16, w - 1 loses the low bits of every w below one half.
-        full = full.float() if self.fp32 or self.shift else full
-        return full + self.shift if self.shift else full
+        if self.fp32 or self.shift:
+            full = full.float()
+        if self.shift:
+            return full + self.shift
+        return full
 
     def to_hf(
         self,
@@ -108,7 +113,10 @@ class TensorMap:
         training did not change gets its original bits, which a shift in bf16 may have
         lost.
         """
-        unshifted = full.float() - self.shift if self.shift else full
+        if self.shift:
+            unshifted = full.float() - self.shift
+        else:
+            unshifted = full
         pieces = [
             x.to(dtype) for x, dtype in zip(self._split(unshifted), dtypes, strict=True)
         ]
@@ -131,9 +139,10 @@ class TensorMap:
         """`to_hf` by source; a key not in ``dtypes`` keeps its original's dtype, or
         ``full``'s."""
         keys = [source.key for source in self.sources]
-        known = (
-            [originals[key] for key in keys] if originals.keys() >= set(keys) else None
-        )
+        if originals.keys() >= set(keys):
+            known = [originals[key] for key in keys]
+        else:
+            known = None
         natural = [tensor.dtype for tensor in known or [full] * len(keys)]
         wanted = [dtypes.get(*pair) for pair in zip(keys, natural, strict=True)]
         return dict(zip(self.sources, self.to_hf(full, wanted, known), strict=True))
@@ -178,7 +187,9 @@ class TensorMap:
             full = torch.cat(
                 [piece for section in by_section for piece in section], dim
             )
-            return full[: self.sources[0].shape[0]] if self.pad_rows else full
+            if self.pad_rows:
+                return full[: self.sources[0].shape[0]]
+            return full
         for rank, other in enumerate(shards[1:], start=1):
             if not torch.equal(bits_of(other), bits_of(shards[0])):
                 raise ValueError(
@@ -197,7 +208,8 @@ def tensor_map(
 ) -> TensorMap:
     """A `TensorMap` of ``sources`` (key -> shape); ``how``: further fields of the
     `TensorMap`."""
-    names = (names,) if isinstance(names, str) else names
+    if isinstance(names, str):
+        names = (names,)
     refs = tuple(HFRef(key, shape) for key, shape in sources.items())
     return TensorMap(names=names, sources=refs, shard_dim=shard_dim, **how)
 
@@ -221,7 +233,9 @@ def stored_quantised(tensor: Tensor) -> bool:
 
 def dequantised(tensor: Tensor) -> Tensor:
     """The values of a quantised weight; any other tensor as it is."""
-    return tensor.dequantize() if stored_quantised(tensor) else tensor
+    if stored_quantised(tensor):
+        return tensor.dequantize()
+    return tensor
 
 
 def bits_of(tensor: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
     ``qkv_split_shapes``.
     ``use_muon``: whether Muon, and not Adam, updates the linear.
     """
-    sizes, muon_splits = list(sections), muon_reads_sections()
+    sizes = list(sections)
+    muon_splits = muon_reads_sections()
     if not muon_splits:
         log_once(
             "megatron_gdn: Muon of this megatron-core would orthogonalise in_proj as "
@@ -165,7 +166,8 @@ def add_parameter(
 ) -> None:
     """Add a parameter ``[sum(sections), *shape]`` with this rank's rows of each
     section."""
-    dtype = mixer.config.params_dtype if dtype is None else dtype
+    if dtype is None:
+        dtype = mixer.config.params_dtype
     empty = torch.empty(
         sum(sections), *shape, dtype=dtype, device=device_for(mixer.config)
     )
@@ -180,7 +182,8 @@ def add_conv(mixer: Any, bias: bool) -> None:
     They are parameters of the mixer, or with ``conv_is_module`` of its submodule
     ``conv1d``.
     """
-    layout, taps = mixer.dims.layout, mixer.dims.conv_kernel_dim
+    layout = mixer.dims.layout
+    taps = mixer.dims.conv_kernel_dim
     if not mixer.conv_is_module:
         add_parameter(mixer, "conv1d_weight", layout.conv_widths, 1, taps)
         if bias:
@@ -233,19 +236,26 @@ def reset_parameters(mixer: Any) -> None:
 
     If ``config.perform_initialization`` is off, in_proj and out_proj keep their values.
     """
-    whole, config, group = mixer.global_dims, mixer.config, mixer.tp_group
+    whole = mixer.global_dims
+    config = mixer.config
+    group = mixer.tp_group
     fill = partial(fill_share, group)
     if config.perform_initialization:
-        rows, columns = (
-            layout_of_in_proj(whole).widths,
-            whole.state.heads * whole.state.columns,
-        )
+        rows = layout_of_in_proj(whole).widths
+        columns = whole.state.heads * whole.state.columns
         fill(getattr(mixer.in_proj, "weight", None), config.init_method, 0, rows)
         method = config.output_layer_init_method
         fill(getattr(mixer.out_proj, "weight", None), method, 1, (columns,))
-    bound, widths = whole.conv_kernel_dim**-0.5, whole.layout.conv_widths
-    of_weight = bound if mixer.conv_init is None else mixer.conv_init
-    of_bias = of_weight if mixer.conv_init_of_bias else bound
+    bound = whole.conv_kernel_dim**-0.5
+    widths = whole.layout.conv_widths
+    if mixer.conv_init is None:
+        of_weight = bound
+    else:
+        of_weight = mixer.conv_init
+    if mixer.conv_init_of_bias:
+        of_bias = of_weight
+    else:
+        of_bias = bound
     weight, bias = mixer.conv_parameters
     fill(weight, lambda x: x.uniform_(-of_weight, of_weight), 0, widths)
     fill(bias, lambda x: x.uniform_(-of_bias, of_bias), 0, widths)
@@ -283,7 +293,10 @@ def fill_share(
     shape = list(parameter.shape)
     shape[dim] = sum(sections)
     whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-    on_gpu = [parameter.device] if parameter.is_cuda else []
+    if parameter.is_cuda:
+        on_gpu = [parameter.device]
+    else:
+        on_gpu = []
     with torch.random.fork_rng(devices=on_gpu):
         if on_gpu:
             with torch.cuda.device(parameter.device):
@@ -291,7 +304,8 @@ def fill_share(
         else:
             torch.default_generator.manual_seed(seed)
         method(whole)
-    rank, size = group.rank(), group.size()
+    rank = group.rank()
+    size = group.size()
     parameter.copy_(take_share(whole, dim, sections, rank, size))
 
 
@@ -323,7 +337,8 @@ def copy_with_same_groups(module: Any, memo: dict[int, Any]) -> Any:
 def require_same_tensor_ranks(mine: Any, groups: ProcessGroupCollection) -> None:
     """Refuse groups whose tensor-parallel group has other ranks than ``mine``, the
     layer's."""
-    tp, ranks = getattr(groups, "tp", None), dist.get_process_group_ranks
+    tp = getattr(groups, "tp", None)
+    ranks = dist.get_process_group_ranks
     if tp is None or tp is mine or ranks(tp) == ranks(mine):
         return
     raise ValueError(

@@ -134,14 +134,20 @@ def pack_tree(
             "list for each prompt, and at least one prompt."
         )
     where: Any = getattr(prompts[0], "device", "cpu") if device is None else device
-    rows, lengths, parents, of_prompts, start = [], [], [], [], 0
+    rows = []
+    lengths = []
+    parents = []
+    of_prompts = []
+    start = 0
     for index, group in enumerate(zip(prompts, responses, strict=True)):
         prompt, *answers = (_on_host(x, index) for x in (group[0], *group[1]))
         if not len(prompt):
             raise ValueError(
                 f"prompt {index} has no token; give at least one, such as a BOS."
             )
-        last, root, places = len(prompt) - 1, len(parents), []
+        last = len(prompt) - 1
+        root = len(parents)
+        places = []
         behind = [
             (root, last, torch.cat([prompt[last:], answer])) for answer in answers
         ]

@@ -42,11 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             model.refuse_illegal_sizes(
                 options.tp, options.cp, options.ep, options.length
             )
-            lines = (
-                _flag_lines(model, options)
-                if options.flags
-                else _figure_lines(model, options)
-            )
+            if options.flags:
+                lines = _flag_lines(model, options)
+            else:
+                lines = _figure_lines(model, options)
         print("\n".join(lines))
     except (ValueError, NotImplementedError) as error:
         return print_error(error)
@@ -89,12 +88,13 @@ def _flag_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
 
 def _figure_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
     """Lines with one model's parameters, FLOPs, memory and legal parallel sizes."""
-    tp, cp, length, stack = options.tp, options.cp, options.length, model.stack
+    tp = options.tp
+    cp = options.cp
+    length = options.length
+    stack = model.stack
     counts = {symbol: model.pattern.count(symbol) for symbol in _LAYERS}
-    parameters, active = (
-        _format_count(stack.parameters),
-        _format_count(stack.active_parameters),
-    )
+    parameters = _format_count(stack.parameters)
+    active = _format_count(stack.active_parameters)
     flops = stack.flops([length])
     yield f"{model.name} ({model.architecture}; from {model.source})"
     yield "  layers        " + ", ".join(
@@ -134,17 +134,17 @@ def _model_lines(models: list[Model]) -> Iterator[str]:
     for model in models:
         counts = ((model.pattern.count(symbol), symbol) for symbol in _LAYERS)
         layers = ", ".join(f"{n} {symbol}" for n, symbol in counts if n)
-        parameters, active = (
-            _format_count(model.stack.parameters),
-            _format_count(model.stack.active_parameters),
-        )
+        parameters = _format_count(model.stack.parameters)
+        active = _format_count(model.stack.active_parameters)
         tp = model.tensor_parallel_sizes()[-1]
         yield f"{model.name:25} {parameters:>12} {active:>12} {tp:9}  {layers}"
 
 
 def _format_count(number: int) -> str:
     """``number`` in billions or millions, such as "35.10 B" or "12.00 M"."""
-    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
+    if number >= 1e8:
+        return f"{number / 1e9:.2f} B"
+    return f"{number / 1e6:.2f} M"
 
 
 def _join_sizes(numbers: list[int]) -> str:

@@ -58,8 +58,10 @@ class Model:
         """Tensor-parallel sizes that divide the heads and the MLP width; experts are
         not split."""
         # groups in Mamba2
-        sizes, key_heads = self.hf.sizes, self.dims.layout.counts[-1][1]
-        heads, groups = sizes.num_attention_heads, sizes.num_query_groups
+        sizes = self.hf.sizes
+        key_heads = self.dims.layout.counts[-1][1]
+        heads = sizes.num_attention_heads
+        groups = sizes.num_query_groups
         cut = [heads, key_heads]
         if "-" in self.pattern:
             cut.append(sizes.ffn_hidden_size)
@@ -139,9 +141,11 @@ def _read_catalogue() -> dict[str, Model]:
     tables = tomllib.loads(
         Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8")
     )
-    known, models = tables["shared"], {}
+    known = tables["shared"]
+    models = {}
     for name, own in tables["models"].items():
-        architecture, source = own.pop("architecture"), own.pop("source")
+        architecture = own.pop("architecture")
+        source = own.pop("source")
         known[name] = known.get(own.pop("like", None), {}) | own
         models[name] = Model(name, architecture, known[name], source)
     return models

@@ -122,7 +122,8 @@ class Stack:
                 f"the pattern {pattern!r} has {unknown}; FLOPs are known for 'G', 'K', "
                 "'M', '*', '-' and 'E' (with '|' and '/' between layers)."
             )
-        made, D = {symbol: build[symbol]() for symbol in symbols}, config.hidden_size
+        made = {symbol: build[symbol]() for symbol in symbols}
+        D = config.hidden_size
         layers = [made[symbol] for symbol in main]
         for head in heads:
             layers += [
@@ -185,7 +186,8 @@ class Stack:
 
 def _gdn_layer(dims: GDNDims) -> Layer:
     """The parameters and multiply-adds of a Gated DeltaNet layer."""
-    G, (H, K, V) = dims.num_key_heads, dims.state[:3]
+    G = dims.num_key_heads
+    H, K, V = dims.state[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K
     return _recurrent_layer(dims, gdn_layer_maps("", "", dims, "flat"), rule)
 
@@ -199,7 +201,8 @@ def _kda_layer(dims: KDADims) -> Layer:
 
 def _mamba2_layer(dims: Mamba2Dims) -> Layer:
     """The parameters and multiply-adds of a Mamba2 layer."""
-    G, (H, K, V) = dims.num_groups, dims.state[:3]
+    G = dims.num_groups
+    H, K, V = dims.state[:3]
     rule = H * (2 * K * V + CHUNK * V) + G * CHUNK * K
     return _recurrent_layer(dims, mamba2_layer_maps("", "", dims), rule)
 
@@ -209,7 +212,9 @@ def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
     per token."""
     shapes = [source.shape for entry in maps for source in entry.sources]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
-    D, W, channels = dims.hidden_size, dims.conv_kernel_dim, dims.layout.conv_width
+    D = dims.hidden_size
+    W = dims.conv_kernel_dim
+    channels = dims.layout.conv_width
     H, K, V = dims.state[:3]
     return Layer(
         weights=matrices,
@@ -223,10 +228,18 @@ def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
 
 def _attention_layer(config: Any) -> Layer:
     """The parameters and multiply-adds of an attention layer."""
-    D, d, n = config.hidden_size, config.kv_channels, config.num_attention_heads
+    D = config.hidden_size
+    d = config.kv_channels
+    n = config.num_attention_heads
     groups = config.num_query_groups
-    gates = n if getattr(config, "attention_output_gate", False) else 0
-    norms = 2 * d if getattr(config, "qk_layernorm", False) else 0
+    if getattr(config, "attention_output_gate", False):
+        gates = n
+    else:
+        gates = 0
+    if getattr(config, "qk_layernorm", False):
+        norms = 2 * d
+    else:
+        norms = 0
     weights = D * d * (n + gates + 2 * groups) + n * d * D
     return Layer(weights=weights, vectors=D + norms, attention=2 * n * d)
 
@@ -239,11 +252,9 @@ def _mlp_layer(config: Any) -> Layer:
 
 def _expert_layer(config: Any) -> Layer:
     """The parameters and multiply-adds of a layer of experts."""
-    D, experts, used = (
-        config.hidden_size,
-        config.num_moe_experts,
-        config.moe_router_topk,
-    )
+    D = config.hidden_size
+    experts = config.num_moe_experts
+    used = config.moe_router_topk
     one = (
         _mlp_matrices(config)
         * D
@@ -252,7 +263,10 @@ def _expert_layer(config: Any) -> Layer:
     shared = (
         _mlp_matrices(config) * D * (config.moe_shared_expert_intermediate_size or 0)
     )
-    gate = D if getattr(config, "moe_shared_expert_gate", False) else 0
+    if getattr(config, "moe_shared_expert_gate", False):
+        gate = D
+    else:
+        gate = 0
     return Layer(
         weights=D * experts + used * one + shared + gate,
         vectors=D,
@@ -262,7 +276,9 @@ def _expert_layer(config: Any) -> Layer:
 
 def _mlp_matrices(config: Any) -> int:
     """The number of weight matrices of one MLP."""
-    return 3 if config.gated_linear_unit else 2
+    if config.gated_linear_unit:
+        return 3
+    return 2
 
 
 def stack_of_arguments(args: Any) -> Stack:
@@ -278,7 +294,8 @@ def stack_of_arguments(args: Any) -> Stack:
     for name in ("multi_latent_attention", "moe_latent_size"):
         if getattr(args, name, None):
             raise ValueError(f"{name}: FLOPs of layers with this option are not known.")
-    variant, spec = args.experimental_attention_variant, " ".join(args.spec or ())
+    variant = args.experimental_attention_variant
+    spec = " ".join(args.spec or ())
     if variant not in (None, *GDN_VARIANTS) or "gdp" in spec or "product" in spec:
         raise ValueError(f"FLOPs of layers of {variant or spec} are not known.")
     config = SimpleNamespace(
@@ -312,7 +329,8 @@ def num_floating_point_operations(
     number of tokens without padding; None means ``batch_size`` sequences of
     ``args.seq_length`` tokens.
     """
-    tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
+    tokens = total_real_tokens_in_batch
+    squares = seqlen_squared_sum_in_batch
     if tokens is None:
         tokens = batch_size * args.seq_length
     if squares is None:

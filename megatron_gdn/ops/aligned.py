@@ -56,7 +56,8 @@ def front_on_grid(
     means zeros.
     ``only``: names of the inputs to compute (the others are None); None means all.
     """
-    past, flat = parameters[0].shape[-1] - 1, rows.flatten(0, 1)
+    past = parameters[0].shape[-1] - 1
+    flat = rows.flatten(0, 1)
     made: list[_GroupResults | None] = []
     kind: Any = tuple
     # Triton's code for documents treats tokens alike
@@ -65,9 +66,13 @@ def front_on_grid(
         buffer = flat.new_empty(past + CHUNK, grid.chunks_in(group), rows.shape[-1])
         _fill_chunks(buffer[past:], rows, grid, group)
         _fill_history(buffer[:past], flat, group, rows_before)
-        path = one_document(len(buffer), buffer.device) if triton else None
+        if triton:
+            path = one_document(len(buffer), buffer.device)
+        else:
+            path = None
         inputs = front.forward(buffer, parameters, path, only)
-        kind, inputs = type(inputs), map_inputs(inputs, lambda x: x[:, past:])
+        kind = type(inputs)
+        inputs = map_inputs(inputs, lambda x: x[:, past:])
         made = made or [None if x is None else _GroupResults(grid, x) for x in inputs]
         for to, x in zip(made, inputs, strict=True):
             if to is not None:
@@ -80,7 +85,8 @@ def readout_on_grid(
 ) -> Tensor:
     """Rows for out_proj ``[B, S, H V]``: run ``readout`` on each chunk of
     ``o [B, S, H, V]``."""
-    gate, made = readout.gate, None
+    gate = readout.gate
+    made = None
     for group in grid.groups:
         n = grid.chunks_in(group)
         of_o = o.new_empty(n, CHUNK, *o.shape[2:])
@@ -88,7 +94,8 @@ def readout_on_grid(
         of_rows = rows.new_empty(CHUNK, n, rows.shape[-1])
         _fill_chunks(of_rows[..., gate], rows[..., gate], grid, group)
         mixed = readout.forward(of_o, of_rows, gamma).transpose(0, 1)
-        made = _GroupResults(grid, mixed) if made is None else made
+        if made is None:
+            made = _GroupResults(grid, mixed)
         made.put(group, mixed)
     assert made is not None, "the caller gives at least one token"
     return made.tokens(rows.shape[:2])
@@ -137,7 +144,10 @@ class _GroupResults:
         self._grid = grid
         # An input of the rule that all tokens share (strides 0) is not copied per
         # token.
-        self._shared = like[:1, :1] if like.stride()[:2] == (0, 0) else None
+        if like.stride()[:2] == (0, 0):
+            self._shared = like[:1, :1]
+        else:
+            self._shared = None
         self._rows = grid.rows_like(like if self._shared is None else like[..., :0])
 
     def put(self, group: ChunkGroup, chunks: Tensor) -> None:
@@ -157,12 +167,12 @@ class AlignedFront:
     ``front``."""
 
     def __init__(self, front: TableFront) -> None:
-        self.layout, self.names, self._front = front.layout, front.names, front
-        self.convolved, self.again, self.backward = (
-            front.convolved,
-            front.again,
-            front.backward,
-        )
+        self.layout = front.layout
+        self.names = front.names
+        self._front = front
+        self.convolved = front.convolved
+        self.again = front.again
+        self.backward = front.backward
 
     def forward(
         self,
@@ -194,11 +204,9 @@ class AlignedReadout:
     reads_o: ClassVar[bool] = True
 
     def __init__(self, readout: Readout, documents: Documents | None) -> None:
-        self._readout, self.backward, self.gate = (
-            readout,
-            readout.backward,
-            readout.gate,
-        )
+        self._readout = readout
+        self.backward = readout.backward
+        self.gate = readout.gate
         self._documents = documents
 
     def forward(
@@ -215,7 +223,9 @@ class AlignedReadout:
         rows = rows.transpose(0, 1)
         grid = grid_of(rows, self._documents, o.shape[2])
         made = readout_on_grid(self._readout, o, rows, gamma, grid).transpose(0, 1)
-        return made.contiguous() if out is None else out.copy_(made)
+        if out is None:
+            return made.contiguous()
+        return out.copy_(made)
 
 
 def apply_token_by_token(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

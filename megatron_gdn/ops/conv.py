@@ -21,7 +21,8 @@ def _pre_activation(
     """Convolve in fp32 or fp64; ``position_T``: each token's place in its document,
     from 0."""
     wide = torch.promote_types(x_BTC.dtype, torch.float32)
-    tokens, past = x_BTC.shape[1], weight_CW.shape[1] - 1
+    tokens = x_BTC.shape[1]
+    past = weight_CW.shape[1] - 1
     padded_BTC = F.pad(x_BTC.to(wide), (0, 0, past, 0))
     pre_BTC: Any = 0
     for tap in range(past + 1):
@@ -29,7 +30,9 @@ def _pre_activation(
         if position_T is not None and tap < past:
             x_BTC = x_BTC.masked_fill((position_T < past - tap)[:, None], 0)
         pre_BTC = pre_BTC + x_BTC * weight_CW[:, tap].to(wide)
-    return pre_BTC if bias_C is None else pre_BTC + bias_C.to(wide)
+    if bias_C is None:
+        return pre_BTC
+    return pre_BTC + bias_C.to(wide)
 
 
 def causal_conv1d(
@@ -82,10 +85,15 @@ def causal_conv1d(
     if cu_seqlens is not None:
         require_one_row(x.shape[0], f"x of shape {tuple(x.shape)}")
         documents = Documents.from_cu_seqlens(cu_seqlens, x.shape[1], device=x.device)
-    sequences = x.shape[0] if documents is None else len(documents.lengths)
-    shape, taps = (sequences, *weight.shape), weight.shape[1]
+    if documents is None:
+        sequences = x.shape[0]
+    else:
+        sequences = len(documents.lengths)
+    shape = (sequences, *weight.shape)
+    taps = weight.shape[1]
     if initial_state is None:
-        before, history = x.new_zeros(shape), None
+        before = x.new_zeros(shape)
+        history = None
     elif tuple(initial_state.shape) != shape:
         raise ValueError(
             f"initial_state must be [N, C, W] = {shape}, got "
@@ -93,13 +101,15 @@ def causal_conv1d(
         )
     else:
         before = initial_state.to(x.dtype)
-        history = (
-            history_of(before[..., 1:], documents, x.shape[1]) if taps > 1 else None
-        )
+        if taps > 1:
+            history = history_of(before[..., 1:], documents, x.shape[1])
+        else:
+            history = None
     y = convolve_rows(x, weight, bias, documents, history, activation=activation)
-    final = (
-        last_rows(x.transpose(0, 1), before, documents) if output_final_state else None
-    )
+    if output_final_state:
+        final = last_rows(x.transpose(0, 1), before, documents)
+    else:
+        final = None
     return y, final
 
 
@@ -114,7 +124,10 @@ def convolve_rows(
 ) -> Tensor:
     """Convolve ``x_BSC``, apply ``activation``; ``documents`` are those of every batch
     row."""
-    position_T = None if documents is None else documents.position_T
+    if documents is None:
+        position_T = None
+    else:
+        position_T = documents.position_T
     rows_before, table = (
         (None, None) if history is None else (history.rows, history.table)
     )

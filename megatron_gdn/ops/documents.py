@@ -105,7 +105,10 @@ class Documents:
             documents = cu_seqlens
         else:
             if device is None:
-                device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
+                if isinstance(cu_seqlens, Tensor):
+                    device = cu_seqlens.device
+                else:
+                    device = "cpu"
             documents = _shared_documents(offsets_of(cu_seqlens), torch.device(device))
         if documents.total_tokens != total_tokens:
             raise ValueError(
@@ -157,7 +160,9 @@ class Documents:
     @property
     def sequences(self) -> int:
         """M: the number of sequences with tokens; in fixed buffers :attr:`most` + 1."""
-        return self.most if self.known else self.most + 1
+        if self.known:
+            return self.most
+        return self.most + 1
 
     def on_host(self) -> Documents:
         """The same documents, with boundaries that the host knows."""
@@ -165,9 +170,9 @@ class Documents:
 
     def on(self, device: torch.device) -> Documents:
         """The same documents, with tables on ``device``."""
-        return (
-            self if device == self.device else _shared_documents(self.offsets, device)
-        )
+        if device == self.device:
+            return self
+        return _shared_documents(self.offsets, device)
 
     @cached_property
     def total_tokens(self) -> int:
@@ -350,7 +355,10 @@ def documents_of_rows(
     ``documents`` are."""
     if documents is not None and rows[0] == 1:
         return documents
-    ends = (rows[1],) if documents is None else documents.offsets[1:]
+    if documents is None:
+        ends = (rows[1],)
+    else:
+        ends = documents.offsets[1:]
     all_ends = [row * rows[1] + end for row in range(rows[0]) for end in ends]
     return _shared_documents((0, *all_ends), device)
 

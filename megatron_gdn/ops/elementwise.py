@@ -114,4 +114,6 @@ def largest_beta(allow_neg_eigval: bool) -> float:
     A token's transition I - beta k k^T has the eigenvalue 1 - beta |k|^2, which lies in
     (0, 1) for the bound 1 and in (-1, 1) for the bound 2.
     """
-    return 2.0 if allow_neg_eigval else 1.0
+    if allow_neg_eigval:
+        return 2.0
+    return 1.0

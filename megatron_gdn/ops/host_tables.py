@@ -30,7 +30,8 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
     if table.is_cuda:
         return table
     with torch.inference_mode(False):
-        table = table.clone() if table.is_inference() else table
+        if table.is_inference():
+            table = table.clone()
         if torch.device(device).type != "cuda":
             return table.to(device)
         require_no_capture("a table made on the host")

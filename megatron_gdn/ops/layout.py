@@ -24,7 +24,10 @@ def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
     may be 0."""
     for field in fields(dims):
         size = getattr(dims, field.name)
-        least = 0 if field.name in may_be_zero else 1
+        if field.name in may_be_zero:
+            least = 0
+        else:
+            least = 1
         if not isinstance(size, int) or isinstance(size, bool) or size < least:
             raise ValueError(
                 f"{field.name}={size!r} is not a size; it must be an integer of at "
@@ -74,7 +77,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         convolved = [section.conv for section in self.sections]
-        first, count = convolved.index(True) if any(convolved) else 0, sum(convolved)
+        if any(convolved):
+            first = convolved.index(True)
+        else:
+            first = 0
+        count = sum(convolved)
         assert all(convolved[first : first + count]), (
             "convolved sections must be neighbours"
         )

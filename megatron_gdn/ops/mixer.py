@@ -48,20 +48,18 @@ def mix(
     ``closed`` :class:`SplitReadout`, the caller must run its ``call`` after the
     exchange of heads.
     """
-    rule, parameters, front, inside = (
-        parts.rule,
-        parts.parameters,
-        parts.front,
-        parts.readout,
-    )
+    rule = parts.rule
+    parameters = parts.parameters
+    front = parts.front
+    inside = parts.readout
     split_readout = None
     if isinstance(inside, SplitReadout):
-        split_readout, inside = inside, inside.inside
+        split_readout = inside
+        inside = inside.inside
     if rule.bits is Bits.ON_GRID:
         front = cast(TableFront, AlignedFront(front))
-        inside = (
-            AlignedReadout(inside, neighbours.documents) if inside.reads_o else inside
-        )
+        if inside.reads_o:
+            inside = AlignedReadout(inside, neighbours.documents)
     if rows.numel():
         if isinstance(neighbours.documents, TreeDocuments):
             history = neighbours.documents.history(parts.past)
@@ -70,15 +68,20 @@ def mix(
         trained = [x for x in (rows, *parameters) if x is not None and x.requires_grad]
         keep = torch.is_grad_enabled() and bool(trained)
         hand_over = HandOver() if keep else None
-        of_function = refilled if split_readout is None else None
-        second_run = (
-            SecondRun(front, rule, neighbours) if keep and parts.run_again else None
-        )
+        if split_readout is None:
+            of_function = refilled
+        else:
+            of_function = None
+        if keep and parts.run_again:
+            second_run = SecondRun(front, rule, neighbours)
+        else:
+            second_run = None
         call = MixerArguments(
             front, rule, inside, neighbours, keep, of_function, hand_over, second_run
         )
         mixed = MixerFunction.apply(call, rows, *parameters)
-        mixed = mixed if hand_over is None else hand_over.behind(mixed)
+        if hand_over is not None:
+            mixed = hand_over.behind(mixed)
     else:  # no rank of the group has rows of these sequences, so no rank waits for another
         width = inside.gate.stop - inside.gate.start
         mixed = output_without_tokens(rows, *parameters, width=width)
@@ -103,7 +106,8 @@ def _checkpoint_readout(
         split_readout.call, mixed, rows, use_reentrant=False, preserve_rng_state=False
     )
     assert isinstance(made, Tensor)
-    mixed, rows = mixed.detach(), rows.detach()
+    mixed = mixed.detach()
+    rows = rows.detach()
 
     def refill(out: Tensor) -> None:
         """Compute the readout again and write it to ``out``."""
@@ -143,7 +147,8 @@ class _SavedTensors(NamedTuple):
 
     def flat(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """All tensors in the order of the fields, and the lengths of the four lists."""
-        one_each, lists = self[:3], self[3:]
+        one_each = self[:3]
+        lists = self[3:]
         return (*one_each, *itertools.chain(*lists)), tuple(map(len, lists))
 
     @classmethod
@@ -182,7 +187,8 @@ class MixerFunction(torch.autograd.Function):
     def backward(ctx, d_out: Tensor):
         """The gradients of ``rows`` and all parameters from ``d_out``, the output's
         gradient."""
-        saved, hand_over = list(ctx.saved_tensors), ctx.kept.call.hand_over
+        saved = list(ctx.saved_tensors)
+        hand_over = ctx.kept.call.hand_over
         # From here on each saved tensor is freed after its last use, unless
         # retain_graph=True.
         ctx.maybe_clear_saved_tensors()
@@ -203,25 +209,30 @@ def _forward(
         history = neighbours.history.fetch(rows[..., front.layout.conv_columns])
     inputs = front.forward(rows, of_front, neighbours.documents, history=history)
     begun = rule.begin(inputs, neighbours.of_rule)
-    initial, linked = None, ()
+    initial = None
+    linked = ()
     if neighbours.states is not None:
         initial, linked = neighbours.states.entering(rule, begun, inputs)
     o, _, of_rule = begun.run(initial, keep=keep)
     del begun
-    saved, kept = (), None
+    saved = ()
+    kept = None
     if keep:
-        wanted, again, of_readout = (
-            rule.reads_again,
-            front.again,
-            o if readout.reads_o else None,
-        )
+        wanted = rule.reads_again
+        again = front.again
+        of_readout = o if readout.reads_o else None
         if second_run is not None:
-            wanted, of_readout, of_rule = (), None, rule.kept_to_run_again(of_rule)
+            wanted = ()
+            of_readout = None
+            of_rule = rule.kept_to_run_again(of_rule)
         named = zip(front.names, inputs, strict=True)
         read = [
             x if name in wanted and name not in again else None for name, x in named
         ]
-        stamp = None if neighbours.documents is None else neighbours.documents.stamp
+        if neighbours.documents is None:
+            stamp = None
+        else:
+            stamp = neighbours.documents.stamp
         saved, sizes = _SavedTensors(
             stamp, rows, of_readout, parameters, read, linked, of_rule.tensors
         ).flat()
@@ -247,7 +258,8 @@ def _backward(
 ) -> tuple[Any, ...]:
     """The gradients of rows and parameters; empties ``saved``, ``gradient`` to free
     tensors."""
-    (front, rule, readout, neighbours, *_), history = values.call, values.history
+    front, rule, readout, neighbours, *_ = values.call
+    history = values.history
     stamp, rows, o, parameters, read, linked, of_rule = _SavedTensors.of_flat(
         saved, values.sizes
     )
@@ -259,9 +271,11 @@ def _backward(
     ):
         neighbours.documents.require_unchanged(values.stamp, stamp)
     *of_front, gamma = parameters
-    linked, of_rule = tuple(linked), Saved(tuple(of_rule), values.rule_plan)
+    linked = tuple(linked)
+    of_rule = Saved(tuple(of_rule), values.rule_plan)
     d_rows = rows.new_empty(rows.shape)
-    inputs, second_run = None, values.call.second_run
+    inputs = None
+    second_run = values.call.second_run
     if second_run is not None:
         inputs, o, of_rule = second_run.take(rows, of_front, history, linked, of_rule)
     d_o, d_gamma = readout.backward(gradient.pop(), o, rows, gamma, d_rows)
@@ -284,7 +298,8 @@ def _backward(
         initial, d_final = neighbours.states.leaving(begun, linked)
     grads = begun.run(initial, d_final)
     del begun
-    history = None if history is None else history.with_gradient_buffer()
+    if history is not None:
+        history = history.with_gradient_buffer()
     of_parameters = front.backward(
         rows, of_front, grads, d_rows, neighbours.documents, history
     )
@@ -310,7 +325,8 @@ def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> N
 
         add_rows(d_conv_sBC, returned, table.additions)
         return
-    tokens, sources = table.additions[:, 0], table.additions[:, 1:]
+    tokens = table.additions[:, 0]
+    sources = table.additions[:, 1:]
     # index -1 (no source) selects these zeros
     nothing = returned.new_zeros(1, *returned.shape[1:])
     further = torch.cat([returned, nothing])[sources.long()].sum(1)

@@ -137,7 +137,8 @@ def fla_needs_tilelang(device: torch.device) -> bool:
 def why_not_fla_package(major: int) -> Obstacle | None:
     """Why fla cannot run on GPUs of compute capability ``major``.x, and the fix; None
     if it can."""
-    known, triton = ".".join(map(str, _FLA_KNOWN)), installed_version("triton")
+    known = ".".join(map(str, _FLA_KNOWN))
+    triton = installed_version("triton")
     versions = {name: installed_version(name) for name in _FLA_PACKAGES}
     found = [
         (name, version) for name, version in versions.items() if version is not None
@@ -187,7 +188,10 @@ def log_obstacle_once(message: str, device_type: str) -> None:
     info."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
-    level = logging.WARNING if device_type == "cuda" else logging.INFO
+    if device_type == "cuda":
+        level = logging.WARNING
+    else:
+        level = logging.INFO
     logging.getLogger(__package__).log(level, message)
 
 

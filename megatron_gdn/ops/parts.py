@@ -100,7 +100,8 @@ class Parts(NamedTuple):
     @property
     def shape(self) -> MemoryShape:
         """Sizes of the memory that generation keeps for one sequence."""
-        table, weight = self.front.table, cast(Tensor, self.parameters[0])
+        table = self.front.table
+        weight = cast(Tensor, self.parameters[0])
         on_grid = self.rule.bits is Bits.ON_GRID
         return MemoryShape.of(table.layout, table.state, weight.shape[-1], on_grid)
 
@@ -172,8 +173,12 @@ def parts_of(
         ValueError: rows or gates have a wrong shape or stride; the conv weight has a
             wrong number of channels or is not contiguous.
     """
-    layout, weight = front.layout, cast(Tensor, parameters[0])
-    width = layout.width if gates is None else layout.main_width
+    layout = front.layout
+    weight = cast(Tensor, parameters[0])
+    if gates is None:
+        width = layout.width
+    else:
+        width = layout.main_width
     if rows.dim() != 3 or rows.shape[2] != width or rows.stride(2) != 1:
         raise ValueError(
             f"rows must be [S, B, {width}] with columns side by side in memory, for "
@@ -190,7 +195,8 @@ def parts_of(
             f"conv_weight must be contiguous [{layout.conv_width}, 1, W] for these "
             f"heads, got shape {tuple(weight.shape)} and strides {weight.stride()}."
         )
-    gamma, readout = None, norm
+    gamma = None
+    readout = norm
     if norm is None:
         readout = PlainReadout(layout.gate_columns)
     elif isinstance(norm, GatedNorm):
@@ -245,7 +251,9 @@ class SequenceContext:
     def of_rule(self) -> Documents | None:
         """The boundaries for the rule: those of ``states``, or ``documents`` if states
         is None."""
-        return self.documents if self.states is None else self.states.documents
+        if self.states is None:
+            return self.documents
+        return self.states.documents
 
 
 WHOLE_SEQUENCES = SequenceContext()  # every batch row is one whole sequence

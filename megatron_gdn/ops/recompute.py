@@ -45,12 +45,14 @@ class RefilledOutput:
     def remember(self, output: Tensor, refill: Callable[[Tensor], None]) -> None:
         """Store the mixer's ``output``; ``refill(x)`` computes the same bits again into
         x."""
-        self._output, self._refill = output.detach(), refill
+        self._output = output.detach()
+        self._refill = refill
 
     def remember_sent(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
         """Store ``output = send(x)`` in place of the stored x; a refill computes x,
         then output."""
-        made, refill = self._output, self._refill
+        made = self._output
+        refill = self._refill
         if made is None or refill is None:  # no tokens
             return
         shape = made.shape
@@ -72,7 +74,8 @@ class RefilledOutput:
         The storage is kept if ``out`` needs no gradient, or if ``saved_tensors_hooks``
         are active.
         """
-        output, refill = self._output, self._refill
+        output = self._output
+        refill = self._refill
         self._output = self._refill = None
         if (
             output is None
@@ -155,7 +158,9 @@ class SecondRun:
     def __init__(
         self, front: TableFront, rule: Rule, neighbours: SequenceContext
     ) -> None:
-        self._front, self._rule, self._neighbours = front, rule, neighbours
+        self._front = front
+        self._rule = rule
+        self._neighbours = neighbours
         self._result: tuple[Any, Tensor, Saved] | None = None
 
     def compute_once(
@@ -173,7 +178,10 @@ class SecondRun:
             inputs = self._front.forward(
                 rows, of_front, near.documents, history=history
             )
-            initial = None if near.states is None else near.states.entered(linked)
+            if near.states is None:
+                initial = None
+            else:
+                initial = near.states.entered(linked)
             o, _, saved = self._rule.run_again(inputs, kept, near.of_rule, initial)
             self._result = inputs, o, saved
         return self._result

@@ -64,7 +64,8 @@ class StaticDocuments(Documents):
         device: torch.device | str = "cpu",
         longest: int | None = None,
     ) -> None:
-        longest = total_tokens if longest is None else longest
+        if longest is None:
+            longest = total_tokens
         if min(total_tokens, max_documents, longest) < 1:
             raise ValueError(
                 f"total_tokens={total_tokens}, max_documents={max_documents} and the "
@@ -305,7 +306,8 @@ def _cut_static_documents(
 
 def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:
     """The boundaries with empty documents last: an empty document's end is set to T."""
-    start, end = documents.boundaries[:-1], documents.boundaries[1:]
+    start = documents.boundaries[:-1]
+    end = documents.boundaries[1:]
     ends = torch.where(end > start, end, documents.total_tokens).sort().values
     ends = ends[: documents.most]
     return (

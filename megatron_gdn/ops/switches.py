@@ -19,7 +19,8 @@ class _Switch:
     change."""
 
     def __init__(self, change: Callable[[], Callable[[], None] | None]) -> None:
-        self._change, self._restore = change, None
+        self._change = change
+        self._restore = None
         self._inside, self._lock = 0, threading.Lock()
 
     def __enter__(self) -> None:
@@ -60,7 +61,10 @@ def _outside_autocast(device_type: str, switch: _Switch) -> Iterator[None]:
 def _set_full_fp32(cuda: bool) -> Callable[[], None] | None:
     """Set full fp32 for products on a GPU (``cuda``) or CPU; return an undo function or
     None."""
-    backend = torch.backends.cuda if cuda else torch.backends.mkldnn
+    if cuda:
+        backend = torch.backends.cuda
+    else:
+        backend = torch.backends.mkldnn
     matmul: Any = getattr(backend, "matmul", None)
     if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
         precision = torch.get_float32_matmul_precision()
@@ -137,7 +141,8 @@ def _do_not_fill() -> Callable[[], None]:
     setting."""
     # torch declares no type for this attribute
     settings = cast(Any, torch.utils.deterministic)
-    kept, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+    kept = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
     return lambda: setattr(settings, "fill_uninitialized_memory", kept)
 
 

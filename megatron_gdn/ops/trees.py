@@ -49,7 +49,9 @@ class Level(NamedTuple):
         """The rows of ``x`` ``[1, T, ...]`` at this level's tokens."""
         if isinstance(self.tokens, slice):
             rows = x[:, self.tokens]
-            return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
+            if rows.data_ptr() % ALIGNMENT == 0:
+                return rows
+            return rows.clone()
         return x.index_select(1, self.tokens)
 
 
@@ -94,14 +96,18 @@ class TreeDocuments(Documents):
         """The non-empty ancestors of each document, from the first to the parent."""
         paths: list[tuple[int, ...]] = []
         for parent in self.parents:
-            before = paths[parent] if parent >= 0 else ()
+            if parent >= 0:
+                before = paths[parent]
+            else:
+                before = ()
             has_tokens = parent >= 0 and self.lengths_without_padding[parent] > 0
             paths.append((*before, parent) if has_tokens else before)
         return tuple(paths)
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
         path = self.paths[bisect_right(self.offsets, start) - 1]
-        begin, length = self.offsets, self.lengths_without_padding
+        begin = self.offsets
+        length = self.lengths_without_padding
         return tuple(slice(begin[i], begin[i] + length[i]) for i in path)
 
     @cached_property
@@ -135,14 +141,18 @@ class TreeDocuments(Documents):
             raise ValueError(
                 f"{self.total_tokens} tokens are padding of documents without tokens."
             )
-        levels, families = [], [children[-1]]
+        levels = []
+        families = [children[-1]]
         while members := [*chain(*families)]:
             of_members = ([x[i] for i in members] for x in (self.offsets, length))
             start, count = (torch.tensor(x, device="cpu") for x in of_members)
             places = ranges(start, count)
             in_order = bool((places.diff() == 1).all())
             whole = slice(int(places[0]), int(places[-1]) + 1)
-            tokens = whole if in_order else to_device(places, self.device)
+            if in_order:
+                tokens = whole
+            else:
+                tokens = to_device(places, self.device)
             documents = Documents((0, *count.cumsum(0).tolist()), self.device)
             parents = [n for n, family in enumerate(families) for _ in family]
             parents = to_device(torch.tensor(parents, device="cpu"), self.device)
@@ -168,11 +178,13 @@ class TreeDocuments(Documents):
     def _history(self, past: int) -> HistoryOfParents | None:
         """Compute the last ``past`` rows of documents' ancestors, which :meth:`history`
         caches."""
-        begin, length = self.offsets, self.lengths_without_padding
+        begin = self.offsets
+        length = self.lengths_without_padding
         continuing = [i for i, path in enumerate(self.paths) if path and length[i]]
         if not (continuing and past):
             return None
-        sent, before = [], []
+        sent = []
+        before = []
         for i in continuing:
             path = reversed(self.paths[i])
             backwards = (
@@ -217,12 +229,17 @@ class ForwardByLevel(RuleForward):
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         assert initial is None and not final
-        outputs, tensors, plans, ended = [], [], [], None
+        outputs = []
+        tensors = []
+        plans = []
+        ended = None
         for level in self.documents.levels:
             begun = self.rule.rule.begin(
                 map_inputs(self.inputs, level.rows), level.documents
             )
-            entering, through, continued = None, None, any(level.children)
+            entering = None
+            through = None
+            continued = any(level.children)
             if ended is not None:
                 entering = ended.index_select(0, level.parents)
                 if keep and continued:
@@ -243,19 +260,22 @@ class BackwardByLevel(RuleBackward):
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         assert initial is None and d_final is None
-        tensors, grads, levels = list(self.saved.tensors), [], self.documents.levels
+        tensors = list(self.saved.tensors)
+        grads = []
+        levels = self.documents.levels
         for number, level in reversed([*enumerate(levels)]):
             plan, count = self.saved.plan[number]
             entered, through, *mine = tensors[-count - 2 :]
             del tensors[-count - 2 :]
-            inputs, saved = (
-                map_inputs(self.inputs, level.rows),
-                Saved(tuple(mine), plan),
-            )
+            inputs = map_inputs(self.inputs, level.rows)
+            saved = Saved(tuple(mine), plan)
             begun = self.rule.rule.begin_backward(
                 level.rows(self.d_o), inputs, saved, level.documents
             )
-            d_entered = begun.d_initial() if number else None
+            if number:
+                d_entered = begun.d_initial()
+            else:
+                d_entered = None
             if d_entered is not None and d_final is not None:
                 maps = StateMap(d_entered, through).transposed(d_entered)
                 with full_fp32_matmul(d_final.device.type):
@@ -275,8 +295,11 @@ class BackwardByLevel(RuleBackward):
 class RuleByLevel(Rule):
     """Runs ``rule`` once for each level; ``o`` and gradients of padding are zero."""
 
-    forward, backward = ForwardByLevel, BackwardByLevel
+    forward = ForwardByLevel
+    backward = BackwardByLevel
 
     def __init__(self, rule: Rule) -> None:
-        self.rule, self.name = rule, rule.name
-        self.bits, self.reads_again = rule.bits, rule.reads_again
+        self.rule = rule
+        self.name = rule.name
+        self.bits = rule.bits
+        self.reads_again = rule.reads_again

@@ -156,7 +156,8 @@ def check_generation(
         generated, trained = (
             x.float().log_softmax(-1) for x in (torch.cat(made, 1), logits)
         )
-    generated, trained = generated[:, prompt - 1 :], trained[:, prompt - 1 :]
+    generated = generated[:, prompt - 1 :]
+    trained = trained[:, prompt - 1 :]
     text = tokens[:, prompt:, None]
     gap = (generated[:, :-1].gather(2, text) - trained[:, :-1].gather(2, text)).abs()
     kl = (trained.exp() * (trained - generated)).sum(-1)

@@ -41,7 +41,8 @@ from ..mixers.padding import packed_seq_params_of
 
 CLIP = 0.2  # PPO and GRPO usually clip the ratio to 1 - 0.2 .. 1 + 0.2
 _MOST_HIDDEN = 2**20
-VOCABULARY, PATTERN = 512, "G-*-G-"
+VOCABULARY = 512
+PATTERN = "G-*-G-"
 
 
 def precisions() -> dict[str, tuple[torch.dtype, str]]:
@@ -217,7 +218,10 @@ def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None
 
     run_megatron_on_cpu()
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    if gpu:
+        device = torch.device("cuda", rank)
+    else:
+        device = torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     else:
@@ -230,7 +234,11 @@ def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None
     model_parallel_cuda_manual_seed(1234)
     held = local_indices(args.lengths, cp, rank)
     packed = packed_seq_params_of("thd", args.lengths, None, max(args.lengths), device)
-    modes, made = ["one rank", "fp64"] if cp == 1 else args.modes, {}
+    if cp == 1:
+        modes = ["one rank", "fp64"]
+    else:
+        modes = args.modes
+    made = {}
     for (name, precision), mode in product(precisions().items(), modes):
         case = _Case(args, *precision, mode, cp, held, packed, device)
         made[name, mode] = _run_layer(case) | _run_policy(case)
@@ -255,7 +263,8 @@ class _Case(NamedTuple):
     def config(self) -> Any:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        args, dtype = self.args, self.dtype
+        args = self.args
+        dtype = self.dtype
         return TransformerConfig(
             num_layers=len(PATTERN),
             hidden_size=args.hidden,
@@ -280,9 +289,10 @@ class _Case(NamedTuple):
         )
 
     def options(self) -> dict[str, str]:
-        options = (
-            {} if self.mode in ("one rank", "fp64") else {"linear_cp_mode": self.mode}
-        )
+        if self.mode in ("one rank", "fp64"):
+            options = {}
+        else:
+            options = {"linear_cp_mode": self.mode}
         return {**options, "rule_operands": self.operands}
 
     def prepare(self, module: nn.Module) -> nn.Module:
@@ -305,10 +315,11 @@ def _run_layer(case: _Case) -> dict[str, Tensor]:
     torch.manual_seed(1)
     spec = gated_delta_net_spec("local", **case.options())
     built: Any = build_module(spec, case.config(), layer_number=1)
-    layer, dtype = (
-        case.prepare(built),
-        torch.float64 if case.mode == "fp64" else case.dtype,
-    )
+    layer = case.prepare(built)
+    if case.mode == "fp64":
+        dtype = torch.float64
+    else:
+        dtype = case.dtype
     x, d_out = (
         torch.randn(2, sum(case.args.lengths), 1, case.args.hidden)
         .to(case.dtype)
@@ -333,7 +344,8 @@ def _run_policy(case: _Case) -> dict[str, Tensor]:
     from ..specs import hybrid_stack_spec
 
     torch.manual_seed(2)
-    lengths, held = case.args.lengths, case.held
+    lengths = case.args.lengths
+    held = case.held
     model = HybridModel(
         case.config(),
         hybrid_stack_spec("local", **case.options()),

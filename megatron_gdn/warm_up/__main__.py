@@ -89,12 +89,16 @@ def _compile(arguments: argparse.Namespace) -> int:
             flush=True,
         )
         return 1
-    done = f"{compiled} were compiled" if compiled else "all were there"
+    if compiled:
+        done = f"{compiled} were compiled"
+    else:
+        done = "all were there"
     print(f"{count} of {count} are ready {took}; {done}", flush=True)
     return 0
 
 
-_MOST_PROCESSES, _MOST_MULTIPROCESSORS = 2**12, 2**10
+_MOST_PROCESSES = 2**12
+_MOST_MULTIPROCESSORS = 2**10
 
 _DESCRIPTION = """\
 Compile, before a run, the kernels of its Gated DeltaNet layers for Hopper GPUs, in parallel

@@ -37,7 +37,8 @@ from .absent_gpu import without_computing
 from .tasks import Task, recorded_kernels
 
 # numbers of tokens; FlashQLA cuts sequences of _LONG, not of _SHORT
-_SHORT, _LONG = 208, 9216
+_SHORT = 208
+_LONG = 9216
 # FlashQLA has three forward kernels: one if sequences * heads is at least this share of
 # the GPU's multiprocessors, another if it is at least half of this share, and a third
 # for less.
@@ -136,7 +137,8 @@ def calls_of(
     In mode "auto" the layer picks a mode for each micro-batch, so the list has both
     modes' calls.
     """
-    local, ranks = model.dims.shard(model.tp), 1
+    local = model.dims.shard(model.tp)
+    ranks = 1
     if model.cp > 1 and mode != "chunkwise":
         try:
             local.layout.share(model.cp)
@@ -144,19 +146,27 @@ def calls_of(
         except ValueError:  # "auto" takes chunkwise if cp does not divide the heads
             if mode == "headwise":
                 raise
-    asked = ("states",) if model.cp > 1 and mode != "headwise" else ()
+    if model.cp > 1 and mode != "headwise":
+        asked = ("states",)
+    else:
+        asked = ()
     found: list[Call] = []
 
     def call(
         part: str, tokens: int, rows: int = 1, documents: int | None = None
     ) -> None:
-        cp, layout = ranks, "zigzag"
+        cp = ranks
+        layout = "zigzag"
         # a rank has one piece of a lone document, else two of each
         if part == "states":
             # without context parallelism, compile as for two ranks
             cp = max(model.cp, 2)
-            layout = "contiguous" if documents == 1 else "zigzag"
-            documents, tokens = max(1, (documents or 1) // 2), tokens * cp
+            if documents == 1:
+                layout = "contiguous"
+            else:
+                layout = "zigzag"
+            documents = max(1, (documents or 1) // 2)
+            tokens = tokens * cp
         # Round up, so that every document or row gives each rank an equal share of its
         # tokens.
         shared = 16 * cp * (documents or rows)
@@ -190,7 +200,10 @@ def tasks_of(
     FlashQLA's kernels take longest to compile, so their tasks come first.
     """
     torch.set_num_threads(1)  # forked processes lack torch's other threads
-    backend = "flash_qla" if "flash_qla" in arguments.kernels else "auto"
+    if "flash_qla" in arguments.kernels:
+        backend = "flash_qla"
+    else:
+        backend = "auto"
     calls = calls_of(
         model, arguments.linear_cp_mode, arguments.parts, arguments.multiprocessors
     )
@@ -214,7 +227,9 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
 
     from ..specs import gated_delta_net_spec
 
-    dims, tp, cp = model.dims, model.tp, call.cp
+    dims = model.dims
+    tp = model.tp
+    cp = call.cp
     config = TransformerConfig(
         num_layers=1,
         hidden_size=dims.hidden_size,
@@ -240,7 +255,10 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
     if call.part == "again":
         options["recompute"] = "full"
     if cp > 1:
-        mode = "chunkwise" if call.part == "states" else "headwise"
+        if call.part == "states":
+            mode = "chunkwise"
+        else:
+            mode = "headwise"
         options |= {"linear_cp_mode": mode, "cp_layout": call.layout}
     with _fake_groups(tp, cp) as groups:
         spec = gated_delta_net_spec("local", **options)

@@ -54,7 +54,9 @@ def run_tasks(
     waiting = deque(tasks)
     began = printed = time.monotonic()
     limit = processes or len(os.sched_getaffinity(0))
-    count, compiled, failures = len(waiting), 0, {}
+    count = len(waiting)
+    compiled = 0
+    failures = {}
     running: dict[Any, tuple[str, Any, TextIO]] = {}
     try:
         while waiting or running:
@@ -71,7 +73,8 @@ def run_tasks(
                     output.seek(0)
                     failures[name] = output.read() or "its process was killed"
                 output.close()
-                now, done = time.monotonic(), count - len(waiting) - len(running)
+                now = time.monotonic()
+                done = count - len(waiting) - len(running)
                 if now - printed >= _PRINT_EVERY or done == count:
                     printed = now
                     print(

@@ -82,7 +82,8 @@ def parallel_equals_one_rank(
     if tree is not None:
         lengths = tree.slots
     if lengths is not None:
-        tokens, batch = sum(lengths), 1
+        tokens = sum(lengths)
+        batch = 1
     changes = changes or {}
 
     def packed(**cp_group):
@@ -99,7 +100,8 @@ def parallel_equals_one_rank(
     with parallel(tp=tp, cp=cp):
         config = mixers.config(**changes)
         one = mixers.whole(config, **options)
-        shape, dtype = (tokens, batch, config.hidden_size), config.params_dtype
+        shape = (tokens, batch, config.hidden_size)
+        dtype = config.params_dtype
         x, weight = (torch.randn(shape, dtype=dtype) for _ in "xw")
         x.requires_grad_()
         if tree is None:
@@ -117,7 +119,8 @@ def parallel_equals_one_rank(
             sequence_parallel=sequence_parallel,
             **changes,
         )
-        groups, brought = groups_of_megatron(), {}
+        groups = groups_of_megatron()
+        brought = {}
         mine = local_indices(
             lengths or (tokens,), cp, groups.cp.rank(), SequenceLayout.parse(layout)
         )

@@ -56,22 +56,22 @@ def build_gdn(config, groups, **options):
 
 
 def build_gdn2(config, groups, **options):
-    parts, options = GatedDeltaNetSubmodules(**PARTS), {"layer_number": 1, **options}
+    parts = GatedDeltaNetSubmodules(**PARTS)
+    options = {"layer_number": 1, **options}
     return in_its_dtype(GatedDeltaNet2(config, parts, pg_collection=groups, **options))
 
 
 def build_kda(config, groups, **options):
-    parts, options = (
-        KimiDeltaAttentionSubmodules(**PARTS),
-        {"layer_number": 1, **options},
-    )
+    parts = KimiDeltaAttentionSubmodules(**PARTS)
+    options = {"layer_number": 1, **options}
     return in_its_dtype(
         KimiDeltaAttention(config, parts, pg_collection=groups, **options)
     )
 
 
 def build_mamba2(config, groups, **options):
-    parts, options = Mamba2MixerSubmodules(**LINEARS), {"layer_number": 1, **options}
+    parts = Mamba2MixerSubmodules(**LINEARS)
+    options = {"layer_number": 1, **options}
     mixer = Mamba2Mixer(
         config, parts, config.hidden_size, pg_collection=groups, **options
     )

@@ -34,10 +34,8 @@ def build_model(
     config = model_config(
         PATTERN, sequence_parallel=sequence_parallel, **ranks, **stages
     )
-    pattern, spec = (
-        PATTERN if pp == 1 else "G-|G-",
-        hybrid_stack_spec("local", **options),
-    )
+    pattern = PATTERN if pp == 1 else "G-|G-"
+    spec = hybrid_stack_spec("local", **options)
     first = parallel_state.is_pipeline_first_stage()
     last = parallel_state.is_pipeline_last_stage()
     return hybrid_model(config, pattern, spec, pre_process=first, post_process=last)

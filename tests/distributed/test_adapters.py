@@ -113,7 +113,8 @@ def _build(mixer: str, tp: int, kind: str) -> tuple[nn.Module, dict[str, Tensor]
     layer = mixers.build(
         mixers.config(tensor_model_parallel_size=tp), groups_of_megatron()
     )
-    rows, columns = layer.global_dims.layout.widths, layer.global_dims.hidden_size
+    rows = layer.global_dims.layout.widths
+    columns = layer.global_dims.hidden_size
     if kind == "names of peft":
         layer.in_proj = PeftAdapted(layer.in_proj)
         names = "lora_A.default.weight", "lora_B.default.weight"

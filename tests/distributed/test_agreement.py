@@ -87,7 +87,8 @@ def test_nobody_waits_alone_for_an_object_that_another_rank_has_resolved():
 
 @on_ranks(cp=2)
 def test_one_layer_compares_and_knows_contents_that_it_has_seen():
-    gathered, gather_before = [], agreement._gather
+    gathered = []
+    gather_before = agreement._gather
 
     def gather(mine, *rest):
         if len(mine) == 5:  # not the hosts
@@ -98,7 +99,8 @@ def test_one_layer_compares_and_knows_contents_that_it_has_seen():
         return sum(len(of_group.agreed) for of_group in agreement._groups.values())
 
     with patch.object(agreement, "_gather", gather):
-        layers, counts = _layers(3), []
+        layers = _layers(3)
+        counts = []
         for lengths in ((8, 8), (8, 8), (4, 12), (8, 8)):
             _run(layers, packed=thd(lengths))
             counts.append(known())
@@ -113,7 +115,8 @@ def test_one_layer_compares_and_knows_contents_that_it_has_seen():
 def test_schemes_of_groups_that_went_are_not_kept():
     """Sixteen groups are kept at a time, the layer's own (none) among them; each has
     one scheme."""
-    sizes, config = HeadSizes(2, 4, 4, 4), make_config()
+    sizes = HeadSizes(2, 4, 4, 4)
+    config = make_config()
     chooser = MicroBatches(
         config,
         sizes.layout,

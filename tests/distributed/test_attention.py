@@ -50,7 +50,9 @@ options = pytest.mark.parametrize(
     ],
     ids=str,
 )
-HIDDEN, HEADS, HEAD_SIZE = 24, 4, 6
+HIDDEN = 24
+HEADS = 4
+HEAD_SIZE = 6
 TOLERANCE = 1e-5
 
 
@@ -91,10 +93,8 @@ def _turned(forward, config, groups, rope, x, mask=None, packed_seq_params=None)
 
 
 def share_of(name: str, whole: torch.Tensor, layer) -> torch.Tensor:
-    dim, tp = (
-        {"linear_qkv.weight": 0, "linear_proj.weight": 1}.get(name),
-        layer.pg_collection.tp,
-    )
+    dim = {"linear_qkv.weight": 0, "linear_proj.weight": 1}.get(name)
+    tp = layer.pg_collection.tp
     return whole if dim is None else whole.chunk(tp.size(), dim)[tp.rank()]
 
 
@@ -127,10 +127,8 @@ def direct_softmax(
             norm(q, weights["q_layernorm.weight"]),
             norm(k, weights["k_layernorm.weight"]),
         )
-    seen, position = (
-        torch.zeros(len(x), len(x), dtype=torch.bool),
-        torch.zeros(len(x), dtype=x.dtype),
-    )
+    seen = torch.zeros(len(x), len(x), dtype=torch.bool)
+    position = torch.zeros(len(x), dtype=x.dtype)
     for index, slot in enumerate(tree.slots):
         start = sum(tree.slots[:index])
         before = [
@@ -157,7 +155,8 @@ def direct_softmax(
 
 def equals_a_direct_softmax(lengths, rope: bool = True, **changes) -> None:
     """Output, input gradient and every parameter's gradient, on one rank."""
-    tree, packed = Tree((-1,), (48,)), None
+    tree = Tree((-1,), (48,))
+    packed = None
     if lengths is not None:
         tree = (
             lengths
@@ -354,6 +353,7 @@ def test_what_it_cannot_do_is_refused(what, message):
 def test_rotations_of_fewer_positions_than_the_longest_document_has_are_refused():
     config = attention_config(context_parallel_size=2)
     layer = build_attention(config, groups_of_megatron(), cp_layout="contiguous")
-    x, angles = torch.zeros(16, 1, HIDDEN), torch.zeros(8, 1, 1, HEAD_SIZE)
+    x = torch.zeros(16, 1, HIDDEN)
+    angles = torch.zeros(8, 1, 1, HEAD_SIZE)
     with pytest.raises(ValueError, match="set both to at least 24"):
         layer(x, None, rotary_pos_emb=angles, packed_seq_params=thd((8, 24)))

@@ -41,7 +41,8 @@ def test_tp2_cp2_loads_at_tp1_tp2_tp4_and_pp2(pools, tmp_path):
 
 
 def build(theirs: bool):
-    before, upstream.TESTING_UPSTREAM = upstream.TESTING_UPSTREAM, theirs
+    before = upstream.TESTING_UPSTREAM
+    upstream.TESTING_UPSTREAM = theirs
     try:
         spec = upstream.layer_spec(bias=True)
     finally:
@@ -150,8 +151,11 @@ KINDS = {
 @pytest.mark.parametrize("mixer", KINDS)
 @on_ranks(4)
 def test_one_rank_to_two_to_four_to_one_is_the_identity(mixer):
-    (sizes, options), kind = KINDS[mixer], BY_NAME[mixer]
-    wrong, whole, source = [], {}, None
+    sizes, options = KINDS[mixer]
+    kind = BY_NAME[mixer]
+    wrong = []
+    whole = {}
+    source = None
     for tp in SIZES:
         with parallel(tp=tp):
             groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "dp"])

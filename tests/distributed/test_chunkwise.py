@@ -37,7 +37,11 @@ def chains_equal_their_product(
 
     Before the last cut may stand NaN: no bit after it changes.
     """
-    rank, size, M, K, V = dist.get_rank(), dist.get_world_size(), 3, 4, 5
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    M = 3
+    K = 4
+    V = 5
     nodes = Cutting(size, SequenceLayout.parse(layout), rank).nodes
     cut = tuple(j in cuts for j in range(len(nodes.hosts)))
     nodes, cut = (nodes.backwards(), cut[::-1]) if backwards else (nodes, cut)
@@ -46,12 +50,11 @@ def chains_equal_their_product(
     known = (Cuts(flags, cut), Cuts(flags, None)) if cuts else (None,)
     torch.manual_seed(0)  # the same maps on every rank, of which each uses its own
     n = len(nodes.hosts)
-    local, through = (
-        torch.randn(n, M, K, V, dtype=dtype),
-        torch.randn(n, M, K, K, dtype=dtype) / 2,
-    )
+    local = torch.randn(n, M, K, V, dtype=dtype)
+    through = torch.randn(n, M, K, K, dtype=dtype) / 2
     through[list(cut)] = 0
-    state, entering = torch.zeros(M, K, V, dtype=torch.float64), []
+    state = torch.zeros(M, K, V, dtype=torch.float64)
+    entering = []
     for j in range(n):
         entering.append(state)
         state = through[j].double() @ state + local[j].double()
@@ -173,10 +176,8 @@ def test_fp16_operands_equal_one_rank(lengths, mode):
 
     To twice 8 tensors' rounding to fp16 by 2^-12: each side has its own.
     """
-    choice, rounded = (
-        Choice(HalfOperands(InHalf()), ""),
-        replace(GDN, tolerance=2 * 8 * 2**-12),
-    )
+    choice = Choice(HalfOperands(InHalf()), "")
+    rounded = replace(GDN, tolerance=2 * 8 * 2**-12)
     with patch.object(layer_module, "resolve_rule", lambda *_, **__: choice):
         parallel_equals_one_rank(rounded, 1, 2, lengths=lengths, mode=mode)
 

@@ -16,7 +16,8 @@ from tests.distributed.layer_laws import (
 from tests.ranks import on_ranks
 
 RECOMPUTE = {"recompute": "light"}
-slow, nightly = pytest.mark.slow, pytest.mark.nightly
+slow = pytest.mark.slow
+nightly = pytest.mark.nightly
 LENGTHS = (8, 24, 16)
 
 
@@ -51,7 +52,8 @@ def test_a_compiled_layer_equals_the_layer(cp, options, packed):
     Dynamo."""
     layer = over_ranks(**options)
     randomise_(layer)
-    x, params = torch.randn(sum(LENGTHS) // cp, 1, 24), thd(LENGTHS) if packed else None
+    x = torch.randn(sum(LENGTHS) // cp, 1, 24)
+    params = thd(LENGTHS) if packed else None
     expected = forward_backward(layer, x, params)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -54,7 +54,8 @@ def _columns(dims: GDNDims, rank: int, size: int) -> list[int]:
     value_heads = value_heads[: dims.num_value_heads // size]
     key_heads = sorted({head // dims.value_heads_per_key_head for head in value_heads})
     used = [key_heads, key_heads, value_heads, value_heads, value_heads, value_heads]
-    columns, start = [], 0
+    columns = []
+    start = 0
     for section, name, heads in zip(
         dims.layout.widths, dims.layout.names, used, strict=True
     ):
@@ -93,7 +94,9 @@ def _open_gives_every_rank_its_heads(
 ) -> None:
     """Open and close and both gradients, bit for bit; copies add up in the order of the
     ranks."""
-    rank, size, device = dist.get_rank(), dist.get_world_size(), _device()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    device = _device()
     dims, scheme = _scheme(layout, **heads)
     lengths = DOCUMENTS[packed] or (16 * size,)
     tokens = sum(lengths)
@@ -141,7 +144,9 @@ def _open_gives_every_rank_its_heads(
 
 def sums_over_copies_are_rounded_once_in_the_order_of_ranks() -> None:
     """bf16 gradients whose sum depends on the order and on every rounding between."""
-    rank, size, device = dist.get_rank(), dist.get_world_size(), _device()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    device = _device()
     _, scheme = _scheme("contiguous", num_key_heads=1)
     torch.manual_seed(5)
     gradients = torch.randn(
@@ -193,7 +198,8 @@ def test_the_all_to_alls_are_upstreams(size, sections):
 @sizes
 @on_ranks("size")
 def test_parameter_shares_rebuild_the_parameter_and_its_gradient(size):
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     whole = torch.arange(float(sum(SECTIONS) * 2)).view(-1, 2).requires_grad_()
     share = get_parameter_local_cp(whole, 0, dist.group.WORLD, SECTIONS)
     assert torch.equal(share, take_share(whole, 0, SECTIONS, rank, size))
@@ -309,7 +315,8 @@ def test_sums_over_copies_are_rounded_once_in_the_order_of_ranks(pools, size):
 @sizes
 @on_ranks("size")
 def test_shared_key_heads_have_their_rows_on_every_rank_that_uses_them(size):
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     dims, scheme = _scheme("zigzag", num_key_heads=2, num_value_heads=8)
     sections = dims.layout.conv_widths
     weight = torch.arange(float(sum(sections) * 3)).view(-1, 1, 3).requires_grad_()

@@ -24,7 +24,8 @@ from tests.ranks import on_ranks
 
 each = pytest.mark.parametrize("mixer", ["gdn", "gdn2", "mamba2"])
 by_tp = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-TOKENS, BATCH = 16, 2
+TOKENS = 16
+BATCH = 2
 # Multiples of 16 before the gates, and of out_proj's input, on two ranks.
 MAMBA = {
     "mamba_head_dim": 8,
@@ -63,10 +64,8 @@ def share(mixer: str, of, linear, sequence_parallel: bool):
     """This rank's share of the mixer ``of``."""
     sizes = {**MAMBA, **FP8, "tensor_model_parallel_size": 2}
     config = make_config(**sizes, sequence_parallel=sequence_parallel)
-    layer, share_of = (
-        build(mixer, config, groups_of_megatron(), linear),
-        BY_NAME[mixer].share,
-    )
+    layer = build(mixer, config, groups_of_megatron(), linear)
+    share_of = BY_NAME[mixer].share
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if "layer_norm" in name:
@@ -88,7 +87,8 @@ def unrounded():
 
 
 def rows_of_rank(layer, sequence_parallel: bool) -> slice:
-    rank, per_rank = layer.tp_group.rank(), TOKENS // 2
+    rank = layer.tp_group.rank()
+    per_rank = TOKENS // 2
     return (
         slice(rank * per_rank, (rank + 1) * per_rank)
         if sequence_parallel
@@ -98,7 +98,8 @@ def rows_of_rank(layer, sequence_parallel: bool) -> slice:
 
 def gradients(layer, x, *, main_grad: bool = False, times: int = 1, rows=slice(None)):
     """Of the layer's parameters and input; ``main_grad``: from the fp32 buffers."""
-    linear, x = layer.in_proj, x.detach().requires_grad_()
+    linear = layer.in_proj
+    x = x.detach().requires_grad_()
     linear.fuse_wgrad_accumulation = main_grad
     layer.zero_grad()
     if main_grad:
@@ -128,7 +129,8 @@ def _joins(layer, cat) -> bool:
 @on_ranks(2)
 def test_gates_have_the_weights_dtype_and_the_rest_is_fp8(mixer, bias):
     layer = whole(mixer, **({"bias": True} if bias else {}))
-    linear, x = layer.in_proj, inputs(layer)
+    linear = layer.in_proj
+    x = inputs(layer)
     exact, _ = linear(x)
     with fp8_on():
         rows, _ = linear(x)
@@ -145,7 +147,8 @@ def test_gates_have_the_weights_dtype_and_the_rest_is_fp8(mixer, bias):
 @on_ranks(2)
 def test_gradients_of_gates_do_not_pass_fp8(mixer):
     layer = whole(mixer)
-    linear, first = layer.in_proj, layer.dims.layout.main_width
+    linear = layer.in_proj
+    first = layer.dims.layout.main_width
     x = inputs(layer).requires_grad_()
     with fp8_on():
         rows, _ = linear(x)
@@ -165,7 +168,8 @@ def test_the_norm_in_front_comes_once(normalization, zero_centered):
     unrounded."""
     layer = whole("gdn", Fp8NormedColumn)
     linear = layer.in_proj
-    linear.normalization, linear.zero_centered_gamma = normalization, zero_centered
+    linear.normalization = normalization
+    linear.zero_centered_gamma = zero_centered
     if normalization == "LayerNorm":
         linear.layer_norm_bias = torch.nn.Parameter(torch.randn(linear.weight.shape[1]))
     found = []
@@ -230,7 +234,8 @@ def test_ranks_share_the_gates(mixer, normed, sequence_parallel, main_grad):
     with unrounded():
         of = whole(mixer, linear)
         layer, share_of = share(mixer, of, linear, sequence_parallel)
-        x, mine = inputs(of), rows_of_rank(layer, sequence_parallel)
+        x = inputs(of)
+        mine = rows_of_rank(layer, sequence_parallel)
         expected = gradients(of, x, main_grad=main_grad)
         with fp8_on():
             assert_close("out", layer(x[mine])[0], of(x)[0][mine], FP32)
@@ -269,13 +274,15 @@ def test_an_adapter_gets_the_normed_rows(sequence_parallel):
 @on_ranks(2, tp=1)
 def test_files_and_marks_are_those_of_a_launch_without_fp8(mixer):
     """Keys, bits and initial values; what optimizers and Muon read on the parameter."""
-    plain, fp8 = whole(mixer, fp8=False), whole(mixer)
+    plain = whole(mixer, fp8=False)
+    fp8 = whole(mixer)
     assert type(fp8.in_proj).__name__ == type(plain.in_proj).__name__
     assert isinstance(fp8.in_proj, GatesOutsideFP8) and not isinstance(
         plain.in_proj, GatesOutsideFP8
     )
     assert isinstance(fp8.in_proj, ColumnParallelLinear)
-    ours, theirs = fp8.state_dict(), plain.state_dict()
+    ours = fp8.state_dict()
+    theirs = plain.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(
         torch.equal(x, theirs[name]) for name, x in ours.items() if x is not None
@@ -345,8 +352,10 @@ DOCUMENTS = {
 @on_ranks(2, tp=1)
 def test_gates_beside_the_rows_are_gates_in_the_rows(mixer, documents):
     """Output and gradients to the bit, and no copy of the rows is made."""
-    layer, boundaries = whole(mixer, Fp8NormedColumn), DOCUMENTS[documents]
-    found, joined = [], []
+    layer = whole(mixer, Fp8NormedColumn)
+    boundaries = DOCUMENTS[documents]
+    found = []
+    joined = []
     for together in (True, False):
         layer.in_proj.__dict__.pop("forward", None)
         if together:

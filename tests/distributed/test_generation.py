@@ -36,13 +36,16 @@ from tests.distributed.layer_laws import thd
 from tests.parallel import hybrid_model, make_config, model_config, parallel
 from tests.ranks import on_ranks
 
-VOCAB, LONGEST = 32, 64
+VOCAB = 32
+LONGEST = 64
 
 
 class Letters:
     """A tokenizer, as far as Megatron's engine asks one."""
 
-    eod, bos, vocab_size = 0, 0, VOCAB
+    eod = 0
+    bos = 0
+    vocab_size = VOCAB
 
     def tokenize(self, text):
         return [ord(letter) % (VOCAB - 1) + 1 for letter in text]
@@ -99,7 +102,8 @@ def generates(
         assert all(module.training for module in model.modules())
         model.eval()
         context = static_context(model, 2, 40)
-        found, at = [], 0
+        found = []
+        at = 0
         with torch.inference_mode(), ready_for_single_tokens(model):
             for count in (9, 1, 5, 2, 6):
                 if at == 15:  # tokens that are not accepted
@@ -162,7 +166,8 @@ def test_megatrons_own_engine_generates_what_training_calls_likeliest():
     finally:
         InferenceMode.unset_active()
     for prompt, request in zip(prompts, requests, strict=True):
-        given, made = Letters().tokenize(prompt), request.generated_tokens.tolist()
+        given = Letters().tokenize(prompt)
+        made = request.generated_tokens.tolist()
         assert len(made) == 12
         logits = training_logits(model, torch.tensor([given + made]))[0]
         assert logits[len(given) - 1 : -1].argmax(-1).tolist() == made

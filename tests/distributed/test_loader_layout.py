@@ -61,16 +61,15 @@ def build_model(cp: int = 2, pattern: str = "MG*-", **options) -> HybridModel:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     if cp == 1:
         groups.cp = group_of_one()
-    spec, rope = (
-        hybrid_stack_spec("local", **options),
-        {"position_embedding_type": "rope"},
-    )
+    spec = hybrid_stack_spec("local", **options)
+    rope = {"position_embedding_type": "rope"}
     return hybrid_model(config, pattern, spec, pg_collection=groups, **rope)
 
 
 def one_and_two(cp: int = 2, **options) -> tuple[HybridModel, HybridModel]:
     """A model on one rank, and one of the same weights over both."""
-    one, model = build_model(cp=1), build_model(cp=cp, **options)
+    one = build_model(cp=1)
+    model = build_model(cp=cp, **options)
     model.load_state_dict(one.state_dict())
     return one, model
 
@@ -91,7 +90,8 @@ def require_one_ranks_gradients(
 
     def run(model, held, packed):
         model.zero_grad()
-        inputs, labels = tokens[:, :-1][:, held], tokens[:, 1:][:, held]
+        inputs = tokens[:, :-1][:, held]
+        labels = tokens[:, 1:][:, held]
         loss = model(
             inputs, positions[:, held], None, labels=labels, packed_seq_params=packed
         )
@@ -197,7 +197,8 @@ def test_micro_batches_of_one_model_may_be_cut_differently():
 @pytest.mark.parametrize("kind", ["G", "M", "*"])
 @on_ranks(cp=2)
 def test_sources_that_contradict_each_other_are_refused_by_name(kind):
-    option, params = "cp_layout='zigzag'", "packed_seq_params.cp_partition_mode="
+    option = "cp_layout='zigzag'"
+    params = "packed_seq_params.cp_partition_mode="
     by_config = "config.cp_partition_mode='contiguous'"
     cases = {
         (option, BUFFER, "'zigzag_buffer'"): {

@@ -31,7 +31,10 @@ CPU = torch.device("cpu")
 def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layout):
     """Collectives of one forward, bytes from this machine and from others, longest
     chain."""
-    rank, heads, K, V = dist.get_rank(), 16, 4, 3
+    rank = dist.get_rank()
+    heads = 16
+    K = 4
+    V = 3
     n = ranks_per_machine(dist.group.WORLD, told, CPU)
     layout = SequenceLayout.parse(layout)
     nodes = Cutting(size, layout, rank).nodes
@@ -39,8 +42,10 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
     bytes_priced, steps = map_exchange_traffic(
         StateShape(heads, K, V), size, layout, 1, None
     )
-    received, products = [], []
-    exchange, follow = map_exchange.exchange_rows, map_exchange.follow_chains
+    received = []
+    products = []
+    exchange = map_exchange.exchange_rows
+    follow = map_exchange.follow_chains
 
     def count_bytes(rows, send, receive, group):
         received.append([rows_of_one * rows[0].nbytes for rows_of_one in receive])

@@ -27,7 +27,9 @@ from tests.parallel import (
 )
 from tests.ranks import on_ranks
 
-MAIN, HEAD, DEPTHS = "M*G-", "M*", 2
+MAIN = "M*G-"
+HEAD = "M*"
+DEPTHS = 2
 LENGTHS = (24, 40)  # 12 and 20 times two ranks
 TOKENS = sum(LENGTHS)
 
@@ -36,10 +38,8 @@ def build_model(tp=1, cp=1, sequence_parallel=False, **options) -> HybridModel:
     ranks = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
     heads = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": 1.0}
     config = model_config(MAIN, sequence_parallel=sequence_parallel, **ranks, **heads)
-    pattern, spec = (
-        "/".join([MAIN, *[HEAD] * DEPTHS]),
-        hybrid_stack_spec("local", **options),
-    )
+    pattern = "/".join([MAIN, *[HEAD] * DEPTHS])
+    spec = hybrid_stack_spec("local", **options)
     return hybrid_model(config, pattern, spec, position_embedding_type="rope")
 
 
@@ -89,7 +89,8 @@ def trained(
         )
         ddp = in_ddp(model)
         model.config.finalize_model_grads_func = finalize_model_grads
-        batches, rank = _micro_batches(kind), parallel_state.get_context_parallel_rank()
+        batches = _micro_batches(kind)
+        rank = parallel_state.get_context_parallel_rank()
 
         def forward_step(batches, model):
             rows, mask, lengths = next(batches)
@@ -108,7 +109,8 @@ def trained(
             )
 
             def loss_function(losses):
-                total, count = (losses.float() * mask).sum(), mask.sum().int()
+                total = (losses.float() * mask).sum()
+                count = mask.sum().int()
                 return (
                     total,
                     count,
@@ -117,7 +119,8 @@ def trained(
 
             return losses, loss_function
 
-        losses, first = [], {}
+        losses = []
+        first = {}
         for _ in range(steps):
             ddp.zero_grad_buffer()
             reports = run_schedule(ddp, batches, forward_step, TOKENS)
@@ -218,7 +221,8 @@ def test_what_megatron_would_shift_wrongly_is_refused():
         with refused(match="with padded slots"):
             model(tokens, tokens, None, packed_seq_params=padded)
         packed = thd((8,))
-        packed.cp_group, packed.local_cp_size = group_of_one(), 1
+        packed.cp_group = group_of_one()
+        packed.local_cp_size = 1
         with refused(
             match="(?s)group of 1 ranks.*group of 2|group of 2.*group of 1 ranks"
         ):

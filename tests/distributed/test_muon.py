@@ -131,7 +131,8 @@ def sections_step_as_if_alone(
     with parallel.parallel(tp=tp):
         whole, share = in_parallel(mixer, tp)
         if bf16:
-            whole, share = whole.bfloat16(), share.bfloat16()
+            whole = whole.bfloat16()
+            share = share.bfloat16()
         ddp = wrapped(share, layer_wise)
         optimizer = optimizer_of(ddp, bf16, tp_mode, layer_wise)
         torch.manual_seed(11)

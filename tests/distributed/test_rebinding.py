@@ -102,8 +102,10 @@ def test_the_groups_of_one_forward_hold_for_that_forward():
 @on_ranks(cp=2)
 def test_sizes_under_upstreams_names_follow():
     """Sizes under upstream's names, as Bridge refreshes them on upstream's class."""
-    layer, two = over_ranks(), groups_of_megatron()
-    key_columns, value_columns = 4 * 8, 8 * 12
+    layer = over_ranks()
+    two = groups_of_megatron()
+    key_columns = 4 * 8
+    value_columns = 8 * 12
     assert layer.in_proj_dim == 2 * key_columns + 2 * value_columns + 2 * 8
     both = (2 * key_columns + value_columns, value_columns, 8, 8)
     assert layer.feat_dim_split == tuple(width // 2 for width in both)
@@ -185,7 +187,8 @@ def test_a_layout_that_is_set_later_counts():
 def test_attention_between_two_groups_and_heads_in_another_layout_are_refused():
     """Self-attention and its core are given different groups; a head of MTP another
     layout."""
-    tokens, two = torch.arange(12)[None], parallel_state.get_context_parallel_group()
+    tokens = torch.arange(12)[None]
+    two = parallel_state.get_context_parallel_group()
     model = build_model(cp=1)
     attention = next(m for m in model.modules() if isinstance(m, TorchSelfAttention))
     attention.core_attention.cp_group = two

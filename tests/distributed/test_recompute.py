@@ -33,12 +33,15 @@ from tests.ranks import on_ranks
 def test_the_norm_is_recomputed_without_megatrons_extension(cp, mode, options, called):
     """No bit changes, the output is gone meanwhile, and the layer keeps nothing of
     it."""
-    groups, config = groups_of_megatron(), make_config(context_parallel_size=cp)
+    groups = groups_of_megatron()
+    config = make_config(context_parallel_size=cp)
     saved = layer_with(config, groups, called, linear_cp_mode=mode)
     randomise_(saved)
     again = layer_with(config, groups, called, linear_cp_mode=mode, **options)
     again.load_state_dict(saved.state_dict())
-    x, packed, mixed = torch.randn(48 // cp, 1, 24), thd((16, 32)), []
+    x = torch.randn(48 // cp, 1, 24)
+    packed = thd((16, 32))
+    mixed = []
     again.out_proj.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))
 
     def run(*args, **kwargs):

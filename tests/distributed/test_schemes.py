@@ -28,7 +28,8 @@ from tests.ranks import on_ranks
 
 RECOMPUTE = {"recompute": "light"}
 ONE_KEY_HEAD = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
-MODES, LAYOUTS = ("headwise", "chunkwise"), ("zigzag", "zigzag_buffer", "contiguous")
+MODES = ("headwise", "chunkwise")
+LAYOUTS = ("zigzag", "zigzag_buffer", "contiguous")
 modes = pytest.mark.parametrize("linear_cp_mode", MODES)
 
 
@@ -51,7 +52,8 @@ def test_training_works_after_an_evaluation_in_inference_mode(linear_cp_mode):
     """Tables that an evaluation made under ``torch.inference_mode`` serve training
     too."""
     layer = over_ranks(linear_cp_mode=linear_cp_mode)
-    x, packed = torch.randn(24, 1, layer.hidden_size), thd((16, 32))
+    x = torch.randn(24, 1, layer.hidden_size)
+    packed = thd((16, 32))
     with torch.inference_mode():
         layer(x, None, packed_seq_params=packed)
     found = forward_backward(layer, x, packed)
@@ -105,7 +107,8 @@ def test_recomputing_the_norm_works_inside_checkpoints(linear_cp_mode):
     """In a block that a checkpoint of either kind computes again."""
     layer = over_ranks(linear_cp_mode=linear_cp_mode, recompute="light")
     randomise_(layer)
-    x, packed = torch.randn(24, 1, layer.hidden_size), thd((16, 32))
+    x = torch.randn(24, 1, layer.hidden_size)
+    packed = thd((16, 32))
 
     def block(x, *_, **__):
         return layer(x, None, packed_seq_params=packed)[0].tanh(), None
@@ -174,7 +177,8 @@ def chosen(
 
 @on_ranks(cp=2)
 def test_the_mode_comes_from_the_spec_or_the_config():
-    long, short = 2**20, 64
+    long = 2**20
+    short = 64
     assert chosen(short) == "headwise" and chosen(long) == "chunkwise"
     assert (
         chosen(short, "chunkwise") == "chunkwise"

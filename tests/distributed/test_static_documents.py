@@ -38,7 +38,8 @@ from tests.ranks import on_ranks
 from tests.whole_groups import whole_groups
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
-TOKENS, MOST = 256, 8
+TOKENS = 256
+MOST = 8
 SETS = ((256,), (0, 8, 248, 0), (8, 16, 24, 32, 40, 136), (80, 0, 0, 0, 0, 80, 0, 96))
 # Where the whole buffer is cut: any lengths, fragments of many documents, documents
 # over many.
@@ -101,10 +102,12 @@ def test_many_sets_of_documents_in_one_set_of_buffers(cp, mode, layout, changes)
     """At the same addresses; and the host reads nothing."""
     layer = over_ranks(changes, linear_cp_mode=mode, cp_layout=layout)
     randomise_(layer)
-    shape, dtype = (2, TOKENS, 1, layer.hidden_size), layer.config.params_dtype
+    shape = (2, TOKENS, 1, layer.hidden_size)
+    dtype = layer.config.params_dtype
     x, weight = torch.randn(shape, dtype=dtype)
     packed = static_packed_seq_params(TOKENS, MOST, device="cpu")
-    documents, first = static_documents_of(packed), None
+    documents = static_documents_of(packed)
+    first = None
     rank = parallel_state.get_context_parallel_rank()
     with documents_of_the_device():
         for lengths in SETS if layout == "zigzag" else ODD_SETS:
@@ -183,10 +186,8 @@ def test_a_number_that_is_not_finite_stays_in_its_document(mode, layout, start):
     not."""
     layer = over_ranks(linear_cp_mode=mode, cp_layout=layout)
     randomise_(layer)
-    lengths, rank = (
-        (start, 8, 4, TOKENS - start - 12),
-        parallel_state.get_context_parallel_rank(),
-    )
+    lengths = (start, 8, 4, TOKENS - start - 12)
+    rank = parallel_state.get_context_parallel_rank()
     mine = local_indices(lengths, 2, rank, SequenceLayout(layout))
     others = (mine < start) | (mine >= start + 8)
     x, weight = torch.randn(2, TOKENS, 1, layer.hidden_size)
@@ -207,7 +208,8 @@ def test_a_number_that_is_not_finite_stays_in_its_document(mode, layout, start):
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @on_ranks(cp=2)
 def test_documents_that_zigzag_cannot_cut_are_refused_before_anything_is_written(mode):
-    packed, x = static_packed_seq_params(32, 2, device="cpu"), torch.randn(16, 1, 24)
+    packed = static_packed_seq_params(32, 2, device="cpu")
+    x = torch.randn(16, 1, 24)
     set_documents(packed, [0, 12, 32])
     layer = over_ranks(linear_cp_mode=mode)
     expected = forward_backward(layer, x, packed)

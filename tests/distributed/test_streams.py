@@ -31,7 +31,8 @@ def on_stream(number: int, capturing: bool = False) -> Iterator[None]:
 def copies_to_device() -> Iterator[list[torch.Tensor]]:
     """The tables that are copied to a device meanwhile, but for messages, which nobody
     keeps."""
-    copied, copy = [], host_tables.to_device
+    copied = []
+    copy = host_tables.to_device
 
     def note(table, device):
         copied.append(copy(table, device))

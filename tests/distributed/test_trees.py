@@ -77,7 +77,8 @@ def as_tree(cp: int = 1, recompute: bool = False) -> dict[str, torch.Tensor]:
     """The losses of all responses' tokens, and every parameter's gradient of a weighted
     sum."""
     with parallel(cp=cp):
-        model, rank = build(cp, recompute), parallel_state.get_context_parallel_rank()
+        model = build(cp, recompute)
+        rank = parallel_state.get_context_parallel_rank()
         packed = pack_tree(*prompts_and_responses(), multiple_of=2 * cp)
         slots = tuple(packed.packed_seq_params.cu_seqlens_q_padded.diff().tolist())
         held = local_indices(slots, cp, rank)

@@ -94,14 +94,17 @@ def run_with(cp: MambaContextParallel, mixer, x, cu_seqlens=None):
     ``[B, s, D]``."""
     proj = cp.pre_conv_ssm(_linear(mixer.in_proj, x), cu_seqlens)
     packed = proj.dim() == 2
-    heads, groups, inner = cp.num_heads_local, cp.n_groups_local, cp.d_inner_local
+    heads = cp.num_heads_local
+    groups = cp.n_groups_local
+    inner = cp.d_inner_local
     of_groups = groups * cp.d_state
     outputs = []
     rows = proj[None] if packed else proj
     lengths = [rows.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     for piece in rows.split([n for n in lengths if n], dim=1):
         z, xBC, dt = piece.split([inner, inner + 2 * of_groups, heads], dim=-1)
-        weight, bias = cp.get_conv1d_weight(), cp.get_conv1d_bias()
+        weight = cp.get_conv1d_weight()
+        bias = cp.get_conv1d_bias()
         xBC = F.pad(xBC.mT, (weight.shape[1] - 1, 0))
         xBC = F.silu(F.conv1d(xBC, weight[:, None], bias, groups=len(weight))).mT
         x_, B, C = xBC.split([inner, of_groups, of_groups], dim=-1)
@@ -152,10 +155,8 @@ def test_the_mixer_equals_megatrons_with_the_same_weights():
 @pytest.mark.parametrize("tp", [1, 2])
 @on_ranks(tp="tp")
 def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(tp, tmp_path):
-    config, groups = (
-        config_of(MAMBA_SIZES, tensor_model_parallel_size=tp),
-        groups_of_megatron(),
-    )
+    config = config_of(MAMBA_SIZES, tensor_model_parallel_size=tp)
+    groups = groups_of_megatron()
 
     def described(mixer):
         state = mixer.sharded_state_dict("mixer.")
@@ -178,7 +179,8 @@ def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(tp, tmp_pat
 
     with without_mamba_ssm():
         torch.manual_seed(5 + groups.tp.rank())
-        theirs, ours = _theirs(config, groups), build_mamba2(config, groups)
+        theirs = _theirs(config, groups)
+        ours = build_mamba2(config, groups)
         assert described(ours) == described(theirs)
         shapes = ours.mamba_state_shapes_per_request()
         assert shapes == theirs.mamba_state_shapes_per_request(), (
@@ -223,13 +225,12 @@ def test_weights_of_transformers_give_its_outputs_and_come_back_bit_for_bit(kind
 @on_ranks(cp="cp_size")
 def test_the_exchange_refuses_what_it_would_cut_wrong(cp_size):
     """On every rank alike."""
-    cp, width = (
-        MambaContextParallel(groups_of_megatron().cp, 8, 5, 2, 6, hf_mixer("mamba2")),
-        112,
-    )
+    cp = MambaContextParallel(groups_of_megatron().cp, 8, 5, 2, 6, hf_mixer("mamba2"))
+    width = 112
     refused = partial(pytest.raises, ValueError)
     odd = torch.tensor([0, 3 * cp_size, 4 * cp_size])
-    short, two = torch.randn(4, width), torch.randn(2, 4, width)
+    short = torch.randn(4, width)
+    two = torch.randn(2, 4, width)
     with refused(match=f"not a multiple of {2 * cp_size}"):
         cp.pre_conv_ssm(short, odd)
     with refused(match=f"not a multiple of {2 * cp_size}"):
@@ -257,7 +258,8 @@ def test_all_sections_travel_in_one_message_each_way(groups):
         return exchange(*args, **kwargs)
 
     with patch.object(torch.distributed, "all_to_all_single", counted):
-        mixer, group = hf_mixer("mamba2", groups), groups_of_megatron().cp
+        mixer = hf_mixer("mamba2", groups)
+        group = groups_of_megatron().cp
         cp = MambaContextParallel(group, 8, 5, groups, 6, mixer)
         lengths = (4, 0, 12)
         packed = Documents.from_cu_seqlens(list(accumulate(lengths, initial=0)), 16)

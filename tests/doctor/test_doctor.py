@@ -235,7 +235,8 @@ def test_a_rule_that_is_less_exact_than_plain_torch_is_wrong(monkeypatch):
 
 
 def test_a_rule_that_does_not_repeat_is_wrong(monkeypatch):
-    run, calls = checks.run_rule, []
+    run = checks.run_rule
+    calls = []
 
     def drifting(rule, inputs, documents, **options):
         out, state = run(rule, inputs, documents, **options)

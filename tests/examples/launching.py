@@ -37,7 +37,8 @@ class Launch:
 
     def __init__(self, *flags: object, cwd: Path, size: int = 2, limit=None) -> None:
         self._log = cwd / f"printed-{len(list(cwd.glob('printed-*')))}.txt"
-        port, context = free_port(), _context("gloo")
+        port = free_port()
+        context = _context("gloo")
         self._ranks = [
             context.Process(
                 target=_rank,

@@ -46,7 +46,8 @@ def counted(batches, name):
 
 def documents_in(labels):
     """Split labels into documents; each ends with its end-of-document label."""
-    documents, current = [], bytearray()
+    documents = []
+    current = bytearray()
     for token in labels.tolist():
         if token == END_OF_DOCUMENT:
             documents.append(bytes(current))
@@ -114,7 +115,8 @@ def test_packed_lengths_describe_the_buffer(corpus, blocks, rows, multiple):
 
 
 def make_feed(corpus, *, cp=(1, 0), dp=(1, 0), packing=True, shuffle=True, consumed=0):
-    (cp_size, cp_rank), (dp_size, dp_rank) = cp, dp
+    cp_size, cp_rank = cp
+    dp_size, dp_rank = dp
     place = {
         "cp_size": cp_size,
         "cp_rank": cp_rank,
@@ -152,10 +154,8 @@ def test_an_epoch_of_the_feed_is_the_corpus(packing, shuffle):
     while feed.epoch == 0:
         batches.append(next(feed))
     batches.pop()  # the first of the next epoch
-    labels, everything = (
-        counted(batches, "labels"),
-        token_stream(CORPUS).tokens[1:].long(),
-    )
+    labels = counted(batches, "labels")
+    everything = token_stream(CORPUS).tokens[1:].long()
     assert torch.equal(labels.sort().values, everything.sort().values)
     assert torch.equal(labels, everything) is not shuffle
 
@@ -186,7 +186,8 @@ def test_packed_parameters_carry_real_and_padded_boundaries():
     batch = next(make_feed(CORPUS, cp=(2, 1)))
     packed = batch.packed_seq_params
     assert packed.qkv_format == "thd"
-    real, padded = packed.cu_seqlens_q.tolist(), packed.cu_seqlens_q_padded.tolist()
+    real = packed.cu_seqlens_q.tolist()
+    padded = packed.cu_seqlens_q_padded.tolist()
     assert padded[-1] == 2 * batch.tokens.shape[1] == 48
     assert packed.max_seqlen_q == max(b - a for a, b in pairwise(padded))
     for (a, b), (c, d) in zip(pairwise(real), pairwise(padded), strict=True):

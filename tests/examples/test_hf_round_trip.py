@@ -17,7 +17,9 @@ from tests.hf.model_laws import hf_model, load_dist_checkpoint, logits_of
 from tests.hf.tiny_models import build, model_class
 from tests.parallel import parallel
 
-STEPS, ROWS, LENGTH = 3, 4, 64
+STEPS = 3
+ROWS = 4
+LENGTH = 64
 
 
 @pytest.fixture(scope="module")

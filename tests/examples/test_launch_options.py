@@ -122,7 +122,8 @@ SCONTROL = """#!/usr/bin/env bash
 
 
 def launch(folder: Path, name: str, **environment: str) -> str:
-    script, seen = folder / "pretrain_my.py", folder / "seen"
+    script = folder / "pretrain_my.py"
+    seen = folder / "seen"
     script.write_text(OF_RANKS)
     path = os.pathsep.join(
         (str(folder), str(Path(sys.executable).parent), os.environ["PATH"])

@@ -67,7 +67,8 @@ def what_ends_a_run_of_broken_weights() -> list[str]:
     said = []
     with parallel(1):
         training = build_training(args)
-        held_out, device = Corpus((b"held out",)), torch.device("cpu")
+        held_out = Corpus((b"held out",))
+        device = torch.device("cpu")
         assert held_out_loss(args, training, held_out, device)[0] == pytest.approx(
             5.5, abs=0.5
         )
@@ -97,7 +98,8 @@ def test_weights_that_the_last_step_broke_are_seen_by_held_out_documents_and_by_
 def test_what_one_rank_finds_stops_every_rank():
     from pretraining.step import NotFiniteError, require_finite
 
-    device, fine = torch.device("cpu"), {"loss": 1.0, "grad_norm": 2.0}
+    device = torch.device("cpu")
+    fine = {"loss": 1.0, "grad_norm": 2.0}
     require_finite(7, device, **fine)
     for numbers in (
         {"loss": 1.0, "grad_norm": math.nan},
@@ -147,7 +149,8 @@ def test_only_a_checkpoint_that_a_finite_step_followed_is_recommended(
     from pretraining.going_on import how_to_go_back
 
     monkeypatch.chdir(tmp_path)
-    saved, load = place(Path("saved"), 20, 30), place(Path("earlier"), 8, 12)
+    saved = place(Path("saved"), 20, 30)
+    load = place(Path("earlier"), 8, 12)
     args = Namespace(
         save=saved,
         load=load,

@@ -71,7 +71,8 @@ def test_another_number_of_tensor_ranks_goes_on_with_the_same_losses(text, tmp_p
         "--no-deterministic",
     ]
     run(*folder, *one_rank, cwd=tmp_path, size=1)
-    two, one = metrics(tmp_path / RUN), metrics(tmp_path / "runs/pretrain_hybrid-2")
+    two = metrics(tmp_path / RUN)
+    one = metrics(tmp_path / "runs/pretrain_hybrid-2")
     for before, after in zip(two[8:], one, strict=True):
         # fp32 sums over a model of 32 channels in another order, up to four steps of
         # Adam further

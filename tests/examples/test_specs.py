@@ -244,10 +244,8 @@ def test_gpt_blocks_mix_layers_by_linear_attention_freq_and_may_hold_experts(
     block = gpt_block_spec(config)
     assert isinstance(block, TransformerBlockSubmodules)
     model = GPTModel(config, block, 16, 8, position_embedding_type="rope")
-    tokens, mask = (
-        torch.arange(8)[None],
-        torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1),
-    )
+    tokens = torch.arange(8)[None]
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
     losses = model(tokens, tokens, mask, labels=(tokens + 1) % 16)
     losses.sum().backward()
     assert losses.isfinite().all() and losses.shape == (1, 8)
@@ -283,10 +281,8 @@ def test_a_hybrid_spec_is_called_for_another_and_built_by_megatron():
     for layer in (other.submodules.gdn_layer, other.submodules.attention_layer):
         assert layer.submodules.self_attention.params["cp_layout"] == "contiguous"
     assert isinstance(other(), ModuleSpec)
-    groups, config = (
-        ProcessGroupCollection.use_mpu_process_groups(),
-        make_config(num_layers=1),
-    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    config = make_config(num_layers=1)
     given = {"pre_process": True, "layer_type_list": ["G"], "pg_collection": groups}
     assert type(hybrid_stack_spec(config, **given)).__name__ == "KDAHybridStack"
 

@@ -19,7 +19,8 @@ from tests.frameworks.tiny_models import (
     tokens,
 )
 
-RANK, ALPHA = 4, 8
+RANK = 4
+ALPHA = 8
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -63,7 +64,8 @@ FP32_IN_THE_FILES = {
 @pytest.mark.parametrize("fp32", FP32_IN_THE_FILES.values(), ids=FP32_IN_THE_FILES)
 def test_an_export_has_the_dtypes_of_the_files_and_their_bits(fp32, tmp_path):
     published("Qwen3.5", tmp_path, torch.float32)
-    file, generator = tmp_path / "model.safetensors", torch.manual_seed(3)
+    file = tmp_path / "model.safetensors"
+    generator = torch.manual_seed(3)
     saved = load_file(file)
     for name, weight in saved.items():
         if name.endswith(("dt_bias", "linear_attn.norm.weight")):  # which start as ones

@@ -44,7 +44,8 @@ def packed_before_training(folder, multiple: int) -> dict:
     ``multiple``."""
     rows = []
     for document in documents():
-        ids, inputs = document.tolist(), len(document) - 1
+        ids = document.tolist()
+        inputs = len(document) - 1
         padding = -inputs % multiple
         rows.append(
             {"input_ids": ids + padding * [EOS], "loss_mask": len(ids) * [True]}

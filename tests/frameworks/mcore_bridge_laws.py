@@ -31,7 +31,8 @@ from tests.frameworks.tiny_models import (
     tokens,
 )
 
-RANK, ALPHA = 4, 8
+RANK = 4
+ALPHA = 8
 MORE = {"moe_router_fusion": False, "variable_seq_lengths": False}
 
 
@@ -142,7 +143,8 @@ def test_packed_documents_do_not_see_each_other(tmp_path):
         max_seqlen_q=11,
         max_seqlen_kv=11,
     )
-    ids, positions = tokens()[:1], torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = tokens()[:1]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
     with torch.no_grad():
         together = model(ids, positions, None, packed_seq_params=packed)[0]
         alone = [

@@ -21,7 +21,8 @@ from tests.frameworks.tiny_models import require_falling, require_logits
 from tests.parallel import make_config
 from tests.upstream import upstream_on_cpu
 
-VOCABULARY, TOKENS = 32, 24
+VOCABULARY = 32
+TOKENS = 24
 Theirs = upstream_on_cpu().GatedDeltaNet
 SIZES = {
     "ffn_hidden_size": 32,
@@ -154,7 +155,8 @@ def test_mamba_too_where_asked():
 
 def test_a_step_of_training():
     megatron_gdn.patch_megatron()
-    model, positions = hybrid(), torch.arange(TOKENS).expand(2, -1)
+    model = hybrid()
+    positions = torch.arange(TOKENS).expand(2, -1)
     ids = positions % 7
     require_falling(
         lambda: model(ids, positions, None, labels=ids).mean(),

@@ -90,7 +90,8 @@ class Wrapped(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.config = module, module.config
+        self.module = module
+        self.config = module.config
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -132,7 +133,8 @@ def arguments(name: str, folder, flag: str = "", becomes: str = ""):
         args = parse_args()
     args.hf_checkpoint, args.load = str(folder), str(folder)
     # slime's defaults
-    args.model_name, args.update_weight_buffer_size = None, 512 * 1024**2
+    args.model_name = None
+    args.update_weight_buffer_size = 512 * 1024**2
     args = set_default_megatron_args(args)
     for field, value in WITHOUT_GPU.items():
         assert hasattr(args, field), field
@@ -143,7 +145,8 @@ def arguments(name: str, folder, flag: str = "", becomes: str = ""):
 def built(args, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
     """slime's model for these arguments, with the weights of ``args.load``, by its own
     loader."""
-    args.params_dtype, args.bf16 = dtype, dtype == torch.bfloat16
+    args.params_dtype = dtype
+    args.bf16 = dtype == torch.bfloat16
     model = get_model_provider_func(args)()
     for parameter in model.parameters():  # as Megatron's `get_model` does
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -42,7 +42,8 @@ class RMSNorm(nn.Module):
         **_,
     ):
         super().__init__()
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
         first = torch.zeros if zero_centered_gamma else torch.ones
         self.weight = nn.Parameter(
             first(hidden_size or normalized_shape, dtype=params_dtype)
@@ -59,8 +60,11 @@ class _Base(nn.Module):
         self, out_features, in_features, bias, params_dtype, init_method, return_bias
     ):
         super().__init__()
-        self.out_features, self.in_features = out_features, in_features
-        self.use_bias, self.te_returns_bias, self.tp_size = bias, return_bias, 1
+        self.out_features = out_features
+        self.in_features = in_features
+        self.use_bias = bias
+        self.te_returns_bias = return_bias
+        self.tp_size = 1
         self.parallel_mode = None  # as that of a linear that every rank holds whole
         self.weight = nn.Parameter(
             torch.empty(out_features, in_features, dtype=params_dtype)
@@ -123,7 +127,8 @@ class LayerNormLinear(_Base):
         super().__init__(
             out_features, in_features, bias, params_dtype, init_method, return_bias
         )
-        self.eps, self.zero_centered = eps, zero_centered_gamma
+        self.eps = eps
+        self.zero_centered = zero_centered_gamma
         first = torch.zeros if zero_centered_gamma else torch.ones
         self.layer_norm_weight = nn.Parameter(first(in_features, dtype=params_dtype))
         # low-rank adapters ask for the normed rows
@@ -157,12 +162,11 @@ class GroupedLinear(nn.Module):
         _require_one(tp_size)
         super().__init__()
         assert not bias
-        self.num_gemms, self.in_features, self.out_features = (
-            num_gemms,
-            in_features,
-            out_features,
-        )
-        self.use_bias, self.tp_size = False, 1
+        self.num_gemms = num_gemms
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = False
+        self.tp_size = 1
         for i in range(num_gemms):
             weight = nn.Parameter(
                 torch.empty(out_features, in_features, dtype=params_dtype)
@@ -186,7 +190,8 @@ class DotProductAttention(nn.Module):
         self, num_attention_heads, kv_channels, softmax_scale=None, **settings
     ):
         super().__init__()
-        self.num_attention_heads, self.kv_channels = num_attention_heads, kv_channels
+        self.num_attention_heads = num_attention_heads
+        self.kv_channels = kv_channels
         self.softmax_scale, self.qkv_format = (
             softmax_scale,
             settings.get("qkv_format", "sbhd"),
@@ -254,7 +259,8 @@ HERE = {
 
 
 class _Names(ModuleType):
-    __version__, __path__ = "2.4.0", []
+    __version__ = "2.4.0"
+    __path__ = []
 
     def __getattr__(self, name: str):
         if name.startswith("__"):

@@ -236,7 +236,8 @@ Path(__file__).with_name("seen").write_text(json.dumps([__name__, sys.argv, sys.
 
 
 def test_launch_runs_a_script_as_python_does(monkeypatch, tmp_path):
-    script, seen = tmp_path / "pretrain_my.py", tmp_path / "seen"
+    script = tmp_path / "pretrain_my.py"
+    seen = tmp_path / "seen"
     script.write_text(SCRIPT)
     (tmp_path / "beside.py").touch()
     python(script, "--lr", "1")
@@ -267,7 +268,8 @@ def test_a_launched_script_finds_its_own_megatron_the_letter_of_kda_and_our_flop
     """Not the installed Megatron, of which a clone's megatron.training may be another
     version. Megatron's scripts read the pattern before they import what ``--spec``
     names."""
-    script, megatron = tmp_path / "pretrain_my.py", Path(megatron_core.__file__).parent
+    script = tmp_path / "pretrain_my.py"
+    megatron = Path(megatron_core.__file__).parent
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "core").symlink_to(megatron)
     script.write_text(READING)

@@ -91,10 +91,8 @@ def require_logits(
 ) -> None:
     """``roundings`` on the way to a logit, each of at most the largest number's last
     place."""
-    difference, largest = (
-        (found - expected).abs().max().item(),
-        expected.abs().max().item(),
-    )
+    difference = (found - expected).abs().max().item()
+    largest = expected.abs().max().item()
     print(f"{name}: logits differ by {difference:.1e} of {largest:.1e}")
     assert difference <= roundings * torch.finfo(torch.float32).eps * largest
 

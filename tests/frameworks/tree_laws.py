@@ -51,10 +51,12 @@ def calls(monkeypatch):
 def test_a_tree_runs_beside_transformer_engines_attention(calls, seed):
     """Logits and gradients, in fp32, of the sequences packed for Transformer Engine's
     attention."""
-    model, tree = build(), random_tree(seed, longest=TOKENS)
+    model = build()
+    tree = random_tree(seed, longest=TOKENS)
     apart = separately(tree)
     tokens = torch.randint(VOCABULARY, (1, sum(tree.slots)))
-    weight, found = torch.randn(len(apart.tokens), VOCABULARY), []
+    weight = torch.randn(len(apart.tokens), VOCABULARY)
+    found = []
     for of_model, params, kept in (
         (tokens, tree.params, apart.tokens),
         (tokens[:, apart.source], thd(apart.documents.lengths), apart.kept),
@@ -73,11 +75,13 @@ def test_a_tree_runs_beside_transformer_engines_attention(calls, seed):
 def test_packed_documents_and_batches_run_as_before():
     """The same bits and the same keys of a checkpoint as with Megatron's own attention
     layers."""
-    ours, theirs = build(), hybrid(upstream)
+    ours = build()
+    theirs = hybrid(upstream)
     assert isinstance(attention_of(ours), TorchSelfAttention)
     assert type(attention_of(theirs)) is SelfAttention
     assert ours.sharded_state_dict().keys() == theirs.sharded_state_dict().keys()
-    mine, upstreams = attention_of(ours), attention_of(theirs)
+    mine = attention_of(ours)
+    upstreams = attention_of(theirs)
     mine.load_state_dict(upstreams.state_dict())
     x = torch.randn(TOKENS, 1, ours.config.hidden_size)
     angles = ours.rotary_pos_emb(TOKENS)
@@ -87,7 +91,8 @@ def test_packed_documents_and_batches_run_as_before():
 
 
 def test_a_tree_without_branches_gives_packed_documents_to_torch(calls):
-    model, tokens = build(), torch.randint(VOCABULARY, (1, TOKENS))
+    model = build()
+    tokens = torch.randint(VOCABULARY, (1, TOKENS))
     lengths = (5, TOKENS - 5)
     by_torch = logits(
         model, tokens, tree_packed_seq_params(lengths, (-1, -1), device="cpu")

@@ -144,7 +144,8 @@ def test_flash_qla_is_not_asked_for_an_odd_number_of_heads(hopper):
 def test_a_slower_rule_and_slower_kernels_are_announced_once(caplog):
     log_obstacle_once.cache_clear()
     sizes = HeadSizes(1, 1, 4, 4)
-    proj, weight = torch.zeros(3, 1, sizes.layout.width), torch.zeros(12, 1, 9)
+    proj = torch.zeros(3, 1, sizes.layout.width)
+    weight = torch.zeros(12, 1, 9)
     with caplog.at_level("INFO", logger="megatron_gdn.ops"):
         for _layer in range(3):
             rule = resolve_rule(device="cpu", dtype=torch.float32, sizes=sizes).rule
@@ -224,7 +225,8 @@ def test_a_rule_as_a_function_equals_the_plain_one(rule, offsets, options):
             *x[:5], cu_seqlens=documents, **states, **options
         )
 
-    got, expected = found(staged, inputs), found(plain, inputs)
+    got = found(staged, inputs)
+    expected = found(plain, inputs)
     for name, exact in expected.items():
         torch.testing.assert_close(
             got[name], exact, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"

@@ -53,7 +53,8 @@ HEADS = Heads(2, 4, torch.bfloat16)
 
 class Kernel:
     def __init__(self, entry: Path) -> None:
-        self.entry, self.made_here = entry, 0
+        self.entry = entry
+        self.made_here = 0
 
     def compile(self):
         self.made_here += not self.entry.exists()

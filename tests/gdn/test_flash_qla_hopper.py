@@ -60,7 +60,9 @@ def test_what_a_kernel_writes_is_no_state_that_entered(final):
         prepare_chunk_offsets=lambda cu, size: (torch.tensor([0, 2]), 3)
     )
     stages._kernel = lambda stage, *key: lambda *args: calls.append(args)
-    G, H, K = 1, 2, 16
+    G = 1
+    H = 2
+    K = 16
     k, v = torch.zeros(1, 192, G, K), torch.zeros(1, 192, H, K)
     a, g = torch.zeros(1, 192, H, 64), torch.zeros(1, 192, H)
     initial = torch.ones(2, H, K, K)

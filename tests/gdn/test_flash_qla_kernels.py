@@ -54,7 +54,8 @@ def source(first: str = "", second: str = "", head: str = HEAD) -> str:
     "present", [("", ""), (FENCE, ""), ("", FENCE), (FENCE, FENCE)]
 )
 def test_a_write_is_fenced_before_the_next_signal(present):
-    given, wanted = source(*present), source(FENCE, FENCE)
+    given = source(*present)
+    wanted = source(FENCE, FENCE)
     assert len(fences.missing_fences(given)) == present.count("")
     assert fences.with_fences(given) == wanted
     assert fences.missing_fences(wanted) == [] and fences.with_fences(wanted) == wanted
@@ -149,11 +150,13 @@ class Kernel:
     """As tilelang's object for a function: ``compile`` finds its result on disk, or
     makes it."""
 
-    func_source, pass_configs = "def kkt_solve(H): ...", {"fast_math": True}
+    func_source = "def kkt_solve(H): ..."
+    pass_configs = {"fast_math": True}
     func = SimpleNamespace(orig_func=SimpleNamespace(__name__="tilelang_kkt_solve"))
 
     def __init__(self, folder) -> None:
-        self._folder, self.made = folder, []
+        self._folder = folder
+        self.made = []
 
     def compile(self, *args, **kwargs):
         place = self._folder / f"entry-{args}-{sorted(kwargs.items())}"
@@ -180,7 +183,8 @@ def watched(folder) -> Kernel:
 
 
 def test_a_kernel_is_compiled_once_and_said(cache, caplog):
-    first, another = watched(cache), watched(cache)
+    first = watched(cache)
+    another = watched(cache)
     first.compile(32, dtype=torch.float16)
     assert first.made == [(32,)]
     assert (

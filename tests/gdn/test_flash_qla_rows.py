@@ -128,7 +128,8 @@ def test_deterministic_mode_and_states_keep_their_own_cut(planned):
 
 def test_one_plan_serves_every_layer_and_the_backward(planned):
     planned(4, 4096, 8, 132)
-    rule, inputs = flash_qla.FlashQlaRule(), empty(4, 4096, 8)
+    rule = flash_qla.FlashQlaRule()
+    inputs = empty(4, 4096, 8)
     assert rule.plan(inputs, None, False) is rule.plan(inputs, None, False)
 
 
@@ -162,7 +163,8 @@ def test_the_plan_of_a_sequence_is_the_sequence_whatever_lies_beside_it(rule):
 @pytest.mark.parametrize("rule", [(0, 64, 192, 300)], indirect=True)
 def test_the_backward_in_parts_begins_from_the_states_that_entered(rule):
     inputs, d_o = random_inputs(300)
-    oracle, (initial, d_final) = Oracle(inputs, (300,)), random_states(1)
+    oracle = Oracle(inputs, (300,))
+    initial, d_final = random_states(1)
     o, _, saved = rule.begin(inputs, None).run(initial)
     begun = backward_of(rule, inputs, d_o, saved)
     d_initial = oracle.backward(d_o, initial)[1]
@@ -177,7 +179,8 @@ def test_the_backward_in_parts_begins_from_the_states_that_entered(rule):
 def test_a_sequence_goes_on_from_the_state_of_any_chunk(rule):
     inputs, _ = random_inputs(300)
     exact, final = Oracle(inputs, (300,)).forward()
-    state, made = None, []
+    state = None
+    made = []
     for start, end in ((0, 64), (64, 256), (256, 300)):
         piece = RuleInputs(*(x[:, start:end] for x in inputs))
         o, state, saved = rule.begin(piece, None).run(state, keep=False, final=True)

@@ -104,7 +104,8 @@ def check_against_fp64(
     for seed in range(seeds):
         sizes, leaves, d_out, documents = make_inputs(heads, seed=seed, **shape)
         wide = [x.detach().double() for x in leaves]
-        batch, options = (d_out, documents), {"allow_neg_eigval": allow_neg_eigval}
+        batch = (d_out, documents)
+        options = {"allow_neg_eigval": allow_neg_eigval}
         twins = {"kernels": "torch", **options}
         exact = run(sizes, wide, *batch, rule_named("reference", sizes), **twins)
         plain = run(sizes, leaves, *batch, rule_named(yardstick, sizes), **twins)
@@ -217,7 +218,8 @@ def test_a_second_run_of_the_rule_is_as_exact(shape, rule):
     exact = run(
         sizes, wide, d_out, documents, rule_named("reference", sizes), kernels="torch"
     )
-    found, usual = errors(again, exact), errors(saved, exact)
+    found = errors(again, exact)
+    usual = errors(saved, exact)
     for name, a, b, x in zip(NAMES, found, usual, exact, strict=True):
         print(f"{name}: {a:.2e}, without a second run {b:.2e}")
         assert a <= 1.2 * b * (1 + 2 * x.numel() ** -0.5), name

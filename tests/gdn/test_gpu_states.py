@@ -110,7 +110,8 @@ def exact_run(inputs, d_o) -> list[torch.Tensor]:
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("case", SEGMENTS)
 def test_a_sequence_in_segments_is_as_exact_as_in_one(case, decay, name):
-    rule, lengths = rule_named(name), SEGMENTS[case]
+    rule = rule_named(name)
+    lengths = SEGMENTS[case]
     inputs, d_o = make_inputs(sum(lengths), decay=decay)
     exact = exact_run(inputs, d_o)
     whole = errors(run_whole(rule, inputs, d_o), exact)
@@ -122,9 +123,11 @@ def test_a_sequence_in_segments_is_as_exact_as_in_one(case, decay, name):
 
 @pytest.mark.parametrize("name", RULES)
 def test_segments_in_fixed_buffers_are_as_exact_as_a_whole_sequence(name):
-    rule, tokens = rule_named(name), 4096
+    rule = rule_named(name)
+    tokens = 4096
     inputs, d_o = make_inputs(tokens)
-    exact, static = exact_run(inputs, d_o), StaticDocuments(tokens, 8, "cuda")
+    exact = exact_run(inputs, d_o)
+    static = StaticDocuments(tokens, 8, "cuda")
     whole = errors(run_whole(rule, inputs, d_o), exact)
     for lengths in (
         (4096,),
@@ -141,12 +144,14 @@ def test_segments_in_fixed_buffers_are_as_exact_as_a_whole_sequence(name):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_maps_states_and_d_initial_agree_with_the_plain_rule(decay, name):
-    rule, lengths = rule_named(name), (1, 63, 64, 200, 3000, 129)
+    rule = rule_named(name)
+    lengths = (1, 63, 64, 200, 3000, 129)
     inputs, d_o = make_inputs(sum(lengths), decay=decay)
     documents = documents_of(lengths, "cuda")
     local, through = rule.begin(inputs, documents).state_map()
     exact = Oracle(widened(inputs), lengths)
-    exact_local, exact_through = exact.forward()[1], exact.through()
+    exact_local = exact.forward()[1]
+    exact_through = exact.through()
     identity = torch.eye(128, device="cuda").norm()
     found = {"local": relative(local, exact_local)}
     # Against the norm of a map that forgets nothing: that is what a rounding of through
@@ -246,7 +251,8 @@ def test_states_and_their_gradients_of_batch_rows(name):
 def test_fp16_operands_pass_states_more_exactly(way, name):
     """At most half of what bf16 operands cost for the same values, which have three
     bits less."""
-    rule, lengths = rule_named(name), [700, 65, 2100]
+    rule = rule_named(name)
+    lengths = [700, 65, 2100]
     inputs, d_o = make_inputs(sum(lengths), decay="none")
     d_o[:, :765] *= 2.0**-8
     exact = exact_run(inputs, d_o)

@@ -20,7 +20,10 @@ from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule import states
 from tests.trees import Tree
 
-G, H, K, V = 2, 6, 5, 7
+G = 2
+H = 6
+K = 5
+V = 7
 # Two numbers rounded to fp16, by 2^-12 each: d_o on the way in, a gradient on the way
 # out.
 HALF = 2 * 2**-12
@@ -102,7 +105,8 @@ def test_a_quiet_key_head_keeps_its_digits_beside_a_loud_one():
     inputs, d_o = make_inputs()
     quiet = slice(0, H // G)
     d_o[:, :, quiet] *= 2.0**-60
-    got, exact = run(inputs, d_o), exact_run(inputs, d_o)
+    got = run(inputs, d_o)
+    exact = exact_run(inputs, d_o)
     for index, heads in (
         (1, slice(0, 1)),
         (2, slice(0, 1)),
@@ -200,9 +204,11 @@ def test_states_are_in_true_units_on_both_sides(lengths):
         # fp32 from what fp16 holds exactly
         assert_close("final", made.final, final, 2**-20)
     forward = rule.begin(inputs, documents)
-    through, saved = forward.state_map().through, forward.run(initial).saved
+    through = forward.state_map().through
+    saved = forward.run(initial).saved
     for size in (2.0**-60, 1.0, 2.0**60):
-        scaled, d_state = (d_o.double() * size).bfloat16(), d_final * size
+        scaled = (d_o.double() * size).bfloat16()
+        d_state = d_final * size
         grads, d_initial = exact.backward(scaled.double(), initial, d_state)
         backward = states.backward_of(rule, inputs, scaled, saved, documents)
         got = backward.d_initial() + through.mT @ d_state
@@ -240,9 +246,11 @@ def test_the_mixer_takes_the_factor_out_of_every_gradient(documents, recompute):
     def normal(*shape):
         return torch.randn(*shape, generator=make).requires_grad_()
 
-    width, C = SIZES.layout.width, SIZES.layout.conv_width
+    width = SIZES.layout.width
+    C = SIZES.layout.conv_width
     leaves = [normal(S, B, width), normal(C, 1, 4), normal(H), normal(H)]
-    gamma, d_out = normal(V), normal(S, B, H * V).detach()
+    gamma = normal(V)
+    d_out = normal(S, B, H * V).detach()
     options = {"documents": documents, "recompute_qkv": recompute}
 
     def run_mixer(rule, dtype, size=1.0):
@@ -265,7 +273,8 @@ def test_the_mixer_takes_the_factor_out_of_every_gradient(documents, recompute):
         ]
 
     names = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
-    got, exact = run_mixer(rule, torch.float32), run_mixer(PlainRule(), torch.float64)
+    got = run_mixer(rule, torch.float32)
+    exact = run_mixer(PlainRule(), torch.float64)
     tiny = run_mixer(rule, torch.float32, 2.0**-50)
     for name, a, b, c in zip(names, got, exact, tiny, strict=True):
         # The gradient of l2norm takes away what lies along q and k, the larger part
@@ -337,7 +346,8 @@ def test_unknown_operands_are_refused(choose):
 
 def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
     """It is as large as v: the rule's own buffers need not stand beside both."""
-    made, found = [], []
+    made = []
+    found = []
     backward = PlainReadout.backward
 
     def remembered(*args, **options):

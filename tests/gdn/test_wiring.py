@@ -14,9 +14,12 @@ from tests.ops.delta_rule.states import random_inputs
 
 from .stand_ins import flash_qla_rule, forget_plans
 
-HEADS, K, V = (2, 4), 3, 5
+HEADS = (2, 4)
+K = 3
+V = 5
 LENGTHS = (130, 1, 300)
-CUT, CUT_ROWS = [0, 64, 130, 131, 259, 431], [0, 64, 100, 164, 200]
+CUT = [0, 64, 130, 131, 259, 431]
+CUT_ROWS = [0, 64, 100, 164, 200]
 # Whether the rule is batch invariant, and where FlashQLA's cost model cuts.
 UNCUT = (Bits.FREE, None)
 KINDS = {
@@ -45,7 +48,8 @@ def of(cases: dict, *names: str):
     return pytest.mark.parametrize(("rule", *names), rows, ids=cases, indirect=["rule"])
 
 
-of_kinds, of_rows = of(KINDS), of(ROWS)
+of_kinds = of(KINDS)
+of_rows = of(ROWS)
 
 
 def random_states(count):
@@ -73,10 +77,8 @@ def exact_run(oracle, d_o, initial=None, d_final=None):
 def test_documents_with_and_without_states(rule):
     inputs, d_o = random_inputs(sum(LENGTHS))
     documents = states.documents_of(LENGTHS)
-    apart, joined = (
-        states.Oracle(inputs, LENGTHS),
-        states.Oracle(inputs, (sum(LENGTHS),)),
-    )
+    apart = states.Oracle(inputs, LENGTHS)
+    joined = states.Oracle(inputs, (sum(LENGTHS),))
     check(states.run_whole(rule, inputs, d_o, documents), exact_run(apart, d_o))
     check(states.run_in_segments(rule, inputs, d_o, documents), exact_run(joined, d_o))
 
@@ -104,7 +106,8 @@ def test_fp16_operands_leave_no_trace(rule):
     inputs, d_o = random_inputs(sum(LENGTHS))
     d_o = (d_o * 2**6).round() * 2.0**-14
     d_o[:, -LENGTHS[-1] :] *= 2.0**8
-    rule, whole = HalfOperands(rule), (sum(LENGTHS),)
+    rule = HalfOperands(rule)
+    whole = (sum(LENGTHS),)
     exact = exact_run(states.Oracle(inputs, whole), d_o)
     for run, lengths in ((states.run_whole, whole), (states.run_in_segments, LENGTHS)):
         documents = states.documents_of(lengths)
@@ -172,7 +175,8 @@ def test_gradients_after_a_forward_from_zero_flow_through_both_ends(rule):
     """A forward that a package ran itself: its backward still takes d_final and gives
     d_initial."""
     inputs, d_o = random_inputs(100, B=2)
-    oracle, (d_final, _) = states.Oracle(inputs, (100, 100)), random_states(2)
+    oracle = states.Oracle(inputs, (100, 100))
+    d_final, _ = random_states(2)
     exact = exact_run(oracle, d_o, None, d_final)
     for documents in (None, states.documents_of((100, 100))):
         o, _, saved = rule.begin(inputs, documents).run()
@@ -198,7 +202,8 @@ def run_again(rule, inputs, d_o, documents=None, initial=None, map_first=False):
 @of_kinds
 def test_a_second_run_of_documents_gives_what_the_backward_needs(rule):
     inputs, d_o = random_inputs(sum(LENGTHS))
-    documents, apart = states.documents_of(LENGTHS), states.Oracle(inputs, LENGTHS)
+    documents = states.documents_of(LENGTHS)
+    apart = states.Oracle(inputs, LENGTHS)
     for initial in (None, random_states(len(LENGTHS))[0]):
         exact = exact_run(apart, d_o, initial)
         for map_first in (False, True):

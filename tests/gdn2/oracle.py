@@ -29,7 +29,9 @@ def random_inputs(gates, rows, tokens, G=2, H=4, K=5, V=7) -> GDN2Inputs:
     def normal(*size):
         return torch.randn(rows, tokens, *size, dtype=torch.float64)
 
-    q, k, v = l2norm(normal(G, K)), l2norm(normal(G, K)), normal(H, V)
+    q = l2norm(normal(G, K))
+    k = l2norm(normal(G, K))
+    v = normal(H, V)
     g = GATES[gates](torch.rand(rows, tokens, G, K, dtype=torch.float64))
     return GDN2Inputs(q, k, v, g, normal(G, K).sigmoid(), normal(H, V).sigmoid())
 
@@ -44,7 +46,9 @@ def recurrent_gdn2(
     ``documents``: all batch rows end to end; None when a row is one sequence.
     """
     v = inputs.v
-    rows, (H, V), K = v.shape[:2], v.shape[2:], inputs.k.shape[-1]
+    rows = v.shape[:2]
+    H, V = v.shape[2:]
+    K = inputs.k.shape[-1]
     of_keys = {name: getattr(inputs, name) for name in ("q", "k", "g", "b")}
     repeated = {
         name: x.repeat_interleave(H // x.shape[2], 2) for name, x in of_keys.items()
@@ -53,7 +57,8 @@ def recurrent_gdn2(
     lengths = [rows[1]] * rows[0]
     if documents is not None:
         lengths = [n for n in documents.lengths if n]
-    outputs, finals = [], []
+    outputs = []
+    finals = []
     for n, sequence in enumerate(zip(*(x.split(lengths) for x in tokens), strict=True)):
         S = v.new_zeros(H, K, V) if initial is None else initial[n]
         for q, k, v_t, g, b, w in zip(*sequence, strict=True):

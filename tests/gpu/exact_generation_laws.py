@@ -18,7 +18,8 @@ from tests.distributed.layer_laws import thd
 from tests.gpu.parallel_laws import DEVICE
 from tests.parallel import hybrid_model, model_config, parallel
 
-VOCABULARY, TOKENS = 64, 4096
+VOCABULARY = 64
+TOKENS = 4096
 SIZES = {
     "hidden_size": 256,
     "ffn_hidden_size": 512,
@@ -74,7 +75,8 @@ def _drawn() -> Tensor:
 def gaps(pattern: str, tp: int, steps: int) -> list[GenerationGap]:
     """Of 4,096 drawn and greedy tokens in steps of 97 and 1."""
     with parallel(tp=tp), megatrons_kernels():
-        model, text = _model(pattern, tp), _drawn()
+        model = _model(pattern, tp)
+        text = _drawn()
         greedy = generate(model, text[:, : TOKENS - steps], steps)
         cases = ((text, 61, 97), (text, TOKENS - steps, 1), (greedy, TOKENS - steps, 1))
         return [
@@ -87,7 +89,8 @@ def packing_changes_no_bit(pattern: str, tp: int) -> None:
     """Nor does a second row of the batch."""
     lengths = (1000, 37, 0, 2048, TOKENS - 3085)
     with parallel(tp=tp), megatrons_kernels():
-        model, text = _model(pattern, tp), _drawn()
+        model = _model(pattern, tp)
+        text = _drawn()
 
         def logits(tokens, positions, packed=None) -> Tensor:
             return model(
@@ -104,10 +107,8 @@ def packing_changes_no_bit(pattern: str, tp: int) -> None:
             zip(lengths, accumulate(lengths), strict=True)
         ):
             if n:
-                piece, place = (
-                    text[:, end - n : end],
-                    torch.arange(n, device=DEVICE)[None],
-                )
+                piece = text[:, end - n : end]
+                place = torch.arange(n, device=DEVICE)[None]
                 alone = logits(piece, place)
                 assert torch.equal(alone, together[:, end - n : end]), (
                     f"document {number}, packed"

@@ -43,7 +43,10 @@ from tests.gpu.parallel_laws import DEVICE, KINDS, rms
 from tests.parallel import VOCABULARY, hybrid_model, in_ddp, model_config, parallel
 from tests.precision.training import stack_of
 
-PATTERN, ROWS, TOKENS, STEPS = "G-M-", 4, 16, 3
+PATTERN = "G-M-"
+ROWS = 4
+TOKENS = 16
+STEPS = 3
 SIZES = {**KINDS["gdn"].sizes, **KINDS["mamba2"].sizes} if DEVICE == "cuda" else {}
 MEGATRONS_COPY = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 # the strategy that shards parameters, so that it gathers them
@@ -84,7 +87,8 @@ def losses(
     with parallel(tp=tp), on_this_device():
         model = build(torch.bfloat16, pattern, tensor_model_parallel_size=tp)
         if dtype == torch.float32:
-            rounded, model = model, build(dtype, pattern, tensor_model_parallel_size=tp)
+            rounded = model
+            model = build(dtype, pattern, tensor_model_parallel_size=tp)
             model.load_state_dict(rounded.state_dict())
         for name, module in model.named_modules():
             if norms_called and name.endswith("out_norm"):
@@ -227,7 +231,8 @@ def refusal_of_a_load(folder: str, split: bool, tp: int, pattern: str) -> str:
 def _script_of(split: bool):
     """Megatron's script of checkpoints, which has the function that cuts ``in_proj`` or
     has not."""
-    name, cut = "megatron.training.checkpointing", handle_gdn_in_state_dict
+    name = "megatron.training.checkpointing"
+    cut = handle_gdn_in_state_dict
     script = SimpleNamespace(**({"handle_gdn_in_state_dict": cut} if split else {}))
     return patch.dict(sys.modules, {name: script})
 
@@ -395,11 +400,10 @@ def on_this_device(package: str = MEGATRONS_COPY) -> Iterator[None]:
     if DEVICE == "cuda":
         yield
         return
-    stream, event = type(torch.cuda.current_stream()), torch.cuda.Event
-    cpu, buffers = (
-        torch.device("cpu"),
-        import_module(f"{package}.param_and_grad_buffer"),
-    )
+    stream = type(torch.cuda.current_stream())
+    event = torch.cuda.Event
+    cpu = torch.device("cpu")
+    buffers = import_module(f"{package}.param_and_grad_buffer")
     with ExitStack() as stack:
         for owner, name, answer in (
             (torch.Tensor, "cuda", lambda self, *device: self),

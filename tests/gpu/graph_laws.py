@@ -36,7 +36,8 @@ SIZES = {
     "bf16": True,
     "params_dtype": torch.bfloat16,
 }
-TOKENS, MOST = 4096, 12
+TOKENS = 4096
+MOST = 12
 # Of multiples of 16 tokens, so that four ranks can share them in zigzag. A document of
 # 2112 tokens and more is cut into parts.
 SETS = (

@@ -47,10 +47,8 @@ def build_model(
     half = len(PATTERN) // 2
     pattern = PATTERN if pp == 1 else f"{PATTERN[:half]}|{PATTERN[half:]}"
     sizes = {"vocab_size": VOCABULARY, "max_sequence_length": TOKENS}
-    first, last = (
-        parallel_state.is_pipeline_first_stage(),
-        parallel_state.is_pipeline_last_stage(),
-    )
+    first = parallel_state.is_pipeline_first_stage()
+    last = parallel_state.is_pipeline_last_stage()
     stage = {"pre_process": first, "post_process": last}
     model = hybrid_model(
         config, pattern, hybrid_stack_spec(modules, **options), **sizes, **stage
@@ -67,11 +65,14 @@ def _fill(model: HybridModel, first_layer: int) -> None:
         for name, parameter in model.named_parameters():
             whole_name = global_name(name, first_layer)
             if whole_name.endswith(("A_log", "dt_bias")):
-                scale, offset = 0.1, 0.0
+                scale = 0.1
+                offset = 0.0
             elif "norm" in whole_name:
-                scale, offset = 0.1, 1.0
+                scale = 0.1
+                offset = 1.0
             else:
-                scale, offset = 0.06, 0.0
+                scale = 0.06
+                offset = 0.0
             shape = list(parameter.shape)
             if getattr(parameter, "tensor_model_parallel", False):
                 shape[parameter.partition_dim] *= tp
@@ -90,7 +91,8 @@ def _share_of(
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     gdn = [m for m in model.modules() if hasattr(m, "in_proj_split_sections")]
-    dim, sections = parameter.partition_dim, _sections(name, parameter, gdn)
+    dim = parameter.partition_dim
+    sections = _sections(name, parameter, gdn)
     return take_share(whole, dim, [n * tp for n in sections], rank, tp)
 
 
@@ -119,7 +121,8 @@ def one_step(
     """Of one step by Megatron's schedule: losses per token (on the last stage), where
     they stand, this rank's gradients, and the norms of the whole gradients' differences
     from ``truth``."""
-    layout, options = layout or {}, options or {}
+    layout = layout or {}
+    options = options or {}
     sizes = {k: v for k, v in layout.items() if k in ("tp", "cp", "pp")}
     with parallel(**sizes):
         model = build_model(modules, dtype, layout, options)
@@ -155,7 +158,8 @@ def one_step(
         run_schedule(ddp, batches, forward_step, TOKENS, rows)
         pp = layout.get("pp", 1)
         first = len(PATTERN) // pp * parallel_state.get_pipeline_model_parallel_rank()
-        gradients, errors = {}, {}
+        gradients = {}
+        errors = {}
         for name, parameter in model.named_parameters():
             whole_name = global_name(name, first)
             gradients[whole_name] = parameter.main_grad.float().cpu()

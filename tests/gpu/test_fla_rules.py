@@ -27,7 +27,8 @@ from tests.ops.delta_rule.states import (
 )
 
 pytestmark = pytest.mark.gpu
-CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+CUDA = torch.device("cuda")
+BF16 = torch.bfloat16
 K, V = 128, 128
 LENGTHS = (1, 63, 64, 0, 65, 130)
 GATES = {
@@ -54,7 +55,8 @@ def draw(make, *shape):
 
 def kda(shape, gates, backend):
     """A rule, its plain twin and inputs."""
-    H, bound = 32, -5.0 if gates == "bounded" or backend == "cudnn" else None
+    H = 32
+    bound = -5.0 if gates == "bounded" or backend == "cudnn" else None
     inputs = RuleInputs(
         *(l2norm(draw(torch.randn, *shape, H, K)).bfloat16() for _ in "qk"),
         draw(torch.randn, *shape, H, V).bfloat16(),
@@ -125,7 +127,8 @@ def test_kernels_give_what_fp64_gives(case, rows):
 
 
 G, H = 2, 4
-SILU, SIGMOID = (1e-6, False, "silu"), (1e-6, False, "sigmoid")
+SILU = (1e-6, False, "silu")
+SIGMOID = (1e-6, False, "sigmoid")
 # Rows, rules, heads of the gates, parts and norm of a layer.
 LAYERS = {
     "kda": (rows_of_kda, fla_of_kda, PlainRule, H, kda_rows, SIGMOID),
@@ -138,7 +141,8 @@ LAYERS = {
 def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(mixer, kernels):
     rows_of, fla_of, plain_rule, gated, parts_of, norm = LAYERS[mixer]
     torch.manual_seed(0)
-    layout, documents = rows_of(G, H, K, V), documents_of((200, 1, 63, 36), "cuda")
+    layout = rows_of(G, H, K, V)
+    documents = documents_of((200, 1, 63, 36), "cuda")
     tensors = {
         "rows": draw(torch.randn, 300, 1, layout.width).bfloat16(),
         "conv": (draw(torch.randn, layout.conv_width, 1, 4) * 0.5).bfloat16(),

@@ -20,7 +20,8 @@ from tests.parallel import in_ddp, make_config
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformer_engine", "world")]
 
 RECIPES = ["tensorwise", "delayed", "blockwise"]
-HIDDEN, TOKENS = 256, 512
+HIDDEN = 256
+TOKENS = 512
 SIZES = {
     "hidden_size": HIDDEN,
     "linear_num_key_heads": 2,
@@ -33,7 +34,8 @@ SIZES = {
     "mamba_state_dim": 64,
 }
 # bf16 rounds an operand by 2^-9 at most and e4m3 by 2^-4; a product has two of them.
-BF16, FP8 = 2 * 2.0**-9, 2 * 2.0**-4
+BF16 = 2 * 2.0**-9
+FP8 = 2 * 2.0**-4
 
 
 def layer_of(mixer: str, recipe: str | None, **changes) -> nn.Module:
@@ -51,9 +53,11 @@ def layer_of(mixer: str, recipe: str | None, **changes) -> nn.Module:
     config = make_config(**{**SIZES, **settings, **changes})
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
     if mixer == "mamba2":
-        spec, sizes = mamba2_spec("te"), {"d_model": HIDDEN}
+        spec = mamba2_spec("te")
+        sizes = {"d_model": HIDDEN}
     else:
-        spec, sizes = gated_delta_net_spec("te"), {}
+        spec = gated_delta_net_spec("te")
+        sizes = {}
     layer = build_module(
         spec, config, layer_number=1, pg_collection=groups, **sizes
     ).cuda()
@@ -82,16 +86,16 @@ def test_gates_and_their_gradients_are_bf16s_and_the_rest_is_fp8s(mixer, recipe)
     """Of three micro-batches: from the second on the linear adds with a weight that it
     kept."""
     layer = layer_of(mixer, recipe)
-    ddp, linear, first = wrapped(layer), layer.in_proj, layer.dims.layout.main_width
+    ddp = wrapped(layer)
+    linear = layer.in_proj
+    first = layer.dims.layout.main_width
     assert isinstance(linear, GatesOutsideFP8)
     x = bf16(TOKENS, 1, HIDDEN).requires_grad_()
     d_rows = bf16(TOKENS, 1, layer.dims.layout.width)
     d_rows[..., :first] = 0
     normed = F.rms_norm(x[:, 0].double(), (HIDDEN,), eps=linear.eps)
-    exact, d_weight = (
-        normed @ linear.weight.double().t(),
-        d_rows[:, 0].double().t() @ normed,
-    )
+    exact = normed @ linear.weight.double().t()
+    d_weight = d_rows[:, 0].double().t() @ normed
     for step in range(1, 4):
         with get_fp8_context(ddp.config):
             rows, _ = linear(x)
@@ -113,7 +117,8 @@ def test_a_layer_trains_in_fp8_near_its_bf16_self(mixer, recipe):
         layer = layer_of(mixer, kind)
         ddp = wrapped(layer)
         torch.manual_seed(5)
-        x, d_out = bf16(TOKENS, 1, HIDDEN).requires_grad_(), bf16(TOKENS, 1, HIDDEN)
+        x = bf16(TOKENS, 1, HIDDEN).requires_grad_()
+        d_out = bf16(TOKENS, 1, HIDDEN)
         out = x
         for _ in range(2):
             ddp.zero_grad_buffer()
@@ -132,12 +137,15 @@ def test_a_layer_trains_in_fp8_near_its_bf16_self(mixer, recipe):
 def test_the_gates_share_is_added_to_the_linears_gradient_of_x(mixer):
     """Current scaling: equal gradients of the other columns have equal scales."""
     layer = layer_of(mixer, "tensorwise")
-    linear, first = layer.in_proj, layer.dims.layout.main_width
-    x, d_rows = bf16(TOKENS, 1, HIDDEN), bf16(TOKENS, 1, layer.dims.layout.width)
+    linear = layer.in_proj
+    first = layer.dims.layout.main_width
+    x = bf16(TOKENS, 1, HIDDEN)
+    d_rows = bf16(TOKENS, 1, layer.dims.layout.width)
     wrapped(layer)
     found = {}
     for part in ("main", "gates", "both"):
-        leaf, given = x.clone().requires_grad_(), d_rows.clone()
+        leaf = x.clone().requires_grad_()
+        given = d_rows.clone()
         if part != "both":
             given[..., slice(first, None) if part == "main" else slice(first)] = 0
         with get_fp8_context(layer.config):
@@ -168,7 +176,8 @@ def test_a_row_of_few_heads_is_aligned_without_its_gates():
     """1544 rows of tp 8 are refused by cuBLAS, 1536 are not."""
     layer = layer_of("gdn", "tensorwise")
     assert layer.dims.layout.width == 1544 and layer.dims.layout.main_width == 1536
-    x, ddp = bf16(TOKENS, 1, HIDDEN).requires_grad_(), wrapped(layer)
+    x = bf16(TOKENS, 1, HIDDEN).requires_grad_()
+    ddp = wrapped(layer)
     with get_fp8_context(layer.config):
         ddp(x)[0].sum().backward()
     assert x.grad.isfinite().all()
@@ -186,7 +195,8 @@ def test_what_is_computed_again_changes_no_gradient(recipe, recompute):
         layer = build_module(spec, layer.config, layer_number=1).cuda()
         ddp = wrapped(layer)
         torch.manual_seed(5)
-        x, d_out = bf16(TOKENS, 1, HIDDEN).requires_grad_(), bf16(TOKENS, 1, HIDDEN)
+        x = bf16(TOKENS, 1, HIDDEN).requires_grad_()
+        d_out = bf16(TOKENS, 1, HIDDEN)
         with get_fp8_context(layer.config):
             out, _ = ddp(x)
         out.backward(d_out)

@@ -171,7 +171,8 @@ def test_transformer_engine_says_how_a_history_of_delayed_scaling_is_loaded(
 def test_an_fp8_model_exports_to_hugging_face(tmp_path, recipe, fp8_param):
     """The file's own bits; of weights stored in FP8 their values, from a checkpoint
     too."""
-    like, out = tmp_path / "like", tmp_path / "out"
+    like = tmp_path / "like"
+    out = tmp_path / "out"
     like.mkdir()
     sizes = {
         "hidden_size": 64,
@@ -228,7 +229,8 @@ def test_generating_leaves_a_run_as_it_was(recipe):
     """Before the first step and between steps. FP8 products would refuse the rows."""
     prompt = torch.arange(15, device="cuda").view(3, 5)
     whole = steps(training_of(recipe), range(4))
-    training, losses = training_of(recipe), []
+    training = training_of(recipe)
+    losses = []
     for numbers in (range(2), range(2, 4)):
         assert generate(training.model, prompt, count=4).shape == (3, 9)
         losses += steps(training, numbers)
@@ -266,7 +268,8 @@ def test_a_quantization_recipe_decides_for_in_proj(kept):
             None, quant_recipe=quantization_recipe("*.in_proj", **settings)
         )
     layer = model.decoder.layers[0].self_attention
-    linear, first = layer.in_proj, layer.dims.layout.main_width
+    linear = layer.in_proj
+    first = layer.dims.layout.main_width
     x = torch.randn(128, 1, HIDDEN, device="cuda", dtype=torch.bfloat16)
     with get_fp8_context(model.config):
         rows, _ = linear(x)

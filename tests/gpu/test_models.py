@@ -43,7 +43,8 @@ def one_gpu(gpus):
 def test_a_step_on_four_gpus_is_as_exact_as_on_one(gpus, one_gpu, layout, mode, packed):
     pytest.importorskip("transformer_engine")
     truth, one = one_gpu(packed)
-    options, true = {"linear_cp_mode": mode}, truth["gradients"]
+    options = {"linear_cp_mode": mode}
+    true = truth["gradients"]
     ranks = gpus(4).run(
         laws.one_step, "te", torch.bfloat16, packed, layout, options, true
     )

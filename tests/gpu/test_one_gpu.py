@@ -105,14 +105,13 @@ def test_delayed_weight_gradients_have_the_bits_of_those_at_once(world, again):
         # Its constructor asks for experts beside it, which one layer does not have.
         config.delay_wgrad_compute = delayed
         if again:
-            config.recompute_granularity, config.recompute_modules = (
-                "selective",
-                [again],
-            )
+            config.recompute_granularity = "selective"
+            config.recompute_modules = [again]
         torch.manual_seed(3)
         return build_module(gated_delta_net_spec("te"), config, layer_number=1).cuda()
 
-    late, at_once = layer(delayed=True), layer(delayed=False)
+    late = layer(delayed=True)
+    at_once = layer(delayed=False)
     at_once.load_state_dict(late.state_dict())
     x = torch.randn(256, 2, 256, device="cuda", dtype=torch.bfloat16)
     for one in (late, at_once):

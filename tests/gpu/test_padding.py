@@ -24,7 +24,9 @@ def there_and_back(x, weight, mask):
 def test_rows_are_those_of_the_cpu_and_the_host_waits_for_the_mask_alone(where, waits):
     x, weight = torch.randn(2, 130, 3, 64, dtype=torch.bfloat16)
     expected = there_and_back(x, weight, MASK)
-    x, weight, mask = x.cuda(), weight.cuda(), MASK.to(where)
+    x = x.cuda()
+    weight = weight.cuda()
+    mask = MASK.to(where)
     there_and_back(x, weight, mask)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -15,7 +15,9 @@ from tests.parallel import alone, hybrid_model, make_config, model_config
 from tests.trees import Tree, random_tree, separately
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("world")]
-HEADS, GROUPS, SIZE = 4, 2, 64
+HEADS = 4
+GROUPS = 2
+SIZE = 64
 ANSWERS = Tree((-1, *[0] * 5), (700, 130, 1, 256, 40, 77))
 TURNS = Tree((-1, 0, 0, 1, 1, 3, 3), (300, 90, 100, 5, 200, 128, 64), 4)
 
@@ -71,15 +73,11 @@ def test_flex_attention_rounds_as_bf16_does(tree):
 def test_packed_documents_round_as_bf16_does():
     lengths = (300, 1, 0, 128, 77)
     exact = make_rows(sum(lengths))
-    rows, d_out = (
-        [x.bfloat16() for x in exact],
-        torch.randn(506, HEADS * SIZE, device="cuda"),
-    )
+    rows = [x.bfloat16() for x in exact]
+    d_out = torch.randn(506, HEADS * SIZE, device="cuda")
     params = thd(lengths, "cuda")
-    right, plain = (
-        run(core(), exact, params, d_out),
-        run(plain_core(), rows, params, d_out),
-    )
+    right = run(core(), exact, params, d_out)
+    plain = run(plain_core(), rows, params, d_out)
     for mine, theirs, truth in zip(
         run(core(), rows, params, d_out), plain, right, strict=True
     ):
@@ -89,7 +87,8 @@ def test_packed_documents_round_as_bf16_does():
 def test_a_branch_has_the_same_bits_whatever_its_siblings_in_slots_of_whole_blocks():
     """Its rows of output and gradients; and two runs have the same bits."""
     own = make_rows(2 * BLOCK + 9 + 190, torch.bfloat16)
-    d_own, found = torch.randn(190, HEADS * SIZE, device="cuda"), []
+    d_own = torch.randn(190, HEADS * SIZE, device="cuda")
+    found = []
     for siblings in ((), (), (1,), (500, 0, 3)):
         tree = Tree(
             (-1, *[0] * len(siblings), 0), (2 * BLOCK + 9, *siblings, 190), BLOCK
@@ -112,7 +111,8 @@ def test_a_branch_has_the_same_bits_whatever_its_siblings_in_slots_of_whole_bloc
 def test_other_lengths_do_not_compile_again_and_nothing_is_as_large_as_queries_times_keys():
     from torch._dynamo.utils import counters
 
-    attention, compiled = core(), []
+    attention = core()
+    compiled = []
     for responses in (3, 5, 8, 13, 21):
         tree = Tree((-1, *[0] * responses), (1024, *[100 + responses] * responses))
         rows = make_rows(sum(tree.slots), torch.bfloat16)
@@ -129,10 +129,8 @@ def test_other_lengths_do_not_compile_again_and_nothing_is_as_large_as_queries_t
 def test_a_hybrid_model_on_a_tree_rounds_as_it_does_on_separate_sequences():
     """Logits and all gradients in bf16: distances from fp64 of trees and of separate
     packing."""
-    pattern, sizes = (
-        2 * "G-G-*-",
-        {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-    )
+    pattern = 2 * "G-G-*-"
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     sizes |= {"hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2}
     sizes |= {
         "linear_num_key_heads": 2,
@@ -184,7 +182,8 @@ def test_a_hybrid_model_on_a_tree_rounds_as_it_does_on_separate_sequences():
         kept=apart.kept,
     )
     model = build(torch.bfloat16)
-    found, separate = as_tree(model), as_sequences(model)
+    found = as_tree(model)
+    separate = as_sequences(model)
     found, separate = (
         {n: x.double() for n, x in each.items()} for each in (found, separate)
     )

@@ -14,7 +14,8 @@ def test_a_table_waits_for_no_other_stream():
     def ascending(tokens: int) -> torch.Tensor:
         return to_device(torch.arange(tokens), "cuda")
 
-    busy, free = torch.cuda.Stream(), torch.cuda.Stream()
+    busy = torch.cuda.Stream()
+    free = torch.cuda.Stream()
     # what CUDA loads or allocates first would wait for both
     for stream in (busy, free):
         with torch.cuda.stream(stream):

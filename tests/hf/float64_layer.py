@@ -25,12 +25,10 @@ def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 def _gdn(layer, params: dict[str, Tensor], linear) -> tuple[Tensor, str]:
     """``[B, S, H, V]`` and the name of the linear that follows."""
-    G, H, K, V = (
-        layer.num_k_heads,
-        layer.num_v_heads,
-        layer.head_k_dim,
-        layer.head_v_dim,
-    )
+    G = layer.num_k_heads
+    H = layer.num_v_heads
+    K = layer.head_k_dim
+    V = layer.head_v_dim
     if hasattr(layer, "g_proj"):
         *qkv, z, b, a = (linear(f"{name}_proj") for name in "qkvgba")
     elif hasattr(layer, "in_proj_qkvz"):
@@ -53,7 +51,9 @@ def _gdn(layer, params: dict[str, Tensor], linear) -> tuple[Tensor, str]:
 
 
 def _kda(layer, params: dict[str, Tensor], linear) -> tuple[Tensor, str]:
-    H, K, gate = layer.num_heads, layer.head_dim, layer.forget_gate
+    H = layer.num_heads
+    K = layer.head_dim
+    gate = layer.forget_gate
     if hasattr(gate, "f_proj"):
         f, z = linear("forget_gate.f_proj"), linear("g_proj")
     else:

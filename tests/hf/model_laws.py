@@ -148,7 +148,8 @@ def checkpoint_loads(folder, checkpoint, kind, tp=1, pp=1, ep=1):
         load_hf_weights(filled, folder)
         loaded = _model_of_stage(config, kind, torch.float32, tp, pp)
         load_dist_checkpoint(loaded, checkpoint)
-        expected, held = megatron_state(filled), megatron_state(loaded)
+        expected = megatron_state(filled)
+        held = megatron_state(loaded)
     assert held.keys() == expected.keys()
     for name, tensor in held.items():
         assert torch.equal(tensor, expected[name]), name
@@ -247,7 +248,8 @@ def save_trained_gates(folder, target, tp, fp32_gates):
 
 @contextmanager
 def _warnings_of(name: str):
-    said, handler = [], logging.Handler(logging.WARNING)
+    said = []
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger(name).addHandler(handler)
     try:
@@ -261,7 +263,8 @@ def loading_fails(
 ) -> str:
     import dataclasses
 
-    published, changes = read_hf_config(folder), dict(config or {})
+    published = read_hf_config(folder)
+    changes = dict(config or {})
     sizes = SimpleNamespace(**vars(published.sizes) | changes.pop("sizes", {}))
     built_for = dataclasses.replace(published, sizes=sizes, **changes)
     with parallel():

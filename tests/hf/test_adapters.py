@@ -37,7 +37,8 @@ TARGETS = [
     "linear_fc1",
     "linear_fc2",
 ]
-RANK, ALPHA = 4, 8
+RANK = 4
+ALPHA = 8
 GDN = "decoder.layers.0.self_attention"
 
 

@@ -164,8 +164,11 @@ def megatron_loads(folder, checkpoint, kind: str) -> dict[str, tuple]:
     args = parser.parse_args([*megatron_flags(config, kind), *launch])
     # What Megatron's start of a run works out from these.
     args.num_layers = args.num_layers or len(args.hybrid_layer_pattern)
-    args.rank, args.world_size, args.data_parallel_size = 0, 1, 1
-    args.params_dtype, args.use_dist_ckpt = torch.float32, True
+    args.rank = 0
+    args.world_size = 1
+    args.data_parallel_size = 1
+    args.params_dtype = torch.float32
+    args.use_dist_ckpt = True
     set_args(args)
     micro_batches.destroy_num_microbatches_calculator()
     micro_batches.init_num_microbatches_calculator(0, None, 1, 1, 1)

@@ -116,7 +116,8 @@ def test_a_full_disk_is_named_by_the_folder_that_was_to_be_made(
     imported, hf_folder, tmp_path, refused
 ):
     """A limit on the size of files stands in for the disk."""
-    back, (soft, hard) = tmp_path / "back", resource.getrlimit(resource.RLIMIT_FSIZE)
+    back = tmp_path / "back"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
     try:
         said = refused("export", imported, back, "--like", hf_folder("dense"))

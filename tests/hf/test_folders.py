@@ -56,7 +56,8 @@ def test_a_run_with_plain_norms_exports_to_the_source_files(
     pools, hf_folder, tmp_path, name
 ):
     """Its arguments, which its checkpoint holds, tell that gains are whole."""
-    folder, saved = hf_folder(name), tmp_path / "saved"
+    folder = hf_folder(name)
+    saved = tmp_path / "saved"
     pools(1).run(save_with_plain_norms, folder, saved)
     gains = stored_tensors(saved)["decoder.final_norm.weight"]
     source = SafetensorsFolder(folder)
@@ -109,7 +110,8 @@ def test_fp32_gates_on_request_also_correct_the_index(hf_folder, tmp_path):
         "--fp32-gates",
     ]
     assert main([*map(str, export)]) == 0
-    before, after = SafetensorsFolder(folder), SafetensorsFolder(tmp_path / "back")
+    before = SafetensorsFolder(folder)
+    after = SafetensorsFolder(tmp_path / "back")
     for key in before.specs:
         is_gate = key.endswith(("A_log", "dt_bias"))
         assert after.specs[key].dtype == ("F32" if is_gate else "BF16")
@@ -164,7 +166,8 @@ def poison(value):
     return lambda tensors: tensors[A_LOG][5].fill_(value)
 
 
-SECOND, THIRD = "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"
+SECOND = "model-00002-of-00003.safetensors"
+THIRD = "model-00003-of-00003.safetensors"
 
 
 def edit_index(folder, change):
@@ -277,7 +280,8 @@ def test_a_broken_source_is_named_and_leaves_nothing_behind(
 
 
 def test_an_error_half_way_leaves_nothing_behind(copy, tmp_path, refused, monkeypatch):
-    read, count = SafetensorsFolder.read, iter(range(1000))
+    read = SafetensorsFolder.read
+    count = iter(range(1000))
 
     def read_some(*args):
         if next(count) == 20:

@@ -10,7 +10,8 @@ from tests.processes import python_without
 
 A_LOG = "model.layers.0.linear_attn.A_log"
 HELD = "model.layers.0.linear_attn._fp32_params.A_log"
-BF16, F32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+F32 = torch.float32
 
 
 def test_the_contract_is_of_exactly_the_five_architectures_of_the_family():
@@ -93,11 +94,9 @@ def test_routing_uses_the_last_layer_of_a_key_and_strip_undoes_it(key, named, ro
 
 def test_upcast_casts_only_what_the_contract_names():
     upcast = adapter.upcast_gated_delta_net_fp32_state_tensor
-    half, full, ints = (
-        torch.ones(2, dtype=BF16),
-        torch.ones(2),
-        torch.ones(2, dtype=torch.int32),
-    )
+    half = torch.ones(2, dtype=BF16)
+    full = torch.ones(2)
+    ints = torch.ones(2, dtype=torch.int32)
     assert upcast(A_LOG, half).dtype == upcast(HELD, half).dtype == F32
     for key, tensor in [
         (A_LOG, full),

@@ -27,7 +27,8 @@ def continuations(folder: Path, kind: str, count: int = 20) -> tuple[list, list,
     theirs_model = hf_model(folder)
     name = cache_name(theirs_model)
     with torch.no_grad():
-        theirs, out = prompt, theirs_model(prompt, use_cache=True)
+        theirs = prompt
+        out = theirs_model(prompt, use_cache=True)
         for _ in range(count):
             token = out.logits[:, -1:].argmax(-1)
             theirs = torch.cat([theirs, token], dim=1)
@@ -188,7 +189,8 @@ def test_the_example_takes_text_and_prints_text_and_times_tokens_after_a_warm_up
     hf_folder, monkeypatch, capsys
 ):
     """With stand-ins for the tokenizer, the model and generation."""
-    example, calls = runpy.run_path(str(ROOT / "examples/generate.py")), []
+    example = runpy.run_path(str(ROOT / "examples/generate.py"))
+    calls = []
 
     class Tokenizer:
         def __call__(self, text):

@@ -10,7 +10,8 @@ from megatron_gdn.mamba2.hf import mamba2_layer_maps
 from megatron_gdn.mamba2.sizes import Mamba2Dims
 from tests.gdn_mixer import gdn_dims
 
-BF16, F32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+F32 = torch.float32
 # What the published files hold: Qwen3.5 has two fp32 tensors a layer, the others none.
 FILE_DTYPES = {
     "all bf16": {},

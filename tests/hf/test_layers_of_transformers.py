@@ -133,7 +133,8 @@ def test_weights_return_bit_for_bit(name, tp_size, zero_centered):
     mapping = Mapping(name)
     if tp_size == 4 and name == "olmo 96 192":
         pytest.skip("it has two heads")
-    module, gamma = mapping.theirs.state_dict(), {"zero_centered_gamma": zero_centered}
+    module = mapping.theirs.state_dict()
+    gamma = {"zero_centered_gamma": zero_centered}
     originals = {f"{mapping.norm}.weight": module[f"{mapping.norm}.weight"]}
     ranks = mapping.read(module, tp_size, **gamma)
     assert_same_file(mapping.write(ranks, originals=originals, **gamma), module)
@@ -156,10 +157,8 @@ def layer_equals_transformers(name: str) -> None:
         each.clone().requires_grad_() for each in (x.double(), x, x)
     )
     truth, params = float64_layer(mapping.theirs, x_truth)
-    got, theirs = (
-        ours(x_ours.transpose(0, 1))[0].transpose(0, 1),
-        mapping.theirs(x_theirs),
-    )
+    got = ours(x_ours.transpose(0, 1))[0].transpose(0, 1)
+    theirs = mapping.theirs(x_theirs)
     for y in (truth, got, theirs):
         (y * weight).sum().backward()
     assert_close("gradient of the input", x_ours.grad, x_truth.grad, 1e-5)
@@ -168,7 +167,8 @@ def layer_equals_transformers(name: str) -> None:
     found = {key: parameter.grad for key, parameter in ours.named_parameters()}
     found = mapping.write([found], zero_centered_gamma=False)
     for key, parameter in mapping.theirs.named_parameters():
-        true, tolerance = params[key].grad, 1e-5
+        true = params[key].grad
+        tolerance = 1e-5
         if mapping.options is not None:
             error = (parameter.grad - true).abs().max() / true.abs().max()
             tolerance = max(tolerance, 2 * error.item())
@@ -209,7 +209,8 @@ def test_olmo_hybrids_files_have_the_layer_of_its_model(tmp_path):
     from safetensors.torch import load_file, save_file
 
     mapping = Mapping("olmo")
-    model, dims = mapping.model, mapping.dims
+    model = mapping.model
+    dims = mapping.dims
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for layer in range(3):

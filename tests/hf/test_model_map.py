@@ -101,7 +101,8 @@ def test_weights_of_nemotron_are_refused_with_what_converts_its_layers():
 
 
 def test_a_folder_without_one_text_model_is_refused():
-    config, second = parse_hf_config(CONFIG), "model.language_model.embed_tokens.weight"
+    config = parse_hf_config(CONFIG)
+    second = "model.language_model.embed_tokens.weight"
     with pytest.raises(ValueError, match=r"missing key 'model\.embed_tokens\.weight'"):
         plan_of(config, {}, "hybrid", True)
     sources = (source for entry in model_maps(config, []) for source in entry.sources)

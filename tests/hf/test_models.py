@@ -99,9 +99,11 @@ def test_trained_gates_are_saved_in_fp32_or_their_loss_is_said(
     pools, hf_folder, tmp_path, name, tp, fp32_gates
 ):
     """Qwen3-Next's files have both gates in bf16, Qwen3.5's only dt_bias."""
-    source, target = hf_folder(name), tmp_path / "saved"
+    source = hf_folder(name)
+    target = tmp_path / "saved"
     ranks = pools(tp).run(laws.save_trained_gates, source, target, tp, fp32_gates)
-    before, after = SafetensorsFolder(source), SafetensorsFolder(target)
+    before = SafetensorsFolder(source)
+    after = SafetensorsFolder(target)
     lost = []
     for gate in ("A_log", "dt_bias"):
         key = f"model.layers.0.linear_attn.{gate}"

@@ -146,7 +146,8 @@ ADVICE = "; weights must be BF16, F16 or F32. Convert them to BF16 first."
 @pytest.fixture
 def copy(hf_folder, tmp_path):
     """A copy of the dense folder with all its weights in one file."""
-    source, folder = hf_folder("dense"), tmp_path / "source"
+    source = hf_folder("dense")
+    folder = tmp_path / "source"
     folder.mkdir()
     shutil.copyfile(source / "config.json", folder / "config.json")
     tensors = {}

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-BF16, F32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+F32 = torch.float32
 
 # K != V, three heads of attention for each group, 67 vocabulary rows: nothing divides
 # by chance.

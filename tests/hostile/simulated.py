@@ -73,7 +73,8 @@ def _compare(name, program, tensors, found, exact) -> None:
         last = sum(
             (n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)
         )
-        least, most = int(inside.min()), int(inside.max()) // x.element_size()
+        least = int(inside.min())
+        most = int(inside.max()) // x.element_size()
         assert least >= 0 and most <= last, (
             f"{name}: program {program} reaches elements {least} to {most} of a tensor "
             f"{tuple(x.shape)} with strides {x.stride()}"
@@ -146,7 +147,8 @@ def _reached(kernel, args, kwargs, grid, program, simulation, wide):
 def _patched(methods, converted, wide):
     """Change the interpreter's builder and arguments; ``wide``: integers of 32 bits
     have 64."""
-    builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    builder = interpreter.InterpreterBuilder
+    Handle = interpreter.TensorHandle
     changes = [(builder, name, method) for name, method in methods.items()]
     changes.append((interpreter, "_implicit_cvt", converted))
     if wide:

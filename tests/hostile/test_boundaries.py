@@ -10,7 +10,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_gdn.mixers.packing import resolve_packed_seq_params
 from megatron_gdn.ops.documents import Documents, shown
 
-CPU, TOKENS = torch.device("cpu"), 16
+CPU = torch.device("cpu")
+TOKENS = 16
 
 
 def tensor(*numbers, dtype=torch.int32):

@@ -268,10 +268,8 @@ def test_a_linked_folder_is_not_copied(copy, tmp_path):
 
 def test_links_within_the_folder_and_the_hubs_cache_are_files(copy, tmp_path):
     """The hub's cache has snapshots/REVISION with links to files of ``blobs``."""
-    blobs, revision = (
-        tmp_path / "models--x" / "blobs",
-        tmp_path / "models--x" / "snapshots" / "1",
-    )
+    blobs = tmp_path / "models--x" / "blobs"
+    revision = tmp_path / "models--x" / "snapshots" / "1"
     blobs.mkdir(parents=True)
     revision.mkdir(parents=True)
     for number, path in enumerate(sorted(copy.iterdir())):

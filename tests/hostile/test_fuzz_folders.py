@@ -100,10 +100,8 @@ def changed(draw, base: dict):
     place = whole
     for step in above:
         place = place[step]
-    value, how = (
-        draw(VALUES),
-        draw(st.sampled_from(["replace", "replace", "remove", "add"])),
-    )
+    value = draw(VALUES)
+    how = draw(st.sampled_from(["replace", "replace", "remove", "add"]))
     if how == "replace":
         place[key] = value
     elif how == "remove":

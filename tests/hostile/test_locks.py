@@ -75,7 +75,8 @@ def test_a_file_of_another_owner_is_not_taken(which, path, monkeypatch, caplog):
         pass
     own.write_text("not mine")
     place = own.parent if which == "folder" else own
-    inode, status_of = place.stat().st_ino, os.fstat
+    inode = place.stat().st_ino
+    status_of = os.fstat
 
     def of_another(descriptor):
         status = status_of(descriptor)
@@ -156,7 +157,8 @@ def test_a_waiting_process_is_told_who_holds_the_lock(held, path, caplog):
 
 
 def test_a_kernel_is_not_remembered_through_a_link(tmp_path):
-    entry, elsewhere = tmp_path / "cache" / "kernel-digest", tmp_path / "made"
+    entry = tmp_path / "cache" / "kernel-digest"
+    elsewhere = tmp_path / "made"
     entry.parent.mkdir()
     entry.symlink_to(elsewhere)
     compiled = type("Compiled", (), {"_tilelang_cache_path": str(tmp_path)})()

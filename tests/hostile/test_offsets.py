@@ -47,7 +47,9 @@ from tests.kernels.kernel_cases import assert_close
 from .simulated import Simulation
 
 META = torch.device("meta")
-BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
+BF16 = torch.bfloat16
+FP32 = torch.float32
+INT32 = torch.int32
 TAPS = 4
 
 
@@ -69,7 +71,8 @@ def simulation(monkeypatch):
 def run_readout(S, B, P, H, V, groups=None):
     """Forward and backward of a readout whose gate has the last columns of a row."""
     readout = TritonReadout(slice(P - H * V, P), "silu", 1e-5, groups=groups)
-    o, proj = tensor(B, S, H, V), tensor(S, B, P)
+    o = tensor(B, S, H, V)
+    proj = tensor(S, B, P)
     gamma = tensor(V if groups is None else H * V)
     out = readout.forward(o, proj, gamma)
     readout.backward(out, o, proj, gamma, torch.empty_like(proj))
@@ -80,12 +83,15 @@ def run_front(
 ):
     """Forward and backward of a front; with history, two pieces begin at the last
     tokens."""
-    front, layout = TritonFront(table, tile=tile), table.layout
+    front = TritonFront(table, tile=tile)
+    layout = table.layout
     documents = None
     if packed:
         documents = Documents((0, S // 2, S), META)
         simulation.holds(documents.position_T, TAPS)
-    C, H, K = layout.conv_width, table.state.heads, table.state.rows
+    C = layout.conv_width
+    H = table.state.heads
+    K = table.state.rows
     rows = tensor(S, B, layout.width)
     before = None
     if history:
@@ -131,7 +137,8 @@ def run_decode(simulation, N, slots, sizes, transposed=False):
 def run_chains(simulation, N, P, H, K, V, composed=False):
     """Chains of two steps over P maps, whose states go to the last of P places."""
     table = simulation.holds(tensor(N, 2, 2, dtype=INT32), P - 1)
-    local, through = tensor(P, H, K, V, dtype=FP32), tensor(P, H, K, K, dtype=FP32).mT
+    local = tensor(P, H, K, V, dtype=FP32)
+    through = tensor(P, H, K, K, dtype=FP32).mT
     out = tensor(P, H, K, V + (K if composed else 0), dtype=FP32)
     start = None if composed else tensor(N, H, K, V, dtype=FP32)
     flags = tensor(2, dtype=INT32)
@@ -146,8 +153,10 @@ def run_half(B, S, G, H, V):
 
 def run_exchange(simulation, s, B, shares):
     """All copies of a head exchange of the last rank but one."""
-    rank, S = shares.ranks - 2, s * shares.ranks
-    whole, full = tensor(s, B, shares.whole_width), tensor(S, B, shares.rank_width)
+    rank = shares.ranks - 2
+    S = s * shares.ranks
+    whole = tensor(s, B, shares.whole_width)
+    full = tensor(S, B, shares.rank_width)
     messages = tensor(shares.ranks - 1, s, B, shares.rank_width)
     own = simulation.holds(tensor(s, dtype=INT32), S - 1)
     peers = simulation.holds(tensor(S - s, dtype=INT32), S - 1)
@@ -360,7 +369,8 @@ def test_the_last_token_of_a_tile_is_read_where_it_is(name, in_place):
     dense = torch.randn(S, 1, P).half()
     rows = sparse(S, 1, P, strides=(B * P, P, 1)).copy_(dense)
     d_rows = sparse(S, 1, P, strides=(B * P, P, 1))
-    o, gamma = torch.randn(1, S, H, V).half(), torch.randn(V if G is None else H * V)
+    o = torch.randn(1, S, H, V).half()
+    gamma = torch.randn(V if G is None else H * V)
     d_out = torch.randn(S, 1, H * V).half()
     ours, twin = (
         kind(gate, "silu", 1e-5, groups=G) for kind in (TritonReadout, PlainReadout)

@@ -186,7 +186,8 @@ REST = "linear_value_head_dim: 8\nlinear_conv_kernel_dim: 4\n"
     ids=["huge", "long", "zero", "ranks", "spaces", "binary", "twice"],
 )
 def test_a_file_of_sizes_is_read_or_refused_at_once(text, told, tmp_path):
-    path, began = tmp_path / "launch.sh", time.monotonic()
+    path = tmp_path / "launch.sh"
+    began = time.monotonic()
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=told) as error:
         read_model(path)

@@ -46,7 +46,8 @@ def test_a_switch_on_all_ranks_compares_nothing():
 
 @on_ranks(cp=2)
 def test_numbers_that_name_no_layout_are_told():
-    layer, gather = over_ranks(), agreement._gather
+    layer = over_ranks()
+    gather = agreement._gather
     rank = dist.get_rank()
     for layout in (99, -1, 2**62):
 

@@ -206,7 +206,8 @@ def copied(memory: Memory) -> Memory:
 
 def run_in_parts(mixer: RowMixer, rows: Tensor, parts):
     """Parts are prefilled; those of a negative number of tokens are decoded."""
-    mixed, start = [], 0
+    mixed = []
+    start = 0
     memory = mixer.shape.zeros(rows.shape[1], rows.dtype, rows.device)
     for part in parts:
         piece = rows[start : start + abs(part)]

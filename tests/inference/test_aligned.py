@@ -36,9 +36,11 @@ pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
     "parts", [(1, 149), (63, 1, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)], ids=str
 )
 def test_any_cut_has_the_bits_of_training(kind, parts, dtype):
-    mixer, rows = kind.mixer(dtype, aligned=True), kind.rows(150, 2, dtype)
+    mixer = kind.mixer(dtype, aligned=True)
+    rows = kind.rows(150, 2, dtype)
     whole = kind.trained(rows, aligned=True)
-    memory, at = mixer.shape.zeros(2, dtype, rows.device), 0
+    memory = mixer.shape.zeros(2, dtype, rows.device)
+    at = 0
     for part in parts:
         run = decode if part < 0 else prefill
         mixed = run(rows[at : at + abs(part)], mixer, memory)
@@ -57,11 +59,13 @@ def test_neighbours_and_place_change_no_bit(kind):
         kind.trained(torch.cat([kind.rows(150, 3), rows], 1), aligned=True)[:, 3:],
         whole,
     )
-    mixer, given = kind.mixer(aligned=True), [0, 0, 0]
+    mixer = kind.mixer(aligned=True)
+    given = [0, 0, 0]
     memory = empty_memory(mixer, rows, 3)
     for counts in ((70, 3, 0), (0, 60, 9), (80, 87, 1)):
         pieces = [rows[a : a + n] for a, n in zip(given, counts, strict=True)]
-        documents, begins = documents_of(counts), not any(given)
+        documents = documents_of(counts)
+        begins = not any(given)
         mixed = prefill(torch.cat(pieces), mixer, memory, documents, begins=begins)
         for piece, a, n in zip(mixed.split(list(counts)), given, counts, strict=True):
             assert torch.equal(piece, whole[a : a + n])
@@ -172,11 +176,14 @@ def test_training_prefill_and_decode_take_products_of_the_same_shapes(
 def test_requests_that_only_pad_a_step_write_nothing(kind):
     """Their slot is -1; another request has slot 0, and no slot is that of a request
     before."""
-    mixer, rows = kind.mixer(aligned=True), kind.rows(70)
-    whole, shape = kind.trained(rows, aligned=True), mixer.shape
+    mixer = kind.mixer(aligned=True)
+    rows = kind.rows(70)
+    whole = kind.trained(rows, aligned=True)
+    shape = mixer.shape
     conv = torch.zeros(3, *shape.window)
     states = torch.zeros(3, *shape.state)
-    conv[1:], states[1:] = 1e30, 1e30
+    conv[1:] = 1e30
+    states[1:] = 1e30
     for token, row in enumerate(rows):
         both = torch.cat([row, torch.ones_like(row)])[:, None]
         buffers = Memory(conv, states, torch.tensor([0, -1]))
@@ -191,7 +198,8 @@ def test_requests_that_only_pad_a_step_write_nothing(kind):
 def test_no_product_is_one_that_megatrons_mode_replaces(kind):
     """Its kernels for torch.mm and torch.addmm compute fp32 in TF32, and raise for
     fp64."""
-    rows, mixer = kind.rows(70).requires_grad_(), kind.mixer(aligned=True)
+    rows = kind.rows(70).requires_grad_()
+    mixer = kind.mixer(aligned=True)
     memory = mixer.shape.zeros(1, torch.float32, rows.device)
     with Products() as products:
         kind.trained(rows, aligned=True).sum().backward()
@@ -203,7 +211,8 @@ def test_no_product_is_one_that_megatrons_mode_replaces(kind):
 def test_a_step_of_many_sequences_is_one_call_of_the_rule(kind, monkeypatch):
     mixer = kind.mixer(aligned=True)
     memory = mixer.shape.zeros(5, torch.float32, torch.device("cpu"))
-    calls, begin = [], type(mixer.rule).begin
+    calls = []
+    begin = type(mixer.rule).begin
 
     def counted(self, inputs, documents):
         calls.append(inputs[0].shape)
@@ -218,11 +227,11 @@ def test_a_step_of_many_sequences_is_one_call_of_the_rule(kind, monkeypatch):
 def test_a_step_in_place_writes_its_row_and_the_states_of_chunks_that_end(kind):
     """And has the bits of training; what lies behind a sequence's last row has no
     meaning."""
-    mixer, rows, tokens = kind.mixer(aligned=True), kind.rows(140, 3), [63, 5, 127]
-    whole, memory = (
-        kind.trained(rows, aligned=True),
-        mixer.shape.zeros(3, rows.dtype, rows.device),
-    )
+    mixer = kind.mixer(aligned=True)
+    rows = kind.rows(140, 3)
+    tokens = [63, 5, 127]
+    whole = kind.trained(rows, aligned=True)
+    memory = mixer.shape.zeros(3, rows.dtype, rows.device)
     for tensor in memory[:2]:
         tensor.normal_()
     for n, had in enumerate(tokens):

@@ -74,12 +74,11 @@ def test_any_cut_has_the_bits_of_training(name, parts):
 
 @each_case
 def test_a_step_in_place_has_the_bits_of_training(name):
-    mixer, tokens = Mixer(name), [63, 5, 126]
+    mixer = Mixer(name)
+    tokens = [63, 5, 126]
     rows = mixer.rows(140, 3)
-    whole, memory = (
-        mixer.trained(rows),
-        mixer.parts.shape.zeros(3, rows.dtype, rows.device),
-    )
+    whole = mixer.trained(rows)
+    memory = mixer.parts.shape.zeros(3, rows.dtype, rows.device)
     for n, had in enumerate(tokens):
         _, begun = prefilled(mixer.parts, rows[:had, n : n + 1])
         memory.history[n], memory.state[n] = begun.history[0], begun.state[0]
@@ -108,7 +107,8 @@ def test_neighbours_place_and_length_change_no_bit(name):
 @each_case
 def test_gradients_repeat_and_are_those_of_the_plain_mixer(name):
     mixer = Mixer(name)
-    rows, found = mixer.rows(300), []
+    rows = mixer.rows(300)
+    found = []
     plain = type(mixer.kind.plain)()
     for rule in (mixer.rule, mixer.rule, plain):
         leaf = rows.clone().requires_grad_()

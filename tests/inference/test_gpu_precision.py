@@ -40,7 +40,8 @@ def rule_of(kind, backend):
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("name", KINDS)
 def test_generation_in_bf16_is_as_exact_as_the_plain_rule(name, backend):
-    kind, device = KINDS[name], torch.device("cuda")
+    kind = KINDS[name]
+    device = torch.device("cuda")
     rows = kind.rows(200, 2, torch.bfloat16).to(device)
     parameters = kind.draw(torch.bfloat16).to(device)
     exact = kind.train(rows.double(), parameters.to(torch.float64), kind.plain, None)
@@ -68,7 +69,8 @@ def test_a_captured_step_has_the_bits_of_the_eager_one(kind):
     rows = kind.rows(30, 3, torch.bfloat16).cuda()
     parts = kind.make(rows, kind.draw(torch.bfloat16).to("cuda"), kind.plain)
     _, memory = prefilled(parts, rows[:20])
-    eager, fed = copied(memory), rows[20:21].clone()
+    eager = copied(memory)
+    fed = rows[20:21].clone()
     decode(fed, parts, copied(memory))  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

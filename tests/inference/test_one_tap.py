@@ -36,6 +36,7 @@ def test_any_cut_gives_what_the_whole_gives(kind):
 
 
 def test_an_empty_sequence_may_come_first(kind):
-    mixer, rows = kind.mixer(aligned=True), kind.rows(5)
+    mixer = kind.mixer(aligned=True)
+    rows = kind.rows(5)
     mixed, _ = prefilled(mixer, rows, documents_of((0, 5)))
     assert torch.equal(mixed, kind.trained(rows, aligned=True))

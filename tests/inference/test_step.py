@@ -55,7 +55,8 @@ def cuts(length: int):
 
 
 def hold_every_cut(kind, length, some_cuts, B=2):
-    mixer, rows = kind.mixer(), kind.rows(length, B)
+    mixer = kind.mixer()
+    rows = kind.rows(length, B)
     whole = kind.trained(rows)
     _, end = prefilled(mixer, rows)
     unit = rounding(mixer, rows)
@@ -81,12 +82,11 @@ def test_every_split_of_every_length(kind, length):
 
 def test_packed_requests_of_unequal_length_go_on_from_their_own_memory(kind):
     mixer = kind.mixer()
-    first, more = (3, 70, 1, 0, 64, 5), (130, 2, 0, 4, 1, 64)
+    first = (3, 70, 1, 0, 64, 5)
+    more = (130, 2, 0, 4, 1, 64)
     sequences = [kind.rows(a + b, 1)[:, :] for a, b in zip(first, more, strict=True)]
-    memory, mixed = (
-        empty_memory(mixer, sequences[0], len(sequences)),
-        [[] for _ in sequences],
-    )
+    memory = empty_memory(mixer, sequences[0], len(sequences))
+    mixed = [[] for _ in sequences]
     starts = [0] * len(sequences)
     for lengths in (first, more):
         pieces = [
@@ -125,7 +125,8 @@ def test_a_request_without_tokens_keeps_its_memory(kind):
 def test_several_tokens_at_once_have_the_bits_of_one_by_one_and_roll_back_exactly(kind):
     mixer = kind.mixer()
     _, memory = prefilled(mixer, kind.rows(21, 3))
-    at, steps = copied(memory), memory.steps(5)
+    at = copied(memory)
+    steps = memory.steps(5)
     tokens = kind.rows(5, 3)
     mixed = decode(tokens, mixer, memory, steps)
     alone = [copied(at)]
@@ -154,7 +155,8 @@ def test_steps_are_of_memory_without_slots_and_laid_as_it_is(kind):
 
 
 def test_bf16_rows_leave_fp32_states(kind):
-    mixer, rows = kind.mixer(torch.bfloat16), kind.rows(70, 2, torch.bfloat16)
+    mixer = kind.mixer(torch.bfloat16)
+    rows = kind.rows(70, 2, torch.bfloat16)
     mixed, memory = run_in_parts(mixer, rows, (33, 30, -7))
     assert (
         memory.state.dtype == torch.float32 and memory.history.dtype == torch.bfloat16

@@ -18,7 +18,8 @@ def recurrent_kda(
 
     ``documents``: all batch rows end to end; None when a row is one sequence.
     """
-    rows, dtype = inputs.v.shape[:2], inputs.v.dtype
+    rows = inputs.v.shape[:2]
+    dtype = inputs.v.dtype
     offsets = None if documents is None else documents.filled_offsets
     inputs = inputs if documents is None else in_one_row(inputs)
     q, k, v, g, beta = (x.to(torch.promote_types(dtype, torch.float32)) for x in inputs)

@@ -140,7 +140,8 @@ def kda_bwd(
 ):
     documents = Documents.from_cu_seqlens(offsets.tolist(), len(q), device="cpu")
     inputs = RuleInputs(*(x[None] for x in (q, k, v, g, beta)))
-    initial, d_final = initial_state.mT, d_final_state.mT
+    initial = initial_state.mT
+    d_final = d_final_state.mT
     rule = PlainRule()
     saved = rule.begin(inputs, documents).run(initial).saved
     begun = rule.begin_backward(d_o[None].clone(), inputs, saved, documents)
@@ -165,10 +166,8 @@ def _kernels(monkeypatch):
 def inputs_of(rows, tokens):
     shape = rows, tokens, H
     q, k, v = torch.randn(3, *shape, K, dtype=torch.float64)
-    g, beta = (
-        -torch.rand(*shape, K, dtype=torch.float64),
-        torch.rand(*shape, dtype=torch.float64),
-    )
+    g = -torch.rand(*shape, K, dtype=torch.float64)
+    beta = torch.rand(*shape, dtype=torch.float64)
     return RuleInputs(l2norm(q), l2norm(k), v, g, beta)
 
 
@@ -190,7 +189,8 @@ def test_it_gives_what_the_plain_rule_gives(lengths, with_states):
 
 
 def test_fewer_key_heads_and_documents_in_fixed_buffers_are_refused():
-    inputs, rule = inputs_of(1, 9), cudnn.CudnnKDA()
+    inputs = inputs_of(1, 9)
+    rule = cudnn.CudnnKDA()
     with pytest.raises(
         NotImplementedError, match="backend='cudnn' does not take documents in fix"
     ):

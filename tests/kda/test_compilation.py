@@ -12,13 +12,16 @@ from megatron_gdn.kda.sizes import kda_layout
 from megatron_gdn.ops.delta_rule.base import RuleGrads
 from megatron_gdn.ops.front.plain import front_of
 
-S, H, K = 256, 4, 128
+S = 256
+H = 4
+K = 128
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("bound", [None, -5.0], ids=["unbounded", "bounded"])
 def test_the_front_compiles_and_nearly_all_of_it_stays_in_registers(bound):
-    layout, kind = kda_layout(H, H, K, K), torch.bfloat16
+    layout = kda_layout(H, H, K, K)
+    kind = torch.bfloat16
     front = front_of(kda_table(layout, bound), "cpu", kind, 4, "triton")
     rows = torch.empty(S, 1, layout.width, dtype=kind)
     weight = torch.empty(layout.conv_width, 1, 4, dtype=kind)

@@ -53,11 +53,9 @@ def _language_patched_once_a_launch() -> None:
     """
     from triton.runtime import interpreter
 
-    patch, launch, patched = (
-        interpreter._patch_lang,
-        interpreter.GridExecutor.__call__,
-        set(),
-    )
+    patch = interpreter._patch_lang
+    launch = interpreter.GridExecutor.__call__
+    patched = set()
 
     def patch_once(fn):
         if id(fn.__globals__) not in patched:

@@ -36,7 +36,9 @@ class Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=make).to(device)
 
-        self.sizes, self.device, self.dtype = sizes, device, dtype
+        self.sizes = sizes
+        self.device = device
+        self.dtype = dtype
         # Rows wider than P and batches apart: no kernel may assume either stride.
         self.proj = normal(S, B + 1, sizes.layout.width + 8).to(dtype)[
             :, :B, : sizes.layout.width
@@ -74,7 +76,8 @@ def assert_close(
     name: str, got: Tensor, exact: Tensor, tolerance: float = FP32
 ) -> None:
     """Relative error over the whole tensor; NaN never passes."""
-    got, exact = got.double(), exact.double()
+    got = got.double()
+    exact = exact.double()
     assert got.shape == exact.shape, (
         f"{name}: {tuple(got.shape)} is not {tuple(exact.shape)}"
     )

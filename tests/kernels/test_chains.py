@@ -120,10 +120,8 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
     """A node that lets nothing through, of four whose maps lie in another order."""
     H, K, V = SIZES[1]
     places = [2, 0, 1, 3]
-    nodes, cuts = (
-        Nodes(hosts=(0, 0, 0, 0), slots=tuple(places)),
-        cuts_at({cut}, 4, device),
-    )
+    nodes = Nodes(hosts=(0, 0, 0, 0), slots=tuple(places))
+    cuts = cuts_at({cut}, 4, device)
     maps = torch.randn(4, H, K, V + K, generator=torch.Generator().manual_seed(0)).to(
         device
     )
@@ -188,7 +186,8 @@ def test_any_number_of_chains_is_counted_by_a_grid(device, monkeypatch):
             return lambda *_, **__: None
 
     monkeypatch.setattr(chains_kernels, "_follow_kernel", Kernel())
-    n, (H, K, V) = 70_000, SIZES[0]
+    n = 70_000
+    H, K, V = SIZES[0]
     steps = Steps.build([[(0, NONE)]] * n, device)
     state = torch.zeros(1, H, K, V, device=device)
     in_one_launch(state, torch.zeros(1, H, K, K, device=device), steps, state, None)
@@ -198,7 +197,10 @@ def test_any_number_of_chains_is_counted_by_a_grid(device, monkeypatch):
 
 def test_heads_of_128_are_followed_in_fp32(device):
     """The size that matters, over a chain of 16 maps, by the same measure."""
-    H, K, V, n = 2, 128, 128, 16
+    H = 2
+    K = 128
+    V = 128
+    n = 16
     steps = Steps.build([[*((j, j) for j in range(n - 1)), (n - 1, NONE)]], device)
     make = torch.Generator().manual_seed(0)
     local, through = (

@@ -41,7 +41,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered"),
     pytest.mark.filterwarnings("ignore:invalid value encountered"),
 ]
-H, K, V = 2, 16, 16
+H = 2
+K = 16
+V = 16
 
 
 @pytest.fixture
@@ -85,7 +87,8 @@ def kernels(monkeypatch) -> None:
 def kda(rows, tokens, bound):
     shape = (rows, tokens, H)
     q, k, v = torch.randn(3, *shape, K)
-    g, beta = -(5 if bound else 1) * torch.rand(*shape, K), torch.rand(shape)
+    g = -(5 if bound else 1) * torch.rand(*shape, K)
+    beta = torch.rand(shape)
     return RuleInputs(l2norm(q), l2norm(k), v, g, beta), torch.randn(*shape, V)
 
 

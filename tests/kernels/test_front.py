@@ -89,7 +89,8 @@ def backward(
 
 def assert_rows_close(case, d_rows, exact) -> None:
     """Of q, k, v and the gates; the columns between belong to the gated norm."""
-    z, rest = case.sizes.layout.conv_width, case.sizes.layout.columns("beta").start
+    z = case.sizes.layout.conv_width
+    rest = case.sizes.layout.columns("beta").start
     assert d_rows[..., z:rest].isnan().all() and exact[..., z:rest].isnan().all()
     assert_close("d_proj qkv", d_rows[..., :z], exact[..., :z])
     assert_close("d_proj gates", d_rows[..., rest:], exact[..., rest:])
@@ -128,8 +129,10 @@ def test_every_gradient_equals_autograd_through_the_twin(
 
 @few("S63-3to6", "packed-1to3")
 def test_write_strengths_up_to_2_and_their_gradient_equal_the_twin(case):
-    options, twin = {"allow_neg_eigval": True}, case.double()
-    got, exact = forward("triton", case, **options), forward("torch", twin, **options)
+    options = {"allow_neg_eigval": True}
+    twin = case.double()
+    got = forward("triton", case, **options)
+    exact = forward("torch", twin, **options)
     raw = twin.proj[..., case.sizes.layout.columns("beta").start :][
         ..., : case.sizes.value_heads
     ]
@@ -144,7 +147,8 @@ def test_write_strengths_up_to_2_and_their_gradient_equal_the_twin(case):
 def test_walks_see_a_boundary_as_far_as_the_taps_reach(boundary, device):
     """The middle one of three walks of 32 tokens reads the tokens 29 to 66."""
     case = Case(device, S=96, lengths=(boundary, 96 - boundary))
-    grads, twin = case.grads(per_value_head=False), case.double()
+    grads = case.grads(per_value_head=False)
+    twin = case.double()
     assert_close(
         "q", forward("triton", case, tile=SMALL_WALK).q, forward("torch", twin).q
     )
@@ -176,8 +180,10 @@ def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
 
 
 def test_without_l2norm(device):
-    case, options = Case(device, S=37), {"normalise_qk": False}
-    grads, twin = case.grads(per_value_head=True), case.double()
+    case = Case(device, S=37)
+    options = {"normalise_qk": False}
+    grads = case.grads(per_value_head=True)
+    twin = case.double()
     exact = forward("torch", twin, **options)
     assert_close("q", forward("triton", case, **options).q, exact.q)
     d_proj, _ = backward("triton", case, grads, **options)
@@ -188,7 +194,8 @@ def test_gates_keep_their_digits_where_softplus_is_tiny_or_huge(device):
     case = Case(device, S=9)
     alpha = torch.linspace(-80, 80, 9, device=device)[:, None, None]
     case.proj[..., case.sizes.layout.columns("alpha").start :] = alpha
-    got, exact = forward("triton", case), forward("torch", case.double())
+    got = forward("triton", case)
+    exact = forward("torch", case.double())
     # per token: one large g must not hide the relative error of a tiny one
     for t in range(9):
         # Held where the decay is 0 in fp32.
@@ -206,11 +213,10 @@ each_twin = pytest.mark.parametrize("kernels", ["triton", "torch"])
 def test_only_the_parts_asked_for_are_made_and_they_keep_their_bits(
     only, kernels, device
 ):
-    case, only = (
-        Case(device, S=21, B=2, sizes=HeadSizes(2, 6, 8, 16), bias=True),
-        only.split(),
-    )
-    full, part = forward(kernels, case), forward(kernels, case, only=tuple(only))
+    case = Case(device, S=21, B=2, sizes=HeadSizes(2, 6, 8, 16), bias=True)
+    only = only.split()
+    full = forward(kernels, case)
+    part = forward(kernels, case, only=tuple(only))
     for name in full._fields:
         if name in only:
             assert torch.equal(getattr(part, name), getattr(full, name)), name
@@ -259,22 +265,19 @@ def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
     """Rows of a large batch; the memory between them is never touched."""
     if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 10 << 30:
         pytest.skip("needs 10 GiB")
-    case, stride = (
-        Case(device, S=19, sizes=HeadSizes(1, 1, 16, 16), dtype=torch.float16),
-        2**27,
-    )
+    case = Case(device, S=19, sizes=HeadSizes(1, 1, 16, 16), dtype=torch.float16)
+    stride = 2**27
 
     def spread(rows):
         room = torch.empty(18 * stride + rows.shape[2], dtype=rows.dtype, device=device)
         return room.as_strided(rows.shape, (stride, rows.shape[2], 1)).copy_(rows)
 
-    narrow, wide = case.proj.contiguous(), spread(case.proj)
+    narrow = case.proj.contiguous()
+    wide = spread(case.proj)
     made = [forward("triton", case, rows) for rows in (narrow, wide)]
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
-    grads, tile = (
-        case.grads(per_value_head=True),
-        SegmentTile(rows=2, steps=16, warps=4),
-    )
+    grads = case.grads(per_value_head=True)
+    tile = SegmentTile(rows=2, steps=16, warps=4)
     # One of the two at a time: either stride must be minded.
     for rows, d_rows in ((wide, torch.zeros_like(narrow)), (narrow, spread(narrow))):
         _, got = backward("triton", case, grads, rows, d_rows, tile=tile)
@@ -292,7 +295,8 @@ def test_half_precision_rounds_once(device):
     """fp16 output differs from the fp64 one by one rounding, 2^-11 relative per
     element."""
     case = Case(device, S=40, dtype=torch.float16)
-    got, exact = forward("triton", case), forward("torch", case.double())
+    got = forward("triton", case)
+    exact = forward("torch", case.double())
     for name in "qkv":
         assert getattr(got, name).dtype == torch.float16
         error = (getattr(got, name).double() - getattr(exact, name)).abs()
@@ -348,11 +352,10 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
 def test_gates_beside_the_rows_give_what_gates_in_the_rows_give(case, kernels):
     """To the bit, but for compiled kernels: rows of another stride are loaded in other
     groups."""
-    rest, grads = (
-        case.sizes.layout.columns("beta").start,
-        case.grads(per_value_head=False),
-    )
-    main, gates = case.proj[..., :rest].contiguous(), case.proj[..., rest:].contiguous()
+    rest = case.sizes.layout.columns("beta").start
+    grads = case.grads(per_value_head=False)
+    main = case.proj[..., :rest].contiguous()
+    gates = case.proj[..., rest:].contiguous()
     exact = INTERPRETED or kernels == "torch"
 
     def assert_same(x, y) -> None:
@@ -364,7 +367,8 @@ def test_gates_beside_the_rows_give_what_gates_in_the_rows_give(case, kernels):
         forward(kernels, case), forward(kernels, case, main, gates), strict=True
     ):
         assert_same(x, y)
-    d_proj, d_main = torch.zeros_like(case.proj), torch.zeros_like(main)
+    d_proj = torch.zeros_like(case.proj)
+    d_main = torch.zeros_like(main)
     _, whole = backward(kernels, case, grads, d_rows=d_proj)
     _, apart = backward(kernels, case, grads, main, d_main, gates)
     assert_same(d_proj, torch.cat([d_main, apart.gates], dim=-1))

@@ -22,7 +22,8 @@ CASES = {
 @pytest.fixture(params=CASES)
 def case(request, device):
     case = Case(device, **CASES[request.param])
-    (S, B), sizes = case.proj.shape[:2], case.sizes
+    S, B = case.proj.shape[:2]
+    sizes = case.sizes
     case.o = case._normal(B, S, sizes.value_heads, sizes.value_dim) * 3
     # The gradient of a slice of something larger: its rows are strided too.
     width = sizes.value_heads * sizes.value_dim
@@ -66,16 +67,13 @@ def test_output_and_every_gradient_equal_the_twin(case, options, tile):
 )
 def test_the_norm_of_groups_equals_its_twin(S, B, sizes, activation, device):
     layout, proj, _, normal = mamba2_case(device, S, B, sizes)
-    (H, G, V, _), z = sizes, layout.gate_columns
-    o, gamma, d_out = (
-        normal(B, S, H, V),
-        normal(H * V),
-        normal(S, B, H * V + 8)[..., : H * V],
-    )
-    ours, plain = (
-        TritonReadout(z, activation, 1e-5, groups=G),
-        PlainReadout(z, activation, 1e-5, groups=G),
-    )
+    H, G, V, _ = sizes
+    z = layout.gate_columns
+    o = normal(B, S, H, V)
+    gamma = normal(H * V)
+    d_out = normal(S, B, H * V + 8)[..., : H * V]
+    ours = TritonReadout(z, activation, 1e-5, groups=G)
+    plain = PlainReadout(z, activation, 1e-5, groups=G)
     assert_twins(ours, plain, o, proj, gamma, d_out)
 
 

@@ -104,7 +104,8 @@ def test_powers_are_lowered_for_states_as_by_the_twin(shape, case, device):
     half, up, _ = half_torch.to_half(x, G, 0)
     if case == "far lower":
         up *= 2.0**80  # as of gradients that small
-    got_half, twin_half = half.clone(), half.clone()
+    got_half = half.clone()
+    twin_half = half.clone()
     got = half_kernels.lower_powers(got_half, up, states, G, 5)
     twin = half_torch.lower_powers(twin_half, up, states, G, 5)
     for name, a, b in zip(

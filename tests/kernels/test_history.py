@@ -64,7 +64,8 @@ def history_of(cut, taps, batch, channels, device, normal):
         assert link is not None
         table = link.table
         count = int(table.before.max()) + 1
-        rows, returned = normal(count, batch, channels), normal(count, batch, channels)
+        rows = normal(count, batch, channels)
+        returned = normal(count, batch, channels)
         return tree, History(rows, table), returned
     offsets = (0, *accumulate(lengths))
     if buffers:
@@ -73,7 +74,8 @@ def history_of(cut, taps, batch, channels, device, normal):
     else:
         whole = Documents(offsets, device)
     cutting = Cutting(cp, SequenceLayout.parse(layout), rank)
-    route, documents = history_route(whole, cutting, taps), pieces_of(whole, cutting)
+    route = history_route(whole, cutting, taps)
+    documents = pieces_of(whole, cutting)
     assert route is not None
     rows = normal(sum(route.receive_counts), batch, channels)
     # Its strides are not always those of a tensor of its own: a cache lies the other
@@ -84,7 +86,8 @@ def history_of(cut, taps, batch, channels, device, normal):
 
 
 def compare(front, plain, history, returned, proj, parameters, grads, documents, only):
-    columns, exact_proj = front.layout.conv_columns, proj.double()
+    columns = front.layout.conv_columns
+    exact_proj = proj.double()
     exact_parameters = [None if x is None else x.double() for x in parameters]
     exact_grads = type(grads)(*(None if x is None else x.double() for x in grads))
     exact_history = history._replace(rows=history.rows.double())
@@ -98,10 +101,8 @@ def compare(front, plain, history, returned, proj, parameters, grads, documents,
             assert (x is None) == (y is None)
             if x is not None:
                 assert_close(name, x, y)
-    history, exact_history = (
-        history.with_gradient_buffer(),
-        exact_history.with_gradient_buffer(),
-    )
+    history = history.with_gradient_buffer()
+    exact_history = exact_history.with_gradient_buffer()
     d_proj, exact_d_proj = (
         torch.full_like(x, float("nan")) for x in (proj, exact_proj)
     )
@@ -114,7 +115,8 @@ def compare(front, plain, history, returned, proj, parameters, grads, documents,
         documents,
         exact_history,
     )
-    d_proj, exact_d_proj = d_proj[..., columns], exact_d_proj[..., columns]
+    d_proj = d_proj[..., columns]
+    exact_d_proj = exact_d_proj[..., columns]
     assert_close("d_proj", d_proj, exact_d_proj)
     assert history.d_rows is not None and exact_history.d_rows is not None
     assert history.d_rows.dtype == torch.float32
@@ -157,7 +159,9 @@ CASES = [
 @pytest.mark.parametrize(("name", "cut"), CASES)
 def test_a_gdn_front_equals_the_plain_way(name, cut, device):
     options = OPTIONS[name]
-    cut, taps, batch = CUTS[cut], options.get("taps", 4), options.get("batch", 1)
+    cut = CUTS[cut]
+    taps = options.get("taps", 4)
+    batch = options.get("batch", 1)
     lengths, ranks = cut[:2]
     case = Case(
         device,
@@ -167,7 +171,8 @@ def test_a_gdn_front_equals_the_plain_way(name, cut, device):
         taps=taps,
         bias=options.get("bias", False),
     )
-    sizes, normalise = case.sizes, options.get("normalise", True)
+    sizes = case.sizes
+    normalise = options.get("normalise", True)
     documents, history, returned = history_of(
         cut, taps, batch, sizes.layout.conv_width, device, case._normal
     )
@@ -178,10 +183,8 @@ def test_a_gdn_front_equals_the_plain_way(name, cut, device):
             2.0 ** torch.arange(sizes.key_heads, device=device)
         ).repeat_interleave(ratio)
     grads = RuleGrads(*case.grads(options.get("per_value_head", False)), factor=factor)
-    kind, bits = (
-        (gdn_table(sizes.layout, normalise), "cpu", torch.float32),
-        options.get("bits", Bits.FREE),
-    )
+    kind = (gdn_table(sizes.layout, normalise), "cpu", torch.float32)
+    bits = options.get("bits", Bits.FREE)
     ours, twin = (
         front_of(*kind, taps, kernels, bits) for kernels in ("triton", "torch")
     )
@@ -209,7 +212,12 @@ OF_GDN = {cut for name, cut in CASES if name == "4 taps"}
 def test_a_mamba2_front_equals_the_plain_way(cut, device):
     cut = CUTS[cut]
     lengths, ranks = cut[:2]
-    S, B, (H, G, V, K) = sum(lengths) // ranks, 2, (2, 1, 6, 20)
+    S = sum(lengths) // ranks
+    B = 2
+    H = 2
+    G = 1
+    V = 6
+    K = 20
     layout, proj, parameters, normal = mamba2.case(device, S=S, B=B, sizes=(H, G, V, K))
     documents, history, returned = history_of(
         cut, 4, B, layout.conv_width, device, normal

@@ -46,7 +46,8 @@ def case(device, S, B=1, sizes=(2, 1, 6, 20), bias=True, taps=4):
 
 def mamba2(device, sizes=(2, 1, 6, 20), limit=(0.0, float("inf")), **shape):
     layout, proj, given, normal = case(device, sizes=sizes, **shape)
-    (S, B), (H, G, V, K) = proj.shape[:2], sizes
+    S, B = proj.shape[:2]
+    H, G, V, K = sizes
     shapes = [(H, V), (G, K), (G, K), (H,), (H,), (H, 1)]
     kind = mamba2_table(layout, limit), "cpu", torch.float32, given[0].shape[-1]
     ours = [front_of(*kind, "triton", each) for each in (Bits.FREE, Bits.DETERMINISTIC)]
@@ -55,8 +56,10 @@ def mamba2(device, sizes=(2, 1, 6, 20), limit=(0.0, float("inf")), **shape):
 
 
 def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
-    layout, (G, H, K, V) = kda_layout(*heads), heads
-    (proj, normal), C = drawn(layout, S, B, device), layout.conv_width
+    layout = kda_layout(*heads)
+    G, H, K, V = heads
+    proj, normal = drawn(layout, S, B, device)
+    C = layout.conv_width
     given = [
         normal(C, 1, 4) * 0.5,
         normal(C) if bias else None,
@@ -79,8 +82,10 @@ def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
 
 
 def gdn2(device, S, B=1, heads=(2, 4, 12, 20), per_value_head=False):
-    layout, (G, H, K, V) = gdn2_rows(*heads), heads
-    (proj, normal), C = drawn(layout, S, B, device), layout.conv_width
+    layout = gdn2_rows(*heads)
+    G, H, K, V = heads
+    proj, normal = drawn(layout, S, B, device)
+    C = layout.conv_width
     given = [normal(C, 1, 4) * 0.5, None, normal(G), normal(G * K)]
     many = H if per_value_head else G  # the front sums those of a key head
     shapes = [(many, K), (many, K), (H, V), (many, K), (many, K), (H, V)]
@@ -118,7 +123,8 @@ FRONTS = {
 def test_a_front_and_its_gradients_equal_the_twins(name, device):
     draw, shape, lengths = FRONTS[name]
     layout, proj, given, grads, ours, twin = draw(device, **shape)
-    documents, z = documents_of(lengths, device), layout.columns("z")
+    documents = documents_of(lengths, device)
+    z = layout.columns("z")
 
     def run(front, dtype):
         rows, *parameters = (None if x is None else x.to(dtype) for x in (proj, *given))

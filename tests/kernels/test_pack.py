@@ -33,7 +33,8 @@ class Rows:
         def normal(*shape):
             return torch.randn(*shape, generator=make).to(device, dtype)
 
-        self.shares, self.rank = shares, shares.ranks - 2
+        self.shares = shares
+        self.rank = shares.ranks - 2
         self.whole = normal(s, B + extra, shares.whole_width + extra)
         self.whole = self.whole[:, :B, : shares.whole_width]
         self.messages = normal(shares.ranks - 1, s, B, shares.rank_width)
@@ -99,10 +100,8 @@ def test_own_rows_go_along_with_the_peers(shares, device, s, B):
     )
     fulls = []
     for module, way in ((pack, {}), (pack_torch, {}), (pack_torch, {"apart": True})):
-        full, given = (
-            torch.full_like(rows.full, 7.0),
-            [vars(rows)[name] for name in pack_peers],
-        )
+        full = torch.full_like(rows.full, 7.0)
+        given = [vars(rows)[name] for name in pack_peers]
         kept_rows = None if way else (full, rows.own_place)
         module.pack_peers(*given, kept_rows=kept_rows)
         if way:

@@ -122,13 +122,15 @@ def drawn_like(memory):
 def hold_steps(made, memory, counts):
     """Steps of so many tokens by kernels change memory as those in plain torch do."""
     parts = made["torch"]
-    device, dtype = memory.history.device, parts.of_front[0].dtype
+    device = memory.history.device
+    dtype = parts.of_front[0].dtype
     assert made["triton"].front.triton and not parts.front.triton
     slots = memory.slots
     real = slice(None) if slots is None else (slots >= 0).nonzero()[:, 0]
     N, M = len(memory.history if slots is None else slots), len(memory.history)
     used = set(range(M) if slots is None else slots.tolist())
-    ours, theirs = copied(memory), copied(memory)
+    ours = copied(memory)
+    theirs = copied(memory)
     if memory.state.stride(-1) != 1:  # a copy of a view is no view
         ours, theirs = (
             x._replace(state=x.state.mT.contiguous().mT) for x in (ours, theirs)
@@ -167,10 +169,8 @@ def buffers(x, count):
 
 def test_values_are_put_in_their_slots_alone(device):
     buffer = torch.zeros(5, 3, 1700, device=device)
-    slots, values = (
-        torch.tensor([3, -1, 0], device=device),
-        torch.randn(3, 3, 1700, device=device),
-    )
+    slots = torch.tensor([3, -1, 0], device=device)
+    values = torch.randn(3, 3, 1700, device=device)
     write_slots_on_gpu(buffer, slots, values)
     assert torch.equal(buffer[3], values[0]) and torch.equal(buffer[0], values[2])
     assert not buffer[[1, 2, 4]].any()
@@ -197,7 +197,8 @@ def run(case, kernels: str, rule, **options):
     return [out.detach(), *torch.autograd.grad(out, leaves, weights.view(out.shape))]
 
 
-FP32, HALF = {"sizes": HeadSizes(1, 3, 8, 16)}, {"sizes": HeadSizes(2, 4, 8, 16)}
+FP32 = {"sizes": HeadSizes(1, 3, 8, 16)}
+HALF = {"sizes": HeadSizes(2, 4, 8, 16)}
 SHAPES = {
     "dense": {**FP32, "S": 35, "B": 2},
     "packed": {**FP32, "S": 40, "lengths": (1, 2, 20, 17)},
@@ -210,7 +211,8 @@ SHAPES = {
 def test_output_and_every_gradient(shape, device):
     """Against fp64, or the twin: roundings of q, k, v and d_o to fp16 may fall the
     other way."""
-    half, case = shape.startswith("fp16"), Case(device, **SHAPES[shape])
+    half = shape.startswith("fp16")
+    case = Case(device, **SHAPES[shape])
     rule = HalfOperands(InHalf()) if half else PlainRule()
     got = run(case, "triton", rule)
     exact = run(case if half else case.double(), "torch", rule)
@@ -222,14 +224,13 @@ def test_output_and_every_gradient(shape, device):
         assert a.dtype == torch.float32 and torch.equal(a, c), name
 
 
-GDN, MAMBA2 = (
-    gdn_kind(HeadSizes(1, 2, 8, 12)),
-    mamba2_kind(heads=2, groups=1, head_dim=6, state_dim=8),
-)
+GDN = gdn_kind(HeadSizes(1, 2, 8, 12))
+MAMBA2 = mamba2_kind(heads=2, groups=1, head_dim=6, state_dim=8)
 
 
 def on_the_grid(kind, rows):
-    rule, parameters = type(kind.plain)(Bits.ON_GRID), kind.draw(torch.float32)
+    rule = type(kind.plain)(Bits.ON_GRID)
+    parameters = kind.draw(torch.float32)
     return kind.make(rows, parameters.to(rows.device), rule, kernels="triton")
 
 

@@ -232,14 +232,16 @@ def be_rank(rank: int, port: int, asked: dict[str, Any]) -> None:
 def code_of(ranks: list[Any], seconds: float) -> int:
     """Of the first that fails, which ends the others soon; -1 if they did not end in
     time."""
-    code, deadline = 0, time.monotonic() + seconds
+    code = 0
+    deadline = time.monotonic() + seconds
     running = {rank.sentinel: rank for rank in ranks}
     while running and (left := deadline - time.monotonic()) > 0:
         for ended in wait(list(running), left):
             rank = running.pop(ended)
             rank.join()
             if rank.exitcode and not code:
-                code, deadline = rank.exitcode, time.monotonic() + 2
+                code = rank.exitcode
+                deadline = time.monotonic() + 2
     for rank in running.values():
         os.killpg(rank.pid, signal.SIGKILL)
         rank.join()

@@ -10,7 +10,8 @@ from tests.launches.record import branch, recorded
 
 pytestmark = in_a_clone
 
-SCRIPT, DCP = "pretrain_hybrid.py", "--bf16 --use-torch-fsdp2 --ckpt-format torch_dcp"
+SCRIPT = "pretrain_hybrid.py"
+DCP = "--bf16 --use-torch-fsdp2 --ckpt-format torch_dcp"
 # gloo has no sum with a factor, by which the gradients are averaged without the loss
 # per token.
 MEGATRONS = """--hybrid-layer-pattern GM*- --bf16 --use-megatron-fsdp --use-distributed-optimizer

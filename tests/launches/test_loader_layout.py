@@ -27,10 +27,8 @@ def documents(tmp_path_factory) -> str:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix = str(tmp_path_factory.mktemp("data") / "documents")
-    made, builder = (
-        torch.Generator().manual_seed(5),
-        IndexedDatasetBuilder(f"{prefix}.bin", numpy.int32),
-    )
+    made = torch.Generator().manual_seed(5)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", numpy.int32)
     for start in torch.randint(200, (400,), generator=made):
         builder.add_document((start + torch.arange(LENGTH) * 3) % 250, [LENGTH])
     builder.finalize(f"{prefix}.idx")

@@ -21,7 +21,8 @@ from tests.launches.record import branch, recorded
 
 pytestmark = in_a_clone
 
-HYBRID, GPT = "pretrain_hybrid.py", "pretrain_gpt.py"
+HYBRID = "pretrain_hybrid.py"
+GPT = "pretrain_gpt.py"
 SPECS = {
     HYBRID: "--spec megatron_gdn.specs hybrid_stack_spec",
     GPT: "--spec megatron_gdn.specs gpt_block_spec",
@@ -160,7 +161,8 @@ def saved(trained, tmp_path_factory):
         if model not in made:
             folder = str(tmp_path_factory.mktemp(model))
             done = trained(model, FIRST.get(model, 1), f"--save={folder}")
-            steps, held_out = losses(done), held_out_losses(done)
+            steps = losses(done)
+            held_out = held_out_losses(done)
             assert len(steps) == 5 and steps[-1] < steps[0] and held_out
             # The second step that is logged after loading is averaged with the first.
             third, fourth, fifth = steps[2:]

@@ -102,7 +102,8 @@ def test_megatrons_file_of_fp32_buffers_loads_here_and_not_with_megatrons_layer(
     tmp_path, kind
 ):
     """Megatron writes into a view of a parameter there, which autograd refuses."""
-    first, named = tmp_path / "1", tmp_path / "2"
+    first = tmp_path / "1"
+    named = tmp_path / "2"
     flags = f"{SHARDED} {BUFFERS[kind][0]}"
     losses(trained("upstream", 2, f"{flags} --save {first}"))
     refused = trained("upstream", 4, f"{flags} --load {first}")

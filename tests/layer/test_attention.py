@@ -18,7 +18,8 @@ from tests.parallel import alone, make_config
 def test_over_one_rank_megatrons_own_forward_reads_no_context_parallelism(monkeypatch):
     """Megatron-LM's dev branch gathers keys and values by the config, and wants a mask
     for it."""
-    sizes, forward = [], DotProductAttention.forward
+    sizes = []
+    forward = DotProductAttention.forward
 
     def watched(self, *args, **kwargs):
         sizes.append(self.config.context_parallel_size)

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @pytest.fixture
 def asked(monkeypatch):
     """What the delta rule was chosen for, in order."""
-    requests, choose = [], layer_module.resolve_rule
+    requests = []
+    choose = layer_module.resolve_rule
 
     def watched(backend, *, device, dtype, bits, **options):
         requests.append((device.type, dtype, bits))
@@ -175,7 +176,8 @@ def test_a_model_calls_a_function_given_as_its_spec(spec):
 
 
 def test_it_hands_on_the_stages_that_the_function_takes():
-    config, asked = make_config(), []
+    config = make_config()
+    asked = []
 
     def spec(config, vp_stage, pp_rank):
         asked.append((config, vp_stage, pp_rank))

@@ -13,7 +13,8 @@ from tests.parallel import assert_close
 pytestmark = pytest.mark.usefixtures("one_rank", "no_checkpoint_left")
 
 TOKENS = 24
-FIRST, SECOND = (0, 8, 24), (0, 13, 24)
+FIRST = (0, 8, 24)
+SECOND = (0, 13, 24)
 FIXED = "set_documents was called"
 RECOMPUTED = "boundaries of the documents changed"
 
@@ -94,7 +95,9 @@ WRITES = pytest.mark.parametrize("write", [in_place, by_new_tensors])
 @LAYERS
 @ALL
 def test_buffers_that_are_filled_again_before_the_backward(kind, around):
-    run, packed, x = build(kind), fixed(), rows()
+    run = build(kind)
+    packed = fixed()
+    x = rows()
     out = around(run, x, packed)
     set_documents(packed, SECOND)
     with pytest.raises(RuntimeError, match=FIXED):
@@ -108,7 +111,8 @@ def test_buffers_that_are_filled_again_before_the_backward(kind, around):
 def test_two_micro_batches_in_flight_over_one_set_of_buffers(
     kind, around, first_goes_back
 ):
-    run, packed = build(kind), fixed()
+    run = build(kind)
+    packed = fixed()
     first = around(run, rows(), packed)
     set_documents(packed, SECOND)
     second = around(run, rows(), packed)
@@ -122,7 +126,8 @@ def test_two_micro_batches_in_flight_over_one_set_of_buffers(
 
 @pytest.mark.parametrize("make", [fixed, ordinary])
 def test_two_micro_batches_in_flight_in_layers_that_run_again_themselves(make):
-    layer, packed = whole("gdn"), make()
+    layer = whole("gdn")
+    packed = make()
     layer.recompute_whole = True
     x = rows()[..., : layer.config.hidden_size]
     first, _ = layer(x, None, packed_seq_params=packed)
@@ -139,7 +144,9 @@ def test_two_micro_batches_in_flight_in_layers_that_run_again_themselves(make):
 @CHECKPOINTS
 @WRITES
 def test_boundaries_that_change_before_the_recomputation(kind, around, write):
-    run, packed, x = build(kind), ordinary(), rows()
+    run = build(kind)
+    packed = ordinary()
+    x = rows()
     out = around(run, x, packed)
     write(packed, SECOND)
     with pytest.raises(RuntimeError, match=RECOMPUTED):
@@ -154,7 +161,8 @@ def test_boundaries_that_change_before_the_recomputation(kind, around, write):
 def test_two_micro_batches_in_flight_over_one_packed_seq_params(
     kind, around, write, first_goes_back
 ):
-    run, packed = build(kind), ordinary()
+    run = build(kind)
+    packed = ordinary()
     first = around(run, rows(), packed)
     write(packed, SECOND)
     second = around(run, rows(), packed)
@@ -167,7 +175,8 @@ def test_two_micro_batches_in_flight_over_one_packed_seq_params(
 @pytest.mark.parametrize("make", [fixed, ordinary])
 @pytest.mark.parametrize("around", IN_FLIGHT)
 def test_two_micro_batches_in_flight_whose_boundaries_are_the_same(around, make):
-    run, packed = build("fused layer"), make()
+    run = build("fused layer")
+    packed = make()
     first = around(run, rows(), packed)
     second = around(run, rows(), packed)
     first.sum().backward()
@@ -177,7 +186,10 @@ def test_two_micro_batches_in_flight_whose_boundaries_are_the_same(around, make)
 @pytest.mark.parametrize("make", [fixed, ordinary])
 @pytest.mark.parametrize("around", [reentrant, by_megatron, nested])
 def test_one_checkpoint_around_micro_batches_with_boundaries_of_their_own(around, make):
-    run, one, other, x = build("fused layer"), make(), make(), rows()
+    run = build("fused layer")
+    one = make()
+    other = make()
+    x = rows()
     leaf = x.detach().requires_grad_()
     if make is fixed:
         set_documents(other, SECOND)
@@ -200,7 +212,8 @@ def step(run, around, packed, offsets) -> None:
         run(rows(), packed)  # an evaluation between
     x = rows()
     around(run, x, packed).square().sum().backward()
-    new, leaf = ordinary(), x.detach().requires_grad_()
+    new = ordinary()
+    leaf = x.detach().requires_grad_()
     by_new_tensors(new, offsets)
     run(leaf, new).square().sum().backward()
     assert_close("d_x", x.grad, leaf.grad, 1e-5)
@@ -211,7 +224,8 @@ def step(run, around, packed, offsets) -> None:
 @ALL
 @WRITES
 def test_boundaries_of_the_next_step_are_no_change(kind, around, write):
-    run, packed = build(kind), ordinary()
+    run = build(kind)
+    packed = ordinary()
     for offsets in (FIRST, SECOND, FIRST):
         write(packed, offsets)
         step(run, around, packed, offsets)
@@ -221,7 +235,8 @@ def test_boundaries_of_the_next_step_are_no_change(kind, around, write):
 @LAYERS
 @ALL
 def test_buffers_of_the_next_step_are_no_change(kind, around):
-    run, packed = build(kind), fixed()
+    run = build(kind)
+    packed = fixed()
     for offsets in (FIRST, SECOND, FIRST):
         set_documents(packed, offsets)
         step(run, around, packed, offsets)
@@ -229,7 +244,9 @@ def test_buffers_of_the_next_step_are_no_change(kind, around):
 
 @CHECKPOINTS
 def test_the_same_boundaries_written_again_are_no_change(around):
-    run, packed, x = build("fused layer"), ordinary(), rows()
+    run = build("fused layer")
+    packed = ordinary()
+    x = rows()
     out = around(run, x, packed)
     in_place(packed, FIRST)
     out.sum().backward()
@@ -238,7 +255,9 @@ def test_the_same_boundaries_written_again_are_no_change(around):
 
 def test_what_needs_no_boundaries_again_does_not_look_at_them():
     """Without recomputation an ordinary micro-batch keeps its own."""
-    run, packed, x = build("layer of modules"), ordinary(), rows()
+    run = build("layer of modules")
+    packed = ordinary()
+    x = rows()
     expected = x.detach().requires_grad_()
     run(expected, ordinary()).square().sum().backward()
     out = run(x, packed)

@@ -35,7 +35,8 @@ def replace_config(layer):
 @of_both
 @pytest.mark.parametrize("change", [set_field, replace_config])
 def test_a_config_in_batch_invariant_mode_counts(kind, change):
-    layer, of_the_mode = whole(kind), whole(kind, {"batch_invariant_mode": True})
+    layer = whole(kind)
+    of_the_mode = whole(kind, {"batch_invariant_mode": True})
     x = rows(layer)
     layer(x)
     assert layer.rule.bits is not Bits.ON_GRID
@@ -48,7 +49,8 @@ def test_a_config_in_batch_invariant_mode_counts(kind, change):
 
 
 def test_a_config_in_deterministic_mode_counts():
-    layer, modes = whole("gdn"), []
+    layer = whole("gdn")
+    modes = []
     choose = layer.micro_batches._choose_rule
 
     def watched(bits, **options):
@@ -89,7 +91,8 @@ class Wrapped(nn.Module):
 
     def __init__(self, module):
         super().__init__()
-        self.base_layer, self.bias = module, module.bias
+        self.base_layer = module
+        self.bias = module.bias
 
     @property
     def weight(self):
@@ -127,7 +130,8 @@ def test_a_convolution_that_computes_something_else_is_refused(change):
 
 def test_accelerates_forward_and_a_parametrised_weight_are_let_through():
     layer = whole("gdn")
-    layer.conv1d.forward, layer.conv1d._hf_hook = layer.conv1d.forward, "moves inputs"
+    layer.conv1d.forward = layer.conv1d.forward
+    layer.conv1d._hf_hook = "moves inputs"
     x = rows(layer)
     plain, _ = layer(x)
     nn.utils.parametrize.register_parametrization(layer.conv1d, "weight", nn.Identity())
@@ -135,7 +139,8 @@ def test_accelerates_forward_and_a_parametrised_weight_are_let_through():
 
 
 def test_a_convolution_patched_for_all_instances_is_refused(monkeypatch):
-    layer, forward = whole("gdn"), nn.Conv1d.forward
+    layer = whole("gdn")
+    forward = nn.Conv1d.forward
     monkeypatch.setattr(nn.Conv1d, "forward", lambda self, x: 2 * forward(self, x))
     with pytest.raises(NotImplementedError, match=r"conv1d is a .* reads the weight"):
         layer(rows(layer))
@@ -143,8 +148,10 @@ def test_a_convolution_patched_for_all_instances_is_refused(monkeypatch):
 
 @of_both
 def test_torchs_hooks_of_all_modules_see_the_norm(kind):
-    plain, layer = whole(kind), whole(kind)
-    norm, x = layer.out_norm if kind == "gdn" else layer.norm, rows(layer)
+    plain = whole(kind)
+    layer = whole(kind)
+    norm = layer.out_norm if kind == "gdn" else layer.norm
+    x = rows(layer)
     hook = register_module_forward_hook(
         lambda module, args, y: 2 * y if module is norm else None
     )

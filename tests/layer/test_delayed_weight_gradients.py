@@ -49,7 +49,8 @@ def test_megatrons_schedule_gets_the_weight_gradients_of_both_projections_later(
     parts = replace(plain.submodules, **linears)
     recomputed = {"recompute_granularity": "selective", "recompute_modules": [again]}
     late = layer_of(replace(plain, submodules=parts), **(recomputed if again else {}))
-    at_once, x = layer_of(plain), torch.randn(9, 2, 24)
+    at_once = layer_of(plain)
+    x = torch.randn(9, 2, 24)
     at_once.load_state_dict(late.state_dict())
     for layer in (late, at_once):
         out, _ = layer(x.clone().requires_grad_(), None)

@@ -71,7 +71,8 @@ class Served:
     request."""
 
     def __init__(self, layer, context) -> None:
-        self.layer, self.context = layer, context
+        self.layer = layer
+        self.context = context
         self.embedding = torch.randn(VOCAB, layer.config.hidden_size)
         self.fed: dict[int, list[int]] = {}
         self.found: dict[int, list[torch.Tensor]] = {}
@@ -83,7 +84,8 @@ class Served:
         return torch.randint(VOCAB, shape, generator=self._random)
 
     def request(self, number: int, length: int) -> DynamicInferenceRequest:
-        self.fed[number], self.found[number] = [], []
+        self.fed[number] = []
+        self.found[number] = []
         return DynamicInferenceRequest(
             request_id=number,
             prompt_tokens=self.tokens(length),

@@ -51,7 +51,8 @@ def core_of(**changes) -> TorchAttention:
 
 
 def dense(mask: Mask) -> torch.Tensor:
-    queries, keys = len(mask.query_s), len(mask.key_S)
+    queries = len(mask.query_s)
+    keys = len(mask.key_S)
     nothing = torch.zeros(())  # all heads see the same
     return mask.sees(
         nothing, nothing, torch.arange(queries)[:, None], torch.arange(keys)[None]
@@ -83,12 +84,14 @@ def test_the_mask_is_that_of_the_definition_token_by_token_and_by_blocks(
     S = documents.total_tokens
     # without the last one, if odd
     rows = positions((S - S % size,), size, "contiguous")[rank]
-    mask, right = Mask.of(documents, rows), seen_by_definition(documents)[rows]
+    mask = Mask.of(documents, rows)
+    right = seen_by_definition(documents)[rows]
     assert torch.equal(dense(mask), right)
     padded = right.new_zeros(-(-len(rows) // BLOCK) * BLOCK, -(-S // BLOCK) * BLOCK)
     padded[: len(rows), :S] = right
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).transpose(1, 2)
-    some, every = blocks.flatten(2).any(2), blocks.flatten(2).all(2)
+    some = blocks.flatten(2).any(2)
+    every = blocks.flatten(2).all(2)
     partly, fully = (listed(mask, which, *some.shape) for which in (0, 2))
     assert torch.equal(fully, every)
     assert not (partly & fully).any() and not (some & ~(partly | fully)).any()
@@ -165,7 +168,8 @@ def test_a_branch_has_the_same_bits_whatever_its_siblings():
     core = core_of()
     torch.manual_seed(0)
     mine = [torch.randn(95, 1, 4, 16) for _ in range(3)]
-    weight, found = torch.randn(30, 1, 64), []
+    weight = torch.randn(30, 1, 64)
+    found = []
     for siblings in ((), (1,), (50, 0, 3)):
         tree = Tree((-1, *[0] * len(siblings), 0), (65, *siblings, 30))
         rows = [*tree.tokens(0), *tree.tokens(len(siblings) + 1)]

@@ -34,7 +34,8 @@ def forward_only(layer, x, packed=None):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_nothing_is_saved_and_nothing_stays(name, mode, packed, training):
-    layer, saved = LAYERS[name]().train(training), []
+    layer = LAYERS[name]().train(training)
+    saved = []
     x = torch.randn(150, 1, layer.config.hidden_size, requires_grad=True)
     documents = thd((70, 0, 80)) if packed else None
     with (
@@ -76,7 +77,8 @@ def test_what_a_backward_computes_again_costs_a_forward_alone_nothing(name):
 def test_a_mixer_holds_the_inputs_of_its_rule_and_the_output_at_most(kind, packed):
     """Beside its rows: once each, in the aligned form, whose intermediates are of one
     chunk."""
-    layout, heads = kind.layout, kind.layout.state_heads
+    layout = kind.layout
+    heads = kind.layout.state_heads
     widths = dict(zip(layout.names, layout.widths, strict=True))
     gates = {
         "kda": widths.get("f", 0) + heads,

@@ -26,7 +26,8 @@ class Row(RowParallelLinear):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.fp8_meta, self.save_original_input = {}, False
+        self.fp8_meta = {}
+        self.save_original_input = False
 
     def will_execute_quantized(self, is_context_quantized):
         return is_context_quantized
@@ -40,7 +41,8 @@ def layer_of(
     spec = (kimi_delta_attention_spec if kda else gated_delta_net_spec)(
         "local", **options
     )
-    spec.submodules.in_proj, spec.submodules.out_proj = in_proj, Row
+    spec.submodules.in_proj = in_proj
+    spec.submodules.out_proj = Row
     return build_module(spec, config, layer_number=1, name=name)
 
 
@@ -243,7 +245,8 @@ def test_a_compiled_layer_has_the_gradients_of_the_layer(opaque):
             run = super().forward
             return (torch.compiler.disable(run) if opaque else run)(*args, **kwargs)
 
-    layer, x = layer_of(in_proj=Column), torch.randn(16, 1, 24)
+    layer = layer_of(in_proj=Column)
+    x = torch.randn(16, 1, 24)
 
     def gradients(run):
         with fp8_on():

@@ -11,7 +11,11 @@ from tests.parallel import group_of_one
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-S, B, D, GATES, MAIN = 7, 3, 13, 5, 11
+S = 7
+B = 3
+D = 13
+GATES = 5
+MAIN = 11
 EPS = 1e-3
 
 
@@ -24,7 +28,8 @@ def drawn(dtype):
 def gradients(tensors, normed, frozen=(), split=True):
     """Of both products of ``x``; ``split``: as FP8 computes them."""
     leaves = {n: t.clone().requires_grad_(n not in frozen) for n, t in tensors.items()}
-    x, gamma = leaves["x"], leaves["gamma"] if normed else None
+    x = leaves["x"]
+    gamma = leaves["gamma"] if normed else None
 
     def normalised(rows):
         return F.rms_norm(rows, (D,), gamma, EPS) if normed else rows
@@ -36,7 +41,8 @@ def gradients(tensors, normed, frozen=(), split=True):
         assert handed.requires_grad == x.requires_grad
         assert handed.data_ptr() == x.data_ptr()
     else:
-        gates, handed = normalised(x) @ leaves["gates"].t(), x
+        gates = normalised(x) @ leaves["gates"].t()
+        handed = x
     main = normalised(handed) @ leaves["main"].t()
     torch.manual_seed(4)
     weights = [
@@ -80,7 +86,8 @@ def test_a_bf16_gradient_of_the_input_is_rounded_three_times_at_most(normed):
 def test_what_nobody_reads_has_no_part_in_the_gradient(of_gates, of_linear):
     """The linear's gradient is an expanded one, which is not written."""
     tensors = drawn(torch.float64)
-    x, weight = tensors["x"].requires_grad_(), tensors["gates"].requires_grad_()
+    x = tensors["x"].requires_grad_()
+    weight = tensors["gates"].requires_grad_()
     gates, handed = GateProduct.apply(x, weight, None, EPS, group_of_one(), False)
     read = [
         part for part, is_read in ((gates, of_gates), (handed, of_linear)) if is_read
@@ -125,15 +132,14 @@ class Gives(torch.autograd.Function):
 
 def test_the_gates_share_is_added_where_the_linears_gradient_lies():
     tensors = drawn(torch.float32)
-    x, gamma = tensors["x"].requires_grad_(), tensors["gamma"]
+    x = tensors["x"].requires_grad_()
+    gamma = tensors["gamma"]
     gates, handed = GateProduct.apply(
         x, tensors["gates"], gamma, EPS, group_of_one(), False
     )
     of_linear = torch.randn(S, B, D)
-    losses, weights = (
-        [gates, Gives.apply(handed, of_linear)],
-        [torch.randn(S, B, GATES), x.sum()],
-    )
+    losses = [gates, Gives.apply(handed, of_linear)]
+    weights = [torch.randn(S, B, GATES), x.sum()]
     before = of_linear.clone()
     with Made() as made:
         (d_x,) = torch.autograd.grad(losses, x, [weight.detach() for weight in weights])

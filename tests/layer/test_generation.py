@@ -47,7 +47,8 @@ def test_prefill_chunks_and_steps_give_the_training_forward(kind, parts):
     else:
         mixers = OLMO_HYBRID if kind == "olmo_hybrid" else GDN
         layer = mixers.whole(mixers.config(), allow_neg_eigval=True).eval()
-        x, context = torch.randn(80, 2, 24), StaticInferenceContext(2, 200)
+        x = torch.randn(80, 2, 24)
+        context = StaticInferenceContext(2, 200)
     with torch.no_grad():
         expected, _ = layer(x)
     torch.testing.assert_close(run(layer, x, context, parts), expected, **CLOSE)
@@ -232,7 +233,8 @@ def test_the_benchmark_of_decode_steps_runs(kind, heads, channels):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gdn", "mamba2"])
 def test_the_benchmark_of_the_grid_runs(kind):
-    layer, lines = whole(kind).eval(), []
+    layer = whole(kind).eval()
+    lines = []
     bench_grid.train(layer, 1000, 1, lambda **line: lines.append(line))
     bench_grid.decode(layer, 2, 5, 1, lambda **line: lines.append(line))
     assert [line["mode"] for line in lines] == 3 * [*bench_grid.MODES]
@@ -255,7 +257,8 @@ def test_a_context_begun_again_with_other_rows_rolls_these_back(kind):
     """The two rows that it had before are no layer's progress any more."""
     layer, x, context = make(kind, tokens=9)
     run(layer, x[:8], context, (5, 2, 1))
-    context.sequence_len_offset, context.batch_size_offset = 0, 1
+    context.sequence_len_offset = 0
+    context.batch_size_offset = 1
     other = x[:, :1]
     run(layer, other[:8], context, (5, 3))
     roll_back(context, 1)

@@ -110,7 +110,8 @@ def test_first_values_of_gdn2_are_those_of_megatrons_layer():
     config = GDN2_FP32.config(bf16=True, params_dtype=torch.bfloat16)
     mixer = GDN2_FP32.build(config, alone())
     assert mixer.A_log.dtype == mixer.dt_bias.dtype == torch.float32
-    rates, steps = mixer.A_log.exp(), F.softplus(mixer.dt_bias)
+    rates = mixer.A_log.exp()
+    steps = F.softplus(mixer.dt_bias)
     assert rates.shape == (2,) and rates.min() >= 1 and rates.max() <= 16
     assert (
         steps.shape == (10,) and steps.min() * 1.001 >= 1e-3 and steps.max() <= 0.1001
@@ -154,7 +155,8 @@ def test_every_value_head_of_gdn2_gets_its_key_heads_tensors(ratio):
     inputs = random_inputs("usual", rows=1, tokens=3, G=2, H=2 * ratio)
     found = _repeat_key_heads(inputs)
     for name in ("q", "k", "g", "b"):
-        given, repeated = getattr(inputs, name), getattr(found, name)
+        given = getattr(inputs, name)
+        repeated = getattr(found, name)
         assert repeated.shape == (1, 3, 2 * ratio, 5)
         for head in range(2 * ratio):
             assert torch.equal(repeated[:, :, head], given[:, :, head // ratio]), (

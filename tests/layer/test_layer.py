@@ -81,7 +81,8 @@ def test_the_norm_is_not_recomputed_where_a_checkpoint_keeps_what_is_saved(fused
     layer = build(recompute="light")
     if not fused:
         layer.out_norm.register_forward_hook(lambda *_: None)
-    x, again = torch.randn(9, 2, 24), partial(checkpoint, layer, use_reentrant=False)
+    x = torch.randn(9, 2, 24)
+    again = partial(checkpoint, layer, use_reentrant=False)
     plain = forward_backward(layer, x)
     assert "recompute" not in log.text
     require_same_bits(forward_backward(layer, x, run=again), plain)
@@ -90,7 +91,8 @@ def test_the_norm_is_not_recomputed_where_a_checkpoint_keeps_what_is_saved(fused
 
 
 def test_hooks_that_wait_for_parameters_run_for_modules_that_are_never_called():
-    layer, seen = build(), []
+    layer = build()
+    seen = []
     for name in ("conv1d", "out_norm"):
         hook = lambda module, *_, name=name: seen.append(name)  # noqa: E731
         layer.get_submodule(name).register_forward_pre_hook(hook)

@@ -16,7 +16,8 @@ from tests.parallel import hybrid_model, model_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-TOKENS, END = 8, 9
+TOKENS = 8
+END = 9
 
 
 def causal():
@@ -71,7 +72,8 @@ def test_masks_of_documents_and_of_padding_are_refused(letter, mask):
 @EACH
 @pytest.mark.parametrize("mask", [causal, of_one_document, of_nothing])
 def test_masks_that_mask_the_future_alone_change_no_bit(letter, mask):
-    stack, x = built(letter), torch.randn(TOKENS, 1, 24)
+    stack = built(letter)
+    x = torch.randn(TOKENS, 1, 24)
     assert torch.equal(stack(x, attention_mask=mask()), stack(x, attention_mask=None))
 
 
@@ -82,7 +84,8 @@ def test_a_mask_is_refused_in_a_recomputed_layer(letter, monkeypatch):
     monkeypatch.setattr(random, "IS_CHECKPOINTING", False)
     stack = built(letter)
     config = stack.config
-    config.recompute_granularity, config.recompute_method = "full", "uniform"
+    config.recompute_granularity = "full"
+    config.recompute_method = "uniform"
     config.recompute_num_layers = 1
     x = torch.randn(TOKENS, 1, 24, requires_grad=True)
     with pytest.raises(NotImplementedError, match="not a causal mask"):
@@ -95,10 +98,8 @@ def test_a_mamba_layer_of_another_spec_checks_the_mask_and_forgets_it():
     )
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
     spec = ModuleSpec(module=MambaLayer, submodules=parts)
-    layer, x = (
-        build_module(spec, model_config("M"), pg_collection=groups),
-        torch.randn(8, 1, 24),
-    )
+    layer = build_module(spec, model_config("M"), pg_collection=groups)
+    x = torch.randn(8, 1, 24)
     with pytest.raises(NotImplementedError, match="not a causal mask"):
         layer(x, of_documents())
     assert torch.equal(layer(x), layer(x, attention_mask=causal()))

@@ -51,7 +51,8 @@ def test_the_masks_that_a_capture_gets_are_accepted_there(cp):
     around = transformer_layer(make_config(context_parallel_size=cp, **graphs))
     static = around.get_layer_static_inputs(16, 2)["attention_mask"]
     assert static.shape == (2, 1, 16 // cp, 16)
-    x, layer = torch.randn(16 // cp, 2, 24), around.self_attention
+    x = torch.randn(16 // cp, 2, 24)
+    layer = around.self_attention
     expected = layer(x, None)[0]
     zeros = torch.zeros_like(static)  # the buffer that graphs of the mixer alone have
     with capturing_by_megatron():
@@ -70,7 +71,8 @@ def test_the_masks_that_a_capture_gets_are_accepted_there(cp):
 def test_packed_documents_that_a_graph_of_the_layer_cannot_follow_are_refused_at_once(
     impl, modules
 ):
-    layer, x = build(impl, modules), torch.randn(12, 1, 24)
+    layer = build(impl, modules)
+    x = torch.randn(12, 1, 24)
     refused = pytest.raises(
         NotImplementedError, match=f"cuda_graph_impl='{impl}'.*static_packed"
     )
@@ -81,10 +83,8 @@ def test_packed_documents_that_a_graph_of_the_layer_cannot_follow_are_refused_at
 
 @one_rank
 def test_transformer_engines_graphs_take_no_fixed_buffers():
-    layer, packed = (
-        build("transformer_engine", []),
-        static_packed_seq_params(12, 3, device="cpu"),
-    )
+    layer = build("transformer_engine", [])
+    packed = static_packed_seq_params(12, 3, device="cpu")
     with pytest.raises(
         NotImplementedError, match="only tensors.*cuda_graph_impl='local'"
     ):
@@ -156,7 +156,8 @@ def test_a_model_trains_on_packed_documents_in_megatrons_graphs():
         return {"loss": loss.detach().clone(), **grads}
 
     with graphs_on_cpu():
-        eager, graphed = build("none"), build("local")
+        eager = build("none")
+        graphed = build("local")
         graphed.load_state_dict(eager.state_dict())
         (attention,) = leave_attention_out_of_graphs(graphed)
         assert isinstance(attention.self_attention, SelfAttention)
@@ -165,10 +166,8 @@ def test_a_model_trains_on_packed_documents_in_megatrons_graphs():
             tokens = torch.randint(32, (1, 17))
             for packed in both:
                 set_documents(packed, [0, *torch.tensor(lengths).cumsum(0).tolist()])
-            found, expected = (
-                step(graphed, tokens, both[0]),
-                step(eager, tokens, both[1]),
-            )
+            found = step(graphed, tokens, both[0])
+            expected = step(eager, tokens, both[1])
             for name, value in expected.items():
                 assert torch.equal(found[name], value), (lengths, name)
             cuda_graphs.create_cudagraphs()

@@ -148,7 +148,8 @@ def test_parts_to_recompute_that_are_not_known_are_named(log):
 
 def test_recomputing_the_whole_layer_keeps_its_input_alone(log):
     layer = selective("gdn")
-    x, kept = torch.randn(9, 1, 24, requires_grad=True), []
+    x = torch.randn(9, 1, 24, requires_grad=True)
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.append(t) or t, lambda t: t
     ):

@@ -62,7 +62,9 @@ LATER = {
 
 @pytest.mark.parametrize("norm", [DoubledOurs, DoubledTorchs, DoubledInside])
 def test_a_norm_that_is_not_plain_is_called(norm):
-    doubled, plain, x = build(norm), build(), torch.randn(7, 2, 24)
+    doubled = build(norm)
+    plain = build()
+    x = torch.randn(7, 2, 24)
     doubled.load_state_dict(plain.state_dict(), strict=False)
     assert_close("output", doubled(x, None)[0], 2 * plain(x, None)[0], 1e-6)
 
@@ -72,7 +74,8 @@ def test_a_norm_that_is_not_plain_is_called(norm):
 )
 @pytest.mark.parametrize("change", LATER)
 def test_what_is_changed_after_the_layer_was_built_counts(norm, change):
-    plain, layer = build(norm), build(norm)
+    plain = build(norm)
+    layer = build(norm)
     randomise_(plain)
     layer.load_state_dict(plain.state_dict())
     LATER[change](layer.out_norm)
@@ -81,16 +84,19 @@ def test_what_is_changed_after_the_layer_was_built_counts(norm, change):
 
 
 def test_a_class_whose_forward_was_replaced_is_called(monkeypatch):
-    plain, layer = build(WrappedTorchNorm), build(WrappedTorchNorm)
+    plain = build(WrappedTorchNorm)
+    layer = build(WrappedTorchNorm)
     layer.load_state_dict(plain.state_dict())
-    x, forward = torch.randn(7, 2, 24), nn.RMSNorm.forward
+    x = torch.randn(7, 2, 24)
+    forward = nn.RMSNorm.forward
     expected = 2 * plain(x, None)[0]
     monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: 2 * forward(self, x))
     assert_close("output", layer(x, None)[0], expected, 1e-6)
 
 
 def test_hooks_get_what_the_norm_gets_and_its_gradient():
-    layer, seen = build(), []
+    layer = build()
+    seen = []
     layer.out_norm.register_forward_pre_hook(
         lambda module, args: seen.append(args[0].shape)
     )
@@ -105,7 +111,8 @@ def test_hooks_get_what_the_norm_gets_and_its_gradient():
     "norm", [TorchRMSNorm, WrappedTorchNorm], ids=["ours", "torch's"]
 )
 def test_a_plain_norm_is_not_called(norm, monkeypatch):
-    layer, calls = build(norm), []
+    layer = build(norm)
+    calls = []
     assert type(layer.out_norm) in (TorchRMSNorm, nn.RMSNorm)
     forward = nn.functional.rms_norm
     monkeypatch.setattr(
@@ -133,7 +140,8 @@ def test_transformer_engines_norm_is_known_by_its_exact_class():
 
     def computed_by_kernels(norm_class):
         norm = norm_class()
-        norm.weight, norm.eps = nn.Parameter(torch.ones(12)), 1e-5
+        norm.weight = nn.Parameter(torch.ones(12))
+        norm.eps = 1e-5
         return is_plain(norm) and only_waits_for_parameters(norm)
 
     assert computed_by_kernels(theirs)
@@ -146,12 +154,15 @@ def test_transformer_engines_norm_is_known_by_its_exact_class():
 
 @pytest.mark.parametrize("keywords", [False, True])
 def test_a_pre_hook_on_conv1d_sees_the_rows_that_the_convolution_reads(keywords):
-    layer, seen, rows = build(), [], []
+    layer = build()
+    seen = []
+    rows = []
     layer.in_proj.register_forward_hook(lambda module, args, out: rows.append(out[0]))
     hook = lambda module, args, *kwargs: seen.append((args[0], *kwargs))  # noqa: E731
     layer.conv1d.register_forward_pre_hook(hook, with_kwargs=keywords)
     layer(torch.randn(7, 2, 24), None)
-    (given, *kwargs), (proj,) = seen[0], rows
+    given, *kwargs = seen[0]
+    (proj,) = rows
     assert kwargs == ([{}] if keywords else [])
     assert torch.equal(given, proj.permute(1, 2, 0)[:, : layer.conv_dim])
     layer.conv1d(given)  # it is what the module takes
@@ -159,7 +170,8 @@ def test_a_pre_hook_on_conv1d_sees_the_rows_that_the_convolution_reads(keywords)
 
 @pytest.mark.parametrize("keywords", [False, True])
 def test_a_pre_hook_on_conv1d_may_return_what_it_was_given_and_nothing_else(keywords):
-    layer, x = build(), torch.randn(7, 2, 24)
+    layer = build()
+    x = torch.randn(7, 2, 24)
     before = layer(x, None)[0]
     same = lambda module, args, *kwargs: (args, *kwargs) if kwargs else args  # noqa: E731
     layer.conv1d.register_forward_pre_hook(same, with_kwargs=keywords)

@@ -8,7 +8,8 @@ from tests.distributed.layer_laws import build, forward_backward, randomise_, th
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-SLOTS, REAL = (8, 72, 8, 4), (5, 67, 0, 4)
+SLOTS = (8, 72, 8, 4)
+REAL = (5, 67, 0, 4)
 
 
 def in_real_rows() -> torch.Tensor:
@@ -32,10 +33,13 @@ def test_finite_garbage_in_the_padding_changes_no_bit(kind, dtype):
     randomise_(layer)
     layer = layer.to(dtype)
     if kind == "packed":
-        x, real = torch.randn(sum(SLOTS), 1, 24), in_real_rows()
+        x = torch.randn(sum(SLOTS), 1, 24)
+        real = in_real_rows()
         packed = thd(SLOTS, real_lengths=REAL)
     else:
-        x, real, packed = torch.randn(70, 2, 24), torch.arange(70) < 67, None
+        x = torch.randn(70, 2, 24)
+        real = torch.arange(70) < 67
+        packed = None
     garbage = x.clone()
     garbage[~real] = 1e3 * torch.randn_like(x[~real])
     clean, _ = results(layer, x.to(dtype), packed, real)

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def build_with(modules=(), **options):
     config = make_config()
     if modules:
-        config.recompute_granularity, config.recompute_modules = "selective", [*modules]
+        config.recompute_granularity = "selective"
+        config.recompute_modules = [*modules]
     return build(config, **options)
 
 
@@ -26,7 +27,8 @@ def parts_of(layer) -> set[str]:
     return {name for name in names if getattr(layer, f"recompute_{name}")}
 
 
-LIGHT, FULL = {"qkv", "norm_out"}, {"qkv", "norm_out", "rule"}
+LIGHT = {"qkv", "norm_out"}
+FULL = {"qkv", "norm_out", "rule"}
 ASKED = {
     "nothing": ({}, (), set()),
     "none": ({"recompute": "none"}, (), set()),
@@ -70,7 +72,8 @@ def test_settings_that_contradict_are_refused_by_name(case):
 
 def test_no_level_changes_a_bit_of_the_plain_rule_and_each_keeps_less():
     x = torch.randn(64, 2, 24)
-    one, kept = build(), {}
+    one = build()
+    kept = {}
     expected = forward_backward(one, x)
     for level in RECOMPUTE_LEVELS:
         layer = build(recompute=level)
@@ -80,7 +83,8 @@ def test_no_level_changes_a_bit_of_the_plain_rule_and_each_keeps_less():
         kept[level] = saved_bytes(lambda layer=layer, leaf=leaf: layer(leaf, None)[0])
     # Under hooks nothing is dropped after the forward, so the normed output counts in
     # each.
-    tokens, sizes = x.shape[0] * x.shape[1], one.dims.heads
+    tokens = x.shape[0] * x.shape[1]
+    sizes = one.dims.heads
     key, value = sizes.layout.widths[1:3]
     assert kept["none"] - kept["light"] == tokens * (key + value) * 4
     of_rule = value + 2 * sizes.value_heads  # the output, the log-decay and beta

@@ -36,11 +36,9 @@ def heads(*shape):
 
 
 def rule_inputs():
-    q, k, v = (
-        F.normalize(heads(2, 8), dim=-1),
-        F.normalize(heads(2, 8), dim=-1),
-        heads(4, 6),
-    )
+    q = F.normalize(heads(2, 8), dim=-1)
+    k = F.normalize(heads(2, 8), dim=-1)
+    v = heads(4, 6)
     return q, k, v, -heads(4).square(), heads(4).sigmoid()
 
 
@@ -140,7 +138,8 @@ AROUND = [plain, checkpointed, reentrant, by_megatron, compiled]
 def test_a_first_gradient_is_none_of_that(name, around):
     """Whatever runs the backward, and whether gradients are enabled around it."""
     function, x = operation(name)
-    expected, x_in = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = x.clone().requires_grad_()
+    x_in = x.clone().requires_grad_()
     function(expected).sum().backward()
     out = around(function, x_in)
     with torch.enable_grad():
@@ -161,7 +160,8 @@ def test_a_checkpoint_that_cannot_be_differentiated_twice_says_so_itself(around)
 def test_a_gradient_inside_a_backward_is_a_first_gradient():
     """A function that computes its forward again, as checkpoints do, with gradients
     enabled."""
-    layer, x = whole("gdn"), torch.randn(13, 1, 24, requires_grad=True)
+    layer = whole("gdn")
+    x = torch.randn(13, 1, 24, requires_grad=True)
 
     class Again(torch.autograd.Function):
         @staticmethod

@@ -45,7 +45,8 @@ def expected_share(
 
 @on_ranks(tp=2)
 def test_replicated_norm_weights_stay_equal_across_tensor_parallel_ranks():
-    one, layer = build(groups=alone()), build(make_config(tensor_model_parallel_size=2))
+    one = build(groups=alone())
+    layer = build(make_config(tensor_model_parallel_size=2))
     rank = parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -73,7 +74,8 @@ def test_a_whole_buffer_zigzag_can_be_declared():
     one = build(groups=alone())
     layer = build(make_config(context_parallel_size=2), cp_layout="zigzag_buffer")
     layer.load_state_dict(one.state_dict())
-    x, packed = torch.randn(12, 1, 24), thd((3, 9))
+    x = torch.randn(12, 1, 24)
+    packed = thd((3, 9))
     rank = parallel_state.get_context_parallel_rank()
     held = local_indices((3, 9), 2, rank, SequenceLayout.ZIGZAG_BUFFER)
     expected, _ = one(x, None, packed_seq_params=packed)
@@ -84,10 +86,12 @@ def test_a_whole_buffer_zigzag_can_be_declared():
 @on_ranks(cp=2)
 def test_the_group_of_the_micro_batch_is_used():
     """A layer built for two ranks runs this micro-batch on one."""
-    layer, one = build(make_config(context_parallel_size=2)), build(groups=alone())
+    layer = build(make_config(context_parallel_size=2))
+    one = build(groups=alone())
     one.load_state_dict(layer.state_dict())
     packed = thd((8, 4))
-    packed.cp_group, packed.local_cp_size = group_of_one(), 1
+    packed.cp_group = group_of_one()
+    packed.local_cp_size = 1
     x = torch.randn(12, 1, 24)
     actual, _ = layer(x, None, packed_seq_params=packed)
     expected, _ = one(x, None, packed_seq_params=thd((8, 4)))
@@ -157,7 +161,8 @@ def test_own_parameters_are_initialised_even_without_initialisation(
 
 def test_l2norm_inside_the_chunk_rule_works(one_rank):
     q = torch.randn(1, 9, 2, 8)
-    g, beta = -torch.rand(1, 9, 2), torch.rand(1, 9, 2)
+    g = -torch.rand(1, 9, 2)
+    beta = torch.rand(1, 9, 2)
     rule = gdn_module().torch_chunk_gated_delta_rule
     inside, _ = rule(q, q, q, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
     unit = F.normalize(q, dim=-1)

@@ -5,13 +5,17 @@ import torch
 from megatron_gdn.mamba2.rule import SSDInputs
 from megatron_gdn.ops.layout import Layout, Section
 
-G, H, K, V = 2, 6, 5, 3
+G = 2
+H = 6
+K = 5
+V = 3
 
 
 def random_inputs(
     S: int, B: int = 1, dtype=torch.float64, per_channel_D: bool = False, **sizes
 ):
-    g_heads, heads = sizes.get("G", G), sizes.get("H", H)
+    g_heads = sizes.get("G", G)
+    heads = sizes.get("H", H)
     k, v = sizes.get("K", K), sizes.get("V", V)
     made = torch.Generator().manual_seed(S + B)
 
@@ -41,7 +45,8 @@ def token_by_token(inputs, lengths, initial=None):
     repeat = x.shape[2] // B.shape[2]
     flat = [t.flatten(0, 1) for t in (x, B, C, dt, g, D)]
     flat[1:3] = [t.repeat_interleave(repeat, dim=1) for t in flat[1:3]]
-    outputs, finals = [], []
+    outputs = []
+    finals = []
     for n, (x, B, C, dt, g, D) in enumerate(
         zip(*(t.split(lengths) for t in flat), strict=True)
     ):

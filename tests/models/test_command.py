@@ -30,7 +30,8 @@ def test_the_commands_of_the_page_print_what_it_shows(capsys):
 
 def test_printed_figures_are_those_of_the_stack(capsys):
     assert main(["Qwen3.5-35B-A3B", "--cp", "4", "--length", "131072"]) == 0
-    said, model = capsys.readouterr().out, find("Qwen3.5-35B-A3B")
+    said = capsys.readouterr().out
+    model = find("Qwen3.5-35B-A3B")
     stack = model.stack
     assert (
         f"{stack.parameters / 1e9:.2f} B, {stack.active_parameters / 1e9:.2f} B" in said
@@ -95,7 +96,8 @@ def test_saved_bytes_are_those_that_were_measured():
         for row in map(json.loads, lines)
         if row.get("case") in ("8x4096", "thd32768")
     ]
-    model, checked = find("Qwen3.5-35B-A3B"), 0
+    model = find("Qwen3.5-35B-A3B")
+    checked = 0
     for row in rows:
         recompute = {"ours": "none", "ours-recompute": "light"}.get(
             row.get("layer", "")

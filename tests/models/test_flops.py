@@ -52,7 +52,8 @@ def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def delta_rule(q, k, v, g, beta, S):
     """q, k ``[T, G, K]``; v ``[T, H, V]``; g, beta ``[T, H]``; S ``[H, K, V]``."""
-    R, outputs = v.shape[1] // k.shape[1], []
+    R = v.shape[1] // k.shape[1]
+    outputs = []
 
     def of_values(x: Tensor) -> Tensor:
         return x.repeat_interleave(R, 0)
@@ -76,12 +77,14 @@ def delta_rule(q, k, v, g, beta, S):
 def kda_rule(q, k, v, g, beta, S):
     """As :func:`delta_rule` with g ``[T, H, K]``, slow: no sum over a chunk is below
     -60."""
-    R, outputs = v.shape[1] // k.shape[1], []
+    R = v.shape[1] // k.shape[1]
+    outputs = []
     for start in range(0, len(k), CHUNK):
         part = slice(start, start + CHUNK)
         q_, k_ = (x[part].transpose(0, 1).repeat_interleave(R, 0) for x in (q, k))
         G, v_ = g[part].transpose(0, 1).cumsum(1), v[part].transpose(0, 1)
-        b, grown = beta[part].T[..., None], k_ * (-G).exp()
+        b = beta[part].T[..., None]
+        grown = k_ * (-G).exp()
         L = b * ((k_ * G.exp()) @ grown.mT).tril(-1)
         written = b * (v_ - (k_ * G.exp()) @ S)
         x = torch.linalg.solve_triangular(
@@ -97,7 +100,8 @@ def mamba2_rule(
     x: Tensor, B: Tensor, C: Tensor, g: Tensor, S: Tensor
 ) -> tuple[Tensor, Tensor]:
     """x ``[T, H, V]``; B, C ``[T, G, K]``; g ``[T, H]``; S ``[H, K, V]``."""
-    R, outputs = x.shape[1] // B.shape[1], []
+    R = x.shape[1] // B.shape[1]
+    outputs = []
     for start in range(0, len(x), CHUNK):
         part = slice(start, start + CHUNK)
         x_, B_, C_ = (y[part].transpose(0, 1) for y in (x, B, C))
@@ -242,7 +246,8 @@ def tiny(name: str) -> Model:
 
 @pytest.mark.parametrize("name", ["Qwen3.5-9B", "Qwen3-Next-80B-A3B"])
 def test_the_products_of_transformers_model_are_those_of_the_equations(name):
-    model, tokens = tiny(name), 48
+    model = tiny(name)
+    tokens = 48
     config = config_of(model.architecture, model.fields)
     config._attn_implementation = config._experts_implementation = "eager"
     built = model_class(model.architecture)(config)
@@ -262,7 +267,8 @@ def test_the_products_of_transformers_model_are_those_of_the_equations(name):
         )
         return {path: of_modules[path] for path in found}
 
-    linears, attention = of("Linear", "TopKRouter", "Experts"), of("Attention")
+    linears = of("Linear", "TopKRouter", "Experts")
+    attention = of("Attention")
     inside = sum(
         n for path, n in linears.items() if path.rpartition(".")[0] in attention
     )
@@ -274,7 +280,8 @@ def test_the_products_of_transformers_model_are_those_of_the_equations(name):
 
 def test_documents_pay_for_the_squares_of_their_lengths():
     stack = find("Qwen3.5-35B-A3B").stack
-    whole, packed = stack.flops([8192]), stack.flops([4096, 3096, 1000])
+    whole = stack.flops([8192])
+    packed = stack.flops([4096, 3096, 1000])
     assert packed.attention * 8192**2 == whole.attention * (4096**2 + 3096**2 + 1000**2)
     assert packed._replace(attention=0) == whole._replace(attention=0)
     assert packed.step == 3 * sum(packed)
@@ -318,7 +325,8 @@ def test_a_model_has_as_many_parameters_as_the_one_that_transformers_builds(name
 def test_the_published_files_hold_as_many(name, published, sees):
     model = find(name)
     pattern = f"{model.pattern}/{model.pattern[-2:]}"
-    vocab, settings = model.fields["vocab_size"], model.hf.megatron_settings("hybrid")
+    vocab = model.fields["vocab_size"]
+    settings = model.hf.megatron_settings("hybrid")
     stack = Stack.of(SimpleNamespace(**settings), pattern, vocab, model.hf.tied)
     vision = vision_parameters(stack.hidden_size) if sees else 0
     assert stack.parameters + vision == published

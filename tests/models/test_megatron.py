@@ -39,7 +39,8 @@ def arguments_of(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     args = add_megatron_arguments(argparse.ArgumentParser()).parse_args([*flags, *MORE])
-    args.rank, args.world_size = 0, world_size
+    args.rank = 0
+    args.world_size = world_size
     validate_args(args)
     return args
 
@@ -66,7 +67,8 @@ def tiny_arguments(monkeypatch, *more: str, flags=None) -> argparse.Namespace:
 def test_megatron_takes_the_flags_and_counts_the_flops_of_the_catalogue(
     monkeypatch, name, kind
 ):
-    model, sizes = find(name), ["--tp", "2", "--cp", "2"]
+    model = find(name)
+    sizes = ["--tp", "2", "--cp", "2"]
     sizes += ["--ep", "4"] if "E" in model.pattern else []
     args = arguments_of(
         monkeypatch, launch_flags(model, parse([name, "--model", kind, *sizes])), 8
@@ -127,7 +129,9 @@ def test_options_that_change_the_size_of_a_k_layer_are_counted(monkeypatch, pool
     args.hybrid_layer_pattern = "K-K"
     plain, narrow = pools(1).run(flops_of_built_stacks, args)[0]
     # A gate's half has rank * (D + H V) weights; its default rank is V.
-    D, H, V = args.hidden_size, args.linear_num_value_heads, args.linear_value_head_dim
+    D = args.hidden_size
+    H = args.linear_num_value_heads
+    V = args.linear_value_head_dim
     assert plain - narrow == 3 * 2 * 64 * 2 * (V - 4) * (D + H * V)
 
 
@@ -196,7 +200,8 @@ def test_heads_of_multi_token_prediction_are_counted_in_both_models(monkeypatch)
             flags[flags.index("--hybrid-layer-pattern") + 1] += "/*-/*-"
         args = tiny_arguments(monkeypatch, *more, flags=flags)
         counts.append(stack.num_floating_point_operations(args, 1))
-    D, one = 128, find("tiny").stack
+    D = 128
+    one = find("tiny").stack
     head = 2 * 64 * (2 * D * D + 1024 * D)
     layers = 2 * 64 * sum(layer.weights for layer in one.layers[-2:])
     attention = 64**2 * one.layers[-2].attention

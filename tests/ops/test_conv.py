@@ -57,10 +57,8 @@ OFFSETS = [0, 1, 3, 3, 9, 13]  # documents shorter than the kernel, and an empty
 def test_packed_documents_equal_the_same_documents_alone(carried):
     x, weight, bias = make(B=1)
     state = torch.randn(5, 5, 4, dtype=torch.float64) * carried
-    given, options = (
-        state if carried else None,
-        {"cu_seqlens": OFFSETS, "output_final_state": True},
-    )
+    given = state if carried else None
+    options = {"cu_seqlens": OFFSETS, "output_final_state": True}
     y, final = causal_conv1d(x, weight, bias, initial_state=given, **options)
     alone = [
         causal_conv1d(

@@ -58,10 +58,8 @@ def test_l2norm_gives_unit_rows_and_finite_gradients_for_zero_rows():
 
 
 def test_rms_norm_equals_torchs_with_both_forms_of_gamma():
-    x, weight = (
-        torch.randn(3, 8, dtype=torch.float64),
-        torch.randn(8, dtype=torch.float64),
-    )
+    x = torch.randn(3, 8, dtype=torch.float64)
+    weight = torch.randn(8, dtype=torch.float64)
     torch.testing.assert_close(
         rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5)
     )

@@ -56,7 +56,8 @@ def every_size(monkeypatch):
 
 
 def test_the_output_of_the_rule_and_the_incoming_gradient_are_freed():
-    rule, leaves = Watch(), make_inputs(SIZES, 9, bias=True)[0]
+    rule = Watch()
+    leaves = make_inputs(SIZES, 9, bias=True)[0]
     mixed = mixed_by(rule, leaves, SIZES)
     mixed.register_hook(lambda gradient: watched(gradient, rule.gradients))
     mixed.square().sum().backward()
@@ -64,7 +65,8 @@ def test_the_output_of_the_rule_and_the_incoming_gradient_are_freed():
 
 
 def test_a_second_backward_finds_everything():
-    rule, leaves = Watch(), make_inputs(SIZES, 9, bias=True)[0]
+    rule = Watch()
+    leaves = make_inputs(SIZES, 9, bias=True)[0]
     mixed = mixed_by(rule, leaves, SIZES)
     loss = mixed.square().sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True)

@@ -29,7 +29,10 @@ from tests.ops.delta_rule.states import (
 from tests.parallel import assert_close
 from tests.whole_groups import whole_groups
 
-G, H, K, V = 2, 4, 5, 7
+G = 2
+H = 4
+K = 5
+V = 7
 PACKED = (3, 0, 70, 1, 0, 11)
 LONG = (1, 63, 64, 0, 130)
 # Log-decays of KDA's channels from uniform numbers in (0, 1).
@@ -52,12 +55,10 @@ def delta_inputs(gates, B, T) -> RuleInputs:
     def normal(*size):
         return torch.randn(B, T, *size, dtype=torch.float64)
 
-    q, k, v, beta = (
-        l2norm(normal(G, K)),
-        l2norm(normal(G, K)),
-        normal(H, V),
-        normal(H).sigmoid(),
-    )
+    q = l2norm(normal(G, K))
+    k = l2norm(normal(G, K))
+    v = normal(H, V)
+    beta = normal(H).sigmoid()
     if gates in CHANNELS:
         g = CHANNELS[gates](torch.rand(B, T, H, K, dtype=torch.float64))
     else:
@@ -162,10 +163,8 @@ def test_gradients_flow_through_both_ends(case, groups):
         entering = torch.zeros_like(initial) if first is None else first
         leaves = [x.clone().requires_grad_() for x in (*inputs, entering)]
         o, final = kind.recurrence(type(inputs)(*leaves[:-1]), documents, leaves[-1])
-        d_o, d_final = (
-            torch.randn_like(o),
-            torch.zeros_like(final) if last is None else last,
-        )
+        d_o = torch.randn_like(o)
+        d_final = torch.zeros_like(final) if last is None else last
         *expected, d_initial = torch.autograd.grad((o, final), leaves, (d_o, d_final))
         for d_initial_first in (True, False):
             saved = forward.run(first).saved
@@ -238,10 +237,8 @@ in_fp32 = pytest.mark.parametrize(
 @in_fp32
 def test_fp32_keeps_its_digits_in_output_and_gradients(kind, gates, most):
     narrow = in_dtype(kind.inputs(gates, 1, sum(PACKED)), torch.float32)
-    documents, initial = (
-        documents_of(PACKED),
-        states(kind, sum(n > 0 for n in PACKED)).float(),
-    )
+    documents = documents_of(PACKED)
+    initial = states(kind, sum(n > 0 for n in PACKED)).float()
     d_o = torch.randn_like(kind.recurrence(narrow, documents, initial)[0].float())
     found = both_ways(kind.rule, narrow, documents, d_o, initial)
     exact = in_dtype(narrow, torch.float64)
@@ -255,7 +252,8 @@ def test_fp32_keeps_its_digits_in_output_and_gradients(kind, gates, most):
 def test_a_documents_bits_depend_neither_on_its_neighbours_nor_on_its_place(
     kind, gates, most
 ):
-    inputs, at = in_dtype(kind.inputs(gates, 1, 232), torch.float32), slice(70, 199)
+    inputs = in_dtype(kind.inputs(gates, 1, 232), torch.float32)
+    at = slice(70, 199)
     d_o = torch.randn_like(kind.recurrence(inputs, None, None)[0].float())
     among = both_ways(kind.rule, inputs, documents_of((70, 129, 33)), d_o)
     mine = type(inputs)(*(x[:, at] for x in inputs))
@@ -265,7 +263,8 @@ def test_a_documents_bits_depend_neither_on_its_neighbours_nor_on_its_place(
 
 
 def test_documents_in_fixed_buffers_equal_the_others_with_a_decay_per_channel():
-    inputs, documents = delta_inputs("unequal", 1, 150), documents_of((70, 1, 65, 14))
+    inputs = delta_inputs("unequal", 1, 150)
+    documents = documents_of((70, 1, 65, 14))
     static = StaticDocuments(150, 6)
     static.fill(documents.offsets)
     d_o = torch.randn_like(inputs.v)

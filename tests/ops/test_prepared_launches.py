@@ -14,7 +14,9 @@ class At:
     """A tensor on a GPU, as far as a key looks at it."""
 
     def __init__(self, pointer: int, dtype=torch.float32, is_cuda: bool = True) -> None:
-        self.pointer, self.dtype, self.is_cuda = pointer, dtype, is_cuda
+        self.pointer = pointer
+        self.dtype = dtype
+        self.is_cuda = is_cuda
 
     def data_ptr(self) -> int:
         return self.pointer

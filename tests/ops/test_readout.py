@@ -32,7 +32,8 @@ def assert_readout(readout, leaves, expected):
     the output."""
     o, rows, gamma = (x.detach() for x in leaves)
     torch.testing.assert_close(readout.forward(o, rows, gamma), expected.detach())
-    d_out, d_rows = torch.randn_like(expected), torch.zeros_like(rows)
+    d_out = torch.randn_like(expected)
+    d_rows = torch.zeros_like(rows)
     d_o, d_gamma = readout.backward(d_out, o, rows, gamma, d_rows)
     wanted = torch.autograd.grad(expected, leaves, d_out)
     for found, exact in zip((d_o, d_rows, d_gamma), wanted, strict=True):
@@ -48,7 +49,8 @@ def test_output_and_every_gradient(sizes, activation, zero_centered):
     S, B, H, V = sizes
     gate = slice(3, 3 + H * V)
     wide = {"dtype": torch.float64}
-    o, gamma = torch.randn(B, S, H, V, **wide), torch.randn(V, **wide)
+    o = torch.randn(B, S, H, V, **wide)
+    gamma = torch.randn(V, **wide)
     rows = torch.randn(S, B, gate.stop + 2, **wide)
     leaves = [x.clone().requires_grad_() for x in (o, rows, gamma)]
     of_leaves = leaves[0], leaves[1], gate, leaves[2]
@@ -69,12 +71,16 @@ def test_a_module_is_one_more_readout(activation):
     """A norm that is called gives what the same norm gives inside, with every
     gradient."""
     torch.manual_seed(0)
-    layout, act = toy_mixer.LAYOUT, ACTIVATIONS[activation]
-    gate, heads, V = layout.gate_columns, layout.state_heads, toy_mixer.V
+    layout = toy_mixer.LAYOUT
+    act = ACTIVATIONS[activation]
+    gate = layout.gate_columns
+    heads = layout.state_heads
+    V = toy_mixer.V
     wide = {"dtype": torch.float64, "requires_grad": True}
     rows = torch.randn(7, 2, layout.width, **wide)
     weight = torch.randn(layout.conv_width, 1, toy_mixer.TAPS, **wide)
-    bias, gamma = torch.randn(heads, **wide), torch.randn(V, **wide)
+    bias = torch.randn(heads, **wide)
+    gamma = torch.randn(V, **wide)
 
     def norm(o, z):
         normed = o / (o.square().mean(-1, keepdim=True) + EPS).sqrt()

@@ -87,7 +87,8 @@ def test_a_branch_has_the_same_bits_whatever_its_siblings():
     found = []
     for siblings in ((), (1,), (50, 0, 3)):
         tree = Tree((-1, *[0] * (1 + len(siblings)), 1), (65, 30, *siblings, 20))
-        last, T = len(tree.lengths) - 1, sum(tree.lengths)
+        last = len(tree.lengths) - 1
+        T = sum(tree.lengths)
         mine = [*tree.tokens(0), *tree.tokens(1), *tree.tokens(last)]
         x, d = torch.zeros_like(rows[:T]), torch.zeros_like(d_out[:T])
         x[mine], d[mine] = rows[: len(mine)], d_out[: len(mine)]
@@ -102,7 +103,8 @@ def test_a_branch_has_the_same_bits_whatever_its_siblings():
 def test_a_shared_prefix_goes_through_the_rule_once():
     """Tokens of the rule's calls in forward and backward: those of the buffer, 6144 of
     36864."""
-    seen, rule = [], plain_rule(SIZES)
+    seen = []
+    rule = plain_rule(SIZES)
 
     class Watched(type(rule)):
         def begin(self, inputs, documents):

@@ -16,7 +16,8 @@ from tests.parallel import VOCABULARY, parallel, run_schedule
 from tests.precision.training import Training, build_model, load, save, summed, wrap
 
 LENGTHS = (8, 24, 16)
-STEPS, MIDDLE = 10, 5
+STEPS = 10
+MIDDLE = 5
 
 
 def train_step(
@@ -25,10 +26,8 @@ def train_step(
     """One optimizer step over two micro-batches, each shared by the context-parallel
     ranks."""
     groups = parallel_state
-    cp, rank = (
-        groups.get_context_parallel_world_size(),
-        groups.get_context_parallel_rank(),
-    )
+    cp = groups.get_context_parallel_world_size()
+    rank = groups.get_context_parallel_rank()
     device = training.A_log.device
     held = local_indices(lengths if packed else [sum(lengths)], cp, rank).to(device)
     rows = torch.randint(

@@ -90,7 +90,8 @@ def _cut_without_padding(self, model, metadata=None):
         tensors.values() for tensors in self.get_parameter_state_dp_zero().values()
     )
     (buffer,) = self.buffers
-    cut, start = {}, 0
+    cut = {}
+    start = 0
     for index, (first, end, _) in enumerate(buffer.param_index_map.values()):
         data = state["param"][start : start + end - first]
         cut[index] = {"param": SimpleNamespace(data=data)}
@@ -187,7 +188,8 @@ def test_loading_writes_into_fp32_parameters(tmp_path, kind, remedied):
 def test_the_torch_format_resumes_with_fp32_parameters(tmp_path, remedied):
     """``--ckpt-format torch``: the resumed run is the uninterrupted one, bit for
     bit."""
-    rank_file, states_file = f"{tmp_path}/{dist.get_rank()}.pt", f"{tmp_path}/states.pt"
+    rank_file = f"{tmp_path}/{dist.get_rank()}.pt"
+    states_file = f"{tmp_path}/states.pt"
     training = stepped("fully_reshardable")
     torch.save(
         (training.model.state_dict(), training.optimizer.state_dict()), rank_file
@@ -266,7 +268,8 @@ def test_a_repaired_optimizer_is_left_alone():
 
 def test_a_repaired_optimizer_gets_states_without_padding():
     saved = partial(cut_without_padding, _cut_without_padding)
-    kind, sizes = (torch.float32, torch.float32), {"a": (0, 3, 0), "b": (128, 130, 1)}
+    kind = (torch.float32, torch.float32)
+    sizes = {"a": (0, 3, 0), "b": (128, 130, 1)}
     buckets = [
         SimpleNamespace(grad_data=torch.zeros(128), numel_unpadded=n, offset=at)
         for n, at in ((3, 0), (2, 128))

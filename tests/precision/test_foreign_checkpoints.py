@@ -117,7 +117,8 @@ def said_when_saved(kind: str, folder: str, as_torch_file: bool = False) -> list
 
 def optimizer_by_name(training) -> dict[str, torch.Tensor]:
     """Masters and Adam's averages, each under its parameter's name."""
-    optimizer, found = training.megatron_optimizer, {}
+    optimizer = training.megatron_optimizer
+    found = {}
     names = {parameter: name for name, parameter in training.model.named_parameters()}
     masters = {p: p for group in optimizer.fp32_from_fp32_groups for p in group}
     for half, full in zip(
@@ -184,7 +185,8 @@ def test_without_the_optimizer_it_is_the_rounded_value_or_the_master_on_request(
     pools, written, tmp_path, kind, tp, size
 ):
     folder, old = written(kind, True)
-    first, second = str(tmp_path / "1"), str(tmp_path / "2")
+    first = str(tmp_path / "1")
+    second = str(tmp_path / "2")
     rounded = pools(size).run(read, kind, folder, tp, again=first, optimizer=False)
     masters = pools(size).run(
         read_masters, kind, folder, tp, again=second, wrapped=tp == 2
@@ -273,7 +275,8 @@ def test_plain_state_dicts_carry_masters_and_averages_to_the_other_layer(
         first = build(FLOAT16, upstream_layer=upstream_first)
         for step in range(3):
             made_up_step(first, step)
-        expected, file = optimizer_by_name(first), io.BytesIO()
+        expected = optimizer_by_name(first)
+        file = io.BytesIO()
         model = first.model.state_dict()
         torch.save({"model": model, "optimizer": first.optimizer.state_dict()}, file)
         second = build(FLOAT16, upstream_layer=not upstream_first, seed=99)

@@ -54,7 +54,8 @@ def _under_megatrons_wrapper(dtype: torch.dtype, offset: float = 0.0):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(offset)
-    settings, world = DistributedDataParallelConfig(), dist.group.WORLD
+    settings = DistributedDataParallelConfig()
+    world = dist.group.WORLD
     wrapped = TorchFullyShardedDataParallel(
         model.config, settings, model, process_group=world
     )
@@ -159,13 +160,12 @@ def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(
     rows."""
     _clear_sharding_prop_cache()  # it names groups that have ended
     with parallel(tp=tp):
-        groups, replicas = (
-            groups_of_megatron(),
-            parallel_state.get_data_parallel_group(),
-        )
+        groups = groups_of_megatron()
+        replicas = parallel_state.get_data_parallel_group()
         # see _under_megatrons_wrapper
         replicas = dist.group.WORLD if tp == 1 else replicas
-        mixers, bf16 = BY_NAME[mixer], {"bf16": True, "params_dtype": torch.bfloat16}
+        mixers = BY_NAME[mixer]
+        bf16 = {"bf16": True, "params_dtype": torch.bfloat16}
         whole = mixers.whole(mixers.config(**bf16))
         sizes = {
             "tensor_model_parallel_size": tp,
@@ -184,7 +184,8 @@ def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(
             torch.manual_seed(50 + 2 * step + replicas.rank())
             x = torch.randn(10, 1, config.hidden_size, dtype=torch.bfloat16)
             x = x.chunk(tp)[groups.tp.rank()] if sequence_parallel else x
-            expected, out = one(x, None)[0], layer(x, None)[0]
+            expected = one(x, None)[0]
+            out = layer(x, None)[0]
             assert torch.equal(out, expected)
             for y in (expected, out):
                 y.float().square().sum().backward()
@@ -212,7 +213,8 @@ def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(
 def test_a_policy_that_rounds_weights_leaves_gates_that_stand_apart():
     """A policy that rounds the weights of an fp32 layer leaves the gates as they
     are."""
-    one, layer = _layer().bfloat16(), _layer()
+    one = _layer().bfloat16()
+    layer = _layer()
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32
     )

@@ -10,7 +10,8 @@ from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
 from tests.gpu import fsdp_laws as laws
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 PACKAGES = [
     pytest.param(laws.MEGATRONS_COPY, id="megatron-core's copy"),
     pytest.param(
@@ -23,7 +24,8 @@ PACKAGES = [
 ]
 
 
-slow, nightly = pytest.mark.slow, pytest.mark.nightly
+slow = pytest.mark.slow
+nightly = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,8 @@ def test_where_parameters_are_gathered_by_dtype_they_are_taken(pools, ddp, strat
 @slow
 def test_it_is_gloos_one_gather_of_two_dtypes_that_is_wrong(pools, ddp):
     """Gathered one by one they train as under DDP; once both do, the refusal can go."""
-    run, both = pools(2).run, (ddp(FP32), ddp(BF16))
+    run = pools(2).run
+    both = (ddp(FP32), ddp(BF16))
     laws.require_as_exact_as_ddp(*both, run(laws.losses_one_gather_at_a_time, BF16))
     with pytest.raises(AssertionError):
         laws.require_as_exact_as_ddp(*both, run(laws.losses_if_accepted, BF16))

@@ -29,7 +29,8 @@ LAYOUTS = [
     ("dp_reshardable", 2, 4),
 ]
 BF16 = 2.0**-8  # half a spacing of bf16, of numbers of size 1
-BEFORE, AFTER = range(2), range(2, 4)
+BEFORE = range(2)
+AFTER = range(2, 4)
 
 
 def train_and_save(kind: str, folder: str) -> list[float]:
@@ -60,7 +61,8 @@ def resume_without_optimizer(kind: str, folder: str) -> list[float]:
 
 
 def files_are_equal(one: str, other: str) -> int:
-    one, other = tensors_in(one), tensors_in(other)
+    one = tensors_in(one)
+    other = tensors_in(other)
     assert one.keys() == other.keys(), one.keys() ^ other.keys()
     for key, value in one.items():
         assert value.dtype == other[key].dtype, key

@@ -35,7 +35,8 @@ gc.freeze()
 
 PATTERN = "G-G-"
 ADAM = {"lr": 1e-2, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
-BATCH, TOKENS = 4, 17
+BATCH = 4
+TOKENS = 17
 
 DISTRIBUTED = ("fully_reshardable", "dp_reshardable")
 FLOAT16 = "float16"
@@ -139,7 +140,8 @@ def stack_of(upstream_layer: bool, spec_options: dict | None = None):
     stack = hybrid_stack_spec("local", **(spec_options or {}))
     if not upstream_layer:
         return stack
-    before, upstream.TESTING_UPSTREAM = upstream.TESTING_UPSTREAM, True
+    before = upstream.TESTING_UPSTREAM
+    upstream.TESTING_UPSTREAM = True
     try:
         mixer = upstream.layer_spec()
     finally:

@@ -81,7 +81,8 @@ def run(tmp_path):
     """``run(*flags)``: what the benchmark prints, and its records."""
 
     def said_and_recorded(*flags: str):
-        script, out = tmp_path / "script.py", tmp_path / "results.jsonl"
+        script = tmp_path / "script.py"
+        out = tmp_path / "results.jsonl"
         script.write_text(SCRIPT)
         said = imported_python(script, *flags, "--out", out)
         lines = out.read_text().splitlines() if out.exists() else []

@@ -42,10 +42,8 @@ def test_a_bool_mask_that_forbids_everything_stands_for_none():
 
 
 def test_a_mask_of_another_cut_over_ranks_is_told_from_one_that_is_not_causal():
-    zigzag, said = (
-        local_indices([8], 2, 0),
-        "of this rank's tokens, .* lie at 0 to 3.*'auto'",
-    )
+    zigzag = local_indices([8], 2, 0)
+    said = "of this rank's tokens, .* lie at 0 to 3.*'auto'"
     with pytest.raises(NotImplementedError, match=said):
         check(causal(zigzag, 8), positions=range(4))
     with pytest.raises(NotImplementedError, match="is not a causal mask"):

@@ -45,7 +45,9 @@ def test_a_route_is_built_once_for_the_same_values():
     assert built() is built()
 
 
-STATE, DIM, TAPS = 3, 2, 4
+STATE = 3
+DIM = 2
+TAPS = 4
 
 
 class Owner(nn.Module):
@@ -98,7 +100,8 @@ def test_what_cannot_be_shared_is_refused_with_what_can(sizes, said):
     ("heads", "groups", "ranks"), [(8, 8, 4), (8, 2, 4), (16, 1, 4)]
 )
 def test_parameters_are_read_when_asked_for_and_shared_by_section(heads, groups, ranks):
-    inner, copies = heads * DIM, max(1, ranks // groups)
+    inner = heads * DIM
+    copies = max(1, ranks // groups)
     for place in range(ranks):
         cp, owner = adapter(heads, groups, ranks, place)
         x, B, C = torch.arange(len(owner.conv1d.bias)).split(
@@ -110,7 +113,8 @@ def test_parameters_are_read_when_asked_for_and_shared_by_section(heads, groups,
         assert torch.equal(cp.get_conv1d_bias(), owner.conv1d.bias[rows])
         first = place * heads // ranks
         for name in ("dt_bias", "A_log", "D"):
-            share, whole = getattr(cp, f"get_{name}")(), getattr(owner, name)
+            share = getattr(cp, f"get_{name}")()
+            whole = getattr(owner, name)
             assert torch.equal(share, whole.chunk(ranks)[place])
             assert share.data_ptr() == whole[first:].data_ptr()
             gathered = torch.randn(heads)

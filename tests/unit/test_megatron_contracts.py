@@ -114,7 +114,8 @@ def test_the_layers_take_what_megatrons_own_mixers_take(core, method):
     if not (core / file).exists():
         file = "ssm/gated_delta_net/gdn.py"
         if method == "__init__":
-            file, name = "ssm/gated_delta_net/common.py", "_GDNBase"
+            file = "ssm/gated_delta_net/common.py"
+            name = "_GDNBase"
     theirs = parameters(core, file, name, method)
     assert theirs <= set(inspect.signature(getattr(GatedDeltaNet, method)).parameters)
     theirs = parameters(core, "ssm/mamba_mixer.py", "MambaMixer", method)

@@ -320,7 +320,8 @@ def test_groups_are_cut_into_micro_batches_and_come_back_in_order(
 
 
 def test_a_group_larger_than_a_micro_batch_is_cut_between_its_responses():
-    prompt, answers = [1, 2, 3], [[4, 4], [5], [6, 6, 6], [7]]
+    prompt = [1, 2, 3]
+    answers = [[4, 4], [5], [6, 6, 6], [7]]
     packed = pack_groups([(prompt, answers)], 6, multiple_of=2, device="cpu")
     # Slots: 2 for the prompt, then 2, 2, 4 and 2.
     assert [each.tokens.tolist() for each in packed.micro_batches] == [

@@ -66,7 +66,8 @@ def masks(draw):
     """Rows of documents with ids that grow, padding around them, and none in one."""
     rows = []
     for _ in range(draw(st.integers(1, 3))):
-        row, last = [], 0
+        row = []
+        last = 0
         for length, pad, step in draw(
             st.lists(
                 st.tuples(st.integers(1, 5), st.integers(0, 2), st.integers(1, 2)),
@@ -83,7 +84,9 @@ def masks(draw):
 
 
 def packed_by_a_loop(x_SBD, mask, multiple_of):
-    rows, real, padded = [], [0], [0]
+    rows = []
+    real = [0]
+    padded = [0]
     for b, ids in enumerate(mask):
         for document in ids[ids > 0].unique():
             here = (ids == document).nonzero().flatten()

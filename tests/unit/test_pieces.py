@@ -82,7 +82,8 @@ def pieces_of(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
 def fills(draw):
     """(several sets of documents of one buffer, cp, layout): any lengths that the
     layout allows."""
-    cp, layout = draw(st.integers(2, 5)), draw(st.sampled_from(SequenceLayout))
+    cp = draw(st.integers(2, 5))
+    layout = draw(st.sampled_from(SequenceLayout))
     unit = cp if layout is SequenceLayout.CONTIGUOUS else 2 * cp
     total = unit * draw(st.integers(1, 12))
     step = unit if layout is SequenceLayout.ZIGZAG else 1
@@ -121,7 +122,8 @@ def played_out(rows_by_rank, send_counts, size):
 @settings(deadline=None, max_examples=40)
 @given(fills(), st.integers(2, 6))
 def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill, taps):
-    (sets, cp, layout), past = fill, taps - 1
+    sets, cp, layout = fill
+    past = taps - 1
 
     def make(documents):
         return [
@@ -140,7 +142,8 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
         ]
         held = [local_indices(lengths, cp, rank, layout) for rank in range(cp)]
         rows = [mine[route.send_rows] for mine, route in zip(held, routes, strict=True)]
-        received, returning = played_out(rows, sends, cp), []
+        received = played_out(rows, sends, cp)
+        returning = []
         expected = torch.zeros(sum(lengths), dtype=torch.float64)
         for rank, table in enumerate(route.table for route in routes):
             assert len(received[rank]) == sum(receives[rank])
@@ -159,11 +162,13 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
             for line, piece, of_piece in zip(
                 there.tolist(), continued, gradient, strict=True
             ):
-                history, edge = table.before[line].tolist(), table.edge[line].tolist()
+                history = table.before[line].tolist()
+                edge = table.edge[line].tolist()
                 start, seen, length = (
                     int(x[piece]) for x in (pieces.start, pieces.seen, pieces.length)
                 )
-                first, count = edge[0], min(length, past)
+                first = edge[0]
+                count = min(length, past)
                 assert held[rank][first] == start
                 assert edge == [*range(first, first + count), *[-1] * (past - count)]
                 place[first : first + count] = line * past + torch.arange(count)
@@ -185,7 +190,8 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
             pool = torch.cat([returned[rank], torch.zeros(1)])
             lines = table.additions[table.additions[:, 0] >= 0]
             assert len(lines) == len(table.additions) or not known
-            tokens, sources = lines[:, 0], lines[:, 1:]
+            tokens = lines[:, 0]
+            sources = lines[:, 1:]
             assert len(tokens) == len(tokens.unique())
             total[held[rank][tokens]] += pool[sources].sum(1)
         # no NaN: no row that nobody read is added
@@ -197,7 +203,8 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
 def test_states_enter_every_piece_as_one_rank_would_have_them(fill, rows):
     """Scalar states: S_out = a S_in + b per piece; the chain by hand against the
     tables."""
-    (sets, cp, layout), nodes = fill, Cutting(*fill[1:], 0).nodes
+    sets, cp, layout = fill
+    nodes = Cutting(*fill[1:], 0).nodes
 
     def make(documents):
         count = rows if documents.known else 1
@@ -211,7 +218,8 @@ def test_states_enter_every_piece_as_one_rank_would_have_them(fill, rows):
 
 
 def require_states(lengths, cp, layout, nodes, tables, rows, known):
-    pieces, n = pieces_of(lengths, cp, layout), len(nodes.hosts)
+    pieces = pieces_of(lengths, cp, layout)
+    n = len(nodes.hosts)
     if tables[0] is None:
         assert known and (pieces.seen == 0).all()
         return
@@ -226,9 +234,11 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
 
     def chain(nodes, a_by_rank, b_by_rank):
         """Exclusive fold over the nodes, on ``[h, rows * chains]`` of every rank."""
-        results, state = [torch.zeros_like(b) for b in b_by_rank], 0
+        results = [torch.zeros_like(b) for b in b_by_rank]
+        state = 0
         for j in range(n):
-            host, slot = nodes.hosts[j], nodes.slots[j]
+            host = nodes.hosts[j]
+            slot = nodes.slots[j]
             results[host][slot] = state
             state = a_by_rank[host][slot] * state + b_by_rank[host][slot]
         return results
@@ -253,7 +263,8 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
         _select_pieces(m[:, 1], t.first, t.enters).view(t.node_count, -1)
         for m, t in both
     ]
-    forward, backward = chain(nodes, a, b), chain(nodes.backwards(), a, d)
+    forward = chain(nodes, a, b)
+    backward = chain(nodes.backwards(), a, d)
     for j in range(1, n - 1):  # the maps of the ends are not followed
         cut_at = [False, False]
         if tables[0].cuts is not None:
@@ -268,7 +279,8 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
             assert is_cut == cut_at[0] == cut_at[1]
     assert all(t.nodes == nodes for t in tables)
     for rank, table in enumerate(tables):
-        count, here = counts[rank], len(held[rank])
+        count = counts[rank]
+        here = len(held[rank])
         assert len(table.sequences.cu_seqlens) - 1 == rows * count
         assert count == here if known else count > here
         if table.last_pieces is not None:

@@ -19,7 +19,8 @@ class Small(MarkedParameters, Fp32Parameters, nn.Module):
         self.remember_marks()
 
 
-F32, F64 = torch.float32, torch.float64
+F32 = torch.float32
+F64 = torch.float64
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,8 @@ F32, F64 = torch.float32, torch.float64
 )
 def test_casting_the_module_leaves_every_bit_of_the_named_parameter(cast, dtype):
     module = Small()
-    before, identity = module.A_log.detach().clone(), module.A_log
+    before = module.A_log.detach().clone()
+    identity = module.A_log
     module.A_log.grad = torch.rand(7)
     module = cast(module)
     assert module.A_log is identity and torch.equal(module.A_log, before.to(dtype))

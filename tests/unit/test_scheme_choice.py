@@ -31,7 +31,8 @@ MAP = 32 * 128 * 256 * 4  # 4.19 MB: one map of 32 heads
 
 
 def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", dims=QWEN, n=None):
-    inside, layout = dims.layout.share(cp), SequenceLayout.parse(layout)
+    inside = dims.layout.share(cp)
+    layout = SequenceLayout.parse(layout)
     return price(
         dims.heads.state, inside, cp, layout, tokens, rows, lengths, 2, n or cp
     )
@@ -86,8 +87,10 @@ def by_hand(s, cp, n, heads, layout):
     # key heads.
     row = 2 * 128 * max(key_heads // cp, 1) + (2 * 128 + 2) * value_heads // cp
     headwise = wire((cp - 1) * s * (row + 128 * value_heads // cp) * 2)
-    one_map, per_rank = value_heads * 128 * 256 * 4, 1 if layout == "contiguous" else 2
-    own, steps = per_rank * one_map, per_rank * cp
+    one_map = value_heads * 128 * 256 * 4
+    per_rank = 1 if layout == "contiguous" else 2
+    own = per_rank * one_map
+    steps = per_rank * cp
     exchange = wire(1.5 * own * (cp - 1) / cp) + 2 * LATENCY + steps * STEP
     fixed = FIXED if n == cp else FIXED_ACROSS
     return headwise, exchange + one_map * s * SUMMARY + fixed

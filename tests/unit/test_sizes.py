@@ -71,7 +71,8 @@ def test_head_counts_that_cannot_be_shared_list_those_that_can(
         if ranks in legal_sizes:
             # Every rank's value heads use the same key heads in equal numbers.
             share = dims.layout.share(ranks)
-            per_key_head, held = value_heads // key_heads, share.heads("value")
+            per_key_head = value_heads // key_heads
+            held = share.heads("value")
             for rank in range(ranks):
                 heads = range(value_heads)[rank * held :][:held]
                 assert len({head // per_key_head for head in heads}) == share.heads(

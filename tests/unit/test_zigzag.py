@@ -15,7 +15,8 @@ units = st.lists(st.integers(0, 4), min_size=1, max_size=6)
 
 def zigzag_by_definition(lengths, cp, rank):
     """Rank r holds chunks r and 2 cp - 1 - r of every sequence."""
-    held, start = [], 0
+    held = []
+    start = 0
     for length in lengths:
         tokens = torch.arange(start, start + length)
         chunks = tokens.chunk(2 * cp) if length else [tokens] * 2 * cp

@@ -99,14 +99,16 @@ def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
 
 def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
     """Compute :func:`fragments_of` from the boundaries of ``documents``."""
-    starts, cp_size = documents.starts.long(), cutting.cp_size
+    starts = documents.starts.long()
+    cp_size = cutting.cp_size
     if cutting.layout is SequenceLayout.ZIGZAG:
         ends = starts[: documents.most + 1]
         require_fragments(documents, ends.diff(), cp_size)
     else:
         ends = torch.cat([starts[:1], starts[-1:]])
     n = len(cutting.nodes.hosts)
-    node, length = torch.arange(n, device=starts.device)[:, None], ends.diff() // n
+    node = torch.arange(n, device=starts.device)[:, None]
+    length = ends.diff() // n
     begin = ends[:-1] + node * length
     end = begin + length
     first, last = (
@@ -147,7 +149,8 @@ def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
 def _piece_boundaries(documents: Documents, cutting: Cutting) -> tuple[Tensor]:
     """One int32 tensor: the first token of each piece of this rank, then the rank's
     token count."""
-    fragments, starts = fragments_of(documents, cutting), documents.starts
+    fragments = fragments_of(documents, cutting)
+    starts = documents.starts
     begin, end, local = (x[cutting.own] for x in fragments[:3])
     if cutting.layout is SequenceLayout.ZIGZAG:
         begins = local.T

@@ -65,7 +65,10 @@ def _make_history_route(
     history_len = taps - 1  # the number of rows before a piece
     if not (history_len and any_document_continues(documents, cutting)):
         return None
-    chains = documents.most if cutting.layout is SequenceLayout.ZIGZAG else 1
+    if cutting.layout is SequenceLayout.ZIGZAG:
+        chains = documents.most
+    else:
+        chains = 1
     listed = [
         _list_rows(cutting, chains, history_len, sending) for sending in (True, False)
     ]
@@ -78,7 +81,10 @@ def _make_history_route(
     )
     counts = []
     for rows, travels in zip(listed, (of_sent, of_received), strict=True):
-        peers = rows.peer[travels] if documents.known else rows.peer
+        if documents.known:
+            peers = rows.peer[travels]
+        else:
+            peers = rows.peer
         counts.append(tuple(peers.bincount(minlength=cutting.cp_size).tolist()))
     send_counts, receive_counts = counts
     send_rows, *table = (to_device(x, documents.device) for x in tables)
@@ -90,7 +96,8 @@ def _list_rows(
 ) -> _TravellingRows:
     """The rows that this rank may send, if ``sending``, or else receive, in ``chains``
     chains."""
-    nodes, rank = cutting.nodes, cutting.rank
+    nodes = cutting.nodes
+    rank = cutting.rank
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
     for receiver in range(len(nodes.hosts)):
         for k in range(min(history_len, receiver), 0, -1):
@@ -98,7 +105,8 @@ def _list_rows(
                 (receiver - k, receiver) if sending else (receiver, receiver - k)
             )
             if nodes.hosts[own_node] == rank:
-                peer, slot = nodes.hosts[other_node], nodes.slots[own_node]
+                peer = nodes.hosts[other_node]
+                slot = nodes.slots[own_node]
                 distances = range(history_len - k + 1, 0, -1)
                 messages[peer] += [(slot, k, m, receiver, peer) for m in distances]
     of_all_peers = []
@@ -126,12 +134,15 @@ def _build_tables(
     The masks tell which rows of ``sendable`` and which of ``receivable`` travel. If the
     host knows the documents, rows that do not travel are left out of the tables.
     """
-    fragments, own, rank = fragments_of(documents, cutting), cutting.own, cutting.rank
+    fragments = fragments_of(documents, cutting)
+    own = cutting.own
+    rank = cutting.rank
     history_tokens = torch.where(
         fragments.enters, fragments.begin - fragments.first, 0
     ).clamp(max=history_len)
     length = fragments.end - fragments.begin
-    local, tokens = fragments.local[own], documents.total_tokens // cutting.cp_size
+    local = fragments.local[own]
+    tokens = documents.total_tokens // cutting.cp_size
 
     def travelling_rows(rows: _TravellingRows) -> tuple[Tensor, Tensor, Tensor]:
         """Per row: whether it travels, its index in messages or -1, its distance to the
@@ -184,7 +195,9 @@ def _build_tables(
     sources = torch.where(sources < len(place), sources, -1)
     additions = torch.cat([row[..., None], sources], -1).flatten(0, 1)
     if documents.known:
-        before, edge, send_rows = before[continues], edge[continues], send_rows[travels]
+        before = before[continues]
+        edge = edge[continues]
+        send_rows = send_rows[travels]
         additions = additions[additions[:, 0] >= 0]
         additions = additions[:, : 1 + int((additions[:, 1:] >= 0).any(0).sum())]
     place = _scatter(
@@ -208,7 +221,8 @@ class HistoryOfPieces:
 
     def __init__(self, route: HistoryRoute, group: dist.ProcessGroup) -> None:
         """``route``: which rows go to and come from which ranks of ``group``."""
-        self._route, self._group = route, group
+        self._route = route
+        self._group = group
 
     def fetch(self, rows_sBC: Tensor) -> History:
         """Send projection rows ``[s, B, C]`` where needed; return this rank's

@@ -62,7 +62,8 @@ def states_entering_nodes(
     n = group.size()
     shares = [M // n + (r < M % n) for r in range(n)]
     m = shares[group.rank()]
-    send_counts, receive_counts = [h * share for share in shares], [h * m] * n
+    send_counts = [h * share for share in shares]
+    receive_counts = [h * m] * n
     by_chain_MhKX = maps.transpose(0, 1).reshape(M * h, K, X)
     links = exchange_rows(by_chain_MhKX, send_counts, receive_counts, group)
     states = maps.new_empty(n * m * h, K, value_dim)
@@ -101,10 +102,8 @@ def exchange_rows(
 ) -> Tensor:
     """Send ``send_counts[r]`` rows to each rank r; return ``receive_counts[r]`` rows
     from each."""
-    received, counts = (
-        rows.new_empty(sum(receive_counts), *rows.shape[1:]),
-        list(receive_counts),
-    )
+    received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+    counts = list(receive_counts)
     dist.all_to_all_single(
         received, rows.contiguous(), counts, list(send_counts), group=group
     )

@@ -42,12 +42,22 @@ class Chunkwise(Scheme):
     ) -> Passage:
         """The passage leaves rows in place, and gives history and states to this rank's
         pieces."""
-        whole = one_document(tokens, like.device) if documents is None else documents
+        if documents is None:
+            whole = one_document(tokens, like.device)
+        else:
+            whole = documents
         cutting = Cutting(self.size, self.sequence_layout, self.group.rank())
-        pieces, table = pieces_of(whole, cutting), state_table(whole, cutting, rows)
-        states = None if table is None else StatesOfPieces(table, self.group)
+        pieces = pieces_of(whole, cutting)
+        table = state_table(whole, cutting, rows)
+        if table is None:
+            states = None
+        else:
+            states = StatesOfPieces(table, self.group)
         route = history_route(whole, cutting, self._taps)
-        history = None if route is None else HistoryOfPieces(route, self.group)
+        if route is None:
+            history = None
+        else:
+            history = HistoryOfPieces(route, self.group)
         return Passage(
             keep_in_place, keep_in_place, SequenceContext(pieces, history, states)
         )

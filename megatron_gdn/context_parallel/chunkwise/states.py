@@ -83,9 +83,12 @@ def _make_state_table(
 ) -> StateTable | None:
     if not any_document_continues(documents, cutting):
         return None
-    pieces, known = pieces_of(documents, cutting), documents.known
+    pieces = pieces_of(documents, cutting)
+    known = documents.known
     tensors = documents.table(_node_tensors, pieces, cutting, rows, move=False)
-    nodes, n, N = cutting.nodes, len(cutting.nodes.hosts), pieces.sequences
+    nodes = cutting.nodes
+    n = len(cutting.nodes.hosts)
+    N = pieces.sequences
 
     def index(x: Tensor) -> Tensor | None:
         if known and torch.equal(x, torch.arange(rows * N, device="cpu")):
@@ -102,7 +105,8 @@ def _make_state_table(
             return None
         return to_device(x, documents.device)
 
-    cuts, last_pieces = None, None
+    cuts = None
+    last_pieces = None
     # Only a chain with several documents can have nodes that no state passes.
     if cutting.layout is not SequenceLayout.ZIGZAG and not (
         known and not tensors.cuts[1:-1].any()
@@ -118,7 +122,10 @@ def _make_state_table(
         last_pieces = _last_pieces(pieces, tensors.last)
     sequences = pieces
     if rows != 1:  # lay the pieces of the rows end to end
-        ends = accumulate(pieces.lengths * rows) if rows else (0,)
+        if rows:
+            ends = accumulate(pieces.lengths * rows)
+        else:
+            ends = (0,)
         sequences = Documents((0, *ends), pieces.device)
     return StateTable(
         sequences=sequences,
@@ -139,7 +146,9 @@ def _node_tensors(
 ) -> _NodeTensors:
     """Compute the tensors of this rank's nodes from its ``pieces``, for ``rows`` batch
     rows."""
-    fragments, own, N = fragments_of(documents, cutting), cutting.own, pieces.sequences
+    fragments = fragments_of(documents, cutting)
+    own = cutting.own
+    N = pieces.sequences
     begin, end, local = (x[own] for x in fragments[:3])
     row = torch.arange(rows, device=begin.device).view(1, rows, 1)
     ends = pieces.starts[1:].long()
@@ -170,7 +179,8 @@ def _node_tensors(
 def _last_pieces(pieces: Documents, indices: Tensor) -> tuple[Tensor, Documents] | None:
     """Tokens and boundaries of ``pieces[indices]``; None if these have over half of the
     tokens."""
-    begin, length = pieces.starts[indices].long(), pieces.starts.diff()[indices].long()
+    begin = pieces.starts[indices].long()
+    length = pieces.starts.diff()[indices].long()
     if 2 * int(length.sum()) > pieces.total_tokens:
         return None
     boundaries = Documents((0, *length.cumsum(0).tolist()), pieces.device)
@@ -180,19 +190,22 @@ def _last_pieces(pieces: Documents, indices: Tensor) -> tuple[Tensor, Documents]
 def _select_pieces(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
     """Pieces' entries ``x_N[index]`` (None: all), with zeros where ``mask`` (if any) is
     False."""
-    x = x_N if index is None else x_N.index_select(0, index)
+    if index is None:
+        x = x_N
+    else:
+        x = x_N.index_select(0, index)
     # A product with the mask would keep NaN, because 0 * NaN is NaN.
-    return x if mask is None else torch.where(mask, x, x.new_zeros(()))
+    if mask is None:
+        return x
+    return torch.where(mask, x, x.new_zeros(()))
 
 
 def _scatter_to_pieces(x: Tensor, index: Tensor | None, count: int) -> Tensor:
     """Zeros for ``count`` pieces, with ``x`` at pieces ``index`` (None: ``x`` is all
     pieces)."""
-    return (
-        x
-        if index is None
-        else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
-    )
+    if index is None:
+        return x
+    return x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
 
 
 class StatesOfPieces:
@@ -202,8 +215,10 @@ class StatesOfPieces:
     def __init__(self, table: StateTable, group: dist.ProcessGroup) -> None:
         """``table``: this rank's pieces and nodes; ``group``: the ranks that exchange
         states."""
-        self.documents, self._count = table.sequences, table.sequences.sequences
-        self._table, self._group = table, group
+        self.documents = table.sequences
+        self._count = table.sequences.sequences
+        self._table = table
+        self._group = group
 
     def _states_of_nodes(
         self, maps: StateMap, nodes: Nodes, cuts: Cuts | None
@@ -220,11 +235,13 @@ class StatesOfPieces:
     def _maps_of_nodes(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
         """Maps ``[h * chains, H, K, .]`` of nodes' last pieces; ``forward`` has
         ``inputs``."""
-        table, last = self._table, self._table.last
+        table = self._table
+        last = self._table.last
         if table.last_pieces is not None:
             tokens, pieces = table.last_pieces
             inputs = map_inputs(inputs, lambda x: x.index_select(1, tokens))
-            forward, last = rule.begin(inputs, pieces), None
+            forward = rule.begin(inputs, pieces)
+            last = None
         local, through = forward.state_map()
         return StateMap(
             _select_pieces(local, last, table.leaves),
@@ -238,7 +255,10 @@ class StatesOfPieces:
         ``kept``."""
         maps = self._maps_of_nodes(rule, forward, inputs)
         table = self._table
-        cuts = None if table.cuts is None else table.cuts[0]
+        if table.cuts is None:
+            cuts = None
+        else:
+            cuts = table.cuts[0]
         entering = self._states_of_nodes(maps, table.nodes, cuts)
         return _scatter_to_pieces(entering, table.first, self._count), (
             entering,
@@ -255,9 +275,13 @@ class StatesOfPieces:
     ) -> tuple[Tensor, Tensor]:
         """The states that entered pieces, and the gradients of the states that leave
         pieces."""
-        table, (entering, through) = self._table, kept
+        table = self._table
+        entering, through = kept
         d_local = _select_pieces(backward.d_initial(), table.first, table.enters)
         maps = StateMap(entering, through).transposed(d_local)
-        cuts = None if table.cuts is None else table.cuts[1]
+        if table.cuts is None:
+            cuts = None
+        else:
+            cuts = table.cuts[1]
         leaving = self._states_of_nodes(maps, table.nodes.backwards(), cuts)
         return self.entered(kept), _scatter_to_pieces(leaving, table.last, self._count)

@@ -66,7 +66,8 @@ class Exchange:
     ) -> Exchange:
         """The exchange of ``rows`` ``[s or S, B, .]`` of documents ``cut`` by column
         ``shares``."""
-        rank, rank_width = group.rank(), shares.rank_width
+        rank = group.rank()
+        rank_width = shares.rank_width
         local = cut.total_tokens // shares.ranks
         row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
         wave_count = min(
@@ -127,7 +128,8 @@ def _send_fragments(
     """Send fragments of ``messages`` to peers' ``full``, or without ``to_heads`` the
     reverse."""
     # Two ranks must list the messages between them in the same order.
-    group, rank = exchange.group, exchange.rank
+    group = exchange.group
+    rank = exchange.rank
     start_own, start_peers = (
         (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)
     )
@@ -148,7 +150,9 @@ def _send_fragments(
 
 def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
     """Exchange ``[s, B, P]`` of all columns to ``[S, B, p]`` of this rank's columns."""
-    pack, shares, rank = _packing_module(whole.is_cuda), exchange.shares, exchange.rank
+    pack = _packing_module(whole.is_cuda)
+    shares = exchange.shares
+    rank = exchange.rank
     if whole.stride(-1) != 1:
         whole = whole.contiguous()
     s, B, _ = whole.shape
@@ -156,11 +160,12 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
     sent = []  # keeps the messages in memory until all are sent
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
-        messages, received = (
-            whole.new_empty(peers, wave.size, B, exchange.rank_width),
-            None,
-        )
-        kept_rows = (full, wave.own_place) if exchange.at_once else None
+        messages = whole.new_empty(peers, wave.size, B, exchange.rank_width)
+        received = None
+        if exchange.at_once:
+            kept_rows = (full, wave.own_place)
+        else:
+            kept_rows = None
         pack.pack_peers(
             whole[wave.tokens],
             messages,
@@ -190,7 +195,9 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
 
 def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
     """Exchange ``[S, B, p]`` of this rank's columns to ``[s, B, P]`` of all columns."""
-    pack, shares, rank = _packing_module(full.is_cuda), exchange.shares, exchange.rank
+    pack = _packing_module(full.is_cuda)
+    shares = exchange.shares
+    rank = exchange.rank
     full = full.contiguous()
     S, B, _ = full.shape
     whole = full.new_empty(S // shares.ranks, B, exchange.whole_width)
@@ -232,12 +239,18 @@ class _MoveRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
-        ctx.exchange, ctx.to_heads = exchange, to_heads
-        return _to_heads(rows, exchange) if to_heads else _to_sequence(rows, exchange)
+        ctx.exchange = exchange
+        ctx.to_heads = to_heads
+        if to_heads:
+            return _to_heads(rows, exchange)
+        return _to_sequence(rows, exchange)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        back = _to_sequence if ctx.to_heads else _to_heads
+        if ctx.to_heads:
+            back = _to_sequence
+        else:
+            back = _to_heads
         if torch.is_grad_enabled():  # the caller wants second derivatives
             return _MoveRows.apply(grad, ctx.exchange, not ctx.to_heads), None, None
         return back(grad, ctx.exchange), None, None

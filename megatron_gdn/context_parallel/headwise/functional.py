@@ -41,7 +41,10 @@ def _even_shares(
 ) -> HeadShares:
     """Even shares of ``sections``, which must add up to ``width``; errors begin with
     ``caller``."""
-    sections = [width] if sections is None else list(sections)
+    if sections is None:
+        sections = [width]
+    else:
+        sections = list(sections)
     if sum(sections) != width or any(section % cp_size for section in sections):
         raise ValueError(
             f"{caller}: sections {sections} must add up to the width {width} and each "
@@ -52,7 +55,9 @@ def _even_shares(
 
 def _layout_of(is_balanced: bool) -> SequenceLayout:
     """Zigzag if ``is_balanced`` (zigzag balances causal attention), else contiguous."""
-    return SequenceLayout.ZIGZAG if is_balanced else SequenceLayout.CONTIGUOUS
+    if is_balanced:
+        return SequenceLayout.ZIGZAG
+    return SequenceLayout.CONTIGUOUS
 
 
 def tensor_a2a_cp2hp(
@@ -141,13 +146,15 @@ def tensor_a2a_hp2cp(
             f"tensor_a2a_hp2cp: {S} tokens cannot be shared by {cp_size} ranks; the "
             f"length must be a multiple of {cp_size}."
         )
-    sections = [d] if split_sections is None else list(split_sections)
+    if split_sections is None:
+        sections = [d]
+    else:
+        sections = list(split_sections)
     if sum(sections) != d:
-        meant = (
-            " They are the widths before the exchange."
-            if sum(sections) == d * cp_size
-            else ""
-        )
+        if sum(sections) == d * cp_size:
+            meant = " They are the widths before the exchange."
+        else:
+            meant = ""
         raise ValueError(
             f"tensor_a2a_hp2cp: sections {sections} must add up to {d}, the width of "
             f"the tensor on this rank.{meant} Give the widths that a rank holds: those "
@@ -187,12 +194,15 @@ def get_parameter_local_cp(
     """
     if cp_group.size() == 1:
         return param
-    width, cp_size = param.shape[dim], cp_group.size()
+    width = param.shape[dim]
+    cp_size = cp_group.size()
     shares = _even_shares("get_parameter_local_cp", width, split_sections, cp_size)
     blocks = [
         param.narrow(dim, b.whole, b.width) for b in shares.blocks(cp_group.rank())
     ]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=dim)
+    if len(blocks) == 1:
+        return blocks[0]
+    return torch.cat(blocks, dim=dim)
 
 
 _CONVOLVED = ("x", "B", "C")
@@ -253,10 +263,13 @@ class MambaContextParallel:
         d_state: int,
         mixer: Any,
     ) -> None:
-        self.cp_group, self.mixer = cp_group, mixer
+        self.cp_group = cp_group
+        self.mixer = mixer
         self.cp_size, self.cp_rank = cp_group.size(), cp_group.rank()
-        self.num_heads, self.head_dim = num_heads, head_dim
-        self.n_groups, self.d_state = n_groups, d_state
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.n_groups = n_groups
+        self.d_state = d_state
         if num_heads % n_groups:
             raise SizeError(
                 f"num_heads={num_heads} is not a multiple of n_groups={n_groups}."
@@ -269,10 +282,8 @@ class MambaContextParallel:
             local.heads("group"),
         )
         self.group_repeat_count = max(1, self.cp_size // n_groups)
-        self.d_inner, self.d_inner_local = (
-            num_heads * head_dim,
-            self.num_heads_local * head_dim,
-        )
+        self.d_inner = num_heads * head_dim
+        self.d_inner_local = self.num_heads_local * head_dim
         self._width = layout.width
 
     def pre_conv_ssm(
@@ -313,7 +324,9 @@ class MambaContextParallel:
         """This rank's part of the convolution's bias, ``[channels of this rank]``, or
         None."""
         bias = self._conv_parameter("bias")
-        return None if bias is None else self._share(bias, _CONVOLVED)
+        if bias is None:
+            return None
+        return self._share(bias, _CONVOLVED)
 
     def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
         """This rank's part of ``dt_bias`` [heads], or of ``whole``, which the caller
@@ -333,16 +346,16 @@ class MambaContextParallel:
         """The mixer's ``conv1d.<name>`` or ``conv1d_<name>``; the name is "weight" or
         "bias"."""
         conv = getattr(self.mixer, "conv1d", None)
-        return (
-            getattr(self.mixer, f"conv1d_{name}")
-            if conv is None
-            else getattr(conv, name)
-        )
+        if conv is None:
+            return getattr(self.mixer, f"conv1d_{name}")
+        return getattr(conv, name)
 
     def _share(self, param: Tensor, sections: Sequence[str] | None = None) -> Tensor:
         """This rank's rows of ``param``; a row is of a head, or of a column of
         ``sections``."""
-        return param if self.cp_size == 1 else self._scheme.local(param, sections)
+        if self.cp_size == 1:
+            return param
+        return self._scheme.local(param, sections)
 
     def _exchange_rows(
         self,
@@ -360,9 +373,13 @@ class MambaContextParallel:
                 f"{argument} must be [B, tokens, {width}] or [tokens, {width}], got "
                 f"{tuple(x.shape)}."
             )
-        rows = x.unsqueeze(1) if x.dim() == 2 else x.transpose(0, 1)
+        if x.dim() == 2:
+            rows = x.unsqueeze(1)
+        else:
+            rows = x.transpose(0, 1)
         to_heads = argument == "projected_states"
-        tokens, documents = rows.shape[0] * (self.cp_size if to_heads else 1), None
+        tokens = rows.shape[0] * (self.cp_size if to_heads else 1)
+        documents = None
         if cu_seqlens is not None:
             if rows.shape[1] != 1:
                 raise ValueError(
@@ -372,8 +389,13 @@ class MambaContextParallel:
                 )
             documents = _documents_of(cu_seqlens, tokens, x.device)
         passage = self._scheme.passage(documents, tokens, rows.shape[1], rows)
-        moved = passage.open(rows) if to_heads else passage.close(rows)
-        return moved.squeeze(1) if x.dim() == 2 else moved.transpose(0, 1).contiguous()
+        if to_heads:
+            moved = passage.open(rows)
+        else:
+            moved = passage.close(rows)
+        if x.dim() == 2:
+            return moved.squeeze(1)
+        return moved.transpose(0, 1).contiguous()
 
 
 def _documents_of(cu_seqlens: Any, tokens: int, device: torch.device) -> Documents:
@@ -381,10 +403,8 @@ def _documents_of(cu_seqlens: Any, tokens: int, device: torch.device) -> Documen
     change."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
         return Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
-    key, kept = (
-        (cu_seqlens._version, device),
-        getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens)),
-    )
+    key = (cu_seqlens._version, device)
+    kept = getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))
     if key == kept[0]:
         return Documents.from_cu_seqlens(kept[1], tokens)
     documents = Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)

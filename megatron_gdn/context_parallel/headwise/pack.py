@@ -27,7 +27,8 @@ from ...ops.kernels.launch import MOST_PLANS, Launch
 from ...ops.kernels.tiles import require_32_bits
 from .shares import HeadShares, Strip, alignment, strips
 
-_WARPS, _COLUMNS = 8, 1024
+_WARPS = 8
+_COLUMNS = 1024
 _TILE_BYTES = 32 << 10  # a tile takes eight 16-byte loads per thread
 _PER_PROCESSOR = 2  # programs that fit on a multiprocessor at the same time
 # A kernel beside a transfer leaves 32 multiprocessors to NCCL, which takes up to 32.
@@ -48,7 +49,10 @@ def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
 def _rows_of_tile(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
     """How many rows a tile has: its widest block of the strips ``cut`` has <=
     _TILE_BYTES bytes."""
-    tile = _TILE_BYTES if rows >= 4096 else _TILE_BYTES // 4
+    if rows >= 4096:
+        tile = _TILE_BYTES
+    else:
+        tile = _TILE_BYTES // 4
     widest = max(strip.block for strip in cut) * element_size
     return max(1, min(128, tile // widest))
 
@@ -275,7 +279,8 @@ def _sum_launches(
     """Launches of `sum_copies_kernel`, one per number of ranks that hold a copy of a
     column."""
     stride_s, stride_b, align = strides
-    rows, launches = tokens * batch, []
+    rows = tokens * batch
+    launches = []
     for copies in sorted(set(shares.copies) - {1}):
         cut = tuple(
             strip for strip in strips(shares, _COLUMNS) if strip.copies == copies
@@ -318,10 +323,8 @@ def move_rows(
 ) -> None:
     """If ``to_full``, copy row t of the joined ``messages`` to ``full[place[t]]``, else
     back."""
-    rows, cut = (
-        messages.flatten(0, 1),
-        strips(HeadShares.even(1, messages.shape[-1:]), _COLUMNS),
-    )
+    rows = messages.flatten(0, 1)
+    cut = strips(HeadShares.even(1, messages.shape[-1:]), _COLUMNS)
     _launch_copy(
         rows,
         full,

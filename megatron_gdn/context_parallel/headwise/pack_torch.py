@@ -61,7 +61,10 @@ def unpack_peers(
         for block in shares.blocks(other):
             if block.copies == 1 and other == rank:
                 continue
-            rows = full[place] if other == rank else received[other]
+            if other == rank:
+                rows = full[place]
+            else:
+                rows = received[other]
             rows = rows[..., block.own_columns]
             if block.copies == 1:
                 whole[..., block.columns] = rows

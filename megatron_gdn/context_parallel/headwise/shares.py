@@ -73,14 +73,18 @@ class HeadShares(NamedTuple):
 @lru_cache(maxsize=1024)
 def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
     """Compute :meth:`HeadShares.blocks`, once for each ``rank``."""
-    blocks, whole, own = [], 0, 0
+    blocks = []
+    whole = 0
+    own = 0
     for section, width, copies in zip(
         shares.sections, shares.widths, shares.copies, strict=True
     ):
         first = whole + rank // copies * width
-        columns, own_columns = slice(first, first + width), slice(own, own + width)
+        columns = slice(first, first + width)
+        own_columns = slice(own, own + width)
         blocks.append(ColumnBlock(first, own, width, copies, columns, own_columns))
-        whole, own = whole + section, own + width
+        whole = whole + section
+        own = own + width
     return tuple(blocks)
 
 
@@ -108,7 +112,8 @@ def strips(shares: HeadShares, largest_block: int) -> tuple[Strip, ...]:
     # columns.
     cut = []
     for whole, own, width, copies, *_ in shares.blocks(0):
-        done, block = 0, largest_block
+        done = 0
+        block = largest_block
         while done < width:
             while block > width - done:
                 block //= 2

@@ -52,7 +52,9 @@ class Heads(NamedTuple):
     @property
     def operands(self) -> str:
         """The name of the operands' dtype in flags and file names, "fp16" or "bf16"."""
-        return "fp16" if self.dtype == torch.float16 else "bf16"
+        if self.dtype == torch.float16:
+            return "fp16"
+        return "bf16"
 
     @property
     def flags(self) -> str:
@@ -80,7 +82,8 @@ def set_next_calls(heads: Heads, part: str) -> None:
     """Store what FlashQLA's next calls need: ``heads`` and the group of kernels,
     ``part``."""
     global _heads, _part
-    _heads, _part = heads, part
+    _heads = heads
+    _part = part
 
 
 def expected_heads() -> Heads:

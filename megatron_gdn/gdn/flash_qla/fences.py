@@ -85,7 +85,9 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
         GPU."""
         if earlier_hook is not None:
             source = earlier_hook(source, target)
-        return with_fences(source) if _KERNELS.search(source) else source
+        if _KERNELS.search(source):
+            return with_fences(source)
+        return source
 
     register_cuda_postproc(hook)
     for module, name in kernels:

@@ -28,7 +28,8 @@ class HopperStages:
     def __init__(self, library: ModuleType, modules: dict[str, ModuleType]) -> None:
         """``library``: FlashQLA's module ``chunk``; ``modules``: the module of each
         stage."""
-        self._modules, self.build_cp_context = modules, library.build_cp_context
+        self._modules = modules
+        self.build_cp_context = library.build_cp_context
         self.correct_initial_states = partial(self._correct_states, False)
         self.correct_terminal_states = partial(self._correct_states, True)
         # Each object has its own caches, so kernels and tensors are freed with the
@@ -67,7 +68,8 @@ class HopperStages:
     def _chunk_states(self, wanted: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
         """Memory for states at ``chunks`` chunks per row; without elements if not
         ``wanted``."""
-        (B, _, _, K), (H, V) = k.shape, v.shape[2:]
+        B, _, _, K = k.shape
+        H, V = v.shape[2:]
         if wanted:
             return k.new_empty(B, chunks, H, K, V)
         return self._unread((B, 0, H, K, V), k.dtype, k.device)
@@ -85,8 +87,12 @@ class HopperStages:
         Sequences must cover all S tokens; ``zero_last_chunk`` writes zeros after the
         last sequence.
         """
-        (B, S, H), out = g.shape, torch.empty_like(g)
-        lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
+        B, S, H = g.shape
+        out = torch.empty_like(g)
+        if cu_seqlens is None:
+            lengths = "int32"
+        else:
+            lengths = cu_seqlens.dtype
         run = self._kernel(
             "chunk_local_cumsum",
             "tilelang_chunk_local_cumsum",
@@ -111,9 +117,13 @@ class HopperStages:
         self, k: Tensor, b: Tensor, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """The inverse A ``[B, S, H, 64]`` of every chunk's triangular system."""
-        (B, S, G, K), H = k.shape, b.shape[2]
+        B, S, G, K = k.shape
+        H = b.shape[2]
         a = k.new_empty(B, S, H, CHUNK)
-        lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
+        if cu_seqlens is None:
+            lengths = "int32"
+        else:
+            lengths = cu_seqlens.dtype
         run = self._kernel(
             "kkt_solve",
             "tilelang_kkt_solve",
@@ -200,7 +210,8 @@ class HopperStages:
         With ``num_warmup_chunks [P, H]`` final states count only so many last chunks of
         a part.
         """
-        (G, K), (H, V) = k.shape[2:], v.shape[2:]
+        G, K = k.shape[2:]
+        H, V = v.shape[2:]
         warm = num_warmup_chunks is not None
         N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
         if final_dtype is None:
@@ -208,7 +219,8 @@ class HopperStages:
         upto = num_warmup_chunks
         if not warm and cu_seqlens is not None:
             upto = self._unread((N, H), boundaries.dtype, k.device)
-        h, final = self._chunk_states(output_h, k, v, chunks), None
+        h = self._chunk_states(output_h, k, v, chunks)
+        final = None
         if output_final_state:
             final = k.new_empty(N, H, K, V, dtype=final_dtype)
         # The kernel always writes ``through``: zeros if the caller did not ask for the
@@ -217,8 +229,14 @@ class HopperStages:
         start = initial_state
         # the kernel reads no initial states; any tensor of this shape will do
         if start is None:
-            unread = final if final_dtype is _F32 else None
-            start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
+            if final_dtype is _F32:
+                unread = final
+            else:
+                unread = None
+            if unread is None:
+                start = k.new_empty(N, H, K, V, dtype=_F32)
+            else:
+                start = unread
         run = self._kernel(
             "fused_gdr_h",
             "tilelang_prepare_h",
@@ -276,7 +294,10 @@ class HopperStages:
         sequence's first part, and P.
         """
         P, H, K, V = local.shape
-        dtype = _F32 if states is None else states.dtype
+        if states is None:
+            dtype = _F32
+        else:
+            dtype = states.dtype
         run = self._kernel(
             "correct_initial_states",
             "tilelang_correct_h0",
@@ -320,25 +341,38 @@ class HopperStages:
         ``cu_seqlens`` bounds parts, ``raw_cu_seqlens`` sequences; ``cp_seq_map``:
         parts' sequences.
         """
-        (G, K), (H, V) = k.shape[2:], v.shape[2:]
+        G, K = k.shape[2:]
+        H, V = v.shape[2:]
         N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
-        sequences = boundaries if raw_cu_seqlens is None else raw_cu_seqlens
+        if raw_cu_seqlens is None:
+            sequences = boundaries
+        else:
+            sequences = raw_cu_seqlens
         whole = sequences.shape[0] - 1
-        owner = (
-            self._unread((N,), boundaries.dtype, k.device)
-            if cp_seq_map is None
-            else cp_seq_map
-        )
+        if cp_seq_map is None:
+            owner = self._unread((N,), boundaries.dtype, k.device)
+        else:
+            owner = cp_seq_map
         final = None
         if output_final_state or initial_state is None:
             final = k.new_empty(whole, H, K, V, dtype=_F32)
         start = initial_state
         if start is None:  # the kernel reads no initial states
             unread = final if whole == N else None
-            start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
-        ending = start[:whole] if final is None else final
-        programs, target = N * H, self._modules["fused_gdr_fwd"].TARGET_NUM_CTAS
-        block = 128 if programs >= target else 64 if programs * 2 >= target else 32
+            if unread is None:
+                start = k.new_empty(N, H, K, V, dtype=_F32)
+            else:
+                start = unread
+        if final is None:
+            ending = start[:whole]
+        else:
+            ending = final
+        programs = N * H
+        target = self._modules["fused_gdr_fwd"].TARGET_NUM_CTAS
+        if programs >= target:
+            block = 128
+        else:
+            block = 64 if programs * 2 >= target else 32
         o = torch.empty_like(v)
         run = self._kernel(
             "fused_gdr_fwd",
@@ -387,7 +421,8 @@ class HopperStages:
         """None, and dS at parts' starts if dS at their ends is 0; ``output_dh`` must be
         False."""
         assert not output_dh
-        (G, K), (H, V) = k.shape[2:], do.shape[2:]
+        G, K = k.shape[2:]
+        H, V = do.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)
         run = self._kernel(
             "fused_gdr_dh",
@@ -453,9 +488,12 @@ class HopperStages:
         states' gradients overwrite ``dht``; each program reads its values of ``dht``
         before it writes.
         """
-        (G, K), (H, V) = k.shape[2:], v.shape[2:]
+        G, K = k.shape[2:]
+        H, V = v.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)
-        dq, dk, dv = torch.empty_like(v), torch.empty_like(v), torch.empty_like(v)
+        dq = torch.empty_like(v)
+        dk = torch.empty_like(v)
+        dv = torch.empty_like(v)
         dg, db = torch.empty_like(g), torch.empty_like(b)
         if overwrite_dht and dht is not None:
             d_first = dht
@@ -512,7 +550,10 @@ def compiled_function(kernel: Any) -> Callable[..., Any]:
         return kernel
     try:
         executable = adapter.get_exportable_executable()
-        module = executable.jit() if "jit" in dir(type(executable)) else executable
+        if "jit" in dir(type(executable)):
+            module = executable.jit()
+        else:
+            module = executable
         return module.main
     except AttributeError:
         return kernel

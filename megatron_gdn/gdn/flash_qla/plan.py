@@ -55,9 +55,9 @@ def stages() -> Any:
     """FlashQLA's stages: :class:`HopperStages` on Hopper, on other GPUs FlashQLA's own
     module."""
     chunk = own_stages()
-    return (
-        HopperStages(chunk, _modules_of_stages(chunk)) if _for_hopper(chunk) else chunk
-    )
+    if _for_hopper(chunk):
+        return HopperStages(chunk, _modules_of_stages(chunk))
+    return chunk
 
 
 def _for_hopper(chunk: ModuleType) -> bool:
@@ -107,7 +107,9 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
             chunk_size=CHUNK,
             is_train=True,
         )
-    return context.intra_cp_cu_seqlens.tolist() if context.is_intra else None
+    if context.is_intra:
+        return context.intra_cp_cu_seqlens.tolist()
+    return None
 
 
 @cached_by_stream(64)

@@ -62,12 +62,11 @@ class FlashQlaForward(RuleForward):
     ) -> RuleOutput:
         """The output; with ``final`` also final states, with ``keep`` tensors for the
         backward."""
-        on_grid, maps = self.rule.bits is Bits.ON_GRID, self._maps
+        on_grid = self.rule.bits is Bits.ON_GRID
+        maps = self._maps
         if on_grid:
-            parts, maps = (
-                self.rule.plan(self.inputs, self.documents, states=False),
-                None,
-            )
+            parts = self.rule.plan(self.inputs, self.documents, states=False)
+            maps = None
             initial = initial_or_zero(initial, self.inputs, parts)
         elif initial is not None or maps is not None:
             maps = self._part_maps()
@@ -80,9 +79,13 @@ class FlashQlaForward(RuleForward):
                 self.rule.batch_invariant or not parts.are_sequences
             ):
                 maps = part_maps(in_one_row(self.inputs), parts, from_zero=True)
-        inputs = self.inputs if parts is None else in_one_row(self.inputs)
+        if parts is None:
+            inputs = self.inputs
+        else:
+            inputs = in_one_row(self.inputs)
         if maps is None:
-            entering, kept = initial, Kept(*sums_and_inverses(inputs, parts))
+            entering = initial
+            kept = Kept(*sums_and_inverses(inputs, parts))
         else:
             entering = maps.entering(initial)
             kept = maps.saved(entering)
@@ -135,11 +138,9 @@ class FlashQlaBackward(RuleBackward):
             in_one_row(self.inputs),
             None,
         )
-        heads, g_sum, A = (
-            self.inputs.v.shape[2],
-            in_one_row(self._kept.g_sum),
-            self._kept.A,
-        )
+        heads = self.inputs.v.shape[2]
+        g_sum = in_one_row(self._kept.g_sum)
+        A = self._kept.A
         with_states = True
         self._parts = plan_of(documents, heads, self.rule.batch_invariant, with_states)
         self._maps = part_maps(self.inputs, self._parts, (g_sum, in_one_row(A)))
@@ -182,16 +183,20 @@ class FlashQlaBackward(RuleBackward):
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> RuleGrads:
-        kept, first, last_grad = self._kept, initial, d_final
+        kept = self._kept
+        first = initial
+        last_grad = d_final
         if kept.through is not None:
-            first = (
-                kept.entering if self._maps is None else self._maps.entering(initial)
-            )
+            if self._maps is None:
+                first = kept.entering
+            else:
+                first = self._maps.entering(initial)
             last_grad = kept.leaving(self._d_entering_states(), self._parts, d_final)
         g_sum, A, *_ = kept
         del kept, self._kept
         self._maps = self._d_entering = None
-        states, self._at_chunks = self._at_chunks, None
+        states = self._at_chunks
+        self._at_chunks = None
         grads = gradients(
             self.d_o,
             self.inputs,
@@ -259,9 +264,11 @@ class FlashQlaRule(Rule):
             does.
     """
 
-    name, fits = "flash_qla", "heads of 128 on this GPU"
+    name = "flash_qla"
+    fits = "heads of 128 on this GPU"
     reads_again = frozenset({"q", "k", "v", "beta"})
-    forward, backward = FlashQlaForward, FlashQlaBackward
+    forward = FlashQlaForward
+    backward = FlashQlaBackward
 
     def __init__(self, bits: Bits = Bits.FREE) -> None:
         """``bits``: how sequences are cut into parts; see the docstring of the
@@ -278,7 +285,9 @@ class FlashQlaRule(Rule):
     ) -> Obstacle | None:
         obstacle = why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim)
         heads = _why_not_heads(sizes.value_heads)
-        return Obstacle(heads) if obstacle is None and heads is not None else obstacle
+        if obstacle is None and heads is not None:
+            return Obstacle(heads)
+        return obstacle
 
     @classmethod
     def repeats(
@@ -312,11 +321,9 @@ class FlashQlaRule(Rule):
     ) -> SequenceParts | None:
         """The parts in which the rule runs; ``states``: whether sequences have initial
         states."""
-        (rows, tokens), heads, device = (
-            inputs.k.shape[:2],
-            inputs.v.shape[2],
-            inputs.k.device,
-        )
+        rows, tokens = inputs.k.shape[:2]
+        heads = inputs.v.shape[2]
+        device = inputs.k.device
         if documents is None and (states or self.batch_invariant):
             documents = documents_of_rows((rows, tokens), device)
         if documents is None:
@@ -332,7 +339,10 @@ class FlashQlaRule(Rule):
         elif parts is None:
             part = "rows"
         else:
-            part = "uncut" if parts.are_sequences else "cut"
+            if parts.are_sequences:
+                part = "uncut"
+            else:
+                part = "cut"
         set_next_calls(Heads(inputs.k.shape[2], heads, inputs.k.dtype), part)
         return parts
 
@@ -360,10 +370,15 @@ class FlashQlaRule(Rule):
         set_next_calls(
             Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again"
         )
-        rows, on_grid = inputs.v.shape[:2], self.bits is Bits.ON_GRID
-        inputs = inputs if parts is None else in_one_row(inputs)
+        rows = inputs.v.shape[:2]
+        on_grid = self.bits is Bits.ON_GRID
+        if parts is not None:
+            inputs = in_one_row(inputs)
         again = Kept(*sums_and_inverses(inputs, parts), *kept.tensors)
-        entering = initial if again.entering is None else again.entering
+        if again.entering is None:
+            entering = initial
+        else:
+            entering = again.entering
         if on_grid:
             entering = initial_or_zero(initial, inputs, parts)
         o, at_chunks, _ = run_forward(

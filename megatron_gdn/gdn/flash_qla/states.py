@@ -23,7 +23,8 @@ from ...ops.state_maps.parts import SequenceParts, entering_states, leaving_grad
 from .hopper import HopperStages
 from .plan import stages
 
-_NEGLIGIBLE_LOG_DECAY, _FORGOTTEN_FROM_ZERO = -20.0, -10.0
+_NEGLIGIBLE_LOG_DECAY = -20.0
+_FORGOTTEN_FROM_ZERO = -10.0
 
 
 class Kept(NamedTuple):
@@ -125,7 +126,8 @@ def part_maps(
         **options,
     )
     if not from_zero:
-        local, through = local.float(), through.float()
+        local = local.float()
+        through = through.float()
     kept = Kept(g_sum, A, chunks_back=chunks_back, passes_back=passes_back)
     return PartMaps(parts, local, through, passes, kept)
 
@@ -185,7 +187,9 @@ def initial_or_zero(
     if initial is not None:
         return initial.contiguous()
     assert parts is not None
-    (H, V), K, device = inputs.v.shape[2:], inputs.k.shape[3], inputs.v.device
+    H, V = inputs.v.shape[2:]
+    K = inputs.k.shape[3]
+    device = inputs.v.device
     return torch.zeros(len(parts.owner), H, K, V, dtype=torch.float32, device=device)
 
 
@@ -209,9 +213,10 @@ def gradients(
     """
     run = stages()
     sequences, offsets, _ = _boundaries(parts)
-    sparing = (
-        {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}
-    )
+    if isinstance(stages(), HopperStages):
+        sparing = {"overwrite_dht": overwrite_last}
+    else:
+        sparing = {}
     common = {
         "k": inputs.k,
         "v": inputs.v,

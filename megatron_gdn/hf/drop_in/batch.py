@@ -81,29 +81,30 @@ class ModelBatch:
     def kind(self) -> str:
         """The feature of this batch that transformers' own forward lacks, for error
         messages."""
-        return "packed documents" if self.share.group is None else "context parallelism"
+        if self.share.group is None:
+            return "packed documents"
+        return "context parallelism"
 
     @property
     def positions(self) -> Tensor:
         """Positions of tokens in documents, 0 at padding; int64 ``[B or 1, s]`` on the
         host."""
-        documents, ids = self.share.documents, self.ids
+        documents = self.share.documents
+        ids = self.ids
         if documents is None or ids is None:
             return self.share.positions[None]
         positions = documents.position_T.long().view_as(ids).masked_fill(ids == 0, 0)
-        return (
-            positions
-            if self.share.group is None
-            else positions[:, self.share.positions]
-        )
+        if self.share.group is None:
+            return positions
+        return positions[:, self.share.positions]
 
     def enter(self, x_BsH: Tensor) -> Tensor:
         """Reshape hidden states for the mixer: ``[1, B s, H]`` if packed, else
         ``[B, s, H]``."""
         x_BsH = self._zero_padding(x_BsH)
-        return (
-            x_BsH if self.share.documents is None else x_BsH.flatten(0, 1).unsqueeze(0)
-        )
+        if self.share.documents is None:
+            return x_BsH
+        return x_BsH.flatten(0, 1).unsqueeze(0)
 
     def leave(self, y: Tensor, like_BsH: Tensor) -> Tensor:
         """Undo :meth:`enter`: reshape ``y`` like ``like_BsH``; padding is exactly
@@ -131,7 +132,8 @@ def resolve_batch(
     and positions of this rank's tokens and offsets of the whole buffer; all ranks must
     give the same kinds of sources.
     """
-    (rows, tokens), group = x_BsH.shape[:2], group_of(options.cp_mesh)
+    rows, tokens = x_BsH.shape[:2]
+    group = group_of(options.cp_mesh)
     if group is None and cache is not None and cache.get_seq_length() > 0:
         names = ("packed_seq_ids", "cu_seqlens", "indices", "seq_index")
         if given := [name for name in names if getattr(sources, name) is not None]:
@@ -142,7 +144,8 @@ def resolve_batch(
             )
         return None
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    whole, layout = (tokens * size,), options.cp_layout
+    whole = (tokens * size,)
+    layout = options.cp_layout
     share = MicroBatchShare(None, group, size, rank, layout, whole, x_BsH.device)
     batch = _find_documents(sources, rows, share)
     if (cache is not None or fills_cache) and not batch.is_plain:
@@ -160,7 +163,8 @@ def _find_documents(sources: Sources, rows: int, share: MicroBatchShare) -> Mode
     _require_agreement(sources, rows, share)
     share = _with_layout(sources, rows, share)
     sources = _in_sequence_order(sources, rows, share)
-    ids, mask = document_ids(sources, rows, sum(share.lengths)), sources.attention_mask
+    ids = document_ids(sources, rows, sum(share.lengths))
+    mask = sources.attention_mask
     if (
         share.group is not None
         and ids is None
@@ -172,15 +176,24 @@ def _find_documents(sources: Sources, rows: int, share: MicroBatchShare) -> Mode
         padded = share.group is None and mask is not None and mask.dim() == 2
         return ModelBatch(share, keep=mask != 0 if padded else None)
     read_mask(ids)  # raises if padding is inside a document or ids decrease
-    own_Bs = ids if share.group is None else ids[:, share.positions]
-    keep = None if bool((ids > 0).all()) else to_device(own_Bs > 0, share.device)
+    if share.group is None:
+        own_Bs = ids
+    else:
+        own_Bs = ids[:, share.positions]
+    if bool((ids > 0).all()):
+        keep = None
+    else:
+        keep = to_device(own_Bs > 0, share.device)
     if share.group is not None:
         one_each = bool((ids.amax(-1) <= 1).all())
         # each row: one document, then padding
         if one_each and not bool((ids.diff() > 0).any()):
             return ModelBatch(share, ids, keep)
         if rows > 1:
-            refused = "padding before tokens" if one_each else "packed documents"
+            if one_each:
+                refused = "padding before tokens"
+            else:
+                refused = "packed documents"
             raise ValueError(
                 f"context parallelism takes {refused} in one row only, got {rows} "
                 "rows. Lay the rows end to end (megatron_gdn.hf.PackingCollator does)."
@@ -196,11 +209,10 @@ def _require_agreement(sources: Sources, rows: int, share: MicroBatchShare) -> N
     """Raise on every rank if a data loader gave the ranks different batches."""
     if share.group is None:
         return
-    offsets = (
-        b""
-        if sources.cu_seqlens is None
-        else sources.cu_seqlens.long().numpy().tobytes()
-    )
+    if sources.cu_seqlens is None:
+        offsets = b""
+    else:
+        offsets = sources.cu_seqlens.long().numpy().tobytes()
     facts = {"rows": rows, "tokens": sum(share.lengths)}
     for name, x in sources._asdict().items():
         facts[f"kinds of {name}"] = x.dim() if isinstance(x, Tensor) else 0
@@ -239,14 +251,19 @@ def _with_layout(
 ) -> MicroBatchShare:
     """``share`` with its layout (from any ``seq_index``) and the lengths that this
     layout cuts."""
-    whole, total, index = share.lengths, sum(share.lengths), sources.seq_index
+    whole = share.lengths
+    total = sum(share.lengths)
+    index = sources.seq_index
     tokens = total // share.size
     cut = {SequenceLayout.ZIGZAG_BUFFER: whole, SequenceLayout.CONTIGUOUS: whole}
     if sources.cu_seqlens is not None and sources.indices is None and rows == 1:
         documents = Documents.from_cu_seqlens(sources.cu_seqlens, total)
         cut[SequenceLayout.ZIGZAG] = documents.lengths
     if index is None:
-        layout = share.layout if share.layout in cut else SequenceLayout.ZIGZAG_BUFFER
+        if share.layout in cut:
+            layout = share.layout
+        else:
+            layout = SequenceLayout.ZIGZAG_BUFFER
         check_lengths(cut[layout], share.size, layout)
         return share._replace(layout=layout, lengths=cut[layout])
     if index.dim() not in (1, 2) or index.shape[-1] != tokens:
@@ -280,10 +297,8 @@ def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> S
     if share.group is None:
         return sources
     mask, ids, offsets, position_ids, *_ = sources
-    tokens, text_position = (
-        sum(share.lengths) // share.size,
-        text_positions(position_ids),
-    )
+    tokens = sum(share.lengths) // share.size
+    text_position = text_positions(position_ids)
     if mask is not None and mask.dim() != 2:
         raise ValueError(
             f"an attention_mask of shape {tuple(mask.shape)} says nothing about the "
@@ -321,7 +336,8 @@ def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> S
         tables[name] = share.gather(own_sB.to(share.device)).T.cpu()
     mask, ids, position_BS = tables.values()
     if position_BS is not None:
-        position, next_position = position_BS[:, :-1], position_BS[:, 1:]
+        position = position_BS[:, :-1]
+        next_position = position_BS[:, 1:]
         wrong = ((next_position != position + 1) & (next_position != 0)).nonzero()
         if len(wrong):
             row, token = wrong[0].tolist()

@@ -58,11 +58,9 @@ def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
             f"recompute_qkv={options.recompute_qkv}: Kimi Delta Attention has neither "
             "option. Leave both out."
         )
-    heads, width, gate = (
-        config.linear_num_heads,
-        config.linear_head_dim,
-        module.forget_gate,
-    )
+    heads = config.linear_num_heads
+    width = config.linear_head_dim
+    gate = module.forget_gate
     # The rows hold both gates in full width, because `project` applies both low-rank
     # factors.
     dims = KDADims(
@@ -120,7 +118,8 @@ class Family(NamedTuple):
     fields: tuple[str, ...] = _GDN_FIELDS  # fields of the config that the layer reads
 
 
-_FLAT, _SEPARATE = tuple(PROJECTIONS["flat"]), tuple(PROJECTIONS["separate"])
+_FLAT = tuple(PROJECTIONS["flat"])
+_SEPARATE = tuple(PROJECTIONS["separate"])
 _KDA: dict[str, Any] = {
     "norm": "o_norm",
     "out": "o_proj",
@@ -229,7 +228,8 @@ def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
 def refuse_modules_that_mix(config: Any, feature: str) -> None:
     """Raise if one of the model's other modules does not support ``feature``, such as
     packing."""
-    indexed, why = "indexed_attention" in config.layer_types, ""
+    indexed = "indexed_attention" in config.layer_types
+    why = ""
     if getattr(config, "ple_layer_ids", None):
         why = (
             f"per-layer embeddings (ple_layer_ids={config.ple_layer_ids}), whose "

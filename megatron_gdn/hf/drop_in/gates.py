@@ -134,7 +134,9 @@ class HoldsGates(Fp32Parameters):
     @property
     def _keep_in_float32_parameter_names(self) -> tuple[str, ...]:
         """The names of the gate parameters; none before :func:`hold_gates`."""
-        return FP32_GDN_PARAM_NAMES if HOLDER_NAME in self._modules else ()
+        if HOLDER_NAME in self._modules:
+            return FP32_GDN_PARAM_NAMES
+        return ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse pickle, which finds a class by its name; the patch made this one."""
@@ -192,11 +194,9 @@ class HoldsGates(Fp32Parameters):
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tells torch's distributed checkpoints that parameter names leave out the
         holder."""
-        return (
-            dict.fromkeys(FP32_GDN_PARAM_NAMES, HOLDER_NAME)
-            if self._gates_are_sharded
-            else {}
-        )
+        if self._gates_are_sharded:
+            return dict.fromkeys(FP32_GDN_PARAM_NAMES, HOLDER_NAME)
+        return {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Apply ``fn`` as torch does; casts keep ``A_log`` and ``dt_bias`` fp32 or
@@ -233,7 +233,9 @@ class HoldsGates(Fp32Parameters):
 def gate_owner(module: Any) -> Any:
     """The module that has ``A_log`` and ``dt_bias``: ``module`` or its forget gate."""
     name = family_of(module).gate
-    return module._modules[name] if name else module
+    if name:
+        return module._modules[name]
+    return module
 
 
 def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:

@@ -201,7 +201,8 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
                 each other, or a cache comes with packed documents or context
                 parallelism.
         """
-        batch, options = gdn_batch, self.drop_in.options
+        batch = gdn_batch
+        options = self.drop_in.options
         cache = cache_in({"cache": cache, "cache_params": cache_params})
         if batch is None:
             sources = Sources.from_keywords(attention_mask, kwargs)
@@ -228,7 +229,10 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         owner = gate_owner(self)
         kwargs[self.drop_in.cache_name] = cache
         owner.require_fp32_parameters()
-        gathered = owner._gates() if owner._gates_are_sharded else ()
+        if owner._gates_are_sharded:
+            gathered = owner._gates()
+        else:
+            gathered = ()
         vars(owner).update(zip(FP32_GDN_PARAM_NAMES, gathered, strict=False))
         try:
             return super().forward(hidden_states, attention_mask=mask, **kwargs)
@@ -242,7 +246,10 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         """Run conv, rule and norm on the projections ``proj_TBP`` of the batch
         ``model_batch``."""
         owner = gate_owner(self)
-        not_called = [self.conv1d] if owner is self else [self.conv1d, owner]
+        if owner is self:
+            not_called = [self.conv1d]
+        else:
+            not_called = [self.conv1d, owner]
         with loaded_by_accelerate(*not_called):
             return self._mix_loaded(proj_TBP, model_batch)
 
@@ -250,8 +257,10 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         """:meth:`_mix` while the parameters that it reads are on the device of
         ``proj_TBP``."""
         batch = self.drop_in.micro_batch(model_batch, proj_TBP)
-        scheme, conv = batch.scheme, self.conv1d
-        rows, layout = batch.passage.open(proj_TBP), batch.scheme.layout
+        scheme = batch.scheme
+        conv = self.conv1d
+        rows = batch.passage.open(proj_TBP)
+        layout = batch.scheme.layout
         A_log, dt_bias = gate_owner(self)._gates()
         _require_silu_and_plain_conv(self)
         run_pre_hooks(
@@ -268,7 +277,8 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
     """The fused norm if ``norm`` is transformers' unpatched norm, else a readout that
     calls it."""
-    cls, activation = type(norm), getattr(norm, "activation", None)
+    cls = type(norm)
+    activation = getattr(norm, "activation", None)
     plain = (
         cls.__name__.endswith("RMSNormGated")
         and cls.__module__.startswith("transformers.")
@@ -316,7 +326,8 @@ def become_drop_in(
             "Patch the model before other code sets this forward, or remove it (del "
             "module.forward); accelerate's hooks may stay."
         )
-    family, owner = families.family_of(module), gate_owner(module)
+    family = families.family_of(module)
+    owner = gate_owner(module)
     check_config(config, family.fields)
     dtype = module._modules[family.out].weight.dtype
     mixer = family.mixer(module, config, options)
@@ -367,7 +378,8 @@ def undo_drop_in(module: CPAwareGatedDeltaNet) -> None:
 def _change_class(module: nn.Module, cls: type) -> None:
     """Give ``module`` the class ``cls``; a bound ``forward`` of its own becomes that of
     ``cls``."""
-    before, slot = type(module).forward, forward_slot(module)
+    before = type(module).forward
+    slot = forward_slot(module)
     module.__class__ = cls
     if getattr(vars(module).get(slot), "__func__", None) is before:
         vars(module)[slot] = MethodType(cls.forward, module)

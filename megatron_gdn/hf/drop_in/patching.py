@@ -144,15 +144,17 @@ class Patch(AbstractContextManager):
             raise
 
     def __repr__(self) -> str:
-        name, count = type(self.model).__name__, len(self.layers)
+        name = type(self.model).__name__
+        count = len(self.layers)
         if not count:
             return f"Patch of {name}: undone"
         first, layer = next(iter(self.layers.items()))
         options = layer.drop_in.options
         group = group_of(options.cp_mesh)
-        ranks = (
-            "one rank" if group is None else f"{group.size()} context-parallel ranks"
-        )
+        if group is None:
+            ranks = "one rank"
+        else:
+            ranks = f"{group.size()} context-parallel ranks"
         runs = "every batch runs this package's mixer"
         if group is None and options.unpacked == "transformers":
             runs = (
@@ -195,7 +197,8 @@ class Patch(AbstractContextManager):
                     "before undoing the patch."
                 )
         self._changes.close()
-        self._forwards, self.layers = {}, {}
+        self._forwards = {}
+        self.layers = {}
 
     def __exit__(self, *_: Any) -> None:
         self.undo()
@@ -229,13 +232,14 @@ class Patch(AbstractContextManager):
         def prepare(module: Any, arguments: dict[str, Any]) -> dict[str, Any]:
             """The arguments of the model's forward, with documents and padding
             resolved."""
-            options, config = (
-                next(linear_attentions(module)).drop_in.options,
-                module.config,
-            )
+            options = next(linear_attentions(module)).drop_in.options
+            config = module.config
             if gathers and config._attn_implementation in (GATHERED, before_patch):
                 alone = group_of(options.cp_mesh) is None
-                config._attn_implementation = before_patch if alone else GATHERED
+                if alone:
+                    config._attn_implementation = before_patch
+                else:
+                    config._attn_implementation = GATHERED
             return prepare_forward(module, options, arguments)
 
         @wraps(type(text).forward)
@@ -268,7 +272,8 @@ class Patch(AbstractContextManager):
 
 def _restore_forward(text: Any) -> None:
     """Remove the wrapper of ``text.forward``."""
-    slot, wrapped = forward_slot(text), vars(text).pop(_FORWARD_BEFORE)
+    slot = forward_slot(text)
+    wrapped = vars(text).pop(_FORWARD_BEFORE)
     if wrapped is None and slot == "forward":
         del vars(text)["forward"]
     else:
@@ -291,15 +296,18 @@ def prepare_forward(
     kwargs.pop("gdn_batch", None)
     mask = kwargs.get("attention_mask")
     one_rank = group_of(options.cp_mesh) is None
-    of_linear, others = mask, {}
+    of_linear = mask
+    others = {}
     if one_rank:
         of_linear, others = split_masks(mask)
     elif isinstance(mask, dict):
         of_linear = mask.get("linear_attention")
     read = {kind: other for kind, other in others.items() if isinstance(other, Tensor)}
     sources = Sources.from_keywords(of_linear, kwargs)._replace(other_masks=read)
-    x, cache = kwargs.get("input_ids"), cache_in(kwargs)
-    x = kwargs.get("inputs_embeds") if x is None else x
+    x = kwargs.get("input_ids")
+    cache = cache_in(kwargs)
+    if x is None:
+        x = kwargs.get("inputs_embeds")
     if x is None:  # no input, so the model's forward will raise an error
         return kwargs
     batch = cast(Any, resolve_batch)(
@@ -381,7 +389,8 @@ def _attention_mask(
     assert batch.ids is not None
     # flash attention finds the documents of one row by positions
     if "flash" in implementation:
-        positions, starts = text_positions(position_ids), batch.ids.diff(dim=-1) != 0
+        positions = text_positions(position_ids)
+        starts = batch.ids.diff(dim=-1) != 0
         positions_restart = positions is not None and bool(
             ((positions.cpu().diff(dim=-1) != 1) == starts).all()
         )

@@ -67,7 +67,8 @@ class Sources(NamedTuple):
                 f"cu_seq_lens_q={same.tolist()[:8]} differ; they are two names of one "
                 "thing, the offsets. Give one of them."
             )
-        offsets = same if offsets is None else offsets
+        if offsets is None:
+            offsets = same
         if offsets is not None:
             offsets = torch.as_tensor(offsets, device="cpu").detach()
         return cls(mask, ids, offsets, keywords.get("position_ids"), indices, seq_index)
@@ -119,7 +120,9 @@ def cache_in(keywords: dict[str, Any]) -> Any:
             f"{' and '.join(given)} are different caches; they are names of one thing. "
             "Give one."
         )
-    return caches[0] if caches else None
+    if caches:
+        return caches[0]
+    return None
 
 
 def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:
@@ -135,11 +138,9 @@ def text_positions(position_ids: Tensor | None) -> Tensor | None:
     or None."""
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
-    return (
-        position_ids[0]
-        if position_ids.dim() == 3 and position_ids.shape[0] == 4
-        else None
-    )
+    if position_ids.dim() == 3 and position_ids.shape[0] == 4:
+        return position_ids[0]
+    return None
 
 
 def _positions_in_documents(position_ids: Tensor | None) -> Tensor | None:
@@ -178,7 +179,8 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
     mask, packed_seq_ids, cu_seqlens, position_ids, indices, _, other_masks = sources
     ids_of: dict[str, Tensor] = {}
     if mask is not None and mask.dim() == 4:
-        ids_of[_BLOCKS], mask = _ids_from_block_mask(mask, rows, tokens), None
+        ids_of[_BLOCKS] = _ids_from_block_mask(mask, rows, tokens)
+        mask = None
     elif mask is not None:
         mask = to_host("attention_mask", mask, rows, tokens)
         if is_indexed_packed_mask(mask):
@@ -237,7 +239,9 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
     packed = "attention_mask" in ids_of or bool(
         ((ids == 0) | (ids != ids[:, :1])).any()
     )
-    return ids if packed else None
+    if packed:
+        return ids
+    return None
 
 
 def _renumber(ids_BS: Tensor) -> Tensor:
@@ -286,7 +290,10 @@ def _ids_from_offsets(
             )
     documents = Documents.from_cu_seqlens(cu_seqlens, len(token_T), device="cpu")
     id_T = documents.document_T() + 1
-    row_T = token_T // tokens if tokens else token_T
+    if tokens:
+        row_T = token_T // tokens
+    else:
+        row_T = token_T
     if bool(((id_T[1:] == id_T[:-1]) & (row_T[1:] != row_T[:-1])).any()):
         raise ValueError(
             f"cu_seq_lens_q={list(documents.offsets)[:20]} has a document that goes on "
@@ -306,9 +313,10 @@ def _document_ids_from_positions(
     if positions.shape[0] == 1:
         positions = positions.expand(rows, -1)
     position_BS = to_host("position_ids", positions, rows, tokens).long()
-    keep_BS = (
-        torch.ones_like(position_BS, dtype=torch.bool) if keep is None else keep != 0
-    )
+    if keep is None:
+        keep_BS = torch.ones_like(position_BS, dtype=torch.bool)
+    else:
+        keep_BS = keep != 0
     row_T, column_T = keep_BS.nonzero(as_tuple=True)
     position_T = position_BS[row_T, column_T]
     starts = torch.ones_like(row_T, dtype=torch.bool)
@@ -331,7 +339,10 @@ def _ids_of_documents_kept_apart(
     block-causal. Where ``padding`` ``[B, S]`` is 0, the mask is not read. Columns after
     the S-th are a cache's.
     """
-    sees = mask > _EXCLUDED if mask.is_floating_point() else mask != 0
+    if mask.is_floating_point():
+        sees = mask > _EXCLUDED
+    else:
+        sees = mask != 0
     sees = sees.any(1)[..., :tokens].cpu()
     if sees.shape[0] not in (1, rows) or sees.shape[1:] != (tokens, tokens):
         raise ValueError(

@@ -58,12 +58,14 @@ class PackingCollator:
             raise ValueError(
                 f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1."
             )
-        self.multiple, self.pad = pad_to_multiple_of, pad_token_id
+        self.multiple = pad_to_multiple_of
+        self.pad = pad_token_id
 
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not documents:
             raise ValueError("there are no documents to pack.")
-        rows, labels = [], []
+        rows = []
+        labels = []
         for number, document in enumerate(documents):
             _require_packable(number, document)
             rows.append(_to_list(document["input_ids"]))
@@ -133,7 +135,9 @@ def _refuse_shifted_labels(number: int, tokens: list[int], labels: list[int]) ->
 
 
 def _to_list(x: Any) -> list[int]:
-    return x.tolist() if hasattr(x, "tolist") else list(x)
+    if hasattr(x, "tolist"):
+        return x.tolist()
+    return list(x)
 
 
 class ContextParallelTrainerMixin(Trainer):
@@ -173,7 +177,9 @@ class ContextParallelTrainerMixin(Trainer):
     def get_cp_size(self) -> int:
         """How many processes share a batch; ``Trainer`` divides their total by this
         number."""
-        return 1 if self._group is None else self._group.size()
+        if self._group is None:
+            return 1
+        return self._group.size()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -184,7 +190,8 @@ class ContextParallelTrainerMixin(Trainer):
         if self._group is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
         self._require_shifted(inputs)
-        trains, sharded = torch.is_grad_enabled(), isinstance(model, FSDPModule)
+        trains = torch.is_grad_enabled()
+        sharded = isinstance(model, FSDPModule)
         if trains and model is self.model and not sharded:
             raise RuntimeError(
                 f"the trainer runs {type(model).__name__} unwrapped, so its gradients "
@@ -199,7 +206,9 @@ class ContextParallelTrainerMixin(Trainer):
         loss = loss.clone()
         dist.all_reduce(loss)
         loss /= dist.get_world_size()
-        return (loss, *outputs) if outputs else loss
+        if outputs:
+            return (loss, *outputs)
+        return loss
 
     def prediction_step(
         self,
@@ -416,7 +425,8 @@ def assert_no_packing_leak(
         ValueError: fewer than two documents, or an unknown source.
     """
     reach = packing_reach(module, lengths, source=source, **kwargs)
-    name, lengths = type(module).__name__, tuple(lengths)
+    name = type(module).__name__
+    lengths = tuple(lengths)
     if leaks := reach.leaks(tolerance):
         message = f"packed documents of {lengths} tokens reach each other in {name}:"
         for i, j in leaks:

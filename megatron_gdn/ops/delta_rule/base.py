@@ -65,7 +65,10 @@ def check_rule_inputs(
     if cu_seqlens is not None:
         require_one_row(B, f"key of shape {tuple(key.shape)}")
         documents = Documents.from_cu_seqlens(cu_seqlens, T, device=key.device)
-    sequences = B if documents is None else len(documents.lengths)
+    if documents is None:
+        sequences = B
+    else:
+        sequences = len(documents.lengths)
     shapes = {
         "query": (query, (B, T, key_heads, K)),
         "value": (value, (B, T, value_heads, V)),
@@ -95,7 +98,8 @@ class HeadSizes(NamedTuple):
     @lru_cache(maxsize=64)
     def of(layout: Layout) -> HeadSizes:
         """The head sizes of a layout that has the sections query and value."""
-        (G, K), (H, V) = layout.shape_of("query"), layout.shape_of("value")
+        G, K = layout.shape_of("query")
+        H, V = layout.shape_of("value")
         return HeadSizes(G, H, K, V)
 
     @property

@@ -119,7 +119,8 @@ def _zero_nonfinite_tokens(x: Values) -> tuple[Values, Tensor]:
     g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
     # x * 0 is NaN if x is NaN or inf, so x * 0 != 0 finds the numbers that are not
     # finite.
-    bad_key, of_keys = _largest(x.k) * 0 != 0, len(g) < len(x.u)
+    bad_key = _largest(x.k) * 0 != 0
+    of_keys = len(g) < len(x.u)
     if x.e is not None and x.e is not x.k:
         bad_key |= _largest(x.e) * 0 != 0
     odd = _largest(x.u)
@@ -184,7 +185,8 @@ class _Decays(torch.autograd.Function):
         # thousands, and the difference of two fp32 numbers of this size lacks the
         # digits that exp() magnifies. g is clamped, since (-inf) - (-inf) would be NaN.
         G = sum_to_diagonal(g.double().clamp(min=least_log_decay(g.dtype)), 0)
-        start, end = G.exp().to(g.dtype), (G[:, -1:] - G).exp_().to(g.dtype)
+        start = G.exp().to(g.dtype)
+        end = (G[:, -1:] - G).exp_().to(g.dtype)
         if not pairs:
             return start, end
         b, C = g.shape
@@ -218,7 +220,9 @@ class _Decays(torch.autograd.Function):
         # Element (i, t) of sum_to_diagonal sums over keys j < t; sum(-2) over queries i
         # >= t.
         dg = sum_to_diagonal(crossing, 1).tril_().sum(-2)
-        C, dtype, device = gamma.shape[-1], gamma.dtype, gamma.device
+        C = gamma.shape[-1]
+        dtype = gamma.dtype
+        device = gamma.device
         dg.addmm_(d_start * start, ones_from_diagonal(C, 0, dtype, device).mT)
         dg.addmm_(d_end * end, ones_from_diagonal(C, 1, dtype, device))
         return dg, *((d * gamma).view(ctx.of_keys).sum(1) for d in d_decayed)
@@ -227,14 +231,18 @@ class _Decays(torch.autograd.Function):
 def _products_per_head(x: Values, output: bool) -> _Products:
     """The products if g is per head; value heads of a key head share the products q
     k^T, e k^T."""
-    (m, C, _), b = x.k.shape, len(x.g)
+    m, C, _ = x.k.shape
+    b = len(x.g)
     queries = [t for t in (x.q if output else None, x.e) if t is not None]
     start, end, *pairs = _Decays.apply(x.g, *(torch.bmm(t, x.k.mT) for t in queries))
-    P, A, e_start = pairs[0] if output else None, None, start
+    P = pairs[0] if output else None
+    A = None
+    e_start = start
     if x.e is not None:
         A = pairs[-1]
         if x.strength is not None:
-            A, e_start = A * x.strength[..., None], start * x.strength
+            A = A * x.strength[..., None]
+            e_start = start * x.strength
 
     def of_heads(t: Tensor, decay: Tensor) -> Tensor:
         """``t [m, C, K]``, repeated for a key head's value heads, times their
@@ -263,11 +271,9 @@ def _products_per_channel(x: Values, output: bool) -> _Products:
     """
 
     def of_heads(t: Tensor | None, count: int) -> Tensor | None:
-        return (
-            t
-            if t is None or len(t) == count
-            else t.repeat_interleave(count // len(t), 0)
-        )
+        if t is None or len(t) == count:
+            return t
+        return t.repeat_interleave(count // len(t), 0)
 
     q, k, e = (of_heads(t, len(x.g)) for t in (x.q, x.k, x.e))
     assert q is not None and k is not None
@@ -283,11 +289,10 @@ def _products_per_channel(x: Values, output: bool) -> _Products:
             2
         )
         P, A = pairs[0] if output else None, None if e is None else pairs[-1]
-    start, end = (
-        _sum_tokens(g, 0, earlier=True).exp(),
-        _sum_tokens(g, 1, earlier=False).exp(),
-    )
-    q_in, e_in = q * start if output else None, None if e is None else e * start
+    start = _sum_tokens(g, 0, earlier=True).exp()
+    end = _sum_tokens(g, 1, earlier=False).exp()
+    q_in = q * start if output else None
+    e_in = None if e is None else e * start
     made = P, A, q_in, e_in, k * end, start[:, -1, :, None]
     return _Products._make(of_heads(t, len(x.u)) for t in made)
 
@@ -298,7 +303,8 @@ def _decayed_products(queries: Tensor, k: Tensor, g: Tensor) -> Tensor:
     b, C, r, K = queries.shape
     # Products within blocks of `size` tokens, [blocks, size, r, size]; `size` doubles
     # from 1 to C.
-    pairs, size = (queries * k[:, :, None]).sum(-1).view(-1, 1, r, 1), 1
+    pairs = (queries * k[:, :, None]).sum(-1).view(-1, 1, r, 1)
+    size = 1
     while size < C:
         first, second = g.view(-1, 2, size, K).unbind(1)
         late = (
@@ -352,7 +358,8 @@ class _SolveAndPassStates(torch.autograd.Function):
     ):
         """Solve (I + A) y = u - e_in S in every chunk; then S_next is decay S + k_out^T
         y."""
-        (H, K, V), y = initial.shape[1:], u
+        H, K, V = initial.shape[1:]
+        y = u
         states = u.new_empty(len(u) // H + 1, H, K, V)
         inverse = W = None
         through = decay
@@ -367,14 +374,17 @@ class _SolveAndPassStates(torch.autograd.Function):
             of_heads = through.view(-1, H, *through.shape[1:])
             S, carried, final = group.walk(of_heads, states, carried, initial)
         else:
-            S, final = states[:-1].zero_(), initial[:0]
+            S = states[:-1].zero_()
+            final = initial[:0]
             assert group.begin_index is not None
             S.index_copy_(0, group.begin_index[0], initial)
         S = S.flatten(0, 1)
         if W is not None:
             y = y.baddbmm_(W, S)
         ctx.save_for_backward(inverse, W, k_out, through, S, y)
-        ctx.group, ctx.heads, ctx.shape_of_decay = group, H, decay.shape
+        ctx.group = group
+        ctx.heads = H
+        ctx.shape_of_decay = decay.shape
         return S, y, carried, final
 
     @staticmethod
@@ -397,18 +407,18 @@ class _SolveAndPassStates(torch.autograd.Function):
         if not any(ctx.needs_input_grad[:5]):  # only the states need a gradient
             return (None,) * 5 + (*d_states, None, None)
         after = after.flatten(0, 1)
-        du, dA, de_in = torch.baddbmm(dy, k_out, after), None, None
+        du = torch.baddbmm(dy, k_out, after)
+        dA = None
+        de_in = None
         dk_out = torch.bmm(y, after.mT)
         if inverse is not None:
             du = torch.bmm(inverse.mT, du)
             # dA is not zero above the diagonal, but its product with the decays is zero
             # there.
-            dA, de_in = _minus_bmm(du, y.mT), _minus_bmm(du, S.mT)
+            dA = _minus_bmm(du, y.mT)
+            de_in = _minus_bmm(du, S.mT)
             dA.diagonal(dim1=-2, dim2=-1).zero_()
         d_decay = (S * after).sum(-1, keepdim=True)
-        d_decay = (
-            d_decay
-            if d_decay.shape == ctx.shape_of_decay
-            else d_decay.sum(1, keepdim=True)
-        )
+        if d_decay.shape != ctx.shape_of_decay:
+            d_decay = d_decay.sum(1, keepdim=True)
         return dA, du, de_in, dk_out, d_decay, *d_states, None, None

@@ -67,7 +67,8 @@ class FlaDeltaRule(FlaRule):
         )
 
     def state_map(self, x: FlaForward, products: ChunkProducts) -> StateMap:
-        parts, u = parts_of(x.inputs, x.documents), products.chunks["u"]
+        parts = parts_of(x.inputs, x.documents)
+        u = products.chunks["u"]
         if len(parts.offsets) > MOST_PROGRAMS:
             raise ValueError(
                 f"{len(parts.offsets) - 1} pieces of sequences: fla's kernel of state "
@@ -76,11 +77,9 @@ class FlaDeltaRule(FlaRule):
             )
         # fla's kernel for context parallelism makes the state maps [local | through] of
         # all parts.
-        (H, V), K, P = (
-            u.shape[2:],
-            products.chunks["k"].shape[-1],
-            len(parts.offsets) - 1,
-        )
+        H, V = u.shape[2:]
+        K = products.chunks["k"].shape[-1]
+        P = len(parts.offsets) - 1
         maps = u.new_empty(P, H, K, V + K, dtype=torch.float32)
         rows = {
             name: of_rows.flatten(0, 1)[None]
@@ -131,7 +130,8 @@ class FlaChannelRule(FlaDeltaRule):
         return getattr(self.fla, function)(q=q, k=k, v=v, **named, **others, **x.at)
 
     def inside(self, x: FlaForward) -> ChunkProducts:
-        g_sum, scale = self.sums(x), x.inputs.k.shape[-1] ** -0.5
+        g_sum = self.sums(x)
+        scale = x.inputs.k.shape[-1] ** -0.5
         w, u, _, k, Aqk, Akk = self.call(
             self.within, x, gk=g_sum, scale=scale, **self.settings
         )
@@ -183,14 +183,16 @@ class FlaChannelRule(FlaDeltaRule):
             g=g_sum,
             **self.settings,
         )
-        d_gates, dg = others[: len(self.gates)], others[len(self.gates)]
+        d_gates = others[: len(self.gates)]
+        dg = others[len(self.gates)]
         return self.grads(dq, dk, dv, dg, *d_gates)
 
 
 def parts_of(inputs: Any, documents: Documents | None) -> SequenceParts:
     """Cut sequences into parts so short that fla's state-map kernel can index them in
     32 bits."""
-    (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
+    rows, tokens, H, V = inputs.v.shape
+    K = inputs.k.shape[-1]
     longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
     if documents is None:
         documents = documents_of_rows((rows, tokens), inputs.v.device)

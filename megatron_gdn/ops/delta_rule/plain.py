@@ -48,7 +48,9 @@ class _ChunkedInputs:
     def __init__(self, stage: Any, one_chunk_groups: bool = False) -> None:
         """``one_chunk_groups``: let groups have one chunk on a CPU, so products have
         one shape."""
-        rule, self.inputs, documents = stage.rule, stage.inputs, stage.documents
+        rule = stage.rule
+        self.inputs = stage.inputs
+        documents = stage.documents
         k, v = self.inputs.k, self.inputs.v
         self.values, self.wide = (
             rule.values,
@@ -110,10 +112,14 @@ class PlainForward(RuleForward):
         replaces I.
         """
         chunks = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID)
-        initial, (*_, K, V) = chunks.state(None), chunks.shape
+        initial = chunks.state(None)
+        *_, K, V = chunks.shape
         extra_columns = K if self.rule.erases else 1
         kind = {"dtype": initial.dtype, "device": initial.device}
-        enters = torch.eye(K, **kind) if self.rule.erases else torch.ones(K, 1, **kind)
+        if self.rule.erases:
+            enters = torch.eye(K, **kind)
+        else:
+            enters = torch.ones(K, 1, **kind)
         enters = enters.expand(*initial.shape[:3], extra_columns)
         with full_fp32_matmul(initial.device.type):
             wide = torch.cat([initial, enters], dim=-1)
@@ -126,14 +132,17 @@ class PlainForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        chunks, like = (
-            _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID),
-            self.inputs.v,
-        )
-        table, entering = chunks.table, chunks.state(initial)
+        chunks = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID)
+        like = self.inputs.v
+        table = chunks.table
+        entering = chunks.state(initial)
         walks = final or not table.one_chunk_per_sequence
-        rows, carried = table.rows_like(like), None
-        leaving = entering.clone() if walks else entering
+        rows = table.rows_like(like)
+        carried = None
+        if walks:
+            leaving = entering.clone()
+        else:
+            leaving = entering
         with full_fp32_matmul(like.device.type):
             for group in table.groups:
                 o, carried, ended = chunks.run(
@@ -173,16 +182,21 @@ class PlainBackward(RuleBackward):
     ) -> tuple[Any, Tensor]:
         """Gradients of the inputs (unless ``of_inputs`` is False) and of the initial
         states."""
-        chunks, inputs = _ChunkedInputs(self), self.inputs if of_inputs else ()
-        table, entering = chunks.table, chunks.state(initial)
-        rows, d_leaving = [table.rows_like(x) for x in inputs], chunks.state(d_final)
-        d_entering, d_carried = d_leaving.clone(), torch.zeros_like(d_leaving[0])
+        chunks = _ChunkedInputs(self)
+        inputs = self.inputs if of_inputs else ()
+        table = chunks.table
+        entering = chunks.state(initial)
+        rows = [table.rows_like(x) for x in inputs]
+        d_leaving = chunks.state(d_final)
+        d_entering = d_leaving.clone()
+        d_carried = torch.zeros_like(d_leaving[0])
         with full_fp32_matmul(self.d_o.device.type):
             starts: list[Tensor | None] = [None, *[d_carried] * (len(table.groups) - 1)]
             if of_inputs:
                 starts = chunks.walk(table.groups[:-1], entering)[1]
             for group in reversed(table.groups):
-                constants, leaves = chunks.of(group, *self.inputs), ()
+                constants = chunks.of(group, *self.inputs)
+                leaves = ()
                 if of_inputs:
                     constants, leaves = (), constants
                 *grads, d_carried, d_first = gradients(
@@ -214,7 +228,8 @@ class PlainRule(Rule):
     # the least promise; the constructor's ``bits`` may promise more
     bits = Bits.DETERMINISTIC
     reads_again = frozenset(RuleInputs._fields)
-    forward, backward = PlainForward, PlainBackward
+    forward = PlainForward
+    backward = PlainBackward
     grads: ClassVar[Any] = RuleGrads
     erases = True
     chunk_size = CHUNK
@@ -226,7 +241,9 @@ class PlainRule(Rule):
         chunk_size: int = CHUNK,
         scale: float | None = None,
     ) -> None:
-        self.bits, self.chunk_size, self.scale = max(bits, self.bits), chunk_size, scale
+        self.bits = max(bits, self.bits)
+        self.chunk_size = chunk_size
+        self.scale = scale
 
     @classmethod
     def of(cls, sizes: Any, bits: Bits) -> Self:
@@ -235,5 +252,8 @@ class PlainRule(Rule):
     def values(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     ) -> Values:
-        scale = k.shape[-1] ** -0.5 if self.scale is None else self.scale
+        if self.scale is None:
+            scale = k.shape[-1] ** -0.5
+        else:
+            scale = self.scale
         return Values(q * scale, k, k, beta[..., None] * v, g, beta)

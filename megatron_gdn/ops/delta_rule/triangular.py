@@ -22,7 +22,9 @@ from ..host_tables import cached_by_stream
 
 def unit_lower_inverse(L: Tensor) -> Tensor:
     """``(I + L)^-1``, contiguous, for strictly lower triangular ``L [..., C, C]``."""
-    return _invert_by_growing_blocks(L) if L.is_cuda else _by_substitution(L)
+    if L.is_cuda:
+        return _invert_by_growing_blocks(L)
+    return _by_substitution(L)
 
 
 def _by_substitution(L: Tensor) -> Tensor:
@@ -59,7 +61,9 @@ def _identity_and_corners(
     """The identity ``[C, C]``, and a 0/1 mask of the corners per block size,
     ``[sizes, C, C]``."""
     with torch.inference_mode(False):
-        place, rows, corners = torch.arange(C, device="cpu"), 1, []
+        place = torch.arange(C, device="cpu")
+        rows = 1
+        corners = []
         while rows < C or not corners:
             block = place // rows
             odd = block[:, None] % 2 == 1

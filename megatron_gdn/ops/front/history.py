@@ -66,7 +66,10 @@ class HistoryTable:
         place[flat[flat >= 0]] = (flat >= 0).nonzero().flatten().int()
         order = sent.argsort(stable=True)
         sent_once, returns = sent[order].unique_consecutive(return_counts=True)
-        most = int(returns.max()) if len(returns) else 0
+        if len(returns):
+            most = int(returns.max())
+        else:
+            most = 0
         sources = sent.new_full((len(returns), most), -1)
         line = torch.arange(len(returns), device="cpu").repeat_interleave(returns)
         sources[line, ranges(torch.zeros_like(returns), returns)] = order
@@ -103,7 +106,8 @@ class History(NamedTuple):
 
     def add_lead_in_to(self, pre_BsC: Tensor, weight_CW: Tensor) -> Tensor:
         """The pre-activations ``pre [B, s, C]`` plus the lead-in; differentiable."""
-        before, edge = self.table.before, self.table.edge.flatten()
+        before = self.table.before
+        edge = self.table.edge.flatten()
         past = before.shape[1]
         # Absent rows are masked before any product, because 0 * NaN is NaN.
         rows_NABC = self.rows[before.clamp(min=0)].to(pre_BsC.dtype)
@@ -124,11 +128,15 @@ def history_of(
 ) -> History:
     """The `History` of sequences that follow rows ``history_NCW [N, C, W - 1]``, oldest
     first."""
-    packed, device = documents is not None, history_NCW.device
+    packed = documents is not None
+    device = history_NCW.device
     rows = history_NCW.permute(2, 0, 1)
     if packed:
         rows = history_NCW.transpose(1, 2).flatten(0, 1)[:, None]
-    lengths = (tokens,) if documents is None else documents.lengths
+    if documents is None:
+        lengths = (tokens,)
+    else:
+        lengths = documents.lengths
     return History(rows, _history_table(lengths, history_NCW.shape[2], device))
 
 
@@ -141,7 +149,8 @@ def _history_table(
     counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     oldest = torch.arange(len(lengths), device="cpu") * past
     before = oldest[:, None] + torch.arange(past - 1, -1, -1, device="cpu")
-    nothing, first = counts[:0], counts.cumsum(0) - counts
+    nothing = counts[:0]
+    first = counts.cumsum(0) - counts
     return HistoryTable.build(first, counts, before, nothing, sum(lengths), device)
 
 

@@ -61,7 +61,8 @@ def lead_in_kernel(
     b = tl.cast(tl.program_id(2), tl.int64)
     c_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_C = c_C < CHANNELS
-    c_1C, real_1C = c_C[None, :], real_C[None, :]
+    c_1C = c_C[None, :]
+    real_1C = real_C[None, :]
     rows_ptr += b * stride_b
     taps = load_taps(weight_ptr, 0, c_C, real_C, W)
     rows = _rows_before(
@@ -103,7 +104,8 @@ def lead_in_backward_kernel(
     B = tl.num_programs(2)
     c_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_C = c_C < CHANNELS
-    c_1C, real_1C = c_C[None, :], real_C[None, :]
+    c_1C = c_C[None, :]
+    real_1C = real_C[None, :]
     rows_ptr += b * stride_b
     before_ptr += n * (W - 1)
     taps = load_taps(weight_ptr, 0, c_C, real_C, W)
@@ -168,7 +170,8 @@ def lead_in(
     history."""
     if history is None or not len(history.table.before):
         return None, None
-    rows, table = history.rows, history.table
+    rows = history.rows
+    table = history.table
     B, C = rows.shape[1:]
     made = rows.new_empty(*table.before.shape, B, C, dtype=torch.float32)
     launch = _launch(
@@ -183,10 +186,13 @@ def lead_in_backward(
 ) -> None:
     """From ``d_lead`` compute ``history.d_rows``, and sums of d(weight) into
     ``partial``."""
-    (rows, table, d_rows), columns = history, partial.shape[1]
+    rows, table, d_rows = history
+    columns = partial.shape[1]
     partial.zero_()
-    (N, _), (B, C) = table.before.shape, rows.shape[1:]
-    scalars, W = (*rows.stride(), columns), weight.shape[-1]
+    N, _ = table.before.shape
+    B, C = rows.shape[1:]
+    scalars = (*rows.stride(), columns)
+    W = weight.shape[-1]
     launch = _launch(lead_in_backward_kernel, N, B, C, *scalars, W=W)
     launch(rows, weight, table.before, table.edge, d_lead, d_rows, partial)
 
@@ -194,7 +200,8 @@ def lead_in_backward(
 def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
     """Add ``returned [., B, C]`` to ``d_rows`` by ``HistoryTable.additions``, in
     fp32."""
-    (M, columns), (B, C) = additions.shape, returned.shape[1:]
+    M, columns = additions.shape
+    B, C = returned.shape[1:]
     launch = _launch(add_rows_kernel, M, B, C, columns - 1, *d_rows.stride()[:2])
     launch(returned, additions, d_rows)
 
@@ -204,7 +211,10 @@ def _launch(kernel, N: int, B: int, C: int, *scalars: int, **constants: int) -> 
     """A launch of ``kernel`` with these arguments on the grid (N, blocks of channels,
     B)."""
     require_rows_within_grid(B)
-    stride_c = scalars[2] if kernel is not add_rows_kernel else 1
+    if kernel is not add_rows_kernel:
+        stride_c = scalars[2]
+    else:
+        stride_c = 1
     require_32_bits(
         "the number of channels times their distance", (C + _CHANNELS) * stride_c
     )

@@ -58,7 +58,8 @@ class TritonFront(TableFront):
     def outputs(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         """Names and shape (``[heads]``, ``[heads, dim]``) of the rule inputs of each
         section."""
-        shape_of, table = self.layout.shape_of, self.table
+        shape_of = self.layout.shape_of
+        table = self.table
         made: list[tuple[tuple[str, ...], tuple[int, ...]]] = [
             ((part.rule_input,), shape_of(part.section)) for part in table.convolved
         ]
@@ -82,15 +83,20 @@ class TritonFront(TableFront):
         if not any(wanted_outputs):
             return made
         for place, (names, shape) in enumerate(self.outputs):
-            dtype = self.dtype if place < 3 else torch.float32
+            if place < 3:
+                dtype = self.dtype
+            else:
+                dtype = torch.float32
             for name in names:
-                x = (
-                    proj.new_empty(B, S, *shape, dtype=dtype)
-                    if wanted_outputs[place]
-                    else None
-                )
+                if wanted_outputs[place]:
+                    x = proj.new_empty(B, S, *shape, dtype=dtype)
+                else:
+                    x = None
                 made[name] = x
-        gate_rows = proj if given.apart is None else given.apart
+        if given.apart is None:
+            gate_rows = proj
+        else:
+            gate_rows = given.apart
         lead, place = lead_in(
             history if any(wanted_outputs[:3]) else None, given.weight
         )
@@ -136,16 +142,17 @@ class TritonFront(TableFront):
             for names, _ in self.outputs
             for name in names
         ]
-        factor, (weight, bias, A_log, dt_bias, *_) = (
-            getattr(grads, "factor", None),
-            given,
-        )
+        factor = getattr(grads, "factor", None)
+        weight, bias, A_log, dt_bias, *_ = given
         gate_rows, d_gate_rows = (
             (proj, d_proj) if d_apart is None else (given.apart, d_apart)
         )
         assert gate_rows is not None
         lead, place = lead_in(history, weight)
-        d_lead = None if lead is None else torch.empty_like(lead)
+        if lead is None:
+            d_lead = None
+        else:
+            d_lead = torch.empty_like(lead)
         launch, (tiles, columns) = _backward_plan(
             self,
             S,
@@ -284,10 +291,8 @@ def _backward_plan(
     an element of the rows, of a gradient. ``has_factor``: gradients get a factor per
     head.
     """
-    layout, heads = (
-        front.layout,
-        [shape[0] for names, shape in front.outputs for _ in names],
-    )
+    layout = front.layout
+    heads = [shape[0] for names, shape in front.outputs for _ in names]
     assert all(of % n == 0 for of, n in zip(d_heads, heads, strict=True)), (
         d_heads,
         heads,
@@ -308,7 +313,8 @@ def _backward_plan(
     ]
     tile = within_shared_memory(tile, max(copied))
     assert tile.steps >= W - 1, "a segment must have at least W - 1 steps"
-    tiles, rate_column = triton.cdiv(S, tile.tokens), layout.conv_width * (W + has_bias)
+    tiles = triton.cdiv(S, tile.tokens)
+    rate_column = layout.conv_width * (W + has_bias)
     (rated,) = (gate for gate in front.table.gates if gate.rated)
     n, width = layout.shape_of(rated.section)
     columns = rate_column + n + n * width
@@ -355,15 +361,18 @@ def kernel_tables(
     input, how many heads of its gradient are summed for one head. ``gates_apart``: the
     gates have their own rows.
     """
-    layout, convolved, gates, place = front.layout, [], [], 3
-    groups = [1] * len(front.names) if groups is None else groups
+    layout = front.layout
+    convolved = []
+    gates = []
+    place = 3
+    if groups is None:
+        groups = [1] * len(front.names)
     # The gates' programs take the last slots in the forward and the first slots in the
     # backward.
-    slot = (
-        0
-        if suffix
-        else sum(layout.shape_of(x.section)[0] for x in front.table.convolved)
-    )
+    if suffix:
+        slot = 0
+    else:
+        slot = sum(layout.shape_of(x.section)[0] for x in front.table.convolved)
     for gate in front.table.gates:
         heads, width = layout.shape_of(gate.section)
         programs, columns = (heads, width) if gate.channels else (1, heads)
@@ -385,11 +394,14 @@ def kernel_tables(
                 groups[place],
             )
         )
-        slot, place = slot + programs, place + len(gate.rule_input)
-    slot = slot if suffix else 0
+        slot = slot + programs
+        place = place + len(gate.rule_input)
+    if not suffix:
+        slot = 0
     for part, group in zip(front.table.convolved, groups, strict=False):
         heads, dim = layout.shape_of(part.section)
-        channel, unit = front.channels[part.section].start, part.unit_length
+        channel = front.channels[part.section].start
+        unit = part.unit_length
         convolved.append((slot, heads, channel, dim, block_dim(dim), unit, group))
         slot += heads
     functions = [
@@ -414,7 +426,8 @@ def _constants(
     """Constexpr arguments and compile options of both kernels; ``tile``: how tokens are
     cut."""
     assert tile.steps % 4 == 0, "the loop is unrolled four times"
-    always_masked, layout = front.batch_invariant and packed, front.layout
+    always_masked = front.batch_invariant and packed
+    layout = front.layout
     return {
         "FIRST": layout.conv_columns.start,
         "C": layout.conv_width,

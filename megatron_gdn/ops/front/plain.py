@@ -26,10 +26,8 @@ class PlainFront(TableFront):
 
     @torch.no_grad()
     def _make_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
-        made, kind = (
-            self._differentiable_inputs(batch, wanted),
-            self.dtype or batch.proj.dtype,
-        )
+        made = self._differentiable_inputs(batch, wanted)
+        kind = self.dtype or batch.proj.dtype
         return {
             name: (x.to(kind) if name in self.convolved else x).contiguous()
             for name, x in made.items()
@@ -40,8 +38,10 @@ class PlainFront(TableFront):
     ) -> dict[str, Tensor]:
         """The ``wanted`` inputs of the rule by name, in fp32 or wider."""
         proj, given, documents, history = batch
-        wide, made = torch.promote_types(proj.dtype, torch.float32), {}
-        rows_BSP, bias = proj.transpose(0, 1), given.bias
+        wide = torch.promote_types(proj.dtype, torch.float32)
+        made = {}
+        rows_BSP = proj.transpose(0, 1)
+        bias = given.bias
         for part in self.table.convolved:
             if part.rule_input not in wanted:
                 continue
@@ -82,7 +82,8 @@ class PlainFront(TableFront):
             )
             return list(self._differentiable_inputs(inner, self.names).values())
 
-        d_made, sections = [], [*self.table.convolved, *self.table.gates]
+        d_made = []
+        sections = [*self.table.convolved, *self.table.gates]
         factor = getattr(grads, "factor", None)
         for part in sections:
             heads = self.layout.shape_of(part.section)[0]
@@ -99,7 +100,10 @@ class PlainFront(TableFront):
                         heads, *[1] * (d.dim() - 3)
                     )
                 d_made.append(d)
-        before = None if history is None else history.rows
+        if history is None:
+            before = None
+        else:
+            before = history.rows
         inputs = (proj, before, given.apart, *given[:4])
         inputs = [None if x is None else x.to(wide) for x in inputs]
         d_rows, d_before, d_gates, *of_parameters = gradients(run, inputs, d_made)
@@ -140,7 +144,10 @@ def front_of(
     options = operands, bits >= Bits.DETERMINISTIC
     if kernels == "torch":
         return PlainFront(table, *options)
-    why = why_not_triton(device, rows_dtype, taps) if kernels == "auto" else None
+    if kernels == "auto":
+        why = why_not_triton(device, rows_dtype, taps)
+    else:
+        why = None
     if why is None:
         from .launches import TritonFront, gates_without_kernels
 

@@ -158,7 +158,8 @@ class TableFront:
     def channels(self) -> dict[str, slice]:
         """For each convolved section's name, the slice of its channels in the
         convolution."""
-        found, first = {}, self.layout.conv_columns.start
+        found = {}
+        first = self.layout.conv_columns.start
         for section in self.layout.conv_names:
             columns = self.layout.columns(section)
             found[section] = slice(columns.start - first, columns.stop - first)
@@ -188,17 +189,16 @@ class TableFront:
                 name in wanted for name in gate.rule_input
             ):
                 continue
-            columns, first = self.layout.columns(gate.section), 0
+            columns = self.layout.columns(gate.section)
+            first = 0
             if apart is not None:
                 first = self.layout.main_width
             x = rows[..., columns.start - first : columns.stop - first].to(wide)
             x = x.unflatten(-1, self.layout.shape_of(gate.section))
             rate = None
             if gate.rated:
-                x, rate = (
-                    x + dt_bias.to(wide).view(x.shape[2:]),
-                    A_log.to(wide)[:, None],
-                )
+                x = x + dt_bias.to(wide).view(x.shape[2:])
+                rate = A_log.to(wide)[:, None]
             values = gate.function(x, rate, gate.low, gate.high)
             for name, y in zip(gate.rule_input, values, strict=True):
                 made[name] = y if gate.channels else y.squeeze(-1)
@@ -218,10 +218,11 @@ class TableFront:
         ``only``: the names to compute, adjacent in :attr:`names`; all other inputs are
         None.
         """
-        given, wanted = (
-            self._named_parameters(parameters),
-            self.names if only is None else only,
-        )
+        given = self._named_parameters(parameters)
+        if only is None:
+            wanted = self.names
+        else:
+            wanted = only
         made: dict[str, Any] = dict.fromkeys(self.names)
         made |= self._make_inputs(Batch(proj, given, documents, history), wanted)
         if given.shared is not None and self.table.shared in wanted:
@@ -248,19 +249,27 @@ class TableFront:
         except the output gate's columns, which the readout writes.
         """
         given = self._named_parameters(parameters)
-        d_apart = None if given.apart is None else torch.empty_like(given.apart)
+        if given.apart is None:
+            d_apart = None
+        else:
+            d_apart = torch.empty_like(given.apart)
         batch = Batch(proj, given, documents, history)
         found = self._compute_gradients(batch, grads, d_proj, d_apart)
         if given.shared is not None:
             shared = given.shared
             d_shared = getattr(grads, self.names[-1]).sum((0, 1))
             found = (*found, d_shared.to(shared.dtype).view(shared.shape))
-        return found if d_apart is None else (*found, d_apart)
+        if d_apart is None:
+            return found
+        return (*found, d_apart)
 
     def _named_parameters(self, parameters: Parameters) -> FrontParameters:
         """The list ``parameters``, in the order of the class's docstring, by name."""
         weight, bias, A_log, dt_bias, *others = parameters
-        shared = None if self.table.shared is None else others.pop(0)
+        if self.table.shared is None:
+            shared = None
+        else:
+            shared = others.pop(0)
         return FrontParameters(
             weight, bias, A_log, dt_bias, shared, *(others or (None,))
         )

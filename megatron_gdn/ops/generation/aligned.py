@@ -54,10 +54,19 @@ def prefill_on_grid(
     ``begins``, the sequences are new; otherwise the host waits to read the token counts
     in ``history``.
     """
-    new, past, device = proj.transpose(0, 1), parts.past, proj.device
-    count_row, history = history[:, :1], history[:, 1:].to(proj.dtype)
-    old = [0] * len(history) if begins else (count_row[:, 0, 0].long() % CHUNK).tolist()
-    lengths = (new.shape[1],) * new.shape[0] if documents is None else documents.lengths
+    new = proj.transpose(0, 1)
+    past = parts.past
+    device = proj.device
+    count_row = history[:, :1]
+    history = history[:, 1:].to(proj.dtype)
+    if begins:
+        old = [0] * len(history)
+    else:
+        old = (count_row[:, 0, 0].long() % CHUNK).tolist()
+    if documents is None:
+        lengths = (new.shape[1],) * new.shape[0]
+    else:
+        lengths = documents.lengths
     total_counts = [n + length for n, length in zip(old, lengths, strict=True)]
     tables = _PrefillIndices.build(old, total_counts, past)
     source, fresh, full, tail, kept, empty = (to_device(x, device) for x in tables)
@@ -86,11 +95,8 @@ def prefill_on_grid(
         )
         if result.final is not None:
             state = state.index_copy(0, index, result.final.to(state.dtype))
-        o = (
-            result.o.new_empty(1, rows.shape[1], *result.o.shape[2:])
-            if o is None
-            else o
-        )
+        if o is None:
+            o = result.o.new_empty(1, rows.shape[1], *result.o.shape[2:])
         o.index_copy_(1, tokens, result.o)
     assert o is not None, "there are tokens"
 
@@ -117,7 +123,10 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
     past = parts.past
     number = torch.arange(row.shape[1], device=row.device)
     history, state = memory.gathered()
-    slots = number if memory.slots is None else memory.slots
+    if memory.slots is None:
+        slots = number
+    else:
+        slots = memory.slots
     # modulo, since an unused slot may contain any number
     place = history[:, 0, 0].long() % CHUNK
     history[number, 1 + past + place] = row[0].to(history.dtype)
@@ -153,7 +162,8 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
 def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
     """The rule's inputs ``[N, 64, ...]``; ``rows [N, W - 1 + 64, P]``: history, then
     the chunk."""
-    front, past = parts.front, parts.past
+    front = parts.front
+    past = parts.past
     if getattr(front, "triton", False):
         path = one_document(rows.shape[1], rows.device)
         inputs = front.forward(rows.transpose(0, 1), parts.of_front, path)
@@ -177,7 +187,8 @@ def _read_out_tokens(
     ``rows`` has the projection rows of all tokens, ``new_rows [s, B, P]`` only of those
     tokens.
     """
-    readout, gamma = parts.readout, parts.parameters[-1]
+    readout = parts.readout
+    gamma = parts.parameters[-1]
     if isinstance(readout, SplitReadout) or getattr(readout, "by_row", False):
         o = (
             o.flatten(0, 1)
@@ -224,7 +235,8 @@ class _PrefillIndices(NamedTuple):
         old, count = torch.tensor(
             [old_counts, total_counts], dtype=torch.int64, device="cpu"
         )
-        size, new_count = past + CHUNK, count - old
+        size = past + CHUNK
+        new_count = count - old
         # The known row of each sequence's first new token.
         start = len(total_counts) * size + new_count.cumsum(0) - new_count
 

@@ -115,7 +115,8 @@ def write_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
     from .step_kernels import write_slots_on_gpu
 
     if not buffer[0].is_contiguous():
-        buffer, values = buffer.mT, values.mT
+        buffer = buffer.mT
+        values = values.mT
     write_slots_on_gpu(buffer, slots, values.to(buffer.dtype).contiguous())
 
 
@@ -137,23 +138,26 @@ class MemoryShape(NamedTuple):
     ) -> MemoryShape:
         """The sizes for this rank's ``layout``; ``on_grid``: for a mixer on the
         grid."""
-        channels = layout.width if on_grid else layout.conv_width
+        if on_grid:
+            channels = layout.width
+        else:
+            channels = layout.conv_width
         past = taps + CHUNK if on_grid else taps - 1
         return MemoryShape(channels, past, *state[:3], on_grid)
 
     @property
     def history(self) -> tuple[int, int]:
-        return (
-            (self.past, self.channels)
-            if self.rows_first
-            else (self.channels, self.past)
-        )
+        if self.rows_first:
+            return (self.past, self.channels)
+        return (self.channels, self.past)
 
     @property
     def window(self) -> tuple[int, int]:
         """The shape of a history in Megatron's dynamic inference context, which keeps W
         inputs."""
-        return self.history if self.rows_first else (self.channels, self.past + 1)
+        if self.rows_first:
+            return self.history
+        return (self.channels, self.past + 1)
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -171,15 +175,20 @@ class MemoryShape(NamedTuple):
     def check(self, memory: Memory, sequences: int, dtype: torch.dtype) -> None:
         """Check ``memory`` of N ``sequences``; with slots, M > N, W inputs, wide dtypes
         fit too."""
-        wide, slots = torch.promote_types(dtype, torch.float32), memory.slots
+        wide = torch.promote_types(dtype, torch.float32)
+        slots = memory.slots
         for name, tensor, shape, least in (
             ("history", memory.history, self.history, dtype),
             ("state", memory.state, self.state, wide),
         ):
-            found, kind = tuple(tensor.shape), tensor.dtype
+            found = tuple(tensor.shape)
+            kind = tensor.dtype
             fits = found == (sequences, *shape) and kind == least
             if slots is not None:
-                longer = self.window if name == "history" else shape
+                if name == "history":
+                    longer = self.window
+                else:
+                    longer = shape
                 fits = found[1:] in (shape, longer) and len(slots) == sequences
                 fits = fits and torch.promote_types(kind, least) == kind
             if not fits:

@@ -66,7 +66,10 @@ def prefill(
                 f"{tuple(proj.shape)}; lay them end to end and extend the boundaries."
             )
         Documents.from_cu_seqlens(documents, s)
-    N = B if documents is None else len(documents.lengths)
+    if documents is None:
+        N = B
+    else:
+        N = len(documents.lengths)
     parts.shape.check(memory, N, proj.dtype)
     if begins:
         history, state = (
@@ -107,7 +110,10 @@ def _prefill_in_chunks(
     inputs = parts.front.forward(proj, parts.of_front, documents, history=past)
     # The rule reads states of non-empty documents only; an empty document keeps its
     # state.
-    filled = None if documents is None else documents.filled
+    if documents is None:
+        filled = None
+    else:
+        filled = documents.filled
     initial = None if begins else state
     if filled is not None and initial is not None:
         initial = state.index_select(0, filled)
@@ -147,7 +153,8 @@ def decode(
         raise ValueError(
             "decode got no token; give the projection rows [s, N, P] of at least one."
         )
-    shape, front = parts.shape, parts.front
+    shape = parts.shape
+    front = parts.front
     shape.check(memory, N, proj.dtype)
     *of_front, gamma = parts.parameters
     token_of = _decode_token_in_torch
@@ -155,7 +162,10 @@ def decode(
         from .step_kernels import decode_token_in_slots as token_of
     mixed = []
     for token, row in enumerate(proj.split(1)):
-        after = None if steps is None else steps.after(token - s, memory.slots)
+        if steps is None:
+            after = None
+        else:
+            after = steps.after(token - s, memory.slots)
         if shape.rows_first:
             mixed.append(decode_on_grid(row, parts, memory))
             if after is not None:
@@ -163,7 +173,9 @@ def decode(
         else:
             o = token_of(row, front, of_front, memory, after)
             mixed.append(parts.readout.forward(o, row, gamma))
-    return mixed[0] if s == 1 else torch.cat(mixed)
+    if s == 1:
+        return mixed[0]
+    return torch.cat(mixed)
 
 
 def _decode_token_in_torch(
@@ -175,7 +187,8 @@ def _decode_token_in_torch(
 ) -> Tensor:
     """Decode one token in torch; twin of
     :func:`.step_kernels.decode_token_in_slots`."""
-    table, layout = front.table, front.layout
+    table = front.table
+    layout = front.layout
     wide = torch.promote_types(row.dtype, torch.float32)
     given = [None if x is None else x.to(wide) for x in parameters]
     weight, bias, A_log, dt_bias, *skip = given

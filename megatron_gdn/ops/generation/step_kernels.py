@@ -117,7 +117,9 @@ def _step_launches(
     slot of the histories and of the states; ``after_strides``: the same for a second
     memory, or None.
     """
-    table, layout, (H, K, V, _) = front.table, front.layout, front.table.state
+    table = front.table
+    layout = front.layout
+    H, K, V, _ = front.table.state
     _require_sequences_within_grid(N)
     require_32_bits(
         "the number of elements of a state", H * block_dim(K) * block_dim(V)
@@ -220,7 +222,8 @@ def conv_step_kernel(
     rounded up to powers of two. ``first``: first convolved column of a row.
     ``out_ptr``: result [N, C], fp32.
     """
-    head, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0)
+    n = tl.program_id(1).to(tl.int64)
     slot = n
     if HAS_SLOTS:
         slot = tl.load(slot_ptr + n).to(tl.int64)
@@ -383,7 +386,8 @@ def state_step_kernel(
         slot = tl.load(slot_ptr + n).to(tl.int64)
     k_K = tl.arange(0, BLOCK_K)
     v_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    real_K, real_V = k_K < K, v_V < V
+    real_K = k_K < K
+    real_V = v_V < V
     there_K = real_K & (slot >= 0)
     real_KV = there_K[:, None] & real_V[None, :]
     if TRANSPOSED:

@@ -44,10 +44,8 @@ def compile_in_one_process(kernel: Any) -> None:
         lock."""
         import triton
 
-        name, variant = (
-            kernel.__name__,
-            hashlib.sha256(repr(key).encode()).hexdigest()[:16],
-        )
+        name = kernel.__name__
+        variant = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         path = Path(triton.knobs.cache.dir) / "megatron_gdn" / f"{name}-{variant}.lock"
         with build_lock(path, f"Triton's {name}", patience=_QUICK):
             say = threading.Timer(
@@ -184,9 +182,9 @@ def _holder_of(file: int) -> str:
     if found is None or found[2] != _host():
         return "another process"
     # The next holder writes its own number a moment after it takes the lock.
-    return (
-        f"process {found[1]}" if Path("/proc", found[1]).exists() else "another process"
-    )
+    if Path("/proc", found[1]).exists():
+        return f"process {found[1]}"
+    return "another process"
 
 
 def _host() -> str:

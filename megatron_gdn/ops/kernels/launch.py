@@ -69,7 +69,8 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **constants: Any
     ) -> None:
-        self._kernel, self._grid = kernel, grid
+        self._kernel = kernel
+        self._grid = grid
         self._axes = (*grid, 1, 1)[:3]
         if any(
             size > most for size, most in zip(self._axes, _LARGEST_GRID, strict=True)
@@ -79,7 +80,8 @@ class Launch:
                 f"most {_LARGEST_GRID}. Use a smaller batch or fewer documents, or "
                 "kernels='torch'."
             )
-        self._numbers, self._constants = numbers, constants
+        self._numbers = numbers
+        self._constants = constants
         self._prepared: dict[tuple, tuple[Any, tuple, tuple, Any]] = {}
         self._ordinary = not isinstance(kernel, JITFunction)
         if not self._ordinary:
@@ -87,7 +89,10 @@ class Launch:
 
     def __call__(self, *tensors: Tensor | None) -> None:
         hooked = self._ordinary or _has_launch_hooks(self._kernel)
-        found = None if hooked else pointers_and_key(tensors)
+        if hooked:
+            found = None
+        else:
+            found = pointers_and_key(tensors)
         if found is None:
             self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
             return
@@ -145,7 +150,8 @@ class Launch:
 def _has_launch_hooks(kernel: JITFunction) -> bool:
     """Whether Triton's launch hooks are set; only Triton's own ``kernel[grid](...)``
     runs hooks."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    enter = knobs.runtime.launch_enter_hook
+    leave = knobs.runtime.launch_exit_hook
     return bool(
         kernel.pre_run_hooks
         or getattr(enter, "calls", enter)

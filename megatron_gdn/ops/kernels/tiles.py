@@ -68,15 +68,16 @@ def front_backward_tile(tokens: int, widest_head: int) -> SegmentTile:
     else four. Long segments compute fewer tokens twice; short segments give a GPU more
     programs.
     """
-    steps = (
-        128
-        if tokens >= 32768
-        else 64
-        if tokens >= 8192
-        else 32
-        if tokens >= 2048
-        else 16
-    )
+    if tokens >= 32768:
+        steps = 128
+    else:
+        if tokens >= 8192:
+            steps = 64
+        else:
+            if tokens >= 2048:
+                steps = 32
+            else:
+                steps = 16
     return SegmentTile(_segments_of(widest_head), steps, warps=4, registers=96)
 
 

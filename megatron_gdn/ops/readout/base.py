@@ -104,11 +104,9 @@ class PlainReadout:
             y = normed * act(gate.unflatten(-1, o.shape[2:]).transpose(0, 1))
             return y.transpose(0, 1).flatten(2)
         u = o.flatten(2).transpose(0, 1) * act(gate)
-        return (
-            u
-            if gamma is None
-            else _norm_per_group(u, gamma, self.groups or 1, self.eps)
-        )
+        if gamma is None:
+            return u
+        return _norm_per_group(u, gamma, self.groups or 1, self.eps)
 
     def _wide_inputs(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None
@@ -127,7 +125,9 @@ class PlainReadout:
         out: Tensor | None = None,
     ) -> Tensor:
         y = self._norm_and_gate(*self._wide_inputs(o, rows, gamma))
-        return y.to(rows.dtype).contiguous() if out is None else out.copy_(y)
+        if out is None:
+            return y.to(rows.dtype).contiguous()
+        return out.copy_(y)
 
     def backward(
         self,
@@ -142,7 +142,10 @@ class PlainReadout:
             self._norm_and_gate, given, d_out.to(given[0].dtype)
         )
         d_rows[..., self.gate] = d_gate
-        of_norm = None if gamma is None else d_gamma[0].to(gamma.dtype)
+        if gamma is None:
+            of_norm = None
+        else:
+            of_norm = d_gamma[0].to(gamma.dtype)
         return d_o.to(rows.dtype).contiguous(), of_norm
 
 
@@ -195,7 +198,9 @@ class PassThrough:
         out: Tensor | None = None,
     ) -> Tensor:
         y = o.to(rows.dtype).flatten(2).transpose(0, 1)
-        return y.contiguous() if out is None else out.copy_(y)
+        if out is None:
+            return y.contiguous()
+        return out.copy_(y)
 
     def backward(
         self,
@@ -237,7 +242,9 @@ class SplitReadout:
     ) -> Tensor:
         """Run both steps; all heads must be on this rank."""
         y = self.call(self.inside.forward(o, rows, gamma), rows)
-        return y if out is None else out.copy_(y)
+        if out is None:
+            return y
+        return out.copy_(y)
 
 
 def readout_by_module(

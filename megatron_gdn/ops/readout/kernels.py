@@ -48,7 +48,8 @@ class TritonReadout(PlainReadout):
         H, V = o.shape[2:]
         assert o.is_contiguous() and o.shape[:2] == (B, S)
         assert self.gate.stop - self.gate.start == H * V
-        out = rows.new_empty(S, B, H * V) if out is None else out
+        if out is None:
+            out = rows.new_empty(S, B, H * V)
         launch = _forward_launch(self, S, B, H, V, rows.stride()[:2], out.stride()[:2])
         launch(o, rows, gamma, out)
         return out
@@ -121,7 +122,8 @@ def _backward_launch(
     backward."""
     require_rows_within_grid(B)
     G, H, V = _row_sizes(norm, H, V)
-    tile = norm_backward_tile(S * H * G * B, V) if tile is None else tile
+    if tile is None:
+        tile = norm_backward_tile(S * H * G * B, V)
     tiles = triton.cdiv(S * H, tile.rows * tile.repeats)
     wide = rows_need_64_bits(tile.rows * tile.repeats, S * H, H, strides[::2], G * V)
     return tiles, Launch(
@@ -139,7 +141,9 @@ def _backward_launch(
 def _row_sizes(norm: TritonReadout, H: int, V: int) -> tuple[int, int, int]:
     """The kernels' G, H and V, for a rule's output that has ``H`` heads of ``V``
     columns."""
-    return (1, H, V) if norm.groups is None else (norm.groups, 1, H * V // norm.groups)
+    if norm.groups is None:
+        return (1, H, V)
+    return (norm.groups, 1, H * V // norm.groups)
 
 
 def _constants(

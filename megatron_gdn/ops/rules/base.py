@@ -68,10 +68,14 @@ class _RuleCall:
     are given."""
 
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
-        self.rule, self.documents = rule, documents
+        self.rule = rule
+        self.documents = documents
         self.rows, *_ = [x.shape[:2] for x in inputs if x is not None]
         end_to_end = documents is not None and self.rows[0] > 1
-        self.inputs = in_one_row(inputs) if end_to_end else inputs
+        if end_to_end:
+            self.inputs = in_one_row(inputs)
+        else:
+            self.inputs = inputs
 
 
 class RuleForward(_RuleCall):
@@ -238,10 +242,14 @@ def in_one_row(x: Any) -> Any:
     ``[1, B S, ...]``."""
     if not isinstance(x, Tensor):
         return map_inputs(x, in_one_row)
-    return x if x.shape[0] == 1 else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+    if x.shape[0] == 1:
+        return x
+    return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """View ``x`` ``[1, B S, ...]`` as ``[B, S, ...]``; ``rows`` holds the numbers B,
     S."""
-    return x if x.shape[0] == rows[0] else x.reshape(*rows, *x.shape[2:])
+    if x.shape[0] == rows[0]:
+        return x
+    return x.reshape(*rows, *x.shape[2:])

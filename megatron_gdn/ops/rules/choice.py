@@ -61,22 +61,30 @@ def choose(
         named = next(rule for rule in rules if rule.name == backend)
         reason = _require(named, mixer, device, dtype, sizes, bits)
         return Choice(named.of(sizes, bits), reason)
-    taken, passed = rules[-1], {}
+    taken = rules[-1]
+    passed = {}
     words = ""
     for rule in rules:
         if rule.by_name or (bits and rule.unsteady):
             continue
-        words, obstacle = rule.fits, rule.why_not(device, dtype, sizes)
+        words = rule.fits
+        obstacle = rule.why_not(device, dtype, sizes)
         if bits and obstacle is None:
             repeats, words = rule.repeats(device, dtype, sizes)
-            obstacle = None if repeats else Obstacle(words)
+            if repeats:
+                obstacle = None
+            else:
+                obstacle = Obstacle(words)
         if obstacle is None:
             taken = rule
             break
         passed[rule.name] = obstacle
     whys = [f"not {name}: {obstacle.why}" for name, obstacle in passed.items()]
     if whys:
-        whose = f"Deterministic {mixer}" if bits else mixer
+        if bits:
+            whose = f"Deterministic {mixer}"
+        else:
+            whose = mixer
         log_obstacle_once(
             f"{whose} takes a slower rule, {taken.name!r} ({'; '.join(whys)}).",
             device.type,

@@ -63,13 +63,21 @@ class ChunkGroup:
     def taken(self, states: Tensor, *, ends: bool = False) -> Tensor:
         """The ``states`` of the sequences that begin (with ``ends``: that end) in the
         group."""
-        index = self.end_index if ends else self.begin_index
-        return states[:0] if index is None else states.index_select(0, index[1])
+        if ends:
+            index = self.end_index
+        else:
+            index = self.begin_index
+        if index is None:
+            return states[:0]
+        return states.index_select(0, index[1])
 
     def put(self, states: Tensor, new: Tensor, *, begins: bool = False) -> None:
         """Set the states of sequences that end (with ``begins``: begin) in the group to
         ``new``."""
-        index = self.begin_index if begins else self.end_index
+        if begins:
+            index = self.begin_index
+        else:
+            index = self.end_index
         if index is not None:
             states.index_copy_(0, index[1], new)
 
@@ -100,7 +108,9 @@ class ChunkGroup:
         entering, leaving = (
             (states[1:], states[:-1]) if back else (states[:-1], states[1:])
         )
-        opens, closes, closing = self.begin_index, self.end_index, self.ends
+        opens = self.begin_index
+        closes = self.end_index
+        closing = self.ends
         if back:
             opens, closes, closing = closes, opens, self.begins
         # A sequence's final state and the next sequence's initial state have the same
@@ -108,29 +118,36 @@ class ChunkGroup:
         # has only this group's
         # sequences: in a buffer of all sequences a state's alignment, and so its last
         # bits on a CPU, would depend on other sequences.
-        left = leaving[:0] if closes is None else leaving.index_select(0, closes[0])
+        if closes is None:
+            left = leaving[:0]
+        else:
+            left = leaving.index_select(0, closes[0])
         if carried is not None:
             entering[self.chunks - 1 if back else 0].copy_(carried)
         if opens is not None:
             entering.index_copy_(0, opens[0], given)
-        into, out_of, factors = entering.unbind(0), leaving.unbind(0), through.unbind(0)
-        places, step = (
-            {c: place for place, c in enumerate(closing)},
-            _multiply_add(through),
-        )
+        into = entering.unbind(0)
+        out_of = leaving.unbind(0)
+        factors = through.unbind(0)
+        places = {c: place for place, c in enumerate(closing)}
+        step = _multiply_add(through)
         for c in self._order(back):
             step(left[places[c]] if c in places else out_of[c], factors[c], into[c])
         return entering, out_of[0 if back else self.chunks - 1].clone(), left
 
     def _order(self, back: bool) -> range:
         """The numbers of the chunks in the order of the walk."""
-        return range(self.chunks)[::-1] if back else range(self.chunks)
+        if back:
+            return range(self.chunks)[::-1]
+        return range(self.chunks)
 
 
 def _multiply_add(through: Tensor) -> Any:
     """torch's in-place method that adds ``through S``, for matrices or row factors
     ``through``."""
-    return torch.Tensor.baddbmm_ if through.shape[-1] > 1 else torch.Tensor.addcmul_
+    if through.shape[-1] > 1:
+        return torch.Tensor.baddbmm_
+    return torch.Tensor.addcmul_
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -165,10 +182,17 @@ class GroupOnDevice(ChunkGroup):
         given: Tensor,
         back: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        leaving, step = states[:-1] if back else states[1:], _multiply_add(through)
+        if back:
+            leaving = states[:-1]
+        else:
+            leaving = states[1:]
+        step = _multiply_add(through)
         opens, closes = (self.end, self.first) if back else (self.begin, self.last)
         entering = given.index_select(0, self.sequence)
-        S = torch.zeros_like(given[0]) if carried is None else carried
+        if carried is None:
+            S = torch.zeros_like(given[0])
+        else:
+            S = carried
         for c in self._order(back):
             S = entering[c].copy_(torch.where(opens[c], entering[c], S))
             S = step(leaving[c], through[c], S)
@@ -205,9 +229,10 @@ class ChunkTable:
         """The cached table; with ``one_chunk_groups`` a group on a CPU has one
         chunk."""
         fill_up = fills_last_group(documents.device)
-        chunks_per_group = (
-            1 if one_chunk_groups and not fill_up else chunks_at_once(heads)
-        )
+        if one_chunk_groups and not fill_up:
+            chunks_per_group = 1
+        else:
+            chunks_per_group = chunks_at_once(heads)
         return documents.keep(_build_table, chunk_size, chunks_per_group, fill_up)
 
     def chunks_in(self, group: ChunkGroup) -> int:
@@ -234,8 +259,14 @@ class ChunkTable:
     def rows_like(self, x: Tensor) -> Tensor:
         """An uninitialised tensor for :meth:`put`, with the heads and dtype of
         ``x``."""
-        last = self.groups[-1] if self.groups else None
-        count = 0 if last is None else (last.tokens or last.slots).stop
+        if self.groups:
+            last = self.groups[-1]
+        else:
+            last = None
+        if last is None:
+            count = 0
+        else:
+            count = (last.tokens or last.slots).stop
         return x.new_empty(count, *x.shape[2:])
 
     def put(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
@@ -283,9 +314,11 @@ class _TokenPlaces(NamedTuple):
 def _token_places(documents: Documents, C: int, chunk_count: int) -> _TokenPlaces:
     """The tokens' places in ``chunk_count`` chunks of C tokens, with empty chunks at
     the end."""
-    starts, document_T = documents.starts.long(), documents.document_T()
+    starts = documents.starts.long()
+    document_T = documents.document_T()
     offset, indices = (x.long() for x in chunk_places_of(documents, C))
-    device, T = starts.device, documents.total_tokens
+    device = starts.device
+    T = documents.total_tokens
     sequence, place = F.pad(indices, (0, 0, 0, chunk_count - len(indices))).unbind(1)
     number = torch.arange(chunk_count, device=device)
     real = number < offset[-1]
@@ -313,7 +346,10 @@ def _build_table(
     n, N = documents.most_chunks(C), max(documents.sequences, 1)
     if n == 0:
         return ChunkTable(C, N, (), None)
-    chunk_count = -(-n // chunks_per_group) * chunks_per_group if fill_up else n
+    if fill_up:
+        chunk_count = -(-n // chunks_per_group) * chunks_per_group
+    else:
+        chunk_count = n
     places = documents.table(_token_places, C, chunk_count, move=False)
     groups = []
     for start in range(0, n, chunks_per_group):
@@ -339,10 +375,13 @@ def _group(
 ) -> ChunkGroup:
     """The group of chunks ``start`` to ``stop``; chunks number ``first_empty`` and on
     are empty."""
-    slots, chunks = slice(start * C, stop * C), slice(start, stop)
-    token, empty = places.token[slots], places.empty[slots]
+    slots = slice(start * C, stop * C)
+    chunks = slice(start, stop)
+    token = places.token[slots]
+    empty = places.empty[slots]
     of_tokens = (~empty).nonzero()[:, 0]
-    first, full = int(token[0]), len(of_tokens) == len(token)
+    first = int(token[0])
+    full = len(of_tokens) == len(token)
     tokens = slice(first, first + len(of_tokens))
 
     def index(here: Tensor) -> tuple[tuple[int, ...], tuple[Tensor, Tensor] | None]:
@@ -391,7 +430,8 @@ def _group_on_device(
     stop: int,
 ) -> ChunkGroup:
     """The group of chunks ``start`` to ``stop`` of fixed buffers."""
-    slots, chunks = slice(start * C, stop * C), slice(start, stop)
+    slots = slice(start * C, stop * C)
+    chunks = slice(start, stop)
     first, last, first_here, last_here = documents.table(
         _sequences_of_group, C, chunk_count, start, stop
     )

@@ -52,7 +52,9 @@ class ChunkProducts(NamedTuple):
 
 def contiguous_state(state: Tensor | None) -> Tensor | None:
     """A contiguous state, since fla's kernels do not read the strides of a state."""
-    return None if state is None else state.contiguous()
+    if state is None:
+        return None
+    return state.contiguous()
 
 
 class FlaForward(RuleForward):
@@ -81,7 +83,10 @@ class FlaForward(RuleForward):
     def _inside(self) -> ChunkProducts:
         """The :class:`ChunkProducts` of these inputs, computed by the rule at the first
         call."""
-        made = self.rule.inside(self) if self._made is None else self._made
+        if self._made is None:
+            made = self.rule.inside(self)
+        else:
+            made = self._made
         self._made = made
         return made
 
@@ -93,7 +98,8 @@ class FlaForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        made, self._made = self._inside(), None
+        made = self._inside()
+        self._made = None
         states, written, last = self.rule.walk(
             self, made, contiguous_state(initial), final
         )
@@ -119,7 +125,10 @@ class FlaBackward(RuleBackward):
         # fla computes this gradient only if initial states are passed; their values are
         # not read.
         B, _, H, V = self.d_o.shape
-        N = B if self.documents is None else len(self.documents.cu_seqlens) - 1
+        if self.documents is None:
+            N = B
+        else:
+            N = len(self.documents.cu_seqlens) - 1
         any_states = self.d_o.new_empty(
             N, H, self.inputs.k.shape[-1], V, dtype=torch.float32
         )
@@ -153,12 +162,14 @@ class FlaRule(Rule):
     :meth:`again`.
     """
 
-    name, fits = "fla", "fla runs here"
+    name = "fla"
+    fits = "fla runs here"
     unsteady = (
         "fla picks its kernels by timing them, so another run or rank may add in "
         "another order"
     )
-    forward, backward = FlaForward, FlaBackward
+    forward = FlaForward
+    backward = FlaBackward
     reads_boundaries: ClassVar[bool] = False  # whether fla reads boundaries on the host
     # "module function" -> the arguments that are passed by name. A rule calls no other
     # functions.
@@ -187,16 +198,16 @@ class FlaRule(Rule):
         if package is not None:
             return package
         missing = why_not_callable(cls)  # the last check, since it imports fla
-        return None if missing is None else Obstacle(missing, ImportError)
+        if missing is None:
+            return None
+        return Obstacle(missing, ImportError)
 
     @classmethod
     def why_not_sizes(cls, state: StateShape) -> str | None:
         """Why the kernels cannot compute heads with states of this shape, or None."""
-        return (
-            f"fla takes key_head_dim up to 256, not {state.rows}"
-            if state.rows > 256
-            else None
-        )
+        if state.rows > 256:
+            return f"fla takes key_head_dim up to 256, not {state.rows}"
+        return None
 
     def again(self, x: FlaBackward) -> tuple[Any, ...]:
         """The tensors of ``x.kept``: the saved ones; a subclass may add tensors
@@ -208,7 +219,9 @@ def why_not_callable(rule: type[FlaRule]) -> str | None:
     """Why the installed fla's functions cannot be called with the rule's arguments, or
     None."""
     found = _functions_of(rule)
-    return f"flash-linear-attention: {found}" if isinstance(found, str) else None
+    if isinstance(found, str):
+        return f"flash-linear-attention: {found}"
+    return None
 
 
 @cache

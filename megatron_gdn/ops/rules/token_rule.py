@@ -45,16 +45,21 @@ def recurrence(
             sequence.
     """
     groups, K = k.shape[2:]
-    v_BTGRV, g_BTGRK = v.unflatten(2, (groups, -1)), g.unflatten(2, (groups, -1))
+    v_BTGRV = v.unflatten(2, (groups, -1))
+    g_BTGRK = g.unflatten(2, (groups, -1))
     if g.dim() == 3:
         g_BTGRK = g_BTGRK[..., None]
-    beta_BTGR = None if beta is None else beta.unflatten(2, (groups, -1))
+    if beta is None:
+        beta_BTGR = None
+    else:
+        beta_BTGR = beta.unflatten(2, (groups, -1))
     spans = [(slice(None), slice(None), 0, q.shape[1])]
     if offsets is not None:
         ends = zip(offsets, offsets[1:], strict=False)
         spans = [(slice(0, 1), slice(n, n + 1), *end) for n, end in enumerate(ends)]
 
-    outputs, states = [], []
+    outputs = []
+    states = []
     for rows, sequences, start, end in spans:
         if initial is not None:
             S = initial[sequences].to(v.dtype).unflatten(1, (groups, -1))
@@ -63,8 +68,10 @@ def recurrence(
                 len(v) if offsets is None else 1, *v_BTGRV.shape[2:4], K, v.shape[3]
             )
         for t in range(start, end):
-            q_K, k_K = q[rows, t, :, None, :, None], k[rows, t, :, None, :, None]
-            write_K, x_V = k_K, v_BTGRV[rows, t, :, :, None]
+            q_K = q[rows, t, :, None, :, None]
+            k_K = k[rows, t, :, None, :, None]
+            write_K = k_K
+            x_V = v_BTGRV[rows, t, :, :, None]
             S = g_BTGRK[rows, t, ..., None].exp() * S
             if beta_BTGR is not None:
                 x_V = x_V - (S * k_K).sum(-2, keepdim=True)

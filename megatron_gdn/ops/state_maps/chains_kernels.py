@@ -62,12 +62,11 @@ def _follow_kernel(
     h = tl.cast(tl.program_id(1), tl.int64)
     i_K = tl.arange(0, BLOCK_K)
     x_C = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    real_KC, of_local_KC = (x_C < X)[None, :], (x_C < V)[None, :]
+    real_KC = (x_C < X)[None, :]
+    of_local_KC = (x_C < V)[None, :]
     if BLOCK_K > K:
-        real_KC, of_local_KC = (
-            real_KC & (i_K < K)[:, None],
-            of_local_KC & (i_K < K)[:, None],
-        )
+        real_KC = real_KC & (i_K < K)[:, None]
+        of_local_KC = of_local_KC & (i_K < K)[:, None]
     local_ptr += h * local_h + i_K[:, None] * local_i + x_C[None, :]
     out_ptr += h * out_h + i_K[:, None] * out_i + x_C[None, :]
     through_ptr += h * through_h

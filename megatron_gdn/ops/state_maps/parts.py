@@ -68,10 +68,8 @@ def cut_by_length(
     32, a part has at least ``value_heads`` chunks, and at least 8. ``longest_part``: a
     part's most tokens, divisible by 64.
     """
-    starts, (most, fewest) = (
-        documents.starts,
-        _most_parts_and_fewest_chunks(value_heads),
-    )
+    starts = documents.starts
+    most, fewest = _most_parts_and_fewest_chunks(value_heads)
     chunks = ceil_div(starts.diff(), CHUNK)
     step = ceil_div(chunks, most).clamp(min=fewest)
     if longest_part is not None:
@@ -162,7 +160,8 @@ def _build_parts(
     chains: list[range] = []
     if documents.known:
         chains = [range(a, b) for a, b in pairwise(made[1].tolist())]
-        ragged = ragged if made[-3].any() else None
+        if not made[-3].any():
+            ragged = None
     backwards = [chain[::-1] for chain in chains]
     makers = _steps_to_final_states, _steps_to_part_states
     ways = (
@@ -178,15 +177,19 @@ def _compute_tables(
 ) -> tuple[Tensor, ...]:
     """The fields of :class:`SequenceParts` from ``offsets`` to ``ragged``, and
     ``places``."""
-    (offsets, first), starts = cut(documents, *arguments), documents.starts
+    offsets, first = cut(documents, *arguments)
+    starts = documents.starts
     number = torch.arange(len(offsets) - 1, dtype=torch.int32, device=starts.device)
     owner = torch.searchsorted(
         first[1:].contiguous(), number, right=True, out_int32=True
     )
     owner = owner.clamp(max=documents.sequences - 1)
-    opens, closes = offsets[:-1] == starts[owner], offsets[1:] == starts[owner + 1]
-    no_part, length = torch.zeros_like(owner, dtype=torch.bool), offsets.diff()
-    chunks, ragged = ceil_div(length, CHUNK), length[:, None] % CHUNK != 0
+    opens = offsets[:-1] == starts[owner]
+    closes = offsets[1:] == starts[owner + 1]
+    no_part = torch.zeros_like(owner, dtype=torch.bool)
+    length = offsets.diff()
+    chunks = ceil_div(length, CHUNK)
+    ragged = length[:, None] % CHUNK != 0
     places = chunk_places(chunks, documents.most_chunks(CHUNK))
     return (
         offsets,
@@ -231,7 +234,8 @@ def compose(
     ``[P, H, K, .]``."""
     if parts.are_sequences:
         return local, through
-    (_, H, K, V), N = local.shape, len(parts.whole.chains)
+    _, H, K, V = local.shape
+    N = len(parts.whole.chains)
     whole = local.new_empty(N, H, K, V + K)
     follow_chains(local, through, parts.whole, whole, compose=True)
     return whole[..., :V], whole[..., V:]
@@ -243,8 +247,11 @@ def entering_states(
     """The state that enters every part, ``[P, H, K, V]``; None, given or returned,
     means zeros."""
     if parts.are_sequences:
-        return None if initial is None else initial.contiguous()
-    initial = None if initial is None else initial.to(local.dtype).contiguous()
+        if initial is None:
+            return None
+        return initial.contiguous()
+    if initial is not None:
+        initial = initial.to(local.dtype).contiguous()
     return follow_chains(
         local, through, parts.entering, local.new_empty(local.shape), initial
     )
@@ -265,9 +272,12 @@ def leaving_gradients(
     final states; None: all are zero.
     """
     if parts.are_sequences:
-        return None if d_final is None else d_final.contiguous()
+        if d_final is None:
+            return None
+        return d_final.contiguous()
     assert d_local is not None and through is not None
-    d_final = None if d_final is None else d_final.to(d_local.dtype).contiguous()
+    if d_final is not None:
+        d_final = d_final.to(d_local.dtype).contiguous()
     return follow_chains(
         d_local, through.mT, parts.leaving, d_local.new_empty(d_local.shape), d_final
     )

@@ -69,7 +69,10 @@ class StateMap(NamedTuple):
 
     def apply(self, state: Tensor) -> Tensor:
         """The state S_out after the map, ``[N, H, K, V]``; ``state`` is S_in."""
-        carried = self.through * state if self.is_diagonal else self.through @ state
+        if self.is_diagonal:
+            carried = self.through * state
+        else:
+            carried = self.through @ state
         return carried + self.local
 
     def transposed(self, d_local: Tensor) -> StateMap:
@@ -112,7 +115,9 @@ class Cuts(NamedTuple):
     known: tuple[bool, ...] | None
 
     def at(self, step: int) -> bool | Tensor:
-        return self.flags[step] > 0 if self.known is None else self.known[step]
+        if self.known is None:
+            return self.flags[step] > 0
+        return self.known[step]
 
 
 def follow_chains(
@@ -185,15 +190,15 @@ def follow_chains_in_torch(
                     continue
                 cut = False if cuts is None else cuts.at(j)
                 if state is not None and cut is not True:
-                    product = (
-                        through[place] * state if rows_decay else through[place] @ state
-                    )
+                    if rows_decay:
+                        product = through[place] * state
+                    else:
+                        product = through[place] @ state
                     product[..., :V].add_(local[place])
-                    state = (
-                        product
-                        if cut is False
-                        else torch.where(cut, local[place], product)
-                    )
+                    if cut is False:
+                        state = product
+                    else:
+                        state = torch.where(cut, local[place], product)
                 elif compose:
                     state = torch.cat([local[place], through[place]], dim=-1)
                 else:

@@ -9,15 +9,17 @@ from megatron_gdn.hf import patch
 from megatron_gdn.hf.drop_in.families import linear_attentions
 from tests.hf.tiny_models import build
 
-NEXT, DENSE, MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
-OLMO, QWEN4 = "OlmoHybridForCausalLM", "Qwen4ExpForCausalLM"
-KIMI, BAILING = "KimiLinearForCausalLM", "BailingHybridForCausalLM"
+NEXT = "Qwen3NextForCausalLM"
+DENSE = "Qwen3_5ForCausalLM"
+MOE = "Qwen3_5MoeForCausalLM"
+OLMO = "OlmoHybridForCausalLM"
+QWEN4 = "Qwen4ExpForCausalLM"
+KIMI = "KimiLinearForCausalLM"
+BAILING = "BailingHybridForCausalLM"
 GLM = "Glm5NextForConditionalGeneration"  # its attention takes no documents
 FAMILIES = [NEXT, DENSE, MOE, OLMO, QWEN4, KIMI, BAILING]
-VISION, VISION_MOE = (
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
+VISION = "Qwen3_5ForConditionalGeneration"
+VISION_MOE = "Qwen3_5MoeForConditionalGeneration"
 
 
 def mixer_of(model):

@@ -36,7 +36,8 @@ def offsets_of(lengths) -> torch.Tensor:
 
 
 def own_positions(order: str, tokens: int, lengths=None) -> torch.Tensor:
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size = dist.get_world_size()
+    rank = dist.get_rank()
     return local_indices(lengths if order == "zigzag" else [tokens], size, rank, order)
 
 
@@ -77,7 +78,8 @@ def compare_layers(one, many, mine, told, told_many, what, rows=1, times=1) -> N
     torch.manual_seed(1)
     x, weight = torch.randn(2, rows, TOKENS, 24, dtype=torch.float64)
     whole, part = (y.clone().requires_grad_() for y in (x, x[:, mine]))
-    y, local = one(whole, **told), many(part, **told_many)
+    y = one(whole, **told)
+    local = many(part, **told_many)
     (y * weight).sum().backward()
     (local * weight[:, mine]).sum().backward()
     assert_close(f"{what}: input gradient", part.grad, whole.grad[:, mine], 1e-11)
@@ -87,7 +89,8 @@ def compare_layers(one, many, mine, told, told_many, what, rows=1, times=1) -> N
 
 def pair(model, **options):
     """Two copies, patched: for one rank, and for all of them."""
-    one, many = copy.deepcopy(model), copy.deepcopy(model)
+    one = copy.deepcopy(model)
+    many = copy.deepcopy(model)
     patch(one, unpacked="fused")
     patch(many, mesh(), attention="gathered", **options)
     return one, many
@@ -127,7 +130,8 @@ def a_mesh_that_is_set_counts(cases: list[tuple]) -> None:
     ]:
         many._cp_mesh = cp_mesh
         assert many._cp_mesh is cp_mesh
-        size, rank = cp_mesh.size(), cp_mesh.get_local_rank()
+        size = cp_mesh.size()
+        rank = cp_mesh.get_local_rank()
         mine = local_indices([TOKENS], size, rank, "zigzag_buffer")
         told = {} if lengths is None else {"cu_seqlens": offsets_of(lengths)}
         what = f"over {size} ranks {lengths}"
@@ -150,7 +154,8 @@ def a_mesh_that_is_set_counts(cases: list[tuple]) -> None:
 def a_mesh_set_on_a_patched_model_counts() -> None:
     """Resolved batch, positions and softmax attention follow the layers' mesh."""
     model = build("Qwen3_5ForCausalLM").double()
-    one, many = copy.deepcopy(model), copy.deepcopy(model)
+    one = copy.deepcopy(model)
+    many = copy.deepcopy(model)
     patch(one, unpacked="fused")
     patched = patch(many, unpacked="fused", attention="gathered")
     own = many.config._attn_implementation
@@ -173,7 +178,8 @@ def a_mesh_set_on_a_patched_model_counts() -> None:
 
 def a_mesh_of_one_rank_leaves_attention_alone() -> None:
     """Gathered attention takes no mask, so padding before tokens would be seen."""
-    one, alone = build("Qwen3_5ForCausalLM"), build("Qwen3_5ForCausalLM")
+    one = build("Qwen3_5ForCausalLM")
+    alone = build("Qwen3_5ForCausalLM")
     by_itself = init_device_mesh(
         "cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp")
     )
@@ -234,7 +240,8 @@ def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
         tokens = torch.randint(67, (1, TOKENS))
         weight = torch.randn(1, TOKENS, 67, dtype=torch.float64)
         mine = own_positions(order, TOKENS, lengths or [TOKENS])
-        given, told = {}, {}
+        given = {}
+        told = {}
         if lengths is not None:
             given["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
             ids = torch.repeat_interleave(
@@ -260,7 +267,8 @@ def all_refused(cases: list[tuple]) -> None:
     1)."""
     for order, options, told, message, *rows in cases:
         model = build("Qwen3_5ForCausalLM")
-        layer, options = mixer_of(model), {"cp_layout": order, **options}
+        layer = mixer_of(model)
+        options = {"cp_layout": order, **options}
         become_drop_in(layer, model.config, DropInOptions(cp_mesh=mesh(), **options))
         x = torch.randn(*(rows or [1]), told.pop("tokens", 8), 24)
         with pytest.raises((ValueError, NotImplementedError), match=message):

@@ -96,7 +96,8 @@ def test_a_shallow_copy_of_a_layer_has_its_class_and_its_modules(patched):
 
 
 def test_a_forward_that_was_on_the_model_runs_inside_and_is_back_after_undo(fresh):
-    text, calls = fresh(DENSE).model, []
+    text = fresh(DENSE).model
+    calls = []
     own = text.forward
     text.forward = lambda *args, **kwargs: calls.append(kwargs) or own(*args, **kwargs)
     theirs = text.forward
@@ -142,7 +143,9 @@ def test_a_patch_under_untested_versions_warns_once_in_one_line(fresh, monkeypat
 class Wrapped(nn.Module):
     def __init__(self, module):
         super().__init__()
-        self.base_layer, self.weight, self.bias = module, module.weight, module.bias
+        self.base_layer = module
+        self.weight = module.weight
+        self.bias = module.bias
 
     def forward(self, x):
         return 2 * self.base_layer(x)
@@ -177,7 +180,8 @@ def hook_of_the_module(norm, monkeypatch):
 @torch.no_grad()
 def test_a_norm_that_was_changed_is_called(patched, family, change, monkeypatch):
     model = patched(family)
-    layer, x = mixer_of(model), torch.randn(1, sum(LENGTHS), 24)
+    layer = mixer_of(model)
+    x = torch.randn(1, sum(LENGTHS), 24)
     expected = 2 * layer(x, cu_seqlens=OFFSETS)
     change(layer.norm, monkeypatch)
     assert_close("output", layer(x, cu_seqlens=OFFSETS), expected, 1e-6)
@@ -209,7 +213,8 @@ def test_documents_cannot_follow_what_a_cache_holds(patched):
     tokens = torch.randint(67, (1, 4))
     name = cache_name(model)
     cache = model(tokens, use_cache=True)[name]
-    layer, x = mixer_of(model), torch.randn(1, 4, 24)
+    layer = mixer_of(model)
+    x = torch.randn(1, 4, 24)
     for more in (
         {"_packed_seq_ids": torch.tensor([[1, 1, 2, 2]])},
         {"cu_seq_lens_q": torch.tensor([0, 2, 4])},
@@ -229,7 +234,8 @@ def test_a_cache_counts_under_each_name_that_transformers_has_for_it(patched):
     """``cache_params`` before transformers 5.24, ``cache`` since then."""
     model = patched(unpacked="fused")
     tokens = torch.randint(67, (1, 5))
-    layer, x = mixer_of(model), torch.randn(1, 1, 24)
+    layer = mixer_of(model)
+    x = torch.randn(1, 1, 24)
     name = cache_name(model)
 
     def filled():
@@ -264,7 +270,8 @@ def test_documents_that_per_layer_embeddings_would_mix_are_refused():
 
 
 def test_documents_that_indexed_attention_would_mix_are_refused(fresh):
-    model, tokens = fresh(GLM), torch.randint(67, (1, 8))
+    model = fresh(GLM)
+    tokens = torch.randint(67, (1, 8))
     alone = model(tokens).logits
     patch(model)
     assert torch.equal(model(tokens).logits, alone)
@@ -273,7 +280,8 @@ def test_documents_that_indexed_attention_would_mix_are_refused(fresh):
 
 
 def test_a_patch_that_fails_halfway_leaves_the_model_as_it_was(fresh):
-    model, before = fresh(DENSE), fresh(DENSE)
+    model = fresh(DENSE)
+    before = fresh(DENSE)
     model.model.layers[2].linear_attn.activation = "gelu"
     with pytest.raises(ValueError, match="activation='gelu'.* Set hidden_act='silu'"):
         patch(model)

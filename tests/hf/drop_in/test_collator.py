@@ -20,7 +20,8 @@ DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10]
 
 class Mesh:
     def __init__(self, size: int, rank: int) -> None:
-        self.size, self.get_local_rank = lambda: size, lambda: rank
+        self.size = lambda: size
+        self.get_local_rank = lambda: rank
 
 
 def test_documents_are_laid_end_to_end_and_predict_nothing_across():

@@ -136,7 +136,8 @@ def test_unpacked_batches_and_generation_run_where_fla_is_installed(fresh, tmp_p
     found = torch.load(tmp_path / "found.pt")
     for family in FAMILIES:
         assert "0 active drivers" in found[family, "as it is"], "this law tests nothing"
-        model, tokens = fresh(family), torch.tensor(TOKENS)
+        model = fresh(family)
+        tokens = torch.tensor(TOKENS)
         logits = model(tokens).logits
         logits.sum().backward()
         gradient = mixer_of(model).conv1d.weight.grad

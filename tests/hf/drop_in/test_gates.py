@@ -72,7 +72,8 @@ def test_bare_parameters_move_into_the_holder_as_the_same_objects():
 def test_a_saved_model_loads_in_transformers_and_comes_back_bit_for_bit(
     fresh, family, tmp_path
 ):
-    model, source = fresh(family), fresh(family)
+    model = fresh(family)
+    source = fresh(family)
     patch(model)
     model.save_pretrained(tmp_path)
     theirs = type(source).from_pretrained(tmp_path, dtype=torch.float32)
@@ -91,7 +92,8 @@ def test_a_bf16_model_keeps_the_gates_of_its_file(fresh, tmp_path, family):
     with gates_in_fp32():
         model = type(source).from_pretrained(tmp_path, dtype=torch.bfloat16)
     patch(model)
-    parameters, file = dict(model.named_parameters()), dict(source.named_parameters())
+    parameters = dict(model.named_parameters())
+    file = dict(source.named_parameters())
     held = [name for name in parameters if name.endswith(("A_log", "dt_bias"))]
     assert len(held) == 6
     assert all(torch.equal(parameters[name], file[name]) for name in held)
@@ -128,7 +130,8 @@ def test_gates_stay_fp32_in_a_class_that_names_other_parameters_that_do(
 @torch.no_grad()
 def test_a_step_on_a_cache_is_that_of_the_unpatched_model(fresh, family, unpacked):
     """Also after padding: a mask of the whole sequence comes with one token."""
-    ours, theirs = fresh(family), fresh(family)
+    ours = fresh(family)
+    theirs = fresh(family)
     patch(ours, unpacked=unpacked)
     tokens = torch.randint(1, 67, (2, 5))
     mask = torch.ones(2, 6, dtype=torch.long)
@@ -150,7 +153,8 @@ def test_a_step_on_a_cache_is_that_of_the_unpatched_model(fresh, family, unpacke
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, GLM])
 def test_generation_is_that_of_the_unpatched_model(fresh, family, unpacked, use_cache):
     """Without a cache every token is the mixer's."""
-    ours, theirs = fresh(family), fresh(family)
+    ours = fresh(family)
+    theirs = fresh(family)
     patch(ours, unpacked=unpacked)
     tokens = torch.randint(1, 67, (2, 5))  # 0 is padding
     mask = torch.ones_like(tokens)
@@ -166,7 +170,8 @@ def test_generation_is_that_of_the_unpatched_model(fresh, family, unpacked, use_
 def test_gradient_checkpointing_recomputes_with_the_same_boundaries(fresh, reentrant):
     """Two forwards before the backwards: what is recomputed belongs to its own
     batch."""
-    plain, again = fresh(DENSE).train(), fresh(DENSE).train()
+    plain = fresh(DENSE).train()
+    again = fresh(DENSE).train()
     for model in (plain, again):
         patch(model)
     enable = getattr(again, "activation_checkpointing_enable", None)

@@ -48,7 +48,9 @@ def assert_same(found, expected) -> None:
 def test_a_model_with_accelerates_hooks_runs_the_mixer(
     fresh, family, place, order, unpacked
 ):
-    expected, model, plain = fresh(family), fresh(family), logits(fresh(family))[0]
+    expected = fresh(family)
+    model = fresh(family)
+    plain = logits(fresh(family))[0]
     patch(expected, unpacked=unpacked)
     if order == "hooks first":
         place(model)
@@ -63,7 +65,9 @@ def test_a_model_with_accelerates_hooks_runs_the_mixer(
 @pytest.mark.parametrize("order", ["hooks first", "patch first"])
 @pytest.mark.parametrize("place", [dispatch, offload])
 def test_hooks_that_are_removed_leave_the_patch(fresh, place, order):
-    expected, model, plain = fresh(DENSE), fresh(DENSE), logits(fresh(DENSE))[0]
+    expected = fresh(DENSE)
+    model = fresh(DENSE)
+    plain = logits(fresh(DENSE))[0]
     patch(expected)
     if order == "hooks first":
         place(model)
@@ -80,7 +84,8 @@ def test_hooks_that_are_removed_leave_the_patch(fresh, place, order):
 
 
 def test_gates_of_an_offloaded_16_bit_model_are_fp32(fresh):
-    expected, model = fresh(DENSE).bfloat16(), fresh(DENSE).bfloat16()
+    expected = fresh(DENSE).bfloat16()
+    model = fresh(DENSE).bfloat16()
     offload(model)
     for one in (expected, model):
         patch(one)
@@ -89,7 +94,8 @@ def test_gates_of_an_offloaded_16_bit_model_are_fp32(fresh):
 
 
 def test_a_forward_that_would_hide_the_mixer_is_refused(fresh):
-    model, before = fresh(DENSE), logits(fresh(DENSE))[0]
+    model = fresh(DENSE)
+    before = logits(fresh(DENSE))[0]
     layer = model.model.layers[2].linear_attn
     own = layer.forward
     layer.forward = lambda *args, **kwargs: own(*args, **kwargs)

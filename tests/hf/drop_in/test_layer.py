@@ -34,7 +34,8 @@ def gradients(module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *IMAGES, GLM])
 def test_unpacked_batches_have_the_bits_of_transformers(fresh, family):
-    theirs, ours = fresh(family), fresh(family)
+    theirs = fresh(family)
+    ours = fresh(family)
     assert len(patch(ours).layers) == 3
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     tokens = torch.randint(67, (2, 9))
@@ -46,7 +47,8 @@ def test_unpacked_batches_have_the_bits_of_transformers(fresh, family):
             model.result = model(tokens, labels=tokens, **more)
             model.result.loss.backward()
         assert torch.equal(theirs.result.logits, ours.result.logits)
-        expected, found = gradients(theirs), gradients(ours)
+        expected = gradients(theirs)
+        found = gradients(ours)
         assert expected.keys() == found.keys()
         for name, gradient in expected.items():
             assert torch.equal(gradient, found[name]), name
@@ -61,7 +63,8 @@ def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, fa
     patch(model, unpacked="fused")
     ours = mixer_of(model)
     torch.manual_seed(4)
-    x, weight = torch.randn(2, TOKENS, 24), torch.randn(2, TOKENS, 24)
+    x = torch.randn(2, TOKENS, 24)
+    weight = torch.randn(2, TOKENS, 24)
     truth, params = float64_layer(theirs, x.double())
     (truth * weight).sum().backward()
     outputs = {}
@@ -69,7 +72,8 @@ def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, fa
         outputs[layer] = layer(x)
         (outputs[layer] * weight).sum().backward()
     assert_close("output", outputs[ours], truth, 1e-5)
-    their_gradients, our_gradients = gradients(theirs), gradients(ours)
+    their_gradients = gradients(theirs)
+    our_gradients = gradients(ours)
     assert their_gradients.keys() == our_gradients.keys() == params.keys()
     for name, param in params.items():
         scale = param.grad.abs().max()
@@ -83,7 +87,9 @@ def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, fa
 def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh, family):
     """fp32 may err as transformers does in the worst of four runs, three of moved
     embeddings."""
-    theirs, ours, truth = fresh(family), fresh(family), in_float64(fresh(family))
+    theirs = fresh(family)
+    ours = fresh(family)
+    truth = in_float64(fresh(family))
     for model in (ours, truth):
         patch(model, unpacked="fused")
     torch.manual_seed(12)
@@ -98,7 +104,8 @@ def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh, family):
     logits, expected = run(truth)
     our_logits, found = run(ours)
     assert_close("logits", our_logits, logits, 1e-5)
-    weight, runs = theirs.get_input_embeddings().weight, []
+    weight = theirs.get_input_embeddings().weight
+    runs = []
     for moved in range(4):
         if moved:
             sign = torch.randint_like(weight, 2) * 2 - 1
@@ -167,7 +174,8 @@ def test_rounded_gates_are_told_of_and_are_fp32_from_there_on(fresh, caplog):
 
 @pytest.mark.parametrize("family", [DENSE, KIMI])
 def test_undo_gives_back_the_classes_dtypes_and_parameters(fresh, family):
-    model, before = fresh(family).bfloat16(), fresh(family).bfloat16()
+    model = fresh(family).bfloat16()
+    before = fresh(family).bfloat16()
     if family == KIMI:  # experts of 12 columns in bf16 are in no grouped product
         for one in (model, before):
             one.set_experts_implementation("eager")
@@ -212,7 +220,8 @@ def test_what_cannot_be_replaced_is_refused(fresh):
     ids=str,
 )
 def test_wrong_options_are_refused_when_they_are_given(fresh, options, said):
-    model, before = fresh(DENSE), fresh(DENSE)
+    model = fresh(DENSE)
+    before = fresh(DENSE)
     with pytest.raises(ValueError, match=said):
         patch(model, **options)
     for ours, theirs in zip(model.modules(), before.modules(), strict=True):
@@ -222,7 +231,8 @@ def test_wrong_options_are_refused_when_they_are_given(fresh, options, said):
 
 
 def test_a_patched_model_can_be_compiled_around(fresh):
-    model, before = fresh(DENSE), fresh(DENSE)
+    model = fresh(DENSE)
+    before = fresh(DENSE)
     patch(model, unpacked="fused")
     layer = torch.compile(mixer_of(model), backend="eager")
     x = torch.randn(1, 6, 24)

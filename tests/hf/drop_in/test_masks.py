@@ -67,7 +67,8 @@ def test_any_entry_of_a_dict_of_masks_names_the_documents(model):
     alone = [
         model(TOKENS[:, start:end], use_cache=False).logits for start, end in SPANS
     ]
-    ids, positions = torch.tensor(IDS), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1]])
+    ids = torch.tensor(IDS)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1]])
     forms = (
         {"attention_mask": {"full_attention": ids}},
         {"attention_mask": {"full_attention": ids, "linear_attention": ids}},
@@ -90,10 +91,12 @@ def test_any_entry_of_a_dict_of_masks_names_the_documents(model):
 
 def test_masks_in_a_dict_that_name_no_documents_have_the_bits_of_transformers(fresh):
     """Also padding as transformers masks it: padding sees what is before it."""
-    theirs, ours = fresh(DENSE), fresh(DENSE)
+    theirs = fresh(DENSE)
+    ours = fresh(DENSE)
     patch(ours)
     tokens = torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(2))
-    causal, padding = block_mask([[1] * 9] * 2), torch.ones(2, 9, dtype=torch.long)
+    causal = block_mask([[1] * 9] * 2)
+    padding = torch.ones(2, 9, dtype=torch.long)
     padding[0, :3] = padding[1, 7:] = 0
     window = causal & ~causal.tril(-3)
     prefix = causal.clone()
@@ -115,7 +118,8 @@ def test_masks_in_a_dict_that_name_no_documents_have_the_bits_of_transformers(fr
 
 
 def test_masks_in_a_dict_that_contradict_are_refused(patched):
-    model, mask = patched(), block_mask(IDS)
+    model = patched()
+    mask = block_mask(IDS)
     other = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 3, 3]])
     for linear in (other, block_mask(other.tolist())):
         with pytest.raises(
@@ -164,10 +168,8 @@ def test_a_causal_mask_is_no_mask(model, kind):
     last = as_added(block_mask([[1] * 9]))[..., 8:, :]
     step = model(TOKENS[:, 8:], attention_mask=last, **{name: cache}).logits
     assert_close("a step on a cache", step, expected[:, 8:], 1e-5)
-    layer, x = (
-        model.model.layers[0].linear_attn,
-        torch.randn(1, 9, 24, dtype=torch.float64),
-    )
+    layer = model.model.layers[0].linear_attn
+    x = torch.randn(1, 9, 24, dtype=torch.float64)
     assert torch.equal(layer(x, attention_mask=mask), layer(x))
 
 
@@ -222,7 +224,8 @@ def test_what_older_callers_pass_is_taken_by_keyword_alone(patched, unpacked):
     """Third by position is a mask for some transformers and cache_position for
     others."""
     model = patched(unpacked=unpacked)
-    layer, x = model.model.layers[0].linear_attn, torch.randn(2, 6, 24)
+    layer = model.model.layers[0].linear_attn
+    x = torch.randn(2, 6, 24)
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     y = layer(
         x, None, cache_position=torch.arange(6), attention_mask=mask, qkv_format="bshd"

@@ -143,7 +143,8 @@ def test_a_packed_model_has_the_logits_of_each_document_alone(fresh, family, sou
 @pytest.mark.parametrize("family", [VISION, VISION_MOE])
 def test_an_image_goes_through_a_patched_model_alone_and_packed(fresh, family):
     """fp32; the image is four tokens of the first document."""
-    theirs, ours = fresh(family), fresh(family)
+    theirs = fresh(family)
+    ours = fresh(family)
     patch(ours, unpacked="fused")
     tokens = torch.randint(50, (1, 11), generator=torch.Generator().manual_seed(1))
     tokens[:, 2:6] = 60
@@ -171,7 +172,8 @@ def test_padded_rows_of_documents_go_through_a_model(fresh):
     model = fresh(DENSE).double()
     patch(model, unpacked="fused")
     torch.manual_seed(9)
-    tokens, mask = torch.randint(67, (2, 7)), torch.tensor(MASK)
+    tokens = torch.randint(67, (2, 7))
+    mask = torch.tensor(MASK)
     indices, offsets, _ = unpad_data(mask)
     for told in (
         {"attention_mask": mask},
@@ -216,7 +218,8 @@ def test_a_cache_and_packed_documents_do_not_go_together(patched):
     from transformers import DynamicCache
 
     model = patched()
-    tokens, ids = torch.randint(67, (1, 4)), torch.tensor([[1, 1, 2, 2]])
+    tokens = torch.randint(67, (1, 4))
+    ids = torch.tensor([[1, 1, 2, 2]])
     name = cache_name(model)
     assert model(tokens, _packed_seq_ids=ids).get(name) is None
     for more in ({"use_cache": True}, {name: DynamicCache(config=model.config)}):
@@ -234,7 +237,8 @@ def test_flash_attention_is_given_what_it_can_honour_or_nothing(fresh):
     text = fresh(DENSE).model
     patch(text)
     text.config._attn_implementation = "flash_attention_2"
-    tokens, ids = torch.randint(67, (1, 4)), torch.tensor([[1, 1, 2, 2]])
+    tokens = torch.randint(67, (1, 4))
+    ids = torch.tensor([[1, 1, 2, 2]])
     given = prepare_forward(
         text, DropInOptions(), {"input_ids": tokens, "_packed_seq_ids": ids}
     )
@@ -258,7 +262,8 @@ def test_tables_do_not_follow_the_default_device(fresh, implementation):
     model = fresh(DENSE)
     model.set_attn_implementation(implementation)
     patch(model, unpacked="fused")
-    tokens, mask = torch.randint(67, (2, 7)), torch.tensor(MASK)
+    tokens = torch.randint(67, (2, 7))
+    mask = torch.tensor(MASK)
     indices, offsets, _ = unpad_data(mask)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, -1)
     sources = (

@@ -27,7 +27,8 @@ def loss_of(model, **told):
 
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, GLM])
 def test_a_patched_model_has_the_names_and_the_order_of_transformers(fresh, family):
-    theirs, ours = fresh(family), fresh(family)
+    theirs = fresh(family)
+    ours = fresh(family)
     patch(ours)
     for settings in ({}, {"remove_duplicate": False}):
         expected = [name for name, _ in theirs.named_parameters(**settings)]
@@ -45,7 +46,8 @@ def test_a_patched_model_has_the_names_and_the_order_of_transformers(fresh, fami
 @pytest.mark.parametrize("family", [DENSE, KIMI])
 @torch.no_grad()
 def test_a_vector_of_transformers_parameters_fits_a_patched_model(fresh, family):
-    theirs, ours = fresh(family), fresh(family)
+    theirs = fresh(family)
+    ours = fresh(family)
     for parameter in theirs.parameters():
         parameter.mul_(1.25)
     patch(ours)
@@ -55,14 +57,13 @@ def test_a_vector_of_transformers_parameters_fits_a_patched_model(fresh, family)
 
 @pytest.mark.parametrize("family", [DENSE, KIMI])
 def test_an_optimizer_resumes_across_the_patch(fresh, family):
-    theirs, ours = fresh(family), fresh(family)
+    theirs = fresh(family)
+    ours = fresh(family)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
     loss_of(theirs).backward()
     optimizer.step()
-    state, values = (
-        copy.deepcopy(optimizer.state_dict()),
-        copy.deepcopy(theirs.state_dict()),
-    )
+    state = copy.deepcopy(optimizer.state_dict())
+    values = copy.deepcopy(theirs.state_dict())
     patch(ours)
     ours.load_state_dict(values)
     resumed = torch.optim.AdamW(ours.parameters(), lr=1e-2)
@@ -79,7 +80,8 @@ def test_an_optimizer_resumes_across_the_patch(fresh, family):
 
 @pytest.mark.parametrize("family", [DENSE, KIMI])
 def test_distributed_checkpoints_have_the_keys_of_transformers(fresh, family):
-    theirs, ours = fresh(family), fresh(family)
+    theirs = fresh(family)
+    ours = fresh(family)
     patch(ours)
     made = []
     for model in (theirs, ours):
@@ -103,7 +105,8 @@ def test_distributed_checkpoints_have_the_keys_of_transformers(fresh, family):
 @torch.no_grad()
 def test_gates_that_are_replaced_count(fresh, family, told):
     """By `setattr`, in `_parameters` and by `functional_call`."""
-    others, ours = fresh(family), fresh(family)
+    others = fresh(family)
+    ours = fresh(family)
     for name, parameter in others.named_parameters():
         if name.endswith(("A_log", "dt_bias")):
             parameter.add_(0.5)
@@ -117,7 +120,8 @@ def test_gates_that_are_replaced_count(fresh, family, told):
     assert torch.equal(by_call, expected) and not torch.equal(before, expected)
     assert torch.equal(ours(TOKENS, use_cache=False, **told).logits, before)
     for number, layer in enumerate(m for m in ours.modules() if hasattr(m, "drop_in")):
-        owner, prefix = gate_owner(layer), f"model.layers.{number}."
+        owner = gate_owner(layer)
+        prefix = f"model.layers.{number}."
         key = next(
             key for key in values if key.startswith(prefix) and key.endswith("A_log")
         )
@@ -145,7 +149,8 @@ def test_each_gate_is_converted_once(patched, family):
 
 
 def test_keys_that_name_the_holder_are_loaded(fresh):
-    source, ours = fresh(DENSE), fresh(DENSE)
+    source = fresh(DENSE)
+    ours = fresh(DENSE)
     state = {}
     for key, value in source.state_dict().items():
         layer, _, name = key.rpartition(".")
@@ -168,7 +173,8 @@ def test_a_copy_owns_its_gates(patched, family):
 @pytest.mark.parametrize("family", [DENSE, KIMI])
 @torch.no_grad()
 def test_16_bit_values_that_are_assigned_become_fp32(fresh, family):
-    model, other = fresh(family), fresh(family)
+    model = fresh(family)
+    other = fresh(family)
     model.set_experts_implementation("eager")  # experts of 12 columns in bf16
     other.set_experts_implementation("eager")
     state = {key: value.bfloat16() for key, value in model.state_dict().items()}

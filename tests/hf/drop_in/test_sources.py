@@ -67,7 +67,8 @@ def test_positions_of_images_start_documents_where_all_three_are_0():
 
 
 def test_two_names_of_offsets_must_agree():
-    one, other = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 4])
+    one = torch.tensor([0, 2, 4])
+    other = torch.tensor([0, 1, 4])
     told = Sources.from_keywords(
         None, {"cu_seqlens": one, "cu_seq_lens_q": one.clone()}
     )

@@ -32,10 +32,8 @@ torch.save(found, sys.argv[1])
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("found")
-    file, train = (
-        folder / "gradients.pt",
-        TRAIN.format(families=FAMILIES, documents=DOCUMENTS),
-    )
+    file = folder / "gradients.pt"
+    train = TRAIN.format(families=FAMILIES, documents=DOCUMENTS)
     python_without("megatron", train, folder, file)
     return torch.load(file)
 
@@ -55,7 +53,8 @@ def gradients(model) -> dict[str, torch.Tensor]:
 def test_gradients_of_packed_documents_are_those_of_each_alone(fresh, found, family):
     """fp32; where transformers errs by more than 1e-5, they may differ by that."""
     ours = found[family]
-    theirs, wider = gradients(fresh(family)), gradients(in_float64(fresh(family)))
+    theirs = gradients(fresh(family))
+    wider = gradients(in_float64(fresh(family)))
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
         noise = ((gradient - wider[name]).abs().max() / gradient.abs().max()).item()

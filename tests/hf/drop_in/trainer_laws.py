@@ -21,7 +21,10 @@ from megatron_gdn.hf import ContextParallelTrainerMixin, PackingCollator, patch 
 from tests.parallel import assert_close  # noqa: E402
 
 LENGTHS = (5, 1, 9, 4, 7, 3, 8, 2, 6, 11, 3, 5, 9, 2, 4, 6, 10, 1, 7, 3, 5, 8, 2, 4)
-DOCUMENTS, ACCUMULATED, RATE, STEPS = 3, 2, 1e-3, 2
+DOCUMENTS = 3
+ACCUMULATED = 2
+RATE = 1e-3
+STEPS = 2
 
 
 class CPTrainer(ContextParallelTrainerMixin, Trainer):
@@ -30,7 +33,8 @@ class CPTrainer(ContextParallelTrainerMixin, Trainer):
 
 class Record(TrainerCallback):
     def __init__(self) -> None:
-        self.gradients, self.losses = [], []
+        self.gradients = []
+        self.losses = []
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs) -> None:
         self.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
@@ -141,7 +145,8 @@ def refuse_what_goes_wrong(trainer: CPTrainer, documents: list) -> None:
 
 
 def compare_with_a_plain_loop(replicas: int) -> None:
-    record, folder = Record(), tempfile.mkdtemp()
+    record = Record()
+    folder = tempfile.mkdtemp()
     settings = TrainingArguments(
         output_dir=folder,
         max_steps=STEPS,
@@ -164,7 +169,8 @@ def compare_with_a_plain_loop(replicas: int) -> None:
     device = settings.device
     shape = (replicas, dist.get_world_size() // replicas)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp"))["cp"]
-    many, one = copy.deepcopy(MODEL), copy.deepcopy(MODEL)
+    many = copy.deepcopy(MODEL)
+    one = copy.deepcopy(MODEL)
     patch(many, mesh, attention="gathered", cp_layout="contiguous")
     collate = PackingCollator(pad_to_multiple_of=2 * mesh.size())
     documents = texts()

@@ -169,10 +169,8 @@ def run_everything(rule, inputs, d_o, documents, initial, d_final) -> dict[str, 
     """All that a rule gives, by name, the map of states included; no states are
     zeros."""
     begun = rule.begin(inputs, documents)
-    maps, made = (
-        begun.state_map(),
-        begun.run(initial if initial.any() else None, final=True),
-    )
+    maps = begun.state_map()
+    made = begun.run(initial if initial.any() else None, final=True)
     d_local = backward_of(rule, inputs, d_o.clone(), made.saved, documents).d_initial()
     backward = backward_of(rule, inputs, d_o.clone(), made.saved, documents)
     grads = backward.run(*(x if x.any() else None for x in (initial, d_final)))
@@ -244,7 +242,8 @@ def run_on_ranks(rule, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]
             *(x.split(lengths, dim=1) for x in (*inputs, d_o)), strict=True
         )
     ]
-    forwards, state = [], None
+    forwards = []
+    state = None
     for part, _ in parts:
         forward = rule.begin(part, None)
         local, through = forward.state_map()
@@ -252,7 +251,8 @@ def run_on_ranks(rule, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]
         o, _, saved = forward.run(state)
         forwards.append((state, through, o, saved))
         state = through @ state + local
-    found, d_state = [], torch.zeros_like(state)
+    found = []
+    d_state = torch.zeros_like(state)
     for (part, d), (entering, through, o, saved) in zip(
         parts[::-1], forwards[::-1], strict=True
     ):

@@ -71,19 +71,19 @@ def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(
 ):
     """The host must stay ahead of the device: 16 chunks in one group, in one sequence
     or 16."""
-    chunks, C = 16, 64
+    chunks = 16
+    C = 64
     monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: chunks)
     q, k, v, g, beta, _ = make_inputs(
         1, chunks * C, 1, 2, 4, 4, 1.0, dtype=torch.bfloat16
     )
 
     def launches(lengths):
-        state, counted = torch.zeros(len(lengths), 2, 4, 4), []
-        rule, inputs, documents = (
-            PlainRule(),
-            RuleInputs(q, k, v, g, beta),
-            documents_of(lengths),
-        )
+        state = torch.zeros(len(lengths), 2, 4, 4)
+        counted = []
+        rule = PlainRule()
+        inputs = RuleInputs(q, k, v, g, beta)
+        documents = documents_of(lengths)
         begun = rule.begin(inputs, documents)
         back = backward_of(rule, inputs, v, begun.run(state).saved, documents)
         for run in (
@@ -154,7 +154,8 @@ def test_no_thread_turns_the_switches_back_under_another(switches, device, preci
     switch = switches.cuda.matmul if device == "cuda" else switches.mkldnn.matmul
     torch.set_float32_matmul_precision(precision)
     before = switch.fp32_precision
-    entered, left = threading.Event(), threading.Event()
+    entered = threading.Event()
+    left = threading.Event()
 
     def first():
         with full_fp32_matmul(device):

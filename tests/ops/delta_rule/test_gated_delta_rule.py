@@ -209,7 +209,8 @@ rule = PlainRule()
 
 
 def test_states_of_half_precision_inputs_are_fp32():
-    inputs, documents = delta_inputs(1.0, 1, 20), documents_of((13, 7))
+    inputs = delta_inputs(1.0, 1, 20)
+    documents = documents_of((13, 7))
     half = RuleInputs(*(x.half() for x in inputs[:3]), *(x.float() for x in inputs[3:]))
     forward = rule.begin(half, documents)
     local, through = forward.state_map()
@@ -252,7 +253,8 @@ def test_the_bound_on_log_decays_is_where_the_decay_vanishes(dtype):
 @pytest.mark.parametrize("A_log", [89.0, 710.0, 1e30])
 def test_any_decay_rate_gives_finite_gates_and_gradients(A_log, dtype):
     alpha = torch.tensor([[-200.0, -1000.0], [0.0, 3.0], [3e38, -3e38]], dtype=dtype)
-    A_log, dt_bias = torch.full((2,), A_log, dtype=dtype), torch.ones(2, dtype=dtype)
+    A_log = torch.full((2,), A_log, dtype=dtype)
+    dt_bias = torch.ones(2, dtype=dtype)
     leaves = [
         x.requires_grad_() for x in (alpha, torch.zeros_like(alpha), A_log, dt_bias)
     ]
@@ -269,14 +271,16 @@ def test_any_decay_rate_gives_finite_gates_and_gradients(A_log, dtype):
 
 def test_ordinary_gates_keep_their_bits():
     alpha, beta, A_log, dt_bias = torch.randn(4, 50, 4)
-    A_log, dt_bias = A_log[0] + 2, dt_bias[0]
+    A_log = A_log[0] + 2
+    dt_bias = dt_bias[0]
     g, _ = decay_and_write_gates(alpha, beta, A_log, dt_bias)
     plain = -A_log.exp() * torch.nn.functional.softplus(alpha + dt_bias)
     assert torch.equal(g, plain.clamp(min=-104)) and torch.equal(g.exp(), plain.exp())
 
 
 def test_gates_do_not_hide_nan():
-    nan, zero = torch.full((1, 2), float("nan")), torch.zeros(1, 2)
+    nan = torch.full((1, 2), float("nan"))
+    zero = torch.zeros(1, 2)
     for inputs in ((nan, zero, zero[0], zero[0]), (zero, zero, nan[0], zero[0])):
         assert decay_and_write_gates(*inputs)[0].isnan().all()
 

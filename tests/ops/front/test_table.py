@@ -33,7 +33,8 @@ def test_extreme_columns_and_rates_give_a_decay_and_no_nan(function, numbers):
 
 def test_gradients_of_value_heads_are_summed_for_the_key_head_that_they_share():
     """As rules on a GPU give those of q and k."""
-    sizes, tokens = HeadSizes(2, 4, 3, 5), 9
+    sizes = HeadSizes(2, 4, 3, 5)
+    tokens = 9
     (proj, *given, _), _ = make_inputs(sizes, tokens, bias=True)
     proj, *given = (x.detach() for x in (proj, *given))
     front = front_of(gdn_table(sizes.layout), "cpu", torch.float64, 4, "torch")

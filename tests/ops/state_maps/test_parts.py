@@ -32,7 +32,8 @@ def offsets_of(lengths):
 
 def parts_by_length(offsets, heads):
     """Offsets of parts, from what the cut promises; and the cut has them."""
-    most, fewest = max(1, PROGRAMS_OF_A_FULL_GPU // heads), max(8, min(32, heads))
+    most = max(1, PROGRAMS_OF_A_FULL_GPU // heads)
+    fewest = max(8, min(32, heads))
     wanted = []
     for start, end in pairwise(offsets):
         chunks = -(-(end - start) // CHUNK)
@@ -83,7 +84,8 @@ def test_tables_of_parts(default_device):
     assert parts.closes.tolist() == [True, False, True, True]
     assert parts.chunks.flatten().tolist() == [1, 8, 8, 2]
     assert parts.ragged.flatten().tolist() == [True, False, True, False]
-    out, none = [-1, -1], -1
+    out = [-1, -1]
+    none = -1
     assert parts.entering.table.tolist() == [
         [[0, none], out],
         [[1, 1], [2, none]],
@@ -108,12 +110,14 @@ CUTS = {
 
 @pytest.mark.parametrize("case", LENGTHS)
 def test_the_maps_of_parts_chain_into_those_of_sequences(case):
-    lengths, cut = LENGTHS[case], CUTS[case]
+    lengths = LENGTHS[case]
+    cut = CUTS[case]
     parts = parts_at(offsets_of(lengths), cut)
     inputs, d_o = random_inputs(sum(lengths))
     whole = Oracle(inputs, lengths)
     pieces = Oracle(inputs, torch.tensor(cut).diff().tolist())
-    local, through = pieces.forward()[1], pieces.through()
+    local = pieces.forward()[1]
+    through = pieces.through()
 
     for got, exact in zip(
         compose(local, through, parts),
@@ -222,9 +226,11 @@ def test_parts_are_those_that_the_host_cuts(heads):
 def test_the_plain_rule_in_groups_of_chunks(at_once):
     """States are carried from group to group; a sequence may begin and end in any of
     them."""
-    tokens, rule = 700, PlainRule()
+    tokens = 700
+    rule = PlainRule()
     inputs, d_o = random_inputs(tokens)
-    inputs, d_o = RuleInputs(*(x.float() for x in inputs)), d_o.float()
+    inputs = RuleInputs(*(x.float() for x in inputs))
+    d_o = d_o.float()
     static = StaticDocuments(tokens, 6)
     for offsets in ((0, 700), (0, 1, 2, 64, 300, 699, 700), (0, 0, 128, 128, 448, 700)):
         documents = Documents(offsets, CPU)
