@@ -32,7 +32,9 @@ class FlaGDN(FlaDeltaRule):
         f"{_HOME} chunk_fwd_o": f"q k v h g scale {SEQUENCES}",
         f"{_HOME} recompute_w_u_fwd": f"k v beta A g {SEQUENCES}",
         f"{_HOME} chunk_bwd_dv_local": f"q k g do scale {SEQUENCES}",
-        f"{_HOME} chunk_gated_delta_rule_bwd": f"q k v g beta A scale initial_state do dht {SEQUENCES}",
+        f"{_HOME} chunk_gated_delta_rule_bwd": (
+            f"q k v g beta A scale initial_state do dht {SEQUENCES}"
+        ),
     }
 
     @classmethod

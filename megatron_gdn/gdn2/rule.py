@@ -59,9 +59,15 @@ class FlaGDN2(FlaChannelRule):
     reads_again = frozenset(GDN2Inputs._fields)
     called = {
         **CHANNEL_RULE_KERNELS,
-        "fla.ops.gdn2.chunk_fwd chunk_gdn2_fwd_intra": f"q k v gk b w_gate scale {SEQUENCES}",
-        "fla.ops.gdn2.chunk_bwd recompute_w_u_fwd_gdn2": f"q k v b w_gate A gk {SEQUENCES}",
-        "fla.ops.gdn2.chunk_bwd chunk_gdn2_bwd": f"q k v b w_gate Aqk Akk scale initial_state do dht g {SEQUENCES}",
+        "fla.ops.gdn2.chunk_fwd chunk_gdn2_fwd_intra": (
+            f"q k v gk b w_gate scale {SEQUENCES}"
+        ),
+        "fla.ops.gdn2.chunk_bwd recompute_w_u_fwd_gdn2": (
+            f"q k v b w_gate A gk {SEQUENCES}"
+        ),
+        "fla.ops.gdn2.chunk_bwd chunk_gdn2_bwd": (
+            f"q k v b w_gate Aqk Akk scale initial_state do dht g {SEQUENCES}"
+        ),
     }
 
     within = "chunk_gdn2_fwd_intra"

@@ -25,9 +25,13 @@ class FlaKDA(FlaChannelRule):
     reads_again = frozenset(RuleInputs._fields)
     called = {
         **CHANNEL_RULE_KERNELS,
-        "fla.ops.kda.chunk_fwd chunk_kda_fwd_intra": f"q k v gk beta scale safe_gate {SEQUENCES}",
+        "fla.ops.kda.chunk_fwd chunk_kda_fwd_intra": (
+            f"q k v gk beta scale safe_gate {SEQUENCES}"
+        ),
         "fla.ops.kda.chunk_bwd recompute_w_u_fwd": f"q k v beta A gk {SEQUENCES}",
-        "fla.ops.kda.chunk_bwd chunk_kda_bwd": f"q k v beta Aqk Akk scale initial_state do dht g safe_gate {SEQUENCES}",
+        "fla.ops.kda.chunk_bwd chunk_kda_bwd": (
+            f"q k v beta Aqk Akk scale initial_state do dht g safe_gate {SEQUENCES}"
+        ),
     }
 
     within = "chunk_kda_fwd_intra"

@@ -94,12 +94,25 @@ class FlaSSD(FlaRule):
     reads_again = frozenset({"x", "B", "C", "dt", "D"})
     reads_boundaries = True
     called = {
-        f"{_HOME} chunk_local_cumsum": "g scale reverse chunk_indices cu_seqlens chunk_size",
-        f"{_HOME} chunk_fwd_h": "k v g h0 output_final_state states_in_fp32 cu_seqlens chunk_size",
-        f"{_HOME} chunk_bwd_dh": "q k v g do h0 dht scale states_in_fp32 cu_seqlens chunk_size",
-        f"{_HOME} chunk_bwd_dqkwg": "q k v g h do dh scale chunk_indices cu_seqlens chunk_size",
-        f"{_HOME} chunk_bwd_dv": "q k g do dh scale chunk_indices cu_seqlens chunk_size",
-        "fla.ops.common.chunk_o chunk_fwd_kernel_o": "q k v h g g_gamma o cu_seqlens chunk_indices scale T H HV K V BT STATE_V_FIRST",
+        f"{_HOME} chunk_local_cumsum": (
+            "g scale reverse chunk_indices cu_seqlens chunk_size"
+        ),
+        f"{_HOME} chunk_fwd_h": (
+            "k v g h0 output_final_state states_in_fp32 cu_seqlens chunk_size"
+        ),
+        f"{_HOME} chunk_bwd_dh": (
+            "q k v g do h0 dht scale states_in_fp32 cu_seqlens chunk_size"
+        ),
+        f"{_HOME} chunk_bwd_dqkwg": (
+            "q k v g h do dh scale chunk_indices cu_seqlens chunk_size"
+        ),
+        f"{_HOME} chunk_bwd_dv": (
+            "q k g do dh scale chunk_indices cu_seqlens chunk_size"
+        ),
+        "fla.ops.common.chunk_o chunk_fwd_kernel_o": (
+            "q k v h g g_gamma o cu_seqlens chunk_indices scale T H HV K V BT "
+            "STATE_V_FIRST"
+        ),
     }
 
     @classmethod

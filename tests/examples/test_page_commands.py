@@ -23,7 +23,7 @@ WARM_UP = "tests/warm_up/test_command.py::test_every_command_of_the_docs_is_unde
 FINETUNE = "torchrun --nproc_per_node=2 examples/finetune_transformers.py"
 TRAINER = "torchrun --nproc_per_node=2 examples/finetune_with_trainer.py"
 DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_over_two_ranks_sharded_or_not"
-DOCTOR = "tests/doctor/test_doctor.py::test_the_command_prints_lines_or_json_and_its_status_says_whether_anything_is_wrong"
+DOCTOR = "tests/doctor/test_doctor.py::test_the_command_prints_lines_or_json_and_its_status_says_whether_anything_is_wrong"  # noqa: E501
 MODELS = (
     "tests/models/test_command.py::test_the_commands_of_the_page_print_what_it_shows"
 )

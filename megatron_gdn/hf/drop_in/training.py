@@ -191,8 +191,8 @@ class ContextParallelTrainerMixin(Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         self._require_shifted(inputs)
         trains = torch.is_grad_enabled()
-        sharded = isinstance(model, FSDPModule)
-        if trains and model is self.model and not sharded:
+        unwrapped = self.model is model and not isinstance(self.model, FSDPModule)
+        if trains and unwrapped:
             raise RuntimeError(
                 f"the trainer runs {type(model).__name__} unwrapped, so its gradients "
                 "are not summed over the ranks. Trainer leaves a model unwrapped if "

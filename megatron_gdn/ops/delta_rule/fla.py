@@ -28,9 +28,15 @@ from .base import RuleGrads
 
 STATE_KERNELS = {
     "fla.ops.utils chunk_local_cumsum": f"g chunk_size scale {SEQUENCES}",
-    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_fwd_h": f"k w u g gk initial_state output_final_state {SEQUENCES}",
-    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_bwd_dhu": f"q k w do dv g gk h0 dht scale {SEQUENCES}",
-    "fla.ops.cp.chunk_fwd chunk_cp_fwd_h": "k w u hm g gk cu_seqlens chunk_size multi_seqs",
+    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_fwd_h": (
+        f"k w u g gk initial_state output_final_state {SEQUENCES}"
+    ),
+    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_bwd_dhu": (
+        f"q k w do dv g gk h0 dht scale {SEQUENCES}"
+    ),
+    "fla.ops.cp.chunk_fwd chunk_cp_fwd_h": (
+        "k w u hm g gk cu_seqlens chunk_size multi_seqs"
+    ),
 }
 CHANNEL_RULE_KERNELS = {
     **STATE_KERNELS,
