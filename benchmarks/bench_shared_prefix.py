@@ -1,7 +1,7 @@
 """A hybrid model on shared prefixes: as trees, and packed separately, with two
 attentions.
 
-    python3 -m megatron_gdn.warm_up --heads 16:32 --parts cut     one GPU: its kernels,
+    python3 -m megatron_gdn.warm_up --heads 16:32 --uses cut      one GPU: its kernels,
                                                                   side by side
     python3 benchmarks/bench_shared_prefix.py --out benchmarks/results/shared_prefix.jsonl
     OMP_NUM_THREADS=1 python3 benchmarks/bench_shared_prefix.py --toy                       a CPU

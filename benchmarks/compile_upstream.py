@@ -19,7 +19,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 
-from megatron_gdn.gdn.flash_qla.plan import own_stages
+from megatron_gdn.gdn.flash_qla.plan import own_kernels
 from megatron_gdn.warm_up.absent_gpu import simulated_hopper
 from megatron_gdn.warm_up.tasks import Task, recorded_kernels, run_tasks
 
@@ -72,7 +72,7 @@ def tasks_of(heads: int) -> list[Task]:
 def main() -> None:
     args = arguments()
     with simulated_hopper():
-        own_stages()  # puts the fences in, before the kernels are noted
+        own_kernels()  # puts the fences in, before the kernels are noted
         tasks = [task for heads in args.heads for task in tasks_of(heads)]
         _, failures = run_tasks(tasks, args.processes)
     for name, error in failures.items():

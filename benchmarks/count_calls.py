@@ -32,7 +32,7 @@ ARITHMETIC = (
     "ops/switches.py",
     "ops/front/plain.py",
     "ops/front/gates.py",
-    "ops/front/table.py:TableFront.gates_of",
+    "ops/front/table.py:Front.gates_of",
     "ops/rules/token_rule.py",
     "ops/delta_rule/chunk_math",
     "ops/delta_rule/plain.py",

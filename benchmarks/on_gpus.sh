@@ -51,7 +51,7 @@ laws() { step "$1" "$2" python3 -m pytest -m gpu -p no:cacheprovider --maxfail=5
 bench() { step "$1" "$2" python3 "benchmarks/$3.py" --out "$out/$1.jsonl" "${@:4}"; }
 compile() {  # NAME SECONDS "HEADS.." "OPERANDS.." PARTS..: side by side
   step "$1" "$2" bash -c 'for heads in $1; do for operands in $2; do
-    echo --heads $heads --operands $operands --parts ${3:-cut rows uncut states}
+    echo --heads $heads --operands $operands --uses ${3:-cut rows uncut states}
   done; done | xargs -P 16 -I{} sh -c "python3 -m megatron_gdn.warm_up --kernels flash_qla {}"' - "$3" "${4:-fp16 bf16}" "${*:5}"
 }
 # torchrun gives its ranks a session of their own and ends them at SIGTERM alone.

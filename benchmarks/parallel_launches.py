@@ -493,9 +493,9 @@ def compile_kernels(gpus: int) -> None:
     here = Path(__file__).parent
     shares = [1 << power for power in range(gpus.bit_length())]
     ours = [sys.executable, "-m", "megatron_gdn.warm_up", "--kernels", "flash_qla"]
-    parts = ["--parts", "cut", "uncut", "rows", "states"]
+    uses = ["--uses", "cut", "uncut", "rows", "states"]
     commands = [
-        [*ours, "--heads", f"{16 // n}:{32 // n}", "--operands", operands, *parts]
+        [*ours, "--heads", f"{16 // n}:{32 // n}", "--operands", operands, *uses]
         for n in shares
         for operands in ("fp16", "bf16")
     ]

@@ -74,7 +74,7 @@ class AutogradRule(Rule):
     bits = Bits.DETERMINISTIC
 
     def __init__(self, name, run, through, inputs):
-        self.name, self.reads_again = name, frozenset(inputs._fields)
+        self.name, self.backward_reads = name, frozenset(inputs._fields)
         self._run = run
         self._through = through
 

@@ -7,10 +7,10 @@ from megatron_gdn.inference import gdn_rows
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents, require_one_row
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.parts import WHOLE_SEQUENCES, GatedNorm, SequenceContext
 from megatron_gdn.ops.readout.base import PassThrough, SplitReadout, heads_of
 from megatron_gdn.ops.recompute import RefilledOutput
 from megatron_gdn.ops.rules.base import Rule
+from megatron_gdn.ops.stages import WHOLE_SEQUENCES, GatedNorm, SequenceContext
 
 
 def gdn_dims(hidden, key_heads, value_heads, key_dim, value_dim, taps=4) -> GDNDims:
@@ -49,7 +49,7 @@ def gated_delta_mixer(
     gate = sizes.layout.gate_columns
     heads = sizes.value_heads
     plain = SplitReadout(PassThrough(gate, heads), lambda o, _: o)
-    parts = gdn_rows(
+    stages = gdn_rows(
         proj,
         conv_weight,
         conv_bias,
@@ -61,7 +61,7 @@ def gated_delta_mixer(
         normalise_qk=normalise_qk,
         allow_neg_eigval=allow_neg_eigval,
         recompute_qkv=recompute_qkv,
-        run_again=recompute_rule,
+        recompute=recompute_rule,
         kernels=kernels,
     )
     if documents is not None:
@@ -71,7 +71,7 @@ def gated_delta_mixer(
         assert neighbours is None
         neighbours = SequenceContext(documents)
     mixed = mix(
-        proj, parts, WHOLE_SEQUENCES if neighbours is None else neighbours, refilled
+        proj, stages, WHOLE_SEQUENCES if neighbours is None else neighbours, refilled
     )
     if norm is None:
         return heads_of(mixed, heads), heads_of(proj[..., gate], heads)

@@ -43,7 +43,7 @@ def compile_all(
                 "megatron_gdn.warm_up",
                 "--heads",
                 f"{key}:{value}",
-                "--parts",
+                "--uses",
                 "cut",
                 "rows",
                 "uncut",

@@ -9,5 +9,7 @@ from megatron_gdn.gdn.rule import RuleInputs
 
 def begin_backward(rule, inputs: RuleInputs, d_o: torch.Tensor, saved, documents):
     """The rule's backward, given only those inputs that it reads again."""
-    kept = (x if n in rule.reads_again else None for n, x in inputs._asdict().items())
+    kept = (
+        x if n in rule.backward_reads else None for n, x in inputs._asdict().items()
+    )
     return rule.begin_backward(d_o, RuleInputs(*kept), saved, documents)

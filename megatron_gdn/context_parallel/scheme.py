@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ops.documents import Documents
 from ..ops.layout import Layout
-from ..ops.parts import SequenceContext
+from ..ops.stages import SequenceContext
 from .layouts import SequenceLayout, documents_cut_by, positions_of
 
 

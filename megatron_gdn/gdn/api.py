@@ -258,7 +258,7 @@ class _RunRule(torch.autograd.Function):
             **{
                 name: None
                 for name in RuleInputs._fields
-                if name not in ctx.rule.reads_again
+                if name not in ctx.rule.backward_reads
             }
         )
         rule_backward = ctx.rule.begin_backward(

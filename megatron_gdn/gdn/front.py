@@ -44,5 +44,5 @@ def gdn_table(
         (g, beta),
         scale=sizes.key_dim**-0.5,
         # q costs least to recompute
-        again=("q", "k", "v") if recompute_qkv else ("q",),
+        recomputed=("q", "k", "v") if recompute_qkv else ("q",),
     )

@@ -86,12 +86,12 @@ class HalfOperands(Rule):
     def __init__(self, rule: Rule) -> None:
         assert not rule.batch_invariant
         self.name = rule.name
-        self.reads_again = rule.reads_again
+        self.backward_reads = rule.backward_reads
         self.rule = rule
         self.begin = rule.begin
         self.why_not_heads = rule.why_not_heads
-        self.kept_to_run_again = rule.kept_to_run_again
-        self.run_again = rule.run_again
+        self.kept_to_recompute = rule.kept_to_recompute
+        self.recompute = rule.recompute
 
     def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
         """This rule with its inner rule replaced by ``wrapper(self.rule)``."""

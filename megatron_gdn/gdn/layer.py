@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..mixers.base import MixerSubmodules
 from ..mixers.options import MixerOptions
-from ..ops.parts import fronts_of
 from ..ops.readout.base import ACTIVATIONS
+from ..ops.stages import fronts_of
 from .front import gdn_table
 from .rule import RULES, require_operands, resolve_rule
 from .sizes import GDNDims

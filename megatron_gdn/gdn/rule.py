@@ -25,7 +25,7 @@ _HOME = "fla.ops.gated_delta_rule.chunk"
 class FlaGDN(FlaDeltaRule):
     """fla's kernels of the gated delta rule, for bf16 or fp16: ``backend="fla"``."""
 
-    reads_again = frozenset({"q", "k", "v", "beta"})
+    backward_reads = frozenset({"q", "k", "v", "beta"})
     called = {
         **STATE_KERNELS,
         f"{_HOME} chunk_gated_delta_rule_fwd_intra": f"k v g beta {SEQUENCES}",

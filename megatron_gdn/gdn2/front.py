@@ -36,5 +36,5 @@ def gdn2_table(
         delta_sections(normalise_qk),
         (g, b, w),
         scale=sizes.key_dim**-0.5,
-        again=GDN2Inputs._fields if recompute_qkv else GATES,
+        recomputed=GDN2Inputs._fields if recompute_qkv else GATES,
     )

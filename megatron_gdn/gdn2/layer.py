@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.options import MixerOptions
-from ..ops.parts import fronts_of
+from ..ops.stages import fronts_of
 from .front import gdn2_table
 from .rule import RULES, choose_gdn2
 from .sizes import GDN2Dims

@@ -40,7 +40,7 @@ class GDN2Inputs(NamedTuple):
 class PlainGDN2(PlainRule):
     """The chunk rule with the erase key ``b * k`` and the written value ``w * v``."""
 
-    reads_again = frozenset(GDN2Inputs._fields)
+    backward_reads = frozenset(GDN2Inputs._fields)
     grads = GDN2Inputs
 
     def values(
@@ -56,7 +56,7 @@ class PlainGDN2(PlainRule):
 class FlaGDN2(FlaChannelRule):
     """fla's kernels of GDN-2, for bf16 or fp16: ``backend="fla"``."""
 
-    reads_again = frozenset(GDN2Inputs._fields)
+    backward_reads = frozenset(GDN2Inputs._fields)
     called = {
         **CHANNEL_RULE_KERNELS,
         "fla.ops.gdn2.chunk_fwd chunk_gdn2_fwd_intra": (

@@ -4,7 +4,7 @@ tokens.
     Memory                   conv histories and states of sequences, in any buffers
     prefill, decode          run projection rows from the memory and update the memory
                              in place
-    gdn_rows, kda_rows, ...  make the parts of a mixer for whole rows, as in training
+    gdn_rows, kda_rows, ...  make the stages of a mixer for whole rows, as in training
     roll_back                drops the last tokens in Megatron's StaticInferenceContext
 
 Only :mod:`.generate` needs Megatron.
@@ -13,7 +13,7 @@ Only :mod:`.generate` needs Megatron.
 from ..mixers.static_context import MOST_DECODED, roll_back
 from ..ops.generation.memory import Memory, MemoryShape, choose
 from ..ops.generation.step import decode, prefill
-from ..ops.parts import Parts as RowMixer
+from ..ops.stages import Stages as RowMixer
 from .rows import gdn2_rows, gdn_rows, kda_rows, mamba2_rows
 
 __all__ = [

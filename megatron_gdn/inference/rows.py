@@ -1,4 +1,4 @@
-"""The parts of a mixer for rows without a layer: the tables of the layers, for whole
+"""The stages of a mixer for rows without a layer: the tables of the layers, for whole
 sequences.
 
 All functions take:
@@ -11,7 +11,7 @@ All functions take:
                            (``resolve_rule``, ...)
     norm                   the output norm, a readout that calls it, or None for the
                            gate alone
-    run_again              whether a backward computes front and rule again
+    recompute              whether a backward computes front and rule again
     kernels                "auto", "triton" or "torch", for the front and the norm
 
 and raise a ValueError for rows, gates or a weight of wrong shape or strides, and for
@@ -29,9 +29,9 @@ from ..mamba2.front import mamba2_table
 from ..mamba2.rule import UNLIMITED
 from ..ops.front.table import FrontTable
 from ..ops.layout import Layout
-from ..ops.parts import GatedNorm, Parts, front_by_table, parts_of
 from ..ops.readout.base import SplitReadout
 from ..ops.rules.base import Rule
+from ..ops.stages import GatedNorm, Stages, front_by_table, stages_of
 
 
 def gdn_rows(
@@ -47,10 +47,10 @@ def gdn_rows(
     normalise_qk: bool = True,
     allow_neg_eigval: bool = False,
     recompute_qkv: bool = False,
-    run_again: bool = False,
+    recompute: bool = False,
     kernels: str = "auto",
-) -> Parts:
-    """The parts of a Gated DeltaNet; :func:`..gdn.front.gdn_table` lists the other
+) -> Stages:
+    """The stages of a Gated DeltaNet; :func:`..gdn.front.gdn_table` lists the other
     options.
 
     Raises:
@@ -58,7 +58,7 @@ def gdn_rows(
     """
     table = gdn_table(layout, normalise_qk, allow_neg_eigval, recompute_qkv)
     parameters = conv_weight, conv_bias, A_log, dt_bias
-    return _parts(table, rows, parameters, rule, norm, run_again, kernels)
+    return _parts(table, rows, parameters, rule, norm, recompute, kernels)
 
 
 def gdn2_rows(
@@ -73,13 +73,13 @@ def gdn2_rows(
     norm: GatedNorm | SplitReadout | None,
     normalise_qk: bool = True,
     recompute_qkv: bool = False,
-    run_again: bool = False,
+    recompute: bool = False,
     kernels: str = "auto",
-) -> Parts:
-    """The parts of a Gated DeltaNet-2, with ``A_log [G]`` and ``dt_bias [G K]``."""
+) -> Stages:
+    """The stages of a Gated DeltaNet-2, with ``A_log [G]`` and ``dt_bias [G K]``."""
     table = gdn2_table(layout, normalise_qk, recompute_qkv)
     parameters = conv_weight, conv_bias, A_log, dt_bias
-    return _parts(table, rows, parameters, rule, norm, run_again, kernels)
+    return _parts(table, rows, parameters, rule, norm, recompute, kernels)
 
 
 def kda_rows(
@@ -93,14 +93,14 @@ def kda_rows(
     rule: Rule,
     norm: GatedNorm | SplitReadout | None,
     lower_bound: float | None = None,
-    run_again: bool = False,
+    recompute: bool = False,
     kernels: str = "auto",
-) -> Parts:
-    """The parts of a Kimi Delta Attention; log-decays are above ``lower_bound``, if it
+) -> Stages:
+    """The stages of a Kimi Delta Attention; log-decays are above ``lower_bound``, if it
     is given."""
     table = kda_table(layout, lower_bound)
     parameters = conv_weight, conv_bias, A_log, dt_bias
-    return _parts(table, rows, parameters, rule, norm, run_again, kernels)
+    return _parts(table, rows, parameters, rule, norm, recompute, kernels)
 
 
 def mamba2_rows(
@@ -115,10 +115,10 @@ def mamba2_rows(
     rule: Rule,
     norm: GatedNorm | SplitReadout | None,
     dt_limit: tuple[float, float] = UNLIMITED,
-    run_again: bool = False,
+    recompute: bool = False,
     kernels: str = "auto",
-) -> Parts:
-    """The parts of a Mamba2 mixer, with ``D`` ``[H]`` or ``[H V]`` and a norm per
+) -> Stages:
+    """The stages of a Mamba2 mixer, with ``D`` ``[H]`` or ``[H V]`` and a norm per
     group.
 
     ``dt_limit``: the least and the greatest time step. The norm's gamma is ``[H V]``.
@@ -127,7 +127,7 @@ def mamba2_rows(
     parameters = (conv_weight, conv_bias, A_log, dt_bias, D)
     if isinstance(norm, GatedNorm):
         norm = norm._replace(groups=layout.heads("group"))
-    return _parts(table, rows, parameters, rule, norm, run_again, kernels)
+    return _parts(table, rows, parameters, rule, norm, recompute, kernels)
 
 
 def _parts(
@@ -136,10 +136,10 @@ def _parts(
     parameters: tuple[Tensor | None, ...],
     rule: Rule,
     norm: GatedNorm | SplitReadout | None,
-    run_again: bool,
+    recompute: bool,
     kernels: str,
-) -> Parts:
-    """The parts of the mixer whose front ``table`` describes, with these
+) -> Stages:
+    """The stages of the mixer whose front ``table`` describes, with these
     ``parameters``."""
     weight = parameters[0]
     assert weight is not None
@@ -152,4 +152,4 @@ def _parts(
         weight.shape[-1],
         kernels,
     )
-    return parts_of(front, rule, rows, parameters, norm, run_again=run_again)
+    return stages_of(front, rule, rows, parameters, norm, recompute=recompute)

@@ -215,7 +215,7 @@ class CudnnKDA(Rule):
     name = "cudnn"
     by_name = True
     unsteady = "cuDNN cuts a sequence into pieces by the number of all sequences"
-    reads_again = frozenset(RuleInputs._fields)
+    backward_reads = frozenset(RuleInputs._fields)
     forward = CudnnForward
     backward = CudnnBackward
 

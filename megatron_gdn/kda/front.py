@@ -32,5 +32,5 @@ def kda_table(layout: Layout, lower_bound: float | None = None) -> FrontTable:
         delta_sections(),
         (g, Gate("beta", ("beta",), strength)),
         scale=sizes.key_dim**-0.5,
-        again=("g",),
+        recomputed=("g",),
     )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.options import MixerOptions
 from ..mixers.tensor_parallel import add_parameter, fill_share
-from ..ops.parts import fronts_of
+from ..ops.stages import fronts_of
 from .front import kda_table
 from .rule import RULES, choose_kda
 from .sizes import KDADims

@@ -22,7 +22,7 @@ class FlaKDA(FlaChannelRule):
     """KDA by fla's kernels, by the faster ones if g has a ``lower_bound`` of -5 or
     more."""
 
-    reads_again = frozenset(RuleInputs._fields)
+    backward_reads = frozenset(RuleInputs._fields)
     called = {
         **CHANNEL_RULE_KERNELS,
         "fla.ops.kda.chunk_fwd chunk_kda_fwd_intra": (

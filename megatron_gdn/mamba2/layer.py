@@ -23,8 +23,8 @@ from ..mixers.options import MixerOptions
 from ..mixers.out_norm import PLAIN_FORWARDS, is_plain
 from ..mixers.tensor_parallel import device_for, mark_sharded
 from ..ops.aligned import apply_token_by_token
-from ..ops.parts import GatedNorm, fronts_of
 from ..ops.readout.base import PassThrough, PlainReadout, SplitReadout, grouped_rms_norm
+from ..ops.stages import GatedNorm, fronts_of
 from .front import mamba2_table
 from .rule import RULES, UNLIMITED, choose_ssd
 from .sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments

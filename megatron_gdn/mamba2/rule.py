@@ -60,7 +60,7 @@ class SSDInputs(NamedTuple):
 class PlainSSD(PlainRule):
     """The SSD rule in chunks, in plain torch: ``backend="reference"``."""
 
-    reads_again = frozenset(SSDInputs._fields)
+    backward_reads = frozenset(SSDInputs._fields)
     grads = SSDInputs
     erases = False
 
@@ -91,7 +91,7 @@ def _chunk_arguments(boundaries: Boundaries) -> dict[str, Any]:
 class FlaSSD(FlaRule):
     """The SSD rule by fla's ``simple_gla``: ``backend="fla"``."""
 
-    reads_again = frozenset({"x", "B", "C", "dt", "D"})
+    backward_reads = frozenset({"x", "B", "C", "dt", "D"})
     reads_boundaries = True
     called = {
         f"{_HOME} chunk_local_cumsum": (
@@ -200,7 +200,7 @@ class FlaSSD(FlaRule):
         )
         return o.addcmul_(x.inputs.x, x.inputs.D).to(x.inputs.x.dtype)
 
-    def again(self, x: FlaBackward) -> tuple[Tensor, ...]:
+    def recompute(self, x: FlaBackward) -> tuple[Tensor, ...]:
         """The saved tensors, then q, k and v of `_operands`, which are computed again
         here."""
         return *x.saved.tensors, *_operands(x.inputs)

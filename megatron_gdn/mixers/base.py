@@ -28,10 +28,10 @@ from ..context_parallel.scheme import local_parameters
 from ..ops.autograd import uncompiled
 from ..ops.layout import layout_of_in_proj
 from ..ops.mixer import mix
-from ..ops.parts import GatedNorm, MakeFront, Parts, parts_of
 from ..ops.readout.base import SplitReadout
 from ..ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from ..ops.rules.base import Rule
+from ..ops.stages import GatedNorm, MakeFront, Stages, stages_of
 from .arguments import (
     GDN_FIELDS,
     ConfigFields,
@@ -358,26 +358,26 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             refilled = None
         if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             self.norm_out_checkpoint = refilled
-        parts = self.parts(rows, batch, gates)
+        stages = self.stages(rows, batch, gates)
         # Chunkwise exchanges inside the mixer: before the front the W - 1 rows before
         # each piece (`history`), before the rule the state maps of all pieces
         # (`states`), and their gradients in the backward. In the other schemes both are
         # None.
         exchanges = batch.passage.neighbours
-        mixed = mix(rows, parts, exchanges, refilled)
+        mixed = mix(rows, stages, exchanges, refilled)
         if batch.scheme.moves_rows:
             mixed = batch.passage.close(mixed)
             if refilled is not None:
                 # out_proj saves these rows
                 refilled.remember_sent(mixed, batch.passage.close)
-        readout = parts.readout
+        readout = stages.readout
         if isinstance(readout, SplitReadout) and readout.closed:
             mixed = readout.call(mixed, rows if own_rows is None else own_rows)
         return mixed, refilled
 
-    def parts(
+    def stages(
         self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None
-    ) -> Parts:
+    ) -> Stages:
         """Front, rule and readout of ``batch`` with this rank's parameters.
 
         ``rows`` are ``[S, B, p]`` after ``passage.open``; ``gates``: see :meth:`_mix`.
@@ -392,20 +392,20 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             parameters = local_parameters(
                 scheme, *parameters, section=self.decay_section
             )
-        run_again = self.recompute_rule and self.training
-        return parts_of(
+        recompute = self.recompute_rule and self.training
+        return stages_of(
             batch.front,
             batch.rule,
             rows,
             parameters,
             self._norm_for(scheme),
-            run_again=run_again,
+            recompute=recompute,
             gates=gates,
         )
 
-    def whole_parts(self, rows: Tensor) -> Parts:
-        """The parts for rows ``[s, B, P]`` of sequences that this rank holds whole."""
-        return self.parts(rows, self.micro_batches.whole(rows.device, rows.dtype))
+    def whole_stages(self, rows: Tensor) -> Stages:
+        """The stages for rows ``[s, B, P]`` of sequences that this rank holds whole."""
+        return self.stages(rows, self.micro_batches.whole(rows.device, rows.dtype))
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
         activation = self.output_gate_activation
@@ -450,7 +450,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         files.
 
         ``choose_rule(device, dtype, bits)`` returns rule and reason; ``make_front`` is
-        from :func:`..ops.parts.fronts_of`; ``fp32`` maps fp32 parameters' names to
+        from :func:`..ops.stages.fronts_of`; ``fp32`` maps fp32 parameters' names to
         lengths on this rank.
         """
         config = self.config

@@ -20,7 +20,7 @@ from ..ops.autograd import uncompiled
 from ..ops.documents import Documents
 from ..ops.generation.memory import Memory, MemoryShape
 from ..ops.generation.step import decode, prefill
-from ..ops.parts import Parts
+from ..ops.stages import Stages
 from .arguments import require_causal
 from .packing import resolve_packed_seq_params
 from .static_context import mix_static
@@ -68,7 +68,7 @@ def generate(
                 attention_mask, B, offset + s, lambda: range(offset, offset + s)
             )
         assert mixer.layer_number is not None
-        return mix_static(rows, mixer.whole_parts(rows), context, mixer.layer_number)
+        return mix_static(rows, mixer.whole_stages(rows), context, mixer.layer_number)
 
 
 def _refuse_generation(mixer: Any, rows: Tensor, context: Any) -> None:
@@ -181,9 +181,9 @@ def decode_requests(
     slots = batch_indices
     if slots is None:
         slots = torch.arange(len(projected), device=projected.device)
-    parts = mixer.whole_parts(rows)
+    stages = mixer.whole_stages(rows)
     s = len(rows)
-    memory = _checked_memory(mixer, parts, rows, conv_state, ssm_state, slots)
+    memory = _checked_memory(mixer, stages, rows, conv_state, ssm_state, slots)
     after = None
     if intermediate_conv_state is not None and intermediate_ssm_state is not None:
         after = _memory_of(mixer, intermediate_conv_state, intermediate_ssm_state)
@@ -193,7 +193,7 @@ def decode_requests(
             "tokens which are not accepted can be taken back; set "
             f"num_speculative_tokens={s - 1} in the InferenceConfig."
         )
-    return decode(rows, parts, memory, after).transpose(0, 1)
+    return decode(rows, stages, memory, after).transpose(0, 1)
 
 
 def prefill_requests(
@@ -212,19 +212,19 @@ def prefill_requests(
             "freeze; set use_cuda_graphs_for_non_decode_steps=False in the "
             "InferenceConfig."
         )
-    parts = mixer.whole_parts(projected)
+    stages = mixer.whole_stages(projected)
     metadata = context.mamba_metadata
     offsets = tuple(metadata.cu_seqlens_list)  # offsets of the requests' tokens
-    memory = _checked_memory(mixer, parts, projected, conv_state, ssm_state)
+    memory = _checked_memory(mixer, stages, projected, conv_state, ssm_state)
     mixed = projected.new_zeros(
-        len(projected), 1, parts.state.heads * parts.state.columns
+        len(projected), 1, stages.state.heads * stages.state.columns
     )
     if len(offsets) > 1:
         slots = metadata.batch_indices_prefill[: len(offsets) - 1]
         documents = Documents(offsets, projected.device)
         real = slice(offsets[-1])
         mixed[real] = prefill(
-            projected[real], parts, memory._replace(slots=slots), documents
+            projected[real], stages, memory._replace(slots=slots), documents
         )
     return mixed
 
@@ -239,7 +239,7 @@ def _memory_of(
 
 def _checked_memory(
     mixer: Any,
-    parts: Parts,
+    stages: Stages,
     rows: Tensor,
     conv: Tensor,
     states: Tensor,
@@ -247,14 +247,14 @@ def _checked_memory(
 ) -> Memory:
     """The memory in the context's buffers, after a check of their shapes and dtypes."""
     dtype = rows.dtype
-    H, K, V = parts.shape.state
+    H, K, V = stages.shape.state
     wide = torch.promote_types(dtype, torch.float32)
     if mixer.state_transposed:
         of_states = (H, V, K)
     else:
         of_states = (H, K, V)
     for name, buffer, of_request, least in (
-        ("conv", conv, parts.shape.window, dtype),
+        ("conv", conv, stages.shape.window, dtype),
         ("states", states, of_states, wide),
     ):
         if tuple(buffer.shape[1:]) != of_request:

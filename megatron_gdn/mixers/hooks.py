@@ -88,7 +88,7 @@ def gathered_parameters(module: nn.Module) -> Iterator[None]:
             part._forward_pre_hooks = own
 
 
-def forward_slot(module: nn.Module) -> str:
+def forward_name(module: nn.Module) -> str:
     """The attribute of an instance whose value a call runs in place of the class's
     ``forward``.
 
@@ -108,7 +108,7 @@ def runs_class_forward(module: nn.Module) -> bool:
     A bound method of the class is what accelerate leaves behind when its hooks are
     removed.
     """
-    forward = vars(module).get(forward_slot(module))
+    forward = vars(module).get(forward_name(module))
     return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 

@@ -33,11 +33,11 @@ from ..context_parallel.agreement import (
 from ..context_parallel.price import price
 from ..context_parallel.scheme import Passage, keep_in_place
 from ..ops.documents import Documents, require_one_row
-from ..ops.front.table import TableFront
+from ..ops.front.table import Front
 from ..ops.host_tables import keep_if_captured, stream_of_tables
 from ..ops.layout import Layout, SizeError
-from ..ops.parts import WHOLE_SEQUENCES, MakeFront
 from ..ops.rules.base import Bits, Rule
+from ..ops.stages import WHOLE_SEQUENCES, MakeFront
 from ..ops.state_maps.state_map import StateShape
 from .loader_layout import LoaderLayout
 from .options import MixerOptions
@@ -62,7 +62,7 @@ class MicroBatch:
     documents: Documents | None  # None: the batch is not packed
     tokens: int  # tokens of one batch row over all context-parallel ranks
     rule: Rule  # the recurrence
-    front: TableFront  # computes the rule's inputs from rows of the scheme's layout
+    front: Front  # computes the rule's inputs from rows of the scheme's layout
     scheme: Scheme  # decides which heads and tokens each rank computes
     # exchanges rows: ``open`` before the mixer runs, ``close`` afterwards
     passage: Passage

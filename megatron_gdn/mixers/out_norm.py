@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..compat.torch_norm import TorchRMSNorm
 from ..ops.autograd import first_derivative_only
 from ..ops.layout import Layout
-from ..ops.parts import GatedNorm
 from ..ops.readout.base import SplitReadout, readout_by_module
+from ..ops.stages import GatedNorm
 from .hooks import (
     gathered_parameters,
     has_hooks,

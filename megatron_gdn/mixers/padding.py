@@ -194,7 +194,7 @@ def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     return to_device(torch.tensor(offsets, dtype=torch.int32, device="cpu"), device)
 
 
-def slot_lengths(lengths: Sequence[int], multiple_of: int) -> tuple[int, ...]:
+def padded_lengths(lengths: Sequence[int], multiple_of: int) -> tuple[int, ...]:
     """The lengths, each rounded up to a multiple of ``multiple_of``."""
     if multiple_of < 1:
         raise ValueError(
@@ -234,7 +234,7 @@ def _packed_layout(
     rows."""
     token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)
-    slots = slot_lengths(lengths, multiple_of)
+    slots = padded_lengths(lengths, multiple_of)
     length_N, slot_N = (torch.tensor(n, device="cpu") for n in (lengths, slots))
     # padding rows before each document
     gap_N = (slot_N - length_N).cumsum(0) - (slot_N - length_N)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..ops.generation.memory import Memory, choose
 from ..ops.generation.step import decode, prefill
-from ..ops.parts import Parts
+from ..ops.stages import Stages
 
 # After the first forward, up to this many tokens run token by token; `roll_back` can
 # undo them.
@@ -37,7 +37,7 @@ class _RowProgress:
     steps: Memory | None = None
 
 
-def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
+def mix_static(rows: Tensor, stages: Stages, context: Any, layer: int) -> Tensor:
     """Run the mixer for the next s tokens of B batch rows, from
     ``context.batch_size_offset`` on.
 
@@ -56,16 +56,16 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     _check_progress(context, layer, progress, s, B)
     memories = context.key_value_memory_dict
     if layer not in memories:  # memory for the whole batch, in dimension 1 as in keys
-        new_memory = parts.shape.zeros(context.max_batch_size, rows.dtype, rows.device)
+        new_memory = stages.shape.zeros(context.max_batch_size, rows.dtype, rows.device)
         memories[layer] = new_memory.history[None], new_memory.state[None]
     buffers = memories[layer]
     memory = Memory(*[tensor[0, start : start + B] for tensor in buffers])
     steps = None
     if offset == 0 or s > MOST_DECODED:
-        mixed = prefill(rows, parts, memory, begins=offset == 0)
+        mixed = prefill(rows, stages, memory, begins=offset == 0)
     else:
         steps = memory.steps(s) if s > 1 else None
-        mixed = decode(rows, parts, memory, steps)
+        mixed = decode(rows, stages, memory, steps)
     if offset == 0:  # forget progress of other row ranges that overlap this one
         for key, other in list(progress_by_rows.items()):
             if key[0] == layer and key[1] < start + B and start < key[1] + other.rows:

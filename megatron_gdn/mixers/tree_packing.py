@@ -16,7 +16,7 @@ from torch import Tensor
 from ..ops.host_tables import to_device
 from ..ops.trees import TreeDocuments
 from .packing import PARENTS, TREE
-from .padding import packed_seq_params_of, slot_lengths
+from .padding import packed_seq_params_of, padded_lengths
 
 Tokens = Tensor | Sequence[int]
 
@@ -59,10 +59,10 @@ def tree_packed_seq_params(
         ValueError: ``lengths`` and ``parents`` do not fit, or ``multiple_of`` is below
             1.
     """
-    slots = slot_lengths(lengths, multiple_of)
+    slots = padded_lengths(lengths, multiple_of)
     given = tuple(parents), tuple(lengths)
     documents = TreeDocuments((0, *accumulate(slots)), torch.device("cpu"), *given)
-    (longest,) = slot_lengths((documents.longest_sequence,), multiple_of)
+    (longest,) = padded_lengths((documents.longest_sequence,), multiple_of)
     params = packed_seq_params_of(TREE, lengths, slots, longest, device)
     params.__dict__[PARENTS] = documents.parents
     return params
@@ -212,7 +212,9 @@ def pack_groups(
     cut: list[list[tuple[Tokens, list[Tokens]]]] = []
     room = 0
     for index, (prompt, answers) in enumerate(groups):
-        head, *costs = slot_lengths((len(prompt) - 1, *map(len, answers)), multiple_of)
+        head, *costs = padded_lengths(
+            (len(prompt) - 1, *map(len, answers)), multiple_of
+        )
         least = head + max(costs, default=0)
         if least > most_tokens:
             raise ValueError(

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .documents import Documents, documents_of_rows, one_document
 from .front.history import History
-from .front.table import Parameters, TableFront
+from .front.table import Front, Parameters
 from .readout.base import Readout
 from .rules.base import map_inputs
 from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
@@ -42,7 +42,7 @@ def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable
 
 
 def front_on_grid(
-    front: TableFront,
+    front: Front,
     parameters: Parameters,
     rows: Tensor,
     grid: ChunkTable,
@@ -166,12 +166,12 @@ class AlignedFront:
     """A front whose forward runs ``front`` on the grid; the backward is that of
     ``front``."""
 
-    def __init__(self, front: TableFront) -> None:
+    def __init__(self, front: Front) -> None:
         self.layout = front.layout
         self.names = front.names
         self._front = front
         self.convolved = front.convolved
-        self.again = front.again
+        self.recomputed = front.recomputed
         self.backward = front.backward
 
     def forward(

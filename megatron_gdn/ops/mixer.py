@@ -6,7 +6,7 @@
     mixed  = readout(o, rows)  norm and gate: one kernel, written as [S, B, H V]
 
 The autograd function saves only tensors that the backward reads. The backward writes
-the gradients of all projection columns to one buffer. :class:`.parts.SequenceContext`
+the gradients of all projection columns to one buffer. :class:`.stages.SequenceContext`
 gives the front its history and the rule its initial state.
 """
 
@@ -24,19 +24,19 @@ from torch.utils.checkpoint import checkpoint
 from .aligned import AlignedFront, AlignedReadout
 from .autograd import first_derivative_only, output_without_tokens
 from .front.history import History, HistoryTable
-from .front.table import TableFront
+from .front.table import Front
 from .obstacles import why_not_triton
-from .parts import WHOLE_SEQUENCES, Parts, SequenceContext
 from .readout.base import Readout, SplitReadout
 from .recompute import HandOver, RefilledOutput, SecondRun
 from .rules.base import Bits, Rule, Saved
+from .stages import WHOLE_SEQUENCES, SequenceContext, Stages
 from .switches import leaves_memory_unfilled
 from .trees import RuleByLevel, TreeDocuments
 
 
 def mix(
     rows: Tensor,
-    parts: Parts,
+    stages: Stages,
     neighbours: SequenceContext = WHOLE_SEQUENCES,
     refilled: RefilledOutput | None = None,
 ) -> Tensor:
@@ -48,21 +48,21 @@ def mix(
     ``closed`` :class:`SplitReadout`, the caller must run its ``call`` after the
     exchange of heads.
     """
-    rule = parts.rule
-    parameters = parts.parameters
-    front = parts.front
-    inside = parts.readout
+    rule = stages.rule
+    parameters = stages.parameters
+    front = stages.front
+    inside = stages.readout
     split_readout = None
     if isinstance(inside, SplitReadout):
         split_readout = inside
         inside = inside.inside
     if rule.bits is Bits.ON_GRID:
-        front = cast(TableFront, AlignedFront(front))
+        front = cast(Front, AlignedFront(front))
         if inside.reads_o:
             inside = AlignedReadout(inside, neighbours.documents)
     if rows.numel():
         if isinstance(neighbours.documents, TreeDocuments):
-            history = neighbours.documents.history(parts.past)
+            history = neighbours.documents.history(stages.past)
             rule = rule.around(RuleByLevel)
             neighbours = replace(neighbours, history=history)
         trained = [x for x in (rows, *parameters) if x is not None and x.requires_grad]
@@ -72,7 +72,7 @@ def mix(
             of_function = refilled
         else:
             of_function = None
-        if keep and parts.run_again:
+        if keep and stages.recompute:
             second_run = SecondRun(front, rule, neighbours)
         else:
             second_run = None
@@ -121,7 +121,7 @@ class MixerArguments(NamedTuple):
     """The arguments of a mixer's run that are not tensors, such as its front, rule and
     readout."""
 
-    front: TableFront
+    front: Front
     rule: Rule
     readout: Readout
     neighbours: SequenceContext
@@ -218,13 +218,13 @@ def _forward(
     saved = ()
     kept = None
     if keep:
-        wanted = rule.reads_again
-        again = front.again
+        wanted = rule.backward_reads
+        again = front.recomputed
         of_readout = o if readout.reads_o else None
         if second_run is not None:
             wanted = ()
             of_readout = None
-            of_rule = rule.kept_to_run_again(of_rule)
+            of_rule = rule.kept_to_recompute(of_rule)
         named = zip(front.names, inputs, strict=True)
         read = [
             x if name in wanted and name not in again else None for name, x in named
@@ -283,7 +283,9 @@ def _backward(
     gradient.append(d_o)
     del d_o
     if inputs is None:
-        made = front.forward(rows, of_front, neighbours.documents, front.again, history)
+        made = front.forward(
+            rows, of_front, neighbours.documents, front.recomputed, history
+        )
         inputs = type(made)(
             *[x if y is None else y for x, y in zip(read, made, strict=True)]
         )

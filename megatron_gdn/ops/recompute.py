@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .autograd import uncompiled
 from .front.history import History
-from .front.table import TableFront
-from .parts import SequenceContext
+from .front.table import Front
 from .rules.base import Rule, Saved
+from .stages import SequenceContext
 
 
 def saved_tensors_are_hooked() -> bool:
@@ -155,9 +155,7 @@ class SecondRun:
     """Runs the front and the rule again in the backward; one object serves one
     forward."""
 
-    def __init__(
-        self, front: TableFront, rule: Rule, neighbours: SequenceContext
-    ) -> None:
+    def __init__(self, front: Front, rule: Rule, neighbours: SequenceContext) -> None:
         self._front = front
         self._rule = rule
         self._neighbours = neighbours
@@ -182,7 +180,7 @@ class SecondRun:
                 initial = None
             else:
                 initial = near.states.entered(linked)
-            o, _, saved = self._rule.run_again(inputs, kept, near.of_rule, initial)
+            o, _, saved = self._rule.recompute(inputs, kept, near.of_rule, initial)
             self._result = inputs, o, saved
         return self._result
 
@@ -191,6 +189,6 @@ class SecondRun:
         None."""
         inputs, o, saved = self.compute_once(*arguments)
         self._result = None
-        wanted = self._rule.reads_again
+        wanted = self._rule.backward_reads
         named = zip(self._front.names, inputs, strict=True)
         return type(inputs)(*(x if n in wanted else None for n, x in named)), o, saved

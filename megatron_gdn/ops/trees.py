@@ -302,4 +302,4 @@ class RuleByLevel(Rule):
         self.rule = rule
         self.name = rule.name
         self.bits = rule.bits
-        self.reads_again = rule.reads_again
+        self.backward_reads = rule.backward_reads

@@ -106,7 +106,7 @@ processes. No GPU is needed. Kernels in the caches are not compiled again.
 
     python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2
     python -m megatron_gdn.warm_up --heads 16:32
-    python -m megatron_gdn.warm_up --heads 16:32 --operands bf16 --parts cut states
+    python -m megatron_gdn.warm_up --heads 16:32 --operands bf16 --uses cut states
 """
 _EPILOG = """\
 Kernels go to TILELANG_CACHE_DIR (or ~/.tilelang/cache) and TRITON_CACHE_DIR (or ~/.triton/cache).
@@ -159,10 +159,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="the kernels to compile (flash_qla triton)",
     )
     several(
-        "--parts",
-        choices=("cut", "rows", "uncut", "states", "whole", "again"),
+        "--uses",
+        "--parts",  # its name in 0.1.0
+        choices=("cut", "rows", "uncut", "states", "whole", "recompute"),
         help="the uses of FlashQLA: cut (long sequences), rows (a batch), uncut (short documents), "
-        "states (chunkwise), whole (batch_invariant_mode), again (recompute=full). "
+        "states (chunkwise), whole (batch_invariant_mode), recompute (recompute=full). "
         "The default is all but the last two; without context parallelism all but the "
         "last three",
     )

@@ -3,9 +3,9 @@ launches.
 
 The layer, FlashQLA and torch then choose kernels as in a run. These are the calls of
 the layer that a rank of a run can make, in groups that use FlashQLA in different ways
-(option ``--parts``):
+(option ``--uses``):
 
-cut     one long sequence, and long documents, which FlashQLA cuts into parts that run
+cut     one long sequence, and long documents, which FlashQLA cuts into segments that run
         in parallel
 rows    a batch of whole rows
 uncut   one or several sequences that are too short to be cut
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..command_line import MOST_HEADS, MOST_RANKS, whole_number
 from ..context_parallel import agreement
-from ..gdn.flash_qla.builds import USUAL_PARTS, Heads, expected_heads
+from ..gdn.flash_qla.builds import USUAL_USES, Heads, expected_heads
 from ..gdn.sizes import GDNDims
 from .absent_gpu import without_computing
 from .tasks import Task, recorded_kernels
@@ -120,7 +120,7 @@ def read_model(path: str | Path) -> Model:
 class Call(NamedTuple):
     """One forward and backward of a layer on one rank."""
 
-    part: str
+    use: str
     cp: int
     tokens: int  # tokens of a batch row, of all ranks together
     rows: int
@@ -130,7 +130,7 @@ class Call(NamedTuple):
 
 
 def calls_of(
-    model: Model, mode: str, parts: list[str] | None, multiprocessors: int
+    model: Model, mode: str, uses: list[str] | None, multiprocessors: int
 ) -> list[Call]:
     """List the calls that a rank of the run may make; ``mode`` is ``linear_cp_mode``.
 
@@ -153,12 +153,12 @@ def calls_of(
     found: list[Call] = []
 
     def call(
-        part: str, tokens: int, rows: int = 1, documents: int | None = None
+        use: str, tokens: int, rows: int = 1, documents: int | None = None
     ) -> None:
         cp = ranks
         layout = "zigzag"
         # a rank has one piece of a lone document, else two of each
-        if part == "states":
+        if use == "states":
             # without context parallelism, compile as for two ranks
             cp = max(model.cp, 2)
             if documents == 1:
@@ -171,23 +171,23 @@ def calls_of(
         # tokens.
         shared = 16 * cp * (documents or rows)
         found.append(
-            Call(part, cp, -(-tokens // shared) * shared, rows, documents, layout)
+            Call(use, cp, -(-tokens // shared) * shared, rows, documents, layout)
         )
 
-    for part in parts or (*USUAL_PARTS, *asked):
-        heads = local.num_value_heads // (1 if part == "states" else ranks)
+    for use in uses or (*USUAL_USES, *asked):
+        heads = local.num_value_heads // (1 if use == "states" else ranks)
         full = math.ceil(_FULL_SHARE * multiprocessors)
         counts = sorted({1, math.ceil(full / 2 / heads), math.ceil(full / heads)})
-        if part in ("cut", "again"):
-            call(part, _LONG)
-            call(part, _LONG, documents=3)
+        if use in ("cut", "recompute"):
+            call(use, _LONG)
+            call(use, _LONG, documents=3)
         for count in counts:
-            if part in ("rows", "again"):
-                call(part, _SHORT, rows=max(2, count))
-            if part in ("uncut", "states", "again"):
-                call(part, _SHORT, documents=count)
-            if part == "whole":
-                call(part, _LONG, documents=count)
+            if use in ("rows", "recompute"):
+                call(use, _SHORT, rows=max(2, count))
+            if use in ("uncut", "states", "recompute"):
+                call(use, _SHORT, documents=count)
+            if use == "whole":
+                call(use, _LONG, documents=count)
     return found
 
 
@@ -205,7 +205,7 @@ def tasks_of(
     else:
         backend = "auto"
     calls = calls_of(
-        model, arguments.linear_cp_mode, arguments.parts, arguments.multiprocessors
+        model, arguments.linear_cp_mode, arguments.uses, arguments.multiprocessors
     )
     found: set[Heads] = set()
     with recorded_kernels() as noted, without_computing():
@@ -251,11 +251,11 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
     )
     # Set after the constructor, which would require FlashAttention; the layer does not
     # use it.
-    config.batch_invariant_mode = call.part == "whole"
-    if call.part == "again":
+    config.batch_invariant_mode = call.use == "whole"
+    if call.use == "recompute":
         options["recompute"] = "full"
     if cp > 1:
-        if call.part == "states":
+        if call.use == "states":
             mode = "chunkwise"
         else:
             mode = "headwise"

@@ -16,7 +16,7 @@ from megatron_gdn.mixers.loader_layout import LoaderLayout
 from megatron_gdn.mixers.micro_batch import MicroBatches
 from megatron_gdn.mixers.options import MixerOptions
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.parts import fronts_of
+from megatron_gdn.ops.stages import fronts_of
 from tests.distributed.layer_laws import over_ranks, thd
 from tests.parallel import make_config
 from tests.ranks import on_ranks

@@ -14,8 +14,8 @@ from megatron_gdn.gdn.flash_qla import states as flash_qla_states
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops import documents
 from megatron_gdn.ops.rules.base import Bits
-from megatron_gdn.ops.state_maps import parts
-from megatron_gdn.ops.state_maps.parts import CHUNK
+from megatron_gdn.ops.state_maps import segments
+from megatron_gdn.ops.state_maps.segments import CHUNK
 from tests.ops.delta_rule.states import Oracle
 
 
@@ -52,12 +52,12 @@ def chunks_of(cu_seqlens, heads):
 
 
 def computed(x, chunks):
-    """NaN where a part was masked, whose map nobody may read."""
+    """NaN where a segment was masked, whose map nobody may read."""
     return x.float().masked_fill((chunks < 0)[..., None, None], float("nan"))
 
 
 class FlashQlaStandIn:
-    """The stages by the plain rule over their sequences; ``cut``: what the cost model
+    """The kernels by the plain rule over their sequences; ``cut``: what the cost model
     answers."""
 
     def __init__(self, cut=None) -> None:
@@ -118,8 +118,8 @@ class FlashQlaStandIn:
         assert raw_h0 is None
         out = torch.zeros_like(local)
         for start, end in pairwise(first.tolist()):
-            for part in range(start, end - 1):
-                out[part + 1] = local[part] + through[part] @ out[part]
+            for segment in range(start, end - 1):
+                out[segment + 1] = local[segment] + through[segment] @ out[segment]
         return out
 
     def correct_terminal_states(self, raw_dht, local, through, passes, first):
@@ -127,9 +127,9 @@ class FlashQlaStandIn:
         for n, (start, end) in enumerate(pairwise(first.tolist())):
             if raw_dht is not None:
                 out[end - 1] = raw_dht[n]
-            for part in range(end - 1, start, -1):
-                assert passes[part].all()
-                out[part - 1] = local[part] + through[part].mT @ out[part]
+            for segment in range(end - 1, start, -1):
+                assert passes[segment].all()
+                out[segment - 1] = local[segment] + through[segment].mT @ out[segment]
         return out
 
     def fused_gdr_fwd(
@@ -160,9 +160,13 @@ class FlashQlaStandIn:
         last = leaving.new_full(
             (len(raw_cu_seqlens) - 1, *leaving.shape[1:]), float("nan")
         )
-        for part, owner in enumerate(cp_seq_map.tolist()):
-            if cu_seqlens[part] < cu_seqlens[part + 1] == raw_cu_seqlens[owner + 1]:
-                last[owner] = leaving[part]
+        for segment, owner in enumerate(cp_seq_map.tolist()):
+            if (
+                cu_seqlens[segment]
+                < cu_seqlens[segment + 1]
+                == raw_cu_seqlens[owner + 1]
+            ):
+                last[owner] = leaving[segment]
         return o, None, last.float()
 
     def fused_gdr_dh(self, q, k, a, g, b, do, cu_seqlens, num_warmup_chunks, **_):
@@ -179,12 +183,14 @@ class FlashQlaStandIn:
 def flash_qla_rule(monkeypatch, bits=Bits.FREE, cut=None):
     stand_in = FlashQlaStandIn(cut)
     for module in (flash_qla, flash_qla_plan, flash_qla_states):
-        monkeypatch.setattr(module, "stages", lambda: stand_in)
+        monkeypatch.setattr(module, "kernels", lambda: stand_in)
 
     def by_length(documents, heads):
         if not documents.known:
-            return parts.cut_by_length(documents, heads)
-        return parts.cut_at(documents, documents.filled_offsets if cut is None else cut)
+            return segments.cut_by_length(documents, heads)
+        return segments.cut_at(
+            documents, documents.filled_offsets if cut is None else cut
+        )
 
     monkeypatch.setattr(flash_qla_plan, "cut_by_length", by_length)
     monkeypatch.setattr(flash_qla_plan, "multiprocessors", lambda: 132)

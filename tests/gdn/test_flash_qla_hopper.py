@@ -1,4 +1,4 @@
-"""FlashQLA's stages with held kernels against its own functions: the same bits, on a
+"""FlashQLA's kernels with held kernels against its own functions: the same bits, on a
 Hopper GPU."""
 
 from types import SimpleNamespace
@@ -55,18 +55,18 @@ def test_what_tilelang_wraps_is_called_itself():
 def test_what_a_kernel_writes_is_no_state_that_entered(final):
     """FlashQLA's kernel of states writes ``through`` also where nobody asks for it."""
     calls = []
-    stages = flash_qla_hopper.HopperStages(SimpleNamespace(build_cp_context=None), {})
-    stages._index = SimpleNamespace(
+    kernels = flash_qla_hopper.HopperKernels(SimpleNamespace(build_cp_context=None), {})
+    kernels._index = SimpleNamespace(
         prepare_chunk_offsets=lambda cu, size: (torch.tensor([0, 2]), 3)
     )
-    stages._kernel = lambda stage, *key: lambda *args: calls.append(args)
+    kernels._kernel = lambda stage, *key: lambda *args: calls.append(args)
     G = 1
     H = 2
     K = 16
     k, v = torch.zeros(1, 192, G, K), torch.zeros(1, 192, H, K)
     a, g = torch.zeros(1, 192, H, 64), torch.zeros(1, 192, H)
     initial = torch.ones(2, H, K, K)
-    _, last, through = stages.fused_gdr_h(
+    _, last, through = kernels.fused_gdr_h(
         k,
         v,
         a,
@@ -132,8 +132,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_same_bits(case, monkeypatch):
     pytest.importorskip("flash_qla")
-    held = flash_qla_plan.stages()
-    if not isinstance(held, flash_qla_hopper.HopperStages):
+    held = flash_qla_plan.kernels()
+    if not isinstance(held, flash_qla_hopper.HopperKernels):
         pytest.skip("kernels are held on Hopper only")
     S, B, lengths = case
     documents = None if lengths is None else documents_of(lengths, "cuda")
@@ -141,7 +141,7 @@ def test_the_same_bits(case, monkeypatch):
     rule = FlashQlaRule()
     runs = [list(all_of(rule, inputs, d_o, documents)) for _ in range(2)]
 
-    own = flash_qla_plan.own_stages()
+    own = flash_qla_plan.own_kernels()
 
     class Own:
         """FlashQLA's functions, and its kernel of states as context parallelism has it,
@@ -163,7 +163,7 @@ def test_the_same_bits(case, monkeypatch):
 
     functions = Own()
     for module in (flash_qla, flash_qla_plan, flash_qla_states):
-        monkeypatch.setattr(module, "stages", lambda: functions)
+        monkeypatch.setattr(module, "kernels", lambda: functions)
     forget_plans()
     runs.append(list(all_of(rule, inputs, d_o, documents)))
     forget_plans()

@@ -220,7 +220,7 @@ def test_all_kernels_for_the_heads_are_compiled_ahead_once(cache, monkeypatch):
     (command,) = began
     said = " ".join(command)
     assert "-m megatron_gdn.warm_up --heads 16:32 --operands fp16" in said
-    assert "--parts states cut rows uncut --multiprocessors 78 --for-a-run" in said
+    assert "--uses states cut rows uncut --multiprocessors 78 --for-a-run" in said
 
 
 @pytest.mark.parametrize("why", ["switched off", "Blackwell"])

@@ -12,7 +12,7 @@ from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.ops import Documents
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.rules.base import Bits
-from megatron_gdn.ops.state_maps.parts import CHUNK, cut_by_length
+from megatron_gdn.ops.state_maps.segments import CHUNK, cut_by_length
 from tests.ops.delta_rule.states import (
     Oracle,
     backward_of,
@@ -24,11 +24,11 @@ from tests.ops.delta_rule.states import (
 from .stand_ins import FlashQlaStandIn, StandInContext, flash_qla_rule, forget_plans
 from .test_wiring import HEADS, check, exact_run, random_states
 
-FEWEST = 4  # chunks of a part, as in FlashQLA's cost model
+FEWEST = 4  # chunks of a segment, as in FlashQLA's cost model
 
 
 class OneWave(FlashQlaStandIn):
-    """A cost model that cuts sequences so that parts times heads are one wave of the
+    """A cost model that cuts sequences so that segments times heads are one wave of the
     GPU."""
 
     def __init__(self, multiprocessors: int) -> None:
@@ -59,7 +59,7 @@ def planned(monkeypatch):
     def plan(rows, tokens, heads, multiprocessors, *, invariant=False, states=False):
         stand_in = OneWave(multiprocessors)
         for module in (flash_qla, flash_qla_plan):
-            monkeypatch.setattr(module, "stages", lambda: stand_in)
+            monkeypatch.setattr(module, "kernels", lambda: stand_in)
         monkeypatch.setattr(flash_qla_plan, "multiprocessors", lambda: multiprocessors)
         forget_plans()
         return flash_qla.FlashQlaRule(Bits(invariant)).plan(
@@ -80,14 +80,14 @@ GRID = [
 GRID += [(4, 4096, 8, 32), (4, 4096, 8, 33)]  # 32 blocks fill a GPU of 32
 
 
-def test_every_token_lies_in_one_part_and_every_row_begins_one(planned):
+def test_every_token_lies_in_one_segment_and_every_row_begins_one(planned):
     for rows, tokens, heads, multiprocessors in GRID:
         plan = planned(rows, tokens, heads, multiprocessors)
         if plan is None:
             continue
         offsets = plan.offsets.tolist()
         assert offsets[0] == 0 and offsets[-1] == rows * tokens
-        # so every token is in exactly one part
+        # so every token is in exactly one segment
         assert all(a < b for a, b in pairwise(offsets))
         starts = [row * tokens for row in range(rows + 1)]
         assert plan.sequences.tolist() == starts
@@ -161,7 +161,7 @@ def test_the_plan_of_a_sequence_is_the_sequence_whatever_lies_beside_it(rule):
 
 
 @pytest.mark.parametrize("rule", [(0, 64, 192, 300)], indirect=True)
-def test_the_backward_in_parts_begins_from_the_states_that_entered(rule):
+def test_the_backward_in_segments_begins_from_the_states_that_entered(rule):
     inputs, d_o = random_inputs(300)
     oracle = Oracle(inputs, (300,))
     initial, d_final = random_states(1)

@@ -11,8 +11,8 @@ from megatron_gdn.gdn.flash_qla.fences import missing_fences
 from megatron_gdn.gdn.rule import RULES, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
+from megatron_gdn.ops.stages import GatedNorm
 from tests.gdn_mixer import gated_delta_mixer
 from tests.host_reads import waiting_refused
 from tests.ops.delta_rule.states import documents_of
@@ -240,7 +240,7 @@ def test_no_kernel_of_flash_qla_sends_out_memory_unfenced(rule):
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES["long"])
     run(sizes, leaves, d_out, documents, rule_named(rule, sizes))
     for stage, name in flash_qla_plan.UNFENCED.items():
-        module = sys.modules[getattr(flash_qla_plan.own_stages(), stage).__module__]
+        module = sys.modules[getattr(flash_qla_plan.own_kernels(), stage).__module__]
         kernels = getattr(module, name)._kernel_cache.values()
         assert kernels, name
         for kernel in kernels:

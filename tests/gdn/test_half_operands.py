@@ -13,9 +13,9 @@ from megatron_gdn.gdn.half_torch import power_exponent
 from megatron_gdn.gdn.rule import FlaGDN, RuleInputs, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.readout.base import PlainReadout
 from megatron_gdn.ops.rules.base import Bits
+from megatron_gdn.ops.stages import GatedNorm
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule import states
 from tests.trees import Tree

@@ -6,7 +6,7 @@ import torch
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.rule import RuleInputs
-from megatron_gdn.ops.delta_rule.fla import parts_of
+from megatron_gdn.ops.delta_rule.fla import segments_of
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.delta_rule import states
@@ -57,7 +57,7 @@ def random_states(count):
 
 
 def close(got, exact, name="") -> None:
-    """fp32 states between the parts; everything else is fp64."""
+    """fp32 states between the segments; everything else is fp64."""
     torch.testing.assert_close(
         got.double(), exact, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}"
     )
@@ -97,7 +97,7 @@ def test_states_enter_documents_in_fixed_buffers(rule):
 def test_fixed_buffers_of_more_tokens_than_fla_counts_are_refused():
     inputs = RuleInputs(*[torch.empty(1, 2**20, 32, 128, device="meta")] * 5)
     with pytest.raises(NotImplementedError, match="at most 524288 tokens per rank"):
-        parts_of(inputs, StaticDocuments(2**20, 2))
+        segments_of(inputs, StaticDocuments(2**20, 2))
 
 
 @of({"uncut": UNCUT, "cut": KINDS["cut"]})
@@ -186,14 +186,14 @@ def test_gradients_after_a_forward_from_zero_flow_through_both_ends(rule):
         check([o, *states.by_key_head(backward.run(None, d_final), HEADS[0])], exact)
 
 
-def run_again(rule, inputs, d_o, documents=None, initial=None, map_first=False):
+def recompute(rule, inputs, d_o, documents=None, initial=None, map_first=False):
     """As ``run_whole``, with nothing of the forward kept but what it says."""
     begun = rule.begin(inputs, documents)
     if map_first:
         begun.state_map()
     first = begun.run(initial)
-    kept = rule.kept_to_run_again(first.saved)
-    again = rule.run_again(inputs, kept, documents, initial)
+    kept = rule.kept_to_recompute(first.saved)
+    again = rule.recompute(inputs, kept, documents, initial)
     assert torch.equal(again.o, first.o)
     grads = states.backward_of(rule, inputs, d_o, again.saved, documents).run(initial)
     return [again.o, *states.by_key_head(grads, inputs.k.shape[2])]
@@ -207,11 +207,11 @@ def test_a_second_run_of_documents_gives_what_the_backward_needs(rule):
     for initial in (None, random_states(len(LENGTHS))[0]):
         exact = exact_run(apart, d_o, initial)
         for map_first in (False, True):
-            check(run_again(rule, inputs, d_o, documents, initial, map_first), exact)
-    # On the grid the forward is uncut: the states of the backward's parts are another
+            check(recompute(rule, inputs, d_o, documents, initial, map_first), exact)
+    # On the grid the forward is uncut: the states of the backward's segments are another
     # pass.
     by = "states alone" if rule.bits is Bits.ON_GRID else "states by the forward"
-    assert flash_qla.stages().passes == {by: 4}
+    assert flash_qla.kernels().passes == {by: 4}
 
 
 @of_rows
@@ -220,7 +220,7 @@ def test_a_second_run_of_batch_rows_gives_what_the_backward_needs(rule):
     oracle = states.Oracle(inputs, (100, 100))
     for initial in (None, random_states(2)[0]):
         check(
-            run_again(rule, inputs, d_o, None, initial), exact_run(oracle, d_o, initial)
+            recompute(rule, inputs, d_o, None, initial), exact_run(oracle, d_o, initial)
         )
 
 
@@ -228,7 +228,7 @@ def test_a_second_run_of_batch_rows_gives_what_the_backward_needs(rule):
 def test_a_second_run_keeps_nothing_per_token(rule):
     inputs, _ = random_inputs(sum(LENGTHS))
     saved = rule.begin(inputs, states.documents_of(LENGTHS)).run().saved
-    kept = rule.kept_to_run_again(saved).tensors
+    kept = rule.kept_to_recompute(saved).tensors
     assert all(x.shape[1] == inputs.k.shape[1] for x in saved.tensors[:2])
     assert not any(
         torch.is_tensor(x) and x.shape[:2] == inputs.k.shape[:2] for x in kept

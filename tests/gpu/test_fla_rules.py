@@ -17,7 +17,7 @@ from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.parts import GatedNorm, SequenceContext
+from megatron_gdn.ops.stages import GatedNorm, SequenceContext
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.mamba2.oracle import random_inputs
 from tests.ops.delta_rule.states import (
@@ -129,7 +129,7 @@ def test_kernels_give_what_fp64_gives(case, rows):
 G, H = 2, 4
 SILU = (1e-6, False, "silu")
 SIGMOID = (1e-6, False, "sigmoid")
-# Rows, rules, heads of the gates, parts and norm of a layer.
+# Rows, rules, heads of the gates, stages and norm of a layer.
 LAYERS = {
     "kda": (rows_of_kda, fla_of_kda, PlainRule, H, kda_rows, SIGMOID),
     "gdn2": (rows_of_gdn2, fla_of_gdn2, PlainGDN2, G, gdn2_rows, SILU),
@@ -139,7 +139,7 @@ LAYERS = {
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 @pytest.mark.parametrize("mixer", LAYERS)
 def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(mixer, kernels):
-    rows_of, fla_of, plain_rule, gated, parts_of, norm = LAYERS[mixer]
+    rows_of, fla_of, plain_rule, gated, stages_of, norm = LAYERS[mixer]
     torch.manual_seed(0)
     layout = rows_of(G, H, K, V)
     documents = documents_of((200, 1, 63, 36), "cuda")
@@ -159,7 +159,7 @@ def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(mixer, kernels):
             for name, x in tensors.items()
         }
         rows, conv, A_log, dt_bias, gamma = leaves.values()
-        parts = parts_of(
+        stages = stages_of(
             rows,
             conv,
             None,
@@ -170,7 +170,7 @@ def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(mixer, kernels):
             kernels=kernels,
             norm=GatedNorm(gamma, *norm),
         )
-        out = mix(rows, parts, SequenceContext(documents))
+        out = mix(rows, stages, SequenceContext(documents))
         (out * weight.to(dtype)).sum().backward()
         return {"out": out, **{name: x.grad for name, x in leaves.items()}}
 

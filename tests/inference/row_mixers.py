@@ -31,8 +31,8 @@ from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.layout import Layout
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.parts import GatedNorm, SequenceContext
 from megatron_gdn.ops.rules.base import Bits, Rule
+from megatron_gdn.ops.stages import GatedNorm, SequenceContext
 
 DT_LIMIT = (0.05, 1.5)
 TAPS = 4
@@ -204,12 +204,12 @@ def copied(memory: Memory) -> Memory:
     return Memory(memory.history.clone(), memory.state.clone(), memory.slots)
 
 
-def run_in_parts(mixer: RowMixer, rows: Tensor, parts):
-    """Parts are prefilled; those of a negative number of tokens are decoded."""
+def run_in_parts(mixer: RowMixer, rows: Tensor, stages):
+    """Stages are prefilled; those of a negative number of tokens are decoded."""
     mixed = []
     start = 0
     memory = mixer.shape.zeros(rows.shape[1], rows.dtype, rows.device)
-    for part in parts:
+    for part in stages:
         piece = rows[start : start + abs(part)]
         if part < 0:
             mixed.append(decode(piece, mixer, memory))

@@ -33,15 +33,15 @@ pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "parts", [(1, 149), (63, 1, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)], ids=str
+    "stages", [(1, 149), (63, 1, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)], ids=str
 )
-def test_any_cut_has_the_bits_of_training(kind, parts, dtype):
+def test_any_cut_has_the_bits_of_training(kind, stages, dtype):
     mixer = kind.mixer(dtype, aligned=True)
     rows = kind.rows(150, 2, dtype)
     whole = kind.trained(rows, aligned=True)
     memory = mixer.shape.zeros(2, dtype, rows.device)
     at = 0
-    for part in parts:
+    for part in stages:
         run = decode if part < 0 else prefill
         mixed = run(rows[at : at + abs(part)], mixer, memory)
         assert torch.equal(mixed, whole[at : at + abs(part)]), (at, part)

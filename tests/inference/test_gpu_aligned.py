@@ -49,10 +49,10 @@ class Mixer:
         self.kind, rule = CASES[name]
         self.rule = rule()
         self.parameters = self.kind.draw(torch.bfloat16).to("cuda")
-        self.parts = self.kind.make(self.rows(1), self.parameters, self.rule)
+        self.stages = self.kind.make(self.rows(1), self.parameters, self.rule)
 
     def mixer(self, dtype=torch.bfloat16, aligned=True):
-        return self.parts
+        return self.stages
 
     def rows(self, S: int, B: int = 1, dtype=torch.bfloat16) -> torch.Tensor:
         return self.kind.rows(S, B, dtype).cuda()
@@ -64,11 +64,11 @@ class Mixer:
 
 @each_case
 @pytest.mark.parametrize(
-    "parts", [(63, 1, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)], ids=str
+    "stages", [(63, 1, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)], ids=str
 )
-def test_any_cut_has_the_bits_of_training(name, parts):
+def test_any_cut_has_the_bits_of_training(name, stages):
     test_aligned.test_any_cut_has_the_bits_of_training(
-        Mixer(name), parts, torch.bfloat16
+        Mixer(name), stages, torch.bfloat16
     )
 
 
@@ -78,14 +78,14 @@ def test_a_step_in_place_has_the_bits_of_training(name):
     tokens = [63, 5, 126]
     rows = mixer.rows(140, 3)
     whole = mixer.trained(rows)
-    memory = mixer.parts.shape.zeros(3, rows.dtype, rows.device)
+    memory = mixer.stages.shape.zeros(3, rows.dtype, rows.device)
     for n, had in enumerate(tokens):
-        _, begun = prefilled(mixer.parts, rows[:had, n : n + 1])
+        _, begun = prefilled(mixer.stages, rows[:had, n : n + 1])
         memory.history[n], memory.state[n] = begun.history[0], begun.state[0]
     for step in range(3):
         at = [had + step for had in tokens]
         row = torch.stack([rows[place, n] for n, place in enumerate(at)])[None]
-        mixed = decode_on_grid(row, mixer.parts, memory)
+        mixed = decode_on_grid(row, mixer.stages, memory)
         for n, place in enumerate(at):
             assert torch.equal(mixed[0, n], whole[place, n]), (n, place)
 

@@ -51,7 +51,7 @@ def test_generation_in_bf16_is_as_exact_as_the_plain_rule(name, backend):
 
     plain = error(kind.train(rows, parameters, kind.plain, None))
     mixer = kind.make(rows, parameters, rule_of(name, backend))
-    found = {parts: error(run_in_parts(mixer, rows, parts)[0]) for parts in PARTS}
+    found = {stages: error(run_in_parts(mixer, rows, stages)[0]) for stages in PARTS}
     print(
         name,
         mixer.rule.name,
@@ -67,16 +67,16 @@ def test_generation_in_bf16_is_as_exact_as_the_plain_rule(name, backend):
 def test_a_captured_step_has_the_bits_of_the_eager_one(kind):
     """Every replay goes on from what the one before wrote."""
     rows = kind.rows(30, 3, torch.bfloat16).cuda()
-    parts = kind.make(rows, kind.draw(torch.bfloat16).to("cuda"), kind.plain)
-    _, memory = prefilled(parts, rows[:20])
+    stages = kind.make(rows, kind.draw(torch.bfloat16).to("cuda"), kind.plain)
+    _, memory = prefilled(stages, rows[:20])
     eager = copied(memory)
     fed = rows[20:21].clone()
-    decode(fed, parts, copied(memory))  # compiles
+    decode(fed, stages, copied(memory))  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        made = decode(fed, parts, memory)
+        made = decode(fed, stages, memory)
     for token in rows[20:].split(1):
         fed.copy_(token)
         graph.replay()
-        assert torch.equal(made, decode(token, parts, eager))
+        assert torch.equal(made, decode(token, stages, eager))
     assert all(map(torch.equal, memory[:2], eager[:2]))

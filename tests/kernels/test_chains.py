@@ -16,7 +16,7 @@ from megatron_gdn.ops.state_maps.state_map import (
     Steps,
     follow_chains_in_torch,
 )
-from tests.ops.delta_rule.states import parts_at
+from tests.ops.delta_rule.states import segments_at
 
 CHAINS = {
     "one of one": [[(NONE, 0), (0, NONE)]],
@@ -28,7 +28,7 @@ CHAINS = {
     ],
     "what leaves": [[(NONE, 2), (NONE, 1), (0, NONE)], [(NONE, 3), (1, NONE)]],
 }
-# H, K, V: columns that fill no tile, and maps whose two parts share one.
+# H, K, V: columns that fill no tile, and maps whose two segments share one.
 SIZES = [(1, 16, 5), (3, 32, 40), (2, 16, 32), (1, 24, 40), (1, 5, 7)]
 
 
@@ -105,14 +105,14 @@ def test_maps_are_the_twins(sizes, device):
 
 
 def test_what_no_chain_reads_may_be_anything(device):
-    parts = parts_at([0, 64, 192], [0, 64, 128, 192], device)
+    segments = segments_at([0, 64, 192], [0, 64, 128, 192], device)
     H, K, V = SIZES[1]
     _, maps, start, _ = case(CHAINS["what enters"], SIZES[1], device)
     maps[2], start = float("nan"), start.expand(2, H, K, V).contiguous()
     local, through = maps[:3].split([V, K], dim=-1)
-    got, exact = both(parts.entering, local, through, 3, start)
+    got, exact = both(segments.entering, local, through, 3, start)
     assert exact.isfinite().all()
-    assert_fp32(got, exact, parts.entering)
+    assert_fp32(got, exact, segments.entering)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 3])

@@ -10,8 +10,8 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.generation.step_kernels import write_slots_on_gpu
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.parts import GatedNorm, SequenceContext
 from megatron_gdn.ops.rules.base import Bits
+from megatron_gdn.ops.stages import GatedNorm, SequenceContext
 from tests.gdn_mixer import gated_delta_mixer
 from tests.inference.row_mixers import (
     Parameters,
@@ -121,10 +121,10 @@ def drawn_like(memory):
 
 def hold_steps(made, memory, counts):
     """Steps of so many tokens by kernels change memory as those in plain torch do."""
-    parts = made["torch"]
+    stages = made["torch"]
     device = memory.history.device
-    dtype = parts.of_front[0].dtype
-    assert made["triton"].front.triton and not parts.front.triton
+    dtype = stages.of_front[0].dtype
+    assert made["triton"].front.triton and not stages.front.triton
     slots = memory.slots
     real = slice(None) if slots is None else (slots >= 0).nonzero()[:, 0]
     N, M = len(memory.history if slots is None else slots), len(memory.history)
@@ -136,12 +136,12 @@ def hold_steps(made, memory, counts):
             x._replace(state=x.state.mT.contiguous().mT) for x in (ours, theirs)
         )
     for count in counts:
-        proj = torch.randn(count, N, parts.front.layout.width).to(device, dtype)
+        proj = torch.randn(count, N, stages.front.layout.width).to(device, dtype)
         steps = [None, None]
         if count > 1:
             steps = [Memory(*(buffers(x, count) for x in memory[:2])) for _ in range(2)]
         found = decode(proj, made["triton"], ours, steps[0])
-        plain = decode(proj, parts, theirs, steps[1])
+        plain = decode(proj, stages, theirs, steps[1])
         assert found.dtype == plain.dtype == dtype
         rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
         close = {"rtol": 1e-5 + rounding, "atol": 1e-5 * plain.abs().max().item()}
@@ -237,14 +237,14 @@ def on_the_grid(kind, rows):
 @pytest.mark.parametrize("kind", [GDN, MAMBA2], ids=["gdn", "mamba2"])
 def test_prefill_and_steps_have_the_bits_of_training(kind, device):
     rows = kind.rows(67, 2).to(device)
-    parts = on_the_grid(kind, rows)
-    assert parts.front.triton
+    stages = on_the_grid(kind, rows)
+    assert stages.front.triton
     with torch.no_grad():
-        whole = mix(rows, parts, SequenceContext(None))
-    mixed, memory = prefilled(parts, rows[:61])
+        whole = mix(rows, stages, SequenceContext(None))
+    mixed, memory = prefilled(stages, rows[:61])
     assert torch.equal(mixed, whole[:61])
     steps = memory.steps(6)
-    mixed = decode(rows[61:], parts, memory, steps)
+    mixed = decode(rows[61:], stages, memory, steps)
     assert torch.equal(mixed, whole[61:])
     assert torch.equal(steps.state[:, 2], steps.state[:, 0])
     assert not torch.equal(steps.state[:, 2], steps.state[:, 3])

@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.parts import GatedNorm
+from megatron_gdn.ops.stages import GatedNorm
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.states import documents_of
 

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.parts import Parts
 from megatron_gdn.ops.readout.base import (
     PassThrough,
     PlainReadout,
     SplitReadout,
     readout_by_module,
 )
+from megatron_gdn.ops.stages import Stages
 from tests import toy_mixer
 from tests.autograd_parts import AutogradFront
 
@@ -58,12 +58,12 @@ def test_output_and_every_gradient(sizes, activation, zero_centered):
     assert_readout(PlainReadout(gate, activation, EPS, zero_centered), leaves, expected)
 
 
-def toy_parts(layout, readout, *parameters):
+def toy_stages(layout, readout, *parameters):
     def make(proj, given, documents, history):
         return toy_mixer.front(layout, proj, given, documents, history)
 
     front = AutogradFront(layout, make, toy_mixer.Inputs, ("q", "k", "v"))
-    return Parts(front, toy_mixer.RULE, readout, parameters)
+    return Stages(front, toy_mixer.RULE, readout, parameters)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -86,15 +86,15 @@ def test_a_module_is_one_more_readout(activation):
         normed = o / (o.square().mean(-1, keepdim=True) + EPS).sqrt()
         return normed * gamma * act(z)
 
-    inside = toy_parts(
+    inside = toy_stages(
         layout, PlainReadout(gate, activation, EPS), weight, None, bias, gamma
     )
-    called = toy_parts(
+    called = toy_stages(
         layout, readout_by_module(gate, heads, norm), weight, None, bias, None
     )
     results = []
-    for parts in (inside, called):
-        mixed = mix(rows, parts)
+    for stages in (inside, called):
+        mixed = mix(rows, stages)
         d_out = torch.linspace(-1, 1, mixed.numel(), dtype=torch.float64).view(
             mixed.shape
         )
@@ -112,10 +112,10 @@ def test_a_call_that_waits_for_all_heads_is_not_made_by_the_mixer():
         closed=True,
     )
     weight = torch.randn(layout.conv_width, 1, toy_mixer.TAPS)
-    parts = toy_parts(
+    stages = toy_stages(
         layout, never, weight, None, torch.zeros(layout.state_heads), None
     )
-    assert mix(torch.randn(5, 1, layout.width), parts).shape == (
+    assert mix(torch.randn(5, 1, layout.width), stages).shape == (
         5,
         1,
         layout.mixed_width,

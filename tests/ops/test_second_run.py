@@ -130,7 +130,7 @@ LEVELS = {
 def test_the_bytes_of_a_token_are_those_of_the_formula(
     level, kernels, flash_qla, layer_memory
 ):
-    """For FlashQLA's rule with its stages in plain torch, in fp64."""
+    """For FlashQLA's rule with its kernels in plain torch, in fp64."""
     rule = flash_qla if kernels else PlainRule()
     leaves, _ = make_inputs(SIZES, S=64)
     parameters = sum(x.nbytes for x in leaves[1:] if x is not None)

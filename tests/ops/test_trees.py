@@ -10,7 +10,7 @@ import torch
 from megatron_gdn.inference import gdn_rows
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.parts import GatedNorm, SequenceContext
+from megatron_gdn.ops.stages import GatedNorm, SequenceContext
 from megatron_gdn.ops.trees import ALIGNMENT
 from tests.ops.test_mixer import make_inputs, plain_rule
 from tests.parallel import assert_close
@@ -21,7 +21,7 @@ SIZES = HeadSizes(1, 2, 4, 3)
 
 def run(leaves, rows, documents, recompute=False):
     _, weight, bias, A_log, dt_bias, gamma = leaves
-    parts = gdn_rows(
+    stages = gdn_rows(
         rows,
         weight,
         bias,
@@ -32,7 +32,7 @@ def run(leaves, rows, documents, recompute=False):
         norm=GatedNorm(gamma),
         recompute_qkv=recompute,
     )
-    return mix(rows, parts, SequenceContext(documents))
+    return mix(rows, stages, SequenceContext(documents))
 
 
 def both(tree, dtype=torch.float64, recompute=False):

@@ -206,7 +206,7 @@ def test_every_command_of_the_docs_is_understood(tmp_path, monkeypatch):
     for command in dict.fromkeys(commands):
         arguments = parse(shlex.split(command.partition(COMMAND)[2]))
         assert calls_of(
-            model_of(arguments), arguments.linear_cp_mode, arguments.parts, 132
+            model_of(arguments), arguments.linear_cp_mode, arguments.uses, 132
         )
 
 
@@ -244,9 +244,9 @@ def _print_noted(config: str) -> None:
     from megatron_gdn.warm_up.absent_gpu import simulated_hopper
 
     # a small GPU, few sequences
-    parts = "--parts uncut states whole --multiprocessors 8"
+    uses = "--uses uncut states whole --multiprocessors 8"
     layers._LONG = 640  # the plain rule takes one chunk after the other
-    arguments = parse(f"--config {config} --cp 2 --kernels triton {parts}".split())
+    arguments = parse(f"--config {config} --cp 2 --kernels triton {uses}".split())
     with simulated_hopper(arguments.multiprocessors):
         tasks, heads = layers.tasks_of(model_of(arguments), arguments)
     assert not heads
@@ -282,7 +282,7 @@ def test_a_run_is_told_once_all_is_there(tmp_path, monkeypatch, capfd):
 
     found = [Task("kernel", compile), Task("Triton's", lambda: False)], {heads}
     monkeypatch.setattr(layers, "tasks_of", lambda *of: found)
-    command = ["--heads", "16:32", "--parts", "cut"]
+    command = ["--heads", "16:32", "--uses", "cut"]
     assert run(*command) == 1
     said = capfd.readouterr()
     assert "RuntimeError: no nvcc" in said.err and "1 of 2 failed" in said.out

@@ -136,7 +136,7 @@ from megatron_gdn.warm_up.__main__ import parse
 from megatron_gdn.warm_up.absent_gpu import simulated_hopper
 from megatron_gdn.warm_up.layers import model_of, tasks_of
 from megatron_gdn.warm_up.tasks import run_tasks
-arguments = parse(["--heads", "2:4", "--parts", "uncut", "--kernels", "flash_qla"])
+arguments = parse(["--heads", "2:4", "--uses", "uncut", "--kernels", "flash_qla"])
 with simulated_hopper():
     tasks, _ = tasks_of(model_of(arguments), arguments)
     quick = [task for task in tasks if "cumsum" in task.name]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...ops.documents import Documents, one_document
 from ...ops.layout import Layout
-from ...ops.parts import SequenceContext
+from ...ops.stages import SequenceContext
 from ..layouts import SequenceLayout
 from ..scheme import Passage, Scheme, keep_in_place
 from .fragments import Cutting, pieces_of

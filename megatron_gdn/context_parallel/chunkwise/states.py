@@ -210,7 +210,7 @@ def _scatter_to_pieces(x: Tensor, index: Tensor | None, count: int) -> Tensor:
 
 class StatesOfPieces:
     """The states that enter this rank's pieces: a
-    :class:`~megatron_gdn.ops.parts.StateLink`."""
+    :class:`~megatron_gdn.ops.stages.StateLink`."""
 
     def __init__(self, table: StateTable, group: dist.ProcessGroup) -> None:
         """``table``: this rank's pieces and nodes; ``group``: the ranks that exchange

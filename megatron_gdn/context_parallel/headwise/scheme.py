@@ -13,7 +13,7 @@ from torch import Tensor
 from ...ops.documents import Documents
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.layout import Layout
-from ...ops.parts import SequenceContext
+from ...ops.stages import SequenceContext
 from ..layouts import SequenceLayout, documents_cut_by
 from ..scheme import Passage, Scheme
 from .exchange import Exchange, to_heads, to_sequence

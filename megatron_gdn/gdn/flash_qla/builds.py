@@ -35,10 +35,10 @@ HOPPER = (9, 0)
 # With this variable set to 0, a process compiles missing kernels itself, one after the
 # other.
 _SWITCH = "MEGATRON_GDN_COMPILE_AHEAD"
-# Groups of kernels: "cut" is for a long sequence in parts, "rows" for a batch, "uncut"
+# Groups of kernels: "cut" is for a long sequence in segments, "rows" for a batch, "uncut"
 # for short documents. Some runs also need "states" (chunkwise context parallelism),
-# "whole" (batch-invariant mode) and "again" (a second run of the forward).
-USUAL_PARTS = ("cut", "rows", "uncut")
+# "whole" (batch-invariant mode) and "recompute" (a second run of the forward).
+USUAL_USES = ("cut", "rows", "uncut")
 
 
 class Heads(NamedTuple):
@@ -72,18 +72,18 @@ class Heads(NamedTuple):
         return f"{self.key}:{self.value} heads in {self.operands}"
 
 
-_heads, _part = Heads(0, 0, torch.bfloat16), "cut"  # set_next_calls sets both
+_heads, _use = Heads(0, 0, torch.bfloat16), "cut"  # set_next_calls sets both
 # Warm-up commands that this process has started. Dropping a Popen object would close
 # the command's standard input, and the command would end.
 _started: dict[Heads, subprocess.Popen] = {}
 
 
-def set_next_calls(heads: Heads, part: str) -> None:
+def set_next_calls(heads: Heads, use: str) -> None:
     """Store what FlashQLA's next calls need: ``heads`` and the group of kernels,
-    ``part``."""
-    global _heads, _part
+    ``use``."""
+    global _heads, _use
     _heads = heads
-    _part = part
+    _use = use
 
 
 def expected_heads() -> Heads:
@@ -148,7 +148,7 @@ def _start_command(lock: int) -> subprocess.Popen:
     )
     _started[_heads] = subprocess.Popen(
         # When this process ends, the system closes the pipe, and the command ends too.
-        warm_up_command(_heads, _part),
+        warm_up_command(_heads, _use),
         stdin=subprocess.PIPE,
         stdout=2,
         pass_fds=[lock],
@@ -161,17 +161,17 @@ def _start_command(lock: int) -> subprocess.Popen:
     return _started[_heads]
 
 
-def warm_up_command(heads: Heads, part: str) -> list[str]:
-    """The command line that compiles kernels for ``heads``, those of the group ``part``
+def warm_up_command(heads: Heads, use: str) -> list[str]:
+    """The command line that compiles kernels for ``heads``, those of the group ``use``
     first."""
-    parts = [part, *(other for other in USUAL_PARTS if other != part)]
+    uses = [use, *(other for other in USUAL_USES if other != use)]
     return [
         sys.executable,
         "-m",
         "megatron_gdn.warm_up",
         *heads.flags.split(),
-        "--parts",
-        *parts,
+        "--uses",
+        *uses,
         "--multiprocessors",
         str(multiprocessors()),
         "--for-a-run",

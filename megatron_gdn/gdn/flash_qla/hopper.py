@@ -1,9 +1,9 @@
-"""FlashQLA's stages on Hopper: the same kernels and results in less host time.
+"""FlashQLA's kernels on Hopper: the same kernels and results in less host time.
 
 FlashQLA's own functions look a kernel up by some twenty arguments in each call and
 allocate memory for every argument; tilelang then checks and repacks all arguments. This
-module calls the compiled functions directly. Names of stages and arguments are those of
-flash-qla 0.1.3, in ``flash_qla/ops/gated_delta_rule/chunk``. P is the number of parts.
+module calls the compiled functions directly. Names of kernels and arguments are those of
+flash-qla 0.1.3, in ``flash_qla/ops/gated_delta_rule/chunk``. P is the number of segments.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.state_maps.parts import CHUNK
+from ...ops.state_maps.segments import CHUNK
 
 _F32 = torch.float32
 
 
-class HopperStages:
-    """FlashQLA's stages (functions that launch one kernel each) on Hopper, in less host
+class HopperKernels:
+    """FlashQLA's kernels (functions that launch one kernel each) on Hopper, in less host
     time."""
 
     def __init__(self, library: ModuleType, modules: dict[str, ModuleType]) -> None:
         """``library``: FlashQLA's module ``chunk``; ``modules``: the module of each
-        stage."""
+        kernel."""
         self._modules = modules
         self.build_cp_context = library.build_cp_context
         self.correct_initial_states = partial(self._correct_states, False)
@@ -41,10 +41,12 @@ class HopperStages:
             lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
         )
 
-    def _find_kernel(self, stage: str, factory: str, *args: Any) -> Callable[..., None]:
-        """The kernel that function ``factory`` in the module of ``stage`` makes for
+    def _find_kernel(
+        self, kernel: str, factory: str, *args: Any
+    ) -> Callable[..., None]:
+        """The kernel that function ``factory`` in the module of ``kernel`` makes for
         ``args``."""
-        return compiled_function(getattr(self._modules[stage], factory)(*args))
+        return compiled_function(getattr(self._modules[kernel], factory)(*args))
 
     @cached_property
     def _index(self) -> ModuleType:
@@ -157,13 +159,13 @@ class HopperStages:
         ht_mask_bwd: Tensor,
         threshold: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """How many chunks of each part matter for states, and which parts states pass.
+        """How many chunks of each segment matter for states, and which segments states pass.
 
-        Returns four tensors ``[P, H]``: how many of a part's last chunks its map needs;
-        how many of its first chunks S_in reaches; whether S passes the part; whether dS
+        Returns four tensors ``[P, H]``: how many of a segment's last chunks its map needs;
+        how many of its first chunks S_in reaches; whether S passes the segment; whether dS
         does. S reaches a chunk if the log-decay up to it sums to more than
         ``threshold``. Where ``ht_mask_fwd`` (``ht_mask_bwd``), bool ``[P]``, is True, S
-        (dS) need not pass the part.
+        (dS) need not pass the segment.
         """
         P, H = ht_mask_fwd.shape[0], g.shape[2]
         run = self._kernel(
@@ -184,7 +186,7 @@ class HopperStages:
             ht_mask_fwd.new_empty(P, H),
             ht_mask_fwd.new_empty(P, H),
         )
-        # The second ``cu_seqlens`` is passed in place of a table of parts, which the
+        # The second ``cu_seqlens`` is passed in place of a table of segments, which the
         # kernel reads only at boundaries between ranks. This batch has no such
         # boundaries.
         run(g, ht_mask_fwd, ht_mask_bwd, cu_seqlens, cu_seqlens, *results)
@@ -208,7 +210,7 @@ class HopperStages:
         ``final_dtype``.
 
         With ``num_warmup_chunks [P, H]`` final states count only so many last chunks of
-        a part.
+        a segment.
         """
         G, K = k.shape[2:]
         H, V = v.shape[2:]
@@ -286,12 +288,12 @@ class HopperStages:
         passes: Tensor,
         first: Tensor,
     ) -> Tensor:
-        """States that enter parts or, if ``backward``, dS of states that leave parts:
+        """States that enter segments or, if ``backward``, dS of states that leave segments:
         [P, H, K, V].
 
         ``states`` enter sequences or, if ``backward``, are dS of states that leave
         sequences; None: zero. ``first``, int32 ``[N + 1]``: the number of every
-        sequence's first part, and P.
+        sequence's first segment, and P.
         """
         P, H, K, V = local.shape
         if states is None:
@@ -338,8 +340,8 @@ class HopperStages:
         """The output, the states at chunks and the final states; states not asked for
         are None.
 
-        ``cu_seqlens`` bounds parts, ``raw_cu_seqlens`` sequences; ``cp_seq_map``:
-        parts' sequences.
+        ``cu_seqlens`` bounds segments, ``raw_cu_seqlens`` sequences; ``cp_seq_map``:
+        segments' sequences.
         """
         G, K = k.shape[2:]
         H, V = v.shape[2:]
@@ -418,7 +420,7 @@ class HopperStages:
         num_warmup_chunks: Tensor,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
-        """None, and dS at parts' starts if dS at their ends is 0; ``output_dh`` must be
+        """None, and dS at segments' starts if dS at their ends is 0; ``output_dh`` must be
         False."""
         assert not output_dh
         G, K = k.shape[2:]
@@ -481,7 +483,7 @@ class HopperStages:
         cu_seqlens: Tensor | None = None,
         overwrite_dht: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Gradients of the inputs and of the states that enter parts or uncut
+        """Gradients of the inputs and of the states that enter segments or uncut
         sequences.
 
         ``dht``: gradients of the states that leave. With ``overwrite_dht`` the entering

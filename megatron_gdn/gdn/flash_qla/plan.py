@@ -1,6 +1,6 @@
-"""How FlashQLA cuts the sequences of a batch into parts that run side by side.
+"""How FlashQLA cuts the sequences of a batch into segments that run side by side.
 
-For documents in fixed buffers, the host knows only the largest number of parts and
+For documents in fixed buffers, the host knows only the largest number of segments and
 chunks. Each sequence in such buffers is cut by its own length and the number of heads.
 Kernels are launched for the largest numbers, and a thread block without tokens writes
 nothing.
@@ -17,17 +17,17 @@ import torch
 
 from ...ops.documents import Documents, documents_of_rows
 from ...ops.host_tables import cached_by_stream
-from ...ops.state_maps.parts import (
+from ...ops.state_maps.segments import (
     CHUNK,
-    SequenceParts,
+    Segments,
     cut_at,
     cut_by_length,
     largest_number_of_cuts,
-    one_part_per_sequence,
+    one_segment_per_sequence,
 )
 from .builds import compile_once_per_machine, multiprocessors
 from .fences import fence_bulk_stores
-from .hopper import HopperStages
+from .hopper import HopperKernels
 
 _STAGES = (
     "build_cp_context",
@@ -41,8 +41,8 @@ _STAGES = (
     "fused_gdr_dh",
     "fused_gdr_bwd",
 )
-# The stages whose kernels lack fences, and the function that tilelang compiles for each
-# stage.
+# The kernels whose kernels lack fences, and the function that tilelang compiles for each
+# kernel.
 UNFENCED = {
     "kkt_solve": "tilelang_kkt_solve",
     "fused_gdr_fwd": "tilelang_fused_chunk_gdr_fwd",
@@ -51,32 +51,32 @@ UNFENCED = {
 
 
 @cache
-def stages() -> Any:
-    """FlashQLA's stages: :class:`HopperStages` on Hopper, on other GPUs FlashQLA's own
+def kernels() -> Any:
+    """FlashQLA's kernels: :class:`HopperKernels` on Hopper, on other GPUs FlashQLA's own
     module."""
-    chunk = own_stages()
+    chunk = own_kernels()
     if _for_hopper(chunk):
-        return HopperStages(chunk, _modules_of_stages(chunk))
+        return HopperKernels(chunk, _modules_of_kernels(chunk))
     return chunk
 
 
 def _for_hopper(chunk: ModuleType) -> bool:
-    """Whether FlashQLA's module ``chunk`` has the stages for Hopper GPUs."""
+    """Whether FlashQLA's module ``chunk`` has the kernels for Hopper GPUs."""
     return ".hopper." in chunk.fused_gdr_fwd.__module__
 
 
-def _modules_of_stages(chunk: ModuleType) -> dict[str, ModuleType]:
-    """FlashQLA's module that defines each stage, by the stage's name."""
+def _modules_of_kernels(chunk: ModuleType) -> dict[str, ModuleType]:
+    """FlashQLA's module that defines each kernel, by the kernel's name."""
     return {name: sys.modules[getattr(chunk, name).__module__] for name in _STAGES}
 
 
 @cache
-def own_stages() -> ModuleType:
-    """FlashQLA's own module, which has the stages for this GPU's architecture."""
+def own_kernels() -> ModuleType:
+    """FlashQLA's own module, which has the kernels for this GPU's architecture."""
     from flash_qla.ops.gated_delta_rule import chunk  # pyright: ignore[reportMissingImports]
 
     try:
-        modules = _modules_of_stages(chunk)
+        modules = _modules_of_kernels(chunk)
         if _for_hopper(chunk):
             fence_bulk_stores(
                 *((modules[name], kernel) for name, kernel in UNFENCED.items())
@@ -97,10 +97,10 @@ def own_stages() -> ModuleType:
 
 
 def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
-    """Offsets of parts by FlashQLA's cost model for ``value_heads``; None if no
+    """Offsets of segments by FlashQLA's cost model for ``value_heads``; None if no
     sequence is cut."""
     with torch.device("cpu"):
-        context = stages().build_cp_context(
+        context = kernels().build_cp_context(
             documents.starts,
             enable_intra=True,
             num_v_heads=value_heads,
@@ -115,8 +115,8 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
 @cached_by_stream(64)
 def plan_of_rows(
     rows: int, tokens: int, value_heads: int, device: torch.device
-) -> SequenceParts | None:
-    """The parts of ``rows`` batch rows without initial states; None if several rows run
+) -> Segments | None:
+    """The segments of ``rows`` batch rows without initial states; None if several rows run
     uncut.
 
     Several rows are cut only if rows times heads are fewer than the GPU's
@@ -131,8 +131,8 @@ def plan_of_rows(
 
 def plan_of(
     documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
-) -> SequenceParts:
-    """The parts of ``documents``, shared by all layers and their backward.
+) -> Segments:
+    """The segments of ``documents``, shared by all layers and their backward.
 
     If ``batch_invariant``, a sequence is cut by its own length and the number of heads
     alone.
@@ -143,7 +143,7 @@ def plan_of(
 
 def _make_plan(
     documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
-) -> SequenceParts:
+) -> Segments:
     if not documents.known and (
         with_states
         or not (batch_invariant or largest_number_of_cuts(documents, value_heads))
@@ -153,25 +153,25 @@ def _make_plan(
         offsets = _cut_by_cost(documents, value_heads)
         if offsets is None:
             return plan_of_whole(documents)
-        parts = SequenceParts.of(documents, cut_at, tuple(offsets))
+        segments = Segments.of(documents, cut_at, tuple(offsets))
     else:
-        parts = SequenceParts.of(documents, cut_by_length, value_heads)
-    return _store_chunk_tables(parts, documents)
+        segments = Segments.of(documents, cut_by_length, value_heads)
+    return _store_chunk_tables(segments, documents)
 
 
-def plan_of_whole(documents: Documents) -> SequenceParts:
-    """The plan that cuts no sequence: each sequence is one part."""
+def plan_of_whole(documents: Documents) -> Segments:
+    """The plan that cuts no sequence: each sequence is one segment."""
     return documents.keep(_make_plan_of_whole)
 
 
-def _make_plan_of_whole(documents: Documents) -> SequenceParts:
+def _make_plan_of_whole(documents: Documents) -> Segments:
     return _store_chunk_tables(
-        SequenceParts.of(documents, one_part_per_sequence), documents
+        Segments.of(documents, one_segment_per_sequence), documents
     )
 
 
-def _store_chunk_tables(parts: SequenceParts, documents: Documents) -> SequenceParts:
-    """Attach chunk tables to the offsets in ``parts``, so that FlashQLA need not make
+def _store_chunk_tables(segments: Segments, documents: Documents) -> Segments:
+    """Attach chunk tables to the offsets in ``segments``, so that FlashQLA need not make
     them."""
     if not documents.known and documents.total_tokens < CHUNK:
         # A thread block without tokens reads the buffer's last 64 tokens, so the buffer
@@ -182,10 +182,10 @@ def _store_chunk_tables(parts: SequenceParts, documents: Documents) -> SequenceP
             "buffers."
         )
     for offsets, places in (
-        (parts.sequences, documents.chunks(CHUNK)),
-        (parts.offsets, parts.places),
+        (segments.sequences, documents.chunks(CHUNK)),
+        (segments.offsets, segments.places),
     ):
         # FlashQLA's ``prepare_varlen_metadata`` stores its table in the same attribute.
         table = CHUNK, places.offsets, len(places.indices), places.indices
         offsets._flash_qla_prepared_varlen = table  # pyright: ignore[reportAttributeAccessIssue]
-    return parts
+    return segments

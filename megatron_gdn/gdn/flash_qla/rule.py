@@ -1,4 +1,4 @@
-"""FlashQLA as a rule that calls FlashQLA's stages one by one.
+"""FlashQLA as a rule that calls FlashQLA's kernels one by one.
 
 FlashQLA's own entry function waits for sequence lengths from the GPU. FlashQLA also
 sums dq and dk over value heads in an extra pass. This module cuts sequences by offsets
@@ -26,17 +26,17 @@ from ...ops.rules.base import (
     in_one_row,
     in_rows,
 )
-from ...ops.state_maps.parts import SequenceParts, compose, initial_gradients
+from ...ops.state_maps.segments import Segments, compose, initial_gradients
 from ...ops.state_maps.state_map import StateMap
 from .builds import Heads, set_next_calls
-from .plan import plan_of, plan_of_rows, plan_of_whole, stages
+from .plan import kernels, plan_of, plan_of_rows, plan_of_whole
 from .states import (
     Kept,
-    PartMaps,
+    SegmentMaps,
     gradients,
     initial_or_zero,
-    part_maps,
     run_forward,
+    segment_maps,
     sums_and_inverses,
 )
 
@@ -44,18 +44,18 @@ from .states import (
 class FlashQlaForward(RuleForward):
     """The forward of one call of FlashQLA's rule."""
 
-    _maps: PartMaps | None = None
+    _maps: SegmentMaps | None = None
 
-    def _part_maps(self) -> PartMaps:
+    def _segment_maps(self) -> SegmentMaps:
         """The state map of every part of the cut sequences, computed once."""
         if self._maps is None:
-            parts = self.rule.plan(self.inputs, self.documents, states=True)
-            self._maps = part_maps(in_one_row(self.inputs), parts)
+            segments = self.rule.plan(self.inputs, self.documents, states=True)
+            self._maps = segment_maps(in_one_row(self.inputs), segments)
         return self._maps
 
     def state_map(self) -> StateMap:
-        maps = self._part_maps()
-        return StateMap(*compose(maps.local, maps.through, maps.parts))
+        maps = self._segment_maps()
+        return StateMap(*compose(maps.local, maps.through, maps.segments))
 
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
@@ -65,27 +65,27 @@ class FlashQlaForward(RuleForward):
         on_grid = self.rule.bits is Bits.ON_GRID
         maps = self._maps
         if on_grid:
-            parts = self.rule.plan(self.inputs, self.documents, states=False)
+            segments = self.rule.plan(self.inputs, self.documents, states=False)
             maps = None
-            initial = initial_or_zero(initial, self.inputs, parts)
+            initial = initial_or_zero(initial, self.inputs, segments)
         elif initial is not None or maps is not None:
-            maps = self._part_maps()
-            parts = maps.parts
+            maps = self._segment_maps()
+            segments = maps.segments
         else:
-            parts = self.rule.plan(self.inputs, self.documents, states=False)
-            # With batch_invariant, uncut sequences run in the kernels for parts too,
+            segments = self.rule.plan(self.inputs, self.documents, states=False)
+            # With batch_invariant, uncut sequences run in the kernels for segments too,
             # because all sequences run in these kernels as soon as one of them is cut.
-            if parts is not None and (
-                self.rule.batch_invariant or not parts.are_sequences
+            if segments is not None and (
+                self.rule.batch_invariant or not segments.are_sequences
             ):
-                maps = part_maps(in_one_row(self.inputs), parts, from_zero=True)
-        if parts is None:
+                maps = segment_maps(in_one_row(self.inputs), segments, from_zero=True)
+        if segments is None:
             inputs = self.inputs
         else:
             inputs = in_one_row(self.inputs)
         if maps is None:
             entering = initial
-            kept = Kept(*sums_and_inverses(inputs, parts))
+            kept = Kept(*sums_and_inverses(inputs, segments))
         else:
             entering = maps.entering(initial)
             kept = maps.saved(entering)
@@ -93,18 +93,18 @@ class FlashQlaForward(RuleForward):
             inputs,
             kept,
             entering,
-            parts,
+            segments,
             output_h=False,
             output_final_state=final or on_grid,
         )
-        saved = Saved(tuple(kept) if keep else (), parts)
+        saved = Saved(tuple(kept) if keep else (), segments)
         return RuleOutput(in_rows(o, self.rows), last if final else None, saved)
 
 
 class FlashQlaBackward(RuleBackward):
     """The backward of one call of FlashQLA's rule."""
 
-    _maps: PartMaps | None = None  # None unless this backward cuts sequences itself
+    _maps: SegmentMaps | None = None  # None unless this backward cuts sequences itself
     _d_entering: Any = None  # [P, H, K, V], the result of _d_entering_states
 
     def __init__(
@@ -116,19 +116,19 @@ class FlashQlaBackward(RuleBackward):
         documents: Documents | None,
     ) -> None:
         super().__init__(rule, d_o, inputs, saved, documents)
-        self._parts, self._kept, self._at_chunks = (
+        self._segments, self._kept, self._at_chunks = (
             saved.plan,
             Kept(*saved.tensors),
             saved.made,
         )
         del self.saved  # each saved tensor is freed after its last use
-        if self._parts is not None:
+        if self._segments is not None:
             self.d_o, self.inputs = in_one_row(self.d_o), in_one_row(self.inputs)
         if rule.bits is Bits.ON_GRID:
             self._cut_again()
 
     def _cut_again(self) -> None:
-        """Cut sequences as a forward with initial states does; compute the parts' state
+        """Cut sequences as a forward with initial states does; compute the segments' state
         maps."""
         documents = self.documents
         if documents is None:
@@ -142,16 +142,18 @@ class FlashQlaBackward(RuleBackward):
         g_sum = in_one_row(self._kept.g_sum)
         A = self._kept.A
         with_states = True
-        self._parts = plan_of(documents, heads, self.rule.batch_invariant, with_states)
-        self._maps = part_maps(self.inputs, self._parts, (g_sum, in_one_row(A)))
+        self._segments = plan_of(
+            documents, heads, self.rule.batch_invariant, with_states
+        )
+        self._maps = segment_maps(self.inputs, self._segments, (g_sum, in_one_row(A)))
         self._kept = self._maps.saved(entering=None)
 
     def _d_entering_states(self) -> Tensor:
-        """Gradients of states that enter parts, if those of states that leave parts are
+        """Gradients of states that enter segments, if those of states that leave segments are
         zero."""
         if self._d_entering is None:
             q, k, *_, beta = self.inputs
-            _, self._d_entering = stages().fused_gdr_dh(
+            _, self._d_entering = kernels().fused_gdr_dh(
                 q=q,
                 k=k,
                 a=self._kept.A,
@@ -160,7 +162,7 @@ class FlashQlaBackward(RuleBackward):
                 do=self.d_o,
                 output_dh=False,
                 scale=k.shape[-1] ** -0.5,
-                cu_seqlens=self._parts.offsets,
+                cu_seqlens=self._segments.offsets,
                 num_warmup_chunks=self._kept.chunks_back,
             )
         return self._d_entering
@@ -171,7 +173,7 @@ class FlashQlaBackward(RuleBackward):
         if self._kept.chunks_back is None or self._kept.passes_back is not None:
             self._cut_again()  # a forward without initial states saves no maps
         return initial_gradients(
-            self._d_entering_states(), self._kept.through, self._parts
+            self._d_entering_states(), self._kept.through, self._segments
         )
 
     def d_o_was_scaled(self, factor: Tensor) -> None:
@@ -191,7 +193,7 @@ class FlashQlaBackward(RuleBackward):
                 first = kept.entering
             else:
                 first = self._maps.entering(initial)
-            last_grad = kept.leaving(self._d_entering_states(), self._parts, d_final)
+            last_grad = kept.leaving(self._d_entering_states(), self._segments, d_final)
         g_sum, A, *_ = kept
         del kept, self._kept
         self._maps = self._d_entering = None
@@ -202,7 +204,7 @@ class FlashQlaBackward(RuleBackward):
             self.inputs,
             g_sum,
             A,
-            self._parts,
+            self._segments,
             first,
             last_grad,
             states,
@@ -249,8 +251,8 @@ def _why_not_heads(heads: int) -> str | None:
 class FlashQlaRule(Rule):
     """FlashQLA's gated delta rule for bf16 or fp16 heads of 128.
 
-    Long sequences are cut into parts that run side by side. Once the log-decay within a
-    part falls below -10, the state that entered the part counts as zero (e^-10 =
+    Long sequences are cut into segments that run side by side. Once the log-decay within a
+    segment falls below -10, the state that entered the segment counts as zero (e^-10 =
     4.5e-5, a hundredth of a bf16 rounding).
 
     Args:
@@ -266,12 +268,12 @@ class FlashQlaRule(Rule):
 
     name = "flash_qla"
     fits = "heads of 128 on this GPU"
-    reads_again = frozenset({"q", "k", "v", "beta"})
+    backward_reads = frozenset({"q", "k", "v", "beta"})
     forward = FlashQlaForward
     backward = FlashQlaBackward
 
     def __init__(self, bits: Bits = Bits.FREE) -> None:
-        """``bits``: how sequences are cut into parts; see the docstring of the
+        """``bits``: how sequences are cut into segments; see the docstring of the
         class."""
         self.bits = bits
 
@@ -318,8 +320,8 @@ class FlashQlaRule(Rule):
 
     def plan(
         self, inputs: RuleInputs, documents: Documents | None, states: bool
-    ) -> SequenceParts | None:
-        """The parts in which the rule runs; ``states``: whether sequences have initial
+    ) -> Segments | None:
+        """The segments in which the rule runs; ``states``: whether sequences have initial
         states."""
         rows, tokens = inputs.k.shape[:2]
         heads = inputs.v.shape[2]
@@ -327,33 +329,33 @@ class FlashQlaRule(Rule):
         if documents is None and (states or self.batch_invariant):
             documents = documents_of_rows((rows, tokens), device)
         if documents is None:
-            parts = plan_of_rows(rows, tokens, heads, device)
+            segments = plan_of_rows(rows, tokens, heads, device)
         elif self.bits is Bits.ON_GRID:
-            parts = plan_of_whole(documents)
+            segments = plan_of_whole(documents)
         else:
-            parts = plan_of(documents, heads, self.batch_invariant, states)
+            segments = plan_of(documents, heads, self.batch_invariant, states)
         if self.bits is Bits.ON_GRID:
-            part = "whole"
+            use = "whole"
         elif states:
-            part = "states"
-        elif parts is None:
-            part = "rows"
+            use = "states"
+        elif segments is None:
+            use = "rows"
         else:
-            if parts.are_sequences:
-                part = "uncut"
+            if segments.are_sequences:
+                use = "uncut"
             else:
-                part = "cut"
-        set_next_calls(Heads(inputs.k.shape[2], heads, inputs.k.dtype), part)
-        return parts
+                use = "cut"
+        set_next_calls(Heads(inputs.k.shape[2], heads, inputs.k.dtype), use)
+        return segments
 
     def why_not_heads(self, heads: int) -> str | None:
         return _why_not_heads(heads)
 
-    def kept_to_run_again(self, saved: Saved) -> Saved:
+    def kept_to_recompute(self, saved: Saved) -> Saved:
         """``saved`` without g_sum and A, which the second run computes again."""
         return Saved(saved.tensors[2:], saved.plan)
 
-    def run_again(
+    def recompute(
         self,
         inputs: RuleInputs,
         kept: Saved,
@@ -366,27 +368,29 @@ class FlashQlaRule(Rule):
         Without a second run, another kernel computes the states at chunks with other
         roundings.
         """
-        parts: SequenceParts | None = kept.plan
+        segments: Segments | None = kept.plan
         set_next_calls(
-            Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again"
+            Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "recompute"
         )
         rows = inputs.v.shape[:2]
         on_grid = self.bits is Bits.ON_GRID
-        if parts is not None:
+        if segments is not None:
             inputs = in_one_row(inputs)
-        again = Kept(*sums_and_inverses(inputs, parts), *kept.tensors)
+        again = Kept(*sums_and_inverses(inputs, segments), *kept.tensors)
         if again.entering is None:
             entering = initial
         else:
             entering = again.entering
         if on_grid:
-            entering = initial_or_zero(initial, inputs, parts)
+            entering = initial_or_zero(initial, inputs, segments)
         o, at_chunks, _ = run_forward(
             inputs,
             again,
             entering,
-            parts,
+            segments,
             output_h=not on_grid,
             output_final_state=on_grid,
         )
-        return RuleOutput(in_rows(o, rows), None, Saved(tuple(again), parts, at_chunks))
+        return RuleOutput(
+            in_rows(o, rows), None, Saved(tuple(again), segments, at_chunks)
+        )

@@ -4,7 +4,7 @@ FlashQLA computes a map of states, ``S_out = through @ S_in + local``, for each 
 a sequence and each head. Context parallelism sends the maps; the forward applies the
 maps to S_in.
 
-If a head's log-decay sums to less than -20 within a part, ``through`` is zero.
+If a head's log-decay sums to less than -20 within a segment, ``through`` is zero.
 ``local`` is then
 computed from the last chunks alone, whose log-decay sums to -20: e^-20 = 2e-9 is below
 the precision of an fp32 sum. If the sequences begin with zero states, the bound is -10,
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ...ops.delta_rule.base import RuleInputs
-from ...ops.state_maps.parts import SequenceParts, entering_states, leaving_gradients
-from .hopper import HopperStages
-from .plan import stages
+from ...ops.state_maps.segments import Segments, entering_states, leaving_gradients
+from .hopper import HopperKernels
+from .plan import kernels
 
 _NEGLIGIBLE_LOG_DECAY = -20.0
 _FORGOTTEN_FROM_ZERO = -10.0
@@ -33,7 +33,7 @@ class Kept(NamedTuple):
     g_sum: Tensor  # [B, S, H] fp32, log-decay summed within chunks
     A: Tensor  # [B, S, H, 64], inverse of the chunk's triangular system
     # The next two fields are None if the sequences are not cut.
-    entering: Tensor | None = None  # [P, H, K, V], the states that enter parts
+    entering: Tensor | None = None  # [P, H, K, V], the states that enter segments
     through: Tensor | None = None  # [P, H, K, K]
     # The next field is None if the forward needed no state maps.
     # [P, H] int32, count of first chunks that depend on S_in
@@ -42,21 +42,21 @@ class Kept(NamedTuple):
     passes_back: Tensor | None = None  # bool [P, H], whether dS_in depends on dS_out
 
     def leaving(
-        self, d_entering: Tensor, parts: SequenceParts, d_final: Tensor | None
+        self, d_entering: Tensor, segments: Segments, d_final: Tensor | None
     ) -> Tensor | None:
-        """The gradients of states that leave parts; ``d_entering``: of states that
-        enter parts."""
+        """The gradients of states that leave segments; ``d_entering``: of states that
+        enter segments."""
         if self.passes_back is None:
-            return leaving_gradients(d_entering, self.through, parts, d_final)
-        return stages().correct_terminal_states(
-            d_final, d_entering, self.through, self.passes_back, parts.first
+            return leaving_gradients(d_entering, self.through, segments, d_final)
+        return kernels().correct_terminal_states(
+            d_final, d_entering, self.through, self.passes_back, segments.first
         )
 
 
-class PartMaps(NamedTuple):
-    """The state maps of parts, and the tensors that the backward reads."""
+class SegmentMaps(NamedTuple):
+    """The state maps of segments, and the tensors that the backward reads."""
 
-    parts: SequenceParts
+    segments: Segments
     local: Tensor  # [P, H, K, V]
     through: Tensor  # [P, H, K, K]
     # bool [P, H], whether S_out depends on S_in; None: use ``through``
@@ -64,54 +64,54 @@ class PartMaps(NamedTuple):
     kept: Kept  # for the backward, without ``entering`` and ``through``
 
     def entering(self, initial: Tensor | None) -> Tensor | None:
-        """The states that enter parts; None: all are zero."""
+        """The states that enter segments; None: all are zero."""
         if self.passes is None:
-            return entering_states(self.local, self.through, self.parts, initial)
-        return stages().correct_initial_states(
-            initial, self.local, self.through, self.passes, self.parts.first
+            return entering_states(self.local, self.through, self.segments, initial)
+        return kernels().correct_initial_states(
+            initial, self.local, self.through, self.passes, self.segments.first
         )
 
     def saved(self, entering: Tensor | None) -> Kept:
         """The tensors for the backward, without ``entering`` if the sequences are not
         cut."""
-        if self.parts.are_sequences and self.passes is None:
+        if self.segments.are_sequences and self.passes is None:
             return self.kept
         return self.kept._replace(entering=entering, through=self.through)
 
 
-def part_maps(
+def segment_maps(
     inputs: RuleInputs,
-    parts: SequenceParts,
+    segments: Segments,
     known: tuple[Tensor, Tensor] | None = None,
     *,
     from_zero: bool = False,
-) -> PartMaps:
-    """The state maps of parts; ``known``: ``g_sum`` and ``A``, if a forward has
+) -> SegmentMaps:
+    """The state maps of segments; ``known``: ``g_sum`` and ``A``, if a forward has
     computed them.
 
     With ``from_zero`` the sequences begin with zero states, the maps have k's dtype,
-    and the map of a sequence that is one part is not computed, as in FlashQLA.
+    and the map of a sequence that is one segment is not computed, as in FlashQLA.
     """
-    run = stages()
-    g_sum, A = sums_and_inverses(inputs, parts) if known is None else known
+    run = kernels()
+    g_sum, A = sums_and_inverses(inputs, segments) if known is None else known
     chunks, chunks_back, passes, passes_back = run.get_warmup_chunks_bidi(
         g=g_sum,
-        cu_seqlens=parts.offsets,
-        ht_mask_fwd=parts.closes if from_zero else parts.no_part,
-        ht_mask_bwd=parts.opens if from_zero else parts.no_part,
+        cu_seqlens=segments.offsets,
+        ht_mask_fwd=segments.closes if from_zero else segments.no_segment,
+        ht_mask_bwd=segments.opens if from_zero else segments.no_segment,
         threshold=_FORGOTTEN_FROM_ZERO if from_zero else _NEGLIGIBLE_LOG_DECAY,
     )
     options = {}
     if not from_zero:
         passes = passes_back = None
-        # The kernel counts chunks back from a part's end. If a part ends inside a
+        # The kernel counts chunks back from a segment's end. If a segment ends inside a
         # chunk, its chunks are not those of its sequence, so the kernel runs all chunks
-        # of the part.
-        if parts.ragged is not None:
-            chunks = torch.where(parts.ragged, parts.chunks, chunks)
-        # FlashQLA's own function rounds the maps to k's dtype; HopperStages can return
+        # of the segment.
+        if segments.ragged is not None:
+            chunks = torch.where(segments.ragged, segments.chunks, chunks)
+        # FlashQLA's own function rounds the maps to k's dtype; HopperKernels can return
         # fp32.
-        if isinstance(stages(), HopperStages):
+        if isinstance(kernels(), HopperKernels):
             options["final_dtype"] = torch.float32
     _, local, through = run.fused_gdr_h(
         k=inputs.k,
@@ -121,7 +121,7 @@ def part_maps(
         b=inputs.beta,
         output_final_state=True,
         output_h=False,
-        cu_seqlens=parts.offsets,
+        cu_seqlens=segments.offsets,
         num_warmup_chunks=chunks,
         **options,
     )
@@ -129,41 +129,41 @@ def part_maps(
         local = local.float()
         through = through.float()
     kept = Kept(g_sum, A, chunks_back=chunks_back, passes_back=passes_back)
-    return PartMaps(parts, local, through, passes, kept)
+    return SegmentMaps(segments, local, through, passes, kept)
 
 
 def _boundaries(
-    parts: SequenceParts | None,
+    segments: Segments | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Offsets of the sequences, offsets of the parts, and the sequence of each part."""
-    if parts is None:
+    """Offsets of the sequences, offsets of the segments, and the sequence of each segment."""
+    if segments is None:
         return None, None, None
-    return parts.sequences, parts.offsets, parts.owner
+    return segments.sequences, segments.offsets, segments.owner
 
 
 def sums_and_inverses(
-    inputs: RuleInputs, parts: SequenceParts | None
+    inputs: RuleInputs, segments: Segments | None
 ) -> tuple[Tensor, Tensor]:
     """``g_sum`` and ``A`` (see :class:`Kept`) of the sequences or batch rows."""
-    sequences, _, _ = _boundaries(parts)
-    g_sum = stages().chunk_local_cumsum(g=inputs.g, cu_seqlens=sequences)
-    return g_sum, stages().kkt_solve(k=inputs.k, b=inputs.beta, cu_seqlens=sequences)
+    sequences, _, _ = _boundaries(segments)
+    g_sum = kernels().chunk_local_cumsum(g=inputs.g, cu_seqlens=sequences)
+    return g_sum, kernels().kkt_solve(k=inputs.k, b=inputs.beta, cu_seqlens=sequences)
 
 
 def run_forward(
     inputs: RuleInputs,
     kept: Kept,
     entering: Tensor | None,
-    parts: SequenceParts | None,
+    segments: Segments | None,
     **output_flags: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return ``o``, the states at chunks, and the states that leave sequences.
 
-    ``entering`` are the states that enter parts; None means zero. ``output_flags`` are
+    ``entering`` are the states that enter segments; None means zero. ``output_flags`` are
     the kernel's flags ``output_h`` and ``output_final_state``.
     """
-    sequences, offsets, owners = _boundaries(parts)
-    return stages().fused_gdr_fwd(
+    sequences, offsets, owners = _boundaries(segments)
+    return kernels().fused_gdr_fwd(
         q=inputs.q,
         k=inputs.k,
         v=inputs.v,
@@ -180,17 +180,17 @@ def run_forward(
 
 
 def initial_or_zero(
-    initial: Tensor | None, inputs: RuleInputs, parts: SequenceParts | None
+    initial: Tensor | None, inputs: RuleInputs, segments: Segments | None
 ) -> Tensor:
     """``initial``, or zeros for None; so training and generation run the same
     kernel."""
     if initial is not None:
         return initial.contiguous()
-    assert parts is not None
+    assert segments is not None
     H, V = inputs.v.shape[2:]
     K = inputs.k.shape[3]
     device = inputs.v.device
-    return torch.zeros(len(parts.owner), H, K, V, dtype=torch.float32, device=device)
+    return torch.zeros(len(segments.owner), H, K, V, dtype=torch.float32, device=device)
 
 
 def gradients(
@@ -198,7 +198,7 @@ def gradients(
     inputs: RuleInputs,
     g_sum: Tensor,
     A: Tensor,
-    parts: SequenceParts | None,
+    segments: Segments | None,
     states_in: Tensor | None,
     d_states_out: Tensor | None,
     states: Tensor | None,
@@ -206,14 +206,14 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs, in the order of :class:`RuleInputs`.
 
-    ``states_in`` are states that enter parts, ``d_states_out`` gradients of states that
-    leave parts. ``states`` are those at chunks, computed here if None. With
+    ``states_in`` are states that enter segments, ``d_states_out`` gradients of states that
+    leave segments. ``states`` are those at chunks, computed here if None. With
     ``overwrite_last`` the kernel may write over ``d_states_out``. ``g_sum``, ``A``: see
     :class:`Kept`.
     """
-    run = stages()
-    sequences, offsets, _ = _boundaries(parts)
-    if isinstance(stages(), HopperStages):
+    run = kernels()
+    sequences, offsets, _ = _boundaries(segments)
+    if isinstance(kernels(), HopperKernels):
         sparing = {"overwrite_dht": overwrite_last}
     else:
         sparing = {}

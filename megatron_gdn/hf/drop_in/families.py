@@ -24,7 +24,7 @@ from ...kda.rule import choose_kda
 from ...kda.sizes import KDADims
 from ...mixers.micro_batch import ChooseRule
 from ...ops.delta_rule.sizes import LINEAR_SIZES
-from ...ops.parts import MakeFront, fronts_of
+from ...ops.stages import MakeFront, fronts_of
 from ..config_fields import check_config
 from .sources import CACHE_NAMES
 

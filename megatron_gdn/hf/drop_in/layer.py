@@ -13,7 +13,7 @@ from ...compat.tested import warn_of_untested
 from ...context_parallel import LinearCpMode, SequenceLayout
 from ...context_parallel.scheme import local_parameters
 from ...mixers.hooks import (
-    forward_slot,
+    forward_name,
     has_hooks,
     loaded_by_accelerate,
     require_plain_conv,
@@ -25,8 +25,8 @@ from ...mixers.micro_batch import MicroBatch, MicroBatches
 from ...mixers.options import MixerOptions
 from ...ops.layout import Layout
 from ...ops.mixer import mix
-from ...ops.parts import GatedNorm, parts_of
 from ...ops.readout.base import ACTIVATIONS, SplitReadout, readout_by_module
+from ...ops.stages import GatedNorm, stages_of
 from ..config_fields import check_config
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES
 from . import families
@@ -270,8 +270,8 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         if scheme.moves_rows:
             parameters = local_parameters(scheme, *parameters)
         norm = _gated_norm(self._modules[families.family_of(self).norm], layout)
-        parts = parts_of(batch.front, batch.rule, rows, parameters, norm)
-        return batch.passage.close(mix(rows, parts, batch.passage.neighbours))
+        stages = stages_of(batch.front, batch.rule, rows, parameters, norm)
+        return batch.passage.close(mix(rows, stages, batch.passage.neighbours))
 
 
 def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
@@ -379,7 +379,7 @@ def _change_class(module: nn.Module, cls: type) -> None:
     """Give ``module`` the class ``cls``; a bound ``forward`` of its own becomes that of
     ``cls``."""
     before = type(module).forward
-    slot = forward_slot(module)
+    slot = forward_name(module)
     module.__class__ = cls
     if getattr(vars(module).get(slot), "__func__", None) is before:
         vars(module)[slot] = MethodType(cls.forward, module)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...mixers.hooks import forward_slot, runs_class_forward
+from ...mixers.hooks import forward_name, runs_class_forward
 from ...ops.host_tables import to_device
 from .batch import ModelBatch, group_of, resolve_batch
 from .families import (
@@ -188,7 +188,7 @@ class Patch(AbstractContextManager):
                 )
         for text, forward in self._forwards.items():
             if (
-                getattr(vars(text).get(forward_slot(text)), "__func__", None)
+                getattr(vars(text).get(forward_name(text)), "__func__", None)
                 is not forward
             ):
                 raise RuntimeError(
@@ -262,7 +262,7 @@ class Patch(AbstractContextManager):
                     _drop_resolved_batch, with_kwargs=True
                 )
                 self._changes.callback(hook.remove)
-        slot = forward_slot(text)
+        slot = forward_name(text)
         vars(text)[_FORWARD_BEFORE] = vars(text).get(slot)
         # deepcopy binds a method to the copy
         vars(text)[slot] = MethodType(forward, text)
@@ -272,7 +272,7 @@ class Patch(AbstractContextManager):
 
 def _restore_forward(text: Any) -> None:
     """Remove the wrapper of ``text.forward``."""
-    slot = forward_slot(text)
+    slot = forward_name(text)
     wrapped = vars(text).pop(_FORWARD_BEFORE)
     if wrapped is None and slot == "forward":
         del vars(text)["forward"]

@@ -16,12 +16,12 @@ from torch import Tensor
 from ..documents import Documents, documents_of_rows
 from ..kernels.tiles import MOST_PROGRAMS
 from ..rules.fla import SEQUENCES, ChunkProducts, FlaBackward, FlaForward, FlaRule
-from ..state_maps.parts import (
+from ..state_maps.segments import (
     CHUNK,
-    SequenceParts,
+    Segments,
     compose,
     cut_by_length,
-    one_part_per_sequence,
+    one_segment_per_sequence,
 )
 from ..state_maps.state_map import StateMap
 from .base import RuleGrads
@@ -73,29 +73,33 @@ class FlaDeltaRule(FlaRule):
         )
 
     def state_map(self, x: FlaForward, products: ChunkProducts) -> StateMap:
-        parts = parts_of(x.inputs, x.documents)
+        segments = segments_of(x.inputs, x.documents)
         u = products.chunks["u"]
-        if len(parts.offsets) > MOST_PROGRAMS:
+        if len(segments.offsets) > MOST_PROGRAMS:
             raise ValueError(
-                f"{len(parts.offsets) - 1} pieces of sequences: fla's kernel of state "
+                f"{len(segments.offsets) - 1} pieces of sequences: fla's kernel of state "
                 f"maps takes at most {MOST_PROGRAMS - 1}. Pack fewer documents, or use "
                 "backend='reference'."
             )
         # fla's kernel for context parallelism makes the state maps [local | through] of
-        # all parts.
+        # all segments.
         H, V = u.shape[2:]
         K = products.chunks["k"].shape[-1]
-        P = len(parts.offsets) - 1
+        P = len(segments.offsets) - 1
         maps = u.new_empty(P, H, K, V + K, dtype=torch.float32)
         rows = {
             name: of_rows.flatten(0, 1)[None]
             for name, of_rows in products.chunks.items()
         }
         self.fla.chunk_cp_fwd_h(
-            **rows, hm=maps, cu_seqlens=parts.offsets, chunk_size=CHUNK, multi_seqs=True
+            **rows,
+            hm=maps,
+            cu_seqlens=segments.offsets,
+            chunk_size=CHUNK,
+            multi_seqs=True,
         )
         local, through = (of.contiguous() for of in maps.split([V, K], dim=-1))
-        return StateMap(*compose(local, through, parts))
+        return StateMap(*compose(local, through, segments))
 
     def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
         _, d_local, _ = self.fla.chunk_gated_delta_rule_bwd_dhu(
@@ -156,7 +160,7 @@ class FlaChannelRule(FlaDeltaRule):
             **x.at,
         )
 
-    def again(self, x: FlaBackward) -> tuple[Any, ...]:
+    def recompute(self, x: FlaBackward) -> tuple[Any, ...]:
         return self.sums(x), *x.saved.tensors
 
     def readers(self, x: FlaBackward) -> dict[str, Tensor]:
@@ -194,8 +198,8 @@ class FlaChannelRule(FlaDeltaRule):
         return self.grads(dq, dk, dv, dg, *d_gates)
 
 
-def parts_of(inputs: Any, documents: Documents | None) -> SequenceParts:
-    """Cut sequences into parts so short that fla's state-map kernel can index them in
+def segments_of(inputs: Any, documents: Documents | None) -> Segments:
+    """Cut sequences into segments so short that fla's state-map kernel can index them in
     32 bits."""
     rows, tokens, H, V = inputs.v.shape
     K = inputs.k.shape[-1]
@@ -203,11 +207,11 @@ def parts_of(inputs: Any, documents: Documents | None) -> SequenceParts:
     if documents is None:
         documents = documents_of_rows((rows, tokens), inputs.v.device)
     if documents.known:
-        return SequenceParts.of(documents, cut_by_length, H, longest)
+        return Segments.of(documents, cut_by_length, H, longest)
     if tokens > longest:
         raise NotImplementedError(
             f"backend='fla' with {H} value heads and initial states takes documents in "
             f"fixed buffers of at most {longest} tokens per rank, not {tokens}; use "
             "backend='flash_qla' or linear_cp_mode='headwise'."
         )
-    return SequenceParts.of(documents, one_part_per_sequence)
+    return Segments.of(documents, one_segment_per_sequence)

@@ -227,7 +227,7 @@ class PlainRule(Rule):
     name = "reference"
     # the least promise; the constructor's ``bits`` may promise more
     bits = Bits.DETERMINISTIC
-    reads_again = frozenset(RuleInputs._fields)
+    backward_reads = frozenset(RuleInputs._fields)
     forward = PlainForward
     backward = PlainBackward
     grads: ClassVar[Any] = RuleGrads

@@ -34,14 +34,14 @@ from .kernels import (
     front_backward_kernel,
     front_forward_kernel,
 )
-from .table import Batch, FrontTable, TableFront
+from .table import Batch, Front, FrontTable
 
 _EPS = 1e-6  # as in :func:`..elementwise.l2norm`
 _MOST_GATES = 3
 
 
 @dataclass(frozen=True, eq=False)
-class TritonFront(TableFront):
+class TritonFront(Front):
     """The front in Triton. Rows and the conv weight must be contiguous; W is at least
     2.
 
@@ -349,7 +349,7 @@ def _elements_per_token(front: TritonFront) -> list[int]:
 
 
 def kernel_tables(
-    front: TableFront,
+    front: Front,
     gates_apart: bool = False,
     suffix: str = "",
     groups: Sequence[int] | None = None,

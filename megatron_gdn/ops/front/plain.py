@@ -17,12 +17,12 @@ from ..conv import convolve_rows
 from ..elementwise import l2norm
 from ..obstacles import log_obstacle_once, why_not_triton
 from ..rules.base import Bits
-from .table import Batch, FrontParameters, FrontTable, TableFront
+from .table import Batch, Front, FrontParameters, FrontTable
 
 
 @dataclass(frozen=True, eq=False)
-class PlainFront(TableFront):
-    """A :class:`TableFront` in plain torch; autograd computes its backward."""
+class PlainFront(Front):
+    """A :class:`Front` in plain torch; autograd computes its backward."""
 
     @torch.no_grad()
     def _make_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ def front_of(
     kernels: str = "auto",
     bits: Bits = Bits.FREE,
     operands: torch.dtype | None = None,
-) -> TableFront:
+) -> Front:
     """The front of ``table`` for rows of ``rows_dtype`` and a rule that promises
     ``bits``.
 

@@ -19,7 +19,7 @@ from ..layout import Layout
 from ..state_maps.state_map import StateShape
 from .history import History
 
-# The parameters of a front, in the order that TableFront's docstring lists.
+# The parameters of a front, in the order that Front's docstring lists.
 Parameters = Sequence[Any]
 
 
@@ -82,7 +82,7 @@ class FrontTable:
     erases: bool = True
     # Inputs that are not saved, adjacent in ``inputs``: the backward computes them from
     # the rows.
-    again: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
 
     @cached_property
     def unit_length(self) -> bool:
@@ -114,7 +114,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TableFront:
+class Front:
     """Computes a rule's inputs from projection rows ``[S, B, P]``; ``table`` says how.
 
     ``parameters``: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log,
@@ -141,9 +141,9 @@ class TableFront:
         return self.table.layout
 
     @cached_property
-    def again(self) -> tuple[str, ...]:
+    def recomputed(self) -> tuple[str, ...]:
         """Names of the inputs that the backward computes again."""
-        return self.table.again
+        return self.table.recomputed
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -36,12 +36,12 @@ from ..rules.chunk_table import CHUNK, ChunkTable
 from .memory import Memory, write_slots
 
 if TYPE_CHECKING:
-    from ..parts import Parts
+    from ..stages import Stages
 
 
 def prefill_on_grid(
     proj: Tensor,
-    parts: Parts,
+    stages: Stages,
     history: Tensor,
     state: Tensor,
     documents: Documents | None,
@@ -55,7 +55,7 @@ def prefill_on_grid(
     in ``history``.
     """
     new = proj.transpose(0, 1)
-    past = parts.past
+    past = stages.past
     device = proj.device
     count_row = history[:, :1]
     history = history[:, 1:].to(proj.dtype)
@@ -72,11 +72,11 @@ def prefill_on_grid(
     source, fresh, full, tail, kept, empty = (to_device(x, device) for x in tables)
     known = torch.cat([history.flatten(0, 1), new.flatten(0, 1)])
     rows = known.index_select(0, source)[None]
-    grid = grid_of(rows, _documents(total_counts, device), parts.state.heads)
+    grid = grid_of(rows, _documents(total_counts, device), stages.state.heads)
     before = history[:, :past].index_select(
         0, _indices_of_nonempty(total_counts, device)
     )
-    inputs = front_on_grid(parts.front, parts.of_front, rows, grid, before)
+    inputs = front_on_grid(stages.front, stages.of_front, rows, grid, before)
 
     # The rule runs full chunks first, which give the next states, then the remaining
     # tokens.
@@ -89,7 +89,7 @@ def prefill_on_grid(
         selected = map_inputs(
             inputs, lambda x, tokens=tokens: x.index_select(1, tokens)
         )
-        begun = parts.rule.begin(selected, _documents(counts, device))
+        begun = stages.rule.begin(selected, _documents(counts, device))
         result = begun.run(
             state.index_select(0, index), keep=False, final=tokens is full
         )
@@ -100,7 +100,7 @@ def prefill_on_grid(
         o.index_copy_(1, tokens, result.o)
     assert o is not None, "there are tokens"
 
-    mixed = _read_out_tokens(parts, o, rows, grid, fresh, proj)
+    mixed = _read_out_tokens(stages, o, rows, grid, fresh, proj)
     next_rows = known.index_select(0, kept).masked_fill_(empty[:, None], 0)
     count_row[:, 0, 0] = to_device(
         torch.tensor(total_counts, device="cpu") % CHUNK, device
@@ -113,14 +113,14 @@ def prefill_on_grid(
 
 
 @torch.no_grad()
-def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
+def decode_on_grid(row: Tensor, stages: Stages, memory: Memory) -> Tensor:
     """Mix one token of each sequence, from ``row [1, N, P]`` to ``[1, N, H * V]``.
 
     Overwrites ``memory``, whose buffers must be contiguous. The host does not wait for
     the GPU. The rule computes the next state of every chunk, but only full chunks write
     their states.
     """
-    past = parts.past
+    past = stages.past
     number = torch.arange(row.shape[1], device=row.device)
     history, state = memory.gathered()
     if memory.slots is None:
@@ -132,12 +132,14 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
     history[number, 1 + past + place] = row[0].to(history.dtype)
     rows = history[:, 1:].to(row.dtype)
     chunks = rows[:, past:]
-    result = parts.rule.begin(_rule_inputs(parts, rows), None).run(
+    result = stages.rule.begin(_rule_inputs(stages, rows), None).run(
         state, keep=False, final=True
     )
     assert result.final is not None
-    grid = grid_of(chunks, None, parts.state.heads)
-    mixed = _read_out_tokens(parts, result.o, chunks, grid, number * CHUNK + place, row)
+    grid = grid_of(chunks, None, stages.state.heads)
+    mixed = _read_out_tokens(
+        stages, result.o, chunks, grid, number * CHUNK + place, row
+    )
     full = place == CHUNK - 1
     write_slots(memory.state, slots.where(full, -1), result.final.to(state.dtype))
     # Rows to write: the count, the new row and, after a full chunk, the rows before the
@@ -159,22 +161,22 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
     return mixed.masked_fill_((slots < 0)[:, None], 0)
 
 
-def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
+def _rule_inputs(stages: Stages, rows: Tensor) -> Any:
     """The rule's inputs ``[N, 64, ...]``; ``rows [N, W - 1 + 64, P]``: history, then
     the chunk."""
-    front = parts.front
-    past = parts.past
+    front = stages.front
+    past = stages.past
     if getattr(front, "triton", False):
         path = one_document(rows.shape[1], rows.device)
-        inputs = front.forward(rows.transpose(0, 1), parts.of_front, path)
+        inputs = front.forward(rows.transpose(0, 1), stages.of_front, path)
         return map_inputs(inputs, lambda x: x[:, past:].contiguous())
     chunks = rows[:, past:]
-    grid = grid_of(chunks, None, parts.state.heads)
-    return front_on_grid(front, parts.of_front, chunks, grid, rows[:, :past])
+    grid = grid_of(chunks, None, stages.state.heads)
+    return front_on_grid(front, stages.of_front, chunks, grid, rows[:, :past])
 
 
 def _read_out_tokens(
-    parts: Parts,
+    stages: Stages,
     o: Tensor,
     rows: Tensor,
     grid: ChunkTable,
@@ -187,8 +189,8 @@ def _read_out_tokens(
     ``rows`` has the projection rows of all tokens, ``new_rows [s, B, P]`` only of those
     tokens.
     """
-    readout = parts.readout
-    gamma = parts.parameters[-1]
+    readout = stages.readout
+    gamma = stages.parameters[-1]
     if isinstance(readout, SplitReadout) or getattr(readout, "by_row", False):
         o = (
             o.flatten(0, 1)

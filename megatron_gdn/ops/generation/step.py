@@ -4,7 +4,7 @@
     prefill   computes many tokens of a sequence, in chunks; dense or packed
     decode    computes one or a few tokens of every sequence, one after the other
 
-Prefill and decode run the same :class:`.parts.Parts` as training. The tokens of a
+Prefill and decode run the same :class:`.stages.Stages` as training. The tokens of a
 sequence may be split over any number of calls, at any token; the results are those of
 one call. No call has a backward. Of all calls, only a prefill on the grid makes the
 host wait for the GPU.
@@ -28,9 +28,9 @@ from torch import Tensor
 from ..documents import Documents
 from ..elementwise import l2norm, silu
 from ..front.history import history_of, last_rows
-from ..front.table import TableFront
-from ..parts import Parts
+from ..front.table import Front
 from ..rules.token_rule import recurrence
+from ..stages import Stages
 from .aligned import decode_on_grid, prefill_on_grid
 from .memory import Memory
 
@@ -38,7 +38,7 @@ from .memory import Memory
 @torch.no_grad()
 def prefill(
     proj: Tensor,
-    parts: Parts,
+    stages: Stages,
     memory: Memory,
     documents: Documents | None = None,
     *,
@@ -70,7 +70,7 @@ def prefill(
         N = B
     else:
         N = len(documents.lengths)
-    parts.shape.check(memory, N, proj.dtype)
+    stages.shape.check(memory, N, proj.dtype)
     if begins:
         history, state = (
             x.new_zeros(N, *x.shape[1:]) for x in (memory.history, memory.state)
@@ -78,16 +78,16 @@ def prefill(
     else:
         history, state = memory.gathered()
     if s == 0 or B == 0:
-        mixed = proj.new_empty(s, B, parts.state.heads * parts.state.columns)
-    elif parts.on_grid:
+        mixed = proj.new_empty(s, B, stages.state.heads * stages.state.columns)
+    elif stages.on_grid:
         mixed, history, state = prefill_on_grid(
-            proj, parts, history, state, documents, begins
+            proj, stages, history, state, documents, begins
         )
     else:
         mixed, state = _prefill_in_chunks(
-            proj, parts, history, state, documents, begins
+            proj, stages, history, state, documents, begins
         )
-        rows = proj[..., parts.front.layout.conv_columns]
+        rows = proj[..., stages.front.layout.conv_columns]
         history = last_rows(rows.to(history.dtype), history, documents)
     memory.write(history, state)
     return mixed
@@ -95,7 +95,7 @@ def prefill(
 
 def _prefill_in_chunks(
     proj: Tensor,
-    parts: Parts,
+    stages: Stages,
     history: Tensor,
     state: Tensor,
     documents: Documents | None,
@@ -104,10 +104,10 @@ def _prefill_in_chunks(
     """The output ``[s, B, H * V]`` and next states, for a mixer that is not on the
     grid."""
     past = None
-    if parts.past and not begins:
-        newest = history[..., history.shape[-1] - parts.past :].to(proj.dtype)
+    if stages.past and not begins:
+        newest = history[..., history.shape[-1] - stages.past :].to(proj.dtype)
         past = history_of(newest, documents, len(proj))
-    inputs = parts.front.forward(proj, parts.of_front, documents, history=past)
+    inputs = stages.front.forward(proj, stages.of_front, documents, history=past)
     # The rule reads states of non-empty documents only; an empty document keeps its
     # state.
     if documents is None:
@@ -117,17 +117,17 @@ def _prefill_in_chunks(
     initial = None if begins else state
     if filled is not None and initial is not None:
         initial = state.index_select(0, filled)
-    output = parts.rule.begin(inputs, documents).run(initial, keep=False, final=True)
+    output = stages.rule.begin(inputs, documents).run(initial, keep=False, final=True)
     final = output.final
     assert final is not None
     if filled is not None:
         final = state.index_copy(0, filled, final.to(state.dtype))
-    return parts.readout.forward(output.o, proj, parts.parameters[-1]), final
+    return stages.readout.forward(output.o, proj, stages.parameters[-1]), final
 
 
 @torch.no_grad()
 def decode(
-    proj: Tensor, parts: Parts, memory: Memory, steps: Memory | None = None
+    proj: Tensor, stages: Stages, memory: Memory, steps: Memory | None = None
 ) -> Tensor:
     """Mix the next s tokens of every sequence, one at a time; return ``[s, N, H * V]``.
 
@@ -153,10 +153,10 @@ def decode(
         raise ValueError(
             "decode got no token; give the projection rows [s, N, P] of at least one."
         )
-    shape = parts.shape
-    front = parts.front
+    shape = stages.shape
+    front = stages.front
     shape.check(memory, N, proj.dtype)
-    *of_front, gamma = parts.parameters
+    *of_front, gamma = stages.parameters
     token_of = _decode_token_in_torch
     if front.triton and not shape.rows_first:
         from .step_kernels import decode_token_in_slots as token_of
@@ -167,12 +167,12 @@ def decode(
         else:
             after = steps.after(token - s, memory.slots)
         if shape.rows_first:
-            mixed.append(decode_on_grid(row, parts, memory))
+            mixed.append(decode_on_grid(row, stages, memory))
             if after is not None:
                 after.write(*memory.gathered())
         else:
             o = token_of(row, front, of_front, memory, after)
-            mixed.append(parts.readout.forward(o, row, gamma))
+            mixed.append(stages.readout.forward(o, row, gamma))
     if s == 1:
         return mixed[0]
     return torch.cat(mixed)
@@ -180,7 +180,7 @@ def decode(
 
 def _decode_token_in_torch(
     row: Tensor,
-    front: TableFront,
+    front: Front,
     parameters: Sequence[Tensor | None],
     memory: Memory,
     after: Memory | None,

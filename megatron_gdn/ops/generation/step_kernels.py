@@ -34,7 +34,7 @@ from ..front.kernels import (
     AT_WIDTH,
 )
 from ..front.launches import kernel_tables
-from ..front.table import TableFront
+from ..front.table import Front
 from ..kernels.elementwise import sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import MOST_PROGRAMS, block_dim, require_32_bits
@@ -49,7 +49,7 @@ _EPS = 1e-6  # the same as in :func:`..elementwise.l2norm`
 
 def decode_token_in_slots(
     row: Tensor,
-    front: TableFront,
+    front: Front,
     parameters: Sequence[Any],
     memory: Buffers,
     after: Buffers | None,
@@ -95,7 +95,7 @@ def decode_token_in_slots(
 
 @lru_cache(maxsize=MOST_PLANS)
 def _step_launches(
-    front: TableFront,
+    front: Front,
     N: int,
     row_stride: int,
     taps: int,

@@ -166,7 +166,7 @@ class Rule:
     # rows' dtype.
     operand_dtype: torch.dtype | None = None
     # names of the inputs that the backward reads
-    reads_again: frozenset[str] = frozenset()
+    backward_reads: frozenset[str] = frozenset()
     forward: ClassVar[Callable[..., RuleForward]]
     backward: ClassVar[Callable[..., RuleBackward]]
 
@@ -213,18 +213,18 @@ class Rule:
         afterwards."""
         return self.backward(self, d_o, inputs, saved, documents)
 
-    def kept_to_run_again(self, saved: Saved) -> Saved:
-        """The tensors of ``saved`` that :meth:`run_again` needs; they must be small."""
+    def kept_to_recompute(self, saved: Saved) -> Saved:
+        """The tensors of ``saved`` that :meth:`recompute` needs; they must be small."""
         return Saved()
 
-    def run_again(
+    def recompute(
         self,
         inputs: Any,
         kept: Saved,
         documents: Documents | None,
         initial: Tensor | None,
     ) -> RuleOutput:
-        """Run a forward again; ``kept`` is the result of :meth:`kept_to_run_again`.
+        """Run a forward again; ``kept`` is the result of :meth:`kept_to_recompute`.
 
         The caller must give ``inputs`` and ``initial`` with the same bits as in the
         first run.

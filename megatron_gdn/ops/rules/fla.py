@@ -22,7 +22,7 @@ from torch import Tensor
 from ..documents import Documents
 from ..kernels.tiles import MOST_PROGRAMS
 from ..obstacles import Obstacle, why_not_fla_package
-from ..state_maps.parts import CHUNK
+from ..state_maps.segments import CHUNK
 from ..state_maps.state_map import StateMap, StateShape
 from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
 
@@ -118,7 +118,7 @@ class FlaBackward(RuleBackward):
 
     @cached_property
     def kept(self) -> Any:
-        return self.rule.again(self)
+        return self.rule.recompute(self)
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
@@ -209,7 +209,7 @@ class FlaRule(Rule):
             return f"fla takes key_head_dim up to 256, not {state.rows}"
         return None
 
-    def again(self, x: FlaBackward) -> tuple[Any, ...]:
+    def recompute(self, x: FlaBackward) -> tuple[Any, ...]:
         """The tensors of ``x.kept``: the saved ones; a subclass may add tensors
         computed again."""
         return x.saved.tensors

@@ -3,7 +3,7 @@ maps.
 
     S_after = through @ S_before + local
 
-A chain has the maps of a sequence's parts (:mod:`.parts`), or of its pieces on
+A chain has the maps of a sequence's segments (:mod:`.segments`), or of its pieces on
 different ranks. On a GPU one launch follows all chains (:mod:`.chains_kernels`).
 
 Legend: N stretches or chains, H heads, K rows of a state, V columns, L steps of the

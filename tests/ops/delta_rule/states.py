@@ -9,7 +9,7 @@ from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.rules.base import Bits, RuleBackward, Saved
-from megatron_gdn.ops.state_maps.parts import SequenceParts, cut_at
+from megatron_gdn.ops.state_maps.segments import Segments, cut_at
 from megatron_gdn.ops.static_documents import StaticDocuments
 
 NAMES = ("o", "q", "k", "v", "g", "beta")
@@ -47,10 +47,10 @@ def random_inputs(
     return inputs, normal(H, V)
 
 
-def parts_at(sequences, offsets, device="cpu") -> SequenceParts:
+def segments_at(sequences, offsets, device="cpu") -> Segments:
     """Of sequences and parts that begin at these tokens."""
     documents = Documents(tuple(sequences), torch.device(device))
-    return SequenceParts.of(documents, cut_at, tuple(offsets))
+    return Segments.of(documents, cut_at, tuple(offsets))
 
 
 class InHalf(PlainRule):
@@ -161,7 +161,9 @@ def backward_of(
 ) -> RuleBackward:
     """A backward that has begun, without the inputs that the rule says it does not
     read."""
-    kept = (x if n in rule.reads_again else None for n, x in inputs._asdict().items())
+    kept = (
+        x if n in rule.backward_reads else None for n, x in inputs._asdict().items()
+    )
     return rule.begin_backward(d_o, type(inputs)(*kept), saved, documents)
 
 

@@ -1,4 +1,4 @@
-"""Sequences cut into parts, documents in fixed buffers: where cuts lie, how maps
+"""Sequences cut into segments, documents in fixed buffers: where cuts lie, how maps
 chain."""
 
 from itertools import pairwise
@@ -8,19 +8,19 @@ import torch
 
 from megatron_gdn.ops import Documents, StaticDocuments
 from megatron_gdn.ops.delta_rule.base import RuleInputs
-from megatron_gdn.ops.delta_rule.fla import parts_of
+from megatron_gdn.ops.delta_rule.fla import segments_of
 from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.state_maps.parts import (
+from megatron_gdn.ops.state_maps.segments import (
     CHUNK,
     PROGRAMS_OF_A_FULL_GPU,
-    SequenceParts,
+    Segments,
     compose,
     cut_by_length,
     entering_states,
     initial_gradients,
     leaving_gradients,
 )
-from tests.ops.delta_rule.states import Oracle, parts_at, random_inputs
+from tests.ops.delta_rule.states import Oracle, random_inputs, segments_at
 from tests.whole_groups import whole_groups
 
 CPU = torch.device("cpu")
@@ -30,8 +30,8 @@ def offsets_of(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).tolist()
 
 
-def parts_by_length(offsets, heads):
-    """Offsets of parts, from what the cut promises; and the cut has them."""
+def segments_by_length(offsets, heads):
+    """Offsets of segments, from what the cut promises; and the cut has them."""
     most = max(1, PROGRAMS_OF_A_FULL_GPU // heads)
     fewest = max(8, min(32, heads))
     wanted = []
@@ -49,23 +49,23 @@ def parts_by_length(offsets, heads):
 @pytest.mark.parametrize("heads", [1, 4, 32, 48, 64, 200])
 @pytest.mark.parametrize("length", [1, 64, 4096, 4097, 8192, 32768, 100_001])
 def test_the_cut_of_a_sequence_depends_on_its_length_alone(length, heads):
-    alone = parts_by_length([0, length], heads)
-    among = parts_by_length(offsets_of([9000, length, 1]), heads)
+    alone = segments_by_length([0, length], heads)
+    among = segments_by_length(offsets_of([9000, length, 1]), heads)
     assert [x - 9000 for x in among if 9000 <= x <= 9000 + length] == alone
     assert all((x - alone[0]) % CHUNK == 0 for x in alone[:-1])
     assert len(alone) - 1 <= max(1, PROGRAMS_OF_A_FULL_GPU // heads)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(64, 128), (32, 256), (1, 128)])
-def test_no_part_that_fla_gets_is_longer_than_its_32_bit_offsets_reach(heads, dim):
+def test_no_segment_that_fla_gets_is_longer_than_its_32_bit_offsets_reach(heads, dim):
     tokens = 2**22
     narrow, wide = (torch.empty(1).expand(1, tokens, heads, size) for size in (8, dim))
-    by_length = parts_by_length([0, tokens], heads)[1]
+    by_length = segments_by_length([0, tokens], heads)[1]
     assert (by_length * heads * dim > 2**31) == (heads > 1), (
         "the cases that are and are not cut"
     )
     for k, v in ((narrow, wide), (wide, narrow)):
-        offsets = parts_of(RuleInputs(k, k, v, None, None), None).offsets.tolist()
+        offsets = segments_of(RuleInputs(k, k, v, None, None), None).offsets.tolist()
         step = offsets[1]
         assert offsets == [*range(0, tokens, step), tokens] and step % CHUNK == 0
         assert step * heads * dim <= 2**31
@@ -75,23 +75,23 @@ def test_no_part_that_fla_gets_is_longer_than_its_32_bit_offsets_reach(heads, di
 
 
 @pytest.mark.parametrize("default_device", ["cpu", "meta"])
-def test_tables_of_parts(default_device):
+def test_tables_of_segments(default_device):
     with torch.device(default_device):
-        parts = parts_at([0, 1, 1000, 1128], [0, 1, 513, 1000, 1128])
-    assert parts.first.tolist() == [0, 1, 3, 4]
-    assert parts.owner.tolist() == [0, 1, 1, 2]
-    assert parts.opens.tolist() == [True, True, False, True]
-    assert parts.closes.tolist() == [True, False, True, True]
-    assert parts.chunks.flatten().tolist() == [1, 8, 8, 2]
-    assert parts.ragged.flatten().tolist() == [True, False, True, False]
+        segments = segments_at([0, 1, 1000, 1128], [0, 1, 513, 1000, 1128])
+    assert segments.first.tolist() == [0, 1, 3, 4]
+    assert segments.owner.tolist() == [0, 1, 1, 2]
+    assert segments.opens.tolist() == [True, True, False, True]
+    assert segments.closes.tolist() == [True, False, True, True]
+    assert segments.chunks.flatten().tolist() == [1, 8, 8, 2]
+    assert segments.ragged.flatten().tolist() == [True, False, True, False]
     out = [-1, -1]
     none = -1
-    assert parts.entering.table.tolist() == [
+    assert segments.entering.table.tolist() == [
         [[0, none], out],
         [[1, 1], [2, none]],
         [[3, none], out],
     ]
-    assert not parts.are_sequences
+    assert not segments.are_sequences
 
 
 LENGTHS = {
@@ -109,10 +109,10 @@ CUTS = {
 
 
 @pytest.mark.parametrize("case", LENGTHS)
-def test_the_maps_of_parts_chain_into_those_of_sequences(case):
+def test_the_maps_of_segments_chain_into_those_of_sequences(case):
     lengths = LENGTHS[case]
     cut = CUTS[case]
-    parts = parts_at(offsets_of(lengths), cut)
+    segments = segments_at(offsets_of(lengths), cut)
     inputs, d_o = random_inputs(sum(lengths))
     whole = Oracle(inputs, lengths)
     pieces = Oracle(inputs, torch.tensor(cut).diff().tolist())
@@ -120,7 +120,7 @@ def test_the_maps_of_parts_chain_into_those_of_sequences(case):
     through = pieces.through()
 
     for got, exact in zip(
-        compose(local, through, parts),
+        compose(local, through, segments),
         (whole.forward()[1], whole.through()),
         strict=True,
     ):
@@ -131,18 +131,18 @@ def test_the_maps_of_parts_chain_into_those_of_sequences(case):
         torch.randn(whole.zeros().shape, generator=make, dtype=torch.float64)
         for _ in range(2)
     )
-    entering = entering_states(local, through, parts, initial)
+    entering = entering_states(local, through, segments, initial)
     torch.testing.assert_close(pieces.forward(entering)[0], whole.forward(initial)[0])
-    entering = entering_states(local, through, parts, None)
+    entering = entering_states(local, through, segments, None)
     torch.testing.assert_close(pieces.forward(entering)[0], whole.forward()[0])
 
     d_local = pieces.backward(d_o)[1]
     torch.testing.assert_close(
-        initial_gradients(d_local, through, parts), whole.backward(d_o)[1]
+        initial_gradients(d_local, through, segments), whole.backward(d_o)[1]
     )
     for d_last in (None, d_final):
-        leaving = leaving_gradients(d_local, through, parts, d_last)
-        entering = entering_states(local, through, parts, initial)
+        leaving = leaving_gradients(d_local, through, segments, d_last)
+        entering = entering_states(local, through, segments, initial)
         got = pieces.backward(d_o, entering, leaving)[0]
         for a, b in zip(got, whole.backward(d_o, initial, d_last)[0], strict=True):
             torch.testing.assert_close(a, b)
@@ -189,35 +189,38 @@ def test_the_worst_case_fills_all_chunks():
 
 
 @pytest.mark.parametrize("heads", [2, 16, 32, 200])
-def test_parts_are_those_that_the_host_cuts(heads):
+def test_segments_are_those_that_the_host_cuts(heads):
     for tokens, most in ((8192, 6), (130, 9), (20000, 2)):
         static = StaticDocuments(tokens, most)
-        parts = SequenceParts.of(static, cut_by_length, heads)
+        segments = Segments.of(static, cut_by_length, heads)
         for _ in range(10):
             offsets = random_offsets(tokens, most)
             static.fill(offsets)
             filled = Documents(tuple(offsets), CPU).filled_offsets
-            cut = parts_by_length(filled, heads)
-            host = parts_at(filled, cut)
+            cut = segments_by_length(filled, heads)
+            host = segments_at(filled, cut)
             n, N = len(cut) - 1, len(filled) - 1
-            assert n < len(parts.owner)  # the last part never has tokens
+            assert n < len(segments.owner)  # the last segment never has tokens
             assert (
-                parts.offsets[: n + 1].tolist() == cut
-                and (parts.offsets[n:] == tokens).all()
+                segments.offsets[: n + 1].tolist() == cut
+                and (segments.offsets[n:] == tokens).all()
             )
             assert (
-                torch.equal(parts.first[: N + 1], host.first)
-                and (parts.first[N:-1] == n).all()
+                torch.equal(segments.first[: N + 1], host.first)
+                and (segments.first[N:-1] == n).all()
             )
-            assert parts.first[-1] == len(parts.owner)
+            assert segments.first[-1] == len(segments.owner)
             assert (
-                torch.equal(parts.owner[:n], host.owner)
-                and (parts.owner[n:] == most).all()
+                torch.equal(segments.owner[:n], host.owner)
+                and (segments.owner[n:] == most).all()
             )
-            assert torch.equal(parts.opens[:n], host.opens)
-            assert torch.equal(parts.closes[:n], host.closes) and parts.closes[n:].all()
+            assert torch.equal(segments.opens[:n], host.opens)
+            assert (
+                torch.equal(segments.closes[:n], host.closes)
+                and segments.closes[n:].all()
+            )
             wanted = chunks_of(cut)
-            offsets, indices = parts.places
+            offsets, indices = segments.places
             assert offsets[-1] == len(wanted) <= len(indices)
             assert indices[: len(wanted)].tolist() == wanted
 

@@ -1,5 +1,5 @@
-"""The parts of a mixer between its projections; training and generation run the same
-parts.
+"""The stages of a mixer between its projections; training and generation run the same
+stages.
 
 The source of the convolution's history and of the initial state:
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from .documents import Documents
 from .front.history import HistoryLink
 from .front.plain import front_of
-from .front.table import FrontTable, TableFront
+from .front.table import Front, FrontTable
 from .generation.memory import MemoryShape
 from .layout import Layout
 from .readout.base import PlainReadout, Readout, SplitReadout
@@ -60,16 +60,16 @@ def _norm_and_gate(
     return kind(gate, activation, eps, zero_centered, groups)
 
 
-class Parts(NamedTuple):
+class Stages(NamedTuple):
     """A mixer's front, rule, readout and parameters, for rows of one device, dtype and
     scheme."""
 
-    front: TableFront  # computes the rule's inputs from projection rows
+    front: Front  # computes the rule's inputs from projection rows
     rule: Rule  # the recurrence
     readout: Readout | SplitReadout  # computes rows for out_proj from the rule's output
     # of the front, then the readout's gamma or None
     parameters: tuple[Tensor | None, ...]
-    run_again: bool = False  # whether the backward computes front and rule again
+    recompute: bool = False  # whether the backward computes front and rule again
 
     @property
     def on_grid(self) -> bool:
@@ -108,7 +108,7 @@ class Parts(NamedTuple):
 
 # Makes the front of rows from their layout, the rule, device, dtype and number of conv
 # taps.
-MakeFront = Callable[[Layout, Rule, torch.device, torch.dtype, int], TableFront]
+MakeFront = Callable[[Layout, Rule, torch.device, torch.dtype, int], Front]
 
 
 def fronts_of(table: Callable[..., FrontTable], **settings: Any) -> MakeFront:
@@ -125,7 +125,7 @@ def front_by_table(
     dtype: torch.dtype,
     taps: int,
     kernels: str = "auto",
-) -> TableFront:
+) -> Front:
     """The front that gives ``rule`` its inputs, from rows of this layout, device and
     dtype.
 
@@ -148,24 +148,24 @@ def front_by_table(
     return front_of(of_layout, device.type, dtype, taps, kernels, rule.bits, operands)
 
 
-def parts_of(
-    front: TableFront,
+def stages_of(
+    front: Front,
     rule: Rule,
     rows: Tensor,
     parameters: tuple[Tensor | None, ...],
     norm: GatedNorm | SplitReadout | None,
     *,
-    run_again: bool = False,
+    recompute: bool = False,
     gates: Tensor | None = None,
-) -> Parts:
-    """The parts of a mixer with ``front`` and ``rule``, for one call.
+) -> Stages:
+    """The stages of a mixer with ``front`` and ``rule``, for one call.
 
     Args:
         rows: ``[S, B, P]``, S and B with any strides.
         parameters: the front's parameters, without ``gates``.
         norm: the gated output norm (gamma and its settings), or a readout that calls
             the norm. If None, the readout applies the gate and no norm.
-        run_again: whether the backward computes front and rule again.
+        recompute: whether the backward computes front and rule again.
         gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` does not
             have these columns. Generation has no ``gates``.
 
@@ -205,7 +205,7 @@ def parts_of(
     if gates is not None:
         parameters = (*parameters, gates.contiguous())
     kept = (*parameters, gamma)
-    return Parts(front, rule, cast(Readout | SplitReadout, readout), kept, run_again)
+    return Stages(front, rule, cast(Readout | SplitReadout, readout), kept, recompute)
 
 
 class StateLink(Protocol):
