@@ -18,7 +18,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "index_page.md"]
 html_theme = "furo"
 html_static_path, html_css_files = ["_static"], ["site.css"]
 html_show_sourcelink = html_show_copyright = False

@@ -147,6 +147,10 @@ RUN_BY = {
     "python -m pip install build twine": RELEASE,
     "python -m twine check --strict dist/*": RELEASE,
     "python -m pip install dist/*.whl": RELEASE,
+    # An index hands out the wheel.
+    "pip install megatron-gdn": INSTALLED.format("wheel"),
+    'pip install "megatron-gdn[hf]"': EXTRAS,
+    'pip install --no-build-isolation "megatron-gdn[hopper]"': EXTRAS,
     "python -m pip check": RELEASE,
     'python -c "import megatron_gdn"': RELEASE,
     'test "$(python -m megatron_gdn --version)" = "megatron-gdn ${TAG#v}"': RELEASE,
