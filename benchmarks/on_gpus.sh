@@ -12,6 +12,7 @@
 #   benchmarks/on_gpus.sh gdn2      one GPU: Gated DeltaNet-2 beside Megatron main's layer
 #   benchmarks/on_gpus.sh host      one GPU: the host's time, here and in the checkout OTHER=folder, in turn
 #   benchmarks/on_gpus.sh repeats   one GPU: the bits of hundreds of runs in two processes
+#   benchmarks/on_gpus.sh sanitize  one GPU or more: compute-sanitizer's tools over every kernel
 #   benchmarks/on_gpus.sh parallel  four GPUs: both schemes of context parallelism, the exchange
 #   benchmarks/on_gpus.sh laws      four GPUs: the laws of layers in parallel, and the repeats
 #   benchmarks/on_gpus.sh models    four GPUs, Transformer Engine: whole models in parallel, and on one
@@ -23,7 +24,7 @@
 # `python3 -m megatron_gdn.warm_up` filled elsewhere spares two minutes of each part.
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, host, repeats, parallel, laws or models}
+part=${1:?check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, host, repeats, sanitize, parallel, laws or models}
 out=${2:-runs/on_gpus/$part}
 mkdir -p "$out"
 export PYTHONPATH=$PWD:${PYTHONPATH:-} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
@@ -164,6 +165,9 @@ repeats)
   compile compile 200 "16:32 16:16 16:64" bf16 cut states || failed=1
   bits
   ;;
+sanitize)
+  LINES_SHOWN=60 step sanitize 569 python3 benchmarks/sanitize.py --out "$out" --seconds 550 || failed=1
+  ;;
 parallel)
   beside compile compile 240 "16:32 8:16 4:8 2:4"
   beside compile compile-cut 240 "16:16 16:64" bf16 cut
@@ -193,7 +197,7 @@ models)
   bench model 120 bench_model --graphs none local --cases batch packed || failed=1
   ;;
 *)
-  echo "no part '$part'; there are check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, host, repeats, parallel, laws and models" >&2
+  echo "no part '$part'; there are check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, host, repeats, sanitize, parallel, laws and models" >&2
   exit 2
   ;;
 esac

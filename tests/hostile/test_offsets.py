@@ -43,6 +43,7 @@ from megatron_gdn.ops.readout.base import PlainReadout
 from megatron_gdn.ops.readout.kernels import TritonReadout
 from megatron_gdn.ops.state_maps import chains_kernels
 from tests.kernels.kernel_cases import assert_close
+from tests.processes import ROOT
 
 from .simulated import Simulation
 
@@ -385,3 +386,10 @@ def test_the_last_token_of_a_tile_is_read_where_it_is(name, in_place):
     for what, a, b in zip(("d_o", "d_gamma"), found, exact, strict=True):
         assert_close(what, a, b, 2**-10)
     assert_close("d_z", d_rows[..., gate], d_dense[..., gate], 2**-10)
+
+
+def test_the_sanitizers_script_knows_every_kernel(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import sanitize
+
+    assert sanitize.kernels_of_the_package() == kernels_of_the_package()
