@@ -270,7 +270,7 @@ def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
     optimizer.float16_groups = [
         [model_of.get(id(p), p) for p in group] for group in groups
     ]
-    optimizer.fp32_from_float16_groups = [list(group) for group in groups]
+    optimizer.fp32_from_float16_groups = groups
     try:
         yield
     finally:

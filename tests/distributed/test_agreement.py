@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_gdn import set_documents, static_packed_seq_params
 from megatron_gdn.context_parallel import agreement
 from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.gdn.rule import resolve_rule
@@ -148,3 +149,15 @@ def test_schemes_of_groups_that_went_are_not_kept():
         gc.enable()
         for group in made:
             dist.destroy_process_group(group)
+
+
+@on_ranks(cp=2)
+def test_ranks_whose_fixed_buffers_differ_are_told_how_many_documents_each_holds():
+    rank = dist.get_rank()
+    layers = _layers(1)
+    packed = static_packed_seq_params(16, 3 + rank, device="cpu")
+    set_documents(packed, [0, 8, 16])
+    message = _refusal(layers, packed=packed)
+    for other in range(2):
+        said = f"rank {other}: 16 tokens over all ranks in 1 row, fixed buffers for up"
+        assert f"{said} to {3 + other} documents" in message, message

@@ -17,12 +17,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.specs import hybrid_stack_spec
-from tests.distributed.layer_laws import thd
+from tests.distributed.layer_laws import build_layer, thd
 from tests.parallel import (
     VOCABULARY,
+    alone,
     assert_close,
     group_of_one,
     hybrid_model,
+    make_config,
     model_config,
     parallel,
 )
@@ -226,3 +228,14 @@ def test_sources_that_contradict_each_other_are_refused_by_name(kind):
 @on_ranks(cp=2)
 def test_heads_of_multi_token_prediction_refuse_another_cut_than_zigzag(case):
     assert "shifts the labels" in _refused("G/G", **case)
+
+
+@on_ranks(cp=2)
+def test_a_contradiction_is_refused_when_a_layer_gets_its_ranks():
+    """Not at its first forward; over one rank every layout is the same."""
+    config = make_config()
+    config.cp_partition_mode = "contiguous"
+    layer = build_layer(config, alone(), {"cp_layout": "zigzag"})
+    with pytest.raises(ValueError, match="contradict each other"):
+        layer.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    assert layer.cp_size == 1

@@ -268,3 +268,18 @@ def test_every_subject_is_named_once_and_plain_torch_is_compared_with_fp64_alone
     assert len(set(subjects)) == len(subjects)
     errors = [each["text"] for each in found if each["subject"].endswith("errors")]
     assert len(errors) == 1 and "of plain torch, against fp64" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "told"),
+    [("3.9.9", "ok", "3.9.9"), (None, "note", "not installed: conv, gates and norm")],
+)
+def test_triton_is_named_or_what_runs_without_it(monkeypatch, version, state, told):
+    installed = checks.installed_version
+
+    def with_triton(name):
+        return version if name == "triton" else installed(name)
+
+    monkeypatch.setattr(checks, "installed_version", with_triton)
+    found = said(check_kernel_versions(), "triton")
+    assert found[0] == state and found[1].startswith(told)

@@ -143,3 +143,12 @@ def test_compilers_that_fail_are_quoted_and_nobody_waits_for_them(
     assert (
         "compiles FlashQLA's quick for 2:4 heads in bf16 in this process" in caplog.text
     )
+
+
+@pytest.mark.parametrize("use", [*builds.USUAL_USES, "states"])
+def test_the_command_compiles_the_use_at_hand_first_and_each_use_once(use, monkeypatch):
+    monkeypatch.setattr(builds, "multiprocessors", lambda: 132)
+    line = builds.warm_up_command(HEADS, use)
+    uses = line[line.index("--uses") + 1 : line.index("--multiprocessors")]
+    assert uses[0] == use
+    assert sorted(uses) == sorted({use, *builds.USUAL_USES})

@@ -18,8 +18,10 @@ from megatron_gdn.hf import (
     read_hf_config,
     save_hf_weights,
 )
+from megatron_gdn.hf.build import transformer_config
 from megatron_gdn.hf.folders import find_checkpoint
 from megatron_gdn.mixers.tensor_map import dequantised
+from megatron_gdn.specs import gpt_block_spec, hybrid_stack_spec
 from tests.hf.tiny_models import model_class
 from tests.parallel import parallel
 
@@ -284,3 +286,24 @@ def loading_fails(
             )
             return str(error)
     return "no error"
+
+
+def mark_the_layers_of_a_spec(folder: Path, kind: str) -> set[type]:
+    """The classes of the recurrent layers of a model that is built by a given spec."""
+
+    class Marked(GatedDeltaNet):
+        pass
+
+    with parallel():
+        hf = read_hf_config(folder)
+        if kind == "hybrid":
+            spec = hybrid_stack_spec("local")
+            layer = spec.submodules.gdn_layer
+        else:
+            spec = gpt_block_spec(transformer_config(hf, "gpt"))
+            layer = spec.layer_specs[0]
+        layer.submodules.self_attention.module = Marked
+        model = build_megatron(hf, kind, spec=spec)
+        found = {type(m) for m in model.modules() if isinstance(m, GatedDeltaNet)}
+        assert Marked in found
+        return {each.__name__ for each in found}

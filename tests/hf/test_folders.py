@@ -1,6 +1,7 @@
 """Whole folders through the command line and back; every way they can be wrong is said
 by name."""
 
+import errno
 import hashlib
 import json
 import re
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_gdn.hf import export_folder, import_folder, read_hf_config
+from megatron_gdn.hf import export_folder, folders, import_folder, read_hf_config
 from megatron_gdn.hf.__main__ import main
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from megatron_gdn.hf.tensor_plan import plan_of
@@ -383,3 +385,45 @@ def test_the_command_runs_as_a_module(copy, tmp_path):
         "-m", "megatron_gdn.hf", "import", "no_part", tmp_path / "x", ends=2
     )
     assert "Traceback" not in broken.stderr
+
+
+def test_a_disk_that_is_full_during_an_import_is_named(
+    copy, tmp_path, refused, monkeypatch
+):
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def save(*_, **__):
+        raise CheckpointException("write", {0: (full, None)})
+
+    monkeypatch.setattr(folders.dist_checkpointing, "save", save)
+    said = refused("import", copy, tmp_path / "imported")
+    assert f"{tmp_path / 'imported'} cannot be written: [Errno 28] No space" in said
+    assert said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    "name", ["layernorm_zero_centered_gamma", "apply_layernorm_1p"]
+)
+def test_a_runs_arguments_tell_whether_norm_gains_are_whole(
+    hf_folder, tmp_path, name, monkeypatch
+):
+    """A folder stores a gain minus 1, and a run without that setting a whole gain."""
+    folder = hf_folder("only gdn")
+    import_folder(folder, tmp_path / "imported")
+    load = folders._load_common
+
+    def load_of_such_a_run(folder):
+        common = load(folder)
+        for either in ("layernorm_zero_centered_gamma", "apply_layernorm_1p"):
+            vars(common["args"]).pop(either, None)
+        setattr(common["args"], name, False)
+        return common
+
+    monkeypatch.setattr(folders, "_load_common", load_of_such_a_run)
+    export_folder(tmp_path / "imported", tmp_path / "back", like=folder)
+    before = SafetensorsFolder(folder)
+    after = SafetensorsFolder(tmp_path / "back")
+    key = "model.layers.0.input_layernorm.weight"
+    gain = before.read(key)
+    assert torch.equal(after.read(key), (gain.float() - 1).to(gain.dtype))

@@ -8,6 +8,7 @@ from megatron_gdn.gdn.hf import gdn_layer_maps
 from megatron_gdn.hf import layer_from_hf, layer_to_hf
 from megatron_gdn.mamba2.hf import mamba2_layer_maps
 from megatron_gdn.mamba2.sizes import Mamba2Dims
+from megatron_gdn.mixers.tensor_map import TensorMap
 from tests.gdn_mixer import gdn_dims
 
 BF16 = torch.bfloat16
@@ -179,3 +180,17 @@ def test_mamba2s_rows_are_a_ranks_share_of_every_section():
     for rank, state in enumerate(layer_from_hf(file, MAMBA2, 2)):
         expected = torch.cat([section.chunk(2)[rank] for section in sections])
         assert torch.equal(state["in_proj.weight"], expected)
+
+
+def test_a_file_in_fp64_is_read_but_for_parameters_that_are_fp32():
+    """An fp32 parameter would lose bits that the file has."""
+    weight = TensorMap(names=("weight",), sources=())
+    gate = TensorMap(names=("A_log",), sources=(), fp32=True)
+    weight.check_dtype(torch.float64, "file")
+    gate.check_dtype(torch.float64, "file", may_round=True)
+    gate.check_dtype(torch.float32, "file")
+    with pytest.raises(ValueError, match="file has dtype float64; legal for A_log: b"):
+        gate.check_dtype(torch.float64, "file")
+    for tensor in (weight, gate):
+        with pytest.raises(ValueError, match="float8_e4m3fn"):
+            tensor.check_dtype(torch.float8_e4m3fn, "file", may_round=True)

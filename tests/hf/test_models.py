@@ -154,3 +154,9 @@ def test_a_model_of_another_shape_or_meaning_is_refused_by_name(
 ):
     (found,) = pools(1).run(laws.loading_fails, hf_folder("dense"), **changes)
     assert re.search(message, found), found
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "gpt"])
+def test_a_spec_that_is_given_builds_the_model(pools, hf_folder, kind):
+    (found,) = pools(1).run(laws.mark_the_layers_of_a_spec, hf_folder("only gdn"), kind)
+    assert "Marked" in found

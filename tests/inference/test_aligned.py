@@ -1,6 +1,7 @@
 """The aligned mixer: training, prefill and decode give a token the same bits, however
 it comes."""
 
+import copy
 from collections import defaultdict
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_gdn.inference import Memory, decode, prefill
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.generation.aligned import decode_on_grid
+from megatron_gdn.ops.readout.base import SplitReadout
 from tests.inference.row_mixers import (
     KINDS,
     copied,
@@ -252,3 +254,50 @@ def test_a_step_in_place_writes_its_row_and_the_states_of_chunks_that_end(kind):
                 _, begun = prefilled(mixer, rows[: place + 1, n : n + 1])
                 before[1][n] = begun.state[0]
         assert all(map(torch.equal, memory[:2], before[:2]))
+
+
+def test_tables_are_made_on_the_host_whatever_the_default_device_is(kind):
+    """``torch.device("meta")`` stands for a GPU; what comes up there has no values."""
+    rows = kind.rows(70, 2)
+    mixer = kind.mixer(aligned=True)
+    found = []
+    for device in ("cpu", "meta"):
+        memory = mixer.shape.zeros(2, rows.dtype, rows.device)
+        with torch.device(device):
+            mixed = prefill(rows[:3], mixer, memory)
+            more = prefill(rows[3:], mixer, memory)
+        found.append((mixed, more, memory.history, memory.state))
+    for here, there in zip(*found, strict=True):
+        assert torch.equal(here, there)
+
+
+def test_a_readout_by_row_or_by_a_module_reads_the_new_rows_alone(kind):
+    """Such readouts give a row the same bits whatever stands beside it."""
+    rows = kind.rows(70, 3)
+    mixer = kind.mixer(aligned=True)
+    plain = mixer.readout
+    read = []
+
+    class ByRow(type(plain)):
+        by_row = True
+
+        def forward(self, o, rows, gamma, **more):
+            read.append(rows.shape[:2])
+            return super().forward(o, rows, gamma, **more)
+
+    by_row = copy.copy(plain)
+    object.__setattr__(by_row, "__class__", ByRow)
+    by_module = SplitReadout(by_row, lambda mixed, _: mixed)
+    expected = None
+    for readout in (plain, by_row, by_module):
+        memory = mixer.shape.zeros(3, rows.dtype, rows.device)
+        noted = mixer._replace(readout=readout)
+        read.clear()
+        mixed = torch.cat(
+            [prefill(rows[:69], noted, memory), decode(rows[69:], noted, memory)]
+        )
+        if readout is plain:
+            expected = mixed
+        else:
+            assert read == [(69, 3), (1, 3)]
+        torch.testing.assert_close(mixed, expected, rtol=1e-6, atol=1e-6)

@@ -145,3 +145,17 @@ def test_a_rule_gets_tensors_as_aligned_as_whole_ones():
 def test_what_is_no_tree_is_refused(parents, lengths, told):
     with pytest.raises(ValueError, match=told):
         _ = Tree(parents, lengths).documents
+
+
+def test_tables_are_made_on_the_host_whatever_the_default_device_is():
+    """``torch.device("meta")`` stands for a GPU; what comes up there has no values."""
+    made = []
+    for device in ("cpu", "meta"):
+        documents = random_tree(3).documents
+        with torch.device(device):
+            history = documents.history(3)
+            levels = documents.levels
+        table = [x for x in vars(history.table).values() if torch.is_tensor(x)]
+        made.append([history.rows, *table, *(level.parents for level in levels)])
+    for here, there in zip(*made, strict=True):
+        assert torch.equal(here, there)

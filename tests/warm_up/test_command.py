@@ -13,6 +13,7 @@ import torch
 
 from megatron_gdn.gdn.flash_qla.builds import Heads
 from megatron_gdn.ops import obstacles
+from megatron_gdn.warm_up import __main__ as warm_up
 from megatron_gdn.warm_up import layers
 from megatron_gdn.warm_up.__main__ import main, parse
 from megatron_gdn.warm_up.layers import Model, calls_of, model_of, read_model
@@ -20,7 +21,7 @@ from megatron_gdn.warm_up.tasks import Task, run_tasks
 from tests.examples.commands import commands_of, pages
 from tests.gdn.stand_ins import keep_cache_in
 from tests.gdn_mixer import gdn_dims
-from tests.processes import FORK, ROOT, fork
+from tests.processes import FORK, PATIENCE, ROOT, fork
 
 DIMS = gdn_dims(64, 16, 32, 128, 128)
 CONFIG = {
@@ -297,3 +298,33 @@ def test_a_run_is_told_once_all_is_there(tmp_path, monkeypatch, capfd):
         "2 of 2 are ready" in (said := capfd.readouterr().out)
         and "all were there" in said
     )
+
+
+def _compile_for_a_run(reading: int, began) -> None:
+    os.setsid()
+    os.dup2(reading, 0)
+    began.set()
+    warm_up.main(["--heads", "16:32", "--for-a-run"])
+
+
+def test_the_command_ends_with_the_run_that_started_it(monkeypatch):
+    """The run's end closes the command's standard input, whatever it compiles."""
+    monkeypatch.setattr(warm_up, "_compile", lambda _: time.sleep(60))
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, False)
+    began = FORK.Event()
+    process = FORK.Process(
+        target=_after_closing, args=(writing, reading, began), daemon=True
+    )
+    process.start()
+    began.wait(PATIENCE)
+    process.join(0.5)
+    assert process.is_alive()
+    os.close(writing)
+    process.join(PATIENCE)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _after_closing(writing: int, *arguments) -> None:
+    os.close(writing)
+    _compile_for_a_run(*arguments)

@@ -136,7 +136,6 @@ def any_document_continues(documents: Documents, cutting: Cutting) -> bool:
 def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
     """Boundaries of the pieces that ``cutting.rank`` holds, counted in this rank's
     tokens."""
-    fragments_of(documents, cutting)
     # A rank has at most two fragments of the buffer, and at most one document is in
     # both fragments.
     most = documents.most + 1

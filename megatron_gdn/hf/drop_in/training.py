@@ -435,7 +435,7 @@ def assert_no_packing_leak(
                 f"(its largest output is {reach.largest[j]:.3e})"
             )
         raise PackingLeak(message, leaks)
-    others = reach.change.clone().fill_diagonal_(0)
+    others = reach.change.fill_diagonal_(0)
     line = (
         f"{name}: no packed document of {lengths} tokens, told by {source}, reaches "
         f"another (largest change {others.max().item():.1e}, largest output "

@@ -327,3 +327,16 @@ def test_the_holder_of_kimis_gates_computes_no_other_gate(patched):
     holder = next(m for m in layer.modules() if isinstance(m, SSMGate))
     with pytest.raises(ValueError, match="the gate of a Kimi Delta Attention"):
         holder(torch.randn(1, 1, 8))
+
+
+def test_an_undone_patch_leaves_no_hook(fresh):
+    model = fresh(DENSE)
+
+    def hooks() -> int:
+        return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+    before = hooks()
+    patched = patch(model)
+    assert hooks() > before
+    patched.undo()
+    assert hooks() == before

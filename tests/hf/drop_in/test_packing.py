@@ -199,7 +199,8 @@ def test_the_leak_of_unpatched_models_is_found_and_of_patched_ones_is_not_there(
     with pytest.raises(PackingLeak):
         assert_no_packing_leak(mixer_of(model))
     patch(model)
-    for source in ("position_ids", "packed_seq_ids", "indexed_mask"):
+    sources = ("position_ids", "cu_seq_lens_q", "packed_seq_ids", "indexed_mask")
+    for source in sources:
         assert packing_reach(model, source=source).leaks() == []
     # To the last bit where no experts are computed together.
     assert_no_packing_leak(mixer_of(model), (3, 1, 70), tolerance=0)

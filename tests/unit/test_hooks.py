@@ -1,0 +1,29 @@
+"""Hooks of modules whose parameters a mixer reads without calling the modules."""
+
+from torch import nn
+
+from megatron_gdn.mixers import hooks
+
+
+def test_gathered_parameters_are_waited_for_once_and_the_hooks_are_back():
+    calls = []
+
+    def waits(module, inputs):
+        calls.append("waits")
+
+    def other(module, inputs):
+        calls.append("other")
+
+    waits.__module__ = hooks._MEGATRON_DDP
+    norm = nn.Identity()
+    for hook in (waits, other):
+        norm.register_forward_pre_hook(hook)
+    before = dict(norm._forward_pre_hooks)
+    with hooks.gathered_parameters(norm):
+        assert calls == ["waits"]
+        norm(1)
+        norm(2)
+        assert calls == ["waits", "other", "other"]
+    assert dict(norm._forward_pre_hooks) == before
+    norm(3)
+    assert calls[3:] == ["waits", "other"]
