@@ -19,6 +19,7 @@ from pretraining.launch import NPROC
 from pretraining.memory import require_room
 
 LAYER_SYMBOLS = "G-*MEK"
+_MOST_MINUTES = 100_000  # of a collective; torch counts milliseconds
 # How the names of flags end that count something.
 _SIZES = [
     "size",
@@ -184,6 +185,12 @@ def _complete_parallelism(args: argparse.Namespace) -> None:
             "that, or --no-sequence-parallel where it comes from a checkpoint."
         )
     args.data_parallel_size = args.world_size // (tp * pp * cp)
+    minutes = args.distributed_timeout_minutes
+    if not 0 < minutes <= _MOST_MINUTES:
+        raise ValueError(
+            f"--distributed-timeout-minutes {minutes:g}: use a number above 0 and at "
+            f"most {_MOST_MINUTES}."
+        )
 
 
 def _complete_precision(args: argparse.Namespace) -> None:

@@ -32,7 +32,7 @@ def refuse(message: str, code: int = 1) -> NoReturn:
 def fail(error: BaseException, said: str, output_dir: Path, way_on: str) -> NoReturn:
     """End with the line ``said`` about an error of this rank; its traceback goes into a
     file."""
-    if _is_echo(error):
+    if is_echo(error):
         time.sleep(_WAIT_S)
     text = "".join(traceback.format_exception(error))
     place = _write_traceback(text, output_dir)
@@ -83,10 +83,11 @@ def full_disk(error: BaseException, path: Path) -> str | None:
     return None
 
 
-def _is_echo(error: BaseException) -> bool:
-    """Whether this error follows from the end of another rank, which prints the
-    reason."""
+def is_echo(error: BaseException) -> bool:
+    """Whether this error follows from another rank, which has ended or sends
+    nothing."""
     signs = (
+        "imed out waiting",
         "onnection closed by peer",
         "onnection reset by peer",
         "roken pipe",

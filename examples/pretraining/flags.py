@@ -80,6 +80,13 @@ def make_parser() -> argparse.ArgumentParser:
         default=None,
         help="shard optimizer state over data-parallel ranks; unset: on with --bf16",
     )
+    group.add_argument(
+        "--distributed-timeout-minutes",
+        type=float,
+        default=10,
+        metavar="N",
+        help="how long a rank waits for another one before the run fails",
+    )
 
     group = parser.add_argument_group("model")
     group.add_argument(

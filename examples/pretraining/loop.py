@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from pretraining.arguments import parse_args
 from pretraining.checkpoint import load_checkpoint, save_checkpoint
 from pretraining.corpus import read_paths, standard_library
-from pretraining.failures import fail, first_line, full_disk, refuse
+from pretraining.failures import fail, first_line, full_disk, is_echo, refuse
 from pretraining.feed import Feed
 from pretraining.flags import with_flags
 from pretraining.going_on import closing_words, how_to_go_back, how_to_go_on
@@ -18,6 +19,7 @@ from pretraining.held_out import held_out_loss, hold_out
 from pretraining.hf_model import load_pretrained
 from pretraining.launch import NPROC
 from pretraining.report import Report
+from pretraining.roll_call import RollCall
 from pretraining.sampling import sample
 from pretraining.step import NotFiniteError, train_step
 from pretraining.stopping import Stop
@@ -29,24 +31,30 @@ def main(stop: Stop) -> None:
         corpus = read_paths(args.data) if args.data else standard_library()
     except (OSError, ValueError) as error:
         refuse(str(error))
+    roll_call = RollCall()
     try:
         device = start_distributed(args)
+        roll_call.start()
         share_places(args)
         train(args, corpus, device, stop)
     except NotFiniteError as fault:
         refuse(f"{fault}; {how_to_go_back(args, fault.weights)}")
     except Exception as error:
-        give_up(error, args)
+        give_up(error, args, roll_call)
     torch.distributed.destroy_process_group()
 
 
-def give_up(error: Exception, args) -> NoReturn:
+def give_up(error: Exception, args, roll_call: RollCall) -> NoReturn:
     """Print in one line what ended the run and how to go on."""
     way_on = how_to_go_on(args)
     full = full_disk(error, args.save)
     if full:
         refuse(f"{full}; {way_on}")
-    fail(error, with_flags(first_line(error)), args.output_dir, way_on)
+    said = with_flags(first_line(error))
+    others = roll_call.ask() if is_echo(error) else None
+    if others:
+        said = f"{others} ({said})"
+    fail(error, said, args.output_dir, way_on)
 
 
 def share_places(args) -> None:
@@ -91,8 +99,9 @@ def start_distributed(args) -> torch.device:
         torch.use_deterministic_algorithms(True)
 
     backend = "nccl" if has_gpu else "gloo"
+    limit = timedelta(minutes=args.distributed_timeout_minutes)
     if "RANK" in os.environ:
-        torch.distributed.init_process_group(backend)
+        torch.distributed.init_process_group(backend, timeout=limit)
     else:  # this process is the whole world
         store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # a documented name
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -100,6 +109,7 @@ def start_distributed(args) -> torch.device:
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     torch.manual_seed(args.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)

@@ -38,6 +38,10 @@ def test_the_folder_that_a_run_gets_by_itself_is_tried_too(refused, tmp_path):
         (["--lr=nan"], "--lr nan: use a number of 0 or more"),
         (["--lr=-1"], "--lr -1.0: use a number of 0 or more"),
         (["--clip-grad=inf"], "--clip-grad inf: use a number"),
+        (
+            ["--distributed-timeout-minutes=0"],
+            "--distributed-timeout-minutes 0: use a number above 0",
+        ),
         (["--sample-tokens=-1"], "--sample-tokens -1 is not a size; use 0 or more"),
         (["--nproc-per-node=0"], "--nproc-per-node 0 is not a size; use 1 or more"),
         (["--nproc-per-node=4"], "beside torchrun, which has started 2 processes"),

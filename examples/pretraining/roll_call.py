@@ -1,0 +1,115 @@
+"""Says which rank the others wait for, after one rank has failed.
+
+A rank that ends, or hangs, shows in the other ranks as a broken connection or as a
+collective that takes too long; neither names a rank. So the first rank that fails asks
+all ranks, through torch's store, where they are. A thread of each rank answers, so a
+rank answers too whose main thread waits in a collective. A rank that does not answer
+has ended, or is stopped as a whole.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+_ASKED = "pretrain_hybrid/roll_call"
+_EVERY_S = 1.0  # how often a rank looks whether another one has asked
+_PATIENCE_S = 6.0  # by then every rank that runs has answered
+_FAILED = "failed"
+
+
+class RollCall:
+    """The answers of this rank, and its question to the others."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._rank = 0
+        self._size = 1
+        self._failed = False
+        self._words: str | None = None
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Answer from now on; after ``init_process_group``."""
+        self._store = distributed_c10d._get_default_store()
+        self._rank = torch.distributed.get_rank()
+        self._size = torch.distributed.get_world_size()
+        if self._size > 1:
+            threading.Thread(target=self._answer, daemon=True).start()
+
+    def ask(self) -> str | None:
+        """This rank has failed: which ranks have not, in words; None if all have."""
+        if self._size == 1 or self._store is None:
+            return None
+        self._failed = True
+        try:
+            self._store.set(_ASKED, str(self._rank))
+        except RuntimeError:
+            return self._words or self._lost_store()
+        self._ended.wait(2 * _EVERY_S + _PATIENCE_S)
+        if self._rank == 0:
+            time.sleep(2 * _EVERY_S)  # it may keep the store, which the others ask
+        return self._words
+
+    def _answer(self) -> None:
+        try:
+            while not self._store.check([_ASKED]):
+                time.sleep(_EVERY_S)
+            time.sleep(_EVERY_S)  # for this rank's own error, if it has one
+            place = _FAILED if self._failed else _place_of_main_thread()
+            self._store.set(f"{_ASKED}/{self._rank}", place)
+            self._words = self._read_answers()
+        except RuntimeError:
+            self._words = self._lost_store()
+        self._ended.set()
+
+    def _read_answers(self) -> str | None:
+        keys = {rank: f"{_ASKED}/{rank}" for rank in range(self._size)}
+        deadline = time.monotonic() + _PATIENCE_S
+        while not self._store.check([*keys.values()]) and time.monotonic() < deadline:
+            time.sleep(_EVERY_S / 10)
+        silent = []
+        places = []
+        for rank, key in keys.items():
+            if not self._store.check([key]):
+                silent.append(str(rank))
+            elif (place := self._store.get(key).decode()) != _FAILED:
+                places.append(f"rank {rank} is at {place}")
+        if silent:
+            return _words_of_silence(silent)
+        return "; ".join(places) or None
+
+    def _lost_store(self) -> str | None:
+        """A store of torchrun's outlives its ranks; any other is kept by rank 0."""
+        if self._rank == 0:
+            return None
+        return "rank 0 does not answer: it has ended"
+
+
+def _words_of_silence(ranks: list[str]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} does not answer: it has ended, or it is stopped"
+    return (
+        f"ranks {', '.join(ranks)} do not answer: they have ended, or they are stopped"
+    )
+
+
+def _place_of_main_thread() -> str:
+    """The innermost line of this repository that the main thread runs."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    function = frame.f_code.co_name
+    while frame.f_back is not None and _is_foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+    code = frame.f_code
+    where = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+    return where if function == code.co_name else f"{where} ({function})"
+
+
+def _is_foreign(file: str) -> bool:
+    return "site-packages" in file or file.startswith(sys.base_prefix)

@@ -1,0 +1,65 @@
+"""A rank that ends or hangs in the middle of a run: the others end in time with a line
+that names it, and the run goes on bit for bit."""
+
+import re
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from tests.examples import faults
+from tests.examples.launching import TINY, Launch, metrics, run
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 9  # of a collective
+# The question who is missing, and a machine on which other tests run.
+PATIENCE_S = LIMIT_S + 60
+SILENT = "rank 1 does not answer: it has ended, or it is stopped"
+# What the others say.
+NAMED = {
+    faults.end: SILENT,
+    faults.stop_whole: SILENT,
+    faults.stall: r"rank 1 is at faults\.py:\d+ in stall",
+    faults.lose_the_message: "rank 1 ",  # gloo may end a rank that gets another size
+}
+CASES = [
+    *((place, faults.end) for place in faults.PLACES),
+    ("before the exchange", faults.stall),
+    ("in a save", faults.stall),
+    ("after the exchange", faults.stop_whole),
+    ("in the exchange", faults.lose_the_message),
+]
+SETTINGS = [*TINY, "--save-interval=3", "--sample-tokens=0"]
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory) -> list[dict]:
+    cwd = tmp_path_factory.mktemp("whole")
+    run(*SETTINGS, "--data", text, cwd=cwd)
+    return metrics(cwd / "runs/pretrain_hybrid")
+
+
+@pytest.mark.parametrize(("place", "fault"), CASES)
+def test_a_faulty_rank_is_named_in_time_and_the_run_goes_on(
+    place, fault, whole, text, tmp_path
+):
+    limit = f"--distributed-timeout-minutes={LIMIT_S / 60}"
+    plant = partial(faults.plant, place, fault)
+    launch = Launch(*SETTINGS, limit, "--data", text, cwd=tmp_path, limit=plant)
+    sound, faulty = launch._ranks
+    launch.until(lambda: f"step {faults.STEP - 1} " in launch.printed)
+    began = time.monotonic()
+    sound.join(PATIENCE_S)
+    printed = launch.printed
+    launch.send(signal.SIGKILL)  # the faulty rank, as torchrun would
+    faulty.join()
+    assert sound.exitcode == 1, printed
+    assert time.monotonic() - began < PATIENCE_S
+    said = [line for line in printed.splitlines() if "rank 0: " in line]
+    assert len(said) == 1, printed
+    assert re.search(NAMED[fault], said[0]), printed
+    assert "saved is step 3, " in said[0], printed
+    run("--resume", cwd=tmp_path)
+    assert metrics(tmp_path / "runs/pretrain_hybrid") == whole
