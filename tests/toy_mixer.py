@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.base import MixerSubmodules, RecurrentMixer
+from megatron_gdn.mixers.fp32_parameters import Fp32Parameter
 from megatron_gdn.mixers.options import MixerOptions
-from megatron_gdn.mixers.tensor_parallel import fill_share
 from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.state_maps.state_map import StateShape
@@ -122,15 +122,11 @@ class ToyMixer(RecurrentMixer):
     """``[s, B, D] -> [s, B, D]``; ``decay_bias`` is fp32 whatever the layer around it
     is."""
 
-    _keep_in_float32_parameter_names = ("decay_bias",)
+    fp32 = (Fp32Parameter(name="decay_bias", section="decay", first_values=0.0),)
     recurrence = "attention"
 
     def __init__(self, config, pg_collection, *, cp_layout="zigzag", **options) -> None:
         given = MixerOptions(cp_layout=cp_layout, **options)
         super().__init__(config, Dims(), given, pg_collection=pg_collection)
         specs = MixerSubmodules(ColumnParallelLinear, TorchRMSNorm, RowParallelLinear)
-        heads = self.dims.layout.state_heads
-        self._build(specs, choose_rule, make_front, fp32={"decay_bias": heads})
-
-    def _init_others(self):
-        fill_share(self.tp_group, self.decay_bias, torch.zero_, 0, (H,))
+        self._build(specs, choose_rule, make_front)

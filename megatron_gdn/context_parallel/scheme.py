@@ -96,27 +96,15 @@ class Whole(Scheme):
         return torch.arange(tokens, device="cpu")
 
 
-def local_parameters(
-    scheme: Scheme,
-    weight: Tensor,
-    bias: Tensor | None,
-    *per_head: Tensor,
-    section: str | None = None,
-) -> tuple[Any, ...]:
-    """The parameters' rows that this rank's mixer needs, if the scheme moves rows
-    between ranks.
-
-    ``per_head`` have a row per head (of ``section``).
-    """
+def local_conv(
+    scheme: Scheme, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The rows of the convolution's parameters that this rank's mixer needs."""
     convolved = scheme.layout.conv_names
-    of_convolution = [
-        x if x is None else scheme.local(x, convolved) for x in (weight, bias)
-    ]
-    if section is None:
-        heads = None
-    else:
-        heads = (section,)
-    return *of_convolution, *[scheme.local(x, heads) for x in per_head]
+    weight = scheme.local(weight, convolved)
+    if bias is not None:
+        bias = scheme.local(bias, convolved)
+    return weight, bias
 
 
 def keep_in_place(rows: Tensor) -> Tensor:

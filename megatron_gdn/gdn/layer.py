@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..mixers.base import MixerSubmodules
+from ..mixers.fp32_parameters import Fp32Parameter, log_of_rates, ones
 from ..mixers.options import MixerOptions
 from ..ops.readout.base import ACTIVATIONS
 from ..ops.stages import fronts_of
@@ -119,6 +120,12 @@ class GatedDeltaNet(UpstreamNames):
         "use_qk_l2norm",
         "A_init_range",
     )
+    fp32 = (
+        Fp32Parameter(name="A_log", section="alpha", first_values=log_of_rates),
+        Fp32Parameter(
+            name="dt_bias", section="alpha", first_values=ones, registered_first=True
+        ),
+    )
     in_layer_graphs: ClassVar[bool] = True
     stored_by_section: ClassVar[bool] = True
     conv_is_module = True
@@ -187,12 +194,10 @@ class GatedDeltaNet(UpstreamNames):
             allow_neg_eigval=self.allow_neg_eigval,
             recompute_qkv=self.recompute_qkv,
         )
-        H = self.dims.num_value_heads
         self._build(
             submodules,
             rule,
             front,
-            fp32={"dt_bias": H, "A_log": H},
             name=name,
             bias=bias,
             conv_bias=conv_bias,

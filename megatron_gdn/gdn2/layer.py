@@ -11,6 +11,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..mixers.base import MixerSubmodules, RecurrentMixer
+from ..mixers.fp32_parameters import (
+    Fp32Parameter,
+    biases_of_time_steps,
+    log_of_rates,
+)
 from ..mixers.options import MixerOptions
 from ..ops.stages import fronts_of
 from .front import gdn2_table
@@ -70,10 +75,19 @@ class GatedDeltaNet2(RecurrentMixer):
         "A_init_range",
     )
     recurrence: ClassVar[str] = "GDN-2"
+    fp32 = (
+        Fp32Parameter(name="A_log", section="f", first_values=log_of_rates),
+        Fp32Parameter(
+            name="dt_bias",
+            section="f",
+            first_values=biases_of_time_steps,
+            per_column=True,
+            registered_first=True,
+        ),
+    )
     in_layer_graphs: ClassVar[bool] = True
     conv_is_module = True
     split_module = "conv1d"
-    decay_section: ClassVar[str | None] = "f"
     dt_init_range = (0.001, 0.1)
     dt_init_floor = 1e-4
 
@@ -107,7 +121,6 @@ class GatedDeltaNet2(RecurrentMixer):
             conv_init,
         )
         self.use_qk_l2norm = use_qk_l2norm
-        G, K = self.dims.num_key_heads, self.dims.key_head_dim
         front = fronts_of(
             gdn2_table, normalise_qk=use_qk_l2norm, recompute_qkv=self.recompute_qkv
         )
@@ -115,7 +128,6 @@ class GatedDeltaNet2(RecurrentMixer):
             submodules,
             partial(choose_gdn2, given.backend, self.dims.state),
             front,
-            fp32={"dt_bias": G * K, "A_log": G},
             name=name,
             bias=bias,
             conv_bias=conv_bias,

@@ -21,6 +21,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..mixers.base import MixerSubmodules, RecurrentMixer
+from ..mixers.fp32_parameters import (
+    Fp32Parameter,
+    biases_of_time_steps,
+    log_of_rates,
+)
 from ..mixers.options import MixerOptions
 from ..mixers.tensor_parallel import add_parameter, fill_share
 from ..ops.stages import fronts_of
@@ -108,8 +113,19 @@ class KimiDeltaAttention(RecurrentMixer):
     launch_arguments = ("conv_bias", "conv_init", "A_init_range")
     recurrence: ClassVar[str] = "KDA"
     stays_wide: ClassVar[bool] = True
+    fp32 = (
+        Fp32Parameter(name="A_log", section="f", first_values=log_of_rates),
+        Fp32Parameter(
+            name="dt_bias",
+            section="f",
+            first_values=biases_of_time_steps,
+            per_column=True,
+            registered_first=True,
+        ),
+    )
     in_layer_graphs: ClassVar[bool] = True
     dt_init_range = (0.001, 0.1)
+    dt_init_floor = 0.0
     output_gate_activation = "sigmoid"
     split_by_heads: ClassVar[tuple[str, ...]] = ("f_b_weight", "z_b_weight")
 
@@ -159,12 +175,10 @@ class KimiDeltaAttention(RecurrentMixer):
             conv_init,
         )
         self.gate_lower_bound = bound
-        H, K, _ = (state := self.dims.state)[:3]
         self._build(
             submodules,
-            partial(choose_kda, given.backend, state, bound),
+            partial(choose_kda, given.backend, self.dims.state, bound),
             fronts_of(kda_table, lower_bound=bound),
-            fp32={"dt_bias": H * K, "A_log": H},
             name=name,
             conv_bias=conv_bias,
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,11 @@ from torch import Tensor, nn
 from ..context_parallel import Scheme
 from ..mixers.arguments import ConfigFields
 from ..mixers.base import RecurrentMixer
+from ..mixers.fp32_parameters import (
+    Fp32Parameter,
+    biases_of_time_steps,
+    log_of_rates,
+)
 from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
 from ..mixers.options import MixerOptions
 from ..mixers.out_norm import PLAIN_FORWARDS, is_plain
@@ -110,10 +115,15 @@ class Mamba2Mixer(RecurrentMixer):
         ImportError: the requested backend is not available.
     """
 
-    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = (
-        "A_log",
-        "dt_bias",
-        "D",
+    fp32 = (
+        Fp32Parameter(name="A_log", section="dt", first_values=log_of_rates),
+        Fp32Parameter(
+            name="dt_bias",
+            section="dt",
+            first_values=biases_of_time_steps,
+            registered_first=True,
+        ),
+        Fp32Parameter(name="D", section="x", first_values=1.0),
     )
     options_class = Mamba2Options
     config_fields = MAMBA2_FIELDS
@@ -178,6 +188,9 @@ class Mamba2Mixer(RecurrentMixer):
         self.d_conv = d_conv
         self.expand = expand
         self.D_has_hdim = D_has_hdim
+        if D_has_hdim:
+            A_log, dt_bias, D = self.fp32
+            self.fp32 = A_log, dt_bias, replace(D, per_column=True)
         self.rmsnorm = rmsnorm
         self.norm_before_gate = norm_before_gate
         self.dt_init_range = (dt_min, dt_max)
@@ -185,17 +198,10 @@ class Mamba2Mixer(RecurrentMixer):
         self.dt_limit = given.dt_limit[0], given.dt_limit[1]
         self.norm_eps = given.norm_eps
         self.chunk_size = chunk_size
-        heads = self.dims.num_heads
-        channels = self.dims.d_inner
         self._build(
             submodules,
             partial(choose_ssd, given.backend, self.dims.state),
             fronts_of(mamba2_table, dt_limit=self.dt_limit),
-            fp32={
-                "dt_bias": heads,
-                "A_log": heads,
-                "D": channels if D_has_hdim else heads,
-            },
             name=name,
             conv_bias=conv_bias,
         )
@@ -247,7 +253,6 @@ class Mamba2Mixer(RecurrentMixer):
 
     @torch.no_grad()
     def _init_others(self) -> None:
-        self.D.fill_(1)
         if self.rmsnorm:
             self.norm.weight.fill_(1)
 

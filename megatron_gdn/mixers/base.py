@@ -3,7 +3,6 @@ use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -24,7 +23,7 @@ from torch import Tensor
 from ..compat.observe import log_once, nvtx_range_of
 from ..compat.tested import warn_of_untested
 from ..context_parallel import Scheme, SequenceLayout
-from ..context_parallel.scheme import local_parameters
+from ..context_parallel.scheme import local_conv
 from ..ops.autograd import uncompiled
 from ..ops.layout import layout_of_in_proj
 from ..ops.mixer import mix
@@ -50,6 +49,7 @@ from .fp8 import (
     may_use_fp8,
     refuse_fp8_product,
 )
+from .fp32_parameters import Fp32Parameter
 from .generation import (
     decode_requests,
     generate,
@@ -94,7 +94,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
     A subclass's ``__init__`` calls this ``__init__``, sets options, and calls
-    :meth:`_build` with its rules, its front and its fp32 parameters. ``dims`` are the
+    :meth:`_build` with its rules and its front. ``fp32`` lists the class's fp32
+    parameters (:class:`.fp32_parameters.Fp32Parameter`). ``dims`` are the
     sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
     projection row, the ``state`` of the heads, and the ``in_proj_layout`` if the
     columns of in_proj differ from that row. ``dims.shard(n)`` are the sizes on one of n
@@ -116,7 +117,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     config_fields: ClassVar[ConfigFields] = GDN_FIELDS
     # the rule's name in log and error messages
     recurrence: ClassVar[str] = "delta rule"
-    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+    # the fp32 parameters, in the order of the front's parameters
+    fp32: tuple[Fp32Parameter, ...] = ()
     # for Megatron's layer graphs
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal
     # Megatron's graphs need no buffer for a mask
@@ -126,15 +128,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     in_layer_graphs: ClassVar[bool] = False
     # whether in_proj, which makes the gates, refuses FP8
     stays_wide: ClassVar[bool] = False
-    # the section whose heads A_log has; None: all heads
-    decay_section: ClassVar[str | None] = None
     # whether conv1d is a submodule, as in Megatron's layer
     conv_is_module: ClassVar[bool] = False
     # whether conv_init also bounds the conv bias
     conv_init_of_bias: ClassVar[bool] = True
-    # range of softplus(dt_bias); None: dt_bias 1
-    dt_init_range: tuple[float, float] | None = None
-    dt_init_floor: float = 0.0
     # whether Megatron's scripts cut in_proj by sections
     stored_by_section: ClassVar[bool] = False
     # Parameters with rows per head, apart from the fp32 parameters.
@@ -157,6 +154,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     # Recomputes out_proj's input of the last forward; the attribute has Megatron's
     # name.
     norm_out_checkpoint: RefilledOutput | None = None
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        cls._keep_in_float32_parameter_names = tuple(one.name for one in cls.fp32)
 
     def __init__(
         self,
@@ -388,17 +389,19 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             conv = read_conv_module(self.conv1d, rows, scheme.layout)
         else:
             conv = self.conv1d_weight, self.conv1d_bias
-        parameters: tuple[Any, ...] = (*conv, *self.fp32_parameters())
+        per_head = self.fp32_parameters()
         if scheme.moves_rows:
-            parameters = local_parameters(
-                scheme, *parameters, section=self.decay_section
-            )
+            conv = local_conv(scheme, *conv)
+            per_head = [
+                scheme.local(x, (record.section,))
+                for x, record in zip(per_head, self.fp32, strict=True)
+            ]
         recompute = self.recompute_rule and self.training
         return stages_of(
             batch.front,
             batch.rule,
             rows,
-            parameters,
+            (*conv, *per_head),
             self._norm_for(scheme),
             recompute=recompute,
             gates=gates,
@@ -409,8 +412,11 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         return self.stages(rows, self.micro_batches.whole(rows.device, rows.dtype))
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
+        group = None
+        if self.tp_size > 1:
+            group = self.norm_group
         activation = self.output_gate_activation
-        return readout_norm(self.out_norm, self.norm_group, scheme.layout, activation)
+        return readout_norm(self.out_norm, group, scheme.layout, activation)
 
     @property
     def config(self) -> TransformerConfig:
@@ -442,7 +448,6 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         choose_rule: ChooseRule,
         make_front: MakeFront,
         *,
-        fp32: Mapping[str, int],
         name: str | None = None,
         bias: bool = False,
         conv_bias: bool = False,
@@ -451,8 +456,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         files.
 
         ``choose_rule(device, dtype, bits)`` returns rule and reason; ``make_front`` is
-        from :func:`..ops.stages.fronts_of`; ``fp32`` maps fp32 parameters' names to
-        lengths on this rank.
+        from :func:`..ops.stages.fronts_of`.
         """
         config = self.config
         dims = self.dims
@@ -490,7 +494,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             compute_gates_outside_fp8(self.in_proj, layout, self.tp_group)
         add_conv(self, conv_bias)
         self._add_others()
-        add_fp32(self, **fp32)
+        add_fp32(self)
         self._build_out_norm(submodules)
         self.out_proj = build_linear(
             submodules.out_proj,

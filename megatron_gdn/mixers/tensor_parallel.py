@@ -10,7 +10,6 @@ an error. So a mixer puts lost marks back.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -209,12 +208,13 @@ def add_conv(mixer: Any, bias: bool) -> None:
         mark_sharded(parameter, layout.conv_widths)
 
 
-def add_fp32(mixer: Any, **rows: int) -> None:
-    """Add fp32 parameters ``name=count``, each with ``count`` elements on this rank."""
+def add_fp32(mixer: Any) -> None:
+    """Add this rank's share of the fp32 parameters that ``mixer.fp32`` lists."""
     replace_fully_shard_in_megatron()
-    for name, count in rows.items():
-        add_parameter(mixer, name, (count,), dtype=torch.float32)
-        mark_keep_in_fp32(mixer.get_parameter(name))
+    for record in sorted(mixer.fp32, key=lambda x: not x.registered_first):
+        count = record.count(mixer.dims.layout)
+        add_parameter(mixer, record.name, (count,), dtype=torch.float32)
+        mark_keep_in_fp32(mixer.get_parameter(record.name))
 
 
 def reset_parameters(mixer: Any) -> None:
@@ -228,10 +228,8 @@ def reset_parameters(mixer: Any) -> None:
     out_proj                      ``config.output_layer_init_method``
     convolution, weight and bias  U(-conv_init, conv_init), default 1 / sqrt(W);
                                   Mamba2's bias always has the default
-    A_log                         log U(A_init_range)
-    dt_bias                       1, or softplus^-1(exp U(log low, log high)) with
-                                  ``dt_init_range``
-    D, Mamba2's norm              1
+    A_log, dt_bias, D             ``first_values`` of their records in ``mixer.fp32``
+    Mamba2's norm                 1
     ============================  ===============================================
 
     If ``config.perform_initialization`` is off, in_proj and out_proj keep their values.
@@ -260,12 +258,13 @@ def reset_parameters(mixer: Any) -> None:
     fill(weight, lambda x: x.uniform_(-of_weight, of_weight), 0, widths)
     fill(bias, lambda x: x.uniform_(-of_bias, of_bias), 0, widths)
     mixer._init_others()
-    draws = {
-        "A_log": lambda x: x.uniform_(*mixer.A_init_range).log_(),
-        "dt_bias": partial(_fill_dt_bias, mixer.dt_init_range, mixer.dt_init_floor),
-    }
-    for name, method in draws.items():
-        if (parameter := getattr(mixer, name, None)) is not None:
+    for record in mixer.fp32:
+        parameter = getattr(mixer, record.name)
+        first_values = record.first_values
+        if isinstance(first_values, float):
+            nn.init.constant_(parameter, first_values)
+        else:
+            method = partial(first_values, mixer)
             fill(parameter, method, 0, (len(parameter) * group.size(),))
 
 
@@ -307,18 +306,6 @@ def fill_share(
     rank = group.rank()
     size = group.size()
     parameter.copy_(take_share(whole, dim, sections, rank, size))
-
-
-def _fill_dt_bias(
-    init_range: tuple[float, float] | None, floor: float, dt_bias: Tensor
-) -> None:
-    """Fill all ranks' ``dt_bias`` with 1, or randomly if ``init_range`` is set."""
-    if init_range is None:
-        dt_bias.fill_(1)
-        return
-    low, high = map(math.log, init_range)
-    dt = dt_bias.uniform_(low, high).exp_().clamp_(min=floor)
-    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
 def copy_with_same_groups(module: Any, memo: dict[int, Any]) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...compat.tested import warn_of_untested
 from ...context_parallel import LinearCpMode, SequenceLayout
-from ...context_parallel.scheme import local_parameters
+from ...context_parallel.scheme import local_conv
 from ...mixers.hooks import (
     forward_name,
     has_hooks,
@@ -268,7 +268,8 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         )
         parameters = conv.weight, conv.bias, A_log.flatten(), dt_bias
         if scheme.moves_rows:
-            parameters = local_parameters(scheme, *parameters)
+            per_head = [scheme.local(x) for x in parameters[2:]]
+            parameters = *local_conv(scheme, conv.weight, conv.bias), *per_head
         norm = _gated_norm(self._modules[families.family_of(self).norm], layout)
         stages = stages_of(batch.front, batch.rule, rows, parameters, norm)
         return batch.passage.close(mix(rows, stages, batch.passage.neighbours))

@@ -1,0 +1,57 @@
+"""The fp32 parameters of a mixer: one record each, and their usual first values.
+
+A mixer class lists its records in ``fp32``, in the order in which its front takes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp32Parameter:
+    """A parameter that stays in fp32: a value per head, or per column, of a section.
+
+    ``first_values(mixer, x)`` fills ``x``, the values of all tensor-parallel ranks. A
+    number is the first value of all elements, for which no random number is drawn.
+    """
+
+    name: str
+    section: str  # the section of a projection row whose heads have the values
+    first_values: Callable[[Any, Tensor], object] | float
+    per_column: bool = False  # whether every column of a head has a value of its own
+    # Megatron's layers register this parameter before the others. Optimizers number
+    # parameters in this order, so it is part of checkpoints.
+    registered_first: bool = False
+
+    def count(self, layout: Layout) -> int:
+        """The number of values for the heads of ``layout``."""
+        heads, width = layout.shape_of(self.section)
+        if self.per_column:
+            return heads * width
+        return heads
+
+
+def log_of_rates(mixer: Any, A_log: Tensor) -> None:
+    """Fill ``A_log`` with log U(A_init_range)."""
+    A_log.uniform_(*mixer.A_init_range).log_()
+
+
+def ones(mixer: Any, x: Tensor) -> None:
+    """Fill ``x`` with 1, as :func:`log_of_rates` after a draw of a seed."""
+    x.fill_(1)
+
+
+def biases_of_time_steps(mixer: Any, dt_bias: Tensor) -> None:
+    """Fill ``dt_bias`` so that softplus(dt_bias) is log-uniform in ``dt_init_range``."""
+    low, high = map(math.log, mixer.dt_init_range)
+    dt = dt_bias.uniform_(low, high).exp_().clamp_(min=mixer.dt_init_floor)
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
