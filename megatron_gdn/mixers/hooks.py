@@ -38,7 +38,13 @@ def _waits_for_parameters(hook: Callable) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs a hook of the module or one of torch's global
     hooks."""
-    return bool(module._forward_pre_hooks) or _has_other_hooks(module)
+    own = (
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+    return bool(own) or any(_HOOKS_OF_ALL)
 
 
 def _has_other_hooks(module: nn.Module) -> bool:
@@ -108,6 +114,8 @@ def runs_class_forward(module: nn.Module) -> bool:
     A bound method of the class is what accelerate leaves behind when its hooks are
     removed.
     """
+    if "forward" not in vars(module):
+        return True
     forward = vars(module).get(forward_name(module))
     return forward is None or getattr(forward, "__func__", None) is type(module).forward
 

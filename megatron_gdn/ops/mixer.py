@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from . import recompute
 from .aligned import AlignedFront, AlignedReadout
 from .autograd import first_derivative_only, output_without_tokens
 from .front.history import History, HistoryTable
@@ -67,7 +68,11 @@ def mix(
             neighbours = replace(neighbours, history=history)
         trained = [x for x in (rows, *parameters) if x is not None and x.requires_grad]
         keep = torch.is_grad_enabled() and bool(trained)
-        hand_over = HandOver() if keep else None
+        S, B, _ = rows.shape
+        out_bytes = S * B * front.layout.mixed_width * rows.element_size()
+        hand_over = None
+        if keep and out_bytes >= recompute.LEAST_BYTES:
+            hand_over = HandOver()
         if split_readout is None:
             of_function = refilled
         else:

@@ -60,6 +60,12 @@ def _norm_and_gate(
     return kind(gate, activation, eps, zero_centered, groups)
 
 
+@lru_cache(maxsize=64)
+def _gate_alone(gate: slice) -> PlainReadout:
+    """The readout with the gate and no norm."""
+    return PlainReadout(gate)
+
+
 class Stages(NamedTuple):
     """A mixer's front, rule, readout and parameters, for rows of one device, dtype and
     scheme."""
@@ -198,7 +204,7 @@ def stages_of(
     gamma = None
     readout = norm
     if norm is None:
-        readout = PlainReadout(layout.gate_columns)
+        readout = _gate_alone(layout.gate_columns)
     elif isinstance(norm, GatedNorm):
         gamma, *settings = norm
         readout = _norm_and_gate(layout.gate_columns, *settings, front.triton)
