@@ -72,6 +72,12 @@ class Way(NamedTuple):
         )
 
     @property
+    def own_files(self) -> int:
+        """Files of the calls that :attr:`own` counts."""
+        names = [name for name in self.entries if not name.startswith(ARITHMETIC)]
+        return len({name.split(":")[0] for name in names})
+
+    @property
     def files(self) -> int:
         return len({name.split(":")[0] for name in self.entries})
 
@@ -209,7 +215,8 @@ def main() -> None:
     args = parser.parse_args()
     for name, way in count(args.packed).items():
         print(
-            f"{name}: {way.calls} calls ({way.own} without the plain arithmetic), "
+            f"{name}: {way.calls} calls ({way.own} in {way.own_files} files "
+            "without the plain arithmetic), "
             f"{len(way.entries)} functions, {way.files} files"
         )
         if args.list:
