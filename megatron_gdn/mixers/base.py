@@ -44,10 +44,11 @@ from .fp8 import (
     GatesOutsideFP8,
     build_linear,
     check_fp8_settings,
-    compute_gates_outside_fp8,
     keep_unquantised_input,
     may_use_fp8,
+    name_gates,
     refuse_fp8_product,
+    with_gates_outside_fp8,
 )
 from .fp32_parameters import Fp32Parameter
 from .generation import (
@@ -361,12 +362,13 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             self.norm_out_checkpoint = refilled
         stages = self.stages(rows, batch, gates)
-        # Chunkwise exchanges inside the mixer: before the front the W - 1 rows before
-        # each piece (`history`), before the rule the state maps of all pieces
-        # (`states`), and their gradients in the backward. In the other schemes both are
-        # None.
-        exchanges = batch.passage.neighbours
-        mixed = mix(rows, stages, exchanges, refilled)
+        # Chunkwise exchanges inside `mix`: before the front the W - 1 rows before each
+        # piece (`neighbours.history.fetch`), before the rule the maps of all pieces
+        # (`neighbours.states.entering`); in the backward the gradients of states
+        # (`states.leaving`), then those of the rows (`history.give_back`). In the other
+        # schemes `history` and `states` are None.
+        neighbours = batch.passage.neighbours
+        mixed = mix(rows, stages, neighbours, refilled)
         if batch.scheme.moves_rows:
             mixed = batch.passage.close(mixed)
             if refilled is not None:
@@ -477,8 +479,11 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         path = "" if name is None else f"{name}."
         layout = layout_of_in_proj(dims)
         of_both = {"bias": bias, "is_expert": False, "tp_group": self.tp_group}
+        in_proj = submodules.in_proj
+        if may_use_fp8(config):
+            in_proj = with_gates_outside_fp8(in_proj, layout)
         self.in_proj = build_linear(
-            submodules.in_proj,
+            in_proj,
             config,
             whole.hidden_size,
             layout_of_in_proj(whole).width,
@@ -491,7 +496,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         )
         mark_packed(self.in_proj, layout.widths, self.use_muon)
         if may_use_fp8(config):
-            compute_gates_outside_fp8(self.in_proj, layout, self.tp_group)
+            name_gates(self.in_proj, layout, self.tp_group)
         add_conv(self, conv_bias)
         self._add_others()
         add_fp32(self)

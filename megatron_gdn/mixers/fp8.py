@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -30,7 +31,11 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import (
+    ModuleSpec,
+    build_module,
+    get_module,
+)
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
@@ -87,9 +92,24 @@ def require_fp8_widths(layout: Layout, multiple: int) -> None:
             )
 
 
-def compute_gates_outside_fp8(in_proj: Any, layout: Layout, group: Any) -> None:
-    """Make ``in_proj``, whose columns ``layout`` describes, compute the gates outside
-    of FP8."""
+def with_gates_outside_fp8(spec: ModuleSpec | type, layout: Layout) -> Any:
+    """``spec`` of an in_proj that computes the gates of ``layout`` outside of FP8.
+
+    A linear without FP8, or a layout without gates, keeps its ``spec``. The built
+    linear needs :func:`name_gates`.
+    """
+    kind = get_module(spec)
+    takes_fp8 = hasattr(kind, "will_execute_quantized")
+    if not takes_fp8 or layout.main_width == layout.width:
+        return spec
+    kind = _class_with_gates_outside_fp8(kind)
+    if isinstance(spec, ModuleSpec):
+        return replace(spec, module=kind)
+    return kind
+
+
+def name_gates(in_proj: Any, layout: Layout, group: Any) -> None:
+    """Tell ``in_proj`` which of its columns are gates; log if FP8 has no effect."""
     if not hasattr(in_proj, "fp8_meta"):
         log_once(
             f"FP8 has no effect on projections of {type(in_proj).__name__}: they "
@@ -98,11 +118,10 @@ def compute_gates_outside_fp8(in_proj: Any, layout: Layout, group: Any) -> None:
             logging.WARNING,
         )
         return
-    if layout.main_width == layout.width:
-        return
-    in_proj.__class__ = _with_gates_outside_fp8(type(in_proj))
-    vars(in_proj).update(_main_rows=layout.main_width, _gates_group=group)
-    in_proj.refuse_fp4_and_delayed_gradients()
+    if isinstance(in_proj, GatesOutsideFP8):
+        in_proj.main_rows = layout.main_width
+        in_proj.gates_group = group
+        in_proj.refuse_fp4_and_delayed_gradients()
 
 
 def may_use_fp8(config: Any) -> bool:
@@ -163,8 +182,8 @@ def keep_unquantised_input(linear: Any, config: Any) -> bool:
 class GatesOutsideFP8(nn.Module):
     """Mixin of a column-parallel linear that computes the gates outside of FP8."""
 
-    _main_rows: int
-    _gates_group: Any
+    main_rows: int  # rows of the weight before the gates' rows
+    gates_group: Any  # the tensor-parallel group
     sequence_parallel: bool
     fuse_wgrad_accumulation: bool
 
@@ -225,10 +244,10 @@ class GatesOutsideFP8(nn.Module):
         main_weight, gate_weight = self._cut_weight(weight)
         held = {"weight": main_weight}
         if bias is not None:
-            held["bias"] = bias[: self._main_rows]
+            held["bias"] = bias[: self.main_rows]
         of_gates = self._gate_product_inputs(x, gate_weight)
         gates, handed = GateProduct.apply(
-            *of_gates, self._gates_group, self.sequence_parallel
+            *of_gates, self.gates_group, self.sequence_parallel
         )
         parameters: dict[str, Any] = self._parameters
         kept = {name: parameters[name] for name in held}
@@ -237,7 +256,7 @@ class GatesOutsideFP8(nn.Module):
             out, _ = super().forward(handed if of_gates[0] is x else x, *args, **kwargs)
         finally:
             parameters.update(kept)
-        return out, gates if bias is None else gates + bias[self._main_rows :]
+        return out, gates if bias is None else gates + bias[self.main_rows :]
 
     def _gate_product_inputs(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
         """`GateProduct`'s arguments x, weight, gamma, eps; gamma and eps are those of
@@ -268,18 +287,18 @@ class GatesOutsideFP8(nn.Module):
             and weight.requires_grad
             and torch.is_grad_enabled()
         )
-        parts = _CutRows.apply(weight, self._main_rows, fused)
+        parts = _CutRows.apply(weight, self.main_rows, fused)
         if fused:
             main_grad: Any = getattr(weight, "main_grad")  # noqa: B009 - Megatron's, undeclared
             for part, grad in zip(
-                parts, main_grad.tensor_split([self._main_rows]), strict=True
+                parts, main_grad.tensor_split([self.main_rows]), strict=True
             ):
                 vars(part).update(main_grad=grad, grad_added_to_main_grad=False)
         return parts
 
 
 @cache
-def _with_gates_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
+def _class_with_gates_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of ``kind`` and `GatesOutsideFP8` with the class name that frameworks
     look up."""
     return type(kind.__name__, (GatesOutsideFP8, kind), {"__module__": kind.__module__})

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.inference.generate import evaluating
+from megatron_gdn.mixers.fp8 import GatesOutsideFP8
 from megatron_gdn.specs import gated_delta_net_spec, kimi_delta_attention_spec
 from tests.distributed.layer_laws import forward_backward
 from tests.fp8_twin import Fp8Column, fp8_on, recipe, rounded
@@ -44,6 +45,20 @@ def layer_of(
     spec.submodules.in_proj = in_proj
     spec.submodules.out_proj = Row
     return build_module(spec, config, layer_number=1, name=name)
+
+
+class RememberingColumn(Fp8Column):
+    """Knows the class of which its constructor was called."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.built_as = type(self)
+
+
+def test_in_proj_keeps_the_class_that_it_was_built_with():
+    linear = layer_of(in_proj=RememberingColumn).in_proj
+    assert isinstance(linear, GatesOutsideFP8)
+    assert type(linear) is linear.built_as
 
 
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
