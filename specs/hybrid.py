@@ -71,13 +71,19 @@ _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 class HybridStackSpec(ModuleSpec):
     """Spec of a ``HybridStack`` with this package's mixers; call it to get a spec with
-    options."""
+    options. ``build_module(spec, config, ...)`` builds the stack, as Megatron does."""
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(
+        self,
+        modules: str = "auto",
+        *,
+        qk_layernorm: bool = False,
+        mamba: dict[str, Any] | None = None,
+        kda: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> HybridStackSpec:
         """A new spec with the given modules and options; the options of this spec are
         not kept.
-
-            spec(modules="auto", *, qk_layernorm=False, mamba=None, kda=None, **options)
 
         Args:
             modules: ``"te"`` is Megatron's hybrid stack with our 'G' and 'M' mixers;
@@ -96,17 +102,13 @@ class HybridStackSpec(ModuleSpec):
                 and, if legal there, ``backend``, unless ``mamba`` or ``kda`` gives
                 another value; '*' layers get ``cp_layout``.
 
-        Returns:
-            a HybridStackSpec; if the first argument is a config, a ``HybridStack``,
-            because Megatron calls a spec to build the stack.
-
         Raises:
             ValueError: ``modules`` is unknown. ImportError: "te" without Transformer
                 Engine.
         """
-        if "config" in options or (args and isinstance(args[0], TransformerConfig)):
-            return super().__call__(*args, **options)
-        return _hybrid_stack_spec(*args, **options)
+        return _hybrid_stack_spec(
+            modules, qk_layernorm=qk_layernorm, mamba=mamba, kda=kda, **options
+        )
 
 
 def _hybrid_stack_spec(

@@ -275,7 +275,7 @@ def test_megatron_finds_the_hybrid_specs_by_name(name):
 
 
 @on_ranks(tp=1)
-def test_a_hybrid_spec_is_called_for_another_and_built_by_megatron():
+def test_a_hybrid_spec_is_called_for_another_and_built_by_build_module():
     other = hybrid_stack_spec("local", cp_layout="contiguous")
     assert other is not hybrid_stack_spec and isinstance(other, ModuleSpec)
     for layer in (other.submodules.gdn_layer, other.submodules.attention_layer):
@@ -284,7 +284,8 @@ def test_a_hybrid_spec_is_called_for_another_and_built_by_megatron():
     groups = ProcessGroupCollection.use_mpu_process_groups()
     config = make_config(num_layers=1)
     given = {"pre_process": True, "layer_type_list": ["G"], "pg_collection": groups}
-    assert type(hybrid_stack_spec(config, **given)).__name__ == "KDAHybridStack"
+    stack = build_module(hybrid_stack_spec("local"), config, **given)
+    assert type(stack).__name__ == "KDAHybridStack"
 
 
 def test_unknown_modules_list_the_known_ones():

@@ -33,6 +33,10 @@ _TILE_BYTES = 32 << 10  # a tile takes eight 16-byte loads per thread
 _PER_PROCESSOR = 2  # programs that fit on a multiprocessor at the same time
 # A kernel beside a transfer leaves 32 multiprocessors to NCCL, which takes up to 32.
 _LEFT_TO_TRANSFERS = 32
+# Places of a strip's fields, for kernels.
+AT_WHOLE, AT_OWN, AT_STEP, AT_COPIES, AT_BLOCK, AT_REPEATS = map(
+    tl.constexpr, range(len(Strip._fields))
+)
 
 
 def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
@@ -356,10 +360,12 @@ def _copy_strip(
 ):
     """If PACK, copy STRIPS[AT] of rows ``whole_R`` to ``message_R``, else back; mask
     ``real_R``."""
-    whole_R += STRIPS[AT][0] + rank // STRIPS[AT][3] * STRIPS[AT][2]
-    message_R += STRIPS[AT][1]
-    BLOCK: tl.constexpr = STRIPS[AT][4]
-    for repeat in tl.range(0, STRIPS[AT][5]):
+    whole_R += (
+        STRIPS[AT][AT_WHOLE] + rank // STRIPS[AT][AT_COPIES] * STRIPS[AT][AT_STEP]
+    )
+    message_R += STRIPS[AT][AT_OWN]
+    BLOCK: tl.constexpr = STRIPS[AT][AT_BLOCK]
+    for repeat in tl.range(0, STRIPS[AT][AT_REPEATS]):
         at_D = repeat * BLOCK + tl.arange(0, BLOCK)[None, :]
         if PACK:
             tl.store(
@@ -453,11 +459,11 @@ def _sum_strip(
     message; a message has ``message_size`` elements. ``real_R`` masks the rows. The sum
     is in dtype WIDE.
     """
-    whole_R += STRIPS[AT][0] + block_index * STRIPS[AT][2]
-    message_R += STRIPS[AT][1]
-    full_R += STRIPS[AT][1]
-    BLOCK: tl.constexpr = STRIPS[AT][4]
-    for repeat in tl.range(0, STRIPS[AT][5]):
+    whole_R += STRIPS[AT][AT_WHOLE] + block_index * STRIPS[AT][AT_STEP]
+    message_R += STRIPS[AT][AT_OWN]
+    full_R += STRIPS[AT][AT_OWN]
+    BLOCK: tl.constexpr = STRIPS[AT][AT_BLOCK]
+    for repeat in tl.range(0, STRIPS[AT][AT_REPEATS]):
         at_D = repeat * BLOCK + tl.arange(0, BLOCK)[None, :]
         total_RD = tl.zeros((real_R.shape[0], BLOCK), WIDE)
         for copy in tl.static_range(COPIES):
