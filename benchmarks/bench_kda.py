@@ -37,7 +37,8 @@ from lib.layers import DEVICE, Case, start_megatron, thd  # noqa: E402
 from lib.measure import environment, table, time_of, write_lines  # noqa: E402
 from torch import nn  # noqa: E402
 
-from megatron_gdn import KimiDeltaAttention, KimiDeltaAttentionSubmodules  # noqa: E402
+from megatron_gdn import KimiDeltaAttention  # noqa: E402
+from megatron_gdn.specs import kimi_delta_attention_spec  # noqa: E402
 
 CASES = (Case("1x8192", 1, 8192), Case("thd8192", 1, 8192, documents=16))
 TINY = (Case("2x96", 2, 96), Case("thd160", 1, 160, documents=3))
@@ -120,13 +121,15 @@ def groups() -> Any:
 
 
 def build_ours(args: argparse.Namespace, backend: str, **ranks: int) -> nn.Module:
+    """Our layer, whose gates have the low rank of Kimi Linear unless ``ranks`` say
+    otherwise."""
     mixer = KimiDeltaAttention(
         config_of(args),
-        KimiDeltaAttentionSubmodules(**local_modules()),
+        kimi_delta_attention_spec("local").submodules,
         pg_collection=groups(),
         gate_lower_bound=args.lower_bound,
         backend=backend,
-        **ranks,
+        **{"forget_rank": args.head_dim, "output_rank": args.head_dim, **ranks},
     )
     return mixer.to(DEVICE)
 

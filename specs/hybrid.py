@@ -5,9 +5,9 @@ Mamba2.
     --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
 
 A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2".
-Megatron's patterns have no letter for Kimi Delta Attention (0.19, main and dev of
-November 2026), so this file passes 'G' for each 'K' to Megatron and builds 'K' layers
-from their own spec. ``"M*G-/M*/M*"`` is the model ``M*G-`` with two heads of
+Megatron's patterns have no letter for Kimi Delta Attention (0.19; pull request 6556 adds
+one), so this file passes 'G' for each 'K' to Megatron and builds 'K' layers from their
+own spec. ``"M*G-/M*/M*"`` is the model ``M*G-`` with two heads of
 multi-token prediction, each with layers ``M*``.
 """
 
@@ -150,9 +150,7 @@ def _hybrid_stack_spec(
         attention = local_attention_spec(qk_layernorm, cp_layout)
         submodules = _local_submodules(mixer, mamba2, attention)
     layers = {
-        KDA: _layer(
-            kimi_delta_attention_spec(modules, **kda_options | (kda or {})), norm_before
-        ),
+        KDA: _kda_layer(modules, kda_options | (kda or {})),
         GDN2: _layer(gated_delta_net2_spec(modules, **gdn2_options), norm_before),
     }
     heads = checked_mtp_spec(theirs, layers=layers, cp_layout=cp_layout)
@@ -240,6 +238,22 @@ def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=mixer, self_attn_bda=BIAS_DROPOUT_ADD, **norm
+        ),
+    )
+
+
+def _kda_layer(modules: str, options: dict[str, Any]) -> ModuleSpec:
+    """Spec of a layer of Kimi Delta Attention, whose norm is a module of the layer, as
+    in Megatron's spec."""
+    norm = TorchRMSNorm
+    if modules == "te":
+        norm = te.TENorm
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=kimi_delta_attention_spec(modules, **options),
+            self_attn_bda=BIAS_DROPOUT_ADD,
         ),
     )
 

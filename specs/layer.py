@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_gdn.compat.observe import log_once
+from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron_gdn.gdn2.layer import GatedDeltaNet2
@@ -97,8 +98,40 @@ def gated_delta_net2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 
 def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
     """Spec of `megatron_gdn.KimiDeltaAttention`; ``modules`` is as in
-    `gated_delta_net_spec`."""
-    return _spec(KimiDeltaAttention, KimiDeltaAttentionSubmodules, modules, options)
+    `gated_delta_net_spec`, but no norm is fused: the layer around has the norm."""
+    if resolve_modules(modules) == "te":
+        whole, column, row, norm = (
+            te.TELinear,
+            te.TEColumnParallelLinear,
+            te.TERowParallelLinear,
+            te.TENorm,
+        )
+    else:
+        whole, column, row, norm = (
+            DuplicatedLinear,
+            ColumnParallelLinear,
+            RowParallelLinear,
+            TorchRMSNorm,
+        )
+    submodules = KimiDeltaAttentionSubmodules(
+        in_proj=column,
+        out_norm=norm,
+        out_proj=row,
+        beta_proj=whole,
+        f_proj=column,
+        f_a_proj=whole,
+        f_b_proj=column,
+        g_proj=column,
+        g_a_proj=whole,
+        g_b_proj=column,
+    )
+    return ModuleSpec(
+        module=KimiDeltaAttention,
+        params=options,
+        submodules=submodules,
+        # The norm is outside: all projections of the layer's input read its output.
+        metainfo={"fuse_input_layernorm": False},
+    )
 
 
 def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:

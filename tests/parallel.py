@@ -190,6 +190,10 @@ def reduce_gradients(ddp: DistributedDataParallel) -> None:
     _allreduce_non_tensor_model_parallel_grads([ddp], ddp.config)
 
 
+# Of Kimi Delta Attention: what every tensor-parallel rank has whole.
+WHOLE = ("out_norm.", "beta_proj.", "f_a_proj.", "g_a_proj.")
+
+
 def share_of(name: str, whole: torch.Tensor, mixer) -> torch.Tensor:
     """This tensor-parallel rank's share of a whole parameter of a mixer (or of its
     gradient)."""
@@ -202,7 +206,7 @@ def share_of_rank(
     name: str, whole: torch.Tensor, dims, rank: int, size: int
 ) -> torch.Tensor:
     """``dims`` are those of the mixer on one rank."""
-    if name.startswith("out_norm.") or name == "out_proj.bias":
+    if name.startswith(WHOLE) or name == "out_proj.bias":
         return whole
     dim = 0
     sections = (whole.shape[0],)

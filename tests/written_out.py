@@ -20,7 +20,7 @@ REFERENCES = {
 OPTIONS = {
     GatedDeltaNet: ("use_qk_l2norm", "output_gate_activation", "allow_neg_eigval"),
     GatedDeltaNet2: ("use_qk_l2norm",),
-    KimiDeltaAttention: ("gate_lower_bound",),
+    KimiDeltaAttention: ("use_qk_l2norm", "gate_lower_bound"),
     Mamba2Mixer: ("rmsnorm", "dt_limit"),
 }
 

@@ -49,6 +49,7 @@ from .checkpoints import (
     warn_on_dp_reshardable,
     warn_on_torch_file,
 )
+from .kda_files import load_old_names
 
 # Our key for the masters of fp32 parameters in a Float16Optimizer's state dict.
 _FP32_KEY = "fp32_params"
@@ -118,6 +119,7 @@ def repair_mixed_dtype_optimizers() -> None:
         ),
         (LayerWiseDistributedOptimizer, "allgather_params", _gather_by_dtype),
         (TorchDistLoadShardedStrategy, "load", load_sections_from_whole_tensor),
+        (TorchDistLoadShardedStrategy, "load", load_old_names),
         (TorchDistLoadShardedStrategy, "load", explain_bucket_sizes),
         (TorchDistLoadShardedStrategy, "load_tensors_metadata", leave_strides_out),
     ):

@@ -18,18 +18,20 @@ from ..ops.layout import Layout
 
 
 @lru_cache(maxsize=64)
-def kda_table(layout: Layout, lower_bound: float | None = None) -> FrontTable:
+def kda_table(
+    layout: Layout, lower_bound: float | None = None, normalise_qk: bool = True
+) -> FrontTable:
     """The front table for rows of this layout; ``lower_bound`` is a lower bound of g,
     or None."""
     sizes = HeadSizes.of(layout)
-    g = Gate("f", ("g",), decay, rated=True, channels=True)
+    g = Gate("g", ("g",), decay, rated=True, channels=True)
     if lower_bound is not None:
         g = g._replace(function=bounded_decay, low=lower_bound)
     return FrontTable(
         layout,
         RuleInputs,
         sizes.state,
-        delta_sections(),
+        delta_sections(normalise_qk),
         (g, Gate("beta", ("beta",), strength)),
         scale=sizes.key_dim**-0.5,
         recomputed=("g",),

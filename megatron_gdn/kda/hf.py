@@ -3,13 +3,12 @@
 Megatron's in_proj has the rows of :attr:`.sizes.KDADims.in_proj_layout`. Hugging Face
 has a tensor for each section. The projection of a gate has low rank (Kimi Linear, GLM 5
 next: f_a_proj and f_b_proj, g_a_proj and g_b_proj) or full rank (Bailing Hybrid:
-f_proj, g_proj).
+f_proj, g_proj). Every tensor-parallel rank has f_a_proj, g_a_proj and beta_proj whole.
 
 Modules of transformers hold the forget gate's tensors in ``forget_gate`` and have one
 convolution. Keys of files have no ``forget_gate``, and files have three convolutions;
 Bailing's files name o_proj "dense". Kimi Linear stores ``A_log`` as ``[1, 1, H, 1]``.
-No weight
-stores the bound of a bounded gate: give the layer this bound as the option
+No weight stores the bound of a bounded gate: give the layer this bound as the option
 `gate_lower_bound`.
 """
 
@@ -56,11 +55,8 @@ def kda_layer_maps(
         "query": f"{hf}q_proj",
         "key": f"{hf}k_proj",
         "value": f"{hf}v_proj",
-        "beta": f"{hf}b_proj",
-        "f": f"{gate}f_proj",
-        "f_a": f"{gate}f_a_proj",
-        "z": f"{hf}g_proj",
-        "z_a": f"{hf}g_a_proj",
+        "g": f"{gate}f_proj",
+        "gate": f"{hf}g_proj",
     }
     projections = {
         f"{named[section]}.weight": (width, D)
@@ -73,17 +69,24 @@ def kda_layer_maps(
     shift = -float(zero_centered_gamma)
     maps = [
         tensor_map(f"{p}in_proj.weight", projections, 0, sections=layout.widths),
-        conv_map(f"{p}conv1d_weight", hf, dims.layout, dims.conv_kernel_dim, in_files),
+        tensor_map(f"{p}beta_proj.weight", {f"{hf}b_proj.weight": (H, D)}),
+        conv_map(f"{p}conv1d.weight", hf, dims.layout, dims.conv_kernel_dim, in_files),
         tensor_map(f"{p}A_log", {f"{gate}A_log": rates}, 0, fp32=True),
         tensor_map(f"{p}dt_bias", {f"{gate}dt_bias": (H * K,)}, 0, fp32=True),
         tensor_map(f"{p}out_norm.weight", {f"{hf}o_norm.weight": (V,)}, shift=shift),
         tensor_map(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, H * V)}, 1),
     ]
-    wide = {
-        "f": (f"{gate}f_b_proj.weight", H * K),
-        "z": (f"{hf}g_b_proj.weight", H * V),
-    }
-    for name, (key, width) in wide.items():
-        if rank := dims.ranks[name]:
-            maps.append(tensor_map(f"{p}{name}_b_weight", {key: (width, rank)}, 0))
+    if dims.gates_in_in_proj:
+        return maps
+    for place, letter, rank, width in (
+        (gate, "f", dims.forget_rank, H * K),
+        (hf, "g", dims.output_rank, H * V),
+    ):
+        shapes = {f"{letter}_proj": (width, D)}
+        if rank:
+            shapes = {f"{letter}_a_proj": (rank, D), f"{letter}_b_proj": (width, rank)}
+        for name, shape in shapes.items():
+            source = {f"{place}{name}.weight": shape}
+            split = None if name.endswith("_a_proj") else 0
+            maps.append(tensor_map(f"{p}{name}.weight", source, split))
     return maps

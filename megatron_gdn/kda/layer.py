@@ -1,7 +1,6 @@
 """The Kimi Delta Attention layer for Megatron-Core.
 
-Legend: R columns of a gate's narrow half on all tensor-parallel ranks, C of a gate on
-this rank.
+Legend: R columns of a gate's narrow half, C columns of a gate on this rank.
 """
 
 from __future__ import annotations
@@ -9,33 +8,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel.mappings import (
-    all_gather_last_dim_from_tensor_parallel_region,
+    all_to_all_sp2hp,
+    scatter_to_tensor_model_parallel_region,
 )
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..compat.kda_files import convert_state_dict
+from ..mixers.arguments import GDN_FIELDS, ConfigFields
 from ..mixers.base import MixerSubmodules, RecurrentMixer
+from ..mixers.fp8 import build_linear, refuse_fp8_product
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
     biases_of_time_steps,
     log_of_rates,
 )
+from ..mixers.loader_layout import launch_arguments
 from ..mixers.options import MixerOptions
-from ..mixers.tensor_parallel import add_parameter, fill_share
+from ..mixers.tensor_parallel import fill_share
 from ..ops.stages import fronts_of
 from .front import kda_table
 from .rule import RULES, choose_kda
 from .sizes import KDADims
 
+# The fields of newer Megatrons' configs about this layer.
+_FIELDS = (
+    "kda_f_lora_rank",
+    "kda_gate_lora_rank",
+    "kda_lower_bound",
+    "kda_safe_gate",
+)
 
+
+@dataclass
 class KimiDeltaAttentionSubmodules(MixerSubmodules):
-    """Specs of the modules inside a :class:`KimiDeltaAttention`."""
+    """Specs of the modules inside a :class:`KimiDeltaAttention`.
+
+    ``in_proj`` must not begin with a norm, since all projections of the layer's input
+    read the same rows. A class with the argument ``parallel_mode``, such as Megatron's
+    ``TELinear``, has its whole weight on every tensor-parallel rank; ``f_a_proj`` and
+    ``g_a_proj`` must be such a class. All others are column-parallel linears.
+    """
+
+    beta_proj: ModuleSpec | type = IdentityOp  # hidden -> H
+    f_proj: ModuleSpec | type = IdentityOp  # hidden -> H * K, forget gate
+    f_a_proj: ModuleSpec | type = IdentityOp  # hidden -> R, its narrow half
+    f_b_proj: ModuleSpec | type = IdentityOp  # R -> H * K
+    g_proj: ModuleSpec | type = IdentityOp  # hidden -> H * V, output gate
+    g_a_proj: ModuleSpec | type = IdentityOp  # hidden -> R, its narrow half
+    g_b_proj: ModuleSpec | type = IdentityOp  # R -> H * V
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +75,12 @@ class KDAOptions(MixerOptions):
 
     Args:
         forget_rank, output_rank: columns of the narrow half of the forget gate and of
-            the output gate; default the value head's dim, as in Kimi Linear. 0: the
-            gate is a full section of ``in_proj``.
+            the output gate; default ``config.kda_f_lora_rank`` and
+            ``config.kda_gate_lora_rank``. 0 or None in the config: the gate has full
+            width.
         gate_lower_bound: a number below 0 for the gate
-            ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
+            ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``; default
+            ``config.kda_lower_bound``.
     """
 
     absent = ("rule_operands",)
@@ -61,18 +93,27 @@ class KDAOptions(MixerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gate_lower_bound is not None and not self.gate_lower_bound < 0:
-            raise ValueError(
-                f"gate_lower_bound={self.gate_lower_bound} must be below 0: it bounds "
-                "a log-decay. Use -5, or None for the unbounded gate."
-            )
+        _check_bound("gate_lower_bound", self.gate_lower_bound)
+
+
+def _check_bound(name: str, bound: float | None) -> None:
+    """Raise a ValueError for a lower bound of the log-decay that is not below 0."""
+    if bound is not None and not bound < 0:
+        raise ValueError(
+            f"{name}={bound} must be below 0: it bounds a log-decay. Use -5, or None "
+            "for the unbounded gate."
+        )
 
 
 class KimiDeltaAttention(RecurrentMixer):
     """Kimi Delta Attention as a Megatron mixer: ``[s, B, D] -> [s, B, D]``::
 
-        q, k, v, f_a, z_a, b = in_proj(x)
-        f, z    = f_a W_f^T, z_a W_z^T                           the gates in full width
+        q, k, v, f, z = in_proj(x)                               both gates in full
+                                                                 width
+        q, k, v = in_proj(x)                                     if one has a low rank:
+        f       = f_b_proj(f_a_proj(x)) or f_proj(x)
+        z       = g_b_proj(g_a_proj(x)) or g_proj(x)
+        b       = beta_proj(x)
         q, k, v = SiLU(causal_conv1d(q, k, v))
         q, k    = q / |q|, k / |k|                               per head
         g_t     = -exp(A_log) softplus(f_t + dt_bias)            log-decay per channel,
@@ -83,13 +124,15 @@ class KimiDeltaAttention(RecurrentMixer):
         y       = out_proj(RMSNorm(o) * sigmoid(z))
 
     (Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.)
+    Constructor, parameters and checkpoint keys are those of ``KimiDeltaAttention`` in
+    ``megatron.core.ssm.gated_delta_net`` of newer Megatrons.
 
     Args:
-        config: has ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes.
-            Each value head has gates and a state; Kimi Linear has as many key heads as
-            value heads.
-        A_init_range: as in :class:`megatron_gdn.GatedDeltaNet`; default (1, 16), or (1,
-            1) with ``gate_lower_bound``.
+        config: has ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes,
+            and in newer Megatrons ``kda_f_lora_rank``, ``kda_gate_lora_rank`` and
+            ``kda_lower_bound``. Each value head has gates and a state; Kimi Linear has
+            as many key heads as value heads.
+        bias: whether in_proj, beta_proj and out_proj have biases.
         options: the fields of :class:`.mixers.options.MixerOptions` and
             :class:`KDAOptions`; ``backend`` is ``"fla"``, ``"cudnn"`` (Hopper;
             ``"auto"`` never takes it), ``"reference"`` or ``"auto"``, see
@@ -99,44 +142,60 @@ class KimiDeltaAttention(RecurrentMixer):
     through ``ModuleSpec(params={...})``.
 
     Raises:
-        ValueError: sizes that do not fit each other or the parallel sizes, or an option
-            with an unknown or illegal value, such as ``backend`` or ``A_init_range``.
-        NotImplementedError: the config sets ``fp4``, ``fp8``,
-            ``linear_allow_neg_eigval`` or ``delay_wgrad_compute``.
+        ValueError: sizes that do not fit each other or the parallel sizes, a submodule
+            that is missing or begins with a norm, or an option with an unknown or
+            illegal value, such as ``backend`` or ``A_init_range``.
+        NotImplementedError: the config sets ``fp4``, ``fp8`` or
+            ``linear_allow_neg_eigval``.
         ImportError: the requested backend is not available.
     """
 
-    f_b_weight: nn.Parameter | None
-    z_b_weight: nn.Parameter | None
+    beta_proj: Any
+    global_dims: KDADims
+    dims: KDADims
+    # the projections whose weight every tensor-parallel rank has whole
+    _duplicated: set[str]
 
     options_class = KDAOptions
-    launch_arguments = ("conv_bias", "conv_init", "A_init_range")
+    launch_arguments = (
+        "bias",
+        "conv_bias",
+        "conv_init",
+        "use_qk_l2norm",
+        "A_init_range",
+    )
+    config_fields: ClassVar[ConfigFields] = GDN_FIELDS._replace(
+        prefixes=(*GDN_FIELDS.prefixes, "kda_"), read=(*GDN_FIELDS.read, *_FIELDS)
+    )
     recurrence: ClassVar[str] = "KDA"
     stays_wide: ClassVar[bool] = True
     fp32 = (
-        Fp32Parameter(name="A_log", section="f", first_values=log_of_rates),
+        Fp32Parameter(name="A_log", section="g", first_values=log_of_rates),
         Fp32Parameter(
             name="dt_bias",
-            section="f",
+            section="g",
             first_values=biases_of_time_steps,
             per_column=True,
             registered_first=True,
         ),
     )
     in_layer_graphs: ClassVar[bool] = True
+    conv_is_module = True
+    split_module = "conv1d"
     dt_init_range = (0.001, 0.1)
-    dt_init_floor = 0.0
+    dt_init_floor = 1e-4
     output_gate_activation = "sigmoid"
-    split_by_heads: ClassVar[tuple[str, ...]] = ("f_b_weight", "z_b_weight")
 
     def __init__(
         self,
         config: TransformerConfig,
         submodules: KimiDeltaAttentionSubmodules,
         layer_number: int | None = None,
+        bias: bool = False,
         conv_bias: bool = False,
         conv_init: float | None = None,
-        A_init_range: tuple[float, float] | None = None,
+        use_qk_l2norm: bool = True,
+        A_init_range: tuple[float, float] = (1, 16),
         pg_collection: ProcessGroupCollection | None = None,
         *,
         name: str | None = None,
@@ -147,26 +206,31 @@ class KimiDeltaAttention(RecurrentMixer):
     ) -> None:
         """The class documents all arguments."""
         given = KDAOptions.of(options)
+        asked = {field: _field(config, field) for field in _FIELDS}
         bound = given.gate_lower_bound
-        if A_init_range is None:
-            if bound is None:
-                A_init_range = (1, 16)
-            else:
-                A_init_range = (1, 1)
+        if bound is None:
+            bound = asked["kda_lower_bound"]
+            _check_bound("kda_lower_bound", bound)
+        if asked["kda_safe_gate"] and bound is None:
+            raise ValueError(
+                "kda_safe_gate=True bounds the forget gate, and no bound is given. Set "
+                "kda_lower_bound (--kda-lower-bound -5), or leave kda_safe_gate out."
+            )
         if getattr(config, "linear_allow_neg_eigval", False):
             raise NotImplementedError(
                 "linear_allow_neg_eigval=True: write strengths of KimiDeltaAttention "
                 "end at 1. Give allow_neg_eigval to the GatedDeltaNet layers alone, by "
                 "their spec."
             )
-        if getattr(config, "delay_wgrad_compute", False):
-            raise NotImplementedError(
-                "delay_wgrad_compute: KimiDeltaAttention computes the gradients of its "
-                "gates' weights at once. Switch it off."
-            )
+        forget_rank = given.forget_rank
+        if forget_rank is None:
+            forget_rank = asked["kda_f_lora_rank"] or 0
+        output_rank = given.output_rank
+        if output_rank is None:
+            output_rank = asked["kda_gate_lora_rank"] or 0
         super().__init__(
             config,
-            KDADims.of(config, given.forget_rank, given.output_rank),
+            KDADims.of(config, forget_rank, output_rank),
             given,
             layer_number,
             pg_collection,
@@ -174,58 +238,221 @@ class KimiDeltaAttention(RecurrentMixer):
             A_init_range,
             conv_init,
         )
+        self.use_qk_l2norm = use_qk_l2norm
         self.gate_lower_bound = bound
+        self.bias = bias
         self._build(
             submodules,
             partial(choose_kda, given.backend, self.dims.state, bound),
-            fronts_of(kda_table, lower_bound=bound),
+            fronts_of(kda_table, lower_bound=bound, normalise_qk=use_qk_l2norm),
             name=name,
+            bias=bias,
             conv_bias=conv_bias,
         )
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Rows query | key | value | f | z | beta ``[s, B, P]``, with gates in full
-        width.
+        """Rows query | key | value | g | gate | beta ``[s, B, P]``, with gates in full
+        width."""
+        for linear in self._projections().values():
+            refuse_fp8_product(linear)
+        made, _ = self.in_proj(hidden_states)
+        sections = [made]
+        if not self.dims.gates_in_in_proj:
+            sections.append(self._gate("f", hidden_states))
+            sections.append(self._gate("g", hidden_states))
+        sections.append(self._beta(hidden_states))
+        return torch.cat(sections, dim=-1)
 
-        Each tensor-parallel rank computes some columns of the narrow halves, gathers
-        ``[s, B, R]``, and computes its heads' columns of the gates with weights
-        ``[C, R]``. The narrow halves are saved for the backward. ``in_proj`` itself has
-        f_a and z_a in the places of f and z.
-        """
-        narrow = super().project(hidden_states)
-        weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
-        if not weights:
-            return narrow
-        in_proj = self.dims.in_proj_layout
-        row = self.dims.layout
-        group = self.tp_group
-        sections = list(narrow.split(in_proj.widths, -1))
-        halved = [i for i, name in enumerate(row.names) if name != in_proj.names[i]]
-        own_columns = torch.cat([sections[i] for i in halved], -1)
-        of_ranks = all_gather_last_dim_from_tensor_parallel_region(own_columns, group)
-        widths = [in_proj.widths[i] for i in halved]
-        lows = of_ranks.unflatten(-1, (group.size(), -1)).split(widths, -1)
-        for i, low, weight in zip(halved, lows, weights, strict=True):
-            # A copy: a view would keep all of of_ranks in memory, and other strides
-            # change bits.
-            sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
-        return torch.cat(sections, -1)
+    def _gate(self, letter: str, x: Tensor) -> Tensor:
+        """The forget gate ("f") or output gate ("g") of this rank's heads ``[S, B,
+        C]``."""
+        if hasattr(self, f"{letter}_proj"):
+            return getattr(self, f"{letter}_proj")(x)[0]
+        narrow_sBR, _ = getattr(self, f"{letter}_a_proj")(x)
+        return getattr(self, f"{letter}_b_proj")(narrow_sBR)[0]
 
-    def _add_others(self) -> None:
-        """Add ``f_b_weight`` and ``z_b_weight``, which widen gates with a narrow
-        half."""
-        for gate, rank in self.global_dims.ranks.items():
-            self.register_parameter(f"{gate}_b_weight", None)
-            if rank:
-                columns = self.dims.layout.columns(gate)
-                add_parameter(
-                    self, f"{gate}_b_weight", (columns.stop - columns.start,), rank
-                )
+    def _beta(self, x: Tensor) -> Tensor:
+        """The write strengths of this rank's heads ``[S, B, H]``, before the
+        sigmoid."""
+        beta, _ = self.beta_proj(x)
+        if "beta_proj" not in self._duplicated:
+            return beta
+        if self.config.sequence_parallel and self.tp_size > 1:
+            # all heads of some tokens become some heads of all tokens
+            exchanged = all_to_all_sp2hp(beta, self.tp_group)
+            return exchanged.unflatten(0, (-1, x.shape[1]))
+        return scatter_to_tensor_model_parallel_region(beta, self.tp_group)
+
+    def _name_sizes(self) -> None:
+        """Set sizes under megatron-core's names; ``*_local_tp``: on one tensor-parallel
+        rank."""
+        whole = self.global_dims
+        local = self.dims
+        self.hidden_size = whole.hidden_size
+        self.conv_kernel_dim = whole.conv_kernel_dim
+        self.num_key_heads = whole.num_key_heads
+        self.num_value_heads = whole.num_value_heads
+        self.key_head_dim = whole.key_head_dim
+        self.value_head_dim = whole.value_head_dim
+        self.qk_dim = whole.qk_dim
+        self.v_dim = whole.v_dim
+        self.qk_dim_local_tp = local.qk_dim
+        self.v_dim_local_tp = local.v_dim
+        self.conv_dim_local_tp = local.layout.conv_width
+        self.in_proj_split_names = local.in_proj_layout.names
+        self.in_proj_split_sections = local.in_proj_layout.widths
+        if self.stored_by_section:
+            # Older Megatrons would cut a mixer with this attribute as Gated DeltaNet.
+            self.in_proj_dim = whole.in_proj_layout.width
+
+    @property
+    def stored_by_section(self) -> bool:
+        """Whether Megatron's scripts cut in_proj by its own sections: Megatrons with a
+        class for this mixer do."""
+        return hasattr(gated_delta_net, "KimiDeltaAttention")
+
+    def _add_others(self, submodules: KimiDeltaAttentionSubmodules, path: str) -> None:
+        """Add beta_proj and, unless in_proj makes both gates, the gates'
+        projections."""
+        if hasattr(self.in_proj, "layer_norm_weight"):
+            raise ValueError(
+                "in_proj of KimiDeltaAttention begins with a norm, whose output "
+                "beta_proj and the gates' projections would not get. Give "
+                "TEColumnParallelLinear, and the norm as the layer's input_layernorm."
+            )
+        dims = self.global_dims
+        D = dims.hidden_size
+        H, K, V = dims.state[:3]
+        self._duplicated = set()
+        add = partial(self._add_projection, submodules, path)
+        if not dims.gates_in_in_proj:
+            self._add_gate(add, "f", dims.forget_rank, H * K)
+        add("beta_proj", D, H, bias=self.bias)
+        if not dims.gates_in_in_proj:
+            self._add_gate(add, "g", dims.output_rank, H * V)
+
+    def _add_gate(self, add: Any, letter: str, rank: int, width: int) -> None:
+        """Add the projections of a gate of this width; ``rank``: of its narrow half, or
+        0."""
+        D = self.global_dims.hidden_size
+        if not rank:
+            add(f"{letter}_proj", D, width)
+        else:
+            add(f"{letter}_a_proj", D, rank)
+            add(f"{letter}_b_proj", rank, width)
+
+    def _add_projection(
+        self,
+        submodules: KimiDeltaAttentionSubmodules,
+        path: str,
+        name: str,
+        columns: int,
+        rows: int,
+        bias: bool = False,
+    ) -> None:
+        """Add the linear ``name`` with a weight ``[rows, columns]``."""
+        spec = getattr(submodules, name)
+        if spec is IdentityOp:
+            raise ValueError(
+                f"KimiDeltaAttentionSubmodules has no {name}, which this layer needs. "
+                "Take megatron_gdn.specs.kimi_delta_attention_spec(), which has all "
+                "submodules."
+            )
+        duplicated = _has_whole_weight(spec)
+        if name.endswith("_a_proj") and not duplicated:
+            raise ValueError(
+                f"{name} of KimiDeltaAttention must have its whole weight on every "
+                "tensor-parallel rank. Give Megatron's TELinear, or without "
+                "Transformer Engine megatron_gdn.compat.torch_linear.DuplicatedLinear."
+            )
+        if duplicated:
+            how: dict[str, Any] = {
+                "parallel_mode": "duplicated",
+                "skip_weight_param_allocation": False,
+            }
+        else:
+            how = {
+                "gather_output": False,
+                "tp_comm_buffer_name": name,
+                "tp_group": self.tp_group,
+            }
+        linear = build_linear(
+            spec,
+            self.config,
+            columns,
+            rows,
+            init_method=self.config.init_method,
+            bias=bias,
+            skip_bias_add=False,
+            is_expert=False,
+            name=f"{path}{name}" if path else None,
+            **how,
+        )
+        if duplicated:
+            self._duplicated.add(name)
+            # Each rank has its own tokens' gradient, and Megatron sums these.
+            for parameter in linear.parameters():
+                parameter.sequence_parallel = self.config.sequence_parallel
+        self.add_module(name, linear)
+
+    def _projections(self) -> dict[str, Any]:
+        """All projections but out_proj, by name."""
+        names = ("in_proj", "beta_proj", *_GATES)
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def _init_others(self) -> None:
-        """Fill ``f_b_weight`` and ``z_b_weight`` by the config's ``init_method``."""
-        assert (method := self.config.init_method) is not None
-        layout = self.global_dims.layout
-        widths = dict(zip(layout.names, layout.widths, strict=True))
-        fill_share(self.tp_group, self.f_b_weight, method, 0, (widths["f"],))
-        fill_share(self.tp_group, self.z_b_weight, method, 0, (widths["z"],))
+        """Fill the weights that `_add_others` added by the config's ``init_method``."""
+        method = self.config.init_method
+        assert method is not None
+        if not self.config.perform_initialization:
+            return
+        for name, linear in self._projections().items():
+            weight = getattr(linear, "weight", None)
+            if name == "in_proj" or weight is None:
+                continue
+            if name in self._duplicated:
+                fill_share(None, weight, method, 0, (len(weight),))
+            else:
+                rows = len(weight) * self.tp_size
+                fill_share(self.tp_group, weight, method, 0, (rows,))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        """Load as torch does; a state dict of version 0.1 is converted first."""
+        convert_state_dict(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        """Let every projection of the layer's input save it unquantised, since the norm
+        before them is recomputed."""
+        from megatron.core.extensions.transformer_engine import set_save_original_input
+
+        for name, linear in self._projections().items():
+            if not name.endswith("_b_proj"):
+                set_save_original_input(linear)
+
+    def _backward_in_proj(self) -> None:
+        """Compute the delayed weight gradients of all projections but out_proj."""
+        for linear in self._projections().values():
+            linear.backward_dw()
+
+
+_GATES = ("f_proj", "f_a_proj", "f_b_proj", "g_proj", "g_a_proj", "g_b_proj")
+
+
+def _field(config: Any, name: str) -> Any:
+    """A field of Megatron's config; if the config lacks the field, the flag of the
+    launch."""
+    if hasattr(config, name):
+        return getattr(config, name)
+    return launch_arguments().get(name)
+
+
+def _has_whole_weight(spec: ModuleSpec | type) -> bool:
+    """Whether the linear of ``spec`` has its whole weight on every tensor-parallel
+    rank."""
+    made: Any = spec
+    if isinstance(spec, ModuleSpec):
+        made = spec.module
+    return "parallel_mode" in signature(made).parameters

@@ -5,8 +5,7 @@ Efficient Attention Architecture", 2025). The layer computes this function in fe
 passes; ``tests/layer/test_equation.py`` compares the two in fp64.
 
 Legend: T tokens, D hidden size, G key heads, H value heads, K key dim, V value dim. A
-gate of a low rank R is a narrow half of in_proj, ``[T, R]``, times a weight
-``[columns, R]``.
+gate of a low rank R is ``[T, R]``, times a weight ``[columns, R]``.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ def kimi_delta_attention(
     *,
     norm_eps: float = 1e-6,
     zero_centered_norm: bool = False,
+    use_qk_l2norm: bool = True,
     gate_lower_bound: float | None = None,
 ) -> Tensor:
     """The layer's output ``[T, D]`` for one sequence ``[T, D]``; differentiable.
@@ -38,30 +38,35 @@ def kimi_delta_attention(
             full gate.
         norm_eps, zero_centered_norm: of ``out_norm``; zero-centred: the factor is 1 +
             weight.
-        gate_lower_bound: as in :class:`megatron_gdn.KimiDeltaAttention`.
+        use_qk_l2norm, gate_lower_bound: as in
+            :class:`megatron_gdn.KimiDeltaAttention`.
     """
     p = parameters
     wide = torch.promote_types(x_TD.dtype, torch.float32)  # of the gates and the state
     G, H = dims.num_key_heads, dims.num_value_heads
     K, V = dims.key_head_dim, dims.value_head_dim
 
-    # Project; widen gates of a low rank.
+    # Project. A gate of a low rank has two weights.
     row_TP = F.linear(x_TD, p["in_proj.weight"], p.get("in_proj.bias"))
-    f_width = dims.forget_rank or H * K
-    z_width = dims.output_rank or H * V
-    widths = (G * K, G * K, H * V, f_width, z_width, H)
-    query, key, value, f, z, b_TH = row_TP.split(widths, dim=-1)
-    if dims.forget_rank:
-        f = F.linear(f, p["f_b_weight"])
-    if dims.output_rank:
-        z = F.linear(z, p["z_b_weight"])
+    widths = (G * K, G * K, H * V)
+    if dims.gates_in_in_proj:
+        widths = (*widths, H * K, H * V)
+        query, key, value, f, z = row_TP.split(widths, dim=-1)
+    else:
+        query, key, value = row_TP.split(widths, dim=-1)
+        f = gate_of(x_TD, p, "f")
+        z = gate_of(x_TD, p, "g")
+    b_TH = F.linear(x_TD, p["beta_proj.weight"], p.get("beta_proj.bias"))
 
     # A causal convolution of each channel, then SiLU.
     qkv_TC = torch.cat([query, key, value], dim=-1)
-    qkv_TC = F.silu(causal_conv1d(qkv_TC, p["conv1d_weight"], p.get("conv1d_bias")))
+    qkv_TC = F.silu(causal_conv1d(qkv_TC, p["conv1d.weight"], p.get("conv1d.bias")))
     q, k, v = qkv_TC.split((G * K, G * K, H * V), dim=-1)
-    q_TGK = unit_length(q.unflatten(-1, (G, K)).to(wide))
-    k_TGK = unit_length(k.unflatten(-1, (G, K)).to(wide))
+    q_TGK = q.unflatten(-1, (G, K)).to(wide)
+    k_TGK = k.unflatten(-1, (G, K)).to(wide)
+    if use_qk_l2norm:
+        q_TGK = unit_length(q_TGK)
+        k_TGK = unit_length(k_TGK)
     v_THV = v.unflatten(-1, (H, V)).to(wide)
     q_THK = q_TGK.repeat_interleave(H // G, dim=1) / K**0.5
     k_THK = k_TGK.repeat_interleave(H // G, dim=1)
@@ -95,3 +100,11 @@ def kimi_delta_attention(
         F.rms_norm(o_THV, (V,), gamma_V, norm_eps) * z.unflatten(-1, (H, V)).sigmoid()
     )
     return F.linear(o_THV.flatten(1), p["out_proj.weight"], p.get("out_proj.bias"))
+
+
+def gate_of(x_TD: Tensor, parameters: Mapping[str, Tensor], letter: str) -> Tensor:
+    """The forget gate ("f") or output gate ("g") of all heads, ``[T, columns]``."""
+    if f"{letter}_proj.weight" in parameters:
+        return F.linear(x_TD, parameters[f"{letter}_proj.weight"])
+    narrow_TR = F.linear(x_TD, parameters[f"{letter}_a_proj.weight"])
+    return F.linear(narrow_TR, parameters[f"{letter}_b_proj.weight"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,28 +24,29 @@ class KDADims(LinearDims):
     """Sizes of a Kimi Delta Attention layer, or of one tensor-parallel rank's share of
     the layer.
 
-    Each value head has gates; Kimi Linear has as many key heads as value heads.
+    Each value head has gates; Kimi Linear has as many key heads as value heads. Every
+    tensor-parallel rank has all columns of a gate's narrow half.
     """
 
-    # columns of the forget gate's narrow half; 0: f is a section of in_proj
+    # columns of the forget gate's narrow half, f_a_proj; 0: the gate has full width
     forget_rank: int
-    # columns of the output gate's narrow half; 0: z is a section of in_proj
+    # columns of the output gate's narrow half, g_a_proj; 0: the gate has full width
     output_rank: int
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("forget_rank", "output_rank")
-    also_shared: ClassVar[tuple[str, ...]] = may_be_zero
 
     @classmethod
     def of(
         cls, config: Any, forget_rank: int | None = None, output_rank: int | None = None
     ) -> KDADims:
-        """The sizes in ``config``; a gate's low rank that is None becomes the value
-        head's dim."""
+        """The sizes in ``config``; a rank that is None is that of the config, whose
+        fields are ``kda_f_lora_rank`` and ``kda_gate_lora_rank``, or else 0."""
         ranks = {"forget_rank": forget_rank, "output_rank": output_rank}
-        V = config.linear_value_head_dim
-        return cls.from_config(
-            config, **{k: V if n is None else n for k, n in ranks.items()}
-        )
+        for name, field in _RANK_FIELDS.items():
+            if ranks[name] is None:
+                ranks[name] = getattr(config, field, None)
+        known = {name: rank or 0 for name, rank in ranks.items()}
+        return cls.from_config(config, **known)
 
     @property
     def layout(self) -> Layout:
@@ -53,36 +54,38 @@ class KDADims(LinearDims):
         return kda_layout(*self.heads)
 
     @property
-    def in_proj_layout(self) -> Layout:
-        """The columns of in_proj: :attr:`layout` with each gate's narrow half in place
-        of the gate.
-
-        Each tensor-parallel rank has its own columns of a narrow half, not a copy of
-        all.
-        """
-        sections = [
-            Section(f"{x.name}_a", f"{x.name}_rank", 1) if self.ranks.get(x.name) else x
-            for x in self.layout.sections
-        ]
-        counts = [(f"{gate}_rank", rank) for gate, rank in self.ranks.items() if rank]
-        return Layout(tuple(sections), (*self.layout.counts, *counts), gate="")
+    def gates_in_in_proj(self) -> bool:
+        """Whether in_proj makes both gates; if one has a narrow half, it makes none."""
+        return not self.forget_rank and not self.output_rank
 
     @property
-    def ranks(self) -> dict[str, int]:
-        """For each gate's section, the number of columns of its narrow half; 0 if it
-        has none."""
-        return {"f": self.forget_rank, "z": self.output_rank}
+    def in_proj_layout(self) -> Layout:
+        """The columns of in_proj: query | key | value, and g | gate if both gates have
+        full width."""
+        made = _OF_IN_PROJ if self.gates_in_in_proj else _OF_IN_PROJ[:3]
+        whole = self.layout
+        sections = [section for section in whole.sections if section.name in made]
+        return Layout(tuple(sections), whole.counts, gate="")
+
+
+# The fields of newer Megatrons' configs with the two ranks.
+_RANK_FIELDS = {
+    "forget_rank": "kda_f_lora_rank",
+    "output_rank": "kda_gate_lora_rank",
+}
+_OF_IN_PROJ = ("query", "key", "value", "g", "gate")
 
 
 @lru_cache(maxsize=64)
 def kda_layout(
     key_heads: int, value_heads: int, key_dim: int, value_dim: int
 ) -> Layout:
-    """Columns query | key | value | f | z | beta: f is the forget gate, z the output
-    gate."""
-    return delta_layout(
+    """Columns query | key | value | g | gate | beta: g is the forget gate, gate the
+    output gate."""
+    made = delta_layout(
         HeadSizes(key_heads, value_heads, key_dim, value_dim),
-        Section("f", "value", key_dim),
-        Section("z", "value", value_dim),
+        Section("g", "value", key_dim),
+        Section("gate", "value", value_dim),
         Section("beta", "value", 1),
     )
+    return replace(made, gate="gate")

@@ -224,10 +224,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             hidden_states: ``[s, B, D]`` of this rank's s tokens; B is 1 for packed
                 documents.
             attention_mask: None or a causal mask, see
-                :func:`.arguments.require_causal`.
-            inference_context: Megatron's context with the states to continue, without
-                gradients (:func:`.generation.generate`); ``inference_params`` is its
-                old name.
+            :func:`.arguments.require_causal`. inference_context (old name:
+            inference_params): Megatron's context with the states to
+                continue, without gradients (:func:`.generation.generate`).
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``,
                 global offsets), and the micro-batch's own context-parallel group if it
                 has one.
@@ -498,7 +497,6 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         if may_use_fp8(config):
             name_gates(self.in_proj, layout, self.tp_group)
         add_conv(self, conv_bias)
-        self._add_others()
         add_fp32(self)
         self._build_out_norm(submodules)
         self.out_proj = build_linear(
@@ -513,6 +511,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             name=f"{path}out_proj" if path else None,
             **of_both,
         )
+        self._add_others(submodules, path)
         self.remember_marks()
         if self._recomputes_norm:
             self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
@@ -530,7 +529,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         for parameter in self.out_norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 
-    def _add_others(self) -> None:
+    def _add_others(self, submodules: Any, path: str) -> None:
         """A subclass with more parameters adds them here, by `add_parameter`."""
 
     def _init_others(self) -> None:

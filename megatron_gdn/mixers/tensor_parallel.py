@@ -224,7 +224,7 @@ def reset_parameters(mixer: Any) -> None:
     ============================  ===============================================
     parameter                     value
     ============================  ===============================================
-    in_proj, KDA's wide halves    ``config.init_method``
+    in_proj, KDA's projections    ``config.init_method``
     out_proj                      ``config.output_layer_init_method``
     convolution, weight and bias  U(-conv_init, conv_init), default 1 / sqrt(W);
                                   Mamba2's bias always has the default
@@ -279,8 +279,9 @@ def fill_share(
     """Fill the parameter of all ranks by ``method``; copy this rank's share to
     ``parameter``.
 
-    ``group`` is the tensor-parallel group. ``sections`` are sizes of all ranks'
-    parameter along ``dim``; each is split by itself.
+    ``group`` is the tensor-parallel group; None: every rank has the whole parameter.
+    ``sections`` are sizes of all ranks' parameter along ``dim``; each is split by
+    itself.
     """
     if parameter is None:
         return
@@ -303,6 +304,9 @@ def fill_share(
         else:
             torch.default_generator.manual_seed(seed)
         method(whole)
+    if group is None:
+        parameter.copy_(whole)
+        return
     rank = group.rank()
     size = group.size()
     parameter.copy_(take_share(whole, dim, sections, rank, size))

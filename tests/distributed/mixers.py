@@ -11,11 +11,11 @@ from megatron_gdn import (
     GatedDeltaNet2,
     GatedDeltaNetSubmodules,
     KimiDeltaAttention,
-    KimiDeltaAttentionSubmodules,
     Mamba2Mixer,
     Mamba2MixerSubmodules,
 )
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.specs import kimi_delta_attention_spec
 from tests import toy_mixer
 from tests.distributed.layer_laws import build_layer, randomise_
 from tests.distributed.mixer_laws import Mixers
@@ -61,9 +61,13 @@ def build_gdn2(config, groups, **options):
     return in_its_dtype(GatedDeltaNet2(config, parts, pg_collection=groups, **options))
 
 
+LOW_RANKS = {"forget_rank": 6, "output_rank": 6}
+
+
 def build_kda(config, groups, **options):
-    parts = KimiDeltaAttentionSubmodules(**PARTS)
-    options = {"layer_number": 1, **options}
+    """With gates of low rank, as in Kimi Linear, unless ``options`` says otherwise."""
+    parts = kimi_delta_attention_spec("local").submodules
+    options = {"layer_number": 1, **LOW_RANKS, **options}
     return in_its_dtype(
         KimiDeltaAttention(config, parts, pg_collection=groups, **options)
     )

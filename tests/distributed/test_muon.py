@@ -55,6 +55,8 @@ def settings(layer_wise: str | None) -> dict[str, bool]:
     return {name: layer_wise != "lists"} if hasattr(OptimizerConfig, name) else {}
 
 
+# Matrices of a Kimi Delta Attention with gates of low rank.
+GATES = tuple(f"{name}_proj.weight" for name in ("beta", "f_a", "f_b", "g_a", "g_b"))
 KINDS = {name: replace(kind, randomise=randomise_) for name, kind in BY_NAME.items()}
 KINDS["gdn"] = replace(
     KINDS["gdn"], build=partial(build_gdn, bias=True, conv_bias=True)
@@ -146,8 +148,8 @@ def sections_step_as_if_alone(
                     KINDS[mixer].share(name, gradient[name], share)
                 )
             optimizer.step()
-        wide = ("f_b_weight", "z_b_weight") if mixer == "kda" else ()
-        for name in ("in_proj.weight", "out_proj.weight", *wide):
+        of_gates = GATES if mixer == "kda" else ()
+        for name in ("in_proj.weight", "out_proj.weight", *of_gates):
             parameter = share.get_parameter(name)
             matrices = [
                 whole.get_parameter(name).float(),
@@ -222,7 +224,7 @@ def test_it_does_so_where_data_parallel_ranks_share_the_optimizer(
 def test_what_is_no_matrix_is_adams(mixer):
     expected = {"in_proj.weight", "out_proj.weight"}
     if mixer == "kda":
-        expected |= {"f_b_weight", "z_b_weight"}
+        expected |= {*GATES}
     if mixer == "mamba2" and READS_USE_MUON:
         expected = {"out_proj.weight"}
     _, layer = in_parallel(mixer, 1)

@@ -138,9 +138,9 @@ def test_k_layers_are_kimi_delta_attention_beside_gated_delta_net():
     found = [type(mixer) for mixer in mixers if hasattr(mixer, "micro_batches")]
     assert found == [GatedDeltaNet, *[KimiDeltaAttention] * 3]
     assert {
-        "decoder.layers.1.self_attention.in_proj.layer_norm_weight",
-        "decoder.layers.1.self_attention.in_proj.weight.f_a",
-        "decoder.layers.1.self_attention.f_b_weight",
+        "decoder.layers.1.input_layernorm.weight",
+        "decoder.layers.1.self_attention.in_proj.weight.gate",
+        "decoder.layers.1.self_attention.beta_proj.weight",
         "decoder.layers.1.self_attention.conv1d.weight.key",
         "decoder.layers.5.self_attention.dt_bias",
     } <= keys_of(model)

@@ -42,7 +42,7 @@ def test_an_earlier_versions_checkpoint_loads_bit_for_bit(
 ):
     folder = str(kept(version) / f"{name}-tp{saved_at}")
     losses = pools(tp).run(load_and_save, name, tp, folder, str(tmp_path / "again"))
-    assert pools(tp).run(differences, folder, str(tmp_path / "again"))[0] == []
+    assert pools(tp).run(differences, name, folder, str(tmp_path / "again"))[0] == []
     wanted = json.loads(Path(f"{folder}.json").read_text())
     # Another machine or tensor-parallel size rounds some twenty bf16 products
     # otherwise.

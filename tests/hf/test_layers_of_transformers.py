@@ -30,6 +30,7 @@ HEADS = {
     "linear_value_head_dim": 192,
 }
 FULL = {"forget_rank": 0, "output_rank": 0}
+LOW = {"forget_rank": 8, "output_rank": 8}  # the head dim
 KDA_SIZES = {
     "hidden_size": 24,
     "linear_num_key_heads": 4,
@@ -59,9 +60,9 @@ LAYERS = {
     "olmo": Layer(OLMO, JOINED),
     "olmo 96 192": Layer(OLMO, JOINED, HEADS),
     "qwen4": Layer(QWEN4, "flat"),
-    "kimi": Layer(KIMI, "kimi_linear", {}, {}),
-    "glm": Layer(GLM, "glm5_next", {}, {"gate_lower_bound": -5.0}),
-    "glm unbounded": Layer(GLM, "glm5_next", {"linear_lower_bound": None}, {}),
+    "kimi": Layer(KIMI, "kimi_linear", {}, LOW),
+    "glm": Layer(GLM, "glm5_next", {}, {**LOW, "gate_lower_bound": -5.0}),
+    "glm unbounded": Layer(GLM, "glm5_next", {"linear_lower_bound": None}, LOW),
     "bailing": Layer(BAILING, "bailing_hybrid", {}, {**FULL, "gate_lower_bound": -5.0}),
     "bailing unbounded": Layer(
         BAILING, "bailing_hybrid", {"kda_safe_gate": False}, FULL

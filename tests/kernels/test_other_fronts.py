@@ -124,7 +124,7 @@ def test_a_front_and_its_gradients_equal_the_twins(name, device):
     draw, shape, lengths = FRONTS[name]
     layout, proj, given, grads, ours, twin = draw(device, **shape)
     documents = documents_of(lengths, device)
-    z = layout.columns("z")
+    z = layout.gate_columns
 
     def run(front, dtype):
         rows, *parameters = (None if x is None else x.to(dtype) for x in (proj, *given))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from megatron_gdn.specs import gated_delta_net_spec
+from megatron_gdn.specs import gated_delta_net_spec, kimi_delta_attention_spec
 from tests.distributed.layer_laws import transformer_layer
 from tests.parallel import make_config
 
@@ -39,13 +39,16 @@ def layer_of(mixer, **recomputed):
     return transformer_layer(config, mixer)
 
 
+@pytest.mark.parametrize("spec", [gated_delta_net_spec, kimi_delta_attention_spec])
 @pytest.mark.parametrize("again", [None, "gdn_norm_out", "gdn"])
-def test_megatrons_schedule_gets_the_weight_gradients_of_both_projections_later(again):
-    plain = gated_delta_net_spec("local")
+def test_megatrons_schedule_gets_the_weight_gradients_of_projections_later(again, spec):
+    plain = spec("local")
     linears = {
         "in_proj": delayed(ColumnParallelLinear),
         "out_proj": delayed(RowParallelLinear),
     }
+    if spec is kimi_delta_attention_spec:
+        linears["beta_proj"] = delayed(ColumnParallelLinear)
     parts = replace(plain.submodules, **linears)
     recomputed = {"recompute_granularity": "selective", "recompute_modules": [again]}
     late = layer_of(replace(plain, submodules=parts), **(recomputed if again else {}))
@@ -55,7 +58,7 @@ def test_megatrons_schedule_gets_the_weight_gradients_of_both_projections_later(
     for layer in (late, at_once):
         out, _ = layer(x.clone().requires_grad_(), None)
         out.square().sum().backward()
-    weights = {"self_attention.in_proj.weight", "self_attention.out_proj.weight"}
+    weights = {f"self_attention.{name}.weight" for name in linears}
     missing = {name for name, p in late.named_parameters() if p.grad is None}
     assert missing == weights
     late.init_backward_dw_wrapper()

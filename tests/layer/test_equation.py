@@ -37,6 +37,8 @@ CASES = {
     "gdn2, light": ("gdn2", {"recompute": "light"}, {}),
     "gdn2, full": ("gdn2", {"recompute": "full"}, {}),
     "kda": ("kda", {}, {}),
+    "kda, biases": ("kda", {**FULL_GATES, **BIASES}, {}),
+    "kda, no l2norm": ("kda", {"use_qk_l2norm": False, **BIASES}, {}),
     "kda, full output gate": (
         "kda",
         {"conv_bias": True, "forget_rank": 4, "output_rank": 0},

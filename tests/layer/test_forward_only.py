@@ -81,10 +81,10 @@ def test_a_mixer_holds_the_inputs_of_its_rule_and_the_output_at_most(kind, packe
     heads = kind.layout.state_heads
     widths = dict(zip(layout.names, layout.widths, strict=True))
     gates = {
-        "kda": widths.get("f", 0) + heads,
+        "kda": widths.get("g", 0) + heads,
         "gdn2": sum(widths.get(name, 0) for name in ("f", "b", "w")),
     }.get(kind.name, 2 * heads)
-    wide = 4 * (layout.conv_width + gates + widths["z"])
+    wide = 4 * (layout.conv_width + gates + layout.mixed_width)
 
     def lengths(tokens: int) -> tuple[int, ...] | None:
         return (tokens // 2 - 3, tokens // 2 + 3) if packed else None

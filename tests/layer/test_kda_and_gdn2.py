@@ -4,12 +4,17 @@ refused."""
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.gdn2.rule import FlaGDN2, PlainGDN2, _repeat_key_heads, choose_gdn2
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.state_map import StateShape
+from megatron_gdn.specs import kimi_delta_attention_spec
 from tests.distributed.mixers import GDN2_FP32, KDA_FP32, whole
+from tests.fp8_twin import Fp8NormedColumn
 from tests.gdn2.oracle import random_inputs
 from tests.parallel import alone
 
@@ -65,11 +70,13 @@ def test_what_cannot_be_is_refused_in_words(kind, options, changes, said):
         whole(kind, changes, **options)
 
 
-def test_narrow_halves_that_ranks_cannot_share_are_refused():
-    dims = whole("kda", forget_rank=6, output_rank=0).global_dims
-    assert dims.shard(2).in_proj_layout.widths == (5, 5, 12, 3, 12, 2)
-    with pytest.raises(ValueError, match="use one of 1, 2"):
-        dims.shard(4)
+def test_narrow_halves_are_whole_on_every_rank():
+    dims = whole("kda", forget_rank=6, output_rank=0).global_dims.shard(2)
+    assert dims.forget_rank == 6
+    assert dims.in_proj_layout.widths == (5, 5, 12)
+    full = whole("kda", forget_rank=0, output_rank=0).global_dims.shard(2)
+    assert full.in_proj_layout.names == ("query", "key", "value", "g", "gate")
+    assert full.in_proj_layout.widths == (5, 5, 12, 10, 12)
 
 
 # As Megatron's config is after --tensor-parallel-num-weight-shards 2.
@@ -85,7 +92,6 @@ GTP = {"tensor_parallel_num_weight_shards": 2, "gtp_weight_remat_size": 2}
             {"linear_allow_neg_eigval": True},
             "allow_neg_eigval to the GatedDeltaNet layers alone",
         ),
-        ({"delay_wgrad_compute": True}, "the gradients of its gates' weights at once"),
         (
             GTP,
             "--tensor-parallel-num-weight-shards 2 .*sections of in_proj of KimiDelta",
@@ -164,3 +170,79 @@ def test_every_value_head_of_gdn2_gets_its_key_heads_tensors(ratio):
                 head,
             )
     assert torch.equal(found.v, inputs.v) and torch.equal(found.w, inputs.w)
+
+
+def old_state(mixer, state: dict) -> dict:
+    """The state dict that version 0.1 wrote for this mixer, on one rank."""
+    dims = mixer.dims
+    state = dict(state)
+    rows = state.pop("in_proj.weight")
+    parts = [*rows.split(dims.in_proj_layout.widths)]
+    for old, new in (("f", "f"), ("z", "g")):
+        if f"{new}_a_proj.weight" in state:
+            parts.append(state.pop(f"{new}_a_proj.weight"))
+            state[f"{old}_b_weight"] = state.pop(f"{new}_b_proj.weight")
+        elif f"{new}_proj.weight" in state:
+            parts.append(state.pop(f"{new}_proj.weight"))
+    parts.append(state.pop("beta_proj.weight"))
+    state["conv1d_weight"] = state.pop("conv1d.weight")
+    for name in [name for name in state if name.endswith("_proj._extra_state")]:
+        if not name.startswith(("in_proj", "out_proj")):
+            del state[name]
+    return {**state, "in_proj.weight": torch.cat(parts)}
+
+
+@pytest.mark.parametrize("output_rank", [0, 3])
+@pytest.mark.parametrize("forget_rank", [0, 4])
+def test_a_state_dict_of_version_0_1_loads_bit_for_bit(forget_rank, output_rank, log):
+    ranks = {"forget_rank": forget_rank, "output_rank": output_rank}
+    given = whole("kda", **ranks).state_dict()
+    layer = KDA_FP32.build(KDA_FP32.config(), alone(), **ranks)
+    assert not any(layer.load_state_dict(old_state(layer, given)))
+    assert "were written by megatron_gdn 0.1" in log.text
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter, given[name]), name
+
+
+def test_a_state_dict_of_version_0_1_of_several_ranks_is_refused():
+    layer = whole("kda")
+    layer.tp_size = 2
+    with pytest.raises(ValueError, match="converted on one rank only"):
+        layer.load_state_dict(old_state(layer, layer.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("name", "linear", "said"),
+    [
+        ("beta_proj", IdentityOp, "has no beta_proj, which this layer needs"),
+        ("f_a_proj", ColumnParallelLinear, "f_a_proj .* must have its whole weight"),
+        (
+            "in_proj",
+            Fp8NormedColumn,
+            "in_proj of KimiDeltaAttention begins with a norm",
+        ),
+    ],
+)
+def test_submodules_that_would_compute_another_layer_are_refused(name, linear, said):
+    spec = kimi_delta_attention_spec("local", forget_rank=4)
+    setattr(spec.submodules, name, linear)
+    with pytest.raises(ValueError, match=said):
+        build_module(spec, KDA_FP32.config(), layer_number=1)
+
+
+def test_fields_of_newer_configs_are_read_and_options_go_before_them():
+    config = KDA_FP32.config()
+    fields = {"kda_f_lora_rank": 4, "kda_gate_lora_rank": 3, "kda_lower_bound": -5.0}
+    vars(config).update(fields, kda_safe_gate=True)
+    spec = kimi_delta_attention_spec("local")
+    layer = build_module(spec, config, layer_number=1)
+    assert (layer.dims.forget_rank, layer.dims.output_rank) == (4, 3)
+    assert layer.gate_lower_bound == -5.0
+    options = {"forget_rank": 0, "output_rank": 2, "gate_lower_bound": -4.0}
+    spec = kimi_delta_attention_spec("local", **options)
+    layer = build_module(spec, config, layer_number=1)
+    assert (layer.dims.forget_rank, layer.dims.output_rank) == (0, 2)
+    assert layer.gate_lower_bound == -4.0
+    vars(config).update(kda_lower_bound=None)
+    with pytest.raises(ValueError, match="kda_safe_gate=True .* no bound is given"):
+        build_module(kimi_delta_attention_spec("local"), config, layer_number=1)

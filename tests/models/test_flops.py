@@ -205,7 +205,8 @@ def test_a_rule_in_chunks_takes_its_equation_forward_and_twice_that_back(letter)
 
 @on_ranks(tp=1)
 def test_the_parameters_of_kda_are_the_layers():
-    (layer,) = Stack.of(SimpleNamespace(**GDN), "K", 1, True).layers
+    ranks = {"forget_rank": 6, "output_rank": 6}
+    (layer,) = Stack.of(SimpleNamespace(**GDN), "K", 1, True, kda=ranks).layers
     norm_before = 24
     numbers = sum(parameter.numel() for parameter in whole("kda", GDN).parameters())
     assert numbers == layer.weights + layer.vectors - norm_before

@@ -128,11 +128,11 @@ def test_options_that_change_the_size_of_a_k_layer_are_counted(monkeypatch, pool
     args = tiny_arguments(monkeypatch)
     args.hybrid_layer_pattern = "K-K"
     plain, narrow = pools(1).run(flops_of_built_stacks, args)[0]
-    # A gate's half has rank * (D + H V) weights; its default rank is V.
+    # A gate of low rank has rank * (D + H V) weights, a full one D * H V.
     D = args.hidden_size
     H = args.linear_num_value_heads
     V = args.linear_value_head_dim
-    assert plain - narrow == 3 * 2 * 64 * 2 * (V - 4) * (D + H * V)
+    assert plain - narrow == 3 * 2 * 64 * 2 * (D * H * V - 4 * (D + H * V))
 
 
 def flops_of_built_stacks(args: argparse.Namespace) -> list[float]:

@@ -228,7 +228,8 @@ class MambaContextParallel:
         rows = cp.pre_conv_ssm(mixer.in_proj(x))  [B, s, P] -> [B, S, p]
         y    = ...                                convolution and recurrence, cp.get_*()
         y    = cp.post_conv_ssm(y)                [B, S, v] -> [B, s, V]
-        out  = mixer.out_proj(mixer.norm(y))      on all heads, as a norm group may be
+        out  = mixer.out_proj(mixer.norm(y))      on all heads: a norm group may span
+                                                  them
 
     The class owns no parameters: every ``get_*`` call reads the current parameters of
     ``mixer``, also those that sharded data parallelism has replaced. Gradients of the

@@ -1,0 +1,198 @@
+"""Reads files of version 0.1, whose Kimi Delta Attention had other parameters.
+
+It had one projection with the sections ``f_a``, ``z_a`` (or ``f``, ``z``) and ``beta``,
+and the norm before the mixer was stored with that projection. The numbers are the same;
+only their names, and in a plain state dict their places, differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from .observe import log_once
+
+# Ends of keys in distributed checkpoints: now, and in version 0.1.
+_NAMES = {
+    "in_proj.weight.g": "in_proj.weight.f",
+    "in_proj.weight.gate": "in_proj.weight.z",
+    "beta_proj.weight": "in_proj.weight.beta",
+    "f_proj.weight": "in_proj.weight.f",
+    "f_a_proj.weight": "in_proj.weight.f_a",
+    "f_b_proj.weight": "f_b_weight",
+    "g_proj.weight": "in_proj.weight.z",
+    "g_a_proj.weight": "in_proj.weight.z_a",
+    "g_b_proj.weight": "z_b_weight",
+    "input_layernorm.weight": "self_attention.in_proj.layer_norm_weight",
+}
+# Of each gate: the keys of a gate of low rank, those of a full gate, and the setting.
+_GATES = (
+    (
+        ("f_a_proj.weight", "in_proj.weight.f_a"),
+        ("f_proj.weight", "in_proj.weight.g", "in_proj.weight.f"),
+        "kda_f_lora_rank",
+    ),
+    (
+        ("g_a_proj.weight", "in_proj.weight.z_a"),
+        ("g_proj.weight", "in_proj.weight.gate", "in_proj.weight.z"),
+        "kda_gate_lora_rank",
+    ),
+)
+_CONVERTED = (
+    "this checkpoint's layers of Kimi Delta Attention were written by megatron_gdn 0.1 "
+    "and are read under their old names. The next checkpoint has Megatron's names."
+)
+
+
+def _other_end(key: str, ends: Mapping[str, str]) -> tuple[str, str] | None:
+    """``key`` without the one of ``ends`` that it has, and the other end; None if it
+    has none."""
+    for end, other in ends.items():
+        if key == end or key.endswith(f".{end}"):
+            return key.removesuffix(end), other
+    return None
+
+
+def load_old_names(
+    load: Callable,
+    strategy: Any,
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | Path,
+    *args: Any,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Call Megatron's ``load``; tensors that the file lacks are read by their names of
+    version 0.1.
+
+    Raises:
+        ValueError: the file's gates have another rank than the model's.
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import (
+        dict_list_map_inplace,
+        extract_matching_values,
+        merge,
+        nested_values,
+    )
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    tensors = [
+        value
+        for value in nested_values(sharded_state_dict)
+        if isinstance(value, ShardedTensor) and _other_end(value.key, _NAMES)
+    ]
+    if not tensors:
+        return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    stored: dict[str, Any] = (
+        FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
+    )
+    renamed = []
+    for tensor in tensors:
+        found = _other_end(tensor.key, _NAMES)
+        assert found is not None
+        old = "".join(found)
+        if tensor.key in stored:
+            continue
+        if old in stored:
+            renamed.append((tensor, tensor.key, old))
+        else:
+            _require_same_rank(tensor.key, stored)
+    if not renamed:
+        return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    log_once(_CONVERTED)
+    # Transformer Engine's own entries of projections that version 0.1 did not have.
+    absent, others = extract_matching_values(
+        sharded_state_dict,
+        lambda value: (
+            isinstance(value, ShardedObject)
+            and value.key.endswith("_extra_state")
+            and value.unique_key not in stored
+        ),
+    )
+    dict_list_map_inplace(lambda value: None, absent)
+    for tensor, _, old in renamed:
+        tensor.key = old
+    try:
+        loaded = load(strategy, others, checkpoint_dir, *args, **kwargs)
+    finally:
+        for tensor, new, _ in renamed:
+            tensor.key = new
+    merge(loaded, absent)
+    return loaded
+
+
+def _require_same_rank(key: str, stored: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the gate of ``key`` has another rank in the file."""
+    for low, full, setting in _GATES:
+        of_low = _other_end(key, dict.fromkeys(low, ""))
+        of_full = _other_end(key, dict.fromkeys(full, ""))
+        if of_low is not None:
+            others = [f"{of_low[0]}{end}" for end in full]
+        elif of_full is not None:
+            others = [f"{of_full[0]}{end}" for end in low]
+        else:
+            continue
+        for other in others:
+            if other not in stored:
+                continue
+            rank = 0
+            if of_full is not None:
+                rank = stored[other].size[0]
+            raise ValueError(
+                f"{key} is not in the checkpoint, which has {other}: that gate has "
+                f"another rank. Set {setting}={rank} in the config (0 or None: full "
+                "width), or its option of the 'K' layers, forget_rank or output_rank."
+            )
+
+
+def convert_state_dict(mixer: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Give a state dict of a mixer of version 0.1 the names of today, in place.
+
+    Raises:
+        ValueError: it is one of several tensor-parallel ranks, which has columns of
+            the narrow halves that are not this rank's alone now.
+    """
+    key = f"{prefix}in_proj.weight"
+    if key not in state_dict or f"{prefix}beta_proj.weight" in state_dict:
+        return
+    dims = mixer.dims
+    names = ["query", "key", "value"]
+    widths = list(dims.in_proj_layout.widths[:3])
+    H, K, V = dims.state[:3]
+    for letter, rank, width in (
+        ("f", dims.forget_rank, H * K),
+        ("z", dims.output_rank, H * V),
+    ):
+        names.append(f"{letter}_a" if rank else letter)
+        widths.append(rank or width)
+    names.append("beta")
+    widths.append(H)
+    weight = state_dict[key]
+    if len(weight) != sum(widths):
+        return
+    if mixer.tp_size > 1:
+        raise ValueError(
+            f"{key} is a weight of megatron_gdn 0.1 on one of {mixer.tp_size} "
+            "tensor-parallel ranks, and a plain state dict is converted on one rank "
+            "only. Load it with tensor_model_parallel_size=1, or save it as a "
+            "distributed checkpoint (--ckpt-format torch_dist) with version 0.1."
+        )
+    log_once(_CONVERTED)
+    parts = dict(zip(names, weight.split(widths), strict=True))
+    # The sections that stay come first, in the same order.
+    state_dict[key] = weight[: dims.in_proj_layout.width]
+    state_dict[f"{prefix}beta_proj.weight"] = parts["beta"]
+    for old, new in (("f", "f"), ("z", "g")):
+        if f"{old}_a" in parts:
+            state_dict[f"{prefix}{new}_a_proj.weight"] = parts[f"{old}_a"]
+            wide = state_dict.pop(f"{prefix}{old}_b_weight")
+            state_dict[f"{prefix}{new}_b_proj.weight"] = wide
+        elif not dims.gates_in_in_proj:
+            state_dict[f"{prefix}{new}_proj.weight"] = parts[old]
+    for name in ("weight", "bias"):
+        old = f"{prefix}conv1d_{name}"
+        if old in state_dict:
+            state_dict[f"{prefix}conv1d.{name}"] = state_dict.pop(old)
