@@ -223,7 +223,7 @@ def neighbours(args) -> None:
             def through_mixer(x, offsets, d_out, layer=layer):
                 proj = x.detach().requires_grad_()
                 batch = layer.micro_batches.of(thd(offsets), proj)
-                out = mix(proj, layer.parts(proj, batch), batch.passage.neighbours)
+                out = mix(proj, layer.stages(proj, batch), batch.passage.neighbours)
                 return {
                     "output": out,
                     "dproj": torch.autograd.grad(out, proj, d_out)[0],

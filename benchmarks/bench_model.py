@@ -31,7 +31,7 @@ from megatron_gdn import (
     set_documents,
     static_packed_seq_params,
 )
-from megatron_gdn.gdn.flash_qla.plan import stages
+from megatron_gdn.gdn.flash_qla.plan import kernels
 
 VOCABULARY = 32768
 MICRO_BATCHES = 2
@@ -116,7 +116,7 @@ def build(mixer: str, graphs: str, packed: bool, args) -> torch.nn.Module:
         fp8_recipe=args.fp8_recipe or "delayed",
     )
     if bf16:
-        stages()  # fences FlashQLA's kernels for upstream's layers too
+        kernels()  # fences FlashQLA's kernels for upstream's layers too
     torch.manual_seed(args.seed)
     spec = upstream if mixer == "upstream" else hybrid_stack_spec(args.modules)
     model = HybridModel(

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatron_gdn.gdn.flash_qla.plan import stages
+from megatron_gdn.gdn.flash_qla.plan import kernels
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents
 
@@ -143,7 +143,7 @@ def upstream_layer(
 
     if DEVICE == "cuda" and os.environ.get("FLA_FLASH_QLA") != "0":
         # fences FlashQLA's kernels for this layer too: ours would, sooner or later
-        stages()
+        kernels()
     return (
         GatedDeltaNet(
             transformer_config(hidden, sizes, cp, deterministic, linears),
