@@ -13,12 +13,6 @@ from lib.pages import filled, markdown
 from lib.plot import Beside, draw, draw_beside, draw_models
 
 HERE = Path(__file__).parent
-LAYERS = {
-    "upstream": "megatron-core",
-    "ours": "ours",
-    "ours-recompute": "ours, recomputing",
-    "ours-bf16": "ours, bf16 operands",
-}
 # What a line measures.
 WHAT = (
     "case",
@@ -49,114 +43,97 @@ def read(name: str) -> list[dict]:
     return list(found.values())
 
 
+def beside_base(value: float, base: float) -> str:
+    """A time or a memory, and its ratio to that of megatron-core's layer."""
+    return f"{shown(value)} ({value / base:.2f})"
+
+
+def shown(value: float) -> str:
+    if value > 100:
+        return f"{value:.0f}"
+    return f"{value:.2f}"
+
+
+def total(record: dict) -> float:
+    """The median of forward + backward, in ms."""
+    return record["forward_backward"]["median"]
+
+
 def layer_table(records: list[dict]) -> str:
+    """A row for each case: forward + backward and saved memory of each layer."""
+    layers = {"ours": "ours", "ours-recompute": "recomputing"}
     rows = [
         [
             "case",
             "delta rule",
-            "layer",
-            "forward ms",
-            "",
-            "forward + backward ms",
-            "",
-            "saved MiB",
-            "",
+            "megatron-core ms",
+            *layers.values(),
+            "bf16 operands",
+            "floor",
+            "megatron-core saves MiB",
+            *layers.values(),
         ]
     ]
     for case, core in dict.fromkeys((r["case"], r["core"]) for r in records):
         here = [r for r in records if (r["case"], r["core"]) == (case, core)]
-        timed = [r for r in here if "layer" in r]
-        base = next(r for r in timed if r["layer"] == "upstream")
-        for r in timed:
-            cells = [case, core, LAYERS[r["layer"]]]
-            for value in (
-                lambda x: x["forward"]["median"],
-                lambda x: x["forward_backward"]["median"],
-                lambda x: x["saved"],
-            ):
-                digits = 0 if value(r) > 100 else 2
-                cells += [f"{value(r):.{digits}f}", f"{value(r) / value(base):.2f}"]
-            rows.append(cells)
-        for r in here:
-            if "floor" in r:
-                cells = [case, core, "floor"]
-                for time, key in zip(
-                    r["floor"]["total"], ("forward", "forward_backward"), strict=True
-                ):
-                    cells += [f"{time:.2f}", f"{time / base[key]['median']:.2f}"]
-                rows.append([*cells, "", ""])
-    return markdown(rows)
-
-
-def floor_table(records: list[dict]) -> str:
-    rows = [["case", "projections ms", "delta rule ms", "bytes around them ms"]]
-    for r in records:
-        if "floor" in r:
-            parts = (r["floor"][part] for part in ("projections", "rule", "bytes"))
-            rows.append(
-                [r["case"], *(f"{forward:.2f} / {both:.2f}" for forward, both in parts)]
-            )
-    return markdown(rows)
-
-
-SHAPE_LAYERS = {
-    "upstream": "megatron-core",
-    "ours": "ours",
-    "ours-light": "ours, `light`",
-    "ours-full": "ours, `full`",
-    "ours-uncut": "ours, rows uncut",
-    "floor": "floor",
-}
-
-
-def shapes_table(records: list[dict]) -> str:
-    """Medians of each cell's layers, beside megatron-core's of the same cell."""
-    rows = [
-        [
-            "heads, hidden, batch, linears, gates",
-            "layer",
-            "eager ms",
-            "",
-            "graph ms",
-            "",
-            "saved MiB",
-            "",
-            "peak MiB",
-            "",
-        ]
-    ]
-    for r in records:
-        base = next(
-            b for b in records if (b["cell"], b["layer"]) == (r["cell"], "upstream")
-        )
-        cells = [r["cell"] if r is base else "", SHAPE_LAYERS[r["layer"]]]
-        if "failed" in r:
-            rows.append([*cells, r["failed"].split(":")[0], *[""] * 7])
-            continue
-        for key, digits in (("eager", 2), ("graph", 2), ("saved", 0), ("peak", 0)):
-            mine, other = (of_shape(x, key) for x in (r, base))
-            shown = "" if mine is None else f"{mine:.{digits}f}"
-            cells += [shown, f"{mine / other:.2f}" if mine and other else ""]
+        of = {r["layer"]: r for r in here if "layer" in r}
+        base = of["upstream"]
+        cells = [case, core, shown(total(base))]
+        for name in (*layers, "ours-bf16"):
+            cells.append(total_beside(of.get(name), base))
+        (floor,) = (r["floor"]["total"][1] for r in here if "floor" in r)
+        cells.append(beside_base(floor, total(base)))
+        cells.append(shown(base["saved"]))
+        for name in layers:
+            known = name in of
+            cells.append(beside_base(of[name]["saved"], base["saved"]) if known else "")
         rows.append(cells)
     return markdown(rows)
 
 
-def of_shape(record: dict, key: str) -> float | None:
-    """A median, MiB, or the floor's total where the host is away."""
-    if record["layer"] == "floor":
-        return record["total"][1] if key == "graph" else None
-    value = record.get(key)
-    return value["median"] if isinstance(value, dict) else value
+def total_beside(record: dict | None, base: dict) -> str:
+    """Forward + backward of a layer beside megatron-core's; "" if it was not run."""
+    if record is None:
+        return ""
+    return beside_base(total(record), total(base))
+
+
+def shapes_table(records: list[dict]) -> str:
+    """A row for each cell: our layer beside megatron-core's."""
+    measured = {"eager": "eager ms", "graph": "graph ms"}
+    measured |= {"saved": "saved MiB", "peak": "peak MiB"}
+    rows = [["heads, hidden, batch, linears, gates"]]
+    for label in measured.values():
+        rows[0] += [label, "ours"]
+    of = {(r["cell"], r["layer"]): r for r in records}
+    for cell in dict.fromkeys(r["cell"] for r in records):
+        cells = [cell]
+        for key in measured:
+            base = of_shape(of[cell, "upstream"], key)
+            ours = of_shape(of[cell, "ours"], key)
+            cells += [shown(base), beside_base(ours, base)]
+        rows.append(cells)
+    return markdown(rows)
+
+
+def of_shape(record: dict, key: str) -> float:
+    """A median, or MiB."""
+    value = record[key]
+    if isinstance(value, dict):
+        return value["median"]
+    return value
 
 
 def kernel_table(records: list[dict]) -> str:
-    rows = [["kernel", "tokens", "documents", "us", "us at copy bandwidth", "reached"]]
+    """The kernels over one sequence."""
+    rows = [["kernel", "tokens", "us", "us at copy bandwidth", "reached"]]
     for r in records:
+        if r["documents"]:
+            continue
         rows.append(
             [
                 r["kernel"],
                 str(r["tokens"]),
-                str(r["documents"] or 1),
                 f"{r['us']:.0f}",
                 f"{r['floor_us']:.0f}",
                 f"{r['floor_us'] / r['us']:.0%}",
@@ -166,39 +143,32 @@ def kernel_table(records: list[dict]) -> str:
 
 
 def context_parallel_table(records: list[dict]) -> str:
-    rows = [
-        [
-            "tokens",
-            "cp",
-            "layer",
-            "forward ms",
-            "",
-            "forward + backward ms",
-            "",
-            "saved MiB",
-        ]
-    ]
-    for r in records:
-        base = next(
-            b for b in records if (b["case"], b["layer"]) == (r["case"], "upstream")
-        )
-        cells = [
-            r["case"],
-            str(r["cp"]),
-            r["layer"].replace("upstream", "megatron-core"),
-        ]
-        for key in ("forward", "forward_backward"):
-            time = r[key]["median"]
-            cells += [f"{time:.2f}", f"{time / base[key]['median']:.2f}"]
-        rows.append([*cells, f"{r['saved']:.0f}" if "saved" in r else ""])
+    """A row for each case, eager and as a graph: forward + backward of each layer."""
+    layers = ("headwise", "chunkwise", "auto", "wire")
+    rows = [["tokens", "megatron-core ms", *layers]]
+    of = {(r["case"], r["layer"]): r for r in records}
+    for case in dict.fromkeys(r["case"] for r in records):
+        for graph in ("", ", graph"):
+            base = of.get((case, f"upstream{graph}"))
+            if base is None:
+                continue
+            cells = [case + graph, shown(total(base))]
+            for name in layers:
+                cells.append(total_beside(of.get((case, name + graph)), base))
+            rows.append(cells)
     return markdown(rows)
 
 
 def exchange_table(records: list[dict]) -> str:
-    rows = [["tokens", "what", "forward ms", "forward + backward ms", "to raw"]]
-    for r in records:
-        times = [f"{r[key]['median']:.2f}" for key in ("forward", "forward_backward")]
-        rows.append([r["case"], r["what"], *times, f"{r['to_raw']:.2f}"])
+    """A row for each case: forward + backward of three exchanges, and their ratio to
+    the bare collective."""
+    rows = [["tokens", "raw ms", "plain", "ours"]]
+    of = {(r["case"], r["what"]): r for r in records}
+    for case in dict.fromkeys(r["case"] for r in records):
+        raw = of[case, "raw"]
+        cells = [case, shown(total(raw))]
+        cells += [total_beside(of[case, name], raw) for name in ("plain", "ours")]
+        rows.append(cells)
     return markdown(rows)
 
 
@@ -290,13 +260,13 @@ def pages() -> dict[Path, dict[str, str]]:
         HERE / "README.md": {
             "setting": setting(layer[0]),
             "layer": layer_table(layer),
-            "floor": floor_table(layer),
             "shapes": shapes_table(read("users_shapes.jsonl")),
             "kernels": kernel_table(read("kernels.jsonl")),
             "context parallel": context_parallel_table(read("context_parallel.jsonl")),
             "exchange": exchange_table(read("exchange.jsonl")),
             "model": model_table(read("model.jsonl")),
         },
+        HERE.parent / "README.md": {"figures table": figures_table(beside())},
         HERE.parent / "docs" / "determinism.md": {
             "repeats": repeats_table(determinism),
             "cost": cost_table(determinism),
@@ -322,9 +292,6 @@ def beside() -> list[Beside]:
                 Beside(group, label, (ms(one), ms(other)), (mib(one), mib(other)))
             )
         return made
-
-    def total(record: dict) -> float:
-        return record["forward_backward"]["median"]
 
     layer = {
         ("1x8192", "ours"): "8192 tokens",
@@ -368,6 +335,17 @@ def beside() -> list[Beside]:
             graphs="none",
         ),
     ]
+
+
+def figures_table(rows: list[Beside]) -> str:
+    """The rows of README's picture in numbers."""
+    table = [["", "megatron-core ms", "ours", "megatron-core MiB", "ours"]]
+    for row in rows:
+        cells = [f"{row.group}: {row.case}"]
+        for ours, theirs in (row.ms, row.mib):
+            cells += [shown(theirs), beside_base(ours, theirs)]
+        table.append(cells)
+    return markdown(table)
 
 
 def main() -> None:

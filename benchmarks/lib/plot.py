@@ -168,61 +168,65 @@ class Beside(NamedTuple):
 
 _TIMES = ("#1d5fb8", "#0d7a6b", "#a8500a")
 _MEMORY = ("#c3d7f2", "#bfe3dc", "#f2d6b8")
+_LINE = 0.215  # inches of a row, or of a group's name
+_TITLE = "Time and memory beside megatron-core's layer: lower is better"
 
 
 def draw_beside(rows: list[Beside], image: str | Path) -> Figure:
-    """Draw ours as shares of megatron-core's: a dark bar for a row's time, a light one
-    for memory.
+    """Draw ours as shares of megatron-core's: a bar for a row's time, one for its
+    memory.
 
-    Narrow, with the names above the bars, so that a telephone can show it. The picture
-    brings its own light ground, so that it is the same on a dark page.
+    Wide and low, so that text stands above and below it on a screen. The picture brings
+    its own light ground, so that it is the same on a dark page.
     """
     groups = list(dict.fromkeys(row.group for row in rows))
-    height = 0.56 * len(rows) + 0.4 * len(groups) + 0.5
-    figure, axis = plt.subplots(figsize=(5.6, height), layout="constrained")
-    top = 0.0
-    group = None
+    height = _LINE * (len(rows) + len(groups)) + 0.75
+    figure, (names, *axes) = plt.subplots(
+        1,
+        3,
+        figsize=(7.2, height),
+        width_ratios=(1.5, 2, 2),
+        layout="constrained",
+        sharey=True,
+    )
+    top, group = 0.0, None
     for row in rows:
         shade = groups.index(row.group) % len(_TIMES)
         if row.group != group:
-            top = top + 0.62
             group = row.group
-            axis.text(
-                0, top - 0.2, group, color=_TIMES[shade], weight="bold", va="center"
-            )
-        axis.text(0, top + 0.2, row.case, va="center")
-        figures = f"{_pair(row.ms)} ms, {_pair(row.mib)} MiB"
-        axis.text(
-            0.985,
-            top + 0.2,
-            figures,
-            color="#444",
-            va="center",
-            ha="right",
-            fontsize=8.5,
-        )
-        for at, of, name, colour, ink in (
-            (top + 0.46, row.ms, "time", _TIMES[shade], "white"),
-            (top + 0.72, row.mib, "memory", _MEMORY[shade], "#222"),
-        ):
-            axis.barh(at, of[0] / of[1], 0.25, color=colour)
-            axis.text(
-                0.012,
-                at,
-                f"{name} {of[0] / of[1]:.2f}",
-                color=ink,
-                va="center",
-                fontsize=9,
-            )
+            colour = _TIMES[shade]
+            names.text(0, top, group, color=colour, weight="bold", va="center", size=9)
+            top += 1.0
+        names.text(0.03, top, row.case, va="center", size=9)
+        _share(axes[0], top, row.ms, "ms", _TIMES[shade], "white")
+        _share(axes[1], top, row.mib, "MiB", _MEMORY[shade], "#222")
         top += 1.0
-    axis.axvline(1, color="#444", lw=1)
-    longest = max(x[0] / x[1] for row in rows for x in (row.ms, row.mib))
-    axis.set(xlim=(0, max(1.0, longest) + 0.005), ylim=(top + 0.05, 0.2), yticks=())
-    axis.set_xticks((0, 0.5, 1), ("0", "0.5", "1"))
-    axis.set_xlabel("share of megatron-core's", fontsize=9)
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(image, dpi=105, facecolor="white")
+    names.set_axis_off()
+    for axis, label in zip(axes, ("time", "memory"), strict=True):
+        axis.axvline(1, color="#444", lw=1)
+        axis.set(xlim=(0, 1.25), yticks=())
+        axis.set_xticks((0, 0.5, 1), ("0", "0.5", "1"), size=8)
+        axis.set_title(f"{label}, megatron-core's is 1", size=9)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    names.set_ylim(top - 0.4, -0.6)
+    figure.suptitle(_TITLE, size=10, weight="bold")
+    figure.savefig(image, dpi=210, facecolor="white")
     return figure
+
+
+def _share(
+    axis: plt.Axes,
+    at: float,
+    of: tuple[float, float],
+    unit: str,
+    colour: str,
+    ink: str,
+) -> None:
+    """A bar of ours over megatron-core's, both numbers in it, the share beside it."""
+    share = of[0] / of[1]
+    axis.barh(at, share, 0.8, color=colour)
+    axis.text(max(share, 1) + 0.03, at, f"{share:.2f}", va="center", size=9)
+    axis.text(0.015, at, f"{_pair(of)} {unit}", va="center", size=7.5, color=ink)
 
 
 def _pair(of: tuple[float, float]) -> str:

@@ -146,6 +146,14 @@ def test_readme_has_a_link_to_every_page_but_those_of_the_api():
     ] == []
 
 
+def test_the_first_screen_of_readme_names_no_page_twice():
+    text = (ROOT / "README.md").read_text()
+    screen = text.partition("<!-- first screen -->")[2]
+    screen = screen.partition("<!-- end of first screen -->")[0]
+    names = re.findall(r"\]\(([\w/]+\.md)", screen)
+    assert names and len(set(names)) == len(names)
+
+
 def test_pages_have_one_name_in_readme_in_the_site_and_as_their_heading():
     text = (ROOT / "README.md").read_text().partition("## Documentation")[2]
     for name, page in re.findall(r"\[([^]]+)\]\(([\w/]+\.md)\)", text):
@@ -207,6 +215,33 @@ def test_the_table_of_launches_is_of_what_was_recorded():
         filled(record.PAGE.read_text(), {"launches": record.table()})
         == record.PAGE.read_text()
     )
+
+
+@pytest.mark.parametrize(
+    ("launch", "processes", "model", "division"),
+    [
+        ("--hybrid-layer-pattern G-*-", "1", "G-*-", "1"),
+        ("--hybrid-layer-pattern G-*-", "2", "G-*-", "dp 2"),
+        (
+            "--pipeline-model-parallel-size 2 --hybrid-layer-pattern G-|*-",
+            "2",
+            "G-*-",
+            "pp 2",
+        ),
+        (
+            "--num-experts 4 --bf16 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--context-parallel-size 2 , Megatron's own layer",
+            "4",
+            "--bf16 , Megatron's own layer",
+            "tp 2 cp 2",
+        ),
+        ("as printed", "4", "as printed", "as printed"),
+    ],
+)
+def test_a_launch_is_named_by_its_model_and_its_division(
+    launch, processes, model, division
+):
+    assert record.Shortened.of(launch, processes) == (model, division)
 
 
 def test_every_recorded_launch_ended_well():

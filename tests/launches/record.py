@@ -2,11 +2,13 @@
 docs/support.md."""
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -90,22 +92,86 @@ def read() -> list[dict[str, str]]:
     return [json.loads(line) for line in RECORDS.read_text().splitlines()]
 
 
+# How a launch divides a model over processes, as the table shortens it.
+DIVISIONS = {
+    "--tensor-model-parallel-size": "tp",
+    "--context-parallel-size": "cp",
+    "--pipeline-model-parallel-size": "pp",
+    "--expert-model-parallel-size": "ep",
+}
+# Sizes, and what other flags ask for; the table leaves them out, the record has them.
+LEFT_OUT = {
+    "--ckpt-format",
+    "--calculate-per-token-loss",
+    "--linear-attention-freq",
+    "--mamba-head-dim",
+    "--mamba-num-groups",
+    "--mamba-num-heads",
+    "--mamba-state-dim",
+    "--moe-router-topk",
+    "--moe-token-dispatcher-type",
+    "--no-load-rng",
+    "--num-experts",
+    "--num-layers",
+    "--sequence-parallel",
+    "--use-distributed-optimizer",
+}
+
+
+class Shortened(NamedTuple):
+    """A launch in the words of the table."""
+
+    model: str  # its pattern and the flags that say what is trained
+    division: str  # "1", "dp 2", "tp 2", ...
+
+    @classmethod
+    def of(cls, launch: str, processes: str) -> "Shortened":
+        launch, note = re.fullmatch(r"(.*?)( , .*)?", launch).groups("")
+        pattern, kept, divided = "", [], []
+        for flag, value in re.findall(r"(--\S+|as printed)(?: (?!-)(\S+))?", launch):
+            if flag == "--hybrid-layer-pattern":
+                pattern = value.replace("|", "")
+            elif flag in DIVISIONS:
+                divided.append(f"{DIVISIONS[flag]} {value}")
+            elif flag not in LEFT_OUT:
+                kept.append(f"{flag} {value}".strip())
+        if kept == ["as printed"]:
+            alone = "as printed"
+        elif processes == "1":
+            alone = "1"
+        else:
+            alone = f"dp {processes}"
+        model = " ".join(filter(None, [pattern, *kept])) + note
+        return cls(model, " ".join(divided) or alone)
+
+
 def table() -> str:
-    """A column for each branch that has records."""
-    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    """A row for each model, a column for each branch that has records."""
+    rows: dict[tuple[str, str], dict[str, dict[str, list[str]]]] = {}
     for line in read():
-        cells.setdefault(tuple(line[key] for key in KEY[:-1]), {})[line["branch"]] = (
-            line["result"]
-        )
+        short = Shortened.of(line["launch"], line["processes"])
+        row = rows.setdefault((line["script"], short.model), {})
+        cell = row.setdefault(line["branch"], {})
+        cell.setdefault(line["result"], []).append(short.division)
     recorded_on = {line["branch"] for line in read()}
     branches = [name for name in BRANCHES if name in recorded_on]
-    rows = [["script", "processes", "launch", "held to", *branches]]
-    for (script, processes, launch, held_to), results in cells.items():
-        flags = f"`{launch}`".replace("|", r"\|")
-        of_branches = (results.get(name, "") for name in branches)
-        rows.append([f"`{script}`", processes, flags, held_to, *of_branches])
-    ran = {
-        f"{line['branch']} at {line['commit']}, torch {line['torch']}, {line['date']}"
-        for line in read()
-    }
-    return f"{markdown(rows)}\n\nRun: {'; '.join(sorted(ran))}."
+    lines = [["script", "launch", "divided", *branches]]
+    for (script, model), cells in rows.items():
+        divisions = [d for cell in cells.values() for ds in cell.values() for d in ds]
+        divided = ", ".join(dict.fromkeys(divisions))
+        results = [_result(cells.get(name, {})) for name in branches]
+        lines.append([f"`{script}`", f"`{model}`", divided, *results])
+    ran = {f"{line['branch']} at {line['commit']}, {line['date']}" for line in read()}
+    return f"{markdown(lines)}\n\nRun: {'; '.join(sorted(ran))}."
+
+
+def _result(cell: dict[str, list[str]]) -> str:
+    """The largest difference among the divisions of a launch; words as they are, with
+    the divisions that they are of if others have other results."""
+    differences = [text for text in cell if re.match(r"\d", text)]
+    words = [text for text in cell if text not in differences]
+    found = [max(differences, key=float)] if differences else []
+    for text in words:
+        among = len(cell) > 1
+        found.append(f"{text} ({', '.join(cell[text])})" if among else text)
+    return "; ".join(found)
