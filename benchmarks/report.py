@@ -44,7 +44,7 @@ def read(name: str) -> list[dict]:
 
 
 def beside_base(value: float, base: float) -> str:
-    """A time or a memory, and its ratio to that of megatron-core's layer."""
+    """A time or a memory, and its ratio to another, mostly megatron-core's."""
     return f"{shown(value)} ({value / base:.2f})"
 
 
@@ -92,7 +92,7 @@ def layer_table(records: list[dict]) -> str:
 
 
 def total_beside(record: dict | None, base: dict) -> str:
-    """Forward + backward of a layer beside megatron-core's; "" if it was not run."""
+    """Forward + backward of a layer beside another's; "" if it was not run."""
     if record is None:
         return ""
     return beside_base(total(record), total(base))
@@ -193,53 +193,36 @@ def model_table(records: list[dict]) -> str:
 
 
 def repeats_table(records: list[dict]) -> str:
-    rows = [
-        [
-            "delta rule",
-            "value heads per key head",
-            "layout",
-            "repeats",
-            "output and gradients",
-        ]
-    ]
-    for r in records:
-        if r["part"] == "repeats":
+    """A row for each rule and ratio of heads: how many repeats, and what they gave."""
+    layouts = ("dense", "thd")
+    rows = [["delta rule", "value heads per key head", *layouts]]
+    of = {
+        (r["backend"], r["ratio"], r["layout"]): r
+        for r in records
+        if r["part"] == "repeats"
+    }
+    for backend, ratio in dict.fromkeys(key[:2] for key in of):
+        cells = [backend, str(ratio)]
+        for layout in layouts:
+            r = of[backend, ratio, layout]
             count = f"{r['processes']} x {r['repeats'] // r['processes']}"
-            rows.append(
-                [r["backend"], str(r["ratio"]), r["layout"], count, r["verdict"]]
-            )
+            cells.append(f"{count} {r['verdict']}")
+        rows.append(cells)
     return markdown(rows)
 
 
 def cost_table(records: list[dict]) -> str:
-    rows = [
-        [
-            "layer",
-            "layout",
-            "forward ms",
-            "forward + backward ms",
-            "to fast",
-            "saved MiB",
-            "peak MiB",
-        ]
-    ]
-    timed = [r for r in records if r["part"] == "cost"]
-    for r in timed:
-        fast = next(
-            b for b in timed if (b["layer"], b["layout"]) == ("fast", r["layout"])
-        )
-        total = r["forward_backward"]["median"]
-        rows.append(
-            [
-                r["layer"],
-                r["layout"],
-                f"{r['forward']['median']:.2f}",
-                f"{total:.2f}",
-                f"{total / fast['forward_backward']['median']:.2f}",
-                f"{r['saved']:.0f}",
-                f"{r['peak']:.0f}",
-            ]
-        )
+    """A row for each layer: forward + backward, and its ratio to the layer outside of
+    deterministic mode."""
+    layouts = ("dense", "thd")
+    rows = [["layer", *(f"{name} ms" for name in layouts), "saved MiB", "peak MiB"]]
+    of = {(r["layer"], r["layout"]): r for r in records if r["part"] == "cost"}
+    for layer in dict.fromkeys(key[0] for key in of):
+        cells = [layer]
+        for layout in layouts:
+            cells.append(total_beside(of.get((layer, layout)), of["fast", layout]))
+        dense = of[layer, "dense"]
+        rows.append([*cells, f"{dense['saved']:.0f}", f"{dense['peak']:.0f}"])
     return markdown(rows)
 
 
