@@ -16,8 +16,9 @@ Run SCRIPT with its arguments as python does, with the Gated DeltaNet layers of 
 
 SCRIPT is a file, or the name of a script in a clone of Megatron-LM, such as pretrain_hybrid. The
 clone is the folder that the environment variable MEGATRON_LM names, or the current folder. The
-training loop of Megatron-LM counts FLOPs as megatron_gdn.models does. MEGATRON_GDN=gdn,mamba
-replaces Mamba2 layers too; the default is gdn.
+training loop of Megatron-LM counts FLOPs as megatron_gdn.models does, and its parser takes
+--kda-f-lora-rank, --kda-gate-lora-rank, --kda-lower-bound and --kda-safe-gate of newer Megatrons.
+MEGATRON_GDN=gdn,mamba replaces Mamba2 layers too; the default is gdn.
 """
 
 
@@ -64,6 +65,7 @@ def main(arguments: list[str]) -> int:
         return print_error(error)
     if "megatron.training" in path.read_text(encoding="utf-8", errors="ignore"):
         import_module("megatron_gdn.models.stack").count_flops_in_megatron()
+        import_module("megatron_gdn.frameworks.patch").add_flags_of_kda()
     runpy.run_path(str(path), run_name="__main__")
     return 0
 

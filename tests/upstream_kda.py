@@ -6,6 +6,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm import gated_delta_net as package
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from megatron_gdn.ops import causal_conv1d, l2norm
@@ -65,14 +66,19 @@ def without_kernels():
         yield
 
 
-def megatrons(config, groups, **options) -> nn.Module:
-    """Megatron's layer with linears of torch; to be called under `without_kernels`."""
+def spec_of_megatrons() -> ModuleSpec:
+    """Megatron's class with linears of torch."""
     parts = kimi_delta_attention_spec("local").submodules
     named = vars(parts) | {"beta_proj": parts.in_proj}
     known = package.KimiDeltaAttentionSubmodules.__dataclass_fields__
     submodules = package.KimiDeltaAttentionSubmodules(
         **{name: part for name, part in named.items() if name in known}
     )
-    return package.KimiDeltaAttention(
-        config, submodules, 1, pg_collection=groups, **options
+    return ModuleSpec(module=package.KimiDeltaAttention, submodules=submodules)
+
+
+def megatrons(config, groups, **options) -> nn.Module:
+    """Megatron's layer; to be called under `without_kernels`."""
+    return build_module(
+        spec_of_megatrons(), config, layer_number=1, pg_collection=groups, **options
     )

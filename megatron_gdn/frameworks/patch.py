@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pkgutil import resolve_name
@@ -26,6 +28,10 @@ _GDN2 = (
     "megatron.core.ssm.gated_delta_net:GatedDeltaNet2",
     "megatron_gdn:GatedDeltaNet2",
 )
+_KDA = (
+    "megatron.core.ssm.gated_delta_net:KimiDeltaAttention",
+    "megatron_gdn:KimiDeltaAttention",
+)
 _MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
 # A subclass that orders weights in another way; `.mcore_bridge` builds our layer in its
 # place.
@@ -36,10 +42,14 @@ Arguments = dict[str, inspect.Parameter]
 
 
 def patch_megatron(
-    *, gdn: Options = True, mamba: Options = False, gdn2: Options | None = None
+    *,
+    gdn: Options = True,
+    mamba: Options = False,
+    gdn2: Options | None = None,
+    kda: Options | None = None,
 ) -> None:
-    """Let all later calls of Megatron's classes (``gdn``, ``mamba``, ``gdn2``) build
-    our layers.
+    """Let all later calls of Megatron's classes (``gdn``, ``mamba``, ``gdn2``, ``kda``)
+    build our layers.
 
     Specs, partials and providers made before the call build our layer too; existing
     layers do not change. ``patch_megatron(gdn=False)`` restores Megatron's layer. A
@@ -56,18 +66,29 @@ def patch_megatron(
             :class:`Mamba2Mixer`.
         gdn2: the same for ``GatedDeltaNet2``, if Megatron has the class; None means
             True unless ``gdn`` is False.
+        kda: the same for ``KimiDeltaAttention``, of which newer Megatrons build 'K'
+            layers; None means True unless ``gdn`` is False.
 
     Raises:
         TypeError: an argument is neither a bool nor a dict; our layer does not know an
             option; or an argument of Megatron's constructor is absent in our
             constructor, or has another default or position there.
-        ValueError: an option has an illegal value.
+        ValueError: an option has an illegal value, or ``kda`` has options and Megatron
+            has no such class.
         RuntimeError: other code has replaced ``__new__`` of Megatron's class.
     """
     classes = [_PatchedClass(*_GDN, gdn), _PatchedClass(*_MAMBA, mamba)]
+    by_default = gdn is not False
     if has_gdn2():
-        classes.insert(
-            1, _PatchedClass(*_GDN2, gdn is not False if gdn2 is None else gdn2)
+        classes.insert(1, _PatchedClass(*_GDN2, by_default if gdn2 is None else gdn2))
+    if has_kda():
+        classes.append(_PatchedClass(*_KDA, by_default if kda is None else kda))
+    elif isinstance(kda, Mapping) and kda:
+        raise ValueError(
+            "patch_megatron was given options of 'K' layers, and this megatron-core "
+            "has no KimiDeltaAttention. Its 'K' layers are those of this package's "
+            "spec: give the options to hybrid_stack_spec(kda={...}), or set "
+            "MEGATRON_GDN_OPTIONS."
         )
     for each in classes:  # check all classes before a class is changed
         each.check()
@@ -81,6 +102,41 @@ def has_gdn2() -> bool:
     """Whether the installed Megatron has Gated DeltaNet-2 (main branch has it, 0.19 has
     not)."""
     return hasattr(resolve_name(_GDN2[0].partition(":")[0]), "GatedDeltaNet2")
+
+
+def has_kda() -> bool:
+    """Whether the installed Megatron has a class of Kimi Delta Attention (pull request
+    6556 has it, 0.19 has not)."""
+    return hasattr(resolve_name(_KDA[0].partition(":")[0]), "KimiDeltaAttention")
+
+
+# The flags of newer Megatrons about 'K' layers, with the types of their values.
+_FLAGS_OF_KDA: dict[str, dict[str, Any]] = {
+    "--kda-f-lora-rank": {"type": int, "help": "low rank of the forget gate"},
+    "--kda-gate-lora-rank": {"type": int, "help": "low rank of the output gate"},
+    "--kda-lower-bound": {"type": float, "help": "lower bound of the log-decay"},
+    "--kda-safe-gate": {"action": "store_true", "help": "the gate has a bound"},
+}
+
+
+def add_flags_of_kda() -> None:
+    """Let the parser of Megatron's scripts take the flags of newer Megatrons about 'K'
+    layers."""
+    from megatron.training import arguments
+
+    add_theirs = arguments.add_megatron_arguments
+    if add_theirs.__module__ == __name__:
+        return
+
+    def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
+        parser = add_theirs(parser)
+        group = parser.add_argument_group("Kimi Delta Attention, by megatron_gdn")
+        for flag, how in _FLAGS_OF_KDA.items():
+            with suppress(ArgumentError):  # this Megatron has the flag
+                group.add_argument(flag, **how)
+        return parser
+
+    arguments.add_megatron_arguments = add_megatron_arguments
 
 
 class _PatchedClass:

@@ -1,5 +1,6 @@
 """`megatron_gdn.patch_megatron`, and the three ways to have it called."""
 
+import argparse
 import importlib
 import inspect
 import json
@@ -8,16 +9,23 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from megatron import core as megatron_core
 from megatron.core.models.hybrid.hybrid_layer_allocation import validate_segment_layers
+from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Theirs
 from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer.spec_utils import build_module
+from megatron.training import arguments, global_vars
 
 import megatron_gdn
 from megatron_gdn import launch
+from megatron_gdn.frameworks.patch import add_flags_of_kda
+from megatron_gdn.specs import kimi_delta_attention_spec
+from tests.parallel import make_config, parallel
 from tests.processes import ROOT, python
 
 pytestmark = pytest.mark.usefixtures("undone")
@@ -182,6 +190,96 @@ def test_enable_imports_the_specs_which_make_the_letter_of_kda_known():
         enable("")
     imported.assert_any_call("megatron_gdn.specs")
     assert validate_segment_layers("K-") == ["K", "-"]
+
+
+class TheirsOfKDA:
+    """With the constructor of newer Megatrons' class."""
+
+    def __init__(
+        self,
+        config,
+        submodules,
+        layer_number=None,
+        bias=False,
+        conv_bias=False,
+        conv_init=None,
+        use_qk_l2norm=True,
+        A_init_range=(1, 16),
+        pg_collection=None,
+        *,
+        name=None,
+        cp_comm_type=None,
+        pp_layer_offset=None,
+        is_mtp_layer=False,
+    ): ...
+
+
+def built_by_megatrons_class(**given) -> tuple[bool, Any]:
+    """Whether a call of Megatron's class builds our layer after
+    ``patch_megatron(**given)``, and the layer's options."""
+    made = type("KimiDeltaAttention", (), {"__init__": TheirsOfKDA.__init__})
+    with (
+        parallel(),
+        patch.object(gated_delta_net, "KimiDeltaAttention", made, create=True),
+    ):
+        megatron_gdn.patch_megatron(**given)
+        try:
+            parts = kimi_delta_attention_spec("local").submodules
+            layer: Any = made(make_config(), parts, layer_number=1)
+        finally:
+            megatron_gdn.patch_megatron(gdn=False)
+        ours = isinstance(layer, megatron_gdn.KimiDeltaAttention)
+        return ours, layer.options if ours else None
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [({}, True), ({"gdn": False}, False), ({"gdn": False, "kda": True}, True)],
+)
+def test_a_megatron_with_kimi_delta_attention_builds_ours(pools, given, ours):
+    assert pools(1).run(built_by_megatrons_class, **given)[0][0] is ours
+
+
+def test_it_takes_the_options_of_the_call(pools):
+    given = {"forget_rank": 4, "recompute": "light"}
+    _, options = pools(1).run(built_by_megatrons_class, kda=given)[0]
+    assert options.forget_rank == 4 and options.recompute == "light"
+
+
+def test_options_of_kda_are_not_dropped_where_megatron_has_no_such_class(monkeypatch):
+    monkeypatch.delattr(gated_delta_net, "KimiDeltaAttention", raising=False)
+    megatron_gdn.patch_megatron(kda=True)
+    with pytest.raises(ValueError, match="has no KimiDeltaAttention. .* to hybrid_st"):
+        megatron_gdn.patch_megatron(kda={"forget_rank": 4})
+
+
+FLAGS = "--kda-f-lora-rank 4 --kda-gate-lora-rank 3 --kda-lower-bound -4.5"
+
+
+def layer_of_a_launch() -> tuple[int, int, float]:
+    """The ranks and the bound of a layer whose config has no fields about them."""
+    with (
+        parallel(),
+        patch.object(arguments, "add_megatron_arguments"),
+        patch.object(global_vars, "_GLOBAL_ARGS"),
+    ):
+        arguments.add_megatron_arguments = add_theirs
+        for _ in range(2):
+            add_flags_of_kda()
+        parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+        args = parser.parse_args([*FLAGS.split(), "--kda-safe-gate"])
+        global_vars._GLOBAL_ARGS = args
+        spec = kimi_delta_attention_spec("local")
+        layer: Any = build_module(spec, make_config(), layer_number=1)
+        return layer.dims.forget_rank, layer.dims.output_rank, layer.gate_lower_bound
+
+
+add_theirs = arguments.add_megatron_arguments
+
+
+def test_a_launch_takes_the_flags_of_newer_megatrons(pools):
+    """The layer reads them, also where the config has no such fields."""
+    assert pools(1).run(layer_of_a_launch) == [(4, 3, -4.5)]
 
 
 @pytest.mark.parametrize("rank, lines", [("0", 1), ("3", 0)])

@@ -58,6 +58,12 @@ MODELS = {
     "heads": (HYBRID, "--hybrid-layer-pattern G-*-/*-", ""),
     "mamba": (HYBRID, "--hybrid-layer-pattern GM*-", ""),
     "kda": (HYBRID, "--hybrid-layer-pattern K-G*", ""),
+    # Sizes that Megatron's own class takes.
+    "kda of Megatron": (
+        HYBRID,
+        "--hybrid-layer-pattern K-*- --linear-num-key-heads 4",
+        "",
+    ),
     "experts": (
         HYBRID,
         "--hybrid-layer-pattern GE*E --num-experts 4 --expert-model-parallel-size 2",
@@ -80,6 +86,10 @@ MODELS = {
 HAS_GDN2 = (
     CLONE is not None
     and (Path(CLONE) / "megatron/core/ssm/gated_delta_net/gdn2.py").exists()
+)
+HAS_KDA = (
+    CLONE is not None
+    and (Path(CLONE) / "megatron/core/ssm/gated_delta_net/kda.py").exists()
 )
 LAUNCHER = {"kda"}  # Megatron reads a pattern before it imports what --spec names
 FIRST = {"experts": 2}  # processes that train a model first; one where it is not named
@@ -106,6 +116,7 @@ ARRANGEMENTS = {
         (2, CONTEXT),
         (2, f"{PIPELINE} --hybrid-layer-pattern K-|G*"),
     ],
+    "kda of Megatron": [None, (1, ""), (2, TENSOR), (2, CONTEXT)],
     "experts": [None],
     "text": [None],
     "documents": [None, (2, CONTEXT)],
@@ -178,6 +189,8 @@ def test_every_arrangement_takes_the_steps_of_one_process(
 ):
     if model == "gdn2" and not HAS_GDN2:
         pytest.skip("this branch has no Gated DeltaNet-2")
+    if model == "kda of Megatron" and not HAS_KDA:
+        pytest.skip("this branch has no Kimi Delta Attention")
     folder, wanted = saved(model)
     script, of_model, read = MODELS[model]
     processes, flags = arrangement or (FIRST.get(model, 1), UPSTREAM[script])

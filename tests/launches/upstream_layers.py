@@ -1,5 +1,7 @@
-"""Megatron's own Gated DeltaNet by ``--spec``, in a stack that is otherwise ours."""
+"""Megatron's own Gated DeltaNet, and its Kimi Delta Attention if it has one, by
+``--spec``, in a stack that is otherwise ours."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -9,8 +11,10 @@ from megatron.core.ssm.gated_delta_net import gdn
 
 from megatron_gdn import GatedDeltaNet
 from megatron_gdn.specs import gpt_block_spec
+from tests import upstream_kda
 from tests.precision.training import stack_of
 
+patched = ExitStack()
 hybrid_stack = stack_of(upstream_layer=True)
 _mixer = hybrid_stack.submodules.gdn_layer.submodules.self_attention
 _of_one_document = gdn.chunk_gated_delta_rule
@@ -37,6 +41,21 @@ def _document_by_document(*rows: Any, cu_seqlens: Any = None, **named: Any) -> A
 
 
 gdn.chunk_gated_delta_rule = _document_by_document
+
+
+def with_kda_of_megatron(stack: Any) -> Any:
+    """``stack`` with Megatron's class in 'K' layers, and what stands in for kernels."""
+    patched.enter_context(upstream_kda.without_kernels())
+    layers = stack.params["layers"]
+    layer = layers["K"]
+    mixer = upstream_kda.spec_of_megatrons()
+    parts = replace(layer.submodules, self_attention=mixer)
+    layers = {**layers, "K": replace(layer, submodules=parts)}
+    return replace(stack, params={"layers": layers})
+
+
+if upstream_kda.HAS_KDA:
+    hybrid_stack = with_kda_of_megatron(hybrid_stack)
 
 
 def gpt_block(*args: Any, **kwargs: Any) -> Any:
