@@ -161,7 +161,7 @@ def table() -> str:
         divided = ", ".join(dict.fromkeys(divisions))
         results = [_result(cells.get(name, {})) for name in branches]
         lines.append([f"`{script}`", f"`{model}`", divided, *results])
-    ran = {f"{line['branch']} at {line['commit']}, {line['date']}" for line in read()}
+    ran = {f"{line['branch']} at {line['commit']}" for line in read()}
     return f"{markdown(lines)}\n\nRun: {'; '.join(sorted(ran))}."
 
 
