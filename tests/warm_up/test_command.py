@@ -88,7 +88,7 @@ WHOLE = {"cut", "rows", "uncut"}
 )
 def test_the_calls_of_a_rank_and_the_ranks_that_share_one(tp, cp, mode, found):
     calls = calls_of(Model(DIMS, tp, cp), mode, None, 132)
-    assert {(call.part, call.cp) for call in calls} == found
+    assert {(call.use, call.cp) for call in calls} == found
     for call in calls:
         assert call.tokens % (2 * call.cp * (call.documents or 1)) == 0
 
