@@ -7,10 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from megatron_gdn.hf import export_folder, import_folder
 from tests.golden import write
+from tests.golden.folders import KEPT, folder_of
 from tests.golden.models import FILES, MODELS, RANKS, differences, load_and_save
 
-VERSIONS = sorted(file.name.removesuffix(".tar.xz") for file in FILES.iterdir())
+_NAMES = sorted(file.name.removesuffix(".tar.xz") for file in FILES.iterdir())
+VERSIONS = [name for name in _NAMES if not name.endswith("-hf")]
+FOLDERS = [
+    (version, folder_of(name), kind)
+    for version in _NAMES
+    if version.endswith("-hf")
+    for name, kinds in KEPT.items()
+    for kind in kinds
+]
 CASES = [
     (version, name, saved_at, tp)
     for version in VERSIONS
@@ -49,6 +59,27 @@ def test_an_earlier_versions_checkpoint_loads_bit_for_bit(
     assert losses == pytest.approx([wanted] * tp, rel=2**-8)
 
 
+@pytest.mark.parametrize(("version", "name", "kind"), FOLDERS)
+def test_what_an_earlier_version_imported_exports_to_its_source(
+    kept, tmp_path, version, name, kind
+):
+    source = kept(version) / name
+    export_folder(kept(version) / f"{name}-{kind}", tmp_path / "back", like=source)
+    files = sorted(path.name for path in source.iterdir())
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == files
+    for file in files:
+        assert (tmp_path / "back" / file).read_bytes() == (source / file).read_bytes()
+
+
+@pytest.mark.parametrize(("version", "name", "kind"), FOLDERS)
+def test_a_folder_is_imported_as_an_earlier_version_imported_it(
+    pools, kept, tmp_path, version, name, kind
+):
+    import_folder(kept(version) / name, tmp_path / "again", kind)
+    before = str(kept(version) / f"{name}-{kind}/release")
+    assert pools(1).run(differences, before, str(tmp_path / "again/release")) == [[]]
+
+
 @pytest.mark.slow
 def test_a_version_writes_a_checkpoint_of_every_mixer(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "FILES", tmp_path)
@@ -56,3 +87,9 @@ def test_a_version_writes_a_checkpoint_of_every_mixer(tmp_path, monkeypatch):
     with tarfile.open(tmp_path / "9.9.9.tar.xz") as archive:
         names = set(archive.getnames())
     assert {f"{name}-tp{tp}/.metadata" for name in MODELS for tp in RANKS} <= names
+    with tarfile.open(tmp_path / "9.9.9-hf.tar.xz") as archive:
+        names = set(archive.getnames())
+    for name, kinds in KEPT.items():
+        assert f"{folder_of(name)}/config.json" in names
+        for kind in kinds:
+            assert f"{folder_of(name)}-{kind}/release/.metadata" in names

@@ -1,4 +1,5 @@
-"""Writes the checkpoints of this version that every later version must load:
+"""Writes the files of this version that every later version must load, checkpoints of
+its mixers and Hugging Face folders with what is imported from them:
 
 python -m tests.golden.write 0.1.0
 """
@@ -8,6 +9,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from tests.golden.folders import write_folders
 from tests.golden.models import FILES, MODELS, RANKS, train_and_save
 from tests.ranks import RankPool
 
@@ -20,9 +22,16 @@ def main(version: str) -> None:
             for name in MODELS:
                 pool.run(train_and_save, name, tp, f"{folder}/{name}-tp{tp}")
             pool.stop()
-        with tarfile.open(FILES / f"{version}.tar.xz", "w:xz", preset=9) as archive:
-            for each in sorted(Path(folder).iterdir()):
-                archive.add(each, each.name)
+        _keep(Path(folder), f"{version}.tar.xz")
+    with tempfile.TemporaryDirectory() as folder:
+        write_folders(Path(folder))
+        _keep(Path(folder), f"{version}-hf.tar.xz")
+
+
+def _keep(folder: Path, name: str) -> None:
+    with tarfile.open(FILES / name, "w:xz", preset=9) as archive:
+        for each in sorted(folder.iterdir()):
+            archive.add(each, each.name)
 
 
 if __name__ == "__main__":
