@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import cards
 from lib.pages import filled, markdown
 from lib.plot import Beside, draw, draw_beside, draw_models
 
@@ -334,6 +335,7 @@ def figures_table(rows: list[Beside]) -> str:
 def main() -> None:
     for page, tables in pages().items():
         page.write_text(filled(page.read_text(), tables))
+    cards.write()
     draw(read("layer.jsonl"), HERE / "results" / "layer.png")
     draw_models(read("model.jsonl"), HERE / "results" / "model.png")
     draw_beside(beside(), HERE.parent / "docs" / "figures.png")

@@ -24,6 +24,22 @@ def test_the_tables_of_the_pages_are_of_the_results(script):
         assert report.filled(page.read_text(), tables) == page.read_text(), page.name
 
 
+def test_every_launch_on_gpus_has_its_card(script):
+    cards = script("cards")
+    held = {file.name: file.read_text() for file in cards.CARDS.iterdir()}
+    assert held == cards.cards()
+
+
+def test_a_card_says_whether_a_reference_was_met(script):
+    cards = script("cards")
+    (record,) = (r for r in cards.read("launches_gpus.jsonl") if r["case"] == "pp2")
+    for difference, verified in ((1e-6, True), (0.1, False)):
+        loss = cards.yaml.safe_load(cards.card(record, "one GPU", difference))["loss"]
+        assert loss["verified"] is verified
+        assert loss["largest difference"] == difference
+    assert "verified" not in cards.card(record, "none", None)
+
+
 def test_the_picture_of_readme_shows_what_readme_says(script):
     rows = script("report").beside()
     shares = {group: [] for group in dict.fromkeys(row.group for row in rows)}
