@@ -240,10 +240,10 @@ _RESHARDABLE_FLAG = "--dist-ckpt-optim-fully-reshardable"
 
 def warn_on_dp_reshardable(
     original: Callable,
-    optimizer: Any,
-    model_sharded_state_dict: Any,
+    optimizer: object,
+    model_sharded_state_dict: object,
     is_loading: bool = False,
-    metadata: Any = None,
+    metadata: object = None,
 ) -> Any:
     """In a save, warn of fp32 parameters; then call ``original``, Megatron's own
     method."""
@@ -252,7 +252,7 @@ def warn_on_dp_reshardable(
     return original(optimizer, model_sharded_state_dict, is_loading, metadata)
 
 
-def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
+def warn_on_torch_file(save: Callable, optimizer: object, filename: str) -> None:
     """Warn of fp32 parameters, then ``save`` (Megatron's) to ``filename`` in the format
     torch."""
     flags = f"--ckpt-format torch_dist --auto-detect-ckpt-format {_RESHARDABLE_FLAG}"
@@ -261,7 +261,7 @@ def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
     save(optimizer, filename)
 
 
-def _warn_of_fp32_parameters(optimizer: Any, file_format: str, flags: str) -> None:
+def _warn_of_fp32_parameters(optimizer: object, file_format: str, flags: str) -> None:
     """If ``optimizer`` has fp32 parameters, warn of ``file_format`` and advise to use
     ``flags``."""
     if any(
@@ -277,7 +277,7 @@ def _warn_of_fp32_parameters(optimizer: Any, file_format: str, flags: str) -> No
 
 
 def _add_note(
-    pattern: re.Pattern, note: str, load: Callable, /, *args: Any, **kwargs: Any
+    pattern: re.Pattern, note: str, load: Callable, /, *args: object, **kwargs: object
 ) -> Any:
     """Call ``load``; add ``note`` to an error whose message matches ``pattern``."""
     try:
@@ -309,7 +309,7 @@ def register_sections_of_upstream(build: Callable) -> Callable:
     """Wrap ``build``, which cuts a tensor into sections; the wrapper notes which rows
     each has."""
 
-    def build_sections(key: str, *args: Any) -> list[ShardedTensor]:
+    def build_sections(key: str, *args: object) -> list[ShardedTensor]:
         """Call ``build`` for ``key``; store each section's first row and size in
         ``_place_of``."""
         sections = build(key, *args)
@@ -325,11 +325,11 @@ def register_sections_of_upstream(build: Callable) -> Callable:
 
 def load_sections_from_whole_tensor(
     load: Callable,
-    strategy: Any,
+    strategy: object,
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: str | Path,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> dict[str, Any]:
     """Call Megatron's ``load``; sections absent in the file are cut from its whole
     tensor."""
@@ -341,7 +341,7 @@ def load_sections_from_whole_tensor(
         nested_values,
     )
 
-    def is_section(value: Any) -> bool:
+    def is_section(value: object) -> bool:
         """Whether ``value`` is a section that `register_sections_of_upstream`
         recorded."""
         return isinstance(value, ShardedTensor) and value.key in _place_of

@@ -133,7 +133,7 @@ def _wrapped(original: Callable, wrapper: Callable) -> Callable:
     argument."""
 
     @wraps(original)
-    def call_wrapper(self, *args: Any, **kwargs: Any) -> Any:
+    def call_wrapper(self, *args: object, **kwargs: object) -> Any:
         """Call ``wrapper`` with the method ``original``, its object ``self`` and all
         arguments."""
         return wrapper(original, self, *args, **kwargs)
@@ -254,7 +254,7 @@ def _store_all_parameters(
     return state
 
 
-def _mixes_dtypes(optimizer: Any) -> bool:
+def _mixes_dtypes(optimizer: object) -> bool:
     """Whether ``optimizer`` is a Float16Optimizer with at least one fp32 parameter."""
     return any(getattr(optimizer, "fp32_from_fp32_groups", ()))
 

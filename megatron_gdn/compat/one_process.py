@@ -104,7 +104,7 @@ class _FinishedStream:
     """Replaces ``torch.cuda``'s streams and events on a CPU, where no work is ever
     pending."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self._recorded_at = 0.0
 
     def record(self, stream: object = None) -> None:
@@ -208,7 +208,7 @@ class _TorchOnCPU:
 
 
 def _create_on_cpu(
-    create: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
+    create: Callable[..., torch.Tensor], *args: object, **kwargs: object
 ) -> torch.Tensor:
     """Call ``create`` (such as ``torch.zeros``) with the CPU in place of
     ``device="cuda"``."""
@@ -335,7 +335,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         finally:
             del adam.state["no parameter"]
 
-    def sharded_state_dict_of_a_fresh_optimizer(self, *args: Any, **kwargs: Any):
+    def sharded_state_dict_of_a_fresh_optimizer(self, *args: object, **kwargs: object):
         """Make Adam's states if it has none yet, then call ``sharded_state_dict``."""
         adam = self.optimizer
         # Megatron would make states by an update, which decays parameters

@@ -122,7 +122,7 @@ def untrusted_checkpoint() -> Iterator[None]:
     refusals: list[Exception] = []
 
     def read_metadata(
-        reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any
+        reader: filesystem.FileSystemReader, *args: object, **kwargs: object
     ) -> Metadata:
         """Call `_read_metadata`, and keep its error."""
         try:
@@ -173,7 +173,7 @@ def _read_metadata(
     return metadata
 
 
-def _check(metadata: Any, path: Path) -> None:
+def _check(metadata: object, path: Path) -> None:
     """Raise a ValueError unless ``metadata``, the content of ``path``, has the form
     that it needs.
 
@@ -204,7 +204,7 @@ def _check(metadata: Any, path: Path) -> None:
             raise ValueError(f"{path} has a place in {name} that is none")
 
 
-def _is_tensor(entry: Any) -> bool:
+def _is_tensor(entry: object) -> bool:
     """Whether ``entry`` describes a tensor: its size, its properties and its parts."""
     if not isinstance(entry, TensorStorageMetadata) or not _is_size(entry.size):
         return False
@@ -222,7 +222,7 @@ def _is_tensor(entry: Any) -> bool:
     return all(_is_part(chunk, entry.size) for chunk in entry.chunks)
 
 
-def _is_part(chunk: Any, size: torch.Size) -> bool:
+def _is_part(chunk: object, size: torch.Size) -> bool:
     """Whether ``chunk`` is a part of a tensor of ``size``."""
     if not isinstance(chunk, ChunkStorageMetadata):
         return False
@@ -234,7 +234,7 @@ def _is_part(chunk: Any, size: torch.Size) -> bool:
     return all(end <= whole for end, whole in zip(ends, size, strict=True))
 
 
-def _is_place(index: Any, entry: Any) -> bool:
+def _is_place(index: object, entry: object) -> bool:
     """Whether ``entry`` is the place in a file of the part of a tensor that ``index``
     names."""
     if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
@@ -245,5 +245,5 @@ def _is_place(index: Any, entry: Any) -> bool:
     return all(isinstance(number, int) and number >= 0 for number in numbers)
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, torch.Size) and all(length >= 0 for length in value)

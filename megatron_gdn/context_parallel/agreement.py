@@ -68,7 +68,7 @@ class _Agreement:
 _groups: WeakKeyDictionary[Any, _Agreement] = WeakKeyDictionary()
 
 
-def _agreement_of(group: Any) -> _Agreement:
+def _agreement_of(group: object) -> _Agreement:
     """The `_Agreement` of ``group``, made at the first call."""
     return _groups.get(group) or _groups.setdefault(group, _Agreement())
 
@@ -116,7 +116,7 @@ def require_agreement(
     known.agreed.add(integers)
 
 
-def _all_ranks_compare(group: Any, device: torch.device) -> bool:
+def _all_ranks_compare(group: object, device: torch.device) -> bool:
     """Whether the ranks compare micro-batches; raise on all ranks if SWITCH differs
     between them.
 
@@ -204,7 +204,7 @@ def _description(
     )
 
 
-def check_ranks_per_machine(ranks: Any) -> None:
+def check_ranks_per_machine(ranks: object) -> None:
     """Raise unless ``ranks``, the option cp_ranks_per_machine, is None or at least
     1."""
     if ranks is None or (type(ranks) is int and ranks >= 1):
@@ -251,7 +251,7 @@ def largest_shared_run(machines: Sequence[Hashable]) -> int:
 
 
 @uncompiled
-def _hosts(group: Any, configured: int | None, device: torch.device) -> list[int]:
+def _hosts(group: object, configured: int | None, device: torch.device) -> list[int]:
     """For each rank a hash of its host; raise if ``configured`` differs between the
     ranks."""
     host = int.from_bytes(

@@ -49,7 +49,7 @@ class SequenceLayout(StrEnum):
         return parse_member(cls, value, "context-parallel layout")
 
 
-def parse_member[Kind: StrEnum](kind: type[Kind], value: Any, setting: str) -> Kind:
+def parse_member[Kind: StrEnum](kind: type[Kind], value: object, setting: str) -> Kind:
     """The member of enum ``kind`` for ``value``; ``setting`` is the option's name for
     errors."""
     try:

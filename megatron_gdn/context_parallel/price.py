@@ -61,7 +61,7 @@ class LinearCpMode(StrEnum):
     AUTO = "auto"
 
     @classmethod
-    def of(cls, value: str | LinearCpMode | None, config: Any) -> LinearCpMode:
+    def of(cls, value: str | LinearCpMode | None, config: object) -> LinearCpMode:
         """The mode ``value``; if None, ``config.linear_cp_mode`` (newer Megatrons) or
         AUTO."""
         if value is None:

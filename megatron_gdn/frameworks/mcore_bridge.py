@@ -105,7 +105,7 @@ def _reorder_in_the_bridge() -> None:
 
     @wraps(convert)
     def _set_linear_attn_state(
-        self: Any, mg_attn: Any, *args: Any, **kwargs: Any
+        self: object, mg_attn: object, *args: object, **kwargs: object
     ) -> Any:
         """Load or save the layer ``mg_attn``; our layer's rows are put in the bridge's
         order."""

@@ -10,7 +10,7 @@ from .patch import patch_megatron
 _PLUGIN_MODULES = tuple(f"{name}_plugins.models.qwen3_" for name in ("miles", "slime"))
 
 
-def enable(args: Any) -> None:
+def enable(args: object) -> None:
     """Call ``patch_megatron``; miles and slime do this in each worker before they build
     a model.
 

@@ -45,7 +45,7 @@ _LAYER_PREFIX = "self_attention."
 _MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
-def get_qwen3_5_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
+def get_qwen3_5_spec(args: object, config: object, vp_stage: int | None) -> Any:
     """Make slime's block spec of Qwen3.5 with :class:`megatron_gdn.GatedDeltaNet` as
     the mixer.
 
@@ -62,7 +62,7 @@ def get_qwen3_5_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
     return _spec_with_our_layer("qwen3_5", args, config, vp_stage)
 
 
-def get_qwen3_next_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
+def get_qwen3_next_spec(args: object, config: object, vp_stage: int | None) -> Any:
     """Make slime's block spec of Qwen3-Next; errors are those of
     :func:`get_qwen3_5_spec`."""
     return _spec_with_our_layer("qwen3_next", args, config, vp_stage)

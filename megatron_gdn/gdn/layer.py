@@ -147,7 +147,7 @@ class GatedDeltaNet(UpstreamNames):
         cp_comm_type: str | Sequence[str] | None = None,
         pp_layer_offset: int | None = 0,
         is_mtp_layer: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         """``A_init_range``: range of first exp(A_log). ``conv_init``: bound of first
         conv weights. ``cp_comm_type`` and ``is_mtp_layer`` have no effect. The class

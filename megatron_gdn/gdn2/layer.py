@@ -107,7 +107,7 @@ class GatedDeltaNet2(RecurrentMixer):
         cp_comm_type: str | Sequence[str] | None = None,
         pp_layer_offset: int | None = 0,
         is_mtp_layer: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         given = GDN2Options.of(options)
         super().__init__(

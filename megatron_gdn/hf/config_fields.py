@@ -28,11 +28,11 @@ class Field(NamedTuple):
     is_setting: bool = False
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return _is_whole(value)
@@ -60,11 +60,11 @@ def _number(meaning: str, low: float, high: float, with_low: bool = False) -> Fi
     return Field(meaning, legal, is_legal)
 
 
-def _setting(meaning: str, *values: Any) -> Field:
+def _setting(meaning: str, *values: object) -> Field:
     """A setting that the built model assumes; the first of ``values`` is the usual
     one."""
 
-    def is_legal(value: Any) -> bool:
+    def is_legal(value: object) -> bool:
         return any(type(value) is type(legal) and value == legal for legal in values)
 
     return Field(meaning, " or ".join(map(shown, values)), is_legal, is_setting=True)
@@ -73,17 +73,17 @@ def _setting(meaning: str, *values: Any) -> Field:
 def _list_of(meaning: str, legal: str, is_legal: Callable[[Any], bool]) -> Field:
     """A list whose elements are all legal."""
 
-    def are_legal(value: Any) -> bool:
+    def are_legal(value: object) -> bool:
         return isinstance(value, list | tuple) and all(map(is_legal, value))
 
     return Field(meaning, f"a list of {legal}", are_legal)
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def _is_pattern(value: Any) -> bool:
+def _is_pattern(value: object) -> bool:
     if not isinstance(value, str) or not 1 <= len(value) <= _MOST_LAYERS:
         return False
     return set(value) <= set("M*-E")
@@ -92,7 +92,7 @@ def _is_pattern(value: Any) -> bool:
 _ROPE = Field("settings of the rotary embedding", "an object", _is_object)
 
 
-def _is_unlimited(value: Any) -> bool:
+def _is_unlimited(value: object) -> bool:
     """Whether ``value`` is [0, infinity]; transformers writes infinity in two ways."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
@@ -202,7 +202,7 @@ FIELDS: dict[str, Field] = {
 }
 
 
-def check_field(name: str, value: Any, where: str, known_as: str | None = None) -> Any:
+def check_field(name: str, value: object, where: str, known_as: str | None = None) -> Any:
     """Return ``value`` if it is legal for the field ``name``, else raise a ValueError.
 
     Args:
@@ -224,7 +224,7 @@ def check_field(name: str, value: Any, where: str, known_as: str | None = None) 
     )
 
 
-def check_config(config: Any, names: Iterable[str]) -> None:
+def check_config(config: object, names: Iterable[str]) -> None:
     """Check the attributes ``names`` of ``config``, an object of transformers, that it
     has."""
     where = f"a {type(config).__name__}"
@@ -274,7 +274,7 @@ class ConfigFields:
             )
         return value
 
-    def get(self, name: str, default: Any) -> Any:
+    def get(self, name: str, default: object) -> Any:
         """The value of the field ``name``, or ``default``; an illegal one is a
         ValueError."""
         own_name = self._own_names.get(name, name)

@@ -54,7 +54,7 @@ def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value of a JSON file as one short line, for an error."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)

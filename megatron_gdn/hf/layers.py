@@ -84,10 +84,10 @@ def layer_from_hf(
 
 def layer_to_hf(
     ranks: Sequence[Mapping[str, Tensor]],
-    dims: Any,
+    dims: object,
     dtypes: Mapping[str, torch.dtype] | None = None,
     originals: Mapping[str, Tensor] | None = None,
-    **stored: Any,
+    **stored: object,
 ) -> dict[str, Tensor]:
     """The inverse of `layer_from_hf`.
 
@@ -107,7 +107,7 @@ def layer_to_hf(
     return state
 
 
-def _maps_of(dims: Any, stored: dict[str, Any]) -> list[TensorMap]:
+def _maps_of(dims: object, stored: dict[str, Any]) -> list[TensorMap]:
     """The maps of a layer of sizes ``dims``; ``stored``: how the published model stores
     weights."""
     if type(dims) not in _MAPS:

@@ -302,7 +302,7 @@ class SafetensorsFolder:
         return file
 
 
-def _is_plain_name(name: Any) -> bool:
+def _is_plain_name(name: object) -> bool:
     """Whether ``name`` is the name of a safetensors file, without a path."""
     return (
         isinstance(name, str)

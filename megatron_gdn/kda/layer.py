@@ -202,7 +202,7 @@ class KimiDeltaAttention(RecurrentMixer):
         cp_comm_type: str | Sequence[str] | None = None,
         pp_layer_offset: int | None = 0,
         is_mtp_layer: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         """The class documents all arguments."""
         given = KDAOptions.of(options)

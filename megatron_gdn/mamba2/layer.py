@@ -162,7 +162,7 @@ class Mamba2Mixer(RecurrentMixer):
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int | None = 0,
         name: str | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         """``d_model``: hidden size. ``d_conv``: taps. ``expand``: d_inner / d_model.
         ``D_has_hdim``: D per channel. ``rmsnorm``: norm before out_proj.
@@ -241,7 +241,7 @@ class Mamba2Mixer(RecurrentMixer):
         mixer."""
         return "silu"
 
-    def _build_out_norm(self, submodules: Any) -> None:
+    def _build_out_norm(self, submodules: object) -> None:
         """Build ``norm`` for this rank's channels if ``rmsnorm``; ``submodules`` is not
         read."""
         if self.rmsnorm:

@@ -109,7 +109,7 @@ def require_causal(
         setattr(mask, _CHECKED_MARK, checked_for)
 
 
-def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> None:
+def refuse_unsupported(sequence_len_offset: object, keywords: dict[str, Any]) -> None:
     """Raise for ``sequence_len_offset``, an attention bias, and keywords that no mixer
     knows."""
     if sequence_len_offset is not None:

@@ -290,7 +290,7 @@ def class_with_tree_attention(theirs: type) -> type:
         """The attention ``theirs``, but trees of documents run in a
         `TorchAttention`."""
 
-        def __init__(self, *args: Any, cp_layout: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, cp_layout: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
             # Built at the first tree: TorchAttention refuses some configs that run
             # without trees.

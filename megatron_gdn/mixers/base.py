@@ -216,7 +216,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         *,
         inference_params: BaseInferenceContext | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the mixer over a batch of sequences, or over packed documents.
 
@@ -617,7 +617,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         prefix: str = "",
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
-        tp_group: Any = None,
+        tp_group: object = None,
     ) -> dict[str, Any]:
         """Megatron's method: the parameters for distributed checkpoints, with
         Megatron's keys."""
@@ -630,7 +630,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         add_row_order(self, destination, prefix)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any
+        self, state_dict: dict[str, Any], prefix: str, *args: object
     ) -> None:
         """Load as torch does; refuse a file with another order of in_proj's rows."""
         require_row_order(self, state_dict, prefix)
@@ -666,7 +666,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         )
 
     def ssm_prefill(
-        self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
+        self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: object
     ) -> Tensor:
         """Prompts or chunks of prompts, see :func:`.generation.prefill_requests`."""
         return prefill_requests(self, projected, conv_state, ssm_state, context)

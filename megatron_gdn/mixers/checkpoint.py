@@ -122,7 +122,7 @@ def add_row_order(mixer: Any, destination: dict[str, Any], prefix: str) -> None:
         destination[f"{prefix}{_ENTRY_KEY}"] = order
 
 
-def require_row_order(mixer: Any, state_dict: dict[str, Any], prefix: str) -> None:
+def require_row_order(mixer: object, state_dict: dict[str, Any], prefix: str) -> None:
     """Refuse a file with another order of in_proj's rows; files without the entry
     pass."""
     entry: Tensor | None = state_dict.pop(f"{prefix}{_ENTRY_KEY}", None)

@@ -130,7 +130,7 @@ def may_use_fp8(config: Any) -> bool:
 
 
 def build_linear(
-    spec: ModuleSpec | type, config: Any, *sizes: int, **options: Any
+    spec: ModuleSpec | type, config: object, *sizes: int, **options: object
 ) -> Any:
     """Build a linear with a weight in ``params_dtype``, even if the config sets
     ``fp8_param``."""
@@ -187,7 +187,7 @@ class GatesOutsideFP8(nn.Module):
     sequence_parallel: bool
     fuse_wgrad_accumulation: bool
 
-    def finish_init(self, quantization_config: Any) -> None:
+    def finish_init(self, quantization_config: object) -> None:
         """Set the linear's quantization recipe (Megatron calls this); refuse an illegal
         one."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
@@ -214,7 +214,7 @@ class GatesOutsideFP8(nn.Module):
             )
 
     def forward(
-        self, x: Tensor, *args: Any, together: bool = True, **kwargs: Any
+        self, x: Tensor, *args: object, together: bool = True, **kwargs: object
     ) -> Any:
         """The linear's output ``[S, B, P]``, and None in place of a bias.
 

@@ -54,7 +54,7 @@ class StaticPackedSeqParams(PackedSeqParams):
 
     buffers: FixedBuffers | None = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         fields = {**vars(self), name: value}
         buffers: FixedBuffers | None = fields.get("buffers")
         # While capturing, Megatron sets ``cu_seqlens_*`` to descriptions, then to graph

@@ -100,7 +100,7 @@ class MicroBatches:
         layout: Layout,
         state: StateShape,
         taps: int,
-        group: Any,
+        group: object,
         loader_layout: LoaderLayout,
         options: MixerOptions,
         choose_rule: ChooseRule,
@@ -249,7 +249,7 @@ class MicroBatches:
         return self._whole[key]
 
     def _schemes_of(
-        self, group: Any, rule: Rule, layout: SequenceLayout
+        self, group: object, rule: Rule, layout: SequenceLayout
     ) -> tuple[Scheme, ...]:
         """The schemes that can run: `Whole` on one rank, else `Headwise`, `Chunkwise`
         or both."""

@@ -350,7 +350,7 @@ def _read_documents(
     return TreeDocuments(documents.offsets, documents.device, parents, lengths)
 
 
-def context_parallel_group_of(packed: PackedSeqParams | None, group: Any) -> Any:
+def context_parallel_group_of(packed: PackedSeqParams | None, group: object) -> Any:
     """The micro-batch's context-parallel group (None: one rank) if it names one, else
     ``group``."""
     if packed is None or (packed.cp_group is None and packed.local_cp_size is None):

@@ -77,7 +77,7 @@ def muon_reads_sections() -> bool:
 _MARK_OF_MARKED = "marked_by_gdn"  # the attribute that tells that a parameter has marks
 
 
-def _is_plain_value(value: Any) -> bool:
+def _is_plain_value(value: object) -> bool:
     """Whether ``value`` is None, a bool, a number or a string, or a list or tuple of
     these."""
     if isinstance(value, list | tuple):

@@ -21,7 +21,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(backward)
-    def call(ctx: Any, *gradients: Any) -> Any:
+    def call(ctx: object, *gradients: object) -> Any:
         """Run ``backward``; raise if its results shall be differentiated again."""
         if torch.is_grad_enabled():
             raise NotImplementedError(

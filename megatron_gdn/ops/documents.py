@@ -323,7 +323,7 @@ class Documents:
 
 
 def _cut_documents(
-    documents: Documents, make: Callable[..., tuple[Tensor]], *arguments: Any
+    documents: Documents, make: Callable[..., tuple[Tensor]], *arguments: object
 ) -> Documents:
     """The documents with offsets ``make(documents, *arguments)``, without those without
     tokens."""

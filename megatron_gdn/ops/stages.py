@@ -117,7 +117,7 @@ class Stages(NamedTuple):
 MakeFront = Callable[[Layout, Rule, torch.device, torch.dtype, int], Front]
 
 
-def fronts_of(table: Callable[..., FrontTable], **settings: Any) -> MakeFront:
+def fronts_of(table: Callable[..., FrontTable], **settings: object) -> MakeFront:
     """Make fronts by the tables ``table(layout, **settings)``; the settings must be
     hashable."""
     return partial(front_by_table, partial(table, **settings))
@@ -221,7 +221,7 @@ class StateLink(Protocol):
     documents: Documents  # boundaries of the sequences, all batch rows end to end
 
     def entering(
-        self, rule: Rule, forward: RuleForward, inputs: Any
+        self, rule: Rule, forward: RuleForward, inputs: object
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """The initial states ``[N, H, K, V]``, and tensors to save for
         :meth:`leaving`."""

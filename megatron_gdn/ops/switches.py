@@ -29,7 +29,7 @@ class _Switch:
                 self._restore = self._change()
             self._inside += 1
 
-    def __exit__(self, *_error: Any) -> None:
+    def __exit__(self, *_error: object) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0 and self._restore is not None:

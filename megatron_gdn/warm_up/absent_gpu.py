@@ -128,7 +128,7 @@ class _FakeGpuTensors(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def _is_on_gpu(x: Any) -> bool:
+def _is_on_gpu(x: object) -> bool:
     """Whether ``x`` is a fake tensor, which is always on the GPU, or a device that is a
     GPU."""
     return isinstance(x, FakeTensor) or (
@@ -142,8 +142,8 @@ def _run_backward(
     keep_graph: bool,
     create_graph: bool,
     inputs: Sequence[Tensor] = (),
-    *_: Any,
-    **__: Any,
+    *_: object,
+    **__: object,
 ) -> tuple[Tensor, ...]:
     """Replaces autograd's engine (same arguments), which would ask the GPU for streams.
 

@@ -218,7 +218,7 @@ def tasks_of(
     return sorted(tasks, key=lambda task: task.kind != "flash_qla"), found
 
 
-def run_layer(model: Model, call: Call, **options: Any) -> None:
+def run_layer(model: Model, call: Call, **options: object) -> None:
     """Run the layer forward and backward as one of the call's ranks; nothing is
     sent."""
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -232,7 +232,7 @@ class StatesOfPieces:
         )
         return entering.view(maps.local.shape)
 
-    def _maps_of_nodes(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
+    def _maps_of_nodes(self, rule: Rule, forward: RuleForward, inputs: object) -> StateMap:
         """Maps ``[h * chains, H, K, .]`` of nodes' last pieces; ``forward`` has
         ``inputs``."""
         table = self._table
@@ -249,7 +249,7 @@ class StatesOfPieces:
         )
 
     def entering(
-        self, rule: Rule, forward: RuleForward, inputs: Any
+        self, rule: Rule, forward: RuleForward, inputs: object
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The states that enter pieces, and the tensors to pass to :meth:`leaving` as
         ``kept``."""

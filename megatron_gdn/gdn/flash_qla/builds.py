@@ -100,7 +100,7 @@ def compile_once_per_machine(kernels: list[Any]) -> None:
 
 
 def _compile_once(
-    kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any
+    kernel: object, compile_here: Callable, *args: object, **kwargs: object
 ) -> Any:
     """Load ``kernel`` if any process has compiled it; else compile it with
     ``compile_here``."""
@@ -221,7 +221,7 @@ def kernel_of(entry: Path) -> str:
     return entry.name.rpartition("-")[0]
 
 
-def remember(entry: Path, compiled: Any) -> None:
+def remember(entry: Path, compiled: object) -> None:
     """Create the file ``entry`` if tilelang has stored the ``compiled`` kernel on
     disk."""
     if os.path.isdir(getattr(compiled, "_tilelang_cache_path", None) or ""):

@@ -80,7 +80,7 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
 
     earlier_hook = tvm_ffi.get_global_func(_HOOK, allow_missing=True)
 
-    def hook(source: str, target: Any) -> str:
+    def hook(source: str, target: object) -> str:
         """Add fences to a kernel's CUDA ``source``; tilelang passes the ``target``
         GPU."""
         if earlier_hook is not None:
@@ -106,7 +106,7 @@ def _compile_with_check(name: str, compile: Callable) -> Callable:
     """Wrap ``compile`` of the kernel ``name``: the wrapper checks that no fence is
     missing."""
 
-    def compile_and_check(*args: Any, **kwargs: Any) -> Any:
+    def compile_and_check(*args: object, **kwargs: object) -> Any:
         """Return the kernel that ``compile`` makes; raise if its source lacks a
         fence."""
         compiled = compile(*args, **kwargs)

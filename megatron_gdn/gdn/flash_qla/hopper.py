@@ -42,7 +42,7 @@ class HopperKernels:
         )
 
     def _find_kernel(
-        self, kernel: str, factory: str, *args: Any
+        self, kernel: str, factory: str, *args: object
     ) -> Callable[..., None]:
         """The kernel that function ``factory`` in the module of ``kernel`` makes for
         ``args``."""

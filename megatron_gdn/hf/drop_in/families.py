@@ -175,7 +175,7 @@ def linear_attentions(module: nn.Module) -> Iterator[Any]:
     )
 
 
-def class_for_config(config: Any) -> type:
+def class_for_config(config: object) -> type:
     """The linear-attention class of transformers for a text config, whose fields are
     checked."""
     kind = str(getattr(config, "model_type", ""))

@@ -71,7 +71,7 @@ class SSMGate(Fp32Parameters, nn.Module):
         return decay_and_write_gates(a, a, self.A_log, self.dt_bias)[0]
 
     def _save_to_state_dict(
-        self, destination: Any, prefix: str, keep_vars: bool
+        self, destination: object, prefix: str, keep_vars: bool
     ) -> None:
         """Save as torch does, under keys without the holder's name."""
         bare = prefix.removesuffix(f"{HOLDER_NAME}.")
@@ -121,9 +121,9 @@ class OwnersGate(SSMGate):
         Fp32Parameters._apply(self._owner, fn, recurse=False)
         return self
 
-    def _save_to_state_dict(self, *args: Any) -> None: ...
+    def _save_to_state_dict(self, *args: object) -> None: ...
 
-    def _load_from_state_dict(self, *args: Any) -> None: ...
+    def _load_from_state_dict(self, *args: object) -> None: ...
 
 
 class HoldsGates(Fp32Parameters):
@@ -138,7 +138,7 @@ class HoldsGates(Fp32Parameters):
             return FP32_GDN_PARAM_NAMES
         return ()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse pickle, which finds a class by its name; the patch made this one."""
         raise NotImplementedError(
             f"{type(self).__name__} is patched by megatron_gdn.hf.patch, and a patched "
@@ -207,13 +207,13 @@ class HoldsGates(Fp32Parameters):
             self._gates._apply(lambda tensor: tensor)
         return self
 
-    def _save_to_state_dict(self, *args: Any) -> None:
+    def _save_to_state_dict(self, *args: object) -> None:
         """Save as torch does; sharded gates are saved as shards."""
         self._reshard_gates()
         super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any
+        self, state_dict: dict[str, Any], prefix: str, *args: object
     ) -> None:
         """Load as torch does; keys of the gate parameters may name the holder."""
         self._reshard_gates()

@@ -135,13 +135,13 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     drop_in: _DropInState
     conv1d: nn.Conv1d
 
-    def __new__(cls, config: Any = None, *args: Any, **kwargs: Any):
+    def __new__(cls, config: object = None, *args: object, **kwargs: object):
         if cls is CPAwareGatedDeltaNet:
             original = families.class_for_config(config)
             return super().__new__(families.subclass("CPAware", cls, original))
         return super().__new__(cls)
 
-    def __init__(self, config: Any, layer_idx: int, **options: Any) -> None:
+    def __init__(self, config: object, layer_idx: int, **options: object) -> None:
         """``layer_idx``: the layer's index in the model; ``options``: as in the
         class."""
         super().__init__(config, layer_idx)
@@ -166,12 +166,12 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        cache: Any = None,
+        cache: object = None,
         *,
-        cache_params: Any = None,
+        cache_params: object = None,
         attention_mask: Tensor | None = None,
         gdn_batch: ModelBatch | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """Run the layer.
 

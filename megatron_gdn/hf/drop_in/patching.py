@@ -46,10 +46,10 @@ logger = logging.getLogger(__name__)
 
 def patch(
     model: nn.Module,
-    cp_mesh: Any = None,
+    cp_mesh: object = None,
     *,
     attention: str | None = None,
-    **options: Any,
+    **options: object,
 ) -> Patch:
     """Let this package run every linear-attention module of a transformers model, in
     place.
@@ -200,7 +200,7 @@ class Patch(AbstractContextManager):
         self._forwards = {}
         self.layers = {}
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
     def _replace_modules(self, prefix: str, text: Any, options: DropInOptions) -> None:
@@ -243,7 +243,7 @@ class Patch(AbstractContextManager):
             return prepare_forward(module, options, arguments)
 
         @wraps(type(text).forward)
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(module: nn.Module, *args: object, **kwargs: object) -> Any:
             arguments = cast(Any, prepare)(
                 module, dict(zip(names, args, strict=False)) | kwargs
             )
@@ -352,7 +352,7 @@ def _refuse_unread_cache(text: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _is_for_the_callers_attention(
-    mask: Any, kind: str, batch: ModelBatch, read: Any
+    mask: object, kind: str, batch: ModelBatch, read: object
 ) -> bool:
     """Whether ``mask[kind]`` is passed on with packed documents, and not made from
     them.
@@ -367,7 +367,7 @@ def _is_for_the_callers_attention(
     )
 
 
-def _has_four_dimensions(mask: Any) -> bool:
+def _has_four_dimensions(mask: object) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 4
 
 
@@ -423,11 +423,11 @@ def gathered_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: object,
     scaling: float | None = None,
     dropout: float = 0.0,
     gdn_batch: ModelBatch | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Causal attention of ``query [B, H, s, D]``, as ``[B, s, H, D]``; ``scaling``
     scales q . k."""

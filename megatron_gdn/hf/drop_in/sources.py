@@ -74,7 +74,7 @@ class Sources(NamedTuple):
         return cls(mask, ids, offsets, keywords.get("position_ids"), indices, seq_index)
 
 
-def split_masks(mask: Any) -> tuple[Any, dict[str, Any]]:
+def split_masks(mask: object) -> tuple[Any, dict[str, Any]]:
     """The mask of linear attentions and the masks of the other layers, whether in a
     dict or not.
 

@@ -331,7 +331,7 @@ def packing_reach(
     *,
     source: str = "position_ids",
     seed: int = 0,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> PackingReach:
     """Measure how documents change each other's outputs, as `assert_no_packing_leak`
     does."""

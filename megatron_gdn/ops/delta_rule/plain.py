@@ -171,7 +171,7 @@ class PlainBackward(RuleBackward):
         return self._run(initial, d_final)[0]
 
     def run_to_states(
-        self, initial: Tensor | None, d_final: Tensor | None, maps: Any
+        self, initial: Tensor | None, d_final: Tensor | None, maps: object
     ) -> tuple[Any, Tensor]:
         """Gradients of the inputs and of the initial states; ``maps`` is not used."""
         return self._run(initial, d_final)
@@ -246,7 +246,7 @@ class PlainRule(Rule):
         self.scale = scale
 
     @classmethod
-    def of(cls, sizes: Any, bits: Bits) -> Self:
+    def of(cls, sizes: object, bits: Bits) -> Self:
         return cls(bits)
 
     def values(

@@ -131,7 +131,7 @@ class TritonFront(Front):
         return made
 
     def _compute_gradients(
-        self, batch: Batch, grads: Any, d_proj: Tensor, d_apart: Tensor | None
+        self, batch: Batch, grads: object, d_proj: Tensor, d_apart: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Return gradients of the parameters; write those of rows to ``d_proj`` and
         ``d_apart``."""
@@ -213,7 +213,7 @@ def gates_without_kernels(table: FrontTable) -> tuple[str, ...]:
     return tuple(lacking)
 
 
-def _padded(per_gate: list[Any], absent: Any) -> list[Any]:
+def _padded(per_gate: list[Any], absent: object) -> list[Any]:
     """The list ``per_gate``, one element for each gate, filled up to three with
     ``absent``."""
     return [*per_gate, *[absent] * (_MOST_GATES - len(per_gate))]

@@ -62,7 +62,7 @@ class PlainFront(Front):
         )
 
     def _compute_gradients(
-        self, batch: Batch, grads: Any, d_proj: Tensor, d_apart: Tensor | None
+        self, batch: Batch, grads: object, d_proj: Tensor, d_apart: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         proj, given, documents, history = batch
         wide = torch.promote_types(proj.dtype, torch.float32)

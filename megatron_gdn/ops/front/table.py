@@ -237,7 +237,7 @@ class Front:
         self,
         proj: Tensor,
         parameters: Parameters,
-        grads: Any,
+        grads: object,
         d_proj: Tensor,
         documents: Documents | None,
         history: History | None = None,

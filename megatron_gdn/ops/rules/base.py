@@ -99,9 +99,9 @@ class RuleBackward(_RuleCall):
 
     def __init__(
         self,
-        rule: Any,
+        rule: object,
         d_o: Tensor,
-        inputs: Any,
+        inputs: object,
         saved: Saved,
         documents: Documents | None,
     ) -> None:
@@ -172,19 +172,19 @@ class Rule:
 
     @classmethod
     def why_not(
-        cls, device: torch.device, dtype: torch.dtype, sizes: Any
+        cls, device: torch.device, dtype: torch.dtype, sizes: object
     ) -> Obstacle | None:
         """Why the rule cannot run rows of this dtype on this device; None if it can."""
         return None
 
     @classmethod
-    def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: Any) -> Repeats:
+    def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: object) -> Repeats:
         """Whether a test found that bits repeat, from run to run and next to other
         sequences."""
         return Repeats(True)
 
     @classmethod
-    def of(cls, sizes: Any, bits: Bits) -> Self:
+    def of(cls, sizes: object, bits: Bits) -> Self:
         """The rule for these sizes that promises ``bits``."""
         return cls()
 
@@ -203,11 +203,11 @@ class Rule:
         instead."""
         return wrapper(self)
 
-    def begin(self, inputs: Any, documents: Documents | None) -> RuleForward:
+    def begin(self, inputs: object, documents: Documents | None) -> RuleForward:
         return self.forward(self, inputs, documents)
 
     def begin_backward(
-        self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
+        self, d_o: Tensor, inputs: object, saved: Saved, documents: Documents | None
     ) -> RuleBackward:
         """Begin a backward. The rule may free ``d_o``; the caller must not read it
         afterwards."""
@@ -219,7 +219,7 @@ class Rule:
 
     def recompute(
         self,
-        inputs: Any,
+        inputs: object,
         kept: Saved,
         documents: Documents | None,
         initial: Tensor | None,
@@ -237,7 +237,7 @@ def map_inputs(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return type(inputs)(*(None if x is None else change(x) for x in inputs))
 
 
-def in_one_row(x: Any) -> Any:
+def in_one_row(x: object) -> Any:
     """View a tensor ``[B, S, ...]``, or each tensor of a tuple of inputs, as
     ``[1, B S, ...]``."""
     if not isinstance(x, Tensor):

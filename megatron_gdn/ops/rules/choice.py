@@ -34,7 +34,7 @@ def choose(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    sizes: Any,
+    sizes: object,
     bits: Bits,
 ) -> Choice:
     """Choose the rule of a mixer.
@@ -112,7 +112,7 @@ def _require(
     mixer: str,
     device: torch.device,
     dtype: torch.dtype,
-    sizes: Any,
+    sizes: object,
     bits: Bits,
 ) -> str:
     """Raise if a rule that was asked for by name cannot run; else the reason for the

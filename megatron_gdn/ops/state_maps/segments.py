@@ -150,7 +150,7 @@ class Segments:
 
 
 def _build_segments(
-    documents: Documents, cut: Callable[..., Cut], *arguments: Any
+    documents: Documents, cut: Callable[..., Cut], *arguments: object
 ) -> Segments:
     """Compute the tables for the segments of ``cut(documents, *arguments)``."""
     made = documents.table(_compute_tables, cut, *arguments, move=False)
@@ -173,7 +173,7 @@ def _build_segments(
 
 
 def _compute_tables(
-    documents: Documents, cut: Callable[..., Cut], *arguments: Any
+    documents: Documents, cut: Callable[..., Cut], *arguments: object
 ) -> tuple[Tensor, ...]:
     """The fields of :class:`Segments` from ``offsets`` to ``ragged``, and
     ``places``."""
