@@ -288,7 +288,7 @@ class _Case(NamedTuple):
             params_dtype=dtype,
         )
 
-    def options(self) -> dict[str, str]:
+    def options(self) -> dict[str, Any]:
         if self.mode in ("one rank", "fp64"):
             options = {}
         else:
