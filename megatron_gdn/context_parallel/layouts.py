@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor

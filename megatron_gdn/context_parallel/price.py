@@ -29,7 +29,7 @@ batch rows.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape

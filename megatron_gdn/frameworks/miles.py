@@ -1,8 +1,6 @@
 """For miles and slime:
 ``--custom-megatron-init-path megatron_gdn.frameworks.miles.enable``."""
 
-from typing import Any
-
 from .patch import patch_megatron
 
 # Prefixes of modules in which miles and slime define layers with transformers'

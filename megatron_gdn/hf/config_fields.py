@@ -202,7 +202,9 @@ FIELDS: dict[str, Field] = {
 }
 
 
-def check_field(name: str, value: object, where: str, known_as: str | None = None) -> Any:
+def check_field(
+    name: str, value: object, where: str, known_as: str | None = None
+) -> Any:
     """Return ``value`` if it is legal for the field ``name``, else raise a ValueError.
 
     Args:

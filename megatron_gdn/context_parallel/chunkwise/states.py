@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -232,7 +232,9 @@ class StatesOfPieces:
         )
         return entering.view(maps.local.shape)
 
-    def _maps_of_nodes(self, rule: Rule, forward: RuleForward, inputs: object) -> StateMap:
+    def _maps_of_nodes(
+        self, rule: Rule, forward: RuleForward, inputs: object
+    ) -> StateMap:
         """Maps ``[h * chains, H, K, .]`` of nodes' last pieces; ``forward`` has
         ``inputs``."""
         table = self._table

@@ -178,7 +178,9 @@ class Rule:
         return None
 
     @classmethod
-    def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: object) -> Repeats:
+    def repeats(
+        cls, device: torch.device, dtype: torch.dtype, sizes: object
+    ) -> Repeats:
         """Whether a test found that bits repeat, from run to run and next to other
         sequences."""
         return Repeats(True)
