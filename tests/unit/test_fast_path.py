@@ -1,0 +1,153 @@
+"""In every benchmarked shape a Hopper GPU takes the fastest rule and the kernels.
+
+The GPU and the packages are given as data, so a CPU tells which fallbacks a launch
+would log.
+"""
+
+import pytest
+import torch
+
+from megatron_gdn.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.gdn.front import gdn_table
+from megatron_gdn.gdn.rule import resolve_rule
+from megatron_gdn.gdn2.front import gdn2_table
+from megatron_gdn.gdn2.rule import choose_gdn2
+from megatron_gdn.gdn2.sizes import gdn2_layout
+from megatron_gdn.kda.front import kda_table
+from megatron_gdn.kda.rule import choose_kda
+from megatron_gdn.kda.sizes import kda_layout
+from megatron_gdn.mamba2.front import mamba2_table
+from megatron_gdn.mamba2.rule import choose_ssd
+from megatron_gdn.mamba2.sizes import Mamba2Dims
+from megatron_gdn.ops import obstacles
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.front.plain import PlainFront, front_of
+from megatron_gdn.ops.rules.base import Bits
+from tests.processes import ROOT
+
+VERSIONS = {
+    "flash-qla": "0.1.3",
+    "tilelang": "0.1.15",
+    "triton": "3.6.0",
+    "flash-linear-attention": "0.6.1",
+    "fla-core": "0.6.1",
+}
+CUDA = torch.device("cuda")
+BF16 = torch.bfloat16
+CACHES = (
+    obstacles.why_not_flash_qla_package,
+    obstacles.why_not_fla_package,
+    obstacles._needs_tilelang,
+    obstacles.why_not_triton,
+    obstacles.log_obstacle_once,
+    front_of,
+)
+
+
+@pytest.fixture
+def machine(monkeypatch, caplog):
+    """``machine(capability, **versions)``: this GPU, and packages besides `VERSIONS`;
+    returns a function for the fallbacks that were logged since."""
+
+    def install(capability=(9, 0), **versions):
+        there = VERSIONS | {name.replace("_", "-"): v for name, v in versions.items()}
+
+        def find_spec(name):
+            package = {"fla": "flash-linear-attention"}.get(name, name)
+            return there.get(package.replace("_", "-"))
+
+        monkeypatch.setattr(obstacles, "find_spec", find_spec)
+        for module in (obstacles, flash_qla):
+            monkeypatch.setattr(module, "installed_version", there.get)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device=None: capability
+        )
+        for cache in CACHES:
+            cache.cache_clear()
+        caplog.clear()
+        return lambda: caplog.messages
+
+    yield install
+    for cache in CACHES:
+        cache.cache_clear()
+
+
+def benchmarked(monkeypatch) -> set[HeadSizes]:
+    """Of a Gated DeltaNet: users' shapes, which hold those of README's picture."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from lib.shapes import CELLS
+
+    return {cell.sizes for cell in CELLS}
+
+
+def rule_and_front_of(sizes: HeadSizes, bits: Bits, operands: str = "fp16"):
+    chosen = resolve_rule(
+        device=CUDA, dtype=BF16, sizes=sizes, bits=bits, operands=operands
+    )
+    front = front_of(gdn_table(sizes.layout), "cuda", BF16, 4, bits=bits)
+    return chosen.rule, front
+
+
+@pytest.mark.parametrize("operands", ["fp16", "bf16"])
+def test_no_fallback_is_taken_in_the_shapes_of_the_benchmarks(
+    machine, monkeypatch, operands
+):
+    fallbacks = machine()
+    for sizes in benchmarked(monkeypatch):
+        rule, front = rule_and_front_of(sizes, Bits.FREE, operands)
+        assert rule.name == "flash_qla" and front.triton, sizes
+    assert fallbacks() == []
+
+
+def test_no_fallback_is_taken_in_deterministic_mode_where_bits_were_seen_to_repeat(
+    machine,
+):
+    fallbacks = machine()
+    for value_heads in (16, 32, 64):
+        sizes = HeadSizes(16, value_heads, 128, 128)
+        for bits in (Bits.DETERMINISTIC, Bits.ON_GRID):
+            rule, front = rule_and_front_of(sizes, bits, "bf16")
+            assert rule.name == "flash_qla" and front.triton, sizes
+    assert fallbacks() == []
+
+
+def test_no_fallback_is_taken_in_the_shapes_of_the_other_mixers(machine):
+    """The defaults of ``bench_kda.py``, ``bench_gdn2.py`` and ``bench_mamba2.py``."""
+    fallbacks = machine()
+    kda = kda_table(kda_layout(32, 32, 128, 128))
+    gdn2 = gdn2_table(gdn2_layout(16, 32, 128, 128))
+    mamba2 = mamba2_table(
+        Mamba2Dims(
+            hidden_size=4096,
+            num_heads=128,
+            num_groups=8,
+            head_dim=64,
+            state_dim=128,
+            conv_kernel_dim=4,
+        ).layout
+    )
+    rules = [
+        choose_kda("auto", kda.state, -5.0, CUDA, BF16).rule,
+        choose_gdn2("auto", gdn2.state, CUDA, BF16).rule,
+        choose_ssd("auto", mamba2.state, CUDA, BF16).rule,
+    ]
+    assert [rule.name for rule in rules] == ["fla"] * 3
+    for table in (kda, gdn2, mamba2):
+        assert front_of(table, "cuda", BF16, 4).triton
+    assert fallbacks() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"capability": (8, 0)}, "takes a slower rule, 'fla'"),
+        ({"flash_qla": None}, "flash-qla is not installed"),
+        ({"flash_qla": "0.1.2"}, "computes wrong gradients at times"),
+        ({"triton": None}, "conv, gates and norm run in plain torch: triton is not"),
+    ],
+)
+def test_a_fallback_is_in_the_log(machine, changes, told):
+    fallbacks = machine(**changes)
+    _, front = rule_and_front_of(HeadSizes(16, 32, 128, 128), Bits.FREE)
+    assert any(told in message for message in fallbacks()), fallbacks()
+    assert isinstance(front, PlainFront) is ("triton" in changes)
