@@ -224,9 +224,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             hidden_states: ``[s, B, D]`` of this rank's s tokens; B is 1 for packed
                 documents.
             attention_mask: None or a causal mask, see
-            :func:`.arguments.require_causal`. inference_context (old name:
-            inference_params): Megatron's context with the states to
-                continue, without gradients (:func:`.generation.generate`).
+                :func:`.arguments.require_causal`.
+            inference_context: Megatron's context with the states to continue, without
+                gradients (:func:`.generation.generate`); its old name is
+                ``inference_params``.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``,
                 global offsets), and the micro-batch's own context-parallel group if it
                 has one.

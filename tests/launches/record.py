@@ -126,7 +126,7 @@ class Shortened(NamedTuple):
 
     @classmethod
     def of(cls, launch: str, processes: str) -> "Shortened":
-        launch, note = re.fullmatch(r"(.*?)( , .*)?", launch).groups("")
+        launch, comma, note = launch.partition(" , ")
         pattern, kept, divided = "", [], []
         for flag, value in re.findall(r"(--\S+|as printed)(?: (?!-)(\S+))?", launch):
             if flag == "--hybrid-layer-pattern":
@@ -141,7 +141,7 @@ class Shortened(NamedTuple):
             alone = "1"
         else:
             alone = f"dp {processes}"
-        model = " ".join(filter(None, [pattern, *kept])) + note
+        model = " ".join(filter(None, [pattern, *kept])) + comma + note
         return cls(model, " ".join(divided) or alone)
 
 

@@ -223,7 +223,7 @@ def mamba_layout(heads: int, groups: int, head_dim: int, state_dim: int) -> Layo
 
 class MambaContextParallel:
     """Context parallelism by head exchange around a Mamba2 mixer, which owns the
-    parameters.
+    parameters::
 
         rows = cp.pre_conv_ssm(mixer.in_proj(x))  [B, s, P] -> [B, S, p]
         y    = ...                                convolution and recurrence, cp.get_*()
