@@ -1,6 +1,7 @@
 """Linears in FP8 on the CPU, tensorwise: operands are rounded, products are in fp32."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor, nn
+
+from megatron_gdn.compat.torch_linear import DuplicatedLinear
 
 _on = [False]
 
@@ -157,3 +160,23 @@ class Fp8NormedColumn(Fp8Column):
     @property
     def _gathers(self) -> bool:
         return self.return_layernorm_output_gathered and self.sequence_parallel
+
+
+class Fp8Duplicated(DuplicatedLinear):
+    """As ``TELinear`` with the whole weight on every rank."""
+
+    def __init__(self, *args, config, **options):
+        super().__init__(*args, config=config, **options)
+        self.fp8_meta = {}
+        self.finish_init(
+            get_quant_config_or_none(options.get("name"), config.quant_recipe)
+        )
+
+    finish_init = Fp8Column.finish_init
+    will_execute_quantized = Fp8Column.will_execute_quantized
+
+    def forward(self, x):
+        if not self.will_execute_quantized(False):
+            return super().forward(x)
+        alone = SimpleNamespace(size=lambda: 1)
+        return _Product.apply(x, self.weight, alone, False, False), None

@@ -26,7 +26,12 @@ from torch import Tensor
 from ..compat.kda_files import convert_state_dict
 from ..mixers.arguments import GDN_FIELDS, ConfigFields
 from ..mixers.base import MixerSubmodules, RecurrentMixer
-from ..mixers.fp8 import build_linear, refuse_fp8_product
+from ..mixers.fp8 import (
+    build_linear,
+    may_use_fp8,
+    outside_fp8,
+    refuse_fp8_product,
+)
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
     biases_of_time_steps,
@@ -145,8 +150,8 @@ class KimiDeltaAttention(RecurrentMixer):
         ValueError: sizes that do not fit each other or the parallel sizes, a submodule
             that is missing or begins with a norm, or an option with an unknown or
             illegal value, such as ``backend`` or ``A_init_range``.
-        NotImplementedError: the config sets ``fp4``, ``fp8`` or
-            ``linear_allow_neg_eigval``.
+        NotImplementedError: the config sets ``fp4``, ``linear_allow_neg_eigval``, or
+            ``fp8`` for a layer with both gates in full width.
         ImportError: the requested backend is not available.
     """
 
@@ -168,7 +173,6 @@ class KimiDeltaAttention(RecurrentMixer):
         prefixes=(*GDN_FIELDS.prefixes, "kda_"), read=(*GDN_FIELDS.read, *_FIELDS)
     )
     recurrence: ClassVar[str] = "KDA"
-    stays_wide: ClassVar[bool] = True
     fp32 = (
         Fp32Parameter(name="A_log", section="g", first_values=log_of_rates),
         Fp32Parameter(
@@ -253,8 +257,8 @@ class KimiDeltaAttention(RecurrentMixer):
     def project(self, hidden_states: Tensor) -> Tensor:
         """Rows query | key | value | g | gate | beta ``[s, B, P]``, with gates in full
         width."""
-        for linear in self._projections().values():
-            refuse_fp8_product(linear)
+        if self.stays_wide:
+            refuse_fp8_product(self.in_proj)
         made, _ = self.in_proj(hidden_states)
         sections = [made]
         if not self.dims.gates_in_in_proj:
@@ -282,6 +286,22 @@ class KimiDeltaAttention(RecurrentMixer):
             exchanged = all_to_all_sp2hp(beta, self.tp_group)
             return exchanged.unflatten(0, (-1, x.shape[1]))
         return scatter_to_tensor_model_parallel_region(beta, self.tp_group)
+
+    @property
+    def stays_wide(self) -> bool:
+        """Whether in_proj refuses FP8: it does if it makes the forget gate."""
+        return self.dims.gates_in_in_proj
+
+    def _widths_in_fp8(self) -> dict[str, int]:
+        """The forget gate and the write strengths are outside of FP8."""
+        widths = {
+            "in_proj": self.dims.in_proj_layout.width,
+            "the input of out_proj": self.dims.layout.mixed_width,
+        }
+        if self.dims.output_rank:
+            # on every rank
+            widths["g_a_proj (output_rank)"] = self.dims.output_rank
+        return widths
 
     def _name_sizes(self) -> None:
         """Set sizes under megatron-core's names; ``*_local_tp``: on one tensor-parallel
@@ -359,6 +379,8 @@ class KimiDeltaAttention(RecurrentMixer):
                 "submodules."
             )
         duplicated = _has_whole_weight(spec)
+        if may_use_fp8(self.config) and not name.startswith("g_"):
+            spec = outside_fp8(spec)
         if name.endswith("_a_proj") and not duplicated:
             raise ValueError(
                 f"{name} of KimiDeltaAttention must have its whole weight on every "
@@ -451,8 +473,14 @@ def _field(config: Any, name: str) -> Any:
 
 def _has_whole_weight(spec: ModuleSpec | type) -> bool:
     """Whether the linear of ``spec`` has its whole weight on every tensor-parallel
-    rank."""
+    rank: its constructor, or the next one that it passes arguments on to, says so."""
     made: Any = spec
     if isinstance(spec, ModuleSpec):
         made = spec.module
-    return "parallel_mode" in signature(made).parameters
+    for kind in made.__mro__:
+        names = signature(kind.__init__).parameters
+        if "parallel_mode" in names:
+            return True
+        if "gather_output" in names:
+            return False
+    return False

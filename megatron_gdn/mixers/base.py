@@ -48,6 +48,7 @@ from .fp8 import (
     may_use_fp8,
     name_gates,
     refuse_fp8_product,
+    widths_in_fp8,
     with_gates_outside_fp8,
 )
 from .fp32_parameters import Fp32Parameter
@@ -203,7 +204,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.global_dims, self.dims = dims, dims.shard(self.tp_size)
         self.A_init_range = tuple(A_init_range)
         self.conv_init = conv_init
-        check_fp8_settings(config, mixer, self.dims.layout, self.stays_wide)
+        widths = self._widths_in_fp8()
+        held = self.dims.layout.held
+        check_fp8_settings(config, mixer, widths, held, self.stays_wide)
         self._name_sizes()
 
     def forward(
@@ -535,6 +538,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     def _init_others(self) -> None:
         """A subclass with more parameters fills them here, by `fill_share`."""
+
+    def _widths_in_fp8(self) -> dict[str, int]:
+        """Columns that must fit FP8, by the names of what has them."""
+        return widths_in_fp8(self.dims.layout)
 
     def _name_sizes(self) -> None:
         """A subclass sets its sizes here, under the attribute names of Megatron's

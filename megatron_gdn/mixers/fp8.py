@@ -15,6 +15,7 @@ Legend: T tokens of all batch rows, p gate columns and P in_proj columns of this
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -44,29 +45,33 @@ from ..ops.layout import Layout, SizeError
 from .tensor_map import stored_quantised
 
 _STAYS_WIDE = (
-    "KimiDeltaAttention under fp8: its forget gates would pass through FP8 products, "
-    "and the recurrence compounds their error. Switch fp8 off, keep its in_proj out of "
-    "it by a quantization recipe, or take 'K' out of the pattern."
+    "KimiDeltaAttention under fp8, with both gates in full width: in_proj would compute "
+    "the forget gates in FP8, and the recurrence compounds their error. Give a gate a "
+    "low rank (kda_f_lora_rank), switch fp8 off, or keep in_proj out of it by a "
+    "quantization recipe."
 )
 
 
 def check_fp8_settings(
-    config: Any, mixer: str, layout: Layout, refuses_fp8: bool
+    config: Any, mixer: str, widths: Mapping[str, int], held: str, refuses_fp8: bool
 ) -> None:
-    """Refuse FP4; refuse FP8 if the mixer ``refuses_fp8`` or widths of ``layout`` do
-    not fit."""
+    """Refuse FP4; refuse FP8 if the mixer ``refuses_fp8``, this GPU has no MXFP8, or
+    one of ``widths`` (columns by name) does not fit; ``held``: the heads in words."""
     if getattr(config, "fp4", None):
         raise NotImplementedError(
             f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit "
             "products, and the recurrence compounds their error. Switch fp4 off; fp8 "
-            "keeps the gates of GatedDeltaNet and Mamba2Mixer in bf16."
+            "keeps the gates in bf16."
         )
     # A recipe may keep this mixer's linears out of FP8, so with a recipe nothing is
     # checked here.
     if config.fp8 and config.quant_recipe is None:
         if refuses_fp8:
             raise NotImplementedError(_STAYS_WIDE)
-        require_fp8_widths(layout, fp8_utils.get_fp8_align_size(config.fp8_recipe))
+        multiple = fp8_utils.get_fp8_align_size(config.fp8_recipe)
+        if config.fp8_recipe == "mxfp8" and torch.cuda.is_available():
+            _require_mxfp8()
+        require_fp8_widths(widths, held, multiple)
 
 
 def refuse_fp8_product(in_proj: nn.Module) -> None:
@@ -76,17 +81,32 @@ def refuse_fp8_product(in_proj: nn.Module) -> None:
         raise NotImplementedError(_STAYS_WIDE)
 
 
-def require_fp8_widths(layout: Layout, multiple: int) -> None:
-    """Raise if a width of in_proj, or of out_proj's input, is no multiple of
-    ``multiple``."""
-    for of, width in (
-        ("in_proj without the gates", layout.main_width),
-        ("the input of out_proj", layout.mixed_width),
-    ):
+def _require_mxfp8() -> None:
+    """Raise unless the current GPU has products in MXFP8."""
+    major, minor = torch.cuda.get_device_capability()
+    if major < 10:
+        raise NotImplementedError(
+            f"fp8_recipe='mxfp8': MXFP8 needs a GPU of compute capability 10.0 or more "
+            f"(Blackwell), and this GPU has {major}.{minor}. Take --fp8-recipe "
+            "blockwise, tensorwise or delayed."
+        )
+
+
+def widths_in_fp8(layout: Layout) -> dict[str, int]:
+    """The widths that FP8 products have in a mixer of this ``layout``, by name."""
+    return {
+        "in_proj without the gates": layout.main_width,
+        "the input of out_proj": layout.mixed_width,
+    }
+
+
+def require_fp8_widths(widths: Mapping[str, int], held: str, multiple: int) -> None:
+    """Raise if one of ``widths`` (columns by name) is no multiple of ``multiple``."""
+    for of, width in widths.items():
         if width % multiple:
             raise SizeError(
                 f"FP8 needs multiples of {multiple}, but {of} has {width} columns on a "
-                f"tensor-parallel rank (remainder {width % multiple}; {layout.held}). "
+                f"tensor-parallel rank (remainder {width % multiple}; {held}). "
                 "Use a smaller tensor_model_parallel_size, or keep this layer out of "
                 "FP8."
             )
@@ -103,6 +123,17 @@ def with_gates_outside_fp8(spec: ModuleSpec | type, layout: Layout) -> Any:
     if not takes_fp8 or layout.main_width == layout.width:
         return spec
     kind = _class_with_gates_outside_fp8(kind)
+    if isinstance(spec, ModuleSpec):
+        return replace(spec, module=kind)
+    return kind
+
+
+def outside_fp8(spec: ModuleSpec | type) -> Any:
+    """``spec`` of a linear that always computes in its weight's dtype."""
+    kind = get_module(spec)
+    if not hasattr(kind, "will_execute_quantized"):
+        return spec
+    kind = _class_outside_fp8(kind)
     if isinstance(spec, ModuleSpec):
         return replace(spec, module=kind)
     return kind
@@ -177,6 +208,19 @@ def keep_unquantised_input(linear: Any, config: Any) -> bool:
         return False
     linear.save_original_input = True
     return True
+
+
+class OutsideFP8(nn.Module):
+    """Mixin of a linear that computes in its weight's dtype, whatever FP8 or a
+    quantization recipe says: its columns are gates of the rule."""
+
+    def finish_init(self, quantization_config: Any) -> None:
+        """Set the linear's quantization recipe (Megatron calls this) to none at all."""
+        super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
+        linears: Any = import_module("megatron.core.extensions.transformer_engine")
+        none = linears.TEQuantizationRecipe()
+        linear: Any = self
+        linear.te_quant_params = linears.TEQuantizationParams(none, none)
 
 
 class GatesOutsideFP8(nn.Module):
@@ -302,6 +346,13 @@ def _class_with_gates_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of ``kind`` and `GatesOutsideFP8` with the class name that frameworks
     look up."""
     return type(kind.__name__, (GatesOutsideFP8, kind), {"__module__": kind.__module__})
+
+
+@cache
+def _class_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of ``kind`` and `OutsideFP8` with the class name that frameworks look
+    up."""
+    return type(kind.__name__, (OutsideFP8, kind), {"__module__": kind.__module__})
 
 
 # One function makes both views, so the weight's hooks run once, after both gradients.

@@ -12,13 +12,18 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules, tree_packed_seq_params
+from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.mixers.fp8 import GatesOutsideFP8
-from megatron_gdn.specs import gated_delta_net2_spec, gated_delta_net_spec
+from megatron_gdn.specs import (
+    gated_delta_net2_spec,
+    gated_delta_net_spec,
+    kimi_delta_attention_spec,
+)
 from tests import fp8_twin, parallel
 from tests.distributed.layer_laws import randomise_, thd
 from tests.distributed.mixer_laws import in_a_shared_folder
 from tests.distributed.mixers import BY_NAME
-from tests.fp8_twin import Fp8Column, Fp8NormedColumn, fp8_on, rounded
+from tests.fp8_twin import Fp8Column, Fp8Duplicated, Fp8NormedColumn, fp8_on, rounded
 from tests.parallel import alone, assert_close, groups_of_megatron, in_ddp, make_config
 from tests.ranks import on_ranks
 
@@ -424,3 +429,43 @@ def test_context_parallel_ranks_equal_one(mixer, mode):
             found[0][name][mine if name != "weight" else slice(None)],
             FP32,
         )
+
+
+def kda_in_fp8(config, groups):
+    """With gates of low rank."""
+    spec = kimi_delta_attention_spec("local", forget_rank=4, output_rank=16)
+    for place, linear in vars(spec.submodules).items():
+        if linear is ColumnParallelLinear:
+            setattr(spec.submodules, place, Fp8Column)
+        if linear is DuplicatedLinear:
+            setattr(spec.submodules, place, Fp8Duplicated)
+    return build_module(spec, config, layer_number=1, pg_collection=groups)
+
+
+@by_tp
+@on_ranks(tp=2)
+def test_ranks_share_kimi_delta_attention(sequence_parallel):
+    """Against one rank, with unrounded products."""
+    with unrounded():
+        torch.manual_seed(7)
+        of = kda_in_fp8(make_config(**FP8), alone())
+        randomise_(of)
+        sizes = {"tensor_model_parallel_size": 2, **FP8}
+        config = make_config(**sizes, sequence_parallel=sequence_parallel)
+        layer = kda_in_fp8(config, groups_of_megatron())
+        share_of = BY_NAME["kda"].share
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                parameter.copy_(share_of(name, of.get_parameter(name), layer))
+        x = inputs(of)
+        mine = rows_of_rank(layer, sequence_parallel)
+        expected = gradients(of, x)
+        with fp8_on():
+            assert_close("out", layer(x[mine])[0], of(x)[0][mine], FP32)
+        found = gradients(layer, x[mine], rows=mine)
+    assert_close("x", found.pop("x"), expected["x"][mine], FP32)
+    for name, gradient in found.items():
+        if getattr(layer.get_parameter(name), "sequence_parallel", False):
+            # Megatron sums it over the ranks
+            dist.all_reduce(gradient, group=layer.tp_group)
+        assert_close(name, gradient, share_of(name, expected[name], layer), FP32)

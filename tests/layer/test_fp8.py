@@ -1,19 +1,25 @@
 """What a layer in FP8 refuses, and what it computes again."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from megatron.core.enums import Fp8Recipe
 from megatron.core.quantization.utils import get_quant_config_or_none
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+)
 from megatron.core.transformer.spec_utils import build_module
 
+from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.inference.generate import evaluating
 from megatron_gdn.mixers.fp8 import GatesOutsideFP8
+from megatron_gdn.ops.layout import SizeError
 from megatron_gdn.specs import gated_delta_net_spec, kimi_delta_attention_spec
 from tests.distributed.layer_laws import forward_backward
-from tests.fp8_twin import Fp8Column, fp8_on, recipe, rounded
+from tests.fp8_twin import Fp8Column, Fp8Duplicated, fp8_on, recipe, rounded
 from tests.parallel import assert_close, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -42,7 +48,11 @@ def layer_of(
     spec = (kimi_delta_attention_spec if kda else gated_delta_net_spec)(
         "local", **options
     )
-    spec.submodules.in_proj = in_proj
+    for place, linear in vars(spec.submodules).items():
+        if linear is ColumnParallelLinear:
+            setattr(spec.submodules, place, in_proj)
+        if linear is DuplicatedLinear:
+            setattr(spec.submodules, place, Fp8Duplicated)
     spec.submodules.out_proj = Row
     return build_module(spec, config, layer_number=1, name=name)
 
@@ -231,6 +241,75 @@ class Adapted(torch.nn.Module):
 
     def forward(self, x):
         return self.to_wrap(x)
+
+
+RANKS = {
+    "low ranks": {"forget_rank": 4, "output_rank": 16},
+    "full forget gate": {"output_rank": 32},
+    "full output gate": {"forget_rank": 3},
+}
+# Sums of 24 products in fp32, in another order on each path.
+FP32 = 1e-5
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_kimi_delta_attention_has_forget_gate_and_strength_in_the_weights_dtype(ranks):
+    """Query, key, value and output gate are FP8 products; gradients of the others do
+    not pass FP8."""
+    layer = layer_of(kda=True, **RANKS[ranks])
+    layout = layer.dims.layout
+    x = torch.randn(16, 2, 24)
+    found = {}
+    for fp8 in (False, True):
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        with fp8_on() if fp8 else nullcontext():
+            rows = layer.project(leaf)
+            exact = [rows[..., layout.columns(name)] for name in ("g", "beta")]
+            sum(columns.square().sum() for columns in exact).backward()
+        grads = {n: p.grad for n, p in layer.named_parameters() if n.startswith("f_")}
+        found[fp8] = rows.detach(), leaf.grad, grads
+    rows, d_x, grads = found[True]
+    exact_rows, exact_d_x, exact_grads = found[False]
+    for name in layout.names:
+        same = torch.equal(
+            rows[..., layout.columns(name)], exact_rows[..., layout.columns(name)]
+        )
+        assert same is (name in ("g", "beta")), name
+    assert_close("input", d_x, exact_d_x, FP32)
+    assert grads
+    for name, gradient in grads.items():
+        assert torch.equal(gradient, exact_grads[name]), name
+    weight = layer.in_proj.weight.detach()
+    fp8 = rounded(x) @ rounded(weight).t()
+    assert_close("q, k, v", rows[..., : len(weight)], fp8, FP32)
+
+
+def test_a_recipe_does_not_bring_a_forget_gate_into_fp8():
+    settings = {"fp8": None, "quant_recipe": recipe("*", **FP8_TOO)}
+    layer = layer_of(settings=settings, name=NAME, kda=True, forget_rank=4)
+    for name, linear in layer._projections().items():
+        kept_out = name.startswith(("f_", "beta"))
+        assert linear.will_execute_quantized(True) is not kept_out, name
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "said"),
+    [
+        ({}, {}, "both gates in full width"),
+        ({"output_rank": 12}, {}, r"g_a_proj \(output_rank\) has 12 columns"),
+    ],
+)
+def test_what_fp8_of_kimi_delta_attention_needs_is_said(options, settings, said):
+    with pytest.raises((NotImplementedError, SizeError), match=said):
+        layer_of(kda=True, settings=settings, **options)
+
+
+def test_mxfp8_is_refused_where_the_gpu_has_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(NotImplementedError, match="MXFP8 needs .* this GPU has 9.0"):
+        layer_of("mxfp8")
 
 
 def test_kimi_delta_attention_runs_where_a_recipe_keeps_its_in_proj_out_of_fp8():

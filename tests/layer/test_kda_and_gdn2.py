@@ -86,7 +86,6 @@ GTP = {"tensor_parallel_num_weight_shards": 2, "gtp_weight_remat_size": 2}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"fp8": "hybrid"}, "KimiDeltaAttention under fp8"),
         ({"fp4": "e2m1"}, "the gates of KimiDeltaAttention"),
         (
             {"linear_allow_neg_eigval": True},

@@ -12,7 +12,7 @@ from megatron_gdn.mamba2.sizes import (
     check_ranges,
     refuse_unsupported_arguments,
 )
-from megatron_gdn.mixers.fp8 import require_fp8_widths
+from megatron_gdn.mixers.fp8 import require_fp8_widths, widths_in_fp8
 from megatron_gdn.ops.delta_rule.base import require_even_groups
 from megatron_gdn.ops.layout import Layout, Section, SizeError
 from tests.gdn_mixer import gdn_dims
@@ -25,6 +25,10 @@ QWEN3_NEXT = SimpleNamespace(
     linear_value_head_dim=128,
     linear_conv_kernel_dim=4,
 )
+
+
+def require_widths(layout: Layout, multiple: int) -> None:
+    require_fp8_widths(widths_in_fp8(layout), layout.held, multiple)
 
 
 def test_sizes_of_qwen3_next():
@@ -104,15 +108,15 @@ def test_fp8_alignment_is_checked_on_the_local_width_without_the_gates():
     dims = GDNDims.from_config(QWEN3_NEXT)
     assert dims.shard(8).layout.width % 16 and not dims.shard(8).layout.main_width % 16
     for ranks in (1, 4, 8, 16):
-        require_fp8_widths(dims.shard(ranks).layout, 16)
+        require_widths(dims.shard(ranks).layout, 16)
     with pytest.raises(
         SizeError, match=r"multiples of 1000, but in_proj .* has 1536 columns"
     ):
-        require_fp8_widths(dims.shard(8).layout, 1000)
+        require_widths(dims.shard(8).layout, 1000)
     with pytest.raises(
         ValueError, match=r"the input of out_proj has 512 columns .*remainder 512"
     ):
-        require_fp8_widths(dims.shard(8).layout, 768)
+        require_widths(dims.shard(8).layout, 768)
 
 
 SIZES = {"num_heads": 8, "num_groups": 4, "head_dim": 3, "state_dim": 5}
@@ -147,9 +151,9 @@ def test_sizes_that_do_not_fit_are_refused():
         SizeError, match="size=8 cannot split 4 groups of 8 .* use one of 1, 2, 4"
     ):
         dims().shard(8)
-    require_fp8_widths(dims().layout, 8)  # 24 + 24 + 20 + 20 = 88 columns before dt
+    require_widths(dims().layout, 8)  # 24 + 24 + 20 + 20 = 88 columns before dt
     with pytest.raises(SizeError, match="multiples of 16, but in_proj .* 88 columns"):
-        require_fp8_widths(dims().layout, 16)
+        require_widths(dims().layout, 16)
 
 
 def test_arguments_that_would_be_ignored_are_refused():
