@@ -62,32 +62,22 @@ def total(record: dict) -> float:
 
 def layer_table(records: list[dict]) -> str:
     """A row for each case: forward + backward and saved memory of each layer."""
-    layers = {"ours": "ours", "ours-recompute": "recomputing"}
-    rows = [
-        [
-            "case",
-            "delta rule",
-            "megatron-core ms",
-            *layers.values(),
-            "bf16 operands",
-            "floor",
-            "megatron-core saves MiB",
-            *layers.values(),
-        ]
-    ]
+    layers = {
+        "upstream": "megatron-core ms",
+        "ours": "ours",
+        "ours-recompute": "recomputing",
+        "ours-bf16": "bf16 operands",
+    }
+    rows = [["case", *layers.values(), "floor", "saved MiB"]]
     for case, core in dict.fromkeys((r["case"], r["core"]) for r in records):
         here = [r for r in records if (r["case"], r["core"]) == (case, core)]
         of = {r["layer"]: r for r in here if "layer" in r}
         base = of["upstream"]
-        cells = [case, core, shown(total(base))]
-        for name in (*layers, "ours-bf16"):
-            cells.append(total_beside(of.get(name), base))
         (floor,) = (r["floor"]["total"][1] for r in here if "floor" in r)
-        cells.append(beside_base(floor, total(base)))
-        cells.append(shown(base["saved"]))
-        for name in layers:
-            known = name in of
-            cells.append(beside_base(of[name]["saved"], base["saved"]) if known else "")
+        times = [total_beside(of.get(name), base) for name in layers]
+        saved = [shown(of[name]["saved"]) for name in layers if name in of]
+        cells = [case if core == "flash_qla" else f"{case}, {core}", *times]
+        cells += [beside_base(floor, total(base)), ", ".join(saved)]
         rows.append(cells)
     return markdown(rows)
 
