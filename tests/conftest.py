@@ -6,6 +6,7 @@ from itertools import combinations
 import pytest
 
 from tests.ranks import RankPool, fork_server
+from tests.reproductions import pytest_runtest_makereport  # noqa: F401 - a hook
 
 # Laws on a GPU take few kernels of many numbers of heads.
 os.environ.setdefault("MEGATRON_GDN_COMPILE_AHEAD", "0")
