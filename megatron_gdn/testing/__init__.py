@@ -1,8 +1,5 @@
 """Measures whether generation gives tokens the same probabilities as the training
 forward.
-
-``python -m megatron_gdn.testing.certificate`` measures how context parallelism changes
-results.
 """
 
 from __future__ import annotations

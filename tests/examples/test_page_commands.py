@@ -49,7 +49,7 @@ RUN_BY = {
     "benchmarks/launches.sh MEGATRON_LM": (
         "tests/launches/test_benchmark.py::test_losses_go_on_after_a_kill"
     ),
-    "python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4": (
+    "python benchmarks/certificate.py --heads 16:32 --cp 2 4": (
         "tests/testing/test_harness.py::test_both_schemes_stay_within_rounding_of_one_rank"
     ),
     "python examples/quickstart.py": (

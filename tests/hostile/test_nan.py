@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from benchmarks import certificate
 from megatron_gdn.doctor import checks
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.testing import certificate
 
 SMALL = HeadSizes(1, 2, 8, 12)
 TENSORS = ("o", "dq", "dk", "dv", "dg", "dbeta")

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks import certificate
 from megatron_gdn.command_line import Parser, heads, one_line, whole_number
 from megatron_gdn.compat import observe
 from megatron_gdn.doctor.__main__ import main as doctor
 from megatron_gdn.specs.layer import VARIABLE, parse_options
-from megatron_gdn.testing import certificate
 from megatron_gdn.warm_up.__main__ import parse as parse_warm_up
 from megatron_gdn.warm_up.layers import read_model
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import certificate
 from benchmarks.lib.invariance import check_batch_invariance
 from benchmarks.lib.processes import compare_processes, in_processes
 from benchmarks.lib.repeats import check_repeats, difference_of, forward_backward
-from megatron_gdn.testing import certificate
 from tests.processes import python
 from tests.ranks import RankError, RankPool, _context
 from tests.testing import planted
@@ -186,7 +186,7 @@ def test_both_schemes_stay_within_rounding_of_one_rank(monkeypatch, capsys):
 
 @pytest.mark.nightly
 def test_the_command_certifies_more_ranks_without_a_warning():
-    command = "-m", "megatron_gdn.testing.certificate", *SMALL.split(), "2", "4"
+    command = "benchmarks/certificate.py", *SMALL.split(), "2", "4"
     done = python(*command, timeout=600)
     assert done.stderr == ""
     assert_within_rounding(done.stdout, [2, 4])

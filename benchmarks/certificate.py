@@ -1,7 +1,7 @@
 """Measures how context parallelism changes results of a layer and of a model used as RL
 policy.
 
-    python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4 8 --modes headwise chunkwise
+    python benchmarks/certificate.py --heads 16:32 --cp 2 4 8 --modes headwise chunkwise
 
 The table has one row for every precision, scheme and number of ranks. An error is
 max|found - exact| / max|exact|. The error of the gradients is that of the worst
@@ -34,10 +34,16 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 
-from ..command_line import MOST_HEAD_DIM, MOST_RANKS, Parser, heads, whole_number
-from ..compat.observe import hide_import_notes
-from ..context_parallel import local_indices
-from ..mixers.padding import packed_seq_params_of
+from megatron_gdn.command_line import (
+    MOST_HEAD_DIM,
+    MOST_RANKS,
+    Parser,
+    heads,
+    whole_number,
+)
+from megatron_gdn.compat.observe import hide_import_notes
+from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.mixers.padding import packed_seq_params_of
 
 CLIP = 0.2  # PPO and GRPO usually clip the ratio to 1 - 0.2 .. 1 + 0.2
 _MOST_HIDDEN = 2**20
@@ -100,7 +106,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options ``given``, by default those of the command line; exit if one is
     wrong."""
     parser = Parser(
-        "python -m megatron_gdn.testing.certificate",
+        "python benchmarks/certificate.py",
         description="What context parallelism changes in a layer and in a policy step.",
     )
     add = parser.add_argument
@@ -214,7 +220,7 @@ def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from ..compat.one_process import run_megatron_on_cpu
+    from megatron_gdn.compat.one_process import run_megatron_on_cpu
 
     run_megatron_on_cpu()
     gpu = torch.cuda.is_available()
@@ -310,7 +316,7 @@ def _run_layer(case: _Case) -> dict[str, Tensor]:
     gradients."""
     from megatron.core.transformer.spec_utils import build_module
 
-    from ..specs import gated_delta_net_spec
+    from megatron_gdn.specs import gated_delta_net_spec
 
     torch.manual_seed(1)
     spec = gated_delta_net_spec("local", **case.options())
@@ -341,7 +347,7 @@ def _run_policy(case: _Case) -> dict[str, Tensor]:
     predict."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    from ..specs import hybrid_stack_spec
+    from megatron_gdn.specs import hybrid_stack_spec
 
     torch.manual_seed(2)
     lengths = case.args.lengths
