@@ -8,13 +8,14 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from megatron_gdn.mixers.tensor_map import take_share
+from megatron_gdn.ops.layout import layout_of_in_proj
 from tests.distributed.mixers import BY_NAME
 from tests.distributed.model_laws import metadata
 from tests.parallel import groups_of_megatron, parallel
 from tests.ranks import on_ranks
 
 RANK = 4
-MIXERS = ("gdn", "gdn2", "mamba2")
+MIXERS = ("gdn", "gdn2", "mamba2", "kda")
 
 
 def sharded(module: nn.Module, names, prefix: str, *given) -> dict:
@@ -113,7 +114,7 @@ def _build(mixer: str, tp: int, kind: str) -> tuple[nn.Module, dict[str, Tensor]
     layer = mixers.build(
         mixers.config(tensor_model_parallel_size=tp), groups_of_megatron()
     )
-    rows = layer.global_dims.layout.widths
+    rows = layout_of_in_proj(layer.global_dims).widths
     columns = layer.global_dims.hidden_size
     if kind == "names of peft":
         layer.in_proj = PeftAdapted(layer.in_proj)

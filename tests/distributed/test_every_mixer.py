@@ -38,7 +38,9 @@ def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed, mi
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("mixers", [GDN, GDN2, MAMBA2], ids=["gdn", "gdn2", "mamba2"])
+@pytest.mark.parametrize(
+    "mixers", [GDN, GDN2, MAMBA2, KDA], ids=["gdn", "gdn2", "mamba2", "kda"]
+)
 @pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
 @modes
 def test_batch_invariant_mode_equals_one_rank(pools, mode, packed, mixers):

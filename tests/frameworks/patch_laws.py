@@ -16,10 +16,13 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 import megatron_gdn
+import megatron_gdn.specs
+from tests.distributed.model_laws import leaves, metadata
 from tests.frameworks import te_on_cpu
 from tests.frameworks.tiny_models import require_falling, require_logits
 from tests.parallel import make_config
 from tests.upstream import upstream_on_cpu
+from tests.upstream_kda import HAS_KDA
 
 VOCABULARY = 32
 TOKENS = 24
@@ -163,3 +166,48 @@ def test_a_step_of_training():
         model.parameters(),
         rate=0.05,
     )
+
+
+RANKS = {"forget_rank": 4, "output_rank": 8}
+
+
+@pytest.mark.parametrize("ranks", [{}, RANKS], ids=["full gates", "low ranks"])
+def test_k_layers_of_transformer_engine_are_those_of_torch(ranks):
+    """The same logits, under the same keys of checkpoints."""
+    made = {}
+    for modules in ("te", "local"):
+        spec = megatron_gdn.specs.hybrid_stack_spec(modules, kda=ranks)
+        torch.manual_seed(0)
+        made[modules] = HybridModel(
+            make_config(num_layers=2, **SIZES),
+            spec,
+            vocab_size=VOCABULARY,
+            max_sequence_length=TOKENS,
+            hybrid_layer_pattern="KK",
+        )
+    keys = [tensors_of(model) for model in made.values()]
+    assert keys[0] == keys[1]
+    made["local"].load_state_dict(made["te"].state_dict(), strict=False)
+    torch.testing.assert_close(logits(made["te"]), logits(made["local"]))
+
+
+def tensors_of(model) -> dict[str, tuple[int, ...]]:
+    found = leaves(model.sharded_state_dict(metadata=metadata()))
+    return {leaf.key: leaf.global_shape for leaf in found if hasattr(leaf, "dtype")}
+
+
+@pytest.mark.skipif(not HAS_KDA, reason="needs a Megatron that has KimiDeltaAttention")
+def test_k_layers_of_megatrons_own_spec_are_ours():
+    megatron_gdn.patch_megatron(kda={"recompute": "light"})
+    sizes = {"linear_num_value_heads": 4, "linear_value_head_dim": 8}
+    model = HybridModel(
+        make_config(num_layers=2, linear_cp_mode="headwise", **SIZES, **sizes),
+        hybrid_stack_spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=TOKENS,
+        hybrid_layer_pattern="KK",
+    )
+    layer = mixer(model)
+    assert isinstance(layer, megatron_gdn.KimiDeltaAttention)
+    assert layer.options.recompute == "light"
+    assert logits(model).isfinite().all()
