@@ -18,7 +18,7 @@ class AutogradFront:
     ``inputs`` in fp32 or wider; those named in ``convolved`` are rounded to the rows'
     dtype."""
 
-    again: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
     triton = False
 
     def __init__(self, layout, make, inputs, convolved):
