@@ -77,7 +77,8 @@ def test_a_folder_is_imported_as_an_earlier_version_imported_it(
 ):
     import_folder(kept(version) / name, tmp_path / "again", kind)
     before = str(kept(version) / f"{name}-{kind}/release")
-    assert pools(1).run(differences, before, str(tmp_path / "again/release")) == [[]]
+    again = str(tmp_path / "again/release")
+    assert pools(1).run(differences, "gdn", before, again) == [[]]
 
 
 @pytest.mark.slow
