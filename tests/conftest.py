@@ -19,8 +19,10 @@ def pytest_pycollect_makemodule():
     """Before a test file is imported. xdist's first process imports none, and no
     torch."""
     from tests.bits_by_shape import hold_if_asked
+    from tests.filled_memory import fill_new_memory
 
     hold_if_asked()
+    fill_new_memory()
 
 
 def pytest_runtest_setup(item):

@@ -152,8 +152,10 @@ def _serve(
         torch.cuda.set_device(rank)
     from megatron_gdn.compat.one_process import run_megatron_on_cpu
     from tests.bits_by_shape import hold_if_asked
+    from tests.filled_memory import fill_new_memory
 
     hold_if_asked()
+    fill_new_memory()
     run_megatron_on_cpu()
     if backend == "gloo":
         _share_one_device()

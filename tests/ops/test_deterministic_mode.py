@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_gdn.gdn.rule import resolve_rule
-from megatron_gdn.ops import gated_delta_rule
+from megatron_gdn.ops import gated_delta_rule, switches
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainForward
 from megatron_gdn.ops.rules.base import Bits
@@ -38,6 +38,9 @@ def run(lengths=None):
 def test_the_mixers_own_buffers_are_not_filled_and_the_setting_stays(
     deterministic, monkeypatch
 ):
+    # `tests.filled_memory` keeps it from being switched off in other tests.
+    off = switches._Switch(switches._do_not_fill)
+    monkeypatch.setattr(switches, "_unfilled", off)
     settings = torch.utils.deterministic
     seen = []
     for stage in (PlainForward, PlainBackward):
