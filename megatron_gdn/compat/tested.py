@@ -54,7 +54,6 @@ def why_untested(package: str, installed: str) -> str | None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 

@@ -69,7 +69,6 @@ _groups: WeakKeyDictionary[Any, _Agreement] = WeakKeyDictionary()
 
 
 def _agreement_of(group: object) -> _Agreement:
-    """The `_Agreement` of ``group``, made at the first call."""
     return _groups.get(group) or _groups.setdefault(group, _Agreement())
 
 

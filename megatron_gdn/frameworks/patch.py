@@ -276,5 +276,4 @@ def _constructor_arguments(cls: type) -> Arguments:
 
 
 def _full_name(cls: type) -> str:
-    """The module and name of ``cls``."""
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -692,9 +692,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self._backward_out_proj()
 
     def _backward_in_proj(self) -> None:
-        """Compute the delayed weight gradient of in_proj."""
         self.in_proj.backward_dw()
 
     def _backward_out_proj(self) -> None:
-        """Compute the delayed weight gradient of out_proj."""
         self.out_proj.backward_dw()

@@ -148,7 +148,6 @@ def _format_count(number: int) -> str:
 
 
 def _join_sizes(numbers: list[int]) -> str:
-    """``numbers`` as text with spaces between, such as "1 2 4"."""
     return " ".join(map(str, numbers))
 
 

@@ -179,7 +179,6 @@ def warm_up_command(heads: Heads, use: str) -> list[str]:
 
 
 def _capability() -> tuple[int, int]:
-    """The GPU's compute capability, such as (9, 0)."""
     return torch.cuda.get_device_capability()
 
 

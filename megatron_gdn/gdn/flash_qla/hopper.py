@@ -44,8 +44,6 @@ class HopperKernels:
     def _find_kernel(
         self, kernel: str, factory: str, *args: object
     ) -> Callable[..., None]:
-        """The kernel that function ``factory`` in the module of ``kernel`` makes for
-        ``args``."""
         return compiled_function(getattr(self._modules[kernel], factory)(*args))
 
     @cached_property

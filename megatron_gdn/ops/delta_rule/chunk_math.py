@@ -335,7 +335,6 @@ def _sum_tokens(g: Tensor, least_distance: int, *, earlier: bool) -> Tensor:
 
 
 def _minus_bmm(x: Tensor, y: Tensor) -> Tensor:
-    """``-torch.bmm(x, y)`` in one kernel."""
     return x.new_empty(*x.shape[:2], y.shape[2]).baddbmm_(x, y, beta=0, alpha=-1)
 
 

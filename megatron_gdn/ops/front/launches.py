@@ -338,7 +338,6 @@ def _backward_plan(
 
 
 def _widest_head(front: TritonFront) -> int:
-    """The largest head dim of the convolved sections."""
     return max(front.layout.shape_of(part.section)[1] for part in front.table.convolved)
 
 

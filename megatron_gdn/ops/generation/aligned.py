@@ -204,7 +204,6 @@ def _read_out_tokens(
 
 
 def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
-    """Successive documents with these ``lengths``."""
     return Documents((0, *accumulate(lengths)), device)
 
 
