@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.processes import imported_python
+from tests.processes import imported_python, python
 from tests.ranks import on_ranks
 
 MAKERS = {
@@ -44,3 +44,12 @@ def test_scripts_of_tests_have_it_too(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import torch\nprint(torch.empty(3).isnan().all().item())")
     assert imported_python(script).strip() == "True"
+
+
+def test_the_sanitizer_sees_memory_that_nobody_has_written():
+    fills = (
+        "import torch; from tests.filled_memory import fill_new_memory; "
+        "fill_new_memory(); print(hasattr(torch.empty, '__wrapped__'))"
+    )
+    found = python("-c", fills, SANITIZE_FOUND="found.json").stdout
+    assert found.strip() == "False"
