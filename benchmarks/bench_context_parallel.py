@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import random
 import signal
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -45,7 +47,7 @@ from lib.measure import (
 )
 from profile_layer import kernel_times, print_kernels
 
-from megatron_gdn import GDNDims
+from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 
@@ -55,14 +57,31 @@ LAYERS = ("upstream", "headwise", "chunkwise", "auto")
 @dataclass(frozen=True)
 class Case:
     """``tokens`` over all ranks; ``document`` > 0 packs documents of that many
-    tokens."""
+    tokens, or with ``mixed`` of log-normal lengths with this median."""
 
     name: str
     tokens: int
     document: int = 0
+    mixed: bool = False
 
     def shrunk(self, by: int) -> Case:
         return replace(self, tokens=self.tokens // by, document=self.document // by)
+
+    def lengths(self, cp: int) -> list[int]:
+        """The documents' lengths, multiples of 2 * ``cp`` as zigzag needs them."""
+        if not self.document:
+            return [self.tokens]
+        if not self.mixed:
+            return [self.document] * (self.tokens // self.document)
+        drawn = random.Random(3)
+        lengths = []
+        left = self.tokens
+        while left:
+            length = round(self.document * drawn.lognormvariate(0, 1))
+            length = min(left, max(1, length // (2 * cp)) * 2 * cp)
+            lengths.append(length)
+            left -= length
+        return lengths
 
 
 CASES = {
@@ -73,6 +92,9 @@ CASES = {
         Case("16384", 16384),
         Case("thd32768", 32768, document=4096),
         Case("thd32768x512", 32768, document=512),
+        Case("thd131072", 131072, document=4096),
+        Case("thd131072x512", 131072, document=512),
+        Case("thd131072mixed", 131072, document=2048, mixed=True),
     )
 }
 
@@ -86,6 +108,12 @@ def arguments() -> argparse.Namespace:
         default=["131072", "32768", "thd32768", "thd32768x512"],
     )
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument(
+        "--layout",
+        choices=[str(layout) for layout in SequenceLayout],
+        default="zigzag",
+        help="how sequences are cut over ranks; megatron-core's layer knows zigzag",
+    )
     parser.add_argument(
         "--core", choices=("flash_qla", "fla", "reference"), default="flash_qla"
     )
@@ -148,7 +176,12 @@ def build(name: str, args, sizes: HeadSizes):
     if name == "upstream":
         return upstream_layer(args.hidden, sizes, cp=dist.get_world_size())
     return our_layer(
-        args.hidden, sizes, args.core, cp=dist.get_world_size(), linear_cp_mode=name
+        args.hidden,
+        sizes,
+        args.core,
+        cp=dist.get_world_size(),
+        linear_cp_mode=name,
+        cp_layout=args.layout,
     )
 
 
@@ -182,6 +215,7 @@ def main() -> None:
         "heads": list(args.heads),
         "cp": cp,
         "in_a_row": args.in_a_row,
+        "layout": args.layout,
     }
     rows = [
         ["case", "layer", "fwd ms", "fwd+bwd ms", "ratio", "ratio", "saved MiB", "off"]
@@ -192,15 +226,12 @@ def main() -> None:
         case = CASES[name].shrunk(args.shrink)
         torch.manual_seed(1)
         whole = torch.randn(case.tokens, 1, args.hidden, dtype=torch.bfloat16)
-        lengths = (
-            [case.document] * (case.tokens // case.document)
-            if case.document
-            else [case.tokens]
-        )
-        offsets = (
-            list(range(0, case.tokens + 1, case.document)) if case.document else None
-        )
-        x = whole[local_indices(lengths, cp, rank)].to(DEVICE).requires_grad_()
+        lengths = case.lengths(cp)
+        offsets = None
+        if case.document:
+            offsets = [0, *accumulate(lengths)]
+        mine = local_indices(lengths, cp, rank, SequenceLayout(args.layout))
+        x = whole[mine].to(DEVICE).requires_grad_()
         grad = torch.randn_like(x)
         base = None
         truth = None

@@ -14,6 +14,8 @@
 #   benchmarks/on_gpus.sh repeats   one GPU: the bits of hundreds of runs in two processes
 #   benchmarks/on_gpus.sh sanitize  one GPU or more: compute-sanitizer's tools over every kernel
 #   benchmarks/on_gpus.sh parallel  four GPUs: both schemes of context parallelism, the exchange
+#   benchmarks/on_gpus.sh rows      four GPUs: long rows of documents in every layout; the host's time of six
+#                                   layers in a row, here and in the checkout OTHER=folder
 #   benchmarks/on_gpus.sh laws      four GPUs: the laws of layers in parallel, and the repeats
 #   benchmarks/on_gpus.sh models    four GPUs, Transformer Engine: whole models in parallel, and on one
 #                                   GPU a model's step beside upstream's, eager and with graphs
@@ -177,6 +179,25 @@ parallel)
     ranks "$tokens" 80 bench_context_parallel --graphs --out "$out/$tokens.jsonl" --cases $tokens || failed=1
   done
   ranks exchange 60 bench_exchange --out "$out/exchange.jsonl" --check --waves 1 2 || failed=1
+  ;;
+rows)
+  beside compile compile 240 "16:32 8:16 4:8 2:4"
+  beside compile compile-cut 240 "16:16 16:64" bf16 cut
+  finish
+  out=$(realpath "$out")
+  for cases in "131072 thd131072" "thd131072x512 thd131072mixed"; do
+    for layout in zigzag zigzag_buffer contiguous; do
+      ranks "${cases##* }-$layout" 60 bench_context_parallel --repeats 10 --layout $layout \
+        --layers headwise chunkwise auto --cases $cases --out "$out/rows.jsonl" || failed=1
+    done
+  done
+  ranks host 60 bench_context_parallel --in-a-row 6 --cases 32768 --layers headwise chunkwise auto \
+    --out "$out/host.jsonl" || failed=1
+  if [ -n "${OTHER:-}" ]; then
+    other=$(cd "$OTHER" && pwd)
+    (cd "$other" && PYTHONPATH=$other:$PYTHONPATH ranks host-other 60 bench_context_parallel --in-a-row 6 \
+      --cases 32768 --layers headwise chunkwise auto --out "$out/host-other.jsonl") || failed=1
+  fi
   ;;
 laws)
   beside compile compile 240 "16:32 8:16 4:8 2:4"

@@ -90,14 +90,23 @@ def require_agreement(
     ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. Of fixed buffers only
     the largest number of documents is compared.
     """
-    if group is None or group.size() == 1 or _cannot_compare(device):
+    if group is None or group.size() == 1:
+        return
+    known = _groups.get(group)
+    if (
+        known is not None
+        and known.chosen_after == _latest_built
+        and known.layer != layer
+    ):
+        return  # another layer compares
+    if _cannot_compare(device):
         return
     known = _agreement_of(group)
     if known.chosen_after != _latest_built:
         known.compares = _all_ranks_compare(group, device)
         known.chosen_after = _latest_built
         known.layer = layer
-    if known.layer != layer or not known.compares:
+    if not known.compares:
         return
     if documents is None:
         packed = (-1, 0)

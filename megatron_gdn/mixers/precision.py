@@ -194,12 +194,14 @@ class SeparatelyShardedFp32(Fp32Parameters):
     def fp32_parameters(self) -> tuple[Tensor, ...]:
         """The fp32 parameters, gathered if they are sharded; a ValueError if one was
         rounded."""
-        self.require_fp32_parameters()
-        if self.gathered is not None:
-            return self.gathered()
-        return tuple(
+        own = tuple(
             [getattr(self, name) for name in self._keep_in_float32_parameter_names]
         )
+        if {x.dtype for x in own} != {torch.float32}:
+            self.require_fp32_parameters()
+        if self.gathered is not None:
+            return self.gathered()
+        return own
 
 
 def fully_shard(

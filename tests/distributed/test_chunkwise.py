@@ -12,7 +12,6 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import agreement
 from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
 from megatron_gdn.context_parallel.chunkwise.map_exchange import (
-    join_maps,
     states_entering_nodes,
 )
 from megatron_gdn.gdn import layer as layer_module
@@ -59,14 +58,14 @@ def chains_equal_their_product(
         entering.append(state)
         state = through[j].double() @ state + local[j].double()
     mine = [(j, nodes.slots[j]) for j, host in enumerate(nodes.hosts) if host == rank]
-    maps = torch.empty(len(mine), M, K, V + K, dtype=dtype)
+    maps = torch.empty(M, len(mine), K, V + K, dtype=dtype)
     for j, slot in mine:
-        maps[slot] = join_maps(local[j], through[j])
+        maps[:, slot] = torch.cat([local[j], through[j]], dim=-1)
     last = max((j for j in range(n) if cut[j]), default=-1)
     ill = maps.clone()
     for j, slot in mine:
         if j < last:
-            ill[slot] = float("nan")
+            ill[:, slot] = float("nan")
     for at in known:
         got = states_entering_nodes(maps, V, nodes, dist.group.WORLD, at)
         again = states_entering_nodes(maps, V, nodes, dist.group.WORLD, at)
@@ -195,3 +194,31 @@ def test_nothing_is_sent_where_no_document_is_cut():
     ):
         x = torch.randn(8, 1, layer.hidden_size, requires_grad=True)
         layer(x, None, packed_seq_params=thd((5, 3, 0, 8)))[0].sum().backward()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("lengths", "layout", "messages"),
+    [
+        ((10, 0, 22, 32), "contiguous", 0),
+        ((16, 4, 12, 16, 16), "zigzag_buffer", 0),
+        ((10, 0, 23, 31), "contiguous", 6),
+        ((3,) * 21 + (1,), "contiguous", 6),
+        ((16, 32, 16), "zigzag", 6),
+    ],
+    ids=str,
+)
+@on_ranks(cp=2)
+def test_only_documents_on_several_ranks_cost_messages(lengths, layout, messages):
+    """Of rows, maps and states, and their gradients; as many for many documents."""
+    layer = over_ranks(linear_cp_mode="chunkwise", cp_layout=layout)
+    x = torch.randn(sum(lengths) // 2, 1, layer.config.hidden_size, requires_grad=True)
+    with patch.object(
+        dist, "all_to_all_single", wraps=dist.all_to_all_single
+    ) as exchange:
+        layer(x, None, packed_seq_params=thd(lengths))[0].sum().backward()
+    assert exchange.call_count == messages
+    batch = layer.micro_batches.of(thd(lengths), layer.project(x))
+    neighbours = batch.passage.neighbours
+    assert (neighbours.history is None) == (neighbours.states is None)
+    assert (neighbours.states is None) == (messages == 0)

@@ -38,7 +38,7 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
     n = ranks_per_machine(dist.group.WORLD, told, CPU)
     layout = SequenceLayout.parse(layout)
     nodes = Cutting(size, layout, rank).nodes
-    maps = torch.randn(nodes.hosts.count(rank), heads, K, V + K)
+    maps = torch.randn(heads, nodes.hosts.count(rank), K, V + K)
     bytes_priced, steps = map_exchange_traffic(
         StateShape(heads, K, V), size, layout, 1, None
     )

@@ -14,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices, rank_order_of_sequence
 from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
 from megatron_gdn.context_parallel.chunkwise.history import history_route
-from megatron_gdn.context_parallel.chunkwise.map_exchange import join_maps
+from megatron_gdn.context_parallel.chunkwise.map_exchange import rows_by_chain
 from megatron_gdn.context_parallel.chunkwise.states import (
     _scatter_to_pieces,
     _select_pieces,
@@ -300,12 +301,23 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
             assert not got[:, here:].any()
 
 
+class CopyCount(TorchDispatchMode):
+    """Counts the operations that write a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.count += name in ("cat", "clone", "copy_", "_to_copy")
+        return function(*args, **(kwargs or {}))
+
+
 def test_the_two_parts_of_one_tensor_are_not_copied():
     whole = torch.randn(2, 3, 4, 9)
     local, through = whole.split([5, 4], dim=-1)
-    packed = join_maps(local, through)
-    assert torch.equal(packed, whole) and packed.data_ptr() == whole.data_ptr()
-    assert packed.is_contiguous()
+    rows = rows_by_chain(local, through, 1)
+    assert torch.equal(rows, whole.view(6, 1, 4, 9))
+    assert rows.data_ptr() == whole.data_ptr() and rows.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -331,8 +343,11 @@ def test_the_two_parts_of_one_tensor_are_not_copied():
 )
 def test_whatever_else_they_are_the_result_is_theirs(split):
     local, through = split(torch.randn(2, 3, 4, 9))
-    packed = join_maps(local, through)
-    assert (
-        torch.equal(packed, torch.cat([local, through], dim=-1))
-        and packed.is_contiguous()
-    )
+    joined = torch.cat([local, through], dim=-1)
+    nodes, heads = joined.shape[:2]  # one chain over all nodes, or one node per chain
+    for h, chains in ((1, nodes), (nodes, 1)):
+        expected = joined.view(h, chains * heads, *joined.shape[2:]).transpose(0, 1)
+        with CopyCount() as copies:
+            rows = rows_by_chain(local, through, h)
+        assert torch.equal(rows, expected) and rows.is_contiguous()
+        assert copies.count <= 1

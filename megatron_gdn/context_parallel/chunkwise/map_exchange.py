@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,27 @@ from ...ops.state_maps.state_map import NONE, Cuts, Steps, follow_chains
 from .fragments import Nodes
 
 
-def join_maps(local: Tensor, through: Tensor) -> Tensor:
-    """Join ``local`` and ``through`` by columns; a view if both are adjacent in one
+def rows_by_chain(local: Tensor, through: Tensor, h: int) -> Tensor:
+    """The maps of h nodes, ``local`` beside ``through``, chain after chain.
+
+    From ``[h * chains, H, K, .]`` to ``[chains * H, h, K, X]``, contiguous, in one copy;
+    without a copy if h is 1 and both lie side by side in one memory.
+    """
+    joined = joined_view(local, through)
+    if joined is None:
+        joined = torch.cat([_chain_first(local, h), _chain_first(through, h)], dim=-1)
+    else:
+        joined = _chain_first(joined, h).contiguous()
+    return joined.flatten(0, 1)
+
+
+def _chain_first(maps: Tensor, h: int) -> Tensor:
+    """View ``[h * chains, H, K, .]`` as ``[chains, H, h, K, .]``."""
+    return maps.unflatten(0, (h, -1)).movedim(0, 2)
+
+
+def joined_view(local: Tensor, through: Tensor) -> Tensor | None:
+    """A view of ``local`` beside ``through``; None if they are not adjacent in one
     memory."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
@@ -41,7 +61,33 @@ def join_maps(local: Tensor, through: Tensor) -> Tensor:
         contiguous = tuple([math.prod(whole[d + 1 :]) for d in range(len(whole))])
         if same_memory and beside and strides == contiguous:
             return local.as_strided(whole, strides)
-    return torch.cat([local, through], dim=-1)
+    return None
+
+
+class _Share(NamedTuple):
+    """A rank's share of M chains over h nodes per rank, and what it exchanges."""
+
+    send_counts: tuple[int, ...]  # rows to each rank
+    receive_counts: tuple[int, ...]
+    m: int  # chains in the share
+    steps: Steps | None  # None: the share has no chain
+
+
+@cached_by_stream(64)
+def _share_of(
+    nodes: Nodes, M: int, h: int, ranks: int, rank: int, device: torch.device
+) -> _Share:
+    """The share of ``rank``. A node of m chains is at place host * m * h + slot of the
+    view."""
+    shares = [M // ranks + (r < M % ranks) for r in range(ranks)]
+    m = shares[rank]
+    steps = None
+    if m:
+        hosts = zip(nodes.hosts, nodes.slots, strict=True)
+        places = [host * m * h + slot for host, slot in hosts]
+        chain = [*((j, j) for j in places[:-1]), (places[-1], NONE)]
+        steps = Steps.build([chain], device)
+    return _Share(tuple(h * x for x in shares), (h * m,) * ranks, m, steps)
 
 
 def states_entering_nodes(
@@ -54,24 +100,20 @@ def states_entering_nodes(
     """States ``[h, M, K, V]`` that enter this rank's h nodes of M chains; zero for the
     first node.
 
-    ``maps`` ``[h, M, K, X]``: maps of this rank's nodes in the order of
+    ``maps`` ``[M, h, K, X]``: maps of this rank's nodes in the order of
     ``nodes.slots``, with the ``value_dim`` columns of ``local`` first. ``cuts`` marks
     nodes through which no state passes.
     """
-    h, M, K, X = maps.shape
-    n = group.size()
-    shares = [M // n + (r < M % n) for r in range(n)]
-    m = shares[group.rank()]
-    send_counts = [h * share for share in shares]
-    receive_counts = [h * m] * n
-    by_chain_MhKX = maps.transpose(0, 1).reshape(M * h, K, X)
-    links = exchange_rows(by_chain_MhKX, send_counts, receive_counts, group)
-    states = maps.new_empty(n * m * h, K, value_dim)
-    if m:
+    M, h, K, X = maps.shape
+    ranks = group.size()
+    share = _share_of(nodes, M, h, ranks, group.rank(), maps.device)
+    send_counts, receive_counts, m, steps = share
+    links = exchange_rows(maps.flatten(0, 1), send_counts, receive_counts, group)
+    states = maps.new_empty(ranks * m * h, K, value_dim)
+    if steps is not None:
         local, through = _view_by_place(links, m, h).split(
             [value_dim, X - value_dim], dim=-1
         )
-        steps = _steps_of_share(nodes, m, h, maps.device)
         follow_chains(local, through, steps, _view_by_place(states, m, h), None, cuts)
     returned = exchange_rows(states, receive_counts, send_counts, group)
     return returned.view(M, h, K, value_dim).transpose(0, 1).contiguous()
@@ -82,16 +124,6 @@ def _view_by_place(x: Tensor, m: int, h: int) -> Tensor:
     + c h."""
     K, X = x.shape[1:]
     return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
-
-
-@cached_by_stream(64)
-def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
-    """Steps from node to node. A node of m chains is at place host * m * h + slot of
-    the view."""
-    places = [
-        host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)
-    ]
-    return Steps.build([[*((j, j) for j in places[:-1]), (places[-1], NONE)]], device)
 
 
 def exchange_rows(

@@ -25,7 +25,7 @@ from ...ops.rules.base import Rule, RuleBackward, RuleForward, map_inputs
 from ...ops.state_maps.state_map import Cuts, StateMap
 from ..layouts import SequenceLayout
 from .fragments import Cutting, Nodes, any_document_continues, fragments_of, pieces_of
-from .map_exchange import join_maps, states_entering_nodes
+from .map_exchange import rows_by_chain, states_entering_nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,10 +225,9 @@ class StatesOfPieces:
     ) -> Tensor:
         """The states that enter this rank's h nodes of each chain:
         ``[h * chains, H, K, V]``."""
-        packed = join_maps(*maps)
-        packed = packed.view(self._table.node_count, -1, *packed.shape[2:])
+        rows = rows_by_chain(*maps, self._table.node_count)
         entering = states_entering_nodes(
-            packed, maps.local.shape[-1], nodes, self._group, cuts
+            rows, maps.local.shape[-1], nodes, self._group, cuts
         )
         return entering.view(maps.local.shape)
 
