@@ -1,11 +1,14 @@
 """Boundaries that are written between a forward and its backward are refused there, and
 boundaries that stay, or change between one step and the next, are not."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
 
 from megatron_gdn import set_documents, static_packed_seq_params
+from megatron_gdn.mixers import packing
 from tests.distributed.layer_laws import by_megatron, checkpointed, reentrant, thd
 from tests.distributed.mixers import whole
 from tests.parallel import assert_close
@@ -264,3 +267,17 @@ def test_what_needs_no_boundaries_again_does_not_look_at_them():
     in_place(packed, SECOND)
     out.square().sum().backward()
     torch.testing.assert_close(x.grad, expected.grad)
+
+
+def test_no_caller_is_looked_at_where_no_backward_can_follow():
+    """In training and in inference mode; a checkpoint's first forward has neither."""
+    layer = whole("gdn")
+    x = rows()[..., : layer.config.hidden_size]
+    with patch.object(packing, "_contexts_of_callers", return_value=()) as walk:
+        layer(x, None, packed_seq_params=ordinary())
+        with torch.inference_mode():
+            layer(x, None, packed_seq_params=ordinary())
+        assert not walk.called
+        with torch.no_grad():
+            layer(x, None, packed_seq_params=ordinary())
+        assert walk.called
