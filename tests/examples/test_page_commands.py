@@ -134,6 +134,10 @@ RUN_BY = {
     "python benchmarks/count_calls.py": (
         "tests/distributed/test_calls.py::test_a_steady_forward_calls_few_functions"
     ),
+    "python benchmarks/count_step.py": (
+        "tests/distributed/test_calls.py::"
+        "test_a_step_sends_what_each_layer_needs_and_is_checked_once"
+    ),
     "python -m megatron_gdn.warm_up --heads 16:32 --tp 2 --cp 2": WARM_UP,
     "git clone --branch core_r0.19.0 https://github.com/NVIDIA/Megatron-LM": GPU,
     "python -m megatron_gdn.doctor --heads 16:32": DOCTOR,

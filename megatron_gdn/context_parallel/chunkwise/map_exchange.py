@@ -35,16 +35,14 @@ def rows_by_chain(local: Tensor, through: Tensor, h: int) -> Tensor:
     without a copy if h is 1 and both lie side by side in one memory.
     """
     joined = joined_view(local, through)
+    apart = (local, through) if joined is None else (joined,)
+    # from [h * chains, H, K, .] to [chains, H, h, K, .]
+    by_chain = [x.view(h, -1, *x.shape[1:]).movedim(0, 2) for x in apart]
     if joined is None:
-        joined = torch.cat([_chain_first(local, h), _chain_first(through, h)], dim=-1)
+        rows = torch.cat(by_chain, dim=-1)
     else:
-        joined = _chain_first(joined, h).contiguous()
-    return joined.flatten(0, 1)
-
-
-def _chain_first(maps: Tensor, h: int) -> Tensor:
-    """View ``[h * chains, H, K, .]`` as ``[chains, H, h, K, .]``."""
-    return maps.unflatten(0, (h, -1)).movedim(0, 2)
+        rows = by_chain[0].contiguous()
+    return rows.flatten(0, 1)
 
 
 def joined_view(local: Tensor, through: Tensor) -> Tensor | None:
