@@ -14,6 +14,7 @@ from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.rules import chunk_table
 from megatron_gdn.ops.switches import full_fp32_matmul
+from tests import filled_memory
 
 from .states import backward_of, documents_of
 from .test_gated_delta_rule import (
@@ -74,6 +75,8 @@ def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(
     chunks = 16
     C = 64
     monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: chunks)
+    # The tests' own filling of new memory is no launch of a rule.
+    monkeypatch.setattr(filled_memory, "fill", lambda x: None)
     q, k, v, g, beta, _ = make_inputs(
         1, chunks * C, 1, 2, 4, 4, 1.0, dtype=torch.bfloat16
     )
