@@ -54,10 +54,10 @@ _SPECS = {
 _get_block_submodules = transformer_block._get_block_submodules
 
 
-# ``pretrain_gpt.py`` of Megatron-LM's dev passes the function that ``--spec`` names to
-# the model, which refuses a function ("specialize for function"); core_r0.19.0 and main
-# call the function. So the next function replaces the model's ``_get_block_submodules``
-# and calls the original.
+# ``--spec`` names a function. ``pretrain_gpt.py`` of core_r0.19.0 and main calls it; that
+# of dev gives the function itself to the model, which refuses it ("specialize for
+# function"). So the next function takes the place of the model's
+# ``_get_block_submodules``, calls the function if it is one, and then the original.
 @functools.wraps(_get_block_submodules)
 def _submodules_of(
     config: TransformerConfig, spec: Any, *stage: int | None, **named: Any

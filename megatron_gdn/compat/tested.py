@@ -39,8 +39,8 @@ TESTED = {
 
 
 def why_untested(package: str, installed: str) -> str | None:
-    """Which versions of ``package`` were tested, if ``installed`` is none of them; else
-    None.
+    """Why ``installed`` counts as untested: which versions of ``package`` were tested.
+    None if it is one of them.
 
     Versions are compared by their first two numbers. A package that is not in `TESTED`
     is fine.

@@ -228,8 +228,8 @@ def _zigzag_positions(documents: Documents, cp_size: int) -> tuple[Tensor]:
 
 
 def require_fragments(documents: Documents, length: Tensor, cp_size: int) -> None:
-    """Check that ``2 * cp_size`` divides each document's ``length``: here, and in each
-    ``fill``."""
+    """Check that ``2 * cp_size`` divides each document's ``length``; fixed buffers
+    check it again whenever ``StaticDocuments.fill`` writes other lengths."""
     if isinstance(documents, StaticDocuments):
         demand = partial(check_lengths, cp_size=cp_size, layout=SequenceLayout.ZIGZAG)
         documents.add_check((require_fragments, cp_size), demand)

@@ -6,8 +6,8 @@ bits. fp16 keeps 11 bits at the same speed, but only for numbers of 2^-14 to 655
 - q, k, v and states are not scaled: q and k have unit length, v is the output of a
   SiLU, and a state is a weighted mean of values v.
 - Gradients may have any size. So d_o is multiplied by a power of two for each key head,
-  and the front multiplies the rule's gradients by its inverse (`RuleGrads.factor`).
-  Both steps are exact.
+  and the front multiplies the rule's gradients by the inverse of this power
+  (`RuleGrads.factor`). Both steps are exact.
 
 This power of two brings the largest |d_o| of the key head's value heads below 1, which
 leaves room

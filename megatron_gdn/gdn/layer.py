@@ -120,6 +120,8 @@ class GatedDeltaNet(UpstreamNames):
         "use_qk_l2norm",
         "A_init_range",
     )
+    # One value per value head. "alpha" is the section of a projection row that the
+    # equation calls a ("beta": b).
     fp32 = (
         Fp32Parameter(name="A_log", section="alpha", first_values=log_of_rates),
         Fp32Parameter(
@@ -181,14 +183,14 @@ class GatedDeltaNet(UpstreamNames):
         if negative is None:
             negative = getattr(config, "linear_allow_neg_eigval", False)
         self.allow_neg_eigval = bool(negative)
-        rule = partial(
+        choose_rule = partial(
             resolve_rule,
             given.backend,
             sizes=self.dims.heads,
             operands=given.rule_operands,
             normalise_qk=use_qk_l2norm,
         )
-        front = fronts_of(
+        make_front = fronts_of(
             gdn_table,
             normalise_qk=use_qk_l2norm,
             allow_neg_eigval=self.allow_neg_eigval,
@@ -196,8 +198,8 @@ class GatedDeltaNet(UpstreamNames):
         )
         self._build(
             submodules,
-            rule,
-            front,
+            choose_rule,
+            make_front,
             name=name,
             bias=bias,
             conv_bias=conv_bias,

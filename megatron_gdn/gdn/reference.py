@@ -40,12 +40,13 @@ def gated_delta_net(
     Args:
         parameters: the layer's parameters by name, whole (tensor-parallel size 1).
         dims: the sizes of the layer.
-        norm_eps, zero_centered_norm: of ``out_norm``; zero-centred: the factor is 1 +
-            weight.
+        norm_eps: the eps of ``out_norm``.
+        zero_centered_norm: whether the norm multiplies by 1 + weight.
         others: as in :class:`megatron_gdn.GatedDeltaNet`.
     """
     p = parameters
-    wide = torch.promote_types(x_TD.dtype, torch.float32)  # of the gates and the state
+    # dtype of q, k, v, the gates and the state
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
     G, H = dims.num_key_heads, dims.num_value_heads
     K, V = dims.key_head_dim, dims.value_head_dim
 

@@ -60,8 +60,8 @@ READ = {
     "tie_word_embeddings",
     "vocab_size",
 }
-# Fields with one legal value, which the built model assumes (`config_fields.FIELDS` has
-# it).
+# Fields with one legal value, which the built model assumes; the value is in
+# `config_fields.FIELDS`.
 SETTINGS = {
     "attention_bias",
     "conv_kernel",

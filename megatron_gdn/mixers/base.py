@@ -95,13 +95,18 @@ class MixerSubmodules:
 class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
-    A subclass's ``__init__`` calls this ``__init__``, sets options, and calls
-    :meth:`_build` with its rules and its front. ``fp32`` lists the class's fp32
-    parameters (:class:`.fp32_parameters.Fp32Parameter`). ``dims`` are the
+    A subclass's ``__init__`` calls this ``__init__``, sets options, and gives
+    :meth:`_build` a function that chooses the rule, and the front. ``fp32`` lists the
+    class's fp32 parameters (:class:`.fp32_parameters.Fp32Parameter`). ``dims`` are the
     sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
     projection row, the ``state`` of the heads, and the ``in_proj_layout`` if the
     columns of in_proj differ from that row. ``dims.shard(n)`` are the sizes on one of n
     ranks.
+
+    Legend: s tokens of this rank, S tokens that the rule sees, B batch, D hidden size,
+    P columns of a projection row on this tensor-parallel rank, p columns after
+    ``passage.open`` (fewer if heads are exchanged), H heads with a state, V columns of
+    one head, C channels and W taps of the convolution.
     """
 
     in_proj: Any
@@ -146,7 +151,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     # be equal in all recurrent layers of a model.
     chunk_size: int = 128
     output_gate_activation: str = "silu"  # activation of the output gate z
-    gates_own_rows: bool = False  # whether the readout runs after passage.close
+    # whether the gate is applied after passage.close, with this rank's own rows
+    gates_own_rows: bool = False
     recompute_whole: bool  # whether training keeps only the layer's input
     # whether the backward computes out_proj's input again
     recompute_norm_out: bool = False
@@ -281,12 +287,14 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             }
             rerun = partial(self.forward, attention_mask=attention_mask, **keywords)
             return checkpoint(rerun, False, hidden_states)
+        # Under FP8 the gates are computed outside of FP8 and come as a second tensor, so
+        # that no copy joins them to the rows.
         gates = None
         with nvtx_range_of(self, "in_proj"):
             if context is None and isinstance(self.in_proj, GatesOutsideFP8):
                 rows, gates = self.in_proj(hidden_states, together=False)
-                # For FP8 inference Megatron pads rows and crops only a linear's first
-                # output again.
+                # In FP8 inference Megatron pads the tokens. It cuts the padding from the
+                # first output of a linear; from the second one it is cut here.
                 if gates is not None:
                     gates = gates[: len(rows)]
             else:
@@ -296,6 +304,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
                 generate(self, rows, context, attention_mask, packed_seq_params)
             )
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
+        # An exchange, or a rule on the grid, needs one tensor.
         if gates is not None and not batch.rows_stay:
             rows = torch.cat([rows, gates], dim=-1)
             gates = None
@@ -303,18 +312,18 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             require_causal(
                 attention_mask, rows.shape[1], batch.tokens, batch.local_positions
             )
-        own_rows = rows
+        own_rows = None
+        if self.gates_own_rows:
+            own_rows = rows
+        # Headwise exchanges here: before, all columns of s tokens; after, the columns
+        # of some heads, of all S tokens.
         if batch.scheme.moves_rows:
-            if self.gates_own_rows:
-                own_rows = rows
-            else:
-                own_rows = None
             with nvtx_range_of(self, "to_heads"):
                 rows = batch.passage.open(rows)
         with nvtx_range_of(self, "mixer"):
-            mixed_sBV, refilled = self._mix(rows, batch, own_rows, gates)
+            mixed, refilled = self._mix(rows, batch, own_rows, gates)
         with nvtx_range_of(self, "out_proj"):
-            out_sBD, out_bias = self.out_proj(mixed_sBV)
+            out_sBD, out_bias = self.out_proj(mixed)
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
         if out_bias is not None and not torch.is_grad_enabled():
@@ -580,8 +589,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         ``cp`` group.
 
         All ranks of the old and of the new context-parallel group must replace it
-        together. The
-        tensor-parallel group cannot change: its ranks hold shares of the parameters.
+        together. The tensor-parallel group cannot change: its ranks hold shares of the
+        parameters.
         """
         return self._pg_collection
 

@@ -69,8 +69,8 @@ class MicroBatch:
 
     @property
     def rows_stay(self) -> bool:
-        """Whether the front reads in_proj's output itself: not exchanged, and not on
-        the grid."""
+        """Whether the front reads in_proj's output itself: no exchange moves the rows,
+        and no rule counts chunks from each sequence's start (batch_invariant_mode)."""
         return not self.scheme.moves_rows and self.rule.bits is not Bits.ON_GRID
 
     def local_positions(self) -> Tensor:

@@ -72,8 +72,8 @@ class TensorMap:
     def check_dtype(
         self, dtype: torch.dtype, where: str, may_round: bool = False
     ) -> None:
-        """Refuse 8-bit dtypes, and fp64 if `fp32` unless ``may_round``; errors name
-        ``where``."""
+        """Refuse 8-bit dtypes. Refuse fp64 for a parameter of :attr:`fp32`, unless
+        ``may_round``. Errors name ``where``."""
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:

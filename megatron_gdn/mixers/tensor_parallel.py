@@ -36,8 +36,8 @@ def device_for(config: Any) -> torch.device:
 
 
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
-    """Mark ``parameter``: its rows are ``sections``, each split over tensor-parallel
-    ranks."""
+    """Mark ``parameter``, whose rows form sections of ``sections`` rows; each section
+    is split over tensor-parallel ranks."""
     vars(parameter).update(
         tensor_model_parallel=True, partition_dim=0, partition_stride=1
     )

@@ -208,8 +208,8 @@ def _mamba2_layer(dims: Mamba2Dims) -> Layer:
 
 
 def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
-    """A layer with the parameters of ``maps``, whose rule has ``rule`` multiply-adds
-    per token."""
+    """A layer with the parameters of ``maps``; ``rule`` is the number of multiply-adds
+    of its rule per token."""
     shapes = [source.shape for entry in maps for source in entry.sources]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
     D = dims.hidden_size

@@ -285,7 +285,7 @@ class Documents:
 
     def document_T(self) -> Tensor:
         """int64 ``[T]``, on the device of :attr:`starts`: the index of every token's
-        sequence."""
+        document."""
         return torch.searchsorted(self.starts[1:], _tokens_of(self), right=True)
 
     @cached_property

@@ -72,8 +72,8 @@ class SegmentMaps(NamedTuple):
         )
 
     def saved(self, entering: Tensor | None) -> Kept:
-        """The tensors for the backward, without ``entering`` if the sequences are not
-        cut."""
+        """The tensors for the backward. The states that enter segments, ``entering``,
+        are among them unless each sequence is one segment and ``passes`` is None."""
         if self.segments.are_sequences and self.passes is None:
             return self.kept
         return self.kept._replace(entering=entering, through=self.through)

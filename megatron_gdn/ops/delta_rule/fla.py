@@ -1,8 +1,9 @@
 """Runs delta rules by fla's kernels, with a decay per head or per channel.
 
-A chunk that starts with state S ends with the decayed S plus ``k^T (u - w S)``, where
-the keys ``k`` are decayed to the chunk's end. Each subclass computes w and u by kernels
-of its own.
+A chunk that starts with state S ends with the decayed S plus ``k^T (u - w S)``. Here
+``k`` are the keys, decayed to the chunk's end; ``u`` is what the chunk would write from
+a zero state, and ``w S`` what the state changes in it. Each subclass computes w and u by
+kernels of its own.
 """
 
 from __future__ import annotations

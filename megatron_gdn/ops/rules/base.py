@@ -149,8 +149,8 @@ class Rule:
 
     The class says where it runs (:meth:`why_not`) and whether its bits repeat
     (:meth:`repeats`, :attr:`unsteady`); :func:`.choice.choose` takes the first class of
-    a list that fits, and builds the rule by :meth:`of`. ``sizes`` are the mixer's: head
-    counts and dims, and what else its rules read.
+    a list that fits, and builds the rule by :meth:`of`. ``sizes`` are the mixer's
+    head counts and dims, and what else its rules read.
     """
 
     name: str  # the value of ``backend`` that selects the rule

@@ -52,7 +52,8 @@ def choose(
             rules for ``DETERMINISTIC``; the log then says that they are untested.
 
     Raises:
-        ValueError: an unknown name, or a rule that cannot run here or keep the promise.
+        ValueError: an unknown name, or a rule that cannot run here, or cannot promise
+            ``bits``.
         ImportError: the rule's package is missing, too old, or computes wrong results
             here.
     """
