@@ -200,7 +200,7 @@ class FlaSSD(FlaRule):
         )
         return o.addcmul_(x.inputs.x, x.inputs.D).to(x.inputs.x.dtype)
 
-    def recompute(self, x: FlaBackward) -> tuple[Tensor, ...]:
+    def kept_for_backward(self, x: FlaBackward) -> tuple[Tensor, ...]:
         """The saved tensors, then q, k and v of `_operands`, which are computed again
         here."""
         return *x.saved.tensors, *_operands(x.inputs)

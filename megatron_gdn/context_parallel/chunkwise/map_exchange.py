@@ -75,17 +75,23 @@ class _Share(NamedTuple):
 def _share_of(
     nodes: Nodes, M: int, h: int, ranks: int, rank: int, device: torch.device
 ) -> _Share:
-    """The share of ``rank``. A node of m chains is at place host * m * h + slot of the
-    view."""
+    """The chains of which ``rank`` folds the maps, and how many rows it sends and
+    receives."""
     shares = [M // ranks + (r < M % ranks) for r in range(ranks)]
     m = shares[rank]
     steps = None
     if m:
-        hosts = zip(nodes.hosts, nodes.slots, strict=True)
-        places = [host * m * h + slot for host, slot in hosts]
-        chain = [*((j, j) for j in places[:-1]), (places[-1], NONE)]
-        steps = Steps.build([chain], device)
+        steps = _steps_of_share(nodes, m, h, device)
     return _Share(tuple(h * x for x in shares), (h * m,) * ranks, m, steps)
+
+
+def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
+    """Steps from node to node. A node of m chains is at place host * m * h + slot of
+    the view."""
+    hosts = zip(nodes.hosts, nodes.slots, strict=True)
+    places = [host * m * h + slot for host, slot in hosts]
+    chain = [*((j, j) for j in places[:-1]), (places[-1], NONE)]
+    return Steps.build([chain], device)
 
 
 def states_entering_nodes(

@@ -161,7 +161,7 @@ class FlaChannelRule(FlaDeltaRule):
             **x.at,
         )
 
-    def recompute(self, x: FlaBackward) -> tuple[Any, ...]:
+    def kept_for_backward(self, x: FlaBackward) -> tuple[Any, ...]:
         return self.sums(x), *x.saved.tensors
 
     def readers(self, x: FlaBackward) -> dict[str, Tensor]:

@@ -118,7 +118,7 @@ class FlaBackward(RuleBackward):
 
     @cached_property
     def kept(self) -> Any:
-        return self.rule.recompute(self)
+        return self.rule.kept_for_backward(self)
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
@@ -209,7 +209,7 @@ class FlaRule(Rule):
             return f"fla takes key_head_dim up to 256, not {state.rows}"
         return None
 
-    def recompute(self, x: FlaBackward) -> tuple[Any, ...]:
+    def kept_for_backward(self, x: FlaBackward) -> tuple[Any, ...]:
         """The tensors of ``x.kept``: the saved ones; a subclass may add tensors
         computed again."""
         return x.saved.tensors
