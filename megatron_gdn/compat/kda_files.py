@@ -181,17 +181,17 @@ def convert_state_dict(mixer: Any, state_dict: dict[str, Any], prefix: str) -> N
             "distributed checkpoint (--ckpt-format torch_dist) with version 0.1."
         )
     log_once(_CONVERTED)
-    parts = dict(zip(names, weight.split(widths), strict=True))
+    sections = dict(zip(names, weight.split(widths), strict=True))
     # The sections that stay come first, in the same order.
     state_dict[key] = weight[: dims.in_proj_layout.width]
-    state_dict[f"{prefix}beta_proj.weight"] = parts["beta"]
+    state_dict[f"{prefix}beta_proj.weight"] = sections["beta"]
     for old, new in (("f", "f"), ("z", "g")):
-        if f"{old}_a" in parts:
-            state_dict[f"{prefix}{new}_a_proj.weight"] = parts[f"{old}_a"]
+        if f"{old}_a" in sections:
+            state_dict[f"{prefix}{new}_a_proj.weight"] = sections[f"{old}_a"]
             wide = state_dict.pop(f"{prefix}{old}_b_weight")
             state_dict[f"{prefix}{new}_b_proj.weight"] = wide
         elif not dims.gates_in_in_proj:
-            state_dict[f"{prefix}{new}_proj.weight"] = parts[old]
+            state_dict[f"{prefix}{new}_proj.weight"] = sections[old]
     for name in ("weight", "bias"):
         old = f"{prefix}conv1d_{name}"
         if old in state_dict:

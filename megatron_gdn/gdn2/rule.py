@@ -71,7 +71,7 @@ class FlaGDN2(FlaChannelRule):
     }
 
     within = "chunk_gdn2_fwd_intra"
-    within_again = "recompute_w_u_fwd_gdn2"
+    recompute_within = "recompute_w_u_fwd_gdn2"
     backward_within = "chunk_gdn2_bwd"
     gates = ("b", "w_gate")
     grads = GDN2Inputs

@@ -113,16 +113,15 @@ def _check_bound(name: str, bound: float | None) -> None:
 class KimiDeltaAttention(RecurrentMixer):
     """Kimi Delta Attention as a Megatron mixer: ``[s, B, D] -> [s, B, D]``::
 
-        q, k, v, f, z = in_proj(x)                               both gates in full
-                                                                 width
-        q, k, v = in_proj(x)                                     if one has a low rank:
-        f       = f_b_proj(f_a_proj(x)) or f_proj(x)
-        z       = g_b_proj(g_a_proj(x)) or g_proj(x)
+        q, k, v, f, z = in_proj(x)             if both gates have full width; else
+        q, k, v       = in_proj(x)
+        f             = f_b_proj(f_a_proj(x))  or f_proj(x), in full width
+        z             = g_b_proj(g_a_proj(x))  or g_proj(x), in full width
+
         b       = beta_proj(x)
         q, k, v = SiLU(causal_conv1d(q, k, v))
         q, k    = q / |q|, k / |k|                               per head
-        g_t     = -exp(A_log) softplus(f_t + dt_bias)            log-decay per channel,
-                                                                 fp32
+        g_t     = -exp(A_log) softplus(f_t + dt_bias)  log-decay per channel, fp32
         beta_t  = sigmoid(b_t)
         S_t     = Diag(exp(g_t)) S_{t-1};  S_t += beta_t k_t (v_t - S_t^T k_t)^T
         o_t     = S_t^T q_t / sqrt(K)

@@ -35,7 +35,7 @@ class FlaKDA(FlaChannelRule):
     }
 
     within = "chunk_kda_fwd_intra"
-    within_again = "recompute_w_u_fwd"
+    recompute_within = "recompute_w_u_fwd"
     backward_within = "chunk_kda_bwd"
     gates = ("beta",)
 

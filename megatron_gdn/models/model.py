@@ -121,17 +121,17 @@ class Model:
         kept = 2 * share.hidden_size // tp
         if recompute == "layer":
             return kept
-        again = RECOMPUTE_LEVELS[recompute]
+        recomputed = RECOMPUTE_LEVELS[recompute]
         kept += 2 * share.layout.width  # in_proj's output
-        if "rule" not in again:
+        if "rule" not in recomputed:
             kept += 2 * share.v_dim  # the rule's output
             # One row of the chunk's triangular inverse in bf16; cumulative g and beta
             # in fp32.
             kept += share.num_value_heads * (2 * CHUNK + 2 * 4)
-        if "qkv" not in again:
+        if "qkv" not in recomputed:
             # k and v; the backward always computes q again.
             kept += 2 * (share.qk_dim + share.v_dim)
-        if "norm_out" not in again:
+        if "norm_out" not in recomputed:
             kept += 2 * share.v_dim  # out_proj's input
         return kept
 

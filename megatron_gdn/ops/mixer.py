@@ -224,7 +224,7 @@ def _forward(
     kept = None
     if keep:
         wanted = rule.backward_reads
-        again = front.recomputed
+        recomputed = front.recomputed
         of_readout = o if readout.reads_o else None
         if second_run is not None:
             wanted = ()
@@ -232,7 +232,8 @@ def _forward(
             of_rule = rule.kept_to_recompute(of_rule)
         named = zip(front.names, inputs, strict=True)
         read = [
-            x if name in wanted and name not in again else None for name, x in named
+            x if name in wanted and name not in recomputed else None
+            for name, x in named
         ]
         if neighbours.documents is None:
             stamp = None

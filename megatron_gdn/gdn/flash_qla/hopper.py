@@ -1,4 +1,4 @@
-"""FlashQLA's kernels on Hopper: the same kernels and results in less host time.
+"""FlashQLA's kernels on Hopper, launched in less host time, with the same results.
 
 FlashQLA's own functions look a kernel up by some twenty arguments in each call and
 allocate memory for every argument; tilelang then checks and repacks all arguments. This
@@ -22,12 +22,12 @@ _F32 = torch.float32
 
 
 class HopperKernels:
-    """FlashQLA's kernels (functions that launch one kernel each) on Hopper, in less host
+    """FlashQLA's functions, each of which launches one kernel, on Hopper in less host
     time."""
 
     def __init__(self, library: ModuleType, modules: dict[str, ModuleType]) -> None:
         """``library``: FlashQLA's module ``chunk``; ``modules``: the module of each
-        kernel."""
+        function."""
         self._modules = modules
         self.build_cp_context = library.build_cp_context
         self.correct_initial_states = partial(self._correct_states, False)

@@ -29,7 +29,7 @@ from .builds import compile_once_per_machine, multiprocessors
 from .fences import fence_bulk_stores
 from .hopper import HopperKernels
 
-_STAGES = (
+_FUNCTIONS = (
     "build_cp_context",
     "chunk_local_cumsum",
     "kkt_solve",
@@ -41,8 +41,7 @@ _STAGES = (
     "fused_gdr_dh",
     "fused_gdr_bwd",
 )
-# The kernels whose kernels lack fences, and the function that tilelang compiles for each
-# kernel.
+# The functions whose kernels lack fences, and what tilelang compiles for each.
 UNFENCED = {
     "kkt_solve": "tilelang_kkt_solve",
     "fused_gdr_fwd": "tilelang_fused_chunk_gdr_fwd",
@@ -52,8 +51,8 @@ UNFENCED = {
 
 @cache
 def kernels() -> Any:
-    """FlashQLA's kernels: :class:`HopperKernels` on Hopper, on other GPUs FlashQLA's own
-    module."""
+    """FlashQLA's functions, each of which launches one kernel: :class:`HopperKernels` on
+    Hopper, on other GPUs FlashQLA's own module."""
     chunk = own_kernels()
     if _for_hopper(chunk):
         return HopperKernels(chunk, _modules_of_kernels(chunk))
@@ -66,8 +65,8 @@ def _for_hopper(chunk: ModuleType) -> bool:
 
 
 def _modules_of_kernels(chunk: ModuleType) -> dict[str, ModuleType]:
-    """FlashQLA's module that defines each kernel, by the kernel's name."""
-    return {name: sys.modules[getattr(chunk, name).__module__] for name in _STAGES}
+    """FlashQLA's module that defines each function, by the function's name."""
+    return {name: sys.modules[getattr(chunk, name).__module__] for name in _FUNCTIONS}
 
 
 @cache

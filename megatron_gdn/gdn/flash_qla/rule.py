@@ -376,21 +376,21 @@ class FlashQlaRule(Rule):
         on_grid = self.bits is Bits.ON_GRID
         if segments is not None:
             inputs = in_one_row(inputs)
-        again = Kept(*sums_and_inverses(inputs, segments), *kept.tensors)
-        if again.entering is None:
+        recomputed = Kept(*sums_and_inverses(inputs, segments), *kept.tensors)
+        if recomputed.entering is None:
             entering = initial
         else:
-            entering = again.entering
+            entering = recomputed.entering
         if on_grid:
             entering = initial_or_zero(initial, inputs, segments)
         o, at_chunks, _ = run_forward(
             inputs,
-            again,
+            recomputed,
             entering,
             segments,
             output_h=not on_grid,
             output_final_state=on_grid,
         )
         return RuleOutput(
-            in_rows(o, rows), None, Saved(tuple(again), segments, at_chunks)
+            in_rows(o, rows), None, Saved(tuple(recomputed), segments, at_chunks)
         )

@@ -119,14 +119,14 @@ class FlaChannelRule(FlaDeltaRule):
     of q and k, and Akk, the inverses of the chunks' linear systems.
 
     The backward computes the sums of g again, since they are as large as q, k and v
-    together. A subclass names fla's functions ``within``, ``within_again`` and
+    together. A subclass names fla's functions ``within``, ``recompute_within`` and
     ``backward_within``.
     """
 
     # name of fla's function for w, u, an unused item, k, Aqk, Akk
     within: ClassVar[str]
     # name of fla's function that computes w, u, q, k from Akk
-    within_again: ClassVar[str]
+    recompute_within: ClassVar[str]
     backward_within: ClassVar[str]  # name of fla's function that computes all gradients
     # fla's argument names for the rule's inputs after g
     gates: ClassVar[tuple[str, ...]]
@@ -166,7 +166,7 @@ class FlaChannelRule(FlaDeltaRule):
 
     def readers(self, x: FlaBackward) -> dict[str, Tensor]:
         g_sum, Aqk, Akk = x.kept
-        w, u, q, k = self.call(self.within_again, x, gk=g_sum, A=Akk)
+        w, u, q, k = self.call(self.recompute_within, x, gk=g_sum, A=Akk)
         _, dv = self.fla.chunk_kda_bwd_dAv(
             q=x.inputs.q,
             k=x.inputs.k,
