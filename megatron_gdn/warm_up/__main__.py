@@ -160,7 +160,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     several(
         "--uses",
-        "--parts",  # its name in 0.1.0
+        "--parts",  # an earlier name
         choices=("cut", "rows", "uncut", "states", "whole", "recompute"),
         help="the uses of FlashQLA: cut (long sequences), rows (a batch), uncut (short documents), "
         "states (chunkwise), whole (batch_invariant_mode), recompute (recompute=full). "
