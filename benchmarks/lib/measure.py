@@ -72,10 +72,12 @@ def time_ms(
     }
 
 
-def time_of(run: Callable[[], object], repeats: int) -> dict[str, float]:
+def time_of(
+    run: Callable[[], object], repeats: int, warmup: int = 5
+) -> dict[str, float]:
     """:func:`time_ms`; without a GPU the mean of ``repeats`` calls as its median."""
     if torch.cuda.is_available():
-        return time_ms(run, repeats=repeats)
+        return time_ms(run, warmup=warmup, repeats=repeats)
     run()
     began = time.perf_counter()
     for _ in range(repeats):

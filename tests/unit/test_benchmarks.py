@@ -96,10 +96,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def run(tmp_path):
     """``run(*flags)``: what the benchmark prints, and its records."""
 
-    def said_and_recorded(*flags: str):
+    def said_and_recorded(*flags: str, name: str = "users_shapes"):
         script = tmp_path / "script.py"
         out = tmp_path / "results.jsonl"
-        script.write_text(SCRIPT)
+        script.write_text(SCRIPT.replace("users_shapes", name))
         said = imported_python(script, *flags, "--out", out)
         lines = out.read_text().splitlines() if out.exists() else []
         return said, [json.loads(line) for line in lines]
@@ -148,3 +148,20 @@ def test_without_time_no_cell_begins(run):
 def test_cells_whose_kernels_are_not_compiled_are_left_out(run):
     said, _ = run("--cells", "1", "--compile-seconds", "1")
     assert "not begun, its kernels are not compiled" in said and "not measured" in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
+def test_every_stage_of_kimi_delta_attention_is_timed(run):
+    _, records = run("--tiny", "--lower-bound", "-5", name="bench_kda")
+    layers = {"ours", "ours, full gates"}
+    cases = ["2x96", "thd160"]
+    assert [record["case"] for record in records] == 2 * cases
+    of_cases, of_stages = records[:2], records[2:]
+    assert all(record[layer]["both"] for record in of_cases for layer in layers)
+    for record in of_stages:
+        assert record["stages"].keys() == layers
+        for times in record["stages"].values():
+            stages = {"in_proj", "beta_proj", "out_proj", "rule", "the layer"}
+            assert stages < times.keys()
+            assert all(forward >= 0 for forward, _ in times.values())
