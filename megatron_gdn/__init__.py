@@ -24,6 +24,7 @@ _NAMES = {
     ),
     "gdn.layer": ("GatedDeltaNet", "GatedDeltaNetSubmodules"),
     "gdn2.layer": ("GatedDeltaNet2",),
+    "gdp.layer": ("GatedDeltaProduct", "GatedDeltaProductSubmodules"),
     "kda.layer": ("KimiDeltaAttention", "KimiDeltaAttentionSubmodules"),
     "mamba2.layer": ("Mamba2Mixer", "Mamba2MixerSubmodules"),
     "ops": (

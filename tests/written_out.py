@@ -4,15 +4,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_gdn import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention, Mamba2Mixer
+from megatron_gdn import (
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    KimiDeltaAttention,
+    Mamba2Mixer,
+)
 from megatron_gdn.gdn.reference import gated_delta_net
 from megatron_gdn.gdn2.reference import gated_delta_net2
+from megatron_gdn.gdp.reference import gated_delta_product
 from megatron_gdn.kda.reference import kimi_delta_attention
 from megatron_gdn.mamba2 import reference as mamba2_reference
 
 REFERENCES = {
     GatedDeltaNet: gated_delta_net,
     GatedDeltaNet2: gated_delta_net2,
+    GatedDeltaProduct: gated_delta_product,
     KimiDeltaAttention: kimi_delta_attention,
     Mamba2Mixer: mamba2_reference.mamba2,
 }
@@ -20,6 +28,7 @@ REFERENCES = {
 OPTIONS = {
     GatedDeltaNet: ("use_qk_l2norm", "output_gate_activation", "allow_neg_eigval"),
     GatedDeltaNet2: ("use_qk_l2norm",),
+    GatedDeltaProduct: ("norm_eps",),
     KimiDeltaAttention: ("use_qk_l2norm", "gate_lower_bound"),
     Mamba2Mixer: ("rmsnorm", "dt_limit"),
 }
@@ -41,7 +50,7 @@ def written_out(
     if isinstance(mixer, Mamba2Mixer):
         if mixer.rmsnorm:
             options["norm_eps"] = mixer.norm.eps
-    else:
+    elif hasattr(mixer, "out_norm"):
         options["norm_eps"] = mixer.out_norm.eps
         options["zero_centered_norm"] = getattr(
             mixer.out_norm, "zero_centered_gamma", False

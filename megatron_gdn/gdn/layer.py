@@ -131,7 +131,6 @@ class GatedDeltaNet(UpstreamNames):
     in_layer_graphs: ClassVar[bool] = True
     stored_by_section: ClassVar[bool] = True
     conv_is_module = True
-    split_module = "conv1d"
 
     def __init__(
         self,

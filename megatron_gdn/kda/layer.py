@@ -184,7 +184,6 @@ class KimiDeltaAttention(RecurrentMixer):
     )
     in_layer_graphs: ClassVar[bool] = True
     conv_is_module = True
-    split_module = "conv1d"
     dt_init_range = (0.001, 0.1)
     dt_init_floor = 1e-4
     output_gate_activation = "sigmoid"

@@ -1,35 +1,25 @@
-"""The Mamba2 mixer for Megatron-Core, and its output norm."""
+"""The Mamba2 mixer for Megatron-Core."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, partial, wraps
-from typing import Any
+from functools import partial
 
-import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..context_parallel import Scheme
 from ..mixers.arguments import ConfigFields
-from ..mixers.base import RecurrentMixer
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
     biases_of_time_steps,
     log_of_rates,
 )
-from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
+from ..mixers.mamba_layer import MambaLayerMixer
 from ..mixers.options import MixerOptions
-from ..mixers.out_norm import PLAIN_FORWARDS, is_plain
-from ..mixers.tensor_parallel import device_for, mark_sharded
-from ..ops.aligned import apply_token_by_token
-from ..ops.readout.base import PassThrough, PlainReadout, SplitReadout, grouped_rms_norm
-from ..ops.stages import GatedNorm, fronts_of
+from ..ops.stages import fronts_of
 from .front import mamba2_table
 from .rule import RULES, UNLIMITED, choose_ssd
 from .sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments
@@ -73,7 +63,7 @@ class Mamba2Options(MixerOptions):
     norm_eps: float = 1e-5
 
 
-class Mamba2Mixer(RecurrentMixer):
+class Mamba2Mixer(MambaLayerMixer):
     """Mamba2 as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
 
         z, x, B, C, dt = in_proj(u)
@@ -128,15 +118,8 @@ class Mamba2Mixer(RecurrentMixer):
     options_class = Mamba2Options
     config_fields = MAMBA2_FIELDS
     recurrence = "SSD"
-    use_muon = False  # as in Megatron's mixer
     state_transposed = True
-    conv_init_of_bias = False
-    split_module = "norm"
-    split_by_heads = ("norm.weight",)
     D: Tensor
-    norm: Any
-    # the attention_mask of the MambaLayer that is running
-    mask_of_layer: Tensor | None = None
 
     def __init__(
         self,
@@ -170,7 +153,6 @@ class Mamba2Mixer(RecurrentMixer):
         ``dt_init_floor``. ``dt_init``, ``dt_scale``, ``norm_before_gate`` and ``bias``
         must have their defaults.
         """
-        pass_masks_to_mixers()
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         given = Mamba2Options.of(options)
         check_ranges((dt_min, dt_max), dt_init_floor, given.dt_limit)
@@ -205,151 +187,3 @@ class Mamba2Mixer(RecurrentMixer):
             name=name,
             conv_bias=conv_bias,
         )
-
-    def _name_sizes(self) -> None:
-        """Set attributes with sizes, named as in Megatron's mixer, for code that reads
-        them."""
-        whole = self.global_dims
-        local = self.dims
-        self.d_state = whole.state_dim
-        self.headdim = whole.head_dim
-        self.nheads = whole.num_heads
-        self.ngroups = whole.num_groups
-        self.d_inner = whole.d_inner
-        self.nheads_local_tp = local.num_heads
-        self.ngroups_local_tp = local.num_groups
-        self.d_inner_local_tp = local.d_inner
-        self.layout = local.layout
-
-    @wraps(RecurrentMixer.forward)  # other code reads the signature
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if attention_mask is None:
-            mask = self.mask_of_layer
-        else:
-            mask = attention_mask
-        return super().forward(hidden_states, mask, *args, **kwargs)
-
-    @property
-    def activation(self) -> str:
-        """The activation of convolution and gate, under the name of Megatron's
-        mixer."""
-        return "silu"
-
-    def _build_out_norm(self, submodules: object) -> None:
-        """Build ``norm`` for this rank's channels if ``rmsnorm``; ``submodules`` is not
-        read."""
-        if self.rmsnorm:
-            sizes = self.dims
-            kind = (device_for(self.config), self.config.params_dtype)
-            self.norm = GroupedRMSNorm(
-                sizes.d_inner, sizes.num_groups, self.norm_eps, *kind
-            )
-
-    @torch.no_grad()
-    def _init_others(self) -> None:
-        if self.rmsnorm:
-            self.norm.weight.fill_(1)
-
-    @property
-    def gates_own_rows(self) -> bool:
-        """Whether the readout runs after ``passage.close``, and calls the module
-        ``norm``."""
-        if not self.rmsnorm:
-            return False
-        plain = is_plain(self.norm) and only_waits_for_parameters(self.norm)
-        return not plain or self.norm.groups != self.ngroups_local_tp
-
-    def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
-        """The norm for rows of this scheme; None without ``rmsnorm``.
-
-        The norm needs all heads of a group. If a head exchange puts these heads on
-        several ranks, the gate is applied before ``passage.close``, and the norm after
-        ``passage.close``.
-        """
-        if not self.rmsnorm:
-            return None
-        layout = scheme.layout
-        if self.gates_own_rows:
-            gate = self.layout.gate_columns
-            return SplitReadout(
-                PassThrough(layout.gate_columns, layout.state_heads),
-                lambda o, rows: self.norm(o, rows[..., gate]).contiguous(),
-                closed=True,
-            )
-        wait_for_parameters(self.norm)
-        weight = self.norm.weight
-        groups = self.ngroups_local_tp
-        eps = self.norm.eps
-        own_groups = layout.heads("group")
-        if not scheme.moves_rows:
-            return GatedNorm(weight, eps, groups=own_groups)
-        if own_groups * scheme.size == groups:
-            return GatedNorm(scheme.local(weight), eps, groups=own_groups)
-        norm = partial(grouped_rms_norm, gamma=weight, groups=groups, eps=eps)
-        if self.config.batch_invariant_mode:
-            norm = partial(apply_token_by_token, norm)
-        return SplitReadout(
-            PlainReadout(layout.gate_columns), lambda u, _: norm(u), closed=True
-        )
-
-
-class GroupedRMSNorm(nn.Module):
-    """RMSNorm over each group of neighbouring channels of one tensor-parallel rank,
-    after a gate.
-
-    u = x * silu(gate)        y = u * rsqrt(mean_group(u^2) + eps) * weight
-    """
-
-    def __init__(
-        self, channels: int, groups: int, eps: float, device: Any, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        self.groups = groups
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
-        mark_sharded(self.weight, (channels,))
-
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        if gate is None:
-            return grouped_rms_norm(x, self.weight, self.groups, self.eps)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        u = x.to(wide) * F.silu(gate.to(wide))
-        return grouped_rms_norm(u, self.weight, self.groups, self.eps).to(x.dtype)
-
-
-PLAIN_FORWARDS[GroupedRMSNorm] = GroupedRMSNorm.forward
-
-
-@cache
-def pass_masks_to_mixers() -> None:
-    """Let Megatron's MambaLayer tell a :class:`Mamba2Mixer` its mask, which it would
-    drop.
-
-    The mixer refuses the masks that the other mixers refuse, such as those of
-    documents.
-    """
-    theirs = MambaLayer.forward
-
-    @wraps(theirs)
-    def forward(
-        self: MambaLayer,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if attention_mask is None or not isinstance(self.mixer, Mamba2Mixer):
-            return theirs(self, hidden_states, attention_mask, *args, **kwargs)
-        self.mixer.mask_of_layer = attention_mask
-        try:
-            return theirs(self, hidden_states, attention_mask, *args, **kwargs)
-        finally:
-            self.mixer.mask_of_layer = None
-
-    MambaLayer.forward = forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,7 +97,7 @@ def refuse_unsupported_arguments(
 def check_ranges(
     dt_init_range: tuple[float, float],
     dt_init_floor: float,
-    dt_limit: tuple[float, float],
+    dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> None:
     """Raise if a range of time steps, ``dt_init_range`` or ``dt_limit``, is empty or
     illegal."""

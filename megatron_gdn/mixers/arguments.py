@@ -159,28 +159,33 @@ GDN_FIELDS = ConfigFields(
     },
 )
 
-# The part of the mixer that each name of `--recompute-modules` computes again.
-_RECOMPUTED = {"gdn": "whole", "gdn_norm_out": "norm_out"}
+# The part of a mixer that each name of `--recompute-modules` computes again.
+RECOMPUTE_MODULES = {"gdn": "whole", "gdn_norm_out": "norm_out"}
 # Values of `--offload-modules` that name parts of attention.
 _ATTENTION_OFFLOADS = ("qkv_linear", "core_attn", "attn_proj")
 
 
 def recomputed_parts(
-    config: TransformerConfig, recompute: str | None
+    config: TransformerConfig,
+    recompute: str | None,
+    modules: Mapping[str, str] = RECOMPUTE_MODULES,
 ) -> frozenset[str]:
     """The parts in :data:`RECOMPUTE_LEVELS` to recompute; ``{"whole"}`` is the whole
-    layer."""
+    layer.
+
+    ``modules``: the part of the mixer for each name of ``--recompute-modules``.
+    """
     asked = set(RECOMPUTE_LEVELS[recompute or "none"])
     selective = config.recompute_granularity == "selective"
     for name in config.recompute_modules or () if selective else ():
-        if name in _RECOMPUTED and recompute == "none":
+        if name in modules and recompute == "none":
             raise ValueError(
                 f"recompute='none' and --recompute-modules {name} contradict. Leave "
                 f"the option out, or take {name!r} out of the modules."
             )
-        if name in _RECOMPUTED:
-            asked.add(_RECOMPUTED[name])
-        elif name.startswith("gdn"):
+        if name in modules:
+            asked.add(modules[name])
+        elif name.startswith("gdn") and name not in RECOMPUTE_MODULES:
             log_once(
                 f"GatedDeltaNet: --recompute-modules {name} has no effect here. 'gdn' "
                 "computes the whole layer again, the layer's option recompute parts of "
@@ -226,7 +231,10 @@ def check_config_fields(
         return
     asked = config.offload_modules or ()
     without = [
-        name for name in asked if name in _ATTENTION_OFFLOADS or name.startswith("gdn")
+        name
+        for name in asked
+        if name in _ATTENTION_OFFLOADS
+        or name.startswith(("gdn", *config_fields.prefixes))
     ]
     if without:
         log_once(

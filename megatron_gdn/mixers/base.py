@@ -1,8 +1,9 @@
-"""The base class of the four recurrent mixers, with the forward that all of them
+"""The base class of the recurrent mixers, with the forward that all of them
 use."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -33,6 +34,7 @@ from ..ops.rules.base import Rule
 from ..ops.stages import GatedNorm, MakeFront, Stages, stages_of
 from .arguments import (
     GDN_FIELDS,
+    RECOMPUTE_MODULES,
     ConfigFields,
     check_config_fields,
     recomputed_parts,
@@ -126,6 +128,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     recurrence: ClassVar[str] = "delta rule"
     # the fp32 parameters, in the order of the front's parameters
     fp32: tuple[Fp32Parameter, ...] = ()
+    # whether A_init_range may begin at 0
+    rates_from_zero: ClassVar[bool] = False
+    # the part that each name of `--recompute-modules` computes again
+    recompute_modules: ClassVar[Mapping[str, str]] = RECOMPUTE_MODULES
     # for Megatron's layer graphs
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal
     # Megatron's graphs need no buffer for a mask
@@ -141,10 +147,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     conv_init_of_bias: ClassVar[bool] = True
     # whether Megatron's scripts cut in_proj by sections
     stored_by_section: ClassVar[bool] = False
-    # Parameters with rows per head, apart from the fp32 parameters.
+    # Parameters with rows per head, apart from the fp32 parameters and the
+    # convolution's.
     split_by_heads: ClassVar[tuple[str, ...]] = ()
-    # a child module whose parameters have rows per head
-    split_module: ClassVar[str] = ""
     # whether Megatron stores the states as [H, V, K]
     state_transposed: ClassVar[bool] = False
     # Megatron's dynamic context may cut prompts at multiples of this number, which must
@@ -181,7 +186,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         super().__init__(config)
         explain_rotary_lengths()
         mixer = type(self).__name__
-        if not 0 < A_init_range[0] <= A_init_range[1]:
+        low, high = A_init_range
+        from_zero = self.rates_from_zero and low == 0 < high
+        if not (0 < low <= high or from_zero):
             raise ValueError(
                 f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low "
                 "<= high: A_log starts as the logarithm of a number drawn from it."
@@ -189,7 +196,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.options = options
         recomputed = frozenset()
         if "recompute" in options.names():
-            recomputed = recomputed_parts(config, options.recompute)
+            recomputed = recomputed_parts(
+                config, options.recompute, self.recompute_modules
+            )
         self.recompute_whole = "whole" in recomputed
         self.recompute_rule = "rule" in recomputed
         self.recompute_qkv = "qkv" in recomputed

@@ -75,10 +75,13 @@ def sharded_state_dict(
     own: dict[str, Any] = {}
     mixer._save_to_state_dict(own, "", keep_vars=True)
     children = dict(mixer.named_children())
-    if mixer.split_module in children:
-        module = children.pop(mixer.split_module)
-        own |= module.state_dict(prefix=f"{mixer.split_module}.", keep_vars=True)
     split = (*mixer._keep_in_float32_parameter_names, *_CONV, *mixer.split_by_heads)
+    # children with parameters that have rows per head
+    with_rows = {name.partition(".")[0] for name in split}
+    for name, child in mixer.named_children():
+        if name in with_rows:
+            own |= child.state_dict(prefix=f"{name}.", keep_vars=True)
+            del children[name]
     groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
     result = make_sharded_tensors_for_checkpoint(
         own, prefix, dict.fromkeys(split, 0), sharded_offsets, **groups

@@ -42,7 +42,11 @@ class Fp32Parameter:
 
 def log_of_rates(mixer: Any, A_log: Tensor) -> None:
     """Fill ``A_log`` with log U(A_init_range)."""
-    A_log.uniform_(*mixer.A_init_range).log_()
+    low, high = mixer.A_init_range
+    A_log.uniform_(low, high)
+    if low == 0:  # a draw may be 0, whose logarithm is no value to train
+        A_log.clamp_(min=high * 2**-24)
+    A_log.log_()
 
 
 def ones(mixer: Any, x: Tensor) -> None:

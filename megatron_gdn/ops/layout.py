@@ -59,6 +59,10 @@ class Section(NamedTuple):
     width: int
     conv: bool = False  # whether the columns are inputs of the causal convolution
     gates: bool = False  # whether the columns are gates, which are never quantised
+    # The name of the run of sections that this section belongs to, or "". The sections
+    # of a run are neighbours of one shape. Ranks and checkpoints split each section by
+    # itself; a front may read the run as one section with the heads of all.
+    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,13 @@ class Layout:
         )
         gates = [section.gates for section in self.sections]
         assert gates == sorted(gates), "the rule's gates must come last"
+        for run, members in self._runs.items():
+            first = self.sections.index(members[0])
+            neighbours = list(self.sections[first : first + len(members)])
+            shapes = {(x.heads, x.width, x.conv) for x in members}
+            assert neighbours == members and len(shapes) == 1, (
+                f"the sections of run {run} must be neighbours of one shape"
+            )
 
     def heads(self, kind: str) -> int:
         return dict(self.counts)[kind]
@@ -98,10 +109,23 @@ class Layout:
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """For each section's name, the number of heads and the columns of a head."""
-        return {x.name: (self.heads(x.heads), x.width) for x in self.sections}
+        shapes = {x.name: (self.heads(x.heads), x.width) for x in self.sections}
+        for run, members in self._runs.items():
+            heads, width = shapes[members[0].name]
+            shapes[run] = len(members) * heads, width
+        return shapes
+
+    @cached_property
+    def _runs(self) -> dict[str, list[Section]]:
+        """The sections of each run, by the run's name."""
+        runs: dict[str, list[Section]] = {}
+        for section in self.sections:
+            if section.run:
+                runs.setdefault(section.run, []).append(section)
+        return runs
 
     def shape_of(self, name: str) -> tuple[int, int]:
-        """The number of heads of a section, and the columns of each head."""
+        """The number of heads of a section or run, and the columns of each head."""
         return self._shapes[name]
 
     @cached_property
@@ -119,10 +143,14 @@ class Layout:
     def _columns(self) -> dict[str, slice]:
         """For each section's name, the slice of its columns."""
         ends = list(accumulate(self.widths))
-        return dict(zip(self.names, map(slice, [0, *ends], ends), strict=True))
+        columns = dict(zip(self.names, map(slice, [0, *ends], ends), strict=True))
+        for run, members in self._runs.items():
+            first, last = members[0].name, members[-1].name
+            columns[run] = slice(columns[first].start, columns[last].stop)
+        return columns
 
     def columns(self, name: str) -> slice:
-        """The slice of a row with the columns of section ``name``."""
+        """The slice of a row with the columns of the section or run ``name``."""
         return self._columns[name]
 
     @cached_property

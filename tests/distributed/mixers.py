@@ -10,6 +10,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron_gdn import (
     GatedDeltaNet2,
     GatedDeltaNetSubmodules,
+    GatedDeltaProduct,
+    GatedDeltaProductSubmodules,
     KimiDeltaAttention,
     Mamba2Mixer,
     Mamba2MixerSubmodules,
@@ -82,6 +84,15 @@ def build_mamba2(config, groups, **options):
     return in_its_dtype(mixer)
 
 
+def build_gdp(config, groups, **options):
+    parts = GatedDeltaProductSubmodules(**LINEARS)
+    options = {"layer_number": 1, "num_householder": 2, **options}
+    mixer = GatedDeltaProduct(
+        config, parts, config.hidden_size, pg_collection=groups, **options
+    )
+    return in_its_dtype(mixer)
+
+
 def draw_(mixer) -> None:
     """Every parameter away from its initial value; the convolution's output away from
     zero."""
@@ -122,7 +133,14 @@ MAMBA2_FP32 = replace(
     build=build_mamba2,
     fp32=("A_log", "dt_bias", "D"),
 )
-BY_NAME = {"gdn": GDN, "gdn2": GDN2_FP32, "mamba2": MAMBA2_FP32, "kda": KDA_FP32}
+GDP_FP32 = replace(KDA_FP32, config=partial(config_of, MAMBA_SIZES), build=build_gdp)
+BY_NAME = {
+    "gdn": GDN,
+    "gdn2": GDN2_FP32,
+    "gdp": GDP_FP32,
+    "mamba2": MAMBA2_FP32,
+    "kda": KDA_FP32,
+}
 
 
 def whole(kind: str, changes: dict | None = None, **options) -> torch.nn.Module:
@@ -141,7 +159,7 @@ def _exactly(mixers: Mixers) -> Mixers:
     return replace(mixers, config=partial(mixers.config, **fp64), tolerance=1e-11)
 
 
-MAMBA2, KDA, GDN2 = map(_exactly, (MAMBA2_FP32, KDA_FP32, GDN2_FP32))
+MAMBA2, KDA, GDN2, GDP = map(_exactly, (MAMBA2_FP32, KDA_FP32, GDN2_FP32, GDP_FP32))
 TOY = Mixers(
     config=partial(make_config, deterministic_mode=True),
     build=toy_mixer.ToyMixer,

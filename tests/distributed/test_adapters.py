@@ -15,7 +15,7 @@ from tests.parallel import groups_of_megatron, parallel
 from tests.ranks import on_ranks
 
 RANK = 4
-MIXERS = ("gdn", "gdn2", "mamba2", "kda")
+MIXERS = ("gdn", "gdn2", "gdp", "mamba2", "kda")
 
 
 def sharded(module: nn.Module, names, prefix: str, *given) -> dict:

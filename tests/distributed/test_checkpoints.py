@@ -140,6 +140,7 @@ class PointToPoint(CopyService):
 KINDS = {
     "gdn": ({}, {"bias": True, "conv_bias": True}),
     "gdn2": ({"linear_num_key_heads": 4}, {"bias": True, "conv_bias": True}),
+    "gdp": ({"mamba_num_groups": 4}, {"bias": True, "conv_bias": True}),
     "mamba2": ({"mamba_num_groups": 4}, {}),
     "kda": (
         {"linear_num_key_heads": 4, "linear_value_head_dim": 8},

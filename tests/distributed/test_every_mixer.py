@@ -7,15 +7,15 @@ from functools import partial
 import pytest
 
 from tests.distributed.mixer_laws import checkpoint_law, parallel_equals_one_rank
-from tests.distributed.mixers import GDN, GDN2, KDA, MAMBA2, OLMO_HYBRID, TOY
+from tests.distributed.mixers import GDN, GDN2, GDP, KDA, MAMBA2, OLMO_HYBRID, TOY
 
 UNEQUAL = (16, 0, 8, 24)
 ANY = (3, 0, 25, 3, 1)
 modes = pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 each = pytest.mark.parametrize(
     "mixers",
-    [GDN, OLMO_HYBRID, GDN2, MAMBA2, KDA, TOY],
-    ids=["gdn", "olmo_hybrid", "gdn2", "mamba2", "kda", "toy"],
+    [GDN, OLMO_HYBRID, GDN2, GDP, MAMBA2, KDA, TOY],
+    ids=["gdn", "olmo_hybrid", "gdn2", "gdp", "mamba2", "kda", "toy"],
 )
 
 
@@ -39,7 +39,9 @@ def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed, mi
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    "mixers", [GDN, GDN2, MAMBA2, KDA], ids=["gdn", "gdn2", "mamba2", "kda"]
+    "mixers",
+    [GDN, GDN2, GDP, MAMBA2, KDA],
+    ids=["gdn", "gdn2", "gdp", "mamba2", "kda"],
 )
 @pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
 @modes
@@ -58,7 +60,9 @@ def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel, m
 @pytest.mark.slow
 @pytest.mark.each_pair
 @pytest.mark.parametrize(
-    "mixers", [GDN, GDN2, MAMBA2, KDA, TOY], ids=["gdn", "gdn2", "mamba2", "kda", "toy"]
+    "mixers",
+    [GDN, GDN2, GDP, MAMBA2, KDA, TOY],
+    ids=["gdn", "gdn2", "gdp", "mamba2", "kda", "toy"],
 )
 @modes
 @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_gdn.mamba2.layer import GroupedRMSNorm
+from megatron_gdn.mixers.mamba_layer import GroupedRMSNorm
 from tests.distributed.mixer_laws import equals_written_out, parallel_equals_one_rank
 from tests.distributed.mixers import MAMBA2, MAMBA2_FP32, build_mamba2, in_fp64
 from tests.parallel import alone, groups_of_megatron

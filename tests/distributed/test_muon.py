@@ -36,7 +36,8 @@ if not muon_reads_sections():
 # Megatron's main branch keeps Muon from parameters that ask for it, as Mamba2's in_proj
 # does.
 READS_USE_MUON = hasattr(emerging_optimizers, "_is_muon_excluded")
-MIXERS = [name for name in BY_NAME if name != "mamba2" or not READS_USE_MUON]
+OF_MAMBA_LAYERS = ("mamba2", "gdp")
+MIXERS = [name for name in BY_NAME if name not in OF_MAMBA_LAYERS or not READS_USE_MUON]
 # fp32 products: in Megatron's default, bf16, two wrong updates could round to the same
 # weight.
 MUON = {
@@ -225,7 +226,7 @@ def test_what_is_no_matrix_is_adams(mixer):
     expected = {"in_proj.weight", "out_proj.weight"}
     if mixer == "kda":
         expected |= {*GATES}
-    if mixer == "mamba2" and READS_USE_MUON:
+    if mixer in OF_MAMBA_LAYERS and READS_USE_MUON:
         expected = {"out_proj.weight"}
     _, layer = in_parallel(mixer, 1)
     optimizer = optimizer_of(wrapped(layer, None), False, "duplicated", None)

@@ -13,7 +13,7 @@ from megatron_gdn.context_parallel import local_indices
 from tests.distributed.gpt_laws import FULL_RECOMPUTE, build_model, summed_gradients
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixer_laws import parallel_equals_one_rank
-from tests.distributed.mixers import GDN, GDN2, KDA, MAMBA2
+from tests.distributed.mixers import GDN, GDN2, GDP, KDA, MAMBA2
 from tests.parallel import (
     VOCABULARY,
     assert_close,
@@ -25,7 +25,9 @@ from tests.ranks import RankError
 from tests.trees import random_tree
 
 each = pytest.mark.parametrize(
-    "mixers", [GDN, GDN2, MAMBA2, KDA], ids=["gdn", "gdn2", "mamba2", "kda"]
+    "mixers",
+    [GDN, GDN2, GDP, MAMBA2, KDA],
+    ids=["gdn", "gdn2", "gdp", "mamba2", "kda"],
 )
 
 

@@ -18,6 +18,7 @@ ROOMS = [
     ["mixers"],
     ["mixers.attention"],
     ["gdn", "gdn2", "kda", "mamba2"],
+    ["gdp"],
     ["ops.__init__"],
     ["inference"],
     ["specs"],
@@ -101,7 +102,7 @@ def test_imports_run_down_and_in_no_circle():
     assert wrong(ROOT) == []
 
 
-MIXERS = ("gdn", "gdn2", "kda", "mamba2")
+MIXERS = ("gdn", "gdn2", "gdp", "kda", "mamba2")
 
 
 def of_megatron(root: Path) -> list[str]:

@@ -24,8 +24,8 @@ Parameters = Sequence[Any]
 
 
 class Convolved(NamedTuple):
-    """A section of convolved columns, which becomes a rule's input
-    ``[B, S, heads, width]``."""
+    """A section, or a run of sections, of convolved columns, which becomes a rule's
+    input ``[B, S, heads, width]``."""
 
     section: str
     rule_input: str  # name of the rule's input
@@ -67,6 +67,10 @@ class FrontTable:
         S = S + w k (v - S^T k)^T  or  S + k (w v - S^T (b k))^T  with b,  if ``erases``
         S = S + w k v^T                                                    otherwise
         o = scale S^T q,  plus D v if tokens share a parameter D
+
+    With ``steps`` n > 1 a token updates the state n times before it reads the state:
+    the sections of k, v and w are runs of n sections, one for each update, and only the
+    first update decays (:mod:`..rules.steps`).
     """
 
     layout: Layout
@@ -80,6 +84,7 @@ class FrontTable:
     step_sections: tuple[str, str, str] = ("query", "key", "value")
     scale: float = 1.0
     erases: bool = True
+    steps: int = 1
     # Inputs that are not saved, adjacent in ``inputs``: the backward computes them from
     # the rows.
     recomputed: tuple[str, ...] = ()
@@ -160,7 +165,7 @@ class Front:
         convolution."""
         found = {}
         first = self.layout.conv_columns.start
-        for section in self.layout.conv_names:
+        for section, *_ in self.table.convolved:
             columns = self.layout.columns(section)
             found[section] = slice(columns.start - first, columns.stop - first)
         return found

@@ -29,6 +29,7 @@ from ..documents import Documents
 from ..elementwise import l2norm, silu
 from ..front.history import history_of, last_rows
 from ..front.table import Front
+from ..rules.steps import spread_steps
 from ..rules.token_rule import recurrence
 from ..stages import Stages
 from .aligned import decode_on_grid, prefill_on_grid
@@ -158,7 +159,7 @@ def decode(
     shape.check(memory, N, proj.dtype)
     *of_front, gamma = stages.parameters
     token_of = _decode_token_in_torch
-    if front.triton and not shape.rows_first:
+    if front.triton and not shape.rows_first and front.table.steps == 1:
         from .step_kernels import decode_token_in_slots as token_of
     mixed = []
     for token, row in enumerate(proj.split(1)):
@@ -198,22 +199,23 @@ def _decode_token_in_torch(
     window = torch.cat([history, newest], dim=-1)
     pre = (window[..., -weight.shape[-1] :].to(wide) * weight.flatten(1)).sum(-1)
     convolved = silu(pre if bias is None else pre + bias)[:, None]
-    of = dict(
-        zip(layout.conv_names, convolved.split(layout.conv_widths, dim=-1), strict=True)
-    )
-    width = {section.name: section.width for section in layout.sections}
     q, k, v = [
-        of[name].unflatten(-1, (-1, width[name])) for name in table.step_sections
+        convolved[..., front.channels[name]].unflatten(-1, layout.shape_of(name))
+        for name in table.step_sections
     ]
     if table.unit_length:
         q, k = l2norm(q), l2norm(k)
     g, *erase, write = front.gates_of(row, A_log, dt_bias).values()
+    if table.steps > 1:
+        one_token = table.inputs(q=q, k=k, v=v, g=g, beta=write)
+        q, k, v, g, write = spread_steps(one_token, table.steps)
     if erase:
         o, state = recurrence(
             table.scale * q, k, write * v, g, None, state, erased=erase[0] * k
         )
     elif table.erases:
         o, state = recurrence(table.scale * q, k, v, g, write, state)
+        o = o[:, -1:]  # the last of a token's rows is read
     else:
         o, state = recurrence(table.scale * q, k, write[..., None] * v, g, None, state)
     if skip and skip[0] is not None:

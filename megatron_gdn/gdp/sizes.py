@@ -1,0 +1,98 @@
+"""The sizes of a Gated DeltaProduct layer and of one rank's share of the layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ..ops.delta_rule.base import HeadSizes
+from ..ops.layout import Layout, Section, SizeError, require_shares, require_sizes
+from ..ops.state_maps.state_map import StateShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GDPDims:
+    """Sizes of a Gated DeltaProduct layer, or of one tensor-parallel rank's share."""
+
+    hidden_size: int  # the model's; never split
+    num_heads: int  # each head has a state
+    num_groups: int  # groups of neighbouring heads that use the same queries and keys
+    head_dim: int  # columns of a state
+    state_dim: int  # width of a query or key, rows of a state
+    conv_kernel_dim: int
+    num_householder: int  # updates of the state per token
+
+    def __post_init__(self) -> None:
+        require_sizes(self)
+        if self.num_heads % self.num_groups:
+            raise SizeError(
+                f"num_heads={self.num_heads} is not a multiple of "
+                f"num_groups={self.num_groups}; every group must serve the same number "
+                "of heads. Change mamba_num_heads or mamba_num_groups."
+            )
+
+    @classmethod
+    def from_config(
+        cls, config: Any, d_model: int, d_conv: int, num_householder: int
+    ) -> GDPDims:
+        """The sizes in the ``mamba_*`` fields of a ``TransformerConfig``."""
+        if config.mamba_num_heads is None:
+            raise SizeError(
+                "mamba_num_heads is None: a GatedDeltaProduct needs the number of its "
+                "heads. Set --mamba-num-heads."
+            )
+        return cls(
+            hidden_size=d_model,
+            num_heads=config.mamba_num_heads,
+            num_groups=config.mamba_num_groups,
+            head_dim=config.mamba_head_dim,
+            state_dim=config.mamba_state_dim,
+            conv_kernel_dim=d_conv,
+            num_householder=num_householder,
+        )
+
+    @property
+    def d_inner(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def heads(self) -> HeadSizes:
+        """The head counts and head dims, as the delta rule takes them."""
+        return HeadSizes(self.num_groups, self.num_heads, self.state_dim, self.head_dim)
+
+    @property
+    def state(self) -> StateShape:
+        return self.heads.state
+
+    @property
+    def layout(self) -> Layout:
+        return gdp_layout(*self.heads, self.num_householder)
+
+    def shard(self, ranks: int) -> GDPDims:
+        """The sizes on one of ``ranks`` tensor-parallel ranks, which holds whole
+        groups."""
+        held = f"{self.num_groups} groups of {self.num_heads} heads"
+        require_shares(ranks, (self.num_groups,), held)
+        heads = self.num_heads // ranks
+        return replace(self, num_heads=heads, num_groups=self.num_groups // ranks)
+
+
+@lru_cache(maxsize=64)
+def gdp_layout(
+    groups: int, heads: int, state_dim: int, head_dim: int, steps: int
+) -> Layout:
+    """The columns z | V0 .. | K0 .. | Q | b0 .. | a, with V, K and b of each step.
+
+    The sections of the steps are the runs V, K and b.
+    """
+    numbers = range(steps)
+    sections = (
+        Section("z", "head", head_dim),
+        *(Section(f"V{n}", "head", head_dim, conv=True, run="V") for n in numbers),
+        *(Section(f"K{n}", "group", state_dim, conv=True, run="K") for n in numbers),
+        Section("Q", "group", state_dim, conv=True),
+        *(Section(f"b{n}", "head", 1, gates=True, run="b") for n in numbers),
+        Section("a", "head", 1, gates=True),
+    )
+    return Layout(sections, (("head", heads), ("group", groups)))
