@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 from ..compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
+from ..compat.observe import log_once
 from .loader_layout import launch_arguments
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,10 @@ class Fp32Parameters(nn.Module):
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register as torch does, after :func:`refuse_mixed_dtype_gather` of an fp32
+        """Register as torch does, after :func:`fence_mixed_dtypes` of an fp32
         parameter."""
         if name in self._keep_in_float32_parameter_names:
-            refuse_mixed_dtype_gather(name, param)
+            fence_mixed_dtypes(name, param)
         super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
@@ -119,12 +120,19 @@ class Fp32Parameters(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def refuse_mixed_dtype_gather(name: str, parameter: nn.Parameter | None) -> None:
-    """Raise an error if Megatron-FSDP would gather ``parameter`` over gloo with other
-    dtypes.
+def fence_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> None:
+    """Keep Megatron-FSDP from wrong numbers where a layer has parameters of two dtypes.
 
-    Megatron-FSDP gathers a layer's parameters in one collective. For outputs of several
-    dtypes gloo returns wrong numbers without an error.
+    Megatron-FSDP gathers the parameters of a layer in one joined collective, and
+    reduces their gradients in another.
+
+    * Over gloo a gather with outputs of two dtypes returns wrong numbers without an
+      error, so it is refused.
+    * torch reduces all tensors of a joined collective as the first of them
+      (``_coalescing_manager``). With ``gradient_reduce_div_fusion``, Megatron-FSDP
+      divides a bf16 gradient by the ranks before its sum, and an fp32 gradient within
+      the sum: then one of both is divided twice, or never. The fusion is switched
+      off, so all gradients are divided before the sum.
     """
     fsdp = getattr(parameter, "_megatron_fsdp_model", None)
     original = getattr(parameter, "orig_param", None)
@@ -134,8 +142,9 @@ def refuse_mixed_dtype_gather(name: str, parameter: nn.Parameter | None) -> None
     groups = buffer.parameter_groups
     own = buffer.param_to_param_group[original]
     dtypes = {str(groups[i].dtype) for i in buffer.bucket_to_bucket_group[own]}
-    backend = torch.distributed.get_backend(fsdp.dist_index.get_fsdp_group())
-    if backend == "gloo" and len(dtypes) > 1:
+    if len(dtypes) == 1:
+        return
+    if torch.distributed.get_backend(fsdp.dist_index.get_fsdp_group()) == "gloo":
         raise NotImplementedError(
             f"Megatron-FSDP would gather {name} ({original.dtype}) in one collective "
             f"of {' and '.join(sorted(dtypes))}, from which gloo returns wrong "
@@ -143,6 +152,14 @@ def refuse_mixed_dtype_gather(name: str, parameter: nn.Parameter | None) -> None
             "DistributedDataParallel, or a data_parallel_sharding_strategy other than "
             "'optim_grads_params' (for megatron_fsdp.fully_shard: zero_dp_strategy, "
             "and no fsdp_unit_modules)."
+        )
+    if buffer.ddp_config.gradient_reduce_div_fusion:
+        buffer.ddp_config.gradient_reduce_div_fusion = False
+        log_once(
+            f"Megatron-FSDP: {name} is {original.dtype} in a layer of "
+            f"{' and '.join(sorted(dtypes))}, so gradient_reduce_div_fusion is switched "
+            "off: with it torch would divide one dtype's gradients by the ranks twice, "
+            "or never."
         )
 
 

@@ -176,10 +176,44 @@ def losses_one_gather_at_a_time(dtype: torch.dtype) -> torch.Tensor:
 
 def losses_if_accepted(dtype: torch.dtype) -> torch.Tensor:
     """`losses` under Megatron-FSDP without the layer's refusal."""
-    with patch.object(
-        precision, "refuse_mixed_dtype_gather", lambda name, parameter: None
-    ):
+    with patch.object(precision, "fence_mixed_dtypes", lambda name, parameter: None):
         return losses("fsdp", dtype)
+
+
+def gradient_norm(wrapper: str) -> torch.Tensor:
+    """Of the first step in bf16; the loss is a mean over tokens and ranks, as
+    Megatron's scripts have it."""
+    with parallel(), on_this_device():
+        model = build(torch.bfloat16, PATTERN, calculate_per_token_loss=False)
+        wrapped, optimizer = _wrap(wrapper, model, FULLY, clip_grad=1e9)
+        rows, positions = next(_batches())
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        wrapped(rows[:, :-1], positions, None, labels=rows[:, 1:]).mean().backward()
+        finalize_model_grads([wrapped])
+        _, norm, _ = optimizer.step()
+        return torch.tensor(float(norm))
+
+
+def gradient_norm_as_over_nccl() -> torch.Tensor:
+    """`gradient_norm` under Megatron-FSDP over gloo that calls itself nccl, with every
+    collective by itself."""
+    with (
+        patch.object(param_and_grad_buffer, "_coalescing_manager", _one_by_one),
+        patch.object(dist, "get_backend", lambda group=None: "nccl"),
+    ):
+        return gradient_norm("fsdp")
+
+
+def reduced_together() -> torch.Tensor:
+    """A sum and a maximum over two ranks, in one joined collective of torch."""
+    with parallel():
+        given = torch.tensor([1.0, 1.0]) + dist.get_rank()
+        found = torch.zeros(2)
+        with dist._coalescing_manager(dist.group.WORLD):
+            for i, op in enumerate((dist.ReduceOp.SUM, dist.ReduceOp.MAX)):
+                dist.reduce_scatter_tensor(found[i : i + 1], given, op=op)
+        return found
 
 
 def losses_after_a_save(
@@ -306,7 +340,7 @@ def build(
     return model if config.init_model_with_meta_device else model.to(DEVICE)
 
 
-def _wrap(wrapper: str, model: HybridModel, strategy: str):
+def _wrap(wrapper: str, model: HybridModel, strategy: str, clip_grad: float = 0.0):
     """Model and optimizer, as Megatron's training script makes them."""
     config = model.config
     module = Float16Module(config, model) if config.bf16 else model
@@ -335,7 +369,7 @@ def _wrap(wrapper: str, model: HybridModel, strategy: str):
             optimizer="adam",
             lr=1e-3,
             weight_decay=0.0,
-            clip_grad=0.0,
+            clip_grad=clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,

@@ -25,3 +25,10 @@ def test_a_bf16_model_with_fp32_gates_trains_as_exactly_as_under_ddp(
     ddp = gpus(2).run(laws.losses, "ddp", torch.bfloat16)
     fsdp = gpus(2).run(laws.losses, "fsdp", torch.bfloat16, strategy=strategy)
     laws.require_as_exact_as_ddp(truth, ddp, fsdp)
+
+
+def test_gradients_of_two_dtypes_are_divided_by_the_ranks_once(gpus):
+    """A bf16 gradient has a relative error of at most 2**-9 before the sum and after
+    it."""
+    ddp, fsdp = (gpus(2).run(laws.gradient_norm, how) for how in ("ddp", "fsdp"))
+    torch.testing.assert_close(fsdp, ddp, rtol=2**-7, atol=0)

@@ -121,6 +121,23 @@ def test_it_is_gloos_one_gather_of_two_dtypes_that_is_wrong(pools, ddp):
         laws.require_as_exact_as_ddp(*both, run(laws.losses_if_accepted, BF16))
 
 
+def test_torch_reduces_a_joined_collective_as_its_first_tensor(pools):
+    """A sum, then a maximum, of 1 and 2: both are sums."""
+    for found in pools(2).run(laws.reduced_together):
+        assert found.tolist() == [3.0, 3.0]
+
+
+def test_layers_of_two_dtypes_divide_gradients_before_their_sum(pools):
+    """gloo, like torch's joined collectives, cannot divide within the sum.
+
+    A bf16 gradient has a relative error of at most 2**-9 before the sum and after it.
+    """
+    pool = pools(2)
+    ddp = pool.run(laws.gradient_norm, "ddp")
+    fsdp = pool.run(laws.gradient_norm_as_over_nccl)
+    torch.testing.assert_close(fsdp, ddp, rtol=2**-7, atol=0)
+
+
 @slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_fully_shard_trains_an_fp32_model_as_summed_gradients_do(pools, package):
