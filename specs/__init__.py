@@ -13,11 +13,13 @@ from .hybrid import (  # noqa: E402
     gdn_hybrid_stack_spec,
     gdn_hybrid_stack_spec_local,
     gdn_qk_norm_hybrid_stack_spec,
+    gdp_stack_spec,
     hybrid_stack_spec,
 )
 from .layer import (  # noqa: E402
     gated_delta_net2_spec,
     gated_delta_net_spec,
+    gated_delta_product_spec,
     kimi_delta_attention_spec,
     mamba2_spec,
 )
@@ -25,9 +27,11 @@ from .layer import (  # noqa: E402
 __all__ = [
     "gated_delta_net2_spec",
     "gated_delta_net_spec",
+    "gated_delta_product_spec",
     "gdn_hybrid_stack_spec",
     "gdn_hybrid_stack_spec_local",
     "gdn_qk_norm_hybrid_stack_spec",
+    "gdp_stack_spec",
     "gpt_block_spec",
     "hybrid_stack_spec",
     "kimi_delta_attention_spec",

@@ -1,5 +1,5 @@
 """Hybrid stacks with our mixers: 'G' Gated DeltaNet, 'K' Kimi Delta Attention, 'M'
-Mamba2.
+Mamba2, or Gated DeltaProduct in ``gdp_stack_spec``.
 
     HybridModel(config, hybrid_stack_spec("local"), hybrid_layer_pattern="G-G-G-*-", ...)
     --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
@@ -41,8 +41,10 @@ from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel import SequenceLayout
 from megatron_gdn.gdn.layer import GatedDeltaNet
 from megatron_gdn.gdn2.layer import GatedDeltaNet2
+from megatron_gdn.gdp.layer import GatedDeltaProduct
 from megatron_gdn.kda.layer import KimiDeltaAttention
 from megatron_gdn.mixers.attention import TorchSelfAttention, class_with_tree_attention
+from megatron_gdn.mixers.base import RecurrentMixer
 from megatron_gdn.mixers.loader_layout import AUTO, FollowsLoader, LoaderLayout
 from megatron_gdn.mixers.packing import TREE
 
@@ -52,6 +54,7 @@ from .layer import (
     UnavailableLayer,
     gated_delta_net2_spec,
     gated_delta_net_spec,
+    gated_delta_product_spec,
     kimi_delta_attention_spec,
     local_attention_spec,
     local_mlp_builder,
@@ -80,6 +83,7 @@ class HybridStackSpec(ModuleSpec):
         qk_layernorm: bool = False,
         mamba: dict[str, Any] | None = None,
         kda: dict[str, Any] | None = None,
+        gdp: dict[str, Any] | None = None,
         **options: Any,
     ) -> HybridStackSpec:
         """A new spec with the given modules and options; the options of this spec are
@@ -96,18 +100,25 @@ class HybridStackSpec(ModuleSpec):
                 (``config.qk_layernorm``).
             mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention
                 constructors.
+            gdp: keyword arguments of the GatedDeltaProduct constructor; if given, 'M'
+                layers are Gated DeltaProducts, as in Megatron's ``gdp_stack_spec``.
             **options: keyword arguments of the GatedDeltaNet constructor, or of
                 GatedDeltaNet2's if the config's variant is "gdn2". 'M' and 'K' layers
                 also get ``cp_layout``, ``linear_cp_mode``, ``cp_ranks_per_machine``
-                and, if legal there, ``backend``, unless ``mamba`` or ``kda`` gives
-                another value; '*' layers get ``cp_layout``.
+                and, if legal there, ``backend``, unless ``mamba``, ``kda`` or ``gdp``
+                gives another value; '*' layers get ``cp_layout``.
 
         Raises:
             ValueError: ``modules`` is unknown. ImportError: "te" without Transformer
                 Engine.
         """
         return _hybrid_stack_spec(
-            modules, qk_layernorm=qk_layernorm, mamba=mamba, kda=kda, **options
+            modules,
+            qk_layernorm=qk_layernorm,
+            mamba=mamba,
+            kda=kda,
+            gdp=gdp,
+            **options,
         )
 
 
@@ -117,6 +128,7 @@ def _hybrid_stack_spec(
     qk_layernorm: bool = False,
     mamba: dict[str, Any] | None = None,
     kda: dict[str, Any] | None = None,
+    gdp: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
     """The spec of a hybrid stack with these options, as in
@@ -132,23 +144,24 @@ def _hybrid_stack_spec(
         }
         for has in _BACKENDS.values()
     )
-    launched = with_launch_options(KimiDeltaAttention, {}).items()
-    kda_options |= {
-        name: value for name, value in launched if name not in {*options, *_SHARED}
-    }
+    kda_options |= _launched_alone(KimiDeltaAttention, options)
     gdn2_options = with_launch_options(GatedDeltaNet2, options)
     mixer = gated_delta_net_spec(modules, **gdn_options)
-    mamba2 = mamba2_spec(modules, **mamba_options | (mamba or {}))
+    if gdp is None:
+        of_mamba = mamba2_spec(modules, **mamba_options | (mamba or {}))
+    else:
+        gdp_options = shared | _launched_alone(GatedDeltaProduct, options) | gdp
+        of_mamba = gated_delta_product_spec(modules, **gdp_options)
     cp_layout = gdn_options.get("cp_layout", AUTO)
     if modules == "te":
         norm_before = None
         theirs = cast(ModuleSpec, _upstream().mtp_block_spec)
-        submodules = _te_submodules(mixer, mamba2, qk_layernorm, cp_layout)
+        submodules = _te_submodules(mixer, of_mamba, qk_layernorm, cp_layout)
     else:
         norm_before = "in_proj"
         theirs = _local_mtp_spec()
         attention = local_attention_spec(qk_layernorm, cp_layout)
-        submodules = _local_submodules(mixer, mamba2, attention)
+        submodules = _local_submodules(mixer, of_mamba, attention)
     layers = {
         KDA: _kda_layer(modules, kda_options | (kda or {})),
         GDN2: _layer(gated_delta_net2_spec(modules, **gdn2_options), norm_before),
@@ -160,15 +173,23 @@ def _hybrid_stack_spec(
     )
 
 
+def _launched_alone(
+    mixer: type[RecurrentMixer], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The launch's options for ``mixer`` that a call's ``options`` do not override."""
+    launched = with_launch_options(mixer, {}).items()
+    return {name: value for name, value in launched if name not in {*options, *_SHARED}}
+
+
 def _upstream() -> HybridStackSubmodules:
     """The submodules of Megatron's own hybrid stack, with Transformer Engine."""
     return cast(HybridStackSubmodules, hybrid_layer_specs.hybrid_stack_spec.submodules)
 
 
 def _te_submodules(
-    mixer: ModuleSpec, mamba2: ModuleSpec, qk_layernorm: bool, cp_layout: str
+    mixer: ModuleSpec, of_mamba: ModuleSpec, qk_layernorm: bool, cp_layout: str
 ) -> HybridStackSubmodules:
-    """Megatron's hybrid stack with ``mixer`` for 'G', ``mamba2`` for 'M', and our
+    """Megatron's hybrid stack with ``mixer`` for 'G', ``of_mamba`` for 'M', and our
     attention."""
     layer = cast(Any, _upstream().attention_layer)
     theirs = layer.submodules.self_attention
@@ -190,7 +211,7 @@ def _te_submodules(
     return replace(
         _upstream(),
         gdn_layer=_layer(mixer),
-        mamba_layer=_mamba_layer(mamba2),
+        mamba_layer=_mamba_layer(of_mamba),
         attention_layer=replace(
             layer, submodules=replace(layer.submodules, self_attention=attention)
         ),
@@ -198,9 +219,10 @@ def _te_submodules(
 
 
 def _local_submodules(
-    mixer: ModuleSpec, mamba2: ModuleSpec, attention: ModuleSpec
+    mixer: ModuleSpec, of_mamba: ModuleSpec, attention: ModuleSpec
 ) -> HybridStackSubmodules:
-    """A hybrid stack of plain-torch layers: ``mixer`` for 'G', ``mamba2`` for 'M'."""
+    """A hybrid stack of plain-torch layers: ``mixer`` for 'G', ``of_mamba`` for
+    'M'."""
     mlp = TransformerLayerSubmodules(
         mlp=local_mlp_builder(),
         mlp_bda=BIAS_DROPOUT_ADD,
@@ -211,7 +233,7 @@ def _local_submodules(
     )
     layers = {
         "gdn_layer": _layer(mixer, "in_proj"),
-        "mamba_layer": _mamba_layer(mamba2, **norms_before(norm="mixer.in_proj")),
+        "mamba_layer": _mamba_layer(of_mamba, **norms_before(norm="mixer.in_proj")),
         "attention_layer": _layer(attention, "linear_qkv"),
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
         "moe_layer": ModuleSpec(module=LocalMoELayer, submodules=experts),
@@ -495,9 +517,11 @@ if KDA not in Symbols.VALID_LAYERS:  # a later Megatron may know the letter 'K' 
     known: Any = Symbols
     known.KDA = KDA
     known.VALID_LAYERS = {*Symbols.VALID_LAYERS, KDA}
-# Megatron's `--spec` finds the next four specs by name and does not call them.
+# Megatron's `--spec` finds the next specs by name and does not call them.
 hybrid_stack_spec = _hybrid_stack_spec("auto")
 gdn_hybrid_stack_spec = hybrid_stack_spec
 gdn_hybrid_stack_spec_local = _hybrid_stack_spec("local")
+# 'M' layers are Gated DeltaProducts. Megatron counts their FLOPs by this name.
+gdp_stack_spec = _hybrid_stack_spec("auto", gdp={})
 # For models with --qk-layernorm, such as Qwen3-Next and Qwen3.5.
 gdn_qk_norm_hybrid_stack_spec = _hybrid_stack_spec("auto", qk_layernorm=True)

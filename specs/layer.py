@@ -6,8 +6,9 @@ options.
     MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute=light" torchrun ... \
         pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
 
-An option reaches every 'G' and 'K' layer whose mixer has this option, unless a call in
-Python gives another value. The variable must be equal in all processes.
+An option reaches every 'G' and 'K' layer, and every 'M' layer of ``gdp_stack_spec``,
+whose mixer has this option, unless a call in Python gives another value. The variable
+must be equal in all processes.
 """
 
 import ast
@@ -38,6 +39,7 @@ from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron_gdn.gdn2.layer import GatedDeltaNet2
+from megatron_gdn.gdp.layer import GatedDeltaProduct, GatedDeltaProductSubmodules
 from megatron_gdn.kda.layer import KimiDeltaAttention, KimiDeltaAttentionSubmodules
 from megatron_gdn.mamba2.layer import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_gdn.mixers.attention import TorchAttention, TorchSelfAttention
@@ -142,6 +144,12 @@ def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
     before the mixer, so set the MambaLayer's ``norm``.
     """
     return _spec(Mamba2Mixer, Mamba2MixerSubmodules, modules, options)
+
+
+def gated_delta_product_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
+    """Spec of `megatron_gdn.GatedDeltaProduct`, with its options, for the ``mixer`` of a
+    MambaLayer; ``modules`` is as in `mamba2_spec`."""
+    return _spec(GatedDeltaProduct, GatedDeltaProductSubmodules, modules, options)
 
 
 def _spec(
@@ -268,7 +276,8 @@ def _launch_options() -> dict[str, Any]:
 def parse_options(text: str) -> dict[str, Any]:
     """The options in ``"name=value,name=value"``; a value is a Python literal or a
     word."""
-    legal = launch_options_of(KimiDeltaAttention) | launch_options_of(GatedDeltaNet)
+    mixers = KimiDeltaAttention, GatedDeltaNet, GatedDeltaProduct
+    legal = frozenset[str]().union(*map(launch_options_of, mixers))
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(
             f"{VARIABLE} has {len(text)} characters, and at most {_MOST_CHARACTERS} "

@@ -32,6 +32,10 @@ _KDA = (
     "megatron.core.ssm.gated_delta_net:KimiDeltaAttention",
     "megatron_gdn:KimiDeltaAttention",
 )
+_GDP = (
+    "megatron.core.ssm.gated_delta_product:GatedDeltaProductMixer",
+    "megatron_gdn:GatedDeltaProduct",
+)
 _MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
 # A subclass that orders weights in another way; `.mcore_bridge` builds our layer in its
 # place.
@@ -47,9 +51,10 @@ def patch_megatron(
     mamba: Options = False,
     gdn2: Options | None = None,
     kda: Options | None = None,
+    gdp: Options | None = None,
 ) -> None:
-    """Let all later calls of Megatron's classes (``gdn``, ``mamba``, ``gdn2``, ``kda``)
-    build our layers.
+    """Let all later calls of Megatron's classes (``gdn``, ``mamba``, ``gdn2``, ``kda``,
+    ``gdp``) build our layers.
 
     Specs, partials and providers made before the call build our layer too; existing
     layers do not change. ``patch_megatron(gdn=False)`` restores Megatron's layer. A
@@ -68,28 +73,33 @@ def patch_megatron(
             True unless ``gdn`` is False.
         kda: the same for ``KimiDeltaAttention``, of which newer Megatrons build 'K'
             layers; None means True unless ``gdn`` is False.
+        gdp: the same for ``GatedDeltaProductMixer``, of which newer Megatrons build 'M'
+            layers of ``gdp_stack_spec``; None means True unless ``gdn`` is False.
 
     Raises:
         TypeError: an argument is neither a bool nor a dict; our layer does not know an
             option; or an argument of Megatron's constructor is absent in our
             constructor, or has another default or position there.
-        ValueError: an option has an illegal value, or ``kda`` has options and Megatron
-            has no such class.
+        ValueError: an option has an illegal value, or ``kda`` or ``gdp`` has options
+            and Megatron has no such class.
         RuntimeError: other code has replaced ``__new__`` of Megatron's class.
     """
     classes = [_PatchedClass(*_GDN, gdn), _PatchedClass(*_MAMBA, mamba)]
     by_default = gdn is not False
     if has_gdn2():
         classes.insert(1, _PatchedClass(*_GDN2, by_default if gdn2 is None else gdn2))
-    if has_kda():
-        classes.append(_PatchedClass(*_KDA, by_default if kda is None else kda))
-    elif isinstance(kda, Mapping) and kda:
-        raise ValueError(
-            "patch_megatron was given options of 'K' layers, and this megatron-core "
-            "has no KimiDeltaAttention. Its 'K' layers are those of this package's "
-            "spec: give the options to hybrid_stack_spec(kda={...}), or set "
-            "MEGATRON_GDN_OPTIONS."
-        )
+    for name, theirs, given in (("kda", _KDA, kda), ("gdp", _GDP, gdp)):
+        if _megatron_has(theirs[0]):
+            classes.append(
+                _PatchedClass(*theirs, by_default if given is None else given)
+            )
+        elif isinstance(given, Mapping) and given:
+            raise ValueError(
+                f"patch_megatron was given options of {name}, and this megatron-core "
+                f"has no {theirs[0].partition(':')[2]}. Only this package's spec "
+                "builds such layers: give the options to "
+                f"hybrid_stack_spec({name}={{...}}), or set MEGATRON_GDN_OPTIONS."
+            )
     for each in classes:  # check all classes before a class is changed
         each.check()
     for each in classes:
@@ -101,13 +111,19 @@ def patch_megatron(
 def has_gdn2() -> bool:
     """Whether the installed Megatron has Gated DeltaNet-2 (main branch has it, 0.19 has
     not)."""
-    return hasattr(resolve_name(_GDN2[0].partition(":")[0]), "GatedDeltaNet2")
+    return _megatron_has(_GDN2[0])
 
 
 def has_kda() -> bool:
     """Whether the installed Megatron has a class of Kimi Delta Attention (pull request
     6556 has it, 0.19 has not)."""
-    return hasattr(resolve_name(_KDA[0].partition(":")[0]), "KimiDeltaAttention")
+    return _megatron_has(_KDA[0])
+
+
+def _megatron_has(path: str) -> bool:
+    """Whether the installed Megatron has the class ``path``, ``"module:name"``."""
+    module, _, name = path.partition(":")
+    return find_spec(module) is not None and hasattr(resolve_name(module), name)
 
 
 # The flags of newer Megatrons about 'K' layers, with the types of their values.

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_gdn import (
     GatedDeltaNet,
     GatedDeltaNet2,
+    GatedDeltaProduct,
     KimiDeltaAttention,
     Mamba2Mixer,
     specs,
@@ -32,12 +33,14 @@ from megatron_gdn.compat import tested
 from megatron_gdn.mixers.attention import TorchSelfAttention
 from megatron_gdn.specs import (
     gated_delta_net_spec,
+    gdp_stack_spec,
     gpt_block_spec,
     hybrid_stack_spec,
     kimi_delta_attention_spec,
     mamba2_spec,
 )
 from megatron_gdn.specs import hybrid as hybrid_module
+from megatron_gdn.specs import layer as layer_module
 from megatron_gdn.specs.hybrid import HybridMTPLayer, checked_mtp_spec
 from megatron_gdn.specs.layer import LocalMoELayer
 from tests.distributed.model_laws import leaves
@@ -113,6 +116,31 @@ def test_what_both_mixers_know_goes_to_both():
         "backend": "fla",
         "norm_eps": 1e-6,
     }
+
+
+def test_m_layers_of_its_stack_are_gated_delta_products(monkeypatch):
+    mixer = gdp_stack_spec.submodules.mamba_layer.submodules.mixer
+    assert mixer.module is GatedDeltaProduct and mixer.params == {}
+    options = {"backend": "flash_qla", "gdp": {"num_householder": 2}}
+    stack = hybrid_stack_spec("local", cp_layout="contiguous", **options).submodules
+    assert stack.mamba_layer.submodules.mixer.params == {
+        "backend": "flash_qla",
+        "cp_layout": "contiguous",
+        "num_householder": 2,
+    }
+    launched = {"recompute": "light", "num_householder": 4}
+    monkeypatch.setattr(layer_module, "_launch_options", lambda: launched)
+    stack = hybrid_stack_spec("local", gdp={}).submodules
+    assert stack.mamba_layer.submodules.mixer.params == launched
+
+
+@on_ranks(tp=1)
+def test_a_stack_of_gated_delta_products_trains():
+    config = make_config(num_layers=3, mamba_num_heads=4, mamba_num_groups=2)
+    model = hybrid("M*M", config, hybrid_stack_spec("local", gdp={}))
+    mixer = model.decoder.layers[0].mixer
+    assert type(mixer) is GatedDeltaProduct and mixer.num_householder == 3
+    require_finite_gradients(model)
 
 
 def test_the_transformer_engine_stack_has_query_and_key_norms_where_asked():

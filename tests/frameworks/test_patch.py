@@ -27,6 +27,7 @@ from megatron_gdn.frameworks.patch import add_flags_of_kda
 from megatron_gdn.specs import kimi_delta_attention_spec
 from tests.parallel import make_config, parallel
 from tests.processes import ROOT, python
+from tests.upstream_gdp import HAS_GDP
 
 pytestmark = pytest.mark.usefixtures("undone")
 
@@ -251,6 +252,15 @@ def test_options_of_kda_are_not_dropped_where_megatron_has_no_such_class(monkeyp
     megatron_gdn.patch_megatron(kda=True)
     with pytest.raises(ValueError, match="has no KimiDeltaAttention. .* to hybrid_st"):
         megatron_gdn.patch_megatron(kda={"forget_rank": 4})
+
+
+@pytest.mark.skipif(HAS_GDP, reason="this Megatron has the class")
+def test_nor_are_those_of_gated_delta_product():
+    megatron_gdn.patch_megatron(gdp=True)
+    with pytest.raises(
+        ValueError, match="options of gdp, .* no GatedDeltaProductMixer"
+    ):
+        megatron_gdn.patch_megatron(gdp={"num_householder": 4})
 
 
 FLAGS = "--kda-f-lora-rank 4 --kda-gate-lora-rank 3 --kda-lower-bound -4.5"
