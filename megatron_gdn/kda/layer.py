@@ -255,15 +255,28 @@ class KimiDeltaAttention(RecurrentMixer):
     def project(self, hidden_states: Tensor) -> Tensor:
         """Rows query | key | value | g | gate | beta ``[s, B, P]``, with gates in full
         width."""
+        return torch.cat(self._sections(hidden_states), dim=-1)
+
+    def project_apart(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rows of :meth:`project`; if in_proj makes both gates, beta comes as a
+        second tensor."""
+        sections = self._sections(hidden_states)
+        if self.dims.gates_in_in_proj:
+            rows, beta = sections
+            return rows, beta
+        return torch.cat(sections, dim=-1), None
+
+    def _sections(self, x: Tensor) -> list[Tensor]:
+        """The columns of a row, as the projections made them, in order."""
         if self.stays_wide:
             refuse_fp8_product(self.in_proj)
-        made, _ = self.in_proj(hidden_states)
+        made, _ = self.in_proj(x)
         sections = [made]
         if not self.dims.gates_in_in_proj:
-            sections.append(self._gate("f", hidden_states))
-            sections.append(self._gate("g", hidden_states))
-        sections.append(self._beta(hidden_states))
-        return torch.cat(sections, dim=-1)
+            sections.append(self._gate("f", x))
+            sections.append(self._gate("g", x))
+        sections.append(self._beta(x))
+        return sections
 
     def _gate(self, letter: str, x: Tensor) -> Tensor:
         """The forget gate ("f") or output gate ("g") of this rank's heads ``[S, B,

@@ -86,6 +86,6 @@ def kda_layout(
         HeadSizes(key_heads, value_heads, key_dim, value_dim),
         Section("g", "value", key_dim),
         Section("gate", "value", value_dim),
-        Section("beta", "value", 1),
+        Section("beta", "value", 1, gates=True),
     )
     return replace(made, gate="gate")

@@ -296,16 +296,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             }
             rerun = partial(self.forward, attention_mask=attention_mask, **keywords)
             return checkpoint(rerun, False, hidden_states)
-        # Under FP8 the gates are computed outside of FP8 and come as a second tensor, so
-        # that no copy joins them to the rows.
         gates = None
         with nvtx_range_of(self, "in_proj"):
-            if context is None and isinstance(self.in_proj, GatesOutsideFP8):
-                rows, gates = self.in_proj(hidden_states, together=False)
-                # In FP8 inference Megatron pads the tokens. It cuts the padding from the
-                # first output of a linear; from the second one it is cut here.
-                if gates is not None:
-                    gates = gates[: len(rows)]
+            if context is None:
+                rows, gates = self.project_apart(hidden_states)
             else:
                 rows = self.project(hidden_states)
         if context is not None:
@@ -349,6 +343,21 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             refuse_fp8_product(self.in_proj)
         rows, _ = self.in_proj(hidden_states)
         return rows
+
+    def project_apart(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rows of :meth:`project`, and the layout's gates if the rows lack them.
+
+        Gates that another product computed come as a second tensor, so that no copy
+        joins them to the rows.
+        """
+        if not isinstance(self.in_proj, GatesOutsideFP8):
+            return self.project(hidden_states), None
+        rows, gates = self.in_proj(hidden_states, together=False)
+        # In FP8 inference Megatron pads the tokens. It cuts the padding from the first
+        # output of a linear; from the second one it is cut here.
+        if gates is not None:
+            gates = gates[: len(rows)]
+        return rows, gates
 
     # torch.compile would gain nothing: kernels and tables are cached by value
     @uncompiled

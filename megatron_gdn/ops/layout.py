@@ -58,7 +58,8 @@ class Section(NamedTuple):
     heads: str
     width: int
     conv: bool = False  # whether the columns are inputs of the causal convolution
-    gates: bool = False  # whether the columns are gates, which are never quantised
+    # whether the columns are gates that another product may compute, never quantised
+    gates: bool = False
     # The name of the run of sections that this section belongs to, or "". The sections
     # of a run are neighbours of one shape. Ranks and checkpoints split each section by
     # itself; a front may read the run as one section with the heads of all.
@@ -160,8 +161,7 @@ class Layout:
 
     @cached_property
     def main_width(self) -> int:
-        """The number of columns that are not gates; a quantised product may compute
-        them."""
+        """The number of columns before those of sections with ``gates``."""
         pairs = zip(self.sections, self.widths, strict=True)
         return sum(width for section, width in pairs if not section.gates)
 

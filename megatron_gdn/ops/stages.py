@@ -172,7 +172,7 @@ def stages_of(
         norm: the gated output norm (gamma and its settings), or a readout that calls
             the norm. If None, the readout applies the gate and no norm.
         recompute: whether the backward computes front and rule again.
-        gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` does not
+        gates: the columns of the layout's gates ``[S, B, .]``, if ``rows`` does not
             have these columns. Generation has no ``gates``.
 
     Raises:

@@ -18,14 +18,18 @@ K = 128
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("beside", [False, True], ids=["one tensor", "beta beside"])
 @pytest.mark.parametrize("bound", [None, -5.0], ids=["unbounded", "bounded"])
-def test_the_front_compiles_and_nearly_all_of_it_stays_in_registers(bound):
+def test_the_front_compiles_and_nearly_all_of_it_stays_in_registers(bound, beside):
     layout = kda_layout(H, H, K, K)
     kind = torch.bfloat16
     front = front_of(kda_table(layout, bound), "cpu", kind, 4, "triton")
-    rows = torch.empty(S, 1, layout.width, dtype=kind)
+    width = layout.main_width if beside else layout.width
+    rows = torch.empty(S, 1, width, dtype=kind)
     weight = torch.empty(layout.conv_width, 1, 4, dtype=kind)
-    parameters = (weight, None, torch.empty(H), torch.empty(H * K))
+    parameters = [weight, None, torch.empty(H), torch.empty(H * K)]
+    if beside:
+        parameters.append(torch.empty(S, 1, H, dtype=kind))
     with compile_for_hopper() as done:
         made = front.forward(rows, parameters, None)
         front.backward(rows, parameters, RuleGrads(*made), torch.empty_like(rows), None)

@@ -17,6 +17,7 @@ from megatron_gdn.ops.rules.base import Bits
 from tests.mamba2.oracle import layout_of
 from tests.ops.delta_rule.states import documents_of
 
+from .conftest import INTERPRETED
 from .kernel_cases import assert_close
 
 
@@ -155,3 +156,37 @@ def test_a_front_and_its_gradients_equal_the_twins(name, device):
             assert (a is None) == (b is None)
             if a is not None:
                 assert_close(f"parameter {number}", a, b)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("name", ["KDA", "KDA, packed", "GDN-2"])
+def test_gates_beside_the_rows_give_what_gates_in_the_rows_give(name, kernels, device):
+    """KDA has one gate in the rows and one beside them. Equal to the bit, but for
+    compiled kernels: rows of another stride are loaded in other groups."""
+    draw, shape, lengths = FRONTS[name]
+    layout, proj, given, grads, (ours,), twin = draw(device, **shape)
+    front = {"triton": ours, "torch": twin}[kernels]
+    documents = documents_of(lengths, device)
+    main = proj[..., : layout.main_width].contiguous()
+    apart = proj[..., layout.main_width :].contiguous()
+    assert 0 < apart.shape[-1] < layout.width - layout.conv_width
+
+    def run(rows, parameters):
+        d_rows = torch.zeros_like(rows)
+        made = front.forward(rows, parameters, documents)
+        of_parameters = front.backward(rows, parameters, grads, d_rows, documents)
+        return made, d_rows, of_parameters
+
+    made, d_rows, of_parameters = run(proj, given)
+    made_apart, d_main, (*of_same, d_apart) = run(main, [*given, apart])
+    d_both = torch.cat([d_main, d_apart], dim=-1)
+    pairs = zip(
+        (*made, d_rows, *of_parameters), (*made_apart, d_both, *of_same), strict=True
+    )
+    for x, y in pairs:
+        if x is None:
+            continue
+        room = 0.0
+        if kernels == "triton" and not INTERPRETED:
+            room = 2 * torch.finfo(x.dtype).eps * x.abs().max().item()
+        torch.testing.assert_close(x, y, rtol=0, atol=room)

@@ -13,6 +13,7 @@ from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from megatron_gdn.specs import kimi_delta_attention_spec
+from tests.distributed.layer_laws import thd
 from tests.distributed.mixers import GDN2_FP32, KDA_FP32, whole
 from tests.fp8_twin import Fp8NormedColumn
 from tests.gdn2.oracle import random_inputs
@@ -245,3 +246,35 @@ def test_fields_of_newer_configs_are_read_and_options_go_before_them():
     vars(config).update(kda_lower_bound=None)
     with pytest.raises(ValueError, match="kda_safe_gate=True .* no bound is given"):
         build_module(kimi_delta_attention_spec("local"), config, layer_number=1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_of_full_gates_are_read_where_in_proj_wrote_them(packed, monkeypatch):
+    """No copy joins beta to them, and not one bit depends on it."""
+    layer = whole("kda", DETERMINISTIC, forget_rank=0, output_rank=0)
+    layer.train()
+    x = torch.randn(24, 1, 20)
+    documents = thd((10, 0, 14)) if packed else None
+    written = []
+    layer.in_proj.register_forward_hook(lambda *call: written.append(call[-1][0]))
+
+    def run() -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad(set_to_none=True)
+        out, _ = layer(leaf, packed_seq_params=documents)
+        out.backward(torch.cos(out.detach()))
+        return [out, leaf.grad, *(p.grad for p in layer.parameters())]
+
+    read = []
+    mix = type(layer)._mix
+    monkeypatch.setattr(
+        type(layer), "_mix", lambda self, *a: (read.append(a[0]), mix(self, *a))[1]
+    )
+    found = run()
+    assert read[0] is written[0]
+    monkeypatch.setattr(
+        type(layer), "project_apart", lambda self, x: (self.project(x), None)
+    )
+    joined = run()
+    assert read[1] is not written[1]
+    assert all(map(torch.equal, found, joined))

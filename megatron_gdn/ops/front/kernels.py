@@ -9,7 +9,8 @@ again from the rows. :mod:`.launches` passes the front's table as two constant t
                unit length or not, gradients summed per head
     GATES      for each gate: first slot, programs, first column, columns of a program,
                block,
-               per channel or not, number of results, rate or not, low, high, gradients summed
+               per channel or not, number of results, rate or not, low, high, gradients summed,
+               whether its columns are in rows of their own
 
 Each gate's function is a separate constant, because Triton's cache key contains the
 source of a function only if the function itself is a constant. In names of tiles T is
@@ -29,8 +30,8 @@ from .conv_forward import meets_a_boundary, walk_head
 # five are equal.
 AT_SLOT, AT_COUNT, AT_COLUMN, AT_WIDTH, AT_BLOCK = map(tl.constexpr, range(5))
 AT_UNIT, AT_SUMMED = map(tl.constexpr, (5, 6))  # of CONVOLVED
-AT_CHANNELS, AT_RESULTS, AT_RATED, AT_LOW, AT_HIGH, AT_GATE_SUMMED = map(
-    tl.constexpr, range(5, 11)
+AT_CHANNELS, AT_RESULTS, AT_RATED, AT_LOW, AT_HIGH, AT_GATE_SUMMED, AT_APART = map(
+    tl.constexpr, range(5, 12)
 )
 # elements (tokens times columns) of a gate's tile, at most 8 per thread
 _SPAN = tl.constexpr(1024)
@@ -253,8 +254,8 @@ def front_forward_kernel(
     Writes the convolved sections to ``x_ptr``, ``y_ptr``, ``z_ptr`` and the gates to
     ``g_ptr``, ``h_ptr``, ``i_ptr``; a table's only gate may write a second result, to
     ``h_ptr``.
-    ``gates_ptr``: rows with the gates' columns. ``*stride_s``, ``*stride_b``: elements
-    from a token
+    ``gates_ptr``: rows with the columns of the gates that are not in ``rows_ptr``.
+    ``*stride_s``, ``*stride_b``: elements from a token
     or batch row to the next. GATE, SECOND_GATE, THIRD_GATE: the gates' functions.
     FIRST: first convolved column. ``first_slot``: the slot of program 0. Programs of
     neighbouring heads run at the same time, so together they read whole rows.
@@ -263,7 +264,8 @@ def front_forward_kernel(
     tokens = ROWS * steps
     start = tl.program_id(1) * tokens
     b = tl.cast(tl.program_id(2), tl.int64)
-    rows_ptr += b * stride_b + FIRST
+    own_ptr = rows_ptr + b * stride_b
+    rows_ptr = own_ptr + FIRST
     gates_ptr += b * gates_stride_b
     lead_stride = tl.num_programs(2) * C
     if HAS_HISTORY:
@@ -271,7 +273,7 @@ def front_forward_kernel(
     gates = (g_ptr, h_ptr, i_ptr)
     for n in tl.static_range(len(GATES)):
         _gate_slot(
-            gates_ptr,
+            gates_ptr if GATES[n][AT_APART] else own_ptr,
             A_log_ptr,
             dt_bias_ptr,
             gates[n],
@@ -281,7 +283,7 @@ def front_forward_kernel(
             start,
             S,
             tokens,
-            gates_stride_s,
+            gates_stride_s if GATES[n][AT_APART] else stride_s,
             (GATE, SECOND_GATE, THIRD_GATE)[n],
             GATES,
             n,
@@ -605,7 +607,7 @@ def front_backward_kernel(
 
     Reads the gradients of the convolved sections (``dx_ptr``, ``dy_ptr``, ``dz_ptr``)
     and of the gates (``dg_ptr``, ``dh_ptr``, ``di_ptr``). Writes the gradients of the
-    rows to ``d_rows_ptr``, of the gates' columns to ``d_gates_ptr``. Strides are as in
+    rows to ``d_rows_ptr``, of ``gates_ptr`` to ``d_gates_ptr``. Strides are as in
     the forward. Each tile has a row of COLUMNS partial sums in ``partial_ptr`` for the
     gradients of conv weight [C, W], conv bias [C] and, from column RATE_COLUMN on,
     A_log and dt_bias. Each program writes some columns of its tile's row; a second
@@ -616,8 +618,10 @@ def front_backward_kernel(
     tokens = ROWS * steps
     start = tile * tokens
     b = tl.cast(tl.program_id(2), tl.int64)
-    rows_ptr += b * stride_b + FIRST
-    d_rows_ptr += b * d_stride_b + FIRST
+    own_ptr = rows_ptr + b * stride_b
+    d_own_ptr = d_rows_ptr + b * d_stride_b
+    rows_ptr = own_ptr + FIRST
+    d_rows_ptr = d_own_ptr + FIRST
     gates_ptr += b * gates_stride_b
     d_gates_ptr += b * d_gates_stride_b
     partial_ptr += (b * tl.num_programs(1) + tile) * COLUMNS
@@ -628,21 +632,21 @@ def front_backward_kernel(
     gates = (dg_ptr, dh_ptr, di_ptr)
     for n in tl.static_range(len(GATES)):
         _gate_slot_backward(
-            gates_ptr,
+            gates_ptr if GATES[n][AT_APART] else own_ptr,
             A_log_ptr,
             dt_bias_ptr,
             gates[n],
             dh_ptr,
             factor_ptr,
-            d_gates_ptr,
+            d_gates_ptr if GATES[n][AT_APART] else d_own_ptr,
             partial_ptr,
             slot,
             b,
             start,
             S,
             tokens,
-            gates_stride_s,
-            d_gates_stride_s,
+            gates_stride_s if GATES[n][AT_APART] else stride_s,
+            d_gates_stride_s if GATES[n][AT_APART] else d_stride_s,
             H,
             SCALED,
             RATE_COLUMN,

@@ -236,8 +236,8 @@ def _forward_launch(
     """The forward's launch; ``wanted_outputs``: for each section, whether its output is
     computed.
 
-    ``gates_apart``: the gates' columns have rows of their own. ``gate_strides``:
-    strides of S and B in the gates' rows. ``has_bias``: the convolution has a bias.
+    ``gates_apart``: the layout's gates have rows of their own. ``gate_strides``:
+    strides of S and B in these rows. ``has_bias``: the convolution has a bias.
     ``has_history``: history is given.
     """
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
@@ -358,7 +358,7 @@ def kernel_tables(
 
     ``suffix``: end of the functions' names, "" or "_backward". ``groups``: for each
     input, how many heads of its gradient are summed for one head. ``gates_apart``: the
-    gates have their own rows.
+    layout's gates have their own rows.
     """
     layout = front.layout
     convolved = []
@@ -375,9 +375,10 @@ def kernel_tables(
     for gate in front.table.gates:
         heads, width = layout.shape_of(gate.section)
         programs, columns = (heads, width) if gate.channels else (1, heads)
-        first = layout.columns(gate.section).start - (
-            layout.main_width if gates_apart else 0
-        )
+        first = layout.columns(gate.section).start
+        apart = gates_apart and first >= layout.main_width
+        if apart:
+            first -= layout.main_width
         gates.append(
             (
                 slot,
@@ -391,6 +392,7 @@ def kernel_tables(
                 float(gate.low),
                 float(gate.high),
                 groups[place],
+                apart,
             )
         )
         slot = slot + programs

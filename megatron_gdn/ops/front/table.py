@@ -104,7 +104,7 @@ class FrontParameters(NamedTuple):
     A_log: Tensor  # [heads], fp32
     dt_bias: Tensor  # [heads * width], fp32
     shared: Tensor | None  # the rule's input that all tokens share
-    # the gates' sections [S, B, .] if the rows do not contain them
+    # the sections that the layout calls gates [S, B, .] if the rows lack them
     apart: Tensor | None
 
 
@@ -187,7 +187,6 @@ class Front:
         wide = torch.promote_types(
             torch.promote_types(proj.dtype, A_log.dtype), torch.float32
         )
-        rows = (proj if apart is None else apart).transpose(0, 1)
         made: dict[str, Tensor] = {}
         for gate in self.table.gates:
             if wanted is not None and not any(
@@ -195,10 +194,13 @@ class Front:
             ):
                 continue
             columns = self.layout.columns(gate.section)
+            rows = proj
             first = 0
-            if apart is not None:
+            if apart is not None and columns.start >= self.layout.main_width:
+                rows = apart
                 first = self.layout.main_width
-            x = rows[..., columns.start - first : columns.stop - first].to(wide)
+            x_SBC = rows[..., columns.start - first : columns.stop - first]
+            x = x_SBC.transpose(0, 1).to(wide)
             x = x.unflatten(-1, self.layout.shape_of(gate.section))
             rate = None
             if gate.rated:
