@@ -51,12 +51,14 @@ def stage_times(
         call = lambda x, linear=linear: linear(x)[0]  # noqa: E731
         found[name] = _of_call(call, linear, given_SBR, milliseconds, context)
     if isinstance(layer, RecurrentMixer):
+        # Rows, and the gates that come beside them; their gradients come together too.
+        together = lambda x: Joined.apply(*layer.project_apart(x))  # noqa: E731
         found["all before the front"] = _of_call(
-            layer.project, layer, x_SBD.detach().clone(), milliseconds, context
+            together, layer, x_SBD.detach().clone(), milliseconds, context
         )
         with torch.no_grad(), context():
-            rows_SBP = layer.project(x_SBD)
-        found |= _of_stages(layer, rows_SBP, packed, milliseconds)
+            rows_SBP, gates = layer.project_apart(x_SBD)
+        found |= _of_stages(layer, rows_SBP, gates, packed, milliseconds)
     return found
 
 
@@ -85,16 +87,33 @@ def _of_call(
     return [first, milliseconds(both) - first]
 
 
+class Joined(torch.autograd.Function):
+    """The first of two tensors, of which both get gradients, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gates: Tensor | None) -> Tensor:
+        ctx.gates = None if gates is None else torch.ones_like(gates)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return d_rows, ctx.gates
+
+
 @torch.no_grad()
 def _of_stages(
-    layer: RecurrentMixer, rows_SBP: Tensor, packed: Any, milliseconds: Milliseconds
+    layer: RecurrentMixer,
+    rows_SBP: Tensor,
+    gates: Tensor | None,
+    packed: Any,
+    milliseconds: Milliseconds,
 ) -> Times:
     """Front, rule and readout, called as ``ops/mixer.py`` calls them."""
     batch = layer.micro_batches.of(packed, rows_SBP)
     neighbours = batch.passage.neighbours
     documents = neighbours.documents
     of_rule = neighbours.of_rule
-    stages = layer.stages(rows_SBP, batch)
+    stages = layer.stages(rows_SBP, batch, gates)
     front = stages.front
     rule = stages.rule
     readout = stages.readout
