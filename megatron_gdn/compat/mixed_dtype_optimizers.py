@@ -1,22 +1,8 @@
 """Lets Megatron's optimizers train, save and load models that mix fp32 with 16-bit
 parameters.
 
-Faults of megatron-core 0.19 in a bf16 model whose ``A_log`` and ``dt_bias`` are fp32:
-
-1. ``DistributedOptimizer`` saves and loads states of wrong parameters: it numbers
-   parameters in the order of the gradient buffers, but Adam has the fp32 parameters
-   first (NVIDIA/Megatron-LM issue 2777, repaired on dev by 5835).
-2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` saves states of wrong
-   parameters: it numbers 16-bit parameters only (repaired on main by 5929).
-3. ``DistributedOptimizer`` loads only this rank's shard of an fp32 parameter, so
-   replicas may differ. The load also writes into a view of the parameter, which
-   autograd refuses.
-4. ``Float16OptimizerWithFloat16Params.state_dict`` (``--ckpt-format torch``) lists only
-   the masters of 16-bit parameters.
-5. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters, but
-   under torch's FSDP2 no parameter has a ``main_grad``.
-6. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one
-tensor.
+The faults of Megatron in a bf16 model whose ``A_log`` and ``dt_bias`` are fp32 are named
+in `.versions`, with the version from which a wrapper may go.
 
 A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. Wrappers
 change nothing in models of one dtype. In files an fp32 parameter is its own master
@@ -37,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import versions
 from .checkpoints import (
     cut_without_padding,
     explain_bucket_sizes,
@@ -50,6 +37,7 @@ from .checkpoints import (
     warn_on_torch_file,
 )
 from .kda_files import load_old_names
+from .versions import Gate
 
 # Our key for the masters of fp32 parameters in a Float16Optimizer's state dict.
 _FP32_KEY = "fp32_params"
@@ -78,54 +66,58 @@ def repair_mixed_dtype_optimizers() -> None:
         Float16OptimizerWithFloat16Params,
     )
 
-    for owner, name, wrapper in (
-        (DistributedOptimizer, "__init__", _order_as_adam),
-        (DistributedOptimizer, "load_state_dict", _load_equal_replicas),
-        (
-            DistributedOptimizer,
-            "load_parameter_state_from_dp_zero",
-            _load_equal_replicas,
-        ),
-        (DistributedOptimizer, "load_parameter_state_from_dp_zero", explain_file_sizes),
-        (
-            DistributedOptimizer,
-            "sharded_param_state_dp_reshardable",
-            store_empty_shares,
-        ),
-        (
-            DistributedOptimizer,
-            "sharded_param_state_dp_reshardable",
-            warn_on_dp_reshardable,
-        ),
-        (DistributedOptimizer, "save_parameter_state", warn_on_torch_file),
-        (ChainedOptimizer, "save_parameter_state", warn_on_torch_file),
-        (ChainedOptimizer, "state_dict", make_states_to_load),
-        (
-            DistributedOptimizer,
-            "sharded_param_state_fully_reshardable",
-            cut_without_padding,
-        ),
-        (Float16OptimizerWithFloat16Params, "state_dict", _list_every_master),
-        (
-            Float16OptimizerWithFloat16Params,
-            "sharded_state_dict",
-            _store_all_parameters,
-        ),
-        (Float16OptimizerWithFloat16Params, "load_state_dict", _load_fp32_masters),
-        (
-            Float16OptimizerWithFloat16Params,
-            "_copy_model_grads_to_main_grads",
-            _lend_main_grads,
-        ),
-        (LayerWiseDistributedOptimizer, "allgather_params", _gather_by_dtype),
-        (TorchDistLoadShardedStrategy, "load", load_sections_from_whole_tensor),
-        (TorchDistLoadShardedStrategy, "load", load_old_names),
-        (TorchDistLoadShardedStrategy, "load", explain_bucket_sizes),
-        (TorchDistLoadShardedStrategy, "load_tensors_metadata", leave_strides_out),
-    ):
-        original = getattr(owner, name)
-        _originals.append((owner, name, original))
-        setattr(owner, name, _wrapped(original, wrapper))
+    distributed = DistributedOptimizer
+    half = Float16OptimizerWithFloat16Params
+    files = TorchDistLoadShardedStrategy
+    # Of two wrappers of one method the later one calls the earlier one.
+    repairs: dict[Gate, list[tuple[type, str, Callable]]] = {
+        versions.STATES_IN_BUFFER_ORDER: [(distributed, "__init__", _order_as_adam)],
+        versions.REPLICAS_DIFFER: [
+            (distributed, "load_state_dict", _load_equal_replicas),
+            (distributed, "load_parameter_state_from_dp_zero", _load_equal_replicas),
+        ],
+        versions.EMPTY_SHARES: [
+            (distributed, "sharded_param_state_dp_reshardable", store_empty_shares)
+        ],
+        versions.NO_STATES_TO_LOAD: [
+            (ChainedOptimizer, "state_dict", make_states_to_load)
+        ],
+        versions.PADDING_BEFORE_STATES: [
+            (distributed, "sharded_param_state_fully_reshardable", cut_without_padding)
+        ],
+        versions.STATES_OF_HALF_PARAMETERS: [
+            (half, "state_dict", _list_every_master),
+            (half, "sharded_state_dict", _store_all_parameters),
+            (half, "load_state_dict", _load_fp32_masters),
+        ],
+        versions.NO_MAIN_GRADS: [
+            (half, "_copy_model_grads_to_main_grads", _lend_main_grads)
+        ],
+        versions.ONE_DTYPE_IN_MUON: [
+            (LayerWiseDistributedOptimizer, "allgather_params", _gather_by_dtype)
+        ],
+        versions.IN_PROJ_BY_RANK: [(files, "load", load_sections_from_whole_tensor)],
+        versions.STRIDES: [(files, "load_tensors_metadata", leave_strides_out)],
+        versions.SIZES_WITHOUT_NAMES: [
+            (distributed, "load_parameter_state_from_dp_zero", explain_file_sizes),
+            (distributed, "sharded_param_state_dp_reshardable", warn_on_dp_reshardable),
+            (distributed, "save_parameter_state", warn_on_torch_file),
+            (ChainedOptimizer, "save_parameter_state", warn_on_torch_file),
+            (files, "load", explain_bucket_sizes),
+        ],
+    }
+    # Files of this package's version 0.1, with every Megatron.
+    _wrap(files, "load", load_old_names)
+    for gate, methods in repairs.items():
+        if gate.is_open():
+            for owner, name, wrapper in methods:
+                _wrap(owner, name, wrapper)
+
+
+def _wrap(owner: type, name: str, wrapper: Callable) -> None:
+    original = getattr(owner, name)
+    _originals.append((owner, name, original))
+    setattr(owner, name, _wrapped(original, wrapper))
 
 
 def _wrapped(original: Callable, wrapper: Callable) -> Callable:
@@ -152,8 +144,7 @@ def restore_mixed_dtype_optimizers() -> None:
 def _order_as_adam(
     init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
 ) -> None:
-    """Run ``__init__`` (``init``), then give parameters the numbers that Adam uses
-    (fault 1)."""
+    """Run ``__init__`` (``init``), then give parameters the numbers that Adam uses."""
     init(optimizer, *args, **kwargs)
     places = _places_in_adam(optimizer)
     if places is not None and places != optimizer.model_param_group_index_map:
@@ -192,8 +183,7 @@ def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
 def _load_equal_replicas(
     load: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
 ) -> None:
-    """Call ``load``, then all-gather fp32 parameters, so that replicas are equal (fault
-    3)."""
+    """Call ``load``, then all-gather fp32 parameters, so that replicas are equal."""
     load(optimizer, *args, **kwargs)
     buffers = getattr(optimizer, "buffers", ())
     if len({buffer.param_dtype for buffer in buffers}) < 2:
@@ -205,8 +195,7 @@ def _load_equal_replicas(
 
 
 def _lend_main_grads(copy_grads: Callable, optimizer: Any) -> None:
-    """Call Megatron's ``copy_grads`` with fp32 parameters' ``grad`` as ``main_grad``
-    (fault 5)."""
+    """Call Megatron's ``copy_grads`` with fp32 parameters' ``grad`` as ``main_grad``."""
     fp32 = [
         p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")
     ]
@@ -226,8 +215,7 @@ def _store_all_parameters(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> dict[str, Any]:
-    """Wrap ``sharded_state_dict`` (``original``), to store fp32 parameters too (fault
-    2)."""
+    """Wrap ``sharded_state_dict`` (``original``), to store fp32 parameters too."""
     if not _mixes_dtypes(optimizer):
         return original(optimizer, model_sharded_state_dict, is_loading, metadata)
     with _fp32_parameters_as_their_own_masters(optimizer):
@@ -296,7 +284,7 @@ def _load_fp32_masters(
 def _list_every_master(
     state_dict: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap ``state_dict``: list fp32 parameters too, as their own masters (fault 4)."""
+    """Wrap ``state_dict``: list fp32 parameters too, as their own masters."""
     state = state_dict(optimizer, *args, **kwargs)
     if _mixes_dtypes(optimizer):
         state[_HALF_KEY] = [list(group["params"]) for group in optimizer.param_groups]

@@ -46,14 +46,15 @@ def why_untested(package: str, installed: str) -> str | None:
     is fine.
     """
     tested = TESTED.get(package)
-    if tested is None or _numbers(tested.oldest) <= _numbers(installed) <= _numbers(
-        tested.newest
-    ):
+    if tested is None or numbers_of(tested.oldest) <= numbers_of(
+        installed
+    ) <= numbers_of(tested.newest):
         return None
     return f"tested with {package} {tested}, this is {installed}"
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers_of(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version: ``"0.19.2"`` gives ``(0, 19)``."""
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 

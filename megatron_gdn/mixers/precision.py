@@ -17,6 +17,7 @@ from torch.distributed import fsdp
 
 from ..compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
 from ..compat.observe import log_once
+from ..compat.versions import TWO_DIVISIONS_IN_ONE_SUM
 from .loader_layout import launch_arguments
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,8 @@ def fence_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> None:
             "'optim_grads_params' (for megatron_fsdp.fully_shard: zero_dp_strategy, "
             "and no fsdp_unit_modules)."
         )
-    if buffer.ddp_config.gradient_reduce_div_fusion:
+    fused = buffer.ddp_config.gradient_reduce_div_fusion
+    if fused and TWO_DIVISIONS_IN_ONE_SUM.is_open():
         buffer.ddp_config.gradient_reduce_div_fusion = False
         log_once(
             f"Megatron-FSDP: {name} is {original.dtype} in a layer of "

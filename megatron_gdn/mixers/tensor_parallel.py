@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
+from ..compat.versions import MUON_KNOWS_ATTENTION_ALONE
 from ..ops.layout import layout_of_in_proj
 from .precision import mark_keep_in_fp32, replace_fully_shard_in_megatron
 from .tensor_map import take_share
@@ -53,7 +54,7 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
     ``use_muon``: whether Muon, and not Adam, updates the linear.
     """
     sizes = list(sections)
-    muon_splits = muon_reads_sections()
+    muon_splits = not MUON_KNOWS_ATTENTION_ALONE.is_open()
     if not muon_splits:
         log_once(
             "megatron_gdn: Muon of this megatron-core would orthogonalise in_proj as "
@@ -64,14 +65,6 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
             vars(parameter).update(partition_sizes=sizes, use_muon=use_muon)
             if parameter.ndim == 2 and muon_splits:
                 vars(parameter).update(is_qkv=True, qkv_split_shapes=sizes)
-
-
-def muon_reads_sections() -> bool:
-    """Whether Megatron's Muon reads ``qkv_split_shapes`` of each parameter (from 0.19
-    on)."""
-    from megatron.core.tensor_parallel import layers
-
-    return "qkv_split_shapes" in layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
 
 
 _MARK_OF_MARKED = "marked_by_gdn"  # the attribute that tells that a parameter has marks

@@ -1,12 +1,12 @@
 """What Megatron reads on the layer's parameters is there, whatever torch made of the
 objects."""
 
+import megatron.core
 import pytest
 import torch
-from megatron.core.tensor_parallel import layers
 from torch import nn
 
-from megatron_gdn.mixers.tensor_parallel import muon_reads_sections
+from megatron_gdn.compat.versions import MUON_KNOWS_ATTENTION_ALONE
 from tests.distributed.layer_laws import layer_with
 from tests.distributed.mixers import MAMBA2_FP32
 from tests.distributed.test_parameter_marks import WAYS
@@ -39,7 +39,7 @@ EXPECTED = {
     "out_norm.weight": {"sequence_parallel": True},
 }
 
-if muon_reads_sections():
+if not MUON_KNOWS_ATTENTION_ALONE.is_open():
     EXPECTED["in_proj.weight"] |= {
         "is_qkv": True,
         "qkv_split_shapes": [32, 32, 96, 96, 8, 8],
@@ -108,14 +108,12 @@ def test_mamba2s_projection_has_them_too():
     marks = vars(MAMBA2_FP32.build(MAMBA2_FP32.config(), None).in_proj.weight)
     sections = [24, 24, 10, 10, 8]
     assert marks["partition_sizes"] == sections and not marks["use_muon"]
-    if muon_reads_sections():
+    if not MUON_KNOWS_ATTENTION_ALONE.is_open():
         assert marks["is_qkv"] and marks["qkv_split_shapes"] == sections
 
 
 def test_older_megatrons_are_not_told_of_sections(monkeypatch, log):
     """Muon of 0.18 would cut them in the sizes of attention's heads."""
-    defaults = dict(layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS)
-    defaults.pop("qkv_split_shapes", None)
-    monkeypatch.setattr(layers, "_MODEL_PARALLEL_ATTRIBUTE_DEFAULTS", defaults)
+    monkeypatch.setattr(megatron.core, "__version__", "0.18.2")
     assert not hasattr(build().in_proj.weight, "is_qkv")
     assert "as one matrix" in log.text
