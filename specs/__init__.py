@@ -15,6 +15,7 @@ from .hybrid import (  # noqa: E402
     gdn_qk_norm_hybrid_stack_spec,
     gdp_stack_spec,
     hybrid_stack_spec,
+    kimi_linear_stack_spec,
 )
 from .layer import (  # noqa: E402
     gated_delta_net2_spec,
@@ -35,5 +36,6 @@ __all__ = [
     "gpt_block_spec",
     "hybrid_stack_spec",
     "kimi_delta_attention_spec",
+    "kimi_linear_stack_spec",
     "mamba2_spec",
 ]

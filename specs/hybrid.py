@@ -56,6 +56,7 @@ from .layer import (
     gated_delta_net_spec,
     gated_delta_product_spec,
     kimi_delta_attention_spec,
+    latent_attention_spec,
     local_attention_spec,
     local_mlp_builder,
     mamba2_spec,
@@ -84,6 +85,7 @@ class HybridStackSpec(ModuleSpec):
         mamba: dict[str, Any] | None = None,
         kda: dict[str, Any] | None = None,
         gdp: dict[str, Any] | None = None,
+        mla: dict[str, Any] | None = None,
         **options: Any,
     ) -> HybridStackSpec:
         """A new spec with the given modules and options; the options of this spec are
@@ -102,11 +104,14 @@ class HybridStackSpec(ModuleSpec):
                 constructors.
             gdp: keyword arguments of the GatedDeltaProduct constructor; if given, 'M'
                 layers are Gated DeltaProducts, as in Megatron's ``gdp_stack_spec``.
+            mla: keyword arguments of the LatentAttention constructor, whose '+' layers
+                have no position embedding. None: "te" has Megatron's '+' layers, and
+                "local" has none.
             **options: keyword arguments of the GatedDeltaNet constructor, or of
                 GatedDeltaNet2's if the config's variant is "gdn2". 'M' and 'K' layers
                 also get ``cp_layout``, ``linear_cp_mode``, ``cp_ranks_per_machine``
                 and, if legal there, ``backend``, unless ``mamba``, ``kda`` or ``gdp``
-                gives another value; '*' layers get ``cp_layout``.
+                gives another value; '*' and '+' layers get ``cp_layout``.
 
         Raises:
             ValueError: ``modules`` is unknown. ImportError: "te" without Transformer
@@ -118,6 +123,7 @@ class HybridStackSpec(ModuleSpec):
             mamba=mamba,
             kda=kda,
             gdp=gdp,
+            mla=mla,
             **options,
         )
 
@@ -129,6 +135,7 @@ def _hybrid_stack_spec(
     mamba: dict[str, Any] | None = None,
     kda: dict[str, Any] | None = None,
     gdp: dict[str, Any] | None = None,
+    mla: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
     """The spec of a hybrid stack with these options, as in
@@ -162,8 +169,14 @@ def _hybrid_stack_spec(
         theirs = _local_mtp_spec()
         attention = local_attention_spec(qk_layernorm, cp_layout)
         submodules = _local_submodules(mixer, of_mamba, attention)
+    # Megatrons without the letter '+' (0.18) have no place for its layer.
+    if mla is not None and hasattr(submodules, "mla_layer"):
+        attention = latent_attention_spec(modules, **{"cp_layout": cp_layout} | mla)
+        latent = _layer_after_norm(modules, attention)
+        submodules = replace(submodules, mla_layer=latent)
+    delta = kimi_delta_attention_spec(modules, **kda_options | (kda or {}))
     layers = {
-        KDA: _kda_layer(modules, kda_options | (kda or {})),
+        KDA: _layer_after_norm(modules, delta),
         GDN2: _layer(gated_delta_net2_spec(modules, **gdn2_options), norm_before),
     }
     heads = checked_mtp_spec(theirs, layers=layers, cp_layout=cp_layout)
@@ -264,9 +277,9 @@ def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
     )
 
 
-def _kda_layer(modules: str, options: dict[str, Any]) -> ModuleSpec:
-    """Spec of a layer of Kimi Delta Attention, whose norm is a module of the layer, as
-    in Megatron's spec."""
+def _layer_after_norm(modules: str, mixer: ModuleSpec) -> ModuleSpec:
+    """Spec of a layer of Kimi Delta Attention or latent attention, whose norm is a
+    module of the layer, as in Megatron's spec."""
     norm = TorchRMSNorm
     if modules == "te":
         norm = te.TENorm
@@ -274,7 +287,7 @@ def _kda_layer(modules: str, options: dict[str, Any]) -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=kimi_delta_attention_spec(modules, **options),
+            self_attention=mixer,
             self_attn_bda=BIAS_DROPOUT_ADD,
         ),
     )
@@ -525,3 +538,6 @@ gdn_hybrid_stack_spec_local = _hybrid_stack_spec("local")
 gdp_stack_spec = _hybrid_stack_spec("auto", gdp={})
 # For models with --qk-layernorm, such as Qwen3-Next and Qwen3.5.
 gdn_qk_norm_hybrid_stack_spec = _hybrid_stack_spec("auto", qk_layernorm=True)
+# For Kimi Linear. The norms inside its latent attention have an epsilon of their own.
+KIMI_LATENT = {"norm_epsilon": 1e-6}
+kimi_linear_stack_spec = _hybrid_stack_spec("auto", mla=KIMI_LATENT)

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -42,8 +43,13 @@ from megatron_gdn.gdn2.layer import GatedDeltaNet2
 from megatron_gdn.gdp.layer import GatedDeltaProduct, GatedDeltaProductSubmodules
 from megatron_gdn.kda.layer import KimiDeltaAttention, KimiDeltaAttentionSubmodules
 from megatron_gdn.mamba2.layer import Mamba2Mixer, Mamba2MixerSubmodules
-from megatron_gdn.mixers.attention import TorchAttention, TorchSelfAttention
+from megatron_gdn.mixers.attention import (
+    TorchAttention,
+    TorchSelfAttention,
+    class_with_tree_attention,
+)
 from megatron_gdn.mixers.base import RecurrentMixer
+from megatron_gdn.mixers.latent_attention import LatentAttention
 from megatron_gdn.mixers.loader_layout import AUTO
 
 MODULES = ("auto", "local", "te")
@@ -212,6 +218,49 @@ def local_attention_spec(
             linear_proj=RowParallelLinear,
             **qk_norm,
         ),
+        metainfo={"fuse_input_layernorm": False},
+    )
+
+
+def latent_attention_spec(
+    modules: str = "auto", cp_layout: str = AUTO, **options: Any
+) -> ModuleSpec:
+    """Spec of `LatentAttention`, for '+' layers without position embedding.
+
+    ``modules`` is as in `gated_delta_net_spec`, but no norm is fused; ``options`` are
+    keyword arguments of the constructor, such as ``norm_epsilon``.
+    """
+    if resolve_modules(modules) == "te":
+        core = class_with_tree_attention(cast(type, te.TEDotProductAttention))
+        down, column, row, norm = (
+            te.TELinear,
+            te.TEColumnParallelLinear,
+            te.TERowParallelLinear,
+            te.TENorm,
+        )
+    else:
+        core = TorchAttention
+        down, column, row, norm = (
+            ColumnParallelLinear,
+            ColumnParallelLinear,
+            RowParallelLinear,
+            TorchRMSNorm,
+        )
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=column,
+        linear_q_down_proj=down,
+        linear_q_up_proj=column,
+        q_layernorm=cast(Any, norm),
+        linear_kv_down_proj=down,
+        linear_kv_up_proj=column,
+        kv_layernorm=cast(Any, norm),
+        core_attention=ModuleSpec(module=core, params={"cp_layout": cp_layout}),
+        linear_proj=cast(Any, row),
+    )
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal, **options},
+        submodules=submodules,
         metainfo={"fuse_input_layernorm": False},
     )
 

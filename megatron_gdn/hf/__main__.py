@@ -75,7 +75,9 @@ def _parser() -> Parser:
     argument("target", help="new Hugging Face folder")
     help_text = "the Hugging Face folder it was made from"
     argument("--like", required=True, metavar="FOLDER", help=help_text)
-    help_text = "write A_log and dt_bias as F32 even where the source had BF16"
+    help_text = (
+        "write A_log, dt_bias and experts' biases as F32 even where the source had BF16"
+    )
     argument("--fp32-gates", action="store_true", help=help_text)
 
     argument = add("flags", "flags of a Megatron launch that builds the model")

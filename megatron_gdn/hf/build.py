@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .kimi import KIMI
 from .model_map import Architecture, HFModelConfig, read_hf_config
 
 
@@ -54,7 +55,8 @@ def build_model(
             such stages.
         parallel_output: keep logits split over tensor-parallel ranks, as Megatron's
             loss needs.
-        layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`).
+        layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`), in
+            a Kimi Linear of the Kimi Delta Attention layer.
         spec: a spec of a HybridStack or a GPT block, used in place of this package's
             spec.
         **changes: fields of ``TransformerConfig`` to override, such as
@@ -107,6 +109,8 @@ def build_model(
 
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+    if spec is None and hf.architecture == KIMI:
+        spec = _kimi_stack_spec(hf, resolved, options)
     spec = spec or hybrid_stack_spec(
         resolved, qk_layernorm=config.qk_layernorm, **options
     )
@@ -120,6 +124,16 @@ def build_model(
     return HybridModel(config, spec, hybrid_layer_pattern=pattern, **arguments), config
 
 
+def _kimi_stack_spec(hf: HFModelConfig, modules: str, options: dict[str, Any]) -> Any:
+    """The spec of a Kimi Linear; ``options`` are those of its 'K' layers."""
+    from ..specs import hybrid_stack_spec
+    from ..specs.hybrid import KIMI_LATENT
+
+    shared = {name: options[name] for name in ("cp_layout",) if name in options}
+    delta = {**hf.kda_options, **options}
+    return hybrid_stack_spec(modules, kda=delta, mla=KIMI_LATENT, **shared)
+
+
 def transformer_config(
     hf: HFModelConfig,
     model: Architecture = "hybrid",
@@ -131,7 +145,10 @@ def transformer_config(
     """The ``TransformerConfig`` of `build_model`, for this process's device and
     parallel sizes."""
     from megatron.core import parallel_state
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     has_gpu = torch.cuda.is_available()
     if dtype is None:
@@ -161,7 +178,10 @@ def transformer_config(
         ):
             size = getattr(parallel_state, f"get_{name}_parallel_world_size")()
             settings[f"{name}_parallel_size"] = size
-    return TransformerConfig(**(settings | changes))
+    settings |= changes
+    if settings.get("multi_latent_attention"):
+        return MLATransformerConfig(**settings)
+    return TransformerConfig(**settings)
 
 
 # TransformerConfig fields whose command-line flag has another name.
@@ -169,6 +189,7 @@ _FLAGS = {
     "layernorm_epsilon": "norm_epsilon",
     "add_bias_linear": "disable_bias_linear",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "apply_rope_fusion": "no_rope_fusion",
 }
 
 
@@ -180,7 +201,7 @@ def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> lis
     Megatron pads the vocabulary; the model's checkpoint loads with any padding.
 
     Raises:
-        NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers.
+        NotImplementedError: as in `HFModelConfig.megatron_settings`.
     """
     flags: list[str] = []
     for name, value in _launch_settings(config, model).items():
@@ -213,6 +234,12 @@ def megatron_arguments(
     return args
 
 
+def _launch_names(kda_options: dict[str, int]) -> dict[str, int]:
+    """Options of 'K' layers by the names of Megatron's arguments."""
+    names = {"forget_rank": "kda_f_lora_rank", "output_rank": "kda_gate_lora_rank"}
+    return {names[option]: value for option, value in kda_options.items()}
+
+
 def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, Any]:
     """The model's settings by names of Megatron's arguments, in the order of
     `megatron_flags`."""
@@ -224,19 +251,26 @@ def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, An
     del settings["activation_func"]
     spec = "gpt_block_spec"
     if model == "hybrid":
-        spec = (
-            f"{'gdn_qk_norm_' if 'qk_layernorm' in settings else ''}hybrid_stack_spec"
-        )
+        if config.architecture == KIMI:
+            spec = "kimi_linear_stack_spec"
+        elif "qk_layernorm" in settings:
+            spec = "gdn_qk_norm_hybrid_stack_spec"
+        else:
+            spec = "hybrid_stack_spec"
         # the pattern implies both
         del settings["num_layers"], settings["is_hybrid_model"]
         settings = {"hybrid_layer_pattern": config.hybrid_layer_pattern} | settings
     flags: dict[str, Any] = {"spec": ("megatron_gdn.specs", spec)}
+    settings |= _launch_names(config.kda_options)
     for name, value in settings.items():
+        if value is None:  # as without the flag
+            continue
         if isinstance(value, list):
             value = f"([{','.join(map(str, value))}])"
         flags["num_experts" if name == "num_moe_experts" else name] = value
+    if "num_query_groups" in settings:
+        flags["group_query_attention"] = True
     flags |= {
-        "group_query_attention": True,
         activation: True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,

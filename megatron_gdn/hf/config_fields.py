@@ -100,6 +100,11 @@ def _is_unlimited(value: object) -> bool:
     return _is_number(value[0]) and value[0] == 0 and value[1] in infinity
 
 
+_LAYER_NUMBERS = _list_of(
+    "the numbers of layers, from 1",
+    "whole numbers from 1",
+    lambda value: _is_whole(value) and value >= 1,
+)
 _BLOCKS = "attention", "full_attention", "linear_attention", "mamba", "mlp", "moe"
 
 FIELDS: dict[str, Field] = {
@@ -137,6 +142,17 @@ FIELDS: dict[str, Field] = {
         "whole numbers from 0",
         lambda value: _is_whole(value) and value >= 0,
     ),
+    "mlp_layer_types": _list_of(
+        "the kind of each layer's MLP",
+        "'dense' or 'sparse'",
+        lambda value: isinstance(value, str) and value in ("dense", "sparse"),
+    ),
+    "first_k_dense_replace": _whole("layers before the first experts", 0, _MOST_LAYERS),
+    "linear_attn_config": Field(
+        "layers and sizes of Kimi Delta Attention", "an object", _is_object
+    ),
+    "kda_layers": _LAYER_NUMBERS,
+    "full_attn_layers": _LAYER_NUMBERS,
     # Sizes.
     "vocab_size": _whole("rows of the embedding"),
     "hidden_size": _whole("width of the model"),
@@ -151,6 +167,11 @@ FIELDS: dict[str, Field] = {
     "linear_conv_kernel_dim": _whole("taps of the convolution", high=1024),
     "linear_num_heads": _whole("heads of Kimi Delta Attention"),
     "linear_head_dim": _whole("dims of a head of Kimi Delta Attention"),
+    "kv_lora_rank": _whole("width of the latent of keys and values"),
+    "q_lora_rank": _whole("width of the latent of queries"),
+    "qk_nope_head_dim": _whole("dims of a head's own key"),
+    "qk_rope_head_dim": _whole("dims of the key that all heads share"),
+    "v_head_dim": _whole("dims of a head's value"),
     "mamba_num_heads": _whole("heads of Mamba2"),
     "mamba_head_dim": _whole("dims of a head of Mamba2"),
     "ssm_state_size": _whole("rows of a Mamba2 state"),
@@ -161,6 +182,9 @@ FIELDS: dict[str, Field] = {
     "moe_intermediate_size": _whole("width of an expert"),
     "shared_expert_intermediate_size": _whole("width of the shared expert"),
     "routed_scaling_factor": _number("factor of the routed experts' output", 0, 1e6),
+    "expert_groups": _whole("groups of experts", high=_MOST_EXPERTS),
+    "chosen_expert_groups": _whole("groups of a token", high=_MOST_EXPERTS),
+    "shared_experts": _whole("experts of every token", high=_MOST_EXPERTS),
     # Numbers of the computation.
     "rms_norm_eps": _number("epsilon of the norms", 0, 1),
     "rope_parameters": _ROPE,
@@ -178,6 +202,13 @@ FIELDS: dict[str, Field] = {
         "whether q_proj also computes attention's output gate", True
     ),
     "norm_topk_prob": _setting("whether the chosen experts' weights add up to 1", True),
+    # Settings of a Kimi Linear that the built model assumes.
+    "mla_use_nope": _setting("whether attention has no position embedding", True),
+    "moe_layer_freq": _setting("each layer of this number has experts", 1),
+    "moe_router_activation_func": _setting(
+        "function of the router's scores", "sigmoid"
+    ),
+    "use_grouped_topk": _setting("whether groups of experts are chosen", True),
     # Settings of a NemotronH that the built model assumes.
     "conv_kernel": _setting("taps of the convolution", 4),
     "mamba_hidden_act": _setting("activation of the convolutions", "silu"),

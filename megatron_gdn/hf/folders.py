@@ -66,7 +66,8 @@ _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 # Modules that have an ``_extra_state`` in Transformer Engine; local modules have none.
 _STATEFUL_IN_TE = (
-    *("out_norm", "q_layernorm", "k_layernorm", "pre_mlp_layernorm"),
+    *("out_norm", "q_layernorm", "k_layernorm", "kv_layernorm"),
+    *("input_layernorm", "pre_mlp_layernorm"),
     *("final_norm", "final_layernorm", "core_attention"),
 )
 
@@ -117,7 +118,8 @@ def export_folder(
         source: a folder of checkpoints, of which the newest is read, or the folder of
             one iteration. The checkpoint may have been saved at any parallel sizes.
         target: a new folder. like: the Hugging Face folder that the model came from.
-        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16.
+        fp32_gates: write ``A_log``, ``dt_bias`` and the experts' biases as F32 even
+            where ``like`` has BF16.
 
     Raises:
         FileNotFoundError, FileExistsError, ValueError, RuntimeError: see
@@ -163,7 +165,8 @@ def _compared_config(folder: str | Path, model: Architecture) -> HFModelConfig:
     """The config of a Hugging Face folder, after a comparison with the shapes in its
     files."""
     config = read_hf_config(folder)
-    plan_of(config, SafetensorsFolder(folder).specs, model, True)
+    specs = SafetensorsFolder(folder).specs
+    plan_of(config, specs, model, config.stores_gains_minus_1)
     return config
 
 
@@ -192,18 +195,18 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
         table: dict[str, Any] = (
             FileSystemReader(folder).read_metadata().state_dict_metadata
         )
-    # arguments of the run; if None, we assume zero-centred norms
+    # arguments of the run; if None, we assume the norms of a model of `build_model`
     args = common.get("args")
+    kind: Architecture = "hybrid" if "decoder.final_norm.weight" in stored else "gpt"
+    config = _compared_config(like, kind)
     # Older versions of Megatron name the setting apply_layernorm_1p.
-    centred = getattr(args, "apply_layernorm_1p", True)
+    centred = getattr(args, "apply_layernorm_1p", config.stores_gains_minus_1)
     centred = getattr(args, "layernorm_zero_centered_gamma", centred)
     if not isinstance(centred, bool):
         raise ValueError(
             f"{folder} was saved with layernorm_zero_centered_gamma={shown(centred)}; "
             "legal are True and False."
         )
-    kind: Architecture = "hybrid" if "decoder.final_norm.weight" in stored else "gpt"
-    config = _compared_config(like, kind)
     built = build_model(config, kind, layernorm_zero_centered_gamma=centred, **_ON_CPU)
     model: Any = built[0]
     pairs = model.sharded_state_dict().items()

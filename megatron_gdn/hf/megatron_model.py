@@ -17,14 +17,17 @@ import logging
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
+from ..mixers.latent_attention import LatentAttention
 from ..mixers.tensor_map import HFRef, TensorMap, dequantised
 from .model_map import Architecture, HFModelConfig, read_hf_config
 from .new_folder import refuse_existing
@@ -34,7 +37,6 @@ from .safetensors_files import (
     require_finite,
     write_folder,
 )
-from .state_dict_adapter import is_gated_delta_net_fp32_param_key
 from .tensor_plan import TensorPlan, count_of_others, plan_of
 
 logger = logging.getLogger(__name__)
@@ -43,11 +45,8 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(
     r"(?<=\.experts\.linear_fc[12]\.weight)\d+|(?<=\.local_experts\.)\d+"
 )
-_PUBLISHED_OPTIONS = {
-    "output_gate_activation": "silu",
-    "allow_neg_eigval": False,
-    "use_qk_l2norm": True,
-}
+# A buffer with the values of a file's tensor; other buffers are no weights.
+_EXPERT_BIAS = "router.expert_bias"
 
 
 def _rank_and_size(kind: str) -> tuple[int, int]:
@@ -128,9 +127,9 @@ def save_hf_weights(
         model: a HybridModel or GPTModel, as for `load_hf_weights`.
         folder: a new folder, which appears only when it is complete.
         like: the Hugging Face folder the model came from.
-        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16.
-            By default both get the dtype in ``like``, and a warning names tensors that
-            lost bits.
+        fp32_gates: write ``A_log``, ``dt_bias`` and the experts' biases as F32 even
+            where ``like`` has BF16. By default they get the dtype in ``like``, and a
+            warning names tensors that lost bits.
 
     Raises:
         NotImplementedError: pipeline or expert parallelism, or an adapter that cannot
@@ -163,8 +162,9 @@ def save_hf_weights(
     if export.rounded:
         logger.warning(
             "rounded from fp32 to the dtype that the source files have: %s. A_log and "
-            "dt_bias are in the exponent of a decay; to keep the trained values, "
-            "export with fp32_gates=True (--fp32-gates on the command line).",
+            "dt_bias are in the exponent of a decay, and experts' biases choose "
+            "experts; to keep the trained values, export with fp32_gates=True "
+            "(--fp32-gates on the command line).",
             ", ".join(sorted(export.rounded)),
         )
 
@@ -173,7 +173,7 @@ class _Export:
     """Computes the tensors of a save; tensor-parallel ranks must `read` the same keys
     in one order.
 
-    ``rounded`` has the keys of each ``A_log`` and ``dt_bias`` that lost bits.
+    ``rounded`` has the keys of the fp32 tensors, such as ``A_log``, that lost bits.
     """
 
     def __init__(
@@ -221,8 +221,7 @@ class _Export:
 
     def _dtype_of(self, key: str) -> torch.dtype:
         """The dtype in which the tensor ``key`` is written."""
-        widened = self._fp32_gates and is_gated_delta_net_fp32_param_key(key)
-        if widened:
+        if self._fp32_gates and self._maps_of[key][0][0].fp32:
             return torch.float32
         return self._source.specs[key].torch_dtype
 
@@ -278,7 +277,7 @@ def _unwrapped(model: Any) -> Any:
 
 def _plan_model(
     model: nn.Module, config: HFModelConfig, files: SafetensorsFolder
-) -> tuple[TensorPlan, dict[str, nn.Parameter]]:
+) -> tuple[TensorPlan, dict[str, Tensor]]:
     """The plan to fill ``model`` from ``files``, and the result of
     :func:`_global_parameters`."""
     bare = _unwrapped(model)
@@ -292,25 +291,40 @@ def _plan_model(
             f"{config.tied}."
         )
     for name, module in bare.named_modules():
-        for option, value in _PUBLISHED_OPTIONS.items():
-            built = getattr(module, option, value)
-            if built != value:
-                raise ValueError(
-                    f"{name} was built with {option}={built!r}, but Hugging Face "
-                    f"models with these weights compute with {value!r}. Build the "
-                    f"layer with {option}={value!r}."
-                )
+        _require_published_options(name, module, config)
     return plan, _global_parameters(bare)
 
 
-def _global_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Parameters outside adapters, named with the layer and expert numbers of the whole
-    model."""
+def _require_published_options(
+    name: str, module: nn.Module, config: HFModelConfig
+) -> None:
+    """Raise if ``module`` was built with an option that the published model does not
+    have."""
+    if isinstance(module, MLASelfAttention) and not isinstance(module, LatentAttention):
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, which rotates queries and keys, but "
+            f"{config.architecture} has no position embedding. Build the model with "
+            "megatron_gdn.specs.kimi_linear_stack_spec."
+        )
+    for option, value in config.published_options.items():
+        built = getattr(module, option, value)
+        if built != value:
+            raise ValueError(
+                f"{name} was built with {option}={built!r}, but Hugging Face models "
+                f"with these weights compute with {value!r}. Build the layer with "
+                f"{option}={value!r}."
+            )
+
+
+def _global_parameters(model: Any) -> dict[str, Tensor]:
+    """Parameters outside adapters and the experts' biases, named with the layer and
+    expert numbers of the whole model."""
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     ep_rank, ep = _rank_and_size("expert_model")
     first_expert = ep_rank * ((model.config.num_moe_experts or 0) // ep)
     parameters = {}
-    for name, parameter in model.named_parameters():
+    biases = (pair for pair in model.named_buffers() if pair[0].endswith(_EXPERT_BIAS))
+    for name, parameter in chain(model.named_parameters(), biases):
         owner, of_adapter, _ = name.partition(".adapter.")
         if of_adapter and _is_adapter_wrapper(model.get_submodule(owner)):
             continue
@@ -342,7 +356,7 @@ def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
 
 
 def _match_parameters(
-    plan: TensorPlan, params: dict[str, nn.Parameter], config: HFModelConfig
+    plan: TensorPlan, params: dict[str, Tensor], config: HFModelConfig
 ) -> list[tuple[TensorMap, list[str]]]:
     """Pair each map with the names in ``params`` that it fills; check shapes on meta
     tensors."""
@@ -385,9 +399,7 @@ def _match_parameters(
     return targets
 
 
-def _local_shard(
-    entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter
-) -> Tensor:
+def _local_shard(entry: TensorMap, pieces: Sequence[Tensor], param: Tensor) -> Tensor:
     """This rank's shard of the map ``entry``; a vocabulary is padded to the rows of
     ``param``."""
     rank, size = _rank_and_size("expert_tensor" if entry.is_expert else "tensor_model")
@@ -405,7 +417,7 @@ def _local_shard(
 
 
 @torch.no_grad()
-def _copy_into(param: nn.Parameter, piece: Tensor) -> bool:
+def _copy_into(param: Tensor, piece: Tensor) -> bool:
     """Copy ``piece`` into ``param``; return whether the parameter's dtype kept every
     value."""
     cast = piece.to(param.dtype)
@@ -418,10 +430,10 @@ def _copy_into(param: nn.Parameter, piece: Tensor) -> bool:
     return piece.dtype == cast.dtype or torch.equal(cast.to(piece.dtype), piece)
 
 
-def _adapter_wrappers(model: nn.Module) -> dict[nn.Parameter, nn.Module]:
+def _adapter_wrappers(model: nn.Module) -> dict[Tensor, nn.Module]:
     """Map each wrapped linear's weight to its wrapper, whose ``weight`` is the merged
     weight."""
-    wrappers: dict[nn.Parameter, nn.Module] = {}
+    wrappers: dict[Tensor, nn.Module] = {}
     for name, module in model.named_modules():
         if _is_adapter_wrapper(module):
             if not hasattr(type(module), "weight"):

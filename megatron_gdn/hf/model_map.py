@@ -18,11 +18,13 @@ import torch.nn.functional as F
 
 from ..gdn.hf import Storage, gdn_layer_maps
 from ..gdn.sizes import GDNDims
+from ..kda.sizes import KDADims
 from ..mixers.tensor_map import HFRef, TensorMap, rows_by_group, tensor_map
 from ..ops.delta_rule.sizes import LINEAR_SIZES
-from . import nemotron
+from . import kimi, nemotron
 from .config_fields import ConfigFields
 from .json_files import read_object, shown
+from .kimi import KIMI
 from .state_dict_adapter import GDN_FP32_CHECKPOINT_ARCHITECTURES
 
 Architecture = Literal["hybrid", "gpt"]
@@ -66,6 +68,11 @@ _SETTINGS = (
     "rope_type",
     "norm_topk_prob",
 )
+_PUBLISHED_OPTIONS = {
+    "output_gate_activation": "silu",
+    "allow_neg_eigval": False,
+    "use_qk_l2norm": True,
+}
 _ROPE_FIELDS = ("rope_type", "rope_theta", "partial_rotary_factor")
 
 
@@ -74,7 +81,9 @@ class HFModelConfig:
     """What a ``config.json`` says about the model and its weights."""
 
     architecture: str  # the class in transformers
-    hybrid_layer_pattern: str  # G: GDN, M: Mamba2, *: attention, -: MLP, E: experts
+    # G: GDN, K: Kimi Delta Attention, M: Mamba2, *: attention, +: latent attention, -:
+    # MLP, E: experts
+    hybrid_layer_pattern: str
     sizes: SimpleNamespace  # fields of a TransformerConfig
     vocab_size: int
     tied: bool  # whether the output layer uses the embedding's weight
@@ -89,14 +98,38 @@ class HFModelConfig:
         return "flat"
 
     @property
+    def published_options(self) -> dict[str, Any]:
+        """Options of layers -> the values with which the published model computes."""
+        if self.architecture == KIMI:
+            return kimi.PUBLISHED_OPTIONS
+        return _PUBLISHED_OPTIONS
+
+    @property
+    def stores_gains_minus_1(self) -> bool:
+        """Whether the files, and a built model, hold the gains of norms minus 1."""
+        return self.architecture != KIMI
+
+    @property
     def gdn(self) -> GDNDims:
         return GDNDims.from_config(self.sizes)
+
+    @property
+    def kda(self) -> KDADims:
+        return KDADims.of(self.sizes, **self.kda_options)
+
+    @property
+    def kda_options(self) -> dict[str, int]:
+        """The options of the 'K' layers that their weights need."""
+        if "K" in self.hybrid_layer_pattern:
+            return kimi.kda_ranks(self.sizes)
+        return {}
 
     def megatron_settings(self, model: Architecture = "gpt") -> dict[str, Any]:
         """The ``TransformerConfig`` fields that the weights need.
 
         Raises:
-            NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers.
+            NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers or
+                is a Kimi Linear.
         """
         pattern = self.hybrid_layer_pattern
         settings = dict(vars(self.sizes))
@@ -109,6 +142,10 @@ class HFModelConfig:
                 "moe_router_score_function": "sigmoid",
                 "moe_router_enable_expert_bias": True,
             }
+        elif self.architecture == KIMI:
+            settings |= {"gated_linear_unit": True, "activation_func": F.silu}
+            settings |= kimi.settings_of(pattern)
+            experts = {}
         else:
             settings |= {
                 "gated_linear_unit": True,
@@ -125,6 +162,11 @@ class HFModelConfig:
             raise NotImplementedError(
                 f"{self.architecture} has Mamba2 layers, and a GPTModel cannot have "
                 "any; use model='hybrid' (pretrain_hybrid.py)."
+            )
+        if self.architecture == KIMI:
+            raise NotImplementedError(
+                f"{self.architecture} has Kimi Delta Attention, and this package builds "
+                "no GPTModel with it; use model='hybrid' (pretrain_hybrid.py)."
             )
         mixers = pattern[::2]
         mlps = pattern[1::2]
@@ -167,7 +209,7 @@ def parse_hf_config(
             type or value, or contradicts another field.
     """
     top = ConfigFields(config, where)
-    known = sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES)
+    known = [*sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES), KIMI]
     named = top.get("architectures", [])
     architecture = next((name for name in named if name in (*known, NEMOTRON)), None)
     if architecture is None:
@@ -176,10 +218,12 @@ def parse_hf_config(
             "Linear-attention layers of other models convert one by one, see "
             "layer_from_hf of megatron_gdn.hf."
         )
+    if architecture == KIMI:
+        return _kimi_config(config, where)
     is_nemotron = architecture == NEMOTRON
     text = top.get("text_config", {}) or config
     if is_nemotron:
-        text = nemotron.with_usual_names(text, where)
+        text = nemotron.FIELDS.with_usual_names(text, where)
     fields = ConfigFields(
         text, where, architecture, nemotron.OWN_NAMES if is_nemotron else {}
     )
@@ -224,6 +268,22 @@ def parse_hf_config(
         rotary_fraction=0.0
         if is_nemotron
         else fields.get("partial_rotary_factor", 0.25),
+    )
+
+
+def _kimi_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
+    """The config of a Kimi Linear, from the parsed file ``config``."""
+    values = kimi.with_usual_names(config, where)
+    fields = ConfigFields(values, where, KIMI, kimi.FIELDS.known_as)
+    pattern = kimi.pattern_of(fields)
+    return HFModelConfig(
+        architecture=KIMI,
+        hybrid_layer_pattern=pattern,
+        sizes=kimi.sizes_of(fields, pattern),
+        vocab_size=fields["vocab_size"],
+        tied=fields.get("tie_word_embeddings", False),
+        rope_theta=0.0,
+        rotary_fraction=0.0,
     )
 
 
@@ -277,9 +337,10 @@ def model_maps(
     root = root_of(keys)
 
     def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
-        # For a gain of 1 + w the file stores w; a plain Megatron norm stores the gain
-        # itself.
-        return tensor_map(names, {key: (size,)}, shift=float(not zero_centered_gamma))
+        # For a gain of 1 + w the file stores w (Kimi Linear's: the gain itself); a
+        # plain Megatron norm stores the gain itself.
+        shift = float(config.stores_gains_minus_1) - float(zero_centered_gamma)
+        return tensor_map(names, {key: (size,)}, shift=shift)
 
     embedding = "embedding.word_embeddings.weight"
     output = "output_layer.weight"
@@ -298,6 +359,10 @@ def model_maps(
             mixer = f"decoder.layers.{2 * layer}."
             mlp = f"decoder.layers.{2 * layer + 1}."
         hf = f"{root}layers.{layer}."
+        if config.architecture == KIMI:
+            stored = config.sizes, keys, zero_centered_gamma
+            yield from kimi.layer_maps(mixer_kind + mlp_kind, mixer, mlp, hf, *stored)
+            continue
         attention = f"{mixer}self_attention."
         if mixer_kind == "G":
             fused = "in_proj"

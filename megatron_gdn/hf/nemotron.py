@@ -1,16 +1,9 @@
-"""The fields of a NemotronH's ``config.json``: each is read, or legal in one value, or
-harmless.
-
-A field that is in none of the three groups is refused, because it could change the
-model.
-"""
+"""The fields of a NemotronH's ``config.json``, and the layers that it names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from .config_fields import ConfigFields, check_field
+from .config_fields import ConfigFields
+from .field_groups import FieldGroups, without_effect
 from .json_files import shown
 
 # Fields of a NemotronH -> the names of these fields in the other models.
@@ -80,36 +73,34 @@ SETTINGS = {
     "use_bias",
     "use_conv_bias",
 }
-_WITHOUT_EFFECT = {
-    "it is about files or the library": """
-        _name_or_path auto_map dtype model_type quantization_config torch_dtype transformers_version
-    """,
-    "it sets first values of weights": """
-        initializer_range rescale_prenorm_residual time_step_floor time_step_max time_step_min
-        time_step_rank
-    """,
-    "it says how transformers runs": """
-        chunk_size chunk_size_feed_forward mamba_ssm_cache_dtype moe_shared_expert_overlap
-        use_mamba_kernels
-    """,
-    "it is about calls, generation or labels": """
-        bos_token_id eos_token_id id2label is_encoder_decoder label2id max_position_embeddings
-        num_logits_to_keep output_attentions output_hidden_states output_router_logits pad_token_id
-        problem_type return_dict use_cache
-    """,
-    "a built model has no dropout": "attention_dropout hidden_dropout",
-    "mamba_num_heads and mamba_head_dim give the width": "expand",
-    "attention has no rotary embedding": """
-        partial_rotary_factor rope_parameters rope_scaling rope_theta
-    """,
-    "heads of multi-token prediction are not built": """
-        mtp_hybrid_override_pattern mtp_layers_block_type num_nextn_predict_layers
-    """,
-}
 # Fields that change no number of the built model -> the reason.
-WITHOUT_EFFECT = {
-    name: why for why, names in _WITHOUT_EFFECT.items() for name in names.split()
-}
+WITHOUT_EFFECT = without_effect(
+    {
+        "it sets first values of weights": """
+            rescale_prenorm_residual time_step_floor time_step_max time_step_min time_step_rank
+        """,
+        "it says how transformers runs": """
+            chunk_size mamba_ssm_cache_dtype moe_shared_expert_overlap use_mamba_kernels
+        """,
+        "it is about calls, generation or labels": "num_logits_to_keep",
+        "a built model has no dropout": "hidden_dropout",
+        "mamba_num_heads and mamba_head_dim give the width": "expand",
+        "attention has no rotary embedding": """
+            partial_rotary_factor rope_parameters rope_scaling rope_theta
+        """,
+        "heads of multi-token prediction are not built": """
+            mtp_hybrid_override_pattern mtp_layers_block_type num_nextn_predict_layers
+        """,
+    }
+)
+FIELDS = FieldGroups(
+    model="NemotronH",
+    read=frozenset(READ),
+    settings=frozenset(SETTINGS),
+    without_effect=WITHOUT_EFFECT,
+    other_names=_OTHER_NAMES,
+    known_as=OWN_NAMES,
+)
 _SYMBOLS = {
     "attention": "*",
     "full_attention": "*",
@@ -118,36 +109,6 @@ _SYMBOLS = {
     "mlp": "-",
     "moe": "E",
 }
-
-
-def with_usual_names(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``values`` of a NemotronH under the names of NemotronHConfig, without the
-    harmless ones.
-
-    Raises:
-        ValueError: a field is unknown, is not supported, or has two names with two
-            values.
-    """
-    found = {name: value for name, value in values.items() if value is not None}
-    for name, usual in _OTHER_NAMES.items():
-        if name not in found:
-            continue
-        value = found.pop(name)
-        if found.setdefault(usual, value) != value:
-            raise ValueError(
-                f"{where}: {name}={shown(value)} and {usual}={shown(found[usual])} are "
-                "one setting of a NemotronH; give one value."
-            )
-    found = {name: value for name, value in found.items() if name not in WITHOUT_EFFECT}
-    unknown = sorted(found.keys() - READ - SETTINGS)
-    if unknown:
-        raise ValueError(
-            f"{where}: {shown(unknown)} are not known as fields of a NemotronH, and "
-            "could change the model. Remove them if they do not."
-        )
-    for name in sorted(SETTINGS & found.keys()):
-        check_field(name, found[name], where)
-    return found
 
 
 def pattern_of(fields: ConfigFields) -> str:

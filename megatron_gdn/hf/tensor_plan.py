@@ -26,7 +26,8 @@ _PASSTHROUGH = ("mtp.", "model.visual.", "visual.")
 # A weight of a layer, and of one of its experts, after the prefix of the text model's
 # keys.
 _LAYER_KEY = re.compile(
-    r"layers\.(?P<layer>[0-9]+)\.(?:mlp\.experts\.(?P<expert>[0-9]+)\.)?"
+    r"layers\.(?P<layer>[0-9]+)\."
+    r"(?:(?:mlp|block_sparse_moe)\.experts\.(?P<expert>[0-9]+)\.)?"
 )
 
 
@@ -78,6 +79,19 @@ def _compare_with_files(
         hf = f"{root}layers.{mixers.index('*')}.self_attn."
         width = sizes.num_attention_heads * sizes.kv_channels
         _require_shape(f"{hf}o_proj.weight", (hidden, width), specs, whose)
+    if "+" in mixers:
+        hf = f"{root}layers.{mixers.index('+')}.self_attn."
+        width = sizes.num_attention_heads * sizes.v_head_dim
+        latent = sizes.kv_lora_rank + sizes.qk_pos_emb_head_dim
+        _require_shape(f"{hf}o_proj.weight", (hidden, width), specs, whose)
+        key = f"{hf}kv_a_proj_with_mqa.weight"
+        _require_shape(key, (latent, hidden), specs, whose)
+    if "K" in mixers:
+        hf = f"{root}layers.{mixers.index('K')}.self_attn."
+        dims = config.kda
+        _require_shape(f"{hf}o_proj.weight", (hidden, dims.v_dim), specs, whose)
+        taps = (dims.qk_dim, 1, dims.conv_kernel_dim)
+        _require_shape(f"{hf}q_conv1d.weight", taps, specs, whose)
     if "G" in mixers:
         hf = f"{root}layers.{mixers.index('G')}.linear_attn."
         dims = config.gdn

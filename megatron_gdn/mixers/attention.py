@@ -52,7 +52,8 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     ``batch_invariant_mode``, plain torch runs each document by itself.
 
     Constructor arguments are those of DotProductAttention, and ``cp_layout`` as in
-    `GatedDeltaNet`.
+    `GatedDeltaNet`. Latent attention gives ``v_channels``, the columns of a head's
+    value, and ``k_channels``, which its ``softmax_scale`` has already.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         *args: Any,
         pg_collection: ProcessGroupCollection | None = None,
         cp_layout: str | SequenceLayout = AUTO,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
         if pg_collection is None:
@@ -70,6 +73,9 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             _config_of_one_rank(config), *args, pg_collection=pg_collection, **kwargs
         )
         self.config = config
+        if v_channels is not None:
+            heads = self.num_attention_heads_per_partition
+            self.hidden_size_per_partition = heads * v_channels
         self.loader_layout = LoaderLayout(cp_layout, config)
         if config.context_parallel_size > 1:
             self._require_plain(f"context_parallel_size={config.context_parallel_size}")
@@ -140,7 +146,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key = micro_batch.gather(key)
         value = micro_batch.gather(value)
-        if self._runs_flex(query):
+        if self._runs_flex(query) and self._runs_flex(value):
             out_sBHD = attend(query, key, value, _shared_mask(micro_batch), self._scale)
         else:
             exact = self.config.batch_invariant_mode and micro_batch.size == 1

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
+from megatron_gdn.frameworks.patch import add_flags_of_kda
 from megatron_gdn.hf import (
     build_model,
     compare_folders,
@@ -148,6 +149,7 @@ def megatron_loads(folder, checkpoint, kind: str) -> dict[str, tuple]:
     # There device="cuda" is the CPU, as in the files of Megatron-Core.
     checkpointing.torch = schedules.torch
     config = read_hf_config(folder)
+    add_flags_of_kda()
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
     here = [
         "--no-rope-fusion",

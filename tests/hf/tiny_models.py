@@ -70,6 +70,19 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+# Of moonshotai/Kimi-Linear-48B-A3B-Instruct, beside the fields of transformers' class.
+KIMI_PUBLISHED = {
+    "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"},
+    "head_dim": 72,
+    "mla_use_nope": True,
+    "moe_layer_freq": 1,
+    "moe_router_activation_func": "sigmoid",
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "use_grouped_topk": True,
+}
+DENSE = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 BAILING = {"head_dim": 8, "num_experts": 4}
 GLM = {
     "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
@@ -145,6 +158,9 @@ def build(family: str, **changes):
                 param.add_(torch.empty_like(param).uniform_(-0.9, 0.9))
             elif "conv1d" not in name:
                 param.normal_(std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
     return model.eval()
 
 
@@ -168,6 +184,44 @@ def as_published(model, folder: Path, packed: bool = False, extra: bool = True) 
         tensors["mtp.fc.weight"] = torch.randn(24, 48, dtype=BF16)
         tensors["mtp.norm.weight"] = torch.randn(24, dtype=BF16)
     write_folder(tensors, folder, save_file)
+
+
+def as_kimi_published(model, folder: Path) -> None:
+    """Save as the hub has Kimi Linear: other names in config.json, and dense MLPs under
+    their own name."""
+    from safetensors.torch import load_file, save_file
+
+    model.save_pretrained(folder)
+    (path,) = folder.glob("*.safetensors")
+    tensors = {}
+    for key, tensor in load_file(path).items():
+        dense = key.replace("block_sparse_moe.", "mlp.")
+        is_dense = dense.split(".mlp.")[-1] in DENSE
+        is_fp32 = key.endswith(("A_log", "dt_bias"))
+        tensors[dense if is_dense else key] = tensor.to(F32 if is_fp32 else BF16)
+    path.unlink()
+    config = model.config
+    if config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    write_folder(tensors, folder, save_file)
+    config_path = folder / "config.json"
+    saved = json.loads(config_path.read_text())
+    types = saved.pop("layer_types")
+    mlps = saved.pop("mlp_layer_types")
+    saved["first_k_dense_replace"] = mlps.count("dense")
+    saved["linear_attn_config"] = {
+        "full_attn_layers": [
+            n for n, kind in enumerate(types, 1) if kind == "full_attention"
+        ],
+        "kda_layers": [
+            n for n, kind in enumerate(types, 1) if kind == "linear_attention"
+        ],
+        "head_dim": saved.pop("linear_head_dim"),
+        "num_heads": saved.pop("linear_num_heads"),
+        "short_conv_kernel_size": saved.pop("linear_conv_kernel_dim"),
+    }
+    saved |= KIMI_PUBLISHED
+    config_path.write_text(json.dumps(saved, indent=2) + "\n")
 
 
 def write_folder(tensors, folder: Path, save_file, files: int = 3) -> None:
@@ -221,7 +275,26 @@ FOLDERS = {
 }
 
 
+# Kimi Linear, as the hub has it (a function of its own saves it) and as transformers
+# saves it.
+KIMI = "KimiLinearForCausalLM"
+KIMI_FOLDERS = {
+    "kimi": (KIMI, {"q_lora_rank": None}, None),
+    "kimi tied": (KIMI, {"q_lora_rank": None, "tie_word_embeddings": True}, None),
+    "kimi saved": (KIMI, {}, {"extra": False}),
+    "kimi groups": (
+        KIMI,
+        {"q_lora_rank": None, "num_local_experts": 8, "n_group": 4, "topk_group": 1},
+        {"extra": False},
+    ),
+}
+
+
 def make_folder(name: str, folder: Path) -> None:
-    family, changes, saving = FOLDERS[name]
+    family, changes, saving = (FOLDERS | KIMI_FOLDERS)[name]
     folder.mkdir()
-    as_published(build(family, **changes), folder, **saving)
+    model = build(family, **changes)
+    if saving is None:
+        as_kimi_published(model, folder)
+    else:
+        as_published(model, folder, **saving)
