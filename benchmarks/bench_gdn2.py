@@ -29,9 +29,14 @@ if HAS_THEIRS:  # before anything imports Megatron
     sys.path.insert(0, str(CLONE.resolve()))
 
 import torch  # noqa: E402
-from bench_kda import CASES, TINY, measured, tune_over  # noqa: E402
+from bench_kda import CASES, TINY, tune_over  # noqa: E402
 from lib.layers import DEVICE, start_megatron, thd  # noqa: E402
-from lib.measure import environment, table, write_lines  # noqa: E402
+from lib.measure import (  # noqa: E402
+    environment,
+    table,
+    times_of_layer,
+    write_lines,
+)
 
 from megatron_gdn import GatedDeltaNet2, GatedDeltaNetSubmodules  # noqa: E402
 
@@ -148,7 +153,7 @@ def main() -> None:
                 return layer(x, None, packed_seq_params=packed)[0]
 
             outputs.append(run().detach().float())
-            found[whose] = made = measured(run, layer, x, args.repeats)
+            found[whose] = made = times_of_layer(run, layer, x, args.repeats)
             forward = made["forward"]["median"]
             both = made["both"]["median"]
             kept = f"{made['kept_mib']:.0f}" if "kept_mib" in made else ""

@@ -10,6 +10,7 @@
 #   benchmarks/on_gpus.sh fp8       one GPU, Transformer Engine: layers and runs under FP8
 #   benchmarks/on_gpus.sh kda       one GPU: Kimi Delta Attention beside fla's layer
 #   benchmarks/on_gpus.sh gdn2      one GPU: Gated DeltaNet-2 beside Megatron main's layer
+#   benchmarks/on_gpus.sh gdp       one GPU: Gated DeltaProduct beside Megatron main's layer
 #   benchmarks/on_gpus.sh host      one GPU: the host's time, here and in the checkout OTHER=folder, in turn
 #   benchmarks/on_gpus.sh repeats   one GPU: the bits of hundreds of runs in two processes
 #   benchmarks/on_gpus.sh sanitize  one GPU or more: compute-sanitizer's tools over every kernel
@@ -26,7 +27,7 @@
 # `python3 -m megatron_gdn.warm_up` filled elsewhere spares two minutes of each part.
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, host, repeats, sanitize, parallel, laws or models}
+part=${1:?check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, gdp, host, repeats, sanitize, parallel, laws or models}
 out=${2:-runs/on_gpus/$part}
 mkdir -p "$out"
 export PYTHONPATH=$PWD:${PYTHONPATH:-} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
@@ -154,6 +155,9 @@ gdn2)
   laws gdn2 240 tests/gpu/test_fla_rules.py -k gdn2 || failed=1
   bench gdn2 320 bench_gdn2 --configurations 2 --seconds 300 || failed=1
   ;;
+gdp)
+  bench gdp 420 bench_gdp --configurations 2 --seconds 400 || failed=1
+  ;;
 host)
   other=$(cd "${OTHER:?a checkout of another commit}" && pwd)
   out=$(realpath "$out")
@@ -218,7 +222,7 @@ models)
   bench model 120 bench_model --graphs none local --cases batch packed || failed=1
   ;;
 *)
-  echo "no part '$part'; there are check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, host, repeats, sanitize, parallel, laws and models" >&2
+  echo "no part '$part'; there are check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, gdp, host, repeats, sanitize, parallel, laws and models" >&2
   exit 2
   ;;
 esac

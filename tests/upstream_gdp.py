@@ -34,6 +34,8 @@ def rule(
     """In the place of fla's ``chunk_gated_delta_product``."""
     assert initial_state is None
     n = num_householder
+    kind = q.dtype
+    q, k, v, beta = (x.to(g.dtype) for x in (q, k, v, beta))
     ends = [q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()[1:]
     outputs = []
     S = None
@@ -47,7 +49,7 @@ def rule(
                 S = S + torch.einsum("bhk,bhv->bhkv", k[:, j], write)
             outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
     o = torch.stack(outputs, dim=1) * q.shape[3] ** -0.5
-    return o, S if output_final_state else None
+    return o.to(kind), S if output_final_state else None
 
 
 def conv(
@@ -96,13 +98,17 @@ def without_kernels():
         yield
 
 
+def megatrons_class() -> type[nn.Module]:
+    return import_module(MODULE).GatedDeltaProductMixer
+
+
 def megatrons(config, groups, **options) -> nn.Module:
     """Megatron's class with linears of torch; to be called under `without_kernels`."""
     package = import_module(MODULE)
     parts = package.GatedDeltaProductMixerSubmodules(
         in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
     )
-    return package.GatedDeltaProductMixer(
+    return megatrons_class()(
         config,
         parts,
         config.hidden_size,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,31 @@ def time_of(
     for _ in range(repeats):
         run()
     return {"median": (time.perf_counter() - began) * 1e3 / repeats, "n": repeats}
+
+
+def times_of_layer(
+    forward: Callable[[], torch.Tensor],
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    repeats: int,
+) -> dict[str, Any]:
+    """The times of a layer's forward, and of forward and backward, and the MiB that are
+    kept in between; ``x`` is the layer's input."""
+    of_forward = time_of(forward, repeats)
+    grad = torch.randn_like(forward())
+
+    def both() -> None:
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
+        forward().backward(grad)
+
+    made: dict[str, Any] = {"forward": of_forward, "both": time_of(both, repeats)}
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        out = forward()
+        made["kept_mib"] = (torch.cuda.memory_allocated() - before) / 2**20
+        del out
+    return made
 
 
 # Layers of one run whose launches fit into the queue of a stream that sleeps.

@@ -4,12 +4,13 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
+from megatron_gdn import GatedDeltaProduct, patch_megatron
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixers import MAMBA_SIZES, build_gdp, config_of, draw_
 from tests.distributed.model_laws import leaves
 from tests.parallel import assert_close, groups_of_megatron
 from tests.ranks import on_ranks
-from tests.upstream_gdp import HAS_GDP, megatrons, without_kernels
+from tests.upstream_gdp import HAS_GDP, megatrons, megatrons_class, without_kernels
 
 pytestmark = pytest.mark.skipif(
     not HAS_GDP, reason="needs a Megatron that has Gated DeltaProduct"
@@ -52,6 +53,7 @@ def through_a_file(one, other, folder) -> None:
     other.load_state_dict({k.removeprefix("mixer."): v for k, v in loaded.items()})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)]
 )
@@ -102,6 +104,19 @@ def test_files_of_each_load_into_the_other(tp, tmp_path):
         through_a_file(ours, again, tmp_path / "ours")
         for name, parameter in theirs.named_parameters():
             assert torch.equal(parameter, again.get_parameter(name)), name
+
+
+@on_ranks(tp=1)
+def test_a_call_of_megatrons_class_builds_ours_until_it_is_given_back():
+    theirs = megatrons_class()
+    config = config_of(MAMBA_SIZES)
+    found = []
+    for options in ({"gdp": {"num_householder": 4}}, {}, {"gdn": False}):
+        patch_megatron(**options)
+        with without_kernels():
+            found.append(megatrons(config, groups_of_megatron()))
+    assert [type(x) for x in found] == [GatedDeltaProduct, GatedDeltaProduct, theirs]
+    assert [x.num_householder for x in found] == [4, 3, 3]
 
 
 @on_ranks(tp=1)

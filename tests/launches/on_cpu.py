@@ -45,6 +45,7 @@ IMPORTED_BY_A_RUN = (
     "megatron.core.datasets.helpers",
     "megatron_gdn.gdn.layer",
     "megatron_gdn.gdn2.layer",
+    "megatron_gdn.gdp.layer",
     "megatron_gdn.kda.layer",
     "megatron_gdn.mamba2.layer",
     "megatron_gdn.mixers.attention",

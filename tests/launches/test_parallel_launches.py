@@ -26,10 +26,12 @@ GPT = "pretrain_gpt.py"
 SPECS = {
     HYBRID: "--spec megatron_gdn.specs hybrid_stack_spec",
     GPT: "--spec megatron_gdn.specs gpt_block_spec",
+    "gdp": "--spec megatron_gdn.specs gdp_stack_spec",
 }
 UPSTREAM = {
     HYBRID: "--spec tests.launches.upstream_layers hybrid_stack",
     GPT: "--spec tests.launches.upstream_layers gpt_block",
+    "gdp": "--spec tests.launches.upstream_layers gdp_stack_spec",
 }
 SIZES = f"""{SMALL}
     --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16
@@ -55,6 +57,7 @@ DENSE = "--hybrid-layer-pattern G-*-"
 MODELS = {
     "dense": (HYBRID, DENSE, ""),
     "gdn2": (HYBRID, f"{DENSE} --experimental-attention-variant gdn2", ""),
+    "gdp": (HYBRID, "--hybrid-layer-pattern M-*- --gdp-num-householder 2", ""),
     "heads": (HYBRID, "--hybrid-layer-pattern G-*-/*-", ""),
     "mamba": (HYBRID, "--hybrid-layer-pattern GM*-", ""),
     "kda": (HYBRID, "--hybrid-layer-pattern K-G*", ""),
@@ -87,6 +90,10 @@ HAS_GDN2 = (
     CLONE is not None
     and (Path(CLONE) / "megatron/core/ssm/gated_delta_net/gdn2.py").exists()
 )
+HAS_GDP = (
+    CLONE is not None
+    and (Path(CLONE) / "megatron/core/ssm/gated_delta_product.py").exists()
+)
 HAS_KDA = (
     CLONE is not None
     and (Path(CLONE) / "megatron/core/ssm/gated_delta_net/kda.py").exists()
@@ -108,6 +115,7 @@ ARRANGEMENTS = {
         (1, "--async-save"),
     ],
     "gdn2": [None, (2, TENSOR), (2, CONTEXT)],
+    "gdp": [None, (2, TENSOR), (2, CONTEXT)],
     "heads": [None, (2, TENSOR)],
     "mamba": [(2, TENSOR)],
     "kda": [
@@ -154,7 +162,8 @@ def trained(data, tmp_path_factory):
 
     def launch(model: str, processes: int, *flags: str):
         script, of_model, read = MODELS[model]
-        words = f"{SPECS[script]} {SIZES} {of_model} {DATA[read].format(folder=data)}"
+        spec = SPECS.get(model, SPECS[script])
+        words = f"{spec} {SIZES} {of_model} {DATA[read].format(folder=data)}"
         return launched(
             script, processes, *words.split(), *flags, launcher=model in LAUNCHER
         )
@@ -189,11 +198,14 @@ def test_every_arrangement_takes_the_steps_of_one_process(
 ):
     if model == "gdn2" and not HAS_GDN2:
         pytest.skip("this branch has no Gated DeltaNet-2")
+    if model == "gdp" and not HAS_GDP:
+        pytest.skip("this branch has no Gated DeltaProduct")
     if model == "kda of Megatron" and not HAS_KDA:
         pytest.skip("this branch has no Kimi Delta Attention")
     folder, wanted = saved(model)
     script, of_model, read = MODELS[model]
-    processes, flags = arrangement or (FIRST.get(model, 1), UPSTREAM[script])
+    theirs = UPSTREAM.get(model, UPSTREAM[script])
+    processes, flags = arrangement or (FIRST.get(model, 1), theirs)
     held_to = "Megatron's own layer" if arrangement is None else "one process"
     told_by = flags if arrangement else ""
     if "--hybrid-layer-pattern" not in told_by:
@@ -215,5 +227,5 @@ def test_every_arrangement_takes_the_steps_of_one_process(
             # Held-out losses of context-parallel ranks are averaged by Megatron
             # whatever number of tokens each has that is not masked.
             found = losses(done) + ([] if model == "chats" else held_out_losses(done))
-            rel = 1e-6 if model == "gdn2" else 1e-5
+            rel = 1e-6 if model in ("gdn2", "gdp") else 1e-5
             result.equals(found, wanted[: len(found)], rel=rel)

@@ -1,5 +1,5 @@
-"""Megatron's own Gated DeltaNet, and its Kimi Delta Attention if it has one, by
-``--spec``, in a stack that is otherwise ours."""
+"""Megatron's own Gated DeltaNet, and its Kimi Delta Attention and its Gated DeltaProduct
+if it has them, by ``--spec``, in a stack that is otherwise ours."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,8 +10,8 @@ import torch
 from megatron.core.ssm.gated_delta_net import gdn
 
 from megatron_gdn import GatedDeltaNet
-from megatron_gdn.specs import gpt_block_spec
-from tests import upstream_kda
+from megatron_gdn.specs import gpt_block_spec, hybrid_stack_spec
+from tests import upstream_gdp, upstream_kda
 from tests.precision.training import stack_of
 
 patched = ExitStack()
@@ -56,6 +56,20 @@ def with_kda_of_megatron(stack: Any) -> Any:
 
 if upstream_kda.HAS_KDA:
     hybrid_stack = with_kda_of_megatron(hybrid_stack)
+
+
+def with_gdp_of_megatron(stack: Any) -> Any:
+    """``stack`` with Megatron's class in 'M' layers, and what stands in for kernels."""
+    patched.enter_context(upstream_gdp.without_kernels())
+    layer = stack.submodules.mamba_layer
+    module = upstream_gdp.megatrons_class()
+    mixer = replace(layer.submodules.mixer, module=module)
+    layer = replace(layer, submodules=replace(layer.submodules, mixer=mixer))
+    return replace(stack, submodules=replace(stack.submodules, mamba_layer=layer))
+
+
+if upstream_gdp.HAS_GDP:
+    gdp_stack_spec = with_gdp_of_megatron(hybrid_stack_spec("local", gdp={}))
 
 
 def gpt_block(*args: Any, **kwargs: Any) -> Any:

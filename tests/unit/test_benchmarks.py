@@ -152,6 +152,16 @@ def test_cells_whose_kernels_are_not_compiled_are_left_out(run):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
+@pytest.mark.parametrize(("name", "records"), [("bench_gdn2", 2), ("bench_gdp", 6)])
+def test_other_delta_layers_are_timed(run, name, records):
+    """Batches and documents; of a Gated DeltaProduct for two numbers of updates, and
+    each stage."""
+    _, written = run("--tiny", name=name)
+    assert len(written) == records
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
 def test_every_stage_of_kimi_delta_attention_is_timed(run):
     _, records = run("--tiny", "--lower-bound", "-5", name="bench_kda")
     layers = {"ours", "ours, full gates"}
