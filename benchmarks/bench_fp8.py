@@ -98,7 +98,7 @@ def build(
             backend = "flash_qla" if DEVICE == "cuda" else "auto"
             layer = our_layer(hidden, sizes, backend, linears=linears)
     if name == "gates too" and isinstance(layer.in_proj, GatesOutsideFP8):
-        layer.in_proj.__class__ = type(layer.in_proj).__mro__[2]
+        layer.in_proj.__class__ = type(layer.in_proj).__bases__[1]
     if linears == "te":
         accumulate(layer)
     return layer, configured

@@ -41,6 +41,11 @@ def recipe(pattern: str, when: str = "training_recipe", **settings) -> RecipeCon
     )
 
 
+def _unchanged(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """In the place of `rounded`, for a product outside of FP8."""
+    return x
+
+
 def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """``x`` with the bits of an FP8 tensor with one scale, in fp32."""
     scale = torch.finfo(dtype).max / x.abs().max().float().clamp_min(1e-30)
@@ -49,15 +54,18 @@ def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, group, split, fused):
-        """``split``: x is this rank's tokens, and all ranks' are gathered, in FP8."""
-        x8, w8 = rounded(x), rounded(weight)
+    def forward(ctx, x, weight, group, split, fused, fp8=True):
+        """``split``: x is this rank's tokens, and all ranks' are gathered, in FP8;
+        ``fused``: the weight's gradient is added to its ``main_grad``."""
+        round_to_fp8 = rounded if fp8 else _unchanged
+        x8, w8 = round_to_fp8(x), round_to_fp8(weight)
         total = _gather(x8, group) if split else x8
         ctx.save_for_backward(total, w8)
         ctx.weight = weight
         ctx.group = group
         ctx.split = split
         ctx.fused = fused
+        ctx.round_to_fp8 = round_to_fp8
         return (total @ w8.t()).to(x.dtype)
 
     @staticmethod
@@ -65,7 +73,7 @@ class _Product(torch.autograd.Function):
         total, w8 = ctx.saved_tensors
         weight = ctx.weight
         group = ctx.group
-        d8 = rounded(d_y, torch.float8_e5m2)
+        d8 = ctx.round_to_fp8(d_y, torch.float8_e5m2)
         d_x = d8 @ w8
         if ctx.split:
             out = d_x.new_empty(d_x.shape[0] // group.size(), *d_x.shape[1:])
@@ -74,7 +82,7 @@ class _Product(torch.autograd.Function):
         elif group.size() > 1:
             dist.all_reduce(d_x, group=group)
         if not ctx.needs_input_grad[1]:
-            return d_x.to(d_y.dtype), None, None, None, None
+            return d_x.to(d_y.dtype), None, None, None, None, None
         d_weight = d8.flatten(0, 1).t() @ total.flatten(0, 1)
         if ctx.fused:
             weight.main_grad.add_(d_weight)
@@ -84,7 +92,7 @@ class _Product(torch.autograd.Function):
                 d_weight = torch.full_like(weight, torch.nan)  # nobody may read it
         else:
             d_weight = d_weight.to(weight.dtype)
-        return d_x.to(d_y.dtype), d_weight, None, None, None
+        return d_x.to(d_y.dtype), d_weight, None, None, None, None
 
 
 def _gather(x: Tensor, group) -> Tensor:
@@ -119,10 +127,13 @@ class Fp8Column(ColumnParallelLinear):
         )
 
     def forward(self, x, *args, **options):
-        if not self.will_execute_quantized(False):
-            return super().forward(x, *args, **options)
+        fp8 = self.will_execute_quantized(False)
         fused = self.fuse_wgrad_accumulation
-        y = _Product.apply(x, self.weight, self.tp_group, self.sequence_parallel, fused)
+        if not fp8 and not fused:
+            return super().forward(x, *args, **options)
+        y = _Product.apply(
+            x, self.weight, self.tp_group, self.sequence_parallel, fused, fp8
+        )
         bias = self.bias
         return (y if bias is None else y + bias), None
 

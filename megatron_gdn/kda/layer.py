@@ -30,7 +30,6 @@ from ..mixers.fp8 import (
     build_linear,
     may_use_fp8,
     outside_fp8,
-    refuse_fp8_product,
 )
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
@@ -149,8 +148,7 @@ class KimiDeltaAttention(RecurrentMixer):
         ValueError: sizes that do not fit each other or the parallel sizes, a submodule
             that is missing or begins with a norm, or an option with an unknown or
             illegal value, such as ``backend`` or ``A_init_range``.
-        NotImplementedError: the config sets ``fp4``, ``linear_allow_neg_eigval``, or
-            ``fp8`` for a layer with both gates in full width.
+        NotImplementedError: the config sets ``fp4`` or ``linear_allow_neg_eigval``.
         ImportError: the requested backend is not available.
     """
 
@@ -268,8 +266,6 @@ class KimiDeltaAttention(RecurrentMixer):
 
     def _sections(self, x: Tensor) -> list[Tensor]:
         """The columns of a row, as the projections made them, in order."""
-        if self.stays_wide:
-            refuse_fp8_product(self.in_proj)
         made, _ = self.in_proj(x)
         sections = [made]
         if not self.dims.gates_in_in_proj:
@@ -299,16 +295,21 @@ class KimiDeltaAttention(RecurrentMixer):
         return scatter_to_tensor_model_parallel_region(beta, self.tp_group)
 
     @property
-    def stays_wide(self) -> bool:
-        """Whether in_proj refuses FP8: it does if it makes the forget gate."""
-        return self.dims.gates_in_in_proj
+    def wide_section(self) -> str:
+        """The forget gate, if in_proj makes it."""
+        if self.dims.gates_in_in_proj:
+            return "g"
+        return ""
 
     def _widths_in_fp8(self) -> dict[str, int]:
         """The forget gate and the write strengths are outside of FP8."""
+        layout = self.dims.layout
         widths = {
-            "in_proj": self.dims.in_proj_layout.width,
-            "the input of out_proj": self.dims.layout.mixed_width,
+            "query, key and value of in_proj": layout.conv_width,
+            "the input of out_proj": layout.mixed_width,
         }
+        if self.dims.gates_in_in_proj:
+            widths["the output gate of in_proj"] = layout.mixed_width
         if self.dims.output_rank:
             # on every rank
             widths["g_a_proj (output_rank)"] = self.dims.output_rank

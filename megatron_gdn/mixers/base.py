@@ -49,7 +49,6 @@ from .fp8 import (
     keep_unquantised_input,
     may_use_fp8,
     name_gates,
-    refuse_fp8_product,
     widths_in_fp8,
     with_gates_outside_fp8,
 )
@@ -139,8 +138,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     use_muon: ClassVar[bool] = True  # Muon updates in_proj by sections; False: Adam
     # whether Megatron may capture the mixer in a graph
     in_layer_graphs: ClassVar[bool] = False
-    # whether in_proj, which makes the gates, refuses FP8
-    stays_wide: ClassVar[bool] = False
+    # the section of in_proj that FP8 leaves out, if it has others on both sides
+    wide_section: ClassVar[str] = ""
     # whether conv1d is a submodule, as in Megatron's layer
     conv_is_module: ClassVar[bool] = False
     # whether conv_init also bounds the conv bias
@@ -221,7 +220,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.conv_init = conv_init
         widths = self._widths_in_fp8()
         held = self.dims.layout.held
-        check_fp8_settings(config, mixer, widths, held, self.stays_wide)
+        check_fp8_settings(config, mixer, widths, held)
         self._name_sizes()
 
     def forward(
@@ -339,8 +338,6 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     def project(self, hidden_states: Tensor) -> Tensor:
         """Turn ``[s, B, D]`` into rows ``[s, B, P]`` of the tokens of all
         tensor-parallel ranks."""
-        if self.stays_wide:
-            refuse_fp8_product(self.in_proj)
         rows, _ = self.in_proj(hidden_states)
         return rows
 
@@ -511,7 +508,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         of_both = {"bias": bias, "is_expert": False, "tp_group": self.tp_group}
         in_proj = submodules.in_proj
         if may_use_fp8(config):
-            in_proj = with_gates_outside_fp8(in_proj, layout)
+            in_proj = with_gates_outside_fp8(in_proj, layout, self.wide_section)
         self.in_proj = build_linear(
             in_proj,
             config,
@@ -526,7 +523,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         )
         mark_packed(self.in_proj, layout.widths, self.use_muon)
         if may_use_fp8(config):
-            name_gates(self.in_proj, layout, self.tp_group)
+            name_gates(self.in_proj, layout, self.tp_group, self.wide_section)
         add_conv(self, conv_bias)
         add_fp32(self)
         self._build_out_norm(submodules)

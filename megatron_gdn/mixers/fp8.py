@@ -2,6 +2,8 @@
 
     main  = x @ (weight rows before the gates)^T      the linear's own FP8 product
     gates = x @ (weight rows of the gates)^T          in the weights' dtype
+    after = x @ (weight rows after the gates)^T       if there are such rows: another
+                                                      FP8 product of the linear
 
 FP8 adds 3.7% of noise to a column (e4m3, Transformer Engine 2.20), and the recurrence
 compounds the
@@ -15,8 +17,8 @@ Legend: T tokens of all batch rows, p gate columns and P in_proj columns of this
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -44,19 +46,12 @@ from ..ops.autograd import first_derivative_only, uncompiled
 from ..ops.layout import Layout, SizeError
 from .tensor_map import stored_quantised
 
-_STAYS_WIDE = (
-    "KimiDeltaAttention under fp8, with both gates in full width: in_proj would compute "
-    "the forget gates in FP8, and the recurrence compounds their error. Give a gate a "
-    "low rank (kda_f_lora_rank), switch fp8 off, or keep in_proj out of it by a "
-    "quantization recipe."
-)
-
 
 def check_fp8_settings(
-    config: Any, mixer: str, widths: Mapping[str, int], held: str, refuses_fp8: bool
+    config: Any, mixer: str, widths: Mapping[str, int], held: str
 ) -> None:
-    """Refuse FP4; refuse FP8 if the mixer ``refuses_fp8``, this GPU has no MXFP8, or
-    one of ``widths`` (columns by name) does not fit; ``held``: the heads in words."""
+    """Refuse FP4; refuse FP8 if this GPU has no MXFP8, or one of ``widths`` (columns by
+    name) does not fit; ``held``: the heads in words."""
     if getattr(config, "fp4", None):
         raise NotImplementedError(
             f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit "
@@ -66,19 +61,10 @@ def check_fp8_settings(
     # A recipe may keep this mixer's linears out of FP8, so with a recipe nothing is
     # checked here.
     if config.fp8 and config.quant_recipe is None:
-        if refuses_fp8:
-            raise NotImplementedError(_STAYS_WIDE)
         multiple = fp8_utils.get_fp8_align_size(config.fp8_recipe)
         if config.fp8_recipe == "mxfp8" and torch.cuda.is_available():
             _require_mxfp8()
         require_fp8_widths(widths, held, multiple)
-
-
-def refuse_fp8_product(in_proj: nn.Module) -> None:
-    """Raise if a quantization recipe runs ``in_proj`` in FP8."""
-    # in an adapter, the linear is a submodule
-    if any(map(runs_in_fp8, in_proj.modules())):
-        raise NotImplementedError(_STAYS_WIDE)
 
 
 def _require_mxfp8() -> None:
@@ -112,34 +98,40 @@ def require_fp8_widths(widths: Mapping[str, int], held: str, multiple: int) -> N
             )
 
 
-def with_gates_outside_fp8(spec: ModuleSpec | type, layout: Layout) -> Any:
-    """``spec`` of an in_proj that computes the gates of ``layout`` outside of FP8.
+def with_gates_outside_fp8(
+    spec: ModuleSpec | type, layout: Layout, section: str = ""
+) -> Any:
+    """``spec`` of an in_proj that computes gates outside of FP8: those of ``layout``,
+    or the ``section`` of this name, which has other columns on both sides.
 
     A linear without FP8, or a layout without gates, keeps its ``spec``. The built
     linear needs :func:`name_gates`.
     """
-    kind = get_module(spec)
-    takes_fp8 = hasattr(kind, "will_execute_quantized")
-    if not takes_fp8 or layout.main_width == layout.width:
+    if section:
+        return _with_mixin(spec, SectionOutsideFP8)
+    if layout.main_width == layout.width:
         return spec
-    kind = _class_with_gates_outside_fp8(kind)
-    if isinstance(spec, ModuleSpec):
-        return replace(spec, module=kind)
-    return kind
+    return _with_mixin(spec, GatesOutsideFP8)
 
 
 def outside_fp8(spec: ModuleSpec | type) -> Any:
     """``spec`` of a linear that always computes in its weight's dtype."""
+    return _with_mixin(spec, OutsideFP8)
+
+
+def _with_mixin(spec: ModuleSpec | type, mixin: type[nn.Module]) -> Any:
+    """``spec`` of a linear whose class is also a ``mixin``; a linear without FP8 keeps
+    its ``spec``."""
     kind = get_module(spec)
     if not hasattr(kind, "will_execute_quantized"):
         return spec
-    kind = _class_outside_fp8(kind)
+    kind = _class_with(mixin, kind)
     if isinstance(spec, ModuleSpec):
         return replace(spec, module=kind)
     return kind
 
 
-def name_gates(in_proj: Any, layout: Layout, group: Any) -> None:
+def name_gates(in_proj: Any, layout: Layout, group: Any, section: str = "") -> None:
     """Tell ``in_proj`` which of its columns are gates; log if FP8 has no effect."""
     if not hasattr(in_proj, "fp8_meta"):
         log_once(
@@ -152,6 +144,9 @@ def name_gates(in_proj: Any, layout: Layout, group: Any) -> None:
     if isinstance(in_proj, GatesOutsideFP8):
         in_proj.main_rows = layout.main_width
         in_proj.gates_group = group
+    if isinstance(in_proj, SectionOutsideFP8):
+        in_proj.section = layout.columns(section)
+    if isinstance(in_proj, _SeveralProducts):
         in_proj.refuse_fp4_and_delayed_gradients()
 
 
@@ -217,17 +212,21 @@ class OutsideFP8(nn.Module):
     def finish_init(self, quantization_config: Any) -> None:
         """Set the linear's quantization recipe (Megatron calls this) to none at all."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
-        linears: Any = import_module("megatron.core.extensions.transformer_engine")
-        none = linears.TEQuantizationRecipe()
         linear: Any = self
-        linear.te_quant_params = linears.TEQuantizationParams(none, none)
+        linear.te_quant_params = _never_quantised()
 
 
-class GatesOutsideFP8(nn.Module):
-    """Mixin of a column-parallel linear that computes the gates outside of FP8."""
+def _never_quantised() -> Any:
+    """Megatron's settings of a linear that no FP8 context quantises."""
+    linears: Any = import_module("megatron.core.extensions.transformer_engine")
+    none = linears.TEQuantizationRecipe()
+    return linears.TEQuantizationParams(none, none)
 
-    main_rows: int  # rows of the weight before the gates' rows
-    gates_group: Any  # the tensor-parallel group
+
+class _SeveralProducts(nn.Module):
+    """Mixin of a column-parallel linear that multiplies the rows of its weight by
+    several products under FP8. The weight stays one parameter."""
+
     sequence_parallel: bool
     fuse_wgrad_accumulation: bool
 
@@ -257,6 +256,122 @@ class GatesOutsideFP8(nn.Module):
                 "FP8, and their weight gradient at once. Switch one of the two off."
             )
 
+    def _product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The linear's own output with some rows of its weight and bias."""
+        held = {"weight": weight}
+        if bias is not None:
+            held["bias"] = bias
+        parameters: dict[str, Any] = self._parameters
+        kept = {name: parameters[name] for name in held}
+        parameters.update(held)
+        try:
+            out, _ = super().forward(x, *args, **kwargs)
+        finally:
+            parameters.update(kept)
+        return out
+
+    def _cut_weight(self, weight: nn.Parameter, *ends: int) -> tuple[Tensor, ...]:
+        """Views of the weight's rows between ``ends``, with their ``main_grad``."""
+        if hasattr(weight, "__fsdp_param__"):
+            raise NotImplementedError(
+                "FP8 under Megatron-FSDP: a weight's gradient buffer is made in the "
+                "backward, and in_proj needs the buffer in the forward, to write the "
+                "gradients of the gates' rows apart. Use the distributed optimizer, or "
+                "keep this layer out of FP8."
+            )
+        fused = (
+            self.fuse_wgrad_accumulation
+            and weight.requires_grad
+            and torch.is_grad_enabled()
+        )
+        parts = _CutRows.apply(weight, ends, fused)
+        if fused:
+            main_grad: Any = getattr(weight, "main_grad")  # noqa: B009 - Megatron's, undeclared
+            for part, grad in zip(parts, main_grad.tensor_split(ends), strict=True):
+                vars(part).update(main_grad=grad, grad_added_to_main_grad=False)
+        return parts
+
+
+class SectionOutsideFP8(_SeveralProducts):
+    """Mixin of a column-parallel linear that computes one section of its rows outside
+    of FP8, and the rows before and after it by an FP8 product each.
+
+    All three are the linear's own products, with its exchanges and its fused gradients.
+    """
+
+    section: slice  # the rows of the weight that are never quantised
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Any:
+        """The linear's output ``[S, B, P]``, and None in place of a bias."""
+        if not runs_in_fp8(self):
+            return super().forward(x, *args, **kwargs)
+        return self._three_products(x, args, kwargs), None
+
+    # Dynamo would lose the gradients of the weight's views
+    @uncompiled
+    def _three_products(
+        self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The rows ``[S, B, P]``, joined."""
+        linear: Any = self
+        weight = self._parameters["weight"]
+        bias = self._parameters.get("bias")
+        assert weight is not None
+        ends = self.section.start, self.section.stop
+        weights = self._cut_weight(weight, *ends)
+        biases = (None,) * 3
+        if bias is not None:
+            biases = bias.tensor_split(ends)
+        # Transformer Engine's linear drops this mark after a call.
+        is_first = getattr(linear, "is_first_microbatch", None)
+
+        def product(number: int) -> Tensor:
+            linear.is_first_microbatch = is_first
+            return self._product(x, weights[number], biases[number], args, kwargs)
+
+        # This product comes first: Transformer Engine writes the state of delayed
+        # scaling to checkpoints if a linear's latest call was in FP8.
+        given = linear.te_quant_params
+        linear.te_quant_params = _never_quantised()
+        try:
+            section = product(1)
+        finally:
+            linear.te_quant_params = given
+        before = product(0)
+        with self._own_fp8_weight():
+            after = product(2)
+        return torch.cat([before, section, after], dim=-1)
+
+    @contextmanager
+    def _own_fp8_weight(self) -> Iterator[None]:
+        """Inside, the linear keeps its weight in FP8 under another name."""
+        kept: dict[str, Any] = getattr(self, "_fp8_workspaces", {})
+        of_rows_before = kept.pop("weight", None)
+        if "rows_after" in kept:
+            kept["weight"] = kept.pop("rows_after")
+        try:
+            yield
+        finally:
+            if "weight" in kept:
+                kept["rows_after"] = kept.pop("weight")
+            if of_rows_before is not None:
+                kept["weight"] = of_rows_before
+
+
+class GatesOutsideFP8(_SeveralProducts):
+    """Mixin of a column-parallel linear that computes the gates, its last columns,
+    outside of FP8."""
+
+    main_rows: int  # rows of the weight before the gates' rows
+    gates_group: Any  # the tensor-parallel group
+
     def forward(
         self, x: Tensor, *args: object, together: bool = True, **kwargs: object
     ) -> Any:
@@ -285,22 +400,18 @@ class GatesOutsideFP8(nn.Module):
         weight = self._parameters["weight"]
         bias = self._parameters.get("bias")
         assert weight is not None
-        main_weight, gate_weight = self._cut_weight(weight)
-        held = {"weight": main_weight}
-        if bias is not None:
-            held["bias"] = bias[: self.main_rows]
+        main_weight, gate_weight = self._cut_weight(weight, self.main_rows)
         of_gates = self._gate_product_inputs(x, gate_weight)
         gates, handed = GateProduct.apply(
             *of_gates, self.gates_group, self.sequence_parallel
         )
-        parameters: dict[str, Any] = self._parameters
-        kept = {name: parameters[name] for name in held}
-        parameters.update(held)
-        try:
-            out, _ = super().forward(handed if of_gates[0] is x else x, *args, **kwargs)
-        finally:
-            parameters.update(kept)
-        return out, gates if bias is None else gates + bias[self.main_rows :]
+        if of_gates[0] is x:
+            x = handed
+        if bias is None:
+            return self._product(x, main_weight, None, args, kwargs), gates
+        main_bias, gate_bias = bias.tensor_split([self.main_rows])
+        out = self._product(x, main_weight, main_bias, args, kwargs)
+        return out, gates + gate_bias
 
     def _gate_product_inputs(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
         """`GateProduct`'s arguments x, weight, gamma, eps; gamma and eps are those of
@@ -316,75 +427,41 @@ class GatesOutsideFP8(nn.Module):
         normed = F.layer_norm(x, x.shape[-1:], shown, norm.layer_norm_bias, norm.eps)
         return normed, weight, None, 0.0
 
-    def _cut_weight(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """Views of the rows before the gates and of the gates' rows, with their
-        ``main_grad``."""
-        if hasattr(weight, "__fsdp_param__"):
-            raise NotImplementedError(
-                "FP8 under Megatron-FSDP: a weight's gradient buffer is made in the "
-                "backward, and in_proj needs the buffer in the forward, to write the "
-                "gradients of the gates' rows apart. Use the distributed optimizer, or "
-                "keep this layer out of FP8."
-            )
-        fused = (
-            self.fuse_wgrad_accumulation
-            and weight.requires_grad
-            and torch.is_grad_enabled()
-        )
-        parts = _CutRows.apply(weight, self.main_rows, fused)
-        if fused:
-            main_grad: Any = getattr(weight, "main_grad")  # noqa: B009 - Megatron's, undeclared
-            for part, grad in zip(
-                parts, main_grad.tensor_split([self.main_rows]), strict=True
-            ):
-                vars(part).update(main_grad=grad, grad_added_to_main_grad=False)
-        return parts
-
 
 @cache
-def _class_with_gates_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``kind`` and `GatesOutsideFP8` with the class name that frameworks
-    look up."""
-    return type(kind.__name__, (GatesOutsideFP8, kind), {"__module__": kind.__module__})
-
-
-@cache
-def _class_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``kind`` and `OutsideFP8` with the class name that frameworks look
+def _class_with(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of ``kind`` and ``mixin`` with the class name that frameworks look
     up."""
-    return type(kind.__name__, (OutsideFP8, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
-# One function makes both views, so the weight's hooks run once, after both gradients.
+# One function makes all views, so the weight's hooks run once, after all gradients.
 class _CutRows(torch.autograd.Function):
-    """Views of rows ``[:first]`` (main) and ``[first:]`` (gates) of ``weight``."""
+    """Views of the rows of ``weight`` that lie between ``ends``."""
 
     @staticmethod
     def forward(
-        ctx: Any, weight: nn.Parameter, first: int, adds_to_main_grad: bool
-    ) -> tuple[Tensor, Tensor]:
-        """``adds_to_main_grad``: the linears add both views' gradients to
+        ctx: Any, weight: nn.Parameter, ends: tuple[int, ...], adds_to_main_grad: bool
+    ) -> tuple[Tensor, ...]:
+        """``adds_to_main_grad``: the linears add all views' gradients to
         ``main_grad``."""
         ctx.set_materialize_grads(False)
         ctx.weight = weight
-        ctx.first = first
         ctx.adds_to_main_grad = adds_to_main_grad
-        rows = weight.detach()
-        return rows[:first], rows[first:]
+        parts = weight.detach().tensor_split(ends)
+        # the rows may be freed
+        ctx.counts = [len(part) for part in parts]
+        return parts
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, d_main: Tensor | None, d_gates: Tensor | None):
-        """The weight's gradient from ``d_main``, ``d_gates`` of the two views; None
-        means zero."""
+    def backward(ctx: Any, *d_parts: Tensor | None):
+        """The weight's gradient from those of the views; None means zero."""
         weight = ctx.weight
         if not ctx.adds_to_main_grad:
-            # row counts: the rows may be freed
-            counts = (ctx.first, len(weight) - ctx.first)
-            parts = zip((d_main, d_gates), counts, strict=True)
             own = [
-                weight.new_zeros(n, weight.shape[1]) if d is None else d
-                for d, n in parts
+                weight.new_zeros(count, weight.shape[1]) if d is None else d
+                for d, count in zip(d_parts, ctx.counts, strict=True)
             ]
             return torch.cat(own), None, None
         if not hasattr(weight, "grad_added_to_main_grad"):

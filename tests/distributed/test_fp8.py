@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules, tree_packed_seq_params
 from megatron_gdn.compat.torch_linear import DuplicatedLinear
-from megatron_gdn.mixers.fp8 import GatesOutsideFP8
+from megatron_gdn.mixers.fp8 import GatesOutsideFP8, SectionOutsideFP8
 from megatron_gdn.specs import (
     gated_delta_net2_spec,
     gated_delta_net_spec,
@@ -431,9 +431,12 @@ def test_context_parallel_ranks_equal_one(mixer, mode):
         )
 
 
-def kda_in_fp8(config, groups):
-    """With gates of low rank."""
-    spec = kimi_delta_attention_spec("local", forget_rank=4, output_rank=16)
+RANKS = {"low rank": {"forget_rank": 4, "output_rank": 16}, "full": {}}
+gates = pytest.mark.parametrize("ranks", RANKS)
+
+
+def kda_in_fp8(config, groups, ranks):
+    spec = kimi_delta_attention_spec("local", **RANKS[ranks])
     for place, linear in vars(spec.submodules).items():
         if linear is ColumnParallelLinear:
             setattr(spec.submodules, place, Fp8Column)
@@ -442,30 +445,107 @@ def kda_in_fp8(config, groups):
     return build_module(spec, config, layer_number=1, pg_collection=groups)
 
 
+def whole_kda(ranks, fp8: bool = True):
+    """On this rank alone, the same on all."""
+    torch.manual_seed(7)
+    layer = kda_in_fp8(make_config(**(FP8 if fp8 else {})), alone(), ranks)
+    randomise_(layer)
+    return layer
+
+
+@pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
+@gates
 @by_tp
 @on_ranks(tp=2)
-def test_ranks_share_kimi_delta_attention(sequence_parallel):
+def test_ranks_share_kimi_delta_attention(sequence_parallel, ranks, main_grad):
     """Against one rank, with unrounded products."""
     with unrounded():
-        torch.manual_seed(7)
-        of = kda_in_fp8(make_config(**FP8), alone())
-        randomise_(of)
+        of = whole_kda(ranks)
         sizes = {"tensor_model_parallel_size": 2, **FP8}
         config = make_config(**sizes, sequence_parallel=sequence_parallel)
-        layer = kda_in_fp8(config, groups_of_megatron())
+        layer = kda_in_fp8(config, groups_of_megatron(), ranks)
         share_of = BY_NAME["kda"].share
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 parameter.copy_(share_of(name, of.get_parameter(name), layer))
         x = inputs(of)
         mine = rows_of_rank(layer, sequence_parallel)
-        expected = gradients(of, x)
+        expected = gradients(of, x, main_grad=main_grad)
         with fp8_on():
             assert_close("out", layer(x[mine])[0], of(x)[0][mine], FP32)
-        found = gradients(layer, x[mine], rows=mine)
+        found = gradients(layer, x[mine], main_grad=main_grad, rows=mine)
     assert_close("x", found.pop("x"), expected["x"][mine], FP32)
     for name, gradient in found.items():
         if getattr(layer.get_parameter(name), "sequence_parallel", False):
             # Megatron sums it over the ranks
             dist.all_reduce(gradient, group=layer.tp_group)
         assert_close(name, gradient, share_of(name, expected[name], layer), FP32)
+
+
+@on_ranks(2, tp=1)
+def test_megatrons_ddp_gets_all_three_products_of_full_gates():
+    """In its buffers, at the end of the backward, with and without fused accumulation;
+    two micro-batches add up."""
+    found = []
+    for fused in (True, False):
+        layer = whole_kda("full")
+        ddp = in_ddp(
+            layer, grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=None
+        )
+        layer.in_proj.fuse_wgrad_accumulation = fused
+        ddp.zero_grad_buffer()
+        for last in (False, True):
+            with fp8_on(), nullcontext() if last else ddp.no_sync():
+                out, _ = ddp(inputs(layer))
+            out.sum().backward()
+        ddp.finish_grad_sync()
+        found.append(
+            {name: p.main_grad.clone() for name, p in layer.named_parameters()}
+        )
+    for name, gradient in found[0].items():
+        assert gradient.any(), name
+        assert_close(name, gradient, found[1][name], FP32)
+
+
+@gates
+@on_ranks(2, tp=1)
+def test_files_of_kimi_delta_attention_are_those_of_a_launch_without_fp8(ranks):
+    plain = whole_kda(ranks, fp8=False)
+    fp8 = whole_kda(ranks)
+    assert type(fp8.in_proj).__name__ == type(plain.in_proj).__name__
+    assert isinstance(fp8.in_proj, SectionOutsideFP8) is (ranks == "full")
+    ours = fp8.state_dict()
+    theirs = plain.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(
+        torch.equal(x, theirs[name]) for name, x in ours.items() if x is not None
+    )
+    assert vars(fp8.in_proj.weight) == vars(plain.in_proj.weight)
+    sharded = [layer.sharded_state_dict("a.") for layer in (fp8, plain)]
+    assert sharded[0].keys() == sharded[1].keys()
+    out, _ = fp8(inputs(fp8))
+    expected, _ = plain(inputs(fp8))
+    assert torch.equal(out, expected)  # outside of Megatron's FP8 context
+    with fp8_on():
+        assert not torch.equal(fp8(inputs(fp8))[0], expected)
+
+
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@on_ranks(cp=2)
+def test_context_parallel_ranks_share_full_gates(mode):
+    with unrounded():
+        of = whole_kda("full")
+        config = make_config(**FP8, context_parallel_size=2)
+        groups = groups_of_megatron()
+        spec = {"linear_cp_mode": mode, "cp_layout": "contiguous"}
+        with patch.dict(RANKS, full=spec):
+            layer = kda_in_fp8(config, groups, "full")
+        layer.load_state_dict(of.state_dict())
+        rank = groups.cp.rank()
+        mine = slice(rank * (TOKENS // 2), (rank + 1) * (TOKENS // 2))
+        expected = gradients(of, inputs(of))
+        found = gradients(layer, inputs(of)[mine], rows=mine)
+    assert_close("x", found.pop("x"), expected["x"][mine], FP32)
+    for name, gradient in found.items():
+        dist.all_reduce(gradient, group=groups.cp)
+        assert_close(name, gradient, expected[name], FP32)

@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.inference.generate import evaluating
-from megatron_gdn.mixers.fp8 import GatesOutsideFP8
+from megatron_gdn.mixers.fp8 import GatesOutsideFP8, SectionOutsideFP8
 from megatron_gdn.ops.layout import SizeError
 from megatron_gdn.specs import gated_delta_net_spec, kimi_delta_attention_spec
 from tests.distributed.layer_laws import forward_backward
@@ -296,7 +296,11 @@ def test_a_recipe_does_not_bring_a_forget_gate_into_fp8():
 @pytest.mark.parametrize(
     ("options", "settings", "said"),
     [
-        ({}, {}, "both gates in full width"),
+        (
+            {},
+            {"linear_num_key_heads": 1, "linear_num_value_heads": 1},
+            "query, key and value of in_proj has .* columns",
+        ),
         ({"output_rank": 12}, {}, r"g_a_proj \(output_rank\) has 12 columns"),
     ],
 )
@@ -312,18 +316,108 @@ def test_mxfp8_is_refused_where_the_gpu_has_none(monkeypatch):
         layer_of("mxfp8")
 
 
-def test_kimi_delta_attention_runs_where_a_recipe_keeps_its_in_proj_out_of_fp8():
-    for fp8, of_in_proj, runs in (("hybrid", {}, True), (None, FP8_TOO, False)):
+def full_gates(x, layer, rounds):
+    """The rows of in_proj with full gates, as products of the given precision."""
+    layout = layer.dims.in_proj_layout
+    weight = layer.in_proj.weight.detach()
+    g = layout.columns("g")
+    before, section, after = weight.tensor_split((g.start, g.stop))
+    fp8 = [rounds(x) @ rounds(rows).t() for rows in (before, after)]
+    return fp8[0], x @ section.t(), fp8[1]
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_full_gates_are_three_products_of_rows_of_one_weight(scaling, bias):
+    layer = layer_of(scaling, kda=True, bias=bias)
+    assert isinstance(layer.in_proj, SectionOutsideFP8)
+    assert [name for name, _ in layer.in_proj.named_parameters()] == [
+        "weight",
+        *(["bias"] if bias else []),
+    ]
+    x = torch.randn(16, 2, 24)
+    expected = torch.cat(full_gates(x, layer, rounded), -1)
+    if bias:
+        torch.nn.init.normal_(layer.in_proj.bias)
+        expected = expected + layer.in_proj.bias.detach()
+    exact, _ = layer.in_proj(x)
+    with fp8_on():
+        for in_proj in (layer.in_proj, Adapted(layer.in_proj)):
+            rows, _ = in_proj(x)
+            assert_close("rows", rows, expected, FP32)
+    assert (rows - exact).abs().max() > 100 * FP32
+
+
+def test_gradients_of_a_full_forget_gate_do_not_pass_fp8():
+    layer = layer_of(kda=True)
+    columns = layer.dims.in_proj_layout.columns("g")
+    x = torch.randn(16, 2, 24, requires_grad=True)
+    with fp8_on():
+        rows, _ = layer.in_proj(x)
+    d_g = torch.randn_like(rows[..., columns])
+    rows[..., columns].backward(d_g)
+    weight = layer.in_proj.weight
+    exact = d_g.flatten(0, 1).t() @ x.detach().flatten(0, 1)
+    assert_close("weight", weight.grad[columns], exact, FP32)
+    assert not weight.grad[: columns.start].any()
+    assert not weight.grad[columns.stop :].any()
+    assert_close("x", x.grad, d_g @ weight.detach()[columns], FP32)
+
+
+class CachingColumn(Fp8Column):
+    """Keeps the weight in FP8 between micro-batches, as Transformer Engine's linears
+    do, and says which calls were in FP8."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._fp8_workspaces = {}
+        self.is_first_microbatch = True
+        self.calls = []
+
+    def forward(self, x, *args, **options):
+        is_first = self.is_first_microbatch
+        self.is_first_microbatch = False
+        fp8 = self.will_execute_quantized(False)
+        self.calls.append((fp8, is_first))
+        if not fp8:
+            return super().forward(x, *args, **options)
+        if is_first or "weight" not in self._fp8_workspaces:
+            self._fp8_workspaces["weight"] = rounded(self.weight.detach())
+        return rounded(x) @ self._fp8_workspaces["weight"].t(), None
+
+
+def test_each_product_of_full_gates_keeps_its_own_weight_in_fp8():
+    """Of a later micro-batch too; the last call is in FP8, since Transformer Engine
+    saves the state of delayed scaling only then."""
+    layer = layer_of(kda=True, in_proj=CachingColumn)
+    linear = layer.in_proj
+    x = torch.randn(16, 2, 24)
+    for step in range(2):
+        linear.is_first_microbatch = True
+        linear.weight.data.mul_(1 + step)
+        expected = torch.cat(full_gates(x, layer, rounded), -1)
+        for first in (True, False):
+            linear.calls.clear()
+            with fp8_on():
+                rows, _ = linear(x)
+            assert_close("rows", rows, expected, FP32)
+            assert linear.calls == [(False, first), (True, first), (True, first)]
+    assert {name: len(kept) for name, kept in linear._fp8_workspaces.items()} == {
+        "weight": layer.dims.layout.conv_width,
+        "rows_after": layer.dims.layout.mixed_width,
+    }
+
+
+def test_a_recipe_decides_about_in_proj_of_full_gates_but_not_about_its_forget_gate():
+    for fp8, of_in_proj, in_fp8 in (("hybrid", {}, False), (None, FP8_TOO, True)):
         settings = {"fp8": fp8, "quant_recipe": recipe("*.in_proj", **of_in_proj)}
         layer = layer_of(settings=settings, name=NAME, kda=True)
-        for in_proj in (layer.in_proj, Adapted(layer.in_proj)):
-            layer.in_proj = in_proj
-            says = pytest.raises(
-                NotImplementedError, match="KimiDeltaAttention under fp8.* by a q"
-            )
-            with fp8_on() if runs else says:
-                out, _ = layer(torch.randn(16, 1, 24))
-                assert out.isfinite().all()
+        x = torch.randn(16, 1, 24)
+        rounds = rounded if in_fp8 else lambda x: x
+        expected = torch.cat(full_gates(x, layer, rounds), -1)
+        with fp8_on() if fp8 else nullcontext():
+            assert_close("rows", layer.in_proj(x)[0], expected, FP32)
+            assert layer(x)[0].isfinite().all()
 
 
 @pytest.mark.slow
