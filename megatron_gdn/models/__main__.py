@@ -20,8 +20,10 @@ encoders and multi-token prediction heads are not counted.
 """
 _LAYERS = {
     "G": "Gated DeltaNet",
+    "K": "Kimi Delta Attention",
     "M": "Mamba2",
     "*": "attention",
+    "+": "latent attention",
     "-": "MLP",
     "E": "experts",
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..gdn.sizes import GDNDims
 from ..hf.model_map import HFModelConfig, parse_hf_config
+from ..kda.sizes import KDADims
 from ..mamba2.sizes import Mamba2Dims
 from ..mixers.options import RECOMPUTE_LEVELS
 from .stack import CHUNK, MAMBA_TAPS, Stack
@@ -37,20 +38,28 @@ class Model:
 
     @property
     def pattern(self) -> str:
-        """Layer symbols: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E'
-        experts."""
+        """Layer symbols: 'G' Gated DeltaNet, 'K' Kimi Delta Attention, 'M' Mamba2, '*'
+        attention, '+' latent attention, '-' MLP, 'E' experts."""
         return self.hf.hybrid_layer_pattern
 
     @cached_property
     def stack(self) -> Stack:
         """The model's layers with their parameters, FLOPs and bytes of states."""
         config = SimpleNamespace(**self.hf.megatron_settings("hybrid"))
-        return Stack.of(config, self.pattern, self.hf.vocab_size, self.hf.tied)
+        return Stack.of(
+            config,
+            self.pattern,
+            self.hf.vocab_size,
+            self.hf.tied,
+            kda=self.hf.kda_options,
+        )
 
     @cached_property
-    def dims(self) -> GDNDims | Mamba2Dims:
+    def dims(self) -> GDNDims | KDADims | Mamba2Dims:
         if "G" in self.pattern:
             return self.hf.gdn
+        if "K" in self.pattern:
+            return self.hf.kda
         config = self.hf.sizes
         return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
 
@@ -61,7 +70,7 @@ class Model:
         sizes = self.hf.sizes
         key_heads = self.dims.layout.counts[-1][1]
         heads = sizes.num_attention_heads
-        groups = sizes.num_query_groups
+        groups = getattr(sizes, "num_query_groups", heads)
         cut = [heads, key_heads]
         if "-" in self.pattern:
             cut.append(sizes.ffn_hidden_size)

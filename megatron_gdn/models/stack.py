@@ -12,6 +12,7 @@ and A. Only matrix products are counted. A backward counts as two forwards;
 recomputation is not counted.
 
 Legend: G key heads (groups in Mamba2), n attention heads, d dims of an attention head.
+In latent attention a head's query has d columns and its value v.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Stack:
         """Make the stack of a Megatron configuration; biases of linears are not
         counted.
 
-        ``pattern`` has 'G', 'K', 'M', '*', '-' and 'E' (another symbol is a
+        ``pattern`` has 'G', 'K', 'M', '*', '+', '-' and 'E' (another symbol is a
         ValueError), '|' between pipeline stages and '/' before each multi-token
         prediction head. ``tied``: the output layer uses the embedding's weight.
         ``kda``: options of the 'K' layers.
@@ -112,6 +113,7 @@ class Stack:
                 Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
             ),
             "*": lambda: _attention_layer(config),
+            "+": lambda: _latent_attention_layer(config),
             "-": lambda: _mlp_layer(config),
             "E": lambda: _expert_layer(config),
         }
@@ -120,7 +122,7 @@ class Stack:
         if unknown := sorted(symbols - build.keys()):
             raise ValueError(
                 f"the pattern {pattern!r} has {unknown}; FLOPs are known for 'G', 'K', "
-                "'M', '*', '-' and 'E' (with '|' and '/' between layers)."
+                "'M', '*', '+', '-' and 'E' (with '|' and '/' between layers)."
             )
         made = {symbol: build[symbol]() for symbol in symbols}
         D = config.hidden_size
@@ -244,6 +246,25 @@ def _attention_layer(config: Any) -> Layer:
     return Layer(weights=weights, vectors=D + norms, attention=2 * n * d)
 
 
+def _latent_attention_layer(config: Any) -> Layer:
+    """The parameters and multiply-adds of a layer of latent attention."""
+    D = config.hidden_size
+    n = config.num_attention_heads
+    shared = config.qk_pos_emb_head_dim
+    d = config.qk_head_dim + shared
+    v = config.v_head_dim
+    latent = config.kv_lora_rank
+    weights = D * (latent + shared) + latent * n * (config.qk_head_dim + v) + n * v * D
+    vectors = D + latent
+    rank = config.q_lora_rank
+    if rank is None:
+        weights += D * n * d
+    else:
+        weights += D * rank + rank * n * d
+        vectors += rank
+    return Layer(weights=weights, vectors=vectors, attention=n * (d + v))
+
+
 def _mlp_layer(config: Any) -> Layer:
     """The parameters and multiply-adds of an MLP."""
     D = config.hidden_size
@@ -291,7 +312,11 @@ def stack_of_arguments(args: Any) -> Stack:
     from ..specs.gpt import GDN_VARIANTS, layer_kinds
     from ..specs.hybrid import KDAHybridStack
 
-    for name in ("multi_latent_attention", "moe_latent_size"):
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    unknown = ["moe_latent_size"]
+    if "+" not in (pattern or ""):
+        unknown.append("multi_latent_attention")
+    for name in unknown:
         if getattr(args, name, None):
             raise ValueError(f"{name}: FLOPs of layers with this option are not known.")
     variant = args.experimental_attention_variant
@@ -304,7 +329,6 @@ def stack_of_arguments(args: Any) -> Stack:
     )
     if not args.group_query_attention:
         config.num_query_groups = args.num_attention_heads
-    pattern = getattr(args, "hybrid_layer_pattern", None)
     if not pattern:  # a GPTModel: two symbols describe a layer, its mixer and its MLP
         pairs = ["*G"[is_gdn] + "-E"[is_moe] for is_gdn, is_moe in layer_kinds(config)]
         pattern = "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)

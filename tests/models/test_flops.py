@@ -24,6 +24,7 @@ CONFIG_OF = {
     "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
     "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
     "NemotronHForCausalLM": "NemotronHConfig",
+    "KimiLinearForCausalLM": "KimiLinearConfig",
 }
 # Of the vision encoder of Qwen3.5, 3.6 and 3.8 from 9B on; its output is as wide as the
 # model.
@@ -238,18 +239,30 @@ def tiny(name: str) -> Model:
         "shared_expert_intermediate_size": 18,
         "moe_shared_expert_intermediate_size": 18,
         "hybrid_override_pattern": "ME*E" if "30B" in name else "M-*-",
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 14,
+        "linear_num_heads": 6,
+        "linear_head_dim": 10,
     }
+    if "Kimi" in name:
+        # the last layer has latent attention
+        small |= {"num_key_value_heads": 6, "num_hidden_layers": 5}
     fields = entry.fields | {
         name: small[name] for name in small if name in entry.fields
     }
     return Model(f"small {name}", entry.architecture, fields, "made for the tests")
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5-9B", "Qwen3-Next-80B-A3B"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3.5-9B", "Qwen3-Next-80B-A3B", "Kimi-Linear-48B-A3B"]
+)
 def test_the_products_of_transformers_model_are_those_of_the_equations(name):
     model = tiny(name)
     tokens = 48
     config = config_of(model.architecture, model.fields)
+    config.pad_token_id = None
     config._attn_implementation = config._experts_implementation = "eager"
     built = model_class(model.architecture)(config)
     row = torch.arange(tokens)[None] % 67
@@ -268,8 +281,12 @@ def test_the_products_of_transformers_model_are_those_of_the_equations(name):
         )
         return {path: of_modules[path] for path in found}
 
-    linears = of("Linear", "TopKRouter", "Experts")
-    attention = of("Attention")
+    linears = of("Linear", "TopKRouter", "TopkRouter", "Experts")
+    attention = {
+        path: n
+        for path, n in of("Attention").items()
+        if path not in of("DeltaAttention")
+    }
     inside = sum(
         n for path, n in linears.items() if path.rpartition(".")[0] in attention
     )
@@ -295,8 +312,10 @@ def test_a_pattern_with_layers_that_are_not_known_is_refused():
         Stack.of(SimpleNamespace(**GDN), "GD", 1, True)
 
 
-QWEN = [
-    name for name, entry in ENTRIES.items() if entry.architecture.startswith("Qwen")
+READ = [
+    name
+    for name, entry in ENTRIES.items()
+    if entry.architecture.startswith(("Qwen", "Kimi"))
 ]
 
 
@@ -333,7 +352,7 @@ def test_the_published_files_hold_as_many(name, published, sees):
     assert stack.parameters + vision == published
 
 
-@pytest.mark.parametrize("name", QWEN)
+@pytest.mark.parametrize("name", READ)
 def test_transformers_config_class_translates_to_the_same_settings(name):
     model = find(name)
     config = config_of(model.architecture, model.fields).to_dict()
