@@ -17,16 +17,13 @@ from ..ops.state_maps.state_map import StateShape
 
 
 @lru_cache(maxsize=64)
-def gdp_table(
-    layout: Layout, steps: int = 1, recompute_qkv: bool = False
-) -> FrontTable:
+def gdp_table(layout: Layout, recompute_qkv: bool = False) -> FrontTable:
     """The front table for rows of :func:`.sizes.gdp_layout`.
 
-    ``steps``: updates per token. ``recompute_qkv``: as in
-    :func:`..gdn.front.gdn_table`.
+    ``recompute_qkv``: as in :func:`..gdn.front.gdn_table`.
     """
     _, rows = layout.shape_of("Q")
-    _, columns = layout.shape_of("V")
+    heads_of_steps, columns = layout.shape_of("V")
     return FrontTable(
         layout,
         RuleInputs,
@@ -35,6 +32,6 @@ def gdp_table(
         (Gate("a", ("g",), decay, rated=True), Gate("b", ("beta",), strength)),
         step_sections=("Q", "K", "V"),
         scale=rows**-0.5,
-        steps=steps,
+        steps=heads_of_steps // layout.state_heads,
         recomputed=("q", "k", "v") if recompute_qkv else ("q",),
     )

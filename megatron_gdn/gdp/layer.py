@@ -192,7 +192,7 @@ class GatedDeltaProduct(MambaLayerMixer):
         self._build(
             submodules,
             partial(choose_gdp, given.backend, self.dims.heads, steps),
-            fronts_of(gdp_table, steps=steps, recompute_qkv=self.recompute_qkv),
+            fronts_of(gdp_table, recompute_qkv=self.recompute_qkv),
             name=name,
             bias=bias,
             conv_bias=conv_bias,

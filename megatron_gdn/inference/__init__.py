@@ -14,7 +14,7 @@ from ..mixers.static_context import MOST_DECODED, roll_back
 from ..ops.generation.memory import Memory, MemoryShape, choose
 from ..ops.generation.step import decode, prefill
 from ..ops.stages import Stages as RowMixer
-from .rows import gdn2_rows, gdn_rows, kda_rows, mamba2_rows
+from .rows import gdn2_rows, gdn_rows, gdp_rows, kda_rows, mamba2_rows
 
 __all__ = [
     "MOST_DECODED",
@@ -25,6 +25,7 @@ __all__ = [
     "decode",
     "gdn2_rows",
     "gdn_rows",
+    "gdp_rows",
     "kda_rows",
     "mamba2_rows",
     "prefill",

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..gdn.front import gdn_table
 from ..gdn2.front import gdn2_table
+from ..gdp.front import gdp_table
 from ..kda.front import kda_table
 from ..mamba2.front import mamba2_table
 from ..mamba2.rule import UNLIMITED
@@ -82,6 +83,28 @@ def gdn2_rows(
     return _parts(table, rows, parameters, rule, norm, recompute, kernels)
 
 
+def gdp_rows(
+    rows: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    layout: Layout,
+    *,
+    rule: Rule,
+    norm: GatedNorm | SplitReadout | None,
+    recompute_qkv: bool = False,
+    recompute: bool = False,
+    kernels: str = "auto",
+) -> Stages:
+    """The stages of a Gated DeltaProduct, with a norm per group; the norm's gamma is
+    ``[H V]``."""
+    table = gdp_table(layout, recompute_qkv)
+    parameters = conv_weight, conv_bias, A_log, dt_bias
+    norm = _per_group(norm, layout)
+    return _parts(table, rows, parameters, rule, norm, recompute, kernels)
+
+
 def kda_rows(
     rows: Tensor,
     conv_weight: Tensor,
@@ -125,9 +148,17 @@ def mamba2_rows(
     """
     table = mamba2_table(layout, dt_limit)
     parameters = (conv_weight, conv_bias, A_log, dt_bias, D)
-    if isinstance(norm, GatedNorm):
-        norm = norm._replace(groups=layout.heads("group"))
+    norm = _per_group(norm, layout)
     return _parts(table, rows, parameters, rule, norm, recompute, kernels)
+
+
+def _per_group(
+    norm: GatedNorm | SplitReadout | None, layout: Layout
+) -> GatedNorm | SplitReadout | None:
+    """``norm`` over the channels of each group of heads."""
+    if isinstance(norm, GatedNorm):
+        return norm._replace(groups=layout.heads("group"))
+    return norm
 
 
 def _parts(

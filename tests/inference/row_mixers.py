@@ -13,12 +13,14 @@ from torch import Tensor
 
 from megatron_gdn.gdn2.rule import PlainGDN2
 from megatron_gdn.gdn2.sizes import gdn2_layout as rows_of_gdn2
+from megatron_gdn.gdp.sizes import gdp_layout
 from megatron_gdn.inference import (
     Memory,
     RowMixer,
     decode,
     gdn2_rows,
     gdn_rows,
+    gdp_rows,
     kda_rows,
     mamba2_rows,
     prefill,
@@ -32,6 +34,7 @@ from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.layout import Layout
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.rules.base import Bits, Rule
+from megatron_gdn.ops.rules.steps import RuleOfSteps
 from megatron_gdn.ops.stages import GatedNorm, SequenceContext
 
 DT_LIMIT = (0.05, 1.5)
@@ -175,11 +178,23 @@ def gdn2_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     )
 
 
+def gdp_kind(sizes: HeadSizes, steps: int, taps: int = TAPS) -> Kind:
+    class PlainSteps(RuleOfSteps):
+        def __init__(self, bits: Bits = Bits.FREE) -> None:
+            super().__init__(PlainRule(bits), steps)
+
+    gates = [sizes.value_heads] * 2
+    layout = gdp_layout(*sizes, steps)
+    gamma = sizes.value_heads * sizes.value_dim
+    return _kind("gdp", PlainSteps(), gdp_rows, layout, taps, gates, gamma, 1e-5)
+
+
 GDN = gdn_kind(HeadSizes(2, 4, 8, 6))
 MAMBA2 = mamba2_kind(heads=4, groups=2, head_dim=6, state_dim=5)
 KDA = kda_kind(HeadSizes(2, 4, 8, 6))
 GDN2 = gdn2_kind(HeadSizes(2, 4, 8, 6))
-KINDS = (GDN, GDN2, MAMBA2, KDA)
+GDP = gdp_kind(HeadSizes(2, 4, 7, 6), 2)
+KINDS = (GDN, GDN2, GDP, MAMBA2, KDA)
 
 
 def empty_memory(mixer: RowMixer, rows: Tensor, sequences: int | None = None) -> Memory:

@@ -20,6 +20,7 @@ from tests.inference.row_mixers import (
     empty_memory,
     gdn2_kind,
     gdn_kind,
+    gdp_kind,
     kda_kind,
     mamba2_kind,
     prefilled,
@@ -91,6 +92,7 @@ def test_it_computes_what_the_plain_mixer_computes_forward_and_backward(kind):
 WIDE = {
     "gdn": gdn_kind(HeadSizes(3, 9, 40, 56)),
     "gdn2": gdn2_kind(HeadSizes(3, 9, 40, 56)),
+    "gdp": gdp_kind(HeadSizes(3, 9, 40, 56), 2),
     "kda": kda_kind(HeadSizes(3, 9, 40, 56)),
     "mamba2": mamba2_kind(8, 2, 72, 40),
 }

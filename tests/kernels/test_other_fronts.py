@@ -1,5 +1,5 @@
-"""The kernels of the fronts of Mamba2, KDA and Gated DeltaNet-2 against their plain
-twins."""
+"""The kernels of the fronts of Mamba2, KDA, Gated DeltaNet-2 and Gated DeltaProduct
+against their plain twins."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ import torch
 from megatron_gdn.gdn2.front import gdn2_table
 from megatron_gdn.gdn2.rule import GDN2Inputs
 from megatron_gdn.gdn2.sizes import gdn2_layout as gdn2_rows
+from megatron_gdn.gdp.front import gdp_table
+from megatron_gdn.gdp.sizes import gdp_layout
 from megatron_gdn.kda.front import kda_table
 from megatron_gdn.kda.sizes import kda_layout
 from megatron_gdn.mamba2.front import mamba2_table
@@ -104,6 +106,23 @@ def gdn2(device, S, B=1, heads=(2, 4, 12, 20), per_value_head=False):
     )
 
 
+def gdp(device, S, B=1, heads=(2, 4, 12, 20), steps=2, per_value_head=False):
+    layout = gdp_layout(*heads, steps)
+    G, H, K, V = heads
+    proj, normal = drawn(layout, S, B, device)
+    C = layout.conv_width
+    given = [normal(C, 1, 4) * 0.5, normal(C), normal(H), normal(H)]
+    many = H if per_value_head else G  # the front sums those of a group
+    n = steps
+    shapes = [(many, K), (n * many, K), (n * H, V), (H,), (n * H,)]
+    ours, twin = (
+        front_of(gdp_table(layout), str(device), torch.float32, 4, kernels)
+        for kernels in ("triton", "torch")
+    )
+    grads = RuleGrads(*(normal(B, S, *x) for x in shapes))
+    return layout, proj, given, grads, [ours], twin
+
+
 FRONTS = {
     "Mamba2": (mamba2, {"S": 19, "B": 2}, None),
     "Mamba2, packed": (mamba2, {"S": 40, "sizes": (2, 2, 6, 4)}, (1, 2, 0, 20, 17)),
@@ -117,6 +136,12 @@ FRONTS = {
     "KDA, several tiles": (kda, {"S": 300, "heads": (1, 1, 16, 16)}, None),
     "GDN-2": (gdn2, {"S": 33, "B": 2}, None),
     "GDN-2, packed": (gdn2, {"S": 40, "per_value_head": True}, (1, 2, 0, 20, 17)),
+    "GDP": (gdp, {"S": 33, "B": 2}, None),
+    "GDP, packed": (
+        gdp,
+        {"S": 40, "steps": 3, "per_value_head": True},
+        (1, 2, 0, 20, 17),
+    ),
 }
 
 

@@ -18,6 +18,7 @@ from tests.inference.row_mixers import (
     copied,
     gdn2_kind,
     gdn_kind,
+    gdp_kind,
     kda_kind,
     mamba2_kind,
     prefilled,
@@ -69,6 +70,8 @@ CASES = {
     "kda, wide": (kda_kind(HeadSizes(2, 2, 96, 160), 3), False, {}),
     "gdn2": (gdn2_kind(HeadSizes(2, 4, 8, 6)), True, {}),
     "gdn2, 2 taps": (gdn2_kind(HeadSizes(1, 3, 24, 40), 2), False, {}),
+    "gdp": (gdp_kind(HeadSizes(2, 4, 8, 6), 2), True, {}),
+    "gdp, 2 taps": (gdp_kind(HeadSizes(1, 3, 24, 40), 3, 2), False, {}),
     "mamba2": (mamba2_kind(4, 2, 6, 8), True, {}),
     "mamba2, gate alone": (mamba2_kind(3, 1, 40, 24, 2), False, GATE_ALONE),
     "mamba2, D of channels": (

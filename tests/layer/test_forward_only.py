@@ -83,8 +83,12 @@ def test_a_mixer_holds_the_inputs_of_its_rule_and_the_output_at_most(kind, packe
     gates = {
         "kda": widths.get("g", 0) + heads,
         "gdn2": sum(widths.get(name, 0) for name in ("f", "b", "w")),
+        "gdp": layout.width - layout.main_width,
     }.get(kind.name, 2 * heads)
     wide = 4 * (layout.conv_width + gates + layout.mixed_width)
+    steps = kind.mixer().table.steps
+    if steps > 1:  # the rule holds q, g and o for each step of a token
+        wide += 4 * (steps * (widths["Q"] + heads) + (steps - 1) * layout.mixed_width)
 
     def lengths(tokens: int) -> tuple[int, ...] | None:
         return (tokens // 2 - 3, tokens // 2 + 3) if packed else None

@@ -159,7 +159,7 @@ def decode(
     shape.check(memory, N, proj.dtype)
     *of_front, gamma = stages.parameters
     token_of = _decode_token_in_torch
-    if front.triton and not shape.rows_first and front.table.steps == 1:
+    if front.triton and not shape.rows_first:
         from .step_kernels import decode_token_in_slots as token_of
     mixed = []
     for token, row in enumerate(proj.split(1)):

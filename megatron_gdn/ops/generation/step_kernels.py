@@ -139,6 +139,7 @@ def _step_launches(
         "Q_AT": starts[0],
         "K_AT": starts[1],
         "V_AT": starts[2],
+        "STEPS": table.steps,
         "BLOCK_K": block_dim(K),
         "HAS_SLOTS": has_slots,
         "HAS_AFTER": after_strides is not None,
@@ -146,7 +147,7 @@ def _step_launches(
     after_strides = after_strides or (0, 0)
     conv = Launch(
         conv_step_kernel,
-        (2 * G + H, N),
+        (G + table.steps * (G + H), N),
         row_stride,
         strides[0],
         after_strides[0],
@@ -202,6 +203,7 @@ def conv_step_kernel(
     Q_AT: tl.constexpr,
     K_AT: tl.constexpr,
     V_AT: tl.constexpr,
+    STEPS: tl.constexpr,
     W: tl.constexpr,
     HELD: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -211,8 +213,8 @@ def conv_step_kernel(
     HAS_SLOTS: tl.constexpr,
     HAS_AFTER: tl.constexpr,
 ):
-    """Convolve one head of one sequence; grid (2 G + H, N), with the heads of q, of k,
-    then of v.
+    """Convolve one head of one sequence; grid (G + STEPS (G + H), N), with the heads of
+    q, of k, then of v; k and v have G and H heads for each of the STEPS updates.
 
     ``row_ptr``: rows, ``stride_n`` elements apart. ``history_ptr``: HELD inputs per
     channel, which the kernel shifts by one, and if HAS_AFTER also writes to
@@ -232,7 +234,7 @@ def conv_step_kernel(
     out_ptr += n * C
     if HAS_AFTER:
         after_ptr += slot * after_stride
-    if head < 2 * G:
+    if head < (1 + STEPS) * G:
         column = head * K + Q_AT
         if head >= G:
             column = (head - G) * K + K_AT
@@ -262,7 +264,7 @@ def conv_step_kernel(
             history_ptr,
             after_ptr,
             out_ptr,
-            (head - 2 * G) * V + V_AT,
+            (head - (1 + STEPS) * G) * V + V_AT,
             slot >= 0,
             eps,
             V,
@@ -361,6 +363,7 @@ def state_step_kernel(
     Q_AT: tl.constexpr,
     K_AT: tl.constexpr,
     V_AT: tl.constexpr,
+    STEPS: tl.constexpr,
     SKIPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -378,7 +381,8 @@ def state_step_kernel(
     ``o_ptr``: output [N, H, V]. ``D_ptr``: the parameter D, SKIPS elements per head (0,
     1 or V). ERASES: S^T k is subtracted from v, as in the delta rule. A third gate is
     the write strength of each state column; with a third gate, the second gate is only
-    the strength with which S^T k is subtracted.
+    the strength with which S^T k is subtracted. The state decays, then gets STEPS
+    updates, then is read.
     """
     h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = n
@@ -396,31 +400,56 @@ def state_step_kernel(
         place_KV = h * (K * V) + k_K[:, None] * V + v_V[None, :]
     at_KV = state_ptr + slot * state_stride + place_KV
     convolved_ptr += n * C
-    key_at = (h // (H // G)) * K
-    q_K = tl.load(convolved_ptr + key_at + Q_AT + k_K, mask=there_K, other=0.0)
-    key_K = tl.load(convolved_ptr + key_at + K_AT + k_K, mask=there_K, other=0.0)
+    group = h // (H // G)
+    q_K = tl.load(convolved_ptr + group * K + Q_AT + k_K, mask=there_K, other=0.0)
     there_V = real_V & (slot >= 0)
-    value_V = tl.load(convolved_ptr + h * V + V_AT + v_V, mask=there_V, other=0.0)
     row_ptr += n * stride_n
-    g_K, write_K = _compute_gate(
+    g_K, other_K = _compute_gate(
         row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, GATE, GATES, 0, H, K
     )
-    if SECOND_GATE is not None:
-        write_K, _ = _compute_gate(
-            row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, SECOND_GATE, GATES, 1, H, K
-        )
     S_KV = tl.load(at_KV, mask=real_KV, other=0.0).to(tl.float32) * tl.exp(g_K)[:, None]
-    x_V = value_V
-    if THIRD_GATE is not None:
-        write_V, _ = _compute_gate(
-            row_ptr, A_log_ptr, dt_bias_ptr, h, v_V, real_V, THIRD_GATE, GATES, 2, H, V
-        )
-        x_V = write_V * value_V - tl.sum(S_KV * (write_K * key_K)[:, None], axis=0)
-        S_KV += key_K[:, None] * x_V[None, :]
-    else:
-        if ERASES:
-            x_V = value_V - tl.sum(S_KV * key_K[:, None], axis=0)
-        S_KV += (write_K * key_K)[:, None] * x_V[None, :]
+    value_V = tl.zeros((BLOCK_V,), tl.float32)
+    for step in tl.static_range(STEPS):
+        key_at = K_AT + (step * G + group) * K
+        key_K = tl.load(convolved_ptr + key_at + k_K, mask=there_K, other=0.0)
+        value_at = V_AT + (step * H + h) * V
+        value_V = tl.load(convolved_ptr + value_at + v_V, mask=there_V, other=0.0)
+        write_K = other_K
+        if SECOND_GATE is not None:
+            write_K, _ = _compute_gate(
+                row_ptr,
+                A_log_ptr,
+                dt_bias_ptr,
+                step * H + h,
+                k_K,
+                real_K,
+                SECOND_GATE,
+                GATES,
+                1,
+                STEPS * H,
+                K,
+            )
+        x_V = value_V
+        if THIRD_GATE is not None:
+            write_V, _ = _compute_gate(
+                row_ptr,
+                A_log_ptr,
+                dt_bias_ptr,
+                step * H + h,
+                v_V,
+                real_V,
+                THIRD_GATE,
+                GATES,
+                2,
+                STEPS * H,
+                V,
+            )
+            x_V = write_V * value_V - tl.sum(S_KV * (write_K * key_K)[:, None], axis=0)
+            S_KV += key_K[:, None] * x_V[None, :]
+        else:
+            if ERASES:
+                x_V = value_V - tl.sum(S_KV * key_K[:, None], axis=0)
+            S_KV += (write_K * key_K)[:, None] * x_V[None, :]
     tl.store(at_KV, S_KV.to(state_ptr.dtype.element_ty), mask=real_KV)
     if HAS_AFTER:
         kept_KV = S_KV.to(after_ptr.dtype.element_ty)
