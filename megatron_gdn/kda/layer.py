@@ -38,7 +38,11 @@ from ..mixers.fp32_parameters import (
 )
 from ..mixers.loader_layout import launch_arguments
 from ..mixers.options import MixerOptions
-from ..mixers.tensor_parallel import fill_share
+from ..mixers.tensor_parallel import (
+    check_muon_of_heads,
+    fill_share,
+    mark_heads,
+)
 from ..ops.stages import fronts_of
 from .front import kda_table
 from .rule import RULES, choose_kda
@@ -85,6 +89,10 @@ class KDAOptions(MixerOptions):
         gate_lower_bound: a number below 0 for the gate
             ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``; default
             ``config.kda_lower_bound``.
+        muon_per_head: whether Megatron's Muon orthogonalises the rows of each head by
+            themselves: of every section of in_proj, and of the gates' projections
+            ``f_proj``, ``f_b_proj``, ``g_proj`` and ``g_b_proj``. Over several
+            tensor-parallel ranks Muon needs ``--muon-tp-mode blockwise``.
     """
 
     absent = ("rule_operands",)
@@ -94,6 +102,7 @@ class KDAOptions(MixerOptions):
     forget_rank: int | None = None
     output_rank: int | None = None
     gate_lower_bound: float | None = None
+    muon_per_head: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -241,6 +250,7 @@ class KimiDeltaAttention(RecurrentMixer):
         self.use_qk_l2norm = use_qk_l2norm
         self.gate_lower_bound = bound
         self.bias = bias
+        self.muon_per_head = given.muon_per_head
         self._build(
             submodules,
             partial(choose_kda, given.backend, self.dims.state, bound),
@@ -362,6 +372,25 @@ class KimiDeltaAttention(RecurrentMixer):
         add("beta_proj", D, H, bias=self.bias)
         if not dims.gates_in_in_proj:
             self._add_gate(add, "g", dims.output_rank, H * V)
+        if self.muon_per_head:
+            check_muon_of_heads(self.tp_size)
+            self._mark_heads()
+
+    def _mark_heads(self) -> None:
+        """Let Muon update each head of this rank by itself."""
+        layout = self.dims.layout
+        of_linears = {"in_proj": self.dims.in_proj_layout.names}
+        of_linears |= dict.fromkeys(("f_proj", "f_b_proj"), ("g",))
+        of_linears |= dict.fromkeys(("g_proj", "g_b_proj"), ("gate",))
+        linears = self._projections()
+        for name, sections in of_linears.items():
+            if name not in linears:
+                continue
+            rows: list[int] = []
+            for section in sections:
+                heads, width = layout.shape_of(section)
+                rows += [width] * heads
+            mark_heads(linears[name].weight, rows)
 
     def _add_gate(self, add: Any, letter: str, rank: int, width: int) -> None:
         """Add the projections of a gate of this width; ``rank``: of its narrow half, or

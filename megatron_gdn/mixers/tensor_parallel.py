@@ -10,6 +10,7 @@ an error. So a mixer puts lost marks back.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from ..compat.observe import log_once
 from ..compat.versions import MUON_KNOWS_ATTENTION_ALONE
 from ..ops.layout import layout_of_in_proj
+from .loader_layout import launch_arguments
 from .precision import mark_keep_in_fp32, replace_fully_shard_in_megatron
 from .tensor_map import take_share
 
@@ -65,6 +67,43 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
             vars(parameter).update(partition_sizes=sizes, use_muon=use_muon)
             if parameter.ndim == 2 and muon_splits:
                 vars(parameter).update(is_qkv=True, qkv_split_shapes=sizes)
+
+
+def mark_heads(weight: nn.Parameter, rows: Sequence[int]) -> None:
+    """Let Megatron's Muon update ``weight`` in pieces of ``rows`` rows, the heads of
+    this rank."""
+    if not MUON_KNOWS_ATTENTION_ALONE.is_open():
+        vars(weight).update(is_qkv=True, qkv_split_shapes=list(rows))
+
+
+def check_muon_of_heads(tp_size: int) -> None:
+    """Raise a ValueError if the launch's settings of Muon join heads; without a launch,
+    log what to set."""
+    launch = launch_arguments()
+    if "muon" not in str(launch.get("optimizer", "muon")):
+        return
+    if launch.get("muon_split_qkv") is False:
+        raise ValueError(
+            "muon_per_head and --muon-no-split-qkv contradict each other: the flag "
+            "makes in_proj one matrix. Leave one of them out."
+        )
+    mode = launch.get("muon_tp_mode")
+    if tp_size == 1 or mode == "blockwise":
+        return
+    why = (
+        "Megatron's Muon joins each head with the same head of the other "
+        "tensor-parallel ranks."
+    )
+    if mode is not None:
+        raise ValueError(
+            f"muon_per_head over {tp_size} tensor-parallel ranks, with --muon-tp-mode "
+            f"{mode}: {why} Use --muon-tp-mode blockwise."
+        )
+    log_once(
+        f"muon_per_head over {tp_size} tensor-parallel ranks needs "
+        f"OptimizerConfig(muon_tp_mode='blockwise'); in its other modes {why}",
+        logging.WARNING,
+    )
 
 
 _MARK_OF_MARKED = "marked_by_gdn"  # the attribute that tells that a parameter has marks

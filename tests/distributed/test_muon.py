@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from megatron.core.optimizer import (
 from torch import nn
 
 from megatron_gdn.compat.versions import MUON_KNOWS_ATTENTION_ALONE
+from megatron_gdn.mixers.tensor_parallel import check_muon_of_heads
 from megatron_gdn.ops.layout import layout_of_in_proj
 from tests import parallel
 from tests.distributed.layer_laws import randomise_
-from tests.distributed.mixers import BY_NAME, build_gdn
+from tests.distributed.mixers import BY_NAME, build_gdn, build_kda
 from tests.parallel import groups_of_megatron
 from tests.ranks import on_ranks
 
@@ -62,6 +64,13 @@ KINDS = {name: replace(kind, randomise=randomise_) for name, kind in BY_NAME.ite
 KINDS["gdn"] = replace(
     KINDS["gdn"], build=partial(build_gdn, bias=True, conv_bias=True)
 )
+FULL = {"forget_rank": 0, "output_rank": 0}
+PER_HEAD = {
+    "per head": partial(build_kda, muon_per_head=True),
+    "per head, full gates": partial(build_kda, muon_per_head=True, **FULL),
+    "per head, one full gate": partial(build_kda, muon_per_head=True, output_rank=0),
+}
+KINDS |= {name: replace(KINDS["kda"], build=build) for name, build in PER_HEAD.items()}
 
 
 def in_parallel(mixer: str, tp: int):
@@ -125,6 +134,27 @@ def each_alone(weight, gradients, widths) -> torch.Tensor:
     )
 
 
+def rows_of_matrices(mixer: str, name: str, dims, rows: int) -> list[int]:
+    """The numbers of rows of the matrices that Muon updates by themselves."""
+    layout = layout_of_in_proj(dims)
+    if mixer not in PER_HEAD:
+        return list(layout.widths) if name == "in_proj.weight" else [rows]
+    # Kimi Delta Attention: each head's rows are a matrix
+    H, K, V = dims.state[:3]
+    G = layout.heads("key")
+    of_f, of_g = H * [K], H * [V]
+    in_proj = [*2 * G * [K], *H * [V]]
+    if "g" in layout.names:
+        in_proj += [*of_f, *of_g]
+    return {
+        "in_proj.weight": in_proj,
+        "f_proj.weight": of_f,
+        "f_b_proj.weight": of_f,
+        "g_proj.weight": of_g,
+        "g_b_proj.weight": of_g,
+    }.get(name, [rows])
+
+
 def sections_step_as_if_alone(
     mixer: str, tp: int, tp_mode: str, bf16: bool, layer_wise: str | None = None
 ) -> None:
@@ -149,9 +179,9 @@ def sections_step_as_if_alone(
                     KINDS[mixer].share(name, gradient[name], share)
                 )
             optimizer.step()
-        of_gates = GATES if mixer == "kda" else ()
-        for name in ("in_proj.weight", "out_proj.weight", *of_gates):
-            parameter = share.get_parameter(name)
+        for name, parameter in share.named_parameters():
+            if not name.endswith("_proj.weight"):
+                continue
             matrices = [
                 whole.get_parameter(name).float(),
                 *(g[name] for g in gradients),
@@ -164,11 +194,7 @@ def sections_step_as_if_alone(
                 ]
                 dims = share.dims
             weight, *of_weight = matrices
-            widths = (
-                layout_of_in_proj(dims).widths
-                if name == "in_proj.weight"
-                else [len(weight)]
-            )
+            widths = rows_of_matrices(mixer, name, dims, len(weight))
             expected = each_alone(weight, of_weight, widths)
             if tp_mode != "blockwise":
                 expected = KINDS[mixer].share(name, expected, share)
@@ -202,6 +228,52 @@ def close(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_each_section_takes_its_own_muon_step(pools, mixer, tp, tp_mode, bf16):
     pools(2).run(sections_step_as_if_alone, mixer, tp, tp_mode, bf16)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "tp, tp_mode", [(1, "duplicated"), (1, "distributed"), (2, "blockwise")]
+)
+@pytest.mark.parametrize("kind", PER_HEAD)
+def test_each_head_takes_its_own_muon_step(pools, kind, tp, tp_mode, bf16):
+    pools(2).run(sections_step_as_if_alone, kind, tp, tp_mode, bf16)
+
+
+LAUNCH = "megatron_gdn.mixers.tensor_parallel.launch_arguments"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"muon_tp_mode": "duplicated"}, "mode duplicated: .*mode blockwise"),
+        ({"muon_tp_mode": "distributed"}, "mode distributed: .*mode blockwise"),
+        (
+            {"muon_tp_mode": "blockwise", "muon_split_qkv": False},
+            "--muon-no-split-qkv contradict",
+        ),
+    ],
+)
+@on_ranks(tp=2)
+def test_settings_of_muon_that_join_heads_are_refused(settings, said):
+    build = KINDS["per head"].build
+    config = KINDS["per head"].config(tensor_model_parallel_size=2)
+    groups = groups_of_megatron()
+    muon = patch(LAUNCH, lambda: {"optimizer": "muon", **settings})
+    with muon, pytest.raises(ValueError, match=said):
+        build(config, groups)
+    with patch(LAUNCH, lambda: {"optimizer": "adam", **settings}):
+        build(config, groups)
+
+
+@on_ranks(tp=2)
+def test_without_a_launch_the_log_says_what_heads_need():
+    logged = []
+    with patch(f"{LAUNCH.rpartition('.')[0]}.log_once", lambda *a: logged.append(a[0])):
+        for ranks in (1, 2):
+            check_muon_of_heads(ranks)
+    (line,) = logged
+    assert "muon_tp_mode='blockwise'" in line
 
 
 def test_it_does_so_where_ranks_add_up_their_parts_of_the_products(pools):
