@@ -64,6 +64,7 @@ def build_gdn2(config, groups, **options):
 
 
 LOW_RANKS = {"forget_rank": 6, "output_rank": 6}
+FULL_GATES = {"forget_rank": 0, "output_rank": 0}
 
 
 def build_kda(config, groups, **options):
@@ -160,6 +161,8 @@ def _exactly(mixers: Mixers) -> Mixers:
 
 
 MAMBA2, KDA, GDN2, GDP = map(_exactly, (MAMBA2_FP32, KDA_FP32, GDN2_FP32, GDP_FP32))
+# in_proj makes the gates, and beta comes beside its rows
+KDA_FULL = replace(KDA, build=partial(build_kda, **FULL_GATES))
 TOY = Mixers(
     config=partial(make_config, deterministic_mode=True),
     build=toy_mixer.ToyMixer,

@@ -1,5 +1,8 @@
 """Adapters around in_proj (LoRA, DoRA) load at every tensor-parallel size."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from megatron.core import dist_checkpointing
@@ -9,13 +12,16 @@ from torch import Tensor, nn
 
 from megatron_gdn.mixers.tensor_map import take_share
 from megatron_gdn.ops.layout import layout_of_in_proj
-from tests.distributed.mixers import BY_NAME
+from tests.distributed.mixers import BY_NAME, FULL_GATES, KDA_FP32
 from tests.distributed.model_laws import metadata
 from tests.parallel import groups_of_megatron, parallel
 from tests.ranks import on_ranks
 
 RANK = 4
-MIXERS = ("gdn", "gdn2", "gdp", "mamba2", "kda")
+KINDS = BY_NAME | {
+    "kda_full": replace(KDA_FP32, build=partial(KDA_FP32.build, **FULL_GATES))
+}
+MIXERS = ("gdn", "gdn2", "gdp", "mamba2", "kda", "kda_full")
 
 
 def sharded(module: nn.Module, names, prefix: str, *given) -> dict:
@@ -110,7 +116,7 @@ class PeftAdapted(nn.Module):
 def _build(mixer: str, tp: int, kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A layer, and this rank's share of what its adapter holds."""
     torch.manual_seed(11)
-    mixers = BY_NAME[mixer]
+    mixers = KINDS[mixer]
     layer = mixers.build(
         mixers.config(tensor_model_parallel_size=tp), groups_of_megatron()
     )

@@ -7,15 +7,25 @@ from functools import partial
 import pytest
 
 from tests.distributed.mixer_laws import checkpoint_law, parallel_equals_one_rank
-from tests.distributed.mixers import GDN, GDN2, GDP, KDA, MAMBA2, OLMO_HYBRID, TOY
+from tests.distributed.mixers import (
+    FULL_GATES,
+    GDN,
+    GDN2,
+    GDP,
+    KDA,
+    KDA_FULL,
+    MAMBA2,
+    OLMO_HYBRID,
+    TOY,
+)
 
 UNEQUAL = (16, 0, 8, 24)
 ANY = (3, 0, 25, 3, 1)
 modes = pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 each = pytest.mark.parametrize(
     "mixers",
-    [GDN, OLMO_HYBRID, GDN2, GDP, MAMBA2, KDA, TOY],
-    ids=["gdn", "olmo_hybrid", "gdn2", "gdp", "mamba2", "kda", "toy"],
+    [GDN, OLMO_HYBRID, GDN2, GDP, MAMBA2, KDA, KDA_FULL, TOY],
+    ids=["gdn", "olmo_hybrid", "gdn2", "gdp", "mamba2", "kda", "kda_full", "toy"],
 )
 
 
@@ -40,8 +50,8 @@ def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed, mi
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "mixers",
-    [GDN, GDN2, GDP, MAMBA2, KDA],
-    ids=["gdn", "gdn2", "gdp", "mamba2", "kda"],
+    [GDN, GDN2, GDP, MAMBA2, KDA, KDA_FULL],
+    ids=["gdn", "gdn2", "gdp", "mamba2", "kda", "kda_full"],
 )
 @pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
 @modes
@@ -61,8 +71,8 @@ def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel, m
 @pytest.mark.each_pair
 @pytest.mark.parametrize(
     "mixers",
-    [GDN, GDN2, GDP, MAMBA2, KDA, TOY],
-    ids=["gdn", "gdn2", "gdp", "mamba2", "kda", "toy"],
+    [GDN, GDN2, GDP, MAMBA2, KDA, KDA_FULL, TOY],
+    ids=["gdn", "gdn2", "gdp", "mamba2", "kda", "kda_full", "toy"],
 )
 @modes
 @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
@@ -79,7 +89,6 @@ def test_a_checkpoint_moves_between_tensor_parallel_sizes(pools, mixers):
     pools(2).run(checkpoint_law, mixers)
 
 
-FULL = {"forget_rank": 0, "output_rank": 0}
 MIXED = {"forget_rank": 4, "output_rank": 0, "gate_lower_bound": -5.0}
 
 
@@ -98,7 +107,7 @@ def test_fast_gates_cross_ranks(pools, mode):
     )
 
 
-@pytest.mark.parametrize("options", [FULL, MIXED], ids=["full", "mixed"])
+@pytest.mark.parametrize("options", [FULL_GATES, MIXED], ids=["full", "mixed"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_gates_of_every_rank_are_shared_by_tensor_parallel_ranks(
     pools, sequence_parallel, options
@@ -106,15 +115,14 @@ def test_gates_of_every_rank_are_shared_by_tensor_parallel_ranks(
     pools(2).run(parallel_equals_one_rank, KDA, 2, 1, sequence_parallel, **options)
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("mixers", [KDA, KDA_FULL], ids=["low rank", "full gates"])
 @pytest.mark.parametrize("recompute", ["light", "full"])
-def test_what_is_computed_again_is_the_same(pools, recompute):
-    pools(2).run(
-        parallel_equals_one_rank, KDA, 1, 2, mode="chunkwise", recompute=recompute
-    )
-
-
-def test_a_checkpoint_of_full_gates_moves_between_sizes(pools):
-    pools(2).run(checkpoint_law, replace(KDA, build=partial(KDA.build, **FULL)))
+@pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
+@modes
+def test_what_is_computed_again_is_the_same(pools, mode, packed, recompute, mixers):
+    given = {"lengths": packed, "mode": mode, "recompute": recompute}
+    pools(2).run(parallel_equals_one_rank, mixers, 1, 2, **given)
 
 
 # Of Gated DeltaNet alone:

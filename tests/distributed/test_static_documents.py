@@ -32,8 +32,10 @@ from tests.distributed.layer_laws import (
     require_same_bits,
     thd,
 )
+from tests.distributed.mixers import FULL_GATES, KDA_FP32
 from tests.graphs_on_cpu import captured_arguments, capturing_by_megatron, mismatches
 from tests.host_reads import HostRead, no_host_reads
+from tests.parallel import groups_of_megatron
 from tests.ranks import on_ranks
 from tests.whole_groups import whole_groups
 
@@ -102,6 +104,32 @@ def test_many_sets_of_documents_in_one_set_of_buffers(cp, mode, layout, changes)
     """At the same addresses; and the host reads nothing."""
     layer = over_ranks(changes, linear_cp_mode=mode, cp_layout=layout)
     randomise_(layer)
+    holds_many_sets(layer, cp, mode, layout)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("ranks", [{}, FULL_GATES], ids=["low rank", "full gates"])
+@pytest.mark.parametrize(
+    ("cp", "mode", "layout"),
+    [
+        (1, None, "zigzag"),
+        (2, "headwise", "zigzag_buffer"),
+        (2, "chunkwise", "contiguous"),
+    ],
+)
+@on_ranks(cp="cp")
+def test_so_does_kimi_delta_attention(cp, mode, layout, ranks):
+    kind = KDA_FP32
+    config = kind.config(context_parallel_size=cp)
+    options = {"linear_cp_mode": mode, "cp_layout": layout, **ranks}
+    torch.manual_seed(7)
+    layer = kind.build(config, groups_of_megatron(), **options)
+    kind.randomise(layer)
+    holds_many_sets(layer, cp, mode, layout)
+
+
+def holds_many_sets(layer, cp: int, mode: str | None, layout: str) -> None:
+    """Many sets of documents, one after the other, in one set of buffers."""
     shape = (2, TOKENS, 1, layer.hidden_size)
     dtype = layer.config.params_dtype
     x, weight = torch.randn(shape, dtype=dtype)

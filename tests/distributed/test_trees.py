@@ -13,7 +13,7 @@ from megatron_gdn.context_parallel import local_indices
 from tests.distributed.gpt_laws import FULL_RECOMPUTE, build_model, summed_gradients
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixer_laws import parallel_equals_one_rank
-from tests.distributed.mixers import GDN, GDN2, GDP, KDA, MAMBA2
+from tests.distributed.mixers import GDN, GDN2, GDP, KDA, KDA_FULL, MAMBA2
 from tests.parallel import (
     VOCABULARY,
     assert_close,
@@ -26,8 +26,8 @@ from tests.trees import random_tree
 
 each = pytest.mark.parametrize(
     "mixers",
-    [GDN, GDN2, GDP, MAMBA2, KDA],
-    ids=["gdn", "gdn2", "gdp", "mamba2", "kda"],
+    [GDN, GDN2, GDP, MAMBA2, KDA, KDA_FULL],
+    ids=["gdn", "gdn2", "gdp", "mamba2", "kda", "kda_full"],
 )
 
 

@@ -21,7 +21,15 @@ RECORDS = ROOT / "docs" / "launches.jsonl"
 PAGE = ROOT / "docs" / "support.md"
 KEY = ("script", "processes", "launch", "held to", "branch")
 # Columns of the table: a branch on a CPU, or on GPUs (benchmarks/parallel_launches.py).
-BRANCHES = ("core_r0.19.0", "main", "dev", "core_r0.19.0 on H200", "main on H200")
+# "kda" is the branch of pull request 6556.
+BRANCHES = (
+    "core_r0.19.0",
+    "main",
+    "dev",
+    "kda",
+    "core_r0.19.0 on H200",
+    "main on H200",
+)
 
 
 class Result:

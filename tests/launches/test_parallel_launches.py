@@ -202,6 +202,8 @@ def test_every_arrangement_takes_the_steps_of_one_process(
         pytest.skip("this branch has no Gated DeltaProduct")
     if model == "kda of Megatron" and not HAS_KDA:
         pytest.skip("this branch has no Kimi Delta Attention")
+    if model == "kda" and HAS_KDA:
+        pytest.skip("the config of this branch refuses more value than key heads")
     folder, wanted = saved(model)
     script, of_model, read = MODELS[model]
     theirs = UPSTREAM.get(model, UPSTREAM[script])

@@ -21,7 +21,7 @@ from megatron.core.inference.text_generation_controllers.mtp_utils_pytorch impor
 
 from megatron_gdn.testing import RowByRow
 from tests.distributed.layer_laws import thd
-from tests.distributed.mixers import BY_NAME, whole
+from tests.distributed.mixers import BY_NAME, FULL_GATES, whole
 from tests.parallel import make_config
 
 pytestmark = [
@@ -29,13 +29,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 VOCAB = 50
-KINDS = [*BY_NAME]
+KINDS = [*BY_NAME, "kda_full"]
 ALL_KINDS = [*KINDS, *(f"{name} aligned" for name in KINDS)]
 
 
 def make_layer(kind):
     name, *mode = kind.split()
-    layer = whole(name)
+    if name == "kda_full":
+        layer = whole("kda", **FULL_GATES)
+    else:
+        layer = whole(name)
     layer.config.batch_invariant_mode = bool(mode)
     return layer.eval()
 

@@ -10,7 +10,13 @@ from megatron_gdn.inference import roll_back
 from megatron_gdn.mixers.static_context import MOST_DECODED
 from megatron_gdn.testing import RowByRow
 from tests.distributed.layer_laws import thd
-from tests.distributed.mixers import BY_NAME, GDN, OLMO_HYBRID, whole
+from tests.distributed.mixers import (
+    BY_NAME,
+    FULL_GATES,
+    GDN,
+    OLMO_HYBRID,
+    whole,
+)
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32, as in tests/inference/test_step.py
@@ -19,8 +25,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32, as in tests/inference/test_step.py
 of_both = pytest.mark.parametrize("kind", BY_NAME)
 
 
-def make(kind="gdn", rows=2, tokens=80, most=200):
-    layer = whole(kind).eval()
+def make(kind="gdn", rows=2, tokens=80, most=200, **options):
+    layer = whole(kind, **options).eval()
     x = torch.randn(tokens, rows, layer.config.hidden_size)
     return layer, x, StaticInferenceContext(rows, most)
 
@@ -37,13 +43,17 @@ def run(layer, x, context, parts):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("kind", [*BY_NAME, "write strengths up to 2", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "kind", [*BY_NAME, "write strengths up to 2", "olmo_hybrid", "full gates of kda"]
+)
 @pytest.mark.parametrize(
     "parts", [(80,), (77, 1, 1, 1), (30, 40, 5, 5), (64, 16), (3, 77)]
 )
 def test_prefill_chunks_and_steps_give_the_training_forward(kind, parts):
     if kind in BY_NAME:
         layer, x, context = make(kind)
+    elif kind == "full gates of kda":
+        layer, x, context = make("kda", **FULL_GATES)
     else:
         mixers = OLMO_HYBRID if kind == "olmo_hybrid" else GDN
         layer = mixers.whole(mixers.config(), allow_neg_eigval=True).eval()
