@@ -202,6 +202,13 @@ FIELDS: dict[str, Field] = {
         "whether q_proj also computes attention's output gate", True
     ),
     "norm_topk_prob": _setting("whether the chosen experts' weights add up to 1", True),
+    "use_sliding_window": _setting("whether attention sees some tokens only", False),
+    # Settings of a Qwen3.5: dense, and with experts.
+    "no_experts": _setting("the number of experts", 0),
+    "every_layer_sparse": _setting("each layer of this number has experts", 1),
+    "no_mlp_only_layers": Field(
+        "layers without experts", "[]", lambda value: value == [], is_setting=True
+    ),
     # Settings of a Kimi Linear that the built model assumes.
     "mla_use_nope": _setting("whether attention has no position embedding", True),
     "moe_layer_freq": _setting("each layer of this number has experts", 1),
@@ -291,12 +298,6 @@ class ConfigFields:
         self._architecture = architecture
         self._own_names = {known: own for own, known in (own_names or {}).items()}
 
-    def with_values(self, more: Mapping[str, Any]) -> ConfigFields:
-        """These fields with the values ``more`` in place of their own."""
-        fields = ConfigFields({**self._values, **more}, self.where, self._architecture)
-        fields._own_names = self._own_names
-        return fields
-
     def __getitem__(self, name: str) -> Any:
         """The value of the field ``name``; a missing or illegal one is a ValueError."""
         value = self.get(name, None)
@@ -333,4 +334,14 @@ class ConfigFields:
             raise ValueError(
                 f"{self.where}: {name}={self[name]} must be at most "
                 f"{limit}={self[limit]}."
+            )
+
+    def require_several_experts(self) -> None:
+        """Raise if a token takes one expert by a sigmoid, which Megatron scales in
+        another way than transformers."""
+        if self["num_experts_per_tok"] == 1:
+            raise ValueError(
+                f"{self.where}: num_experts_per_tok=1 is not supported: Megatron does "
+                "not normalise the score of a single expert, and the model does. Only "
+                "models with two or more are built."
             )

@@ -236,7 +236,7 @@ def sizes_of(fields: ConfigFields, pattern: str) -> SimpleNamespace:
 
 def _latent_sizes(fields: ConfigFields) -> dict[str, Any]:
     heads = fields["num_attention_heads"]
-    key_heads = fields.get("num_key_value_heads", heads)
+    key_heads = fields["num_key_value_heads"]
     if key_heads != heads:
         raise ValueError(
             f"{fields.where}: num_key_value_heads={key_heads} must be "
@@ -256,6 +256,7 @@ def _latent_sizes(fields: ConfigFields) -> dict[str, Any]:
 
 def _expert_sizes(fields: ConfigFields) -> dict[str, Any]:
     fields.require_at_most("num_experts_per_tok", "num_experts")
+    fields.require_several_experts()
     used = fields["num_experts_per_tok"]
     width = fields["moe_intermediate_size"]
     sizes = {
@@ -267,12 +268,6 @@ def _expert_sizes(fields: ConfigFields) -> dict[str, Any]:
         "moe_router_topk": used,
         "moe_router_topk_scaling_factor": fields.get("routed_scaling_factor", 2.446),
     }
-    if used == 1:
-        raise ValueError(
-            f"{fields.where}: num_experts_per_tok=1 is not supported: Megatron does not "
-            "normalise the score of a single expert, and the model does. Only models "
-            "with two or more are built."
-        )
     groups = fields.get("expert_groups", 1)
     chosen = fields.get("chosen_expert_groups", 1)
     if chosen == groups:

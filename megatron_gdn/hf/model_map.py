@@ -21,7 +21,7 @@ from ..gdn.sizes import GDNDims
 from ..kda.sizes import KDADims
 from ..mixers.tensor_map import HFRef, TensorMap, rows_by_group, tensor_map
 from ..ops.delta_rule.sizes import LINEAR_SIZES
-from . import kimi, nemotron
+from . import kimi, nemotron, qwen
 from .config_fields import ConfigFields
 from .json_files import read_object, shown
 from .kimi import KIMI
@@ -59,21 +59,11 @@ _SIZES = {
     },
     "-": {"ffn_hidden_size": "intermediate_size"},
 }
-# Settings that the built model assumes; a config.json may leave them out.
-_SETTINGS = (
-    "attention_bias",
-    "hidden_act",
-    "output_gate_type",
-    "attn_output_gate",
-    "rope_type",
-    "norm_topk_prob",
-)
 _PUBLISHED_OPTIONS = {
     "output_gate_activation": "silu",
     "allow_neg_eigval": False,
     "use_qk_l2norm": True,
 }
-_ROPE_FIELDS = ("rope_type", "rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,24 +210,29 @@ def parse_hf_config(
         )
     if architecture == KIMI:
         return _kimi_config(config, where)
-    is_nemotron = architecture == NEMOTRON
+    if architecture == NEMOTRON:
+        return _nemotron_config(config, where)
     text = top.get("text_config", {}) or config
-    if is_nemotron:
-        text = nemotron.FIELDS.with_usual_names(text, where)
-    fields = ConfigFields(
-        text, where, architecture, nemotron.OWN_NAMES if is_nemotron else {}
+    values = qwen.with_usual_names(config, text, architecture, where)
+    fields = ConfigFields(values, where, architecture)
+    pattern = qwen.pattern_of(fields, architecture)
+    sizes = _sizes_of(fields, pattern)
+    # What transformers takes for a missing field.
+    sizes.kv_channels = fields.get("head_dim", 256)
+    sizes.layernorm_epsilon = fields.get("rms_norm_eps", 1e-6)
+    return HFModelConfig(
+        architecture=architecture,
+        hybrid_layer_pattern=pattern,
+        sizes=sizes,
+        vocab_size=fields["vocab_size"],
+        tied=top.get("tie_word_embeddings", False),
+        rope_theta=fields.get("rope_theta", 10_000.0),
+        rotary_fraction=fields.get("partial_rotary_factor", 0.25),
     )
-    rope = fields.get("rope_parameters", {}) or fields.get("rope_scaling", {})
-    if rope.get("rope_type") is None:
-        rope = {**rope, "rope_type": rope.get("type")}  # the older name
-    given = {name: rope[name] for name in _ROPE_FIELDS if rope.get(name) is not None}
-    fields = fields.with_values(given)
-    for name in _SETTINGS:
-        fields.get(name, None)
-    if is_nemotron:
-        pattern = nemotron.pattern_of(fields)
-    else:
-        pattern = _layer_pattern(fields)
+
+
+def _sizes_of(fields: ConfigFields, pattern: str) -> SimpleNamespace:
+    """The sizes of the layers in ``pattern``, as fields of a ``TransformerConfig``."""
     tables = [table for kind, table in _SIZES.items() if kind in pattern]
     pairs = (pair for table in tables for pair in table.items())
     sizes = SimpleNamespace(**{field: fields[hf_name] for field, hf_name in pairs})
@@ -248,26 +243,30 @@ def parse_hf_config(
         fields.require_multiple("mamba_num_heads", "n_groups")
     if "E" in pattern:
         fields.require_at_most("num_experts_per_tok", "num_experts")
+    return sizes
+
+
+def _nemotron_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
+    """The config of a NemotronH, from the parsed file ``config``."""
+    values = nemotron.FIELDS.with_usual_names(config, where)
+    fields = ConfigFields(values, where, NEMOTRON, nemotron.OWN_NAMES)
+    pattern = nemotron.pattern_of(fields)
+    sizes = _sizes_of(fields, pattern)
     # What transformers takes for a missing field.
-    if is_nemotron:
-        head_dim = 128
-    else:
-        head_dim = max(sizes.hidden_size // sizes.num_attention_heads, 1)
-    sizes.kv_channels = fields.get("head_dim", head_dim)
-    sizes.layernorm_epsilon = fields.get("rms_norm_eps", 1e-5 if is_nemotron else 1e-6)
-    scaling = fields.get("routed_scaling_factor", None)
-    if scaling is not None:
+    sizes.kv_channels = fields.get("head_dim", 128)
+    sizes.layernorm_epsilon = fields.get("rms_norm_eps", 1e-5)
+    if "E" in pattern:
+        fields.require_several_experts()
+        scaling = fields.get("routed_scaling_factor", 1.0)
         sizes.moe_router_topk_scaling_factor = scaling
     return HFModelConfig(
-        architecture=architecture,
+        architecture=NEMOTRON,
         hybrid_layer_pattern=pattern,
         sizes=sizes,
         vocab_size=fields["vocab_size"],
-        tied=top.get("tie_word_embeddings", False),
-        rope_theta=fields.get("rope_theta", 10_000_000.0),
-        rotary_fraction=0.0
-        if is_nemotron
-        else fields.get("partial_rotary_factor", 0.25),
+        tied=fields.get("tie_word_embeddings", False),
+        rope_theta=0.0,
+        rotary_fraction=0.0,
     )
 
 
@@ -284,34 +283,6 @@ def _kimi_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
         tied=fields.get("tie_word_embeddings", False),
         rope_theta=0.0,
         rotary_fraction=0.0,
-    )
-
-
-def _layer_pattern(fields: ConfigFields) -> str:
-    """A HybridModel's pattern: for each layer the symbols of its mixer and of its
-    MLP."""
-    count = fields["num_hidden_layers"]
-    types = fields.get("layer_types", None)
-    if types is None:
-        interval = fields.get("full_attention_interval", 4)
-        kinds = "linear_attention", "full_attention"
-        types = [kinds[(layer + 1) % interval == 0] for layer in range(count)]
-    symbols = {"linear_attention": "G", "full_attention": "*"}
-    unknown = sorted(set(types) - symbols.keys())
-    if unknown or len(types) != count:
-        raise ValueError(
-            f"{fields.where}: layer_types must be {count} times 'linear_attention' or "
-            f"'full_attention'; it has {len(types)} entries"
-            f"{f' and also {shown(unknown)}' if unknown else ''}."
-        )
-    step = fields.get("decoder_sparse_step", 1)
-    dense = set(fields.get("mlp_only_layers", []))
-    has_experts = fields.get("num_experts", 0) > 0
-    is_moe = [
-        has_experts and (n + 1) % step == 0 and n not in dense for n in range(count)
-    ]
-    return "".join(
-        symbols[kind] + "-E"[moe] for kind, moe in zip(types, is_moe, strict=True)
     )
 
 

@@ -49,7 +49,6 @@ READ = {
     "num_key_value_heads",
     "routed_scaling_factor",
     "ssm_state_size",
-    "text_config",
     "tie_word_embeddings",
     "vocab_size",
 }

@@ -26,7 +26,6 @@ OTHERS = {
     "hybrid_override_pattern": "M-M-M-",
     "num_hidden_layers": 5,
     "head_dim": 64,
-    "text_config": {"a": 1},
 }
 # Values that describe another model.
 REFUSED = {
@@ -128,6 +127,12 @@ def test_two_lists_of_layers_must_agree_and_one_must_be_there():
         ValueError, match="layers_block_type=.* must be a list of 'attention', "
     ):
         parsed(layers_block_type=["conv"])
+
+
+def test_a_single_expert_is_refused():
+    """Megatron would not normalise its score."""
+    with pytest.raises(ValueError, match="num_experts_per_tok=1 is not supported"):
+        parsed(num_experts_per_tok=1)
 
 
 def test_a_field_that_no_nemotron_has_is_refused():
