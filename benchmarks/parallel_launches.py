@@ -90,7 +90,7 @@ MODELS = {
         "--mamba-num-heads 16 --mamba-head-dim 64 --mamba-num-groups 8 "
         "--mamba-state-dim 128",
     ),
-    "kda": Model("K-*-G-*-", launcher=True),
+    "kda": Model("K-K-K-*-K-K-K-*-", "--kda-lower-bound -5", launcher=True),
     "gdn2": Model(DENSE, "--experimental-attention-variant gdn2", clone="main"),
     "heads": Model(f"{DENSE}/*-"),
     "experts": Model(

@@ -13,8 +13,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 from torch import nn
 
-from megatron_gdn.mixers.fp8 import GatesOutsideFP8
-from megatron_gdn.specs import gated_delta_net_spec, mamba2_spec
+from megatron_gdn.mixers.fp8 import GatesOutsideFP8, SectionOutsideFP8
+from megatron_gdn.specs import (
+    gated_delta_net_spec,
+    kimi_delta_attention_spec,
+    mamba2_spec,
+)
 from tests.parallel import in_ddp, make_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformer_engine", "world")]
@@ -32,6 +36,11 @@ SIZES = {
     "mamba_num_groups": 2,
     "mamba_head_dim": 64,
     "mamba_state_dim": 64,
+}
+# Kimi Delta Attention, with both gates in full width and with gates of low rank.
+KDA = {
+    "kda": {},
+    "kda, low rank": {"forget_rank": 128, "output_rank": 128},
 }
 # bf16 rounds an operand by 2^-9 at most and e4m3 by 2^-4; a product has two of them.
 BF16 = 2 * 2.0**-9
@@ -55,6 +64,9 @@ def layer_of(mixer: str, recipe: str | None, **changes) -> nn.Module:
     if mixer == "mamba2":
         spec = mamba2_spec("te")
         sizes = {"d_model": HIDDEN}
+    elif mixer in KDA:
+        spec = kimi_delta_attention_spec("te", **KDA[mixer])
+        sizes = {}
     else:
         spec = gated_delta_net_spec("te")
         sizes = {}
@@ -109,7 +121,37 @@ def test_gates_and_their_gradients_are_bf16s_and_the_rest_is_fp8s(mixer, recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+def test_a_full_forget_gate_and_its_gradients_are_bf16s_and_the_rest_is_fp8s(recipe):
+    """Of three micro-batches: from the second on the linear multiplies by weights that
+    it kept, one for the rows before the gate's and one for the rows after them."""
+    layer = layer_of("kda", recipe)
+    ddp = wrapped(layer)
+    linear = layer.in_proj
+    assert isinstance(linear, SectionOutsideFP8)
+    g = layer.dims.in_proj_layout.columns("g")
+    before, after = slice(0, g.start), slice(g.stop, None)
+    x = bf16(TOKENS, 1, HIDDEN).requires_grad_()
+    d_rows = bf16(TOKENS, 1, layer.dims.in_proj_layout.width)
+    d_rows[..., before] = 0
+    d_rows[..., after] = 0
+    exact = x[:, 0].double() @ linear.weight.double().t()
+    d_weight = d_rows[:, 0].double().t() @ x[:, 0].double()
+    for step in range(1, 4):
+        with get_fp8_context(ddp.config):
+            rows, _ = linear(x)
+        rows.backward(d_rows)
+        assert error(rows[:, 0, g], exact[:, g]) < BF16
+        # Before its second call delayed scaling knows no amax.
+        if recipe != "delayed" or step > 1:
+            assert BF16 < error(rows[:, 0, before], exact[:, before]) < FP8
+            assert BF16 < error(rows[:, 0, after], exact[:, after]) < FP8
+        assert error(linear.weight.main_grad[g], step * d_weight[g]) < BF16
+        assert not linear.weight.main_grad[before].any()
+        assert not linear.weight.main_grad[after].any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mixer", ["gdn", "mamba2", *KDA])
 def test_a_layer_trains_in_fp8_near_its_bf16_self(mixer, recipe):
     """Within FP8's rounding of the operands of two products in a row, each way."""
     found = []
