@@ -140,7 +140,9 @@ def command(case: Case, tool: str, settings: Settings) -> list[str]:
 def environment(settings: Settings, place: int, found: Path) -> dict[str, str]:
     """``place``: the number of this process, by which GPUs take turns."""
     added = {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+        ),
         "OMP_NUM_THREADS": "1",
         # Every tensor is an allocation of its own, so its bounds are known.
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",

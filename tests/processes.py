@@ -22,11 +22,13 @@ os.register_at_fork(after_in_child=gc.freeze)
 def python(*arguments, cwd=ROOT, timeout=300, ends=0, **environment):
     """This Python with the repository among its imports; it must end with the code
     ``ends``."""
+    # Packages may come by PYTHONPATH alone.
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
         timeout=timeout,
-        env=os.environ | {"PYTHONPATH": str(ROOT), **environment},
+        env=os.environ | {"PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
     )

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_gdn.hf import export_folder, folders, import_folder, read_hf_config
 from megatron_gdn.hf.__main__ import main
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
-from megatron_gdn.hf.tensor_plan import plan_of
+from megatron_gdn.hf.tensor_plan import count_of_others, plan_of
 from tests.hf.model_laws import save_with_plain_norms, stored_tensors
 from tests.hf.tiny_models import FOLDERS
 from tests.processes import python, python_without
@@ -332,6 +332,18 @@ def test_a_folder_that_names_no_checkpoint_is_named_on_export(copy, tmp_path, re
     said = refused("export", imported, tmp_path / "back", "--like", copy)
     assert "latest_checkpointed_iteration.txt holds ''; legal are" in said
     assert not (tmp_path / "back").exists()
+
+
+def test_an_imported_run_begins_at_iteration_0(copy, tmp_path):
+    import_folder(copy, tmp_path / "imported")
+    assert folders._load_common(tmp_path / "imported" / "release")["iteration"] == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "end"), [(["a"], ""), (["a", "b", "c"], " (and 2 more)")]
+)
+def test_a_message_counts_the_names_that_it_leaves_out(names, end):
+    assert count_of_others(names) == end
 
 
 def test_an_export_like_another_model_is_refused(hf_folder, copy, tmp_path, refused):

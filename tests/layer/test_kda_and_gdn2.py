@@ -1,6 +1,8 @@
 """Kimi Delta Attention and Gated DeltaNet-2 on one rank: options, first values, what is
 refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.gdn2.rule import FlaGDN2, PlainGDN2, _repeat_key_heads, choose_gdn2
+from megatron_gdn.kda.sizes import KDADims
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.state_map import StateShape
@@ -69,6 +72,16 @@ DETERMINISTIC = {"deterministic_mode": True}
 def test_what_cannot_be_is_refused_in_words(kind, options, changes, said):
     with pytest.raises(ValueError, match=said):
         whole(kind, changes, **options)
+
+
+def test_ranks_come_from_the_config_unless_they_are_given():
+    """Newer Megatrons have fields of these names."""
+    fields = {"kda_f_lora_rank": 6, "kda_gate_lora_rank": None}
+    config = SimpleNamespace(**vars(KDA_FP32.config()) | fields)
+    dims = KDADims.of(config)
+    assert (dims.forget_rank, dims.output_rank) == (6, 0)
+    dims = KDADims.of(config, forget_rank=0, output_rank=10)
+    assert (dims.forget_rank, dims.output_rank) == (0, 10)
 
 
 def test_narrow_halves_are_whole_on_every_rank():

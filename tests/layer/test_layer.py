@@ -23,6 +23,7 @@ from tests.distributed.layer_laws import (
     thd,
     transformer_layer,
 )
+from tests.distributed.mixers import whole
 from tests.parallel import assert_close, groups_of_megatron, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -163,6 +164,21 @@ def test_the_chosen_backend_is_logged_once_with_its_reason(log):
     build()
     (line,) = [message for message in log.messages if "backend" in message]
     assert "backend 'reference' (not flash_qla: flash_qla runs on a GPU" in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("gdn", "GatedDeltaNet: delta rule"),
+        ("gdn2", "GatedDeltaNet2: GDN-2"),
+        ("gdp", "GatedDeltaProduct: delta rule"),
+        ("kda", "KimiDeltaAttention: KDA"),
+        ("mamba2", "Mamba2Mixer: SSD"),
+    ],
+)
+def test_the_log_names_the_mixer_and_its_recurrence(kind, said, log):
+    whole(kind)
+    assert f"{said} backend 'reference'" in log.text
 
 
 def test_the_packed_metadata_is_read_once_for_all_layers(monkeypatch):

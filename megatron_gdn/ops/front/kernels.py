@@ -532,8 +532,9 @@ def _gate_slot_backward(
                         d_second_ptr + at_TD + member * MEMBER, real_TD, 0.0
                     )
             if SCALED:
+                # Rules with gradients in fp16 have gates of one output.
+                tl.static_assert(MAKES == 1)
                 d_y_TD = d_y_TD * factor_1D
-                d_other_TD = d_other_TD * factor_1D
             d_x_TD, d_rate_TD = FUNCTION(x_TD, A_log_1D, d_y_TD, d_other_TD, LOW, HIGH)
             if RATED:
                 d_A_TD += tl.where(real_TD, d_rate_TD, 0.0)

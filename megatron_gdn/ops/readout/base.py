@@ -106,7 +106,8 @@ class PlainReadout:
         u = o.flatten(2).transpose(0, 1) * act(gate)
         if gamma is None:
             return u
-        return _norm_per_group(u, gamma, self.groups or 1, self.eps)
+        assert self.groups is not None
+        return _norm_per_group(u, gamma, self.groups, self.eps)
 
     def _wide_inputs(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None
