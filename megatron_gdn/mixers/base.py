@@ -188,9 +188,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         low, high = A_init_range
         from_zero = self.rates_from_zero and low == 0 < high
         if not (0 < low <= high or from_zero):
+            sign = "<=" if self.rates_from_zero else "<"
             raise ValueError(
-                f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low "
-                "<= high: A_log starts as the logarithm of a number drawn from it."
+                f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 {sign} "
+                "low <= high: A_log starts as the logarithm of a number drawn from it."
             )
         self.options = options
         recomputed = frozenset()

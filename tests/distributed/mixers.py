@@ -135,6 +135,12 @@ MAMBA2_FP32 = replace(
     fp32=("A_log", "dt_bias", "D"),
 )
 GDP_FP32 = replace(KDA_FP32, config=partial(config_of, MAMBA_SIZES), build=build_gdp)
+# Fields of Megatron main's config, with values that are not its defaults.
+GDP_FIELDS_OF_MAIN = {
+    "gdp_num_householder": 2,
+    "gdp_cutedsl_kernel": True,
+    "gdp_num_chunk_states_to_recompute": 5,
+}
 BY_NAME = {
     "gdn": GDN,
     "gdn2": GDN2_FP32,

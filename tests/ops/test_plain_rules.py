@@ -1,6 +1,7 @@
 """Every plain rule with states in and out, in fp64, against autograd through its
 recurrence."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.rules import chunk_table
+from megatron_gdn.ops.rules.steps import RuleOfSteps
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.gdn2 import oracle as gdn2
 from tests.kda.oracle import recurrent_kda
@@ -71,6 +73,49 @@ def delta_recurrence(inputs, documents, initial):
     return recurrent_gated_delta_rule(*inputs, initial, True, cu_seqlens=kept)
 
 
+STEPS = 3
+
+
+def inputs_of_steps(gates, B, T) -> RuleInputs:
+    """With keys, values and write strengths of each step, step by step."""
+    each = [delta_inputs(gates, B, T)]
+    for _ in range(STEPS - 1):
+        each.append(type(each[0])(*(x.roll(1, 1) * 0.9 for x in each[-1])))
+    k, v, beta = (
+        torch.cat([getattr(x, n) for x in each], 2) for n in ("k", "v", "beta")
+    )
+    return each[0]._replace(k=k, v=v, beta=beta)
+
+
+def recurrence_of_steps(inputs, documents, initial):
+    """Token by token and step by step; a state of each batch row, or document."""
+    q, k, v, g, beta = inputs
+    B, T = v.shape[:2]
+    k = k.unflatten(2, (STEPS, G)).repeat_interleave(H // G, 3)
+    q = q.repeat_interleave(H // G, 2) * K**-0.5
+    v = v.unflatten(2, (STEPS, H))
+    beta = beta.unflatten(2, (STEPS, H))
+    spans = [(row, 0, T) for row in range(B)]
+    if documents is not None:
+        ends = documents.filled_offsets
+        spans = [(0, a, b) for a, b in itertools.pairwise(ends)]
+    o = {}
+    finals = []
+    for n, (row, start, end) in enumerate(spans):
+        S = v.new_zeros(H, K, V) if initial is None else initial[n]
+        for t in range(start, end):
+            S = g[row, t].exp()[:, None, None] * S
+            for j in range(STEPS):
+                key = k[row, t, j]
+                read = torch.einsum("hkv,hk->hv", S, key)
+                write = beta[row, t, j][:, None] * (v[row, t, j] - read)
+                S = S + torch.einsum("hk,hv->hkv", key, write)
+            o[row, t] = torch.einsum("hkv,hk->hv", S, q[row, t])
+        finals.append(S)
+    rows = [torch.stack([o[row, t] for t in range(T)]) for row in range(B)]
+    return torch.stack(rows), torch.stack(finals)
+
+
 def ssd_inputs(per_channel_D, B, T):
     return ssd.random_inputs(T, B, per_channel_D=per_channel_D)[0]
 
@@ -92,6 +137,7 @@ class Kind(NamedTuple):
 
 
 DELTA = Kind(PlainRule(), delta_inputs, delta_recurrence)
+OF_STEPS = Kind(RuleOfSteps(PlainRule(), STEPS), inputs_of_steps, recurrence_of_steps)
 KDA = Kind(PlainRule(), delta_inputs, recurrent_kda)
 GDN2 = Kind(PlainGDN2(), gdn2.random_inputs, gdn2.recurrent_gdn2)
 SSD = Kind(PlainSSD(), ssd_inputs, ssd_recurrence, (ssd.H, ssd.K, ssd.V), True)
@@ -107,6 +153,9 @@ CASES = {
         for gates in gdn2.GATES
     },
     "GDN-2, batch": (GDN2, "unequal", (2, 70), None),
+    "three steps, batch": (OF_STEPS, 1.0, (2, 70), None),
+    "three steps, documents": (OF_STEPS, 1.0, (1, sum(PACKED)), PACKED),
+    "three steps, strong decay": (OF_STEPS, 40.0, (1, 66), None),
     "SSD, batch": (SSD, False, (2, 70), None),
     "SSD, batch, D of channels": (SSD, True, (2, 70), None),
     "SSD, documents": (SSD, False, (1, sum(LONG)), LONG),
@@ -195,9 +244,10 @@ def output_and_gradients(rule, inputs, d_o, documents):
         (DELTA, 1.0, run_in_segments),
         (KDA, "unequal", run_whole),
         (GDN2, "unequal", output_and_gradients),
+        (OF_STEPS, 1.0, output_and_gradients),
         (SSD, False, output_and_gradients),
     ],
-    ids=["delta rule", "delta rule in segments", "KDA", "GDN-2", "SSD"],
+    ids=["delta rule", "delta rule in segments", "KDA", "GDN-2", "three steps", "SSD"],
 )
 def test_documents_over_batch_rows_equal_one_row(kind, gates, run, lengths):
     inputs = kind.inputs(gates, 1, 150)
