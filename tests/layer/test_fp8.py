@@ -77,8 +77,7 @@ def test_in_proj_keeps_the_class_that_it_was_built_with():
 )
 def test_out_proj_keeps_the_input_that_is_computed_again(scaling, drops, kda):
     """Else it would keep an FP8 copy, and nobody would read what was computed again."""
-    settings = {"quant_recipe": recipe("*.in_proj")} if kda else {}
-    layer = layer_of(scaling, settings, NAME, kda, recompute="light")
+    layer = layer_of(scaling, (), NAME, kda, recompute="light")
     assert layer.recompute_norm_out == layer.out_proj.save_original_input == drops
     assert kda or not layer_of(scaling).out_proj.save_original_input
 
