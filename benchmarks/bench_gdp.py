@@ -24,6 +24,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -142,7 +143,7 @@ def build(args: argparse.Namespace, updates: int) -> dict[str, Any]:
         ).to(DEVICE)
 
     first = args.backends[0]
-    made = {
+    made: dict[str, Callable[[], nn.Module]] = {
         f"ours, {backend}": partial(ours, backend=backend) for backend in args.backends
     }
     made[f"ours, {first}, light"] = partial(ours, backend=first, recompute="light")

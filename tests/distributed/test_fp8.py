@@ -11,7 +11,13 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules, tree_packed_seq_params
+from megatron_gdn import (
+    GatedDeltaProduct,
+    GatedDeltaProductSubmodules,
+    Mamba2Mixer,
+    Mamba2MixerSubmodules,
+    tree_packed_seq_params,
+)
 from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.mixers.fp8 import GatesOutsideFP8, SectionOutsideFP8
 from megatron_gdn.specs import (
@@ -27,10 +33,14 @@ from tests.fp8_twin import Fp8Column, Fp8Duplicated, Fp8NormedColumn, fp8_on, ro
 from tests.parallel import alone, assert_close, groups_of_megatron, in_ddp, make_config
 from tests.ranks import on_ranks
 
-each = pytest.mark.parametrize("mixer", ["gdn", "gdn2", "mamba2"])
+each = pytest.mark.parametrize("mixer", ["gdn", "gdn2", "gdp", "mamba2"])
 by_tp = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 TOKENS = 16
 BATCH = 2
+OF_MAMBA_LAYERS = {
+    "gdp": (GatedDeltaProduct, GatedDeltaProductSubmodules),
+    "mamba2": (Mamba2Mixer, Mamba2MixerSubmodules),
+}
 # Multiples of 16 before the gates, and of out_proj's input, on two ranks.
 MAMBA = {
     "mamba_head_dim": 8,
@@ -44,9 +54,10 @@ FP32 = 1e-5
 
 
 def build(mixer: str, config, groups, linear=Fp8Column, **options):
-    if mixer == "mamba2":
-        submodules = Mamba2MixerSubmodules(in_proj=linear, out_proj=RowParallelLinear)
-        return Mamba2Mixer(
+    if mixer in OF_MAMBA_LAYERS:
+        kind, submodules_class = OF_MAMBA_LAYERS[mixer]
+        submodules = submodules_class(in_proj=linear, out_proj=RowParallelLinear)
+        return kind(
             config, submodules, config.hidden_size, pg_collection=groups, **options
         )
     spec_of = gated_delta_net2_spec if mixer == "gdn2" else gated_delta_net_spec
@@ -129,7 +140,13 @@ def _joins(layer, cat) -> bool:
 
 @pytest.mark.parametrize(
     ("mixer", "bias"),
-    [("gdn", False), ("gdn", True), ("gdn2", False), ("mamba2", False)],
+    [
+        ("gdn", False),
+        ("gdn", True),
+        ("gdn2", False),
+        ("gdp", True),
+        ("mamba2", False),
+    ],
 )
 @on_ranks(2)
 def test_gates_have_the_weights_dtype_and_the_rest_is_fp8(mixer, bias):

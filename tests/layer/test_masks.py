@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
-from megatron_gdn.specs import mamba2_spec
+from megatron_gdn.specs import hybrid_stack_spec, mamba2_spec
 from megatron_gdn.specs.layer import BIAS_DROPOUT_ADD
 from tests.parallel import hybrid_model, model_config
 
@@ -51,13 +51,17 @@ def of_nothing():
 
 
 def built(letter):
-    """``"gdn2"`` is a 'G' of another config."""
+    """``"gdn2"`` is a 'G' of another config, ``"gdp"`` an 'M' of another stack."""
     variant = {"experimental_attention_variant": "gdn2"} if letter == "gdn2" else {}
-    pattern = "G" if letter == "gdn2" else letter
-    return hybrid_model(model_config(pattern, **variant), pattern).decoder
+    spec = None
+    if letter == "gdp":
+        variant = {"mamba_num_heads": 4, "mamba_num_groups": 2}
+        spec = hybrid_stack_spec("local", gdp={})
+    pattern = {"gdn2": "G", "gdp": "M"}.get(letter, letter)
+    return hybrid_model(model_config(pattern, **variant), pattern, spec).decoder
 
 
-EACH = pytest.mark.parametrize("letter", ["G", "gdn2", "K", "M"])
+EACH = pytest.mark.parametrize("letter", ["G", "gdn2", "K", "M", "gdp"])
 
 
 @EACH
