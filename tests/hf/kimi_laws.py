@@ -93,6 +93,8 @@ def step_of_megatron(
     cp: int = 1,
     pp: int = 1,
     ep: int = 1,
+    sequence_parallel: bool = True,
+    layout: str = "zigzag",
 ) -> dict[str, float]:
     """How far the logits and each gradient of this rank are from transformers', beyond
     the error that transformers' own are measured to have, relative to the norm.
@@ -109,12 +111,13 @@ def step_of_megatron(
             config,
             dtype=torch.float32,
             layer_pattern=stages,
-            sequence_parallel=tp > 1,
+            sequence_parallel=tp > 1 and sequence_parallel,
             calculate_per_token_loss=True,
+            layer_options={"cp_layout": layout},
         )
         load_hf_weights(model, folder)
         settings.finalize_model_grads_func = finalize_model_grads
-        made, held = _run_step(in_ddp(model), config.vocab_size, packed, cp)
+        made, held = _run_step(in_ddp(model), config.vocab_size, packed, cp, layout)
         beyond = {}
         if made is not None:
             ours = made[0, :, : config.vocab_size]
@@ -145,7 +148,7 @@ def _beyond(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> fl
     return max(ours_from_theirs - theirs_from_exact, 0.0) / (size or 1.0)
 
 
-def _run_step(ddp, vocabulary: int, packed: bool, cp: int):
+def _run_step(ddp, vocabulary: int, packed: bool, cp: int, layout: str):
     """The logits of this rank's tokens, or None, and these tokens; the gradients are in
     ``main_grad``."""
     streams = documents(vocabulary)
@@ -157,7 +160,7 @@ def _run_step(ddp, vocabulary: int, packed: bool, cp: int):
         labels = torch.cat([tokens[1:], streams[-1][-1:]])
         lengths = (len(tokens),)
     rank = parallel_state.get_context_parallel_rank()
-    held = positions(lengths, cp, SequenceLayout.ZIGZAG)[rank]
+    held = positions(lengths, cp, SequenceLayout(layout))[rank]
     kept = []
 
     def forward_step(batches, model):

@@ -50,7 +50,11 @@ def step_of_transformers(pools, hf_folder, tmp_path_factory):
         ("kimi saved", True, {}),
         ("kimi", False, {"tp": 2}),
         ("kimi saved", False, {"tp": 2}),
+        # experts need sequence parallelism
+        ("kimi dense", False, {"tp": 2, "sequence_parallel": False}),
         ("kimi", True, {"cp": 2}),
+        ("kimi", True, {"cp": 2, "layout": "contiguous"}),
+        ("kimi", False, {"cp": 2}),
         ("kimi", False, {"pp": 2}),
         ("kimi", False, {"ep": 2}),
     ],
@@ -61,7 +65,8 @@ def test_a_step_has_the_logits_and_gradients_of_transformers(
 ):
     """fp32, 1e-5 of the norm of each tensor, beyond the error of transformers' own."""
     steps = step_of_transformers(name, packed)
-    for found in pools(prod(sizes.values())).run(
+    ranks = prod(sizes.get(name, 1) for name in ("tp", "cp", "pp", "ep"))
+    for found in pools(ranks).run(
         laws.step_of_megatron, hf_folder(name), *steps, packed, **sizes
     ):
         assert len(found) > 30

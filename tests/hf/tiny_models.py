@@ -282,6 +282,11 @@ KIMI_FOLDERS = {
     "kimi": (KIMI, {"q_lora_rank": None}, None),
     "kimi tied": (KIMI, {"q_lora_rank": None, "tie_word_embeddings": True}, None),
     "kimi saved": (KIMI, {}, {"extra": False}),
+    "kimi dense": (
+        KIMI,
+        {"q_lora_rank": None, "mlp_layer_types": ["dense"] * 4},
+        {"extra": False},
+    ),
     "kimi groups": (
         KIMI,
         {"q_lora_rank": None, "num_local_experts": 8, "n_group": 4, "topk_group": 1},
