@@ -59,6 +59,17 @@ _SIZES = {
     },
     "-": {"ffn_hidden_size": "intermediate_size"},
 }
+# What Megatron lacks of models whose layers alone are converted.
+_LACKS = {
+    "BailingHybridForCausalLM": "Megatron's latent attention has no output gate. ",
+    "Glm5NextForConditionalGeneration": (
+        "Megatron has no hyper-connections and no attention over indexed tokens. "
+    ),
+    "OlmoHybridForCausalLM": "Megatron has no norm after attention. ",
+    "Qwen4ExpForCausalLM": (
+        "Megatron has no hyper-connections and no attention over indexed tokens. "
+    ),
+}
 _PUBLISHED_OPTIONS = {
     "output_gate_activation": "silu",
     "allow_neg_eigval": False,
@@ -203,8 +214,9 @@ def parse_hf_config(
     named = top.get("architectures", [])
     architecture = next((name for name in named if name in (*known, NEMOTRON)), None)
     if architecture is None:
+        lacks = "".join(_LACKS.get(name, "") for name in named)
         raise ValueError(
-            f"unknown architecture {shown(named)}; known: {', '.join(known)}. "
+            f"unknown architecture {shown(named)}; known: {', '.join(known)}. {lacks}"
             "Linear-attention layers of other models convert one by one, see "
             "layer_from_hf of megatron_gdn.hf."
         )

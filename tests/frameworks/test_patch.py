@@ -34,10 +34,11 @@ pytestmark = pytest.mark.usefixtures("undone")
 
 @pytest.mark.slow
 def test_megatrons_own_specs_build_our_layers():
-    """Two files of laws, behind a stand-in for Transformer Engine, in a process of its
-    own."""
+    """Three files of laws, behind a stand-in for Transformer Engine, in a process of
+    its own."""
     plugin = "-p", "tests.frameworks.behind_te_on_cpu"
-    laws = "tests/frameworks/patch_laws.py", "tests/frameworks/tree_laws.py"
+    files = ("patch_laws.py", "tree_laws.py", "kimi_te_laws.py")
+    laws = [f"tests/frameworks/{name}" for name in files]
     run = python("-m", "pytest", *plugin, *laws, timeout=None, TORCHDYNAMO_DISABLE="1")
     assert " passed" in run.stdout, run.stdout[-4000:]
 

@@ -239,10 +239,18 @@ def test_olmo_hybrids_files_have_the_layer_of_its_model(tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", [OLMO, QWEN4])
-def test_a_whole_model_is_refused_with_what_converts_its_layers(family):
+@pytest.mark.parametrize(
+    "family, lacks",
+    [
+        (OLMO, "no norm after attention"),
+        (QWEN4, "no hyper-connections"),
+        (GLM, "no hyper-connections and no attention over indexed"),
+        (BAILING, "latent attention has no output gate"),
+    ],
+)
+def test_a_whole_model_is_refused_with_what_megatron_lacks(family, lacks):
     with pytest.raises(
-        ValueError, match=rf"architecture \['{family}'\].*see layer_from_hf"
+        ValueError, match=rf"architecture \['{family}'\].*{lacks}.*see layer_from_hf"
     ):
         parse_hf_config({"architectures": [family]})
 
