@@ -75,7 +75,7 @@ class GDPOptions(MixerOptions):
 
 
 class GatedDeltaProduct(MambaLayerMixer):
-    """Gated DeltaProduct as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
+    """Gated DeltaProduct as a Megatron mixer: ``[s, B, D] -> [s, B, D]``::
 
         z, v_1 .. v_n, k_1 .. k_n, q, b_1 .. b_n, a = in_proj(x)
         v, k, q   = SiLU(causal_conv1d(v, k, q))

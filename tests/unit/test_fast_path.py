@@ -13,6 +13,9 @@ from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.gdn2.front import gdn2_table
 from megatron_gdn.gdn2.rule import choose_gdn2
 from megatron_gdn.gdn2.sizes import gdn2_layout
+from megatron_gdn.gdp.front import gdp_table
+from megatron_gdn.gdp.layer import choose_gdp
+from megatron_gdn.gdp.sizes import gdp_layout
 from megatron_gdn.kda.front import kda_table
 from megatron_gdn.kda.rule import choose_kda
 from megatron_gdn.kda.sizes import kda_layout
@@ -112,7 +115,8 @@ def test_no_fallback_is_taken_in_deterministic_mode_where_bits_were_seen_to_repe
 
 
 def test_no_fallback_is_taken_in_the_shapes_of_the_other_mixers(machine):
-    """The defaults of ``bench_kda.py``, ``bench_gdn2.py`` and ``bench_mamba2.py``."""
+    """The defaults of ``bench_kda.py``, ``bench_gdn2.py``, ``bench_gdp.py`` and
+    ``bench_mamba2.py``."""
     fallbacks = machine()
     kda = kda_table(kda_layout(32, 32, 128, 128))
     gdn2 = gdn2_table(gdn2_layout(16, 32, 128, 128))
@@ -132,7 +136,11 @@ def test_no_fallback_is_taken_in_the_shapes_of_the_other_mixers(machine):
         choose_ssd("auto", mamba2.state, CUDA, BF16).rule,
     ]
     assert [rule.name for rule in rules] == ["fla"] * 3
-    for table in (kda, gdn2, mamba2):
+    for steps in (2, 4):
+        sizes = HeadSizes(8, 32, 128, 128)
+        assert choose_gdp("auto", sizes, steps, CUDA, BF16).rule.name == "flash_qla"
+    gdp = gdp_table(gdp_layout(8, 32, 128, 128, 4))
+    for table in (kda, gdn2, mamba2, gdp):
         assert front_of(table, "cuda", BF16, 4).triton
     assert fallbacks() == []
 
