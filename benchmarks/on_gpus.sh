@@ -156,7 +156,9 @@ gdn2)
   bench gdn2 320 bench_gdn2 --configurations 2 --seconds 300 || failed=1
   ;;
 gdp)
-  bench gdp 420 bench_gdp --configurations 2 --seconds 400 || failed=1
+  compile compile 240 8:32 bf16 || failed=1
+  bench gdp 300 bench_gdp --configurations 2 --seconds 280 || failed=1
+  laws gdp 200 tests/gpu/test_gdp.py || failed=1
   ;;
 host)
   other=$(cd "${OTHER:?a checkout of another commit}" && pwd)

@@ -20,7 +20,7 @@ from tests.ops.delta_rule.states import (
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-G, H, K, V = 2, 8, 128, 128
+G, H, K, V = 8, 32, 128, 128
 LENGTHS = (1, 63, 64, 0, 65, 130)
 
 
