@@ -6,12 +6,11 @@
 Three parts, on one GPU:
 
     repeats     forward + backward again and again in two processes that share the GPU,
-                over
-                poisoned memory and beside a competing stream: the bits of output and gradients
+                over poisoned memory and beside a competing stream: the bits of output
+                and gradients
     neighbours  one document alone, beside others, and elsewhere in the buffer
     cost        time and memory of the fast path, the deterministic one, the plain rule,
-                and
-                megatron-core's deterministic mode
+                and megatron-core's deterministic mode
 
 "flash_qla" and "reference" run in deterministic mode and under torch's own switch,
 which raises at an op without a fixed order; "flash_qla-fast" and "fla" as outside of

@@ -7,9 +7,8 @@ raw    all_to_all_single of packed buffers: two exchanges forward, two backward,
        else
 plain  split + cat, all_to_all_single, index_select in plain torch
 ours   the two passages of ``Headwise`` as they are; then in as many waves as --waves
-       says, each
-       run of tokens a message ("runs") or one message per peer and a second pass
-       ("blocks")
+       says, each run of tokens a message ("runs") or one message per peer and a second
+       pass ("blocks")
 
 Medians over the repeats, then the slowest rank. ``--check`` compares ours with plain,
 bit for bit; it also runs without a GPU, on gloo, with ``--shrink 64``.

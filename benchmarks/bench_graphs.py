@@ -5,9 +5,8 @@ one GPU.
 
 Packed, ours is captured with room for ``--max-documents`` and replayed with the case's
 documents; megatron-core's layer reads its boundaries on the host and cannot be
-captured. Before it is timed,
-every replay is compared with the eager step: ``same`` counts the tensors that have the
-same bits.
+captured. Before it is timed, every replay is compared with the eager step: ``same``
+counts the tensors that have the same bits.
 """
 
 from __future__ import annotations

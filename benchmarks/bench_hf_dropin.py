@@ -8,12 +8,12 @@ on one GPU.
 One layer, forward and backward over 8192 tokens: as 8 packed documents, and as one
 sequence. transformers takes fla and causal-conv1d where they import; packed, it is
 given the offsets, and without those kernels it refuses them, which is said. The patched
-layer is given the documents as a
-patched model hands them to its layers: resolved, which the model does once for all of
-them. fla is kept from calling FlashQLA, which it does where that is installed
-(FLA_FLASH_QLA=1 lets it). The errors are those of the output, the input gradient and
-the worst parameter gradient against the plain rule in fp32 (float64 on the CPU), root
-mean squares over that of the truth: what is timed is right.
+layer is given the documents as a patched model hands them to its layers: resolved,
+which the model does once for all of them. fla is kept from calling FlashQLA, which it
+does where that is installed (FLA_FLASH_QLA=1 lets it). The errors are those of the
+output, the input gradient and the worst parameter gradient against the plain rule in
+fp32 (float64 on the CPU), root mean squares over that of the truth: what is timed is
+right.
 """
 
 from __future__ import annotations

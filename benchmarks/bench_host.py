@@ -6,11 +6,10 @@ megatron-core's.
 
 Calls are issued behind a kernel that sleeps, so the host waits for nothing, and the
 layers take turns. A backward through several layers (``--in-a-row``) wakes autograd's
-thread once. The last
-column has the backward in the calling thread: what it is less by goes into autograd's
-own thread. ``--profile`` prints the functions in which the time goes, likewise in the
-calling thread, where Python's profiler sees the backward; its times are longer by what
-it costs itself.
+thread once. The last column has the backward in the calling thread: what it is less by
+goes into autograd's own thread. ``--profile`` prints the functions in which the time
+goes, likewise in the calling thread, where Python's profiler sees the backward; its
+times are longer by what it costs itself.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ First, at a smaller size, logits and gradients in bf16, each way's distance from
 
     responses  a prompt of 2,048 tokens and 16 responses of 256
     turns      a prompt of 2,048 tokens and 8 turns; a turn has 4 branches of 256, of
-               which the
-               first one is continued
+               which the first one is continued
 
     tree       flex_attention, prefixes computed once
     flex       packed separately, flex_attention

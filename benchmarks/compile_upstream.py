@@ -5,9 +5,9 @@
 
 megatron-core repeats key heads and gives beta in bf16, so it takes other kernels than
 our layer, which ``python -m megatron_gdn.warm_up`` compiles. Heads are those of one
-rank: of 16:32, one GPU
-has 32 and each of four context-parallel ranks 8. Kernels are compiled for Hopper: for
-packed documents, for a sequence that is cut into parts and for a batch of four rows.
+rank: of 16:32, one GPU has 32 and each of four context-parallel ranks 8. Kernels are
+compiled for Hopper: for packed documents, for a sequence that is cut into parts and for
+a batch of four rows.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ one sequence, cp ranks:
 
 ``row_bytes``, and the bytes and steps of ``exchange`` (the cheapest way), are those of
 :mod:`megatron_gdn.context_parallel.price`. Within a machine bytes go over NVLink.
-Beyond one
-machine, the share that leaves it goes over one network card per GPU: computed, never
-measured.
+Beyond one machine, the share that leaves it goes over one network card per GPU:
+computed, never measured.
 """
 
 from __future__ import annotations

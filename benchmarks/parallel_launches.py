@@ -11,11 +11,10 @@ and mlm-dev.
 
 laws: one GPU trains each small model and saves it with its optimizer at step 3; every
 other launch goes on from that file. How far losses are apart when nothing but the order
-of bf16's roundings
-differs is measured: launches with Megatron's own layer, divided in several ways, beside
-one GPU's. The losses of our launches may differ from one GPU's by twice that, and those
-of a launch that goes on with the other layer by twice what the two layers differ by on
-one GPU.
+of bf16's roundings differs is measured: launches with Megatron's own layer, divided in
+several ways, beside one GPU's. The losses of our launches may differ from one GPU's by
+twice that, and those of a launch that goes on with the other layer by twice what the
+two layers differ by on one GPU.
 
 times: launches wait, built, before their first step; one after the other then has the
 GPUs.

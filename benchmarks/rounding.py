@@ -7,11 +7,10 @@
 
 Runs the chunk equations of FlashQLA's Hopper kernels (0.1.3) in fp64 and rounds where
 they round: the operands of products in shared memory. Printed are errors over those of
-the plain rule in fp32
-on the same bf16 q, k, v and d_o with o, dq, dk, dv rounded to bf16: the ratio that the
-kernels' accuracy is held to. Truth is fp64 from the same values before any rounding.
-"fp16" is what ``rule_operands="fp16"`` does: the gradient is scaled to the range of
-fp16 first.
+the plain rule in fp32 on the same bf16 q, k, v and d_o with o, dq, dk, dv rounded to
+bf16: the ratio that the kernels' accuracy is held to. Truth is fp64 from the same
+values before any rounding. "fp16" is what ``rule_operands="fp16"`` does: the gradient
+is scaled to the range of fp16 first.
 
 Legend: T tokens, C tokens of a chunk, H heads, D head dim.
 """

@@ -6,13 +6,12 @@ floor.
                                                             # linears
 
 Of every cell (:mod:`lib.shapes`) megatron-core's layer and ours, with each setting of
-``recompute``
-and, of a batch of rows, with the rows uncut as before: forward and backward eager and
-as a CUDA graph, what is saved, and how far output and gradients lie from
-megatron-core's. First, kernels are compiled, at most for ``--compile-seconds``; cells
-whose kernels are still missing are left out. A cell begins only if it can end within
-``--seconds``. Each measurement is one JSON line as soon as it is made. A layer that
-fails is a line too, and the next one is measured.
+``recompute`` and, of a batch of rows, with the rows uncut as before: forward and
+backward eager and as a CUDA graph, what is saved, and how far output and gradients lie
+from megatron-core's. First, kernels are compiled, at most for ``--compile-seconds``;
+cells whose kernels are still missing are left out. A cell begins only if it can end
+within ``--seconds``. Each measurement is one JSON line as soon as it is made. A layer
+that fails is a line too, and the next one is measured.
 
 What it takes longest for is to compile. Where TILELANG_CACHE_DIR has the kernels of an
 earlier run, all the time is left for measuring.

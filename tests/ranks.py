@@ -1,8 +1,8 @@
 """Runs module-level functions on real processes joined by gloo (or, on GPUs, nccl).
-gloo's are
-forked from a server that has imported Megatron: a fork of the session, before its first
-test. A pool starts once per session. What a function returns comes back, one value per
-rank, and what it raises is raised in the test. A test that is nothing but what its
+gloo's are forked from a server that has imported Megatron: a fork of the session,
+before its first test. A pool starts once per session. What a function returns comes
+back, one value per rank, and what it raises is raised in the test. A test that is
+nothing but what its
 ranks do is decorated by `on_ranks`."""
 
 import contextlib

@@ -24,9 +24,8 @@ from .saved import saved_mib
 from .shapes import Cell
 
 # Both layers round to bf16 (2^-9) after each of some ten steps between input and
-# output, and their
-# errors are independent: ours from megatron-core's is at most this, relative to its
-# size.
+# output, and their errors are independent: ours from megatron-core's is at most this,
+# relative to its size.
 FURTHEST = 2 * 10 * 2**-9
 LEVELS = {
     "ours": "none",

@@ -113,9 +113,8 @@ def poison_free_memory(device: torch.device | str, round: int = 0) -> int:
 
     Every free block of torch's caching allocator is filled: in even rounds with NaN, in
     odd rounds with another byte, which makes finite numbers. A kernel that reads memory
-    that nobody wrote then
-    gives another result in every round. On the CPU memory belongs to malloc: blocks of
-    common sizes are taken, filled and given back.
+    that nobody wrote then gives another result in every round. On the CPU memory
+    belongs to malloc: blocks of common sizes are taken, filled and given back.
 
     Returns:
         Bytes filled.

@@ -144,13 +144,14 @@ def restore_mixed_dtype_optimizers() -> None:
 def _order_as_adam(
     init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
 ) -> None:
-    """Run ``__init__`` (``init``), then give parameters the numbers that Adam uses."""
+    """Run ``__init__`` (``init``), then map parameters to their places in Adam, which has
+    the fp32 parameters first."""
     init(optimizer, *args, **kwargs)
     places = _places_in_adam(optimizer)
     if places is not None and places != optimizer.model_param_group_index_map:
         optimizer.model_param_group_index_map = places
         log_repair(
-            "DistributedOptimizer's order of fp32 and 16-bit parameters was corrected."
+            "DistributedOptimizer's places of fp32 and 16-bit parameters were corrected."
         )
 
 

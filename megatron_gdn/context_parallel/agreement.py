@@ -83,12 +83,17 @@ def require_agreement(
 ) -> None:
     """Raise a ValueError if the ranks of ``group`` were given different micro-batches.
 
-    ``layer`` is the caller's :func:`number_of_new_layer`. The micro-batch has ``rows``
-    batch rows of ``tokens`` tokens over all ranks; ``layout`` says how ``documents``
-    (None: not packed) were cut. The group's backend communicates on ``device``. Nothing
-    is compared on one rank, on the meta device, while a CUDA graph is captured, or with
-    ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. Of fixed buffers only
-    the largest number of documents is compared.
+    Args:
+        layer: the caller's :func:`number_of_new_layer`.
+        tokens: the length of a batch row, summed over the ranks.
+        rows: the number of batch rows.
+        documents: None if the micro-batch is not packed.
+        layout: how the documents were cut.
+        device: where the group's backend communicates.
+
+    Nothing is compared on one rank, on the meta device, while a CUDA graph is captured,
+    or with ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. Of fixed buffers
+    only the largest number of documents is compared.
     """
     if group is None or group.size() == 1:
         return
@@ -231,11 +236,10 @@ def ranks_per_machine(group: Any, configured: int | None, device: torch.device) 
 
     ``configured``, the option cp_ranks_per_machine, is the number of ranks on each
     machine; the last machine may have fewer. If None, the ranks compare the names of
-    their hosts. All ranks must
-    call together: the first call with a value of ``configured`` is a collective on
-    ``device``, and raises a ValueError on all ranks if their values differ. On the meta
-    device and while a CUDA graph is captured, None means that all ranks are on one
-    machine.
+    their hosts. All ranks must call together: the first call with a value of
+    ``configured`` is a collective on ``device``, and raises a ValueError on all ranks
+    if their values differ. On the meta device and while a CUDA graph is captured, None
+    means that all ranks are on one machine.
     """
     known = _agreement_of(group).per_machine
     if configured in known:

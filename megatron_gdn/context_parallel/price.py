@@ -3,18 +3,15 @@
 A scheme's price is the milliseconds that it adds to one forward
 (``docs/context_parallel.md``):
 
-    wire(b)    max(within / WITHIN, across / ACROSS): bytes from this machine and from
-               others
-               come at the same time; across = (cp - n) / (cp - 1) * b, within = b - across
-    headwise   wire((cp - 1) * s * B * (p + h V) * element size)    rows in, outputs
-                                                                    back
-    chunkwise  map * s * B * SUMMARY + FIXED                        computing maps,
-                                                                    small launches
-               + wire((cp - 1) / cp * r * d) + 2 * LATENCY          sending maps and
-                                                                    states
-               + l * STEP                                           applying maps in
-                                                                    order
-               d = bytes of a rank's maps = map * chains * nodes of a chain on a rank
+    wire(b)    max(within / WITHIN, across / ACROSS)
+    headwise   wire((cp - 1) * s * B * (p + h V) * element size)   rows, outputs
+    chunkwise  map * s * B * SUMMARY + FIXED                       makes maps
+               + wire((cp - 1) / cp * r * d) + 2 * LATENCY         sends maps, states
+               + l * STEP                                          applies maps in order
+
+across = (cp - n) / (cp - 1) * b bytes come from other machines while the rest,
+within = b - across, comes from this one. d = map * chains * nodes of a chain on a rank,
+the bytes of a rank's maps.
 
 Bytes of a map: map = H K (K + V) * 4, or H K (1 + V) * 4 if the rule does not mix a
 state's rows. r = 1 + V / (K + V), or 1 + V / (1 + V), since maps are sent and states

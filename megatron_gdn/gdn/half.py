@@ -10,10 +10,9 @@ bits. fp16 keeps 11 bits at the same speed, but only for numbers of 2^-14 to 655
   (`RuleGrads.factor`). Both steps are exact.
 
 This power of two brings the largest |d_o| of the key head's value heads below 1, which
-leaves room
-for sums: with g <= 0, beta <= 2 and unit keys, a column of the state's gradient has a
-norm up to T / sqrt(K), 2^13.5 for K = 128 and 2^17 tokens. A value beyond 65504 becomes
-inf, a visible error.
+leaves room for sums: with g <= 0, beta <= 2 and unit keys, a column of the state's
+gradient has a norm up to T / sqrt(K), 2^13.5 for K = 128 and 2^17 tokens. A value
+beyond 65504 becomes inf, a visible error.
 
 In context parallelism the power of two also brings gradients of final states below 2^5,
 because tokens of other ranks may have far larger gradients. All documents of a rank

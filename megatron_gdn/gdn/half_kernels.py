@@ -199,8 +199,12 @@ def _scale_launch(
 def lower_powers(
     half: Tensor, up: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower the powers ``up [H]`` of ``half``, as :func:`.half_torch.lower_powers`
-    does."""
+    """Lower the powers of two ``up [H]`` of ``half``, in place, so that powers times
+    ``states`` are below ``2^log2_bound``.
+
+    Returns the ratios new / old, the new powers and their inverses, each ``[H]`` fp32,
+    as :func:`.half_torch.lower_powers` does.
+    """
     B, S, H, V = half.shape
     assert half.is_contiguous()
     ratio = H // key_heads

@@ -2,8 +2,8 @@
 
 A Gated DeltaNet with three gates for each channel: the decay g, the erase gate b, the
 write gate w. The layer computes this function in fewer passes;
-``tests/layer/test_equation.py`` compares the two
-in fp64. Source: ``megatron.core.ssm.gated_delta_net.gdn2`` of Megatron's main branch.
+``tests/layer/test_equation.py`` compares the two in fp64. Source:
+``megatron.core.ssm.gated_delta_net.gdn2`` of Megatron's main branch.
 
 Legend: T tokens, D hidden size, G key heads, H value heads, K key dim, V value dim.
 """

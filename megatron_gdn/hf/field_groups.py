@@ -52,7 +52,8 @@ class FieldGroups(NamedTuple):
     known_as: Mapping[str, str] = {}
 
     def with_usual_names(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """``values`` under their usual names, without those that change no number.
+        """``values`` under their usual names, without the fields that change no result of
+        the model.
 
         Raises:
             ValueError: a field is unknown, is not supported, or has two names with two

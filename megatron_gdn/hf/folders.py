@@ -174,6 +174,7 @@ def _with_extra_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
     """Add the ``_extra_state`` entries that a model of Transformer Engine's modules
     looks for."""
     modules = [tensor.key.removesuffix(".weight") for tensor in state.values()]
+    # An attention has no weight, so its name is taken from its projection's.
     modules += [name.replace("linear_proj", "core_attention") for name in modules]
     stateful = {name for name in modules if name.endswith(_STATEFUL_IN_TE)} | {
         "output_layer"

@@ -100,8 +100,8 @@ def _stored(key: str, specs: Mapping[str, TensorSpec]) -> str | None:
 def _name_fp8(
     spec: TensorSpec, scales: str | None, specs: Mapping[str, TensorSpec]
 ) -> str:
-    """The format of a weight ``spec`` in FP8, by the dtype and shape of the tensor
-    ``scales``."""
+    """Which FP8 format the weight ``spec`` has, as the dtype and shape of its scales
+    say; ``scales`` is the name of that tensor, or None."""
     if scales is None:
         return "FP8"
     if specs[scales].dtype in _POWERS_OF_TWO:

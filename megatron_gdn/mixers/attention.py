@@ -53,7 +53,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     Constructor arguments are those of DotProductAttention, and ``cp_layout`` as in
     `GatedDeltaNet`. Latent attention gives ``v_channels``, the columns of a head's
-    value, and ``k_channels``, which its ``softmax_scale`` has already.
+    value; its ``k_channels`` is not read, because ``softmax_scale`` comes with it.
     """
 
     def __init__(

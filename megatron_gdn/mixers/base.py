@@ -307,7 +307,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
                 generate(self, rows, context, attention_mask, packed_seq_params)
             )
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
-        # An exchange, or a rule on the grid, needs one tensor.
+        # An exchange, or a rule in batch_invariant_mode, needs one tensor.
         if gates is not None and not batch.rows_stay:
             rows = torch.cat([rows, gates], dim=-1)
             gates = None
@@ -371,7 +371,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
         ``own_rows`` are the rank's rows before ``passage.open``, if
         :attr:`gates_own_rows`; ``gates`` are gate columns that are not in ``rows``. The
-        second result, or None, computes the rows for out_proj again in the backward.
+        second result, if not None, makes out_proj's input anew in the backward, exchange
+        included.
         """
         recompute = (
             self.recompute_norm_out and self.training and torch.is_grad_enabled()
@@ -393,8 +394,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         # Chunkwise exchanges inside `mix`: before the front the W - 1 rows before each
         # piece (`neighbours.history.fetch`), before the rule the maps of all pieces
         # (`neighbours.states.entering`); in the backward the gradients of states
-        # (`states.leaving`), then those of the rows (`history.give_back`). In the other
-        # schemes `history` and `states` are None.
+        # (`states.leaving`), then those of the rows (`history.give_back`). Headwise, and
+        # on one rank, `history` and `states` are None.
         neighbours = batch.passage.neighbours
         mixed = mix(rows, stages, neighbours, refilled)
         if batch.scheme.moves_rows:

@@ -6,10 +6,9 @@
                                                       FP8 product of the linear
 
 FP8 adds 3.7% of noise to a column (e4m3, Transformer Engine 2.20), and the recurrence
-compounds the
-noise of a decay. Without the gates the number of columns also suits FP8: on 8 ranks,
-12288 / 8 is a multiple of 16, 12352 / 8 is not. The weight stays one parameter; a call
-reads views of its rows.
+compounds the noise of a decay. Without the gates the number of columns also suits FP8:
+on 8 ranks, 12288 / 8 is a multiple of 16, 12352 / 8 is not. The weight stays one
+parameter; a call reads views of its rows.
 
 Legend: T tokens of all batch rows, p gate columns and P in_proj columns of this rank.
 """

@@ -67,10 +67,9 @@ def resolve_packed_seq_params(
 
     The first layer of a micro-batch reads ``cu_seqlens`` from the device, checks the
     offsets and stores the documents on ``params``. Later layers and recomputations
-    check that the offsets are
-    the same: on the CPU by value, on a GPU by torch's version counter. Collectives and
-    writes to ``.data`` do not change this counter, so every micro-batch must have new
-    tensors of offsets.
+    check that the offsets are the same: on the CPU by value, on a GPU by torch's
+    version counter. Collectives and writes to ``.data`` do not change this counter, so
+    every micro-batch must have new tensors of offsets.
 
     Boundaries are ``cu_seqlens_q_padded`` if given, else ``cu_seqlens_q``: global
     offsets, before any context-parallel split, up to ``total_tokens`` of all ranks.
@@ -208,9 +207,8 @@ def _check_recomputation(documents: Documents) -> None:
 
     Other micro-batches may run between a forward and its recomputation, and a reentrant
     checkpoint passes no saved tensor to the recomputation. What both runs have in
-    common is the checkpoint's
-    autograd context: an argument of a caller in the first run, the current node in the
-    second.
+    common is the checkpoint's autograd context: an argument of a caller in the first
+    run, the current node in the second.
     """
     node = torch._C._current_autograd_node()
     stamps = getattr(node, _READ_IN_CHECKPOINT, None)

@@ -42,9 +42,8 @@ def mix_static(rows: Tensor, stages: Stages, context: Any, layer: int) -> Tensor
     ``context.batch_size_offset`` on.
 
     ``rows``: ``[s, B, P]``. If ``context.sequence_len_offset`` is 0, the sequences
-    begin, else they
-    continue: up to :data:`MOST_DECODED` tokens run one by one, more tokens run as one
-    prefill.
+    begin, else they continue: up to :data:`MOST_DECODED` tokens run one by one, more
+    tokens run as one prefill.
     """
     s, B = rows.shape[:2]
     start = context.batch_size_offset

@@ -229,8 +229,8 @@ class StaticDocuments(Documents):
         most: int,
         tokens: int,
     ) -> Documents:
-        """Up to ``most`` documents with boundaries of ``make``; :meth:`fill` updates
-        both."""
+        """Up to ``most`` documents, whose boundaries ``make(self, *arguments)`` computes
+        in its one tensor; :meth:`fill` computes them again."""
         return self.keep(_cut_static_documents, most, tokens, make, *arguments)
 
     def on_host(self) -> Documents:

@@ -123,8 +123,7 @@ def test_a_run_continued_in_a_new_folder_has_the_losses_of_the_uninterrupted_one
 @pytest.mark.slow
 def test_dense_rows_in_bf16_are_learned_and_resumed_bit_for_bit(text, tmp_path):
     # bf16 brings in the distributed optimizer, and with it A_log and dt_bias in fp32
-    # beside the
-    # rest: the states of both kinds have to find their parameters again.
+    # beside the rest: the states of both kinds have to find their parameters again.
     flags = [*TINY, "--data", text, "--no-packing", "--bf16", "--sample-tokens=0"]
     run(*flags, "--save-interval=6", cwd=tmp_path)
     whole = metrics(tmp_path / "runs/pretrain_hybrid")

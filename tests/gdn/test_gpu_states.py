@@ -27,8 +27,7 @@ pytestmark = pytest.mark.gpu
 HEADS = (16, 32)
 RULES = ("flash_qla", "fla")
 # Two roundings to bf16 of 2^-9 each in every product, four products between a chunk's
-# input and
-# the state: what a state or its gradient may differ by, relative to its norm.
+# input and the state: what a state or its gradient may differ by, relative to its norm.
 STATE_TOLERANCE = 4 * 2 * 2**-9
 DECAYS = ("strong", "mixed", "none")
 SEGMENTS = {

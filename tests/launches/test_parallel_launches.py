@@ -1,7 +1,7 @@
 """Scripts of a clone go on from one process's second step in every arrangement,
 optimizer included, and take the steps that it took, as does Megatron's own layer; three
-multiply fp32's rounding by
-less than ten. Experts begin on two ranks: Megatron loads no optimizer of them at
+multiply fp32's rounding by less than ten. Experts begin on two ranks: Megatron loads no
+optimizer of them at
 another size."""
 
 from pathlib import Path

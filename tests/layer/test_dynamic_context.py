@@ -2,8 +2,7 @@
 return.
 
 The context runs as it is: its slots, buffers, padding and metadata. Only attention's
-kernels, which
-no CPU has, are not called: the tests feed one recurrent layer.
+kernels, which no CPU has, are not called: the tests feed one recurrent layer.
 """
 
 from contextlib import nullcontext

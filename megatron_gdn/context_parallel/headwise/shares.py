@@ -106,8 +106,8 @@ class Strip(NamedTuple):
 
 @lru_cache(maxsize=64)
 def strips(shares: HeadShares, largest_block: int) -> tuple[Strip, ...]:
-    """The columns of a rank in strips, whose blocks have at most ``largest_block``
-    columns."""
+    """A rank's columns as strips; a strip is a run of equal blocks, of at most
+    ``largest_block`` columns each."""
     # Blocks are powers of two and cover the columns exactly, so kernels mask no
     # columns.
     cut = []

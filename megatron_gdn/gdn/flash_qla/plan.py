@@ -1,7 +1,7 @@
 """How FlashQLA cuts the sequences of a batch into segments that run side by side.
 
 For documents in fixed buffers, the host knows only the largest number of segments and
-chunks. Each sequence in such buffers is cut by its own length and the number of heads.
+chunks. How such a sequence is cut depends on its length and the number of heads alone.
 Kernels are launched for the largest numbers, and a thread block without tokens writes
 nothing.
 """
@@ -133,8 +133,8 @@ def plan_of(
 ) -> Segments:
     """The segments of ``documents``, shared by all layers and their backward.
 
-    If ``batch_invariant``, a sequence is cut by its own length and the number of heads
-    alone.
+    If ``batch_invariant``, how a sequence is cut depends on its length and the number of
+    heads alone.
     ``with_states``: whether documents have initial states.
     """
     return documents.keep(_make_plan, value_heads, batch_invariant, with_states)

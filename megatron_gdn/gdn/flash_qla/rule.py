@@ -60,8 +60,8 @@ class FlashQlaForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output; with ``final`` also final states, with ``keep`` tensors for the
-        backward."""
+        """The output; also the final states if ``final``, and what the backward reads if
+        ``keep``."""
         on_grid = self.rule.bits is Bits.ON_GRID
         maps = self._maps
         if on_grid:

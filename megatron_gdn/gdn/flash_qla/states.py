@@ -5,10 +5,9 @@ a sequence and each head. Context parallelism sends the maps; the forward applie
 maps to S_in.
 
 If a head's log-decay sums to less than -20 within a segment, ``through`` is zero.
-``local`` is then
-computed from the last chunks alone, whose log-decay sums to -20: e^-20 = 2e-9 is below
-the precision of an fp32 sum. If the sequences begin with zero states, the bound is -10,
-as in FlashQLA.
+``local`` is then computed from the last chunks alone, whose log-decay sums to -20:
+e^-20 = 2e-9 is below the precision of an fp32 sum. If the sequences begin with zero
+states, the bound is -10, as in FlashQLA.
 """
 
 from __future__ import annotations
@@ -44,8 +43,12 @@ class Kept(NamedTuple):
     def leaving(
         self, d_entering: Tensor, segments: Segments, d_final: Tensor | None
     ) -> Tensor | None:
-        """The gradients of states that leave segments; ``d_entering``: of states that
-        enter segments."""
+        """The gradients of states that leave segments.
+
+        ``d_entering``: of states that enter segments, if those that leave them have none.
+        FlashQLA's kernel begins with zero states; sequences with initial states are
+        composed here.
+        """
         if self.passes_back is None:
             return leaving_gradients(d_entering, self.through, segments, d_final)
         return kernels().correct_terminal_states(

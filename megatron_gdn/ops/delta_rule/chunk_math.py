@@ -194,9 +194,8 @@ class _Decays(torch.autograd.Function):
         # subtracts in fp64, then rounds
         torch.sub(G[:, :, None], G[:, None, :], out=gamma)
         # The exponent is masked before exp, since above the diagonal it is positive and
-        # exp may
-        # overflow. The mask is 0 and not -inf: exp(-inf) takes ten times as long on a
-        # CPU.
+        # exp may overflow. The mask is 0 and not -inf: exp(-inf) takes ten times as
+        # long on a CPU.
         gamma.tril_().exp_().tril_()
         decayed = [
             (x[:, None] * gamma.view(len(x), -1, C, C)).flatten(0, 1) for x in pairs

@@ -1,9 +1,8 @@
 """The inverse of many small unit lower triangular matrices.
 
 A batched triangular solve uses little of a GPU. So on a GPU the inverse is computed by
-products of
-matrices: first A^-1 and D^-1, then the corner (Higham, "Accuracy and Stability of
-Numerical Algorithms", 14.2):
+products of matrices: first A^-1 and D^-1, then the corner (Higham, "Accuracy and
+Stability of Numerical Algorithms", 14.2):
 
     [ A    ]^-1   [  A^-1                ]
     [ B  D ]    = [ -D^-1 B A^-1    D^-1 ]

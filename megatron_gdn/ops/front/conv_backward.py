@@ -106,9 +106,8 @@ def _walk_one_token(
         sent_RD = dpre_RD
         if MASK_DOCUMENTS:
             # The mask comes before the product, so that the compiler fuses product and
-            # sum as in
-            # code without masks: a document's bits must not depend on a boundary
-            # nearby.
+            # sum as in code without masks: a document's bits must not depend on a
+            # boundary nearby.
             sent_RD = tl.where((position_R >= delay)[:, None], dpre_RD, 0.0)
         waiting = waiting + (partial_dx[delay - 1] + taps[W - 1 - delay] * sent_RD,)
     partial_dx = push_row(waiting[0], waiting[1:W], W - 1)

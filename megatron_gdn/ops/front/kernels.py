@@ -8,9 +8,8 @@ again from the rows. :mod:`.launches` passes the front's table as two constant t
     CONVOLVED  for each of three sections: first slot, heads, first channel, dim, block,
                unit length or not, gradients summed per head
     GATES      for each gate: first slot, programs, first column, columns of a program,
-               block,
-               per channel or not, number of results, rate or not, low, high, gradients summed,
-               whether its columns are in rows of their own
+               block, per channel or not, number of results, rate or not, low, high,
+               gradients summed, whether its columns are in rows of their own
 
 Each gate's function is a separate constant, because Triton's cache key contains the
 source of a function only if the function itself is a constant. In names of tiles T is

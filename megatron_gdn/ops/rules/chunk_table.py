@@ -89,7 +89,7 @@ class ChunkGroup:
         given: Tensor,
         back: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply ``S -> through S + added`` to each chunk in order; ``back``: in reverse
+        """Apply ``S -> through @ S + added`` to each chunk in order; ``back``: in reverse
         order.
 
         Args:
@@ -115,9 +115,8 @@ class ChunkGroup:
             opens, closes, closing = closes, opens, self.begins
         # A sequence's final state and the next sequence's initial state have the same
         # place in ``states``, so final states have a buffer of their own. This buffer
-        # has only this group's
-        # sequences: in a buffer of all sequences a state's alignment, and so its last
-        # bits on a CPU, would depend on other sequences.
+        # has only this group's sequences: in a buffer of all sequences a state's
+        # alignment, and so its last bits on a CPU, would depend on other sequences.
         if closes is None:
             left = leaving[:0]
         else:

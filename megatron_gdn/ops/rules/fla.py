@@ -171,8 +171,8 @@ class FlaRule(Rule):
     forward = FlaForward
     backward = FlaBackward
     reads_boundaries: ClassVar[bool] = False  # whether fla reads boundaries on the host
-    # "module function" -> the arguments that are passed by name. A rule calls no other
-    # functions.
+    # Keys are "module function", values the names of the keyword arguments. A rule calls
+    # no other functions.
     called: ClassVar[Mapping[str, str]]
 
     @cached_property
