@@ -134,7 +134,10 @@ def _complete_schedule(args: argparse.Namespace) -> None:
 
 
 def _complete_model(args: argparse.Namespace, given: set[str]) -> None:
-    unknown = sorted(set(args.hybrid_layer_pattern) - set(LAYER_SYMBOLS) - {"|"})
+    legal = {*LAYER_SYMBOLS, "|"}
+    if args.hf_config:
+        legal.add("+")  # latent attention, whose sizes only a config.json has
+    unknown = sorted(set(args.hybrid_layer_pattern) - legal)
     if unknown or not args.hybrid_layer_pattern.strip("|"):
         raise ValueError(
             f"--hybrid-layer-pattern {args.hybrid_layer_pattern!r}: unknown symbols "

@@ -39,14 +39,19 @@ def untrained_model(family: str, **changes):
     return model_class(family)(config)
 
 
-@pytest.fixture(scope="module")
-def way_round(text, tmp_path_factory) -> Path:
+FAMILIES = {
+    "Qwen3NextForCausalLM": {"mlp_only_layers": [1]},
+    "KimiLinearForCausalLM": {"q_lora_rank": None},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def way_round(request, text, tmp_path_factory) -> Path:
     """A folder with ``hf``, ``imported``, ``run`` (four steps, saved after three) and
     ``back``."""
     at = tmp_path_factory.mktemp("way_round")
-    untrained_model("Qwen3NextForCausalLM", mlp_only_layers=[1]).save_pretrained(
-        at / "hf"
-    )
+    family = request.param
+    untrained_model(family, **FAMILIES[family]).save_pretrained(at / "hf")
     assert main(["import", str(at / "hf"), str(at / "imported")]) == 0
     run(
         *("--hf-config", at / "hf", "--pretrained-checkpoint", at / "imported"),

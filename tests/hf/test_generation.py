@@ -122,7 +122,13 @@ def _mamba2_model(theirs, theirs_config):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("next", "hybrid"), ("dense", "hybrid"), ("dense", "gpt"), ("", "mamba2")],
+    [
+        ("next", "hybrid"),
+        ("dense", "hybrid"),
+        ("dense", "gpt"),
+        ("kimi", "hybrid"),
+        ("", "mamba2"),
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(pools, hf_folder, name, kind):
     law = (continuations, hf_folder(name), kind) if name else (mamba2_continuations,)
