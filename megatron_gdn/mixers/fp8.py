@@ -215,6 +215,7 @@ class OutsideFP8(nn.Module):
         linear.te_quant_params = _never_quantised()
 
 
+@cache
 def _never_quantised() -> Any:
     """Megatron's settings of a linear that no FP8 context quantises."""
     linears: Any = import_module("megatron.core.extensions.transformer_engine")
@@ -298,6 +299,10 @@ class _SeveralProducts(nn.Module):
         return parts
 
 
+# Transformer Engine's attributes, and an entry of fp8_meta, about a linear's latest call.
+_NOTES = ("fp8", "fp8_initialized", "fp8_calibration", "fp8_checkpoint")
+
+
 class SectionOutsideFP8(_SeveralProducts):
     """Mixin of a column-parallel linear that computes one section of its rows outside
     of FP8, and the rows before and after it by an FP8 product each.
@@ -335,18 +340,35 @@ class SectionOutsideFP8(_SeveralProducts):
             linear.is_first_microbatch = is_first
             return self._product(x, weights[number], biases[number], args, kwargs)
 
-        # This product comes first: Transformer Engine writes the state of delayed
-        # scaling to checkpoints if a linear's latest call was in FP8.
-        given = linear.te_quant_params
-        linear.te_quant_params = _never_quantised()
-        try:
+        with self._outside_fp8():
             section = product(1)
-        finally:
-            linear.te_quant_params = given
         before = product(0)
         with self._own_fp8_weight():
             after = product(2)
         return torch.cat([before, section, after], dim=-1)
+
+    @contextmanager
+    def _outside_fp8(self) -> Iterator[None]:
+        """Inside, the linear computes in its weight's dtype.
+
+        Afterwards its notes about its latest call are as before: Transformer Engine
+        reads them where a checkpoint is run again (a linear then does what its latest
+        call did), and where it saves the state of delayed scaling.
+        """
+        linear: Any = self
+        attributes = vars(linear)
+        meta = linear.fp8_meta
+        notes = {name: attributes[name] for name in _NOTES if name in attributes}
+        in_meta = {name: meta[name] for name in _NOTES if name in meta}
+        given = linear.te_quant_params
+        linear.te_quant_params = _never_quantised()
+        attributes.update(dict.fromkeys(notes, False))
+        try:
+            yield
+        finally:
+            linear.te_quant_params = given
+            attributes.update(notes)
+            meta.update(in_meta)
 
     @contextmanager
     def _own_fp8_weight(self) -> Iterator[None]:

@@ -386,8 +386,7 @@ class CachingColumn(Fp8Column):
 
 
 def test_each_product_of_full_gates_keeps_its_own_weight_in_fp8():
-    """Of a later micro-batch too; the last call is in FP8, since Transformer Engine
-    saves the state of delayed scaling only then."""
+    """Of a later micro-batch too."""
     layer = layer_of(kda=True, in_proj=CachingColumn)
     linear = layer.in_proj
     x = torch.randn(16, 2, 24)
@@ -405,6 +404,56 @@ def test_each_product_of_full_gates_keeps_its_own_weight_in_fp8():
         "weight": layer.dims.layout.conv_width,
         "rows_after": layer.dims.layout.mixed_width,
     }
+
+
+class Recomputed(CachingColumn):
+    """Where Transformer Engine runs a checkpoint again, its linears do not ask whether
+    FP8 is on: they do what their latest call did. Each call takes the scales that a
+    call of the first run left."""
+
+    again = False
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.fp8 = self.fp8_initialized = False
+        self.fp8_meta = {"fp8_checkpoint": False}
+        self.scales = []
+
+    def will_execute_quantized(self, is_context_quantized):
+        asked = super().will_execute_quantized(is_context_quantized)
+        return self.fp8 if self.again and self.fp8 else asked
+
+    def forward(self, x, *args, **options):
+        fp8 = self.will_execute_quantized(False)
+        if not (self.again and self.fp8):
+            self.fp8 = self.fp8_initialized = self.fp8_meta["fp8_checkpoint"] = fp8
+            if fp8:
+                self.scales.append(len(self.scales))
+        elif fp8:
+            self.scales.pop(0)
+        return super().forward(x, *args, **options)
+
+
+def test_full_gates_are_the_same_products_where_a_checkpoint_runs_them_again():
+    layer = layer_of(kda=True, in_proj=Recomputed)
+    linear = layer.in_proj
+    x = torch.randn(16, 2, 24)
+    for _micro_batch in range(2):
+        with fp8_on():
+            first, _ = linear(x)
+        calls = [fp8 for fp8, _ in linear.calls]
+        assert linear.fp8 and linear.fp8_initialized
+        assert linear.fp8_meta["fp8_checkpoint"]
+        linear.calls.clear()
+        linear.again = True
+        # Megatron's checkpoint of a layer restores the context of FP8
+        with fp8_on():
+            again, _ = linear(x)
+        linear.again = False
+        assert [fp8 for fp8, _ in linear.calls] == calls == [False, True, True]
+        assert torch.equal(again, first)
+        assert not linear.scales
+        linear.calls.clear()
 
 
 def test_a_recipe_decides_about_in_proj_of_full_gates_but_not_about_its_forget_gate():
