@@ -116,7 +116,9 @@ def test_gates_of_every_rank_are_shared_by_tensor_parallel_ranks(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("mixers", [KDA, KDA_FULL], ids=["low rank", "full gates"])
+@pytest.mark.parametrize(
+    "mixers", [GDP, KDA, KDA_FULL], ids=["gdp", "low rank", "full gates"]
+)
 @pytest.mark.parametrize("recompute", ["light", "full"])
 @pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
 @modes
