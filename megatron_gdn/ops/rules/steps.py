@@ -62,7 +62,8 @@ def _row_of(x: Tensor, row: int, steps: int) -> Tensor:
 
 def _offsets_of_rows(documents: Documents, steps: int) -> tuple[Tensor]:
     """The boundaries of the documents, counted in rows."""
-    return (documents.starts * steps,)
+    # in fixed buffers one more entry follows, the end of an empty document
+    return (documents.starts[: documents.most + 1] * steps,)
 
 
 def documents_of_steps(documents: Documents | None, steps: int) -> Documents | None:
