@@ -92,6 +92,9 @@ def load_hf_weights(
         ]
         for name in names:
             piece = _local_shard(entry, pieces, params[name])
+            if not isinstance(params[name], nn.Parameter):
+                # Megatron makes experts' biases fp32 again, but only in the first step.
+                params[name].data = params[name].data.float()
             if keep_dtypes:
                 params[name].data = piece
             elif not _copy_into(params[name], piece):

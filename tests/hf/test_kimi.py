@@ -16,7 +16,11 @@ from megatron_gdn.hf import (
 )
 from megatron_gdn.hf.folders import find_checkpoint
 from tests.hf import kimi_laws as laws
-from tests.hf.model_laws import checkpoint_loads, load_and_save
+from tests.hf.model_laws import (
+    checkpoint_loads,
+    load_and_save,
+    save_gives_the_source_back,
+)
 from tests.hf.test_checkpoints import megatron_loads, stored_by_a_model
 from tests.hf.test_folders import digests
 from tests.hf.tiny_models import KIMI_FOLDERS, KIMI_PUBLISHED
@@ -128,6 +132,19 @@ def test_megatrons_own_loader_takes_an_import_and_our_flags_build_its_model(
     law = megatron_loads, hf_folder("kimi"), imported, "hybrid"
     (different,) = pools(1).run(*law)
     assert different == {}
+
+
+@pytest.mark.parametrize(
+    ("tp", "wrap"), [(1, True), (2, False)], ids=["wrapped", "two ranks"]
+)
+def test_a_bf16_model_saves_the_bits_of_its_source(
+    pools, hf_folder, tmp_path, tp, wrap
+):
+    """The experts' biases too, which Megatron's Float16Module makes bf16 at first."""
+    saved = tmp_path / "saved"
+    law = save_gives_the_source_back, hf_folder("kimi"), saved, "hybrid"
+    found = pools(tp).run(*law, torch.bfloat16, tp, wrap)
+    assert found == [[]] * tp
 
 
 def test_a_model_that_rotates_or_has_another_epsilon_is_refused(pools, hf_folder):

@@ -197,7 +197,7 @@ def as_kimi_published(model, folder: Path) -> None:
     for key, tensor in load_file(path).items():
         dense = key.replace("block_sparse_moe.", "mlp.")
         is_dense = dense.split(".mlp.")[-1] in DENSE
-        is_fp32 = key.endswith(("A_log", "dt_bias"))
+        is_fp32 = key.endswith(("A_log", "dt_bias", "e_score_correction_bias"))
         tensors[dense if is_dense else key] = tensor.to(F32 if is_fp32 else BF16)
     path.unlink()
     config = model.config
