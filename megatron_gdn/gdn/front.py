@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..ops.delta_rule.base import HeadSizes, RuleInputs, require_even_groups
+from ..ops.delta_rule.base import HeadSizes, RuleInputs, require_whole_groups
 from ..ops.elementwise import largest_beta
 from ..ops.front.gates import decay, strength
 from ..ops.front.table import FrontTable, Gate, delta_sections
@@ -33,7 +33,7 @@ def gdn_table(
             over the projection.
     """
     sizes = HeadSizes.of(layout)
-    require_even_groups(sizes.key_heads, sizes.value_heads)
+    require_whole_groups(sizes.key_heads, sizes.value_heads)
     g = Gate("alpha", ("g",), decay, rated=True)
     beta = Gate("beta", ("beta",), strength, high=largest_beta(allow_neg_eigval))
     return FrontTable(

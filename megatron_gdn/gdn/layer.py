@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..mixers.base import MixerSubmodules
-from ..mixers.fp32_parameters import Fp32Parameter, log_of_rates, ones
+from ..mixers.fp32_parameters import Fp32Parameter, fill_with_ones, log_of_rates
 from ..mixers.options import MixerOptions
 from ..ops.readout.base import ACTIVATIONS
 from ..ops.stages import fronts_of
@@ -125,7 +125,10 @@ class GatedDeltaNet(UpstreamNames):
     fp32 = (
         Fp32Parameter(name="A_log", section="alpha", first_values=log_of_rates),
         Fp32Parameter(
-            name="dt_bias", section="alpha", first_values=ones, registered_first=True
+            name="dt_bias",
+            section="alpha",
+            first_values=fill_with_ones,
+            registered_first=True,
         ),
     )
     in_layer_graphs: ClassVar[bool] = True

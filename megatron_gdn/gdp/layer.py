@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..gdn.rule import RULES
-from ..mamba2.sizes import check_ranges
+from ..mamba2.sizes import check_time_steps
 from ..mixers.arguments import ConfigFields
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
@@ -167,7 +167,7 @@ class GatedDeltaProduct(MambaLayerMixer):
                 "GatedDeltaProduct gates its output, then norms it. Leave both out."
             )
         given = GDPOptions.of(options)
-        check_ranges((dt_min, dt_max), dt_init_floor)
+        check_time_steps((dt_min, dt_max), dt_init_floor)
         steps = given.num_householder
         if steps is None:
             steps = getattr(config, "gdp_num_householder", 3)

@@ -336,7 +336,7 @@ class ConfigFields:
                 f"{limit}={self[limit]}."
             )
 
-    def require_several_experts(self) -> None:
+    def require_several_experts_per_token(self) -> None:
         """Raise if a token takes one expert by a sigmoid, which Megatron scales in
         another way than transformers."""
         if self["num_experts_per_tok"] == 1:

@@ -256,7 +256,7 @@ def _latent_sizes(fields: ConfigFields) -> dict[str, Any]:
 
 def _expert_sizes(fields: ConfigFields) -> dict[str, Any]:
     fields.require_at_most("num_experts_per_tok", "num_experts")
-    fields.require_several_experts()
+    fields.require_several_experts_per_token()
     used = fields["num_experts_per_tok"]
     width = fields["moe_intermediate_size"]
     sizes = {

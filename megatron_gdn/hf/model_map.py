@@ -268,7 +268,7 @@ def _nemotron_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
     sizes.kv_channels = fields.get("head_dim", 128)
     sizes.layernorm_epsilon = fields.get("rms_norm_eps", 1e-5)
     if "E" in pattern:
-        fields.require_several_experts()
+        fields.require_several_experts_per_token()
         scaling = fields.get("routed_scaling_factor", 1.0)
         sizes.moe_router_topk_scaling_factor = scaling
     return HFModelConfig(

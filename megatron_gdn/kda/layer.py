@@ -353,7 +353,9 @@ class KimiDeltaAttention(RecurrentMixer):
         class for this mixer do."""
         return hasattr(gated_delta_net, "KimiDeltaAttention")
 
-    def _add_others(self, submodules: KimiDeltaAttentionSubmodules, path: str) -> None:
+    def _add_projections(
+        self, submodules: KimiDeltaAttentionSubmodules, path: str
+    ) -> None:
         """Add beta_proj and, unless in_proj makes both gates, the gates'
         projections."""
         if hasattr(self.in_proj, "layer_norm_weight"):
@@ -464,7 +466,7 @@ class KimiDeltaAttention(RecurrentMixer):
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def _init_others(self) -> None:
-        """Fill the weights that `_add_others` added by the config's ``init_method``."""
+        """Fill the weights that `_add_projections` added by the config's ``init_method``."""
         method = self.config.init_method
         assert method is not None
         if not self.config.perform_initialization:

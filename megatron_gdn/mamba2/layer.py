@@ -22,7 +22,7 @@ from ..mixers.options import MixerOptions
 from ..ops.stages import fronts_of
 from .front import mamba2_table
 from .rule import RULES, UNLIMITED, choose_ssd
-from .sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments
+from .sizes import Mamba2Dims, check_time_steps, refuse_unsupported_arguments
 
 MAMBA2_FIELDS = ConfigFields(
     prefixes=("mamba_", "use_mamba_"),
@@ -155,7 +155,7 @@ class Mamba2Mixer(MambaLayerMixer):
         """
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         given = Mamba2Options.of(options)
-        check_ranges((dt_min, dt_max), dt_init_floor, given.dt_limit)
+        check_time_steps((dt_min, dt_max), dt_init_floor, given.dt_limit)
         super().__init__(
             config,
             Mamba2Dims.from_config(config, d_model, d_conv, expand),

@@ -94,7 +94,7 @@ def refuse_unsupported_arguments(
             raise ValueError(f"Mamba2Mixer takes {name}={legal!r} only, got {value!r}.")
 
 
-def check_ranges(
+def check_time_steps(
     dt_init_range: tuple[float, float],
     dt_init_floor: float,
     dt_limit: tuple[float, float] = (0.0, math.inf),

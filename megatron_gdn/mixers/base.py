@@ -220,7 +220,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.A_init_range = tuple(A_init_range)
         self.conv_init = conv_init
         widths = self._widths_in_fp8()
-        held = self.dims.layout.held
+        held = self.dims.layout.heads_in_words
         check_fp8_settings(config, mixer, widths, held)
         self._name_sizes()
 
@@ -541,7 +541,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             name=f"{path}out_proj" if path else None,
             **of_both,
         )
-        self._add_others(submodules, path)
+        self._add_projections(submodules, path)
         self.remember_marks()
         if self._recomputes_norm:
             self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
@@ -559,7 +559,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         for parameter in self.out_norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 
-    def _add_others(self, submodules: Any, path: str) -> None:
+    def _add_projections(self, submodules: Any, path: str) -> None:
         """A subclass with more parameters adds them here, by `add_parameter`."""
 
     def _init_others(self) -> None:

@@ -49,7 +49,7 @@ def log_of_rates(mixer: Any, A_log: Tensor) -> None:
     A_log.log_()
 
 
-def ones(mixer: Any, x: Tensor) -> None:
+def fill_with_ones(mixer: Any, x: Tensor) -> None:
     """Fill ``x`` with 1, as :func:`log_of_rates` after a draw of a seed."""
     x.fill_(1)
 

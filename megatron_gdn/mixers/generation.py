@@ -247,14 +247,14 @@ def _checked_memory(
 ) -> Memory:
     """The memory in the context's buffers, after a check of their shapes and dtypes."""
     dtype = rows.dtype
-    H, K, V = stages.shape.state
+    H, K, V = stages.memory_shape.state
     wide = torch.promote_types(dtype, torch.float32)
     if mixer.state_transposed:
         of_states = (H, V, K)
     else:
         of_states = (H, K, V)
     for name, buffer, of_request, least in (
-        ("conv", conv, stages.shape.window, dtype),
+        ("conv", conv, stages.memory_shape.window, dtype),
         ("states", states, of_states, wide),
     ):
         if tuple(buffer.shape[1:]) != of_request:

@@ -55,7 +55,9 @@ def mix_static(rows: Tensor, stages: Stages, context: Any, layer: int) -> Tensor
     _check_progress(context, layer, progress, s, B)
     memories = context.key_value_memory_dict
     if layer not in memories:  # memory for the whole batch, in dimension 1 as in keys
-        new_memory = stages.shape.zeros(context.max_batch_size, rows.dtype, rows.device)
+        new_memory = stages.memory_shape.zeros(
+            context.max_batch_size, rows.dtype, rows.device
+        )
         memories[layer] = new_memory.history[None], new_memory.state[None]
     buffers = memories[layer]
     memory = Memory(*[tensor[0, start : start + B] for tensor in buffers])

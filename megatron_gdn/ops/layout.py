@@ -166,7 +166,7 @@ class Layout:
         return sum(width for section, width in pairs if not section.gates)
 
     @property
-    def held(self) -> str:
+    def heads_in_words(self) -> str:
         """The numbers of heads in words, for error messages."""
         words = {"head": "heads", "group": "groups"}  # the two kinds of Mamba2
         return " and ".join(
@@ -220,7 +220,7 @@ class Layout:
             return None
         legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]
         return (
-            f"context_parallel_size={ranks} cannot share the {self.held} of a "
+            f"context_parallel_size={ranks} cannot share the {self.heads_in_words} of a "
             f"tensor-parallel rank evenly; use one of {', '.join(map(str, legal))}."
         )
 

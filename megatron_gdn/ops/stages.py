@@ -104,7 +104,7 @@ class Stages(NamedTuple):
         return cast(Tensor, self.parameters[0]).shape[-1] - 1
 
     @property
-    def shape(self) -> MemoryShape:
+    def memory_shape(self) -> MemoryShape:
         """Sizes of the memory that generation keeps for one sequence."""
         table = self.front.table
         weight = cast(Tensor, self.parameters[0])

@@ -200,7 +200,7 @@ KINDS = (GDN, GDN2, GDP, MAMBA2, KDA)
 def empty_memory(mixer: RowMixer, rows: Tensor, sequences: int | None = None) -> Memory:
     """Of sequences that must say that they begin: what it holds is of no meaning."""
     count = rows.shape[1] if sequences is None else sequences
-    memory = mixer.shape.zeros(count, rows.dtype, rows.device)
+    memory = mixer.memory_shape.zeros(count, rows.dtype, rows.device)
     for x in memory[:2]:
         x.fill_(torch.nan)
     return memory
@@ -223,7 +223,7 @@ def run_in_parts(mixer: RowMixer, rows: Tensor, stages):
     """Stages are prefilled; those of a negative number of tokens are decoded."""
     mixed = []
     start = 0
-    memory = mixer.shape.zeros(rows.shape[1], rows.dtype, rows.device)
+    memory = mixer.memory_shape.zeros(rows.shape[1], rows.dtype, rows.device)
     for part in stages:
         piece = rows[start : start + abs(part)]
         if part < 0:

@@ -42,7 +42,7 @@ def test_any_cut_has_the_bits_of_training(kind, stages, dtype):
     mixer = kind.mixer(dtype, aligned=True)
     rows = kind.rows(150, 2, dtype)
     whole = kind.trained(rows, aligned=True)
-    memory = mixer.shape.zeros(2, dtype, rows.device)
+    memory = mixer.memory_shape.zeros(2, dtype, rows.device)
     at = 0
     for part in stages:
         run = decode if part < 0 else prefill
@@ -204,7 +204,7 @@ def test_no_product_is_one_that_megatrons_mode_replaces(kind):
     fp64."""
     rows = kind.rows(70).requires_grad_()
     mixer = kind.mixer(aligned=True)
-    memory = mixer.shape.zeros(1, torch.float32, rows.device)
+    memory = mixer.memory_shape.zeros(1, torch.float32, rows.device)
     with Products() as products:
         kind.trained(rows, aligned=True).sum().backward()
         decode(kind.rows(1), mixer, memory)
@@ -214,7 +214,7 @@ def test_no_product_is_one_that_megatrons_mode_replaces(kind):
 
 def test_a_step_of_many_sequences_is_one_call_of_the_rule(kind, monkeypatch):
     mixer = kind.mixer(aligned=True)
-    memory = mixer.shape.zeros(5, torch.float32, torch.device("cpu"))
+    memory = mixer.memory_shape.zeros(5, torch.float32, torch.device("cpu"))
     calls = []
     begin = type(mixer.rule).begin
 
@@ -235,7 +235,7 @@ def test_a_step_in_place_writes_its_row_and_the_states_of_chunks_that_end(kind):
     rows = kind.rows(140, 3)
     tokens = [63, 5, 127]
     whole = kind.trained(rows, aligned=True)
-    memory = mixer.shape.zeros(3, rows.dtype, rows.device)
+    memory = mixer.memory_shape.zeros(3, rows.dtype, rows.device)
     for tensor in memory[:2]:
         tensor.normal_()
     for n, had in enumerate(tokens):
@@ -264,7 +264,7 @@ def test_tables_are_made_on_the_host_whatever_the_default_device_is(kind):
     mixer = kind.mixer(aligned=True)
     found = []
     for device in ("cpu", "meta"):
-        memory = mixer.shape.zeros(2, rows.dtype, rows.device)
+        memory = mixer.memory_shape.zeros(2, rows.dtype, rows.device)
         with torch.device(device):
             mixed = prefill(rows[:3], mixer, memory)
             more = prefill(rows[3:], mixer, memory)
@@ -292,7 +292,7 @@ def test_a_readout_by_row_or_by_a_module_reads_the_new_rows_alone(kind):
     by_module = SplitReadout(by_row, lambda mixed, _: mixed)
     expected = None
     for readout in (plain, by_row, by_module):
-        memory = mixer.shape.zeros(3, rows.dtype, rows.device)
+        memory = mixer.memory_shape.zeros(3, rows.dtype, rows.device)
         noted = mixer._replace(readout=readout)
         read.clear()
         mixed = torch.cat(

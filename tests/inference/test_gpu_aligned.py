@@ -78,7 +78,7 @@ def test_a_step_in_place_has_the_bits_of_training(name):
     tokens = [63, 5, 126]
     rows = mixer.rows(140, 3)
     whole = mixer.trained(rows)
-    memory = mixer.stages.shape.zeros(3, rows.dtype, rows.device)
+    memory = mixer.stages.memory_shape.zeros(3, rows.dtype, rows.device)
     for n, had in enumerate(tokens):
         _, begun = prefilled(mixer.stages, rows[:had, n : n + 1])
         memory.history[n], memory.state[n] = begun.history[0], begun.state[0]

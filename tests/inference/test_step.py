@@ -187,7 +187,7 @@ def test_tokens_one_by_one_in_fp64_are_the_chunks_of_training(kind):
 )
 def test_a_memory_that_does_not_fit_is_refused_in_words(kind, change, words):
     mixer = kind.mixer()
-    memory = change(mixer.shape.zeros(2, torch.float32, torch.device("cpu")))
+    memory = change(mixer.memory_shape.zeros(2, torch.float32, torch.device("cpu")))
     for call in (prefill, decode):
         with pytest.raises(ValueError, match=words):
             call(kind.rows(3, 2), mixer, memory)
@@ -203,5 +203,5 @@ def test_rows_that_do_not_fit_are_refused_in_words(kind):
         decode(
             kind.rows(0, 2),
             mixer,
-            mixer.shape.zeros(2, torch.float32, torch.device("cpu")),
+            mixer.memory_shape.zeros(2, torch.float32, torch.device("cpu")),
         )

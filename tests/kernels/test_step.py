@@ -92,7 +92,7 @@ WITH_EVERY_TAP = CASES | {
 def test_a_step_in_place_is_the_recurrence(device, case, dtype):
     torch.manual_seed(1)
     made, taps = made_of(case, device, dtype)
-    memory = made["torch"].shape.zeros(3, dtype, device)
+    memory = made["torch"].memory_shape.zeros(3, dtype, device)
     # until all of it was written here
     hold_steps(made, drawn_like(memory), [1] * (taps + 1))
 

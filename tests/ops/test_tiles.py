@@ -7,7 +7,7 @@ from megatron_gdn.ops.kernels.tiles import (
     SegmentTile,
     front_backward_tile,
     front_forward_tile,
-    within_32_bit_offsets,
+    tile_of_32_bit_offsets,
     within_grid,
     within_shared_memory,
 )
@@ -29,7 +29,7 @@ def test_rows_within_reach_keep_the_tile_of_the_table(
     tokens, batch, widest_head, table
 ):
     tile = table(tokens * batch, widest_head)
-    assert within_32_bit_offsets(tile, tokens, 4, (batch * WIDTH, 4096)) == tile
+    assert tile_of_32_bit_offsets(tile, tokens, 4, (batch * WIDTH, 4096)) == tile
 
 
 @pytest.mark.parametrize("table", TABLE)
@@ -38,7 +38,7 @@ def test_rows_within_reach_keep_the_tile_of_the_table(
 @pytest.mark.parametrize("stride", [2**22, 340 * WIDTH, 2**24 + 1, 2**27, 2**31 // 14])
 def test_no_offset_of_a_tile_leaves_32_bits(stride, tokens, taps, table):
     usual = table(tokens * (stride // WIDTH), 128)
-    tile = within_32_bit_offsets(usual, tokens, taps, (4096, stride))
+    tile = tile_of_32_bit_offsets(usual, tokens, taps, (4096, stride))
     assert reach(tile, tokens, taps) * stride < 2**31
     assert tile.steps % 4 == 0 and tile.steps >= taps - 1
     assert (
@@ -55,14 +55,14 @@ def test_no_offset_of_a_tile_leaves_32_bits(stride, tokens, taps, table):
 
 def test_a_stride_that_is_64_bits_wide_itself_needs_no_smaller_tile():
     tile = front_forward_tile(10_000, 128)
-    assert within_32_bit_offsets(tile, 10_000, 4, (2**31,)) == tile
+    assert tile_of_32_bit_offsets(tile, 10_000, 4, (2**31,)) == tile
 
 
 def test_rows_too_far_apart_for_any_tile_are_refused_in_words():
     with pytest.raises(
         ValueError, match="1000000000 elements apart.*at most 214748364 .*torch"
     ):
-        within_32_bit_offsets(SegmentTile(4, 32, 4), 10_000, 4, (1_000_000_000,))
+        tile_of_32_bit_offsets(SegmentTile(4, 32, 4), 10_000, 4, (1_000_000_000,))
 
 
 @pytest.mark.parametrize(

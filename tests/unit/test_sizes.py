@@ -9,11 +9,11 @@ import pytest
 from megatron_gdn import GDNDims
 from megatron_gdn.mamba2.sizes import (
     Mamba2Dims,
-    check_ranges,
+    check_time_steps,
     refuse_unsupported_arguments,
 )
 from megatron_gdn.mixers.fp8 import require_fp8_widths, widths_in_fp8
-from megatron_gdn.ops.delta_rule.base import require_even_groups
+from megatron_gdn.ops.delta_rule.base import require_whole_groups
 from megatron_gdn.ops.layout import Layout, Section, SizeError
 from tests.gdn_mixer import gdn_dims
 
@@ -28,7 +28,7 @@ QWEN3_NEXT = SimpleNamespace(
 
 
 def require_widths(layout: Layout, multiple: int) -> None:
-    require_fp8_widths(widths_in_fp8(layout), layout.held, multiple)
+    require_fp8_widths(widths_in_fp8(layout), layout.heads_in_words, multiple)
 
 
 def test_sizes_of_qwen3_next():
@@ -166,7 +166,7 @@ def test_arguments_that_would_be_ignored_are_refused():
 
 def test_ranges_must_be_drawable():
     good = {"dt_init_range": (0.001, 0.1), "dt_init_floor": 1e-4}
-    check_ranges(**good, dt_limit=(0.0, math.inf))
+    check_time_steps(**good, dt_limit=(0.0, math.inf))
     bad = (
         ({"dt_init_range": (0.2, 0.1)}, "dt_min=0.2, dt_max=0.1 must be"),
         ({"dt_init_floor": 0.0}, "dt_init_floor=0.0 must be above 0"),
@@ -174,7 +174,7 @@ def test_ranges_must_be_drawable():
     )
     for change, said in bad:
         with pytest.raises(ValueError, match=said):
-            check_ranges(**{**good, "dt_limit": (0.0, math.inf), **change})
+            check_time_steps(**{**good, "dt_limit": (0.0, math.inf), **change})
 
 
 def test_a_caller_of_either_kind_catches_a_wrong_size():
@@ -184,7 +184,7 @@ def test_a_caller_of_either_kind_catches_a_wrong_size():
     with pytest.raises(SizeError, match="num_value_heads=8 is not a multiple"):
         gdn_dims(24, 3, 8, 8, 12)
     with pytest.raises(SizeError):
-        require_even_groups(3, 8)
+        require_whole_groups(3, 8)
     with pytest.raises(SizeError, match="=3 cannot split 4 key heads"):
         gdn_dims(24, 4, 8, 8, 12).shard(3)
 

@@ -20,7 +20,7 @@ from ..kernels.tiles import (
     front_backward_tile,
     front_forward_tile,
     require_32_bits,
-    within_32_bit_offsets,
+    tile_of_32_bit_offsets,
     within_grid,
     within_shared_memory,
 )
@@ -241,7 +241,7 @@ def _forward_launch(
     ``has_history``: history is given.
     """
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
-    tile = within_32_bit_offsets(
+    tile = tile_of_32_bit_offsets(
         within_grid(tile, S, B),
         S,
         W,
@@ -304,7 +304,7 @@ def _backward_plan(
         group * width
         for group, width in zip(groups, _elements_per_token(front), strict=True)
     ]
-    tile = within_32_bit_offsets(tile, S, W, (*strides[::2], *widths))
+    tile = tile_of_32_bit_offsets(tile, S, W, (*strides[::2], *widths))
     require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
     convolved, gates, functions = kernel_tables(front, gates_apart, "_backward", groups)
     copied = [

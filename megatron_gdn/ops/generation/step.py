@@ -71,7 +71,7 @@ def prefill(
         N = B
     else:
         N = len(documents.lengths)
-    stages.shape.check(memory, N, proj.dtype)
+    stages.memory_shape.check(memory, N, proj.dtype)
     if begins:
         history, state = (
             x.new_zeros(N, *x.shape[1:]) for x in (memory.history, memory.state)
@@ -154,7 +154,7 @@ def decode(
         raise ValueError(
             "decode got no token; give the projection rows [s, N, P] of at least one."
         )
-    shape = stages.shape
+    shape = stages.memory_shape
     front = stages.front
     shape.check(memory, N, proj.dtype)
     *of_front, gamma = stages.parameters

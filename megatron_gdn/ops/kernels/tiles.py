@@ -87,7 +87,7 @@ def _segments_of(widest_head: int) -> int:
     return max(1, 512 // block_dim(widest_head))
 
 
-def within_32_bit_offsets(
+def tile_of_32_bit_offsets(
     tile: SegmentTile, tokens: int, taps: int, strides: Sequence[int]
 ) -> SegmentTile:
     """``tile``, with fewer tokens if offsets from its first token would not fit into 32
