@@ -112,7 +112,10 @@ def build_model(
     if spec is None and hf.architecture == KIMI:
         spec = _kimi_stack_spec(hf, resolved, options)
     spec = spec or hybrid_stack_spec(
-        resolved, qk_layernorm=config.qk_layernorm, **options
+        resolved,
+        qk_layernorm=config.qk_layernorm,
+        mamba=hf.mamba_options,
+        **options,
     )
     pattern = layer_pattern or hf.hybrid_layer_pattern
     if pattern.replace("|", "") != hf.hybrid_layer_pattern:
@@ -198,7 +201,8 @@ def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> lis
     dropout 0.
 
     The caller must add the flags of parallel sizes, data, tokenizer and optimizer.
-    Megatron pads the vocabulary; the model's checkpoint loads with any padding.
+    Megatron pads the vocabulary; the model's checkpoint loads with any padding. No flag
+    bounds the time steps of a NemotronH, as `build_model` does by ``time_step_min``.
 
     Raises:
         NotImplementedError: as in `HFModelConfig.megatron_settings`.

@@ -176,6 +176,7 @@ FIELDS: dict[str, Field] = {
     "mamba_head_dim": _whole("dims of a head of Mamba2"),
     "ssm_state_size": _whole("rows of a Mamba2 state"),
     "n_groups": _whole("groups of Mamba2"),
+    "time_step_min": _number("the least time step of Mamba2", 0, 1e6, with_low=True),
     # Experts.
     "num_experts": _whole("the number of experts; 0 means none", 0, _MOST_EXPERTS),
     "num_experts_per_tok": _whole("experts of a token", high=_MOST_EXPERTS),

@@ -7,6 +7,7 @@ then MLP).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,6 +91,8 @@ class HFModelConfig:
     tied: bool  # whether the output layer uses the embedding's weight
     rope_theta: float
     rotary_fraction: float  # 0 means no rotary embedding
+    # Mamba2 takes no smaller time step; transformers ignores its time_step_limit
+    time_step_min: float = 0.0
 
     @property
     def storage(self) -> Storage:
@@ -123,6 +126,13 @@ class HFModelConfig:
         """The options of the 'K' layers that their weights need."""
         if "K" in self.hybrid_layer_pattern:
             return kimi.kda_ranks(self.sizes)
+        return {}
+
+    @property
+    def mamba_options(self) -> dict[str, Any]:
+        """The options of the 'M' layers with which the published model computes."""
+        if "M" in self.hybrid_layer_pattern:
+            return {"dt_limit": (self.time_step_min, math.inf)}
         return {}
 
     def megatron_settings(self, model: Architecture = "gpt") -> dict[str, Any]:
@@ -279,6 +289,7 @@ def _nemotron_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
         tied=fields.get("tie_word_embeddings", False),
         rope_theta=0.0,
         rotary_fraction=0.0,
+        time_step_min=fields.get("time_step_min", 1e-3),
     )
 
 

@@ -50,6 +50,7 @@ READ = {
     "routed_scaling_factor",
     "ssm_state_size",
     "tie_word_embeddings",
+    "time_step_min",
     "vocab_size",
 }
 # Fields with one legal value, which the built model assumes; the value is in
@@ -76,7 +77,7 @@ SETTINGS = {
 WITHOUT_EFFECT = without_effect(
     {
         "it sets first values of weights": """
-            rescale_prenorm_residual time_step_floor time_step_max time_step_min time_step_rank
+            rescale_prenorm_residual time_step_floor time_step_max time_step_rank
         """,
         "it says how transformers runs": """
             chunk_size mamba_ssm_cache_dtype moe_shared_expert_overlap use_mamba_kernels

@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple
 
 import pytest
+import torch
 import transformers
 
 from megatron_gdn.hf import parse_hf_config
@@ -15,7 +16,7 @@ from megatron_gdn.hf.field_groups import FieldGroups
 from megatron_gdn.hf.kimi import FIELDS as KIMI_FIELDS
 from megatron_gdn.hf.nemotron import FIELDS as NEMOTRON_FIELDS
 from tests.hf.test_kimi import PUBLISHED as KIMI
-from tests.hf.tiny_models import COMMON, KDA, LATENT, MOE
+from tests.hf.tiny_models import COMMON, KDA, LATENT, MOE, model_class
 from tests.hostile.test_configs import NEMOTRON
 
 # Beside the fields of transformers' class, of published files.
@@ -244,3 +245,62 @@ def test_a_field_that_is_left_out_is_what_transformers_takes_or_missed_by_name(n
         theirs = {k: v for k, v in theirs.items() if k != "time_step_limit"}
         expected = parse_hf_config(theirs)
         assert found == expected, left_out
+
+
+# Fields of transformers' class that are no setting of the model that it builds.
+NOT_BUILT = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "model_type",
+    "problem_type",
+    "return_dict",
+    "transformers_version",
+}
+CLASSES = {
+    "Qwen3-Next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "Qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "Qwen3.5 with experts": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "Kimi Linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
+    "NemotronH": ("NemotronHConfig", "NemotronHForCausalLM"),
+}
+SMALL = {
+    "Qwen3-Next": DENSE | MOE,
+    "Qwen3.5": DENSE,
+    "Qwen3.5 with experts": EXPERTS,
+    "Kimi Linear": KDA | LATENT | {"num_local_experts": 4},
+    "NemotronH": {k: v for k, v in NEMOTRON.items() if k != "architectures"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
+def test_transformers_model_has_the_same_logits_without_what_changes_no_number(name):
+    """Each field of transformers' class that is named as one without effect."""
+    kind, architecture = CLASSES[name]
+    settings = SMALL[name] | {"pad_token_id": 0}
+    config_class = getattr(transformers, kind)
+    said = config_class(**settings).to_dict()
+    tokens = torch.arange(40)[None] % said["vocab_size"]
+
+    def model_of(**changes):
+        torch.manual_seed(1)
+        config = config_class(**settings | changes)
+        return model_class(architecture)(config).eval()
+
+    base = model_of()
+    groups = GROUPS[name]
+    usual = {field: groups.other_names.get(field, field) for field in said}
+    changed = [field for field in said if usual[field] in groups.without_effect]
+    changed = sorted({*changed} - NOT_BUILT)
+    assert len(changed) > 8
+    with torch.no_grad():
+        expected = base(tokens, use_cache=False).logits
+        for field in changed:
+            value = said[field]
+            other = model_of(**{field: 3 if value is None else other_value(value)})
+            other.load_state_dict(base.state_dict())
+            found = other(tokens, use_cache=False).logits
+            assert torch.equal(found, expected), field

@@ -7,15 +7,20 @@ from dataclasses import fields
 import pytest
 from transformers import NemotronHConfig
 
-from megatron_gdn.hf import parse_hf_config
+from megatron_gdn import Mamba2Mixer
+from megatron_gdn.hf import build_model, parse_hf_config
 from megatron_gdn.hf.nemotron import READ, SETTINGS, WITHOUT_EFFECT
+from tests.hf.tiny_models import model_class
 from tests.hostile.test_configs import NEMOTRON
+from tests.parallel import parallel
+
+
+def transformers_config(**changes) -> NemotronHConfig:
+    return NemotronHConfig(**NEMOTRON | changes)
+
 
 # What a file of transformers' class says, of the sizes of a small model.
-OF_CLASS = NemotronHConfig(
-    **{name: value for name, value in NEMOTRON.items() if name != "architectures"},
-    architectures=NEMOTRON["architectures"],
-).to_dict()
+OF_CLASS = transformers_config().to_dict()
 NAMES = {field.name for field in fields(NemotronHConfig)} | OF_CLASS.keys()
 # Another value of each field that is read; other sizes are doubled.
 OTHERS = {
@@ -26,6 +31,7 @@ OTHERS = {
     "hybrid_override_pattern": "M-M-M-",
     "num_hidden_layers": 5,
     "head_dim": 64,
+    "time_step_min": 0.5,
 }
 # Values that describe another model.
 REFUSED = {
@@ -140,3 +146,22 @@ def test_a_field_that_no_nemotron_has_is_refused():
         ValueError, match="'mixer_gain'.* not known as fields of a NemotronH"
     ):
         parsed(mixer_gain=2)
+
+
+def limits_of_time_steps(config) -> set[tuple[float, float]]:
+    with parallel():
+        model, _ = build_model(config, modules="local")
+    return {one.dt_limit for one in model.modules() if isinstance(one, Mamba2Mixer)}
+
+
+def test_a_built_model_bounds_time_steps_as_transformers_does(pools):
+    """By time_step_min; transformers' layers ignore time_step_limit."""
+    model = model_class("NemotronHForCausalLM")(transformers_config(time_step_min=0.5))
+    theirs = {
+        one.time_step_limit
+        for one in model.modules()
+        if hasattr(one, "time_step_limit")
+    }
+    law = limits_of_time_steps, parsed(time_step_min=0.5)
+    assert pools(1).run(*law) == [theirs] == [{(0.5, math.inf)}]
+    assert parsed().time_step_min == transformers_config().time_step_min
