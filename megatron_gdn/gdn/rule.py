@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -53,11 +51,12 @@ class FlaGDN(FlaDeltaRule):
         return ChunkProducts({"k": k, "w": w, "u": u, "g": g_sum}, (g_sum, A))
 
     def output(
-        self, x: FlaForward, products: ChunkProducts, states: Any, written: Tensor
+        self, x: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
         """The output from ``products``, ``states`` before chunks and ``written``
         values."""
-        q, k, *_ = x.inputs
+        q = x.inputs.q
+        k = x.inputs.k
         return self.fla.chunk_fwd_o(
             q=q,
             k=k,

@@ -10,7 +10,7 @@ repeated for its value heads. The front sums the gradients of a key head's copie
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..ops.delta_rule.chunk_math import Values
 from ..ops.delta_rule.fla import CHANNEL_RULE_KERNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
-from ..ops.rules.base import Bits, Saved
+from ..ops.rules.base import Bits, RuleBackward, RuleForward, Saved
 from ..ops.rules.choice import Choice, choose
 from ..ops.rules.fla import SEQUENCES
 from ..ops.state_maps.state_map import StateShape
@@ -76,14 +76,14 @@ class FlaGDN2(FlaChannelRule):
     gates = ("b", "w_gate")
     grads = GDN2Inputs
 
-    def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> Any:
+    def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> RuleForward:
         """Begin a forward, in which each value head has a copy of its key head's
         tensors."""
         return super().begin(_repeat_key_heads(inputs), documents)
 
     def begin_backward(
         self, d_o: Tensor, inputs: GDN2Inputs, saved: Saved, documents: Documents | None
-    ) -> Any:
+    ) -> RuleBackward:
         return super().begin_backward(d_o, _repeat_key_heads(inputs), saved, documents)
 
 

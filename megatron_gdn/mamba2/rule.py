@@ -14,7 +14,7 @@ length on the host.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def _operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
     return q.contiguous(), k.contiguous(), v
 
 
-def _chunk_arguments(boundaries: Boundaries) -> dict[str, Any]:
+def _chunk_arguments(boundaries: Boundaries) -> dict[str, object]:
     """Boundaries for functions of fla that take ``chunk_size`` but no
     ``chunk_indices``."""
     return {"cu_seqlens": boundaries["cu_seqlens"], "chunk_size": CHUNK}
@@ -155,7 +155,7 @@ class FlaSSD(FlaRule):
         products: ChunkProducts,
         initial: Tensor | None,
         final: bool,
-    ) -> Any:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The states before each chunk, the written values v, and the last states if
         ``final``."""
         states, last = self.fla.chunk_fwd_h(
@@ -168,7 +168,7 @@ class FlaSSD(FlaRule):
         return states, products.chunks["v"], last
 
     def output(
-        self, x: FlaForward, products: ChunkProducts, states: Any, written: Tensor
+        self, x: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
         """Call fla's kernel, since fla's function would round o before the skip is
         added."""
@@ -203,7 +203,7 @@ class FlaSSD(FlaRule):
     def kept_for_backward(self, x: FlaBackward) -> tuple[Tensor, ...]:
         """The saved tensors, then q, k and v of `_operands`, which are computed again
         here."""
-        return *x.saved.tensors, *_operands(x.inputs)
+        return x.saved.tensors + _operands(x.inputs)
 
     def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
         """Gradients of initial states; ``any_states`` has their shape, its values are

@@ -30,7 +30,7 @@ from .documents import Documents, documents_of_rows, one_document
 from .front.history import History
 from .front.table import Front, Parameters
 from .readout.base import Readout
-from .rules.base import map_inputs
+from .rules.base import Inputs, map_inputs
 from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 
 
@@ -48,7 +48,7 @@ def front_on_grid(
     grid: ChunkTable,
     rows_before: Tensor | None = None,
     only: tuple[str, ...] | None = None,
-) -> Any:
+) -> Inputs:
     """The rule's inputs ``[B, S, ...]``, computed from ``rows [B, S, P]`` by chunks of
     ``grid``.
 
@@ -181,7 +181,7 @@ class AlignedFront:
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
         history: History | None = None,
-    ) -> Any:
+    ) -> Inputs:
         """The rule's inputs from rows ``proj [S, B, P]``; with ``history``, not on the
         grid."""
         # With ``history`` the rows may begin inside a chunk of the grid, so they are

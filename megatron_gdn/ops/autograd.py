@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_derivative_only(backward: Callable) -> Callable:
     """Decorate an autograd function's ``backward``, so that it raises under
     ``create_graph=True``.
 
@@ -21,7 +21,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(backward)
-    def call(ctx: object, *gradients: object) -> Any:
+    def call(ctx: object, *gradients: object) -> object:
         """Run ``backward``; raise if its results shall be differentiated again."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
@@ -37,7 +37,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gradients(
-    function: Callable[..., Any], inputs: Sequence[Tensor | None], d_outputs: Any
+    function: Callable, inputs: Sequence[Tensor | None], d_outputs: Any
 ) -> tuple[Any, ...]:
     """Run ``function`` again; return gradients of ``inputs`` (None for None) from
     ``d_outputs``."""
@@ -50,7 +50,7 @@ def gradients(
     return tuple(None if x is None else next(computed) for x in leaves)
 
 
-def uncompiled[F: Callable[..., Any]](function: F) -> F:
+def uncompiled[F: Callable](function: F) -> F:
     """Apply ``torch.compiler.disable`` to ``function`` when ``torch.compile`` traces a
     call.
 
@@ -58,7 +58,7 @@ def uncompiled[F: Callable[..., Any]](function: F) -> F:
     """
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _latest_stream = 0
-_read_by_graphs: dict[int, Any] = {}
+_read_by_graphs: dict[int, object] = {}
 
 
 def to_device(table: Tensor, device: torch.device | str) -> Tensor:

@@ -142,26 +142,29 @@ class _SavedTensors(NamedTuple):
 
     # :attr:`Documents.stamp`, whose changes autograd and we notice
     stamp: Tensor | None
-    rows: Any
+    rows: Tensor
     o: Any  # the rule's output, or None if the backward does not read it
-    parameters: Sequence[Any]
+    parameters: Sequence[Tensor | None]
     # of the rule; None where the backward computes it or does not read it
-    inputs: Sequence[Any]
-    linked: Sequence[Any]  # of ``neighbours.states``
-    of_rule: Sequence[Any]
+    inputs: Sequence[Tensor | None]
+    linked: Sequence[Tensor]  # of ``neighbours.states``
+    of_rule: Sequence[Tensor | None]
 
-    def flat(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    def flat(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
         """All tensors in the order of the fields, and the lengths of the four lists."""
         one_each = self[:3]
         lists = self[3:]
-        return (*one_each, *itertools.chain(*lists)), tuple(map(len, lists))
+        flat = one_each + tuple(itertools.chain.from_iterable(lists))
+        return flat, tuple(map(len, lists))
 
     @classmethod
     def of_flat(cls, flat: Sequence[Any], sizes: Sequence[int]) -> _SavedTensors:
         """The tensors of which :meth:`flat` made ``flat``, with lists of ``sizes``."""
         ends = list(itertools.accumulate(sizes, initial=3))
         lists = [flat[start:end] for start, end in itertools.pairwise(ends)]
-        return cls(*flat[:3], *lists)
+        stamp, rows, o = flat[:3]
+        parameters, inputs, linked, of_rule = lists
+        return cls(stamp, rows, o, parameters, inputs, linked, of_rule)
 
 
 class _BackwardValues(NamedTuple):
@@ -260,11 +263,14 @@ def _forward(
 
 
 def _backward(
-    values: _BackwardValues, saved: list[Any], gradient: list[Tensor]
-) -> tuple[Any, ...]:
+    values: _BackwardValues, saved: list[Tensor | None], gradient: list[Tensor]
+) -> tuple[Tensor | None, ...]:
     """The gradients of rows and parameters; empties ``saved``, ``gradient`` to free
     tensors."""
-    front, rule, readout, neighbours, *_ = values.call
+    front = values.call.front
+    rule = values.call.rule
+    readout = values.call.readout
+    neighbours = values.call.neighbours
     history = values.history
     stamp, rows, o, parameters, read, linked, of_rule = _SavedTensors.of_flat(
         saved, values.sizes
@@ -292,8 +298,8 @@ def _backward(
         made = front.forward(
             rows, of_front, neighbours.documents, front.recomputed, history
         )
-        inputs = type(made)(
-            *[x if y is None else y for x, y in zip(read, made, strict=True)]
+        inputs = made._make(
+            x if y is None else y for x, y in zip(read, made, strict=True)
         )
         del made
     del read

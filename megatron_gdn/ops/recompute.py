@@ -17,7 +17,7 @@ from torch import Tensor
 from .autograd import uncompiled
 from .front.history import History
 from .front.table import Front
-from .rules.base import Rule, Saved
+from .rules.base import Inputs, Rule, Saved
 from .stages import SequenceContext
 
 
@@ -159,7 +159,7 @@ class SecondRun:
         self._front = front
         self._rule = rule
         self._neighbours = neighbours
-        self._result: tuple[Any, Tensor, Saved] | None = None
+        self._result: tuple[Inputs, Tensor, Saved] | None = None
 
     def compute_once(
         self,
@@ -168,7 +168,7 @@ class SecondRun:
         history: History | None,
         linked: tuple[Tensor, ...],
         kept: Saved,
-    ) -> tuple[Any, Tensor, Saved]:
+    ) -> tuple[Inputs, Tensor, Saved]:
         """The rule's inputs, o and saved tensors, made once; ``linked``: what
         `StateLink` kept."""
         if self._result is None:
@@ -184,11 +184,12 @@ class SecondRun:
             self._result = inputs, o, saved
         return self._result
 
-    def take(self, *arguments: Any) -> tuple[Any, Tensor, Saved]:
+    def take(self, *arguments: Any) -> tuple[Inputs, Tensor, Saved]:
         """Return and drop the result of :meth:`compute_once`; inputs not read later are
         None."""
         inputs, o, saved = self.compute_once(*arguments)
         self._result = None
         wanted = self._rule.backward_reads
         named = zip(self._front.names, inputs, strict=True)
-        return type(inputs)(*(x if n in wanted else None for n, x in named)), o, saved
+        inputs = inputs._make(x if name in wanted else None for name, x in named)
+        return inputs, o, saved

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,15 @@ from torch import Tensor
 from .documents import Documents
 from .front.history import History, HistoryTable, ranges
 from .host_tables import to_device
-from .rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, map_inputs
+from .rules.base import (
+    Gradients,
+    Rule,
+    RuleBackward,
+    RuleForward,
+    RuleOutput,
+    Saved,
+    map_inputs,
+)
 from .state_maps.state_map import StateMap
 from .switches import full_fp32_matmul
 
@@ -89,7 +97,7 @@ class TreeDocuments(Documents):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        return *self.offsets, *self.parents, *self.lengths_without_padding
+        return self.offsets + self.parents + self.lengths_without_padding
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
@@ -101,7 +109,9 @@ class TreeDocuments(Documents):
             else:
                 before = ()
             has_tokens = parent >= 0 and self.lengths_without_padding[parent] > 0
-            paths.append((*before, parent) if has_tokens else before)
+            if has_tokens:
+                before += (parent,)
+            paths.append(before)
         return tuple(paths)
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
@@ -143,7 +153,7 @@ class TreeDocuments(Documents):
             )
         levels = []
         families = [children[-1]]
-        while members := [*chain(*families)]:
+        while members := list(chain.from_iterable(families)):
             of_members = ([x[i] for i in members] for x in (self.offsets, length))
             start, count = (torch.tensor(x, device="cpu") for x in of_members)
             places = ranges(start, count)
@@ -160,7 +170,7 @@ class TreeDocuments(Documents):
             levels.append(Level(tokens, documents, parents, tuple(map(len, families))))
         return tuple(levels)
 
-    def to_buffer(self, pieces: Sequence[Any]) -> Any:
+    def to_buffer(self, pieces: Sequence[Tensor]) -> Tensor:
         """Join ``pieces``, the rows of each level, to ``[1, T, ...]`` with zeros at
         padding."""
         if pieces[0] is None or pieces[0].shape[1] == self.total_tokens:
@@ -190,14 +200,15 @@ class TreeDocuments(Documents):
             backwards = (
                 range(begin[j] + length[j] - 1, begin[j] - 1, -1) for j in path
             )
-            newest = [*islice(chain(*backwards), past)]
+            newest = list(islice(chain.from_iterable(backwards), past))
             before.append(
                 [len(sent) + age if age < len(newest) else -1 for age in range(past)]
             )
             sent += newest
-        places = ([x[i] for i in continuing] for x in (begin, length))
+        first = [begin[i] for i in continuing]
+        counts = [length[i] for i in continuing]
         first, counts, rows, moved = (
-            torch.tensor(x, device="cpu") for x in (*places, before, sent)
+            torch.tensor(x, device="cpu") for x in (first, counts, before, sent)
         )
         table = HistoryTable.build(
             first, counts, rows, moved, self.total_tokens, self.device
@@ -258,12 +269,14 @@ class BackwardByLevel(RuleBackward):
 
     documents: TreeDocuments
 
-    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
+    def run(
+        self, initial: Tensor | None = None, d_final: Tensor | None = None
+    ) -> Gradients:
         assert initial is None and d_final is None
         tensors = list(self.saved.tensors)
         grads = []
         levels = self.documents.levels
-        for number, level in reversed([*enumerate(levels)]):
+        for number, level in reversed(list(enumerate(levels))):
             plan, count = self.saved.plan[number]
             entered, through, *mine = tensors[-count - 2 :]
             del tensors[-count - 2 :]
@@ -281,15 +294,18 @@ class BackwardByLevel(RuleBackward):
                 with full_fp32_matmul(d_final.device.type):
                     # One product per document, so that other documents do not change
                     # its bits.
-                    each = zip(*maps, d_final, strict=True)
+                    each = zip(maps.local, maps.through, d_final, strict=True)
                     d_entered = torch.stack(
-                        [StateMap(*one).apply(d) for *one, d in each]
+                        [
+                            StateMap(local, through).apply(d)
+                            for local, through, d in each
+                        ]
                     )
             grads.insert(0, begun.run(entered, d_final))
             if d_entered is not None:
                 families = d_entered.split(levels[number - 1].children)
                 d_final = torch.stack([family.sum(0) for family in families])
-        return type(grads[0])(*map(self.documents.to_buffer, zip(*grads, strict=True)))
+        return grads[0]._make(map(self.documents.to_buffer, zip(*grads, strict=True)))
 
 
 class RuleByLevel(Rule):

@@ -55,7 +55,7 @@ class FlashQlaForward(RuleForward):
 
     def state_map(self) -> StateMap:
         maps = self._segment_maps()
-        return StateMap(*compose(maps.local, maps.through, maps.segments))
+        return compose(maps.local, maps.through, maps.segments)
 
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False

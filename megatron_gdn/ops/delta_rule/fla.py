@@ -9,13 +9,14 @@ kernels of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..documents import Documents, documents_of_rows
 from ..kernels.tiles import MOST_PROGRAMS
+from ..rules.base import Gradients, Inputs
 from ..rules.fla import SEQUENCES, ChunkProducts, FlaBackward, FlaForward, FlaRule
 from ..state_maps.segments import (
     CHUNK,
@@ -68,7 +69,7 @@ class FlaDeltaRule(FlaRule):
         products: ChunkProducts,
         initial: Tensor | None,
         final: bool,
-    ) -> Any:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.fla.chunk_gated_delta_rule_fwd_h(
             **products.chunks, initial_state=initial, output_final_state=final, **x.at
         )
@@ -100,7 +101,7 @@ class FlaDeltaRule(FlaRule):
             multi_seqs=True,
         )
         local, through = (of.contiguous() for of in maps.split([V, K], dim=-1))
-        return StateMap(*compose(local, through, segments))
+        return compose(local, through, segments)
 
     def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
         _, d_local, _ = self.fla.chunk_gated_delta_rule_bwd_dhu(
@@ -130,12 +131,12 @@ class FlaChannelRule(FlaDeltaRule):
     backward_within: ClassVar[str]  # name of fla's function that computes all gradients
     # fla's argument names for the rule's inputs after g
     gates: ClassVar[tuple[str, ...]]
-    grads: ClassVar[Any] = RuleGrads
-    settings: dict[str, Any] = {}  # noqa: RUF012  further arguments, which a subclass sets
+    grads: ClassVar[Callable[..., Gradients]] = RuleGrads
+    settings: dict[str, object] = {}  # noqa: RUF012  further arguments, which a subclass sets
 
     def call(
-        self, function: str, x: FlaForward | FlaBackward, **others: Any
-    ) -> tuple[Any, ...]:
+        self, function: str, x: FlaForward | FlaBackward, **others: object
+    ) -> tuple[Tensor, ...]:
         q, k, v, _, *gates = x.inputs
         named = dict(zip(self.gates, gates, strict=True))
         return getattr(self.fla, function)(q=q, k=k, v=v, **named, **others, **x.at)
@@ -149,7 +150,7 @@ class FlaChannelRule(FlaDeltaRule):
         return ChunkProducts({"k": k, "w": w, "u": u, "gk": g_sum}, (Aqk, Akk), Aqk)
 
     def output(
-        self, x: FlaForward, products: ChunkProducts, states: Any, written: Tensor
+        self, x: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
         return self.fla.chunk_gla_fwd_o_gk(
             q=x.inputs.q,
@@ -161,7 +162,7 @@ class FlaChannelRule(FlaDeltaRule):
             **x.at,
         )
 
-    def kept_for_backward(self, x: FlaBackward) -> tuple[Any, ...]:
+    def kept_for_backward(self, x: FlaBackward) -> tuple[Tensor, ...]:
         return self.sums(x), *x.saved.tensors
 
     def readers(self, x: FlaBackward) -> dict[str, Tensor]:
@@ -180,7 +181,7 @@ class FlaChannelRule(FlaDeltaRule):
 
     def gradients(
         self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
-    ) -> Any:
+    ) -> Gradients:
         g_sum, Aqk, Akk = x.kept
         dq, dk, dv, *others = self.call(
             self.backward_within,
@@ -199,7 +200,7 @@ class FlaChannelRule(FlaDeltaRule):
         return self.grads(dq, dk, dv, dg, *d_gates)
 
 
-def segments_of(inputs: Any, documents: Documents | None) -> Segments:
+def segments_of(inputs: Inputs, documents: Documents | None) -> Segments:
     """Cut sequences into segments so short that fla's state-map kernel can index them in
     32 bits."""
     rows, tokens, H, V = inputs.v.shape

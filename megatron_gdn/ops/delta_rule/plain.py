@@ -15,9 +15,9 @@ C is the number of tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from ..autograd import gradients
 from ..documents import documents_of_rows
 from ..rules.base import (
     Bits,
+    Gradients,
     Rule,
     RuleBackward,
     RuleForward,
@@ -45,17 +46,17 @@ class _ChunkedInputs:
     """The rule's inputs of ``stage``, a forward or backward, cut into groups of
     chunks."""
 
-    def __init__(self, stage: Any, one_chunk_groups: bool = False) -> None:
+    def __init__(
+        self, stage: PlainForward | PlainBackward, one_chunk_groups: bool = False
+    ) -> None:
         """``one_chunk_groups``: let groups have one chunk on a CPU, so products have
         one shape."""
         rule = stage.rule
         self.inputs = stage.inputs
         documents = stage.documents
         k, v = self.inputs.k, self.inputs.v
-        self.values, self.wide = (
-            rule.values,
-            torch.promote_types(v.dtype, torch.float32),
-        )
+        self.values = rule.values
+        self.wide = torch.promote_types(v.dtype, torch.float32)
         if documents is None:
             documents = documents_of_rows(stage.rows, v.device)
         self.table = ChunkTable.of(
@@ -63,12 +64,15 @@ class _ChunkedInputs:
         )
         self.shape = (self.table.sequences, v.shape[2], k.shape[3], v.shape[3])
 
-    def of(self, group: ChunkGroup, *tensors: Tensor) -> list[Tensor]:
+    def of(self, group: ChunkGroup, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The group's chunks ``[n heads, C, ...]`` of each tensor
         ``[B, T, heads, ...]``."""
         return [
             self.table.to_chunks(x, group, self.wide).flatten(0, 1) for x in tensors
         ]
+
+    def values_of(self, group: ChunkGroup) -> Values:
+        return self.values(*self.of(group, self.inputs))
 
     def state(self, states: Tensor | None) -> Tensor:
         """``states`` as a contiguous tensor ``[N, H, K, V]``; zeros for None."""
@@ -76,9 +80,11 @@ class _ChunkedInputs:
             return self.inputs.v.new_zeros(self.shape, dtype=self.wide)
         return states.to(self.wide).reshape(self.shape).contiguous()
 
-    def run(self, group: ChunkGroup, *chunks_and_states: Any, **how: bool) -> Any:
+    def run(
+        self, group: ChunkGroup, *chunks_and_states: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         *chunks, carried, initial = chunks_and_states
-        return run_group(group, self.values(*chunks), carried, initial, **how)
+        return run_group(group, self.values(*chunks), carried, initial)
 
     def walk(
         self, groups: Sequence[ChunkGroup], initial: Tensor, extra_columns: int = 0
@@ -90,7 +96,7 @@ class _ChunkedInputs:
         carried: list[Tensor | None] = [None]
         final = initial.clone()
         for group in groups:
-            x = self.values(*self.of(group, *self.inputs))
+            x = self.values_of(group)
             if extra_columns:  # columns to which no token writes a value
                 x = x._replace(u=F.pad(x.u, (0, extra_columns)))
             first = group.taken(initial)
@@ -113,7 +119,7 @@ class PlainForward(RuleForward):
         """
         chunks = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID)
         initial = chunks.state(None)
-        *_, K, V = chunks.shape
+        _, _, K, V = chunks.shape
         extra_columns = K if self.rule.erases else 1
         kind = {"dtype": initial.dtype, "device": initial.device}
         if self.rule.erases:
@@ -124,9 +130,8 @@ class PlainForward(RuleForward):
         with full_fp32_matmul(initial.device.type):
             wide = torch.cat([initial, enters], dim=-1)
             final, _ = chunks.walk(chunks.table.groups, wide, extra_columns)
-        return StateMap(
-            *(x.contiguous() for x in final.split([V, extra_columns], dim=-1))
-        )
+        local, through = final.split([V, extra_columns], dim=-1)
+        return StateMap(local.contiguous(), through.contiguous())
 
     @torch.no_grad()
     def run(
@@ -145,9 +150,9 @@ class PlainForward(RuleForward):
             leaving = entering
         with full_fp32_matmul(like.device.type):
             for group in table.groups:
-                o, carried, ended = chunks.run(
+                o, carried, ended = run_group(
                     group,
-                    *chunks.of(group, *self.inputs),
+                    chunks.values_of(group),
                     carried,
                     group.taken(entering),
                     pass_states=walks,
@@ -167,19 +172,21 @@ class PlainBackward(RuleBackward):
     def d_initial(self) -> Tensor:
         return self._run(None, None, of_inputs=False)[1]
 
-    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
+    def run(
+        self, initial: Tensor | None = None, d_final: Tensor | None = None
+    ) -> Gradients:
         return self._run(initial, d_final)[0]
 
     def run_to_states(
         self, initial: Tensor | None, d_final: Tensor | None, maps: object
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Gradients, Tensor]:
         """Gradients of the inputs and of the initial states; ``maps`` is not used."""
         return self._run(initial, d_final)
 
     @torch.no_grad()
     def _run(
         self, initial: Tensor | None, d_final: Tensor | None, of_inputs: bool = True
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Gradients, Tensor]:
         """Gradients of the inputs (unless ``of_inputs`` is False) and of the initial
         states."""
         chunks = _ChunkedInputs(self)
@@ -191,11 +198,12 @@ class PlainBackward(RuleBackward):
         d_entering = d_leaving.clone()
         d_carried = torch.zeros_like(d_leaving[0])
         with full_fp32_matmul(self.d_o.device.type):
-            starts: list[Tensor | None] = [None, *[d_carried] * (len(table.groups) - 1)]
+            starts: list[Tensor | None] = [d_carried] * len(table.groups)
+            starts[0] = None
             if of_inputs:
                 starts = chunks.walk(table.groups[:-1], entering)[1]
             for group in reversed(table.groups):
-                constants = chunks.of(group, *self.inputs)
+                constants = chunks.of(group, self.inputs)
                 leaves = ()
                 if of_inputs:
                     constants, leaves = (), constants
@@ -203,7 +211,7 @@ class PlainBackward(RuleBackward):
                     partial(chunks.run, group, *constants),
                     (*leaves, starts.pop(), group.taken(entering)),
                     (
-                        *chunks.of(group, self.d_o),
+                        chunks.of(group, [self.d_o])[0],
                         d_carried,
                         group.taken(d_leaving, ends=True),
                     ),
@@ -230,7 +238,7 @@ class PlainRule(Rule):
     backward_reads = frozenset(RuleInputs._fields)
     forward = PlainForward
     backward = PlainBackward
-    grads: ClassVar[Any] = RuleGrads
+    grads: ClassVar[Callable[..., Gradients]] = RuleGrads
     erases = True
     chunk_size = CHUNK
     scale: float | None = None  # factor of the output; None: 1 / sqrt(K)

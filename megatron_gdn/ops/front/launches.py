@@ -352,7 +352,7 @@ def kernel_tables(
     gates_apart: bool = False,
     suffix: str = "",
     groups: Sequence[int] | None = None,
-) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
+) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, object]]:
     """The kernels' arguments CONVOLVED and GATES, and the gates' functions by argument
     name.
 
@@ -423,7 +423,7 @@ def _constants(
     has_bias: bool,
     packed: bool,
     has_history: bool,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Constexpr arguments and compile options of both kernels; ``tile``: how tokens are
     cut."""
     assert tile.steps % 4 == 0, "the loop is unrolled four times"

@@ -136,7 +136,7 @@ class Front:
     triton: ClassVar[bool] = False
     # Takes a Batch and names of inputs; returns these inputs by name, without the
     # shared parameter.
-    _make_inputs: ClassVar[Callable[..., dict[str, Any]]]
+    _make_inputs: ClassVar[Callable[..., dict[str, Tensor]]]
     # Takes a Batch, the rule's gradients, d_proj and d_apart; returns the gradients of
     # weight, bias, A_log and dt_bias; writes d_proj, d_apart and ``history.d_rows``.
     _compute_gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from ..aligned import front_on_grid, grid_of, readout_on_grid
 from ..documents import Documents, one_document
 from ..host_tables import to_device
 from ..readout.base import SplitReadout
-from ..rules.base import map_inputs
+from ..rules.base import Inputs, map_inputs
 from ..rules.chunk_table import CHUNK, ChunkTable
 from .memory import Memory, write_slots
 
@@ -161,7 +161,7 @@ def decode_on_grid(row: Tensor, stages: Stages, memory: Memory) -> Tensor:
     return mixed.masked_fill_((slots < 0)[:, None], 0)
 
 
-def _rule_inputs(stages: Stages, rows: Tensor) -> Any:
+def _rule_inputs(stages: Stages, rows: Tensor) -> Inputs:
     """The rule's inputs ``[N, 64, ...]``; ``rows [N, W - 1 + 64, P]``: history, then
     the chunk."""
     front = stages.front

@@ -39,7 +39,7 @@ def compile_in_one_process(kernel: Any) -> None:
         return
 
     @wraps(compile)
-    def compile_under_lock(key: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_under_lock(key: object, *args: object, **kwargs: object) -> object:
         """Compile the variant ``key`` of the kernel while this process holds its
         lock."""
         import triton

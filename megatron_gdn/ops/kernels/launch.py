@@ -33,7 +33,7 @@ def pointers_and_key(
     """The tensors' pointers, and a key of the compiled variant; None if a tensor is on
     no GPU."""
     pointers: list[int | None] = []
-    key: list[Any] = []
+    key: list[torch.dtype | bool | None] = []
     low = 0
     for x in tensors:
         if x is None:
@@ -67,11 +67,11 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **constants: Any
+        self, kernel: Any, grid: tuple[int, ...], *numbers: object, **constants: object
     ) -> None:
         self._kernel = kernel
         self._grid = grid
-        self._axes = (*grid, 1, 1)[:3]
+        self._axes = (grid + (1, 1))[:3]
         if any(
             size > most for size, most in zip(self._axes, _LARGEST_GRID, strict=True)
         ):
@@ -139,7 +139,7 @@ class Launch:
                 None,
                 None,
             )
-            after = [*self._numbers]
+            after = list(self._numbers)
             for parameter in self._kernel.params[tensors + len(after) :]:
                 after.append(self._constants[parameter.name])
             return launcher.launch, before, tuple(after), compiled

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import triton
@@ -148,7 +148,7 @@ def _row_sizes(norm: TritonReadout, H: int, V: int) -> tuple[int, int, int]:
 
 def _constants(
     norm: TritonReadout, G: int, H: int, V: int, tile: RowTile, wide: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     return {
         "G": G,
         "H": H,

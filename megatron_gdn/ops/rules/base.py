@@ -25,6 +25,11 @@ from ..documents import Documents
 from ..obstacles import Obstacle
 from ..state_maps.state_map import StateMap
 
+# A rule's inputs, and their gradients: a NamedTuple of tensors ``[B, S, ...]`` whose
+# fields each rule chooses. An entry is None if nothing reads it.
+Inputs = Any
+Gradients = Any
+
 
 class Bits(IntEnum):
     """A promise about the bits of a result; each promise includes the promises before
@@ -67,10 +72,10 @@ class _RuleCall:
     """A forward or backward with its inputs, which are ``[1, B S, ...]`` if documents
     are given."""
 
-    def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
+    def __init__(self, rule: Any, inputs: Inputs, documents: Documents | None) -> None:
         self.rule = rule
         self.documents = documents
-        self.rows, *_ = [x.shape[:2] for x in inputs if x is not None]
+        self.rows = next(x.shape[:2] for x in inputs if x is not None)
         end_to_end = documents is not None and self.rows[0] > 1
         if end_to_end:
             self.inputs = in_one_row(inputs)
@@ -121,7 +126,9 @@ class RuleBackward(_RuleCall):
         """d_o was scaled in place by ``factor [H, 1, 1]``; scale what was computed from
         it."""
 
-    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
+    def run(
+        self, initial: Tensor | None = None, d_final: Tensor | None = None
+    ) -> Gradients:
         """The gradients of the inputs, in a tuple whose type the rule chooses.
 
         ``initial``: the forward's initial states; ``d_final``: the final states'
@@ -134,7 +141,7 @@ class RuleBackward(_RuleCall):
         initial: Tensor | None,
         d_final: Tensor | None,
         maps: Callable[[], StateMap],
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Gradients, Tensor]:
         """Results of :meth:`run` and d_initial; ``maps()`` returns the forward's state
         maps."""
         d_initial = self.d_initial()
@@ -234,19 +241,19 @@ class Rule:
         return self.begin(inputs, documents).run(initial)
 
 
-def map_inputs(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_inputs(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """Apply ``change`` to every input ``[B, S, ...]``; None stays None."""
-    return type(inputs)(*(None if x is None else change(x) for x in inputs))
+    return inputs._make(None if x is None else change(x) for x in inputs)
 
 
-def in_one_row(x: object) -> Any:
+def in_one_row(x: Inputs) -> Inputs:
     """View a tensor ``[B, S, ...]``, or each tensor of a tuple of inputs, as
     ``[1, B S, ...]``."""
     if not isinstance(x, Tensor):
         return map_inputs(x, in_one_row)
     if x.shape[0] == 1:
         return x
-    return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+    return x.flatten(0, 1)[None]
 
 
 def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
@@ -254,4 +261,4 @@ def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     S."""
     if x.shape[0] == rows[0]:
         return x
-    return x.reshape(*rows, *x.shape[2:])
+    return x[0].unflatten(0, rows)

@@ -10,9 +10,10 @@ chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -141,7 +142,7 @@ class ChunkGroup:
         return range(self.chunks)
 
 
-def _multiply_add(through: Tensor) -> Any:
+def _multiply_add(through: Tensor) -> Callable:
     """torch's in-place method that adds ``through S``, for matrices or row factors
     ``through``."""
     if through.shape[-1] > 1:

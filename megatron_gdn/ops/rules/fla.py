@@ -24,7 +24,16 @@ from ..kernels.tiles import MOST_PROGRAMS
 from ..obstacles import Obstacle, why_not_fla_package
 from ..state_maps.segments import CHUNK
 from ..state_maps.state_map import StateMap, StateShape
-from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
+from .base import (
+    Gradients,
+    Inputs,
+    Rule,
+    RuleBackward,
+    RuleForward,
+    RuleOutput,
+    Saved,
+    in_rows,
+)
 
 SEQUENCES = "cu_seqlens chunk_indices"
 # fla's arguments cu_seqlens and chunk_indices, by name
@@ -62,7 +71,9 @@ class FlaForward(RuleForward):
 
     _made: ChunkProducts | None = None
 
-    def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
+    def __init__(
+        self, rule: FlaRule, inputs: Inputs, documents: Documents | None
+    ) -> None:
         super().__init__(rule, inputs, documents)
         if rule.reads_boundaries and documents is not None and not documents.known:
             raise NotImplementedError(
@@ -71,7 +82,8 @@ class FlaForward(RuleForward):
                 "backend='reference', or pass ordinary packed_seq_params and leave "
                 "this layer out of the graph."
             )
-        rows, _, heads, *_ = self.inputs.v.shape
+        rows = self.inputs.v.shape[0]
+        heads = self.inputs.v.shape[2]
         if rows * heads > MOST_PROGRAMS:
             raise ValueError(
                 f"{rows} batch rows of {heads} heads: fla's kernels take at most "
@@ -117,7 +129,7 @@ class FlaBackward(RuleBackward):
         return self.saved.plan
 
     @cached_property
-    def kept(self) -> Any:
+    def kept(self) -> tuple[Tensor, ...]:
         return self.rule.kept_for_backward(self)
 
     @torch.no_grad()
@@ -135,13 +147,13 @@ class FlaBackward(RuleBackward):
         return self.rule.d_states(self, any_states)
 
     @torch.no_grad()
-    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
+    def run(
+        self, initial: Tensor | None = None, d_final: Tensor | None = None
+    ) -> Gradients:
         grads = self.rule.gradients(
             self, contiguous_state(initial), contiguous_state(d_final)
         )
-        return type(grads)(
-            *(None if x is None else in_rows(x, self.rows) for x in grads)
-        )
+        return grads._make(None if x is None else in_rows(x, self.rows) for x in grads)
 
 
 class FlaRule(Rule):
@@ -209,7 +221,7 @@ class FlaRule(Rule):
             return f"fla takes key_head_dim up to 256, not {state.rows}"
         return None
 
-    def kept_for_backward(self, x: FlaBackward) -> tuple[Any, ...]:
+    def kept_for_backward(self, x: FlaBackward) -> tuple[Tensor, ...]:
         """The tensors of ``x.kept``: the saved ones; a subclass may add tensors
         computed again."""
         return x.saved.tensors

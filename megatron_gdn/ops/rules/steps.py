@@ -11,27 +11,33 @@ decays and only the last one is read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from ..documents import Documents
 from ..state_maps.state_map import StateMap
-from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved
+from .base import (
+    Gradients,
+    Inputs,
+    Rule,
+    RuleBackward,
+    RuleForward,
+    RuleOutput,
+    Saved,
+)
 
 
-def spread_steps(inputs: Any, steps: int) -> Any:
+def spread_steps(inputs: Inputs, steps: int) -> Inputs:
     """The inputs ``[B, n S, ...]`` of a rule, from a token's ``[B, S, ...]``.
 
     ``k``, ``v`` and ``beta`` have n times the heads, step by step; they become rows.
     ``g`` goes to the first row of a token and ``q`` to the last; other rows are zeros.
     """
-    B, S = inputs.k.shape[:2]
 
     def in_rows(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
-        return x.reshape(B, steps * S, x.shape[2] // steps, *x.shape[3:])
+        return x.unflatten(2, (steps, -1)).flatten(1, 2)
 
     def alone(x: Tensor | None, row: int) -> Tensor | None:
         if x is None:
@@ -81,7 +87,9 @@ def documents_of_steps(documents: Documents | None, steps: int) -> Documents | N
 class StepsForward(RuleForward):
     """The forward of :class:`RuleOfSteps`: the inner rule's over the rows."""
 
-    def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
+    def __init__(
+        self, rule: RuleOfSteps, inputs: Inputs, documents: Documents | None
+    ) -> None:
         steps = rule.steps
         self._steps = steps
         rows = documents_of_steps(documents, steps)
@@ -103,9 +111,9 @@ class StepsBackward(RuleBackward):
 
     def __init__(
         self,
-        rule: Any,
+        rule: RuleOfSteps,
         d_o: Tensor,
-        inputs: Any,
+        inputs: Inputs,
         saved: Saved,
         documents: Documents | None,
     ) -> None:
@@ -121,7 +129,9 @@ class StepsBackward(RuleBackward):
     def d_initial(self) -> Tensor:
         return self._inner.d_initial()
 
-    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
+    def run(
+        self, initial: Tensor | None = None, d_final: Tensor | None = None
+    ) -> Gradients:
         return self._of_tokens(self._inner.run(initial, d_final))
 
     def run_to_states(
@@ -129,11 +139,11 @@ class StepsBackward(RuleBackward):
         initial: Tensor | None,
         d_final: Tensor | None,
         maps: Callable[[], StateMap],
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Gradients, Tensor]:
         grads, d_initial = self._inner.run_to_states(initial, d_final, maps)
         return self._of_tokens(grads), d_initial
 
-    def _of_tokens(self, grads: Any) -> Any:
+    def _of_tokens(self, grads: Gradients) -> Gradients:
         """The gradients of the inputs before :func:`spread_steps`."""
         steps = self._steps
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..documents import ChunkPlaces, Documents, ceil_div, chunk_places
 from ..host_tables import to_device
-from .state_map import NONE, Steps, follow_chains
+from .state_map import NONE, StateMap, Steps, follow_chains
 
 CHUNK = 64
 # The aim for (segments of a sequence) * heads: about the 132 multiprocessors of an H200.
@@ -209,7 +209,7 @@ def _steps_to_final_states(chains: Sequence[range], device: torch.device) -> Ste
     output."""
     return Steps.build(
         [
-            [*((NONE, segment) for segment in chain), (n, NONE)]
+            [(NONE, segment) for segment in chain] + [(n, NONE)]
             for n, chain in enumerate(chains)
         ],
         device,
@@ -220,25 +220,23 @@ def _steps_to_segment_states(chains: Sequence[range], device: torch.device) -> S
     """Steps that write the state before each segment to the segment's index in the output."""
     return Steps.build(
         [
-            [*((segment, segment) for segment in chain[:-1]), (chain[-1], NONE)]
+            [(segment, segment) for segment in chain[:-1]] + [(chain[-1], NONE)]
             for chain in chains
         ],
         device,
     )
 
 
-def compose(
-    local: Tensor, through: Tensor, segments: Segments
-) -> tuple[Tensor, Tensor]:
+def compose(local: Tensor, through: Tensor, segments: Segments) -> StateMap:
     """The maps of whole sequences from the segments' ``local`` and ``through``
     ``[P, H, K, .]``."""
     if segments.are_sequences:
-        return local, through
+        return StateMap(local, through)
     _, H, K, V = local.shape
     N = len(segments.whole.chains)
     whole = local.new_empty(N, H, K, V + K)
     follow_chains(local, through, segments.whole, whole, compose=True)
-    return whole[..., :V], whole[..., V:]
+    return StateMap(whole[..., :V], whole[..., V:])
 
 
 def entering_states(
