@@ -24,13 +24,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .command_line import one_line
 from .compat.untrusted_checkpoints import untrusted_checkpoint
+
+if TYPE_CHECKING:
+    from .compat.state_dict import StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ _MASTER = re.compile(
 def load_fp32_masters(
     model: nn.Module | Sequence[nn.Module],
     folder: str | Path,
-    metadata: dict[str, Any] | None = None,
+    metadata: StateDict | None = None,
 ) -> list[str]:
     """Set parameters marked ``keep_in_fp32`` to their fp32 masters in the checkpoint
     ``folder``.
@@ -76,12 +79,12 @@ def load_fp32_masters(
     repair_mixed_dtype_optimizers()  # the file reader too
     chunks: Any = unwrap_model([model] if isinstance(model, nn.Module) else list(model))
     with untrusted_checkpoint():
-        saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
+        saved: StateDict = dist_checkpointing.load_tensors_metadata(str(folder))
     masters = _masters_by_key(saved)
     # A parameter that is fp32 in the file is exact already. Its master may be out of
     # date, because a fused Adam with its own masters does not update the masters of
     # fp32 parameters.
-    wanted: dict[str, Any] = {
+    wanted: StateDict = {
         masters[tensor.key]: tensor
         for chunk in chunks
         for tensor in nested_values(chunk.sharded_state_dict(metadata=metadata))

@@ -25,6 +25,11 @@ from .observe import log_once
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+    from .state_dict import StateDict
 
 
 def log_repair(message: str) -> None:
@@ -35,8 +40,12 @@ def log_repair(message: str) -> None:
 
 
 def store_empty_shares(
-    original: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
-) -> Any:
+    original: Callable,
+    optimizer: DistributedOptimizer,
+    /,
+    *args: object,
+    **kwargs: object,
+) -> StateDict:
     """Let ``sharded_param_state_dp_reshardable`` (``original``) store shares without
     parameters.
 
@@ -68,7 +77,7 @@ def store_empty_shares(
     return state
 
 
-def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
+def _with_padding(optimizer: DistributedOptimizer, state: dict) -> dict:
     """Return ``state`` with an added entry for each bucket in which this rank has no
     parameter."""
     group = optimizer.data_parallel_group
@@ -86,15 +95,21 @@ def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _padding_entry(
-    optimizer: Any, example: dict[str, Any], size: int, device: Any
-) -> dict:
+    optimizer: DistributedOptimizer,
+    example: StateDict,
+    size: int,
+    device: torch.device,
+) -> StateDict:
     """An entry with zeros ``[size]`` in the dtypes of ``example``, in fp32 if that is
     empty."""
     dtypes = {
         key: value.dtype
         for key, value in example.items()
         if isinstance(value, Tensor) and key != "step"  # "step" is one number
-    } or dict.fromkeys(("param", *optimizer.optimizer_state_keys), torch.float32)
+    }
+    if not dtypes:
+        names = ["param"] + list(optimizer.optimizer_state_keys)
+        dtypes = dict.fromkeys(names, torch.float32)
     zeros = {
         key: torch.zeros(size, dtype=dtype, device=device)
         for key, dtype in dtypes.items()
@@ -107,8 +122,12 @@ def _padding_entry(
 
 
 def cut_without_padding(
-    shard_state: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
-) -> Any:
+    shard_state: Callable,
+    optimizer: Any,
+    /,
+    *args: object,
+    **kwargs: object,
+) -> StateDict:
     """Call ``sharded_param_state_fully_reshardable`` (``shard_state``) with corrected
     offsets.
 
@@ -125,7 +144,7 @@ def cut_without_padding(
     ):
         return shard_state(optimizer, *args, **kwargs)
 
-    def gather_then_leave_padding_out(*args: Any, **kwargs: Any) -> Any:
+    def gather_then_leave_padding_out(*args: object, **kwargs: object) -> object:
         """Return the gathered states; replace ``optimizer.buffers`` by copies without
         padding."""
         gathered = gather(*args, **kwargs)
@@ -144,7 +163,7 @@ def cut_without_padding(
         optimizer.buffers = buffers
 
 
-def _without_padding(buffer: Any) -> SimpleNamespace:
+def _without_padding(buffer: _ParamAndGradBuffer) -> SimpleNamespace:
     """Sizes and parameter offsets of a gradient ``buffer``, as if its buckets had no
     padding."""
     buckets = []
@@ -168,7 +187,7 @@ def _without_padding(buffer: Any) -> SimpleNamespace:
 
 def make_states_to_load(
     state_dict: Callable, chained: Any, is_loading: bool = False
-) -> Any:
+) -> object:
     """Let ``ChainedOptimizer.state_dict`` (``state_dict``) make states before a load.
 
     Megatron's method ignores ``is_loading``, which a load of the format torch_dcp sets.
@@ -188,8 +207,11 @@ def make_states_to_load(
 
 
 def leave_strides_out(
-    read: Callable, strategy: Any, checkpoint_dir: Any, metadata: Any = None
-) -> Any:
+    read: Callable,
+    strategy: object,
+    checkpoint_dir: str | Path,
+    metadata: Metadata | None = None,
+) -> StateDict:
     """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata`` for files of torch
     2.15.
 
@@ -244,7 +266,7 @@ def warn_on_dp_reshardable(
     model_sharded_state_dict: object,
     is_loading: bool = False,
     metadata: object = None,
-) -> Any:
+) -> StateDict:
     """In a save, warn of fp32 parameters; then call ``original``, Megatron's own
     method."""
     if not is_loading:
@@ -278,7 +300,7 @@ def _warn_of_fp32_parameters(optimizer: object, file_format: str, flags: str) ->
 
 def _add_note(
     pattern: re.Pattern, note: str, load: Callable, /, *args: object, **kwargs: object
-) -> Any:
+) -> object:
     """Call ``load``; add ``note`` to an error whose message matches ``pattern``."""
     try:
         return load(*args, **kwargs)
@@ -326,11 +348,11 @@ def register_sections_of_upstream(build: Callable) -> Callable:
 def load_sections_from_whole_tensor(
     load: Callable,
     strategy: object,
-    sharded_state_dict: dict[str, Any],
+    sharded_state_dict: StateDict,
     checkpoint_dir: str | Path,
     *args: object,
     **kwargs: object,
-) -> dict[str, Any]:
+) -> StateDict:
     """Call Megatron's ``load``; sections absent in the file are cut from its whole
     tensor."""
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -348,7 +370,7 @@ def load_sections_from_whole_tensor(
 
     if not any(map(is_section, nested_values(sharded_state_dict))):
         return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    stored: dict[str, Any] = (
+    stored: StateDict = (
         FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
     )
     upstream, others = extract_matching_values(
@@ -360,7 +382,7 @@ def load_sections_from_whole_tensor(
 
     @cache
     def whole_tensor(key: str) -> Tensor:
-        metadata: Any = stored[key]
+        metadata = stored[key]
         state = {key: torch.empty(metadata.size, dtype=metadata.properties.dtype)}
         load_tensors(
             state, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True
@@ -377,22 +399,24 @@ def load_sections_from_whole_tensor(
     return loaded
 
 
-def _rows_of(section: ShardedTensor, whole_tensor: Tensor, stored: Any) -> Tensor:
+def _rows_of(
+    section: ShardedTensor, whole_tensor: Tensor, stored: TensorStorageMetadata
+) -> Tensor:
     """The rows of ``section`` in ``whole_tensor``, whose metadata ``stored`` has
     shards' sizes."""
     whole_key, width, start, size = _place_of[section.key]
     axis = section.prepend_axis_num
     shards = {chunk.sizes[axis] for chunk in stored.chunks}
-    shard = shards.pop()
+    shard = min(shards)
     if (
         whole_tensor.shape[axis] != width
-        or shards
+        or len(shards) > 1
         or width % shard
         or size % (width // shard)
     ):
         raise ValueError(
             f"{whole_key} has {whole_tensor.shape[axis]} rows in the checkpoint, in "
-            f"shards of {sorted([shard, *shards])}; the layer has {width} and reads "
+            f"shards of {sorted(shards)}; the layer has {width} and reads "
             "shards of equal size. Build the layer with the checkpoint's sizes."
         )
     ranks = width // shard

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from .observe import log_once
+
+if TYPE_CHECKING:
+    from .state_dict import StateDict
 
 # Ends of keys in distributed checkpoints: now, and in version 0.1.
 _NAMES = {
@@ -58,12 +61,12 @@ def _other_end(key: str, ends: Mapping[str, str]) -> tuple[str, str] | None:
 
 def load_old_names(
     load: Callable,
-    strategy: Any,
-    sharded_state_dict: dict[str, Any],
+    strategy: object,
+    sharded_state_dict: StateDict,
     checkpoint_dir: str | Path,
-    *args: Any,
-    **kwargs: Any,
-) -> dict[str, Any]:
+    *args: object,
+    **kwargs: object,
+) -> StateDict:
     """Call Megatron's ``load``; tensors that the file lacks are read by their names of
     version 0.1.
 
@@ -86,7 +89,7 @@ def load_old_names(
     ]
     if not tensors:
         return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    stored: dict[str, Any] = (
+    stored: StateDict = (
         FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
     )
     renamed = []
@@ -124,7 +127,7 @@ def load_old_names(
     return loaded
 
 
-def _require_same_rank(key: str, stored: Mapping[str, Any]) -> None:
+def _require_same_rank(key: str, stored: StateDict) -> None:
     """Raise a ValueError if the gate of ``key`` has another rank in the file."""
     for low, full, setting in _GATES:
         of_low = _other_end(key, dict.fromkeys(low, ""))
@@ -148,7 +151,7 @@ def _require_same_rank(key: str, stored: Mapping[str, Any]) -> None:
             )
 
 
-def convert_state_dict(mixer: Any, state_dict: dict[str, Any], prefix: str) -> None:
+def convert_state_dict(mixer: Any, state_dict: StateDict, prefix: str) -> None:
     """Give a state dict of a mixer of version 0.1 the names of today, in place.
 
     Raises:

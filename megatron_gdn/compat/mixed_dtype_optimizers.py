@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,17 @@ from .checkpoints import (
 )
 from .kda_files import load_old_names
 from .versions import Gate
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.layer_wise_optimizer import (
+        LayerWiseDistributedOptimizer,
+    )
+    from megatron.core.optimizer.optimizer import (
+        Float16OptimizerWithFloat16Params as HalfOptimizer,
+    )
+
+    from .state_dict import StateDict
 
 # Our key for the masters of fp32 parameters in a Float16Optimizer's state dict.
 _FP32_KEY = "fp32_params"
@@ -125,7 +136,7 @@ def _wrapped(original: Callable, wrapper: Callable) -> Callable:
     argument."""
 
     @wraps(original)
-    def call_wrapper(self, *args: object, **kwargs: object) -> Any:
+    def call_wrapper(self, *args: object, **kwargs: object) -> object:
         """Call ``wrapper`` with the method ``original``, its object ``self`` and all
         arguments."""
         return wrapper(original, self, *args, **kwargs)
@@ -142,7 +153,11 @@ def restore_mixed_dtype_optimizers() -> None:
 
 
 def _order_as_adam(
-    init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
+    init: Callable,
+    optimizer: DistributedOptimizer,
+    /,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     """Run ``__init__`` (``init``), then map parameters to their places in Adam, which has
     the fp32 parameters first."""
@@ -155,7 +170,9 @@ def _order_as_adam(
         )
 
 
-def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
+def _places_in_adam(
+    optimizer: DistributedOptimizer,
+) -> dict[Tensor, tuple[int, int]] | None:
     """Model parameter -> (group, index) of its shard in Adam; None if a shard is not in
     Adam."""
     if not hasattr(optimizer, "model_param_group_index_map"):
@@ -182,7 +199,11 @@ def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
 
 @torch.no_grad()
 def _load_equal_replicas(
-    load: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
+    load: Callable,
+    optimizer: DistributedOptimizer,
+    /,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     """Call ``load``, then all-gather fp32 parameters, so that replicas are equal."""
     load(optimizer, *args, **kwargs)
@@ -195,7 +216,7 @@ def _load_equal_replicas(
         dist.all_gather_into_tensor(bucket.param_data, shard.clone(), group=group)
 
 
-def _lend_main_grads(copy_grads: Callable, optimizer: Any) -> None:
+def _lend_main_grads(copy_grads: Callable, optimizer: HalfOptimizer) -> None:
     """Call Megatron's ``copy_grads`` with fp32 parameters' ``grad`` as ``main_grad``."""
     fp32 = [
         p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")
@@ -211,11 +232,11 @@ def _lend_main_grads(copy_grads: Callable, optimizer: Any) -> None:
 
 def _store_all_parameters(
     original: Callable,
-    optimizer: Any,
-    model_sharded_state_dict: dict[str, Any],
+    optimizer: HalfOptimizer,
+    model_sharded_state_dict: StateDict,
     is_loading: bool = False,
-    metadata: Any = None,
-) -> dict[str, Any]:
+    metadata: object = None,
+) -> StateDict:
     """Wrap ``sharded_state_dict`` (``original``), to store fp32 parameters too."""
     if not _mixes_dtypes(optimizer):
         return original(optimizer, model_sharded_state_dict, is_loading, metadata)
@@ -249,7 +270,7 @@ def _mixes_dtypes(optimizer: object) -> bool:
 
 
 @contextmanager
-def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
+def _fp32_parameters_as_their_own_masters(optimizer: HalfOptimizer) -> Iterator[None]:
     """In this context ``optimizer`` lists fp32 parameters as 16-bit, with themselves as
     masters."""
     half_parameters = optimizer.float16_groups
@@ -271,7 +292,7 @@ def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def _load_fp32_masters(
-    load: Callable, optimizer: Any, state_dict: dict[str, Any]
+    load: Callable, optimizer: HalfOptimizer, state_dict: StateDict
 ) -> None:
     """Call ``load``, then copy the stored masters of fp32 parameters into these
     parameters."""
@@ -283,8 +304,12 @@ def _load_fp32_masters(
 
 
 def _list_every_master(
-    state_dict: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
-) -> Any:
+    state_dict: Callable,
+    optimizer: HalfOptimizer,
+    /,
+    *args: object,
+    **kwargs: object,
+) -> StateDict:
     """Wrap ``state_dict``: list fp32 parameters too, as their own masters."""
     state = state_dict(optimizer, *args, **kwargs)
     if _mixes_dtypes(optimizer):
@@ -292,7 +317,7 @@ def _list_every_master(
     return state
 
 
-def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tensor]:
+def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, Tensor]:
     """Remove the fp32 parameters' masters from ``state``; return them by their index in
     Adam."""
 
@@ -329,7 +354,9 @@ def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tenso
 
 
 @torch.no_grad()
-def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
+def _gather_by_dtype(
+    allgather_params: Callable, optimizer: LayerWiseDistributedOptimizer
+) -> None:
     """Broadcast fp32 parameters one by one; Megatron's ``allgather_params`` does the
     others."""
     groups = optimizer.pg_collection
@@ -349,7 +376,7 @@ def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
 
 
 def _broadcast_fp32(
-    params_by_rank: list[list[Tensor]], group: Any
+    params_by_rank: list[list[Tensor]], group: dist.ProcessGroup
 ) -> list[list[Tensor]] | None:
     """Broadcast fp32 parameters in ``group``, each from its rank; return the others by
     rank.

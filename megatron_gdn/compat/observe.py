@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from types import ModuleType
 
 import torch.distributed as dist
 
@@ -28,7 +28,7 @@ def nvtx_range_of(mixer: object, name: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _nvtx_range(utils: Any, message: str) -> Iterator[None]:
+def _nvtx_range(utils: ModuleType, message: str) -> Iterator[None]:
     """An NVTX range by ``utils`` (megatron.core.utils) that also ends when the body
     raises."""
     utils.nvtx_range_push(msg=message)

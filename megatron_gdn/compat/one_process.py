@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from .state_dict import StateDict
 from .torch_norm import TorchRMSNorm
 
 _CPU = torch.device("cpu")
@@ -321,7 +322,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     sharded_state_dict = optimizer_class.sharded_state_dict
     set_states = optimizer_class._set_main_param_and_optimizer_states
 
-    def state_dict_with_a_step(self) -> dict[str, Any]:
+    def state_dict_with_a_step(self) -> StateDict:
         """Call ``state_dict``; during the call, an Adam without parameters has a step
         of 0."""
         adam = self.optimizer
@@ -351,12 +352,12 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         return sharded_state_dict(self, *args, **kwargs)
 
     def set_states_without_step(
-        self, model_param: torch.Tensor, tensors: dict[str, Any]
+        self, model_param: torch.Tensor, tensors: StateDict
     ) -> None:
         """Load ``tensors`` without "step" as the states of ``model_param``."""
         set_states(self, model_param, {**tensors, "step": None})
 
-    def load_state_dict_with_own_steps(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict_with_own_steps(self, state_dict: StateDict) -> None:
         """Load ``state_dict``, then give each parameter a step tensor of its own."""
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
@@ -380,7 +381,10 @@ def gather_tensors_of_different_sizes() -> None:
     gather_equal_sizes = dist.all_gather
 
     def all_gather(
-        tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
     ):
         """Replaces torch's ``all_gather`` (same arguments); broadcasts unequal
         tensors."""

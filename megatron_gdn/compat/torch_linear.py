@@ -4,11 +4,14 @@ Transformer Engine."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .state_dict import StateDict
 
 
 class DuplicatedLinear(nn.Module):
@@ -35,7 +38,7 @@ class DuplicatedLinear(nn.Module):
         init_method: Callable[[Tensor], object],
         bias: bool = False,
         skip_bias_add: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         super().__init__()
         if parallel_mode != "duplicated" or (bias and skip_bias_add):
@@ -45,7 +48,7 @@ class DuplicatedLinear(nn.Module):
                 "Use Megatron's ColumnParallelLinear for a split weight."
             )
         self.config = config
-        device: Any = "cpu"
+        device: str | int = "cpu"
         if not config.use_cpu_initialization and torch.cuda.is_available():
             device = torch.cuda.current_device()
         dtype = config.params_dtype
@@ -64,11 +67,11 @@ class DuplicatedLinear(nn.Module):
     def get_extra_state(self) -> None:
         """None: an empty entry of state dicts, which Megatron's linears have too."""
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state: object) -> None:
         """Nothing, as in Megatron's linears."""
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any
+        self, state_dict: StateDict, prefix: str, *args: Any
     ) -> None:
         """Load as torch does, also without the empty entry."""
         state_dict.setdefault(f"{prefix}_extra_state", None)

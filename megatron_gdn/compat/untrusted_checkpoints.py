@@ -78,7 +78,7 @@ _FORCE_NOT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 class _Unpickler(pickle.Unpickler):
     """Unpickles the classes of a ``.metadata`` file and dtypes, and nothing else."""
 
-    def find_class(self, module_name: str, name: str, /) -> Any:
+    def find_class(self, module_name: str, name: str, /) -> object:
         if name in _LEGAL.get(module_name, ()):
             return super().find_class(module_name, name)
         if module_name == "torch" and isinstance(

@@ -22,7 +22,6 @@ from hashlib import blake2b
 from itertools import groupby
 from math import gcd
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -65,16 +64,16 @@ class _Agreement:
     per_machine: dict[int | None, int] = field(default_factory=dict)
 
 
-_groups: WeakKeyDictionary[Any, _Agreement] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[dist.ProcessGroup, _Agreement] = WeakKeyDictionary()
 
 
-def _agreement_of(group: object) -> _Agreement:
+def _agreement_of(group: dist.ProcessGroup) -> _Agreement:
     return _groups.get(group) or _groups.setdefault(group, _Agreement())
 
 
 def require_agreement(
     layer: int,
-    group: Any,
+    group: dist.ProcessGroup,
     tokens: int,
     rows: int,
     documents: Documents | None,
@@ -129,7 +128,7 @@ def require_agreement(
     known.agreed.add(integers)
 
 
-def _all_ranks_compare(group: object, device: torch.device) -> bool:
+def _all_ranks_compare(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the ranks compare micro-batches; raise on all ranks if SWITCH differs
     between them.
 
@@ -158,7 +157,9 @@ def _cannot_compare(device: torch.device) -> bool:
 
 
 @uncompiled
-def _gather(numbers: Sequence[int], group: Any, device: torch.device) -> Tensor:
+def _gather(
+    numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
     """All-gather n ``numbers`` of each rank of ``group``: int64 ``[ranks, n]``."""
     sent = to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
     received = sent.new_empty(group.size() * len(numbers))
@@ -230,7 +231,9 @@ def check_ranks_per_machine(ranks: object) -> None:
     )
 
 
-def ranks_per_machine(group: Any, configured: int | None, device: torch.device) -> int:
+def ranks_per_machine(
+    group: dist.ProcessGroup, configured: int | None, device: torch.device
+) -> int:
     """How many successive ranks of ``group`` share a machine; the number divides the
     group's size.
 
@@ -263,7 +266,9 @@ def largest_shared_run(machines: Sequence[Hashable]) -> int:
 
 
 @uncompiled
-def _hosts(group: object, configured: int | None, device: torch.device) -> list[int]:
+def _hosts(
+    group: dist.ProcessGroup, configured: int | None, device: torch.device
+) -> list[int]:
     """For each rank a hash of its host; raise if ``configured`` differs between the
     ranks."""
     host = int.from_bytes(

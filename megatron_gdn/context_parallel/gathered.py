@@ -4,7 +4,7 @@ queries."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,10 @@ def spans_of(
 
 
 def gather_in_order(
-    x: Tensor, group: Any, lengths: tuple[int, ...], layout: SequenceLayout
+    x: Tensor,
+    group: dist.ProcessGroup | None,
+    lengths: tuple[int, ...],
+    layout: SequenceLayout,
 ) -> Tensor:
     """All ranks' ``x [s, ...]`` as ``[S, ...]`` in sequence order; the backward sums
     gradients."""
@@ -89,7 +92,7 @@ class _Gather(torch.autograd.Function):
     gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         out = x.new_empty(len(x) * group.size(), *x.shape[1:])
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)

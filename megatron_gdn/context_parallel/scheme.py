@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from ..ops.documents import Documents
 from ..ops.layout import Layout
 from ..ops.stages import SequenceContext
 from .layouts import SequenceLayout, documents_cut_by, positions_of
+
+if TYPE_CHECKING:
+    pass
 
 
 class Passage(NamedTuple):

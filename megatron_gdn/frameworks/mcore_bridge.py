@@ -106,7 +106,7 @@ def _reorder_in_the_bridge() -> None:
     @wraps(convert)
     def _set_linear_attn_state(
         self: object, mg_attn: object, *args: object, **kwargs: object
-    ) -> Any:
+    ) -> object:
         """Load or save the layer ``mg_attn``; our layer's rows are put in the bridge's
         order."""
         # mg_attn is None if another stage has it

@@ -255,7 +255,7 @@ class _PatchedClass:
 
 
 def _make_new(
-    theirs: type, our_class: type | None, options: dict[str, Any]
+    theirs: type, our_class: type | None, options: dict[str, object]
 ) -> Callable:
     """Make a ``__new__`` of ``theirs`` that builds ``our_class``; None: it builds
     ``theirs``."""

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -40,12 +40,20 @@ from ..hf.safetensors_files import SafetensorsFolder
 from ..mixers.tensor_map import HFRef, TensorMap
 from ..specs.layer import gated_delta_net_spec, with_launch_options
 
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 _LAYER_PREFIX = "self_attention."
 # values of a config.json's model_type
 _MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
-def get_qwen3_5_spec(args: object, config: object, vp_stage: int | None) -> Any:
+def get_qwen3_5_spec(
+    args: Namespace, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """Make slime's block spec of Qwen3.5 with :class:`megatron_gdn.GatedDeltaNet` as
     the mixer.
 
@@ -62,15 +70,17 @@ def get_qwen3_5_spec(args: object, config: object, vp_stage: int | None) -> Any:
     return _spec_with_our_layer("qwen3_5", args, config, vp_stage)
 
 
-def get_qwen3_next_spec(args: object, config: object, vp_stage: int | None) -> Any:
+def get_qwen3_next_spec(
+    args: Namespace, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """Make slime's block spec of Qwen3-Next; errors are those of
     :func:`get_qwen3_5_spec`."""
     return _spec_with_our_layer("qwen3_next", args, config, vp_stage)
 
 
 def _spec_with_our_layer(
-    model: str, args: Any, config: Any, vp_stage: int | None
-) -> Any:
+    model: str, args: Namespace, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """Slime's block spec of ``model`` with our layer in place of slime's."""
     if not config.layernorm_zero_centered_gamma:
         raise ValueError(
@@ -125,7 +135,7 @@ def _wrap_loader(slime_loader: Callable) -> Callable:
     first."""
 
     @wraps(slime_loader)
-    def load(name: str, reader: Any, hf_config: Any) -> Tensor:
+    def load(name: str, reader: Any, hf_config: object) -> Tensor:
         """Load parameter ``name``; ``reader`` reads Hugging Face's files of
         ``hf_config``."""
         prefix, entry = _translation(name, reader.path)
@@ -146,7 +156,7 @@ def _wrap_converter(slime_converter: Callable) -> Callable:
 
     @wraps(slime_converter)
     def convert(
-        args: Any, model_name: str, name: str, param: Tensor
+        args: Namespace, model_name: str, name: str, param: Tensor
     ) -> list[tuple[str, Tensor]]:
         """Make pairs of name and Hugging Face tensor from ``param``, the parameter
         ``name``."""
@@ -178,7 +188,11 @@ def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
 
     @wraps(slime_quantizer)
     def quantize(
-        args: Any, name: str, converted: list, *settings: Any, **options: Any
+        args: Namespace,
+        name: str,
+        converted: list,
+        *settings: object,
+        **options: object,
     ) -> list:
         """Quantize the pairs of name and tensor that ``convert`` returned for
         ``name``."""
@@ -209,10 +223,8 @@ def _translations(folder: str) -> dict[str, TensorMap]:
     parameters."""
     model = read_hf_config(folder)
     norm = HFRef("input_layernorm.weight", (model.sizes.hidden_size,))
-    maps = [
-        *gdn_layer_maps("", "linear_attn.", model.gdn, model.storage),
-        TensorMap(names=("in_proj.layer_norm_weight",), sources=(norm,)),
-    ]
+    maps = gdn_layer_maps("", "linear_attn.", model.gdn, model.storage)
+    maps.append(TensorMap(names=("in_proj.layer_norm_weight",), sources=(norm,)))
     return {entry.name: entry for entry in maps}
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ class HalfBackward(RuleBackward):
 
     def __init__(
         self,
-        rule: Any,
+        rule: HalfOperands,
         d_o: Tensor,
         inputs: RuleInputs,
         saved: Saved,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -170,9 +169,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def ready_for_single_tokens(model: nn.Module) -> Iterator[None]:
     """In this context sequence parallelism and FP8 are off in modules and
     configurations."""
-    owners: list[Any] = list(model.modules())
+    owners: list = list(model.modules())
     owners += {id(m.config): m.config for m in owners if hasattr(m, "config")}.values()
-    before: list[tuple[Any, str, Any]] = []
+    before: list[tuple[object, str, object]] = []
     for owner in owners:
         if isinstance(owner, nn.Module):
             table = _OFF_IN_MODULES

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,9 @@ from .flex_attention import Mask, attend
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .packing import TREE, MicroBatchShare
 from .rotary_lengths import explain_rotary_lengths
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -81,7 +84,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             self._require_plain(f"context_parallel_size={config.context_parallel_size}")
 
     @property
-    def cp_group(self) -> Any:
+    def cp_group(self) -> ProcessGroup:
         """The group ``pg_collection.cp``. It may be set, here or in
         ``pg_collection``."""
         return self.pg_collection.cp
@@ -110,8 +113,13 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         tokens. Packed inputs may lack the dimension B. ``attn_mask_type`` (Megatron's)
         says which keys a query sees.
         """
-        how = self.cp_group, self.loader_layout.of, query.shape[0], query.device
-        micro_batch = MicroBatchShare.of(packed_seq_params, *how)
+        micro_batch = MicroBatchShare.of(
+            packed_seq_params,
+            self.cp_group,
+            self.loader_layout.of,
+            query.shape[0],
+            query.device,
+        )
         if micro_batch.documents is None and micro_batch.size == 1:
             if self.config.batch_invariant_mode and attention_mask is None:
                 return self._query_by_query(query, key, value)
@@ -120,13 +128,14 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             if attention_mask is None and 1 < queries < keys:
                 place = torch.arange(keys, device=query.device)
                 attention_mask = (place > place[keys - queries :, None])[None, None]
-            given = query, key, value, attention_mask, attn_mask_type, attention_bias
             config = self.config
             self.config = _config_of_one_rank(self.config)
             # with a context_parallel_size above 1, Megatron's dev would gather the keys
             # here
             try:
-                return super().forward(*given)
+                return super().forward(
+                    query, key, value, attention_mask, attn_mask_type, attention_bias
+                )
             finally:
                 self.config = config
         packed = micro_batch.documents is not None
@@ -150,10 +159,9 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             out_sBHD = attend(query, key, value, _shared_mask(micro_batch), self._scale)
         else:
             exact = self.config.batch_invariant_mode and micro_batch.size == 1
-            attended = (
-                self._attend(x, query, key, value, exact) for x in micro_batch.spans
+            out_sBHD = torch.cat(
+                [self._attend(x, query, key, value, exact) for x in micro_batch.spans]
             )
-            out_sBHD = torch.cat([*attended])
         return out_sBHD.flatten(1 if without_rows else 2)
 
     @property
@@ -206,7 +214,9 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         tracker: Any = tensor_parallel.get_cuda_rng_tracker() if own else None
         with tracker.fork() if own else nullcontext():
             out_BHsD = F.scaled_dot_product_attention(
-                *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
                 attn_mask=mask,
                 dropout_p=self._dropout,
                 is_causal=mask is None,
@@ -232,7 +242,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                 q = query[s, b][:, None]
                 scores = (q * k.contiguous()).sum(-1, keepdim=True) * self._scale
                 rows.append((scores.softmax(1) * v.contiguous()).sum(1).flatten())
-        return torch.stack(rows).view(*query.shape[:2], -1)
+        return torch.stack(rows).unflatten(0, query.shape[:2])
 
     def _require_plain(
         self, feature: str, mask_type: AttnMaskType | None = None
@@ -308,7 +318,10 @@ def class_with_tree_attention(theirs: type) -> type:
             self._attention_made: list[TorchAttention] = []
 
         def forward(
-            self, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+            self,
+            *args: Any,
+            packed_seq_params: PackedSeqParams | None = None,
+            **kwargs: Any,
         ) -> Tensor:
             kwargs["packed_seq_params"] = packed_seq_params
             if not _is_tree(packed_seq_params):
@@ -372,13 +385,13 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
             rank_tokens = hidden_states.shape[0]
             if self.config.sequence_parallel:
                 rank_tokens *= self.pg_collection.tp.size()
-            how = (
+            share = MicroBatchShare.of(
+                packed_seq_params,
                 self.pg_collection.cp,
                 self.loader_layout.of,
                 rank_tokens,
                 hidden_states.device,
             )
-            share = MicroBatchShare.of(packed_seq_params, *how)
             if not self._megatron_rotates_correctly(share):
                 pair = _for_q_and_k(rotary_pos_emb)
                 self._rotations = tuple(
@@ -441,7 +454,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
             apply_rotary_pos_emb(x, angles, config=self.config, **how)
             for x, angles in zip(tensors[:2], self._rotations, strict=True)
         ]
-        return (*rotated, *tensors[2:])
+        return tuple(rotated) + tuple(tensors[2:])
 
     def _require_one_group(self) -> None:
         """Raise if this layer and its ``core_attention`` have different
@@ -498,7 +511,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         return _gather_angles(angles, share.group)[positions]
 
 
-def _gather_angles(angles: Tensor, group: Any) -> Tensor:
+def _gather_angles(angles: Tensor, group: ProcessGroup | None) -> Tensor:
     """Gather the rotary angles of all positions; ``angles`` are this rank's share in
     zigzag."""
     total = len(angles) * (1 if group is None else group.size())

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from megatron.core import __version__ as megatron_version
@@ -19,7 +19,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..compat.observe import log_once, nvtx_range_of
 from ..compat.tested import warn_of_untested
@@ -78,6 +78,11 @@ from .tensor_parallel import (
     reset_parameters,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ..compat.state_dict import StateDict
+
 warn_of_untested("python")
 warn_of_untested("torch")
 warn_of_untested("megatron-core", megatron_version)
@@ -113,9 +118,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     in_proj: Any
     out_proj: Any
     out_norm: Any
-    conv1d: Any
-    conv1d_weight: Any
-    conv1d_bias: Any
+    conv1d: nn.Conv1d
+    conv1d_weight: nn.Parameter
+    conv1d_bias: nn.Parameter | None
     micro_batches: MicroBatches
     options_class: ClassVar[type[MixerOptions]] = MixerOptions
     # Arguments of Megatron's constructor that a launch may set by MEGATRON_GDN_OPTIONS
@@ -167,7 +172,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     # name.
     norm_out_checkpoint: RefilledOutput | None = None
 
-    def __init_subclass__(cls, **settings: Any) -> None:
+    def __init_subclass__(cls, **settings: object) -> None:
         super().__init_subclass__(**settings)
         cls._keep_in_float32_parameter_names = tuple(one.name for one in cls.fp32)
 
@@ -586,7 +591,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         reset_parameters(self)
 
     @property
-    def norm_group(self) -> Any:
+    def norm_group(self) -> ProcessGroup | None:
         """The group over which our backward sums the norm's gradients; None if Megatron
         sums them.
 
@@ -651,20 +656,20 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         prefix: str = "",
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
-        tp_group: object = None,
-    ) -> dict[str, Any]:
+        tp_group: ProcessGroup | None = None,
+    ) -> StateDict:
         """Megatron's method: the parameters for distributed checkpoints, with
         Megatron's keys."""
         return sharded_state_dict(self, prefix, sharded_offsets, metadata, tp_group)
 
     def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+        self, destination: StateDict, prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         add_row_order(self, destination, prefix)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: object
+        self, state_dict: StateDict, prefix: str, *args: object
     ) -> None:
         """Load as torch does; refuse a file with another order of in_proj's rows."""
         require_row_order(self, state_dict, prefix)

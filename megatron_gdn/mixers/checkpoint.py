@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -31,18 +31,25 @@ from ..compat.checkpoints import register_sections_of_upstream
 from ..ops.layout import layout_of_in_proj
 from .precision import NOT_BY_SECTION
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from ..compat.state_dict import StateDict
+    from .interface import Mixer
+
 # Ends of keys in Megatron-Bridge and in peft: tensors of adapters (LoRA, DoRA) that
 # have a row for every row of in_proj.
 _ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
 _PEFT_ROWS = re.compile(r"\.(base_layer|lora_B\.[^.]+)\.(weight|bias)$")
 # Tensors that have in_proj's rows, but that megatron-core's layer stores whole.
-_WHOLE_UPSTREAM = ("in_proj.bias", *_ADAPTER_ROWS)
+_WHOLE_UPSTREAM = ("in_proj.bias",) + _ADAPTER_ROWS
 
 # Parameters of the convolution in a mixer without a conv1d module, and their keys in
 # files. Megatron's MambaMixer has no such module since 0.19, and files keep the keys of
 # the old module.
 _CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
-_CONV = {*_CONV_PARAMETERS, *_CONV_PARAMETERS.values()}
+_CONV = _CONV_PARAMETERS.keys() | _CONV_PARAMETERS.values()
 
 _ENTRY_KEY = "in_proj_stored_by"
 _SECTIONS = 0
@@ -52,12 +59,12 @@ _SCRIPTS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpo
 
 
 def sharded_state_dict(
-    mixer: Any,
+    mixer: Mixer,
     prefix: str = "",
     sharded_offsets: tuple = (),
     metadata: dict | None = None,
-    tp_group: Any = None,
-) -> dict[str, Any]:
+    tp_group: ProcessGroup | None = None,
+) -> StateDict:
     """The mixer's parameters for distributed checkpoints, with Megatron's keys.
 
     Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the
@@ -72,10 +79,10 @@ def sharded_state_dict(
     if tp_group is None:
         tp_group = mixer.tp_group
 
-    own: dict[str, Any] = {}
+    own: StateDict = {}
     mixer._save_to_state_dict(own, "", keep_vars=True)
     children = dict(mixer.named_children())
-    split = (*mixer._keep_in_float32_parameter_names, *_CONV, *mixer.split_by_heads)
+    split = mixer._keep_in_float32_parameter_names + tuple(_CONV) + mixer.split_by_heads
     # children with parameters that have rows per head
     with_rows = {name.partition(".")[0] for name in split}
     for name, child in mixer.named_children():
@@ -115,7 +122,7 @@ def sharded_state_dict(
     return result
 
 
-def add_row_order(mixer: Any, destination: dict[str, Any], prefix: str) -> None:
+def add_row_order(mixer: Mixer, destination: StateDict, prefix: str) -> None:
     """Under Megatron-FSDP, add the entry that says in which order in_proj's rows are
     stored."""
     weight = mixer.get_submodule("in_proj")._parameters.get("weight")
@@ -125,7 +132,7 @@ def add_row_order(mixer: Any, destination: dict[str, Any], prefix: str) -> None:
         destination[f"{prefix}{_ENTRY_KEY}"] = order
 
 
-def require_row_order(mixer: object, state_dict: dict[str, Any], prefix: str) -> None:
+def require_row_order(mixer: Mixer, state_dict: StateDict, prefix: str) -> None:
     """Refuse a file with another order of in_proj's rows; files without the entry
     pass."""
     entry: Tensor | None = state_dict.pop(f"{prefix}{_ENTRY_KEY}", None)
@@ -147,7 +154,7 @@ def require_row_order(mixer: object, state_dict: dict[str, Any], prefix: str) ->
     )
 
 
-def _row_order(mixer: Any) -> int:
+def _row_order(mixer: Mixer) -> int:
     """The tensor-parallel size that orders in_proj's stored rows; 0: section by
     section."""
     scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
@@ -166,8 +173,12 @@ def _load_files_without_entry() -> None:
 
     @wraps(set_up)
     def set_up_planner(
-        self: Any, state_dict: Any, metadata: Any = None, *args: Any, **kwargs: Any
-    ):
+        self: DefaultLoadPlanner,
+        state_dict: StateDict,
+        metadata: Metadata | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Call torch's method, then drop the entries `_ENTRY_KEY` that the file does
         not have."""
         set_up(self, state_dict, metadata, *args, **kwargs)

@@ -42,8 +42,8 @@ class Mask(NamedTuple):
     def of(cls, documents: Documents, query_positions_s: Tensor) -> Mask:
         """The mask of the queries at ``query_positions_s`` (int64, on the host) over
         all keys."""
-        on_host = _key_places(documents)
-        places = on_host[0][query_positions_s], *on_host
+        key, end = _key_places(documents)
+        places = (key[query_positions_s], key, end)
         query, key, end = (to_device(x, documents.device) for x in places)
         (first_I, last_I), (first_J, last_J), (least_J, most_J) = map(
             _block_min_max, (query, key, end)
@@ -110,8 +110,8 @@ def _key_places(documents: Documents) -> tuple[Tensor, Tensor]:
     if isinstance(documents, TreeDocuments):
         lengths = documents.lengths_without_padding
         parents = documents.parents
-    whole = [*slots]  # rows of each document and of all its continuations
-    for i, parent in reversed([*enumerate(parents)]):
+    whole = list(slots)  # rows of each document and of all its continuations
+    for i, parent in reversed(list(enumerate(parents))):
         if parent >= 0:
             whole[parent] += whole[i]
     # free: the place where a document's next continuation starts

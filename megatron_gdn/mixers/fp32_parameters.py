@@ -26,7 +26,7 @@ class Fp32Parameter:
 
     name: str
     section: str  # the section of a projection row whose heads have the values
-    first_values: Callable[[Any, Tensor], object] | float
+    first_values: Callable[..., object] | float
     per_column: bool = False  # whether every column of a head has a value of its own
     # Megatron's layers register this parameter before the others. Optimizers number
     # parameters in this order, so it is part of checkpoints.
@@ -49,7 +49,7 @@ def log_of_rates(mixer: Any, A_log: Tensor) -> None:
     A_log.log_()
 
 
-def fill_with_ones(mixer: Any, x: Tensor) -> None:
+def fill_with_ones(mixer: object, x: Tensor) -> None:
     """Fill ``x`` with 1, as :func:`log_of_rates` after a draw of a seed."""
     x.fill_(1)
 

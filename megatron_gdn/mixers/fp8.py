@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,10 @@ from ..compat.observe import log_once
 from ..ops.autograd import first_derivative_only, uncompiled
 from ..ops.layout import Layout, SizeError
 from .tensor_map import stored_quantised
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch.distributed import ProcessGroup
 
 
 def check_fp8_settings(
@@ -99,7 +103,7 @@ def require_fp8_widths(widths: Mapping[str, int], held: str, multiple: int) -> N
 
 def with_gates_outside_fp8(
     spec: ModuleSpec | type, layout: Layout, section: str = ""
-) -> Any:
+) -> ModuleSpec | type:
     """``spec`` of an in_proj that computes gates outside of FP8: those of ``layout``,
     or the ``section`` of this name, which has other columns on both sides.
 
@@ -113,12 +117,12 @@ def with_gates_outside_fp8(
     return _with_mixin(spec, GatesOutsideFP8)
 
 
-def outside_fp8(spec: ModuleSpec | type) -> Any:
+def outside_fp8(spec: ModuleSpec | type) -> ModuleSpec | type:
     """``spec`` of a linear that always computes in its weight's dtype."""
     return _with_mixin(spec, OutsideFP8)
 
 
-def _with_mixin(spec: ModuleSpec | type, mixin: type[nn.Module]) -> Any:
+def _with_mixin(spec: ModuleSpec | type, mixin: type[nn.Module]) -> ModuleSpec | type:
     """``spec`` of a linear whose class is also a ``mixin``; a linear without FP8 keeps
     its ``spec``."""
     kind = get_module(spec)
@@ -130,7 +134,9 @@ def _with_mixin(spec: ModuleSpec | type, mixin: type[nn.Module]) -> Any:
     return kind
 
 
-def name_gates(in_proj: Any, layout: Layout, group: Any, section: str = "") -> None:
+def name_gates(
+    in_proj: nn.Module, layout: Layout, group: ProcessGroup, section: str = ""
+) -> None:
     """Tell ``in_proj`` which of its columns are gates; log if FP8 has no effect."""
     if not hasattr(in_proj, "fp8_meta"):
         log_once(
@@ -149,13 +155,13 @@ def name_gates(in_proj: Any, layout: Layout, group: Any, section: str = "") -> N
         in_proj.refuse_fp4_and_delayed_gradients()
 
 
-def may_use_fp8(config: Any) -> bool:
+def may_use_fp8(config: TransformerConfig) -> bool:
     """Whether a linear of a model with this config may run in FP8."""
     return bool(config.fp8) or config.quant_recipe is not None
 
 
 def build_linear(
-    spec: ModuleSpec | type, config: object, *sizes: int, **options: object
+    spec: ModuleSpec | type, config: TransformerConfig, *sizes: int, **options: object
 ) -> Any:
     """Build a linear with a weight in ``params_dtype``, even if the config sets
     ``fp8_param``."""
@@ -184,7 +190,7 @@ def runs_in_fp8(linear: Any) -> bool:
     return hasattr(linear, "fp8_meta") and linear.will_execute_quantized(is_on)
 
 
-def keep_unquantised_input(linear: Any, config: Any) -> bool:
+def keep_unquantised_input(linear: Any, config: TransformerConfig) -> bool:
     """Let ``linear`` save its input unquantised; return whether ``linear`` can do
     so."""
     if not may_use_fp8(config) or not hasattr(linear, "fp8_meta"):
@@ -208,7 +214,7 @@ class OutsideFP8(nn.Module):
     """Mixin of a linear that computes in its weight's dtype, whatever FP8 or a
     quantization recipe says: its columns are gates of the rule."""
 
-    def finish_init(self, quantization_config: Any) -> None:
+    def finish_init(self, quantization_config: object) -> None:
         """Set the linear's quantization recipe (Megatron calls this) to none at all."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
         linear: Any = self
@@ -391,7 +397,7 @@ class GatesOutsideFP8(_SeveralProducts):
     outside of FP8."""
 
     main_rows: int  # rows of the weight before the gates' rows
-    gates_group: Any  # the tensor-parallel group
+    gates_group: ProcessGroup  # the tensor-parallel group
 
     def forward(
         self, x: Tensor, *args: object, together: bool = True, **kwargs: object
@@ -422,11 +428,11 @@ class GatesOutsideFP8(_SeveralProducts):
         bias = self._parameters.get("bias")
         assert weight is not None
         main_weight, gate_weight = self._cut_weight(weight, self.main_rows)
-        of_gates = self._gate_product_inputs(x, gate_weight)
+        rows, gate_weight, gamma, eps = self._gate_product_inputs(x, gate_weight)
         gates, handed = GateProduct.apply(
-            *of_gates, self.gates_group, self.sequence_parallel
+            rows, gate_weight, gamma, eps, self.gates_group, self.sequence_parallel
         )
-        if of_gates[0] is x:
+        if rows is x:
             x = handed
         if bias is None:
             return self._product(x, main_weight, None, args, kwargs), gates
@@ -434,7 +440,9 @@ class GatesOutsideFP8(_SeveralProducts):
         out = self._product(x, main_weight, main_bias, args, kwargs)
         return out, gates + gate_bias
 
-    def _gate_product_inputs(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    def _gate_product_inputs(
+        self, x: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, float]:
         """`GateProduct`'s arguments x, weight, gamma, eps; gamma and eps are those of
         the norm."""
         norm: Any = self
@@ -462,7 +470,7 @@ class _CutRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: nn.Parameter, ends: tuple[int, ...], adds_to_main_grad: bool
+        ctx, weight: nn.Parameter, ends: tuple[int, ...], adds_to_main_grad: bool
     ) -> tuple[Tensor, ...]:
         """``adds_to_main_grad``: the linears add all views' gradients to
         ``main_grad``."""
@@ -476,7 +484,7 @@ class _CutRows(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, *d_parts: Tensor | None):
+    def backward(ctx, *d_parts: Tensor | None):
         """The weight's gradient from those of the views; None means zero."""
         weight = ctx.weight
         if not ctx.adds_to_main_grad:
@@ -516,12 +524,12 @@ class GateProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx,
         x: Tensor,
         weight: Tensor,
         gamma: Tensor | None,
         eps: float,
-        group: Any,
+        group: ProcessGroup,
         sequence_parallel: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return y and x; ``gamma``, ``eps``: the norm's; ``sequence_parallel``: x is
@@ -554,7 +562,7 @@ class GateProduct(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(
-        ctx: Any, d_gates: Tensor | None, d_x: Tensor | None
+        ctx, d_gates: Tensor | None, d_x: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """``d_gates`` is the gradient of y, ``d_x`` of the result ``x``; None means
         zero."""

@@ -28,12 +28,18 @@ from .static_context import mix_static
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    from .interface import Mixer
+
+# Megatron's StaticInferenceContext or DynamicInferenceContext; the two share no
+# attribute that is read here.
+Context = Any
+
 
 @uncompiled  # torch.compile would gain nothing: kernels and tables are cached already
 def generate(
-    mixer: Any,
+    mixer: Mixer,
     rows: Tensor,
-    context: Any,
+    context: Context,
     attention_mask: Tensor | None,
     packed: PackedSeqParams | None,
 ) -> Tensor:
@@ -71,7 +77,7 @@ def generate(
         return mix_static(rows, mixer.whole_stages(rows), context, mixer.layer_number)
 
 
-def _refuse_generation(mixer: Any, rows: Tensor, context: Any) -> None:
+def _refuse_generation(mixer: Mixer, rows: Tensor, context: Context) -> None:
     """Raise for a context or layer that cannot generate, and for rows that need a
     gradient."""
     static = getattr(context, "is_static_batching", None)
@@ -100,7 +106,7 @@ def _refuse_generation(mixer: Any, rows: Tensor, context: Any) -> None:
         )
 
 
-def _dynamic_step(mixer: Any, rows: Tensor, context: Any) -> Tensor:
+def _dynamic_step(mixer: Mixer, rows: Tensor, context: Context) -> Tensor:
     """Turn a step's rows ``[t, 1, P]``, padding included, into rows ``[t, 1, H V]``."""
     if not getattr(context, "is_hybrid_model", False):
         raise ValueError(
@@ -141,7 +147,7 @@ def _dynamic_step(mixer: Any, rows: Tensor, context: Any) -> Tensor:
 
 
 def state_shapes_per_request(
-    mixer: Any,
+    mixer: Mixer,
 ) -> tuple[tuple[int, int], tuple[int, int, int]]:
     """The shapes of a request's conv window ``[C, W]`` and its states ``[H, K, V]``.
 
@@ -161,7 +167,7 @@ def state_shapes_per_request(
 
 
 def decode_requests(
-    mixer: Any,
+    mixer: Mixer,
     projected: Tensor,
     conv_state: Tensor,
     ssm_state: Tensor,
@@ -197,7 +203,11 @@ def decode_requests(
 
 
 def prefill_requests(
-    mixer: Any, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
+    mixer: Mixer,
+    projected: Tensor,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    context: Context,
 ) -> Tensor:
     """Run prompts or chunks of prompts; each continues from the memory in its request's
     slot.
@@ -230,7 +240,7 @@ def prefill_requests(
 
 
 def _memory_of(
-    mixer: Any, conv: Tensor, states: Tensor, slots: Tensor | None = None
+    mixer: Mixer, conv: Tensor, states: Tensor, slots: Tensor | None = None
 ) -> Memory:
     """The Memory in these buffers, states ``[H, K, V]``; request n has slot
     ``slots[n]``."""
@@ -238,7 +248,7 @@ def _memory_of(
 
 
 def _checked_memory(
-    mixer: Any,
+    mixer: Mixer,
     stages: Stages,
     rows: Tensor,
     conv: Tensor,

@@ -41,7 +41,8 @@ class FixedBuffers:
     buffers."""
 
     number: int
-    documents: ClassVar[Any]  # not a field, because Megatron compares all fields
+    # not a field, because Megatron compares all fields
+    documents: ClassVar[StaticDocuments]
 
     def __init__(self, documents: StaticDocuments) -> None:
         vars(self).update(documents=documents, number=next(_buffer_numbers))

@@ -176,7 +176,7 @@ def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
     # a hook may remove itself
     for key, hook in list(module._forward_pre_hooks.items()):
         returned: Any
-        added_keywords: dict[str, Any] = {}
+        added_keywords: dict = {}
         if key in module._forward_pre_hooks_with_kwargs:
             returned, added_keywords = hook(module, inputs, {}) or (inputs, {})
         elif (returned := hook(module, inputs)) is None:
@@ -193,7 +193,7 @@ def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
 
 
 def read_conv_module(
-    conv: Any, rows: Tensor, layout: Layout
+    conv: nn.Conv1d, rows: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor | None]:
     """Run the forward pre-hooks of the module ``conv`` for ``rows``; return its weight
     and bias."""

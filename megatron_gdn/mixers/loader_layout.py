@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 AUTO = "auto"
-_LEGAL = (AUTO, *SequenceLayout)
+_LEGAL = (AUTO,) + tuple(SequenceLayout)
 # The cut of ``get_batch`` in Megatron's scripts, by flag; the first flag that is set
 # decides.
 _FLAGS = {

@@ -35,7 +35,7 @@ class MambaLayerMixer(RecurrentMixer):
     split_by_heads = ("norm.weight",)
     rmsnorm: bool  # apply the gate and a norm before out_proj; if False, only the gate
     norm_eps: float
-    norm: Any
+    norm: GroupedRMSNorm
     # the attention_mask of the MambaLayer that is running
     mask_of_layer: Tensor | None = None
 
@@ -83,9 +83,12 @@ class MambaLayerMixer(RecurrentMixer):
         read."""
         if self.rmsnorm:
             sizes = self.dims
-            kind = (device_for(self.config), self.config.params_dtype)
             self.norm = GroupedRMSNorm(
-                sizes.d_inner, sizes.num_groups, self.norm_eps, *kind
+                sizes.d_inner,
+                sizes.num_groups,
+                self.norm_eps,
+                device_for(self.config),
+                self.config.params_dtype,
             )
 
     @torch.no_grad()
@@ -144,7 +147,12 @@ class GroupedRMSNorm(nn.Module):
     """
 
     def __init__(
-        self, channels: int, groups: int, eps: float, device: Any, dtype: torch.dtype
+        self,
+        channels: int,
+        groups: int,
+        eps: float,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.groups = groups
@@ -180,7 +188,7 @@ def pass_masks_to_mixers() -> None:
         attention_mask: Tensor | None = None,
         *args: Any,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Tensor:
         if attention_mask is None or not isinstance(self.mixer, MambaLayerMixer):
             return theirs(self, hidden_states, attention_mask, *args, **kwargs)
         self.mixer.mask_of_layer = attention_mask

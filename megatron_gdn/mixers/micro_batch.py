@@ -46,6 +46,7 @@ from .packing import context_parallel_group_of, resolve_packed_seq_params
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch.distributed import ProcessGroup
 
 _MOST_GROUPS = 16  # the number of groups whose schemes a layer keeps
 _MOST_MICRO_BATCHES = 32  # the number of micro-batches whose tables a layer keeps
@@ -100,7 +101,7 @@ class MicroBatches:
         layout: Layout,
         state: StateShape,
         taps: int,
-        group: object,
+        group: ProcessGroup | None,
         loader_layout: LoaderLayout,
         options: MixerOptions,
         choose_rule: ChooseRule,
@@ -124,7 +125,7 @@ class MicroBatches:
         self._mixer = mixer
         self._recurrence = recurrence
         self._whole: dict[tuple, MicroBatch] = {}
-        self._schemes: dict[tuple[Any, Rule, SequenceLayout], tuple[Scheme, ...]] = {}
+        self._schemes: dict[tuple, tuple[Scheme, ...]] = {}
         self._batches: dict[tuple, MicroBatch] = {}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.latest_rule = self.whole(device, _dtype_of_rows(config)).rule
@@ -147,7 +148,7 @@ class MicroBatches:
         ``config``."""
         self._config = self._loader_layout.config = config
 
-    def use_group(self, group: Any) -> None:
+    def use_group(self, group: ProcessGroup | None) -> None:
         """Set the group of micro-batches that bring none; raise if the layer cannot run
         over it."""
         alone = group is None or group.size() == 1
@@ -162,7 +163,7 @@ class MicroBatches:
         self,
         packed: PackedSeqParams | None,
         proj_sBP: Tensor,
-        group: Any = None,
+        group: ProcessGroup | None = None,
         documents: Documents | None = None,
     ) -> MicroBatch:
         """Decide how the micro-batch of the projection rows ``proj_sBP [s, B, P]``
@@ -192,6 +193,7 @@ class MicroBatches:
         layout = _ANY_LAYOUT
         if tokens != s:
             layout = self._loader_layout.of(None if documents is None else packed)
+            assert group is not None
             require_agreement(self._layer, group, tokens, B, documents, layout, device)
         # Documents are compared by identity: to hash lengths takes longer than a kernel
         # launch.
@@ -249,7 +251,7 @@ class MicroBatches:
         return self._whole[key]
 
     def _schemes_of(
-        self, group: object, rule: Rule, layout: SequenceLayout
+        self, group: ProcessGroup | None, rule: Rule, layout: SequenceLayout
     ) -> tuple[Scheme, ...]:
         """The schemes that can run: `Whole` on one rank, else `Headwise`, `Chunkwise`
         or both."""
@@ -264,11 +266,11 @@ class MicroBatches:
                 self._batches = {
                     k: v for k, v in self._batches.items() if v.scheme not in gone
                 }
-            self._schemes[key] = self._make_schemes(*key)
+            self._schemes[key] = self._make_schemes(group, rule, layout)
         return self._schemes[key]
 
     def _make_schemes(
-        self, group: Any, rule: Rule, layout: SequenceLayout
+        self, group: ProcessGroup | None, rule: Rule, layout: SequenceLayout
     ) -> tuple[Scheme, ...]:
         """Make the schemes that the heads and the layer's mode allow."""
         if group is None or group.size() == 1:
@@ -302,7 +304,7 @@ class MicroBatches:
 
     def _choose_scheme(
         self,
-        group: Any,
+        group: ProcessGroup | None,
         rule: Rule,
         layout: SequenceLayout,
         documents: Documents | None,
@@ -310,7 +312,8 @@ class MicroBatches:
     ) -> Scheme:
         """The scheme for rows ``x``: the one that settings or documents need, else the
         cheaper."""
-        first, *others = self._schemes_of(group, rule, layout)
+        schemes = self._schemes_of(group, rule, layout)
+        first = schemes[0]
         scheme = first
         on_grid = self._config.batch_invariant_mode
         why = ""
@@ -325,11 +328,12 @@ class MicroBatches:
                     "with heads that the context-parallel ranks can share, or pack the "
                     "sequences separately."
                 )
-        if not others:
+        if len(schemes) == 1:
             why = "the only mode for these heads and this backend"
         elif on_grid and not why:
             why = "the mode that keeps batch_invariant_mode's bits"
         elif not why:
+            assert group is not None
             tokens = len(x) * group.size()
             rows = x.shape[1]
             if documents is None:
@@ -348,9 +352,7 @@ class MicroBatches:
                 x.dtype.itemsize,
                 per_machine,
             )
-            scheme = next(
-                each for each in (first, *others) if each.name == cost.cheaper
-            )
+            scheme = next(each for each in schemes if each.name == cost.cheaper)
             why = (
                 f"the cheaper for {tokens} tokens in "
                 f"{rows if lengths is None else len(lengths)} sequences over "

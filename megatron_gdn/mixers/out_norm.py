@@ -3,7 +3,7 @@ called."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,12 +28,12 @@ from .hooks import (
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 # Norms that the kernels compute, each with its unpatched forward; a mixer may add a
 # norm.
-PLAIN_FORWARDS: dict[type, Any] = {
+PLAIN_FORWARDS: dict[type, Callable] = {
     cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)
 }
 
 
-def is_plain(module: Any) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether the norm ``module`` is a plain RMSNorm, which the kernels compute."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
@@ -130,7 +130,7 @@ def gradients_summed(
     if group is None or not torch.is_grad_enabled():
         yield
         return
-    slots: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+    slots: list[tuple[dict, str, nn.Parameter]] = [
         (part._parameters, name, parameter)
         for part in module.modules()
         for name, parameter in part._parameters.items()

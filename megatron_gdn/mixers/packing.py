@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..ops.trees import TreeDocuments
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
+    from torch.distributed import ProcessGroup
 
 _RESOLVED = "_megatron_gdn_documents"
 # The attribute of a checkpoint's autograd context with stamps of the documents that it
@@ -46,13 +47,13 @@ class _ResolvedDocuments(NamedTuple):
     key: tuple
     # the offsets, one tensor for each name in _BOUNDARIES
     sources: tuple[Tensor | None, ...]
-    fingerprint: list[Any]  # the result of :func:`_fingerprint_of` for the sources
+    fingerprint: list[object]  # the result of :func:`_fingerprint_of` for the sources
     documents: Documents
     # for each CUDA stream, its own copy of ``documents``
     by_stream: dict[int, Documents]
 
 
-def _fingerprint_of(sources: Sequence[Tensor | None]) -> list[Any]:
+def _fingerprint_of(sources: Sequence[Tensor | None]) -> list[object]:
     """The offsets' values; for offsets on a GPU torch's version counters, read without
     a wait."""
     return [
@@ -109,8 +110,15 @@ def _resolve(
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     sources = tuple(getattr(params, name) for name in _BOUNDARIES)
     parents = params.__dict__.get(PARENTS)
-    given = params.total_tokens, id(params.seq_idx)
-    key = params.qkv_format, parents, total_tokens, device, *given, *map(id, sources)
+    key = (
+        params.qkv_format,
+        parents,
+        total_tokens,
+        device,
+        params.total_tokens,
+        id(params.seq_idx),
+        tuple(map(id, sources)),
+    )
     known: _ResolvedDocuments | None = (
         None if captured else params.__dict__.get(_RESOLVED)
     )
@@ -351,7 +359,9 @@ def _read_documents(
     return TreeDocuments(documents.offsets, documents.device, parents, lengths)
 
 
-def context_parallel_group_of(packed: PackedSeqParams | None, group: object) -> Any:
+def context_parallel_group_of(
+    packed: PackedSeqParams | None, group: ProcessGroup | None
+) -> ProcessGroup | None:
     """The micro-batch's context-parallel group (None: one rank) if it names one, else
     ``group``."""
     if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
@@ -375,7 +385,7 @@ class MicroBatchShare(NamedTuple):
     layers."""
 
     documents: Documents | None
-    group: Any
+    group: ProcessGroup | None
     size: int  # ranks of the group
     rank: int
     layout: SequenceLayout
@@ -386,7 +396,7 @@ class MicroBatchShare(NamedTuple):
     def of(
         cls,
         packed: PackedSeqParams | None,
-        group: Any,
+        group: ProcessGroup | None,
         layout_of: Callable[[PackedSeqParams | None], SequenceLayout],
         tokens: int,
         device: torch.device,

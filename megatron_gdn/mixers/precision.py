@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from ..compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
 from ..compat.observe import log_once
 from ..compat.versions import TWO_DIVISIONS_IN_ONE_SUM
 from .loader_layout import launch_arguments
+
+if TYPE_CHECKING:
+    from ..compat.state_dict import StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +86,15 @@ class Fp32Parameters(nn.Module):
                 )
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any
+        self, state_dict: StateDict, prefix: str, *args: Any
     ) -> None:
         """Load as torch does, with one warning per load if the file has rounded values.
 
         With ``assign=True`` torch takes the dtypes of the state dict; 16-bit values
         become fp32.
         """
-        metadata, _strict, missing_keys, *_ = args
+        metadata = args[0]
+        missing_keys = args[2]
         names = self._keep_in_float32_parameter_names
         wide = {torch.float32, *(getattr(self, name).dtype for name in names)}
         values = {
@@ -177,7 +181,7 @@ class Fp32Group(nn.Module):
     """A submodule with a mixer's fp32 parameters, for FSDP2 to shard; adds no state
     dict keys."""
 
-    _mixer: Any
+    _mixer: Fp32Parameters
 
     def __init__(self, mixer: Fp32Parameters) -> None:
         super().__init__()
@@ -224,12 +228,12 @@ class SeparatelyShardedFp32(Fp32Parameters):
 
 
 def fully_shard(
-    module: Any,
+    module: nn.Module | list[nn.Module],
     *,
     mp_policy: fsdp.MixedPrecisionPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     **options: Any,
-) -> Any:
+) -> fsdp.FSDPModule | list[fsdp.FSDPModule]:
     """``torch.distributed.fsdp.fully_shard`` for modules that have mixers; arguments as
     in torch.
 
@@ -259,7 +263,9 @@ def fully_shard(
     return fsdp.fully_shard(module, mp_policy=policy, ignored_params=ignored, **options)
 
 
-def _fully_shard_for_a_launch(module: Any, **options: Any) -> Any:
+def _fully_shard_for_a_launch(
+    module: nn.Module | list[nn.Module], **options: Any
+) -> fsdp.FSDPModule | list[fsdp.FSDPModule]:
     """Like :func:`fully_shard`; refuses the checkpoint format torch_dist if ``--save``
     is set."""
     arguments = launch_arguments()

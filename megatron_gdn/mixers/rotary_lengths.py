@@ -7,11 +7,16 @@ cannot make a table of, Megatron raises errors about types and shapes.
 from __future__ import annotations
 
 from functools import cache, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+if TYPE_CHECKING:
+    from megatron.core.inference.contexts import BaseInferenceContext
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from torch import Tensor
 
 
 @cache
@@ -23,16 +28,23 @@ def explain_rotary_lengths() -> None:
     @wraps(theirs)
     def get_rotary_seq_len(
         self: RotaryEmbedding,
-        inference_context: Any,
-        transformer: Any,
-        transformer_input: Any,
+        inference_context: BaseInferenceContext,
+        transformer: TransformerBlock,
+        transformer_input: Tensor,
         transformer_config: TransformerConfig,
         packed_seq_params: PackedSeqParams | None = None,
         **others: Any,
     ) -> int:
         _require_max_seqlen(packed_seq_params)
-        given = inference_context, transformer, transformer_input, transformer_config
-        length = theirs(self, *given, packed_seq_params, **others)
+        length = theirs(
+            self,
+            inference_context,
+            transformer,
+            transformer_input,
+            transformer_config,
+            packed_seq_params,
+            **others,
+        )
         if inference_context is None and not others:
             _require_fragments(
                 length, transformer_config.context_parallel_size, packed_seq_params

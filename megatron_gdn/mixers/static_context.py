@@ -9,7 +9,7 @@ number of tokens of a forward.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from ..ops.generation.memory import Memory, choose
 from ..ops.generation.step import decode, prefill
 from ..ops.stages import Stages
+
+if TYPE_CHECKING:
+    from megatron.core.inference.contexts import StaticInferenceContext
 
 # After the first forward, up to this many tokens run token by token; `roll_back` can
 # undo them.
@@ -37,7 +40,9 @@ class _RowProgress:
     steps: Memory | None = None
 
 
-def mix_static(rows: Tensor, stages: Stages, context: Any, layer: int) -> Tensor:
+def mix_static(
+    rows: Tensor, stages: Stages, context: StaticInferenceContext, layer: int
+) -> Tensor:
     """Run the mixer for the next s tokens of B batch rows, from
     ``context.batch_size_offset`` on.
 
@@ -60,7 +65,8 @@ def mix_static(rows: Tensor, stages: Stages, context: Any, layer: int) -> Tensor
         )
         memories[layer] = new_memory.history[None], new_memory.state[None]
     buffers = memories[layer]
-    memory = Memory(*[tensor[0, start : start + B] for tensor in buffers])
+    history, state = buffers
+    memory = Memory(history[0, start : start + B], state[0, start : start + B])
     steps = None
     if offset == 0 or s > MOST_DECODED:
         mixed = prefill(rows, stages, memory, begins=offset == 0)
@@ -77,7 +83,7 @@ def mix_static(rows: Tensor, stages: Stages, context: Any, layer: int) -> Tensor
 
 # else torch would refuse to write states that are inference tensors
 @torch.inference_mode()
-def roll_back(context: Any, accepted: int) -> None:
+def roll_back(context: StaticInferenceContext, accepted: int) -> None:
     """Keep only the first ``accepted`` tokens of the last forward, in every recurrent
     layer.
 
@@ -118,9 +124,8 @@ def roll_back(context: Any, accepted: int) -> None:
     for (layer, start), progress in progress_by_rows.items():
         rows = slice(start, start + progress.rows)
         states = progress.states
-        memory = Memory(
-            *(tensor[0, rows] for tensor in context.key_value_memory_dict[layer])
-        )
+        history, _ = context.key_value_memory_dict[layer]
+        memory = Memory(history[0, rows], states[0, rows])
         assert progress.steps is not None
         accepted_N = states.new_full((progress.rows,), accepted, dtype=torch.int64)
         choose(memory, progress.steps, accepted_N)
@@ -138,7 +143,11 @@ def _tokens_of_last_step(progress: _RowProgress) -> int:
 
 
 def _check_progress(
-    context: Any, layer: int, progress: _RowProgress | None, s: int, B: int
+    context: StaticInferenceContext,
+    layer: int,
+    progress: _RowProgress | None,
+    s: int,
+    B: int,
 ) -> None:
     """Refuse s tokens of B rows that do not fit the context or do not continue
     ``progress``."""

@@ -13,7 +13,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,14 @@ from .loader_layout import launch_arguments
 from .precision import mark_keep_in_fp32, replace_fully_shard_in_megatron
 from .tensor_map import take_share
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-def device_for(config: Any) -> torch.device:
+    from ..compat.state_dict import StateDict
+    from .interface import Mixer
+
+
+def device_for(config: TransformerConfig) -> torch.device:
     """The device of a mixer's own parameters: the CPU or the current GPU, as ``config``
     says."""
     # Never the meta device: Megatron initialises no module after ``to_empty``, and
@@ -125,7 +131,7 @@ class MarkedParameters(nn.Module):
     unpickled, and before any code iterates over its modules or parameters.
     """
 
-    _marks: dict[str, dict[str, Any]] = {}  # noqa: RUF012  empty before remember_marks
+    _marks: dict[str, dict[str, object]] = {}  # noqa: RUF012  empty before remember_marks
 
     def remember_marks(self) -> None:
         """Store the marks that parameters have now: parameter name -> attribute ->
@@ -177,7 +183,7 @@ class MarkedParameters(nn.Module):
             vars(parameter).update(attributes[name] | vars(parameter))
         return result
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
         self.mark_parameters()
 
@@ -189,7 +195,7 @@ def _mark_loaded(module: MarkedParameters, incompatible_keys: object) -> None:
 
 
 def add_parameter(
-    mixer: Any,
+    mixer: Mixer,
     name: str,
     sections: Sequence[int],
     *shape: int,
@@ -207,7 +213,7 @@ def add_parameter(
     mixer.register_parameter(name, parameter)
 
 
-def add_conv(mixer: Any, bias: bool) -> None:
+def add_conv(mixer: Mixer, bias: bool) -> None:
     """Add the convolution's weight ``[C, 1, W]`` and, if ``bias``, its bias ``[C]``.
 
     They are parameters of the mixer, or with ``conv_is_module`` of its submodule
@@ -240,7 +246,7 @@ def add_conv(mixer: Any, bias: bool) -> None:
         mark_sharded(parameter, layout.conv_widths)
 
 
-def add_fp32(mixer: Any) -> None:
+def add_fp32(mixer: Mixer) -> None:
     """Add this rank's share of the fp32 parameters that ``mixer.fp32`` lists."""
     replace_fully_shard_in_megatron()
     for record in sorted(mixer.fp32, key=lambda x: not x.registered_first):
@@ -249,7 +255,7 @@ def add_fp32(mixer: Any) -> None:
         mark_keep_in_fp32(mixer.get_parameter(record.name))
 
 
-def reset_parameters(mixer: Any) -> None:
+def reset_parameters(mixer: Mixer) -> None:
     """Set all parameters' initial values, the same values at every tensor-parallel
     size.
 
@@ -271,6 +277,8 @@ def reset_parameters(mixer: Any) -> None:
     group = mixer.tp_group
     fill = partial(fill_share, group)
     if config.perform_initialization:
+        assert config.init_method is not None
+        assert config.output_layer_init_method is not None
         rows = layout_of_in_proj(whole).widths
         columns = whole.state.heads * whole.state.columns
         fill(getattr(mixer.in_proj, "weight", None), config.init_method, 0, rows)
@@ -293,16 +301,16 @@ def reset_parameters(mixer: Any) -> None:
     for record in mixer.fp32:
         parameter = getattr(mixer, record.name)
         first_values = record.first_values
-        if isinstance(first_values, float):
-            nn.init.constant_(parameter, first_values)
-        else:
+        if callable(first_values):
             method = partial(first_values, mixer)
             fill(parameter, method, 0, (len(parameter) * group.size(),))
+        else:
+            nn.init.constant_(parameter, first_values)
 
 
 @torch.no_grad()
 def fill_share(
-    group: Any,
+    group: dist.ProcessGroup | None,
     parameter: Tensor | None,
     method: Callable[[Tensor], object],
     dim: int,
@@ -344,20 +352,25 @@ def fill_share(
     parameter.copy_(take_share(whole, dim, sections, rank, size))
 
 
-def copy_with_same_groups(module: Any, memo: dict[int, Any]) -> Any:
+def copy_with_same_groups[Module: nn.Module](
+    module: Module, memo: dict[int, Any]
+) -> Module:
     """A copy of a layer that shares the process groups, since torch cannot copy
     groups."""
     for part in module.modules():
         for thing in vars(part).values():
             if isinstance(thing, dist.ProcessGroup | ProcessGroupCollection):
                 memo[id(thing)] = thing
-    kind: Any = type(module)
-    made = memo[id(module)] = kind.__new__(kind)
+    kind = type(module)
+    made = kind.__new__(kind)
+    memo[id(module)] = made
     made.__setstate__(copy.deepcopy(module.__dict__, memo))
     return made
 
 
-def require_same_tensor_ranks(mine: Any, groups: ProcessGroupCollection) -> None:
+def require_same_tensor_ranks(
+    mine: dist.ProcessGroup, groups: ProcessGroupCollection
+) -> None:
     """Refuse groups whose tensor-parallel group has other ranks than ``mine``, the
     layer's."""
     tp = getattr(groups, "tp", None)
@@ -371,7 +384,9 @@ def require_same_tensor_ranks(mine: Any, groups: ProcessGroupCollection) -> None
     )
 
 
-def cp_group_of(mixer: Any, groups: ProcessGroupCollection, context: Any) -> Any:
+def cp_group_of(
+    mixer: Mixer, groups: ProcessGroupCollection, context: object
+) -> dist.ProcessGroup:
     """The ``cp`` group of ``groups``; raise if a forward with ``context`` cannot use
     it."""
     require_same_tensor_ranks(mixer.tp_group, groups)

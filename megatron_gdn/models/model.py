@@ -26,7 +26,7 @@ class Model:
 
     name: str
     architecture: str
-    fields: dict[str, Any]
+    fields: dict[str, object]
     source: str  # the file or page that the fields were copied from
 
     @cached_property

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..compat.observe import log_once
 from ..gdn.hf import gdn_layer_maps
@@ -32,6 +32,11 @@ from ..mamba2.hf import mamba2_layer_maps
 from ..mamba2.sizes import Mamba2Dims
 from ..mixers.tensor_map import TensorMap
 
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+# Megatron's TransformerConfig, or the arguments of a launch under its fields' names.
+Config = Any
 CHUNK = 64  # tokens of a chunk, in every rule of this package
 # a 'K' layer's options that change sizes
 _KDA_SIZE_OPTIONS = ("forget_rank", "output_rank")
@@ -89,12 +94,12 @@ class Stack:
     @classmethod
     def of(
         cls,
-        config: Any,
+        config: Config,
         pattern: str,
         vocab_size: int,
         tied: bool,
         *,
-        kda: Mapping[str, Any] | None = None,
+        kda: Mapping[str, int | None] | None = None,
     ) -> Stack:
         """Make the stack of a Megatron configuration; biases of linears are not
         counted.
@@ -209,7 +214,9 @@ def _mamba2_layer(dims: Mamba2Dims) -> Layer:
     return _recurrent_layer(dims, mamba2_layer_maps("", "", dims), rule)
 
 
-def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
+def _recurrent_layer(
+    dims: GDNDims | KDADims | Mamba2Dims, maps: list[TensorMap], rule: int
+) -> Layer:
     """A layer with the parameters of ``maps``; ``rule`` is the number of multiply-adds
     of its rule per token."""
     shapes = [source.shape for entry in maps for source in entry.sources]
@@ -228,7 +235,7 @@ def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
     )
 
 
-def _attention_layer(config: Any) -> Layer:
+def _attention_layer(config: Config) -> Layer:
     """The parameters and multiply-adds of an attention layer."""
     D = config.hidden_size
     d = config.kv_channels
@@ -246,7 +253,7 @@ def _attention_layer(config: Any) -> Layer:
     return Layer(weights=weights, vectors=D + norms, attention=2 * n * d)
 
 
-def _latent_attention_layer(config: Any) -> Layer:
+def _latent_attention_layer(config: Config) -> Layer:
     """The parameters and multiply-adds of a layer of latent attention."""
     D = config.hidden_size
     n = config.num_attention_heads
@@ -265,13 +272,13 @@ def _latent_attention_layer(config: Any) -> Layer:
     return Layer(weights=weights, vectors=vectors, attention=n * (d + v))
 
 
-def _mlp_layer(config: Any) -> Layer:
+def _mlp_layer(config: Config) -> Layer:
     """The parameters and multiply-adds of an MLP."""
     D = config.hidden_size
     return Layer(weights=_mlp_matrices(config) * D * config.ffn_hidden_size, vectors=D)
 
 
-def _expert_layer(config: Any) -> Layer:
+def _expert_layer(config: Config) -> Layer:
     """The parameters and multiply-adds of a layer of experts."""
     D = config.hidden_size
     experts = config.num_moe_experts
@@ -295,14 +302,14 @@ def _expert_layer(config: Any) -> Layer:
     )
 
 
-def _mlp_matrices(config: Any) -> int:
+def _mlp_matrices(config: Config) -> int:
     """The number of weight matrices of one MLP."""
     if config.gated_linear_unit:
         return 3
     return 2
 
 
-def stack_of_arguments(args: Any) -> Stack:
+def stack_of_arguments(args: Namespace) -> Stack:
     """Make the stack that Megatron's parsed and validated arguments describe.
 
     Megatron's arguments have no options of 'K' layers, so the options of the last
@@ -342,7 +349,7 @@ def stack_of_arguments(args: Any) -> Stack:
 
 
 def num_floating_point_operations(
-    args: Any,
+    args: Namespace,
     batch_size: int,
     seqlen_squared_sum_in_batch: float | None = None,
     total_real_tokens_in_batch: float | None = None,
@@ -369,7 +376,7 @@ def count_flops_in_megatron() -> None:
 
     megatron_count = training.num_floating_point_operations
 
-    def count(args: Any, *others: Any, **named: Any) -> float:
+    def count(args: Namespace, *others: Any, **named: Any) -> float:
         try:
             return num_floating_point_operations(args, *others, **named)
         except (

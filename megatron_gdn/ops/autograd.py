@@ -58,7 +58,7 @@ def uncompiled[F: Callable](function: F) -> F:
     """
 
     @wraps(function)
-    def call(*args: object, **kwargs: object) -> object:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)

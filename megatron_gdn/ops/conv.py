@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ def _pre_activation(
     tokens = x_BTC.shape[1]
     past = weight_CW.shape[1] - 1
     padded_BTC = F.pad(x_BTC.to(wide), (0, 0, past, 0))
-    pre_BTC = 0
+    pre_BTC: Any = 0
     for tap in range(past + 1):
         x_BTC = padded_BTC[:, tap : tap + tokens]
         if position_T is not None and tap < past:

@@ -50,7 +50,7 @@ class StaticDocuments(Documents):
     boundaries: Tensor
     longest: int
     _key: Hashable  # the key of the :meth:`cut` that made this object, or None
-    _tables: dict[Any, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
+    _tables: dict[Hashable, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
     # What the layouts that read these documents demand of the lengths; see
     # :meth:`add_check`.
     _checks: dict[Hashable, Callable[[Sequence[int]], None]]
@@ -284,7 +284,7 @@ def _cut_static_documents(
     most: int,
     tokens: int,
     make: Any,
-    *arguments: Any,
+    *arguments: object,
 ) -> StaticDocuments:
     """Up to ``most`` documents of ``tokens`` tokens, with boundaries
     ``make(documents, ...)``."""

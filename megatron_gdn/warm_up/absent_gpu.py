@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
 
 ARCH = "9.0"
 
@@ -80,7 +83,7 @@ class HopperDriver:
         """The handle of the default stream; nothing runs on it."""
         return 0
 
-    def get_current_target(self) -> Any:
+    def get_current_target(self) -> GPUTarget:
         """What Triton compiles for: Hopper, with warps of 32 threads."""
         from triton.backends.compiler import GPUTarget
 
@@ -151,8 +154,8 @@ def _run_backward(
     ``create_graph``. torch's own backwards launch no kernels that need compiling, so
     they are skipped. The gradients of ``inputs`` are zero. ``keep_graph`` is not used.
     """
-    nodes: set[Any] = set()
-    waiting: list[Any] = [output.grad_fn for output in outputs]
+    nodes: set = set()
+    waiting: list = [output.grad_fn for output in outputs]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in nodes:
@@ -162,10 +165,9 @@ def _run_backward(
         for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
             if hasattr(node, "apply"):
                 metadata = node._input_metadata
-                node.apply(
-                    *(
-                        torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-                        for x in metadata
-                    )
+                zeros = (
+                    torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+                    for x in metadata
                 )
+                node.apply(*zeros)
     return tuple(torch.zeros_like(x) for x in inputs)

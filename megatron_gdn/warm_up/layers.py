@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -35,6 +35,9 @@ from ..gdn.flash_qla.builds import USUAL_USES, Heads, expected_heads
 from ..gdn.sizes import GDNDims
 from .absent_gpu import without_computing
 from .tasks import Task, recorded_kernels
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 # numbers of tokens; FlashQLA cuts sequences of _LONG, not of _SHORT
 _SHORT = 208
@@ -282,7 +285,7 @@ def run_layer(model: Model, call: Call, **options: object) -> None:
 
 
 @contextmanager
-def _fake_groups(tp: int, cp: int) -> Iterator[Any]:
+def _fake_groups(tp: int, cp: int) -> Iterator[ProcessGroupCollection]:
     """Process groups of rank 0 among ``tp`` * ``cp`` ranks; the other ranks do not
     exist."""
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -295,8 +298,8 @@ def _fake_groups(tp: int, cp: int) -> Iterator[Any]:
     )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp * cp)
     groups: Any = ProcessGroupCollection()
-    groups.tp = dist.new_group([*range(tp)], backend="fake")
-    groups.cp = dist.new_group([*range(0, tp * cp, tp)], backend="fake")
+    groups.tp = dist.new_group(list(range(tp)), backend="fake")
+    groups.cp = dist.new_group(list(range(0, tp * cp, tp)), backend="fake")
     try:
         with no_comparison, one_machine:
             yield groups

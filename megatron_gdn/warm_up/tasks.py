@@ -13,11 +13,12 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple, TextIO
@@ -57,7 +58,7 @@ def run_tasks(
     count = len(waiting)
     compiled = 0
     failures = {}
-    running: dict[Any, tuple[str, Any, TextIO]] = {}
+    running: dict[Any, tuple[str, ForkProcess, TextIO]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < limit:
@@ -99,7 +100,7 @@ def _run_in_fork(task: Task, output: TextIO) -> None:
 
 
 @contextmanager
-def recorded_kernels() -> Iterator[dict[Any, Task]]:
+def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
     """In this context kernels are not run but recorded: one task per variant, in the
     dict."""
     from triton.runtime.autotuner import Autotuner
@@ -107,10 +108,10 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
 
     from ..ops.kernels import launch
 
-    recorded: dict[Any, Task] = {}
+    recorded: dict[Hashable, Task] = {}
     run = JITFunction.run
 
-    def record_tilelang(kernel: Any, *args: Any, **kwargs: Any) -> Callable:
+    def record_tilelang(kernel: Any, *args: object, **kwargs: object) -> Callable:
         """Record a variant of a FlashQLA kernel; return a kernel that does nothing."""
         kernel.target = _TARGET
         entry = cache_entry(kernel, args, kwargs, ARCH)
@@ -120,13 +121,17 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
         return lambda *tensors, **named: None
 
     def record_triton(
-        kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any
+        kernel: JITFunction,
+        *args: object,
+        grid: object,
+        warmup: bool = False,
+        **kwargs: object,
     ) -> None:
         """Record a variant of a Triton kernel without a launch; ``warmup`` is
         ignored."""
         compile = kernel._do_compile
 
-        def record_variant(key: Any, *more: Any) -> None:
+        def record_variant(key: object, *more: object) -> None:
             """Record a task that compiles this variant of the kernel, in place of
             compiling it."""
             task = Task(kernel.__name__, partial(_compile_triton, compile, key, *more))
@@ -152,7 +157,7 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
 
 
 def _compile_tilelang(
-    cache_file: Path, kernel: Any, args: tuple, kwargs: dict[str, Any]
+    cache_file: Path, kernel: Any, args: tuple, kwargs: dict[str, object]
 ) -> bool:
     """Compile ``kernel``; return False if tilelang's cache has it (``cache_file``
     exists)."""
@@ -162,7 +167,7 @@ def _compile_tilelang(
     return True
 
 
-def _compile_triton(compile: Callable, *variant: Any) -> bool:
+def _compile_triton(compile: Callable, *variant: object) -> bool:
     """Compile the variant by ``compile``; return False if Triton's disk cache had
     it."""
     import triton

@@ -342,7 +342,7 @@ class MambaContextParallel:
         """This rank's part of D (per head or channel), or of a gathered ``whole``."""
         return self._share(self.mixer.D if whole is None else whole)
 
-    def _conv_parameter(self, name: str) -> Any:
+    def _conv_parameter(self, name: str) -> Tensor:
         """The mixer's ``conv1d.<name>`` or ``conv1d_<name>``; the name is "weight" or
         "bias"."""
         conv = getattr(self.mixer, "conv1d", None)
@@ -398,7 +398,9 @@ class MambaContextParallel:
         return moved.transpose(0, 1).contiguous()
 
 
-def _documents_of(cu_seqlens: Any, tokens: int, device: torch.device) -> Documents:
+def _documents_of(
+    cu_seqlens: Tensor | Documents, tokens: int, device: torch.device
+) -> Documents:
     """The documents with offsets ``cu_seqlens``, cached on that tensor until its values
     change."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():

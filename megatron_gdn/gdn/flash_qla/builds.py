@@ -101,7 +101,7 @@ def compile_once_per_machine(kernels: list[Any]) -> None:
 
 def _compile_once(
     kernel: object, compile_here: Callable, *args: object, **kwargs: object
-) -> Any:
+) -> object:
     """Load ``kernel`` if any process has compiled it; else compile it with
     ``compile_here``."""
     if not tilelang_env().is_cache_enabled():
@@ -164,7 +164,7 @@ def _start_command(lock: int) -> subprocess.Popen:
 def warm_up_command(heads: Heads, use: str) -> list[str]:
     """The command line that compiles kernels for ``heads``, those of the group ``use``
     first."""
-    uses = [use, *(other for other in USUAL_USES if other != use)]
+    uses = [use] + [other for other in USUAL_USES if other != use]
     return [
         sys.executable,
         "-m",
@@ -203,7 +203,7 @@ def cache_folder() -> Path:
     return Path(tilelang_env().TILELANG_CACHE_DIR, "megatron_gdn", "-".join(versions))
 
 
-def cache_entry(kernel: Any, args: tuple, kwargs: dict[str, Any], arch: str) -> Path:
+def cache_entry(kernel: Any, args: tuple, kwargs: dict[str, object], arch: str) -> Path:
     """The file that exists once tilelang cached ``kernel`` for these arguments and GPU
     ``arch``."""
     configs = sorted((kernel.pass_configs or {}).items())

@@ -14,6 +14,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from ...ops.obstacles import log_obstacle_once
@@ -72,7 +73,7 @@ def with_fences(source: str) -> str:
 
 
 @cache
-def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
+def fence_bulk_stores(*kernels: tuple[ModuleType, str]) -> None:
     """Make this process compile ``kernels``, pairs of module and name, with all
     fences."""
     import tvm_ffi  # pyright: ignore[reportMissingImports]
@@ -93,7 +94,7 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
     for module, name in kernels:
         kernel = getattr(module, name)
         configs = dict(kernel.pass_configs or {})
-        configs[_FLAGS] = [*configs.get(_FLAGS, ()), _MARK]
+        configs[_FLAGS] = list(configs.get(_FLAGS, ())) + [_MARK]
         # The old kernel object may hold code that this process compiled without fences.
         fenced = dataclasses.replace(kernel, pass_configs=configs)
         # Another package may have replaced the hook, so every compiled source is

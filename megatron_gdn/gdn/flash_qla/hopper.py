@@ -542,7 +542,7 @@ class HopperKernels:
         return dq, dk, dv, dg, db, d_first
 
 
-def compiled_function(kernel: Any) -> Callable[..., Any]:
+def compiled_function(kernel: Any) -> Callable:
     """The compiled function in a tilelang ``kernel``, or ``kernel`` if its form is
     unknown."""
     adapter = getattr(kernel, "adapter", None)

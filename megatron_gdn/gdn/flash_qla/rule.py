@@ -116,11 +116,9 @@ class FlashQlaBackward(RuleBackward):
         documents: Documents | None,
     ) -> None:
         super().__init__(rule, d_o, inputs, saved, documents)
-        self._segments, self._kept, self._at_chunks = (
-            saved.plan,
-            Kept(*saved.tensors),
-            saved.made,
-        )
+        self._segments = saved.plan
+        self._kept = Kept(*saved.tensors)
+        self._at_chunks = saved.made
         del self.saved  # each saved tensor is freed after its last use
         if self._segments is not None:
             self.d_o, self.inputs = in_one_row(self.d_o), in_one_row(self.inputs)
@@ -152,7 +150,7 @@ class FlashQlaBackward(RuleBackward):
         """Gradients of states that enter segments, if those of states that leave segments are
         zero."""
         if self._d_entering is None:
-            q, k, *_, beta = self.inputs
+            q, k, _, _, beta = self.inputs
             _, self._d_entering = kernels().fused_gdr_dh(
                 q=q,
                 k=k,

@@ -160,6 +160,7 @@ class PlainForward(RuleForward):
                 )
                 if walks:
                     group.put(leaving, ended)
+                assert o is not None
                 table.put(rows, group, o)
                 del o
         o = in_rows(table.to_tokens(rows, like), self.rows)

@@ -15,9 +15,7 @@ a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -34,7 +32,7 @@ from ..front.kernels import (
     AT_WIDTH,
 )
 from ..front.launches import kernel_tables
-from ..front.table import Front
+from ..front.table import Front, Parameters
 from ..kernels.elementwise import sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import MOST_PROGRAMS, block_dim, require_32_bits
@@ -50,7 +48,7 @@ _EPS = 1e-6  # the same as in :func:`..elementwise.l2norm`
 def decode_token_in_slots(
     row: Tensor,
     front: Front,
-    parameters: Sequence[Any],
+    parameters: Parameters,
     memory: Buffers,
     after: Buffers | None,
 ) -> Tensor:
