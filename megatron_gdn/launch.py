@@ -25,7 +25,9 @@ MEGATRON_GDN=gdn,mamba replaces Mamba2 layers too; the default is gdn.
 def script_file(script: str) -> Path:
     """The file of ``script``, a path or the name of a script in the clone of
     Megatron-LM."""
-    folders = [Path(), *map(Path, filter(None, [os.environ.get("MEGATRON_LM")]))]
+    folders = [Path()]
+    if clone := os.environ.get("MEGATRON_LM"):
+        folders.append(Path(clone))
     for folder in folders:
         for path in (folder / script, folder / f"{script}.py"):
             if path.is_file():
@@ -55,7 +57,7 @@ def main(arguments: list[str]) -> int:
         path = script_file(arguments[0])
     except FileNotFoundError as error:
         return print_error(error)
-    sys.argv = [str(path), *arguments[1:]]
+    sys.argv = [str(path)] + arguments[1:]
     # Python imports from the script's folder first: a script in a clone gets the
     # clone's Megatron.
     sys.path[0] = str(path.parent)

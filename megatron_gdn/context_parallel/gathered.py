@@ -31,7 +31,7 @@ class Span(NamedTuple):
         sequence order."""
         own = whole[self.start : self.end]
         if self.before:
-            return torch.cat([*(whole[keys] for keys in self.before), own])
+            return torch.cat([whole[keys] for keys in self.before] + [own])
         return own
 
     def mask(self, device: torch.device) -> Tensor | None:

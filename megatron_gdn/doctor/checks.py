@@ -179,7 +179,9 @@ def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
         yield Finding(subject, "note" if slow else "ok", f"{rule.name}: {reason}")
     inputs = _inputs(sizes, tokens, torch.device(device), dtype)
     documents = Documents((0, tokens // 3, tokens), torch.device(device))
-    exact = _run_rule(PlainRule(), RuleInputs(*(x.double() for x in inputs)), documents)
+    exact = _run_rule(
+        PlainRule(), RuleInputs._make(x.double() for x in inputs), documents
+    )
     plain = _rms_errors(_run_rule(PlainRule(), inputs, documents), exact)
     for subject, (rule, _) in choices.items():
         if type(rule) is not PlainRule:
@@ -247,7 +249,7 @@ def _run_rule(
 ) -> dict[str, Tensor]:
     """Run ``rule``; return its output and the gradients of ``inputs`` by the names in
     _RESULTS."""
-    leaves = RuleInputs(*(x.detach().requires_grad_() for x in inputs))
+    leaves = RuleInputs._make(x.detach().requires_grad_() for x in inputs)
     with torch.enable_grad():
         out, _ = run_rule(rule, leaves, documents, use_qk_l2norm_in_kernel=True)
     d_out = (
@@ -283,8 +285,8 @@ def _inputs(
         """Normal random numbers ``[1, tokens, *shape]``."""
         return torch.randn(1, tokens, *shape, generator=generator)
 
-    key = (sizes.key_heads, sizes.key_dim)
-    value = (sizes.value_heads, sizes.value_dim)
-    q, k, v = (random_rows(*shape).to(device, dtype) for shape in (key, key, value))
+    q = random_rows(sizes.key_heads, sizes.key_dim).to(device, dtype)
+    k = random_rows(sizes.key_heads, sizes.key_dim).to(device, dtype)
+    v = random_rows(sizes.value_heads, sizes.value_dim).to(device, dtype)
     g = -random_rows(sizes.value_heads).exp().to(device)
     return RuleInputs(q, k, v, g, random_rows(sizes.value_heads).sigmoid().to(device))

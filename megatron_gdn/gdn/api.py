@@ -89,7 +89,9 @@ def gated_delta_rule(
     documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
     inputs = RuleInputs(query, key, value, g, beta)
     if backend == "recurrent":
-        return recurrent_gated_delta_rule(*inputs, cu_seqlens=documents, **common)
+        return recurrent_gated_delta_rule(
+            query, key, value, g, beta, cu_seqlens=documents, **common
+        )
     deterministic = torch.are_deterministic_algorithms_enabled()
     rule = resolve_rule(
         backend,
@@ -101,7 +103,14 @@ def gated_delta_rule(
     ).rule
     if rule.name == "reference":
         return torch_chunk_gated_delta_rule(
-            *inputs, cu_seqlens=documents, chunk_size=chunk_size, **common
+            query,
+            key,
+            value,
+            g,
+            beta,
+            chunk_size,
+            cu_seqlens=documents,
+            **common,
         )
     if chunk_size != 64:
         raise ValueError(
@@ -234,17 +243,16 @@ class _RunRule(torch.autograd.Function):
     ):
         """The output, and the final states if ``with_final``; ``initial`` may be None
         (zeros)."""
-        heads = (
-            x if isinstance(rule, PlainRule) else x.contiguous() for x in (q, k, v)
-        )
-        gates = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (g, beta))
-        inputs = RuleInputs(*heads, *gates)
+        ctx.dtypes = [x.dtype for x in (q, k, v, g, beta)]
+        if not isinstance(rule, PlainRule):
+            q, k, v = (x.contiguous() for x in (q, k, v))
+        g, beta = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (g, beta))
+        inputs = RuleInputs(q, k, v, g, beta)
         o, final, saved = rule.begin(inputs, documents).run(initial, final=with_final)
         ctx.save_for_backward(*inputs, initial, *saved.tensors)
         ctx.rule = rule
         ctx.documents = documents
         ctx.plan = saved.plan
-        ctx.dtypes = [x.dtype for x in (q, k, v, g, beta)]
         return o, final
 
     @staticmethod

@@ -234,7 +234,7 @@ def check_config_fields(
         name
         for name in asked
         if name in _ATTENTION_OFFLOADS
-        or name.startswith(("gdn", *config_fields.prefixes))
+        or name.startswith(("gdn",) + config_fields.prefixes)
     ]
     if without:
         log_once(

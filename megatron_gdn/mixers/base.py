@@ -437,7 +437,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             batch.front,
             batch.rule,
             rows,
-            (*conv, *per_head),
+            conv + tuple(per_head),
             self._norm_for(scheme),
             recompute=recompute,
             gates=gates,
@@ -646,7 +646,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     def cp_layout(self, option: str | SequenceLayout) -> None:
         self.loader_layout.set_option(option)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return copy_with_same_groups(self, memo)
 
     # Checkpoints (:mod:`.checkpoint`).

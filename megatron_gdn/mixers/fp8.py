@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch.distributed import ProcessGroup
 
+    from ..compat.state_dict import StateDict
+
 
 def check_fp8_settings(
     config: Any, mixer: str, widths: Mapping[str, int], held: str
@@ -267,14 +269,14 @@ class _SeveralProducts(nn.Module):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple,
+        kwargs: dict,
     ) -> Any:
         """The linear's own output with some rows of its weight and bias."""
         held = {"weight": weight}
         if bias is not None:
             held["bias"] = bias
-        parameters: dict[str, Any] = self._parameters
+        parameters: StateDict = self._parameters
         kept = {name: parameters[name] for name in held}
         parameters.update(held)
         try:
@@ -326,9 +328,7 @@ class SectionOutsideFP8(_SeveralProducts):
 
     # Dynamo would lose the gradients of the weight's views
     @uncompiled
-    def _three_products(
-        self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor:
+    def _three_products(self, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
         """The rows ``[S, B, P]``, joined."""
         linear: Any = self
         weight = self._parameters["weight"]
@@ -379,7 +379,7 @@ class SectionOutsideFP8(_SeveralProducts):
     @contextmanager
     def _own_fp8_weight(self) -> Iterator[None]:
         """Inside, the linear keeps its weight in FP8 under another name."""
-        kept: dict[str, Any] = getattr(self, "_fp8_workspaces", {})
+        kept: dict = getattr(self, "_fp8_workspaces", {})
         of_rows_before = kept.pop("weight", None)
         if "rows_after" in kept:
             kept["weight"] = kept.pop("rows_after")
@@ -420,7 +420,7 @@ class GatesOutsideFP8(_SeveralProducts):
     # Dynamo would lose the gradients of the gates and of the weight's views
     @uncompiled
     def _main_and_gate_columns(
-        self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, x: Tensor, args: tuple, kwargs: dict
     ) -> tuple[Any, Tensor]:
         """The columns before the gates from an FP8 product, and the gates in the
         weight's dtype."""

@@ -120,11 +120,12 @@ def _dynamic_step(mixer: Mixer, rows: Tensor, context: Context) -> Tensor:
         )
     assert mixer.layer_number is not None
     number = mixer.layer_number - mixer.pp_layer_offset
-    buffers: tuple[Tensor, Tensor] = context.mamba_states_cache(number)
+    conv_state, ssm_state = context.mamba_states_cache(number)
     s = 1 + context.num_speculative_tokens
-    intermediate: tuple[Tensor | None, Tensor | None] = (None, None)
+    conv_steps = None
+    ssm_steps = None
     if s > 1:
-        intermediate = context.mamba_states_cache(number, intermediate=True)
+        conv_steps, ssm_steps = context.mamba_states_cache(number, intermediate=True)
     padded = context.padded_batch_dimensions
     real = context.batch_dimensions
     count = padded.decode_req_count * s
@@ -132,7 +133,9 @@ def _dynamic_step(mixer: Mixer, rows: Tensor, context: Context) -> Tensor:
     if count:
         of_requests = rows[:count, 0].unflatten(0, (-1, s))
         slots = context.mamba_metadata.batch_indices_decode
-        mixed = mixer.ssm_decode(of_requests, *buffers, slots, *intermediate)
+        mixed = mixer.ssm_decode(
+            of_requests, conv_state, ssm_state, slots, conv_steps, ssm_steps
+        )
         mixed = mixed.flatten(0, 1)[:, None]
     if mixed is None or count < len(rows):
         decoded = mixed
@@ -142,7 +145,7 @@ def _dynamic_step(mixer: Mixer, rows: Tensor, context: Context) -> Tensor:
             mixed[:count] = decoded
     if padded.prefill_req_count:
         begin = real.decode_req_count * s
-        mixed[begin:] = mixer.ssm_prefill(rows[begin:], *buffers, context)
+        mixed[begin:] = mixer.ssm_prefill(rows[begin:], conv_state, ssm_state, context)
     return mixed
 
 

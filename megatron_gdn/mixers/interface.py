@@ -4,7 +4,7 @@ they cannot name its class."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -13,6 +13,9 @@ from torch.distributed import ProcessGroup
 
 from ..ops.stages import Stages
 from .fp32_parameters import Fp32Parameter
+
+if TYPE_CHECKING:
+    from ..compat.state_dict import StateDict
 
 
 class Mixer(Protocol):
@@ -62,7 +65,7 @@ class Mixer(Protocol):
     ) -> Tensor: ...
 
     def ssm_prefill(
-        self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
+        self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: object
     ) -> Tensor: ...
 
     def _init_others(self) -> None: ...
@@ -80,5 +83,5 @@ class Mixer(Protocol):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None: ...
 
     def _save_to_state_dict(
-        self, destination: Any, prefix: str, keep_vars: bool
+        self, destination: StateDict, prefix: str, keep_vars: bool
     ) -> None: ...

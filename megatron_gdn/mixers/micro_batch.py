@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ class MicroBatches:
         self.latest_rule = self.whole(device, _dtype_of_rows(config)).rule
         self.use_group(group)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MicroBatches:
+    def __deepcopy__(self, memo: dict[int, object]) -> MicroBatches:
         """A copy for a copied layer: the same groups, but no stored schemes and
         micro-batches."""
         other = copy.copy(self)

@@ -58,7 +58,7 @@ class Fp32Parameters(nn.Module):
         parameters = dict(self.named_parameters(remove_duplicate=False))
         names = self._keep_in_float32_parameter_names
         kept = [parameters[name] for name in names if name in parameters]
-        protected = [*kept, *(p.grad for p in kept if p.grad is not None)]
+        protected = kept + [p.grad for p in kept if p.grad is not None]
 
         def apply(tensor: Tensor) -> Tensor:
             """Apply ``fn``, but cast no protected tensor to a dtype narrower than
@@ -96,7 +96,7 @@ class Fp32Parameters(nn.Module):
         metadata = args[0]
         missing_keys = args[2]
         names = self._keep_in_float32_parameter_names
-        wide = {torch.float32, *(getattr(self, name).dtype for name in names)}
+        wide = {getattr(self, name).dtype for name in names} | {torch.float32}
         values = {
             key: state_dict.get(key) for key in (f"{prefix}{name}" for name in names)
         }

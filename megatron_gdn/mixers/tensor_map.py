@@ -144,7 +144,8 @@ class TensorMap:
         else:
             known = None
         natural = [tensor.dtype for tensor in known or [full] * len(keys)]
-        wanted = [dtypes.get(*pair) for pair in zip(keys, natural, strict=True)]
+        pairs = zip(keys, natural, strict=True)
+        wanted = [dtypes.get(key, dtype) for key, dtype in pairs]
         return dict(zip(self.sources, self.to_hf(full, wanted, known), strict=True))
 
     def _split(self, full: Tensor) -> Sequence[Tensor]:

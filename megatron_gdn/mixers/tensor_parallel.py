@@ -353,7 +353,7 @@ def fill_share(
 
 
 def copy_with_same_groups[Module: nn.Module](
-    module: Module, memo: dict[int, Any]
+    module: Module, memo: dict[int, object]
 ) -> Module:
     """A copy of a layer that shares the process groups, since torch cannot copy
     groups."""

@@ -4,7 +4,6 @@ responses."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
@@ -60,8 +59,9 @@ def tree_packed_seq_params(
             1.
     """
     slots = padded_lengths(lengths, multiple_of)
-    given = tuple(parents), tuple(lengths)
-    documents = TreeDocuments((0, *accumulate(slots)), torch.device("cpu"), *given)
+    documents = TreeDocuments(
+        (0, *accumulate(slots)), torch.device("cpu"), tuple(parents), tuple(lengths)
+    )
     (longest,) = padded_lengths((documents.longest_sequence,), multiple_of)
     params = packed_seq_params_of(TREE, lengths, slots, longest, device)
     params.__dict__[PARENTS] = documents.parents
@@ -139,8 +139,9 @@ def pack_tree(
     parents = []
     of_prompts = []
     start = 0
-    for index, group in enumerate(zip(prompts, responses, strict=True)):
-        prompt, *answers = (_on_host(x, index) for x in (group[0], *group[1]))
+    for index, (first, others) in enumerate(zip(prompts, responses, strict=True)):
+        prompt = _on_host(first, index)
+        answers = [_on_host(x, index) for x in others]
         if not len(prompt):
             raise ValueError(
                 f"prompt {index} has no token; give at least one, such as a BOS."
@@ -148,10 +149,10 @@ def pack_tree(
         last = len(prompt) - 1
         root = len(parents)
         places = []
-        behind = [
+        texts = [(-1, 0, prompt)] + [
             (root, last, torch.cat([prompt[last:], answer])) for answer in answers
         ]
-        for parent, before, text in [(-1, 0, prompt), *behind]:
+        for parent, before, text in texts:
             length = len(text) - 1
             position = torch.arange(before, before + length, device="cpu")
             in_loss = torch.full_like(position, parent >= 0)
@@ -165,8 +166,12 @@ def pack_tree(
     params = tree_packed_seq_params(
         lengths, parents, multiple_of=multiple_of, device=where
     )
-    *columns, in_loss = to_device(torch.cat(rows, 1)[:, None], where)
-    return PackedTree._make([*columns, in_loss.float(), params, tuple(of_prompts)])
+    tokens, position_ids, labels, in_loss = to_device(
+        torch.cat(rows, 1)[:, None], where
+    )
+    return PackedTree(
+        tokens, position_ids, labels, in_loss.float(), params, tuple(of_prompts)
+    )
 
 
 class PackedGroups(NamedTuple):
@@ -212,9 +217,8 @@ def pack_groups(
     cut: list[list[tuple[Tokens, list[Tokens]]]] = []
     room = 0
     for index, (prompt, answers) in enumerate(groups):
-        head, *costs = padded_lengths(
-            (len(prompt) - 1, *map(len, answers)), multiple_of
-        )
+        (head,) = padded_lengths((len(prompt) - 1,), multiple_of)
+        costs = padded_lengths(tuple(map(len, answers)), multiple_of)
         least = head + max(costs, default=0)
         if least > most_tokens:
             raise ValueError(
@@ -233,8 +237,15 @@ def pack_groups(
                 room = most_tokens - head
             cut[-1][-1][1].append(answer)
             room -= cost
-    pack = partial(pack_tree, multiple_of=multiple_of, device=device)
-    packed = tuple(pack(*zip(*each, strict=True)) for each in cut)
+    packed = tuple(
+        pack_tree(
+            [prompt for prompt, _ in each],
+            [answers for _, answers in each],
+            multiple_of=multiple_of,
+            device=device,
+        )
+        for each in cut
+    )
     return PackedGroups(packed, tuple(len(answers) for _, answers in groups))
 
 

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         if options.name is None:
-            lines = _model_lines([*ENTRIES.values()])
+            lines = _model_lines(list(ENTRIES.values()))
         else:
             model = find(options.name)
             model.refuse_illegal_sizes(
@@ -73,7 +73,7 @@ def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
         # size.
         flags += f" --expert-model-parallel-size {options.ep} --expert-tensor-parallel-size 1"
         flags += " --moe-token-dispatcher-type alltoall"
-    return [*megatron_flags(model.hf, options.model), *flags.split()]
+    return megatron_flags(model.hf, options.model) + flags.split()
 
 
 def _flag_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:

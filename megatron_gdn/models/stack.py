@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 # Megatron's TransformerConfig, or the arguments of a launch under its fields' names.
 Config = Any
 CHUNK = 64  # tokens of a chunk, in every rule of this package
-# a 'K' layer's options that change sizes
-_KDA_SIZE_OPTIONS = ("forget_rank", "output_rank")
 MAMBA_TAPS = 4  # taps of a Mamba2 convolution; Megatron has no field for the number
 
 
@@ -109,10 +107,11 @@ class Stack:
         prediction head. ``tied``: the output layer uses the embedding's weight.
         ``kda``: options of the 'K' layers.
         """
+        kda = kda or {}
         build = {
             "G": lambda: _gdn_layer(GDNDims.from_config(config)),
             "K": lambda: _kda_layer(
-                KDADims.of(config, *map((kda or {}).get, _KDA_SIZE_OPTIONS))
+                KDADims.of(config, kda.get("forget_rank"), kda.get("output_rank"))
             ),
             "M": lambda: _mamba2_layer(
                 Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
@@ -122,8 +121,10 @@ class Stack:
             "-": lambda: _mlp_layer(config),
             "E": lambda: _expert_layer(config),
         }
-        main, *heads = pattern.replace("|", "").split("/")
-        symbols = set("".join([main, *heads]))
+        parts = pattern.replace("|", "").split("/")
+        main = parts[0]
+        heads = parts[1:]
+        symbols = set("".join(parts))
         if unknown := sorted(symbols - build.keys()):
             raise ValueError(
                 f"the pattern {pattern!r} has {unknown}; FLOPs are known for 'G', 'K', "

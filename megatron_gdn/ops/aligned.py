@@ -158,7 +158,7 @@ class _GroupResults:
     def tokens(self, rows: torch.Size) -> Tensor:
         """The results of all tokens, ``[B, S, ...]``; ``rows`` is ``(B, S)``."""
         if self._shared is not None:
-            return self._shared.expand(*rows, *self._shared.shape[2:])
+            return self._shared.expand(rows + self._shared.shape[2:])
         return self._rows.unflatten(0, rows)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -229,7 +229,7 @@ class Documents:
         return {}
 
     def keep[*Arguments, Made](
-        self, make: Callable[[Any, *Arguments], Made], *arguments: *Arguments
+        self, make: Callable[[Self, *Arguments], Made], *arguments: *Arguments
     ) -> Made:
         """``make(self, *arguments)``, made at the first call and kept as long as this
         object.
@@ -247,7 +247,7 @@ class Documents:
 
     def table[*Arguments, Made: tuple[Tensor, ...]](
         self,
-        make: Callable[[Any, *Arguments], Made],
+        make: Callable[[Self, *Arguments], Made],
         *arguments: *Arguments,
         move: bool = True,
     ) -> Made:
@@ -271,7 +271,7 @@ class Documents:
 
     def cut[*Arguments](
         self,
-        make: Callable[[Any, *Arguments], tuple[Tensor]],
+        make: Callable[[Self, *Arguments], tuple[Tensor]],
         *arguments: *Arguments,
         most: int,
         tokens: int,

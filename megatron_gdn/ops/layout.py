@@ -7,7 +7,10 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 class SizeError(ValueError, AssertionError):
@@ -19,7 +22,7 @@ class SizeError(ValueError, AssertionError):
     """
 
 
-def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
+def require_sizes(dims: DataclassInstance, may_be_zero: Container[str] = ()) -> None:
     """Raise ValueError unless ``dims`` has ints >= 1; fields named in ``may_be_zero``
     may be 0."""
     for field in fields(dims):

@@ -171,7 +171,7 @@ class _BackwardValues(NamedTuple):
     """Values that the backward needs besides the tensors that autograd saves."""
 
     call: MixerArguments
-    rule_plan: Any
+    rule_plan: object
     stamp: Tensor | None  # from :attr:`Documents.stamp`, the boundaries in the forward
     sizes: tuple[int, ...]  # of :class:`_SavedTensors`
     history: History | None
@@ -211,7 +211,8 @@ def _forward(
     """The mixer's output, the tensors to save, and the other values for the
     backward."""
     front, rule, readout, neighbours, keep, refilled, _, second_run = call
-    *of_front, gamma = parameters
+    of_front = parameters[:-1]
+    gamma = parameters[-1]
     history = None
     if neighbours.history is not None:
         history = neighbours.history.fetch(rows[..., front.layout.conv_columns])
@@ -282,7 +283,8 @@ def _backward(
         and values.stamp is not None
     ):
         neighbours.documents.require_unchanged(values.stamp, stamp)
-    *of_front, gamma = parameters
+    of_front = parameters[:-1]
+    gamma = parameters[-1]
     linked = tuple(linked)
     of_rule = Saved(tuple(of_rule), values.rule_plan)
     d_rows = rows.new_empty(rows.shape)

@@ -191,9 +191,10 @@ def stages_of(
             f"sections of {dict(zip(layout.names, layout.widths, strict=True))} "
             f"columns; got {tuple(rows.shape)} with strides {rows.stride()}."
         )
-    if gates is not None and gates.shape != (*rows.shape[:2], layout.width - width):
+    of_gates = (*rows.shape[:2], layout.width - width)
+    if gates is not None and gates.shape != of_gates:
         raise ValueError(
-            f"the gates must be {[*rows.shape[:2], layout.width - width]} beside rows "
+            f"the gates must be {list(of_gates)} beside rows "
             f"{tuple(rows.shape)}, got {tuple(gates.shape)}."
         )
     if weight.shape[0] != layout.conv_width or not weight.is_contiguous():
@@ -206,11 +207,18 @@ def stages_of(
     if norm is None:
         readout = _gate_alone(layout.gate_columns)
     elif isinstance(norm, GatedNorm):
-        gamma, *settings = norm
-        readout = _norm_and_gate(layout.gate_columns, *settings, front.triton)
+        gamma = norm.gamma
+        readout = _norm_and_gate(
+            layout.gate_columns,
+            norm.eps,
+            norm.zero_centered,
+            norm.activation,
+            norm.groups,
+            front.triton,
+        )
     if gates is not None:
-        parameters = (*parameters, gates.contiguous())
-    kept = (*parameters, gamma)
+        parameters += (gates.contiguous(),)
+    kept = parameters + (gamma,)
     return Stages(front, rule, cast(Readout | SplitReadout, readout), kept, recompute)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -204,7 +204,7 @@ class StaticDocuments(Documents):
 
     def table[*Arguments, Made: tuple[Tensor, ...]](
         self,
-        make: Callable[[Any, *Arguments], Made],
+        make: Callable[[Self, *Arguments], Made],
         *arguments: *Arguments,
         move: bool = True,
     ) -> Made:
@@ -224,7 +224,7 @@ class StaticDocuments(Documents):
 
     def cut[*Arguments](
         self,
-        make: Callable[[Any, *Arguments], tuple[Tensor]],
+        make: Callable[[Self, *Arguments], tuple[Tensor]],
         *arguments: *Arguments,
         most: int,
         tokens: int,

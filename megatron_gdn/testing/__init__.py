@@ -148,7 +148,8 @@ def check_generation(
         positions = torch.arange(S, device=tokens.device).expand(B, S)
         logits = model(tokens, positions, None, runtime_gather_output=True)
         context = static_context(model, B, S)
-        pieces = [tokens[:, :prompt], *tokens[:, prompt:].split(at_once, dim=1)]
+        pieces = [tokens[:, :prompt]]
+        pieces.extend(tokens[:, prompt:].split(at_once, dim=1))
         made = [next_logits(model, piece, context) for piece in pieces]
         generated, trained = (
             x.float().log_softmax(-1) for x in (torch.cat(made, 1), logits)

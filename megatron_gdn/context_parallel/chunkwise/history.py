@@ -74,21 +74,22 @@ def _make_history_route(
     ]
     device = documents.starts.device
     sendable, receivable = (
-        _TravellingRows(*(to_device(x, device) for x in rows)) for rows in listed
+        _TravellingRows._make(to_device(x, device) for x in rows) for rows in listed
     )
-    *tables, of_sent, of_received = documents.table(
+    tables = documents.table(
         _build_tables, cutting, history_len, sendable, receivable, move=False
     )
     counts = []
-    for rows, travels in zip(listed, (of_sent, of_received), strict=True):
+    for rows, travels in zip(listed, tables[-2:], strict=True):
         if documents.known:
             peers = rows.peer[travels]
         else:
             peers = rows.peer
         counts.append(tuple(peers.bincount(minlength=cutting.cp_size).tolist()))
     send_counts, receive_counts = counts
-    send_rows, *table = (to_device(x, documents.device) for x in tables)
-    return HistoryRoute(send_rows, send_counts, receive_counts, HistoryTable(*table))
+    on_device = [to_device(x, documents.device) for x in tables[:-2]]
+    table = HistoryTable(*on_device[1:])
+    return HistoryRoute(on_device[0], send_counts, receive_counts, table)
 
 
 def _list_rows(
@@ -118,7 +119,7 @@ def _list_rows(
         )
         chain = torch.arange(chains, device="cpu").repeat_interleave(len(message))
         of_all_peers.append(torch.cat([chain[:, None], rows], 1))
-    return _TravellingRows(*torch.cat(of_all_peers).T.contiguous().unbind())
+    return _TravellingRows._make(torch.cat(of_all_peers).T.contiguous().unbind())
 
 
 def _build_tables(

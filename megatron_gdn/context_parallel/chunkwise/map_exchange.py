@@ -37,7 +37,7 @@ def rows_by_chain(local: Tensor, through: Tensor, h: int) -> Tensor:
     joined = joined_view(local, through)
     apart = (local, through) if joined is None else (joined,)
     # from [h * chains, H, K, .] to [chains, H, h, K, .]
-    by_chain = [x.view(h, -1, *x.shape[1:]).movedim(0, 2) for x in apart]
+    by_chain = [x.unflatten(0, (h, -1)).movedim(0, 2) for x in apart]
     if joined is None:
         rows = torch.cat(by_chain, dim=-1)
     else:
@@ -90,7 +90,7 @@ def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps
     the view."""
     hosts = zip(nodes.hosts, nodes.slots, strict=True)
     places = [host * m * h + slot for host, slot in hosts]
-    chain = [*((j, j) for j in places[:-1]), (places[-1], NONE)]
+    chain = [(j, j) for j in places[:-1]] + [(places[-1], NONE)]
     return Steps.build([chain], device)
 
 

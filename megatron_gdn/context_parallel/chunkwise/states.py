@@ -225,7 +225,7 @@ class StatesOfPieces:
     ) -> Tensor:
         """The states that enter this rank's h nodes of each chain:
         ``[h * chains, H, K, V]``."""
-        rows = rows_by_chain(*maps, self._table.node_count)
+        rows = rows_by_chain(maps.local, maps.through, self._table.node_count)
         entering = states_entering_nodes(
             rows, maps.local.shape[-1], nodes, self._group, cuts
         )

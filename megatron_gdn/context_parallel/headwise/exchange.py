@@ -188,8 +188,9 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
             work.wait()  # on a GPU only the stream waits, and the host goes on
         if received is not None:
             beside = wave is not exchange.waves[-1]
-            place = full, wave.peer_place
-            pack.move_rows(received, *place, to_full=True, beside_transfer=beside)
+            pack.move_rows(
+                received, full, wave.peer_place, to_full=True, beside_transfer=beside
+            )
     return full
 
 
@@ -209,8 +210,9 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
             works = _send_fragments(exchange, wave, messages, full, to_heads=False)
         else:
             beside = wave is not exchange.waves[0]
-            place = full, wave.peer_place
-            pack.move_rows(messages, *place, to_full=False, beside_transfer=beside)
+            pack.move_rows(
+                messages, full, wave.peer_place, to_full=False, beside_transfer=beside
+            )
             works, received = _exchange_messages(exchange, messages)
         awaited.append((wave, messages, received, works))
     for wave in () if exchange.at_once else exchange.waves:

@@ -52,14 +52,12 @@ class Headwise(Scheme):
         """The passage of one micro-batch; ``open`` returns rows in sequence order."""
         cut = documents_cut_by(self.sequence_layout, documents, tokens, like.device)
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
-        place = (cut, self.sequence_layout, local)
+        layout = self.sequence_layout
+        of_rows = Exchange.of(self.group, self._proj, cut, layout, local)
+        of_outputs = Exchange.of(self.group, self._mixed, cut, layout, local)
         return Passage(
-            open=partial(
-                to_heads, exchange=Exchange.of(self.group, self._proj, *place)
-            ),
-            close=partial(
-                to_sequence, exchange=Exchange.of(self.group, self._mixed, *place)
-            ),
+            open=partial(to_heads, exchange=of_rows),
+            close=partial(to_sequence, exchange=of_outputs),
             neighbours=SequenceContext(documents),
         )
 
@@ -70,8 +68,12 @@ class Headwise(Scheme):
         In the backward all other rows get zeros. Megatron's data-parallel reduction
         adds up the gradients of the group's ranks to the gradient of a run on one rank.
         """
-        key = param.shape[0], None if names is None else tuple(names)
-        shares, block = self._of_parameters.get(key) or self._shares_of_parameter(*key)
+        rows = param.shape[0]
+        sections = None
+        if names is not None:
+            sections = tuple(names)
+        known = self._of_parameters.get((rows, sections))
+        shares, block = known or self._shares_of_parameter(rows, sections)
         if block is not None:
             return param.narrow(0, block.whole, block.width)
         return param.index_select(0, _own_rows(shares, self._rank, param.device))
@@ -90,8 +92,11 @@ class Headwise(Scheme):
             shares = HeadShares(
                 self.size, sections if len(names) > 1 else (rows,), copies
             )
-        first, *others = shares.blocks(self._rank)
-        self._of_parameters[rows, names] = shares, None if others else first
+        blocks = shares.blocks(self._rank)
+        block = None
+        if len(blocks) == 1:
+            block = blocks[0]
+        self._of_parameters[rows, names] = shares, block
         return self._of_parameters[rows, names]
 
 

@@ -111,14 +111,24 @@ def strips(shares: HeadShares, largest_block: int) -> tuple[Strip, ...]:
     # Blocks are powers of two and cover the columns exactly, so kernels mask no
     # columns.
     cut = []
-    for whole, own, width, copies, *_ in shares.blocks(0):
+    for section in shares.blocks(0):
+        width = section.width
         done = 0
         block = largest_block
         while done < width:
             while block > width - done:
                 block //= 2
             repeats = (width - done) // block
-            cut.append(Strip(whole + done, own + done, width, copies, block, repeats))
+            cut.append(
+                Strip(
+                    section.whole + done,
+                    section.own + done,
+                    width,
+                    section.copies,
+                    block,
+                    repeats,
+                )
+            )
             done += repeats * block
     return tuple(cut)
 

@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 from ...ops.obstacles import log_obstacle_once
 
@@ -107,7 +106,7 @@ def _compile_with_check(name: str, compile: Callable) -> Callable:
     """Wrap ``compile`` of the kernel ``name``: the wrapper checks that no fence is
     missing."""
 
-    def compile_and_check(*args: object, **kwargs: object) -> Any:
+    def compile_and_check(*args: object, **kwargs: object) -> object:
         """Return the kernel that ``compile`` makes; raise if its source lacks a
         fence."""
         compiled = compile(*args, **kwargs)

@@ -85,7 +85,8 @@ class FlashQlaForward(RuleForward):
             inputs = in_one_row(self.inputs)
         if maps is None:
             entering = initial
-            kept = Kept(*sums_and_inverses(inputs, segments))
+            g_sum, A = sums_and_inverses(inputs, segments)
+            kept = Kept(g_sum, A)
         else:
             entering = maps.entering(initial)
             kept = maps.saved(entering)
@@ -105,7 +106,8 @@ class FlashQlaBackward(RuleBackward):
     """The backward of one call of FlashQLA's rule."""
 
     _maps: SegmentMaps | None = None  # None unless this backward cuts sequences itself
-    _d_entering: Any = None  # [P, H, K, V], the result of _d_entering_states
+    # [P, H, K, V], the result of _d_entering_states
+    _d_entering: Any = None
 
     def __init__(
         self,
@@ -192,7 +194,8 @@ class FlashQlaBackward(RuleBackward):
             else:
                 first = self._maps.entering(initial)
             last_grad = kept.leaving(self._d_entering_states(), self._segments, d_final)
-        g_sum, A, *_ = kept
+        g_sum = kept.g_sum
+        A = kept.A
         del kept, self._kept
         self._maps = self._d_entering = None
         states = self._at_chunks
@@ -374,7 +377,8 @@ class FlashQlaRule(Rule):
         on_grid = self.bits is Bits.ON_GRID
         if segments is not None:
             inputs = in_one_row(inputs)
-        recomputed = Kept(*sums_and_inverses(inputs, segments), *kept.tensors)
+        g_sum, A = sums_and_inverses(inputs, segments)
+        recomputed = Kept(g_sum, A, *kept.tensors)
         if recomputed.entering is None:
             entering = initial
         else:

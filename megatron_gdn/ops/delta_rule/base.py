@@ -128,9 +128,12 @@ def delta_layout(sizes: HeadSizes, *others: Section) -> Layout:
     """A layout of the convolved sections query | key | value, then the sections
     ``others``."""
     G, H, K, V = sizes
-    convolved = ("query", "key", K), ("key", "key", K), ("value", "value", V)
-    sections = [Section(*section, conv=True) for section in convolved]
-    return Layout((*sections, *others), (("value", H), ("key", G)))
+    convolved = (
+        Section("query", "key", K, conv=True),
+        Section("key", "key", K, conv=True),
+        Section("value", "value", V, conv=True),
+    )
+    return Layout(convolved + others, (("value", H), ("key", G)))
 
 
 @lru_cache(maxsize=64)

@@ -131,13 +131,13 @@ def _zero_nonfinite_tokens(x: Values) -> tuple[Values, Tensor]:
     if x.strength is not None:
         odd.add_(x.strength)
     bad = odd.mul_(0) != 0
-    bad.view(len(bad_key), -1, *bad.shape[1:]).logical_or_(bad_key[:, None])
+    bad.unflatten(0, (len(bad_key), -1)).logical_or_(bad_key[:, None])
 
     e = None if x.e is x.k else x.e
     of_g = g, bad_key if of_keys else bad
     for t, out in ((x.k, bad_key), (e, bad_key), (x.u, bad), of_g, (x.strength, bad)):
         if t is not None:
-            t.masked_fill_(out.view(*out.shape, *(1,) * (t.dim() - 2)), 0)
+            t.masked_fill_(out.view(out.shape + (1,) * (t.dim() - 2)), 0)
     return x._replace(g=g), bad.cumsum(-1) > 0
 
 
@@ -369,7 +369,7 @@ class _SolveAndPassStates(torch.autograd.Function):
             if W is not None:
                 through = torch.bmm(k_out.mT, W)
                 through.diagonal(dim1=-2, dim2=-1).add_(decay[..., 0])
-            of_heads = through.view(-1, H, *through.shape[1:])
+            of_heads = through.unflatten(0, (-1, H))
             S, carried, final = group.walk(of_heads, states, carried, initial)
         else:
             S = states[:-1].zero_()
@@ -397,13 +397,14 @@ class _SolveAndPassStates(torch.autograd.Function):
         else:
             torch.baddbmm(dS, W.mT, dy, out=states[:-1].flatten(0, 1))
             through = through.mT
-        of_heads = through.view(-1, ctx.heads, *through.shape[1:])
+        of_heads = through.unflatten(0, (-1, ctx.heads))
         after, d_carried, d_initial = ctx.group.walk(
             of_heads, states, d_carried, d_final, back=True
         )
-        d_states = (d_carried if ctx.needs_input_grad[5] else None), d_initial
+        if not ctx.needs_input_grad[5]:
+            d_carried = None
         if not any(ctx.needs_input_grad[:5]):  # only the states need a gradient
-            return (None,) * 5 + (*d_states, None, None)
+            return (None,) * 5 + (d_carried, d_initial, None, None)
         after = after.flatten(0, 1)
         du = torch.baddbmm(dy, k_out, after)
         dA = None
@@ -419,4 +420,4 @@ class _SolveAndPassStates(torch.autograd.Function):
         d_decay = (S * after).sum(-1, keepdim=True)
         if d_decay.shape != ctx.shape_of_decay:
             d_decay = d_decay.sum(1, keepdim=True)
-        return dA, du, de_in, dk_out, d_decay, *d_states, None, None
+        return dA, du, de_in, dk_out, d_decay, d_carried, d_initial, None, None

@@ -119,14 +119,14 @@ class PlainForward(RuleForward):
         """
         chunks = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID)
         initial = chunks.state(None)
-        _, _, K, V = chunks.shape
+        N, H, K, V = chunks.shape
         extra_columns = K if self.rule.erases else 1
         kind = {"dtype": initial.dtype, "device": initial.device}
         if self.rule.erases:
             enters = torch.eye(K, **kind)
         else:
             enters = torch.ones(K, 1, **kind)
-        enters = enters.expand(*initial.shape[:3], extra_columns)
+        enters = enters.expand(N, H, K, extra_columns)
         with full_fp32_matmul(initial.device.type):
             wide = torch.cat([initial, enters], dim=-1)
             final, _ = chunks.walk(chunks.table.groups, wide, extra_columns)

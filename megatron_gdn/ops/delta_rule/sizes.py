@@ -95,7 +95,7 @@ class LinearDims:
         the heads."""
         held = f"{self.num_key_heads} key heads and {self.num_value_heads} value heads"
         held += "".join(f", {name}={getattr(self, name)}" for name in self.also_shared)
-        names = "num_key_heads", "num_value_heads", *self.also_shared
+        names = ("num_key_heads", "num_value_heads") + self.also_shared
         counts = {name: getattr(self, name) for name in names}
         require_shares(ranks, tuple(counts.values()), held)
         return replace(self, **{name: count // ranks for name, count in counts.items()})

@@ -191,7 +191,7 @@ def lead_in_backward(
     partial.zero_()
     N, _ = table.before.shape
     B, C = rows.shape[1:]
-    scalars = (*rows.stride(), columns)
+    scalars = rows.stride() + (columns,)
     W = weight.shape[-1]
     launch = _launch(lead_in_backward_kernel, N, B, C, *scalars, W=W)
     launch(rows, weight, table.before, table.edge, d_lead, d_rows, partial)

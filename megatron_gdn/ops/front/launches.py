@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import triton
@@ -118,15 +118,20 @@ class TritonFront(Front):
         # share one compilation.
         outs = list(made.values())
         stand_in = next((x for x in outs[:3] if x is not None), proj)
+        outs = [stand_in if x is None else x for x in outs[:3]] + [
+            given.A_log if x is None else x for x in _padded(outs[3:], None)
+        ]
         launch(
             proj,
             gate_rows,
-            *given[:4],
+            given.weight,
+            given.bias,
+            given.A_log,
+            given.dt_bias,
             None if documents is None else documents.position_T,
             lead,
             place,
-            *(stand_in if x is None else x for x in outs[:3]),
-            *(given.A_log if x is None else x for x in _padded(outs[3:], None)),
+            *outs,
         )
         return made
 
@@ -142,8 +147,9 @@ class TritonFront(Front):
             for names, _ in self.outputs
             for name in names
         ]
+        d_inputs = d_made[:3] + _padded(d_made[3:], given.A_log)
         factor = getattr(grads, "factor", None)
-        weight, bias, A_log, dt_bias, *_ = given
+        weight, bias, A_log, dt_bias = given[:4]
         gate_rows, d_gate_rows = (
             (proj, d_proj) if d_apart is None else (given.apart, d_apart)
         )
@@ -158,12 +164,10 @@ class TritonFront(Front):
             S,
             B,
             weight.shape[-1],
-            (
-                *proj.stride()[:2],
-                *gate_rows.stride()[:2],
-                *d_proj.stride()[:2],
-                *d_gate_rows.stride()[:2],
-            ),
+            proj.stride()[:2]
+            + gate_rows.stride()[:2]
+            + d_proj.stride()[:2]
+            + d_gate_rows.stride()[:2],
             tuple([x.shape[2] for x in d_made]),
             (proj.element_size(), d_made[2].element_size()),
             d_apart is not None,
@@ -186,8 +190,7 @@ class TritonFront(Front):
             None if documents is None else documents.position_T,
             lead,
             place,
-            *d_made[:3],
-            *_padded(d_made[3:], A_log),
+            *d_inputs,
             factor,
             d_proj,
             d_gate_rows,
@@ -213,10 +216,10 @@ def gates_without_kernels(table: FrontTable) -> tuple[str, ...]:
     return tuple(lacking)
 
 
-def _padded(per_gate: list[Any], absent: object) -> list[Any]:
+def _padded[Item](per_gate: list[Item], absent: Item) -> list[Item]:
     """The list ``per_gate``, one element for each gate, filled up to three with
     ``absent``."""
-    return [*per_gate, *[absent] * (_MOST_GATES - len(per_gate))]
+    return per_gate + [absent] * (_MOST_GATES - len(per_gate))
 
 
 @lru_cache(maxsize=MOST_PLANS)
@@ -245,11 +248,11 @@ def _forward_launch(
         within_grid(tile, S, B),
         S,
         W,
-        (strides[0], gate_strides[0], *_elements_per_token(front)),
+        [strides[0], gate_strides[0]] + _elements_per_token(front),
     )
     require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
     convolved, gates, functions = kernel_tables(front, gates_apart)
-    slots = [of[AT_COUNT] for of in (*convolved, *gates)]
+    slots = [of[AT_COUNT] for of in convolved + gates]
     first = wanted_outputs.index(True)
     last = len(wanted_outputs) - wanted_outputs[::-1].index(True)
     assert all(wanted_outputs[first:last]), "wanted sections must be adjacent"
@@ -304,7 +307,7 @@ def _backward_plan(
         group * width
         for group, width in zip(groups, _elements_per_token(front), strict=True)
     ]
-    tile = tile_of_32_bit_offsets(tile, S, W, (*strides[::2], *widths))
+    tile = tile_of_32_bit_offsets(tile, S, W, list(strides[::2]) + widths)
     require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
     convolved, gates, functions = kernel_tables(front, gates_apart, "_backward", groups)
     copied = [
@@ -320,7 +323,7 @@ def _backward_plan(
     columns = rate_column + n + n * width
     launch = Launch(
         front_backward_kernel,
-        (sum(of[AT_COUNT] for of in (*gates, *convolved)), tiles, B),
+        (sum(of[AT_COUNT] for of in gates + convolved), tiles, B),
         S,
         tile.steps,
         *strides,

@@ -82,7 +82,7 @@ class PlainFront(Front):
             return list(self._differentiable_inputs(inner, self.names).values())
 
         d_made = []
-        sections = [*self.table.convolved, *self.table.gates]
+        sections = self.table.convolved + self.table.gates
         factor = getattr(grads, "factor", None)
         for part in sections:
             heads = self.layout.shape_of(part.section)[0]
@@ -96,7 +96,7 @@ class PlainFront(Front):
                 d = d.sum(3)
                 if factor is not None:
                     d = d * factor.view(heads, -1)[:, 0].view(
-                        heads, *[1] * (d.dim() - 3)
+                        (heads,) + (1,) * (d.dim() - 3)
                     )
                 d_made.append(d)
         if history is None:
@@ -140,9 +140,9 @@ def front_of(
         raise ValueError(
             f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'."
         )
-    options = operands, bits >= Bits.DETERMINISTIC
+    deterministic = bits >= Bits.DETERMINISTIC
     if kernels == "torch":
-        return PlainFront(table, *options)
+        return PlainFront(table, operands, deterministic)
     if kernels == "auto":
         why = why_not_triton(device, rows_dtype, taps)
     else:
@@ -152,7 +152,7 @@ def front_of(
 
         lacking = gates_without_kernels(table)
         if not lacking:
-            return TritonFront(table, *options)
+            return TritonFront(table, operands, deterministic)
         why = (
             f"the gates {', '.join(lacking)} have no functions in "
             "ops/front/gate_kernels.py"
@@ -162,4 +162,4 @@ def front_of(
                 f"kernels='triton': {why}. Write them, or use 'auto' or 'torch'."
             )
     log_obstacle_once(f"conv, gates and norm run in plain torch: {why}.", device)
-    return PlainFront(table, *options)
+    return PlainFront(table, operands, deterministic)

@@ -165,9 +165,9 @@ class Front:
         convolution."""
         found = {}
         first = self.layout.conv_columns.start
-        for section, *_ in self.table.convolved:
-            columns = self.layout.columns(section)
-            found[section] = slice(columns.start - first, columns.stop - first)
+        for part in self.table.convolved:
+            columns = self.layout.columns(part.section)
+            found[part.section] = slice(columns.start - first, columns.stop - first)
         return found
 
     def gates_of(
@@ -272,11 +272,12 @@ class Front:
 
     def _named_parameters(self, parameters: Parameters) -> FrontParameters:
         """The list ``parameters``, in the order of the class's docstring, by name."""
-        weight, bias, A_log, dt_bias, *others = parameters
-        if self.table.shared is None:
-            shared = None
-        else:
+        weight, bias, A_log, dt_bias = parameters[:4]
+        others = list(parameters[4:])
+        shared = None
+        if self.table.shared is not None:
             shared = others.pop(0)
-        return FrontParameters(
-            weight, bias, A_log, dt_bias, shared, *(others or (None,))
-        )
+        apart = None
+        if others:
+            (apart,) = others
+        return FrontParameters(weight, bias, A_log, dt_bias, shared, apart)

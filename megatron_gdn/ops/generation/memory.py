@@ -77,7 +77,7 @@ class Memory(NamedTuple):
                 f"decode your own buffers [M, {tokens}, ...] and the same slots."
             )
         made = Memory(
-            *(_empty_steps(x, tokens + 1) for x in (self.history, self.state))
+            _empty_steps(self.history, tokens + 1), _empty_steps(self.state, tokens + 1)
         )
         made.after(0, None).write(self.history, self.state)
         return made
@@ -143,7 +143,9 @@ class MemoryShape(NamedTuple):
         else:
             channels = layout.conv_width
         past = taps + CHUNK if on_grid else taps - 1
-        return MemoryShape(channels, past, *state[:3], on_grid)
+        return MemoryShape(
+            channels, past, state.heads, state.rows, state.columns, on_grid
+        )
 
     @property
     def history(self) -> tuple[int, int]:
@@ -181,9 +183,10 @@ class MemoryShape(NamedTuple):
             ("history", memory.history, self.history, dtype),
             ("state", memory.state, self.state, wide),
         ):
+            whole = (sequences, *shape)
             found = tuple(tensor.shape)
             kind = tensor.dtype
-            fits = found == (sequences, *shape) and kind == least
+            fits = found == whole and kind == least
             if slots is not None:
                 if name == "history":
                     longer = self.window
@@ -193,6 +196,6 @@ class MemoryShape(NamedTuple):
                 fits = fits and torch.promote_types(kind, least) == kind
             if not fits:
                 raise ValueError(
-                    f"{name} must be {(sequences, *shape)} in {least} for {sequences} "
+                    f"{name} must be {whole} in {least} for {sequences} "
                     f"sequences of {dtype} rows, got {found} in {kind}."
                 )

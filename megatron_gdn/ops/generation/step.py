@@ -157,7 +157,8 @@ def decode(
     shape = stages.memory_shape
     front = stages.front
     shape.check(memory, N, proj.dtype)
-    *of_front, gamma = stages.parameters
+    of_front = stages.of_front
+    gamma = stages.parameters[-1]
     token_of = _decode_token_in_torch
     if front.triton and not shape.rows_first:
         from .step_kernels import decode_token_in_slots as token_of
@@ -170,7 +171,8 @@ def decode(
         if shape.rows_first:
             mixed.append(decode_on_grid(row, stages, memory))
             if after is not None:
-                after.write(*memory.gathered())
+                history, state = memory.gathered()
+                after.write(history, state)
         else:
             o = token_of(row, front, of_front, memory, after)
             mixed.append(stages.readout.forward(o, row, gamma))

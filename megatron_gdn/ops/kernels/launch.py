@@ -10,8 +10,8 @@ multiple of 16 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,15 @@ def pointers_and_key(
     return pointers, tuple(key)
 
 
+class _Prepared(NamedTuple):
+    """A launch by Triton's launcher; a call adds the grid, the stream and pointers."""
+
+    launch: Callable[..., None]  # Triton's launcher, in C
+    before: tuple  # its arguments before the pointers
+    after: tuple  # and behind them
+    compiled: object  # keeps the GPU function loaded
+
+
 class Launch:
     """A kernel with its grid, numbers and constants; a call passes only the tensors.
 
@@ -82,7 +91,7 @@ class Launch:
             )
         self._numbers = numbers
         self._constants = constants
-        self._prepared: dict[tuple, tuple[Any, tuple, tuple, Any]] = {}
+        self._prepared: dict[tuple, _Prepared] = {}
         self._ordinary = not isinstance(kernel, JITFunction)
         if not self._ordinary:
             compile_in_one_process(kernel)
@@ -113,14 +122,10 @@ class Launch:
         launch, before, after, _ = prepared
         launch(*self._axes, stream, *before, *pointers, *after)
 
-    def _prepare(
-        self, compiled: Any, tensors: int
-    ) -> tuple[Any, tuple, tuple, Any] | None:
-        """Return Triton's C launcher, its arguments before and after the pointers,
-        ``compiled``.
+    def _prepare(self, compiled: Any, tensors: int) -> _Prepared | None:
+        """Prepare the launch of ``compiled`` with ``tensors`` pointers.
 
-        ``tensors`` is the number of pointers. ``compiled`` keeps the GPU function
-        loaded. Returns None if the launcher needs scratch memory or lacks an attribute
+        Returns None if Triton's launcher needs scratch memory or lacks an attribute
         that this method reads.
         """
         try:
@@ -142,7 +147,7 @@ class Launch:
             after = list(self._numbers)
             for parameter in self._kernel.params[tensors + len(after) :]:
                 after.append(self._constants[parameter.name])
-            return launcher.launch, before, tuple(after), compiled
+            return _Prepared(launcher.launch, before, tuple(after), compiled)
         except (AttributeError, KeyError):
             return None
 

@@ -83,9 +83,10 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
     columns.
     """
     sizes = tuple([out.numel() for out in outs])
-    *earlier, (_, last) = _reduction_launches(*partial_NM.shape, sizes)
+    N, M = partial_NM.shape
+    *earlier, (_, last) = _reduction_launches(N, M, sizes)
     for groups, launch in earlier:
-        sums_NM = partial_NM.new_empty(groups, partial_NM.shape[1])
+        sums_NM = partial_NM.new_empty(groups, M)
         launch(partial_NM, sums_NM, None, None, None)
         partial_NM = sums_NM
     last(partial_NM, *outs, *(None,) * (_MOST_OUTS - len(outs)))

@@ -68,8 +68,10 @@ class TritonReadout(PlainReadout):
         S, B, _ = rows.shape
         if d_out.stride(2) != 1:
             d_out = d_out.contiguous()
-        strides = *rows.stride()[:2], *d_rows.stride()[:2], *d_out.stride()[:2]
-        tiles, launch = _backward_launch(self, S, B, *o.shape[2:], strides, tile)
+        strides = rows.stride()[:2] + d_rows.stride()[:2] + d_out.stride()[:2]
+        tiles, launch = _backward_launch(
+            self, S, B, o.shape[2], o.shape[3], strides, tile
+        )
         d_o = torch.empty_like(o, dtype=rows.dtype)
         partial = torch.empty(
             B * tiles, len(gamma), dtype=torch.float32, device=o.device

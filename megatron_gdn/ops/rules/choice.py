@@ -91,7 +91,10 @@ def choose(
             device.type,
         )
         words = "; ".join(whys)
-    reason = "; ".join([*_MODES[bits], *filter(None, [words])])
+    reasons = list(_MODES[bits])
+    if words:
+        reasons.append(words)
+    reason = "; ".join(reasons)
     if taken is rules[-1]:
         reason += advice_about_plain_rule(device, *passed.values())
     return Choice(taken.of(sizes, bits), reason)
@@ -101,7 +104,7 @@ def require_known(backend: str, mixer: str, rules: Sequence[type[Rule]]) -> None
     """Raise a ValueError unless ``backend`` is "auto" or the name of one of
     ``rules``."""
     names = [rule.name for rule in rules]
-    if backend not in ("auto", *names):
+    if backend != "auto" and backend not in names:
         legal = ", ".join(map(repr, names))
         raise ValueError(
             f"unknown backend {backend!r} of {mixer}; use 'auto' or one of {legal}."

@@ -250,8 +250,8 @@ class ChunkTable:
         ``[n, H, C, ...]``."""
         rows = x.flatten(0, 1)[group.token]
         if group.empty is not None:  # zeros neither change nor decay a state
-            rows.masked_fill_(group.empty.view(-1, *(1,) * (rows.dim() - 1)), 0)
-        chunks = rows.view(-1, self.chunk_size, *rows.shape[1:]).movedim(1, 2)
+            rows.masked_fill_(group.empty.view((-1,) + (1,) * (rows.dim() - 1)), 0)
+        chunks = rows.unflatten(0, (-1, self.chunk_size)).movedim(1, 2)
         if out is None:
             out = torch.empty(chunks.shape, dtype=dtype, device=x.device)
         return out.copy_(chunks)
@@ -285,7 +285,7 @@ class ChunkTable:
             )
             return
         to = rows[group.slots if group.tokens is None else group.tokens]
-        to.view(-1, self.chunk_size, *to.shape[1:]).copy_(chunks)
+        to.unflatten(0, (-1, self.chunk_size)).copy_(chunks)
 
     def to_tokens(self, rows: Tensor, like: Tensor) -> Tensor:
         """The ``rows`` that :meth:`put` wrote, in token order and in the shape of
@@ -418,7 +418,7 @@ def _sequences_of_group(
     both = places.first, places.last
     inside = [(chunk - start).clamp(0, stop - start - 1) for chunk in both]
     here = [places.filled & (chunk >= start) & (chunk < stop) for chunk in both]
-    return *inside, *(x.view(-1, 1, 1, 1) for x in here)
+    return tuple(inside + [x.view(-1, 1, 1, 1) for x in here])
 
 
 def _group_on_device(

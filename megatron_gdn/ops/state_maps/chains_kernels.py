@@ -136,10 +136,7 @@ def follow(
     if compose:
         kind = _IDENTITY
     strides = (
-        *local.stride()[:3],
-        *through.stride(),
-        *given.stride()[:3],
-        *out.stride()[:3],
+        local.stride()[:3] + through.stride() + given.stride()[:3] + out.stride()[:3]
     )
     launch = _follow_launch(N, L, H, K, V, X, strides, kind, cut is not None)
     launch(local, through, given, out, table, table if cut is None else cut)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -163,13 +163,17 @@ def _build_segments(
         if not made[-3].any():
             ragged = None
     backwards = [chain[::-1] for chain in chains]
-    makers = _steps_to_final_states, _steps_to_segment_states
-    ways = (
-        make(way, documents.device) for way in (chains, backwards) for make in makers
+    device = documents.device
+    return Segments(
+        documents.cu_seqlens,
+        *tables,
+        ragged=ragged,
+        places=ChunkPlaces(first_chunks, indices),
+        whole=_steps_to_final_states(chains, device),
+        entering=_steps_to_segment_states(chains, device),
+        opening=_steps_to_final_states(backwards, device),
+        leaving=_steps_to_segment_states(backwards, device),
     )
-    places = ChunkPlaces(first_chunks, indices)
-    fields: list[Any] = [documents.cu_seqlens, *tables, ragged, places, *ways]
-    return Segments(*fields)
 
 
 def _compute_tables(
