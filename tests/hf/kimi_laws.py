@@ -221,3 +221,25 @@ def loading_fails(folder: Path) -> list[str]:
             except ValueError as error:
                 said.append(str(error))
     return said
+
+
+def generation_fails(folder: Path) -> tuple[str, str]:
+    """What latent attention says of cached latents, and of generation by two
+    context-parallel ranks."""
+    said = []
+    with parallel(cp=2):
+        config = read_hf_config(folder)
+        try:
+            build_model(config, dtype=torch.float32, cache_mla_latents=True)
+        except NotImplementedError as error:
+            said.append(str(error))
+        model, _ = build_model(config, dtype=torch.float32)
+        latent = next(
+            one for one in model.modules() if isinstance(one, LatentAttention)
+        )
+        try:
+            latent(torch.zeros(4, 1, 24), None, inference_context=object())
+        except NotImplementedError as error:
+            said.append(str(error))
+    cached, divided = said
+    return cached, divided

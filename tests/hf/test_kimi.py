@@ -26,6 +26,10 @@ from tests.hf.test_folders import digests
 from tests.hf.tiny_models import KIMI_FOLDERS, KIMI_PUBLISHED
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def step_of_transformers(pools, hf_folder, tmp_path_factory):
     """``step_of_transformers(name, packed)``: the folders of gradients and the logits,
@@ -49,18 +53,18 @@ def step_of_transformers(pools, hf_folder, tmp_path_factory):
     ("name", "packed", "sizes"),
     [
         ("kimi", False, {}),
-        ("kimi tied", False, {}),
-        ("kimi groups", False, {}),
         ("kimi saved", True, {}),
         ("kimi", False, {"tp": 2}),
-        ("kimi saved", False, {"tp": 2}),
-        # experts need sequence parallelism
-        ("kimi dense", False, {"tp": 2, "sequence_parallel": False}),
         ("kimi", True, {"cp": 2}),
-        ("kimi", True, {"cp": 2, "layout": "contiguous"}),
-        ("kimi", False, {"cp": 2}),
         ("kimi", False, {"pp": 2}),
         ("kimi", False, {"ep": 2}),
+        slow("kimi tied", False, {}),
+        slow("kimi groups", False, {}),
+        slow("kimi saved", False, {"tp": 2}),
+        # experts need sequence parallelism
+        slow("kimi dense", False, {"tp": 2, "sequence_parallel": False}),
+        slow("kimi", True, {"cp": 2, "layout": "contiguous"}),
+        slow("kimi", False, {"cp": 2}),
     ],
     ids=str,
 )
@@ -77,7 +81,10 @@ def test_a_step_has_the_logits_and_gradients_of_transformers(
         assert max(found.values()) < 1e-5, found
 
 
-@pytest.mark.parametrize("name", KIMI_FOLDERS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "kimi tied" else slow(name) for name in KIMI_FOLDERS],
+)
 def test_export_gives_the_source_files_back_byte_for_byte(hf_folder, tmp_path, name):
     folder = hf_folder(name)
     import_folder(folder, tmp_path / "imported")
@@ -151,6 +158,12 @@ def test_a_model_that_rotates_or_has_another_epsilon_is_refused(pools, hf_folder
     epsilon, rotates = pools(1).run(laws.loading_fails, hf_folder("kimi"))[0]
     assert "MLASelfAttention, which rotates queries and keys" in rotates
     assert "built with norm_epsilon=None, but Hugging Face models" in epsilon
+
+
+def test_what_latent_attention_cannot_generate_with_is_refused(pools, hf_folder):
+    for cached, divided in pools(2).run(laws.generation_fails, hf_folder("kimi")):
+        assert "cache_mla_latents=True" in cached
+        assert "was built with context_parallel_size=2" in divided
 
 
 # Of moonshotai/Kimi-Linear-48B-A3B-Instruct, all fields, of a small model's sizes.
