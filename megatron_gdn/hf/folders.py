@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -37,6 +37,10 @@ from .model_map import Architecture, HFModelConfig, read_hf_config
 from .new_folder import new_folder, refuse_existing
 from .safetensors_files import SafetensorsFolder
 from .tensor_plan import count_of_others, plan_of
+
+if TYPE_CHECKING:
+    from ..compat.state_dict import StateDict
+
 
 # Errors of code, or of versions that do not fit together; no damaged file is their
 # cause.
@@ -170,7 +174,7 @@ def _compared_config(folder: str | Path, model: Architecture) -> HFModelConfig:
     return config
 
 
-def _with_extra_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
+def _with_extra_states_of_te(state: StateDict) -> StateDict:
     """Add the ``_extra_state`` entries that a model of Transformer Engine's modules
     looks for."""
     modules = [tensor.key.removesuffix(".weight") for tensor in state.values()]
@@ -193,9 +197,7 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
         _require_format(folder / _FORMAT)
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
         common = _load_common(folder)
-        table: dict[str, Any] = (
-            FileSystemReader(folder).read_metadata().state_dict_metadata
-        )
+        table: StateDict = FileSystemReader(folder).read_metadata().state_dict_metadata
     # arguments of the run; if None, we assume the norms of a model of `build_model`
     args = common.get("args")
     kind: Architecture = "hybrid" if "decoder.final_norm.weight" in stored else "gpt"
@@ -268,7 +270,7 @@ def _require_format(file: Path) -> None:
         )
 
 
-def _load_common(folder: Path) -> dict[str, Any]:
+def _load_common(folder: Path) -> StateDict:
     """What Megatron stored beside the tensors, such as the arguments of the run."""
     try:
         common = dist_checkpointing.load_common_state_dict(folder)
@@ -339,7 +341,7 @@ def _require_every_part(key: str, entry: Any, folder: Path) -> None:
 
 
 def _refuse_another_model(
-    stored: dict[str, Any], expected: dict[str, Any], folder: Path, like: str | Path
+    stored: StateDict, expected: StateDict, folder: Path, like: str | Path
 ) -> None:
     """Refuse a checkpoint whose tensors ``stored`` differ in key or shape from
     ``expected``."""
@@ -372,7 +374,7 @@ def _refuse_another_model(
         # Runs may pad the vocabulary differently; rows of padding follow the
         # vocabulary's rows.
         if entry.allow_shape_mismatch and shape[:1] > asked[:1]:
-            asked = (*shape[:1], *asked[1:])
+            asked = shape[:1] + asked[1:]
         if shape != asked:
             raise ValueError(
                 f"{key} has shape {shape} in {folder}, but config.json of {like} asks "

@@ -9,18 +9,21 @@ from typing import Any
 
 from ..command_line import one_line
 
+# A JSON object: what its values are is checked where they are read.
+JsonObject = dict[str, Any]
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 60
 _SHORT.maxother = 60
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> JsonObject:
     """The JSON object in the file ``path``; a ValueError names the file and the
     fault."""
     return parse_object(path.read_bytes(), str(path))
 
 
-def parse_object(content: bytes, where: str) -> dict[str, Any]:
+def parse_object(content: bytes, where: str) -> JsonObject:
     """The JSON object in ``content``, which is read from ``where``; a ValueError names
     both.
 
@@ -44,9 +47,9 @@ def parse_object(content: bytes, where: str) -> dict[str, Any]:
     return parsed
 
 
-def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_each_key_once(pairs: list[tuple[str, object]]) -> JsonObject:
     """The object with these ``pairs`` of key and value."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for key, value in pairs:
         if key in found:
             raise ValueError(f"the key {shown(key)} is listed twice")

@@ -240,7 +240,7 @@ class Documents:
         What is made from sizes alone is the result of an ``lru_cache``; if it has
         tensors, of a :func:`.host_tables.cached_by_stream`.
         """
-        key = make, *arguments
+        key = make, arguments
         if key not in self.kept:
             self.kept[key] = make(self, *arguments)
         return self.kept[key]
@@ -257,7 +257,7 @@ class Documents:
         boundaries runs ``make`` again. ``move=False`` leaves the tensors on the device
         of :attr:`starts`.
         """
-        key = make, *arguments, move
+        key = make, arguments, move
         found = self.kept.get(key)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():

@@ -210,7 +210,7 @@ class StaticDocuments(Documents):
     ) -> Made:
         """The tensors of ``make(self, *arguments)``; a new table during a capture
         raises."""
-        key = make, *arguments
+        key = make, arguments
         found = self._tables.get((self._key, key))
         if found is None:
             require_no_capture("a table of packed documents")
@@ -296,7 +296,7 @@ def _cut_static_documents(
         most=most,
         longest=tokens,
         total_tokens=tokens,
-        _key=(documents._key, (make, *arguments)),
+        _key=(documents._key, (make, arguments)),
         _tables=documents._tables,
         _checks={},
         _stamps=documents._stamps,

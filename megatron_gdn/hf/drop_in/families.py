@@ -28,6 +28,9 @@ from ...ops.stages import MakeFront, fronts_of
 from ..config_fields import check_config
 from .sources import CACHE_NAMES
 
+# A linear-attention module of transformers, whose attributes depend on its family.
+LinearAttention = Any
+
 
 class Mixer(NamedTuple):
     """This package's mixer for one linear-attention module of transformers."""
@@ -36,10 +39,10 @@ class Mixer(NamedTuple):
     rule: ChooseRule
     front: MakeFront
     # ``mixer`` and ``recurrence`` of MicroBatches, for error messages
-    names: dict[str, Any]
+    names: dict[str, str]
 
 
-def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
+def _gdn_mixer(module: LinearAttention, config: Any, options: Any) -> Mixer:
     """The `Mixer` of a module of transformers that computes Gated DeltaNet."""
     dims = GDNDims.from_config(config)
     rule = partial(
@@ -50,7 +53,7 @@ def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
     return Mixer(dims, rule, fronts_of(gdn_table, **settings), {})
 
 
-def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
+def _kda_mixer(module: LinearAttention, config: Any, options: Any) -> Mixer:
     """The `Mixer` of a module of transformers that computes Kimi Delta Attention."""
     if options.rule_operands != "fp16" or options.recompute_qkv:
         raise ValueError(
@@ -114,7 +117,7 @@ class Family(NamedTuple):
     out: str = "out_proj"
     gate: str = ""  # submodule with A_log and dt_bias; empty: the module itself
     # called with module, config, options
-    mixer: Callable[[Any, Any, Any], Mixer] = _gdn_mixer
+    mixer: Callable[..., Mixer] = _gdn_mixer
     fields: tuple[str, ...] = _GDN_FIELDS  # fields of the config that the layer reads
 
 
@@ -168,7 +171,7 @@ def family_of(module: nn.Module) -> Family:
     return FAMILIES[cls.__name__]
 
 
-def linear_attentions(module: nn.Module) -> Iterator[Any]:
+def linear_attentions(module: nn.Module) -> Iterator[LinearAttention]:
     """All linear-attention modules of transformers in ``module``."""
     return (
         found for found in module.modules() if transformers_class(found) is not None
@@ -204,7 +207,7 @@ def cache_parameter(function: Callable) -> str:
     return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[-1])
 
 
-def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
+def project(module: LinearAttention, x_BSH: Tensor, dims: Any) -> Tensor:
     """Project ``x_BSH`` to rows ``[B, S, P]`` with the sections of ``dims.layout``."""
     sections = []
     if chains := family_of(module).projections:
@@ -285,10 +288,10 @@ def _call_by_device(
     chosen: Callable,
     plain: Callable,
     known: frozenset[str],
-    x: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    x: Tensor,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Call ``plain``, whose arguments are ``known``, if ``x`` is on the CPU, else
     ``chosen``."""
     # ``plain`` would ignore boundaries of documents; ``chosen`` refuses them on a CPU.

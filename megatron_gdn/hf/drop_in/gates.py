@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from ...mixers.precision import Fp32Parameters
 from ...ops.front.gates import decay_and_write_gates
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES, HOLDER_NAME
-from .families import family_of, subclass
+from .families import LinearAttention, family_of, subclass
+
+if TYPE_CHECKING:
+    from ...compat.state_dict import StateDict
 
 
 class SSMGate(Fp32Parameters, nn.Module):
@@ -138,7 +141,7 @@ class HoldsGates(Fp32Parameters):
             return FP32_GDN_PARAM_NAMES
         return ()
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse pickle, which finds a class by its name; the patch made this one."""
         raise NotImplementedError(
             f"{type(self).__name__} is patched by megatron_gdn.hf.patch, and a patched "
@@ -146,12 +149,12 @@ class HoldsGates(Fp32Parameters):
             "undo the patch, save the model, and patch it again after loading."
         )
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> Self:
         copied: Any = object.__new__(type(self))
         copied.__setstate__(vars(self))
         return copied
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         copied: Any = object.__new__(type(self))
         memo[id(self)] = copied  # children may refer to this module
         copied.__setstate__(deepcopy(vars(self), memo))
@@ -198,7 +201,7 @@ class HoldsGates(Fp32Parameters):
             return dict.fromkeys(FP32_GDN_PARAM_NAMES, HOLDER_NAME)
         return {}
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply ``fn`` as torch does; casts keep ``A_log`` and ``dt_bias`` fp32 or
         wider."""
         super()._apply(fn, recurse)
@@ -213,7 +216,7 @@ class HoldsGates(Fp32Parameters):
         super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: object
+        self, state_dict: StateDict, prefix: str, *args: object
     ) -> None:
         """Load as torch does; keys of the gate parameters may name the holder."""
         self._reshard_gates()
@@ -230,7 +233,7 @@ class HoldsGates(Fp32Parameters):
             cast(FSDPModule, self._gates).reshard()
 
 
-def gate_owner(module: Any) -> Any:
+def gate_owner(module: LinearAttention) -> LinearAttention:
     """The module that has ``A_log`` and ``dt_bias``: ``module`` or its forget gate."""
     name = family_of(module).gate
     if name:
@@ -238,7 +241,9 @@ def gate_owner(module: Any) -> Any:
     return module
 
 
-def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
+def install_ssm_gate(
+    module: LinearAttention, fp32_dtype: torch.dtype = torch.float32
+) -> SSMGate:
     """Move ``A_log`` and ``dt_bias`` of ``module`` into a new holder; return the
     holder.
 
@@ -255,19 +260,19 @@ def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SS
     return holder
 
 
-def hold_gates(owner: Any) -> None:
+def hold_gates(owner: LinearAttention) -> None:
     """Make ``owner`` an owner of a holder in place; 16-bit gate parameters become
     fp32."""
     if not isinstance(owner, HoldsGates):
         owner.__class__ = subclass("Holding", HoldsGates, type(owner))
-    parameters: dict[str, Any] = owner._parameters
+    parameters: StateDict = owner._parameters
     for name in FP32_GDN_PARAM_NAMES:
         parameter = parameters[name]
         _cast(parameter, torch.promote_types(parameter.dtype, torch.float32))
     owner.add_module(HOLDER_NAME, OwnersGate(owner))
 
 
-def release_gates(owner: Any, dtypes: dict[str, torch.dtype]) -> None:
+def release_gates(owner: LinearAttention, dtypes: dict[str, torch.dtype]) -> None:
     """Undo :func:`hold_gates` on ``owner``; cast the parameters back to ``dtypes``."""
     del owner._modules[HOLDER_NAME]
     for name, dtype in dtypes.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from types import MethodType, SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,10 @@ from .batch import ModelBatch, group_of, resolve_batch
 from .gates import HoldsGates, gate_owner, hold_gates, release_gates
 from .sources import Sources, cache_in
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
 # Keywords that transformers' own forward does not get; :class:`ModelBatch` has their
 # content.
 _NOT_PASSED_ON = (
@@ -47,7 +51,7 @@ class DropInOptions:
     """The options of :func:`.patching.patch`, in one object for all layers of a patched
     model."""
 
-    cp_mesh: Any = None
+    cp_mesh: DeviceMesh | None = None
     cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER
     linear_cp_mode: str | LinearCpMode | None = None
     backend: str = "auto"
@@ -148,13 +152,13 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         become_drop_in(self, config, DropInOptions.from_keywords(**options))
 
     @property
-    def _cp_mesh(self) -> Any:
+    def _cp_mesh(self) -> DeviceMesh | None:
         """The context-parallel mesh; setting it in one layer sets the mesh of the whole
         model."""
         return self.drop_in.options.cp_mesh
 
     @_cp_mesh.setter
-    def _cp_mesh(self, cp_mesh: Any) -> None:
+    def _cp_mesh(self, cp_mesh: DeviceMesh | None) -> None:
         self.drop_in.micro_batches.use_group(group_of(cp_mesh))
         self.drop_in.options.cp_mesh = cp_mesh
 
@@ -222,7 +226,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         return batch.leave(out_proj(mixed.transpose(0, 1)), hidden_states)
 
     def _run_original(
-        self, hidden_states: Tensor, cache: Any, mask: Any, kwargs: Any
+        self, hidden_states: Tensor, cache: object, mask: object, kwargs: dict
     ) -> Tensor:
         """Run transformers' own forward, with ``A_log`` and ``dt_bias`` gathered if
         sharded."""
@@ -300,7 +304,7 @@ def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
     return readout_by_module(layout.gate_columns, layout.state_heads, call_norm)
 
 
-def _require_silu_and_plain_conv(module: Any) -> None:
+def _require_silu_and_plain_conv(module: families.LinearAttention) -> None:
     """Raise if the activation is not SiLU or ``conv1d`` is not torch's plain
     convolution."""
     require_plain_conv(module.conv1d)
@@ -313,7 +317,7 @@ def _require_silu_and_plain_conv(module: Any) -> None:
 
 
 def become_drop_in(
-    module: Any, config: Any, options: DropInOptions
+    module: families.LinearAttention, config: object, options: DropInOptions
 ) -> CPAwareGatedDeltaNet:
     """Turn transformers' ``module`` into a drop-in in place; its parameters stay the
     same."""

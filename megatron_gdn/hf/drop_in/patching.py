@@ -36,6 +36,11 @@ from .gates import gate_owner
 from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, undo_drop_in
 from .sources import Sources, cache_in, split_masks, text_positions
 
+# A text model of transformers; its attributes depend on its class.
+TextModel = Any
+# Keyword arguments of a forward.
+Keywords = dict[str, Any]
+
 GATHERED = "megatron_gdn_gathered"
 # Under this name a patched text model keeps the forward that another tool had set, or
 # None.
@@ -203,7 +208,9 @@ class Patch(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         self.undo()
 
-    def _replace_modules(self, prefix: str, text: Any, options: DropInOptions) -> None:
+    def _replace_modules(
+        self, prefix: str, text: TextModel, options: DropInOptions
+    ) -> None:
         """Replace the linear attentions of the text model ``text``, whose name is
         ``prefix``."""
         for name, module in text.named_modules(prefix=prefix):
@@ -222,14 +229,14 @@ class Patch(AbstractContextManager):
                 rounded[0],
             )
 
-    def _wrap_forward(self, text: Any, gathers: bool) -> None:
+    def _wrap_forward(self, text: TextModel, gathers: bool) -> None:
         """Find documents before each forward of ``text``; ``gathers``: as in
         :meth:`__init__`."""
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
         before_patch = text.config._attn_implementation
 
         @torch.compiler.disable  # the host reads boundaries
-        def prepare(module: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        def prepare(module: Any, arguments: Keywords) -> Keywords:
             """The arguments of the model's forward, with documents and padding
             resolved."""
             options = next(linear_attentions(module)).drop_in.options
@@ -243,7 +250,7 @@ class Patch(AbstractContextManager):
             return prepare_forward(module, options, arguments)
 
         @wraps(type(text).forward)
-        def forward(module: nn.Module, *args: object, **kwargs: object) -> Any:
+        def forward(module: nn.Module, *args: object, **kwargs: object) -> object:
             arguments = cast(Any, prepare)(
                 module, dict(zip(names, args, strict=False)) | kwargs
             )
@@ -270,7 +277,7 @@ class Patch(AbstractContextManager):
         self._changes.callback(_restore_forward, text)
 
 
-def _restore_forward(text: Any) -> None:
+def _restore_forward(text: TextModel) -> None:
     """Remove the wrapper of ``text.forward``."""
     slot = forward_name(text)
     wrapped = vars(text).pop(_FORWARD_BEFORE)
@@ -289,8 +296,8 @@ def _drop_resolved_batch(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, 
 
 
 def prepare_forward(
-    text: Any, options: DropInOptions, kwargs: dict[str, Any]
-) -> dict[str, Any]:
+    text: TextModel, options: DropInOptions, kwargs: Keywords
+) -> Keywords:
     """Add ``gdn_batch`` (documents, padding) and masks to the text model's
     ``kwargs``."""
     kwargs.pop("gdn_batch", None)
@@ -330,7 +337,7 @@ def prepare_forward(
         positions = to_device(batch.positions.contiguous(), x.device)
         kwargs["position_ids"] = positions.expand(len(x), -1)
     refuse_modules_that_mix(text.config, batch.kind)
-    masks: dict[str, Any] = {"linear_attention": None}
+    masks: Keywords = {"linear_attention": None}
     for kind in set(text.config.layer_types) - {"linear_attention"}:
         if _is_for_the_callers_attention(mask, kind, batch, others.get(kind)):
             masks[kind] = cast(Any, mask)[kind]
@@ -340,7 +347,7 @@ def prepare_forward(
     return kwargs
 
 
-def _refuse_unread_cache(text: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_unread_cache(text: TextModel, kwargs: Keywords) -> None:
     """Raise if ``kwargs`` name the cache as only transformers 5.24 and later versions
     do."""
     known = inspect.signature(type(text).forward).parameters
@@ -372,7 +379,7 @@ def _has_four_dimensions(mask: object) -> bool:
 
 
 def _attention_mask(
-    text: Any, batch: ModelBatch, x: Tensor, position_ids: Tensor
+    text: TextModel, batch: ModelBatch, x: Tensor, position_ids: Tensor
 ) -> Any:
     """The mask that keeps documents apart; None if attention reads positions or
     ``batch``."""
@@ -408,7 +415,7 @@ def _attention_mask(
     )
 
     weight = text.get_input_embeddings().weight
-    no_cache: dict[str, Any] = {cache_parameter(create_causal_mask): None}
+    no_cache: Keywords = {cache_parameter(create_causal_mask): None}
     return create_causal_mask(
         **no_cache,
         config=text.config,

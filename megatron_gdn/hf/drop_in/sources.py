@@ -51,7 +51,7 @@ class Sources(NamedTuple):
     other_masks: Mapping[str, Tensor] = {}  # of the other layers, in a dict of masks
 
     @classmethod
-    def from_keywords(cls, mask: Tensor | None, keywords: dict[str, Any]) -> Sources:
+    def from_keywords(cls, mask: Tensor | None, keywords: dict) -> Sources:
         """Read a forward's ``keywords``, and remove keywords that transformers does not
         take."""
         names = ("_packed_seq_ids", "cu_seqlens", "indices", "seq_index")
@@ -74,7 +74,7 @@ class Sources(NamedTuple):
         return cls(mask, ids, offsets, keywords.get("position_ids"), indices, seq_index)
 
 
-def split_masks(mask: object) -> tuple[Any, dict[str, Any]]:
+def split_masks(mask: object) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The mask of linear attentions and the masks of the other layers, whether in a
     dict or not.
 
@@ -104,7 +104,7 @@ def _dense(mask: Any) -> Any:
     return create_mask(mask.mask_mod, rows, heads, *mask.seq_lengths, device=device)
 
 
-def cache_in(keywords: dict[str, Any]) -> Any:
+def cache_in(keywords: dict) -> Any:
     """transformers' cache among the ``keywords`` of a forward, under any of its names;
     or None.
 

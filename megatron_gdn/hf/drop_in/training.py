@@ -18,6 +18,7 @@ from .families import plain_functions_on_cpu
 from .layer import CPAwareGatedDeltaNet, DropInOptions
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
     from transformers import Trainer
 else:
     Trainer = object  # the user's class lists transformers' Trainer as the second base
@@ -26,6 +27,10 @@ IGNORED = -100
 _COLUMNS = ("input_ids", "labels", "attention_mask")
 
 logger = logging.getLogger(__name__)
+
+
+# A document or a batch: lists or tensors by the names of columns.
+Columns = Mapping[str, Any]
 
 
 class PackingCollator:
@@ -61,7 +66,7 @@ class PackingCollator:
         self.multiple = pad_to_multiple_of
         self.pad = pad_token_id
 
-    def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, documents: Sequence[Columns]) -> dict[str, Any]:
         if not documents:
             raise ValueError("there are no documents to pack.")
         rows = []
@@ -81,15 +86,15 @@ class PackingCollator:
 
         def one_row(lists: Iterable[Iterable[int]]) -> Tensor:
             """The numbers of all ``lists``, joined to one row ``[1, tokens]``."""
-            return torch.tensor([*chain.from_iterable(lists)], device="cpu")[None]
+            return torch.tensor(list(chain.from_iterable(lists)), device="cpu")[None]
 
         offsets = torch.tensor(
-            [0, *accumulate(lengths)], dtype=torch.int32, device="cpu"
+            list(accumulate(lengths, initial=0)), dtype=torch.int32, device="cpu"
         )
         return {
             "input_ids": one_row(rows),
-            "labels": one_row([IGNORED, *row[1:]] for row in labels),
-            "shift_labels": one_row([*row[1:], IGNORED] for row in labels),
+            "labels": one_row([IGNORED] + row[1:] for row in labels),
+            "shift_labels": one_row(row[1:] + [IGNORED] for row in labels),
             "position_ids": one_row(map(range, lengths)),
             "cu_seq_lens_q": offsets,
             "cu_seq_lens_k": offsets,
@@ -98,7 +103,7 @@ class PackingCollator:
         }
 
 
-def _require_packable(number: int, document: Mapping[str, Any]) -> None:
+def _require_packable(number: int, document: Columns) -> None:
     """Raise if ``document`` (number ``number``) has padding, unknown columns or unequal
     lengths."""
     count = len(document["input_ids"])
@@ -166,10 +171,10 @@ class ContextParallelTrainerMixin(Trainer):
             tokens only.
     """
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> DataLoader:
         return self._share_batches_in_group(super().get_train_dataloader())
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         return self._share_batches_in_group(
             super().get_eval_dataloader(*args, **kwargs)
         )
@@ -242,11 +247,11 @@ class ContextParallelTrainerMixin(Trainer):
         )
 
     @property
-    def _group(self) -> Any:
+    def _group(self) -> dist.ProcessGroup | None:
         """The process group of the model's ``cp_mesh``; None on one rank."""
         return group_of(self._options().cp_mesh)
 
-    def _share_batches_in_group(self, loader: Any) -> Any:
+    def _share_batches_in_group(self, loader: DataLoader) -> DataLoader:
         """Let ``loader`` give the same batches to all ranks of a context-parallel
         group."""
         group = self._group
@@ -266,14 +271,14 @@ class ContextParallelTrainerMixin(Trainer):
             )
         # The sampler counts each group of ranks as one process; groups are sorted by
         # first rank.
-        first: list[Any] = [None] * dist.get_world_size()
+        first = [0] * dist.get_world_size()
         dist.all_gather_object(first, min(dist.get_process_group_ranks(group)))
         groups = sorted(set(first))
         sampler.num_processes = len(groups)
         sampler.process_index = groups.index(first[dist.get_rank()])
         return loader
 
-    def _require_shifted(self, inputs: dict[str, Any]) -> None:
+    def _require_shifted(self, inputs: Columns) -> None:
         """Refuse inputs or options with which the loss of a rank's share would be
         wrong."""
         owners = {"label_smoothing_factor": self.args, "compute_loss_func": self}
@@ -363,7 +368,9 @@ def packing_reach(
     keywords |= kwargs
     if hasattr(module, "get_input_embeddings"):
         keywords.setdefault("use_cache", False)
-    spans = [slice(*ends) for ends in pairwise(row["cu_seq_lens_q"].tolist())]
+    spans = [
+        slice(start, end) for start, end in pairwise(row["cu_seq_lens_q"].tolist())
+    ]
     generator = torch.Generator("cpu").manual_seed(seed)
     inputs, others = (
         _draw_inputs(module, sum(lengths), generator).to(device) for _ in range(2)

@@ -334,7 +334,7 @@ def _sum_tokens(g: Tensor, least_distance: int, *, earlier: bool) -> Tensor:
 
 
 def _minus_bmm(x: Tensor, y: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:2], y.shape[2]).baddbmm_(x, y, beta=0, alpha=-1)
+    return x.new_empty(x.shape[:2] + y.shape[2:]).baddbmm_(x, y, beta=0, alpha=-1)
 
 
 class _SolveAndPassStates(torch.autograd.Function):
