@@ -183,7 +183,7 @@ def test_requests_that_only_pad_a_step_write_nothing(kind):
     mixer = kind.mixer(aligned=True)
     rows = kind.rows(70)
     whole = kind.trained(rows, aligned=True)
-    shape = mixer.shape
+    shape = mixer.memory_shape
     conv = torch.zeros(3, *shape.window)
     states = torch.zeros(3, *shape.state)
     conv[1:] = 1e30

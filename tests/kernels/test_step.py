@@ -106,7 +106,7 @@ def test_steps_in_a_contexts_buffers_are_the_recurrence(device, case, dtype):
     """
     torch.manual_seed(2)
     made, taps = made_of(case, device, dtype)
-    shape = made["torch"].shape
+    shape = made["torch"].memory_shape
     slots = torch.tensor([4, -1, 0, 3], dtype=torch.int32, device=device)
     history = torch.zeros(6, *shape.window, dtype=torch.float32, device=device)
     state = torch.zeros(
