@@ -145,8 +145,8 @@ def pattern_of(fields: ConfigFields) -> str:
     count = fields["num_hidden_layers"]
     mixers = _kinds("layer_types", _MIXERS, fields, _types_of_lists(fields, count))
     if mixers is None:
-        full = [n > 0 and n % 4 == 0 for n in range(count)]
-        mixers = ["K+"[is_full] for is_full in full]
+        # As transformers' config.
+        mixers = ["+" if n > 0 and n % 4 == 0 else "K" for n in range(count)]
     dense = fields.get("first_k_dense_replace", None)
     by_number = None
     if dense is not None:
