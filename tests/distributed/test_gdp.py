@@ -25,7 +25,14 @@ from tests.parallel import groups_of_megatron
 from tests.ranks import on_ranks
 
 
-@pytest.mark.parametrize(("cp", "mode"), [(1, None), (2, "headwise"), (2, "chunkwise")])
+@pytest.mark.parametrize(
+    ("cp", "mode"),
+    [
+        (1, None),
+        pytest.param(2, "headwise", marks=pytest.mark.slow),
+        pytest.param(2, "chunkwise", marks=pytest.mark.slow),
+    ],
+)
 @on_ranks(cp="cp")
 def test_many_sets_of_documents_in_one_set_of_buffers(cp, mode):
     """With the bits of ordinary documents, at the same addresses; the host reads

@@ -94,7 +94,7 @@ def assert_same(found, expected, lengths, mode: str | None) -> None:
         nightly(2, "chunkwise", "zigzag", {}),
         nightly(4, "chunkwise", "zigzag", {}),
         nightly(2, "chunkwise", "zigzag_buffer", {}),
-        (4, "chunkwise", "zigzag_buffer", {}),
+        pytest.param(4, "chunkwise", "zigzag_buffer", {}, marks=pytest.mark.slow),
         nightly(4, "chunkwise", "contiguous", {}),
         (2, "chunkwise", "contiguous", {}),
     ],
@@ -113,8 +113,8 @@ def test_many_sets_of_documents_in_one_set_of_buffers(cp, mode, layout, changes)
     ("cp", "mode", "layout"),
     [
         (1, None, "zigzag"),
-        (2, "headwise", "zigzag_buffer"),
-        (2, "chunkwise", "contiguous"),
+        pytest.param(2, "headwise", "zigzag_buffer", marks=pytest.mark.slow),
+        pytest.param(2, "chunkwise", "contiguous", marks=pytest.mark.slow),
     ],
 )
 @on_ranks(cp="cp")

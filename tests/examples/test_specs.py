@@ -165,13 +165,15 @@ def test_k_layers_are_kimi_delta_attention_beside_gated_delta_net():
     mixers = [getattr(layer, "self_attention", None) for layer in model.decoder.layers]
     found = [type(mixer) for mixer in mixers if hasattr(mixer, "micro_batches")]
     assert found == [GatedDeltaNet, *[KimiDeltaAttention] * 3]
-    assert {
+    expected = {
         "decoder.layers.1.input_layernorm.weight",
         "decoder.layers.1.self_attention.in_proj.weight.gate",
         "decoder.layers.1.self_attention.beta_proj.weight",
         "decoder.layers.1.self_attention.conv1d.weight.key",
         "decoder.layers.5.self_attention.dt_bias",
-    } <= keys_of(model)
+    }
+    missing = expected - keys_of(model)
+    assert not missing
     assert mixers[-1].layer_number == 6
     require_finite_gradients(model)
 

@@ -75,7 +75,8 @@ class _RuleCall:
     def __init__(self, rule: Any, inputs: Inputs, documents: Documents | None) -> None:
         self.rule = rule
         self.documents = documents
-        self.rows = next(x.shape[:2] for x in inputs if x is not None)
+        given = [x for x in inputs if x is not None]
+        self.rows = given[0].shape[:2]
         end_to_end = documents is not None and self.rows[0] > 1
         if end_to_end:
             self.inputs = in_one_row(inputs)
