@@ -3,6 +3,7 @@ exports."""
 
 import argparse
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -142,12 +143,9 @@ def megatron_loads(folder, checkpoint, kind: str) -> dict[str, tuple]:
     import megatron.training.arguments as arguments
     from megatron.core import num_microbatches_calculator as micro_batches
     from megatron.core.pipeline_parallel import schedules
-    from megatron.training import checkpointing
+    from megatron.training import checkpointing, global_vars
     from megatron.training.argument_utils import core_transformer_config_from_args
-    from megatron.training.global_vars import set_args
 
-    # There device="cuda" is the CPU, as in the files of Megatron-Core.
-    checkpointing.torch = schedules.torch
     config = read_hf_config(folder)
     add_flags_of_kda()
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
@@ -171,10 +169,15 @@ def megatron_loads(folder, checkpoint, kind: str) -> dict[str, tuple]:
     args.data_parallel_size = 1
     args.params_dtype = torch.float32
     args.use_dist_ckpt = True
-    set_args(args)
     micro_batches.destroy_num_microbatches_calculator()
     micro_batches.init_num_microbatches_calculator(0, None, 1, 1, 1)
-    with parallel(1):
+    with (
+        parallel(1),
+        # Later tests of this process run outside of a launch.
+        patch.object(global_vars, "_GLOBAL_ARGS", args),
+        # There device="cuda" is the CPU, as in the files of Megatron-Core.
+        patch.object(checkpointing, "torch", schedules.torch),
+    ):
         loaded, ours = build_model(folder, kind)
         assert checkpointing.load_checkpoint([loaded], None, None)[0] == 0
         filled, _ = build_model(folder, kind)
