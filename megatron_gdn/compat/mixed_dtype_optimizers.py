@@ -108,6 +108,7 @@ def repair_mixed_dtype_optimizers() -> None:
             (LayerWiseDistributedOptimizer, "allgather_params", _gather_by_dtype)
         ],
         versions.IN_PROJ_BY_RANK: [(files, "load", load_sections_from_whole_tensor)],
+        versions.OLD_NAMES: [(files, "load", load_old_names)],
         versions.STRIDES: [(files, "load_tensors_metadata", leave_strides_out)],
         versions.SIZES_WITHOUT_NAMES: [
             (distributed, "load_parameter_state_from_dp_zero", explain_file_sizes),
@@ -117,8 +118,6 @@ def repair_mixed_dtype_optimizers() -> None:
             (files, "load", explain_bucket_sizes),
         ],
     }
-    # Files of this package's version 0.1, with every Megatron.
-    _wrap(files, "load", load_old_names)
     for gate, methods in repairs.items():
         if gate.is_open():
             for owner, name, wrapper in methods:

@@ -46,9 +46,10 @@ def why_untested(package: str, installed: str) -> str | None:
     is fine.
     """
     tested = TESTED.get(package)
-    if tested is None or numbers_of(tested.oldest) <= numbers_of(
-        installed
-    ) <= numbers_of(tested.newest):
+    if tested is None:
+        return None
+    numbers = numbers_of(installed)
+    if numbers_of(tested.oldest) <= numbers <= numbers_of(tested.newest):
         return None
     return f"tested with {package} {tested}, this is {installed}"
 

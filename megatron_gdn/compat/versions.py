@@ -20,7 +20,7 @@ class Gate:
     Args:
         fault: what Megatron does, or does not do.
         until: the first version of megatron-core without the fault, as ``"0.20"``;
-            None: main and dev have it too.
+            None: main has it too.
     """
 
     fault: str
@@ -70,3 +70,5 @@ SIZES_WITHOUT_NAMES = Gate(
 )
 STRIDES = Gate("files of torch 2.15 store strides, which torch.empty refuses")
 IN_PROJ_BY_RANK = Gate("in_proj's bias and adapters are stored rank by rank")
+# Not Megatron's: it goes when files of 0.1 need not load any more.
+OLD_NAMES = Gate("files of this package's version 0.1 have other keys for 'K' layers")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..kda.sizes import RANK_FIELDS
 from .kimi import KIMI
 from .model_map import Architecture, HFModelConfig, read_hf_config
 
@@ -240,8 +241,7 @@ def megatron_arguments(
 
 def _launch_names(kda_options: dict[str, int]) -> dict[str, int]:
     """Options of 'K' layers by the names of Megatron's arguments."""
-    names = {"forget_rank": "kda_f_lora_rank", "output_rank": "kda_gate_lora_rank"}
-    return {names[option]: value for option, value in kda_options.items()}
+    return {RANK_FIELDS[option]: value for option, value in kda_options.items()}
 
 
 def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, Any]:

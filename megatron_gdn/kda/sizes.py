@@ -42,7 +42,7 @@ class KDADims(LinearDims):
         """The sizes in ``config``; a rank that is None is that of the config, whose
         fields are ``kda_f_lora_rank`` and ``kda_gate_lora_rank``, or else 0."""
         ranks = {"forget_rank": forget_rank, "output_rank": output_rank}
-        for name, field in _RANK_FIELDS.items():
+        for name, field in RANK_FIELDS.items():
             if ranks[name] is None:
                 ranks[name] = getattr(config, field, None)
         known = {name: rank or 0 for name, rank in ranks.items()}
@@ -69,7 +69,7 @@ class KDADims(LinearDims):
 
 
 # The fields of newer Megatrons' configs with the two ranks.
-_RANK_FIELDS = {
+RANK_FIELDS = {
     "forget_rank": "kda_f_lora_rank",
     "output_rank": "kda_gate_lora_rank",
 }

@@ -130,7 +130,7 @@ def test_so_does_kimi_delta_attention(cp, mode, layout, ranks):
 
 def holds_many_sets(layer, cp: int, mode: str | None, layout: str) -> None:
     """Many sets of documents, one after the other, in one set of buffers."""
-    shape = (2, TOKENS, 1, layer.hidden_size)
+    shape = (2, TOKENS, 1, layer.config.hidden_size)
     dtype = layer.config.params_dtype
     x, weight = torch.randn(shape, dtype=dtype)
     packed = static_packed_seq_params(TOKENS, MOST, device="cpu")

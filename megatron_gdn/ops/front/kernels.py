@@ -252,12 +252,11 @@ def front_forward_kernel(
 
     Writes the convolved sections to ``x_ptr``, ``y_ptr``, ``z_ptr`` and the gates to
     ``g_ptr``, ``h_ptr``, ``i_ptr``; a table's only gate may write a second result, to
-    ``h_ptr``.
-    ``gates_ptr``: rows with the columns of the gates that are not in ``rows_ptr``.
-    ``*stride_s``, ``*stride_b``: elements from a token
-    or batch row to the next. GATE, SECOND_GATE, THIRD_GATE: the gates' functions.
-    FIRST: first convolved column. ``first_slot``: the slot of program 0. Programs of
-    neighbouring heads run at the same time, so together they read whole rows.
+    ``h_ptr``. ``gates_ptr``: rows with the columns of the gates that are not in
+    ``rows_ptr``. ``*stride_s``, ``*stride_b``: elements from a token or batch row to the
+    next. GATE, SECOND_GATE, THIRD_GATE: the gates' functions. FIRST: first convolved
+    column. ``first_slot``: the slot of program 0. Programs of neighbouring heads run at
+    the same time, so together they read whole rows.
     """
     slot = tl.program_id(0) + first_slot
     tokens = ROWS * steps
