@@ -20,7 +20,9 @@ from tests.launches.launching import CLONE
 RECORDS = ROOT / "docs" / "launches.jsonl"
 PAGE = ROOT / "docs" / "support.md"
 KEY = ("script", "processes", "launch", "held to", "branch")
-# Columns of the table: a branch on a CPU, or on GPUs (benchmarks/parallel_launches.py).
+ON_GPUS = " on H200"  # the end of such a branch (benchmarks/parallel_launches.py)
+USUAL_SCRIPT = "pretrain_hybrid.py"  # the tables name any other
+# Columns of the tables.
 # "kda" is the branch of pull request 6556.
 BRANCHES = (
     "core_r0.19.0",
@@ -154,23 +156,42 @@ class Shortened(NamedTuple):
 
 
 def table() -> str:
-    """A row for each model, a column for each branch that has records."""
-    rows: dict[tuple[str, str], dict[str, dict[str, list[str]]]] = {}
-    for line in read():
+    """A table of the launches on a CPU and one of those on GPUs: a row for each model,
+    a column for each branch that has records."""
+    lines = read()
+    on_gpus = [line for line in lines if line["branch"].endswith(ON_GPUS)]
+    on_cpu = [line for line in lines if line not in on_gpus]
+    tables = [_table_of(some) for some in (on_cpu, on_gpus) if some]
+    ran = {commit for line in lines for commit in _commits(line)}
+    return "\n\n".join([*tables, f"Run: {'; '.join(sorted(ran))}."])
+
+
+def _table_of(records: list[dict[str, str]]) -> str:
+    rows: dict[str, dict[str, dict[str, list[str]]]] = {}
+    for line in records:
         short = Shortened.of(line["launch"], line["processes"])
-        row = rows.setdefault((line["script"], short.model), {})
-        cell = row.setdefault(line["branch"], {})
+        named = short.model and line["script"] == USUAL_SCRIPT
+        launch = short.model if named else f"{line['script']} {short.model}".strip()
+        cell = rows.setdefault(launch, {}).setdefault(line["branch"], {})
         cell.setdefault(line["result"], []).append(short.division)
-    recorded_on = {line["branch"] for line in read()}
+    recorded_on = {line["branch"] for line in records}
     branches = [name for name in BRANCHES if name in recorded_on]
-    lines = [["script", "launch", "divided", *branches]]
-    for (script, model), cells in rows.items():
+    lines = [["launch", "divided", *branches]]
+    for launch, cells in rows.items():
         divisions = [d for cell in cells.values() for ds in cell.values() for d in ds]
         divided = ", ".join(dict.fromkeys(divisions))
         results = [_result(cells.get(name, {})) for name in branches]
-        lines.append([f"`{script}`", f"`{model}`", divided, *results])
-    ran = {f"{line['branch']} at {line['commit']}" for line in read()}
-    return f"{markdown(lines)}\n\nRun: {'; '.join(sorted(ran))}."
+        lines.append([f"`{launch}`", divided, *results])
+    return markdown(lines)
+
+
+def _commits(line: dict[str, str]) -> list[str]:
+    """The commits that a launch ran, as "main at d98e8a64dd"; a launch on GPUs names
+    several as "main@d98e8a64dd"."""
+    branch_of = line["branch"].removesuffix(ON_GPUS)
+    commits = line["commit"].split(",")
+    named = [c if "@" in c else f"{branch_of}@{c}" for c in commits]
+    return [commit.replace("@", " at ") for commit in named]
 
 
 def _result(cell: dict[str, list[str]]) -> str:
