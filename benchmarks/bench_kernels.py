@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from lib.compiling import Problem
 from lib.measure import copy_bandwidth, environment, table, time_ms, write_lines
+from lib.problem import Problem
 
 from megatron_gdn.ops.kernels.tiles import RowTile, SegmentTile
 from megatron_gdn.ops.readout import kernels as norm

@@ -114,8 +114,6 @@ measure)
   bench layer 120 bench_layer || failed=1
   bench bf16 60 bench_layer --layers ours ours-bf16 --cases 1x32768 thd32768 1x8192 || failed=1
   bench cost 120 bench_determinism --parts cost --ratios 2 || failed=1
-  bench chunk 45 bench_chunk || failed=1
-  CUBLAS_WORKSPACE_CONFIG=:4096:8 bench chunk-workspace 45 bench_chunk || failed=1
   bench fla 120 bench_layer --core fla --cases 1x32768 --layers upstream ours || failed=1
   ;;
 shapes)

@@ -127,10 +127,6 @@ RUN_BY = {
     "python benchmarks/report.py": REPORT.format(
         "the_tables_of_the_pages_are_of_the_results"
     ),
-    "python benchmarks/model_context_parallel.py": REPORT.format(
-        "the_formula_gives_what_the_page_says"
-    ),
-    "python benchmarks/rounding.py": REPORT.format("rounding_is_simulated"),
     "python benchmarks/count_calls.py": (
         "tests/distributed/test_calls.py::test_a_steady_forward_calls_few_functions"
     ),

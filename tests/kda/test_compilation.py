@@ -6,11 +6,11 @@ import torch
 
 pytest.importorskip("triton", minversion="3.6")
 
-from benchmarks.lib.compiling import compile_for_hopper
 from megatron_gdn.kda.front import kda_table
 from megatron_gdn.kda.sizes import kda_layout
 from megatron_gdn.ops.delta_rule.base import RuleGrads
 from megatron_gdn.ops.front.plain import front_of
+from tests.compilation import compile_for_hopper
 
 S = 256
 H = 4

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.processes import ROOT, imported_python, python
+from tests.processes import ROOT, imported_python
 
 
 @pytest.fixture
@@ -56,28 +56,6 @@ def test_the_picture_of_readme_shows_what_readme_says(script):
         "A whole model: {} of the step, and {} with packed documents".format(*model)
         in readme
     )
-
-
-def test_the_formula_gives_what_the_page_says(script):
-    model = script("model_context_parallel")
-    constants = model.Constants.measured()
-    page = (ROOT / "docs" / "context_parallel.md").read_text()
-    for record in model.read("context_parallel.jsonl"):
-        of = {"headwise": model.headwise_ms, "chunkwise": model.chunkwise_ms}.get(
-            record["layer"]
-        )
-        if of is not None and record["case"].isdigit():
-            formula = of(int(record["case"]) / record["cp"], record["cp"], constants)
-            case = f"| {record['case']} | {record['cp']} | {record['layer']} |"
-            (row,) = (line for line in page.splitlines() if line.startswith(case))
-            assert (
-                f"| {formula:.2f} " in row and f"| {model.median(record):.2f} |" in row
-            )
-
-
-@pytest.mark.nightly
-def test_rounding_is_simulated():
-    assert "fp16" in python("benchmarks/rounding.py").stdout
 
 
 # megatron-core's layer runs on a CPU with stand-ins of fla's kernels.

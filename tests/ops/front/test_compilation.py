@@ -4,7 +4,8 @@ import pytest
 
 pytest.importorskip("triton", minversion="3.6")
 
-from benchmarks.lib.compiling import Problem, compile_for_hopper, loops
+from benchmarks.lib.problem import Problem
+from tests.compilation import compile_for_hopper, loops
 
 pytestmark = pytest.mark.nightly
 
