@@ -253,18 +253,28 @@ def sentence() -> str:
 
 
 def table(lines: list[dict]) -> str:
-    head = ["row", "Python", *SHOWN, "folders", "tests", "launch", "result", "date"]
+    keys = ("folders", "tests", "launch", "result", "date")
+    head = ["row", *keys]
     rows = [head, ["---"] * len(head)]
     run = {line["row"] for line in lines}
     for line in lines + [
         {"row": name, "result": "not run"} for name in ROWS if name not in run
     ]:
-        name = f"`{line['row']}`" + (f" ({line['commit']})" if "commit" in line else "")
-        keys = ("python", *SHOWN, "folders", "tests", "launch", "result", "date")
         cells = [line.get(key, "-") for key in keys]
         # How many warnings there were says nothing of the version.
-        rows.append([name, *(re.sub(r", \d+ warnings?", "", cell) for cell in cells)])
+        cells = [re.sub(r", \d+ warnings?", "", cell) for cell in cells]
+        rows.append([f"`{line['row']}`{_installed(line)}", *cells])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _installed(line: dict) -> str:
+    """The versions that a row installed, if its name does not say them."""
+    if "commit" in line:
+        return f" ({line['megatron-core']})"
+    if line["row"] == "newest" and "python" in line:
+        versions = [f"{key} {line[key]}" for key in SHOWN]
+        return f" (Python {line['python']}, {', '.join(versions)})"
+    return ""
 
 
 def filled(page: str, place: str, text: str) -> str:
