@@ -6,7 +6,19 @@ from megatron_gdn.hf import import_folder
 from tests.hf.tiny_models import make_folder
 
 # Name of the folder in `tests.hf.tiny_models` -> the models that it is imported as.
-KEPT = {"next": ("hybrid", "gpt"), "dense tied": ("hybrid",), "moe packed": ("gpt",)}
+KEPT = {
+    "next": ("hybrid", "gpt"),
+    "dense tied": ("hybrid",),
+    "moe packed": ("gpt",),
+    "kimi": ("hybrid",),
+}
+# What earlier versions could not import.
+LATER = {"0.1.0-hf": ("kimi",)}
+
+
+def kept_of(archive: str) -> dict[str, tuple[str, ...]]:
+    later = LATER.get(archive, ())
+    return {name: kinds for name, kinds in KEPT.items() if name not in later}
 
 
 def folder_of(name: str) -> str:

@@ -1,7 +1,7 @@
 """Writes the files of this version that every later version must load, checkpoints of
 its mixers and Hugging Face folders with what is imported from them:
 
-python -m tests.golden.write 0.1.0
+python -m tests.golden.write 0.2.0
 """
 
 import sys
@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tests.golden.folders import write_folders
-from tests.golden.models import FILES, MODELS, RANKS, train_and_save
+from tests.golden.models import FILES, RANKS, models_of, train_and_save
 from tests.ranks import RankPool
 
 
@@ -19,8 +19,8 @@ def main(version: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for tp in RANKS:
             pool = RankPool(tp)
-            for name in MODELS:
-                pool.run(train_and_save, name, tp, f"{folder}/{name}-tp{tp}")
+            for name in models_of(version):
+                pool.run(train_and_save, version, name, tp, f"{folder}/{name}-tp{tp}")
             pool.stop()
         _keep(Path(folder), f"{version}.tar.xz")
     with tempfile.TemporaryDirectory() as folder:
