@@ -1,8 +1,11 @@
 """Every mixer on one rank is its equation, token by token: the output and every
 gradient."""
 
+from collections import defaultdict
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layer_laws import randomise_
 from tests.distributed.mixer_laws import equals_written_out
@@ -100,3 +103,35 @@ def test_in_bf16_the_layer_is_no_less_exact_than_its_equation_step_by_step(lengt
         (y.double() - exact).square().mean().sqrt() for y in (found, plain)
     )
     assert error <= 1.2 * plain_error
+
+
+class Dtypes(TorchDispatchMode):
+    """The dtypes of what each operation gives, by the operation's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = defaultdict(set)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        given = operation(*args, **(kwargs or {}))
+        if isinstance(given, torch.Tensor):
+            self.given[operation.overloadpacket.__name__].add(given.dtype)
+        return given
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["gdn", "gdn2", "gdp", "kda", "mamba2"])
+def test_the_equation_of_16_bit_rows_has_gates_unit_lengths_and_states_in_fp32(
+    kind, dtype
+):
+    mixer = whole(kind)
+    x = torch.randn(3, 1, mixer.config.hidden_size, dtype=dtype)
+    with torch.no_grad(), Dtypes() as seen:
+        y, _ = written_out(mixer, x, (3,))
+    assert y.dtype == dtype
+    wide = {torch.float32}
+    assert seen.given["softplus"] == seen.given["bmm"] == wide
+    assert kind == "mamba2" or seen.given["rsqrt"] == wide
+    # The output gate of Kimi Delta Attention has the rows' dtype.
+    gates = {"kda": wide | {dtype}, "mamba2": set()}
+    assert seen.given["sigmoid"] == gates.get(kind, wide)
