@@ -253,7 +253,7 @@ def sentence() -> str:
 
 
 def table(lines: list[dict]) -> str:
-    keys = ("folders", "tests", "launch", "result", "date")
+    keys = ("folders", "tests", "result", "date")
     head = ["row", *keys]
     rows = [head, ["---"] * len(head)]
     run = {line["row"] for line in lines}
