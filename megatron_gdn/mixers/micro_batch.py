@@ -275,7 +275,7 @@ class MicroBatches:
         """Make the schemes that the heads and the layer's mode allow."""
         if group is None or group.size() == 1:
             return (Whole(self._layout),)
-        chunkwise = Chunkwise(self._layout, self._taps, group, layout)
+        chunkwise = Chunkwise(self._layout, self._state, self._taps, group, layout)
         if self._mode is LinearCpMode.CHUNKWISE:
             return (chunkwise,)
         why = self._why_not_headwise(group.size(), rule)

@@ -2,6 +2,7 @@
 schemes."""
 
 from dataclasses import replace
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
@@ -9,15 +10,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel import agreement
+from megatron_gdn.context_parallel import agreement, rank_order_of_sequence
 from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
 from megatron_gdn.context_parallel.chunkwise.map_exchange import (
+    Paths,
     states_entering_nodes,
 )
 from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.gdn.half import HalfOperands
+from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainForward
 from megatron_gdn.ops.rules.choice import Choice
-from megatron_gdn.ops.state_maps.state_map import Cuts
 from tests.distributed.layer_laws import over_ranks, thd
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN
@@ -29,57 +31,66 @@ TWO_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 sizes = pytest.mark.parametrize("size", [2, 4, 8])
 
 
-def chains_equal_their_product(
-    layout: str, backwards: bool, dtype: torch.dtype, cuts: tuple[int, ...] = ()
+def states_equal_products(
+    layout: str,
+    backwards: bool,
+    dtype: torch.dtype,
+    ends: tuple[int, ...] = (),
+    by_flags: bool = False,
 ) -> None:
     """The exchange gives every node the product of the maps before it.
 
-    Before the last cut may stand NaN: no bit after it changes.
+    ``ends``: nodes that a state enters or leaves, but does not pass; with ``by_flags``
+    only the device knows these. Before the last end may stand NaN: no bit after it
+    changes.
     """
     rank = dist.get_rank()
     size = dist.get_world_size()
     M = 3
     K = 4
     V = 5
-    nodes = Cutting(size, SequenceLayout.parse(layout), rank).nodes
-    cut = tuple(j in cuts for j in range(len(nodes.hosts)))
-    nodes, cut = (nodes.backwards(), cut[::-1]) if backwards else (nodes, cut)
-    flags = torch.tensor(cut, dtype=torch.int32)
-    # Nothing is cut; the host knows what; the device alone does.
-    known = (Cuts(flags, cut), Cuts(flags, None)) if cuts else (None,)
+    hosts = Cutting(size, SequenceLayout.parse(layout), rank).nodes.hosts
+    n = len(hosts)
+    every = tuple(range(n))
+    stops = sorted({0, n - 1, *ends})
+    stretches = tuple(every[a : b + 1] for a, b in pairwise(stops))
+    paths = Paths(hosts, (every,) if by_flags else stretches)
+    cuts = None
+    if by_flags:
+        cuts = torch.tensor([j in ends for j in every], dtype=torch.int32)
+    order = every
+    if backwards:
+        paths = paths.backwards()
+        cuts = None if cuts is None else cuts.flip(0)
+        order = every[::-1]
     torch.manual_seed(0)  # the same maps on every rank, of which each uses its own
-    n = len(nodes.hosts)
     local = torch.randn(n, M, K, V, dtype=dtype)
     through = torch.randn(n, M, K, K, dtype=dtype) / 2
-    through[list(cut)] = 0
     state = torch.zeros(M, K, V, dtype=torch.float64)
-    entering = []
-    for j in range(n):
-        entering.append(state)
-        state = through[j].double() @ state + local[j].double()
-    mine = [(j, nodes.slots[j]) for j, host in enumerate(nodes.hosts) if host == rank]
-    maps = torch.empty(M, len(mine), K, V + K, dtype=dtype)
-    for j, slot in mine:
-        maps[:, slot] = torch.cat([local[j], through[j]], dim=-1)
-    last = max((j for j in range(n) if cut[j]), default=-1)
-    ill = maps.clone()
-    for j, slot in mine:
-        if j < last:
-            ill[:, slot] = float("nan")
-    for at in known:
-        got = states_entering_nodes(maps, V, nodes, dist.group.WORLD, at)
-        again = states_entering_nodes(maps, V, nodes, dist.group.WORLD, at)
-        assert got.dtype == dtype and torch.equal(got, again)
-        beside_nan = states_entering_nodes(ill, V, nodes, dist.group.WORLD, at)
-        for j, slot in mine:
-            assert j <= last or torch.equal(beside_nan[slot], got[slot]), (j, last)
-            # Products of up to 16 maps, each a sum of 4: some 8 roundings deep.
-            torch.testing.assert_close(
-                got[slot].double(),
-                entering[j],
-                rtol=0,
-                atol=64 * torch.finfo(dtype).eps,
-            )
+    entering = {}
+    for j in order:
+        entering[j] = state
+        state = local[j].double() + (0 if j in ends else through[j].double() @ state)
+    sent = list(paths.sent_by(rank))
+    received = paths.received_by(rank)
+    last = max((order.index(j) for j in ends), default=-1)
+    ill = [j for j in sent if order.index(j) < last]
+
+    def exchanged(local: torch.Tensor) -> torch.Tensor:
+        return states_entering_nodes(
+            local[sent], through[sent], paths, dist.group.WORLD, cuts
+        )
+
+    got = exchanged(local)
+    assert got.dtype == dtype and torch.equal(got, exchanged(local))
+    assert len(got) == len(received)
+    local[ill] = float("nan")
+    beside_nan = exchanged(local)
+    for j, x, y in zip(received, got, beside_nan, strict=True):
+        assert order.index(j) <= last or torch.equal(x, y), (j, last)
+        # Products of up to 16 maps, each a sum of 4: some 8 roundings deep.
+        atol = 64 * torch.finfo(dtype).eps
+        torch.testing.assert_close(x.double(), entering[j], rtol=0, atol=atol)
 
 
 def equal(pools, tp, cp, *args, **options):
@@ -90,20 +101,24 @@ def equal(pools, tp, cp, *args, **options):
 
 @pytest.mark.each_value
 @sizes
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_exchange_gives_the_product_of_the_maps_before(pools, size, layout):
     for backwards in (False, True):
         for dtype in (torch.float32, torch.float64):
-            pools(size).run(chains_equal_their_product, layout, backwards, dtype)
+            pools(size).run(states_equal_products, layout, backwards, dtype)
 
 
-@pytest.mark.parametrize("size", [6, 8])
-def test_no_exchange_passes_a_cut(pools, size):
-    last = size - 1
-    for cuts in ((0,), (1,), (2,), (0, 1, 2, last - 1), (2, last), tuple(range(size))):
+@pytest.mark.parametrize(
+    ("size", "layout"), [(6, "contiguous"), (8, "contiguous"), (4, "zigzag_buffer")]
+)
+@pytest.mark.parametrize("by_flags", [False, True], ids=["host knows", "device knows"])
+def test_no_state_passes_the_end_of_its_path(pools, size, layout, by_flags):
+    n = 2 * size - 1 if layout == "zigzag_buffer" else size
+    last = n - 1
+    for ends in ((0,), (1,), (2,), (0, 1, 2, last - 1), (2, last), tuple(range(n))):
         for backwards in (False, True):
-            args = ("contiguous", backwards, torch.float32, cuts)
-            pools(size).run(chains_equal_their_product, *args)
+            args = (layout, backwards, torch.float32, ends, by_flags)
+            pools(size).run(states_equal_products, *args)
 
 
 @pytest.mark.parametrize(
@@ -196,21 +211,31 @@ def test_nothing_is_sent_where_no_document_is_cut():
         layer(x, None, packed_seq_params=thd((5, 3, 0, 8)))[0].sum().backward()
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize(
-    ("lengths", "layout", "messages"),
-    [
-        ((10, 0, 22, 32), "contiguous", 0),
-        ((16, 4, 12, 16, 16), "zigzag_buffer", 0),
-        ((10, 0, 23, 31), "contiguous", 6),
-        ((3,) * 21 + (1,), "contiguous", 6),
-        ((16, 32, 16), "zigzag", 6),
-    ],
-    ids=str,
+WHOLE = 0
+# Rows of history, states, and the gradients of both.
+STATES_GO_TO_THE_NEXT_RANK = 4
+# In place of states their maps, whose products are sent back.
+STATES_PASS_A_RANK = 6
+SENT = {
+    "ranks end documents": ((10, 0, 22, 32), "contiguous", WHOLE),
+    "middle document": ((16, 4, 24, 4, 16), "zigzag_buffer", WHOLE),
+    "middle documents": ((16, 4, 12, 16, 16), "zigzag_buffer", WHOLE),
+    "one end": ((10, 0, 23, 31), "contiguous", STATES_GO_TO_THE_NEXT_RANK),
+    "many documents": ((3,) * 21 + (1,), "contiguous", STATES_GO_TO_THE_NEXT_RANK),
+    "two of three": ((20, 24, 20), "zigzag_buffer", STATES_GO_TO_THE_NEXT_RANK),
+    "all three": ((8, 50, 6), "zigzag_buffer", STATES_PASS_A_RANK),
+    "every document": ((16, 32, 16), "zigzag", STATES_PASS_A_RANK),
+}
+of_sent = pytest.mark.parametrize(
+    ("lengths", "layout", "messages"), SENT.values(), ids=SENT
 )
+
+
+@pytest.mark.each_value
+@of_sent
 @on_ranks(cp=2)
 def test_only_documents_on_several_ranks_cost_messages(lengths, layout, messages):
-    """Of rows, maps and states, and their gradients; as many for many documents."""
+    """As many for many documents."""
     layer = over_ranks(linear_cp_mode="chunkwise", cp_layout=layout)
     x = torch.randn(sum(lengths) // 2, 1, layer.config.hidden_size, requires_grad=True)
     with patch.object(
@@ -222,3 +247,77 @@ def test_only_documents_on_several_ranks_cost_messages(lengths, layout, messages
     neighbours = batch.passage.neighbours
     assert (neighbours.history is None) == (neighbours.states is None)
     assert (neighbours.states is None) == (messages == 0)
+
+
+@of_sent
+@on_ranks(cp=2)
+def test_maps_are_made_of_documents_that_go_on_alone(lengths, layout, messages):
+    """Of pieces that a state leaves, or of all pieces if these have half of the tokens;
+    the rule has a sequence for each piece, and no document inside a rank is cut."""
+    layer = over_ranks(linear_cp_mode="chunkwise", cp_layout=layout)
+    rank = dist.get_rank()
+    x = torch.randn(sum(lengths) // 2, 1, layer.config.hidden_size, requires_grad=True)
+    made = []
+    forward = PlainForward.state_map
+
+    def counted(self):
+        made.append(list(self.documents.lengths))
+        return forward(self)
+
+    backwards = []
+    backward = PlainBackward.d_initial
+
+    def counted_backward(self):
+        backwards.append(self.documents.sequences)
+        return backward(self)
+
+    run = []
+    plain = PlainForward.run
+
+    def ran(self, *args, **kwargs):
+        run.append(list(self.documents.lengths))
+        return plain(self, *args, **kwargs)
+
+    with (
+        patch.object(PlainForward, "state_map", counted),
+        patch.object(PlainForward, "run", ran),
+        patch.object(PlainBackward, "d_initial", counted_backward),
+    ):
+        layer(x, None, packed_seq_params=thd(lengths))[0].sum().backward()
+    stretches = stretches_of(lengths, layout, 2)
+    mine = [tokens for tokens, holder, *_ in stretches if holder == rank]
+    left = [
+        tokens for tokens, holder, _, leaves in stretches if holder == rank and leaves
+    ]
+    enters = any(enters for _, holder, enters, _ in stretches if holder == rank)
+    in_order = sorted(mine)
+    assert [sorted(x) for x in run] == [in_order]
+    expected = left if 2 * sum(left) < sum(mine) else mine
+    assert [sorted(x) for x in made] == ([sorted(expected)] if left else [])
+    assert len(backwards) == enters
+
+
+def stretches_of(lengths, layout, cp):
+    """All pieces as (tokens, rank, whether a state enters, whether one leaves), by
+    walking through the tokens of each document."""
+    place = rank_order_of_sequence(lengths, cp, layout)
+    per_rank = sum(lengths) // cp
+    found = []
+    start = 0
+    for length in lengths:
+        places = place[start : start + length].tolist()
+        start += length
+        cuts = [
+            i
+            for i, (a, b) in enumerate(pairwise(places), 1)
+            if b != a + 1 or b % per_rank == 0
+        ]
+        if layout == "zigzag":  # the middle of a document is a cut too
+            cuts = [length * i // (2 * cp) for i in range(1, 2 * cp)]
+        edges = [0, *cuts, length]
+        if length:
+            found += [
+                (b - a, places[a] // per_rank, a > 0, b < length)
+                for a, b in pairwise(edges)
+            ]
+    return found

@@ -4,15 +4,10 @@ fp64."""
 import pytest
 import torch
 
-from megatron_gdn.context_parallel.chunkwise.fragments import Nodes
-from megatron_gdn.context_parallel.chunkwise.map_exchange import (
-    _steps_of_share,
-    _view_by_place,
-)
+from megatron_gdn.context_parallel.chunkwise.map_exchange import Paths, _steps_of
 from megatron_gdn.ops.state_maps import chains_kernels
 from megatron_gdn.ops.state_maps.state_map import (
     NONE,
-    Cuts,
     Steps,
     follow_chains_in_torch,
 )
@@ -33,10 +28,7 @@ SIZES = [(1, 16, 5), (3, 32, 40), (2, 16, 32), (1, 24, 40), (1, 5, 7)]
 
 
 def in_one_launch(local, through, steps, out, start, cuts=None, compose=False):
-    flags = None if cuts is None else cuts.flags
-    return chains_kernels.follow(
-        local, through, steps.table, out, start, flags, compose
-    )
+    return chains_kernels.follow(local, through, steps.table, out, start, cuts, compose)
 
 
 def case(chains, sizes, device):
@@ -66,10 +58,8 @@ def both(steps, local, through, Q, start, cuts=None, compose=False):
 
 
 def cuts_at(steps, nodes, device):
-    """As the device knows them, and as the host knows them too."""
-    known = tuple(j in steps for j in range(nodes))
-    flags = torch.tensor(known, dtype=torch.int32, device=device)
-    return Cuts(flags, None), Cuts(flags, known)
+    cut = [j in steps for j in range(nodes)]
+    return torch.tensor(cut, dtype=torch.int32, device=device)
 
 
 def assert_fp32(got, exact, steps):
@@ -120,46 +110,54 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
     """A node that lets nothing through, of four whose maps lie in another order."""
     H, K, V = SIZES[1]
     places = [2, 0, 1, 3]
-    nodes = Nodes(hosts=(0, 0, 0, 0), slots=tuple(places))
+    pairs = [(j, j) for j in places[:-1]] + [(places[-1], NONE)]
+    steps = Steps.build([pairs], device)
     cuts = cuts_at({cut}, 4, device)
     maps = torch.randn(4, H, K, V + K, generator=torch.Generator().manual_seed(0)).to(
         device
     )
     local, through = maps.split([V, K], dim=-1)
     through[places[cut]] = 0
-    runs = [(in_one_launch, cuts[0])] + [(follow_chains_in_torch, x) for x in cuts]
-    uncut = [chain_of(follow, nodes, local, through, None) for follow, _ in runs]
-    clean = [chain_of(follow, nodes, local, through, x) for follow, x in runs]
+
+    def states(follow, cuts):
+        out = torch.full_like(
+            local, float("nan"), memory_format=torch.contiguous_format
+        )
+        return follow(local, through, steps, out, None, cuts)
+
+    runs = (in_one_launch, follow_chains_in_torch)
+    uncut = [states(follow, None) for follow in runs]
+    clean = [states(follow, cuts) for follow in runs]
     for x, y in zip(clean, uncut, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
     maps[places[:cut]] = float("nan")
     after = places[cut + 1 :]
-    for (follow, x), before in zip(runs, clean, strict=True):
-        assert torch.equal(
-            chain_of(follow, nodes, local, through, x)[after], before[after]
-        )
+    for follow, before in zip(runs, clean, strict=True):
+        assert torch.equal(states(follow, cuts)[after], before[after])
 
 
-def chain_of(follow, nodes, local, through, cuts):
-    steps = _steps_of_share(nodes, 1, 4, local.device)
-    out = torch.full_like(local, float("nan"), memory_format=torch.contiguous_format)
-    return follow(local, through, steps, out, None, cuts)
+# Nodes of four ranks: in zigzag; states that pass some nodes of a buffer; fixed
+# buffers, where the device knows the nodes that no state passes.
+UP_AND_DOWN = (0, 1, 2, 3, 3, 2, 1, 0)
+PATHS = {
+    "whole": (Paths(UP_AND_DOWN, (tuple(range(8)),)), ()),
+    "apart": (Paths((0, 1, 2, 3, 2, 1, 0), ((0, 1, 2), (3, 4), (4, 5, 6))), ()),
+    "cut": (Paths((0, 1, 2, 3), ((0, 1, 2, 3),)), (2,)),
+}
 
 
-@pytest.mark.parametrize("cuts", [(), (2, 5)], ids=["whole", "cut"])
-def test_a_share_of_the_chains_is_the_twins(cuts, device):
-    """Four ranks with two nodes each and three chains, whose maps lie by sender."""
+@pytest.mark.parametrize(("paths", "cuts"), PATHS.values(), ids=PATHS)
+def test_states_along_paths_are_the_twins(paths, cuts, device):
+    """Maps lie by sender, states by receiver."""
     H, K, V = SIZES[1]
-    m, h = H, 2
-    ranks = (0, 1, 2, 3)
-    nodes = Nodes(ranks + ranks[::-1], (0,) * 4 + (1,) * 4)
+    P = len(paths.sending)
     make = torch.Generator().manual_seed(0)
-    links = torch.randn(4 * m * h, K, V + K, generator=make).to(device) / K**0.5
-    local, through = _view_by_place(links, m, h).split([V, K], dim=-1)
-    steps = _steps_of_share(nodes, m, h, links.device)
-    flags = cuts_at(cuts, 8, links.device)[0] if cuts else None
-    got, exact = both(steps, local, through, len(local), None, flags)
-    assert exact.isfinite().flatten(1).all(1).sum() == 4 * h
+    links = torch.randn(P, H, K, V + K, generator=make).to(device) / K**0.5
+    steps = _steps_of(paths, 4, links.device)
+    flags = cuts_at(cuts, 4, links.device) if cuts else None
+    local, through = links.split([V, K], dim=-1)
+    got, exact = both(steps, local, through, len(paths.receiving), None, flags)
+    assert exact.isfinite().all(), "every node that a state enters gets one"
     assert_fp32(got, exact, steps)
 
 

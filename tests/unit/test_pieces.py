@@ -20,7 +20,7 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices, rank_order_of_sequence
 from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
 from megatron_gdn.context_parallel.chunkwise.history import history_route
-from megatron_gdn.context_parallel.chunkwise.map_exchange import rows_by_chain
+from megatron_gdn.context_parallel.chunkwise.map_exchange import rows_by_rank
 from megatron_gdn.context_parallel.chunkwise.states import (
     _scatter_to_pieces,
     _select_pieces,
@@ -65,6 +65,11 @@ def pieces_of(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
     else:
         count = cp_size if layout is SequenceLayout.CONTIGUOUS else 2 * cp_size
         fragment_start = torch.arange(count if total else 0) * (total // count)
+        if layout is SequenceLayout.ZIGZAG_BUFFER:
+            # The last rank holds the two stretches in the middle side by side.
+            fragment_start = fragment_start[
+                torch.arange(len(fragment_start)) != cp_size
+            ]
     start = torch.cat([fragment_start, starts]).unique()  # sorted
     length = torch.diff(start, append=kept.new_tensor([total]))
     document = torch.searchsorted(starts, start, right=True) - 1
@@ -199,13 +204,12 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
         torch.testing.assert_close(total, expected)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(fills(), st.integers(1, 3))
 def test_states_enter_every_piece_as_one_rank_would_have_them(fill, rows):
-    """Scalar states: S_out = a S_in + b per piece; the chain by hand against the
+    """Scalar states: S_out = a S_in + b per piece; the paths by hand against the
     tables."""
     sets, cp, layout = fill
-    nodes = Cutting(*fill[1:], 0).nodes
 
     def make(documents):
         count = rows if documents.known else 1
@@ -215,12 +219,25 @@ def test_states_enter_every_piece_as_one_rank_would_have_them(fill, rows):
         ]
 
     for lengths, known, tables in tables_of(sets, make):
-        require_states(lengths, cp, layout, nodes, tables, rows if known else 1, known)
+        require_states(lengths, cp, layout, tables, rows if known else 1, known)
 
 
-def require_states(lengths, cp, layout, nodes, tables, rows, known):
+def along_paths(paths, a, b, cuts):
+    """The state at every node that gets one; ``a``, ``b`` of the nodes that send."""
+    entering = {}
+    for path in paths.nodes:
+        state = 0
+        for step, j in enumerate(path):
+            if step:
+                entering[j] = state
+            if step < len(path) - 1:
+                through = 0 if cuts is not None and cuts[step] else a.get(j, torch.nan)
+                state = b[j] + (through * state if step else 0)
+    return entering
+
+
+def require_states(lengths, cp, layout, tables, rows, known):
     pieces = pieces_of(lengths, cp, layout)
-    n = len(nodes.hosts)
     if tables[0] is None:
         assert known and (pieces.seen == 0).all()
         return
@@ -233,70 +250,52 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
         if pieces.seen[i + 1]:
             leaving[:, i] = maps[:, i + 1, 0] * leaving[:, i + 1] + maps[:, i + 1, 1]
 
-    def chain(nodes, a_by_rank, b_by_rank):
-        """Exclusive fold over the nodes, on ``[h, rows * chains]`` of every rank."""
-        results = [torch.zeros_like(b) for b in b_by_rank]
-        state = 0
-        for j in range(n):
-            host = nodes.hosts[j]
-            slot = nodes.slots[j]
-            results[host][slot] = state
-            state = a_by_rank[host][slot] * state + b_by_rank[host][slot]
-        return results
-
+    paths = tables[0].paths
+    assert all(t.paths == paths for t in tables)
+    if known:
+        # Nothing is sent but what a piece needs.
+        continued = int((pieces.seen > 0).sum())
+        assert continued == len(paths.receiving) * tables[0].chains // rows
     held = [pieces.held_by(rank) for rank in range(cp)]
     counts = [t.sequences.sequences // rows for t in tables]
-    # Nobody writes the maps of pieces that are not there.
-    mine = [maps.new_full((rows, count, 2), torch.nan) for count in counts]
-    for x, h in zip(mine, held, strict=True):
-        x[:, : len(h)] = maps[:, h]
-    mine = [x.flatten(0, 1)[..., None, None, None] for x in mine]  # [N, 2, 1, 1, 1]
-    both = list(zip(mine, tables, strict=True))
-    a = [
-        _select_pieces(m[:, 0], t.last, t.passes).view(t.node_count, -1)
-        for m, t in both
-    ]
-    b = [
-        _select_pieces(m[:, 1], t.last, t.leaves).view(t.node_count, -1)
-        for m, t in both
-    ]
-    d = [
-        _select_pieces(m[:, 1], t.first, t.enters).view(t.node_count, -1)
-        for m, t in both
-    ]
-    forward = chain(nodes, a, b)
-    backward = chain(nodes.backwards(), a, d)
-    for j in range(1, n - 1):  # the maps of the ends are not followed
-        cut_at = [False, False]
-        if tables[0].cuts is not None:
-            cut_at = [
-                cuts.at(at)
-                for cuts, at in zip(tables[0].cuts, (j, n - 1 - j), strict=True)
-            ]
-        is_cut = (a[nodes.hosts[j]][nodes.slots[j]] == 0).all()
-        if layout is SequenceLayout.ZIGZAG:  # a chain is one document
-            assert tables[0].cuts is None and (not is_cut or not known)
-        else:
-            assert is_cut == cut_at[0] == cut_at[1]
-    assert all(t.nodes == nodes for t in tables)
+    a, b, d = {}, {}, {}
+    for table, count, h in zip(tables, counts, held, strict=True):
+        # Nobody writes the maps of pieces that are not there.
+        mine = maps.new_full((rows, count, 2), torch.nan)
+        mine[:, : len(h)] = maps[:, h]
+        mine = mine.flatten(0, 1)[..., None, None, None]  # [N, 2, 1, 1, 1]
+        masks = table.masks
+        leaves, enters, passes = (None,) * 3 if masks is None else masks
+        assert (masks is None) == known
+
+        def by_node(x, nodes, table=table):
+            return dict(zip(nodes, x.view(len(nodes), table.chains), strict=True))
+
+        a |= by_node(_select_pieces(mine[:, 0], table.left, passes), table.sending)
+        b |= by_node(_select_pieces(mine[:, 1], table.left, leaves), table.sending)
+        d |= by_node(_select_pieces(mine[:, 1], table.entered, enters), table.receiving)
+    cuts = tables[0].cuts
+    assert layout is SequenceLayout.ZIGZAG or known or cuts[0] is not None
+    forward = along_paths(paths, a, b, cuts[0])
+    backward = along_paths(paths.backwards(), a, d, cuts[1])
     for rank, table in enumerate(tables):
         count = counts[rank]
         here = len(held[rank])
         assert len(table.sequences.cu_seqlens) - 1 == rows * count
         assert count == here if known else count > here
-        if table.last_pieces is not None:
-            tokens, pieces_alone = table.last_pieces
+        if table.left_alone is not None:
+            tokens, pieces_alone = table.left_alone
             stretches = torch.arange(pieces.tokens).split(list(table.sequences.lengths))
-            last = [stretches[i] for i in table.last.tolist()]
-            assert torch.equal(tokens, torch.cat(last))
-            assert list(pieces_alone.lengths) == [len(x) for x in last]
-        for states, index, right in (
-            (forward, table.first, entering),
-            (backward, table.last, leaving),
+            left = [stretches[i] for i in table.left.tolist()]
+            assert torch.equal(tokens, torch.cat(left))
+            assert list(pieces_alone.lengths) == [len(x) for x in left]
+            assert 2 * len(tokens) < pieces.tokens
+        for states, nodes, index, right in (
+            (forward, table.receiving, table.entered, entering),
+            (backward, table.sending, table.left, leaving),
         ):
-            got = _scatter_to_pieces(states[rank].flatten(), index, rows * count).view(
-                rows, count
-            )
+            at_nodes = torch.cat([states[j] for j in nodes] or [maps.new_zeros(0)])
+            got = _scatter_to_pieces(at_nodes, index, rows * count).view(rows, count)
             torch.testing.assert_close(got[:, :here], right[:, held[rank]])
             assert not got[:, here:].any()
 
@@ -313,10 +312,10 @@ class CopyCount(TorchDispatchMode):
 
 
 def test_the_two_parts_of_one_tensor_are_not_copied():
-    whole = torch.randn(2, 3, 4, 9)
+    whole = torch.randn(1, 6, 4, 9)
     local, through = whole.split([5, 4], dim=-1)
-    rows = rows_by_chain(local, through, 1)
-    assert torch.equal(rows, whole.view(6, 1, 4, 9))
+    rows = rows_by_rank(local, through, (3, 3))
+    assert torch.equal(rows, whole[0])
     assert rows.data_ptr() == whole.data_ptr() and rows.is_contiguous()
 
 
@@ -341,13 +340,14 @@ def test_the_two_parts_of_one_tensor_are_not_copied():
         "other order",
     ],
 )
-def test_whatever_else_they_are_the_result_is_theirs(split):
-    local, through = split(torch.randn(2, 3, 4, 9))
+@pytest.mark.parametrize("equal", [True, False], ids=["equal shares", "others"])
+def test_whatever_else_they_are_each_rank_gets_its_share(split, equal):
+    local, through = split(torch.randn(2, 2, 4, 9))
     joined = torch.cat([local, through], dim=-1)
-    nodes, heads = joined.shape[:2]  # one chain over all nodes, or one node per chain
-    for h, chains in ((1, nodes), (nodes, 1)):
-        expected = joined.view(h, chains * heads, *joined.shape[2:]).transpose(0, 1)
-        with CopyCount() as copies:
-            rows = rows_by_chain(local, through, h)
-        assert torch.equal(rows, expected) and rows.is_contiguous()
-        assert copies.count <= 1
+    M = joined.shape[1]
+    shares = (M // 2, M // 2) if equal and M > 1 else (M, 0)
+    expected = torch.cat([x.flatten(0, 1) for x in joined.split(shares, dim=1)])
+    with CopyCount() as copies:
+        rows = rows_by_rank(local, through, shares)
+    assert torch.equal(rows, expected) and rows.is_contiguous()
+    assert copies.count <= (1 if equal else 2)

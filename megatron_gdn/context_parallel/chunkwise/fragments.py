@@ -26,10 +26,6 @@ class Nodes(NamedTuple):
     hosts: tuple[int, ...]
     slots: tuple[int, ...]
 
-    def backwards(self) -> Nodes:
-        """The same nodes in reverse order."""
-        return Nodes(self.hosts[::-1], self.slots[::-1])
-
 
 class Cutting(NamedTuple):
     """How ``cp_size`` ranks cut sequences into fragments; ``rank`` is the rank of this
@@ -42,18 +38,34 @@ class Cutting(NamedTuple):
     @property
     def nodes(self) -> Nodes:
         """The nodes of a chain in sequence order."""
-        ranks = tuple(range(self.cp_size))
+        up = tuple(range(self.cp_size))
+        down = up[::-1]
         if self.layout is SequenceLayout.CONTIGUOUS:
-            return Nodes(ranks, (0,) * self.cp_size)
-        return Nodes(ranks + ranks[::-1], (0,) * self.cp_size + (1,) * self.cp_size)
+            return Nodes(up, (0,) * len(up))
+        if self.joins_middle:
+            down = down[1:]
+        return Nodes(up + down, (0,) * len(up) + (1,) * len(down))
+
+    @property
+    def joins_middle(self) -> bool:
+        """Whether the last rank holds one fragment, twice as long as those of other
+        ranks.
+
+        Zigzag gives the last rank two stretches that follow each other. In a buffer
+        they are one fragment, so that a document inside them is not cut. Every document
+        has these stretches in ZIGZAG; there they stay two, as on the other ranks.
+        """
+        return self.layout is SequenceLayout.ZIGZAG_BUFFER
 
     @property
     def own(self) -> slice:
         """A slice that selects the nodes of ``rank`` among the nodes of a chain."""
-        cp_size, layout, rank = self
-        if layout is SequenceLayout.CONTIGUOUS:
+        rank = self.rank
+        hosts = self.nodes.hosts
+        if hosts.count(rank) == 1:
             return slice(rank, rank + 1)
-        return slice(rank, 2 * cp_size - rank, 2 * cp_size - 1 - 2 * rank)
+        second = len(hosts) - 1 - rank
+        return slice(rank, second + 1, second - rank)
 
 
 class Fragments(NamedTuple):
@@ -106,11 +118,17 @@ def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
         require_fragments(documents, ends.diff(), cp_size)
     else:
         ends = torch.cat([starts[:1], starts[-1:]])
-    n = len(cutting.nodes.hosts)
-    node = torch.arange(n, device=starts.device)[:, None]
-    length = ends.diff() // n
+    node = torch.arange(len(cutting.nodes.hosts), device=starts.device)[:, None]
+    second = (node >= cp_size).long()
+    if cutting.layout is SequenceLayout.CONTIGUOUS:
+        length = ends.diff() // cp_size
+    else:
+        length = ends.diff() // (2 * cp_size)
     begin = ends[:-1] + node * length
     end = begin + length
+    if cutting.joins_middle:
+        begin = begin + second * length
+        end = end + (node >= cp_size - 1) * length
     first, last = (
         torch.searchsorted(starts[1:], token, right=True).clamp(max=len(starts) - 2)
         for token in (begin, end - 1)
@@ -118,7 +136,7 @@ def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
     return Fragments(
         begin=begin,
         end=end,
-        local=ends[:-1] // cp_size + (node >= cp_size) * length,
+        local=ends[:-1] // cp_size + second * length,
         first=starts[first],
         first_end=starts[first + 1],
         last=starts[last],

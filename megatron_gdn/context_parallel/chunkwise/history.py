@@ -148,8 +148,13 @@ def _build_tables(
     def travelling_rows(rows: _TravellingRows) -> tuple[Tensor, Tensor, Tensor]:
         """Per row: whether it travels, its index in messages or -1, its distance to the
         piece."""
-        tokens = length[rows.receiver, rows.chain]
-        distance = (rows.k - 1) * tokens + rows.m
+        sender = rows.receiver - rows.k
+        tokens = length[sender, rows.chain]
+        between = (
+            fragments.begin[rows.receiver, rows.chain]
+            - fragments.end[sender, rows.chain]
+        )
+        distance = between + rows.m
         travels = (rows.m <= tokens) & (
             distance <= history_tokens[rows.receiver, rows.chain]
         )
@@ -184,7 +189,7 @@ def _build_tables(
 
     travels, number, _ = travelling_rows(sendable)
     chain, slot, k, m, receiver, _ = sendable
-    row = local[slot, chain] + length[receiver, chain] - m
+    row = local[slot, chain] + length[receiver - k, chain] - m
     send_rows = row.clamp(0, max(tokens - 1, 0))
     W = history_len + 1
     place = ((chain * h + slot) * W + m) * W + k

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...ops.documents import Documents, one_document
 from ...ops.layout import Layout
 from ...ops.stages import SequenceContext
+from ...ops.state_maps.state_map import StateShape
 from ..layouts import SequenceLayout
 from ..scheme import Passage, Scheme, keep_in_place
 from .fragments import Cutting, pieces_of
@@ -28,13 +29,15 @@ class Chunkwise(Scheme):
     def __init__(
         self,
         layout: Layout,
+        state: StateShape,
         taps: int,
         group: dist.ProcessGroup,
         sequence_layout: SequenceLayout,
     ) -> None:
-        """The convolution has ``taps`` taps; ``sequence_layout``: how the loader cut
-        sequences."""
+        """``state``: of this rank's heads. The convolution has ``taps`` taps;
+        ``sequence_layout``: how the loader cut sequences."""
         super().__init__(layout, group, sequence_layout)
+        self._state = state
         self._taps = taps
 
     def passage(
@@ -52,7 +55,7 @@ class Chunkwise(Scheme):
         if table is None:
             states = None
         else:
-            states = StatesOfPieces(table, self.group)
+            states = StatesOfPieces(table, self.group, self._state.no_maps(like))
         route = history_route(whole, cutting, self._taps)
         if route is None:
             history = None

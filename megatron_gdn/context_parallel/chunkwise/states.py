@@ -5,7 +5,7 @@ exchange of maps each rank knows the states that enter its pieces. The backward 
 the chains in reverse, with transposed ``through`` maps and with gradients of states in
 place of ``local``.
 
-Legend: N pieces on this rank, over all batch rows; h nodes of a chain on this rank.
+Legend: N pieces on this rank, over all batch rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ...ops.documents import Documents
 from ...ops.front.history import ranges
 from ...ops.host_tables import to_device
 from ...ops.rules.base import Rule, RuleBackward, RuleForward, map_inputs
-from ...ops.state_maps.state_map import Cuts, StateMap
+from ...ops.state_maps.state_map import StateMap
 from ..layouts import SequenceLayout
-from .fragments import Cutting, Nodes, any_document_continues, fragments_of, pieces_of
-from .map_exchange import rows_by_chain, states_entering_nodes
+from .fragments import Cutting, any_document_continues, fragments_of, pieces_of
+from .map_exchange import Paths, states_entering_nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,40 +41,53 @@ class StateTable:
 
     # boundaries of all N pieces of this rank, batch rows laid end to end
     sequences: Documents
-    nodes: Nodes  # the nodes of every chain
-    node_count: int  # h
-    # int64 [h * chains]: this rank's nodes' first and last piece; None: each node is
-    # one piece.
-    first: Tensor | None
-    last: Tensor | None
-    # Tokens and boundaries of the nodes' last pieces, whose maps alone are computed;
-    # set only if the last pieces have at most half of the tokens. If None, the maps of
-    # all pieces are computed.
-    last_pieces: tuple[Tensor, Documents] | None
-    # Three masks, bool [h * chains, 1, 1, 1]; a mask is None if true except at ends of
-    # chains.
-    enters: Tensor | None  # the first piece continues a document
-    leaves: Tensor | None  # the last piece's document continues on another node
-    passes: Tensor | None  # a state passes from the node's begin to its end
-    # nodes that no state passes, in order and in reverse order
-    cuts: tuple[Cuts, Cuts] | None
+    paths: Paths  # the nodes that states leave and enter, the same in every chain
+    # of this rank's nodes, those that a state leaves, and those that a state enters
+    sending: tuple[int, ...]
+    receiving: tuple[int, ...]
+    # int64 [nodes * chains]: the pieces that a state leaves and enters, by node; None:
+    # all N pieces in order.
+    left: Tensor | None
+    entered: Tensor | None
+    # Tokens and boundaries of the pieces ``left``, whose maps alone are computed; set
+    # only if these pieces have less than half of the tokens. If None, the maps of all
+    # pieces are computed.
+    left_alone: tuple[Tensor, Documents] | None
+    masks: Masks | None  # None if the host knows the documents
+    # int32 [n], 1 at nodes that no state passes, in order and in reverse order; None if
+    # the host knows these nodes, or if there are none, since a chain is a document
+    cuts: tuple[Tensor | None, Tensor | None]
+    chains: int  # over all batch rows
+    direct: bool  # of ``paths``
+
+
+class Masks(NamedTuple):
+    """Of fixed buffers, in which each document may have paths of its own.
+
+    Bool ``[nodes * chains, 1, 1, 1]``: whether a state leaves ``left``, enters
+    ``entered``, passes ``left``.
+    """
+
+    leaves: Tensor
+    enters: Tensor
+    passes: Tensor
 
 
 class _NodeTensors(NamedTuple):
-    """The tensors of :class:`StateTable` for this rank's nodes, for all batch rows."""
+    """The tensors of :class:`StateTable` and :class:`Masks` for this rank's nodes."""
 
-    first: Tensor
-    last: Tensor
-    enters: Tensor
+    left: Tensor
+    entered: Tensor
     leaves: Tensor
+    enters: Tensor
     passes: Tensor
-    cuts: Tensor  # int32 [n], 1 at nodes that no state passes
+    cuts: Tensor
     cuts_back: Tensor
 
 
 def state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable | None:
-    """The table of a micro-batch of ``rows`` batch rows; None if all documents lie on
-    one node."""
+    """The table of a micro-batch of ``rows`` batch rows; None if no state goes from
+    node to node."""
     return documents.keep(_make_state_table, cutting, rows)
 
 
@@ -84,42 +97,23 @@ def _make_state_table(
     if not any_document_continues(documents, cutting):
         return None
     pieces = pieces_of(documents, cutting)
-    known = documents.known
-    tensors = documents.table(_node_tensors, pieces, cutting, rows, move=False)
-    nodes = cutting.nodes
-    n = len(cutting.nodes.hosts)
     N = pieces.sequences
-
-    def index(x: Tensor) -> Tensor | None:
-        if known and torch.equal(x, torch.arange(rows * N, device="cpu")):
-            return None
-        return to_device(x, documents.device)
-
-    def mask(x: Tensor, *unused: int) -> Tensor | None:
-        """``x`` on the device; None if ``x`` is true at all nodes that are not
-        ``unused``."""
-        ignored = torch.tensor([j in unused for j in range(n)], device="cpu")[
-            cutting.own
-        ]
-        if known and (x.view(len(ignored), -1) | ignored[:, None]).all():
-            return None
-        return to_device(x, documents.device)
-
-    cuts = None
-    last_pieces = None
-    # Only a chain with several documents can have nodes that no state passes.
-    if cutting.layout is not SequenceLayout.ZIGZAG and not (
-        known and not tensors.cuts[1:-1].any()
-    ):
-        cut_tensors = tensors.cuts, tensors.cuts_back
-        flags = [tuple((x > 0).tolist()) if known else None for x in cut_tensors]
-        forward, backward = (
-            Cuts(to_device(x, documents.device), f)
-            for x, f in zip(cut_tensors, flags, strict=True)
-        )
-        cuts = forward, backward
-    if known and rows == 1:
-        last_pieces = _last_pieces(pieces, tensors.last)
+    paths = _paths_of(documents, cutting)
+    sending = paths.sent_by(cutting.rank)
+    receiving = paths.received_by(cutting.rank)
+    tensors = documents.table(
+        _node_tensors, pieces, cutting, rows, sending, receiving, move=False
+    )
+    on_device = _NodeTensors._make(to_device(x, documents.device) for x in tensors)
+    masks = None
+    cuts = None, None
+    if not documents.known:
+        masks = Masks(on_device.leaves, on_device.enters, on_device.passes)
+        if cutting.layout is not SequenceLayout.ZIGZAG:
+            cuts = on_device.cuts, on_device.cuts_back
+    left_alone = None
+    if documents.known and rows == 1 and sending:
+        left_alone = _pieces_alone(pieces, tensors.left)
     sequences = pieces
     if rows != 1:  # lay the pieces of the rows end to end
         if rows:
@@ -127,61 +121,94 @@ def _make_state_table(
         else:
             ends = (0,)
         sequences = Documents((0, *ends), pieces.device)
+
+    def index(x: Tensor, of_device: Tensor) -> Tensor | None:
+        if documents.known and torch.equal(x, torch.arange(rows * N, device="cpu")):
+            return None
+        return of_device
+
     return StateTable(
         sequences=sequences,
-        nodes=nodes,
-        node_count=nodes.hosts.count(cutting.rank),
-        first=index(tensors.first),
-        last=index(tensors.last),
-        last_pieces=last_pieces,
-        enters=mask(tensors.enters, 0),
-        leaves=mask(tensors.leaves, n - 1),
-        passes=mask(tensors.passes, 0, n - 1),
+        paths=paths,
+        sending=sending,
+        receiving=receiving,
+        left=index(tensors.left, on_device.left),
+        entered=index(tensors.entered, on_device.entered),
+        left_alone=left_alone,
+        masks=masks,
         cuts=cuts,
+        direct=paths.direct,
+        chains=rows * fragments_of(documents, cutting).begin.shape[1],
     )
 
 
+def _paths_of(documents: Documents, cutting: Cutting) -> Paths:
+    """The paths of states; if the host does not know them, one path through all
+    nodes."""
+    hosts = cutting.nodes.hosts
+    every_node = tuple(range(len(hosts)))
+    if not documents.known or cutting.layout is SequenceLayout.ZIGZAG:
+        return Paths(hosts, (every_node,))
+    fragments = fragments_of(documents, cutting)
+    paths: list[list[int]] = []
+    for j in fragments.enters[:, 0].nonzero().flatten().tolist():
+        if paths and fragments.passes[j - 1, 0]:
+            paths[-1].append(j)
+        else:
+            paths.append([j - 1, j])
+    return Paths(hosts, tuple(tuple(path) for path in paths))
+
+
 def _node_tensors(
-    documents: Documents, pieces: Documents, cutting: Cutting, rows: int
+    documents: Documents,
+    pieces: Documents,
+    cutting: Cutting,
+    rows: int,
+    sending: tuple[int, ...],
+    receiving: tuple[int, ...],
 ) -> _NodeTensors:
     """Compute the tensors of this rank's nodes from its ``pieces``, for ``rows`` batch
     rows."""
     fragments = fragments_of(documents, cutting)
-    own = cutting.own
     N = pieces.sequences
-    begin, end, local = (x[own] for x in fragments[:3])
+    begin, end, local = fragments[:3]
+    last = local + (end - begin - 1).clamp(min=0)
     row = torch.arange(rows, device=begin.device).view(1, rows, 1)
     ends = pieces.starts[1:].long()
 
-    def pieces_at(tokens: Tensor) -> Tensor:
-        """Indices of the pieces that hold ``tokens`` (indices on this rank), for all
-        batch rows."""
-        indices = torch.searchsorted(ends, tokens.contiguous(), right=True).clamp(
-            max=N - 1
-        )
-        return (indices[:, None] + row * N).flatten()
+    def of_nodes(x: Tensor, nodes: tuple[int, ...]) -> Tensor:
+        """``x [nodes, chains]`` of these nodes, for all batch rows."""
+        chosen = torch.stack([x[j] for j in nodes]) if nodes else x[:0]
+        return chosen[:, None].expand(-1, rows, -1)
 
-    def mask(x: Tensor) -> Tensor:
-        return x[own][:, None].expand(-1, rows, -1).reshape(-1, 1, 1, 1)
+    def pieces_at(tokens: Tensor) -> Tensor:
+        """Indices of the pieces that hold ``tokens`` (indices on this rank)."""
+        indices = torch.searchsorted(ends, tokens.contiguous(), right=True)
+        return (indices.clamp(max=N - 1) + row * N).flatten()
+
+    def mask(x: Tensor, nodes: tuple[int, ...]) -> Tensor:
+        return of_nodes(x, nodes).reshape(-1, 1, 1, 1)
 
     cuts = (~fragments.passes[:, 0]).int()
     return _NodeTensors(
-        pieces_at(local),
-        pieces_at(local + (end - begin - 1).clamp(min=0)),
-        mask(fragments.enters),
-        mask(fragments.leaves),
-        mask(fragments.passes),
-        cuts,
-        cuts.flip(0),
+        left=pieces_at(of_nodes(last, sending)),
+        entered=pieces_at(of_nodes(local, receiving)),
+        leaves=mask(fragments.leaves, sending),
+        enters=mask(fragments.enters, receiving),
+        passes=mask(fragments.passes, sending),
+        cuts=cuts,
+        cuts_back=cuts.flip(0),
     )
 
 
-def _last_pieces(pieces: Documents, indices: Tensor) -> tuple[Tensor, Documents] | None:
-    """Tokens and boundaries of ``pieces[indices]``; None if these have over half of the
-    tokens."""
+def _pieces_alone(
+    pieces: Documents, indices: Tensor
+) -> tuple[Tensor, Documents] | None:
+    """Tokens and boundaries of ``pieces[indices]``; None if these have half of the tokens or
+    more."""
     begin = pieces.starts[indices].long()
     length = pieces.starts.diff()[indices].long()
-    if 2 * int(length.sum()) > pieces.total_tokens:
+    if 2 * int(length.sum()) >= pieces.total_tokens:
         return None
     boundaries = Documents((0, *length.cumsum(0).tolist()), pieces.device)
     return to_device(ranges(begin, length), pieces.device), boundaries
@@ -212,64 +239,75 @@ class StatesOfPieces:
     """The states that enter this rank's pieces: a
     :class:`~megatron_gdn.ops.stages.StateLink`."""
 
-    def __init__(self, table: StateTable, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, table: StateTable, group: dist.ProcessGroup, no_maps: StateMap
+    ) -> None:
         """``table``: this rank's pieces and nodes; ``group``: the ranks that exchange
-        states."""
+        states; ``no_maps``: those of no piece, ``[0, H, K, .]``."""
         self.documents = table.sequences
         self._count = table.sequences.sequences
         self._table = table
         self._group = group
-
-    def _states_of_nodes(
-        self, maps: StateMap, nodes: Nodes, cuts: Cuts | None
-    ) -> Tensor:
-        """The states that enter this rank's h nodes of each chain:
-        ``[h * chains, H, K, V]``."""
-        rows = rows_by_chain(maps.local, maps.through, self._table.node_count)
-        entering = states_entering_nodes(
-            rows, maps.local.shape[-1], nodes, self._group, cuts
-        )
-        return entering.view(maps.local.shape)
+        self._no_maps = no_maps
+        self._backwards = table.paths.backwards()
 
     def _maps_of_nodes(
         self, rule: Rule, forward: RuleForward, inputs: object
     ) -> StateMap:
-        """Maps ``[h * chains, H, K, .]`` of nodes' last pieces; ``forward`` has
-        ``inputs``."""
+        """Maps ``[nodes * chains, H, K, .]`` of the pieces that a state leaves;
+        ``forward`` has ``inputs``."""
         table = self._table
-        last = self._table.last
-        if table.last_pieces is not None:
-            tokens, pieces = table.last_pieces
+        if not table.sending:
+            return self._no_maps
+        left = table.left
+        if table.left_alone is not None:
+            tokens, pieces = table.left_alone
             inputs = map_inputs(inputs, lambda x: x.index_select(1, tokens))
             forward = rule.begin(inputs, pieces)
-            last = None
+            left = None
         local, through = forward.state_map()
-        return StateMap(
-            _select_pieces(local, last, table.leaves),
-            _select_pieces(through, last, table.passes),
-        )
+        leaves = None
+        passes = None
+        if table.masks is not None:
+            leaves = table.masks.leaves
+            passes = table.masks.passes
+        local = _select_pieces(local, left, leaves)
+        if table.direct:
+            return StateMap(local, through)  # nobody reads ``through``
+        return StateMap(local, _select_pieces(through, left, passes))
+
+    def _exchange(
+        self, local: Tensor, through: Tensor | None, paths: Paths, cuts: Tensor | None
+    ) -> Tensor:
+        """The states ``[nodes * chains, H, K, V]`` at this rank's nodes of ``paths``,
+        from the maps of the nodes that send."""
+        chains = self._table.chains
+        H = local.shape[1]
+        nodes = len(local) // chains
+        local = local.unflatten(0, (nodes, chains)).flatten(1, 2)
+        if through is not None:
+            through = through.unflatten(0, (nodes, chains)).flatten(1, 2)
+        states = states_entering_nodes(local, through, paths, self._group, cuts)
+        return states.unflatten(1, (chains, H)).flatten(0, 1)
 
     def entering(
         self, rule: Rule, forward: RuleForward, inputs: object
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The states that enter pieces, and the tensors to pass to :meth:`leaving` as
         ``kept``."""
-        maps = self._maps_of_nodes(rule, forward, inputs)
         table = self._table
-        if table.cuts is None:
-            cuts = None
+        maps = self._maps_of_nodes(rule, forward, inputs)
+        if table.direct:
+            kept = (self._exchange(maps.local, None, table.paths, None),)
         else:
-            cuts = table.cuts[0]
-        entering = self._states_of_nodes(maps, table.nodes, cuts)
-        return _scatter_to_pieces(entering, table.first, self._count), (
-            entering,
-            maps.through,
-        )
+            entering = self._exchange(*maps, table.paths, table.cuts[0])
+            kept = (entering, maps.through)
+        return self.entered(kept), kept
 
     def entered(self, kept: tuple[Tensor, ...]) -> Tensor:
         """The states that entered pieces, from the tensors that :meth:`entering`
         returned."""
-        return _scatter_to_pieces(kept[0], self._table.first, self._count)
+        return _scatter_to_pieces(kept[0], self._table.entered, self._count)
 
     def leaving(
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
@@ -277,12 +315,33 @@ class StatesOfPieces:
         """The states that entered pieces, and the gradients of the states that leave
         pieces."""
         table = self._table
-        entering, through = kept
-        d_local = _select_pieces(backward.d_initial(), table.first, table.enters)
-        maps = StateMap(entering, through).transposed(d_local)
-        if table.cuts is None:
-            cuts = None
+        d_local = self._no_maps.local
+        if table.receiving:
+            enters = None
+            if table.masks is not None:
+                enters = table.masks.enters
+            d_local = _select_pieces(backward.d_initial(), table.entered, enters)
+        if table.direct:
+            leaving = self._exchange(d_local, None, self._backwards, None)
         else:
-            cuts = table.cuts[1]
-        leaving = self._states_of_nodes(maps, table.nodes.backwards(), cuts)
-        return self.entered(kept), _scatter_to_pieces(leaving, table.last, self._count)
+            through = self._through_of_receiving(kept[1])
+            maps = StateMap(d_local, through).transposed(d_local)
+            leaving = self._exchange(*maps, self._backwards, table.cuts[1])
+        d_final = _scatter_to_pieces(leaving, table.left, self._count)
+        return self.entered(kept), d_final
+
+    def _through_of_receiving(self, through: Tensor) -> Tensor:
+        """From ``through`` of the nodes that a state leaves, that of the nodes that a
+        state enters.
+
+        A node that no state leaves gets zeros: it is the first of its path backwards,
+        and its ``through`` is not read.
+        """
+        table = self._table
+        if table.receiving == table.sending:
+            return through
+        by_node = through.unflatten(0, (len(table.sending), table.chains))
+        of_node = dict(zip(table.sending, by_node, strict=True))
+        none = through.new_zeros(by_node.shape[1:])
+        chosen = [of_node.get(j, none) for j in table.receiving]
+        return torch.cat(chosen or [through[:0]])

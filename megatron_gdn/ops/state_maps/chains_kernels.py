@@ -55,7 +55,7 @@ def _follow_kernel(
     Strides in elements, named by tensor and axis: n chains, p maps, q written states, h
     heads, i rows, j columns. ``local_ptr``, ``through_ptr``: the maps. ``steps_ptr``:
     ``Steps.table``.
-    ``cuts_ptr``: ``Cuts.flags``, read if CUT. ``out_ptr`` gets the states. Only N may
+    ``cuts_ptr``: the cuts, read if CUT. ``out_ptr`` gets the states. Only N may
     exceed 65535.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
@@ -125,7 +125,7 @@ def follow(
     compose: bool = False,
 ) -> Tensor:
     """:func:`.state_map.follow_chains` on a GPU; ``table``: Steps.table, ``cut``:
-    Cuts.flags."""
+    the cuts."""
     N, L, _ = table.shape
     _, H, K, V = local.shape
     X = out.shape[3]

@@ -51,6 +51,13 @@ class StateShape(NamedTuple):
         """Bytes of one sequence's fp32 :class:`StateMap`, all heads together."""
         return self.heads * self.rows * self.map_columns * 4
 
+    def no_maps(self, like: Tensor) -> StateMap:
+        """The maps of no sequence; ``like`` has the dtype and device of the mixer's
+        rows."""
+        wide = torch.promote_types(like.dtype, torch.float32)
+        maps = like.new_empty(0, self.heads, self.rows, self.map_columns, dtype=wide)
+        return StateMap(maps[..., : self.columns], maps[..., self.columns :])
+
 
 class StateMap(NamedTuple):
     """``S_out = through S_in + local``, one map for each sequence and head.
@@ -102,31 +109,13 @@ class Steps:
         return cls(tuple(tuple(chain) for chain in chains), to_device(table, device))
 
 
-class Cuts(NamedTuple):
-    """The steps of a chain that set the state to ``local`` and ignore the state before
-    the step.
-
-    ``torch.where`` sets the state, since a product 0 * NaN would carry NaN to the next
-    document.
-    """
-
-    flags: Tensor  # int32 [L] on the device, 1 for a cut step
-    # ``flags`` on the host; None if only the device knows them
-    known: tuple[bool, ...] | None
-
-    def at(self, step: int) -> bool | Tensor:
-        if self.known is None:
-            return self.flags[step] > 0
-        return self.known[step]
-
-
 def follow_chains(
     local: Tensor,
     through: Tensor,
     steps: Steps,
     out: Tensor,
     start: Tensor | None = None,
-    cuts: Cuts | None = None,
+    cuts: Tensor | None = None,
     compose: bool = False,
 ) -> Tensor:
     """Apply the maps of every chain in order, and write the states at the targets of
@@ -138,7 +127,9 @@ def follow_chains(
         out: ``[Q, H, K, X]``, overwritten; X is V, with ``compose`` V plus
             ``through``'s columns.
         start: ``[N, H, K, V]``, the states before the first maps; None: zero.
-        cuts: the cut steps, the same for every chain; not allowed with ``compose``.
+        cuts: int32 ``[L]`` on the device, 1 for each step that sets the state to
+            ``local`` and ignores the state before the step, even if that is NaN; for
+            one chain without ``compose``.
         compose: whether ``out`` gets each chain's composed map, ``local`` beside
             ``through``, in place of states; ``start`` is None then.
 
@@ -159,9 +150,8 @@ def follow_chains(
     if local.is_cuda and local.dtype == torch.float32 and dense and K <= MOST_ROWS:
         from . import chains_kernels
 
-        flags = None if cuts is None else cuts.flags
         return chains_kernels.follow(
-            local, through, steps.table, out, start, flags, compose
+            local, through, steps.table, out, start, cuts, compose
         )
     return follow_chains_in_torch(local, through, steps, out, start, cuts, compose)
 
@@ -172,7 +162,7 @@ def follow_chains_in_torch(
     steps: Steps,
     out: Tensor,
     start: Tensor | None,
-    cuts: Cuts | None = None,
+    cuts: Tensor | None = None,
     compose: bool = False,
 ) -> Tensor:
     """:func:`follow_chains` in plain torch; no map is applied after a chain's last
@@ -188,17 +178,16 @@ def follow_chains_in_torch(
                     out[target] = 0 if state is None else state
                 if j == last or place == NONE:
                     continue
-                cut = False if cuts is None else cuts.at(j)
-                if state is not None and cut is not True:
+                if state is not None:
                     if rows_decay:
                         product = through[place] * state
                     else:
                         product = through[place] @ state
                     product[..., :V].add_(local[place])
-                    if cut is False:
+                    if cuts is None:
                         state = product
                     else:
-                        state = torch.where(cut, local[place], product)
+                        state = torch.where(cuts[j] > 0, local[place], product)
                 elif compose:
                     state = torch.cat([local[place], through[place]], dim=-1)
                 else:
