@@ -28,17 +28,22 @@ CPU = torch.device("cpu")
 )
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @on_ranks("size")
-def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layout):
+def test_collectives_and_steps_are_those_that_are_priced(size, told, layout):
     """Collectives of one forward, bytes from this machine and from others, longest
-    chain."""
+    chain.
+
+    The price counts a map and a state for every node. None is sent of the last node,
+    and none to the first.
+    """
     rank = dist.get_rank()
     heads = 16
     K = 4
     V = 3
     n = ranks_per_machine(dist.group.WORLD, told, CPU)
     layout = SequenceLayout.parse(layout)
-    nodes = Cutting(size, layout, rank).nodes
-    maps = torch.randn(heads, nodes.hosts.count(rank), K, V + K)
+    hosts = Cutting(size, layout, rank).nodes.hosts
+    paths = map_exchange.Paths(hosts, (tuple(range(len(hosts))),))
+    maps = torch.randn(len(paths.sent_by(rank)), heads, K, V + K)
     bytes_priced, steps = map_exchange_traffic(
         StateShape(heads, K, V), size, layout, 1, None
     )
@@ -48,7 +53,8 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
     follow = map_exchange.follow_chains
 
     def count_bytes(rows, send, receive, group):
-        received.append([rows_of_one * rows[0].nbytes for rows_of_one in receive])
+        of_one = rows.new_empty(rows.shape[1:]).nbytes
+        received.append([count * of_one for count in receive])
         return exchange(rows, send, receive, group)
 
     def count_products(local, through, steps, *args):
@@ -61,7 +67,8 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
         patch.object(map_exchange, "exchange_rows", count_bytes),
         patch.object(map_exchange, "follow_chains", count_products),
     ):
-        map_exchange.states_entering_nodes(maps, V, nodes, dist.group.WORLD)
+        local, through = maps.split([V, K], dim=-1)
+        map_exchange.states_entering_nodes(local, through, paths, dist.group.WORLD)
     within = across = 0
     for of_collective in received:
         for giver, count in enumerate(of_collective):
@@ -69,7 +76,15 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
             across += count * (giver // n != rank // n)
     assert len(received) == 2
     from_others = bytes_priced * (size - n) / (size - 1)
-    assert [within, across] == [round(bytes_priced - from_others), round(from_others)]
+    m = heads // size
+    one_map = K * (K + V) * 4
+    one_state = K * V * 4
+    of_ranks = [r for r in range(size) if r != rank]
+    maps_sent = sum(hosts[:-1].count(r) for r in of_ranks) * m * one_map
+    states_sent = hosts[1:].count(rank) * len(of_ranks) * m * one_state
+    assert within + across == maps_sent + states_sent
+    assert within <= round(bytes_priced - from_others)
+    assert across <= round(from_others)
     assert products == [steps - 1]  # nothing follows the last node
 
 
