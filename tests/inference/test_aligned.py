@@ -157,7 +157,7 @@ def test_training_prefill_and_decode_take_products_of_the_same_shapes(
     # no state leaves the chunk
     alone = shapes(lambda: kind.trained(kind.rows(1), aligned=True))
     assert alone and alone < expected
-    for S, B in ((127, 1), (150, 1), (129, 5)):
+    for S, B in ((127, 1), (129, 2)):
         assert (
             shapes(lambda S=S, B=B: kind.trained(kind.rows(S, B), aligned=True))
             == expected
@@ -165,7 +165,7 @@ def test_training_prefill_and_decode_take_products_of_the_same_shapes(
     packed = (5, 0, 200, 64)
     rows = kind.rows(sum(packed))
     assert shapes(lambda: kind.trained(rows, packed, aligned=True)) == expected
-    for N, tokens in ((1, 5), (4, 63), (7, 130)):
+    for N, tokens in ((1, 5), (4, 130)):
         assert generated(N, tokens) == expected
     # the wiring of groups; their bits on this CPU are not promised
     if lanes is not None:
@@ -188,7 +188,12 @@ def test_requests_that_only_pad_a_step_write_nothing(kind):
     states = torch.zeros(3, *shape.state)
     conv[1:] = 1e30
     states[1:] = 1e30
-    for token, row in enumerate(rows):
+    _, begun = prefilled(mixer, rows[:60])
+    for token in (0, 1, 2, *range(60, 70)):  # over the end of a chunk
+        if token == 60:
+            conv[0] = begun.history[0]
+            states[0] = begun.state[0]
+        row = rows[token]
         both = torch.cat([row, torch.ones_like(row)])[:, None]
         buffers = Memory(conv, states, torch.tensor([0, -1]))
         out = decode(both.transpose(0, 1), mixer, buffers)[0]

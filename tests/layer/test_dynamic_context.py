@@ -29,7 +29,20 @@ pytestmark = [
 ]
 VOCAB = 50
 KINDS = [*BY_NAME, "kda_full"]
-ALL_KINDS = [*KINDS, *(f"{name} aligned" for name in KINDS)]
+ALIGNED = [f"{name} aligned" for name in KINDS]
+ALL_KINDS = [*KINDS, *ALIGNED]
+
+
+def with_aligned(*quick: str) -> list:
+    """All kinds; quick tests have these of the aligned ones.
+
+    Every aligned kind is in
+    `test_requests_of_all_lengths_come_decode_and_leave`, whose steps these are.
+    """
+    chosen = [f"{name} aligned" for name in quick]
+    others = [kind for kind in ALIGNED if kind not in chosen]
+    slow = (pytest.param(kind, marks=pytest.mark.slow) for kind in others)
+    return [*KINDS, *chosen, *slow]
 
 
 def make_layer(kind):
@@ -170,7 +183,7 @@ def test_requests_of_all_lengths_come_decode_and_leave(kind):
     served.hold(0, 1, 2, 3, 4)
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("kind", with_aligned("gdn", "gdp"))
 def test_a_prompt_may_come_in_chunks(kind):
     layer = make_layer(kind)
     served = Served(layer, make_context(layer, enable_chunked_prefill=True))
@@ -190,7 +203,7 @@ def test_a_prompt_may_come_in_chunks(kind):
     served.hold(0, 1)
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("kind", with_aligned("kda", "mamba2"))
 def test_speculated_tokens_can_be_taken_back(kind):
     """Megatron's own function takes the states back to the accepted tokens."""
     layer = make_layer(kind)
