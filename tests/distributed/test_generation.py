@@ -252,7 +252,7 @@ def test_generation_has_the_log_probabilities_of_training(pools):
 @pytest.mark.parametrize(
     ("tp", "dtype", "at_once", "pattern", "greedy"),
     [
-        (1, torch.float32, 1, "M-*-G-", True),
+        pytest.param(1, torch.float32, 1, "M-*-G-", True, marks=pytest.mark.slow),
         (1, torch.float32, 1, "G-G-M-*-", False),
         (2, torch.bfloat16, 4, "M-*-G-", False),
         (2, torch.bfloat16, 4, "M-*-G-", True),

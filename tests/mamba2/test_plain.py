@@ -21,8 +21,8 @@ def close(got, expected, tolerance=1e-11):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_inputs_are_computed_in_fp32_and_rounded_once(dtype):
-    inputs, d_o = random_inputs(200, dtype=dtype)
-    o, _, grads, _ = oracle(inputs, (200,), d_o)
+    inputs, d_o = random_inputs(130, dtype=dtype)  # two chunks and two tokens
+    o, _, grads, _ = oracle(inputs, (130,), d_o)
     got = RULE.begin(inputs, None).run().o
     found = RULE.begin_backward(d_o, inputs, Saved(), None).run()
     assert got.dtype == dtype and [t.dtype for t in found] == [t.dtype for t in inputs]

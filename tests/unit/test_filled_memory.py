@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.processes import imported_python, python
+from tests.filled_memory import fill_new_memory
+from tests.processes import imported_python
 from tests.ranks import on_ranks
 
 MAKERS = {
@@ -46,10 +47,8 @@ def test_scripts_of_tests_have_it_too(tmp_path):
     assert imported_python(script).strip() == "True"
 
 
-def test_the_sanitizer_sees_memory_that_nobody_has_written():
-    fills = (
-        "import torch; from tests.filled_memory import fill_new_memory; "
-        "fill_new_memory(); print(hasattr(torch.empty, '__wrapped__'))"
-    )
-    found = python("-c", fills, SANITIZE_FOUND="found.json").stdout
-    assert found.strip() == "False"
+def test_the_sanitizer_sees_memory_that_nobody_has_written(monkeypatch):
+    monkeypatch.setenv("SANITIZE_FOUND", "found.json")
+    monkeypatch.setattr(torch, "empty", torch.empty.__wrapped__)
+    fill_new_memory()
+    assert not hasattr(torch.empty, "__wrapped__")

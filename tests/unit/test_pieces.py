@@ -125,7 +125,7 @@ def played_out(rows_by_rank, send_counts, size):
     ]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(fills(), st.integers(2, 6))
 def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill, taps):
     sets, cp, layout = fill
