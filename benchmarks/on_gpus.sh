@@ -52,7 +52,7 @@ pids=()
 beside() { "$@" & pids+=($!); }
 finish() { local pid; for pid in "${pids[@]}"; do wait "$pid" || failed=1; done; pids=(); }
 laws() { step "$1" "$2" python3 -m pytest -m gpu -p no:cacheprovider --maxfail=5 --durations=5 "${@:3}"; }
-bench() { step "$1" "$2" python3 "benchmarks/$3.py" --out "$out/$1.jsonl" "${@:4}"; }
+bench() { step "$1" "$2" python3 benchmarks/run.py "$3" --out "$out/$1.jsonl" "${@:4}"; }
 compile() {  # NAME SECONDS "HEADS.." "OPERANDS.." PARTS..: side by side
   step "$1" "$2" bash -c 'for heads in $1; do for operands in $2; do
     echo --heads $heads --operands $operands --uses ${3:-cut rows uncut states}
@@ -60,18 +60,17 @@ compile() {  # NAME SECONDS "HEADS.." "OPERANDS.." PARTS..: side by side
 }
 # torchrun gives its ranks a session of their own and ends them at SIGTERM alone.
 ranks() {
-  SIGNAL=TERM step "$1" "$2" torchrun --standalone --nproc-per-node 4 "benchmarks/$3.py" "${@:4}"
+  SIGNAL=TERM step "$1" "$2" torchrun --standalone --nproc-per-node 4 benchmarks/run.py "${@:3}"
 }
 
 # Each on a GPU of its own, if there are so many.
 bits() {
-  local gpus=$(nvidia-smi --list-gpus | wc -l) ratio n=0
-  for ratio in 1 2 4; do
-    CUDA_VISIBLE_DEVICES=$((n++ % gpus)) beside bench "repeats-$ratio" 420 bench_determinism \
-      --parts repeats --backends flash_qla --ratios $ratio
+  local gpus=$(nvidia-smi --list-gpus | wc -l) heads n=0
+  for heads in 16/16 16/32 16/64; do
+    CUDA_VISIBLE_DEVICES=$((n++ % gpus)) beside bench "repeats-${heads/\//-}" 420 repeats \
+      --layers flash_qla --cases "1x8192 $heads" "thd100,63,1,3932,4096 $heads"
   done
-  CUDA_VISIBLE_DEVICES=$((3 % gpus)) beside bench neighbours 420 bench_determinism \
-    --parts neighbours --backends flash_qla reference
+  CUDA_VISIBLE_DEVICES=$((3 % gpus)) beside bench neighbours 420 neighbours
   finish
 }
 
@@ -102,38 +101,42 @@ check)
 measure)
   # megatron-core's layer hands FlashQLA other dtypes and head counts: it compiles by running.
   for case in 1x32768 1x8192 8x4096 thd32768; do
-    beside step "compile-$case" 200 python3 benchmarks/bench_layer.py --compile-only --layers upstream --cases $case
+    beside step "compile-$case" 200 python3 benchmarks/run.py layer --compile-only --layers upstream --cases $case
   done
   for layer in upstream ours; do
-    beside step "compile-fla-$layer" 200 python3 benchmarks/bench_layer.py --compile-only --core fla \
+    beside step "compile-fla-$layer" 200 python3 benchmarks/run.py layer --compile-only --set core=fla \
       --layers $layer --cases 1x32768
   done
   beside compile compile 200 16:32
   finish
-  bench kernels 60 bench_kernels --tokens 32768 8192 || failed=1
-  bench layer 120 bench_layer || failed=1
-  bench bf16 60 bench_layer --layers ours ours-bf16 --cases 1x32768 thd32768 1x8192 || failed=1
-  bench cost 120 bench_determinism --parts cost --ratios 2 || failed=1
-  bench fla 120 bench_layer --core fla --cases 1x32768 --layers upstream ours || failed=1
+  bench kernels 60 kernels || failed=1
+  bench layer 180 layer || failed=1
+  bench cost 120 determinism-cost || failed=1
+  bench fla 120 layer --set core=fla --cases 1x32768 --layers upstream ours || failed=1
   ;;
 shapes)
-  bench users_shapes 565 users_shapes --seconds 550 || failed=1
+  beside compile compile 240 "16:32 4:8 2:4 8:32 4:12" bf16 cut uncut rows again
+  beside compile compile-fp16 240 "16:32 4:8 2:4 8:32 4:12" fp16 cut uncut rows again
+  beside step compile-upstream 240 python3 benchmarks/compile_upstream.py 32 8 4 12
+  finish
+  bench shapes 560 shapes --seconds 320 || failed=1
   ;;
 grid)
   compile compile 240 16:32 "fp16 bf16" whole cut || failed=1
   laws exact 200 tests/gpu/test_exact_generation.py tests/inference/test_gpu_aligned.py || failed=1
-  bench grid 120 bench_grid || failed=1
+  bench grid 120 grid || failed=1
+  bench decode-grid 60 decode || failed=1
   ;;
 trees)
   compile compile 150 "16:32 2:4"
   laws shared-prefix 120 tests/gpu/test_shared_prefix.py || failed=1
-  bench shared_prefix 300 bench_shared_prefix || failed=1
+  bench trees 300 trees || failed=1
   ;;
 decode)
   laws kernels 150 tests/kernels/test_step.py || failed=1
   laws precision 100 tests/inference/test_gpu_precision.py || failed=1
-  bench decode 240 bench_decode_model --seconds 200 || failed=1
-  bench local 150 bench_decode_model --modules local --batches 32 256 --seconds 110 || failed=1
+  bench decode 240 decode-model --seconds 200 || failed=1
+  bench local 150 decode-model --set modules=local batches=[32,256] --seconds 110 || failed=1
   ;;
 fp8)
   beside compile compile 240 "16:32 16:64"
@@ -142,29 +145,29 @@ fp8)
   beside laws fp8 200 tests/gpu/test_fp8.py
   beside laws fp8-runs 200 tests/gpu/test_fp8_runs.py
   finish
-  bench fp8 150 bench_fp8 --seconds 130 || failed=1
-  bench curves 150 fp8_curves --seconds 120 || failed=1
+  bench fp8 100 fp8 --seconds 85 || failed=1
+  bench errors 60 fp8-errors --seconds 50 || failed=1
+  bench curves 150 fp8-curves --seconds 120 || failed=1
   ;;
 kda)
   laws kda 240 tests/gpu/test_fla_rules.py -k kda || failed=1
-  bench kda 320 bench_kda --backends fla cudnn --lower-bound -5 --configurations 2 --seconds 300 || failed=1
+  bench kda 320 kda --set lower_bound=-5.0 configurations=2 --kernels 25 --seconds 300 || failed=1
   ;;
 gdn2)
   laws gdn2 240 tests/gpu/test_fla_rules.py -k gdn2 || failed=1
-  bench gdn2 320 bench_gdn2 --configurations 2 --seconds 300 || failed=1
+  bench gdn2 320 gdn2 --set configurations=2 --seconds 300 || failed=1
   ;;
 gdp)
   compile compile 240 8:32 bf16 || failed=1
-  bench gdp 300 bench_gdp --configurations 2 --seconds 280 || failed=1
+  bench gdp 300 gdp --set configurations=2 --kernels 12 --seconds 280 || failed=1
   laws gdp 200 tests/gpu/test_gdp.py || failed=1
   ;;
 host)
   other=$(cd "${OTHER:?a checkout of another commit}" && pwd)
   out=$(realpath "$out")
   for run in first second; do  # the first run of a checkout compiles
-    bench "host-$run" 140 bench_host --cases 1x8192 thd8192 1x4096 || failed=1
-    (cd "$other" && PYTHONPATH=$other:$PYTHONPATH bench "host-other-$run" 140 bench_host \
-      --cases 1x8192 thd8192 1x4096) || failed=1
+    bench "host-$run" 140 host --cases 1x8192 thd8192 1x4096 || failed=1
+    PYTHONPATH=$other:$PYTHONPATH bench "host-other-$run" 140 host --cases 1x8192 thd8192 1x4096 || failed=1
   done
   ;;
 repeats)
@@ -179,28 +182,28 @@ parallel)
   beside compile compile-cut 240 "16:16 16:64" bf16 cut
   beside step compile-upstream 240 python3 benchmarks/compile_upstream.py 8
   finish
-  for tokens in 32768 thd32768 131072 thd32768x512; do
-    ranks "$tokens" 80 bench_context_parallel --graphs --out "$out/$tokens.jsonl" --cases $tokens || failed=1
+  for tokens in 1x32768 thd32768x4096 1x131072 thd32768x512; do
+    ranks "$tokens" 80 parallel --set 'measured=["graph"]' --out "$out/$tokens.jsonl" --cases $tokens || failed=1
   done
-  ranks exchange 60 bench_exchange --out "$out/exchange.jsonl" --check --waves 1 2 || failed=1
+  ranks exchange 60 exchange --out "$out/exchange.jsonl" || failed=1
   ;;
 rows)
   beside compile compile 240 "16:32 8:16 4:8 2:4"
   beside compile compile-cut 240 "16:16 16:64" bf16 cut
   finish
   out=$(realpath "$out")
-  for cases in "131072 thd131072" "thd131072x512 thd131072mixed"; do
+  for cases in "1x131072 thd131072x4096" "thd131072x512 thd131072~2048"; do
     for layout in zigzag zigzag_buffer contiguous; do
-      ranks "${cases##* }-$layout" 60 bench_context_parallel --repeats 10 --layout $layout \
+      ranks "${cases##* }-$layout" 60 parallel --repeats 10 --set layout=$layout \
         --layers headwise chunkwise auto --cases $cases --out "$out/rows.jsonl" || failed=1
     done
   done
-  ranks host 60 bench_context_parallel --in-a-row 6 --cases 32768 --layers headwise chunkwise auto \
+  ranks host 60 parallel --set in_a_row=6 --cases 1x32768 --layers headwise chunkwise auto \
     --out "$out/host.jsonl" || failed=1
   if [ -n "${OTHER:-}" ]; then
     other=$(cd "$OTHER" && pwd)
-    (cd "$other" && PYTHONPATH=$other:$PYTHONPATH ranks host-other 60 bench_context_parallel --in-a-row 6 \
-      --cases 32768 --layers headwise chunkwise auto --out "$out/host-other.jsonl") || failed=1
+    PYTHONPATH=$other:$PYTHONPATH ranks host-other 60 parallel --set in_a_row=6 --cases 1x32768 \
+      --layers headwise chunkwise auto --out "$out/host-other.jsonl" || failed=1
   fi
   ;;
 laws)
@@ -215,11 +218,11 @@ laws)
 models)
   beside compile compile 240 "16:32 8:16 4:8 2:4"
   beside laws one-gpu 240 tests/gpu/test_one_gpu.py
-  beside step compile-upstream 240 python3 benchmarks/compile_upstream.py 32  # what bench_model's runs
+  beside step compile-upstream 240 python3 benchmarks/compile_upstream.py 32  # what its model runs
   finish
   beside laws models 300 tests/gpu/test_models.py
   finish
-  bench model 120 bench_model --graphs none local --cases batch packed || failed=1
+  bench model 120 model || failed=1
   ;;
 *)
   echo "no part '$part'; there are check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, gdp, host, repeats, sanitize, parallel, laws and models" >&2

@@ -1,5 +1,5 @@
-"""Writes the tables of the pages from the JSON lines under results/, and draws the
-pictures.
+"""Writes the tables of the pages from the JSON lines under results/, the cards of
+launches, and the picture of README.
 
 .venv/bin/python benchmarks/report.py
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import cards
 from lib.pages import filled, markdown
-from lib.plot import Beside, draw, draw_beside, draw_models
+from lib.plot import Beside, draw_beside
 
 HERE = Path(__file__).parent
 # What a line measures.
@@ -23,15 +23,12 @@ WHAT = (
     "documents",
     "kernel",
     "cp",
-    "what",
     "part",
-    "backend",
     "ratio",
     "layout",
     "through",
     "graphs",
     "mixer",
-    "cell",
 )
 
 
@@ -55,147 +52,141 @@ def shown(value: float) -> str:
     return f"{value:.2f}"
 
 
-def total(record: dict) -> float:
-    """The median of forward + backward, in ms."""
-    return record["forward_backward"]["median"]
+def value(record: dict, key: str = "forward_backward") -> float:
+    """A median in ms, or MiB."""
+    found = record[key]
+    if isinstance(found, dict):
+        return found["median"]
+    return found
+
+
+def beside_table(
+    records: list[dict], layers: dict[str, str], first: str = "case"
+) -> list[list[str]]:
+    """A row for each case: forward + backward of each layer, with the ratio to the
+    first one; "" where a layer was not run.
+
+    Args:
+        layers: the headings of their columns.
+    """
+    rows = [[first, *layers.values()]]
+    of = {(name_of(r), r["layer"]): r for r in records}
+    for case in dict.fromkeys(name_of(r) for r in records):
+        base = None
+        cells = [case]
+        for name in layers:
+            record = of.get((case, name))
+            if record is None:
+                cells.append("")
+            elif base is None:
+                base = value(record)
+                cells.append(shown(base))
+            else:
+                cells.append(beside_base(value(record), base))
+        rows.append(cells)
+    return rows
+
+
+def name_of(record: dict) -> str:
+    """The case of a record, with the delta rule if that is not FlashQLA's."""
+    core = record.get("core", "flash_qla")
+    if core == "flash_qla":
+        return record["case"]
+    return f"{record['case']}, {core}"
 
 
 def layer_table(records: list[dict]) -> str:
-    """A row for each case: forward + backward and saved memory of each layer."""
+    """Forward + backward, and the saved memory of each layer."""
     layers = {
         "upstream": "megatron-core ms",
         "ours": "ours",
         "ours-recompute": "recomputing",
         "ours-bf16": "bf16 operands",
+        "floor": "floor",
     }
-    rows = [["case", *layers.values(), "floor", "saved MiB"]]
-    for case, core in dict.fromkeys((r["case"], r["core"]) for r in records):
-        here = [r for r in records if (r["case"], r["core"]) == (case, core)]
-        of = {r["layer"]: r for r in here if "layer" in r}
-        base = of["upstream"]
-        (floor,) = (r["floor"]["total"][1] for r in here if "floor" in r)
-        times = [total_beside(of.get(name), base) for name in layers]
-        saved = [shown(of[name]["saved"]) for name in layers if name in of]
-        cells = [case if core == "flash_qla" else f"{case}, {core}", *times]
-        cells += [beside_base(floor, total(base)), ", ".join(saved)]
-        rows.append(cells)
+    rows = beside_table(records, layers)
+    rows[0].append("saved MiB")
+    for row in rows[1:]:
+        here = [r for r in records if name_of(r) == row[0] and "saved" in r]
+        of = {r["layer"]: r for r in here}
+        row.append(", ".join(shown(of[name]["saved"]) for name in layers if name in of))
     return markdown(rows)
 
 
-def total_beside(record: dict | None, base: dict) -> str:
-    """Forward + backward of a layer beside another's; "" if it was not run."""
-    if record is None:
-        return ""
-    return beside_base(total(record), total(base))
-
-
 def shapes_table(records: list[dict]) -> str:
-    """A row for each cell: our layer beside megatron-core's."""
-    measured = {"eager": "eager ms", "graph": "graph ms"}
+    """A row for each case: our layer beside megatron-core's."""
+    measured = {"forward_backward": "eager ms", "graph": "graph ms"}
     measured |= {"saved": "saved MiB", "peak": "peak MiB"}
     rows = [["heads, hidden, batch, linears, gates"]]
     for label in measured.values():
         rows[0] += [label, "ours"]
-    of = {(r["cell"], r["layer"]): r for r in records}
-    for cell in dict.fromkeys(r["cell"] for r in records):
-        cells = [cell]
+    of = {(r["case"], r["layer"]): r for r in records}
+    for case in dict.fromkeys(r["case"] for r in records):
+        cells = [case]
         for key in measured:
-            base = of_shape(of[cell, "upstream"], key)
-            ours = of_shape(of[cell, "ours"], key)
+            base = value(of[case, "upstream"], key)
+            ours = value(of[case, "ours"], key)
             cells += [shown(base), beside_base(ours, base)]
         rows.append(cells)
     return markdown(rows)
-
-
-def of_shape(record: dict, key: str) -> float:
-    """A median, or MiB."""
-    value = record[key]
-    if isinstance(value, dict):
-        return value["median"]
-    return value
 
 
 def kernel_table(records: list[dict]) -> str:
     """The kernels over one sequence."""
     rows = [["kernel", "tokens", "us", "us at copy bandwidth", "reached"]]
     for r in records:
-        if r["documents"]:
-            continue
-        rows.append(
-            [
-                r["kernel"],
-                str(r["tokens"]),
-                f"{r['us']:.0f}",
-                f"{r['floor_us']:.0f}",
-                f"{r['floor_us'] / r['us']:.0%}",
-            ]
-        )
-    return markdown(rows)
-
-
-def context_parallel_table(records: list[dict]) -> str:
-    """A row for each case, eager and as a graph: forward + backward of each layer."""
-    layers = ("headwise", "chunkwise", "auto", "wire")
-    rows = [["tokens", "megatron-core ms", *layers]]
-    of = {(r["case"], r["layer"]): r for r in records}
-    for case in dict.fromkeys(r["case"] for r in records):
-        for graph in ("", ", graph"):
-            base = of.get((case, f"upstream{graph}"))
-            if base is None:
-                continue
-            cells = [case + graph, shown(total(base))]
-            for name in layers:
-                cells.append(total_beside(of.get((case, name + graph)), base))
+        if not r["documents"]:
+            cells = [r["kernel"], str(r["tokens"]), f"{r['us']:.0f}"]
+            cells += [f"{r['floor_us']:.0f}", f"{r['floor_us'] / r['us']:.0%}"]
             rows.append(cells)
     return markdown(rows)
 
 
+def context_parallel_table(records: list[dict]) -> str:
+    """A row for each case, eager and as a graph."""
+    layers = {"upstream": "megatron-core ms"}
+    layers |= {name: name for name in ("headwise", "chunkwise", "auto", "wire")}
+    parts = []
+    for r in records:
+        name, graph, _ = r["layer"].partition(", graph")
+        parts.append({**r, "layer": name, "case": r["case"] + graph})
+    timed = [r for r in parts if "forward_backward" in r]
+    return markdown(beside_table(timed, layers, "tokens"))
+
+
 def exchange_table(records: list[dict]) -> str:
-    """A row for each case: forward + backward of three exchanges, and their ratio to
-    the bare collective."""
-    rows = [["tokens", "raw ms", "plain", "ours"]]
-    of = {(r["case"], r["what"]): r for r in records}
-    for case in dict.fromkeys(r["case"] for r in records):
-        raw = of[case, "raw"]
-        cells = [case, shown(total(raw))]
-        cells += [total_beside(of[case, name], raw) for name in ("plain", "ours")]
-        rows.append(cells)
-    return markdown(rows)
+    layers = {"raw": "raw ms", "plain": "plain", "ours": "ours"}
+    return markdown(beside_table(records, layers, "tokens"))
 
 
 def model_table(records: list[dict]) -> str:
-    rows = [
-        ["micro-batches", "graphs", "GDN layer", "step ms", "", "host ms", "peak MiB"]
-    ]
+    head = ["micro-batches", "graphs", "GDN layer", "step ms", "", "host ms"]
+    rows = [[*head, "peak MiB"]]
     for r in records:
         base = next(b for b in records if b["case"] == r["case"])
-        rows.append(
-            [
-                r["case"],
-                r["graphs"],
-                r["mixer"].replace("upstream", "megatron-core"),
-                f"{r['step_ms']:.1f}",
-                f"{r['step_ms'] / base['step_ms']:.2f}",
-                f"{r['host_ms']:.1f}",
-                f"{r['peak']:.0f}",
-            ]
-        )
+        layer = r["mixer"].replace("upstream", "megatron-core")
+        cells = [r["case"], r["graphs"], layer, f"{r['step_ms']:.1f}"]
+        cells.append(f"{r['step_ms'] / base['step_ms']:.2f}")
+        rows.append([*cells, f"{r['host_ms']:.1f}", f"{r['peak']:.0f}"])
     return markdown(rows)
+
+
+DENSE = "1x8192"
+PACKED = "thd100,63,1,3932,4096"
 
 
 def repeats_table(records: list[dict]) -> str:
     """A row for each rule and ratio of heads: how many repeats, and what they gave."""
-    layouts = ("dense", "thd")
-    rows = [["delta rule", "value heads per key head", *layouts]]
+    rows = [["delta rule", "value heads per key head", "dense", "thd"]]
     of = {
-        (r["backend"], r["ratio"], r["layout"]): r
+        (r["layer"], r["ratio"], r["case"]): r
         for r in records
         if r["part"] == "repeats"
     }
-    for backend, ratio in dict.fromkeys(key[:2] for key in of):
-        cells = [backend, str(ratio)]
-        for layout in layouts:
-            r = of[backend, ratio, layout]
+    for layer, ratio in dict.fromkeys(key[:2] for key in of):
+        cells = [layer, str(ratio)]
+        for case in (DENSE, PACKED):
+            r = of[layer, ratio, case]
             count = f"{r['processes']} x {r['repeats'] // r['processes']}"
             cells.append(f"{count} {r['verdict']}")
         rows.append(cells)
@@ -203,16 +194,17 @@ def repeats_table(records: list[dict]) -> str:
 
 
 def cost_table(records: list[dict]) -> str:
-    """A row for each layer: forward + backward, and its ratio to the layer outside of
-    deterministic mode."""
-    layouts = ("dense", "thd")
-    rows = [["layer", *(f"{name} ms" for name in layouts), "saved MiB", "peak MiB"]]
-    of = {(r["layer"], r["layout"]): r for r in records if r["part"] == "cost"}
-    for layer in dict.fromkeys(key[0] for key in of):
+    """A row for each layer, and its ratio to the layer outside of deterministic
+    mode."""
+    rows = [["layer", "dense ms", "thd ms", "saved MiB", "peak MiB"]]
+    of = {(r["layer"], r["case"]): r for r in records}
+    for layer in dict.fromkeys(r["layer"] for r in records):
         cells = [layer]
-        for layout in layouts:
-            cells.append(total_beside(of.get((layer, layout)), of["fast", layout]))
-        dense = of[layer, "dense"]
+        for case in (DENSE, PACKED):
+            record = of.get((layer, case))
+            fast = value(of["fast", case])
+            cells.append("" if record is None else beside_base(value(record), fast))
+        dense = of[layer, DENSE]
         rows.append([*cells, f"{dense['saved']:.0f}", f"{dense['peak']:.0f}"])
     return markdown(rows)
 
@@ -229,12 +221,11 @@ def pages() -> dict[Path, dict[str, str]]:
     """Every page that has tables of results, and its tables by the names of their
     places."""
     layer = read("layer.jsonl")
-    determinism = read("determinism.jsonl")
     return {
         HERE / "README.md": {
             "setting": setting(layer[0]),
             "layer": layer_table(layer),
-            "shapes": shapes_table(read("users_shapes.jsonl")),
+            "shapes": shapes_table(read("shapes.jsonl")),
             "kernels": kernel_table(read("kernels.jsonl")),
             "context parallel": context_parallel_table(read("context_parallel.jsonl")),
             "exchange": exchange_table(read("exchange.jsonl")),
@@ -242,73 +233,54 @@ def pages() -> dict[Path, dict[str, str]]:
         },
         HERE.parent / "README.md": {"figures table": figures_table(beside())},
         HERE.parent / "docs" / "determinism.md": {
-            "repeats": repeats_table(determinism),
-            "cost": cost_table(determinism),
+            "repeats": repeats_table(read("determinism.jsonl")),
+            "cost": cost_table(read("determinism_cost.jsonl")),
         },
     }
+
+
+# The rows of README's picture: file, group, case or cases, whose, label.
+PICTURED = {
+    ("layer.jsonl", "A layer, one H200"): {
+        ("1x8192", "ours"): "8192 tokens",
+        ("1x32768", "ours"): "32768 tokens",
+        ("8x4096", "ours"): "8 x 4096 tokens",
+        ("thd32768", "ours"): "32 documents in 32768",
+    },
+    ("context_parallel.jsonl", "A layer, four H200"): {
+        ("1x131072", "headwise"): "131072 tokens, headwise",
+        ("1x131072", "chunkwise"): "131072 tokens, chunkwise",
+    },
+    ("model.jsonl", "A model of 16 layers, one H200"): {
+        ("batch", "ours"): "2 x 8192 tokens",
+        ("packed", "ours"): "8 documents in each 8192",
+    },
+}
 
 
 def beside() -> list[Beside]:
     """The rows of the picture in the repository's README: ours, and megatron-core's of
     that run."""
-
-    def pairs(
-        name: str, group: str, who: str, cases: dict, ms, mib, **same
-    ) -> list[Beside]:
-        records = [r for r in read(name) if all(r[key] == x for key, x in same.items())]
-        made = []
+    made = []
+    for (file, group), cases in PICTURED.items():
+        of_model = file == "model.jsonl"
+        who = "mixer" if of_model else "layer"
+        ms, mib = ("step_ms", "peak") if of_model else ("forward_backward", "saved")
+        # Lines of models without graphs, of layers with FlashQLA's rule.
+        of = {}
+        for r in read(file):
+            if (
+                r.get("graphs", "none") == "none"
+                and mib in r
+                and name_of(r) == r["case"]
+            ):
+                of[r["case"], r[who]] = r
         for (case, ours), label in cases.items():
-            one, other = (
-                next(r for r in records if (r["case"], r.get(who)) == (case, of))
-                for of in (ours, "upstream")
-            )
-            made.append(
-                Beside(group, label, (ms(one), ms(other)), (mib(one), mib(other)))
-            )
-        return made
-
-    layer = {
-        ("1x8192", "ours"): "8192 tokens",
-        ("1x32768", "ours"): "32768 tokens",
-        ("8x4096", "ours"): "8 x 4096 tokens",
-        ("thd32768", "ours"): "32 documents in 32768",
-    }
-    parallel = {
-        ("131072", "headwise"): "131072 tokens, headwise",
-        ("131072", "chunkwise"): "131072 tokens, chunkwise",
-    }
-    model = {
-        ("batch", "ours"): "2 x 8192 tokens",
-        ("packed", "ours"): "8 documents in each 8192",
-    }
-    return [
-        *pairs(
-            "layer.jsonl",
-            "A layer, one H200",
-            "layer",
-            layer,
-            total,
-            lambda r: r["saved"],
-            core="flash_qla",
-        ),
-        *pairs(
-            "context_parallel.jsonl",
-            "A layer, four H200",
-            "layer",
-            parallel,
-            total,
-            lambda r: r.get("saved"),
-        ),
-        *pairs(
-            "model.jsonl",
-            "A model of 16 layers, one H200",
-            "mixer",
-            model,
-            lambda r: r["step_ms"],
-            lambda r: r["peak"],
-            graphs="none",
-        ),
-    ]
+            pair = (of[case, ours], of[case, "upstream"])
+            times = tuple(value(r, ms) for r in pair)
+            memory = tuple(value(r, mib) for r in pair)
+            made.append(Beside(group, label, times, memory))
+    return made
 
 
 def figures_table(rows: list[Beside]) -> str:
@@ -326,8 +298,6 @@ def main() -> None:
     for page, tables in pages().items():
         page.write_text(filled(page.read_text(), tables))
     cards.write()
-    draw(read("layer.jsonl"), HERE / "results" / "layer.png")
-    draw_models(read("model.jsonl"), HERE / "results" / "model.png")
     draw_beside(beside(), HERE.parent / "docs" / "figures.png")
 
 

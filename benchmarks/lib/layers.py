@@ -1,65 +1,135 @@
-"""The layers under measurement: megatron-core's own, and ours, from the same linears.
+"""The layers under measurement: ours, Megatron's and fla's, of every mixer.
 
-Linears are Megatron's local ones, or Transformer Engine's, which add their weights'
-gradients into fp32 buffers (`main_grad`), as Megatron's launches do.
-
-Legend: S seq, B batch, D hidden.
+A layer is built from Megatron's local linears, or from Transformer Engine's, which add
+their weights' gradients into fp32 buffers (``main_grad``), as in Megatron's launches.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megatron_gdn.gdn.flash_qla.plan import kernels
+from megatron_gdn.mixers.fp8 import GatesOutsideFP8
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.documents import Documents
 
-LINEARS = ("local", "te")
-GATES = ("fast", "slow")
+from .clone import CLONE, has_clone
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPECS = {
+    "gdn": "gated_delta_net_spec",
+    "gdn2": "gated_delta_net2_spec",
+    "gdp": "gated_delta_product_spec",
+    "kda": "kimi_delta_attention_spec",
+    "mamba2": "mamba2_spec",
+}
+# Mixers that Megatron builds with the hidden size as an argument.
+IN_MAMBA_LAYERS = ("gdp", "mamba2")
+CONFIG_FIELDS = ("deterministic_mode", "batch_invariant_mode")
 
 
 @dataclass(frozen=True)
-class Case:
-    """One batch shape; ``documents`` > 0 packs that many unequal documents into one
-    row."""
+class Sizes:
+    """Of a mixer.
+
+    Attributes:
+        heads: key heads (or groups) and value heads.
+        state_dim: rows of a state; 0: as ``head_dim``.
+        updates: per token, of Gated DeltaProduct.
+        lower_bound: of the gate, of Kimi Delta Attention.
+    """
+
+    mixer: str = "gdn"
+    hidden: int = 2048
+    heads: tuple[int, int] = (16, 32)
+    head_dim: int = 128
+    state_dim: int = 0
+    updates: int = 2
+    lower_bound: float | None = None
+
+    @property
+    def of_heads(self) -> HeadSizes:
+        return HeadSizes(*self.heads, self.state_dim or self.head_dim, self.head_dim)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One of the layers of a benchmark.
+
+    Attributes:
+        whose: "ours", "megatron" or "fla".
+        backend: of our rule; "" for the benchmark's own.
+        linears: "local" or "te"; "" for the case's own.
+        fused: whether Transformer Engine's linears add into ``main_grad``.
+        fp8: Megatron's name of a recipe, or "".
+        gates_in_fp8: quantise the gates' columns too.
+        uncut: FlashQLA's rule cuts no batch of several rows.
+        strict: under torch's own switch, which raises at an op without a fixed order.
+        few: timed over few runs, since it is slow.
+        config: fields of the config.
+        options: of our constructor.
+    """
 
     name: str
-    batch: int
-    tokens: int
-    documents: int = 0
+    whose: str = "ours"
+    backend: str = ""
+    linears: str = ""
+    fused: bool = True
+    fp8: str = ""
+    gates_in_fp8: bool = False
+    uncut: bool = False
+    strict: bool = False
+    few: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
-    def offsets(self) -> list[int] | None:
-        """Unequal lengths that add up: proportional to 1, 2, .., N, none a multiple of
-        64."""
-        if not self.documents:
-            return None
-        total = self.documents * (self.documents + 1) // 2
-        ends = [
-            i * (i + 1) // 2 * self.tokens // total | 1
-            for i in range(1, self.documents)
-        ]
-        return [0, *ends, self.tokens]
+    @classmethod
+    def of(cls, name: str, row: dict[str, Any]) -> Layer:
+        """From a row of the registry: what is no attribute is an option."""
+        known = {each.name for each in fields(cls)}
+        own = {key: value for key, value in row.items() if key in known}
+        config = {key: row[key] for key in CONFIG_FIELDS if key in row}
+        options = {
+            key: value
+            for key, value in row.items()
+            if key not in known and key not in CONFIG_FIELDS
+        }
+        return cls(name, **own, config=config, options=options)
 
+    def why_not(self, mixer: str, clone_file: str) -> str:
+        """Why this machine cannot run it; "" if it can."""
+        if (self.fp8 or self.linears == "te") and not find_spec("transformer_engine"):
+            return "Transformer Engine is not installed"
+        if self.whose == "fla" and DEVICE == "cpu":
+            return "fla's kernels need a GPU"
+        if self.whose == "megatron" and mixer != "gdn":
+            if DEVICE == "cpu":
+                return "fla's kernels need a GPU"
+            if not has_clone(clone_file):
+                return f"{CLONE / clone_file} is not there; set MEGATRON_LM"
+            if mixer == "gdp" and not find_spec("causal_conv1d"):
+                return "causal-conv1d is not installed"
+        return ""
 
-CASES = {
-    case.name: case
-    for case in (
-        Case("1x32768", 1, 32768),
-        Case("1x8192", 1, 8192),
-        Case("8x4096", 8, 4096),
-        Case("thd32768", 1, 32768, documents=32),
-        Case("1x4096", 1, 4096),
-        Case("4x4096", 4, 4096),
-    )
-}
+    def context(self, module: Any) -> AbstractContextManager[Any]:
+        """The context of a forward."""
+        if not self.fp8:
+            return nullcontext()
+        from megatron.core.fp8_utils import get_fp8_context
+
+        return get_fp8_context(module.config)
 
 
 def start_megatron() -> None:
@@ -80,131 +150,254 @@ def start_megatron() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
-def transformer_config(
-    hidden: int,
-    sizes: HeadSizes,
-    cp: int = 1,
-    deterministic: bool = False,
+def config_of(
+    layer: Layer,
+    sizes: Sizes,
     linears: str = "local",
-):
+    cp: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
+    from megatron.core.enums import Fp8Recipe
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(
+    first, second = sizes.heads
+    state_dim = sizes.state_dim or sizes.head_dim
+    if sizes.mixer in IN_MAMBA_LAYERS:
+        of_mixer = {
+            "mamba_num_groups": first,
+            "mamba_num_heads": second,
+            "mamba_head_dim": sizes.head_dim,
+            "mamba_state_dim": state_dim,
+        }
+    else:
+        of_mixer = {
+            "linear_num_key_heads": first,
+            "linear_num_value_heads": second,
+            "linear_key_head_dim": state_dim,
+            "linear_value_head_dim": sizes.head_dim,
+            "linear_conv_kernel_dim": 4,
+            "activation_func": F.silu,
+        }
+    if sizes.mixer == "kda" and layer.whose == "megatron":
+        of_mixer["kda_safe_gate"] = sizes.lower_bound is not None
+        of_mixer["kda_lower_bound"] = sizes.lower_bound
+    config: Any = TransformerConfig(
         num_layers=1,
-        hidden_size=hidden,
+        hidden_size=sizes.hidden,
+        num_attention_heads=4,
         context_parallel_size=cp,
-        num_attention_heads=16,
-        linear_num_key_heads=sizes.key_heads,
-        linear_num_value_heads=sizes.value_heads,
-        linear_key_head_dim=sizes.key_dim,
-        linear_value_head_dim=sizes.value_dim,
-        linear_conv_kernel_dim=4,
         normalization="RMSNorm",
-        activation_func=torch.nn.functional.silu,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        gradient_accumulation_fusion=linears == "te",
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        gradient_accumulation_fusion=linears == "te" and layer.fused,
         add_bias_linear=False,
-        deterministic_mode=deterministic,
+        use_cpu_initialization=DEVICE == "cpu",
+        deterministic_mode=layer.config.get("deterministic_mode", False),
+        **of_mixer,
     )
+    # The constructor asks for FlashAttention, which no layer here has.
+    config.batch_invariant_mode = layer.config.get("batch_invariant_mode", False)
+    if sizes.mixer == "gdp":
+        config.gdp_num_householder = sizes.updates
+    if layer.fp8:
+        config.fp8 = "hybrid"
+        config.fp8_recipe = Fp8Recipe[layer.fp8]
+    return config
 
 
-def _submodules(kind, linears: str = "local"):
-    if linears == "te":
-        from megatron.core.extensions import transformer_engine as te
-
-        return kind(
-            in_proj=te.TELayerNormColumnParallelLinear,
-            out_norm=te.TENorm,
-            out_proj=te.TERowParallelLinear,
-        )
-    from megatron.core.tensor_parallel.layers import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-    )
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    return kind(
-        in_proj=ColumnParallelLinear,
-        out_norm=WrappedTorchNorm,
-        out_proj=RowParallelLinear,
-    )
-
-
-def upstream_layer(
-    hidden: int,
-    sizes: HeadSizes,
-    cp: int = 1,
-    deterministic: bool = False,
+def build(
+    layer: Layer,
+    sizes: Sizes,
+    backend: str = "auto",
     linears: str = "local",
+    cp: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 3,
 ) -> nn.Module:
+    """The layer with random weights; ``backend`` and ``linears`` where it says none."""
+    torch.manual_seed(seed)
+    if layer.whose == "fla":
+        return fla_layer(sizes)
+    linears = layer.linears or linears
+    config = config_of(layer, sizes, linears, cp, dtype)
+    if layer.whose == "megatron":
+        module = MEGATRONS[sizes.mixer](config, sizes, linears)
+    else:
+        module = our_layer(layer, config, sizes, layer.backend or backend, linears)
+    module.to(DEVICE)
+    if sizes.mixer == "gdn" and dtype == torch.bfloat16:
+        module.bfloat16()
+    if linears == "te" and layer.fused:
+        accumulate(module)
+    return module
+
+
+def groups() -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+
+
+def our_layer(
+    layer: Layer, config: Any, sizes: Sizes, backend: str, linears: str
+) -> nn.Module:
+    """Ours as a launch builds it."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_gdn import specs
+
+    if DEVICE == "cpu" and backend not in ("auto", "reference"):
+        backend = "auto"
+    options = {"backend": backend, **layer.options}
+    if sizes.mixer == "kda":
+        # Kimi Linear's gates have the rank of a head, Megatron's have full width.
+        rank = sizes.head_dim if options.pop("low_rank", False) else 0
+        options |= {"forget_rank": rank, "output_rank": rank}
+        options["gate_lower_bound"] = sizes.lower_bound
+    spec = getattr(specs, SPECS[sizes.mixer])(linears, **options)
+    width = {"d_model": sizes.hidden} if sizes.mixer in IN_MAMBA_LAYERS else {}
+    module: Any = build_module(
+        spec, config, layer_number=1, pg_collection=groups(), **width
+    )
+    if layer.gates_in_fp8 and isinstance(module.in_proj, GatesOutsideFP8):
+        module.in_proj.__class__ = type(module.in_proj).__bases__[1]
+    return module
+
+
+def parts_of(sizes: Sizes, linears: str) -> Any:
+    """The linears and the norm of our spec."""
+    from megatron_gdn import specs
+
+    return getattr(specs, SPECS[sizes.mixer])(linears).submodules
+
+
+def megatrons_gdn(config: Any, sizes: Sizes, linears: str) -> nn.Module:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     if DEVICE == "cuda" and os.environ.get("FLA_FLASH_QLA") != "0":
         # fences FlashQLA's kernels for this layer too: ours would, sooner or later
         kernels()
-    return (
-        GatedDeltaNet(
-            transformer_config(hidden, sizes, cp, deterministic, linears),
-            _submodules(GatedDeltaNetSubmodules, linears),
-            layer_number=1,
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"]),
-        )
-        .to(DEVICE)
-        .bfloat16()
+    parts = parts_of(sizes, linears)
+    submodules = GatedDeltaNetSubmodules(
+        in_proj=parts.in_proj,
+        out_norm=WrappedTorchNorm if linears == "local" else parts.out_norm,
+        out_proj=parts.out_proj,
+    )
+    return GatedDeltaNet(config, submodules, layer_number=1, pg_collection=groups())
+
+
+def megatrons_gdn2(config: Any, sizes: Sizes, linears: str) -> nn.Module:
+    upstream: Any = import_module("megatron.core.ssm.gated_delta_net")
+    parts = parts_of(sizes, linears)
+    submodules = upstream.GatedDeltaNetSubmodules(
+        in_proj=parts.in_proj, out_norm=parts.out_norm, out_proj=parts.out_proj
+    )
+    return upstream.GatedDeltaNet2(config, submodules, 1, pg_collection=groups())
+
+
+def megatrons_kda(config: Any, sizes: Sizes, linears: str) -> nn.Module:
+    """Its gates have full width."""
+    upstream: Any = import_module("megatron.core.ssm.gated_delta_net")
+    parts = parts_of(sizes, linears)
+    submodules = upstream.KimiDeltaAttentionSubmodules(
+        in_proj=parts.in_proj,
+        out_norm=parts.out_norm,
+        out_proj=parts.out_proj,
+        beta_proj=parts.in_proj,
+    )
+    return upstream.KimiDeltaAttention(config, submodules, 1, pg_collection=groups())
+
+
+def megatrons_gdp(config: Any, sizes: Sizes, linears: str) -> nn.Module:
+    package: Any = import_module("megatron.core.ssm.gated_delta_product")
+    if not package.HAVE_MAMBA_SSM:
+        package.HAVE_MAMBA_SSM = True
+        package.ExtendedRMSNorm = CompiledNorm
+    parts = parts_of(sizes, linears)
+    submodules = package.GatedDeltaProductMixerSubmodules(
+        in_proj=parts.in_proj, out_proj=parts.out_proj
+    )
+    return package.GatedDeltaProductMixer(
+        config, submodules, sizes.hidden, layer_number=1, pg_collection=groups()
     )
 
 
-def our_layer(
-    hidden: int,
-    sizes: HeadSizes,
-    backend: str,
-    recompute: str | None = None,
-    cp: int = 1,
-    deterministic: bool = False,
-    linears: str = "local",
-    **options,
-) -> nn.Module:
-    """``megatron_gdn.GatedDeltaNet`` as a launch builds it, from the same linears."""
-    from megatron_gdn import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron_gdn.compat.torch_norm import TorchRMSNorm
+MEGATRONS: dict[str, Callable[[Any, Sizes, str], nn.Module]] = {
+    "gdn": megatrons_gdn,
+    "gdn2": megatrons_gdn2,
+    "gdp": megatrons_gdp,
+    "kda": megatrons_kda,
+}
 
-    submodules = _submodules(GatedDeltaNetSubmodules, linears)
-    if linears == "local":
-        submodules.out_norm = TorchRMSNorm
-    layer = GatedDeltaNet(
-        transformer_config(hidden, sizes, cp, deterministic, linears),
-        submodules,
-        layer_number=1,
-        backend=backend,
-        recompute=recompute,
-        **options,
+
+class CompiledNorm(nn.Module):
+    """The function of mamba-ssm's gated norm in one compiled kernel each way."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        group_size: int,
+        norm_before_gate: bool,
+        device: Any,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        assert not norm_before_gate
+        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+        self.eps = eps
+        self.group_size = group_size
+        self._call = torch.compile(self._norm)
+
+    def _norm(self, y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        u = y.float() * F.silu(z.float())
+        u = u.unflatten(-1, (-1, self.group_size))
+        u = u * (u.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (u.flatten(-2) * weight.float()).to(y.dtype)
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        return self._call(y, z, self.weight)
+
+
+def fla_layer(sizes: Sizes) -> nn.Module:
+    """fla's own KimiDeltaAttention; without the package fla.layers itself where that
+    needs packages that are not here."""
+    try:
+        module: Any = import_module("fla.layers.kda")
+    except ModuleNotFoundError:
+        found = find_spec("fla")
+        package = ModuleType("fla.layers")
+        assert found is not None and found.submodule_search_locations
+        package.__path__ = [
+            f"{folder}/layers" for folder in found.submodule_search_locations
+        ]
+        sys.modules["fla.layers"] = package
+        module = import_module("fla.layers.kda")
+    layer = module.KimiDeltaAttention(
+        hidden_size=sizes.hidden,
+        head_dim=sizes.head_dim,
+        num_heads=sizes.heads[1],
+        safe_gate=sizes.lower_bound is not None,
+        lower_bound=sizes.lower_bound,
     )
-    return layer.to(DEVICE).bfloat16()
+    return layer.to(DEVICE, torch.bfloat16)
 
 
-# With its initial weights a layer's output is a sixth of its input in size (hidden
-# 2048). The gate shrinks with the input, so after four layers nothing is left to
-# compare. This factor on out_proj keeps the output near the input's size for three
-# layers (1.8); after six it is 42 times as large.
-_LARGER = 6.5
+def tune_over(most: int) -> None:
+    """Leave each of fla's kernels, of those imported so far, its first
+    configurations."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("fla."):
+            continue
+        for kernel in list(vars(module).values()):
+            while hasattr(kernel, "fn") and not hasattr(kernel, "configs"):
+                kernel = kernel.fn
+            if isinstance(getattr(kernel, "configs", None), list):
+                kernel.configs = kernel.configs[:most]
 
 
-def row_of(build: Callable[[], nn.Module], layers: int) -> nn.ModuleList:
-    """``layers`` results of ``build``; if more than one, each with a larger
-    ``out_proj``."""
-    row = nn.ModuleList()
-    for _ in range(layers):
-        row.append(build())
-    if layers > 1:
-        with torch.no_grad():
-            for layer in row:
-                layer.out_proj.weight.mul_(_LARGER)
-    return row
-
-
-def slow_gates(layer: nn.Module) -> None:
+def slow_gates(layer: Any) -> None:
     """Decays of exp(-1/4096) a token: a state lives over some 4,096 tokens."""
     with torch.no_grad():
         layer.A_log.fill_(math.log(1 / 4096 / math.log(2)))
@@ -220,14 +413,34 @@ def accumulate(module: nn.Module) -> None:
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def through(row: nn.ModuleList, x: torch.Tensor, packed) -> torch.Tensor:
+# With its initial weights a layer's output is a sixth of its input in size (hidden
+# 2048). The gate shrinks with the input, so after four layers nothing is left to
+# compare. This factor on out_proj keeps the output near the input's size for three
+# layers (1.8); after six it is 42 times as large.
+_LARGER = 6.5
+
+
+def row_of(build_one: Callable[[], nn.Module], layers: int) -> nn.ModuleList:
+    """``layers`` results of ``build_one``; if more than one, each with a larger
+    ``out_proj``."""
+    row = nn.ModuleList()
+    for _ in range(layers):
+        row.append(build_one())
+    if layers > 1:
+        with torch.no_grad():
+            for layer in row:
+                layer.out_proj.weight.mul_(_LARGER)  # pyright: ignore[reportCallIssue]
+    return row
+
+
+def through(row: nn.ModuleList, x: Tensor, packed: Any) -> Tensor:
     """``x`` through the layers, one after the other."""
     for layer in row:
         x = layer(x, None, packed_seq_params=packed)[0]
     return x
 
 
-def thd(offsets: list[int] | None):
+def thd(offsets: list[int] | None) -> Any:
     """Megatron's description of documents between these offsets; None for an unpacked
     batch."""
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -243,57 +456,3 @@ def thd(offsets: list[int] | None):
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-
-
-OPTIONS = {
-    "ours": {},
-    "ours-recompute": {"recompute": "light"},
-    "ours-bf16": {"rule_operands": "bf16"},
-}
-
-
-def forwards(case: Case, layers: list[str], args, sizes: HeadSizes, count: int = 1):
-    """``{layer name: forward}``, and the input they share; ``count``: of layers in a
-    row."""
-    x = torch.randn(
-        case.tokens, case.batch, args.hidden, device="cuda", dtype=torch.bfloat16
-    )
-    x.requires_grad_()
-    offsets = case.offsets()
-    documents = None
-    if offsets is not None:
-        documents = Documents.from_cu_seqlens(offsets, case.tokens, device="cuda")
-    packed = thd(case.offsets())
-    runs = {}
-    modules = {}
-    for name in layers:
-        linears = getattr(args, "linears", "local")
-        if name == "upstream":
-            build = partial(upstream_layer, args.hidden, sizes, linears=linears)
-        else:
-            options = OPTIONS[name]
-            build = partial(
-                our_layer, args.hidden, sizes, args.core, linears=linears, **options
-            )
-        row = row_of(build, count)
-        if getattr(args, "gates", "fast") == "slow":
-            for layer in row:
-                slow_gates(layer)
-        if linears == "te":
-            accumulate(row)
-        runs[name] = lambda row=row: through(row, x, packed)
-        modules[name] = row if count > 1 else row[0]
-    return runs, modules, x, documents
-
-
-def with_backward(run, module, x):
-    grad = torch.randn_like(run())
-    parameters = list(module.parameters())
-
-    def both() -> None:
-        x.grad = None
-        for parameter in parameters:
-            parameter.grad = None
-        run().backward(grad)
-
-    return both

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,31 +85,6 @@ def time_of(
     return {"median": (time.perf_counter() - began) * 1e3 / repeats, "n": repeats}
 
 
-def times_of_layer(
-    forward: Callable[[], torch.Tensor],
-    layer: torch.nn.Module,
-    x: torch.Tensor,
-    repeats: int,
-) -> dict[str, Any]:
-    """The times of a layer's forward, and of forward and backward, and the MiB that are
-    kept in between; ``x`` is the layer's input."""
-    of_forward = time_of(forward, repeats)
-    grad = torch.randn_like(forward())
-
-    def both() -> None:
-        x.grad = None
-        layer.zero_grad(set_to_none=True)
-        forward().backward(grad)
-
-    made: dict[str, Any] = {"forward": of_forward, "both": time_of(both, repeats)}
-    if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
-        out = forward()
-        made["kept_mib"] = (torch.cuda.memory_allocated() - before) / 2**20
-        del out
-    return made
-
-
 # Layers of one run whose launches fit into the queue of a stream that sleeps.
 IN_A_ROW = range(1, 7)
 
@@ -170,6 +144,38 @@ def captured[Made](run: Callable[[], Made]) -> tuple[torch.cuda.CUDAGraph, Made]
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         made = run()
     return graph, made
+
+
+def kernel_times(
+    run: Callable[[], object], repeats: int = 5
+) -> list[tuple[str, float, float]]:
+    """``(name, launches, microseconds)`` per call of ``run``, the longest first."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA]
+    ) as profile:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    found = [
+        (e.key, e.count / repeats, e.self_device_time_total / repeats)
+        for e in profile.key_averages()
+        if e.self_device_time_total
+    ]
+    return sorted(found, key=lambda row: -row[2])
+
+
+def print_kernels(of: str, times: list[tuple[str, float, float]], longest: int) -> None:
+    total = sum(us for _, _, us in times)
+    launches = sum(count for _, count, _ in times)
+    print(f"\n{of}: {total:.0f} us in {launches:g} kernels per forward and backward")
+    rows = [["us", "launches", "kernel"]]
+    rows += [
+        [f"{us:.0f}", f"{count:g}", key[:90]] for key, count, us in times[:longest]
+    ]
+    print(table(rows), flush=True)
 
 
 def slowest(times: dict[str, float]) -> dict[str, float]:

@@ -1,44 +1,34 @@
 """A decode step of a hybrid model beside its floor and beside transformers' model, in
 one run.
 
-    python3 benchmarks/bench_decode_model.py --out decode.jsonl  # a GPU: 16 layers, 12
-                                                                 # of them GDN
-    python3 benchmarks/bench_decode_model.py --tiny               # anywhere: does it
-                                                                  # run
-
 One model of Qwen3.5's form with random weights, by transformers (with fla's kernels
 where they are installed, and its own cache) and by Megatron from the same file, in
-Megatron's
-StaticInferenceContext: eager, and as a CUDA graph of one step, whose attention then
-reads the keys of one length. The floor is the bytes of the weights (embeddings apart),
-histories and states, these twice, at the bandwidth of a copy. ``error`` and
-``their_error`` are distances (root mean square) of our logits and transformers' from
-those of the plain rule in twice the width, over their size; ours may be twice theirs.
-cuDNN's attention prepares itself again for every length of the keys, some
-10 ms on the host: ``transformers_ms`` is with it, as torch chooses, and
-``transformers_without_cudnn_ms`` without; ``--attention unfused`` leaves it out of our
-model.
+Megatron's StaticInferenceContext: eager, and as a CUDA graph of one step, whose
+attention then reads the keys of one length. The floor is the bytes of the weights
+(embeddings apart), histories and states, these twice, at the bandwidth of a copy.
+``error`` and ``their_error`` are distances (root mean square) of our logits and
+transformers' from those of the plain rule in twice the width, over their size; ours may
+be twice theirs. cuDNN's attention prepares itself again for every length of the keys,
+some 10 ms on the host: ``transformers_ms`` is with it, as torch chooses, and
+``transformers_without_cudnn_ms`` without; ``--set attention=unfused`` leaves it out of
+our model.
 
-Then one layer: a decode step on a dynamic context's buffers, half of whose slots are
+First one layer: a decode step on a dynamic context's buffers, half of whose slots are
 taken in another order, beside ``MambaMixer`` of Megatron with states of the same size
 where that runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.bench_decode import copy_rate, milliseconds  # noqa: E402
-from benchmarks.lib.measure import captured, environment, write_lines  # noqa: E402
+from decode import copy_rate, milliseconds
+from lib.calls import furthest
+from lib.measure import captured
+from lib.session import Session
 
 ON_GPU = torch.cuda.is_available()
 ERRORS = "error", "graph_error"
@@ -185,12 +175,11 @@ def our_steps(
             return next_logits(model, token, context)
 
         next_logits(model, text[:, :PROMPT], context)
-        errors = [
-            difference(step(text[:, PROMPT + n : PROMPT + n + 1]), logits)
+        errors = {
+            n: difference(step(text[:, PROMPT + n : PROMPT + n + 1]), logits)
             for n, logits in enumerate(exact)
-        ]
-        # NaN stays NaN
-        line["error"] = torch.tensor(errors, dtype=torch.float64).max().item()
+        }
+        line["error"] = furthest(errors)
         memory = [x for pair in context.key_value_memory_dict.values() for x in pair]
         # of attention the first dimension is longer
         recurrent = [x for x in memory if len(x) == 1]
@@ -264,8 +253,12 @@ def layer_steps(mixer: Any, decode: Any, N: int, repeats: int) -> float:
 
 
 def layers(
-    sizes: dict[str, Any], batches: list[int], repeats: int, rate: float
-) -> list[dict]:
+    session: Session,
+    sizes: dict[str, Any],
+    batches: list[int],
+    repeats: int,
+    rate: float,
+) -> None:
     """Our Gated DeltaNet and Megatron's Mamba mixer with states of one size."""
     from megatron.core.models.hybrid.hybrid_layer_specs import (
         hybrid_stack_spec as upstream,
@@ -320,110 +313,70 @@ def layers(
         )
     except Exception as error:
         print(f"not all layers run here: {type(error).__name__}: {error}"[:300])
-    found = []
     for name, (mixer, decode) in made.items():
         for N in batches:
             floor = 2 * N * H * K * V * 4 / rate
             took = layer_steps(mixer, decode, N, repeats)
-            found.append(
-                {
-                    "part": "dynamic layer",
-                    "layer": name,
-                    "batch": N,
-                    "step_ms": took,
-                    "states_floor_ms": floor,
-                    "over_floor": took / floor,
-                }
-            )
-            print(found[-1], flush=True)
-    return found
+            record = {"case": f"{N} rows, dynamic", "layer": name, "batch": N}
+            record |= {"step_ms": took, "states_floor_ms": floor}
+            session.emit(record | {"over_floor": took / floor})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", help="append JSON lines to this file")
-    parser.add_argument(
-        "--tiny", action="store_true", help="a small model, on the CPU too"
-    )
-    parser.add_argument("--modules", choices=("auto", "te", "local"), default="auto")
-    parser.add_argument("--attention", choices=("auto", "unfused"), default="auto")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument(
-        "--seconds", type=float, default=500, help="start no new batch after this"
-    )
-    args = parser.parse_args()
-    began = time.monotonic()
-    sizes = TINY if args.tiny else SIZES
-    if args.tiny:
-        args.batches = [1, 3]
-        args.repeats = 2
-        args.modules = "local"
+def steps(session: Session) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron_gdn.compat.one_process import end_one_process, start_one_process
 
+    tiny = session.args.tiny
+    sizes = TINY if tiny else SIZES
+    batches = [1, 3] if tiny else session.row["batches"]
+    modules = "local" if tiny else session.row["modules"]
+    attention = session.row["attention"]
+    repeats = session.repeats
     start_one_process()
     # Megatron's own tracker for inference: dropout's random states are left alone, so
     # that a graph can hold local attention.
     model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
     rate = copy_rate(ON_GPU, 10)
-    common = environment() if ON_GPU else {"gpu": "none", "torch": torch.__version__}
-    common |= {
-        "copy_gb_per_s": rate / 1e6,
-        "modules": args.modules,
-        "attention": args.attention,
-    }
-    lines = layers(sizes, args.batches, args.repeats, rate)
+    layers(session, sizes, batches, repeats, rate)
     theirs: Any = their_model(sizes)
     texts = [
         torch.randint(sizes["vocab_size"], (batch, PROMPT + COMPARED), device=PLACE)
-        for batch in args.batches
+        for batch in batches
     ]
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        tokens = PROMPT + 2 * args.repeats + 32
-        ours = our_model(folder, args.modules, tokens, args.attention)
-        exact_of = exact_steps(folder, texts, args.attention)
-    embedded = sum(
-        p.numel() for name, p in ours.named_parameters() if "embedding" in name
+        ours = our_model(folder, modules, PROMPT + 2 * repeats + 32, attention)
+        exact_of = exact_steps(folder, texts, attention)
+    parameters = dict(ours.named_parameters())
+    weights = sum(
+        p.numel() * p.element_size()
+        for name, p in parameters.items()
+        if "embedding" not in name
     )
-    weights = sum(p.numel() * p.element_size() for p in ours.parameters())
-    weights -= embedded * DTYPE.itemsize
-    for batch, text, exact in zip(args.batches, texts, exact_of, strict=True):
-        if time.monotonic() - began > args.seconds:
+    wrong = []
+    for text, exact in zip(texts, exact_of, strict=True):
+        if session.late(f"{len(text)} rows"):
             break
-        logits, (their_ms, without_cudnn) = their_steps(theirs, text, args.repeats)
-        line = {"part": "model", "batch": batch} | our_steps(
-            ours, text, exact, args.repeats
-        )
-        theirs_of = [difference(*pair) for pair in zip(logits, exact, strict=False)]
-        line["their_error"] = torch.tensor(theirs_of, dtype=torch.float64).max().item()
+        logits, (their_ms, without_cudnn) = their_steps(theirs, text, repeats)
+        line = our_steps(ours, text, exact, repeats)
+        pairs = enumerate(zip(logits, exact, strict=False))
+        line["their_error"] = furthest({n: difference(*pair) for n, pair in pairs})
         if ON_GPU and "graph_ms" in line:
             line["graph_error"] = graph_error(ours, text)
-        floor = (weights + 2 * line["state_bytes"]) / rate
         line |= {
-            "floor_ms": floor,
+            "floor_ms": (weights + 2 * line["state_bytes"]) / rate,
             "transformers_ms": their_ms,
             "transformers_without_cudnn_ms": without_cudnn,
-            "eager_to_transformers": line["eager_ms"] / their_ms,
         }
-        if "graph_ms" in line:
-            line["graph_over_floor"] = line["graph_ms"] / floor
-        print(line, flush=True)
-        lines.append(line)
-    write_lines(args.out, [line | common for line in lines])
+        names = {"case": f"{len(text)} rows", "layer": "model", "batch": len(text)}
+        session.emit(names | line | {"modules": modules, "attention": attention})
+        # NaN is not within any bound
+        bound = 2 * line["their_error"]
+        if not all(line.get(name, 0) <= bound for name in ERRORS):
+            wrong.append(line)
     end_one_process()
-    wrong = [
-        x
-        for x in lines  # NaN is not within any bound
-        if not all(x.get(name, 0) <= 2 * x.get("their_error", 1) for name in ERRORS)
-    ]
     if wrong:
         raise SystemExit(
             f"logits are further from exact ones than twice transformers': {wrong}"
         )
-
-
-if __name__ == "__main__":
-    main()

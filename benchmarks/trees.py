@@ -1,15 +1,10 @@
 """A hybrid model on shared prefixes: as trees, and packed separately, with two
 attentions.
 
-    python3 -m megatron_gdn.warm_up --heads 16:32 --uses cut      one GPU: its kernels,
-                                                                  side by side
-    python3 benchmarks/bench_shared_prefix.py --out benchmarks/results/shared_prefix.jsonl
-    OMP_NUM_THREADS=1 python3 benchmarks/bench_shared_prefix.py --toy                       a CPU
-
 16 layers, 12 of Gated DeltaNet and 4 of attention, each with an MLP; a step is a
 forward and a backward of the same weighted sum of the losses of all documents' tokens.
-First, at a smaller size, logits and gradients in bf16, each way's distance from fp64
-(one sequence after the other, plain torch). Then times in turns, and peak memory.
+First, at a smaller size, logits and gradients in bf16, each way's distance from fp64.
+Then times in turns, and peak memory.
 
     responses  a prompt of 2,048 tokens and 16 responses of 256
     turns      a prompt of 2,048 tokens and 8 turns; a turn has 4 branches of 256, of
@@ -17,15 +12,11 @@ First, at a smaller size, logits and gradients in bf16, each way's distance from
 
     tree       flex_attention, prefixes computed once
     flex       packed separately, flex_attention
-    te         packed separately, Transformer Engine's attention (with ``--modules te``)
+    te         packed separately, Transformer Engine's attention
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -33,8 +24,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from lib.calls import distances, furthest
 from lib.layers import DEVICE, start_megatron, thd
-from lib.measure import environment, write_lines
+from lib.session import Session, release
 from torch import Tensor, nn
 
 from megatron_gdn import tree_packed_seq_params
@@ -42,38 +34,6 @@ from megatron_gdn import tree_packed_seq_params
 PATTERN = "G-G-G-*-"
 VOCABULARY = 8192
 BF16 = torch.bfloat16
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--modules", choices=("te", "local"), default="te")
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="timed steps of each way, in turns"
-    )
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens")
-    parser.add_argument(
-        "--lengths", type=int, default=256, help="tokens of a response or branch"
-    )
-    parser.add_argument(
-        "--most-tokens",
-        type=int,
-        default=36864,
-        help="of a micro-batch packed separately; halved if it fails",
-    )
-    parser.add_argument(
-        "--toy", action="store_true", help="tiny, local modules, for a CPU"
-    )
-    parser.add_argument("--out", help="append JSON lines to this file")
-    args = parser.parse_args()
-    if args.toy:
-        args.modules = "local"
-        args.hidden = 64
-        args.prompt = 40
-        args.lengths = 9
-        args.most_tokens = 300
-        args.repeats = 1
-    return args
 
 
 class Trained(NamedTuple):
@@ -150,19 +110,19 @@ def separately(trained: Trained, most_tokens: int, way: str) -> list[MicroBatch]
     return made
 
 
-def build(args, modules: str, dtype: torch.dtype) -> nn.Module:
+def build(hidden: int, modules: str, dtype: torch.dtype) -> nn.Module:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_gdn.specs import hybrid_stack_spec
 
-    size = min(128, args.hidden // 4)
-    heads = args.hidden // size
+    size = min(128, hidden // 4)
+    heads = hidden // size
     bf16 = dtype is BF16
     config = TransformerConfig(
         num_layers=4 * len(PATTERN),
-        hidden_size=args.hidden,
-        ffn_hidden_size=2 * args.hidden,
+        hidden_size=hidden,
+        ffn_hidden_size=2 * hidden,
         num_attention_heads=heads,
         num_query_groups=max(1, heads // 4),
         kv_channels=size,
@@ -245,54 +205,38 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
-    """Root mean squares of differences over those of what is right: all together, and
-    the worst."""
-    squares = [
-        (n, (x.double() - right[n]).square().sum(), right[n].square().sum())
-        for n, x in found.items()
-    ]
-    each = {name: (off / of).sqrt().item() for name, off, of in squares if of != 0}
-    off, of = (torch.stack([x[i] for x in squares]).sum() for i in (1, 2))
-    # NaN is larger than every number.
-    worst = max(each, key=lambda name: (math.isnan(each[name]), each[name]))
-    return {"all": (off / of).sqrt().item(), "worst": each[worst], "name": worst}
-
-
-def check(
-    args, model: nn.Module, ways: Sequence[str], trained: Trained
+def distances_from_fp64(
+    hidden: int, model: nn.Module, ways: Sequence[str], trained: Trained
 ) -> dict[str, Any]:
-    """Distances in bf16 from fp64, of trees and of separate packing."""
-    exact = build(args, "local", torch.float64)
+    """Of logits and gradients in bf16, for each way; exact is one sequence after the
+    other, in plain torch."""
+    exact = build(hidden, "local", torch.float64)
     # Megatron's stack ends in TE's norm anyway
     for name, module in list(exact.named_modules()):
         if type(module).__module__.startswith("transformer_engine"):
-            norm = nn.RMSNorm(args.hidden, eps=1e-5, dtype=torch.float64, device=DEVICE)
+            norm = nn.RMSNorm(hidden, eps=1e-5, dtype=torch.float64, device=DEVICE)
             exact.set_submodule(name, norm)
     weights = {names_of_local(name): x.detach() for name, x in model.named_parameters()}
     with torch.no_grad():
         for name, parameter in exact.named_parameters():
             parameter.copy_(weights[name])
-    one_by_one = separately(trained, 1, "te")
-    logits = step(exact, trained, one_by_one, keep=True)
-    right = gradients(exact) | {"logits": logits}
+    logits = step(exact, trained, separately(trained, 1, "te"), keep=True)
+    right = gradients(exact)
     del exact
     found = {}
     for way in ways:
         batches = as_tree(trained) if way == "tree" else separately(trained, 10**9, way)
-        logits = step(model, trained, batches, keep=True)
+        of_logits = distances(
+            {"all": step(model, trained, batches, keep=True)}, {"all": logits}
+        )
+        of_gradients = distances(gradients(model), right)
         found[way] = {
-            "logits": distance({"logits": logits}, right)["all"],
-            "gradients": distance(gradients(model), right),
+            "logits": of_logits["all"],
+            "gradients": furthest(of_gradients),
+            "of_gradients": of_gradients,
         }
-        free()
+        release()
     return found
-
-
-def free() -> None:
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
 
 
 def seconds(model, trained, batches) -> float:
@@ -316,7 +260,7 @@ def first_step(
         )
         try:
             seconds(model, trained, batches)  # compiles
-            free()
+            release()
             if DEVICE == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             seconds(model, trained, batches)
@@ -328,42 +272,36 @@ def first_step(
             if way == "tree" or most_tokens < 2 * len(trained.sequences()[0][0]):
                 raise
             most_tokens //= 2
-        free()
+        release()
 
 
-def measure(
-    args, model: nn.Module, ways: Sequence[str], trained: Trained
-) -> dict[str, Any]:
+def times_of(
+    session: Session, row: dict[str, Any], model: nn.Module, case: str, trained: Trained
+) -> None:
+    """Times in turns, and peak memory."""
+    ways = ways_of(session, row)
     batches = {}
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for way in ways:
-        batches[way], peak, largest = first_step(model, trained, way, args.most_tokens)
-        tokens = sum(len(batch.rows) for batch in batches[way])
+        batches[way], peak, largest = first_step(
+            model, trained, way, row["most_tokens"]
+        )
         found[way] = {
-            "tokens": tokens,
+            "tokens": sum(len(batch.rows) for batch in batches[way]),
             "micro_batches": len(batches[way]),
             "tokens_of_the_largest": largest,
             "peak_gib": peak,
         }
-        print(f"  {way}: {found[way]}", flush=True)
-        free()
+        session.say(f"  {way}: {found[way]}")
+        release()
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(args.repeats):
+    for _ in range(session.repeats):
         for way in ways:
             times[way].append(1e3 * seconds(model, trained, batches[way]))
     for way in ways:
-        found[way] |= {
-            "median_ms": statistics.median(times[way]),
-            "ms": sorted(times[way]),
-        }
-    tree = found["tree"]
-    for way in ways[1:]:
-        found[way]["tree_over_this"] = {
-            "step": tree["median_ms"] / found[way]["median_ms"],
-            "peak": tree["peak_gib"] / max(found[way]["peak_gib"], 1e-9),
-            "tokens": tree["tokens"] / found[way]["tokens"],
-        }
-    return found
+        median = statistics.median(times[way])
+        record = {"what": "step", "case": case, "layer": way, **found[way]}
+        session.emit(record | {"median_ms": median, "ms": sorted(times[way])})
 
 
 def cases(prompt: int, length: int, responses: int, turns: int) -> dict[str, Trained]:
@@ -381,37 +319,27 @@ def cases(prompt: int, length: int, responses: int, turns: int) -> dict[str, Tra
     }
 
 
-def main() -> None:
-    args = arguments()
-    began = time.perf_counter()
+def ways_of(session: Session, row: dict[str, Any]) -> list[str]:
+    ways = session.args.layers or list(row["layers"])
+    return [way for way in ways if way != "te" or row["modules"] == "te"]
+
+
+def trees(session: Session) -> None:
     start_megatron()
-    model = build(args, args.modules, BF16)
-    setting = {
-        "environment": environment(),
-        "hidden": args.hidden,
-        "modules": args.modules,
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
-    ways = ("tree", "flex", "te") if args.modules == "te" else ("tree", "flex")
-
-    def record(what: str, case: str, found: dict[str, Any]) -> None:
-        seconds_so_far = round(time.perf_counter() - began)
-        line = {
-            "what": what,
-            "case": case,
-            **found,
-            "seconds_so_far": seconds_so_far,
-            **setting,
-        }
-        write_lines(args.out, [line])
-        print(json.dumps(line), flush=True)
-
-    for case, trained in cases(args.prompt // 2, args.lengths // 2, 4, 2).items():
-        record("distance from fp64", case, check(args, model, ways, trained))
-    free()
-    for case, trained in cases(args.prompt, args.lengths, 16, 8).items():
-        record("step", case, measure(args, model, ways, trained))
-
-
-if __name__ == "__main__":
-    main()
+    row = session.row
+    if session.args.tiny:
+        row = row | row["tiny"]
+    hidden = row["hidden"]
+    model = build(hidden, row["modules"], BF16)
+    ways = ways_of(session, row)
+    prompt = row["prompt"]
+    length = row["lengths"]
+    for case, trained in cases(prompt // 2, length // 2, 4, 2).items():
+        found = distances_from_fp64(hidden, model, ways, trained)
+        for way, distance in found.items():
+            names = {"what": "distance from fp64", "case": f"{case}, half the size"}
+            session.emit({**names, "layer": way, **distance})
+    release()
+    for case, trained in cases(prompt, length, 16, 8).items():
+        if not session.late(case):
+            times_of(session, row, model, case, trained)

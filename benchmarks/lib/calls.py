@@ -1,0 +1,241 @@
+"""A layer over a case: its forward and backward, timed and held to other layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_gdn import set_documents, static_packed_seq_params
+from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
+
+from .cases import Case
+from .layers import DEVICE, Layer, Sizes, build, slow_gates, thd
+from .measure import captured, kernel_times, memory_mib, time_of
+from .saved import saved_mib
+from .stage_times import Times, stage_times
+
+# Two layers round to bf16 (2^-9) after each of some ten steps between input and output,
+# and their errors are independent: one is at most this far from the other, relative to
+# its size.
+FURTHEST = 2 * 10 * 2**-9
+# Documents that a graph has room for.
+ROOM = 32
+
+
+class Call:
+    """A layer, and a case as its input."""
+
+    def __init__(
+        self, layer: Layer, sizes: Sizes, case: Case, x: Tensor, backend: str
+    ) -> None:
+        self.layer = layer
+        self.case = case
+        self.fused = (layer.linears or case.linears) == "te" and layer.fused
+        self.module: Any = build(layer, sizes, backend, case.linears)
+        if case.gates == "slow":
+            slow_gates(self.module)
+        if layer.whose == "fla":
+            self.x = x.detach().transpose(0, 1).contiguous().requires_grad_()
+        else:
+            self.x = x
+        self.packed = thd(case.offsets)
+        self.grad = torch.randn_like(self.x)
+
+    def forward(self) -> Tensor:
+        if self.layer.whose == "fla":
+            offsets = self.case.offsets
+            if offsets is not None:
+                offsets = torch.tensor(offsets, device=DEVICE)
+            return self.module(self.x, cu_seqlens=offsets)[0]
+        with self.layer.context(self.module):
+            return self.module(self.x, None, packed_seq_params=self.packed)[0]
+
+    def both(self) -> None:
+        self.forget()
+        self.forward().backward(self.grad)
+
+    def forget(self) -> None:
+        """No gradients from here on, but those that ``main_grad`` holds."""
+        self.x.grad = None
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def results(self, passes: int = 1) -> dict[str, Tensor]:
+        """Output and gradients of the last of these passes: delayed scaling has seen
+        those before it."""
+        out = self.x
+        for _ in range(passes):
+            torch.manual_seed(4)
+            self.forget()
+            for parameter in self.module.parameters():
+                if self.fused:
+                    parameter.main_grad.zero_()
+            out = self.forward()
+            out.backward(torch.randn_like(out))
+        assert self.x.grad is not None
+        found = {"out": out.detach(), "x": self.x.grad}
+        for name, parameter in self.module.named_parameters():
+            gradient = parameter.grad
+            if self.fused and parameter.main_grad.any():
+                gradient = parameter.main_grad
+            if gradient is not None:
+                found[name] = gradient
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+    def time(self, run: Any, repeats: int) -> dict[str, float]:
+        # plain torch, which deterministic mode may take, is slow
+        if self.layer.few:
+            return time_of(run, min(repeats, 4), warmup=1)
+        return time_of(run, repeats)
+
+    def times(self, repeats: int) -> dict[str, Any]:
+        """Times of the forward, and of forward and backward; memory in MiB."""
+        made: dict[str, Any] = {
+            "forward": self.time(self.forward, repeats),
+            "forward_backward": self.time(self.both, repeats),
+        }
+        self.forget()
+        if DEVICE == "cuda":
+            return made | memory_mib(self.forward)
+        return made | saved_mib(self.forward)
+
+    def alone(self, repeats: int) -> dict[str, Any]:
+        """A forward that no backward follows: its time and its peak in MiB."""
+        with torch.no_grad():
+            made = {"alone": self.time(self.forward, repeats)}
+            if DEVICE == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                self.forward()
+                peak = torch.cuda.max_memory_allocated() - before
+                made["alone_peak"] = peak / 2**20
+        return made
+
+    def graph(self, repeats: int) -> dict[str, Any]:
+        """Forward and backward as a CUDA graph, and how many gradients have the bits
+        of the eager step. Nothing for Megatron's layer on documents, which reads their
+        boundaries on the host."""
+        offsets = self.case.offsets
+        if DEVICE == "cpu" or (offsets is not None and self.layer.whose != "ours"):
+            return {}
+        if offsets is not None:
+            room = max(ROOM, len(offsets) - 1)
+            self.packed = static_packed_seq_params(self.case.tokens, room)
+            set_documents(self.packed, offsets)
+        self.both()
+        expected = [tensor.clone() for tensor in self._written()]
+        replay, _ = captured(self.both)
+        written = self._written()  # where replays write
+        replay.replay()
+        same = sum(map(torch.equal, written, expected))
+        times = time_of(replay.replay, repeats)
+        return {"graph": times, "same": same, "tensors": len(expected)}
+
+    def _written(self) -> list[Tensor]:
+        """The gradients of one step, without those that ``main_grad`` sums up."""
+        found = [self.x.grad]
+        for name, parameter in self.module.named_parameters():
+            if not (self.fused and name.endswith("_proj.weight")):
+                found.append(parameter.grad)
+        return [gradient for gradient in found if gradient is not None]
+
+    def stages(self, repeats: int) -> Times:
+        """``[forward, backward]`` of each projection and stage, and of the layer."""
+
+        def milliseconds(run: Any) -> float:
+            return self.time(run, repeats)["median"]
+
+        made = stage_times(
+            self.module,
+            self.x.detach(),
+            self.packed,
+            milliseconds,
+            lambda: self.layer.context(self.module),
+        )
+        forward = milliseconds(self.forward)
+        made["the layer"] = [forward, milliseconds(self.both) - forward]
+        return made
+
+    def kernels(self) -> list[tuple[str, float, float]]:
+        return kernel_times(self.both)
+
+
+@contextmanager
+def as_asked(layer: Layer) -> Iterator[None]:
+    """Inside, the switches of the layer that are no options: ``uncut``, ``strict``."""
+    usual = flash_qla_plan.multiprocessors
+    if layer.uncut:
+        flash_qla_plan.multiprocessors = lambda: 0
+        flash_qla_plan.plan_of_rows.cache_clear()
+    torch.use_deterministic_algorithms(layer.strict)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        if layer.uncut:
+            flash_qla_plan.multiprocessors = usual
+            flash_qla_plan.plan_of_rows.cache_clear()
+
+
+def distances(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Of tensors in both: the root mean square of the difference over that of what is
+    exact. NaN stays NaN."""
+    made = {}
+    for name, right in exact.items():
+        if name in found and right.any():
+            wide = right.double()
+            off = found[name].double() - wide
+            made[name] = float(off.norm() / wide.norm())
+    return made
+
+
+def furthest(of: dict[str, float]) -> float:
+    """The largest; NaN if one of them is NaN, as max() may not be."""
+    return torch.tensor(list(of.values()), dtype=torch.float64).max().item()
+
+
+def exact_results(call: Call, sizes: Sizes) -> dict[str, Tensor]:
+    """What `Call.results` would be in fp64, in plain torch, with the weights of
+    ``call``. A norm inside in_proj goes in front."""
+    options = call.layer.options
+    # the one option that changes what a layer computes
+    options = {key: options[key] for key in ("low_rank",) if key in options}
+    plain = Layer("exact", backend="reference", options=options)
+    twin: nn.Module = build(plain, sizes, "reference", dtype=torch.float64)
+    given = dict(call.module.named_parameters())
+    for name, parameter in twin.named_parameters():
+        parameter.data = given[name].detach().double()
+    x = call.x.detach().double().requires_grad_()
+    normed = x
+    gamma = given.get("in_proj.layer_norm_weight")
+    if gamma is not None:
+        epsilon = call.module.config.layernorm_epsilon
+        normed = torch.nn.functional.rms_norm(
+            x, (sizes.hidden,), gamma.detach().double(), epsilon
+        )
+    out, _ = twin(normed, None, packed_seq_params=call.packed)
+    torch.manual_seed(4)
+    # In the layer's dtype, so that both have the same numbers.
+    grad = torch.randn_like(out, dtype=call.x.dtype)
+    out.backward(grad.double())
+    assert x.grad is not None
+    found = {"out": out.detach(), "x": x.grad}
+    for name, parameter in twin.named_parameters():
+        if parameter.grad is not None:
+            found[name] = parameter.grad
+    return found
+
+
+def halves_of_in_proj(module: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradient of in_proj's weight, for the gates' columns apart."""
+    weight = found.pop("in_proj.weight")
+    first = module.dims.layout.main_width
+    return {
+        **found,
+        "in_proj main": weight[:first],
+        "in_proj gates": weight[first:],
+    }

@@ -1,0 +1,185 @@
+"""The layer under context parallelism: megatron-core's, ours in both schemes, and the
+bare wire.
+
+    torchrun --nproc-per-node 4 benchmarks/run.py parallel --out results.jsonl
+
+Every rank is a context-parallel rank. All layers hold the same weights and read the
+same tokens; ``off`` is how far a layer's output lies from megatron-core's, as a share
+of its size (both are bf16). ``wire`` is the head exchange's bytes through bare
+``all_to_all_single`` calls. Of several layers in a row (``in_a_row``) the host's times
+are of one, all other times of the row.
+
+Legend: s this rank's tokens.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layers import with_backward
+from lib.cases import Case
+from lib.layers import (
+    DEVICE,
+    Layer,
+    Sizes,
+    build,
+    config_of,
+    row_of,
+    thd,
+    through,
+)
+from lib.measure import (
+    captured,
+    host_ms,
+    kernel_times,
+    memory_mib,
+    print_kernels,
+    slowest,
+    time_ms,
+)
+from lib.session import Session
+from torch import Tensor
+
+from megatron_gdn import GDNDims, SequenceLayout
+from megatron_gdn.context_parallel import local_indices
+
+
+def start_ranks() -> tuple[int, int]:
+    """Megatron over the ranks of torchrun, all context parallel; this rank, and how
+    many there are."""
+    # how torchrun ends a rank: says where it is
+    faulthandler.register(signal.SIGTERM, chain=True)
+    from megatron.core import parallel_state, tensor_parallel
+
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        from megatron_gdn.compat.one_process import run_megatron_on_cpu
+
+        run_megatron_on_cpu()
+        dist.init_process_group("gloo")
+    cp = dist.get_world_size()
+    parallel_state.initialize_model_parallel(context_parallel_size=cp)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    return dist.get_rank(), cp
+
+
+def schemes(session: Session) -> None:
+    rank, cp = start_ranks()
+    session.writes = rank == 0
+    session.row["cp"] = cp
+    for case in session.cases(multiple=2 * cp):
+        schemes_of_case(session, case, rank, cp)
+    dist.destroy_process_group()
+
+
+def schemes_of_case(session: Session, case: Case, rank: int, cp: int) -> None:
+    sizes = session.sizes(case)
+    layout = SequenceLayout(session.row["layout"])
+    torch.manual_seed(1)
+    whole = torch.randn(case.tokens, 1, sizes.hidden, dtype=torch.bfloat16)
+    mine = local_indices(case.lengths or (case.tokens,), cp, rank, layout)
+    x = whole[mine].to(DEVICE).requires_grad_()
+    truth = None
+    weights: dict[str, Any] = {}
+    steps = {}
+    for layer in session.layers():
+        row = row_of(
+            partial(build_scheme, session, layer, sizes, cp), session.row["in_a_row"]
+        )
+        weights = weights or row.state_dict()
+        row.load_state_dict(weights)
+        run = partial(through, row, x, thd(case.offsets))
+        both = with_backward(run, row, x)
+        if session.args.compile_only:
+            both()
+            continue
+        out = run().detach().float()
+        truth = out if truth is None else truth
+        off = ((out - truth).norm() / truth.norm()).item()
+        names = {"case": case.name, "layer": layer.name}
+        if DEVICE == "cpu":
+            both()
+            session.emit({**names, "off": off})
+            continue
+        session.emit(names | times_of(session, run, both, x) | {"off": off})
+        # documents cannot be captured
+        if "graph" in session.measured and case.offsets is None:
+            graphs = {
+                "forward": replayed(session, run),
+                "forward_backward": replayed(session, both),
+            }
+            session.emit({"case": case.name, "layer": f"{layer.name}, graph", **graphs})
+        if session.args.kernels:
+            times = kernel_times(both)
+            if rank == 0:
+                print_kernels(f"{case.name} {layer.name}", times, session.args.kernels)
+        steps[layer.name] = both
+        torch.cuda.empty_cache()
+    if not session.args.compile_only and DEVICE == "cuda":
+        host_of(session, case, steps)
+        wire(session, case, sizes, cp)
+
+
+def build_scheme(session: Session, layer: Layer, sizes: Sizes, cp: int) -> Any:
+    if layer.whose == "ours":
+        layer.options["cp_layout"] = session.row["layout"]
+    return build(layer, sizes, session.row["core"], cp=cp, seed=2)
+
+
+def times_of(session: Session, run: Any, both: Any, x: Tensor) -> dict[str, Any]:
+    """Of the slowest rank."""
+    made: dict[str, Any] = {
+        "forward": slowest(time_ms(run, repeats=session.repeats)),
+        "forward_backward": slowest(time_ms(both, repeats=session.repeats)),
+    }
+    x.grad = None
+    return made | memory_mib(run)
+
+
+def replayed(session: Session, run: Any) -> dict[str, float]:
+    replay = captured(run)[0].replay
+    return slowest(time_ms(replay, repeats=session.repeats))
+
+
+def host_of(session: Session, case: Case, steps: dict[str, Any]) -> None:
+    """The host's time of every layer, in turns."""
+    several = session.row["in_a_row"]
+    runs = list(steps.values())
+    issued = [slowest(found) for found in host_ms(runs, in_a_row=several)]
+    with torch.autograd.set_multithreading_enabled(False):
+        alone = [slowest(found) for found in host_ms(runs, in_a_row=several)]
+    for name, host, one in zip(steps, issued, alone, strict=True):
+        record = {"host_forward_backward": host, "host_in_one_thread": one}
+        session.emit({"case": case.name, "layer": name, **record})
+
+
+def wire(session: Session, case: Case, sizes: Sizes, cp: int) -> None:
+    """Both exchanges of a forward, and of a forward and backward, with nothing around
+    them."""
+    dims = GDNDims.from_config(config_of(Layer("wire"), sizes))
+    s = case.tokens // cp
+    blocks = [
+        torch.randn(cp, s, width // cp, device=DEVICE).bfloat16()
+        for width in (dims.layout.width, dims.v_dim)
+    ]
+    received = [torch.empty_like(x) for x in blocks]
+
+    def exchange(times: int) -> None:
+        for _ in range(times):
+            for source, target in zip(blocks, received, strict=True):
+                dist.all_to_all_single(target, source)
+
+    record = {"case": case.name, "layer": "wire"}
+    for name, count in (("forward", 1), ("forward_backward", 2)):
+        run = partial(exchange, count)
+        record[name] = slowest(time_ms(run, repeats=session.repeats))
+    session.emit(record)
