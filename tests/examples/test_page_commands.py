@@ -91,7 +91,7 @@ RUN_BY = {
         "tests/hf/drop_in/test_commands.py"
         "::test_the_picture_shows_the_leak_and_that_a_patched_model_has_none"
     ),
-    "python benchmarks/bench_hf_dropin.py --tiny": (
+    "python benchmarks/run.py hf --tiny": (
         "tests/hf/drop_in/test_commands.py::test_the_benchmark_runs_tiny_on_the_cpu"
     ),
     "python benchmarks/loss_curves.py": (

@@ -5,7 +5,6 @@ import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 
-from benchmarks import bench_decode, bench_grid
 from megatron_gdn.inference import roll_back
 from megatron_gdn.mixers.static_context import MOST_DECODED
 from megatron_gdn.testing import RowByRow
@@ -17,6 +16,7 @@ from tests.distributed.mixers import (
     OLMO_HYBRID,
     whole,
 )
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32, as in tests/inference/test_step.py
@@ -229,28 +229,25 @@ def test_packed_requests_are_refused():
     assert not context.key_value_memory_dict
 
 
+@pytest.fixture
+def decode(monkeypatch):
+    """The benchmark of decode steps."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return __import__("decode")
+
+
 @pytest.mark.parametrize(
     ("kind", "heads", "channels"), [("gdn", 8 * 8 * 12, 160), ("mamba2", 8 * 5 * 3, 44)]
 )
-def test_the_benchmark_of_decode_steps_runs(kind, heads, channels):
+@pytest.mark.parametrize("on_the_grid", [False, True])
+def test_the_benchmark_of_decode_steps_runs(decode, kind, heads, channels, on_the_grid):
     layer = whole(kind).eval()
-    line = bench_decode.measure(layer, batch=2, repeats=1, rate=1e6)
-    of_sequence = (heads + channels * 3) * 4  # bytes
-    assert line["floor_ms"] == pytest.approx(2 * 2 * of_sequence / 1e6)
+    layer.config.batch_invariant_mode = on_the_grid
+    line = decode.measure(layer, batch=2, repeats=1, rate=1e6)
     assert line["layer_ms"] > line["floor_ms"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gdn", "mamba2"])
-def test_the_benchmark_of_the_grid_runs(kind):
-    layer = whole(kind).eval()
-    lines = []
-    bench_grid.train(layer, 1000, 1, lambda **line: lines.append(line))
-    bench_grid.decode(layer, 2, 5, 1, lambda **line: lines.append(line))
-    assert [line["mode"] for line in lines] == 3 * [*bench_grid.MODES]
-    assert all(
-        line.get("step_ms", line.get("forward_backward_ms")) > 0 for line in lines
-    )
+    if not on_the_grid:
+        of_sequence = (heads + channels * 3) * 4  # bytes
+        assert line["floor_ms"] == pytest.approx(2 * 2 * of_sequence / 1e6)
 
 
 @of_both

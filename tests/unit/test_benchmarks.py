@@ -65,20 +65,24 @@ from tests.processes import ROOT
 from tests.upstream import upstream_on_cpu
 upstream_on_cpu()
 sys.path.insert(0, str(ROOT / "benchmarks"))
-sys.argv[0] = str(ROOT / "benchmarks/users_shapes.py")
-runpy.run_path(sys.argv[0], run_name="__main__")
+sys.argv[0] = str(ROOT / "benchmarks/run.py")
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
 """
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
 
 
 @pytest.fixture
 def run(tmp_path):
-    """``run(*flags)``: what the benchmark prints, and its records."""
+    """``run(name, *flags)``: what the benchmark prints, and its records."""
 
-    def said_and_recorded(*flags: str, name: str = "users_shapes"):
+    def said_and_recorded(*flags: str):
         script = tmp_path / "script.py"
         out = tmp_path / "results.jsonl"
-        script.write_text(SCRIPT.replace("users_shapes", name))
-        said = imported_python(script, *flags, "--out", out)
+        script.write_text(SCRIPT)
+        said = imported_python(script, *flags, "--tiny", "--out", out)
         lines = out.read_text().splitlines() if out.exists() else []
         return said, [json.loads(line) for line in lines]
 
@@ -86,70 +90,101 @@ def run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
-def test_every_layer_of_a_cell_is_measured_and_held_to_megatron_core(run):
-    said, records = run("--toy", "--cells", "1", "2", "6")
+@on_cpu
+def test_every_layer_of_a_case_is_measured_and_held_to_megatron_core(run):
+    cases = ["16/32 h2048 1x4096 te fast", "4/8 h4096 4x4096 te slow"]
+    said, records = run("shapes", "--cases", *cases)
     assert not [record for record in records if "failed" in record]
-    layers = ["upstream", "ours", "floor", "ours-light", "ours-full"]
-    assert [record["layer"] for record in records] == [
-        *layers,
-        *2 * [*layers, "ours-uncut"],
-    ]
+    layers = ["upstream", "ours", "floor", "ours-light", "ours-full", "ours-uncut"]
+    assert [record["layer"] for record in records] == 2 * layers
     for record in records:
         if record["layer"].startswith("ours"):
-            assert record["correct"] and record["eager"]["median"] > 0
+            assert record["correct"] and record["forward_backward"]["median"] > 0
         # the plain rule keeps every bit
         if record["layer"] in ("ours-light", "ours-full"):
             assert set(record["from ours"].values()) == {0.0}
-    saved = {
-        record["layer"]: record["saved"] for record in records[:5] if "saved" in record
-    }
+    saved = {r["layer"]: r["saved"] for r in records[:5] if "saved" in r}
     assert saved["ours"] > saved["ours-light"] > saved["ours-full"]
-    theirs, ours = (record["eager"]["median"] for record in records[:2])
-    assert f"eager, beside megatron-core: {ours / theirs:.3f} (at most 0.5) " in said
+    theirs, ours = (r["forward_backward"]["median"] for r in records[:2])
+    assert f"{ours / theirs:.3f}" in said
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
+@on_cpu
 def test_a_layer_that_fails_does_not_end_the_run(run):
     """megatron-core's layer refuses packed documents with the stand-ins of a CPU."""
-    _, records = run("--toy", "--cells", "10")
+    _, records = run("layer", "--cases", "thd32768")
     assert "failed" in records[0] and records[0]["layer"] == "upstream"
     assert all("failed" not in record for record in records[1:]) and len(records) == 5
 
 
-def test_without_time_no_cell_begins(run):
-    assert run("--toy", "--cells", "1", "--seconds", "1")[0].count("not begun") == 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
-def test_cells_whose_kernels_are_not_compiled_are_left_out(run):
-    said, _ = run("--cells", "1", "--compile-seconds", "1")
-    assert "not begun, its kernels are not compiled" in said and "not measured" in said
+def test_without_time_nothing_begins(run):
+    said, records = run("layer", "--cases", "1x4096", "--seconds", "0")
+    assert said.count("not begun") == 4 and not records
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
-@pytest.mark.parametrize(("name", "records"), [("bench_gdn2", 2), ("bench_gdp", 6)])
-def test_other_delta_layers_are_timed(run, name, records):
-    """Batches and documents; of a Gated DeltaProduct for two numbers of updates, and
-    each stage."""
-    _, written = run("--tiny", name=name)
-    assert len(written) == records
+@on_cpu
+@pytest.mark.parametrize(
+    ("name", "case", "layers"),
+    [
+        ("gdn2", "thd8192-16", ["ours", "ours, light"]),
+        ("gdp", "1x8192 n4", ["ours", "ours, fla", "ours, light"]),
+        ("kda", "thd8192-16", ["ours", "ours, full gates"]),
+    ],
+)
+def test_layers_of_other_mixers_are_timed_and_their_stages(run, name, case, layers):
+    _, records = run(name, "--cases", case, "--layers", *layers)
+    times = [record for record in records if "forward_backward" in record]
+    assert [record["layer"] for record in times] == layers
+    stages = [record["stages"] for record in records if "stages" in record]
+    assert len(stages) == (0 if name == "gdn2" else len(layers))
+    for each in stages:
+        assert {"in_proj", "out_proj", "rule", "the layer"} < each.keys()
+        assert all(forward >= 0 for forward, _ in each.values())
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
-def test_every_stage_of_kimi_delta_attention_is_timed(run):
-    _, records = run("--tiny", "--lower-bound", "-5", name="bench_kda")
-    layers = {"ours", "ours, full gates"}
-    cases = ["2x96", "thd160"]
-    assert [record["case"] for record in records] == 2 * cases
-    of_cases, of_stages = records[:2], records[2:]
-    assert all(record[layer]["both"] for record in of_cases for layer in layers)
-    for record in of_stages:
-        assert record["stages"].keys() == layers
-        for times in record["stages"].values():
-            stages = {"in_proj", "beta_proj", "out_proj", "rule", "the layer"}
-            assert stages < times.keys()
-            assert all(forward >= 0 for forward, _ in times.values())
+@on_cpu
+@pytest.mark.parametrize("name", ["fp8-errors", "mamba2-errors"])
+def test_errors_against_fp64_are_those_of_bf16(run, name):
+    """Every tensor is rounded to bf16 a few times, and not to less."""
+    _, records = run(name)
+    assert len(records) == {"fp8-errors": 2, "mamba2-errors": 4}[name]
+    assert all(2**-11 < record["furthest"] < 2**-5 for record in records)
+
+
+@pytest.fixture
+def cases(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return __import__("lib.cases").cases
+
+
+def test_a_case_is_what_its_name_says(cases):
+    case = cases.parse("4/8 h4096 8x4096 te slow")
+    assert (case.batch, case.tokens, case.offsets) == (8, 4096, None)
+    assert (case.linears, case.gates) == ("te", "slow")
+    assert case.sizes == {"heads": [4, 8], "hidden": 4096}
+    assert cases.parse("thd100,63,1").offsets == [0, 100, 163, 164]
+    assert cases.parse("thd8192x2048").lengths == (2048,) * 4
+    assert cases.parse("thd8192x2048 n4", smaller=64).lengths == (32,) * 4
+    assert len(cases.parse("thd32768").lengths) == 32
+    for name in ("thd8192-16", "thd8192~512"):
+        lengths = cases.parse(name, multiple=8).lengths
+        assert sum(lengths) == 8192 and min(lengths) > 0 and len(set(lengths)) > 4
+    with pytest.raises(SystemExit, match="'8by4' of the case '1x1 8by4'"):
+        cases.parse("1x1 8by4")
+    with pytest.raises(SystemExit, match="how many tokens"):
+        cases.parse("te")
+
+
+def test_every_row_of_the_registry_names_a_function_and_cases_that_are_read(
+    script, cases
+):
+    for name, row in script("run").registry().items():
+        module, function = row["run"].split(":")
+        source = (ROOT / "benchmarks" / f"{module}.py").read_text()
+        assert f"\ndef {function}(session: Session) -> None:" in source, name
+        if name != "model":
+            for case in row.get("cases", []):
+                assert cases.parse(case).tokens, name

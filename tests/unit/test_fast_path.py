@@ -115,8 +115,7 @@ def test_no_fallback_is_taken_in_deterministic_mode_where_bits_were_seen_to_repe
 
 
 def test_no_fallback_is_taken_in_the_shapes_of_the_other_mixers(machine):
-    """The defaults of ``bench_kda.py``, ``bench_gdn2.py``, ``bench_gdp.py`` and
-    ``bench_mamba2.py``."""
+    """The rows kda, gdn2, gdp and mamba2 of ``benchmarks/registry.toml``."""
     fallbacks = machine()
     kda = kda_table(kda_layout(32, 32, 128, 128))
     gdn2 = gdn2_table(gdn2_layout(16, 32, 128, 128))

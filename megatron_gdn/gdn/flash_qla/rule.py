@@ -218,7 +218,7 @@ class Repeatable(NamedTuple):
     """A GPU, versions, dtypes and ratios of heads for which flash_qla repeats bit for
     bit.
 
-    ``benchmarks/bench_determinism.py`` ran hundreds of forward and backward passes on
+    ``benchmarks/run.py repeats`` ran hundreds of forward and backward passes on
     this GPU in two processes, in memory that was filled with NaN, while another CUDA
     stream was busy.
     """
