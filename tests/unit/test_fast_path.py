@@ -78,9 +78,11 @@ def machine(monkeypatch, caplog):
 def benchmarked(monkeypatch) -> set[HeadSizes]:
     """Of a Gated DeltaNet: users' shapes, which hold those of README's picture."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from lib.shapes import CELLS
+    from lib.cases import parse
+    from run import registry
 
-    return {cell.sizes for cell in CELLS}
+    cases = map(parse, registry()["shapes"]["cases"])
+    return {HeadSizes(*case.sizes["heads"], 128, 128) for case in cases}
 
 
 def rule_and_front_of(sizes: HeadSizes, bits: Bits, operands: str = "fp16"):
