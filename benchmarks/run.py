@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     row = with_settings(registry()[args.name], args.set)
     take_clone(row.get("clone", ""))
     # fla hands the delta rule to FlashQLA, if that is installed, unless told not to.
-    os.environ["FLA_FLASH_QLA"] = "1" if row.get("core") == "flash_qla" else "0"
+    if "core" in row:
+        os.environ["FLA_FLASH_QLA"] = str(int(row["core"] == "flash_qla"))
     os.environ |= row.get("variables", {})
 
     from lib.session import Session
