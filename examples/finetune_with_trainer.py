@@ -27,7 +27,8 @@ class CPTrainer(ContextParallelTrainerMixin, Trainer):
 
 
 class PrintLoss(TrainerCallback):
-    def on_log(self, args, state, control, logs, **kwargs) -> None:
+    def on_log(self, args, state, control, **kwargs) -> None:
+        logs = kwargs["logs"]
         if state.is_world_process_zero and "loss" in logs:
             print(
                 f"step {state.global_step:3}  loss {float(logs['loss']):.4f}",

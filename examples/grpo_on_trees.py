@@ -92,7 +92,7 @@ def separately() -> tuple[int, list[list[torch.Tensor]]]:
             torch.tensor(prompt + response, device=device) for response in responses
         ]
         lengths = [len(x) - 1 for x in whole]
-        offsets = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        offsets = torch.tensor([0] + lengths, device=device).cumsum(0).int()
         params = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=offsets,

@@ -4,6 +4,8 @@ A training run with a whole model, data and checkpoints is `pretrain_hybrid.py` 
 this file.
 """
 
+from typing import Any
+
 import torch
 
 from megatron_gdn.compat.observe import hide_import_notes
@@ -33,7 +35,8 @@ config = TransformerConfig(
     use_cpu_initialization=True,
     gradient_accumulation_fusion=False,
 )
-layer = build_module(gated_delta_net_spec("local"), config, layer_number=1).to(device)
+layer: Any = build_module(gated_delta_net_spec("local"), config, layer_number=1)
+layer.to(device)
 
 # Three documents of 5, 100 and 23 tokens, laid end to end: [tokens, 1, hidden].
 offsets = torch.tensor([0, 5, 105, 128], dtype=torch.int32, device=device)

@@ -47,7 +47,7 @@ def draw(found: dict[str, torch.Tensor], image: str | Path) -> None:
     colours.set_bad("white")  # no colour for 0
     for ax, (name, change) in zip(axes, found.items(), strict=True):
         shown = torch.where(change > 0, change, torch.nan).numpy()
-        picture = ax.imshow(shown, cmap=colours, norm=LogNorm(1e-4, 1))
+        ax.imshow(shown, cmap=colours, norm=LogNorm(1e-4, 1))
         for row, line in enumerate(change.tolist()):
             for column, value in enumerate(line):
                 text = f"{value:.1g}" if value else "0"
@@ -65,7 +65,9 @@ def draw(found: dict[str, torch.Tensor], image: str | Path) -> None:
         ax.set_title(name)
         ax.set_xlabel("document whose logits change (its tokens)")
     axes[0].set_ylabel("document that is replaced (its tokens)")
-    figure.colorbar(picture, ax=axes, label="largest change over largest logit")
+    figure.colorbar(
+        axes[0].images[0], ax=axes, label="largest change over largest logit"
+    )
     figure.savefig(image, dpi=110)
     plt.close(figure)
 

@@ -24,14 +24,15 @@ class Parser(argparse.ArgumentParser):
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(prog=prog, allow_abbrev=False, **settings)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse ``args`` into ``namespace`` as argparse does; store ``args`` for
-        suggestions."""
+    def parse_known_args(
+        self, args: Iterable[str] | None = None, *others: Any, **named: Any
+    ) -> tuple[Any, list[str]]:
+        """Parse ``args`` as argparse does; store ``args`` for suggestions."""
         if args is None:
             self._given = sys.argv[1:]
         else:
             self._given = list(args)
-        return super().parse_known_args(self._given, namespace)
+        return super().parse_known_args(self._given, *others, **named)
 
     def error(self, message: str) -> NoReturn:
         """Print argparse's ``message`` with a suggestion, and exit with status 2."""

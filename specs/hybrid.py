@@ -35,7 +35,6 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from torch import Tensor
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel import SequenceLayout
@@ -190,8 +189,9 @@ def _launched_alone(
     mixer: type[RecurrentMixer], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The launch's options for ``mixer`` that a call's ``options`` do not override."""
+    overridden = options.keys() | _SHARED
     launched = with_launch_options(mixer, {}).items()
-    return {name: value for name, value in launched if name not in {*options, *_SHARED}}
+    return {name: value for name, value in launched if name not in overridden}
 
 
 def _upstream() -> HybridStackSubmodules:
@@ -438,7 +438,7 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
         *args: Any,
         packed_seq_params: PackedSeqParams | None = None,
         **others: Any,
-    ) -> tuple[Tensor | None, ...]:
+    ):
         """Megatron's forward, but refuse documents that Megatron would shift
         wrongly."""
         _require_shiftable(packed_seq_params, self.cp_group)
@@ -470,20 +470,19 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
     if packed.qkv_format == TREE:
         raise NotImplementedError(
             f"multi-token prediction with qkv_format={TREE!r}: Megatron shifts labels "
-            "inside one document, and the tokens that follow a prompt's last one lie "
-            "in its responses, which are other documents. Pack every prompt with its "
-            "response as one document (qkv_format='thd'), or use a layer pattern "
-            "without '/'."
+            "inside one document, and a prompt's responses are other documents. Pack "
+            "every prompt with its response as one document (qkv_format='thd'), or use "
+            "a layer pattern without '/'."
         )
     documents = packed.cu_seqlens_q
     slots = packed.cu_seqlens_q_padded
     padded = slots is not None and slots is not documents
     if padded and (documents is None or slots.tolist() != documents.tolist()):
         raise ValueError(
-            "multi-token prediction with padded slots: Megatron shifts labels between "
-            "the offsets of cu_seqlens_q, and the rows lie at the offsets of "
-            "cu_seqlens_q_padded. Make the padding part of its document, or a document "
-            "of its own, give only cu_seqlens_q, and mask the padding's loss."
+            "multi-token prediction with padded slots: Megatron would shift labels "
+            "between the offsets without padding. Make the padding part of its "
+            "document, or a document of its own, give only cu_seqlens_q, and mask the "
+            "padding's loss."
         )
     if packed.cp_group is None:
         ranks = 1
@@ -529,7 +528,7 @@ def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
 if KDA not in Symbols.VALID_LAYERS:  # a later Megatron may know the letter 'K' already
     known: Any = Symbols
     known.KDA = KDA
-    known.VALID_LAYERS = {*Symbols.VALID_LAYERS, KDA}
+    known.VALID_LAYERS = set(Symbols.VALID_LAYERS) | {KDA}
 # Megatron's `--spec` finds the next specs by name and does not call them.
 hybrid_stack_spec = _hybrid_stack_spec("auto")
 gdn_hybrid_stack_spec = hybrid_stack_spec

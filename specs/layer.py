@@ -288,10 +288,8 @@ class UnavailableLayer:
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
         """Raise an error that names ``symbol``, the layer's letter in the pattern."""
         raise NotImplementedError(
-            f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated "
-            "DeltaNet), 'K' (Kimi Delta Attention), 'M' (Mamba2), '-' (MLP), '*' "
-            "(attention) and, if num_moe_experts (--num-experts) is given, 'E' "
-            "(experts). Use "
+            f"the local hybrid spec has no layer for {symbol!r}: it has 'G', 'K', 'M', "
+            "'-' (MLP), '*' (attention) and, with num_moe_experts, 'E' (experts). Use "
             'hybrid_stack_spec("te"), which needs Transformer Engine, or change '
             "--hybrid-layer-pattern."
         )

@@ -134,7 +134,7 @@ def _complete_schedule(args: argparse.Namespace) -> None:
 
 
 def _complete_model(args: argparse.Namespace, given: set[str]) -> None:
-    legal = {*LAYER_SYMBOLS, "|"}
+    legal = set(LAYER_SYMBOLS) | {"|"}
     if args.hf_config:
         legal.add("+")  # latent attention, whose sizes only a config.json has
     unknown = sorted(set(args.hybrid_layer_pattern) - legal)

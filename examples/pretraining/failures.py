@@ -52,7 +52,10 @@ def first_line(error: BaseException) -> str:
 def last_line(error: BaseException) -> str:
     """The last line of an error that quotes the tracebacks of other ranks: its
     cause."""
-    return [*filter(None, str(error).splitlines()), type(error).__name__][-2][:300]
+    lines = [line for line in str(error).splitlines() if line]
+    if not lines:
+        return type(error).__name__
+    return lines[-1][:300]
 
 
 def ask_the_disk(folder: Path) -> OSError | None:

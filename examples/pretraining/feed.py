@@ -156,9 +156,16 @@ class Feed:
     def _local(self, batch: MicroBatch) -> LocalBatch:
         lengths = batch.padded_lengths or (self.seq_length,)
         mine = local_indices(lengths, self.cp_size, self.cp_rank)
-        parts = (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
+
+        def share(whole: Tensor) -> Tensor:
+            """This rank's columns of ``whole``."""
+            return whole[:, mine].contiguous().to(self.device)
+
         return LocalBatch(
-            *(part[:, mine].contiguous().to(self.device) for part in parts),
+            share(batch.tokens),
+            share(batch.labels),
+            share(batch.loss_mask),
+            share(batch.position_ids),
             packed_seq_params=self._packed_seq_params(batch) if batch.lengths else None,
         )
 

@@ -90,7 +90,7 @@ def command_of(args, *flags: str) -> str:
         words = [_shortest(Path(sys.executable)), script]
         if args.world_size > 1:
             words.append(f"--nproc-per-node {args.world_size}")
-    return " ".join([*words, *flags])
+    return " ".join(words + list(flags))
 
 
 def _shortest(path: Path) -> str:

@@ -59,7 +59,7 @@ class MicroBatch:
 
 def pieces_of(stream: TokenStream, seq_length: int, multiple: int) -> Iterator[Piece]:
     """Cut every document into consecutive pieces of at most ``seq_length`` tokens."""
-    ends = (*stream.starts[1:], stream.num_labels)
+    ends = list(stream.starts[1:]) + [stream.num_labels]
     for first, end in zip(stream.starts, ends, strict=True):
         for start in range(first, end, seq_length):
             length = min(seq_length, end - start)

@@ -72,7 +72,9 @@ class RollCall:
     def _read_answers(self) -> str | None:
         keys = {rank: f"{_ASKED}/{rank}" for rank in range(self._size)}
         deadline = time.monotonic() + _PATIENCE_S
-        while not self._store.check([*keys.values()]) and time.monotonic() < deadline:
+        while (
+            not self._store.check(list(keys.values())) and time.monotonic() < deadline
+        ):
             time.sleep(_EVERY_S / 10)
         silent = []
         places = []

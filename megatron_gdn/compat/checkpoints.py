@@ -364,8 +364,6 @@ def load_sections_from_whole_tensor(
     )
 
     def is_section(value: object) -> bool:
-        """Whether ``value`` is a section that `register_sections_of_upstream`
-        recorded."""
         return isinstance(value, ShardedTensor) and value.key in _place_of
 
     if not any(map(is_section, nested_values(sharded_state_dict))):

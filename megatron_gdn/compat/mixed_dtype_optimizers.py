@@ -136,8 +136,6 @@ def _wrapped(original: Callable, wrapper: Callable) -> Callable:
 
     @wraps(original)
     def call_wrapper(self, *args: object, **kwargs: object) -> object:
-        """Call ``wrapper`` with the method ``original``, its object ``self`` and all
-        arguments."""
         return wrapper(original, self, *args, **kwargs)
 
     return call_wrapper
@@ -321,7 +319,6 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
     Adam."""
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
-        """The shapes of the parameters in each of ``groups``."""
         return [[p.shape for p in group] for group in groups]
 
     saved = state.get(_HALF_KEY)
@@ -330,12 +327,11 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
     if shapes(saved) != shapes(groups):
         raise ValueError(
-            f"the checkpoint lists {sum(map(len, saved))} fp32 masters, the model has "
-            f"{sum(map(len, groups))} parameters, or their shapes differ. It was "
-            "written by another model, or by a version that did not list fp32 "
-            "parameters. --ckpt-format torch_dist with "
-            "--dist-ckpt-optim-fully-reshardable stores masters by name; "
-            "--no-load-optim loads the parameters alone."
+            f"the checkpoint's {sum(map(len, saved))} fp32 masters do not fit the "
+            f"model's {sum(map(len, groups))} parameters: another "
+            "model wrote it, or a version that did not list fp32 parameters. Load the "
+            "parameters alone (--no-load-optim), or save it with "
+            "--dist-ckpt-optim-fully-reshardable (docs/precision.md)."
         )
     half = {id(master) for master in _flat(optimizer.fp32_from_float16_groups)}
     pairs = [

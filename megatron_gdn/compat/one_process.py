@@ -260,7 +260,6 @@ def accept_cpu_tensors_in_optimizers() -> None:
     tensor_cuda = torch.Tensor.cuda
 
     def called_from_megatron() -> bool:
-        """Whether a file of megatron.core called the replaced method of the tensor."""
         return (
             sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
         )
@@ -354,7 +353,6 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     def set_states_without_step(
         self, model_param: torch.Tensor, tensors: StateDict
     ) -> None:
-        """Load ``tensors`` without "step" as the states of ``model_param``."""
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: StateDict) -> None:

@@ -71,11 +71,11 @@ class DuplicatedLinear(nn.Module):
         """Nothing, as in Megatron's linears."""
 
     def _load_from_state_dict(
-        self, state_dict: StateDict, prefix: str, *args: Any
+        self, state_dict: StateDict, prefix: str, *args: Any, **keywords: Any
     ) -> None:
         """Load as torch does, also without the empty entry."""
         state_dict.setdefault(f"{prefix}_extra_state", None)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
 
     def backward_dw(self) -> None:
         """Nothing: the backward has computed the weight's gradient."""

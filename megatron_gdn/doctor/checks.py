@@ -255,13 +255,8 @@ def _run_rule(
     d_out = (
         torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
     )
-    return dict(
-        zip(
-            _RESULTS,
-            (out.detach(), *torch.autograd.grad(out, leaves, d_out)),
-            strict=True,
-        )
-    )
+    results = (out.detach(),) + torch.autograd.grad(out, leaves, d_out)
+    return dict(zip(_RESULTS, results, strict=True))
 
 
 def _rms_errors(

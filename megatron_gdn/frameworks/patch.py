@@ -278,7 +278,6 @@ def _make_new(
 
 @cache
 def _warn_of_subclass(cls: type, theirs: type) -> None:
-    """Warn once that ``cls``, a subclass of ``theirs``, is not replaced."""
     logger.warning(
         f"{_full_name(cls)} is a subclass of Megatron's {theirs.__name__} and is built "
         "as it is, not as megatron_gdn's layer."

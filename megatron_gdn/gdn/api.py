@@ -75,7 +75,7 @@ def gated_delta_rule(
         ImportError: the backend's package is missing.
     """
     names = [rule.name for rule in RULES]
-    if backend not in ("auto", "recurrent", *names):
+    if backend not in ["auto", "recurrent"] + names:
         raise ValueError(
             f"unknown backend {backend!r}; use 'auto', 'recurrent' or one of "
             f"{', '.join(map(repr, names))}."
@@ -227,7 +227,7 @@ def run_rule(
     )
     if final is None or filled is None or documents is None:
         return o, final
-    whole = final.new_zeros(len(documents.lengths), *final.shape[1:])
+    whole = final.new_zeros((len(documents.lengths),) + final.shape[1:])
     if initial_state is not None:
         whole = initial_state.to(final.dtype)
     return o, whole.index_copy(0, filled, final[: len(filled)])

@@ -153,10 +153,6 @@ class GatedDeltaNet(UpstreamNames):
         is_mtp_layer: bool = False,
         **options: object,
     ) -> None:
-        """``A_init_range``: range of first exp(A_log). ``conv_init``: bound of first
-        conv weights. ``cp_comm_type`` and ``is_mtp_layer`` have no effect. The class
-        documents all arguments.
-        """
         if config.experimental_attention_variant == "gdn2":
             raise ValueError(
                 "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and "

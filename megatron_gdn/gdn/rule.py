@@ -83,7 +83,7 @@ class FlaGDN(FlaDeltaRule):
     ) -> RuleGrads:
         q, k, v, _, beta = x.inputs
         g_sum, A = x.kept
-        dq, dk, dv, dbeta, dg, *_ = self.fla.chunk_gated_delta_rule_bwd(
+        grads = self.fla.chunk_gated_delta_rule_bwd(
             q=q,
             k=k,
             v=v,
@@ -96,6 +96,7 @@ class FlaGDN(FlaDeltaRule):
             dht=d_final,
             **x.at,
         )
+        dq, dk, dv, dbeta, dg = grads[:5]
         return RuleGrads(dq, dk, dv, dg, dbeta)
 
 

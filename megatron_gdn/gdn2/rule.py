@@ -43,9 +43,8 @@ class PlainGDN2(PlainRule):
     backward_reads = frozenset(GDN2Inputs._fields)
     grads = GDN2Inputs
 
-    def values(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor
-    ) -> Values:
+    def values(self, chunks: GDN2Inputs) -> Values:
+        q, k, v, g, b, w = chunks
         if self.scale is None:
             scale = k.shape[-1] ** -0.5
         else:

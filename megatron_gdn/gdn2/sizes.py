@@ -16,19 +16,17 @@ class GDN2Dims(LinearDims):
 
     @property
     def layout(self) -> Layout:
-        return gdn2_layout(*self.heads)
+        return gdn2_layout(self.heads)
 
 
 @lru_cache(maxsize=64)
-def gdn2_layout(
-    key_heads: int, value_heads: int, key_dim: int, value_dim: int
-) -> Layout:
+def gdn2_layout(heads: HeadSizes) -> Layout:
     """The columns query | key | value | z | f (decay) | b (erase gate) | w (write
     gate)."""
     return delta_layout(
-        HeadSizes(key_heads, value_heads, key_dim, value_dim),
-        Section("z", "value", value_dim),
-        Section("f", "key", key_dim, gates=True),
-        Section("b", "key", key_dim, gates=True),
-        Section("w", "value", value_dim, gates=True),
+        heads,
+        Section("z", "value", heads.value_dim),
+        Section("f", "key", heads.key_dim, gates=True),
+        Section("b", "key", heads.key_dim, gates=True),
+        Section("w", "value", heads.value_dim, gates=True),
     )

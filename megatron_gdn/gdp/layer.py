@@ -157,10 +157,6 @@ class GatedDeltaProduct(MambaLayerMixer):
         name: str | None = None,
         **options: object,
     ) -> None:
-        """``d_model``: hidden size. ``d_conv``: taps. softplus(dt_bias) starts between
-        ``dt_min`` and ``dt_max``, not below ``dt_init_floor``. ``rmsnorm`` and
-        ``norm_before_gate`` must have their defaults; ``D_has_hdim`` has no effect.
-        """
         if not rmsnorm or norm_before_gate:
             raise ValueError(
                 f"rmsnorm={rmsnorm}, norm_before_gate={norm_before_gate}: a "

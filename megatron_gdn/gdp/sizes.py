@@ -67,7 +67,7 @@ class GDPDims:
 
     @property
     def layout(self) -> Layout:
-        return gdp_layout(*self.heads, self.num_householder)
+        return gdp_layout(self.heads, self.num_householder)
 
     def shard(self, ranks: int) -> GDPDims:
         """The sizes on one of ``ranks`` tensor-parallel ranks, which holds whole
@@ -79,20 +79,21 @@ class GDPDims:
 
 
 @lru_cache(maxsize=64)
-def gdp_layout(
-    groups: int, heads: int, state_dim: int, head_dim: int, steps: int
-) -> Layout:
+def gdp_layout(sizes: HeadSizes, steps: int) -> Layout:
     """The columns z | V0 .. | K0 .. | Q | b0 .. | a, with V, K and b of each step.
 
     The sections of the steps are the runs V, K and b.
     """
-    numbers = range(steps)
-    sections = (
-        Section("z", "head", head_dim),
-        *(Section(f"V{n}", "head", head_dim, conv=True, run="V") for n in numbers),
-        *(Section(f"K{n}", "group", state_dim, conv=True, run="K") for n in numbers),
-        Section("Q", "group", state_dim, conv=True),
-        *(Section(f"b{n}", "head", 1, gates=True, run="b") for n in numbers),
-        Section("a", "head", 1, gates=True),
-    )
-    return Layout(sections, (("head", heads), ("group", groups)))
+    state_dim = sizes.key_dim
+    head_dim = sizes.value_dim
+    sections = [Section("z", "head", head_dim)]
+    for n in range(steps):
+        sections.append(Section(f"V{n}", "head", head_dim, conv=True, run="V"))
+    for n in range(steps):
+        sections.append(Section(f"K{n}", "group", state_dim, conv=True, run="K"))
+    sections.append(Section("Q", "group", state_dim, conv=True))
+    for n in range(steps):
+        sections.append(Section(f"b{n}", "head", 1, gates=True, run="b"))
+    sections.append(Section("a", "head", 1, gates=True))
+    counts = (("head", sizes.value_heads), ("group", sizes.key_heads))
+    return Layout(tuple(sections), counts)

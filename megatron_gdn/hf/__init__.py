@@ -19,8 +19,11 @@ _NAMES = {
     ".drop_in.patching": ("Patch", "patch"),
     ".drop_in.sources": ("is_indexed_packed_mask",),
     ".drop_in.training": (
-        *("ContextParallelTrainerMixin", "PackingCollator"),
-        *("PackingLeak", "assert_no_packing_leak", "packing_reach"),
+        "ContextParallelTrainerMixin",
+        "PackingCollator",
+        "PackingLeak",
+        "assert_no_packing_leak",
+        "packing_reach",
     ),
     ".folders": ("export_folder", "import_folder"),
     ".layers": ("layer_from_hf", "layer_to_hf"),
@@ -42,4 +45,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted(globals().keys() | _HOME.keys())

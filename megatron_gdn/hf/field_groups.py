@@ -32,8 +32,8 @@ _OF_EVERY_MODEL = {
 def without_effect(more: Mapping[str, str]) -> dict[str, str]:
     """Field -> why it changes no number, of every model and of a model with ``more``
     (reason -> fields)."""
-    reasons = [*_OF_EVERY_MODEL.items(), *more.items()]
-    return {name: why for why, names in reasons for name in names.split()}
+    reasons = _OF_EVERY_MODEL | more
+    return {name: why for why, names in reasons.items() for name in names.split()}
 
 
 class FieldGroups(NamedTuple):

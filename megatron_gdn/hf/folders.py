@@ -70,9 +70,15 @@ _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 # Modules that have an ``_extra_state`` in Transformer Engine; local modules have none.
 _STATEFUL_IN_TE = (
-    *("out_norm", "q_layernorm", "k_layernorm", "kv_layernorm"),
-    *("input_layernorm", "pre_mlp_layernorm"),
-    *("final_norm", "final_layernorm", "core_attention"),
+    "out_norm",
+    "q_layernorm",
+    "k_layernorm",
+    "kv_layernorm",
+    "input_layernorm",
+    "pre_mlp_layernorm",
+    "final_norm",
+    "final_layernorm",
+    "core_attention",
 )
 
 

@@ -153,7 +153,7 @@ def pattern_of(fields: ConfigFields) -> str:
         by_number = ["dense" if n < dense else "sparse" for n in range(count)]
     mlps = _kinds("mlp_layer_types", _MLPS, fields, by_number)
     if mlps is None:
-        mlps = ["-", *"E" * (count - 1)]
+        mlps = ["-"] + ["E"] * (count - 1)
     return "".join(map(str.__add__, mixers, mlps))
 
 
@@ -163,8 +163,8 @@ def _types_of_lists(fields: ConfigFields, count: int) -> list[str] | None:
     full = fields.get("full_attn_layers", None)
     if delta is None and full is None:
         return None
-    numbers = sorted([*(delta or []), *(full or [])])
-    if numbers != [*range(1, count + 1)]:
+    numbers = sorted((delta or []) + (full or []))
+    if numbers != list(range(1, count + 1)):
         raise ValueError(
             f"{fields.where}: kda_layers and full_attn_layers must name each of the "
             f"{count} layers once, from 1; they name {shown(numbers)}."

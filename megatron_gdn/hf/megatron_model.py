@@ -103,13 +103,16 @@ def load_hf_weights(
         logger.warning(
             "%d tensors of the %s are not part of a Megatron text model and were not "
             "loaded, the first %s; an export copies them from the source folder.",
-            *(len(plan.passthrough), config.architecture, plan.passthrough[0]),
+            len(plan.passthrough),
+            config.architecture,
+            plan.passthrough[0],
         )
     if rounded:
         logger.warning(
             "%d parameters have a narrower dtype than their file and were rounded, "
             "the first %s.",
-            *(len(rounded), rounded[0]),
+            len(rounded),
+            rounded[0],
         )
 
 
@@ -240,7 +243,7 @@ class _Export:
             full, dtypes, {key: self._source.read(key) for key in gains}
         )
         if entry.fp32 and not torch.equal(
-            entry.to_megatron([*pieces.values()]).to(full), full
+            entry.to_megatron(list(pieces.values())).to(full), full
         ):
             self.rounded.update(dtypes)
         return pieces
@@ -415,7 +418,8 @@ def _local_shard(entry: TensorMap, pieces: Sequence[Tensor], param: Tensor) -> T
                 f"{rows}; set its vocab_size to at least {full.shape[0]}, padded to a "
                 f"multiple of {size}."
             )
-        full = torch.cat([full, full.new_zeros(rows - full.shape[0], *full.shape[1:])])
+        padding = full.new_zeros((rows - full.shape[0],) + full.shape[1:])
+        full = torch.cat([full, padding])
     return entry.shards(full, size)[rank]
 
 

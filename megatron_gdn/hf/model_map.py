@@ -220,9 +220,9 @@ def parse_hf_config(
             type or value, or contradicts another field.
     """
     top = ConfigFields(config, where)
-    known = [*sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES), KIMI]
+    known = sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES) + [KIMI]
     named = top.get("architectures", [])
-    architecture = next((name for name in named if name in (*known, NEMOTRON)), None)
+    architecture = next((name for name in named if name in known + [NEMOTRON]), None)
     if architecture is None:
         lacks = "".join(_LACKS.get(name, "") for name in named)
         raise ValueError(
@@ -354,8 +354,15 @@ def model_maps(
             mlp = f"decoder.layers.{2 * layer + 1}."
         hf = f"{root}layers.{layer}."
         if config.architecture == KIMI:
-            stored = config.sizes, keys, zero_centered_gamma
-            yield from kimi.layer_maps(mixer_kind + mlp_kind, mixer, mlp, hf, *stored)
+            yield from kimi.layer_maps(
+                mixer_kind + mlp_kind,
+                mixer,
+                mlp,
+                hf,
+                config.sizes,
+                keys,
+                zero_centered_gamma,
+            )
             continue
         attention = f"{mixer}self_attention."
         if mixer_kind == "G":
@@ -371,11 +378,11 @@ def model_maps(
             fused = "linear_qkv"
             yield from _attention_maps(attention, f"{hf}self_attn.", config)
             for one in "qk":
-                names = (
+                yield norm(
                     f"{attention}{one}_layernorm.weight",
                     f"{hf}self_attn.{one}_norm.weight",
+                    config.sizes.kv_channels,
                 )
-                yield norm(*names, config.sizes.kv_channels)
         in_norms = (
             f"{attention}{fused}.layer_norm_weight",
             f"{mixer}input_layernorm.weight",
@@ -385,7 +392,7 @@ def model_maps(
         if mlp_kind == "E":
             yield from _moe_maps(f"{mlp}mlp.", f"{hf}mlp.", config, keys)
         else:
-            pre_norms = (f"{mlp}mlp.linear_fc1.layer_norm_weight", *pre_norms)
+            pre_norms = (f"{mlp}mlp.linear_fc1.layer_norm_weight",) + pre_norms
             yield from _mlp_maps(
                 f"{mlp}mlp.", f"{hf}mlp.", hidden, config.sizes.ffn_hidden_size
             )

@@ -112,7 +112,7 @@ def _name_fp8(
     rows = spec.shape[experts:-1]
     if shape in ((), (1,)):
         return "per-tensor FP8"
-    if shape in (rows, (*rows, 1)):
+    if shape in (rows, rows + (1,)):
         return "per-channel FP8"
     return "block-scaled FP8"
 

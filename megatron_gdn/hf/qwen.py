@@ -73,8 +73,8 @@ NEXT = FieldGroups(
 # Each layer has an MLP.
 DENSE = FieldGroups(
     model="dense Qwen3.5",
-    read=frozenset({*_READ, "intermediate_size"}),
-    settings=frozenset({*_SETTINGS, "num_experts"}),
+    read=frozenset(_READ | {"intermediate_size"}),
+    settings=frozenset(_SETTINGS | {"num_experts"}),
     without_effect=without_effect(
         _WITHOUT_EFFECT
         | {
@@ -90,7 +90,7 @@ DENSE = FieldGroups(
 EXPERTS = FieldGroups(
     model="Qwen3.5 with experts",
     read=frozenset(_READ | _OF_EXPERTS),
-    settings=frozenset({*_SETTINGS, "decoder_sparse_step", "mlp_only_layers"}),
+    settings=frozenset(_SETTINGS | {"decoder_sparse_step", "mlp_only_layers"}),
     without_effect=without_effect(
         _WITHOUT_EFFECT | {"the model has no MLP": "intermediate_size"}
     ),
@@ -152,7 +152,7 @@ def _with_rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         kind = rope.pop("type", None)  # the older name
         if kind is not None:
             rope.setdefault("rope_type", kind)
-        unknown = sorted(rope.keys() - {*_ROPE, *_ROPE_WITHOUT_EFFECT})
+        unknown = sorted(rope.keys() - set(_ROPE + _ROPE_WITHOUT_EFFECT))
         if rope.get("rope_type", "default") == "default" and unknown:
             raise ValueError(
                 f"{where}: {name}={shown(given)} is not legal; its fields must be "

@@ -372,7 +372,9 @@ def write_folder(
         logger.warning(
             "%d files of %s are not copied, because they may hold old weights; the "
             "first is %s.",
-            *(len(left_out), one_line(like.folder), one_line(left_out[0])),
+            len(left_out),
+            one_line(like.folder),
+            one_line(left_out[0]),
         )
     with new_folder(target) as folder:
         for path in copied:

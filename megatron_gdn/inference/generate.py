@@ -139,8 +139,10 @@ def generate(
     with torch.inference_mode(), evaluating(model), active:
         tokens_run = 0
         for _ in range(count):
-            for piece in tokens[:, tokens_run:].split(chunk or tokens.shape[1], dim=1):
-                logits = next_logits(model, piece, context)[:, -1]
+            pieces = tokens[:, tokens_run:].split(chunk or tokens.shape[1], dim=1)
+            for piece in pieces[:-1]:
+                next_logits(model, piece, context)
+            logits = next_logits(model, pieces[-1], context)[:, -1]
             tokens_run = tokens.shape[1]
             picked = pick(logits.float())
             tokens = torch.cat([tokens, picked[:, None]], dim=1)

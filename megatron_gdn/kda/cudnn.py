@@ -202,10 +202,9 @@ class CudnnBackward(RuleBackward):
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> RuleGrads:
-        dq, dk, dv, dg, dbeta, *_ = self._run(initial, d_final)
-        return RuleGrads(
-            *(in_rows(x[None], self._call.rows) for x in (dq, dk, dv, dg, dbeta))
-        )
+        grads = self._run(initial, d_final)[:5]
+        rows = self._call.rows
+        return RuleGrads._make(in_rows(x[None], rows) for x in grads)
 
 
 class CudnnKDA(Rule):

@@ -176,7 +176,7 @@ class KimiDeltaAttention(RecurrentMixer):
         "A_init_range",
     )
     config_fields: ClassVar[ConfigFields] = GDN_FIELDS._replace(
-        prefixes=(*GDN_FIELDS.prefixes, "kda_"), read=(*GDN_FIELDS.read, *_FIELDS)
+        prefixes=GDN_FIELDS.prefixes + ("kda_",), read=GDN_FIELDS.read + _FIELDS
     )
     recurrence: ClassVar[str] = "KDA"
     fp32 = (
@@ -190,6 +190,8 @@ class KimiDeltaAttention(RecurrentMixer):
         ),
     )
     in_layer_graphs: ClassVar[bool] = True
+    # Megatrons with a class for this mixer cut its in_proj by sections.
+    stored_by_section: ClassVar[bool] = hasattr(gated_delta_net, "KimiDeltaAttention")
     conv_is_module = True
     dt_init_range = (0.001, 0.1)
     dt_init_floor = 1e-4
@@ -213,7 +215,6 @@ class KimiDeltaAttention(RecurrentMixer):
         is_mtp_layer: bool = False,
         **options: object,
     ) -> None:
-        """The class documents all arguments."""
         given = KDAOptions.of(options)
         asked = {field: _field(config, field) for field in _FIELDS}
         bound = given.gate_lower_bound
@@ -347,12 +348,6 @@ class KimiDeltaAttention(RecurrentMixer):
             # Older Megatrons would cut a mixer with this attribute as Gated DeltaNet.
             self.in_proj_dim = whole.in_proj_layout.width
 
-    @property
-    def stored_by_section(self) -> bool:
-        """Whether Megatron's scripts cut in_proj by its own sections: Megatrons with a
-        class for this mixer do."""
-        return hasattr(gated_delta_net, "KimiDeltaAttention")
-
     def _add_projections(
         self, submodules: KimiDeltaAttentionSubmodules, path: str
     ) -> None:
@@ -462,7 +457,7 @@ class KimiDeltaAttention(RecurrentMixer):
 
     def _projections(self) -> dict[str, Any]:
         """All projections but out_proj, by name."""
-        names = ("in_proj", "beta_proj", *_GATES)
+        names = ("in_proj", "beta_proj") + _GATES
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def _init_others(self) -> None:
@@ -482,11 +477,11 @@ class KimiDeltaAttention(RecurrentMixer):
                 fill_share(self.tp_group, weight, method, 0, (rows,))
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
     ) -> None:
         """Load as torch does; a state dict of version 0.1 is converted first."""
         convert_state_dict(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Let every projection of the layer's input save it unquantised, since the norm

@@ -50,7 +50,7 @@ def kimi_delta_attention(
     row_TP = F.linear(x_TD, p["in_proj.weight"], p.get("in_proj.bias"))
     widths = (G * K, G * K, H * V)
     if dims.gates_in_in_proj:
-        widths = (*widths, H * K, H * V)
+        widths += (H * K, H * V)
         query, key, value, f, z = row_TP.split(widths, dim=-1)
     else:
         query, key, value = row_TP.split(widths, dim=-1)

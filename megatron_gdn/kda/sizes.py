@@ -51,7 +51,7 @@ class KDADims(LinearDims):
     @property
     def layout(self) -> Layout:
         """The columns of a row, with both gates in full width."""
-        return kda_layout(*self.heads)
+        return kda_layout(self.heads)
 
     @property
     def gates_in_in_proj(self) -> bool:
@@ -77,15 +77,13 @@ _OF_IN_PROJ = ("query", "key", "value", "g", "gate")
 
 
 @lru_cache(maxsize=64)
-def kda_layout(
-    key_heads: int, value_heads: int, key_dim: int, value_dim: int
-) -> Layout:
+def kda_layout(heads: HeadSizes) -> Layout:
     """Columns query | key | value | g | gate | beta: g is the forget gate, gate the
     output gate."""
     made = delta_layout(
-        HeadSizes(key_heads, value_heads, key_dim, value_dim),
-        Section("g", "value", key_dim),
-        Section("gate", "value", value_dim),
+        heads,
+        Section("g", "value", heads.key_dim),
+        Section("gate", "value", heads.value_dim),
         Section("beta", "value", 1, gates=True),
     )
     return replace(made, gate="gate")

@@ -147,12 +147,6 @@ class Mamba2Mixer(MambaLayerMixer):
         name: str | None = None,
         **options: object,
     ) -> None:
-        """``d_model``: hidden size. ``d_conv``: taps. ``expand``: d_inner / d_model.
-        ``D_has_hdim``: D per channel. ``rmsnorm``: norm before out_proj.
-        softplus(dt_bias) starts between ``dt_min`` and ``dt_max``, not below
-        ``dt_init_floor``. ``dt_init``, ``dt_scale``, ``norm_before_gate`` and ``bias``
-        must have their defaults.
-        """
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         given = Mamba2Options.of(options)
         check_time_steps((dt_min, dt_max), dt_init_floor, given.dt_limit)

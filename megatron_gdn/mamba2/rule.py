@@ -64,9 +64,8 @@ class PlainSSD(PlainRule):
     grads = SSDInputs
     erases = False
 
-    def values(
-        self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, g: Tensor, D: Tensor
-    ) -> Values:
+    def values(self, chunks: SSDInputs) -> Values:
+        x, B, C, dt, g, D = chunks
         return Values(C, B, None, dt[..., None] * x, g, skip=D * x)
 
 

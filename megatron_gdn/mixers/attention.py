@@ -293,8 +293,6 @@ def _config_of_one_rank(config: TransformerConfig) -> TransformerConfig:
 
 
 def _is_tree(packed: PackedSeqParams | None) -> bool:
-    """Whether ``packed`` is a tree, made by
-    :func:`.tree_packing.tree_packed_seq_params`."""
     return packed is not None and packed.qkv_format == TREE
 
 
@@ -354,7 +352,8 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         # Else None.
         self._rotations: tuple[Tensor, ...] | None = None
 
-    def forward(
+    # Megatron's layers pass all arguments from the third on by name.
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         hidden_states: Tensor,
         attention_mask: Any,  # a Tensor or None; Megatron's annotation differs

@@ -109,6 +109,11 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     columns of in_proj differ from that row. ``dims.shard(n)`` are the sizes on one of n
     ranks.
 
+    Before the mixer runs, ``open`` of the micro-batch's *passage*
+    (:class:`..context_parallel.scheme.Passage`) takes rows to the ranks that run them,
+    and ``close`` takes the output back. Headwise, both exchange heads; otherwise rows
+    stay where they are.
+
     Legend: s tokens of this rank, S tokens that the rule sees, B batch, D hidden size,
     P columns of a projection row on this tensor-parallel rank, p columns after
     ``passage.open`` (fewer if heads are exchanged), H heads with a state, V columns of
@@ -143,8 +148,6 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     use_muon: ClassVar[bool] = True  # Muon updates in_proj by sections; False: Adam
     # whether Megatron may capture the mixer in a graph
     in_layer_graphs: ClassVar[bool] = False
-    # the section of in_proj that FP8 leaves out, if it has others on both sides
-    wide_section: ClassVar[str] = ""
     # whether conv1d is a submodule, as in Megatron's layer
     conv_is_module: ClassVar[bool] = False
     # whether conv_init also bounds the conv bias
@@ -160,16 +163,14 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     # be equal in all recurrent layers of a model.
     chunk_size: int = 128
     output_gate_activation: str = "silu"  # activation of the output gate z
-    # whether the gate is applied after passage.close, with this rank's own rows
-    gates_own_rows: bool = False
     recompute_whole: bool  # whether training keeps only the layer's input
     # whether the backward computes out_proj's input again
     recompute_norm_out: bool = False
     recompute_rule: bool  # whether front and rule run again in the backward
     # whether the backward computes inputs of the rule again (q: always)
     recompute_qkv: bool
-    # Recomputes out_proj's input of the last forward; the attribute has Megatron's
-    # name.
+    # Frees out_proj's input after the last forward and fills the memory again, with the
+    # same bits, before out_proj's backward. The attribute has Megatron's name.
     norm_out_checkpoint: RefilledOutput | None = None
 
     def __init_subclass__(cls, **settings: object) -> None:
@@ -341,6 +342,18 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             out_bias = out_bias.detach()
         return out_sBD, out_bias
 
+    @property
+    def gates_own_rows(self) -> bool:
+        """Whether the gate is applied after ``passage.close``, with this rank's own
+        rows."""
+        return False
+
+    @property
+    def wide_section(self) -> str:
+        """The section of in_proj that FP8 leaves out, if it has others on both
+        sides."""
+        return ""
+
     def project(self, hidden_states: Tensor) -> Tensor:
         """Turn ``[s, B, D]`` into rows ``[s, B, P]`` of the tokens of all
         tensor-parallel ranks."""
@@ -376,8 +389,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
         ``own_rows`` are the rank's rows before ``passage.open``, if
         :attr:`gates_own_rows`; ``gates`` are gate columns that are not in ``rows``. The
-        second result, if not None, makes out_proj's input anew in the backward, exchange
-        included.
+        second result, if not None, frees out_proj's input after the forward and fills
+        it again before the backward, exchange included.
         """
         recompute = (
             self.recompute_norm_out and self.training and torch.is_grad_enabled()
@@ -427,7 +440,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             conv = self.conv1d_weight, self.conv1d_bias
         per_head = self.fp32_parameters()
         if scheme.moves_rows:
-            conv = local_conv(scheme, *conv)
+            weight, bias = conv
+            conv = local_conv(scheme, weight, bias)
             per_head = [
                 scheme.local(x, (record.section,))
                 for x, record in zip(per_head, self.fp32, strict=True)
@@ -669,11 +683,11 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         add_row_order(self, destination, prefix)
 
     def _load_from_state_dict(
-        self, state_dict: StateDict, prefix: str, *args: object
+        self, state_dict: StateDict, prefix: str, *args: Any, **keywords: Any
     ) -> None:
         """Load as torch does; refuse a file with another order of in_proj's rows."""
         require_row_order(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
 
     # Megatron's dynamic inference calls the next three methods by their names
     # (:mod:`.generation`).

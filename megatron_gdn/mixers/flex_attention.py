@@ -87,7 +87,7 @@ def _compiled_attention() -> Callable[..., Tensor]:
         query: Tensor, key: Tensor, value: Tensor, scale: str, *tables: Any
     ) -> Any:
         """Attention over the tokens that the mask of ``tables`` allows."""
-        mask = Mask(*tables)
+        mask = Mask._make(tables)
         lengths = (query.shape[2], key.shape[2])
         parts: Any = (lengths, *mask.blocks, (BLOCK, BLOCK), mask.sees)
         options: Any = {

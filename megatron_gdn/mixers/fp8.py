@@ -178,9 +178,8 @@ def build_linear(
     if may_use_fp8(config) and weight is not None and stored_quantised(weight):
         raise NotImplementedError(
             "the quantization recipe stores a projection of this layer in FP8 "
-            "(fp8_param: true). Rows of such a weight have no bf16 values for the "
-            "rule's gates, and its first values are not this layer's. Set fp8_param to "
-            "false for in_proj and out_proj; their products are in FP8 all the same."
+            "(fp8_param: true), which would round the rows of the gates. Set fp8_param "
+            "to false for in_proj and out_proj; their products are in FP8 all the same."
         )
     return linear
 
@@ -414,7 +413,7 @@ class GatesOutsideFP8(_SeveralProducts):
             return out, gates
         # an adapter around the linear also gets the normed rows
         if isinstance(out, tuple):
-            return (torch.cat([out[0], gates], dim=-1), *out[1:]), None
+            return (torch.cat([out[0], gates], dim=-1),) + out[1:], None
         return torch.cat([out, gates], dim=-1), None
 
     # Dynamo would lose the gradients of the gates and of the weight's views

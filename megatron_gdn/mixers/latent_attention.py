@@ -126,15 +126,16 @@ class LatentAttention(MLASelfAttention):
         key_value_states: Tensor | None = None,
         position_ids: Tensor | None = None,
         packed_seq_params: Any = None,
-        **others: Any,
-    ) -> tuple[Tensor, ...]:
+        *others: Any,
+        **by_name: Any,
+    ):
         """Megatron's q, k ``[s, B, H, D]`` and v ``[s, B, H, V]``; B is left out for
         packed documents.
 
         Without rotation a packed buffer is one row of tokens, in any order.
         """
         tensors: Any = super().get_query_key_value_tensors(
-            hidden_states, key_value_states, position_ids, None, **others
+            hidden_states, key_value_states, position_ids, None, *others, **by_name
         )
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             return tensors

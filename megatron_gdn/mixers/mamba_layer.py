@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_layer import MambaLayer
 from torch import Tensor, nn
 
@@ -58,19 +61,32 @@ class MambaLayerMixer(RecurrentMixer):
         self.d_inner_local_tp = local.d_inner
         self.layout = local.layout
 
-    @wraps(RecurrentMixer.forward)  # other code reads the signature
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
+        inference_context: BaseInferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: int | None = None,
+        *,
+        inference_params: BaseInferenceContext | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         if attention_mask is None:
             mask = self.mask_of_layer
         else:
             mask = attention_mask
-        return super().forward(hidden_states, mask, *args, **kwargs)
+        return super().forward(
+            hidden_states,
+            mask,
+            inference_context,
+            packed_seq_params,
+            sequence_len_offset,
+            inference_params=inference_params,
+            pg_collection=pg_collection,
+            **kwargs,
+        )
 
     @property
     def activation(self) -> str:

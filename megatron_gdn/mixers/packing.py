@@ -135,11 +135,10 @@ def _resolve(
         return None
     if captured:
         raise NotImplementedError(
-            "packed documents cannot be captured in a CUDA graph: their boundaries are "
-            "read on the host, and a replay would use those of the captured "
-            "micro-batch. Pass megatron_gdn.static_packed_seq_params(...), whose "
-            "boundaries lie in fixed buffers; or leave this layer out of the graphs, "
-            "or train on unpacked sequences."
+            "packed documents cannot be captured in a CUDA graph: a replay would use "
+            "the boundaries of the captured micro-batch. Pass "
+            "megatron_gdn.static_packed_seq_params(...) (docs/cuda_graphs.md), leave "
+            "this layer out of the graphs, or train on unpacked sequences."
         )
     for name, offsets in zip(_BOUNDARIES, sources, strict=True):
         if offsets is not None and not isinstance(offsets, Tensor):

@@ -180,8 +180,8 @@ def read_mask(mask: Tensor) -> MaskOnHost:
             what = f"goes on with document {this} after padding inside it"
         raise ValueError(
             f"row {row} of the mask {what}, at position {column}. Ids must increase "
-            "along a row and a document must not be interrupted: number the documents "
-            "in their order in the row, or move the padding to a document's end."
+            "along a row without interruption: number the documents in their order in "
+            "the row, or move the padding to a document's end."
         )
     token_T = (id_BS > 0).flatten().nonzero().flatten()
     document_T = first_BS.flatten().cumsum(0)[token_T] - 1
@@ -254,4 +254,4 @@ def _move_rows(
     """Return y with ``rows`` rows: ``y[target_rows] = x[source_rows]``, and zeros
     elsewhere."""
     moved = x.index_select(0, source_rows)
-    return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, target_rows, moved)
+    return x.new_zeros((rows,) + x.shape[1:]).index_copy_(0, target_rows, moved)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class Fp32Parameters(nn.Module):
     fp64."""
 
     # Megatron-Bridge reads it
-    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
+    _keep_in_float32_parameter_names: tuple[str, ...] = ()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register as torch does, after :func:`fence_mixed_dtypes` of an fp32
@@ -86,15 +86,20 @@ class Fp32Parameters(nn.Module):
                 )
 
     def _load_from_state_dict(
-        self, state_dict: StateDict, prefix: str, *args: Any
+        self,
+        state_dict: StateDict,
+        prefix: str,
+        local_metadata: StateDict,
+        strict: bool,
+        missing_keys: list[str],
+        *args: Any,
+        **keywords: Any,
     ) -> None:
         """Load as torch does, with one warning per load if the file has rounded values.
 
         With ``assign=True`` torch takes the dtypes of the state dict; 16-bit values
         become fp32.
         """
-        metadata = args[0]
-        missing_keys = args[2]
         names = self._keep_in_float32_parameter_names
         wide = {getattr(self, name).dtype for name in names} | {torch.float32}
         values = {
@@ -117,12 +122,14 @@ class Fp32Parameters(nn.Module):
                 "brings them back.",
                 ", ".join(rounded),
             )
-        if metadata.get("assign_to_params_buffers", False):
+        if local_metadata.get("assign_to_params_buffers", False):
             for key, value in values.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     wide_dtype = torch.promote_types(value.dtype, torch.float32)
                     state_dict[key] = value.to(wide_dtype)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, *args, **keywords
+        )
 
 
 def fence_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> None:
@@ -201,9 +208,9 @@ class Fp32Group(nn.Module):
         call."""
         return tuple(p.clone() for p in self._parameters.values() if p is not None)
 
-    def _save_to_state_dict(self, *args: object) -> None: ...
+    def _save_to_state_dict(self, *args: object, **keywords: object) -> None: ...
 
-    def _load_from_state_dict(self, *args: object) -> None: ...
+    def _load_from_state_dict(self, *args: object, **keywords: object) -> None: ...
 
 
 class SeparatelyShardedFp32(Fp32Parameters):

@@ -171,8 +171,7 @@ def _check_progress(
             after = f", after {progress.tokens} tokens"
         raise ValueError(
             f"layer {layer} has {has} from batch_size_offset={start} on{after}, and "
-            f"got {B} rows at sequence_len_offset={offset}. Begin at offset 0, and "
-            "continue with the batch that was prefilled. To set the offset does not "
-            "move a recurrent state; to drop tokens of the last step use "
+            f"got {B} rows at sequence_len_offset={offset}. Begin at offset 0 and "
+            "continue with the same batch; to drop tokens of the last step, use "
             "megatron_gdn.inference.roll_back(context, accepted)."
         )

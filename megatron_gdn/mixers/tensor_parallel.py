@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -168,7 +168,7 @@ class MarkedParameters(nn.Module):
 
     def named_modules(
         self, *args: Any, **kwargs: Any
-    ) -> Iterator[tuple[str, nn.Module]]:
+    ) -> Generator[tuple[str, nn.Module]]:
         """First put the stored marks on new parameters, then do what torch's method
         does."""
         self.mark_parameters()

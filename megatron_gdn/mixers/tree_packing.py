@@ -60,7 +60,10 @@ def tree_packed_seq_params(
     """
     slots = padded_lengths(lengths, multiple_of)
     documents = TreeDocuments(
-        (0, *accumulate(slots)), torch.device("cpu"), tuple(parents), tuple(lengths)
+        tuple(accumulate(slots, initial=0)),
+        torch.device("cpu"),
+        tuple(parents),
+        tuple(lengths),
     )
     (longest,) = padded_lengths((documents.longest_sequence,), multiple_of)
     params = packed_seq_params_of(TREE, lengths, slots, longest, device)

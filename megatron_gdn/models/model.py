@@ -110,10 +110,9 @@ class Model:
         if length < 1 or length % multiple:
             near = max(round(length / multiple), 1) * multiple
             raise ValueError(
-                f"length={length} does not divide: zigzag cuts a sequence into 2 cp "
-                "pieces, and sequence parallelism cuts each rank's share by tp, so the "
-                f"length must be a multiple of {multiple} for tp={tp} and cp={cp}, "
-                f"such as {near}."
+                f"length={length} must be a multiple of {multiple}, such as {near}, "
+                f"for tp={tp} and cp={cp}: zigzag cuts a sequence into 2 cp pieces, and "
+                "sequence parallelism cuts each rank's share by tp."
             )
 
     def saved_bytes(self, tp: int = 1, recompute: str = "none") -> int:

@@ -134,10 +134,8 @@ class Stack:
         D = config.hidden_size
         layers = [made[symbol] for symbol in main]
         for head in heads:
-            layers += [
-                Layer(weights=2 * D * D, vectors=3 * D),
-                *(made[symbol] for symbol in head),
-            ]
+            layers.append(Layer(weights=2 * D * D, vectors=3 * D))
+            layers += [made[symbol] for symbol in head]
         return cls(
             layers=tuple(layers),
             hidden_size=D,
@@ -169,7 +167,6 @@ class Stack:
         return self._sum("conv_bytes")
 
     def _sum(self, field: str) -> int:
-        """The sum over all layers of the attribute ``field`` of :class:`Layer`."""
         return sum(getattr(layer, field) for layer in self.layers)
 
     def flops(self, lengths: Sequence[int]) -> Flops:

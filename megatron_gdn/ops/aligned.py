@@ -89,7 +89,7 @@ def readout_on_grid(
     made = None
     for group in grid.groups:
         n = grid.chunks_in(group)
-        of_o = o.new_empty(n, CHUNK, *o.shape[2:])
+        of_o = o.new_empty((n, CHUNK) + o.shape[2:])
         _fill_chunks(of_o.flatten(2).transpose(0, 1), o.flatten(2), grid, group)
         of_rows = rows.new_empty(CHUNK, n, rows.shape[-1])
         _fill_chunks(of_rows[..., gate], rows[..., gate], grid, group)

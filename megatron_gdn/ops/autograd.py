@@ -104,6 +104,6 @@ def output_without_tokens(
     def empty_output(*rows_and_parameters: Tensor | None) -> Tensor:
         """An output without tokens that depends on every given tensor."""
         sums = [x.sum().to(rows.dtype) for x in rows_and_parameters if x is not None]
-        return torch.stack(sums).sum().expand(*rows.shape[:2], width)
+        return torch.stack(sums).sum().expand(rows.shape[:2] + (width,))
 
     return run_saving_inputs(empty_output, rows, *parameters)

@@ -89,7 +89,7 @@ def causal_conv1d(
         sequences = x.shape[0]
     else:
         sequences = len(documents.lengths)
-    shape = (sequences, *weight.shape)
+    shape = (sequences,) + weight.shape
     taps = weight.shape[1]
     if initial_state is None:
         before = x.new_zeros(shape)

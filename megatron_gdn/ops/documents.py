@@ -113,10 +113,9 @@ class Documents:
         if documents.total_tokens != total_tokens:
             raise ValueError(
                 f"cu_seqlens ends at {documents.total_tokens}, which does not match "
-                f"the {total_tokens} tokens of the buffer. Offsets must cover the "
-                "whole buffer, with context parallelism that of all ranks before it is "
-                "cut: make padding at its end a document of its own, or add it to the "
-                "last one."
+                f"the {total_tokens} tokens of the buffer. Cover the whole buffer, "
+                "that of all ranks before it is cut: let padding at its end be a "
+                "document, or part of the last one."
             )
         return documents
 
@@ -210,7 +209,7 @@ class Documents:
         """The cumulative lengths :attr:`offsets`, without the documents that have no
         tokens."""
         pairs = zip(self.offsets, self.offsets[1:], strict=False)
-        return (0, *(end for start, end in pairs if end > start))
+        return (0,) + tuple(end for start, end in pairs if end > start)
 
     @cached_property
     def starts(self) -> Tensor:
@@ -315,7 +314,7 @@ class Documents:
         continues."""
         return max(self.lengths)
 
-    @property
+    @cached_property
     def position_in_sequence_T(self) -> Tensor:
         """int32 ``[T]``: :attr:`position_T` plus the number of tokens of continued
         documents."""
@@ -359,8 +358,8 @@ def documents_of_rows(
         ends = (rows[1],)
     else:
         ends = documents.offsets[1:]
-    all_ends = [row * rows[1] + end for row in range(rows[0]) for end in ends]
-    return _shared_documents((0, *all_ends), device)
+    offsets = [0] + [row * rows[1] + end for row in range(rows[0]) for end in ends]
+    return _shared_documents(tuple(offsets), device)
 
 
 def _tokens_of(documents: Documents) -> Tensor:

@@ -49,9 +49,8 @@ def require_no_capture(table_name: str) -> None:
         raise RuntimeError(
             f"{table_name} is needed for the first time while a CUDA graph is being "
             "captured. Run the forward and the backward once before, eagerly, with the "
-            "same shapes, dtypes and packed_seq_params "
-            "(torch.cuda.make_graphed_callables and Megatron do: num_warmup_iters and "
-            "cuda_graph_warmup_steps must be at least 1)."
+            "same shapes, dtypes and packed_seq_params (num_warmup_iters and "
+            "cuda_graph_warmup_steps at least 1; docs/cuda_graphs.md)."
         )
 
 
@@ -88,7 +87,6 @@ def cached_by_stream[**Arguments, Made](
 
         @lru_cache(maxsize=maxsize)
         def made(stream: int, *args: Any, **kwargs: Any) -> Made:
-            """The result of ``make``, cached by ``stream`` and the arguments."""
             return make(*args, **kwargs)
 
         @wraps(make)

@@ -115,7 +115,6 @@ def _checkpoint_readout(
     rows = rows.detach()
 
     def refill(out: Tensor) -> None:
-        """Compute the readout again and write it to ``out``."""
         out.copy_(split_readout.call(mixed, rows))
 
     refilled.remember(made, refill)
@@ -344,7 +343,7 @@ def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> N
     tokens = table.additions[:, 0]
     sources = table.additions[:, 1:]
     # index -1 (no source) selects these zeros
-    nothing = returned.new_zeros(1, *returned.shape[1:])
+    nothing = returned.new_zeros((1,) + returned.shape[1:])
     further = torch.cat([returned, nothing])[sources.long()].sum(1)
     further = further.masked_fill((tokens < 0)[:, None, None], 0)
     whole = d_conv_sBC.to(returned.dtype).index_add(0, tokens.clamp(min=0), further)

@@ -143,7 +143,8 @@ class _StoreGradient(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx, *gradients: Tensor):
+        (gradient,) = gradients
         # create_graph=True; the mixer's backward will refuse it
         if torch.is_grad_enabled():
             return gradient, None

@@ -62,7 +62,6 @@ def _norm_and_gate(
 
 @lru_cache(maxsize=64)
 def _gate_alone(gate: slice) -> PlainReadout:
-    """The readout with the gate and no norm."""
     return PlainReadout(gate)
 
 
@@ -191,7 +190,7 @@ def stages_of(
             f"sections of {dict(zip(layout.names, layout.widths, strict=True))} "
             f"columns; got {tuple(rows.shape)} with strides {rows.stride()}."
         )
-    of_gates = (*rows.shape[:2], layout.width - width)
+    of_gates = rows.shape[:2] + (layout.width - width,)
     if gates is not None and gates.shape != of_gates:
         raise ValueError(
             f"the gates must be {list(of_gates)} beside rows "

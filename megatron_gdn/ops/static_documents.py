@@ -12,7 +12,7 @@ always empty).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -242,11 +242,10 @@ class StaticDocuments(Documents):
     @property
     def offsets(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise NotImplementedError(
-            "boundaries in fixed buffers (StaticDocuments, for CUDA graphs) are known "
-            "on the device alone, and the host needs them here. Use backend='auto', "
-            "'flash_qla', 'fla' or 'reference' of GatedDeltaNet, without "
-            "batch_invariant_mode; or pass ordinary packed_seq_params and leave this "
-            "layer out of the graph."
+            "the host needs the boundaries here, and those in fixed buffers "
+            "(StaticDocuments, for CUDA graphs) are on the device alone. Use a "
+            "GatedDeltaNet without batch_invariant_mode, or pass ordinary "
+            "packed_seq_params and leave this layer out of the graph."
         )
 
     @property
@@ -261,7 +260,7 @@ class StaticDocuments(Documents):
 
     starts = cu_seqlens  # pyright: ignore[reportAssignmentType]
 
-    @property
+    @cached_property
     def contents(self) -> tuple[int, int]:
         """(-2, N), compared by ranks; ordinary documents have their count in place of
         -2."""

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
 import torch
@@ -163,7 +163,9 @@ class TreeDocuments(Documents):
                 tokens = whole
             else:
                 tokens = to_device(places, self.device)
-            documents = Documents((0, *count.cumsum(0).tolist()), self.device)
+            documents = Documents(
+                tuple(accumulate(count.tolist(), initial=0)), self.device
+            )
             parents = [n for n, family in enumerate(families) for _ in family]
             parents = to_device(torch.tensor(parents, device="cpu"), self.device)
             families = [children[i] for i in members]
@@ -175,7 +177,7 @@ class TreeDocuments(Documents):
         padding."""
         if pieces[0] is None or pieces[0].shape[1] == self.total_tokens:
             return pieces[0]
-        whole = pieces[0].new_zeros(1, self.total_tokens, *pieces[0].shape[2:])
+        whole = pieces[0].new_zeros((1, self.total_tokens) + pieces[0].shape[2:])
         for piece, level in zip(pieces, self.levels, strict=True):
             whole[:, level.tokens] = piece
         return whole
@@ -257,7 +259,7 @@ class ForwardByLevel(RuleForward):
                     through = begun.state_map().through
             o, ended, saved = begun.run(entering, keep=keep, final=continued)
             outputs.append(o)
-            tensors += [entering, through, *saved.tensors]
+            tensors += (entering, through) + saved.tensors
             plans.append((saved.plan, len(saved.tensors)))
         o = self.documents.to_buffer(outputs)
         return RuleOutput(o, None, Saved(tuple(tensors) if keep else (), tuple(plans)))

@@ -110,8 +110,10 @@ def without_computing() -> Iterator[None]:
 class _FakeModeWithoutDevice(FakeTensorMode):
     """A mode for fake tensors that never initialises a GPU."""
 
-    # the GPU that torch reports does not exist
-    avoid_device_init = property(lambda self: True)
+    @property
+    def avoid_device_init(self) -> bool:
+        """True, since the GPU that torch reports does not exist."""
+        return True
 
 
 class _FakeGpuTensors(TorchDispatchMode):

@@ -13,7 +13,7 @@ from megatron_gdn.inference import gdn2_rows, kda_rows
 from megatron_gdn.kda.rule import choose_kda
 from megatron_gdn.kda.sizes import kda_layout as rows_of_kda
 from megatron_gdn.mamba2.rule import PlainSSD, SSDInputs, choose_ssd
-from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.mixer import mix
@@ -141,7 +141,7 @@ LAYERS = {
 def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(mixer, kernels):
     rows_of, fla_of, plain_rule, gated, stages_of, norm = LAYERS[mixer]
     torch.manual_seed(0)
-    layout = rows_of(G, H, K, V)
+    layout = rows_of(HeadSizes(G, H, K, V))
     documents = documents_of((200, 1, 63, 36), "cuda")
     tensors = {
         "rows": draw(torch.randn, 300, 1, layout.width).bfloat16(),

@@ -207,7 +207,7 @@ LAWS = {
         x,
         128,
         32_898,
-        kda_table(kda_layout(1, 1, 128, 128)),
+        kda_table(kda_layout(HeadSizes(1, 1, 128, 128))),
         channels=True,
         tile=FEW_STEPS,
     ),

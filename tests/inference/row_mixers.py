@@ -161,7 +161,7 @@ def mamba2_kind(
 def kda_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     gates = [sizes.value_heads, sizes.value_heads * sizes.key_dim]
     return _kind(
-        "kda", PlainRule(), kda_rows, kda_layout(*sizes), taps, gates, sizes.value_dim
+        "kda", PlainRule(), kda_rows, kda_layout(sizes), taps, gates, sizes.value_dim
     )
 
 
@@ -171,7 +171,7 @@ def gdn2_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
         "gdn2",
         PlainGDN2(),
         gdn2_rows,
-        rows_of_gdn2(*sizes),
+        rows_of_gdn2(sizes),
         taps,
         gates,
         sizes.value_dim,
@@ -184,7 +184,7 @@ def gdp_kind(sizes: HeadSizes, steps: int, taps: int = TAPS) -> Kind:
             super().__init__(PlainRule(bits), steps)
 
     gates = [sizes.value_heads] * 2
-    layout = gdp_layout(*sizes, steps)
+    layout = gdp_layout(sizes, steps)
     gamma = sizes.value_heads * sizes.value_dim
     return _kind("gdp", PlainSteps(), gdp_rows, layout, taps, gates, gamma, 1e-5)
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton", minversion="3.6")
 
 from megatron_gdn.kda.front import kda_table
 from megatron_gdn.kda.sizes import kda_layout
-from megatron_gdn.ops.delta_rule.base import RuleGrads
+from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front.plain import front_of
 from tests.compilation import compile_for_hopper
 
@@ -21,7 +21,7 @@ K = 128
 @pytest.mark.parametrize("beside", [False, True], ids=["one tensor", "beta beside"])
 @pytest.mark.parametrize("bound", [None, -5.0], ids=["unbounded", "bounded"])
 def test_the_front_compiles_and_nearly_all_of_it_stays_in_registers(bound, beside):
-    layout = kda_layout(H, H, K, K)
+    layout = kda_layout(HeadSizes(H, H, K, K))
     kind = torch.bfloat16
     front = front_of(kda_table(layout, bound), "cpu", kind, 4, "triton")
     width = layout.main_width if beside else layout.width

@@ -13,7 +13,7 @@ from megatron_gdn.kda.front import kda_table
 from megatron_gdn.kda.sizes import kda_layout
 from megatron_gdn.mamba2.front import mamba2_table
 from megatron_gdn.mamba2.rule import SSDInputs
-from megatron_gdn.ops.delta_rule.base import RuleGrads
+from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front.plain import front_of
 from megatron_gdn.ops.rules.base import Bits
 from tests.mamba2.oracle import layout_of
@@ -59,7 +59,7 @@ def mamba2(device, sizes=(2, 1, 6, 20), limit=(0.0, float("inf")), **shape):
 
 
 def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
-    layout = kda_layout(*heads)
+    layout = kda_layout(HeadSizes(*heads))
     G, H, K, V = heads
     proj, normal = drawn(layout, S, B, device)
     C = layout.conv_width
@@ -85,7 +85,7 @@ def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
 
 
 def gdn2(device, S, B=1, heads=(2, 4, 12, 20), per_value_head=False):
-    layout = gdn2_rows(*heads)
+    layout = gdn2_rows(HeadSizes(*heads))
     G, H, K, V = heads
     proj, normal = drawn(layout, S, B, device)
     C = layout.conv_width
@@ -107,7 +107,7 @@ def gdn2(device, S, B=1, heads=(2, 4, 12, 20), per_value_head=False):
 
 
 def gdp(device, S, B=1, heads=(2, 4, 12, 20), steps=2, per_value_head=False):
-    layout = gdp_layout(*heads, steps)
+    layout = gdp_layout(HeadSizes(*heads), steps)
     G, H, K, V = heads
     proj, normal = drawn(layout, S, B, device)
     C = layout.conv_width

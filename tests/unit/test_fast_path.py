@@ -119,8 +119,8 @@ def test_no_fallback_is_taken_in_deterministic_mode_where_bits_were_seen_to_repe
 def test_no_fallback_is_taken_in_the_shapes_of_the_other_mixers(machine):
     """The rows kda, gdn2, gdp and mamba2 of ``benchmarks/registry.toml``."""
     fallbacks = machine()
-    kda = kda_table(kda_layout(32, 32, 128, 128))
-    gdn2 = gdn2_table(gdn2_layout(16, 32, 128, 128))
+    kda = kda_table(kda_layout(HeadSizes(32, 32, 128, 128)))
+    gdn2 = gdn2_table(gdn2_layout(HeadSizes(16, 32, 128, 128)))
     mamba2 = mamba2_table(
         Mamba2Dims(
             hidden_size=4096,
@@ -140,7 +140,7 @@ def test_no_fallback_is_taken_in_the_shapes_of_the_other_mixers(machine):
     for steps in (2, 4):
         sizes = HeadSizes(8, 32, 128, 128)
         assert choose_gdp("auto", sizes, steps, CUDA, BF16).rule.name == "flash_qla"
-    gdp = gdp_table(gdp_layout(8, 32, 128, 128, 4))
+    gdp = gdp_table(gdp_layout(HeadSizes(8, 32, 128, 128), 4))
     for table in (kda, gdn2, mamba2, gdp):
         assert front_of(table, "cuda", BF16, 4).triton
     assert fallbacks() == []

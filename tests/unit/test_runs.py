@@ -3,11 +3,12 @@
 import pytest
 
 from megatron_gdn.gdp.sizes import gdp_layout
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.layout import Layout, Section
 
 
 def test_a_run_is_one_section_of_all_heads_and_each_member_is_split_by_itself():
-    layout = gdp_layout(2, 4, 5, 6, 3)
+    layout = gdp_layout(HeadSizes(2, 4, 5, 6), 3)
     assert layout.names == (
         *["z", "V0", "V1", "V2", "K0", "K1", "K2", "Q", "b0", "b1", "b2", "a"],
     )

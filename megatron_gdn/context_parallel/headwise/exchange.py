@@ -248,7 +248,8 @@ class _MoveRows(torch.autograd.Function):
         return _to_sequence(rows, exchange)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *gradients: Tensor):
+        (grad,) = gradients
         if ctx.to_heads:
             back = _to_sequence
         else:

@@ -114,10 +114,9 @@ def _compile_with_check(name: str, compile: Callable) -> Callable:
         if missing_fences(source):
             raise RuntimeError(
                 f"FlashQLA's {name} was compiled without the fences that its bulk "
-                "stores need, and may return wrong gradients: another hook for CUDA "
-                "source took the place of megatron_gdn's, or left this kernel in "
-                "tilelang's cache. Remove the hook and the cache (~/.tilelang/cache), "
-                "or choose backend='fla'."
+                "stores need, and may return wrong gradients: another hook changed its "
+                "source, now or in tilelang's cache. Remove the hook and the cache "
+                "(~/.tilelang/cache), or choose backend='fla'."
             )
         if len(_BULK_STORE.findall(source)) != source.count("tl::tma_store("):
             log_obstacle_once(

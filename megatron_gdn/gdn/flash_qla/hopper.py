@@ -316,7 +316,10 @@ class HopperKernels:
             backward,
         )
         out = local.new_empty(P, H, K, V, dtype=dtype)
-        run(*(() if states is None else (states,)), local, through, passes, first, out)
+        tensors = (local, through, passes, first, out)
+        if states is not None:
+            tensors = (states,) + tensors
+        run(*tensors)
         return out
 
     def fused_gdr_fwd(

@@ -60,7 +60,6 @@ def kernels() -> Any:
 
 
 def _for_hopper(chunk: ModuleType) -> bool:
-    """Whether FlashQLA's module ``chunk`` has the kernels for Hopper GPUs."""
     return ".hopper." in chunk.fused_gdr_fwd.__module__
 
 

@@ -119,7 +119,7 @@ class FlashQlaBackward(RuleBackward):
     ) -> None:
         super().__init__(rule, d_o, inputs, saved, documents)
         self._segments = saved.plan
-        self._kept = Kept(*saved.tensors)
+        self._kept = Kept._make(saved.tensors)
         self._at_chunks = saved.made
         del self.saved  # each saved tensor is freed after its last use
         if self._segments is not None:
@@ -211,7 +211,7 @@ class FlashQlaBackward(RuleBackward):
             states,
             overwrite_last=last_grad is not d_final,
         )
-        return RuleGrads(*(in_rows(x, self.rows) for x in grads))
+        return RuleGrads._make(in_rows(x, self.rows) for x in grads)
 
 
 class Repeatable(NamedTuple):
@@ -274,8 +274,6 @@ class FlashQlaRule(Rule):
     backward = FlashQlaBackward
 
     def __init__(self, bits: Bits = Bits.FREE) -> None:
-        """``bits``: how sequences are cut into segments; see the docstring of the
-        class."""
         self.bits = bits
 
     @classmethod

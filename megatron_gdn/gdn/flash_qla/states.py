@@ -229,9 +229,9 @@ def gradients(
         "cu_seqlens": offsets,
     }
     if states is None:
-        states, *_ = run.fused_gdr_h(
+        states = run.fused_gdr_h(
             initial_state=states_in, output_final_state=False, output_h=True, **common
-        )
+        )[0]
     dq, dk, dv, dg, dbeta, _ = run.fused_gdr_bwd(
         q=inputs.q,
         do=d_o,

@@ -109,7 +109,7 @@ class ModelBatch:
     def leave(self, y: Tensor, like_BsH: Tensor) -> Tensor:
         """Undo :meth:`enter`: reshape ``y`` like ``like_BsH``; padding is exactly
         zero."""
-        return self._zero_padding(y.reshape(*like_BsH.shape[:2], -1))
+        return self._zero_padding(y.reshape(like_BsH.shape[:2] + (-1,)))
 
     def _zero_padding(self, x_BsH: Tensor) -> Tensor:
         """Set padding tokens to zero; their gradients are zero too."""
@@ -199,7 +199,7 @@ def _find_documents(sources: Sources, rows: int, share: MicroBatchShare) -> Mode
                 "rows. Lay the rows end to end (megatron_gdn.hf.PackingCollator does)."
             )
     starts = starts_of(ids).flatten().nonzero().flatten().tolist()
-    documents = Documents.from_cu_seqlens([*starts, ids.numel()], ids.numel())
+    documents = Documents.from_cu_seqlens(starts + [ids.numel()], ids.numel())
     return ModelBatch(
         share._replace(documents=documents, lengths=documents.lengths), ids, keep
     )
@@ -217,7 +217,7 @@ def _require_agreement(sources: Sources, rows: int, share: MicroBatchShare) -> N
     for name, x in sources._asdict().items():
         facts[f"kinds of {name}"] = x.dim() if isinstance(x, Tensor) else 0
     facts |= {"numbers of offsets": len(offsets), "offsets": zlib.crc32(offsets)}
-    all_cT = _gather(torch.tensor([*facts.values()], device="cpu"), share)
+    all_cT = _gather(torch.tensor(list(facts.values()), device="cpu"), share)
     differs = (all_cT != all_cT[0]).any(0).tolist()
     if any(differs):
         raise ValueError(
@@ -241,7 +241,7 @@ def _gather(tensor: Tensor, share: MicroBatchShare) -> Tensor:
     if share.group is None:
         return tensor[None].cpu()
     tensor = tensor[None].to(share.device).contiguous()
-    gathered = tensor.new_empty(share.size, *tensor.shape[1:])
+    gathered = tensor.new_empty((share.size,) + tensor.shape[1:])
     dist.all_gather_into_tensor(gathered, tensor, group=share.group)
     return gathered.cpu()
 
@@ -296,7 +296,7 @@ def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> S
     change."""
     if share.group is None:
         return sources
-    mask, ids, offsets, position_ids, *_ = sources
+    mask, ids, offsets, position_ids = sources[:4]
     tokens = sum(share.lengths) // share.size
     text_position = text_positions(position_ids)
     if mask is not None and mask.dim() != 2:
@@ -308,10 +308,9 @@ def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> S
     if position_ids is not None and text_position is None:
         raise ValueError(
             f"position_ids of shape {tuple(position_ids.shape)} with context "
-            "parallelism: a vision-language model computes such positions from the "
-            "tokens that it sees, here only a share. Compute them from the whole "
-            f"sequence and give this rank's columns as [4, {rows}, {tokens}], text "
-            "positions first."
+            "parallelism: this rank's tokens are too few to compute them. Compute "
+            "them from the whole sequence and give this rank's columns as "
+            f"[4, {rows}, {tokens}], text positions first."
         )
     if offsets is not None:
         text_position = None
@@ -344,10 +343,9 @@ def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> S
             raise ValueError(
                 f"in sequence order position_ids go from {position[row, token]} to "
                 f"{next_position[row, token]} at token {token + 1} of row {row}: they "
-                "neither go on nor start again at 0. Either they are not this rank's "
-                "share of the sequence's positions, or the tokens were not cut as "
-                f"{share.layout.value!r}; give seq_index, or the cp_layout they were "
-                "cut by."
+                f"neither go on nor start again at 0. Cut them as the tokens, by "
+                f"{share.layout.value!r} (or name another cp_layout), or give "
+                "seq_index (docs/transformers.md)."
             )
     return Sources(mask, ids, offsets, position_BS)
 

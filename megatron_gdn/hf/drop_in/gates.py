@@ -74,7 +74,7 @@ class SSMGate(Fp32Parameters, nn.Module):
         return decay_and_write_gates(a, a, self.A_log, self.dt_bias)[0]
 
     def _save_to_state_dict(
-        self, destination: object, prefix: str, keep_vars: bool
+        self, destination: StateDict, prefix: str, keep_vars: bool
     ) -> None:
         """Save as torch does, under keys without the holder's name."""
         bare = prefix.removesuffix(f"{HOLDER_NAME}.")
@@ -124,22 +124,15 @@ class OwnersGate(SSMGate):
         Fp32Parameters._apply(self._owner, fn, recurse=False)
         return self
 
-    def _save_to_state_dict(self, *args: object) -> None: ...
+    def _save_to_state_dict(self, *args: object, **keywords: object) -> None: ...
 
-    def _load_from_state_dict(self, *args: object) -> None: ...
+    def _load_from_state_dict(self, *args: object, **keywords: object) -> None: ...
 
 
 class HoldsGates(Fp32Parameters):
     """Mixin of a module with ``A_log`` and ``dt_bias``, the owner of a holder."""
 
     _modules: dict[str, Any]
-
-    @property
-    def _keep_in_float32_parameter_names(self) -> tuple[str, ...]:
-        """The names of the gate parameters; none before :func:`hold_gates`."""
-        if HOLDER_NAME in self._modules:
-            return FP32_GDN_PARAM_NAMES
-        return ()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse pickle, which finds a class by its name; the patch made this one."""
@@ -210,13 +203,13 @@ class HoldsGates(Fp32Parameters):
             self._gates._apply(lambda tensor: tensor)
         return self
 
-    def _save_to_state_dict(self, *args: object) -> None:
+    def _save_to_state_dict(self, *args: object, **keywords: object) -> None:
         """Save as torch does; sharded gates are saved as shards."""
         self._reshard_gates()
-        super()._save_to_state_dict(*args)
+        super()._save_to_state_dict(*args, **keywords)
 
     def _load_from_state_dict(
-        self, state_dict: StateDict, prefix: str, *args: object
+        self, state_dict: StateDict, prefix: str, *args: Any, **keywords: Any
     ) -> None:
         """Load as torch does; keys of the gate parameters may name the holder."""
         self._reshard_gates()
@@ -224,7 +217,7 @@ class HoldsGates(Fp32Parameters):
             in_holder = f"{prefix}{HOLDER_NAME}.{name}"
             if in_holder in state_dict:
                 state_dict[prefix + name] = state_dict.pop(in_holder)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
 
     def _reshard_gates(self) -> None:
         """Free the gathered ``A_log`` and ``dt_bias``, if they are sharded and
@@ -270,11 +263,13 @@ def hold_gates(owner: LinearAttention) -> None:
         parameter = parameters[name]
         _cast(parameter, torch.promote_types(parameter.dtype, torch.float32))
     owner.add_module(HOLDER_NAME, OwnersGate(owner))
+    owner._keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
 
 
 def release_gates(owner: LinearAttention, dtypes: dict[str, torch.dtype]) -> None:
     """Undo :func:`hold_gates` on ``owner``; cast the parameters back to ``dtypes``."""
     del owner._modules[HOLDER_NAME]
+    del owner._keep_in_float32_parameter_names
     for name, dtype in dtypes.items():
         _cast(owner._parameters[name], dtype)
     if type(owner).__bases__[0] is HoldsGates:
@@ -339,7 +334,7 @@ def gates_in_fp32() -> Iterator[None]:
         """Build the model; add the gates to those names of its class that stay fp32."""
         post_init(self)
         names = self._keep_in_fp32_modules_strict or ()
-        self._keep_in_fp32_modules_strict = {*names, *FP32_GDN_PARAM_NAMES}
+        self._keep_in_fp32_modules_strict = set(names).union(FP32_GDN_PARAM_NAMES)
 
     PreTrainedModel.post_init = post_init_with_gates
     try:

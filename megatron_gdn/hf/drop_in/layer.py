@@ -41,8 +41,14 @@ if TYPE_CHECKING:
 # Keywords that transformers' own forward does not get; :class:`ModelBatch` has their
 # content.
 _NOT_PASSED_ON = (
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
-    *("position_ids", "cache_position", "qkv_format"),
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "position_ids",
+    "cache_position",
+    "qkv_format",
 )
 
 

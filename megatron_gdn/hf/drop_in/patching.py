@@ -419,7 +419,9 @@ def _attention_mask(
     return create_causal_mask(
         **no_cache,
         config=text.config,
-        inputs_embeds=torch.empty(*x.shape[:2], 1, dtype=weight.dtype, device=x.device),
+        inputs_embeds=torch.empty(
+            x.shape[:2] + (1,), dtype=weight.dtype, device=x.device
+        ),
         attention_mask=batch.keep,
         and_mask_function=packed_sequence_mask_function(to_device(batch.ids, x.device)),
     )

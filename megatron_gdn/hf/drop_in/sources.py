@@ -278,7 +278,7 @@ def _ids_from_offsets(
     token_T = torch.arange(slots, device="cpu")
     if indices is not None:
         token_T = indices.detach().to("cpu", torch.int64)
-        ends = [-1, *token_T.flatten().tolist(), slots]
+        ends = [-1] + token_T.flatten().tolist() + [slots]
         if token_T.dim() != 1 or any(
             b <= a for a, b in zip(ends, ends[1:], strict=False)
         ):
@@ -394,9 +394,8 @@ def _ids_from_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
         row, token = wrong[0].tolist()
         raise ValueError(
             f"the 4-D attention_mask is not block-causal: token {token} of row {row} "
-            "does not see exactly the tokens from its document's first up to itself "
-            "(is the mask inverted?). True (0 in a mask that is added to scores) is "
-            "where a token sees another, and nothing sees padding. Give such a mask, "
-            "or name the documents by _packed_seq_ids."
+            "must see exactly the earlier tokens of its document and itself, and no "
+            "padding. Give True where a token sees another (0 if added to scores), or "
+            "use _packed_seq_ids."
         )
     return ids.cpu()

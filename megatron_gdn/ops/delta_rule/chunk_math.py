@@ -391,7 +391,7 @@ class _SolveAndPassStates(torch.autograd.Function):
         """``dS``, ``d_carried``: gradients of the states before chunks and after the
         group."""
         inverse, W, k_out, through, S, y = ctx.saved_tensors
-        states = S.new_empty(len(S) // ctx.heads + 1, *d_carried.shape)
+        states = S.new_empty((len(S) // ctx.heads + 1,) + d_carried.shape)
         if W is None:
             states[:-1].flatten(0, 1).copy_(dS)
         else:

@@ -28,6 +28,7 @@ from ..documents import documents_of_rows
 from ..rules.base import (
     Bits,
     Gradients,
+    Inputs,
     Rule,
     RuleBackward,
     RuleForward,
@@ -72,7 +73,7 @@ class _ChunkedInputs:
         ]
 
     def values_of(self, group: ChunkGroup) -> Values:
-        return self.values(*self.of(group, self.inputs))
+        return self.values(self.inputs._make(self.of(group, self.inputs)))
 
     def state(self, states: Tensor | None) -> Tensor:
         """``states`` as a contiguous tensor ``[N, H, K, V]``; zeros for None."""
@@ -84,7 +85,8 @@ class _ChunkedInputs:
         self, group: ChunkGroup, *chunks_and_states: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         *chunks, carried, initial = chunks_and_states
-        return run_group(group, self.values(*chunks), carried, initial)
+        values = self.values(self.inputs._make(chunks))
+        return run_group(group, values, carried, initial)
 
     def walk(
         self, groups: Sequence[ChunkGroup], initial: Tensor, extra_columns: int = 0
@@ -258,9 +260,10 @@ class PlainRule(Rule):
     def of(cls, sizes: object, bits: Bits) -> Self:
         return cls(bits)
 
-    def values(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-    ) -> Values:
+    def values(self, chunks: Inputs) -> Values:
+        """The rows that :func:`.chunk_math.run_group` reads, from the inputs' chunks
+        ``[n, C, ...]``."""
+        q, k, v, g, beta = chunks
         if self.scale is None:
             scale = k.shape[-1] ** -0.5
         else:

@@ -75,7 +75,10 @@ class HistoryTable:
         sources[line, ranges(torch.zeros_like(returns), returns)] = order
         additions = torch.cat([sent_once[:, None], sources], dim=1)
         return cls(
-            *(to_device(x.int(), device) for x in (before, edge, place, additions))
+            before=to_device(before.int(), device),
+            edge=to_device(edge.int(), device),
+            place=to_device(place.int(), device),
+            additions=to_device(additions.int(), device),
         )
 
 

@@ -173,7 +173,7 @@ def lead_in(
     rows = history.rows
     table = history.table
     B, C = rows.shape[1:]
-    made = rows.new_empty(*table.before.shape, B, C, dtype=torch.float32)
+    made = rows.new_empty(table.before.shape + (B, C), dtype=torch.float32)
     launch = _launch(
         lead_in_kernel, len(made), B, C, *rows.stride(), W=weight.shape[-1]
     )

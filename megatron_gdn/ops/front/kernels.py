@@ -182,6 +182,7 @@ def _gate_slot(
         d_D = tl.arange(0, BLOCK)
         real_D = d_D < D
         A_log_1D = 0.0
+        bias_1D = 0.0
         if RATED:
             head_D = program + 0 * d_D if CHANNELS else d_D
             A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(
@@ -495,12 +496,14 @@ def _gate_slot_backward(
         real_D = d_D < D
         head_D = program + 0 * d_D if CHANNELS else d_D
         A_log_1D = 0.0
+        bias_1D = 0.0
         if RATED:
             A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(
                 tl.float32
             )[None, :]
             bias_D = tl.load(dt_bias_ptr + program * D + d_D, mask=real_D, other=0.0)
             bias_1D = bias_D.to(tl.float32)[None, :]
+        factor_1D = 1.0
         if SCALED:
             factor_1D = tl.load(factor_ptr + head_D * (H // HEADS), real_D, 0.0)[
                 None, :

@@ -89,7 +89,7 @@ class TritonFront(Front):
                 dtype = torch.float32
             for name in names:
                 if wanted_outputs[place]:
-                    x = proj.new_empty(B, S, *shape, dtype=dtype)
+                    x = proj.new_empty((B, S) + shape, dtype=dtype)
                 else:
                     x = None
                 made[name] = x
@@ -262,8 +262,10 @@ def _forward_launch(
         S,
         tile.steps,
         sum(slots[:first]),
-        *strides,
-        *gate_strides,
+        strides[0],
+        strides[1],
+        gate_strides[0],
+        gate_strides[1],
         _EPS,
         CONVOLVED=convolved,
         GATES=gates,

@@ -6,7 +6,7 @@ gates                   elementwise functions of :mod:`.gates`, per head or per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -136,7 +136,7 @@ class Front:
     triton: ClassVar[bool] = False
     # Takes a Batch and names of inputs; returns these inputs by name, without the
     # shared parameter.
-    _make_inputs: ClassVar[Callable[..., dict[str, Tensor]]]
+    _make_inputs: ClassVar[Callable[..., Mapping[str, Tensor | None]]]
     # Takes a Batch, the rule's gradients, d_proj and d_apart; returns the gradients of
     # weight, bias, A_log and dt_bias; writes d_proj, d_apart and ``history.d_rows``.
     _compute_gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
@@ -230,8 +230,8 @@ class Front:
             wanted = self.names
         else:
             wanted = only
-        made: dict[str, Any] = dict.fromkeys(self.names)
-        made |= self._make_inputs(Batch(proj, given, documents, history), wanted)
+        made: dict[str, Tensor | None] = dict.fromkeys(self.names)
+        made.update(self._make_inputs(Batch(proj, given, documents, history), wanted))
         if given.shared is not None and self.table.shared in wanted:
             wide = torch.promote_types(given.shared.dtype, torch.float32)
             shared = given.shared.to(wide).view(self.layout.state_heads, -1)
@@ -265,10 +265,10 @@ class Front:
         if given.shared is not None:
             shared = given.shared
             d_shared = getattr(grads, self.names[-1]).sum((0, 1))
-            found = (*found, d_shared.to(shared.dtype).view(shared.shape))
+            found += (d_shared.to(shared.dtype).view(shared.shape),)
         if d_apart is None:
             return found
-        return (*found, d_apart)
+        return found + (d_apart,)
 
     def _named_parameters(self, parameters: Parameters) -> FrontParameters:
         """The list ``parameters``, in the order of the class's docstring, by name."""

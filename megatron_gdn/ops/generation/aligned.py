@@ -96,7 +96,7 @@ def prefill_on_grid(
         if result.final is not None:
             state = state.index_copy(0, index, result.final.to(state.dtype))
         if o is None:
-            o = result.o.new_empty(1, rows.shape[1], *result.o.shape[2:])
+            o = result.o.new_empty((1, rows.shape[1]) + result.o.shape[2:])
         o.index_copy_(1, tokens, result.o)
     assert o is not None, "there are tokens"
 
@@ -204,7 +204,7 @@ def _read_out_tokens(
 
 
 def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
-    return Documents((0, *accumulate(lengths)), device)
+    return Documents(tuple(accumulate(lengths, initial=0)), device)
 
 
 def _indices_of_nonempty(counts: Sequence[int], device: torch.device) -> Tensor:

@@ -87,8 +87,8 @@ def _empty_steps(x: Tensor, count: int) -> Tensor:
     """An uninitialised buffer ``[N, count, ...]`` with the memory order of
     ``x [N, ...]``."""
     if x.stride(-1) == 1:
-        return x.new_empty(len(x), count, *x.shape[1:])
-    return x.new_empty(len(x), count, *x.mT.shape[1:]).mT
+        return x.new_empty((len(x), count) + x.shape[1:])
+    return x.new_empty((len(x), count) + x.mT.shape[1:]).mT
 
 
 def choose(memory: Memory, steps: Memory, accepted: Tensor) -> None:
@@ -170,8 +170,8 @@ class MemoryShape(NamedTuple):
         dtype."""
         wide = torch.promote_types(dtype, torch.float32)
         return Memory(
-            torch.zeros(sequences, *self.history, dtype=dtype, device=device),
-            torch.zeros(sequences, *self.state, dtype=wide, device=device),
+            torch.zeros((sequences,) + self.history, dtype=dtype, device=device),
+            torch.zeros((sequences,) + self.state, dtype=wide, device=device),
         )
 
     def check(self, memory: Memory, sequences: int, dtype: torch.dtype) -> None:
@@ -183,7 +183,7 @@ class MemoryShape(NamedTuple):
             ("history", memory.history, self.history, dtype),
             ("state", memory.state, self.state, wide),
         ):
-            whole = (sequences, *shape)
+            whole = (sequences,) + shape
             found = tuple(tensor.shape)
             kind = tensor.dtype
             fits = found == whole and kind == least

@@ -74,7 +74,7 @@ def prefill(
     stages.memory_shape.check(memory, N, proj.dtype)
     if begins:
         history, state = (
-            x.new_zeros(N, *x.shape[1:]) for x in (memory.history, memory.state)
+            x.new_zeros((N,) + x.shape[1:]) for x in (memory.history, memory.state)
         )
     else:
         history, state = memory.gathered()

@@ -84,12 +84,14 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
     """
     sizes = tuple([out.numel() for out in outs])
     N, M = partial_NM.shape
-    *earlier, (_, last) = _reduction_launches(N, M, sizes)
-    for groups, launch in earlier:
+    launches = _reduction_launches(N, M, sizes)
+    for groups, launch in launches[:-1]:
         sums_NM = partial_NM.new_empty(groups, M)
         launch(partial_NM, sums_NM, None, None, None)
         partial_NM = sums_NM
-    last(partial_NM, *outs, *(None,) * (_MOST_OUTS - len(outs)))
+    _, last = launches[-1]
+    absent = (None,) * (_MOST_OUTS - len(outs))
+    last(partial_NM, *(outs + absent))
 
 
 @lru_cache(maxsize=MOST_PLANS)
@@ -100,8 +102,7 @@ def _reduction_launches(
     one row."""
     assert sum(sizes) == M and 1 <= len(sizes) <= _MOST_OUTS
     require_32_bits("the number of columns of partial sums", M + _COLUMNS)
-    ends = tuple(accumulate(sizes))
-    ends += (M,) * (_MOST_OUTS - 1 - len(ends))
+    ends = tuple(accumulate(sizes)) + (M, M, M)
     stages = []
     while True:
         span = N
@@ -110,12 +111,16 @@ def _reduction_launches(
         require_32_bits("the number of rows of partial sums", N + span + _ROWS_AT_ONCE)
         repeats = triton.cdiv(span, _ROWS_AT_ONCE)
         groups = max(1, triton.cdiv(N, _ROWS_AT_ONCE * max(1, repeats)))
+        # The last launch writes the outputs, the others whole rows.
+        first, second, third = ends[:3] if groups == 1 else (M, M, M)
         launch = Launch(
             _sum_rows_kernel,
             (triton.cdiv(M, _COLUMNS), groups),
             N,
             M,
-            *(ends[: _MOST_OUTS - 1] if groups == 1 else (M,) * (_MOST_OUTS - 1)),
+            first,
+            second,
+            third,
             ROWS=_ROWS_AT_ONCE,
             REPEATS=repeats,
             BLOCK_M=_COLUMNS,

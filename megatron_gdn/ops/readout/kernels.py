@@ -42,8 +42,14 @@ class TritonReadout(PlainReadout):
     by_row: ClassVar[bool] = True
 
     def forward(
-        self, o: Tensor, rows: Tensor, gamma: Tensor, *, out: Tensor | None = None
+        self,
+        o: Tensor,
+        rows: Tensor,
+        gamma: Tensor | None,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
+        assert gamma is not None
         S, B, _ = rows.shape
         H, V = o.shape[2:]
         assert o.is_contiguous() and o.shape[:2] == (B, S)
@@ -59,12 +65,13 @@ class TritonReadout(PlainReadout):
         d_out: Tensor,
         o: Tensor,
         rows: Tensor,
-        gamma: Tensor,
+        gamma: Tensor | None,
         d_rows: Tensor,
         *,
         tile: RowTile | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``tile`` replaces the tile of :mod:`..kernels.tiles` in tuning and tests."""
+        assert gamma is not None
         S, B, _ = rows.shape
         if d_out.stride(2) != 1:
             d_out = d_out.contiguous()
@@ -89,8 +96,8 @@ def _forward_launch(
     B: int,
     H: int,
     V: int,
-    strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
+    strides: tuple[int, int],
+    out_strides: tuple[int, int],
 ) -> Launch:
     """The forward's launch; ``strides`` of S and B in the rows, ``out_strides`` in the
     output."""
@@ -103,8 +110,10 @@ def _forward_launch(
         (triton.cdiv(S * H, tile.rows) * G, B),
         S * H,
         norm.gate.start,
-        *strides,
-        *out_strides,
+        strides[0],
+        strides[1],
+        out_strides[0],
+        out_strides[1],
         norm.eps,
         **_constants(norm, G, H, V, tile, wide),
     )
@@ -363,17 +372,18 @@ def gated_norm_backward_kernel(
             dn_RV = dy_RV * gamma_V[None, :]
         else:
             d_gamma_RV += dyn_RV * act_RV
-            dz_RV = (
-                dyn_RV
-                * gamma_V[None, :]
-                * gate_activation_slope(act_RV, sig_RV, SIGMOID)
-            )
             dn_RV = dy_RV * gamma_V[None, :] * act_RV
         mean_R = tl.sum(dn_RV * n_RV, axis=1) * (1.0 / V)
         do_RV = r_R[:, None] * (dn_RV - n_RV * mean_R[:, None])
         if GATE_FIRST:
             dz_RV = do_RV * o_RV * gate_activation_slope(act_RV, sig_RV, SIGMOID)
             do_RV = do_RV * act_RV
+        else:
+            dz_RV = (
+                dyn_RV
+                * gamma_V[None, :]
+                * gate_activation_slope(act_RV, sig_RV, SIGMOID)
+            )
         tl.store(
             do_ptr + row_R[:, None] * (G * V) + d_V[None, :],
             do_RV.to(do_ptr.dtype.element_ty),

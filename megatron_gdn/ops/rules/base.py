@@ -29,6 +29,9 @@ from ..state_maps.state_map import StateMap
 # fields each rule chooses. An entry is None if nothing reads it.
 Inputs = Any
 Gradients = Any
+# The head counts and dims of a mixer, and what else its rules read; the rules of one
+# mixer take one type.
+Sizes = Any
 
 
 class Bits(IntEnum):
@@ -107,7 +110,7 @@ class RuleBackward(_RuleCall):
         self,
         rule: object,
         d_o: Tensor,
-        inputs: object,
+        inputs: Inputs,
         saved: Saved,
         documents: Documents | None,
     ) -> None:
@@ -157,8 +160,7 @@ class Rule:
 
     The class says where it runs (:meth:`why_not`) and whether its bits repeat
     (:meth:`repeats`, :attr:`unsteady`); :func:`.choice.choose` takes the first class of
-    a list that fits, and builds the rule by :meth:`of`. ``sizes`` are the mixer's
-    head counts and dims, and what else its rules read.
+    a list that fits, and builds the rule by :meth:`of`.
     """
 
     name: str  # the value of ``backend`` that selects the rule
@@ -180,21 +182,19 @@ class Rule:
 
     @classmethod
     def why_not(
-        cls, device: torch.device, dtype: torch.dtype, sizes: object
+        cls, device: torch.device, dtype: torch.dtype, sizes: Sizes
     ) -> Obstacle | None:
         """Why the rule cannot run rows of this dtype on this device; None if it can."""
         return None
 
     @classmethod
-    def repeats(
-        cls, device: torch.device, dtype: torch.dtype, sizes: object
-    ) -> Repeats:
+    def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Repeats:
         """Whether a test found that bits repeat, from run to run and next to other
         sequences."""
         return Repeats(True)
 
     @classmethod
-    def of(cls, sizes: object, bits: Bits) -> Self:
+    def of(cls, sizes: Sizes, bits: Bits) -> Self:
         """The rule for these sizes that promises ``bits``."""
         return cls()
 
@@ -213,11 +213,11 @@ class Rule:
         instead."""
         return wrapper(self)
 
-    def begin(self, inputs: object, documents: Documents | None) -> RuleForward:
+    def begin(self, inputs: Inputs, documents: Documents | None) -> RuleForward:
         return self.forward(self, inputs, documents)
 
     def begin_backward(
-        self, d_o: Tensor, inputs: object, saved: Saved, documents: Documents | None
+        self, d_o: Tensor, inputs: Inputs, saved: Saved, documents: Documents | None
     ) -> RuleBackward:
         """Begin a backward. The rule may free ``d_o``; the caller must not read it
         afterwards."""
@@ -229,7 +229,7 @@ class Rule:
 
     def recompute(
         self,
-        inputs: object,
+        inputs: Inputs,
         kept: Saved,
         documents: Documents | None,
         initial: Tensor | None,

@@ -267,7 +267,7 @@ class ChunkTable:
             count = 0
         else:
             count = (last.tokens or last.slots).stop
-        return x.new_empty(count, *x.shape[2:])
+        return x.new_empty((count,) + x.shape[2:])
 
     def put(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
         """Write chunks ``[n * H, C]`` or ``[n * H, C, D]`` to the group's tokens in

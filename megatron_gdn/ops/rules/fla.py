@@ -32,6 +32,7 @@ from .base import (
     RuleForward,
     RuleOutput,
     Saved,
+    Sizes,
     in_rows,
 )
 
@@ -158,7 +159,7 @@ class FlaBackward(RuleBackward):
 
 class FlaRule(Rule):
     """A rule in fla's kernels (``backend="fla"``), for bf16 or fp16. Subclasses have
-    six methods:
+    these methods:
 
         inside(x)                         a ChunkProducts, ``made`` below
         walk(x, made, initial, final)     states at chunks, written values, final states
@@ -171,7 +172,7 @@ class FlaRule(Rule):
 
     ``x`` is the forward or backward, with ``inputs``, ``documents``, and ``at``, fla's
     arguments for boundaries; a backward also has ``d_o`` and ``kept``, the result of
-    :meth:`again`.
+    :meth:`kept_for_backward`.
     """
 
     name = "fla"
@@ -195,10 +196,10 @@ class FlaRule(Rule):
 
     @classmethod
     def why_not(
-        cls, device: torch.device, dtype: torch.dtype, sizes: StateShape
+        cls, device: torch.device, dtype: torch.dtype, sizes: Sizes
     ) -> Obstacle | None:
-        """Why fla cannot train heads with states of ``sizes``, and the fix; None if it
-        can."""
+        """Why fla cannot train heads with states of ``sizes``, a StateShape, and the
+        fix; None if it can."""
         if device.type != "cuda":
             return Obstacle(f"fla runs on a GPU, not on {device}")
         if dtype not in (torch.bfloat16, torch.float16):

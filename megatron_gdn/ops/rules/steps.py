@@ -55,8 +55,7 @@ def spread_steps(inputs: Inputs, steps: int) -> Inputs:
 
 def _at_row(x: Tensor, row: int, steps: int) -> Tensor:
     """``[B, n S, ...]``: ``x [B, S, ...]`` at one row of each token, zeros elsewhere."""
-    B, S, *rest = x.shape
-    rows = x.new_zeros(B, S, steps, *rest)
+    rows = x.new_zeros(x.shape[:2] + (steps,) + x.shape[2:])
     rows[:, :, row] = x
     return rows.flatten(1, 2)
 

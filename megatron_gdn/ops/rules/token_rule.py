@@ -56,7 +56,10 @@ def recurrence(
     spans = [(slice(None), slice(None), 0, q.shape[1])]
     if offsets is not None:
         ends = zip(offsets, offsets[1:], strict=False)
-        spans = [(slice(0, 1), slice(n, n + 1), *end) for n, end in enumerate(ends)]
+        spans = [
+            (slice(0, 1), slice(n, n + 1), start, end)
+            for n, (start, end) in enumerate(ends)
+        ]
 
     outputs = []
     states = []
@@ -64,9 +67,8 @@ def recurrence(
         if initial is not None:
             S = initial[sequences].to(v.dtype).unflatten(1, (groups, -1))
         else:
-            S = v.new_zeros(
-                len(v) if offsets is None else 1, *v_BTGRV.shape[2:4], K, v.shape[3]
-            )
+            count = len(v) if offsets is None else 1
+            S = v.new_zeros((count,) + v_BTGRV.shape[2:4] + (K, v.shape[3]))
         for t in range(start, end):
             q_K = q[rows, t, :, None, :, None]
             k_K = k[rows, t, :, None, :, None]

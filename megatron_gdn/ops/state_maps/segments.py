@@ -293,5 +293,5 @@ def initial_gradients(
     if segments.are_sequences:
         return d_local
     assert through is not None
-    out = d_local.new_empty(len(segments.opening.chains), *d_local.shape[1:])
+    out = d_local.new_empty((len(segments.opening.chains),) + d_local.shape[1:])
     return follow_chains(d_local, through.mT, segments.opening, out)
