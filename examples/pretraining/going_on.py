@@ -35,18 +35,20 @@ def how_to_go_on(args) -> str:
     return f"saved is step {steps[-1]}, {place}; go on with: {command_to_resume(args)}"
 
 
-def how_to_go_back(args, bad: int) -> str:
-    """Where to continue if the weights of step ``bad`` gave a number that is not
+def how_to_go_back(args, bad_step: int) -> str:
+    """Where to continue if the weights of step ``bad_step`` gave a number that is not
     finite.
 
-    A checkpoint is good if the step after it was finite, so that of step ``bad`` is not
-    recommended.
+    A checkpoint is good if the step after it was finite, so that of step ``bad_step``
+    is not recommended.
     """
     lower = f"--lr {args.lr / 4:g} --min-lr {args.min_lr / 4:g}"
     start = int(args.start.name.removeprefix("iter_")) if args.start else 0
-    for folder, last in ((args.save, bad), (args.load, start)):
+    for folder, last in ((args.save, bad_step), (args.load, start)):
         proven = (
-            [s for s in steps_in(folder) if s < bad and s <= last] if folder else []
+            [s for s in steps_in(folder) if s < bad_step and s <= last]
+            if folder
+            else []
         )
         if proven:
             command = command_of(
@@ -60,7 +62,7 @@ def how_to_go_back(args, bad: int) -> str:
                 f"the last good checkpoint is that of step {proven[-1]}, go on from it "
                 f"in a new folder with a lower learning rate: {command}"
             )
-    if bad == start:
+    if bad_step == start:
         source = args.start or args.pretrained_checkpoint or "the start"
         return f"its weights are those of {source}, which this run has not changed yet"
     return (

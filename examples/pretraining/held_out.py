@@ -71,7 +71,7 @@ def held_out_loss(
     if not math.isfinite(loss):  # the same number on every rank
         raise NotFiniteError(
             f"the held-out loss after step {args.train_iters} is {loss}",
-            weights=args.train_iters,
+            weights_step=args.train_iters,
         )
     return loss, (
         f"held-out loss {loss:.3f} nats per byte, over {labels:,} bytes of "

@@ -38,7 +38,7 @@ def main(stop: Stop) -> None:
         share_places(args)
         train(args, corpus, device, stop)
     except NotFiniteError as fault:
-        refuse(f"{fault}; {how_to_go_back(args, fault.weights)}")
+        refuse(f"{fault}; {how_to_go_back(args, fault.weights_step)}")
     except Exception as error:
         give_up(error, args, roll_call)
     torch.distributed.destroy_process_group()

@@ -22,13 +22,13 @@ class NotFiniteError(Exception):
     """A loss or gradient norm that is NaN or inf.
 
     Attributes:
-        weights: the step that made the weights behind it; 0 for the weights of the
-            start.
+        weights_step: the step that made the weights behind the number; 0 for the
+            weights of the start.
     """
 
-    def __init__(self, message: str, weights: int) -> None:
+    def __init__(self, message: str, weights_step: int) -> None:
         super().__init__(message)
-        self.weights = weights
+        self.weights_step = weights_step
 
 
 def train_step(
@@ -133,5 +133,5 @@ def require_finite(
         raise NotFiniteError(
             f"the {what} of step {iteration} is {number}, so the run stops before "
             "that step changes the weights",
-            weights=iteration - 1,
+            weights_step=iteration - 1,
         )

@@ -7,11 +7,11 @@ the tests.
 from __future__ import annotations
 
 import platform
-import re
 import warnings
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
+
+from ..ops.obstacles import installed_version, version_tuple
 
 
 class VersionRange(NamedTuple):
@@ -48,15 +48,10 @@ def why_untested(package: str, installed: str) -> str | None:
     tested = TESTED.get(package)
     if tested is None:
         return None
-    numbers = numbers_of(installed)
-    if numbers_of(tested.oldest) <= numbers <= numbers_of(tested.newest):
+    release = version_tuple(installed)[:2]
+    if version_tuple(tested.oldest) <= release <= version_tuple(tested.newest):
         return None
     return f"tested with {package} {tested}, this is {installed}"
-
-
-def numbers_of(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version: ``"0.19.2"`` gives ``(0, 19)``."""
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 @cache
@@ -78,7 +73,4 @@ def warn_of_untested(package: str, installed: str | None = None) -> None:
 def _installed_version(package: str) -> str | None:
     if package == "python":
         return platform.python_version()
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return installed_version(package)

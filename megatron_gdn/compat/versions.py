@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .tested import numbers_of
+from ..ops.obstacles import version_tuple
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class Gate:
         """Whether the Megatron-Core that runs has the fault."""
         from megatron.core import __version__
 
-        return self.until is None or numbers_of(__version__) < numbers_of(self.until)
+        if self.until is None:
+            return True
+        return version_tuple(__version__)[:2] < version_tuple(self.until)
 
 
 MUON_KNOWS_ATTENTION_ALONE = Gate(

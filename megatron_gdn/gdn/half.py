@@ -91,7 +91,7 @@ class HalfOperands(Rule):
         self.kept_to_recompute = rule.kept_to_recompute
         self.recompute = rule.recompute
 
-    def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
+    def wrapped_by(self, wrapper: Callable[[Rule], Rule]) -> Rule:
         """This rule with its inner rule replaced by ``wrapper(self.rule)``."""
         return HalfOperands(wrapper(self.rule))
 

@@ -41,7 +41,7 @@ class FlaGDN(FlaDeltaRule):
     ) -> Obstacle | None:
         return super().why_not(device, dtype, sizes.state)
 
-    def inside(self, x: FlaForward) -> ChunkProducts:
+    def chunk_products(self, x: FlaForward) -> ChunkProducts:
         """The products inside each chunk, which need no state."""
         _, k, v, _, beta = x.inputs
         g_sum = self.sums(x)

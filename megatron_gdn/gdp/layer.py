@@ -12,14 +12,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..gdn.rule import RULES
-from ..mamba2.sizes import check_time_steps
 from ..mixers.arguments import ConfigFields
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
     biases_of_time_steps,
     log_of_rates,
 )
-from ..mixers.mamba_layer import MambaLayerMixer
+from ..mixers.mamba_layer import MambaLayerMixer, check_time_steps
 from ..mixers.options import MixerOptions
 from ..ops.delta_rule.base import HeadSizes
 from ..ops.rules.base import Bits

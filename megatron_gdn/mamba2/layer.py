@@ -17,12 +17,12 @@ from ..mixers.fp32_parameters import (
     biases_of_time_steps,
     log_of_rates,
 )
-from ..mixers.mamba_layer import MambaLayerMixer
+from ..mixers.mamba_layer import MambaLayerMixer, check_time_steps
 from ..mixers.options import MixerOptions
 from ..ops.stages import fronts_of
 from .front import mamba2_table
 from .rule import RULES, UNLIMITED, choose_ssd
-from .sizes import Mamba2Dims, check_time_steps, refuse_unsupported_arguments
+from .sizes import Mamba2Dims, refuse_unsupported_arguments
 
 MAMBA2_FIELDS = ConfigFields(
     prefixes=("mamba_", "use_mamba_"),

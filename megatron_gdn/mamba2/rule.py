@@ -124,7 +124,7 @@ class FlaSSD(FlaRule):
                 return f"fla's backward takes an even {name} dim, not {size}"
         return None
 
-    def inside(self, x: FlaForward) -> ChunkProducts:
+    def chunk_products(self, x: FlaForward) -> ChunkProducts:
         g_sum = self.fla.chunk_local_cumsum(
             x.inputs.g.contiguous(), chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.at
         )

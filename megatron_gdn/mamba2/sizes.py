@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,21 +91,3 @@ def refuse_unsupported_arguments(
     ):
         if value != legal:
             raise ValueError(f"Mamba2Mixer takes {name}={legal!r} only, got {value!r}.")
-
-
-def check_time_steps(
-    dt_init_range: tuple[float, float],
-    dt_init_floor: float,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-) -> None:
-    """Raise if a range of time steps, ``dt_init_range`` or ``dt_limit``, is empty or
-    illegal."""
-    low, high = dt_init_range
-    if not 0 < low <= high:
-        raise ValueError(f"dt_min={low}, dt_max={high} must be 0 < dt_min <= dt_max.")
-    if not dt_init_floor > 0:
-        raise ValueError(f"dt_init_floor={dt_init_floor} must be above 0.")
-    if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
-        raise ValueError(
-            f"dt_limit={dt_limit} must be (least, greatest) with 0 <= least."
-        )

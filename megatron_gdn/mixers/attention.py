@@ -392,7 +392,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 hidden_states.device,
             )
             if not self._megatron_rotates_correctly(share):
-                pair = _for_q_and_k(rotary_pos_emb)
+                pair = _angles_of_q_and_k(rotary_pos_emb)
                 self._rotations = tuple(
                     self._local_angles(angles, share) for angles in pair
                 )
@@ -426,7 +426,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         if rotary_pos_emb is not None:
             q, k = (
                 _gather_angles(x, self.pg_collection.cp)
-                for x in _for_q_and_k(rotary_pos_emb)
+                for x in _angles_of_q_and_k(rotary_pos_emb)
             )
             rotary_pos_emb = q, k
         core = self.core_attention
@@ -517,7 +517,7 @@ def _gather_angles(angles: Tensor, group: ProcessGroup | None) -> Tensor:
     return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
 
 
-def _for_q_and_k(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _angles_of_q_and_k(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The rotary angles of queries and of keys; a single tensor ``angles`` is for
     both."""
     if isinstance(angles, tuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -185,6 +186,24 @@ class GroupedRMSNorm(nn.Module):
 
 
 PLAIN_FORWARDS[GroupedRMSNorm] = GroupedRMSNorm.forward
+
+
+def check_time_steps(
+    dt_init_range: tuple[float, float],
+    dt_init_floor: float,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> None:
+    """Raise if a range of time steps, ``dt_init_range`` or ``dt_limit``, is empty or
+    illegal."""
+    low, high = dt_init_range
+    if not 0 < low <= high:
+        raise ValueError(f"dt_min={low}, dt_max={high} must be 0 < dt_min <= dt_max.")
+    if not dt_init_floor > 0:
+        raise ValueError(f"dt_init_floor={dt_init_floor} must be above 0.")
+    if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
+        raise ValueError(
+            f"dt_limit={dt_limit} must be (least, greatest) with 0 <= least."
+        )
 
 
 @cache

@@ -185,7 +185,7 @@ class MicroBatches:
         else:
             tokens = s * group.size()
         if documents is not None:
-            documents = Documents.from_cu_seqlens(documents, tokens).on(device)
+            documents = Documents.from_cu_seqlens(documents, tokens).to(device)
         elif packed is not None:
             documents = resolve_packed_seq_params(packed, tokens, device)
         if documents is not None and B != 1:

@@ -167,7 +167,7 @@ class Documents:
         """The same documents, with boundaries that the host knows."""
         return self
 
-    def on(self, device: torch.device) -> Documents:
+    def to(self, device: torch.device) -> Documents:
         """The same documents, with tables on ``device``."""
         if device == self.device:
             return self

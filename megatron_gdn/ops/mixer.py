@@ -64,7 +64,7 @@ def mix(
     if rows.numel():
         if isinstance(neighbours.documents, TreeDocuments):
             history = neighbours.documents.history(stages.past)
-            rule = rule.around(RuleByLevel)
+            rule = rule.wrapped_by(RuleByLevel)
             neighbours = replace(neighbours, history=history)
         trained = [x for x in (rows, *parameters) if x is not None and x.requires_grad]
         keep = torch.is_grad_enabled() and bool(trained)
@@ -86,7 +86,7 @@ def mix(
         )
         mixed = MixerFunction.apply(call, rows, *parameters)
         if hand_over is not None:
-            mixed = hand_over.behind(mixed)
+            mixed = hand_over.store_gradient_of(mixed)
     else:  # no rank of the group has rows of these sequences, so no rank waits for another
         width = inside.gate.stop - inside.gate.start
         mixed = output_without_tokens(rows, *parameters, width=width)

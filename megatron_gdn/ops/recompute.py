@@ -120,7 +120,7 @@ class HandOver:
         # key: autograd's number of the backward pass
         self.stored_gradients: dict[int, Tensor] = {}
 
-    def behind(self, out: Tensor) -> Tensor:
+    def store_gradient_of(self, out: Tensor) -> Tensor:
         """Return ``out``, with `_StoreGradient` behind it if the gradient is large and
         needed."""
         if not out.requires_grad or out.nbytes < LEAST_BYTES:

@@ -219,7 +219,7 @@ class StaticDocuments(Documents):
                 found = self._tables[self._key, key] = again, again()
         return found[1]  # pyright: ignore[reportReturnType]
 
-    def on(self, device: torch.device) -> Documents:
+    def to(self, device: torch.device) -> Documents:
         return self
 
     def cut[*Arguments](

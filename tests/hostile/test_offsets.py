@@ -143,7 +143,9 @@ def run_chains(simulation, N, P, H, K, V, composed=False):
     out = tensor(P, H, K, V + (K if composed else 0), dtype=FP32)
     start = None if composed else tensor(N, H, K, V, dtype=FP32)
     flags = tensor(2, dtype=INT32)
-    chains_kernels.follow(local, through, table, out, start, flags, compose=composed)
+    chains_kernels.follow_chains_on_gpu(
+        local, through, table, out, start, flags, compose=composed
+    )
 
 
 def run_half(B, S, G, H, V):

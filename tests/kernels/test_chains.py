@@ -28,7 +28,9 @@ SIZES = [(1, 16, 5), (3, 32, 40), (2, 16, 32), (1, 24, 40), (1, 5, 7)]
 
 
 def in_one_launch(local, through, steps, out, start, cuts=None, compose=False):
-    return chains_kernels.follow(local, through, steps.table, out, start, cuts, compose)
+    return chains_kernels.follow_chains_on_gpu(
+        local, through, steps.table, out, start, cuts, compose
+    )
 
 
 def case(chains, sizes, device):

@@ -9,10 +9,10 @@ import pytest
 from megatron_gdn import GDNDims
 from megatron_gdn.mamba2.sizes import (
     Mamba2Dims,
-    check_time_steps,
     refuse_unsupported_arguments,
 )
 from megatron_gdn.mixers.fp8 import require_fp8_widths, widths_in_fp8
+from megatron_gdn.mixers.mamba_layer import check_time_steps
 from megatron_gdn.ops.delta_rule.base import require_whole_groups
 from megatron_gdn.ops.layout import Layout, Section, SizeError
 from tests.gdn_mixer import gdn_dims

@@ -48,7 +48,7 @@ CHANNEL_RULE_KERNELS = {
 
 
 class FlaDeltaRule(FlaRule):
-    """fla's delta rule; :meth:`inside` returns k, w, u, g's sums (``g``; per channel:
+    """fla's delta rule; :meth:`chunk_products` returns k, w, u, g's sums (``g``; per channel:
     ``gk``)."""
 
     # Each subclass has this method. It returns arguments of a backward kernel: q, k, w,
@@ -141,7 +141,7 @@ class FlaChannelRule(FlaDeltaRule):
         named = dict(zip(self.gates, gates, strict=True))
         return getattr(self.fla, function)(q=q, k=k, v=v, **named, **others, **x.at)
 
-    def inside(self, x: FlaForward) -> ChunkProducts:
+    def chunk_products(self, x: FlaForward) -> ChunkProducts:
         g_sum = self.sums(x)
         scale = x.inputs.k.shape[-1] ** -0.5
         w, u, _, k, Aqk, Akk = self.call(

@@ -208,7 +208,7 @@ class Rule:
         """Why the rule cannot run this many heads on a rank; None if it can."""
         return None
 
-    def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
+    def wrapped_by(self, wrapper: Callable[[Rule], Rule]) -> Rule:
         """Return ``wrapper(self)``; a rule that converts operands wraps its inner rule
         instead."""
         return wrapper(self)

@@ -93,11 +93,11 @@ class FlaForward(RuleForward):
             )
         self.at = boundaries_of(documents)
 
-    def _inside(self) -> ChunkProducts:
+    def _chunk_products(self) -> ChunkProducts:
         """The :class:`ChunkProducts` of these inputs, computed by the rule at the first
         call."""
         if self._made is None:
-            made = self.rule.inside(self)
+            made = self.rule.chunk_products(self)
         else:
             made = self._made
         self._made = made
@@ -105,13 +105,13 @@ class FlaForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        return self.rule.state_map(self, self._inside())
+        return self.rule.state_map(self, self._chunk_products())
 
     @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        made = self._inside()
+        made = self._chunk_products()
         self._made = None
         states, written, last = self.rule.walk(
             self, made, contiguous_state(initial), final
@@ -161,7 +161,7 @@ class FlaRule(Rule):
     """A rule in fla's kernels (``backend="fla"``), for bf16 or fp16. Subclasses have
     these methods:
 
-        inside(x)                         a ChunkProducts, ``made`` below
+        chunk_products(x)                 a ChunkProducts, ``made`` below
         walk(x, made, initial, final)     states at chunks, written values, final states
                                           or None
         state_map(x, made)                a StateMap

@@ -115,7 +115,7 @@ def _follow_kernel(
             state_KC += tl.load(local_ptr + p * local_p, mask=of_local_KC, other=0.0)
 
 
-def follow(
+def follow_chains_on_gpu(
     local: Tensor,
     through: Tensor,
     table: Tensor,

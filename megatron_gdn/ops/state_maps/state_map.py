@@ -150,7 +150,7 @@ def follow_chains(
     if local.is_cuda and local.dtype == torch.float32 and dense and K <= MOST_ROWS:
         from . import chains_kernels
 
-        return chains_kernels.follow(
+        return chains_kernels.follow_chains_on_gpu(
             local, through, steps.table, out, start, cuts, compose
         )
     return follow_chains_in_torch(local, through, steps, out, start, cuts, compose)
