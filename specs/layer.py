@@ -54,7 +54,7 @@ from megatron_gdn.mixers.loader_layout import AUTO
 
 MODULES = ("auto", "local", "te")
 VARIABLE = "MEGATRON_GDN_OPTIONS"
-_MOST_CHARACTERS = 2000  # of the variable
+_MOST_CHARACTERS = 2000  # of MEGATRON_GDN_OPTIONS
 # The spec's field is annotated as a class, but Megatron calls its value, which may be a
 # function.
 BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
@@ -137,7 +137,7 @@ def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSp
         module=KimiDeltaAttention,
         params=options,
         submodules=submodules,
-        # The norm is outside: all projections of the layer's input read its output.
+        # The norm stands before the layer, since all projections read its output.
         metainfo={"fuse_input_layernorm": False},
     )
 

@@ -19,7 +19,7 @@ from pretraining.launch import NPROC
 from pretraining.memory import require_room
 
 LAYER_SYMBOLS = "G-*MEK"
-_MOST_MINUTES = 100_000  # of a collective; torch counts milliseconds
+_MOST_MINUTES = 100_000  # for one collective; torch counts them in milliseconds
 # How the names of flags end that count something.
 _SIZES = [
     "size",

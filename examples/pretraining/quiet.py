@@ -1,4 +1,4 @@
-"""Hides messages that would hide the run's own."""
+"""Hides the messages of packages, so that the run's own are seen."""
 
 import logging
 import os

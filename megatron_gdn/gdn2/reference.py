@@ -39,7 +39,8 @@ def gated_delta_net2(
         use_qk_l2norm: as in :class:`megatron_gdn.GatedDeltaNet2`.
     """
     p = parameters
-    wide = torch.promote_types(x_TD.dtype, torch.float32)  # of the gates and the state
+    # the dtype of gates and state
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
     G, H = dims.num_key_heads, dims.num_value_heads
     K, V = dims.key_head_dim, dims.value_head_dim
 

@@ -35,7 +35,8 @@ def gated_delta_product(
         norm_eps: of the output norm.
     """
     p = parameters
-    wide = torch.promote_types(x_TD.dtype, torch.float32)  # of the gates and the state
+    # the dtype of gates and state
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
     n = dims.num_householder
     H, G = dims.num_heads, dims.num_groups
     K, V = dims.state_dim, dims.head_dim

@@ -390,7 +390,7 @@ class KimiDeltaAttention(RecurrentMixer):
             mark_heads(linears[name].weight, rows)
 
     def _add_gate(self, add: Any, letter: str, rank: int, width: int) -> None:
-        """Add the projections of a gate of this width; ``rank``: of its narrow half, or
+        """Add the projections of a gate of this width; ``rank``: the columns of its narrow half, or
         0."""
         D = self.global_dims.hidden_size
         if not rank:

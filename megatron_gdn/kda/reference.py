@@ -42,7 +42,8 @@ def kimi_delta_attention(
             :class:`megatron_gdn.KimiDeltaAttention`.
     """
     p = parameters
-    wide = torch.promote_types(x_TD.dtype, torch.float32)  # of the gates and the state
+    # the dtype of gates and state
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
     G, H = dims.num_key_heads, dims.num_value_heads
     K, V = dims.key_head_dim, dims.value_head_dim
 

@@ -16,7 +16,7 @@ class KDARuleSizes(NamedTuple):
     """What decides which rules can run."""
 
     state: StateShape
-    lower_bound: float | None  # of the log-decay
+    lower_bound: float | None  # the least log-decay; None: it has no bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence's output and the gate's row z, each ``[T, H V]``."""
     p = parameters
-    # of the time step and the state
+    # the dtype of time steps and state
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     G, H = dims.num_groups, dims.num_heads
     N, V = dims.state_dim, dims.head_dim

@@ -263,7 +263,8 @@ class Documents:
                 found = make(self, *arguments)
                 if move:
                     on_device = [to_device(x, self.device) for x in found]
-                    of_kind = getattr(found, "_make", tuple)  # of a NamedTuple
+                    # a NamedTuple has _make
+                    of_kind = getattr(found, "_make", tuple)
                     found = cast(Made, of_kind(on_device))
             self.kept[key] = found
         return found

@@ -171,7 +171,8 @@ class Layout:
     @property
     def heads_in_words(self) -> str:
         """The numbers of heads in words, for error messages."""
-        words = {"head": "heads", "group": "groups"}  # the two kinds of Mamba2
+        # Mamba2 has the two kinds "head" and "group"; other mixers' kinds are adjectives.
+        words = {"head": "heads", "group": "groups"}
         return " and ".join(
             f"{n} {words.get(kind, f'{kind} heads')}" for kind, n in self.counts
         )

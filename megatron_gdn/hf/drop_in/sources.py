@@ -48,7 +48,8 @@ class Sources(NamedTuple):
     # places of tokens in flattened [B * S]; other places are padding
     indices: Tensor | None = None
     seq_index: Tensor | None = None
-    other_masks: Mapping[str, Tensor] = {}  # of the other layers, in a dict of masks
+    # the masks of other layers, if the model made a dict of masks
+    other_masks: Mapping[str, Tensor] = {}
 
     @classmethod
     def from_keywords(cls, mask: Tensor | None, keywords: dict) -> Sources:

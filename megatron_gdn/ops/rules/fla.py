@@ -251,7 +251,7 @@ def _functions_of(rule: type[FlaRule]) -> SimpleNamespace | str:
         if not hasattr(module, name):
             return f"{home} has no {name}"
         function = getattr(module, name)
-        arguments = getattr(function, "arg_names", None)  # of a Triton kernel
+        arguments = getattr(function, "arg_names", None)  # a Triton kernel has them
         if arguments is None and wanted:
             arguments = inspect.signature(function).parameters
         missing = ", ".join(sorted(set(wanted.split()).difference(arguments or ())))
