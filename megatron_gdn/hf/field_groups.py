@@ -32,8 +32,9 @@ _OF_EVERY_MODEL = {
 def without_effect(more: Mapping[str, str]) -> dict[str, str]:
     """Field -> why it changes no number, of every model and of a model with ``more``
     (reason -> fields)."""
-    reasons = _OF_EVERY_MODEL | more
-    return {name: why for why, names in reasons.items() for name in names.split()}
+    # Both may have one reason, so this is no union of dicts.
+    reasons = list(_OF_EVERY_MODEL.items()) + list(more.items())
+    return {name: why for why, names in reasons for name in names.split()}
 
 
 class FieldGroups(NamedTuple):

@@ -390,8 +390,8 @@ class KimiDeltaAttention(RecurrentMixer):
             mark_heads(linears[name].weight, rows)
 
     def _add_gate(self, add: Any, letter: str, rank: int, width: int) -> None:
-        """Add the projections of a gate of this width; ``rank``: the columns of its narrow half, or
-        0."""
+        """Add the projections of a gate of this width; ``rank``: the columns of its
+        narrow half, or 0."""
         D = self.global_dims.hidden_size
         if not rank:
             add(f"{letter}_proj", D, width)

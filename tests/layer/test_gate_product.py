@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_gdn.mixers.fp8 import GateProduct
+from megatron_gdn.mixers.gate_product import GateProduct
 from tests.parallel import group_of_one
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -1,0 +1,187 @@
+"""Autograd of in_proj under FP8: views of a weight's rows, and the product of the gates.
+
+Legend: S tokens of the tensor-parallel group, s of this rank, B batch, T = S B, D hidden
+size, p gate columns of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from ..ops.autograd import first_derivative_only
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# One function makes all views, so the weight's hooks run once, after all gradients.
+class CutRows(torch.autograd.Function):
+    """Views of the rows of ``weight`` that lie between ``ends``."""
+
+    @staticmethod
+    def forward(
+        ctx, weight: nn.Parameter, ends: tuple[int, ...], adds_to_main_grad: bool
+    ) -> tuple[Tensor, ...]:
+        """``adds_to_main_grad``: the linears add all views' gradients to
+        ``main_grad``."""
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        ctx.adds_to_main_grad = adds_to_main_grad
+        parts = weight.detach().tensor_split(ends)
+        # the rows may be freed
+        ctx.counts = [len(part) for part in parts]
+        return parts
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, *d_parts: Tensor | None):
+        """The weight's gradient from those of the views; None means zero."""
+        weight = ctx.weight
+        if not ctx.adds_to_main_grad:
+            own = [
+                weight.new_zeros(count, weight.shape[1]) if d is None else d
+                for d, count in zip(d_parts, ctx.counts, strict=True)
+            ]
+            return torch.cat(own), None, None
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None, None, None
+        weight.grad_added_to_main_grad = True
+        if getattr(weight, "zero_out_wgrad", False):
+            make = torch.zeros_like
+        else:
+            make = torch.empty_like
+        # Megatron requires a gradient, but does not read it
+        return make(weight), None, None
+
+
+class GateProduct(torch.autograd.Function):
+    """``RMSNorm(x) @ weight^T`` in the weight's dtype, tensor-parallel by columns.
+
+        r = 1 / sqrt(mean(x^2) + eps)
+        y = r (x @ (gamma weight)^T)
+
+    The normed rows are neither written nor saved. Ranks exchange the gates (64 columns)
+    and their weights, not ``x`` (2048 columns). The weight's gradient is summed in
+    fp32, and added to ``weight.main_grad`` if the weight has one.
+
+    ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` is
+    ``[p, D]``, ``gamma`` ``[D]`` or None. The results are y ``[S, B, p]`` and ``x``, to
+    be passed only to the other columns' linear. The backward adds the gates' term to
+    that linear's d_x in place,
+
+        d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        gamma: Tensor | None,
+        eps: float,
+        group: ProcessGroup,
+        sequence_parallel: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return y and x; ``gamma``, ``eps``: the norm's; ``sequence_parallel``: x is
+        split."""
+        ctx.set_materialize_grads(False)
+        # all ranks' rows
+        whole = gather_from_sequence_parallel_region(weight, group=group)
+        x_TD = x.flatten(0, 1)
+        factor = whole
+        r_T1 = None
+        if gamma is not None:
+            factor = (whole * gamma).to(whole.dtype)
+            squares = torch.linalg.vector_norm(
+                x_TD, dim=-1, keepdim=True, dtype=_wide_dtype(x)
+            ).square()
+            r_T1 = (squares / x.shape[-1] + eps).rsqrt()
+        y = _wide_product(x_TD, factor.t())
+        y = (y if r_T1 is None else y * r_T1).to(weight.dtype).unflatten(0, x.shape[:2])
+        ctx.save_for_backward(x, whole, factor, gamma, r_T1, y)
+        ctx.group = group
+        ctx.sequence_parallel = sequence_parallel
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        handed = x.view_as(x)
+        if not x.requires_grad:
+            ctx.mark_non_differentiable(handed)
+        if sequence_parallel and group.size() > 1:
+            return all_to_all_sp2hp(y, group).unflatten(0, (-1, x.shape[1])), handed
+        return y.chunk(group.size(), -1)[group.rank()].contiguous(), handed
+
+    @staticmethod
+    @first_derivative_only
+    def backward(
+        ctx, d_gates: Tensor | None, d_x: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """``d_gates`` is the gradient of y, ``d_x`` of the result ``x``; None means
+        zero."""
+        if d_gates is None:
+            return d_x, None, None, None, None, None
+        x, whole, factor, gamma, r_T1, y = ctx.saved_tensors
+        group = ctx.group
+        split = ctx.sequence_parallel and ctx.group.size() > 1
+        if split:
+            gathered = all_to_all_hp2sp
+        else:
+            gathered = all_gather_last_dim_from_tensor_parallel_region
+        x_TD = x.flatten(0, 1)
+        d_y = gathered(d_gates.flatten(0, 1), group)
+        if r_T1 is None:
+            d_scaled = d_y
+        else:
+            d_scaled = (d_y * r_T1).to(d_y.dtype)
+        d_weight = d_gamma = None
+        if ctx.needs_input_grad[0]:
+            if d_x is None:
+                d_TD = d_scaled @ factor
+            else:
+                d_TD = d_x.flatten(0, 1).contiguous()
+                d_TD.addmm_(d_scaled.to(d_TD.dtype), factor.to(d_TD.dtype))
+            if r_T1 is not None:  # the gradient through r
+                dot = (y.flatten(0, 1).to(r_T1.dtype) * d_y).sum(-1, keepdim=True)
+                along = (dot * r_T1.square() / x.shape[-1]).to(x.dtype)
+                d_TD.addcmul_(along, x_TD, value=-1)
+            d_x = d_TD.view(x.shape)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            outer = _wide_product(d_scaled.t(), x_TD)
+            if ctx.needs_input_grad[2]:
+                d_gamma = (whole * outer).sum(0).to(gamma.dtype)
+            if ctx.needs_input_grad[1]:
+                if gamma is None:
+                    d_own = outer
+                else:
+                    d_own = outer * gamma
+                if split:
+                    d_own = reduce_scatter_to_sequence_parallel_region(
+                        d_own, group=group
+                    )
+                else:
+                    d_own = d_own.chunk(group.size())[group.rank()]
+                if ctx.main_grad is None:
+                    d_weight = d_own.to(whole.dtype)
+                else:
+                    ctx.main_grad.add_(d_own)
+        return d_x, d_weight, d_gamma, None, None, None
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products and sums with ``x``: fp32, or fp64 if ``x`` is fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in fp32 or fp64, never rounded to 16 bits."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.to(_wide_dtype(a)) @ b.to(_wide_dtype(b))
