@@ -23,8 +23,8 @@ from .safetensors_files import TensorSpec
 # Weights of multi-token prediction and vision, which an export copies and no import
 # loads.
 _PASSTHROUGH = ("mtp.", "model.visual.", "visual.")
-# Matches the start of the key of a layer's weight, or of an expert's in the layer, after
-# the prefix of the text model's keys.
+# Matches the start of the key of a layer's weight, or of an expert's in the layer,
+# after the prefix of the text model's keys.
 _LAYER_KEY = re.compile(
     r"layers\.(?P<layer>[0-9]+)\."
     r"(?:(?:mlp|block_sparse_moe)\.experts\.(?P<expert>[0-9]+)\.)?"

@@ -1,7 +1,7 @@
-"""Autograd of in_proj under FP8: views of a weight's rows, and the product of the gates.
+"""Autograd of in_proj under FP8: views of a weight's rows, and the gates' product.
 
-Legend: S tokens of the tensor-parallel group, s of this rank, B batch, T = S B, D hidden
-size, p gate columns of this rank.
+Legend: S tokens of the tensor-parallel group, s of this rank, B batch, T = S B, D
+hidden size, p gate columns of this rank.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ class Model:
             near = max(round(length / multiple), 1) * multiple
             raise ValueError(
                 f"length={length} must be a multiple of {multiple}, such as {near}, "
-                f"for tp={tp} and cp={cp}: zigzag cuts a sequence into 2 cp pieces, and "
-                "sequence parallelism cuts each rank's share by tp."
+                f"for tp={tp} and cp={cp}: zigzag cuts a sequence into 2 cp pieces, "
+                "and sequence parallelism cuts each rank's share by tp."
             )
 
     def saved_bytes(self, tp: int = 1, recompute: str = "none") -> int:

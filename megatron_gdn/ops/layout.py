@@ -171,7 +171,7 @@ class Layout:
     @property
     def heads_in_words(self) -> str:
         """The numbers of heads in words, for error messages."""
-        # Mamba2 has the two kinds "head" and "group"; other mixers' kinds are adjectives.
+        # Mamba2's kinds are "head" and "group", other mixers' are "key" and "value".
         words = {"head": "heads", "group": "groups"}
         return " and ".join(
             f"{n} {words.get(kind, f'{kind} heads')}" for kind, n in self.counts
