@@ -43,7 +43,7 @@ def why_untested(package: str, installed: str) -> str | None:
     None if it is one of them.
 
     Versions are compared by their first two numbers. A package that is not in `TESTED`
-    is fine.
+    counts as tested.
     """
     tested = TESTED.get(package)
     if tested is None:

@@ -6,7 +6,7 @@ as unset.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
@@ -135,7 +135,7 @@ class ConfigFields(NamedTuple):
 
     # the name of every field about this mixer begins with one of these
     prefixes: tuple[str, ...]
-    read: Collection[str]  # fields that the mixer or the spec of its model reads
+    read: tuple[str, ...]  # fields that the mixer or the spec of its model reads
     # fields that change nothing in this mixer, and the reason
     without_effect: Mapping[str, str]
 

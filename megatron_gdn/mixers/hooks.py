@@ -98,8 +98,8 @@ def forward_name(module: nn.Module) -> str:
     """The attribute of an instance whose value a call runs in place of the class's
     ``forward``.
 
-    accelerate's hooks set ``forward`` and keep what it was, which they call, in
-    ``_old_forward``.
+    accelerate's hooks replace ``forward``, and call the replaced one, which they keep
+    in ``_old_forward``.
     """
     hooked = "_hf_hook" in vars(module) and "_old_forward" in vars(module)
     if hooked:
