@@ -173,7 +173,7 @@ def text_sample(args, training) -> str:
         return f"no sample: {error}"
     except FloatingPointError as error:
         raise NotFiniteError(
-            f"{error} after step {args.train_iters}", weights=args.train_iters
+            f"{error} after step {args.train_iters}", weights_step=args.train_iters
         ) from error
     return f"--- sample ---\n{text}\n--------------\nwritten at {rate:.1f} tokens/s"
 
