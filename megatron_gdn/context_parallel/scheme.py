@@ -63,6 +63,11 @@ class Scheme:
         """
         raise NotImplementedError
 
+    def sends(self, documents: Documents) -> bool:
+        """Whether ranks exchange anything for these documents, as far as the host
+        knows."""
+        return self.size > 1
+
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """The rows of a parameter that this rank's mixer needs.
 

@@ -332,6 +332,9 @@ class MicroBatches:
             why = "the only mode for these heads and this backend"
         elif on_grid and not why:
             why = "the mode that keeps batch_invariant_mode's bits"
+        elif not why and documents is not None and not schemes[-1].sends(documents):
+            scheme = schemes[-1]
+            why = "it sends nothing, since every document lies on one rank"
         elif not why:
             assert group is not None
             tokens = len(x) * group.size()

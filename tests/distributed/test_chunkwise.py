@@ -249,6 +249,17 @@ def test_only_documents_on_several_ranks_cost_messages(lengths, layout, messages
     assert (neighbours.states is None) == (messages == 0)
 
 
+@pytest.mark.each_value
+@of_sent
+@on_ranks(cp=2)
+def test_auto_takes_chunkwise_where_it_sends_nothing(lengths, layout, messages):
+    """The tokens are few, so headwise is the cheaper one elsewhere."""
+    layer = over_ranks(linear_cp_mode="auto", cp_layout=layout)
+    x = torch.randn(sum(lengths) // 2, 1, layer.config.hidden_size)
+    batch = layer.micro_batches.of(thd(lengths), layer.project(x))
+    assert batch.scheme.name == ("headwise" if messages else "chunkwise")
+
+
 @of_sent
 @on_ranks(cp=2)
 def test_maps_are_made_of_documents_that_go_on_alone(lengths, layout, messages):

@@ -15,7 +15,7 @@ from ...ops.stages import SequenceContext
 from ...ops.state_maps.state_map import StateShape
 from ..layouts import SequenceLayout
 from ..scheme import Passage, Scheme, keep_in_place
-from .fragments import Cutting, pieces_of
+from .fragments import Cutting, any_document_continues, pieces_of
 from .history import HistoryOfPieces, history_route
 from .states import StatesOfPieces, state_table
 
@@ -40,6 +40,13 @@ class Chunkwise(Scheme):
         self._state = state
         self._taps = taps
 
+    def sends(self, documents: Documents) -> bool:
+        return any_document_continues(documents, self._cutting)
+
+    @property
+    def _cutting(self) -> Cutting:
+        return Cutting(self.size, self.sequence_layout, self.group.rank())
+
     def passage(
         self, documents: Documents | None, tokens: int, rows: int, like: Tensor
     ) -> Passage:
@@ -49,7 +56,7 @@ class Chunkwise(Scheme):
             whole = one_document(tokens, like.device)
         else:
             whole = documents
-        cutting = Cutting(self.size, self.sequence_layout, self.group.rank())
+        cutting = self._cutting
         pieces = pieces_of(whole, cutting)
         table = state_table(whole, cutting, rows)
         if table is None:
