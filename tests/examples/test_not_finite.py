@@ -80,7 +80,7 @@ def what_ends_a_run_of_broken_weights() -> list[str]:
         ):
             with pytest.raises(NotFiniteError) as fault:
                 end()
-            said.append(f"{fault.value.weights}: {fault.value}")
+            said.append(f"{fault.value.weights_step}: {fault.value}")
     return said
 
 
@@ -109,7 +109,7 @@ def test_what_one_rank_finds_stops_every_rank():
             require_finite(
                 7, device, **(numbers if torch.distributed.get_rank() else fine)
             )
-        assert fault.value.weights == 6
+        assert fault.value.weights_step == 6
 
 
 def place(folder: Path, *steps: int) -> Path:
