@@ -62,7 +62,7 @@ def test_every_model_has_figures(name, capsys):
         ("--cp 0", "cp=0 must be at least 1"),
         (
             "--tp 2 --cp 4 --length 4097",
-            "must be a multiple of 8 for tp=2 and cp=4, such as 4096",
+            "must be a multiple of 8, such as 4096, for tp=2 and cp=4",
         ),
     ],
 )
