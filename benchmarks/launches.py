@@ -1,131 +1,77 @@
-"""Launches of Megatron's own pretrain_hybrid.py, with our layer and with Megatron's.
+"""Launches of Megatron's own pretrain_hybrid.py, with our layer and with Megatron's;
+launches.toml has their flags.
 
-    benchmarks/launches.sh MEGATRON_LM                  all rows, on one GPU
-    benchmarks/launches.sh MEGATRON_LM --toy --rows resumed     tiny, on a CPU
+    benchmarks/launches.sh MEGATRON_LM      times of steps, on one GPU; resumed runs
+    benchmarks/launches.sh laws CLONES      losses of a model divided in every way
+    benchmarks/launches.sh times CLONES     times of steps, over four GPUs
+    benchmarks/launches.sh table RECORDS    the records of laws in docs/support.md
 
-The model is ``G-G-G-*-G-G-G-*-``. Each launch has the GPU for itself; while it trains,
-the next one only imports. Before all that, short launches of every row fill the compile
-caches side by side. Steps are timed by Megatron, which waits for the GPU in each
-(``--log-interval 1``).
+CLONES is a folder with clones of Megatron-LM: mlm-core (branch core_r0.19.0), mlm-main
+and mlm-dev. ``--toy``: tiny launches on a CPU.
+
+On one GPU each launch has the GPU for itself; while it trains, the next one only
+imports. Before all that, short launches of every row fill the compile caches side by
+side. Over four GPUs launches wait, built, before their first step; one after the other
+then has the GPUs. Steps are timed by Megatron, which waits for the GPU in each.
+launch_laws.py says what is held to what.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.launching import SPECS, Launch, times_and_losses
+import launch_laws
+from lib.launching import (
+    DATA,
+    Launch,
+    environment,
+    large_model,
+    on_cpu,
+    times_and_losses,
+)
 from lib.pages import markdown
 
-# A mask of sequence x sequence, made and copied for every sample, is what no layer here
-# reads.
-FLAGS = """
-    --hybrid-layer-pattern G-G-G-*-G-G-G-*- --linear-num-key-heads 16 --linear-key-head-dim 128
-    --linear-value-head-dim 128 --linear-conv-kernel-dim 4 --kv-channels 128
-    --group-query-attention --num-query-groups 2 --position-embedding-type rope
-    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
-    --attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer
-    --no-gradient-accumulation-fusion --lr 3e-4 --lr-decay-style constant --weight-decay 0.1
-    --clip-grad 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 32768
-    --no-create-attention-mask-in-dataloader --log-interval 1 --eval-interval 1000 --eval-iters 0
-"""
-HIDDEN = {
-    2048: "--hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 16"
-    " --linear-num-value-heads 32",
-    4096: "--hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 32"
-    " --linear-num-value-heads 64",
-}
-FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
-TOY = """
-    --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
-    --linear-num-key-heads 2 --linear-key-head-dim 16 --linear-num-value-heads 8
-    --linear-value-head-dim 16 --seq-length 64 --max-position-embeddings 64 --vocab-size 256
-    --hybrid-layer-pattern G-*- --num-workers 0
-"""
-
-
-@dataclass(frozen=True)
-class Row:
-    """Launches that differ in their GDN layer alone.
-
-    Args:
-        tokens: sequences in a micro-batch, tokens in each, micro-batches.
-        steps: of a launch with our layer, and with Megatron's.
-        compile: the layers with kernels that no row before compiles.
-    """
-
-    flags: str = ""
-    hidden: int = 2048
-    tokens: tuple[int, int, int] = (2, 4096, 2)
-    steps: tuple[int, int] = (30, 30)
-    layers: tuple[str, ...] = ("ours", "upstream")
-    compile: tuple[str, ...] = ("ours", "upstream")
-
-    def of(self, layer: str) -> int:
-        return self.steps[layer == "upstream"]
-
-    def all_flags(self, layer: str, steps: int) -> list[str]:
-        batch, length, count = self.tokens
-        size = f"--micro-batch-size {batch} --global-batch-size {batch * count}"
-        size += f" --seq-length {length} --max-position-embeddings {length}"
-        run = (
-            f"--train-iters {steps} --log-memory-interval {steps} --spec {SPECS[layer]}"
-        )
-        return f"{FLAGS} {HIDDEN[self.hidden]} {size} {run} {self.flags}".split()
-
-
-# In the order of what they say.
-ROWS = {
-    "2x4096": Row(),
-    "fp8": Row(FP8, compile=("ours",)),
-    "4096": Row(hidden=4096),
-    "4096-fp8": Row(FP8, hidden=4096, compile=()),
-    "packed": Row("--dataloader-inter-document-masking"),
-    # Megatron's layer takes its rule in plain torch, seconds a step.
-    "deterministic": Row("--deterministic-mode", steps=(30, 8), compile=("ours",)),
-    "graphs": Row("--cuda-graph-impl local", layers=("ours",), compile=()),
-    "1x32768": Row(tokens=(1, 32768, 1), compile=()),
-    "resumed": Row("--deterministic-mode", steps=(24, 0), layers=("ours",), compile=()),
-}
+ROWS = DATA["rows"]
+TIMED = DATA["timed"]
 SAVED_AT = 10
 KILLED_AFTER = r"iteration +15/"
+BOTH = ["ours", "upstream"]
+
+
+def flags_of(row: dict[str, Any], layer: str, steps: int) -> list[str]:
+    batch, length, count = row.get("tokens", (2, 4096, 2))
+    tokens = (batch, length, batch * count)
+    flags = large_model(row.get("hidden", "2048"), tokens, steps, layer)
+    return flags + row.get("flags", "").split()
 
 
 def begin(args: argparse.Namespace, flags: list[str], name: str, **more: str) -> Launch:
     """A launch on one GPU, held; its log is ``NAME.log``."""
     if args.toy:
         flags = on_cpu(flags)
-    script = args.megatron_lm.resolve() / "pretrain_hybrid.py"
+    script = args.folder.resolve() / "pretrain_hybrid.py"
     return Launch(script, flags, args.out / f"{name}.log", toy=args.toy, **more)
-
-
-def on_cpu(flags: list[str]) -> list[str]:
-    """The flags of a tiny launch without a GPU."""
-    from tests.launches.on_cpu import WITHOUT_GPU
-
-    upstream = "tests.launches.upstream_layers hybrid_stack"
-    flags = " ".join(flags).replace(SPECS["upstream"], upstream).split()
-    return [*flags, *TOY.split(), *WITHOUT_GPU.split()]
 
 
 def fill_caches(args: argparse.Namespace) -> None:
     """Two steps with a quarter of the layers, side by side: kernels, not what tuning
     finds."""
-    kinds = [(name, layer) for name in args.rows for layer in ROWS[name].compile]
+    kinds = [
+        (name, layer) for name in args.rows for layer in ROWS[name].get("compile", BOTH)
+    ]
 
     def one(kind: tuple[str, str]) -> None:
         name, layer = kind
-        flags = [*ROWS[name].all_flags(layer, 2), "--hybrid-layer-pattern", "G-*-"]
-        flags += ["--global-batch-size", str(ROWS[name].tokens[0])]
+        row = ROWS[name]
+        flags = [*flags_of(row, layer, 2), "--hybrid-layer-pattern", "G-*-"]
+        flags += ["--global-batch-size", str(row.get("tokens", [2])[0])]
         began = time.monotonic()
         # fla would keep what it tuned while others used the GPU; inductor starts many
         # processes.
@@ -133,29 +79,28 @@ def fill_caches(args: argparse.Namespace) -> None:
         launch = begin(args, flags, f"compile-{name}-{layer}", **alone)
         launch.release()
         failed = launch.finish(args.compile_seconds)
-        print(
-            f"compiled {name} {layer}: {time.monotonic() - began:.0f} s {failed}",
-            flush=True,
-        )
+        took = time.monotonic() - began
+        print(f"compiled {name} {layer}: {took:.0f} s {failed}", flush=True)
 
     with ThreadPoolExecutor(args.at_once) as pool:
         list(pool.map(one, kinds))
 
 
-def plan(args: argparse.Namespace) -> list[tuple[str, str, str, list[str]]]:
+def plan(args: argparse.Namespace, folder: Path) -> list[tuple[str, str, str, list]]:
     """The launches that are measured: row, layer, the log's name, flags."""
     found = []
     for round_ in range(args.rounds):
         for name in args.rows:
             row = ROWS[name]
-            for layer in row.layers:
-                flags = row.all_flags(layer, row.of(layer))
+            for layer in row.get("layers", BOTH):
+                steps = row.get("steps", (30, 30))[layer == "upstream"]
+                flags = flags_of(row, layer, steps)
                 log = f"{name}-{layer}-{round_}"
                 if name == "resumed":
-                    folder = str(Path(args.folder) / f"{round_}")
-                    save = ["--save", folder, "--save-interval", str(SAVED_AT)]
+                    saved = str(folder / f"{round_}")
+                    save = ["--save", saved, "--save-interval", str(SAVED_AT)]
                     found.append(("killed", layer, f"{log}-killed", flags + save))
-                    flags += ["--load", folder]
+                    flags += ["--load", saved]
                 found.append((name, layer, log, flags))
     return found
 
@@ -172,9 +117,11 @@ def resumed(killed: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace, setting: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(
+    args: argparse.Namespace, setting: dict[str, Any], folder: Path
+) -> list[dict[str, Any]]:
     """A record of each launch, in ``launches.jsonl`` too."""
-    todo = plan(args)
+    todo = plan(args, folder)
     records = []
     ready: list[Launch] = []
     while todo:
@@ -195,65 +142,139 @@ def measure(args: argparse.Namespace, setting: dict[str, Any]) -> list[dict[str,
             record["failed"] = failed
         if case == "resumed" and "losses" in record and "losses" in records[-1]:
             record |= resumed(records[-1], record)
-        records.append(record)
-        with (args.out / "launches.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        shown = {
-            k: record.get(k)
-            for k in ("step_ms", "first_ms", "peak", "furthest", "failed")
-        }
-        print(
-            f"{log}: {record['seconds']} s, at {args.spent():.0f} s, {shown}",
-            flush=True,
-        )
+        keep(args, "launches.jsonl", log, record, records)
     for launch in ready:
         launch.kill()
     return records
 
 
-NAMES = {
-    "2x4096": "2x4096, 2 micro-batches",
-    "fp8": f"`{FP8}`",
-    "4096": "hidden 4096, 16/64 heads",
-    "4096-fp8": f"hidden 4096, `{FP8}`",
-    "packed": "`--dataloader-inter-document-masking`",
-    "deterministic": "`--deterministic-mode`",
-    "graphs": "`--cuda-graph-impl local`",
-}
+def keep(
+    args: argparse.Namespace, file: str, log: str, record: dict, records: list
+) -> None:
+    records.append(record)
+    with (args.out / file).open("a") as stream:
+        stream.write(json.dumps(record) + "\n")
+    names = ("step_ms", "first_ms", "peak", "furthest", "failed")
+    shown = {name: record[name] for name in names if name in record}
+    spent = f"{record['seconds']} s, at {args.spent():.0f} s"
+    print(f"{log}: {spent}, {shown}", flush=True)
 
 
-def launch_table(records: list[dict[str, Any]]) -> list[list[str]]:
-    """Rows of both layers' launches; of several of one kind the one with the lesser
-    median."""
-    head = [
-        "launch",
-        "layer",
-        "ms per step",
-        "",
-        "p10 to p90",
-        "least",
-        "peak GiB",
-        "first losses, last",
-        "first step s",
+def one_gpu(args: argparse.Namespace) -> int:
+    with ThreadPoolExecutor(1) as beside:
+        setting = beside.submit(environment, args.folder, args.called)
+        if args.compile_seconds and not args.toy:
+            fill_caches(args)
+    # of a checkpoint of some 9 GB
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        records = measure(args, setting.result(), Path(folder))
+    return report(records)
+
+
+def begin_timed(args: argparse.Namespace, name: str, layer: str, round_: int) -> Launch:
+    timed = TIMED[name]
+    kind = DATA["layers"][layer]
+    flags = large_model("2048", timed["tokens"], args.steps, kind.get("spec", "ours"))
+    flags += f"{timed['flags']} {kind.get('flags', '')}".split()
+    if args.toy:
+        pattern = "G-*-|G-*-" if "|" in timed["flags"] else "G-*-"
+        flags = [*on_cpu(flags), "--seq-length", "64"]
+        flags += ["--hybrid-layer-pattern", pattern]
+    given = {}
+    if "options" in kind:
+        given["MEGATRON_GDN_OPTIONS"] = kind["options"]
+    log = f"{name}-{layer}-{round_}".replace(" ", "").replace(",", "-")
+    clone = args.folder / f"mlm-{kind.get('clone', 'core')}"
+    return Launch(
+        clone / "pretrain_hybrid.py",
+        flags,
+        args.out / f"{log}.log",
+        ranks=4,
+        gpus=list(range(4)),
+        until="" if args.toy else "train",
+        toy=args.toy,
+        **given,
+    )
+
+
+def times(args: argparse.Namespace) -> int:
+    """Rounds over all layouts; in a round, the layers of a layout one after the
+    other."""
+    setting = environment(args.folder / "mlm-core", args.called)
+    todo = [
+        (name, layer, round_)
+        for round_ in range(args.rounds)
+        for name in args.timed
+        for layer in TIMED[name]["layers"]
     ]
-    rows = [head]
-    best = {}
+    imported = [begin_timed(args, *one) for one in todo]
+    records: list[dict[str, Any]] = []
+
+    def built(launch: Launch) -> None:
+        if not args.toy:
+            launch.wait_for("waits before the first step", min(90, args.left()))
+
+    imported[0].release()
+    for i, (name, layer, round_) in enumerate(todo):
+        launch = imported[i]
+        log = f"{name}, {layer}, round {round_}"
+        if args.left() < 25:
+            print(f"{log}: not begun, out of time", flush=True)
+            break
+        began = time.monotonic()
+        built(launch)
+        if i + 1 < len(todo):
+            # The next one is built before this one is timed, not while.
+            imported[i + 1].release()
+            built(imported[i + 1])
+        waited = time.monotonic() - began
+        launch.release()
+        failed = launch.finish(min(args.launch_seconds, args.left()))
+        took = time.monotonic() - began - waited
+        record = {"case": name, "layer": layer, "round": round_}
+        record |= times_and_losses(launch) | setting
+        record["seconds"] = [round(waited, 1), round(took, 1)]
+        if failed:
+            record["failed"] = failed
+        keep(args, "launches_times.jsonl", log, record, records)
+    for launch in imported:
+        launch.kill()
+    return report(records)
+
+
+def report(records: list[dict[str, Any]]) -> int:
+    """Prints the table, and what failed."""
+    print(markdown(time_rows(records)))
+    for r in records:
+        if "failed" in r:
+            print(f"{r['case']} {r['layer']}: {r['failed']}")
+    return int(any("failed" in r for r in records))
+
+
+def time_rows(records: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each case and layer: of all its rounds the one with the least
+    median."""
+    head = ["launch", "layer", "ms per step", "", "p10 to p90", "least", "peak GiB"]
+    rows = [[*head, "first losses, last", "first step s", "medians"]]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for r in records:
         if "step_ms" in r and r["case"] not in ("killed", "resumed"):
-            here = (r["case"], r["layer"])
-            if (
-                here not in best
-                or r["step_ms"]["median"] < best[here]["step_ms"]["median"]
-            ):
-                best[here] = r
+            groups.setdefault((r["case"], r["layer"]), []).append(r)
+    best = {
+        key: min(group, key=lambda r: r["step_ms"]["median"])
+        for key, group in groups.items()
+    }
     for (case, layer), r in best.items():
         ms = r["step_ms"]
         losses = list(r["losses"].values())
-        base = best.get((case, "upstream"))
-        ratio = f"{ms['median'] / base['step_ms']['median']:.2f}" if base else ""
+        ratio = ""
+        if (case, "upstream") in best:
+            base = best[case, "upstream"]["step_ms"]["median"]
+            ratio = f"{ms['median'] / base:.2f}"
+        medians = [f"{one['step_ms']['median']:.0f}" for one in groups[case, layer]]
         rows.append(
             [
-                NAMES.get(case, case),
+                ROWS.get(case, {}).get("name", case),
                 layer.replace("upstream", "megatron-core"),
                 f"{ms['median']:.1f}",
                 ratio,
@@ -262,67 +283,40 @@ def launch_table(records: list[dict[str, Any]]) -> list[list[str]]:
                 f"{r['peak'] / 1024:.1f}",
                 f"{losses[0]:.3f}, {losses[-1]:.4f} ({len(losses)})",
                 f"{r['first_ms'][0] / 1e3:.1f}",
+                " ".join(medians),
             ]
         )
     return rows
 
 
-def environment(args: argparse.Namespace) -> dict[str, Any]:
-    """GPU and versions, asked for in a process of its own, which alone opens the
-    GPU."""
-    asked = (
-        "import json; from lib.measure import environment; "
-        "print(json.dumps(environment()))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", asked],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    commit = subprocess.run(
-        ["git", "-C", str(args.megatron_lm), "log", "-1", "--format=%h"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    found = json.loads(done.stdout.splitlines()[-1]) | {
-        "megatron-lm": args.called or commit
-    }
-    return {
-        "environment": found,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "megatron_lm", type=Path, help="the folder of a clone of Megatron-LM"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument(
-        "--rounds", type=int, default=1, help="how often to go through the rows"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=560, help="of all launches together"
-    )
-    parser.add_argument(
-        "--launch-seconds", type=float, default=150, help="of one launch"
-    )
-    parser.add_argument(
-        "--compile-seconds", type=float, default=120, help="0: no such launches"
-    )
-    parser.add_argument("--at-once", type=int, default=8, help="launches that compile")
-    parser.add_argument(
-        "--called", default="", help="the clone's branch or tag, for the records"
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/launches"))
-    parser.add_argument(
-        "--toy", action="store_true", help="tiny, on a CPU, without FP8 and graphs"
-    )
+    add = parser.add_argument
+    add("part", choices=["one", "laws", "times", "table"])
+    add("folder", type=Path, help="a clone, the folder of clones, or table: records")
+    add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="of one")
+    add("--cases", nargs="+", help="of laws; all of them by default")
+    add("--timed", nargs="+", choices=TIMED, default=list(TIMED), help="of times")
+    add("--rounds", type=int, help="of one (1) or times (2)")
+    add("--steps", type=int, default=16, help="of a launch of times")
+    add("--gpus", type=int, default=4, help="of this machine")
+    add("--divide", type=int, choices=[2, 4], help="laws: among so many; default all")
+    add("--at-once", type=int, help="launches that compile (8); of laws on a GPU (4)")
+    add("--compile", action="store_true", help="laws: FlashQLA's kernels, first")
+    add("--compile-seconds", type=float, default=120, help="of one; 0: none compile")
+    add("--seconds", type=float, default=560, help="of all launches together")
+    add("--launch-seconds", type=float, default=150, help="of one launch")
+    add("--scratch", type=Path, help="a folder for checkpoints")
+    add("--out", type=Path, default=Path("runs/launches"))
+    add("--called", default="", help="the clones' branch or tag, for the records")
+    add("--toy", action="store_true", help="tiny, on a CPU, without FP8 and graphs")
     args = parser.parse_args()
+    args.divide = args.divide or max(args.gpus, 2)
+    args.rounds = args.rounds or (2 if args.part == "times" else 1)
+    args.at_once = args.at_once or (4 if args.part == "laws" else 8)
+    args.folder = args.folder.resolve()
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -331,20 +325,13 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
+def main() -> int:
     args = arguments()
-    with ThreadPoolExecutor(1) as beside:
-        setting = beside.submit(environment, args)
-        if args.compile_seconds and not args.toy:
-            fill_caches(args)
-    with tempfile.TemporaryDirectory() as args.folder:  # of a checkpoint of some 9 GB
-        records = measure(args, setting.result())
-    print(markdown(launch_table(records)))
-    failed = [
-        f"{r['case']} {r['layer']}: {r['failed']}" for r in records if "failed" in r
-    ]
-    raise SystemExit("\n".join(failed) or None)
+    parts = {"one": one_gpu, "times": times, "laws": launch_laws.laws}
+    if args.part == "table":
+        return launch_laws.table(args.folder)
+    return parts[args.part](args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

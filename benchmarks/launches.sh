@@ -11,7 +11,7 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH=$here/..:${PYTHONPATH:-} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 case ${1:-} in
-laws | times | table) script=parallel_launches.py ;;
-*) script=launches.py ;;
+laws | times | table) ;;
+*) set -- one "$@" ;;
 esac
-exec "${PYTHON:-python3}" "$here/$script" "$@"
+exec "${PYTHON:-python3}" "$here/launches.py" "$@"

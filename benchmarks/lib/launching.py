@@ -7,6 +7,8 @@ python lib/launching.py --hold train SCRIPT FLAGS     one rank, see `hold`
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
 import os
 import re
 import signal
@@ -15,17 +17,44 @@ import statistics
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+DATA = tomllib.loads((ROOT / "benchmarks" / "launches.toml").read_text())
+FLAGS = DATA["flags"]
 HOLD = "--hold"
 LAUNCHER = "megatron_gdn.launch"
-ERROR = r"(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b"
 SPECS = {
     "ours": "megatron_gdn.specs hybrid_stack_spec",
     "upstream": "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
 }
+
+
+def on_cpu(flags: list[str]) -> list[str]:
+    """The flags of a tiny launch without a GPU."""
+    from tests.launches.on_cpu import WITHOUT_GPU
+
+    upstream = "tests.launches.upstream_layers hybrid_stack"
+    flags = " ".join(flags).replace(SPECS["upstream"], upstream).split()
+    return [*flags, *FLAGS["toy"].split(), *WITHOUT_GPU.split()]
+
+
+def large_model(
+    hidden: str, tokens: tuple[int, int, int], steps: int, spec: str
+) -> list[str]:
+    """Flags of the model whose steps are timed.
+
+    Args:
+        tokens: sequences in a micro-batch, tokens in each, sequences in a step.
+    """
+    batch, length, in_a_step = tokens
+    size = f"--micro-batch-size {batch} --global-batch-size {in_a_step}"
+    size += f" --seq-length {length} --max-position-embeddings {length}"
+    run = f"--train-iters {steps} --log-memory-interval {steps} --spec {SPECS[spec]}"
+    fixed = f"{FLAGS['base']} {DATA['data']['mock']} {DATA['hidden'][hidden]}"
+    return f"{fixed} {size} {run}".split()
 
 
 def hold(until: str, arguments: list[str]) -> None:
@@ -205,6 +234,32 @@ def read(text: str) -> tuple[dict[int, tuple[float, float]], float]:
         )
     peaks = re.findall(r"max allocated: ([\d.]+)", text)
     return {n: (ms, loss) for n, ms, loss in found}, max(map(float, peaks), default=0.0)
+
+
+def environment(clone: Path, called: str) -> dict[str, Any]:
+    """GPU and versions, asked for in a process of its own, which alone opens the GPU;
+    and the date."""
+    asked = (
+        "import json; from lib.measure import environment; "
+        "print(json.dumps(environment()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", asked],
+        cwd=ROOT / "benchmarks",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    commit = subprocess.run(
+        ["git", "-C", str(clone), "log", "-1", "--format=%h"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    found = json.loads(done.stdout.splitlines()[-1])
+    found["megatron-lm"] = called or commit
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"environment": found, "date": today}
 
 
 def free_port() -> int:
