@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import count
@@ -55,35 +56,12 @@ class Case(NamedTuple):
     chosen: str = ""
 
 
-_ODD = "tests/gdn/test_gpu_odd_sizes.py"
 # The longest first.
 CASES = {
-    "FlashQLA, fp16 operands": Case(_ODD, "mixer and fp16"),
-    "FlashQLA, bf16 operands": Case(_ODD, "mixer and not fp16"),
-    "FlashQLA, states": Case(_ODD, "states"),
-    "FlashQLA, cut rows": Case(_ODD, "cut"),
-    "front, backward": Case("tests/kernels/test_front.py", "test_every_gradient"),
-    "front, forward": Case("tests/kernels/test_front.py", "test_forward_equals"),
-    "front, options": Case(
-        "tests/kernels/test_front.py",
-        "test_fp16_gradients or test_write_strengths or test_gates_beside "
-        "or test_walks_see or test_without_l2norm",
-    ),
-    "front, history": Case("tests/kernels/test_history.py", "gdn"),
-    "front, history of Mamba2": Case("tests/kernels/test_history.py", "mamba2"),
-    "fronts of other mixers": Case("tests/kernels/test_other_fronts.py"),
-    "step": Case("tests/kernels/test_step.py", "test_a_step or test_values"),
-    "step in buffers": Case("tests/kernels/test_step.py", "test_steps"),
-    "mixer": Case("tests/kernels/test_step.py", "test_output_and_every_gradient"),
-    "readout": Case("tests/kernels/test_gated_norm.py"),
-    "head exchange": Case("tests/kernels/test_pack.py", "not test_a_long_batch"),
-    "fp16 gradients": Case("tests/kernels/test_half.py"),
-    # The test of grids launches no kernel.
-    "chains": Case(
-        "tests/kernels/test_chains.py",
-        "not test_heads_of_128 and not test_any_number_of_chains",
-    ),
-    "sums": Case("tests/kernels/test_reduce.py"),
+    name: Case(**row)
+    for name, row in tomllib.loads(
+        (ROOT / "benchmarks" / "sanitize.toml").read_text()
+    ).items()
 }
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_gdn import GDNDims
-
 PACKAGES = (
     "torch",
     "triton",
@@ -85,10 +83,6 @@ def time_of(
     return {"median": (time.perf_counter() - began) * 1e3 / repeats, "n": repeats}
 
 
-# Layers of one run whose launches fit into the queue of a stream that sleeps.
-IN_A_ROW = range(1, 7)
-
-
 def host_ms(
     runs: Sequence[Callable[[], object]], *, rounds: int = 16, in_a_row: int = 1
 ) -> list[dict[str, float]]:
@@ -100,7 +94,8 @@ def host_ms(
     well. The runs take turns, since a host is faster at some moments than at others.
 
     Args:
-        in_a_row: how many layers a run has, of ``IN_A_ROW``; times are of one of them.
+        in_a_row: layers of a run, at most 6: so many launches fit into the queue of a
+            stream that sleeps. Times are of one of them.
     """
     calls = max(1, 3 // in_a_row)
     for run in runs:
@@ -184,18 +179,6 @@ def slowest(times: dict[str, float]) -> dict[str, float]:
     values = torch.tensor(list(times.values()), device=device, dtype=torch.float64)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return dict(zip(times, values.tolist(), strict=True))
-
-
-def dims_of(key_heads: int, value_heads: int) -> GDNDims:
-    """The layer that is measured: hidden 2048, heads of 128."""
-    return GDNDims(
-        hidden_size=2048,
-        num_key_heads=key_heads,
-        num_value_heads=value_heads,
-        key_head_dim=128,
-        value_head_dim=128,
-        conv_kernel_dim=4,
-    )
 
 
 def copy_bandwidth(size: int = 2 << 30) -> float:

@@ -1,7 +1,6 @@
 """The front and the rule run again in the backward: the same bits, and what is then
 kept."""
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -30,12 +29,6 @@ ROOT = Path(__file__).parents[2]
 def flash_qla(monkeypatch):
     yield flash_qla_rule(monkeypatch)
     forget_plans()
-
-
-@pytest.fixture
-def layer_memory(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("lib.saved")
 
 
 class Counting(PlainRule):
@@ -125,11 +118,47 @@ LEVELS = {
 }
 
 
+CHUNK = 64
+
+
+def mixer_bytes_per_token(
+    sizes: HeadSizes,
+    recompute: str,
+    *,
+    operand: int = 2,
+    gate: int = 4,
+    kernels: bool = True,
+) -> int:
+    """Bytes that the mixer itself keeps of one token, its projection row included.
+
+    Args:
+        recompute: ``"none"``, ``"light"`` or ``"full"``.
+        operand, gate: bytes of an element of the rows, and of the gates.
+        kernels: a GPU rule, which keeps the sums of the log-decay and the inverses of
+            chunks; the plain rule keeps the log-decay.
+    """
+    G, H, K, V = sizes
+    kept = sizes.layout.width * operand
+    if recompute == "full":
+        return kept
+    kept += H * V * operand + 2 * H * gate  # o; beta, and the log-decay or its sums
+    if kernels:
+        kept += H * CHUNK * operand
+    if recompute == "none":
+        kept += (G * K + H * V) * operand  # k, v; q is computed again in each
+    return kept
+
+
+def layer_bytes_per_token(sizes: HeadSizes, hidden: int, recompute: str) -> int:
+    """The same of a layer in bf16 on a GPU, with out_proj's input and the layer's
+    output."""
+    normed = sizes.value_heads * sizes.value_dim * 2 if recompute == "none" else 0
+    return mixer_bytes_per_token(sizes, recompute) + normed + hidden * 2
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "flash_qla"])
-def test_the_bytes_of_a_token_are_those_of_the_formula(
-    level, kernels, flash_qla, layer_memory
-):
+def test_the_bytes_of_a_token_are_those_of_the_formula(level, kernels, flash_qla):
     """For FlashQLA's rule with its kernels in plain torch, in fp64."""
     rule = flash_qla if kernels else PlainRule()
     leaves, _ = make_inputs(SIZES, S=64)
@@ -137,19 +166,14 @@ def test_the_bytes_of_a_token_are_those_of_the_formula(
     kept = (
         saved_bytes(lambda: mixed_by(rule, leaves, SIZES, **LEVELS[level])) - parameters
     )
-    formula = layer_memory.mixer_bytes_per_token(
-        SIZES, level, operand=8, gate=8, kernels=kernels
-    )
+    formula = mixer_bytes_per_token(SIZES, level, operand=8, gate=8, kernels=kernels)
     assert kept == 64 * formula
 
 
-def test_what_the_page_says_of_memory(layer_memory):
+def test_what_the_page_says_of_memory():
     """16 key and 32 value heads of 128 at hidden 2048, in bf16."""
     kib = {
-        level: layer_memory.layer_bytes_per_token(
-            HeadSizes(16, 32, 128, 128), 2048, level
-        )
-        / 1024
+        level: layer_bytes_per_token(HeadSizes(16, 32, 128, 128), 2048, level) / 1024
         for level in LEVELS
     }
     assert kib == {"none": 60.375, "light": 40.375, "full": 28.125}

@@ -128,5 +128,5 @@ def test_the_table_says_where_a_launch_went_on_from_and_what_it_is_held_to(scrip
         "--load, killed while it saved",
         "the run that saved",
     )
-    saved_by = f"--load, saved by {script.DATA["ways"]["4"]["tp2-cp2"]["flags"]}"
+    saved_by = f"--load, saved by {script.DATA['ways']['4']['tp2-cp2']['flags']}"
     assert words("tp2-cp2 to upstream") == (saved_by, "the run that saved")
