@@ -9,9 +9,15 @@ from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
 from ..ops.delta_rule.fla import STATE_KERNELS, FlaDeltaRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.obstacles import Obstacle
-from ..ops.rules.base import Bits, Rule
+from ..ops.rules.base import Bits, Repeats, Rule
 from ..ops.rules.choice import Choice, choose
-from ..ops.rules.fla import SEQUENCES, ChunkProducts, FlaBackward, FlaForward
+from ..ops.rules.fla import (
+    SEQUENCES,
+    ChunkProducts,
+    FlaBackward,
+    FlaForward,
+    on_h200,
+)
 from .flash_qla.rule import FlashQlaRule
 from .half import HalfOperands
 
@@ -23,6 +29,7 @@ _HOME = "fla.ops.gated_delta_rule.chunk"
 class FlaGDN(FlaDeltaRule):
     """fla's kernels of the gated delta rule, for bf16 or fp16: ``backend="fla"``."""
 
+    repeatable = (on_h200((128, 128)),)
     backward_reads = frozenset({"q", "k", "v", "beta"})
     called = {
         **STATE_KERNELS,
@@ -40,6 +47,12 @@ class FlaGDN(FlaDeltaRule):
         cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
     ) -> Obstacle | None:
         return super().why_not(device, dtype, sizes.state)
+
+    @classmethod
+    def repeats(
+        cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
+    ) -> Repeats:
+        return super().repeats(device, dtype, sizes.state)
 
     def chunk_products(self, x: FlaForward) -> ChunkProducts:
         """The products inside each chunk, which need no state."""

@@ -21,7 +21,7 @@ from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
 from ..ops.rules.base import Bits, RuleBackward, RuleForward, Saved
 from ..ops.rules.choice import Choice, choose
-from ..ops.rules.fla import SEQUENCES
+from ..ops.rules.fla import SEQUENCES, on_h200
 from ..ops.state_maps.state_map import StateShape
 
 
@@ -56,6 +56,7 @@ class FlaGDN2(FlaChannelRule):
     """fla's kernels of GDN-2, for bf16 or fp16: ``backend="fla"``."""
 
     backward_reads = frozenset(GDN2Inputs._fields)
+    repeatable = (on_h200((128, 128)),)
     called = {
         **CHANNEL_RULE_KERNELS,
         "fla.ops.gdn2.chunk_fwd chunk_gdn2_fwd_intra": (

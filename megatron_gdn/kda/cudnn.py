@@ -33,6 +33,7 @@ from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.documents import Documents
 from ..ops.obstacles import Obstacle, installed_version, version_tuple
 from ..ops.rules.base import (
+    Bits,
     Rule,
     RuleBackward,
     RuleForward,
@@ -213,6 +214,7 @@ class CudnnKDA(Rule):
 
     name = "cudnn"
     by_name = True
+    keeps = Bits.FREE
     unsteady = "cuDNN cuts a sequence into pieces by the number of all sequences"
     backward_reads = frozenset(RuleInputs._fields)
     forward = CudnnForward

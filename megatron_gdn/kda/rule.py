@@ -8,9 +8,9 @@ from ..ops.delta_rule.base import RuleInputs
 from ..ops.delta_rule.fla import CHANNEL_RULE_KERNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.obstacles import Obstacle
-from ..ops.rules.base import Bits
+from ..ops.rules.base import Bits, Repeats
 from ..ops.rules.choice import Choice, choose
-from ..ops.rules.fla import SEQUENCES
+from ..ops.rules.fla import SEQUENCES, on_h200
 from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA
 from .sizes import KDARuleSizes
@@ -23,6 +23,7 @@ class FlaKDA(FlaChannelRule):
     more."""
 
     backward_reads = frozenset(RuleInputs._fields)
+    repeatable = (on_h200((128, 128)),)
     called = {
         **CHANNEL_RULE_KERNELS,
         "fla.ops.kda.chunk_fwd chunk_kda_fwd_intra": (
@@ -39,7 +40,10 @@ class FlaKDA(FlaChannelRule):
     backward_within = "chunk_kda_bwd"
     gates = ("beta",)
 
-    def __init__(self, lower_bound: float | None = None) -> None:
+    def __init__(
+        self, lower_bound: float | None = None, bits: Bits = Bits.FREE
+    ) -> None:
+        super().__init__(bits)
         safe = lower_bound is not None and lower_bound >= _SAFE_LOWER_BOUND
         self.settings = {"safe_gate": safe}
 
@@ -50,8 +54,14 @@ class FlaKDA(FlaChannelRule):
         return super().why_not(device, dtype, sizes.state)
 
     @classmethod
+    def repeats(
+        cls, device: torch.device, dtype: torch.dtype, sizes: KDARuleSizes
+    ) -> Repeats:
+        return super().repeats(device, dtype, sizes.state)
+
+    @classmethod
     def of(cls, sizes: KDARuleSizes, bits: Bits) -> FlaKDA:
-        return cls(sizes.lower_bound)
+        return cls(sizes.lower_bound, bits)
 
 
 RULES = FlaKDA, CudnnKDA, PlainRule  # in the order of preference

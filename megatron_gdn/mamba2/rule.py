@@ -31,6 +31,7 @@ from ..ops.rules.fla import (
     FlaBackward,
     FlaForward,
     FlaRule,
+    on_h200,
 )
 from ..ops.state_maps.state_map import StateMap, StateShape
 
@@ -91,6 +92,7 @@ class FlaSSD(FlaRule):
     """The SSD rule by fla's ``simple_gla``: ``backend="fla"``."""
 
     backward_reads = frozenset({"x", "B", "C", "dt", "D"})
+    repeatable = (on_h200((128, 64)),)
     reads_boundaries = True
     called = {
         f"{_HOME} chunk_local_cumsum": (

@@ -10,13 +10,15 @@ from megatron_gdn.gdn.api import (
     torch_chunk_gated_delta_rule,
 )
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
-from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule, Repeatable
+from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.rule import FlaGDN, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.obstacles import log_obstacle_once, why_not_flash_qla
+from megatron_gdn.ops.rules import repeatable
 from megatron_gdn.ops.rules.base import Bits
+from megatron_gdn.ops.rules.repeatable import Repeatable
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.test_gated_delta_rule import make_inputs
 from tests.processes import python
@@ -24,16 +26,14 @@ from tests.processes import python
 SIZES = HeadSizes(16, 32, 128, 128)
 
 
-def test_deterministic_refuses_fla_and_auto_takes_the_reference():
+def test_deterministic_auto_takes_the_reference_without_a_gpu():
     where = {"device": "cpu", "dtype": torch.bfloat16, "bits": Bits.DETERMINISTIC}
-    with pytest.raises(ValueError, match="picks its kernels by timing"):
-        resolve_rule("fla", sizes=SIZES, **where)
     choice = resolve_rule(sizes=SIZES, **where)
     assert choice.rule.name == "reference"
-    assert (
-        choice.reason
-        == "deterministic mode; not flash_qla: flash_qla runs on a GPU, not on cpu"
+    whys = (
+        f"not {name}: {name} runs on a GPU, not on cpu" for name in ("flash_qla", "fla")
     )
+    assert choice.reason == "; ".join(("deterministic mode", *whys))
 
 
 @pytest.mark.parametrize("bits", [Bits.FREE, Bits.DETERMINISTIC])
@@ -52,7 +52,7 @@ KNOWN = Repeatable(
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(flash_qla, "installed_version", lambda package: "0.1.3")
+    monkeypatch.setattr(repeatable, "installed_version", lambda package: "0.1.3")
     monkeypatch.setattr(flash_qla, "REPEATABLE", (KNOWN,))
     monkeypatch.setattr(flash_qla, "why_not_flash_qla", lambda *_: None)
     monkeypatch.setattr(FlaGDN, "why_not", lambda *_: None)

@@ -4,19 +4,26 @@ Operands are bf16: some four independent roundings of 2^-9 stay below 2^-7, twic
 in the gradient of g, a difference of sums.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
+from triton.runtime.autotuner import Autotuner
 
+from benchmarks.lib.repeats import check_repeats
+from megatron_gdn.gdn.rule import FlaGDN, resolve_rule
 from megatron_gdn.gdn2.rule import GDN2Inputs, PlainGDN2, choose_gdn2
 from megatron_gdn.gdn2.sizes import gdn2_layout as rows_of_gdn2
 from megatron_gdn.inference import gdn2_rows, kda_rows
-from megatron_gdn.kda.rule import choose_kda
+from megatron_gdn.kda.rule import FlaKDA, choose_kda
+from megatron_gdn.kda.sizes import KDARuleSizes
 from megatron_gdn.kda.sizes import kda_layout as rows_of_kda
 from megatron_gdn.mamba2.rule import PlainSSD, SSDInputs, choose_ssd
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.mixer import mix
+from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.stages import GatedNorm, SequenceContext
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.mamba2.oracle import random_inputs
@@ -124,6 +131,88 @@ def test_kernels_give_what_fp64_gives(case, rows):
         name: 2**-6 if name == "g" and make is not mamba2 else 2**-7 for name in errors
     }
     assert all(errors[name] < bounds[name] for name in errors), errors
+
+
+def deterministic(mixer, tokens):
+    """fla's rule in deterministic mode, and inputs of one row."""
+    torch.manual_seed(0)
+    how = Bits.DETERMINISTIC
+    if mixer == "gdn":
+        sizes = HeadSizes(16, 32, K, V)
+        rule = resolve_rule("fla", device=CUDA, dtype=BF16, sizes=sizes, bits=how).rule
+        keys = (l2norm(draw(torch.randn, 1, tokens, 16, K)).bfloat16() for _ in "qk")
+        values = draw(torch.randn, 1, tokens, 32, V).bfloat16()
+        gates = draw(torch.rand, 2, 1, tokens, 32)
+        return rule, RuleInputs(*keys, values, -gates[0], gates[1])
+    if mixer == "mamba2":
+        inputs = mamba2((1, tokens), "usual")[2]
+        state = StateShape(8, K, 64, diagonal=True)
+        return choose_ssd("fla", state, CUDA, BF16, how).rule, inputs
+    if mixer == "gdn2":
+        _, _, inputs = gdn2((1, tokens), "usual", 8)
+        return choose_gdn2("fla", StateShape(16, K, V), CUDA, BF16, how).rule, inputs
+    bound = -5.0 if mixer == "kda, bounded" else None
+    _, _, inputs = kda((1, tokens), "bounded" if bound else "usual", "fla")
+    return choose_kda("fla", StateShape(32, K, V), bound, CUDA, BF16, how).rule, inputs
+
+
+def run_once(rule, inputs, d_o, lengths):
+    """The output, the final states, the states' gradient and each input's gradient."""
+    documents = documents_of(lengths, "cuda")
+    states = torch.ones(len(lengths), *d_o.shape[2:3], K, d_o.shape[3], device="cuda")
+    out = rule.begin(inputs, documents).run(states, final=True)
+    maps = rule.begin(inputs, documents).state_map()
+    backward = rule.begin_backward(d_o, inputs, out.saved, documents)
+    d_initial = backward.d_initial()
+    grads = backward.run(states, states)
+    named = {"o": out.o, "final": out.final, "local": maps.local, "start": d_initial}
+    return named | {n: x for n, x in grads._asdict().items() if x is not None}
+
+
+@pytest.mark.parametrize("mixer", ["gdn", "gdn2", "kda", "kda, bounded", "mamba2"])
+def test_in_deterministic_mode_bits_repeat_and_nothing_is_timed(mixer, monkeypatch):
+    def timed(kernel, *_, **__):
+        raise AssertionError(f"{kernel.base_fn.__name__} was timed")
+
+    monkeypatch.setattr(Autotuner, "_bench", timed)
+    lengths = (300, 64, 1, 700, 1000)
+    rule, inputs = deterministic(mixer, sum(lengths))
+    assert rule.repeats(CUDA, BF16, sizes_of(rule, inputs)).yes, "an untested machine"
+    values = inputs.x if mixer == "mamba2" else inputs.v
+    d_o = torch.randn_like(values)
+    with torch.no_grad(), torch_is_deterministic():
+        report = check_repeats(lambda: run_once(rule, inputs, d_o, lengths), 100)
+        assert report.equal, report
+
+        # the first document alone
+        alone = type(inputs)(*(x[:, :300] for x in inputs))
+        first = run_once(rule, alone, d_o[:, :300].contiguous(), lengths[:1])
+        beside = run_once(rule, inputs, d_o, lengths)
+    for name, x in first.items():
+        if name in ("final", "local", "start"):
+            assert torch.equal(beside[name][:1], x), name
+        elif name != "D":  # a sum over all documents
+            assert torch.equal(beside[name][:, :300], x), name
+
+
+def sizes_of(rule, inputs):
+    """What the rule's class is asked with."""
+    state = StateShape(inputs.v.shape[2], K, inputs.v.shape[3])
+    if isinstance(rule, FlaKDA):
+        return KDARuleSizes(state, None)
+    if isinstance(rule, FlaGDN):
+        return HeadSizes(16, 32, K, V)
+    return state
+
+
+@contextmanager
+def torch_is_deterministic():
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 G, H = 2, 4

@@ -7,14 +7,14 @@ on the host, and the backward of the front sums dq and dk over value heads.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
 from ...ops.documents import Documents, documents_of_rows
-from ...ops.obstacles import Obstacle, installed_version, why_not_flash_qla
+from ...ops.obstacles import Obstacle, why_not_flash_qla
 from ...ops.rules.base import (
     Bits,
     Repeats,
@@ -26,6 +26,7 @@ from ...ops.rules.base import (
     in_one_row,
     in_rows,
 )
+from ...ops.rules.repeatable import Repeatable
 from ...ops.state_maps.segments import Segments, compose, initial_gradients
 from ...ops.state_maps.state_map import StateMap
 from .builds import Heads, set_next_calls
@@ -214,22 +215,7 @@ class FlashQlaBackward(RuleBackward):
         return RuleGrads._make(in_rows(x, self.rows) for x in grads)
 
 
-class Repeatable(NamedTuple):
-    """A GPU, versions, dtypes and ratios of heads for which flash_qla repeats bit for
-    bit.
-
-    ``benchmarks/run.py repeats`` ran hundreds of forward and backward passes on
-    this GPU in two processes, in memory that was filled with NaN, while another CUDA
-    stream was busy.
-    """
-
-    capability: tuple[int, int]
-    versions: dict[str, str]  # versions of packages that contain or compile the kernels
-    dtypes: tuple[torch.dtype, ...]
-    value_heads_per_key_head: tuple[int, ...]
-    evidence: str  # what the log says about the test
-
-
+# What `benchmarks/run.py repeats` tested; sizes are value heads per key head.
 REPEATABLE: tuple[Repeatable, ...] = (
     Repeatable(
         (9, 0),
@@ -296,20 +282,10 @@ class FlashQlaRule(Rule):
     ) -> Repeats:
         """Whether ``REPEATABLE`` covers this GPU, dtype, ratio of heads and installed
         versions."""
-        if device.type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            ratio = sizes.value_heads // sizes.key_heads
-            for known in REPEATABLE:
-                if (
-                    known.capability == capability
-                    and all(
-                        installed_version(name) == v
-                        for name, v in known.versions.items()
-                    )
-                    and dtype in known.dtypes
-                    and ratio in known.value_heads_per_key_head
-                ):
-                    return Repeats(True, known.evidence)
+        ratio = sizes.value_heads // sizes.key_heads
+        for known in REPEATABLE:
+            if known.covers(device, dtype, ratio):
+                return Repeats(True, known.evidence)
         return Repeats(
             False,
             f"flash_qla was not tested for repeatability with {dtype}, "

@@ -159,7 +159,7 @@ class Rule:
     rows.
 
     The class says where it runs (:meth:`why_not`) and whether its bits repeat
-    (:meth:`repeats`, :attr:`unsteady`); :func:`.choice.choose` takes the first class of
+    (:attr:`keeps`, :meth:`repeats`); :func:`.choice.choose` takes the first class of
     a list that fits, and builds the rule by :meth:`of`.
     """
 
@@ -168,9 +168,10 @@ class Rule:
     fits: ClassVar[str] = ""
     # whether only its name selects this rule, and never "auto"
     by_name: ClassVar[bool] = False
-    # Why bits may depend on the run or on other sequences. None: repeats() says if they
-    # repeat.
-    unsteady: ClassVar[str | None] = None
+    # the most that the rule can promise; repeats() says where it was seen to
+    keeps: ClassVar[Bits] = Bits.ON_GRID
+    # why it cannot promise more
+    unsteady: ClassVar[str] = ""
     bits: Bits = Bits.FREE
     # The dtype of inputs and o; None: the dtype of projection rows. d_o always has the
     # rows' dtype.

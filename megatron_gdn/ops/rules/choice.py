@@ -66,7 +66,7 @@ def choose(
     passed = {}
     words = ""
     for rule in rules:
-        if rule.by_name or (bits and rule.unsteady):
+        if rule.by_name or bits > rule.keeps:
             continue
         words = rule.fits
         obstacle = rule.why_not(device, dtype, sizes)
@@ -130,7 +130,7 @@ def _require(
             "bits were tested. Use 'auto' or 'reference' (plain torch, slower), or "
             "leave the mode off."
         )
-    if bits and rule.unsteady is not None:
+    if bits > rule.keeps:
         raise ValueError(
             f"{asked}: {rule.unsteady}; in deterministic mode use 'auto' or "
             "'reference'."

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -25,8 +26,10 @@ from ..obstacles import Obstacle, why_not_fla_package
 from ..state_maps.segments import CHUNK
 from ..state_maps.state_map import StateMap, StateShape
 from .base import (
+    Bits,
     Gradients,
     Inputs,
+    Repeats,
     Rule,
     RuleBackward,
     RuleForward,
@@ -35,6 +38,21 @@ from .base import (
     Sizes,
     in_rows,
 )
+from .fla_configurations import fixed_configurations
+from .repeatable import Repeatable
+
+
+def on_h200(*dims: tuple[int, int]) -> Repeatable:
+    """fla's kernels in bf16, tested on an H200 for heads of these key and value
+    dims."""
+    return Repeatable(
+        (9, 0),
+        {"flash-linear-attention": "0.6.0", "triton": "3.6.0", "tilelang": "0.1.15"},
+        (torch.bfloat16,),
+        dims,
+        "2 x 100 repeats of 8192 tokens were equal on an H200",
+    )
+
 
 SEQUENCES = "cu_seqlens chunk_indices"
 # fla's arguments cu_seqlens and chunk_indices, by name
@@ -105,18 +123,20 @@ class FlaForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        return self.rule.state_map(self, self._chunk_products())
+        with self.rule.configurations():
+            return self.rule.state_map(self, self._chunk_products())
 
     @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        made = self._chunk_products()
-        self._made = None
-        states, written, last = self.rule.walk(
-            self, made, contiguous_state(initial), final
-        )
-        o = self.rule.output(self, made, states, written)
+        with self.rule.configurations():
+            made = self._chunk_products()
+            self._made = None
+            states, written, last = self.rule.walk(
+                self, made, contiguous_state(initial), final
+            )
+            o = self.rule.output(self, made, states, written)
         # The saved boundaries include chunk indices, which fla would otherwise build on
         # the host.
         return RuleOutput(in_rows(o, self.rows), last, Saved(made.saved, self.at))
@@ -145,15 +165,17 @@ class FlaBackward(RuleBackward):
         any_states = self.d_o.new_empty(
             N, H, self.inputs.k.shape[-1], V, dtype=torch.float32
         )
-        return self.rule.d_states(self, any_states)
+        with self.rule.configurations():
+            return self.rule.d_states(self, any_states)
 
     @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> Gradients:
-        grads = self.rule.gradients(
-            self, contiguous_state(initial), contiguous_state(d_final)
-        )
+        with self.rule.configurations():
+            grads = self.rule.gradients(
+                self, contiguous_state(initial), contiguous_state(d_final)
+            )
         return grads._make(None if x is None else in_rows(x, self.rows) for x in grads)
 
 
@@ -177,16 +199,24 @@ class FlaRule(Rule):
 
     name = "fla"
     fits = "fla runs here"
-    unsteady = (
-        "fla picks its kernels by timing them, so another run or rank may add in "
-        "another order"
-    )
+    keeps = Bits.DETERMINISTIC
+    unsteady = "fla's kernels were not tested token by token"
     forward = FlaForward
     backward = FlaBackward
+    # where a test saw bits repeat; sizes are (key dim, value dim)
+    repeatable: ClassVar[tuple[Repeatable, ...]] = ()
     reads_boundaries: ClassVar[bool] = False  # whether fla reads boundaries on the host
     # Keys are "module function", values the names of the keyword arguments. A rule calls
     # no other functions.
     called: ClassVar[Mapping[str, str]]
+
+    def __init__(self, bits: Bits = Bits.FREE) -> None:
+        """``bits``: for more than ``FREE`` each kernel has one configuration."""
+        self.bits = bits
+
+    @classmethod
+    def of(cls, sizes: Any, bits: Bits) -> Self:
+        return cls(bits)
 
     @cached_property
     def fla(self) -> Any:
@@ -216,11 +246,34 @@ class FlaRule(Rule):
         return Obstacle(missing, ImportError)
 
     @classmethod
+    def repeats(
+        cls, device: torch.device, dtype: torch.dtype, sizes: StateShape
+    ) -> Repeats:
+        """Whether :attr:`repeatable` covers this GPU, dtype, head dims and installed
+        versions."""
+        dims = (sizes.rows, sizes.columns)
+        for known in cls.repeatable:
+            if known.covers(device, dtype, dims):
+                return Repeats(True, known.evidence)
+        return Repeats(
+            False,
+            f"fla was not tested for repeatability with {dtype} and heads of "
+            f"{dims[0]} x {dims[1]} on this GPU with the installed versions",
+        )
+
+    @classmethod
     def why_not_sizes(cls, state: StateShape) -> str | None:
         """Why the kernels cannot compute heads with states of this shape, or None."""
         if state.rows > 256:
             return f"fla takes key_head_dim up to 256, not {state.rows}"
         return None
+
+    def configurations(self) -> AbstractContextManager[None]:
+        """What fla's kernels run in: their fixed configurations if bits must repeat,
+        else those that fla's timing finds fastest."""
+        if self.bits:
+            return fixed_configurations()
+        return nullcontext()
 
     def kept_for_backward(self, x: FlaBackward) -> tuple[Tensor, ...]:
         """The tensors of ``x.kept``: the saved ones; a subclass may add tensors

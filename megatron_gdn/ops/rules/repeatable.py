@@ -1,0 +1,32 @@
+"""Where a rule's bits were seen to repeat."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..obstacles import installed_version
+
+
+class Repeatable(NamedTuple):
+    """A GPU, versions, dtypes and sizes for which a rule repeats bit for bit.
+
+    Hundreds of forward and backward passes ran on this GPU in two processes, in memory
+    that was filled with NaN, while another CUDA stream was busy.
+    """
+
+    capability: tuple[int, int]
+    versions: dict[str, str]  # versions of packages that contain or compile the kernels
+    dtypes: tuple[torch.dtype, ...]
+    sizes: tuple[object, ...]  # of heads, as the rule counts them
+    evidence: str  # what the log says about the test
+
+    def covers(self, device: torch.device, dtype: torch.dtype, size: object) -> bool:
+        return (
+            device.type == "cuda"
+            and torch.cuda.get_device_capability(device) == self.capability
+            and all(installed_version(n) == v for n, v in self.versions.items())
+            and dtype in self.dtypes
+            and size in self.sizes
+        )
