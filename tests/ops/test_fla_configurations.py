@@ -32,7 +32,7 @@ def tuned():
     """The kernels of fla's, once the modules of all rules are imported."""
     for rule in (FlaGDN, FlaGDN2, FlaKDA, FlaSSD):
         _ = rule().fla
-    return fla_configurations._tuned_kernels()
+    return fla_configurations.tuned_kernels()
 
 
 def lists(tuned):

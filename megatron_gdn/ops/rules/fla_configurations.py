@@ -74,12 +74,12 @@ _LOCK = RLock()
 def fixed_configurations() -> Iterator[None]:
     """Let each of fla's kernels run in one configuration inside this block."""
     with _LOCK:
-        for kernel, fixed, _ in _tuned_kernels():
+        for kernel, fixed, _ in tuned_kernels():
             kernel.configs = fixed
         try:
             yield
         finally:
-            for kernel, _, timed in _tuned_kernels():
+            for kernel, _, timed in tuned_kernels():
                 kernel.configs = timed
 
 
@@ -92,7 +92,7 @@ class _Tuned(NamedTuple):
 
 
 @cache
-def _tuned_kernels() -> tuple[_Tuned, ...]:
+def tuned_kernels() -> tuple[_Tuned, ...]:
     """Each kernel of the packages that fla would time."""
     from triton.runtime.autotuner import Autotuner
 
