@@ -87,7 +87,7 @@ class Call:
         return {name: tensor.detach().clone() for name, tensor in found.items()}
 
     def time(self, run: Any, repeats: int) -> dict[str, float]:
-        # plain torch, which deterministic mode may take, is slow
+        # plain torch is slow
         if self.layer.few:
             return time_of(run, min(repeats, 4), warmup=1)
         return time_of(run, repeats)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatron_gdn.gdn.flash_qla.plan import kernels
 from megatron_gdn.mixers.fp8 import GatesOutsideFP8
 from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.rules.fla_configurations import FIXED, tuned_kernels
 
 from .clone import CLONE, has_clone
 
@@ -385,8 +386,13 @@ def fla_layer(sizes: Sizes) -> nn.Module:
 
 
 def tune_over(most: int) -> None:
-    """Leave each of fla's kernels, of those imported so far, its first
-    configurations."""
+    """Leave each of fla's kernels, of those imported so far, the configuration of
+    deterministic mode, or if none is listed its first ``most`` ones."""
+    listed = {
+        id(kernel): fixed
+        for kernel, fixed, _ in tuned_kernels()
+        if kernel.base_fn.__name__ in FIXED
+    }
     for name, module in list(sys.modules.items()):
         if not name.startswith("fla."):
             continue
@@ -394,7 +400,8 @@ def tune_over(most: int) -> None:
             while hasattr(kernel, "fn") and not hasattr(kernel, "configs"):
                 kernel = kernel.fn
             if isinstance(getattr(kernel, "configs", None), list):
-                kernel.configs = kernel.configs[:most]
+                kernel.configs = listed.get(id(kernel), kernel.configs[:most])
+    tuned_kernels.cache_clear()  # deterministic mode gives these lists back
 
 
 def slow_gates(layer: Any) -> None:

@@ -7,7 +7,6 @@ would log.
 import pytest
 import torch
 
-from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.gdn2.front import gdn2_table
@@ -25,6 +24,7 @@ from megatron_gdn.mamba2.sizes import Mamba2Dims
 from megatron_gdn.ops import obstacles
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.front.plain import PlainFront, front_of
+from megatron_gdn.ops.rules import repeatable
 from megatron_gdn.ops.rules.base import Bits
 from tests.processes import ROOT
 
@@ -32,8 +32,8 @@ VERSIONS = {
     "flash-qla": "0.1.3",
     "tilelang": "0.1.15",
     "triton": "3.6.0",
-    "flash-linear-attention": "0.6.1",
-    "fla-core": "0.6.1",
+    "flash-linear-attention": "0.6.0",
+    "fla-core": "0.6.0",
 }
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -60,7 +60,7 @@ def machine(monkeypatch, caplog):
             return there.get(package.replace("_", "-"))
 
         monkeypatch.setattr(obstacles, "find_spec", find_spec)
-        for module in (obstacles, flash_qla):
+        for module in (obstacles, repeatable):
             monkeypatch.setattr(module, "installed_version", there.get)
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda device=None: capability
@@ -116,7 +116,8 @@ def test_no_fallback_is_taken_in_deterministic_mode_where_bits_were_seen_to_repe
     assert fallbacks() == []
 
 
-def test_no_fallback_is_taken_in_the_shapes_of_the_other_mixers(machine):
+@pytest.mark.parametrize("bits", [Bits.FREE, Bits.DETERMINISTIC])
+def test_no_fallback_is_taken_in_the_shapes_of_the_other_mixers(machine, bits):
     """The rows kda, gdn2, gdp and mamba2 of ``benchmarks/registry.toml``."""
     fallbacks = machine()
     kda = kda_table(kda_layout(HeadSizes(32, 32, 128, 128)))
@@ -132,17 +133,18 @@ def test_no_fallback_is_taken_in_the_shapes_of_the_other_mixers(machine):
         ).layout
     )
     rules = [
-        choose_kda("auto", kda.state, -5.0, CUDA, BF16).rule,
-        choose_gdn2("auto", gdn2.state, CUDA, BF16).rule,
-        choose_ssd("auto", mamba2.state, CUDA, BF16).rule,
+        choose_kda("auto", kda.state, -5.0, CUDA, BF16, bits).rule,
+        choose_gdn2("auto", gdn2.state, CUDA, BF16, bits).rule,
+        choose_ssd("auto", mamba2.state, CUDA, BF16, bits).rule,
     ]
     assert [rule.name for rule in rules] == ["fla"] * 3
     for steps in (2, 4):
         sizes = HeadSizes(8, 32, 128, 128)
-        assert choose_gdp("auto", sizes, steps, CUDA, BF16).rule.name == "flash_qla"
+        gdp_rule = choose_gdp("auto", sizes, steps, CUDA, BF16, bits).rule
+        assert gdp_rule.name == "flash_qla"
     gdp = gdp_table(gdp_layout(HeadSizes(8, 32, 128, 128), 4))
     for table in (kda, gdn2, mamba2, gdp):
-        assert front_of(table, "cuda", BF16, 4).triton
+        assert front_of(table, "cuda", BF16, 4, bits=bits).triton
     assert fallbacks() == []
 
 

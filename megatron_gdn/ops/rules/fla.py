@@ -200,7 +200,6 @@ class FlaRule(Rule):
     name = "fla"
     fits = "fla runs here"
     keeps = Bits.DETERMINISTIC
-    unsteady = "fla's kernels were not tested token by token"
     forward = FlaForward
     backward = FlaBackward
     # where a test saw bits repeat; sizes are (key dim, value dim)
