@@ -205,7 +205,7 @@ class CudnnBackward(RuleBackward):
     ) -> RuleGrads:
         grads = self._run(initial, d_final)[:5]
         rows = self._call.rows
-        return RuleGrads._make(in_rows(x[None], rows) for x in grads)
+        return RuleGrads(*(in_rows(x[None], rows) for x in grads))
 
 
 class CudnnKDA(Rule):

@@ -212,7 +212,7 @@ class FlashQlaBackward(RuleBackward):
             states,
             overwrite_last=last_grad is not d_final,
         )
-        return RuleGrads._make(in_rows(x, self.rows) for x in grads)
+        return RuleGrads(*(in_rows(x, self.rows) for x in grads))
 
 
 # What `benchmarks/run.py repeats` tested; sizes are value heads per key head.

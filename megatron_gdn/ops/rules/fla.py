@@ -245,9 +245,7 @@ class FlaRule(Rule):
         return Obstacle(missing, ImportError)
 
     @classmethod
-    def repeats(
-        cls, device: torch.device, dtype: torch.dtype, sizes: StateShape
-    ) -> Repeats:
+    def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Repeats:
         """Whether :attr:`repeatable` covers this GPU, dtype, head dims and installed
         versions."""
         dims = (sizes.rows, sizes.columns)
