@@ -5,6 +5,7 @@ from itertools import combinations
 
 import pytest
 
+from tests import reproductions
 from tests.ranks import RankPool, fork_server
 from tests.reproductions import pytest_runtest_makereport  # noqa: F401 - a hook
 
@@ -23,6 +24,7 @@ def pytest_pycollect_makemodule():
 
     hold_if_asked()
     fill_new_memory()
+    reproductions.pytest_pycollect_makemodule()
 
 
 def pytest_runtest_setup(item):
