@@ -113,9 +113,9 @@ class Documents:
         if documents.total_tokens != total_tokens:
             raise ValueError(
                 f"cu_seqlens ends at {documents.total_tokens}, which does not match "
-                f"the {total_tokens} tokens of the buffer. Cover the whole buffer, "
-                "that of all ranks before it is cut: let padding at its end be a "
-                "document, or part of the last one."
+                f"the {total_tokens} tokens of the buffer: it must cover the whole "
+                "buffer, that of all ranks before it is cut. Let padding be a document, "
+                "or part of the last one."
             )
         return documents
 
