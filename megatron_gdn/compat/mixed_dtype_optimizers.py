@@ -327,8 +327,8 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
     if shapes(saved) != shapes(groups):
         raise ValueError(
-            f"the checkpoint's {sum(map(len, saved))} fp32 masters do not fit the "
-            f"model's {sum(map(len, groups))} parameters: another "
+            f"the checkpoint lists {sum(map(len, saved))} fp32 masters, which do not fit "
+            f"the model's {sum(map(len, groups))} parameters: another "
             "model wrote it, or a version that did not list fp32 parameters. Load the "
             "parameters alone (--no-load-optim), or save it with "
             "--dist-ckpt-optim-fully-reshardable (docs/precision.md)."
