@@ -327,10 +327,10 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
     if shapes(saved) != shapes(groups):
         raise ValueError(
-            f"the checkpoint lists {sum(map(len, saved))} fp32 masters, which do not fit "
-            f"the model's {sum(map(len, groups))} parameters: another "
-            "model wrote it, or a version that did not list fp32 parameters. Load the "
-            "parameters alone (--no-load-optim), or save it with "
+            f"the checkpoint lists {sum(map(len, saved))} fp32 masters, which do not "
+            f"fit the model's {sum(map(len, groups))} parameters: another model wrote "
+            "it, or a version that did not list fp32 parameters. Load the parameters "
+            "alone (--no-load-optim), or save it with "
             "--dist-ckpt-optim-fully-reshardable (docs/precision.md)."
         )
     half = {id(master) for master in _flat(optimizer.fp32_from_float16_groups)}

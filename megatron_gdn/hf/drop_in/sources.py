@@ -395,8 +395,8 @@ def _ids_from_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
         row, token = wrong[0].tolist()
         raise ValueError(
             f"the 4-D attention_mask is not block-causal: token {token} of row {row} "
-            "does not see exactly its document's tokens up to itself (is the mask "
-            "inverted?). Give True where a token sees another (0 if added to scores), "
-            "nothing at padding, or use _packed_seq_ids."
+            "does not see exactly its document's tokens up to itself (inverted?). "
+            "Give True where a token sees another (0 if added to scores), nothing at "
+            "padding, or use _packed_seq_ids."
         )
     return ids.cpu()
