@@ -315,13 +315,18 @@ def test_a_documents_bits_depend_neither_on_its_neighbours_nor_on_its_place(
         assert torch.equal(x, among[name][:, at]), name
 
 
-def test_documents_in_fixed_buffers_equal_the_others_with_a_decay_per_channel():
-    inputs = delta_inputs("unequal", 1, 150)
+@pytest.mark.parametrize(
+    ("kind", "gates"), [(KDA, "unequal"), (OF_STEPS, 1.0)], ids=["KDA", "three steps"]
+)
+def test_documents_in_fixed_buffers_equal_the_others(kind, gates):
+    inputs = kind.inputs(gates, 1, 150)
     documents = documents_of((70, 1, 65, 14))
     static = StaticDocuments(150, 6)
     static.fill(documents.offsets)
-    d_o = torch.randn_like(inputs.v)
-    found, expected = (both_ways(KDA.rule, inputs, x, d_o) for x in (static, documents))
+    d_o = torch.randn(1, 150, H, V, dtype=torch.float64)
+    found, expected = (
+        both_ways(kind.rule, inputs, x, d_o) for x in (static, documents)
+    )
     for name, x in expected.items():  # products of other shapes
         close(name, found[name], x)
 
