@@ -168,8 +168,8 @@ def steady_step(layer: Any) -> Way:
     return way_of(lambda: feed(1))
 
 
-def start(rank: int, ranks: int, port: int) -> None:
-    """Megatron over gloo, all ranks context parallel."""
+def start(rank: int, ranks: int, port: int, tp: int = 1) -> None:
+    """Megatron over gloo; ranks that are not tensor parallel are context parallel."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
@@ -182,32 +182,45 @@ def start(rank: int, ranks: int, port: int) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+    parallel_state.initialize_model_parallel(tp, context_parallel_size=ranks // tp)
     model_parallel_cuda_manual_seed(1)
 
 
 def _rank(
-    rank: int, ranks: int, port: int, modes: dict[str, str], packed: bool, queue
+    rank: int, ranks: int, port: int, tp: int, queue: Any, function: Any, args: tuple
 ) -> None:
-    start(rank, ranks, port)
-    ways = {name: steady_way(ranks, mode, packed) for name, mode in modes.items()}
+    start(rank, ranks, port, tp)
+    found = function(*args)
     if rank == 0:
-        queue.put({name: way.entries for name, way in ways.items()})
+        queue.put(found)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def on_ranks(function: Any, ranks: int, *args: Any, tp: int = 1) -> Any:
+    """What ``function(*args)`` returns on rank 0; every rank calls it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_rank, (ranks, port, tp, queue, function, args), ranks)
+    return queue.get()
+
+
+def ways_of(ranks: int, packed: bool) -> dict[str, dict[str, int]]:
+    """Entries of the schemes over so many ranks."""
+    modes = {name: mode for name, (cp, mode) in SCHEMES.items() if cp == ranks}
+    return {
+        name: steady_way(ranks, mode, packed).entries for name, mode in modes.items()
+    }
 
 
 def count(packed: bool) -> dict[str, Way]:
     """The ways of all schemes, as rank 0 goes them."""
     ways = {}
     for ranks in sorted({ranks for ranks, _ in SCHEMES.values()}):
-        modes = {name: mode for name, (cp, mode) in SCHEMES.items() if cp == ranks}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        queue = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(_rank, (ranks, port, modes, packed, queue), ranks)
-        ways |= {name: Way(entries) for name, entries in queue.get().items()}
+        found = on_ranks(ways_of, ranks, ranks, packed)
+        ways |= {name: Way(entries) for name, entries in found.items()}
     return ways
 
 

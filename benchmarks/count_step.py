@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from count_calls import ARITHMETIC
+from count_calls import ARITHMETIC, on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TP = 2
@@ -193,28 +190,15 @@ def step_of(mode: str, layers: str, packed: bool) -> Callable[[], None]:
     return step
 
 
-def _rank(rank: int, port: int, args: argparse.Namespace, queue: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from megatron_gdn.compat.one_process import run_megatron_on_cpu
-
-    run_megatron_on_cpu()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    dist.init_process_group("gloo", rank=rank, world_size=TP * CP)
-    parallel_state.initialize_model_parallel(TP, context_parallel_size=CP)
-    model_parallel_cuda_manual_seed(1)
+def counts_of(modes: list[str], layers: str, packed: bool) -> dict[str, dict]:
+    """The counts of the third step of each scheme."""
     found = {}
-    for mode in args.modes:
-        step = step_of(mode, args.layers, args.packed)
+    for mode in modes:
+        step = step_of(mode, layers, packed)
         step()
         step()
         found[mode] = count(step)
-    if rank == 0:
-        queue.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def table(found: dict[str, dict[str, int]]) -> str:
@@ -234,12 +218,10 @@ def main() -> None:
     parser.add_argument("--layers", default="G-G-G-*-", help="a hybrid pattern")
     parser.add_argument("--modes", nargs="+", default=["headwise", "chunkwise"])
     args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, (port, args, queue), TP * CP)
-    for mode, found in queue.get().items():
+    found_by_mode = on_ranks(
+        counts_of, TP * CP, args.modes, args.layers, args.packed, tp=TP
+    )
+    for mode, found in found_by_mode.items():
         print(f"{mode}, layers {args.layers}{', packed' * args.packed}\n")
         print(table(found) + "\n")
 
