@@ -165,9 +165,12 @@ gdp)
 host)
   other=$(cd "${OTHER:?a checkout of another commit}" && pwd)
   out=$(realpath "$out")
+  script="benchmarks/run.py host"
+  if [ ! -f "$other/benchmarks/run.py" ]; then script=benchmarks/bench_host.py; fi  # until 2026-11-29
   for run in first second; do  # the first run of a checkout compiles
     bench "host-$run" 140 host --cases 1x8192 thd8192 1x4096 || failed=1
-    PYTHONPATH=$other:$PYTHONPATH bench "host-other-$run" 140 host --cases 1x8192 thd8192 1x4096 || failed=1
+    (cd "$other" && PYTHONPATH=$other:$PYTHONPATH step "host-other-$run" 140 python3 $script \
+      --out "$out/host-other-$run.jsonl" --cases 1x8192 thd8192 1x4096) || failed=1
   done
   ;;
 repeats)
@@ -202,8 +205,12 @@ rows)
     --out "$out/host.jsonl" || failed=1
   if [ -n "${OTHER:-}" ]; then
     other=$(cd "$OTHER" && pwd)
-    PYTHONPATH=$other:$PYTHONPATH ranks host-other 60 parallel --set in_a_row=6 --cases 1x32768 \
-      --layers headwise chunkwise auto --out "$out/host-other.jsonl" || failed=1
+    script="benchmarks/run.py parallel --set in_a_row=6 --cases 1x32768"
+    if [ ! -f "$other/benchmarks/run.py" ]; then  # until 2026-11-29
+      script="benchmarks/bench_context_parallel.py --in-a-row 6 --cases 32768"
+    fi
+    (cd "$other" && PYTHONPATH=$other:$PYTHONPATH SIGNAL=TERM step host-other 60 torchrun --standalone \
+      --nproc-per-node 4 $script --layers headwise chunkwise auto --out "$out/host-other.jsonl") || failed=1
   fi
   ;;
 laws)
