@@ -154,15 +154,10 @@ def states_entering_nodes(
     states = local.new_empty(sum(route.states_sent), K, V)
     if route.steps is not None:
         m = route.shares[rank]
-        by_node = links.unflatten(0, (-1, m))
-        follow_chains(
-            by_node[..., :V],
-            by_node[..., V:],
-            route.steps,
-            states.unflatten(0, (-1, m)),
-            None,
-            cuts,
-        )
+        X = links.shape[-1]
+        of_local, of_through = links.view(-1, m, K, X).split([V, X - V], dim=-1)
+        out = states.view(-1, m, K, V)
+        follow_chains(of_local, of_through, route.steps, out, None, cuts)
     returned = exchange_rows(states, route.states_sent, route.states_received, group)
     h = len(returned) // M
     if h == 1:
@@ -183,14 +178,17 @@ def rows_by_rank(local: Tensor, through: Tensor, shares: Sequence[int]) -> Tenso
     """
     joined = joined_view(local, through)
     apart = (local, through) if joined is None else (joined,)
-    if len(set(shares)) == 1:
+    equal = len(local) > 1 and len(set(shares)) == 1
+    if equal:
         apart = [x.unflatten(1, (len(shares), -1)).transpose(0, 1) for x in apart]
     if joined is None:
         rows = torch.cat(apart, dim=-1)
     else:
         rows = apart[0]
-    if len(set(shares)) == 1:
+    if equal:
         return rows.contiguous().flatten(0, 2)
+    if len(local) <= 1:
+        return rows.flatten(0, 1)
     return torch.cat([x.flatten(0, 1) for x in rows.split(list(shares), dim=1)])
 
 

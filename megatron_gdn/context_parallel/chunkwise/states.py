@@ -53,6 +53,9 @@ class StateTable:
     # only if these pieces have less than half of the tokens. If None, the maps of all
     # pieces are computed.
     left_alone: tuple[Tensor, Documents] | None
+    # int64 [nodes * chains]: for ``entered``, which of ``left`` is the piece of the same
+    # node; None: they are the same in the same order.
+    through_back: Tensor | None
     masks: Masks | None  # None if the host knows the documents
     # int32 [n], 1 at nodes that no state passes, in order and in reverse order; None if
     # the host knows these nodes, or if there are none, since a chain is a document
@@ -114,6 +117,7 @@ def _make_state_table(
     left_alone = None
     if documents.known and rows == 1 and sending:
         left_alone = _pieces_alone(pieces, tensors.left)
+    chains = rows * fragments_of(documents, cutting).begin.shape[1]
     sequences = pieces
     if rows != 1:  # lay the pieces of the rows end to end
         if rows:
@@ -135,11 +139,27 @@ def _make_state_table(
         left=index(tensors.left, on_device.left),
         entered=index(tensors.entered, on_device.entered),
         left_alone=left_alone,
+        through_back=_same_nodes(sending, receiving, chains, documents.device),
         masks=masks,
         cuts=cuts,
         direct=paths.direct,
-        chains=rows * fragments_of(documents, cutting).begin.shape[1],
+        chains=chains,
     )
+
+
+def _same_nodes(
+    sending: tuple[int, ...],
+    receiving: tuple[int, ...],
+    chains: int,
+    device: torch.device,
+) -> Tensor | None:
+    """:attr:`StateTable.through_back`; of a node that does not send, that of any."""
+    index = [sending.index(j) if j in sending else 0 for j in receiving]
+    if index == list(range(len(sending))):
+        return None
+    first = torch.tensor(index, dtype=torch.int64, device="cpu")[:, None] * chains
+    places = first + torch.arange(chains, device="cpu")
+    return to_device(places.flatten(), device)
 
 
 def _paths_of(documents: Documents, cutting: Cutting) -> Paths:
@@ -281,14 +301,14 @@ class StatesOfPieces:
     ) -> Tensor:
         """The states ``[nodes * chains, H, K, V]`` at this rank's nodes of ``paths``,
         from the maps of the nodes that send."""
-        chains = self._table.chains
-        H = local.shape[1]
-        nodes = len(local) // chains
-        local = local.unflatten(0, (nodes, chains)).flatten(1, 2)
+        H, K, V = local.shape[1:]
+        M = self._table.chains * H
+        nodes = len(local) // self._table.chains
+        local = local.reshape(nodes, M, K, V)
         if through is not None:
-            through = through.unflatten(0, (nodes, chains)).flatten(1, 2)
+            through = through.reshape(nodes, M, K, through.shape[-1])
         states = states_entering_nodes(local, through, paths, self._group, cuts)
-        return states.unflatten(1, (chains, H)).flatten(0, 1)
+        return states.view(-1, H, K, V)
 
     def entering(
         self, rule: Rule, forward: RuleForward, inputs: object
@@ -334,14 +354,12 @@ class StatesOfPieces:
         """From ``through`` of the nodes that a state leaves, that of the nodes that a
         state enters.
 
-        A node that no state leaves gets zeros: it is the first of its path backwards,
-        and its ``through`` is not read.
+        A node that no state leaves gets any: it is the first of its path backwards, and
+        its ``through`` is not read.
         """
         table = self._table
-        if table.receiving == table.sending:
+        if table.through_back is None:
             return through
-        by_node = through.unflatten(0, (len(table.sending), table.chains))
-        of_node = dict(zip(table.sending, by_node, strict=True))
-        none = through.new_zeros(by_node.shape[1:])
-        chosen = [of_node.get(j, none) for j in table.receiving]
-        return torch.cat(chosen or [through[:0]])
+        if not table.sending:
+            return through.new_zeros(table.through_back.shape + through.shape[1:])
+        return through.index_select(0, table.through_back)
