@@ -27,7 +27,7 @@
 # `python3 -m megatron_gdn.warm_up` filled elsewhere spares two minutes of each part.
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, gdp, host, repeats, sanitize, parallel, laws or models}
+part=${1:?check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, gdp, host, repeats, sanitize, parallel, rows, laws or models}
 out=${2:-runs/on_gpus/$part}
 mkdir -p "$out"
 export PYTHONPATH=$PWD:${PYTHONPATH:-} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
@@ -232,7 +232,7 @@ models)
   bench model 120 model || failed=1
   ;;
 *)
-  echo "no part '$part'; there are check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, gdp, host, repeats, sanitize, parallel, laws and models" >&2
+  echo "no part '$part'; there are check, measure, shapes, grid, trees, decode, fp8, kda, gdn2, gdp, host, repeats, sanitize, parallel, rows, laws and models" >&2
   exit 2
   ;;
 esac
