@@ -101,3 +101,13 @@ def test_its_rule_is_one_of_a_gated_deltanet_over_rows():
     rule, reason = choose_gdp("reference", sizes, 4, torch.device("cpu"), torch.float32)
     assert type(rule) is RuleOfSteps and rule.steps == 4
     assert rule.name == "reference" and reason == "requested"
+
+
+@pytest.mark.parametrize("kind", ["gdp", "mamba2"])
+def test_sizes_have_the_names_that_megatrons_mixer_gives_them(kind):
+    mixer = whole(kind)
+    heads, groups = mixer.config.mamba_num_heads, mixer.config.mamba_num_groups
+    assert mixer.nheads == mixer.nheads_local_tp == heads
+    assert mixer.ngroups == mixer.ngroups_local_tp == groups
+    channels = heads * mixer.config.mamba_head_dim
+    assert mixer.d_inner == mixer.d_inner_local_tp == channels
