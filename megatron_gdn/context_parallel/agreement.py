@@ -116,7 +116,7 @@ def require_agreement(
         packed = (-1, 0)
     else:
         packed = documents.contents
-    integers = (tokens, rows, *packed, _LAYOUTS.index(layout))
+    integers = (tokens, rows) + packed + (_LAYOUTS.index(layout),)
     gathered = _gather(integers, group, device)
     if integers in known.agreed and device.type == "cuda":
         return

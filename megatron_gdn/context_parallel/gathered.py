@@ -94,13 +94,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        out = x.new_empty(len(x) * group.size(), *x.shape[1:])
+        out = x.new_empty((len(x) * group.size(),) + x.shape[1:])
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        out = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
+        out = grad.new_empty((len(grad) // ctx.group.size(),) + grad.shape[1:])
         dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
         return out, None

@@ -53,10 +53,13 @@ class UpstreamNames(RecurrentMixer):
         self.conv_dim_local_tp = local.layout.conv_width
         self.num_v_heads_local_tp = local.num_value_heads
         # The widths of qkv, z, beta and alpha on a rank after a head exchange.
-        gate = self.v_dim_local_tp, local.num_value_heads, local.num_value_heads
-        self.feat_dim_split = tuple(
-            n // self.cp_size for n in (self.conv_dim_local_tp, *gate)
+        widths = (
+            self.conv_dim_local_tp,
+            self.v_dim_local_tp,
+            local.num_value_heads,
+            local.num_value_heads,
         )
+        self.feat_dim_split = tuple(n // self.cp_size for n in widths)
         self.in_proj_split_sections = local.layout.widths
 
     @property

@@ -78,7 +78,7 @@ class LatentAttention(MLASelfAttention):
         linear_q_proj."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
         norms = ("q_layernorm", "kv_layernorm")
-        return {name: getattr(submodules, name) for name in (*names, *norms)}
+        return {name: getattr(submodules, name) for name in names + norms}
 
     def forward(
         self, *args: Any, inference_context: Any = None, **kwargs: Any

@@ -177,7 +177,7 @@ def calls_of(
             Call(use, cp, -(-tokens // shared) * shared, rows, documents, layout)
         )
 
-    for use in uses or (*USUAL_USES, *asked):
+    for use in uses or USUAL_USES + tuple(asked):
         heads = local.num_value_heads // (1 if use == "states" else ranks)
         full = math.ceil(_FULL_SHARE * multiprocessors)
         counts = sorted({1, math.ceil(full / 2 / heads), math.ceil(full / heads)})

@@ -198,7 +198,7 @@ def joined_view(local: Tensor, through: Tensor) -> Tensor | None:
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):
-        whole = (*local.shape[:-1], X)
+        whole = local.shape[:-1] + (X,)
         beside = through.storage_offset() == local.storage_offset() + V
         same_memory = (
             through.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
@@ -217,7 +217,7 @@ def exchange_rows(
 ) -> Tensor:
     """Send ``send_counts[r]`` rows to each rank r; return ``receive_counts[r]`` rows
     from each."""
-    received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+    received = rows.new_empty((sum(receive_counts),) + rows.shape[1:])
     counts = list(receive_counts)
     dist.all_to_all_single(
         received, rows.contiguous(), counts, list(send_counts), group=group

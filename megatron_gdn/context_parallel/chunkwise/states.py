@@ -252,7 +252,7 @@ def _scatter_to_pieces(x: Tensor, index: Tensor | None, count: int) -> Tensor:
     pieces)."""
     if index is None:
         return x
-    return x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
+    return x.new_zeros((count,) + x.shape[1:]).index_copy_(0, index, x)
 
 
 class StatesOfPieces:
@@ -320,7 +320,9 @@ class StatesOfPieces:
         if table.direct:
             kept = (self._exchange(maps.local, None, table.paths, None),)
         else:
-            entering = self._exchange(*maps, table.paths, table.cuts[0])
+            entering = self._exchange(
+                maps.local, maps.through, table.paths, table.cuts[0]
+            )
             kept = (entering, maps.through)
         return self.entered(kept), kept
 
@@ -346,7 +348,9 @@ class StatesOfPieces:
         else:
             through = self._through_of_receiving(kept[1])
             maps = StateMap(d_local, through).transposed(d_local)
-            leaving = self._exchange(*maps, self._backwards, table.cuts[1])
+            leaving = self._exchange(
+                maps.local, maps.through, self._backwards, table.cuts[1]
+            )
         d_final = _scatter_to_pieces(leaving, table.left, self._count)
         return self.entered(kept), d_final
 

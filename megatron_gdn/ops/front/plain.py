@@ -103,7 +103,7 @@ class PlainFront(Front):
             before = None
         else:
             before = history.rows
-        inputs = (proj, before, given.apart, *given[:4])
+        inputs = (proj, before, given.apart) + given[:4]
         inputs = [None if x is None else x.to(wide) for x in inputs]
         d_rows, d_before, d_gates, *of_parameters = gradients(run, inputs, d_made)
         for part in sections:
