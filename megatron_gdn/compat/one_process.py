@@ -64,8 +64,14 @@ def end_one_process() -> None:
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """Run a block after `start_one_process`; if Megatron is set up already, just run
-    the block."""
+    """Set up one process (`start_one_process`), run the block, then undo the set-up and
+    restore torch's random state on the CPU.
+
+    If Megatron is set up already, only run the block.
+
+    Raises:
+        RuntimeError: torch.distributed runs several processes.
+    """
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"torch.distributed runs {dist.get_world_size()} processes; convert whole "

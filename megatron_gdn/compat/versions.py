@@ -15,7 +15,8 @@ from ..ops.obstacles import version_tuple
 
 @dataclass(frozen=True)
 class Gate:
-    """A fault or a lack of Megatron-Core.
+    """A fault of Megatron-Core, or a feature that it does not have, for which this
+    package has code of its own.
 
     Args:
         fault: what Megatron does, or does not do.

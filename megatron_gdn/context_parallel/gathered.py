@@ -18,8 +18,8 @@ class Span(NamedTuple):
     """This rank's rows ``first:last`` of one document, and the keys that the rows
     attend to."""
 
-    first: int
-    last: int
+    first: int  # the first row
+    last: int  # one past the last row
     start: int  # the document's first key, in sequence order
     end: int  # one past the last key that a row sees
     # int64, each row's position in its document; None: 0, 1, 2, ...

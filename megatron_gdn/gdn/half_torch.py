@@ -55,10 +55,10 @@ def power_exponent(
     """Biased exponents ``[G]`` int32 of powers of two that bring |x| below
     ``2^log2_bound``.
 
-    ``dims`` are all dimensions of x but that of the H value heads. After scaling, the
-    largest |x| of a key head is in ``[2^(log2_bound - 1), 2^log2_bound)``, or below 2^2
-    if |x| is near fp32's largest number. inf and NaN in one document count as zero, so
-    that other documents keep their power. The powers lie in 2^-126 .. 2^126.
+    ``dims`` are all dimensions of x except the dimension of the value heads. After
+    scaling, the largest |x| of a key head is in ``[2^(log2_bound - 1), 2^log2_bound)``,
+    or below 2^2 if |x| is near fp32's largest number. inf and NaN in one document count
+    as zero, so that other documents keep their power. The powers lie in 2^-126 .. 2^126.
     """
     if x.numel() == 0:
         most_G = torch.zeros(key_heads, device=x.device)

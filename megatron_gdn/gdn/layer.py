@@ -120,8 +120,8 @@ class GatedDeltaNet(UpstreamNames):
         "use_qk_l2norm",
         "A_init_range",
     )
-    # One value per value head. "alpha" is the section of a projection row that the
-    # equation calls a ("beta": b).
+    # One value per value head. The sections "alpha" and "beta" of a projection row are a
+    # and b in the equation.
     fp32 = (
         Fp32Parameter(name="A_log", section="alpha", first_values=log_of_rates),
         Fp32Parameter(

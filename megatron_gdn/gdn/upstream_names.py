@@ -116,8 +116,8 @@ class UpstreamNames(RecurrentMixer):
         batch: int,
         seq_len: int,
     ) -> tuple[Tensor, ...]:
-        """`_prepare_input_for_gated_delta_rule` in mcore < 0.19; ``beta``, ``alpha``
-        unchanged."""
+        """The name of `_prepare_input_for_gated_delta_rule` in mcore < 0.19. Returns
+        ``beta`` and ``alpha`` as they are."""
         gate = gate.reshape(batch, seq_len, -1, self.value_head_dim)
         return self._prepare_input_for_gated_delta_rule(
             qkv, gate, batch, seq_len, beta, alpha

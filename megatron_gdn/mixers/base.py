@@ -109,10 +109,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     columns of in_proj differ from that row. ``dims.shard(n)`` are the sizes on one of n
     ranks.
 
-    Before the mixer runs, ``open`` of the micro-batch's *passage*
-    (:class:`..context_parallel.scheme.Passage`) takes rows to the ranks that run them,
-    and ``close`` takes the output back. Headwise, both exchange heads; otherwise rows
-    stay where they are.
+    Between in_proj and the convolution, ``open`` of the micro-batch's *passage*
+    (:class:`..context_parallel.scheme.Passage`) takes rows to the ranks that run them;
+    before out_proj ``close`` takes the output back. Headwise, both exchange heads;
+    otherwise rows stay where they are.
 
     Legend: s tokens of this rank, S tokens that the rule sees, B batch, D hidden size,
     P columns of a projection row on this tensor-parallel rank, p columns after
@@ -322,7 +322,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
                 attention_mask, rows.shape[1], batch.tokens, batch.local_positions
             )
         own_rows = None
-        if self.gates_own_rows:
+        if self.gate_reads_own_rows:
             own_rows = rows
         # Headwise exchanges here: before, all columns of s tokens; after, the columns
         # of some heads, of all S tokens.
@@ -337,13 +337,13 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             refilled.drop_until_backward_of(out_sBD)
         if out_bias is not None and not torch.is_grad_enabled():
             # A reentrant checkpoint gives every output a backward. The bias parameter
-            # would then be no leaf, and the backward would enter the checkpoint without
-            # end.
+            # would then not be a leaf, and the backward would enter the checkpoint again
+            # and again.
             out_bias = out_bias.detach()
         return out_sBD, out_bias
 
     @property
-    def gates_own_rows(self) -> bool:
+    def gate_reads_own_rows(self) -> bool:
         """Whether the gate is applied after ``passage.close``, with this rank's own
         rows."""
         return False
@@ -388,9 +388,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         out_proj.
 
         ``own_rows`` are the rank's rows before ``passage.open``, if
-        :attr:`gates_own_rows`; ``gates`` are gate columns that are not in ``rows``. The
-        second result, if not None, frees out_proj's input after the forward and fills
-        it again before the backward, exchange included.
+        :attr:`gate_reads_own_rows`; ``gates`` are gate columns that are not in ``rows``.
+        The second result, if not None, frees out_proj's input after the forward and
+        fills it again before the backward, exchange included.
         """
         recompute = (
             self.recompute_norm_out and self.training and torch.is_grad_enabled()
@@ -414,6 +414,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         # (`neighbours.states.entering`); in the backward the gradients of states
         # (`states.leaving`), then those of the rows (`history.give_back`). Headwise, and
         # on one rank, `history` and `states` are None.
+        # `neighbours` also has the documents of the rows that the rule sees.
         neighbours = batch.passage.neighbours
         mixed = mix(rows, stages, neighbours, refilled)
         if batch.scheme.moves_rows:

@@ -124,7 +124,11 @@ def sharded_state_dict(
 
 def add_row_order(mixer: Mixer, destination: StateDict, prefix: str) -> None:
     """Under Megatron-FSDP, add the entry that says in which order in_proj's rows are
-    stored."""
+    stored.
+
+    The first call also lets torch's DefaultLoadPlanner load files without this entry,
+    for the whole process.
+    """
     weight = mixer.get_submodule("in_proj")._parameters.get("weight")
     if weight is not None and hasattr(weight, "megatron_fsdp_dist_index"):
         _load_files_without_entry()

@@ -1,9 +1,9 @@
 """Attention over packed documents on a GPU: torch's ``flex_attention`` with a mask of
 blocks.
 
-A token's place is the index that it would have if each document's continuations
-directly followed it. A key's end is the place after the last continuation of its
-document. A query sees a key if
+A token's place is the index that the token would have if each document were followed
+directly by its continuations. A key's end is the place after the last continuation of
+its document. A query sees a key if
 
     place of the key  <=  place of the query  <  end of the key
 

@@ -114,7 +114,7 @@ class MambaLayerMixer(RecurrentMixer):
             self.norm.weight.fill_(1)
 
     @property
-    def gates_own_rows(self) -> bool:
+    def gate_reads_own_rows(self) -> bool:
         """Whether the readout runs after ``passage.close``, and calls the module
         ``norm``."""
         if not self.rmsnorm:
@@ -132,7 +132,7 @@ class MambaLayerMixer(RecurrentMixer):
         if not self.rmsnorm:
             return None
         layout = scheme.layout
-        if self.gates_own_rows:
+        if self.gate_reads_own_rows:
             gate = self.layout.gate_columns
             return SplitReadout(
                 PassThrough(layout.gate_columns, layout.state_heads),

@@ -283,7 +283,7 @@ def _fully_shard_for_a_launch(
 
 def replace_fully_shard_in_megatron() -> None:
     """Let Megatron's ``--use-torch-fsdp2`` call :func:`fully_shard` in place of
-    torch's."""
+    torch's, and refuse a ``--save`` whose format cannot hold the shards."""
     from megatron.core.distributed import torch_fully_sharded_data_parallel
 
     wrapper: Any = torch_fully_sharded_data_parallel

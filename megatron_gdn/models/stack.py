@@ -12,7 +12,7 @@ and A. Only matrix products are counted. A backward counts as two forwards;
 recomputation is not counted.
 
 Legend: G key heads (groups in Mamba2), n attention heads, d dims of an attention head.
-In latent attention a head's query has d columns and its value v.
+In latent attention a head has d columns of query and v columns of value.
 """
 
 from __future__ import annotations

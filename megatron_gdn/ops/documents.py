@@ -294,7 +294,7 @@ class Documents:
         token."""
         return self.table(_positions_in_documents)[0]
 
-    def most_chunks(self, size: int) -> int:
+    def max_chunks(self, size: int) -> int:
         """An upper bound of the number of chunks of ``size`` tokens in these
         documents."""
         return sum(-(-length // size) for length in self.lengths)
@@ -374,7 +374,7 @@ def chunk_places_of(documents: Documents, size: int) -> ChunkPlaces:
     """The `ChunkPlaces` of chunks of ``size`` tokens, on the device of
     ``documents.starts``."""
     return chunk_places(
-        ceil_div(documents.starts.diff(), size), documents.most_chunks(size)
+        ceil_div(documents.starts.diff(), size), documents.max_chunks(size)
     )
 
 

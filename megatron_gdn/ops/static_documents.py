@@ -266,7 +266,7 @@ class StaticDocuments(Documents):
         -2."""
         return -2, self.most
 
-    def most_chunks(self, size: int) -> int:
+    def max_chunks(self, size: int) -> int:
         return (
             self.total_tokens + (size - 1) * min(self.most, self.total_tokens)
         ) // size

@@ -14,7 +14,7 @@ import torch.utils.deterministic
 _REDUCED_PRECISIONS = ("tf32", "bf16")
 
 
-class _Switch:
+class _ProcessWideSetting:
     """A context for all threads: the first in calls ``change``, the last out undoes the
     change."""
 
@@ -52,7 +52,7 @@ def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _outside_autocast(device_type: str, switch: _Switch) -> Iterator[None]:
+def _outside_autocast(device_type: str, switch: _ProcessWideSetting) -> Iterator[None]:
     """A context in which autocast is off and ``switch`` is on."""
     with torch.autocast(device_type, enabled=False), switch:
         yield
@@ -110,8 +110,8 @@ def _restore_switch(switch: Any, value: str) -> None:
 
 
 _full_fp32 = [
-    _Switch(partial(_set_full_fp32, False)),
-    _Switch(partial(_set_full_fp32, True)),
+    _ProcessWideSetting(partial(_set_full_fp32, False)),
+    _ProcessWideSetting(partial(_set_full_fp32, True)),
 ]
 
 
@@ -146,4 +146,4 @@ def _do_not_fill() -> Callable[[], None]:
     return lambda: setattr(settings, "fill_uninitialized_memory", kept)
 
 
-_unfilled = _Switch(_do_not_fill)
+_unfilled = _ProcessWideSetting(_do_not_fill)

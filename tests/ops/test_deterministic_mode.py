@@ -40,7 +40,7 @@ def test_the_mixers_own_buffers_are_not_filled_and_the_setting_stays(
     deterministic, monkeypatch
 ):
     # `tests.filled_memory` keeps it from being switched off in other tests.
-    off = switches._Switch(switches._do_not_fill)
+    off = switches._ProcessWideSetting(switches._do_not_fill)
     monkeypatch.setattr(switches, "_unfilled", off)
     settings = torch.utils.deterministic
     seen = []

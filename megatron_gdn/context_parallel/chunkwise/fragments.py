@@ -144,7 +144,7 @@ def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
     )
 
 
-def any_document_continues(documents: Documents, cutting: Cutting) -> bool:
+def any_document_is_cut(documents: Documents, cutting: Cutting) -> bool:
     """Whether a document lies in several fragments; True if the host does not know the
     lengths."""
     fragments = fragments_of(documents, cutting)

@@ -26,7 +26,7 @@ from ...ops.documents import Documents
 from ...ops.front.history import History, HistoryTable
 from ...ops.host_tables import to_device
 from ..layouts import SequenceLayout
-from .fragments import Cutting, any_document_continues, fragments_of
+from .fragments import Cutting, any_document_is_cut, fragments_of
 from .map_exchange import exchange_rows
 
 
@@ -63,7 +63,7 @@ def _make_history_route(
     documents: Documents, cutting: Cutting, taps: int
 ) -> HistoryRoute | None:
     history_len = taps - 1  # the number of rows before a piece
-    if not (history_len and any_document_continues(documents, cutting)):
+    if not (history_len and any_document_is_cut(documents, cutting)):
         return None
     if cutting.layout is SequenceLayout.ZIGZAG:
         chains = documents.most

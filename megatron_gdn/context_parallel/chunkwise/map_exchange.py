@@ -170,8 +170,9 @@ def states_entering_nodes(
 
 
 def rows_by_rank(local: Tensor, through: Tensor, shares: Sequence[int]) -> Tensor:
-    """The maps ``[h, M, K, .]``, ``local`` beside ``through``: first those of the first
-    ``shares[0]`` states, for all h nodes, then those of the next.
+    """Lay ``local`` beside ``through``, maps ``[h, M, K, .]``, in the order of the
+    receiving ranks: the maps of rank 0's ``shares[0]`` states, for all h nodes, then the
+    maps of rank 1's ``shares[1]`` states, and so on.
 
     The result ``[h * M, K, X]`` is contiguous, made in one copy if the shares are
     equal; without a copy if h is 1 and both lie side by side in one memory.

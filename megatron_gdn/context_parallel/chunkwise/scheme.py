@@ -15,14 +15,14 @@ from ...ops.stages import SequenceContext
 from ...ops.state_maps.state_map import StateShape
 from ..layouts import SequenceLayout
 from ..scheme import Passage, Scheme, keep_in_place
-from .fragments import Cutting, any_document_continues, pieces_of
+from .fragments import Cutting, any_document_is_cut, pieces_of
 from .history import HistoryOfPieces, history_route
 from .states import StatesOfPieces, state_table
 
 
 class Chunkwise(Scheme):
-    """State-passing context parallelism in ``group`` for a tensor-parallel rank's
-    ``layout``."""
+    """State-passing context parallelism over the ranks of ``group``; ``layout`` has the
+    columns of a projection row on one tensor-parallel rank."""
 
     name = "chunkwise"
 
@@ -41,7 +41,7 @@ class Chunkwise(Scheme):
         self._taps = taps
 
     def sends(self, documents: Documents) -> bool:
-        return any_document_continues(documents, self._cutting)
+        return any_document_is_cut(documents, self._cutting)
 
     @property
     def _cutting(self) -> Cutting:

@@ -24,7 +24,7 @@ from ...ops.host_tables import to_device
 from ...ops.rules.base import Rule, RuleBackward, RuleForward, map_inputs
 from ...ops.state_maps.state_map import StateMap
 from ..layouts import SequenceLayout
-from .fragments import Cutting, any_document_continues, fragments_of, pieces_of
+from .fragments import Cutting, any_document_is_cut, fragments_of, pieces_of
 from .map_exchange import Paths, states_entering_nodes
 
 
@@ -65,10 +65,11 @@ class StateTable:
 
 
 class Masks(NamedTuple):
-    """Of fixed buffers, in which each document may have paths of its own.
+    """Which nodes states leave, enter and pass, as tensors for fixed buffers, whose
+    documents the host does not know.
 
-    Bool ``[nodes * chains, 1, 1, 1]``: whether a state leaves ``left``, enters
-    ``entered``, passes ``left``.
+    Bool ``[nodes * chains, 1, 1, 1]``. ``leaves`` and ``passes`` are of the nodes that
+    ``left`` lists, ``enters`` of those that ``entered`` lists.
     """
 
     leaves: Tensor
@@ -97,7 +98,7 @@ def state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable
 def _make_state_table(
     documents: Documents, cutting: Cutting, rows: int
 ) -> StateTable | None:
-    if not any_document_continues(documents, cutting):
+    if not any_document_is_cut(documents, cutting):
         return None
     pieces = pieces_of(documents, cutting)
     N = pieces.sequences

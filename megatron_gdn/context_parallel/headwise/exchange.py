@@ -125,8 +125,11 @@ def _exchange_messages(
 def _send_fragments(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, to_heads: bool
 ) -> list[dist.Work]:
-    """Send fragments of ``messages`` to peers' ``full``, or without ``to_heads`` the
-    reverse."""
+    """With ``to_heads``, send the fragments in ``messages`` to the peers and receive
+    theirs into ``full``; otherwise send from ``full`` and receive into ``messages``.
+
+    Returns the transfers to wait for.
+    """
     # Two ranks must list the messages between them in the same order.
     group = exchange.group
     rank = exchange.rank

@@ -209,17 +209,17 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs, in the order of :class:`RuleInputs`.
 
-    ``states_in`` are states that enter segments, ``d_states_out`` gradients of states that
-    leave segments. ``states`` are those at chunks, computed here if None. With
-    ``overwrite_last`` the kernel may write over ``d_states_out``. ``g_sum``, ``A``: see
-    :class:`Kept`.
+    ``d_o`` is ``[B, S, H, V]``. ``states_in`` ``[P, H, K, V]`` are states that enter
+    segments, ``d_states_out`` gradients of states that leave segments. ``states`` are
+    the states before every chunk, computed here if None. With ``overwrite_last`` the
+    kernel may write over ``d_states_out``. ``g_sum``, ``A``: see :class:`Kept`.
     """
     run = kernels()
     sequences, offsets, _ = _boundaries(segments)
     if isinstance(kernels(), HopperKernels):
-        sparing = {"overwrite_dht": overwrite_last}
+        options = {"overwrite_dht": overwrite_last}
     else:
-        sparing = {}
+        options = {}
     common = {
         "k": inputs.k,
         "v": inputs.v,
@@ -239,7 +239,7 @@ def gradients(
         h=states,
         scale=inputs.k.shape[-1] ** -0.5,
         **common,
-        **sparing,
+        **options,
     )
     dg = run.chunk_local_cumsum(
         dg, reverse=True, cu_seqlens=sequences, zero_last_chunk=True

@@ -31,7 +31,8 @@ from ...ops.documents import Documents
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _BLOCKS = "attention_mask (4-D)"
-_LINEAR = "linear_attention"  # the entry of linear attentions in a dict of masks
+# the entry of linear attentions in a dict of masks
+_LINEAR_ATTENTION = "linear_attention"
 # a score plus this number, or plus a lower one, gives the attention weight 0
 _EXCLUDED = -1e4
 
@@ -84,8 +85,10 @@ def split_masks(mask: object) -> tuple[Tensor | None, dict[str, Tensor]]:
     """
     if not isinstance(mask, dict):
         return _dense(mask), {}
-    others = {kind: _dense(one) for kind, one in mask.items() if kind != _LINEAR}
-    of_linear = _dense(mask.get(_LINEAR))
+    others = {
+        kind: _dense(one) for kind, one in mask.items() if kind != _LINEAR_ATTENTION
+    }
+    of_linear = _dense(mask.get(_LINEAR_ATTENTION))
     if of_linear is None:
         two_dimensional = (
             x for x in others.values() if isinstance(x, Tensor) and x.dim() == 2

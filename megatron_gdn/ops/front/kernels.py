@@ -158,8 +158,8 @@ def _gate_slot(
     TABLE: tl.constexpr,
     GATE_INDEX: tl.constexpr,
 ):
-    """If ``slot`` belongs to gate GATE_INDEX of TABLE (GATES), write FUNCTION's results
-    for a tile.
+    """Write FUNCTION's results for one tile of tokens, if ``slot`` is one of the slots
+    of gate GATE_INDEX. TABLE is the tuple GATES of the module's docstring.
 
     ``first_ptr``, ``second_ptr``: receive the first and, if there is one, the second
     result. ``A_log_ptr``, ``dt_bias_ptr``: parameters A_log and dt_bias, read if the

@@ -82,13 +82,13 @@ class TritonFront(Front):
         ]
         if not any(wanted_outputs):
             return made
-        for place, (names, shape) in enumerate(self.outputs):
-            if place < 3:
+        for index, (names, shape) in enumerate(self.outputs):
+            if index < 3:
                 dtype = self.dtype
             else:
                 dtype = torch.float32
             for name in names:
-                if wanted_outputs[place]:
+                if wanted_outputs[index]:
                     x = proj.new_empty((B, S) + shape, dtype=dtype)
                 else:
                     x = None

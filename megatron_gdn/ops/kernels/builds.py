@@ -27,7 +27,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT = 1800.0  # seconds; all kernels of FlashQLA take minutes on a few cores
-_QUICK = 0.5  # seconds; a shorter call only loads a kernel from disk and is not logged
+# A shorter call only loads a kernel from disk and is not logged.
+_SECONDS_BEFORE_LOG = 0.5
 
 
 def compile_in_one_process(kernel: Any) -> None:
@@ -47,9 +48,9 @@ def compile_in_one_process(kernel: Any) -> None:
         name = kernel.__name__
         variant = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         path = Path(triton.knobs.cache.dir) / "megatron_gdn" / f"{name}-{variant}.lock"
-        with build_lock(path, f"Triton's {name}", patience=_QUICK):
+        with build_lock(path, f"Triton's {name}", patience=_SECONDS_BEFORE_LOG):
             say = threading.Timer(
-                _QUICK,
+                _SECONDS_BEFORE_LOG,
                 logger.warning,
                 (
                     "compiles Triton's %s, which takes some seconds. `python -m "

@@ -20,7 +20,7 @@ _ROWS_AT_ONCE = 8
 # per program; if there are more rows, a further launch adds the programs' sums
 _MOST_ROWS = 256
 _COLUMNS = 128
-_MOST_OUTS = 4
+_MAX_OUTPUTS = 4
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
         launch(partial_NM, sums_NM, None, None, None)
         partial_NM = sums_NM
     _, last = launches[-1]
-    absent = (None,) * (_MOST_OUTS - len(outs))
+    absent = (None,) * (_MAX_OUTPUTS - len(outs))
     last(partial_NM, *(outs + absent))
 
 
@@ -100,7 +100,7 @@ def _reduction_launches(
 ) -> tuple[tuple[int, Launch], ...]:
     """The launches that sum N rows, as pairs (rows written, launch); the last writes
     one row."""
-    assert sum(sizes) == M and 1 <= len(sizes) <= _MOST_OUTS
+    assert sum(sizes) == M and 1 <= len(sizes) <= _MAX_OUTPUTS
     require_32_bits("the number of columns of partial sums", M + _COLUMNS)
     ends = tuple(accumulate(sizes)) + (M, M, M)
     stages = []

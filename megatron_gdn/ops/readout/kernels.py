@@ -102,7 +102,7 @@ def _forward_launch(
     """The forward's launch; ``strides`` of S and B in the rows, ``out_strides`` in the
     output."""
     require_rows_within_grid(B)
-    G, H, V = _row_sizes(norm, H, V)
+    G, H, V = _groups_heads_columns(norm, H, V)
     tile = norm_forward_tile(V)
     wide = rows_need_64_bits(tile.rows, S * H, H, (strides[0], out_strides[0]), G * V)
     return Launch(
@@ -132,7 +132,7 @@ def _backward_launch(
     """The number of partial rows of d_gamma per batch row, and the launch of the
     backward."""
     require_rows_within_grid(B)
-    G, H, V = _row_sizes(norm, H, V)
+    G, H, V = _groups_heads_columns(norm, H, V)
     if tile is None:
         tile = norm_backward_tile(S * H * G * B, V)
     tiles = triton.cdiv(S * H, tile.rows * tile.repeats)
@@ -149,7 +149,7 @@ def _backward_launch(
     )
 
 
-def _row_sizes(norm: TritonReadout, H: int, V: int) -> tuple[int, int, int]:
+def _groups_heads_columns(norm: TritonReadout, H: int, V: int) -> tuple[int, int, int]:
     """The kernels' G, H and V, for a rule's output that has ``H`` heads of ``V``
     columns."""
     if norm.groups is None:
@@ -178,8 +178,8 @@ def _constants(
 def _rows_of_tile(
     tile, ROWS: tl.constexpr, ROWS_OF_TILE: tl.constexpr, WIDE: tl.constexpr
 ):
-    """The first row of ``tile``, which has ROWS_OF_TILE rows, and the numbers 0 to ROWS
-    - 1.
+    """The first row of ``tile``, and the numbers 0 to ROWS - 1. A tile has
+    ROWS_OF_TILE rows and is computed ROWS rows at a time.
 
     If WIDE, both have 64 bits, and so has every offset that is computed from them.
     """

@@ -343,7 +343,7 @@ def _build_table(
 ) -> ChunkTable:
     """The table in groups of ``chunks_per_group``; ``fill_up``: fill the last with
     empty chunks."""
-    n, N = documents.most_chunks(C), max(documents.sequences, 1)
+    n, N = documents.max_chunks(C), max(documents.sequences, 1)
     if n == 0:
         return ChunkTable(C, N, (), None)
     if fill_up:

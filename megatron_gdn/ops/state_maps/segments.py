@@ -194,7 +194,7 @@ def _compute_tables(
     length = offsets.diff()
     chunks = ceil_div(length, CHUNK)
     ragged = length[:, None] % CHUNK != 0
-    places = chunk_places(chunks, documents.most_chunks(CHUNK))
+    places = chunk_places(chunks, documents.max_chunks(CHUNK))
     return (
         offsets,
         first,
@@ -246,8 +246,11 @@ def compose(local: Tensor, through: Tensor, segments: Segments) -> StateMap:
 def entering_states(
     local: Tensor, through: Tensor, segments: Segments, initial: Tensor | None
 ) -> Tensor | None:
-    """The state that enters every segment, ``[P, H, K, V]``; None, given or returned,
-    means zeros."""
+    """From the segments' maps ``[P, H, K, .]`` and the sequences' ``initial`` states
+    ``[N, H, K, V]``: the state that enters each segment, ``[P, H, K, V]``.
+
+    None, given or returned, means zeros.
+    """
     if segments.are_sequences:
         if initial is None:
             return None
