@@ -252,7 +252,7 @@ def test_buffers_that_do_not_fit_are_refused():
 @one_rank
 def test_what_the_host_has_to_know_is_refused():
     packed = static_packed_seq_params(12, 3, device="cpu")
-    with pytest.raises(NotImplementedError, match="known on the device alone"):
+    with pytest.raises(NotImplementedError, match="are on the device alone"):
         _ = static_documents_of(packed).lengths
     layer = build_layer(make_config(batch_invariant_mode=True), None, {})
     with pytest.raises(NotImplementedError, match="without batch_invariant_mode"):
