@@ -21,6 +21,8 @@ from torch.distributed import distributed_c10d
 _ASKED = "pretrain_hybrid/roll_call"
 _EVERY_S = 1.0  # how often a rank looks whether another one has asked
 _PATIENCE_S = 6.0  # by then every rank that runs has answered
+# A thread's answer takes 2 * _EVERY_S + _PATIENCE_S, and more on a busy machine.
+_WAITED_FOR_S = 2 * (2 * _EVERY_S + _PATIENCE_S)
 _FAILED = "failed"
 
 
@@ -52,7 +54,7 @@ class RollCall:
             self._store.set(_ASKED, str(self._rank))
         except RuntimeError:
             return self._words or self._lost_store()
-        self._ended.wait(2 * _EVERY_S + _PATIENCE_S)
+        self._ended.wait(_WAITED_FOR_S)
         if self._rank == 0:
             time.sleep(2 * _EVERY_S)  # it may keep the store, which the others ask
         return self._words
