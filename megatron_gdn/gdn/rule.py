@@ -145,10 +145,11 @@ def resolve_rule(
             never replaced by another backend.
         bits: with ``Bits.DETERMINISTIC`` results repeat bit for bit, from run to run
             and process to process, and a sequence's results do not depend on other
-            sequences. ``"auto"`` takes flash_qla if ``REPEATABLE`` covers GPU, dtype,
-            heads and versions, else the reference. fla is refused, since fla picks its
-            kernels by timing. ``"flash_qla"`` runs even if untested; the log then says
-            so. ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
+            sequences. ``"auto"`` takes flash_qla, or else fla, if a test covers GPU,
+            dtype, heads and versions (:class:`.repeatable.Repeatable`), else the
+            reference. Each of fla's kernels then has one configuration. A backend that
+            is asked for by name runs even if untested; the log then says so.
+            ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
         operands: the dtype to which flash_qla and fla round operands of products in a
             bf16 layer: ``"fp16"``, or ``"bf16"``, with three bits less but a wider
             range (see :mod:`.half`). If fp16 would be more exact but cannot be used,

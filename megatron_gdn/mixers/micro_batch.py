@@ -314,6 +314,7 @@ class MicroBatches:
         cheaper."""
         schemes = self._schemes_of(group, rule, layout)
         first = schemes[0]
+        last = schemes[-1]  # chunkwise, if both modes can run
         scheme = first
         on_grid = self._config.batch_invariant_mode
         why = ""
@@ -332,8 +333,8 @@ class MicroBatches:
             why = "the only mode for these heads and this backend"
         elif on_grid and not why:
             why = "the mode that keeps batch_invariant_mode's bits"
-        elif not why and documents is not None and not schemes[-1].sends(documents):
-            scheme = schemes[-1]
+        elif not why and documents is not None and not last.sends(documents):
+            scheme = last
             why = "it sends nothing, since every document lies on one rank"
         elif not why:
             assert group is not None

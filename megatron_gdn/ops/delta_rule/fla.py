@@ -48,8 +48,8 @@ CHANNEL_RULE_KERNELS = {
 
 
 class FlaDeltaRule(FlaRule):
-    """fla's delta rule; :meth:`chunk_products` returns k, w, u, and g's sums (``g``;
-    per channel: ``gk``)."""
+    """fla's delta rule; :meth:`chunk_products` returns k, w, u and the sums of g, as
+    ``g``, or ``gk`` if g has a value per channel."""
 
     # Each subclass has this method. It returns arguments of a backward kernel: q, k, w,
     # the sums of g, and dv, the share of the written values' gradient that comes from

@@ -214,7 +214,7 @@ class FlaRule(Rule):
         self.bits = bits
 
     @classmethod
-    def of(cls, sizes: Any, bits: Bits) -> Self:
+    def of(cls, sizes: Sizes, bits: Bits) -> Self:
         return cls(bits)
 
     @cached_property

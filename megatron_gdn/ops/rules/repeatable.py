@@ -12,8 +12,9 @@ from ..obstacles import installed_version
 class Repeatable(NamedTuple):
     """A GPU, versions, dtypes and sizes for which a rule repeats bit for bit.
 
-    Hundreds of forward and backward passes ran on this GPU in two processes, in memory
-    that was filled with NaN, while another CUDA stream was busy.
+    A hundred forward and backward passes or more ran on this GPU, in memory that was
+    filled with NaN and other garbage, while another CUDA stream was busy; and two
+    processes gave the same bits.
     """
 
     capability: tuple[int, int]
