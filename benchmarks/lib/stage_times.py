@@ -112,7 +112,7 @@ def _of_stages(
     batch = layer.micro_batches.of(packed, rows_SBP)
     neighbours = batch.passage.neighbours
     documents = neighbours.documents
-    of_rule = neighbours.of_rule
+    of_rule = neighbours.rule_documents
     stages = layer.stages(rows_SBP, batch, gates)
     front = stages.front
     rule = stages.rule

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.autograd import uncompiled
-from ..ops.documents import Documents, shown
+from ..ops.documents import Documents, shortened
 from ..ops.host_tables import to_device
 from .layouts import SequenceLayout
 
@@ -115,7 +115,7 @@ def require_agreement(
     if documents is None:
         packed = (-1, 0)
     else:
-        packed = documents.contents
+        packed = documents.fingerprint
     integers = (tokens, rows) + packed + (_LAYOUTS.index(layout),)
     gathered = _gather(integers, group, device)
     if integers in known.agreed and device.type == "cuda":
@@ -188,8 +188,8 @@ def _disagreement_message(
         for integers, members in ranks.items()
     )
     boundaries = ""
-    if documents is not None and documents.known:
-        boundaries = f" This rank was given cu_seqlens={shown(documents.offsets)}."
+    if documents is not None and documents.known_on_host:
+        boundaries = f" This rank was given cu_seqlens={shortened(documents.offsets)}."
     return (
         "the ranks of a context-parallel group disagree about the micro-batch. "
         f"{descriptions}.{boundaries} Every rank must hold the same number of tokens "

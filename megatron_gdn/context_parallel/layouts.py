@@ -201,16 +201,16 @@ def documents_cut_by(
 def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
     """:func:`positions` of documents ``cut``; on their device if the host knows no
     lengths."""
-    if cut.known:
+    if cut.known_on_host:
         return positions(cut.lengths, cp_size, layout)
     require_cut(cut, cp_size, layout)
-    return cut.table(_zigzag_positions, cp_size)[0]
+    return cut.keep_tensors(_zigzag_positions, cp_size)[0]
 
 
 def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> None:
     """Raise a ValueError if the host knows a length that the ranks cannot divide among
     them."""
-    if documents.known:
+    if documents.known_on_host:
         lengths = documents.lengths
     else:
         lengths = (documents.total_tokens,)

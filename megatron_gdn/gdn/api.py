@@ -213,7 +213,7 @@ def run_rule(
     if documents is None:
         filled = None
     else:
-        filled = documents.filled
+        filled = documents.filled_indices
     initial = initial_state
     if filled is not None and initial is not None:
         # If no document has a token, the rule has one empty sequence and gets no

@@ -78,7 +78,7 @@ class _CudnnArguments:
     offsets."""
 
     def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
-        if documents is not None and not documents.known:
+        if documents is not None and not documents.known_on_host:
             raise NotImplementedError(
                 "backend='cudnn' does not take documents in fixed buffers, whose "
                 "boundaries change on the device. Use backend='fla' or 'auto'."

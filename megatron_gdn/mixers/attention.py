@@ -472,7 +472,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         """Whether Megatron's own rotation uses the positions of the tokens in
         ``share``."""
         own_group = self.pg_collection.cp
-        if share.documents is not None and share.documents.continue_others:
+        if share.documents is not None and share.documents.may_have_parents:
             return False
         # Megatron's code raises
         if self.config.rotary_interleaved and 0 in share.lengths:
@@ -490,7 +490,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         positions = share.positions.to(angles.device)
         if share.documents is not None:
             # the model treats a batch of trees as not packed
-            if share.documents.continue_others:
+            if share.documents.may_have_parents:
                 angles = _gather_angles(angles, share.group)
             longest = share.documents.longest_sequence
             if longest > angles.shape[0]:

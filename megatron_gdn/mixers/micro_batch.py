@@ -322,7 +322,7 @@ class MicroBatches:
             why = documents.why_headwise
             if on_grid and documents.why_not_on_grid:
                 raise NotImplementedError(documents.why_not_on_grid)
-            if documents.continue_others and first.name == LinearCpMode.CHUNKWISE:
+            if documents.may_have_parents and first.name == LinearCpMode.CHUNKWISE:
                 raise NotImplementedError(
                     "documents that continue others run on whole sequences, and these "
                     "layers can only run chunkwise here. Use linear_cp_mode='headwise' "

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 from ..context_parallel.gathered import Span, gather_in_order, spans_of
 from ..context_parallel.layouts import SequenceLayout, positions
-from ..ops.documents import Documents, changed_boundaries_message, offsets_of, shown
+from ..ops.documents import Documents, changed_boundaries_message, offsets_of, shortened
 from ..ops.host_tables import stream_of_tables, to_device
 from ..ops.static_documents import StaticDocuments
 from ..ops.trees import TreeDocuments
@@ -159,7 +159,7 @@ def _resolve(
     else:
         before = documents
     if not torch.equal(documents.stamp, before.stamp):
-        found = f"{shown(documents.offsets)} after {shown(before.offsets)}"
+        found = f"{shortened(documents.offsets)} after {shortened(before.offsets)}"
         raise RuntimeError(changed_boundaries_message(found))
     by_stream = {stream_of_tables(): documents}
     params.__dict__[_RESOLVED] = _ResolvedDocuments(
@@ -187,7 +187,7 @@ def _require_same_tokens(params: PackedSeqParams, documents: Documents) -> None:
         )
     if index is None:
         return
-    if not documents.known:
+    if not documents.known_on_host:
         raise ValueError(
             "packed_seq_params with fixed buffers has a seq_idx, which set_documents "
             "would not change. Leave total_tokens and seq_idx None."
@@ -203,7 +203,8 @@ def _require_same_tokens(params: PackedSeqParams, documents: Documents) -> None:
     ):
         raise ValueError(
             f"packed_seq_params has a seq_idx of shape {tuple(index.shape)} whose "
-            f"documents are not those of cu_seqlens, {shown(documents.offsets)}. Make "
+            "documents are not those of cu_seqlens, "
+            f"{shortened(documents.offsets)}. Make "
             f"it [1, {tokens}] with another number in each document (Megatron does if "
             "total_tokens is given), or None."
         )
@@ -327,8 +328,8 @@ def _read_documents(
         if queries is None or keys is None or queries == keys:
             continue
         raise ValueError(
-            f"packed_seq_params gives cu_seqlens_q{name}={shown(queries)} and "
-            f"cu_seqlens_kv{name}={shown(keys)}; this layer reads and writes one "
+            f"packed_seq_params gives cu_seqlens_q{name}={shortened(queries)} and "
+            f"cu_seqlens_kv{name}={shortened(keys)}; this layer reads and writes one "
             "sequence, so the two must be equal."
         )
     name, unpadded = ("q", q) if q is not None else ("kv", kv)
@@ -338,8 +339,9 @@ def _read_documents(
             length <= slot for length, slot in zip(lengths, slots, strict=True)
         ):
             raise ValueError(
-                f"cu_seqlens_{name} gives documents of {shown(lengths)} tokens, "
-                f"cu_seqlens_q_padded slots of {shown(slots)}; there must be one slot "
+                f"cu_seqlens_{name} gives documents of {shortened(lengths)} tokens, "
+                f"cu_seqlens_q_padded slots of {shortened(slots)}; there must be one "
+                "slot "
                 "per document, at least as long as the document."
             )
     if (parents is not None) != (qkv_format == TREE):

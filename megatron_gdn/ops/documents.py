@@ -48,14 +48,14 @@ class Documents:
     offsets: tuple[int, ...]
     device: torch.device  # device of the tables that kernels read
 
-    # the reason, if only the headwise scheme runs these documents
+    # why only the headwise scheme runs these documents; "" if every scheme does
     why_headwise: ClassVar[str] = ""
-    # the reason, if batch_invariant_mode refuses documents
+    # why batch_invariant_mode refuses these documents; "" if it takes them
     why_not_on_grid: ClassVar[str] = ""
-    # whether a document may start from another one's state
-    continue_others: ClassVar[bool] = False
-    # whether the host knows the boundaries; False in fixed buffers
-    known: ClassVar[bool] = True
+    # whether a document may start from the last state of an earlier one, its parent
+    may_have_parents: ClassVar[bool] = False
+    # whether the host knows the boundaries; in fixed buffers only the device does
+    known_on_host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         offsets = self.offsets
@@ -120,16 +120,18 @@ class Documents:
         return documents
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def boundary_numbers(self) -> tuple[int, ...]:
         """Integers that are equal for two buffers of T tokens only if the boundaries
         are equal."""
         return self.offsets
 
     @cached_property
-    def contents(self) -> tuple[int, int]:
-        """The number of documents and a hash of :attr:`numbers`, which ranks
+    def fingerprint(self) -> tuple[int, int]:
+        """The number of documents and a hash of :attr:`boundary_numbers`, which ranks
         compare."""
-        digest = blake2b(array("q", self.numbers).tobytes(), digest_size=7).digest()
+        digest = blake2b(
+            array("q", self.boundary_numbers).tobytes(), digest_size=7
+        ).digest()
         return len(self.lengths), int.from_bytes(digest, "little")
 
     @cached_property
@@ -140,7 +142,7 @@ class Documents:
         )
 
     @cached_property
-    def filled(self) -> Tensor | None:
+    def filled_indices(self) -> Tensor | None:
         """int64 on the device: indices of the documents with tokens; None if all have
         tokens."""
         index = [n for n, length in enumerate(self.lengths) if length]
@@ -151,17 +153,17 @@ class Documents:
         )
 
     @cached_property
-    def most(self) -> int:
+    def max_filled(self) -> int:
         """The number of documents with tokens; in fixed buffers the largest possible
         number."""
         return len(self.filled_offsets) - 1
 
     @property
     def sequences(self) -> int:
-        """M: the number of sequences with tokens; in fixed buffers :attr:`most` + 1."""
-        if self.known:
-            return self.most
-        return self.most + 1
+        """M: the number of sequences with tokens; in fixed buffers ``max_filled + 1``."""
+        if self.known_on_host:
+            return self.max_filled
+        return self.max_filled + 1
 
     def on_host(self) -> Documents:
         """The same documents, with boundaries that the host knows."""
@@ -179,10 +181,12 @@ class Documents:
 
     @cached_property
     def stamp(self) -> Tensor:
-        """:attr:`numbers` as int64 on the host; a forward saves this tensor for its
-        backward."""
+        """:attr:`boundary_numbers` as int64 on the host.
+
+        A forward saves this tensor, so that its backward can compare the boundaries.
+        """
         with torch.inference_mode(False):  # autograd cannot save an inference tensor
-            return torch.tensor(self.numbers, device="cpu")
+            return torch.tensor(self.boundary_numbers, device="cpu")
 
     def has_stamp(self, stamp: Tensor) -> bool:
         """Whether documents with this :attr:`stamp` have the boundaries of these
@@ -193,7 +197,7 @@ class Documents:
         """The error message if a recomputation found these documents in place of
         ``stamp``'s."""
         return changed_boundaries_message(
-            f"{shown(self.stamp.tolist())} after {shown(stamp.tolist())}"
+            f"{shortened(self.stamp.tolist())} after {shortened(stamp.tolist())}"
         )
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
@@ -223,8 +227,9 @@ class Documents:
         return to_device(self.starts, self.device)
 
     @cached_property
-    def kept(self) -> dict[Hashable, Any]:
-        """What :meth:`keep` and :meth:`table` have made, by function and arguments."""
+    def kept_results(self) -> dict[Hashable, Any]:
+        """The results of :meth:`keep` and :meth:`keep_tensors`; a key is the function
+        with its arguments."""
         return {}
 
     def keep[*Arguments, Made](
@@ -234,17 +239,17 @@ class Documents:
         object.
 
         The package keeps what it has made in two ways. What is made from a `Documents`
-        lives on the `Documents`, by this method (tensors by :meth:`table`); a
+        lives on the `Documents`, by this method (tensors by :meth:`keep_tensors`); a
         `Documents` belongs to one CUDA stream and lives as long as its micro-batch.
         What is made from sizes alone is the result of an ``lru_cache``; if it has
         tensors, of a :func:`.host_tables.cached_by_stream`.
         """
         key = make, arguments
-        if key not in self.kept:
-            self.kept[key] = make(self, *arguments)
-        return self.kept[key]
+        if key not in self.kept_results:
+            self.kept_results[key] = make(self, *arguments)
+        return self.kept_results[key]
 
-    def table[*Arguments, Made: tuple[Tensor, ...]](
+    def keep_tensors[*Arguments, Made: tuple[Tensor, ...]](
         self,
         make: Callable[[Self, *Arguments], Made],
         *arguments: *Arguments,
@@ -257,7 +262,7 @@ class Documents:
         of :attr:`starts`.
         """
         key = make, arguments, move
-        found = self.kept.get(key)
+        found = self.kept_results.get(key)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
                 found = make(self, *arguments)
@@ -266,20 +271,20 @@ class Documents:
                     # a NamedTuple has _make
                     of_kind = getattr(found, "_make", tuple)
                     found = cast(Made, of_kind(on_device))
-            self.kept[key] = found
+            self.kept_results[key] = found
         return found
 
-    def cut[*Arguments](
+    def keep_documents[*Arguments](
         self,
         make: Callable[[Self, *Arguments], tuple[Tensor]],
         *arguments: *Arguments,
-        most: int,
+        max_filled: int,
         tokens: int,
     ) -> Documents:
         """Documents with offsets ``make(self, *arguments)`` (0 to ``tokens``), kept on
         this object.
 
-        At most ``most`` have tokens. Documents without tokens are left out.
+        At most ``max_filled`` have tokens. Documents without tokens are left out.
         """
         return self.keep(_cut_documents, make, *arguments)
 
@@ -292,7 +297,7 @@ class Documents:
     def position_T(self) -> Tensor:
         """int32 ``[T]``: how many tokens of the same document come before each
         token."""
-        return self.table(_positions_in_documents)[0]
+        return self.keep_tensors(_positions_in_documents)[0]
 
     def max_chunks(self, size: int) -> int:
         """An upper bound of the number of chunks of ``size`` tokens in these
@@ -302,7 +307,7 @@ class Documents:
     def chunks(self, size: int) -> ChunkPlaces:
         """For every chunk of ``size`` tokens, its sequence and its number in the
         sequence."""
-        return self.table(chunk_places_of, size)
+        return self.keep_tensors(chunk_places_of, size)
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
         """The tokens of all ancestors of the document that begins at token ``start``,
@@ -395,7 +400,7 @@ def ceil_div(count: Tensor, by: Tensor | int) -> Tensor:
     return (count + (by - 1)).div(by, rounding_mode="floor")
 
 
-def shown(numbers: Sequence[int]) -> str:
+def shortened(numbers: Sequence[int]) -> str:
     """``numbers`` for an error's text; of more than 20 only the first ten and the last
     two."""
     words = [str(number) for number in numbers]

@@ -63,7 +63,7 @@ def mix(
             inside = AlignedReadout(inside, neighbours.documents)
     if rows.numel():
         if isinstance(neighbours.documents, TreeDocuments):
-            history = neighbours.documents.history(stages.past)
+            history = neighbours.documents.history(stages.history_length)
             rule = rule.wrapped_by(RuleByLevel)
             neighbours = replace(neighbours, history=history)
         trained = [x for x in (rows, *parameters) if x is not None and x.requires_grad]
@@ -216,11 +216,11 @@ def _forward(
     if neighbours.history is not None:
         history = neighbours.history.fetch(rows[..., front.layout.conv_columns])
     inputs = front.forward(rows, of_front, neighbours.documents, history=history)
-    begun = rule.begin(inputs, neighbours.of_rule)
+    begun = rule.begin(inputs, neighbours.rule_documents)
     initial = None
     linked = ()
     if neighbours.states is not None:
-        initial, linked = neighbours.states.entering(rule, begun, inputs)
+        initial, linked = neighbours.states.forward_states(rule, begun, inputs)
     o, _, of_rule = begun.run(initial, keep=keep)
     del begun
     saved = ()
@@ -306,11 +306,13 @@ def _backward(
     del read
     # This function keeps no reference to d_o, so a rule that converts d_o can free the
     # original.
-    begun = rule.begin_backward(gradient.pop(), inputs, of_rule, neighbours.of_rule)
+    begun = rule.begin_backward(
+        gradient.pop(), inputs, of_rule, neighbours.rule_documents
+    )
     del inputs, of_rule
     initial = d_final = None
     if neighbours.states is not None:
-        initial, d_final = neighbours.states.leaving(begun, linked)
+        initial, d_final = neighbours.states.backward_states(begun, linked)
     grads = begun.run(initial, d_final)
     del begun
     if history is not None:

@@ -180,8 +180,10 @@ class SecondRun:
             if near.states is None:
                 initial = None
             else:
-                initial = near.states.entered(linked)
-            o, _, saved = self._rule.recompute(inputs, kept, near.of_rule, initial)
+                initial = near.states.states_from_saved(linked)
+            o, _, saved = self._rule.recompute(
+                inputs, kept, near.rule_documents, initial
+            )
             self._result = inputs, o, saved
         return self._result
 

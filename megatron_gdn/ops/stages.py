@@ -83,7 +83,7 @@ class Stages(NamedTuple):
         return self.rule.bits is Bits.ON_GRID
 
     @property
-    def of_front(self) -> tuple[Tensor | None, ...]:
+    def front_parameters(self) -> tuple[Tensor | None, ...]:
         """The parameters of the front."""
         return self.parameters[:-1]
 
@@ -98,7 +98,7 @@ class Stages(NamedTuple):
         return self.table.state
 
     @property
-    def past(self) -> int:
+    def history_length(self) -> int:
         """The number of rows before a token that the convolution reads: W - 1."""
         return cast(Tensor, self.parameters[0]).shape[-1] - 1
 
@@ -227,23 +227,25 @@ class StateLink(Protocol):
 
     documents: Documents  # boundaries of the sequences, all batch rows end to end
 
-    def entering(
+    def forward_states(
         self, rule: Rule, forward: RuleForward, inputs: object
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """The initial states ``[N, H, K, V]``, and tensors to save for
-        :meth:`leaving`."""
+        """The initial states ``[N, H, K, V]``, and the tensors that the backward needs.
+
+        The caller saves these tensors. It passes them as ``kept`` to
+        :meth:`backward_states` and :meth:`states_from_saved`.
+        """
         ...
 
-    def entered(self, kept: tuple[Tensor, ...]) -> Tensor | None:
-        """The initial states, for a second run; ``kept``: the tensors :meth:`entering`
-        saved."""
+    def states_from_saved(self, kept: tuple[Tensor, ...]) -> Tensor | None:
+        """The initial states ``[N, H, K, V]`` again, for a second run of the forward."""
         ...
 
-    def leaving(
+    def backward_states(
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The initial states, and gradients of the final states; ``kept``: see
-        :meth:`entered`."""
+        """The initial states and the gradients of the final states, ``[N, H, K, V]``
+        each; None means zeros."""
         ...
 
 
@@ -261,7 +263,7 @@ class SequenceContext:
     states: StateLink | None = None
 
     @cached_property
-    def of_rule(self) -> Documents | None:
+    def rule_documents(self) -> Documents | None:
         """The boundaries for the rule: those of ``states``, or ``documents`` if states
         is None."""
         if self.states is None:

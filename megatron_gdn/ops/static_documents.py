@@ -45,11 +45,12 @@ class StaticDocuments(Documents):
         "lie where the documents of one micro-batch begin. Switch it off, or give "
         "ordinary packed documents outside of graphs."
     )
-    known = False
+    known_on_host = False
     # int32 [N + 1], the offsets of the last :meth:`fill`; unused entries are T
     boundaries: Tensor
     longest: int
-    _key: Hashable  # the key of the :meth:`cut` that made this object, or None
+    # the key of the :meth:`keep_documents` that made this object, or None
+    _key: Hashable
     _tables: dict[Hashable, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
     # What the layouts that read these documents demand of the lengths; see
     # :meth:`add_check`.
@@ -84,7 +85,7 @@ class StaticDocuments(Documents):
         # identity.
         vars(self).update(
             device=boundaries.device,
-            most=max_documents,
+            max_filled=max_documents,
             boundaries=boundaries,
             longest=longest,
             total_tokens=total_tokens,
@@ -137,11 +138,11 @@ class StaticDocuments(Documents):
                 )
             offsets = torch.tensor(documents.offsets, dtype=torch.int32, device="cpu")
         given = len(offsets) - 1
-        if given > self.most:
+        if given > self.max_filled:
             raise ValueError(
                 f"cu_seqlens has {given} documents, and these buffers hold up to "
-                f"max_documents={self.most}. Make larger buffers and capture again, or "
-                f"pack fewer documents."
+                f"max_documents={self.max_filled}. Make larger buffers and capture "
+                "again, or pack fewer documents."
             )
         if documents is not None:
             for check in self._checks.values():
@@ -202,7 +203,7 @@ class StaticDocuments(Documents):
         if stamp is not self.stamp:
             raise RuntimeError(_FILLED_AGAIN)
 
-    def table[*Arguments, Made: tuple[Tensor, ...]](
+    def keep_tensors[*Arguments, Made: tuple[Tensor, ...]](
         self,
         make: Callable[[Self, *Arguments], Made],
         *arguments: *Arguments,
@@ -222,16 +223,18 @@ class StaticDocuments(Documents):
     def to(self, device: torch.device) -> Documents:
         return self
 
-    def cut[*Arguments](
+    def keep_documents[*Arguments](
         self,
         make: Callable[[Self, *Arguments], tuple[Tensor]],
         *arguments: *Arguments,
-        most: int,
+        max_filled: int,
         tokens: int,
     ) -> Documents:
-        """Up to ``most`` documents, whose boundaries ``make(self, *arguments)`` computes
-        in its one tensor; :meth:`fill` computes them again."""
-        return self.keep(_cut_static_documents, most, tokens, make, *arguments)
+        """Up to ``max_filled`` documents with the boundaries ``make(self, *arguments)``.
+
+        :meth:`fill` computes these boundaries again, in place.
+        """
+        return self.keep(_cut_static_documents, max_filled, tokens, make, *arguments)
 
     def on_host(self) -> Documents:
         """The documents of the latest fill; the host waits for a GPU, so not during a
@@ -256,19 +259,19 @@ class StaticDocuments(Documents):
         The values change with each :meth:`fill`. Each read returns a new view, since
         packages cache results by the identity of this tensor.
         """
-        return self.table(_without_empty)[0].view(-1)
+        return self.keep_tensors(_without_empty)[0].view(-1)
 
     starts = cu_seqlens  # pyright: ignore[reportAssignmentType]
 
     @cached_property
-    def contents(self) -> tuple[int, int]:
+    def fingerprint(self) -> tuple[int, int]:
         """(-2, N), compared by ranks; ordinary documents have their count in place of
         -2."""
-        return -2, self.most
+        return -2, self.max_filled
 
     def max_chunks(self, size: int) -> int:
         return (
-            self.total_tokens + (size - 1) * min(self.most, self.total_tokens)
+            self.total_tokens + (size - 1) * min(self.max_filled, self.total_tokens)
         ) // size
 
 
@@ -280,19 +283,19 @@ def require_on_device(holds: Tensor, otherwise: str) -> None:
 
 def _cut_static_documents(
     documents: StaticDocuments,
-    most: int,
+    max_filled: int,
     tokens: int,
     make: Any,
     *arguments: object,
 ) -> StaticDocuments:
-    """Up to ``most`` documents of ``tokens`` tokens, with boundaries
+    """Up to ``max_filled`` documents of ``tokens`` tokens, with boundaries
     ``make(documents, ...)``."""
-    (boundaries,) = documents.table(make, *arguments)
+    (boundaries,) = documents.keep_tensors(make, *arguments)
     cut = object.__new__(StaticDocuments)
     vars(cut).update(
         device=documents.device,
         boundaries=boundaries,
-        most=most,
+        max_filled=max_filled,
         longest=tokens,
         total_tokens=tokens,
         _key=(documents._key, (make, arguments)),
@@ -308,7 +311,7 @@ def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:
     start = documents.boundaries[:-1]
     end = documents.boundaries[1:]
     ends = torch.where(end > start, end, documents.total_tokens).sort().values
-    ends = ends[: documents.most]
+    ends = ends[: documents.max_filled]
     return (
         torch.cat([end.new_zeros(1), ends, end.new_full((1,), documents.total_tokens)]),
     )

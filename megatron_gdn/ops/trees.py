@@ -74,7 +74,7 @@ class TreeDocuments(Documents):
         "chunks of 64 tokens begin anew in every document. Switch it off, or pack the "
         "sequences separately."
     )
-    continue_others = True
+    may_have_parents = True
 
     parents: tuple[int, ...] = ()  # the document that each document continues; -1: none
     # tokens of each document, without padding
@@ -96,7 +96,7 @@ class TreeDocuments(Documents):
                 )
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def boundary_numbers(self) -> tuple[int, ...]:
         return self.offsets + self.parents + self.lengths_without_padding
 
     @cached_property

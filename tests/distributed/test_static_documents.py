@@ -69,7 +69,10 @@ def addresses(documents) -> dict:
         key: [x.data_ptr() for x in made]
         for key, (_, made) in documents._tables.items()
     }
-    return {"plans": {key: id(plan) for key, plan in documents.kept.items()}, **tables}
+    return {
+        "plans": {key: id(plan) for key, plan in documents.kept_results.items()},
+        **tables,
+    }
 
 
 def assert_same(found, expected, lengths, mode: str | None) -> None:

@@ -186,7 +186,7 @@ def flash_qla_rule(monkeypatch, bits=Bits.FREE, cut=None):
         monkeypatch.setattr(module, "kernels", lambda: stand_in)
 
     def by_length(documents, heads):
-        if not documents.known:
+        if not documents.known_on_host:
             return segments.cut_by_length(documents, heads)
         return segments.cut_at(
             documents, documents.filled_offsets if cut is None else cut

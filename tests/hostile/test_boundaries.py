@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_gdn.mixers.packing import resolve_packed_seq_params
-from megatron_gdn.ops.documents import Documents, shown
+from megatron_gdn.ops.documents import Documents, shortened
 
 CPU = torch.device("cpu")
 TOKENS = 16
@@ -89,7 +89,7 @@ def test_boundaries_of_many_documents_are_told_in_few_words():
     with pytest.raises(ValueError, match="one slot per document") as error:
         resolve_packed_seq_params(slots, 200_000, CPU)
     assert len(str(error.value)) < 1000
-    assert shown(range(20)) == str([*range(20)])
+    assert shortened(range(20)) == str([*range(20)])
 
 
 def test_a_buffer_of_2_to_the_31_tokens_is_refused():

@@ -28,7 +28,7 @@ def rounding(mixer, rows) -> float:
     of itself. So in two cuts an exponent differs by up to four times that, and exp has
     the relative error that its exponent has absolutely.
     """
-    log_decays = mixer.front.forward(rows, mixer.of_front, None).g
+    log_decays = mixer.front.forward(rows, mixer.front_parameters, None).g
     largest_sum = min(len(rows), CHUNK) * log_decays.abs().max().item()
     return 1e-5 + 4 * 2**-24 * largest_sum
 

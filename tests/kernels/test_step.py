@@ -126,7 +126,7 @@ def hold_steps(made, memory, counts):
     """Steps of so many tokens by kernels change memory as those in plain torch do."""
     stages = made["torch"]
     device = memory.history.device
-    dtype = stages.of_front[0].dtype
+    dtype = stages.front_parameters[0].dtype
     assert made["triton"].front.triton and not stages.front.triton
     slots = memory.slots
     real = slice(None) if slots is None else (slots >= 0).nonzero()[:, 0]

@@ -212,7 +212,7 @@ def test_states_enter_every_piece_as_one_rank_would_have_them(fill, rows):
     sets, cp, layout = fill
 
     def make(documents):
-        count = rows if documents.known else 1
+        count = rows if documents.known_on_host else 1
         return [
             state_table(documents, Cutting(cp, layout, rank), count)
             for rank in range(cp)

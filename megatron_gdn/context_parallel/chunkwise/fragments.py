@@ -106,7 +106,7 @@ def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
     """The fragments that ``cutting`` makes; errors as in
     :func:`..layouts.check_lengths`."""
     require_cut(documents, cutting.cp_size, cutting.layout)
-    return documents.table(_cut_fragments, cutting, move=False)
+    return documents.keep_tensors(_cut_fragments, cutting, move=False)
 
 
 def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
@@ -114,7 +114,7 @@ def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
     starts = documents.starts.long()
     cp_size = cutting.cp_size
     if cutting.layout is SequenceLayout.ZIGZAG:
-        ends = starts[: documents.most + 1]
+        ends = starts[: documents.max_filled + 1]
         require_fragments(documents, ends.diff(), cp_size)
     else:
         ends = torch.cat([starts[:1], starts[-1:]])
@@ -148,7 +148,7 @@ def any_document_is_cut(documents: Documents, cutting: Cutting) -> bool:
     """Whether a document lies in several fragments; True if the host does not know the
     lengths."""
     fragments = fragments_of(documents, cutting)
-    return not documents.known or bool(fragments.enters.any())
+    return not documents.known_on_host or bool(fragments.enters.any())
 
 
 def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
@@ -156,11 +156,13 @@ def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
     tokens."""
     # A rank has at most two fragments of the buffer, and at most one document is in
     # both fragments.
-    most = documents.most + 1
+    most = documents.max_filled + 1
     if cutting.layout is SequenceLayout.ZIGZAG:
-        most = 2 * documents.most
+        most = 2 * documents.max_filled
     tokens = documents.total_tokens // cutting.cp_size
-    return documents.cut(_piece_boundaries, cutting, most=most, tokens=tokens)
+    return documents.keep_documents(
+        _piece_boundaries, cutting, max_filled=most, tokens=tokens
+    )
 
 
 def _piece_boundaries(documents: Documents, cutting: Cutting) -> tuple[Tensor]:

@@ -66,7 +66,7 @@ def _make_history_route(
     if not (history_len and any_document_is_cut(documents, cutting)):
         return None
     if cutting.layout is SequenceLayout.ZIGZAG:
-        chains = documents.most
+        chains = documents.max_filled
     else:
         chains = 1
     listed = [
@@ -76,12 +76,12 @@ def _make_history_route(
     sendable, receivable = (
         _TravellingRows._make(to_device(x, device) for x in rows) for rows in listed
     )
-    tables = documents.table(
+    tables = documents.keep_tensors(
         _build_tables, cutting, history_len, sendable, receivable, move=False
     )
     counts = []
     for rows, travels in zip(listed, tables[-2:], strict=True):
-        if documents.known:
+        if documents.known_on_host:
             peers = rows.peer[travels]
         else:
             peers = rows.peer
@@ -159,7 +159,7 @@ def _build_tables(
             distance <= history_tokens[rows.receiver, rows.chain]
         )
         number = torch.arange(len(tokens), device=tokens.device)
-        if documents.known:
+        if documents.known_on_host:
             number = travels.cumsum(0) - 1
         return travels, torch.where(travels, number, -1), distance
 
@@ -200,7 +200,7 @@ def _build_tables(
     row = torch.where(sources[..., 0] < len(place), row, -1)
     sources = torch.where(sources < len(place), sources, -1)
     additions = torch.cat([row[..., None], sources], -1).flatten(0, 1)
-    if documents.known:
+    if documents.known_on_host:
         before = before[continues]
         edge = edge[continues]
         send_rows = send_rows[travels]

@@ -105,18 +105,18 @@ def _make_state_table(
     paths = _paths_of(documents, cutting)
     sending = paths.sent_by(cutting.rank)
     receiving = paths.received_by(cutting.rank)
-    tensors = documents.table(
+    tensors = documents.keep_tensors(
         _node_tensors, pieces, cutting, rows, sending, receiving, move=False
     )
     on_device = _NodeTensors._make(to_device(x, documents.device) for x in tensors)
     masks = None
     cuts = None, None
-    if not documents.known:
+    if not documents.known_on_host:
         masks = Masks(on_device.leaves, on_device.enters, on_device.passes)
         if cutting.layout is not SequenceLayout.ZIGZAG:
             cuts = on_device.cuts, on_device.cuts_back
     left_alone = None
-    if documents.known and rows == 1 and sending:
+    if documents.known_on_host and rows == 1 and sending:
         left_alone = _pieces_alone(pieces, tensors.left)
     chains = rows * fragments_of(documents, cutting).begin.shape[1]
     sequences = pieces
@@ -128,7 +128,9 @@ def _make_state_table(
         sequences = Documents((0, *ends), pieces.device)
 
     def index(x: Tensor, of_device: Tensor) -> Tensor | None:
-        if documents.known and torch.equal(x, torch.arange(rows * N, device="cpu")):
+        if documents.known_on_host and torch.equal(
+            x, torch.arange(rows * N, device="cpu")
+        ):
             return None
         return of_device
 
@@ -168,7 +170,7 @@ def _paths_of(documents: Documents, cutting: Cutting) -> Paths:
     nodes."""
     hosts = cutting.nodes.hosts
     every_node = tuple(range(len(hosts)))
-    if not documents.known or cutting.layout is SequenceLayout.ZIGZAG:
+    if not documents.known_on_host or cutting.layout is SequenceLayout.ZIGZAG:
         return Paths(hosts, (every_node,))
     fragments = fragments_of(documents, cutting)
     paths: list[list[int]] = []
@@ -311,11 +313,11 @@ class StatesOfPieces:
         states = states_entering_nodes(local, through, paths, self._group, cuts)
         return states.view(-1, H, K, V)
 
-    def entering(
+    def forward_states(
         self, rule: Rule, forward: RuleForward, inputs: object
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The states that enter pieces, and the tensors to pass to :meth:`leaving` as
-        ``kept``."""
+        """The states that enter pieces, and the tensors ``kept`` for
+        :meth:`backward_states`."""
         table = self._table
         maps = self._maps_of_nodes(rule, forward, inputs)
         if table.direct:
@@ -325,14 +327,14 @@ class StatesOfPieces:
                 maps.local, maps.through, table.paths, table.cuts[0]
             )
             kept = (entering, maps.through)
-        return self.entered(kept), kept
+        return self.states_from_saved(kept), kept
 
-    def entered(self, kept: tuple[Tensor, ...]) -> Tensor:
-        """The states that entered pieces, from the tensors that :meth:`entering`
+    def states_from_saved(self, kept: tuple[Tensor, ...]) -> Tensor:
+        """The states that entered pieces, from the tensors that :meth:`forward_states`
         returned."""
         return _scatter_to_pieces(kept[0], self._table.entered, self._count)
 
-    def leaving(
+    def backward_states(
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """The states that entered pieces, and the gradients of the states that leave
@@ -353,7 +355,7 @@ class StatesOfPieces:
                 maps.local, maps.through, self._backwards, table.cuts[1]
             )
         d_final = _scatter_to_pieces(leaving, table.left, self._count)
-        return self.entered(kept), d_final
+        return self.states_from_saved(kept), d_final
 
     def _through_of_receiving(self, through: Tensor) -> Tensor:
         """From ``through`` of the nodes that a state leaves, that of the nodes that a

@@ -208,9 +208,14 @@ def _make_waves(
 ) -> tuple[Wave, ...]:
     table_Rs = positions_of(cut, cp_size, layout)
     slices = _tokens_of_waves(cut.total_tokens // cp_size, waves)
-    places = cut.table(_places_of_waves, cp_size, cp_rank, layout, waves)
+    places = cut.keep_tensors(_places_of_waves, cp_size, cp_rank, layout, waves)
     return tuple(
-        Wave(tokens, own_place, peer_place, table_Rs[:, tokens] if cut.known else None)
+        Wave(
+            tokens,
+            own_place,
+            peer_place,
+            table_Rs[:, tokens] if cut.known_on_host else None,
+        )
         for tokens, own_place, peer_place in zip(
             slices, places[::2], places[1::2], strict=True
         )

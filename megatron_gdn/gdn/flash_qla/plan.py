@@ -142,12 +142,12 @@ def plan_of(
 def _make_plan(
     documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
 ) -> Segments:
-    if not documents.known and (
+    if not documents.known_on_host and (
         with_states
         or not (batch_invariant or largest_number_of_cuts(documents, value_heads))
     ):
         return plan_of_whole(documents)
-    if documents.known and not batch_invariant:
+    if documents.known_on_host and not batch_invariant:
         offsets = _cut_by_cost(documents, value_heads)
         if offsets is None:
             return plan_of_whole(documents)
@@ -171,7 +171,7 @@ def _make_plan_of_whole(documents: Documents) -> Segments:
 def _store_chunk_tables(segments: Segments, documents: Documents) -> Segments:
     """Attach chunk tables to the offsets in ``segments``, so that FlashQLA need not make
     them."""
-    if not documents.known and documents.total_tokens < CHUNK:
+    if not documents.known_on_host and documents.total_tokens < CHUNK:
         # A thread block without tokens reads the buffer's last 64 tokens, so the buffer
         # needs 64.
         raise NotImplementedError(

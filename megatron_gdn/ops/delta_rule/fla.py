@@ -208,7 +208,7 @@ def segments_of(inputs: Inputs, documents: Documents | None) -> Segments:
     longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
     if documents is None:
         documents = documents_of_rows((rows, tokens), inputs.v.device)
-    if documents.known:
+    if documents.known_on_host:
         return Segments.of(documents, cut_by_length, H, longest)
     if tokens > longest:
         raise NotImplementedError(

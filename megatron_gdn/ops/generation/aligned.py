@@ -55,7 +55,7 @@ def prefill_on_grid(
     in ``history``.
     """
     new = proj.transpose(0, 1)
-    past = stages.past
+    past = stages.history_length
     device = proj.device
     count_row = history[:, :1]
     history = history[:, 1:].to(proj.dtype)
@@ -76,7 +76,7 @@ def prefill_on_grid(
     before = history[:, :past].index_select(
         0, _indices_of_nonempty(total_counts, device)
     )
-    inputs = front_on_grid(stages.front, stages.of_front, rows, grid, before)
+    inputs = front_on_grid(stages.front, stages.front_parameters, rows, grid, before)
 
     # The rule runs full chunks first, which give the next states, then the remaining
     # tokens.
@@ -120,7 +120,7 @@ def decode_on_grid(row: Tensor, stages: Stages, memory: Memory) -> Tensor:
     the GPU. The rule computes the next state of every chunk, but only full chunks write
     their states.
     """
-    past = stages.past
+    past = stages.history_length
     number = torch.arange(row.shape[1], device=row.device)
     history, state = memory.gathered()
     if memory.slots is None:
@@ -165,14 +165,14 @@ def _rule_inputs(stages: Stages, rows: Tensor) -> Inputs:
     """The rule's inputs ``[N, 64, ...]``; ``rows [N, W - 1 + 64, P]``: history, then
     the chunk."""
     front = stages.front
-    past = stages.past
+    past = stages.history_length
     if getattr(front, "triton", False):
         path = one_document(rows.shape[1], rows.device)
-        inputs = front.forward(rows.transpose(0, 1), stages.of_front, path)
+        inputs = front.forward(rows.transpose(0, 1), stages.front_parameters, path)
         return map_inputs(inputs, lambda x: x[:, past:].contiguous())
     chunks = rows[:, past:]
     grid = grid_of(chunks, None, stages.state.heads)
-    return front_on_grid(front, stages.of_front, chunks, grid, rows[:, :past])
+    return front_on_grid(front, stages.front_parameters, chunks, grid, rows[:, :past])
 
 
 def _read_out_tokens(

@@ -105,16 +105,20 @@ def _prefill_in_chunks(
     """The output ``[s, B, H * V]`` and next states, for a mixer that is not on the
     grid."""
     past = None
-    if stages.past and not begins:
-        newest = history[..., history.shape[-1] - stages.past :].to(proj.dtype)
+    if stages.history_length and not begins:
+        newest = history[..., history.shape[-1] - stages.history_length :].to(
+            proj.dtype
+        )
         past = history_of(newest, documents, len(proj))
-    inputs = stages.front.forward(proj, stages.of_front, documents, history=past)
+    inputs = stages.front.forward(
+        proj, stages.front_parameters, documents, history=past
+    )
     # The rule reads states of non-empty documents only; an empty document keeps its
     # state.
     if documents is None:
         filled = None
     else:
-        filled = documents.filled
+        filled = documents.filled_indices
     initial = None if begins else state
     if filled is not None and initial is not None:
         initial = state.index_select(0, filled)
@@ -157,7 +161,7 @@ def decode(
     shape = stages.memory_shape
     front = stages.front
     shape.check(memory, N, proj.dtype)
-    of_front = stages.of_front
+    of_front = stages.front_parameters
     gamma = stages.parameters[-1]
     token_of = _decode_token_in_torch
     if front.triton and not shape.rows_first:

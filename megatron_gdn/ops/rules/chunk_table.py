@@ -350,11 +350,11 @@ def _build_table(
         chunk_count = -(-n // chunks_per_group) * chunks_per_group
     else:
         chunk_count = n
-    places = documents.table(_token_places, C, chunk_count, move=False)
+    places = documents.keep_tensors(_token_places, C, chunk_count, move=False)
     groups = []
     for start in range(0, n, chunks_per_group):
         stop = min(start + chunks_per_group, chunk_count)
-        if documents.known:
+        if documents.known_on_host:
             groups.append(
                 _group(places, C, start, stop, min(stop, n), documents.device)
             )
@@ -362,7 +362,9 @@ def _build_table(
             groups.append(
                 _group_on_device(documents, places, C, chunk_count, start, stop)
             )
-    return ChunkTable(C, N, tuple(groups), None if documents.known else places.slot)
+    return ChunkTable(
+        C, N, tuple(groups), None if documents.known_on_host else places.slot
+    )
 
 
 def _group(
@@ -414,7 +416,7 @@ def _sequences_of_group(
     documents: Documents, C: int, chunk_count: int, start: int, stop: int
 ) -> tuple[Tensor, ...]:
     """A group's fields ``first``, ``last``, ``first_here`` and ``last_here``."""
-    places = documents.table(_token_places, C, chunk_count, move=False)
+    places = documents.keep_tensors(_token_places, C, chunk_count, move=False)
     both = places.first, places.last
     inside = [(chunk - start).clamp(0, stop - start - 1) for chunk in both]
     here = [places.filled & (chunk >= start) & (chunk < stop) for chunk in both]
@@ -432,7 +434,7 @@ def _group_on_device(
     """The group of chunks ``start`` to ``stop`` of fixed buffers."""
     slots = slice(start * C, stop * C)
     chunks = slice(start, stop)
-    first, last, first_here, last_here = documents.table(
+    first, last, first_here, last_here = documents.keep_tensors(
         _sequences_of_group, C, chunk_count, start, stop
     )
     return GroupOnDevice(

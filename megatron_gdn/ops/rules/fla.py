@@ -94,7 +94,11 @@ class FlaForward(RuleForward):
         self, rule: FlaRule, inputs: Inputs, documents: Documents | None
     ) -> None:
         super().__init__(rule, inputs, documents)
-        if rule.reads_boundaries and documents is not None and not documents.known:
+        if (
+            rule.reads_boundaries
+            and documents is not None
+            and not documents.known_on_host
+        ):
             raise NotImplementedError(
                 f"{type(rule).__name__} reads the documents' boundaries on the host, "
                 "and those in fixed buffers are known on the device alone. Use "

@@ -68,17 +68,17 @@ def _row_of(x: Tensor, row: int, steps: int) -> Tensor:
 def _offsets_of_rows(documents: Documents, steps: int) -> tuple[Tensor]:
     """The boundaries of the documents, counted in rows."""
     # in fixed buffers one more entry follows, the end of an empty document
-    return (documents.starts[: documents.most + 1] * steps,)
+    return (documents.starts[: documents.max_filled + 1] * steps,)
 
 
 def documents_of_steps(documents: Documents | None, steps: int) -> Documents | None:
     """The same documents, with n rows for each token."""
     if documents is None:
         return None
-    return documents.cut(
+    return documents.keep_documents(
         _offsets_of_rows,
         steps,
-        most=documents.most,
+        max_filled=documents.max_filled,
         tokens=steps * documents.total_tokens,
     )
 

@@ -75,7 +75,7 @@ def cut_by_length(
     if longest_segment is not None:
         step = step.clamp(max=longest_segment // CHUNK)
     count = ceil_div(chunks, step)
-    if documents.known:
+    if documents.known_on_host:
         P = int(count.sum())
     else:  # the empty last sequence of fixed buffers has a segment too
         P = documents.sequences + largest_number_of_cuts(documents, value_heads)
@@ -99,7 +99,9 @@ def largest_number_of_cuts(documents: Documents, value_heads: int) -> int:
     at least ``fewest`` chunks, the document has at most (c - 1) // fewest cuts.
     """
     most, fewest = _most_segments_and_fewest_chunks(value_heads)
-    return min(documents.total_tokens // (CHUNK * fewest), documents.most * (most - 1))
+    return min(
+        documents.total_tokens // (CHUNK * fewest), documents.max_filled * (most - 1)
+    )
 
 
 def _most_segments_and_fewest_chunks(value_heads: int) -> tuple[int, int]:
@@ -153,12 +155,12 @@ def _build_segments(
     documents: Documents, cut: Callable[..., Cut], *arguments: object
 ) -> Segments:
     """Compute the tables for the segments of ``cut(documents, *arguments)``."""
-    made = documents.table(_compute_tables, cut, *arguments, move=False)
+    made = documents.keep_tensors(_compute_tables, cut, *arguments, move=False)
     *tables, ragged, first_chunks, indices = (
         to_device(x, documents.device) for x in made
     )
     chains: list[range] = []
-    if documents.known:
+    if documents.known_on_host:
         chains = [range(a, b) for a, b in pairwise(made[1].tolist())]
         if not made[-3].any():
             ragged = None
