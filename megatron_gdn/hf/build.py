@@ -1,23 +1,26 @@
 """Build a Megatron model from ``config.json``, or list the flags of a launch that
-builds it."""
+builds this model."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from ..kda.sizes import RANK_FIELDS
 from .kimi import KIMI
-from .model_map import Architecture, HFModelConfig, read_hf_config
+from .model_map import HFModelConfig, MegatronModelKind, read_hf_config
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def build_model(
     source: str | Path | HFModelConfig,
-    model: Architecture = "hybrid",
+    model: MegatronModelKind = "hybrid",
     *,
     modules: Literal["auto", "te", "local"] = "auto",
     dtype: torch.dtype | None = None,
@@ -29,7 +32,7 @@ def build_model(
     layer_options: dict[str, Any] | None = None,
     spec: Any = None,
     **changes: Any,
-) -> tuple[nn.Module, Any]:
+) -> tuple[nn.Module, TransformerConfig]:
     """Build this rank's part of a Megatron model that computes what the Hugging Face
     model does.
 
@@ -41,31 +44,31 @@ def build_model(
     Args:
         source: a folder with ``config.json``, or the result of `read_hf_config`.
         model: "hybrid" for a HybridModel (two Megatron layers for each layer of the
-            config), "gpt" for a GPTModel (one layer for each).
+            config), "gpt" for a GPTModel (one Megatron layer for each).
         modules: "te" for Transformer Engine's linears and norms, "local" for Megatron's
             own; "auto" means "te" if Transformer Engine is installed, else "local".
         dtype: dtype of the parameters; ``A_log`` and ``dt_bias`` are always fp32. None
             means bf16 on a machine with a GPU, else fp32.
         max_sequence_length: tokens of the longest sequence.
         vocab_divisible_by: the vocabulary is padded to a multiple of this number times
-            the tensor-parallel size. The softmax includes added rows; published models
-            add none.
-        layer_pattern: the config's pattern with ``|`` between pipeline stages; None
-            adds no ``|``.
+            the tensor-parallel size. The softmax includes the added rows. Vocabularies
+            of published models need no padding.
+        layer_pattern: of a HybridModel, ``hybrid_layer_pattern`` of the config with
+            ``|`` between pipeline stages; None adds no ``|``.
         vp_stage: number of the virtual pipeline stage to build; None if there are no
-            such stages.
+            virtual stages.
         parallel_output: keep logits split over tensor-parallel ranks, as Megatron's
             loss needs.
-        layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`), in
-            a Kimi Linear of the Kimi Delta Attention layer.
+        layer_options: options of the Gated DeltaNet layers (`gated_delta_net_spec`), or
+            in a Kimi Linear of the Kimi Delta Attention layers.
         spec: a spec of a HybridStack or a GPT block, used in place of this package's
             spec.
         **changes: fields of ``TransformerConfig`` to override, such as
             ``sequence_parallel``.
 
     Returns:
-        The model, on the CPU or the current GPU as Megatron's layers decide, and its
-        ``TransformerConfig``.
+        The model and its ``TransformerConfig``. Megatron's layers decide whether the
+        model is on the CPU or on the current GPU.
 
     Raises:
         FileNotFoundError, ValueError: ``config.json`` is missing or describes a model
@@ -85,9 +88,10 @@ def build_model(
     options = layer_options or {}
     config = transformer_config(hf, model, modules=resolved, dtype=dtype, **changes)
     multiple = vocab_divisible_by * config.tensor_model_parallel_size
+    added_rows = -hf.vocab_size % multiple
     stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     arguments: dict[str, Any] = {
-        "vocab_size": -(-hf.vocab_size // multiple) * multiple,
+        "vocab_size": hf.vocab_size + added_rows,
         "max_sequence_length": max_sequence_length,
         "share_embeddings_and_output_weights": hf.tied,
         "position_embedding_type": "rope" if hf.rotary_fraction else "none",
@@ -129,25 +133,51 @@ def build_model(
 
 
 def _kimi_stack_spec(hf: HFModelConfig, modules: str, options: dict[str, Any]) -> Any:
-    """The spec of a Kimi Linear; ``options`` are those of its 'K' layers."""
+    """The spec of a HybridStack for a Kimi Linear; ``options`` are those of its 'K'
+    layers."""
     from ..specs import hybrid_stack_spec
     from ..specs.hybrid import KIMI_LATENT
 
-    shared = {name: options[name] for name in ("cp_layout",) if name in options}
-    delta = {**hf.kda_options, **options}
-    return hybrid_stack_spec(modules, kda=delta, mla=KIMI_LATENT, **shared)
+    # The '+' layers need the sequence layout of the 'K' layers.
+    shared_options = {}
+    if "cp_layout" in options:
+        shared_options["cp_layout"] = options["cp_layout"]
+    kda_options = hf.kda_options | options
+    return hybrid_stack_spec(
+        modules, kda=kda_options, mla=KIMI_LATENT, **shared_options
+    )
 
 
 def transformer_config(
     hf: HFModelConfig,
-    model: Architecture = "hybrid",
+    model: MegatronModelKind = "hybrid",
     *,
     modules: Literal["te", "local"] = "local",
     dtype: torch.dtype | None = None,
     **changes: Any,
-) -> Any:
-    """The ``TransformerConfig`` of `build_model`, for this process's device and
-    parallel sizes."""
+) -> TransformerConfig:
+    """The ``TransformerConfig`` with which `build_model` builds a model.
+
+    If Megatron's parallel state is initialised, the parallel sizes are taken from it,
+    else they are Megatron's defaults.
+
+    Args:
+        hf: the model's config.
+        model: "hybrid" for a HybridModel, "gpt" for a GPTModel.
+        modules: "te" for Transformer Engine's linears and norms, "local" for Megatron's
+            own. Unlike in `build_model` there is no "auto", because a config does not
+            build modules.
+        dtype: dtype of the parameters; None means bf16 on a machine with a GPU, else
+            fp32.
+        **changes: fields of ``TransformerConfig`` to override.
+
+    Returns:
+        A ``TransformerConfig``, or its subclass ``MLATransformerConfig`` for a model
+        with latent attention.
+
+    Raises:
+        NotImplementedError: as in `HFModelConfig.megatron_settings`.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
@@ -188,8 +218,8 @@ def transformer_config(
     return TransformerConfig(**settings)
 
 
-# TransformerConfig fields whose command-line flag has another name.
-_FLAGS = {
+# Names of arguments -> names of their flags, where the two differ.
+_FLAGS_WITH_OTHER_NAMES = {
     "layernorm_epsilon": "norm_epsilon",
     "add_bias_linear": "disable_bias_linear",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
@@ -197,20 +227,23 @@ _FLAGS = {
 }
 
 
-def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> list[str]:
-    """The flags of a Megatron launch that builds the model: sizes, norms, rotary,
-    dropout 0.
+def megatron_flags(
+    config: HFModelConfig, model: MegatronModelKind = "hybrid"
+) -> list[str]:
+    """The flags of a Megatron launch that builds the model: spec, sizes, norms, rotary
+    embedding, dropout 0.
 
     The caller must add the flags of parallel sizes, data, tokenizer and optimizer.
-    Megatron pads the vocabulary; the model's checkpoint loads with any padding. No flag
-    bounds the time steps of a NemotronH, as `build_model` does by ``time_step_min``.
+    Megatron pads the vocabulary; the model's checkpoint loads with any padding. Megatron
+    has no flag for the lower bound of a NemotronH's time steps, ``time_step_min``, so a
+    launched model has no such bound; a model of `build_model` has it.
 
     Raises:
         NotImplementedError: as in `HFModelConfig.megatron_settings`.
     """
     flags: list[str] = []
-    for name, value in _launch_settings(config, model).items():
-        flags.append(f"--{_FLAGS.get(name, name).replace('_', '-')}")
+    for name, value in _launch_arguments(config, model).items():
+        flags.append(f"--{_FLAGS_WITH_OTHER_NAMES.get(name, name).replace('_', '-')}")
         if isinstance(value, tuple):  # a flag with several values
             flags += value
         elif not isinstance(value, bool):
@@ -219,10 +252,10 @@ def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> lis
 
 
 def megatron_arguments(
-    config: HFModelConfig, model: Architecture = "hybrid"
+    config: HFModelConfig, model: MegatronModelKind = "hybrid"
 ) -> Namespace:
-    """The ``args`` to store in a Megatron checkpoint: the settings that describe this
-    model."""
+    """Megatron's ``args`` that describe the model, to be stored in a checkpoint of one
+    rank."""
     args = Namespace(
         num_layers=config.megatron_settings(model)["num_layers"],
         hybrid_layer_pattern=None,
@@ -234,19 +267,16 @@ def megatron_arguments(
         no_save_optim=True,
         no_save_rng=True,
     )
-    vars(args).update(_launch_settings(config, model))
+    vars(args).update(_launch_arguments(config, model))
     del vars(args)["spec"]
     return args
 
 
-def _launch_names(kda_options: dict[str, int]) -> dict[str, int]:
-    """Options of 'K' layers by the names of Megatron's arguments."""
-    return {RANK_FIELDS[option]: value for option, value in kda_options.items()}
-
-
-def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, Any]:
-    """The model's settings by names of Megatron's arguments, in the order of
-    `megatron_flags`."""
+def _launch_arguments(
+    config: HFModelConfig, model: MegatronModelKind
+) -> dict[str, Any]:
+    """Names of Megatron's launch arguments -> their values for the model, in the order
+    of `megatron_flags`. The value of ``spec`` is a pair: module, name."""
     settings = config.megatron_settings(model)
     if settings.pop("gated_linear_unit"):
         activation = "swiglu"
@@ -264,32 +294,35 @@ def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, An
         # the pattern implies both
         del settings["num_layers"], settings["is_hybrid_model"]
         settings = {"hybrid_layer_pattern": config.hybrid_layer_pattern} | settings
-    flags: dict[str, Any] = {"spec": ("megatron_gdn.specs", spec)}
-    settings |= _launch_names(config.kda_options)
+    arguments: dict[str, Any] = {"spec": ("megatron_gdn.specs", spec)}
+    for option, value in config.kda_options.items():
+        settings[RANK_FIELDS[option]] = value
     for name, value in settings.items():
-        if value is None:  # as without the flag
+        if value is None:  # Megatron's default
             continue
         if isinstance(value, list):
             value = f"([{','.join(map(str, value))}])"
-        flags["num_experts" if name == "num_moe_experts" else name] = value
+        if name == "num_moe_experts":
+            name = "num_experts"
+        arguments[name] = value
     if "num_query_groups" in settings:
-        flags["group_query_attention"] = True
-    flags |= {
+        arguments["group_query_attention"] = True
+    arguments |= {
         activation: True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "position_embedding_type": "none",
     }
     if config.rotary_fraction:
-        flags["position_embedding_type"] = "rope"
-        flags["rotary_percent"] = config.rotary_fraction
+        arguments["position_embedding_type"] = "rope"
+        arguments["rotary_percent"] = config.rotary_fraction
         if config.rope_theta != int(config.rope_theta):
             raise ValueError(
                 f"rope_theta={config.rope_theta}: Megatron's --rotary-base is a whole "
                 "number. Only a model with a whole rope_theta can be launched or "
                 "imported."
             )
-        flags["rotary_base"] = int(config.rope_theta)
+        arguments["rotary_base"] = int(config.rope_theta)
     if not config.tied:
-        flags["untie_embeddings_and_output_weights"] = True
-    return flags
+        arguments["untie_embeddings_and_output_weights"] = True
+    return arguments

@@ -1,5 +1,5 @@
-"""Accounts for every field of a model's ``config.json``: each is read, or legal in one
-value, or without effect.
+"""`FieldGroups` puts each field of a model's ``config.json`` in one of three groups:
+fields that are read, settings (legal in one value) and fields without effect.
 
 A field that is in none of the three groups is refused, because it could change the
 model.
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from .config_fields import check_field
 from .json_files import shown
 
-# Fields of every model of transformers that change no number of a built model.
+# Reason -> fields of every model of transformers that change no number of a built
+# model for this reason.
 _OF_EVERY_MODEL = {
     "it is about files or the library": """
         _name_or_path auto_map dtype model_type quantization_config torch_dtype transformers_version
@@ -29,46 +30,52 @@ _OF_EVERY_MODEL = {
 }
 
 
-def without_effect(more: Mapping[str, str]) -> dict[str, str]:
-    """Field -> why it changes no number, of every model and of a model with ``more``
-    (reason -> fields)."""
-    # Both may have one reason, so this is no union of dicts.
+def fields_without_effect(more: Mapping[str, str]) -> dict[str, str]:
+    """The fields without effect of one family, each with its reason.
+
+    They are the fields of `_OF_EVERY_MODEL` and of ``more`` (reason -> field names, with
+    spaces between).
+    """
+    # A union of the two dicts would lose fields if both have the same reason.
     reasons = list(_OF_EVERY_MODEL.items()) + list(more.items())
-    return {name: why for why, names in reasons for name in names.split()}
+    return {name: reason for reason, names in reasons for name in names.split()}
 
 
 class FieldGroups(NamedTuple):
-    """The fields that one family of models may have, under the names of transformers'
-    class."""
+    """The fields that one family of models may have.
 
-    model: str
-    read: frozenset[str]
-    # Fields with one legal value, which the built model assumes; the value is in
-    # `config_fields.FIELDS`.
+    The three groups have the *canonical* names of fields: those of the family's config
+    class in transformers.
+    """
+
+    model: str  # the family's name, for errors
+    read: frozenset[str]  # fields that `ConfigFields` reads
+    # fields with one legal value, which the built model assumes (see `Field`)
     settings: frozenset[str]
-    without_effect: Mapping[str, str]  # field -> the reason
-    # other names that files have -> the names above
+    without_effect: Mapping[str, str]  # field -> why it changes no number
+    # other names of fields that files may have -> canonical names
     other_names: Mapping[str, str] = {}
-    # the family's names of fields -> the names in `config_fields.FIELDS`
-    known_as: Mapping[str, str] = {}
+    # canonical names -> names in `config_fields.FIELD_TABLE`, where the two differ
+    table_names: Mapping[str, str] = {}
 
-    def with_usual_names(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """``values`` under their usual names, without the fields that change no result of
-        the model.
+    def canonical_fields(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The fields ``values`` of the file ``where`` by their canonical names, without
+        the fields that are null or change no number. Settings are checked.
 
         Raises:
             ValueError: a field is unknown, is not supported, or has two names with two
                 values.
         """
         found = {name: value for name, value in values.items() if value is not None}
-        for name, usual in self.other_names.items():
+        for name, canonical in self.other_names.items():
             if name not in found:
                 continue
             value = found.pop(name)
-            if found.setdefault(usual, value) != value:
+            if found.setdefault(canonical, value) != value:
                 raise ValueError(
-                    f"{where}: {name}={shown(value)} and {usual}={shown(found[usual])} "
-                    f"are one setting of a {self.model}; give one value."
+                    f"{where}: {name}={shown(value)} and "
+                    f"{canonical}={shown(found[canonical])} are one setting of a "
+                    f"{self.model}; give one value."
                 )
         found = {
             name: value
@@ -82,5 +89,5 @@ class FieldGroups(NamedTuple):
                 "and could change the model. Remove them if they do not."
             )
         for name in sorted(self.settings & found.keys()):
-            check_field(name, found[name], where, self.known_as.get(name))
+            check_field(name, found[name], where, self.table_names.get(name))
         return found

@@ -1,9 +1,9 @@
 """Convert whole Hugging Face folders to Megatron distributed checkpoints, and back.
 
-Each function builds Megatron's model on the CPU, with local (torch) modules, and holds
-all weights in memory in the dtypes of the file. An imported checkpoint has weights
-alone (Megatron calls it a *release*); Megatron's ``--load`` reads a release at any
-parallel sizes. The folder has:
+Import and export build Megatron's model on the CPU, with local (torch) modules. All
+weights are in memory at the same time, in the dtypes of the files. An imported
+checkpoint has weights alone (Megatron calls it a *release*), and Megatron's ``--load``
+reads a release at any parallel sizes. A checkpoint's folder has:
 
     latest_checkpointed_iteration.txt  "release", or the number of the newest iteration
     release/ or iter_0000160/          metadata.json and torch.distributed.checkpoint's
@@ -33,43 +33,44 @@ from ..compat.untrusted_checkpoints import untrusted_checkpoint, why_refused
 from .build import build_model, megatron_arguments
 from .json_files import read_object, shown
 from .megatron_model import load_hf_weights, save_hf_weights
-from .model_map import Architecture, HFModelConfig, read_hf_config
+from .model_map import HFModelConfig, MegatronModelKind, read_hf_config
 from .new_folder import new_folder, refuse_existing
 from .safetensors_files import SafetensorsFolder
-from .tensor_plan import count_of_others, plan_of
+from .tensor_plan import and_others, plan_tensors
 
 if TYPE_CHECKING:
     from ..compat.state_dict import StateDict
 
 
-# Errors of code, or of versions that do not fit together; no damaged file is their
-# cause.
-_FAULTS_OF_CODE = (
+# Errors of code, or of versions that do not fit together. A damaged file causes none of
+# them.
+_CODE_ERRORS = (
     TypeError,
     AttributeError,
     NameError,
     ImportError,
     NotImplementedError,
 )
-_TRACKER = "latest_checkpointed_iteration.txt"
-_RELEASE = "release"
-_FORMAT = "metadata.json"
-# Arguments of `build_model` for a model on the CPU, whose weights have no values yet.
-_ON_CPU: dict[str, Any] = {
+_TRACKER_FILE = "latest_checkpointed_iteration.txt"
+_RELEASE_NAME = "release"
+_FORMAT_FILE = "metadata.json"
+# Arguments of `build_model` for a model on the CPU whose weights are not initialised.
+_CPU_BUILD_OPTIONS: dict[str, Any] = {
     "modules": "local",
     "dtype": torch.bfloat16,
     "vocab_divisible_by": 1,
     "use_cpu_initialization": True,
     "perform_initialization": False,
 }
-# Megatron's own checkpoints have this metadata, which says how a model shards its
-# state.
-_CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-# Keys of a model's tensors start with one of these; all other keys are optimizer
-# states.
-_MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
+# The metadata of Megatron's own checkpoints: in which form a model shards its state.
+_CONTENT_METADATA = {
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+# The keys of a model's tensors start with one of these; keys of optimizer states do not.
+_MODEL_KEY_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 # Modules that have an ``_extra_state`` in Transformer Engine; local modules have none.
-_STATEFUL_IN_TE = (
+_TE_MODULES_WITH_EXTRA_STATE = (
     "out_norm",
     "q_layernorm",
     "k_layernorm",
@@ -83,7 +84,7 @@ _STATEFUL_IN_TE = (
 
 
 def import_folder(
-    source: str | Path, target: str | Path, model: Architecture = "hybrid"
+    source: str | Path, target: str | Path, model: MegatronModelKind = "hybrid"
 ) -> None:
     """Convert a Hugging Face folder into a Megatron checkpoint.
 
@@ -100,22 +101,22 @@ def import_folder(
             names the cause, and no folder is left behind.
         RuntimeError: torch.distributed runs several processes.
     """
-    config = _compared_config(source, model)
-    common = {
+    config = _read_checked_config(source, model)
+    common_state = {
         "args": megatron_arguments(config, model),
         "checkpoint_version": 3.0,
         "iteration": 0,
     }
     with new_folder(target) as folder, in_one_process():
-        built: Any = build_model(config, model, **_ON_CPU)[0]
+        built: Any = build_model(config, model, **_CPU_BUILD_OPTIONS)[0]
         load_hf_weights(built, source, keep_dtypes=True)
-        (folder / _RELEASE).mkdir()
-        state = _with_extra_states_of_te(built.sharded_state_dict()) | common
+        (folder / _RELEASE_NAME).mkdir()
+        state = _add_extra_states_of_te(built.sharded_state_dict()) | common_state
         with _one_line_errors(lambda: f"{target} cannot be written"):
             dist_checkpointing.save(
-                state, str(folder / _RELEASE), content_metadata=_CONTENT
+                state, str(folder / _RELEASE_NAME), content_metadata=_CONTENT_METADATA
             )
-        (folder / _TRACKER).write_text(_RELEASE)
+        (folder / _TRACKER_FILE).write_text(_RELEASE_NAME)
 
 
 def export_folder(
@@ -127,7 +128,8 @@ def export_folder(
     Args:
         source: a folder of checkpoints, of which the newest is read, or the folder of
             one iteration. The checkpoint may have been saved at any parallel sizes.
-        target: a new folder. like: the Hugging Face folder that the model came from.
+        target: a new folder, which appears only when the export is complete.
+        like: the Hugging Face folder that the model came from.
         fp32_gates: write ``A_log``, ``dt_bias`` and the experts' biases as F32 even
             where ``like`` has BF16.
 
@@ -143,96 +145,101 @@ def export_folder(
 
 
 def find_checkpoint(folder: str | Path) -> Path:
-    """The folder of one iteration: ``folder``, or the subfolder that its tracker file
-    names."""
+    """The folder of one iteration: ``folder`` itself, or its subfolder that the tracker
+    file names; raise a FileNotFoundError if that is no distributed checkpoint."""
     folder = Path(folder)
-    iteration = folder
-    if (folder / _TRACKER).is_file():
-        iteration = folder / _name_of_iteration(folder / _TRACKER)
-    if not (iteration / _FORMAT).is_file():
+    iteration_folder = folder
+    if (folder / _TRACKER_FILE).is_file():
+        iteration_folder = folder / _iteration_folder_name(folder / _TRACKER_FILE)
+    if not (iteration_folder / _FORMAT_FILE).is_file():
         raise FileNotFoundError(
-            f"{iteration} is no distributed checkpoint: it has no {_FORMAT}. Give a "
-            f"folder that Megatron's --save or the import wrote (it has {_TRACKER}), "
+            f"{iteration_folder} is no distributed checkpoint: it has no "
+            f"{_FORMAT_FILE}. Give a "
+            f"folder that Megatron's --save or the import wrote (it has {_TRACKER_FILE}), "
             "or one of its iterations."
         )
-    return iteration
+    return iteration_folder
 
 
-def _name_of_iteration(tracker: Path) -> str:
-    """The name of the subfolder that the file ``tracker`` stands for."""
+def _iteration_folder_name(tracker: Path) -> str:
+    """The name of the subfolder that the tracker file ``tracker`` names, such as
+    "iter_0000160"."""
     content = tracker.read_bytes()[:100].decode(errors="replace").strip()
-    if content == _RELEASE:
-        return _RELEASE
+    if content == _RELEASE_NAME:
+        return _RELEASE_NAME
     if re.fullmatch("[0-9]{1,18}", content):
         return f"iter_{int(content):07d}"
     raise ValueError(
         f"{tracker} holds {shown(content)}; legal are the number of an iteration, or "
-        f"{_RELEASE!r}. Give the folder of one iteration."
+        f"{_RELEASE_NAME!r}. Give the folder of one iteration."
     )
 
 
-def _compared_config(folder: str | Path, model: Architecture) -> HFModelConfig:
-    """The config of a Hugging Face folder, after a comparison with the shapes in its
-    files."""
+def _read_checked_config(folder: str | Path, model: MegatronModelKind) -> HFModelConfig:
+    """Read the config of a Hugging Face folder; raise as `plan_tensors` if the folder's
+    files have other tensors or shapes."""
     config = read_hf_config(folder)
     specs = SafetensorsFolder(folder).specs
-    plan_of(config, specs, model, config.stores_gains_minus_1)
+    plan_tensors(config, specs, model, config.stores_gains_minus_1)
     return config
 
 
-def _with_extra_states_of_te(state: StateDict) -> StateDict:
-    """Add the ``_extra_state`` entries that a model of Transformer Engine's modules
-    looks for."""
+def _add_extra_states_of_te(state: StateDict) -> StateDict:
+    """``state`` and empty ``_extra_state`` entries.
+
+    ``state``: the sharded state dict of a model of local modules. A model of Transformer
+    Engine's modules, which loads the checkpoint, looks for these entries.
+    """
     modules = [tensor.key.removesuffix(".weight") for tensor in state.values()]
-    # An attention has no weight, so its name is taken from its projection's.
+    # core_attention has no weight; its name is that of linear_proj beside it.
     modules += [name.replace("linear_proj", "core_attention") for name in modules]
-    stateful = {name for name in modules if name.endswith(_STATEFUL_IN_TE)} | {
-        "output_layer"
-    }
-    keys = (f"{name}._extra_state" for name in stateful)
-    return state | {key: mapping.ShardedObject(key, None, (1,), (0,)) for key in keys}
+    with_extra_state = {"output_layer"}
+    for name in modules:
+        if name.endswith(_TE_MODULES_WITH_EXTRA_STATE):
+            with_extra_state.add(name)
+    extra_states = {}
+    for name in with_extra_state:
+        key = f"{name}._extra_state"
+        extra_states[key] = mapping.ShardedObject(key, None, (1,), (0,))
+    return state | extra_states
 
 
 def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
-    """Build the model of ``like`` with a checkpoint's weights, in the checkpoint's
-    dtypes."""
+    """Build the model of the Hugging Face folder ``like`` on the CPU, and fill it from
+    the newest checkpoint in ``source``, in the checkpoint's dtypes."""
     folder = find_checkpoint(source)
     # Megatron's reader refuses the metadata of torch 2.15
     repair_mixed_dtype_optimizers()
     with untrusted_checkpoint(), _one_line_errors(lambda: _describe_damage(folder)):
-        _require_format(folder / _FORMAT)
+        _require_format(folder / _FORMAT_FILE)
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
-        common = _load_common(folder)
-        table: StateDict = FileSystemReader(folder).read_metadata().state_dict_metadata
-    # arguments of the run; if None, we assume the norms of a model of `build_model`
-    args = common.get("args")
-    kind: Architecture = "hybrid" if "decoder.final_norm.weight" in stored else "gpt"
-    config = _compared_config(like, kind)
-    # Older versions of Megatron name the setting apply_layernorm_1p.
-    centred = getattr(args, "apply_layernorm_1p", config.stores_gains_minus_1)
-    centred = getattr(args, "layernorm_zero_centered_gamma", centred)
-    if not isinstance(centred, bool):
-        raise ValueError(
-            f"{folder} was saved with layernorm_zero_centered_gamma={shown(centred)}; "
-            "legal are True and False."
-        )
-    built = build_model(config, kind, layernorm_zero_centered_gamma=centred, **_ON_CPU)
+        common_state = _load_common_state(folder)
+        metadata = FileSystemReader(folder).read_metadata()
+        storage_metadata: StateDict = metadata.state_dict_metadata
+    kind: MegatronModelKind = "gpt"
+    if "decoder.final_norm.weight" in stored:
+        kind = "hybrid"
+    config = _read_checked_config(like, kind)
+    zero_centred = _stores_zero_centred_gains(common_state, config, folder)
+    built = build_model(
+        config, kind, layernorm_zero_centered_gamma=zero_centred, **_CPU_BUILD_OPTIONS
+    )
     model: Any = built[0]
-    pairs = model.sharded_state_dict().items()
     state = {
         name: entry
-        for name, entry in pairs
+        for name, entry in model.sharded_state_dict().items()
         if not isinstance(entry, mapping.ShardedObject)
     }
-    expected = dict(state)
-    mapping.apply_factories(expected)
-    by_key = {entry.key: entry for entry in dict_utils.nested_values(expected)}
-    _refuse_another_model(stored, by_key, folder, like)
-    for key in by_key:
-        _require_every_part(key, table[key], folder)
+    # A factory splits a fused projection into the sections that a checkpoint stores.
+    split_state = dict(state)
+    mapping.apply_factories(split_state)
+    expected = {entry.key: entry for entry in dict_utils.nested_values(split_state)}
+    _refuse_another_model(stored, expected, folder, like)
+    for key in expected:
+        _require_complete_tensor(key, storage_metadata[key], folder)
     for entry in state.values():
         key = entry.key
-        # the checkpoint stores a fused projection by its sections
+        # The sections of a fused projection have one dtype, that of the first section.
         if key not in stored:
             key = next(
                 stored_key for stored_key in stored if stored_key.startswith(key)
@@ -246,12 +253,29 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     return model
 
 
+def _stores_zero_centred_gains(
+    common_state: StateDict, config: HFModelConfig, folder: Path
+) -> bool:
+    """Whether the checkpoint in ``folder`` stores the gains of norms minus 1, by the
+    arguments of its run; without arguments, as a model of `build_model` does."""
+    args = common_state.get("args")
+    # Older versions of Megatron name the setting apply_layernorm_1p.
+    stored = getattr(args, "apply_layernorm_1p", config.stores_gains_minus_1)
+    stored = getattr(args, "layernorm_zero_centered_gamma", stored)
+    if not isinstance(stored, bool):
+        raise ValueError(
+            f"{folder} was saved with layernorm_zero_centered_gamma={shown(stored)}; "
+            "legal are True and False."
+        )
+    return stored
+
+
 @contextmanager
 def _one_line_errors(describe: Callable[[], str]) -> Iterator[None]:
-    """Turn an error of torch or Megatron into a ValueError of one line,
-    ``describe(): cause``.
+    """Turn an error of torch or Megatron inside the context into a ValueError of one
+    line, "``describe()``: cause".
 
-    A fault of the code, such as a TypeError, stays what it is.
+    Errors of the code (`_CODE_ERRORS`) are raised as they are.
     """
     try:
         yield
@@ -259,7 +283,7 @@ def _one_line_errors(describe: Callable[[], str]) -> Iterator[None]:
         cause: BaseException = error
         if isinstance(error, CheckpointException):
             cause = next(failure for failure, _ in error.failures.values())
-        if isinstance(cause, _FAULTS_OF_CODE):
+        if isinstance(cause, _CODE_ERRORS):
             raise cause from error
         line = (str(cause) or type(cause).__name__).splitlines()[0]
         line = why_refused(cause) or line
@@ -276,8 +300,9 @@ def _require_format(file: Path) -> None:
         )
 
 
-def _load_common(folder: Path) -> StateDict:
-    """What Megatron stored beside the tensors, such as the arguments of the run."""
+def _load_common_state(folder: Path) -> StateDict:
+    """The dict that Megatron stored beside the tensors, with the arguments of the run as
+    "args"; a ValueError if it has another form."""
     try:
         common = dist_checkpointing.load_common_state_dict(folder)
     except (TypeError, AttributeError, LookupError) as error:
@@ -292,56 +317,58 @@ def _load_common(folder: Path) -> StateDict:
 
 
 def _describe_damage(folder: Path) -> str:
-    """Which file of a checkpoint that could not be read is damaged, and what to do
-    about it.
+    """The text of an error about the checkpoint in ``folder``, which could not be read:
+    which of its files is damaged, and what to do.
 
-    It reads the checkpoint: call it within `untrusted_checkpoint`.
+    The search reads the checkpoint, so call this within `untrusted_checkpoint`.
     """
     advice = "copy the folder again, or take another iteration"
     try:
-        _require_format(folder / _FORMAT)
+        _require_format(folder / _FORMAT_FILE)
     except ValueError:
-        return f"{folder / _FORMAT} is damaged; {advice}"
+        return f"{folder / _FORMAT_FILE} is damaged; {advice}"
     try:
         storage = FileSystemReader(folder).read_metadata().storage_data
     except Exception:  # unpickling raises what the bytes make it raise
         return f"{folder / '.metadata'} is missing or damaged; {advice}"
-    for place in sorted(
-        storage.values(), key=lambda place: (place.relative_path, place.offset)
-    ):
-        file = folder / place.relative_path
+    by_file_and_offset = sorted(
+        storage.values(), key=lambda part: (part.relative_path, part.offset)
+    )
+    for part in by_file_and_offset:
+        file = folder / part.relative_path
         if not file.is_file():
             return f"{file} is missing; {advice}"
         size = file.stat().st_size
-        needed = place.offset + place.length
+        needed = part.offset + part.length
         if size < needed:
             return (
                 f"{file} has {size} bytes, of {needed} or more that were written; "
                 f"{advice}"
             )
         with file.open("rb") as content:
-            content.seek(place.offset)
-            is_whole = zipfile.is_zipfile(BytesIO(content.read(place.length)))
-        if not is_whole:  # torch.save writes each tensor as a zip archive
-            return f"{file} is damaged from byte {place.offset} on; {advice}"
+            content.seek(part.offset)
+            part_bytes = content.read(part.length)
+        # torch.save writes each part of a tensor as a zip archive
+        if not zipfile.is_zipfile(BytesIO(part_bytes)):
+            return f"{file} is damaged from byte {part.offset} on; {advice}"
     return (
         f"{folder} cannot be read, though its files have the sizes that were written; "
         f"{advice}"
     )
 
 
-def _require_every_part(key: str, entry: Any, folder: Path) -> None:
-    """Raise unless the parts of the tensor ``key`` in the table's ``entry`` add up to
-    the tensor.
+def _require_complete_tensor(key: str, metadata: Any, folder: Path) -> None:
+    """Raise unless the stored parts of the tensor ``key`` add up to the whole tensor.
 
-    torch reads the parts that are listed, and would leave the others as the memory was.
+    torch reads the listed parts into new memory and would leave the rest of this memory
+    uninitialised. ``metadata``: torch's ``TensorStorageMetadata``, which lists the parts.
     """
-    places = {tuple(chunk.offsets) for chunk in entry.chunks}
-    listed = sum(prod(chunk.sizes) for chunk in entry.chunks)
-    if listed != prod(entry.size) or len(places) != len(entry.chunks):
+    offsets = {tuple(part.offsets) for part in metadata.chunks}
+    listed = sum(prod(part.sizes) for part in metadata.chunks)
+    if listed != prod(metadata.size) or len(offsets) != len(metadata.chunks):
         raise ValueError(
-            f"{folder} has {listed} of {prod(entry.size)} values of {key} in "
-            f"{len(places)} parts; its table is damaged. Copy the folder again, or "
+            f"{folder} has {listed} of {prod(metadata.size)} values of {key} in "
+            f"{len(offsets)} parts; its table is damaged. Copy the folder again, or "
             "take another iteration."
         )
 
@@ -349,14 +376,17 @@ def _require_every_part(key: str, entry: Any, folder: Path) -> None:
 def _refuse_another_model(
     stored: StateDict, expected: StateDict, folder: Path, like: str | Path
 ) -> None:
-    """Refuse a checkpoint whose tensors ``stored`` differ in key or shape from
-    ``expected``."""
-    stored_keys = {key for key in stored if key.startswith(_MODEL_PREFIXES)}
+    """Raise if the checkpoint in ``folder`` is not of the model of ``like``.
+
+    ``stored`` and ``expected``: the sharded tensors of the checkpoint and of the model
+    by key, whose keys and shapes must be equal.
+    """
+    stored_keys = {key for key in stored if key.startswith(_MODEL_KEY_PREFIXES)}
     missing = expected.keys() - stored_keys
     unknown = stored_keys - expected.keys()
     if adapters := sorted(key for key in unknown if ".adapter." in key):
         raise ValueError(
-            f"{folder} has adapters, {adapters[0]}{count_of_others(adapters)}, but not "
+            f"{folder} has adapters, {adapters[0]}{and_others(adapters)}, but not "
             "their scale. Load the checkpoint into a model with these adapters and "
             "call megatron_gdn.hf.save_hf_weights, which merges them."
         )
@@ -365,7 +395,7 @@ def _refuse_another_model(
             lacks = "the checkpoint has no"
         else:
             lacks = "the Hugging Face model has no place for"
-        first = f"{keys[0]}{count_of_others(keys)}"
+        first = f"{keys[0]}{and_others(keys)}"
         raise ValueError(
             f"{folder} and {like} are not the same model: {lacks} {first}."
         )
@@ -376,13 +406,13 @@ def _refuse_another_model(
                 "floating-point numbers."
             )
         shape = tuple(stored[key].global_shape)
-        asked = tuple(entry.global_shape)
-        # Runs may pad the vocabulary differently; rows of padding follow the
-        # vocabulary's rows.
-        if entry.allow_shape_mismatch and shape[:1] > asked[:1]:
-            asked = shape[:1] + asked[1:]
-        if shape != asked:
+        expected_shape = tuple(entry.global_shape)
+        # The vocabulary may have more rows in the checkpoint: rows of padding, which
+        # come after the rows of tokens.
+        if entry.allow_shape_mismatch and shape[:1] > expected_shape[:1]:
+            expected_shape = shape[:1] + expected_shape[1:]
+        if shape != expected_shape:
             raise ValueError(
                 f"{key} has shape {shape} in {folder}, but config.json of {like} asks "
-                f"for {asked}."
+                f"for {expected_shape}."
             )

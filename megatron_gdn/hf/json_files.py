@@ -1,4 +1,5 @@
-"""Reads JSON from files that nobody vouches for: one object, and each key once."""
+"""Reads JSON from files that may be damaged or hostile: the file must be one object, and
+no object may list a key twice."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from typing import Any
 
 from ..command_line import one_line
 
-# A JSON object: what its values are is checked where they are read.
+# A JSON object, whose values are of any type; code that reads a value checks its type.
 JsonObject = dict[str, Any]
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = 60
-_SHORT.maxother = 60
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxstring = 60
+_SHORT_REPR.maxother = 60
 
 
 def read_object(path: Path) -> JsonObject:
@@ -24,11 +25,11 @@ def read_object(path: Path) -> JsonObject:
 
 
 def parse_object(content: bytes, where: str) -> JsonObject:
-    """The JSON object in ``content``, which is read from ``where``; a ValueError names
-    both.
+    """The JSON object in ``content``, the bytes of the file ``where``.
 
-    The file must hold one object. A key that an object lists twice is an error, because
-    two readers of the file could take different values.
+    Raises a ValueError, which names the file and the fault, if the content is not one
+    object or if an object lists a key twice: two readers of the file could take
+    different values of this key.
     """
     try:
         parsed = json.loads(content.decode(), object_pairs_hook=_with_each_key_once)
@@ -36,9 +37,8 @@ def parse_object(content: bytes, where: str) -> JsonObject:
         raise ValueError(
             f"{where} is not JSON: its values are nested too deeply."
         ) from error
-    except (
-        ValueError
-    ) as error:  # no UTF-8, no JSON, a key twice, a number of 5,000 digits
+    # not UTF-8, not JSON, a key twice, or a number of 5,000 digits
+    except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}.") from error
     if not isinstance(parsed, dict):
         raise ValueError(
@@ -48,7 +48,7 @@ def parse_object(content: bytes, where: str) -> JsonObject:
 
 
 def _with_each_key_once(pairs: list[tuple[str, object]]) -> JsonObject:
-    """The object with these ``pairs`` of key and value."""
+    """The object with these ``pairs`` of key and value; a key twice is a ValueError."""
     found: JsonObject = {}
     for key, value in pairs:
         if key in found:
@@ -61,4 +61,4 @@ def shown(value: object) -> str:
     """A value of a JSON file as one short line, for an error."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return one_line(_SHORT.repr(value))
+    return one_line(_SHORT_REPR.repr(value))

@@ -16,29 +16,30 @@ from ..kda.hf import kda_layer_maps
 from ..kda.sizes import KDADims
 from ..mixers.tensor_map import TensorMap, tensor_map
 from .config_fields import ConfigFields, check_field
-from .field_groups import FieldGroups, without_effect
+from .field_groups import FieldGroups, fields_without_effect
 from .json_files import shown
 
 # transformers' class
 KIMI = "KimiLinearForCausalLM"
 
-# Options of layers with which the published models compute. No field of the config sets
-# the epsilon of the norms inside latent attention.
+# Attributes of built layers -> the values with which the published models compute. No
+# field of the config sets `norm_epsilon`, the epsilon of the norms inside latent
+# attention.
 PUBLISHED_OPTIONS = {
     "gate_lower_bound": None,
     "use_qk_l2norm": True,
     "norm_epsilon": 1e-6,
 }
 
-# Fields of `linear_attn_config` -> names of KimiLinearConfig.
-_NESTED = {
+# Fields inside `linear_attn_config` -> their names outside of it, in KimiLinearConfig.
+_NAMES_OUTSIDE_LINEAR_ATTN_CONFIG = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
     "kda_layers": "kda_layers",
     "full_attn_layers": "full_attn_layers",
 }
-FIELDS = FieldGroups(
+KIMI_FIELDS = FieldGroups(
     model="Kimi Linear",
     read=frozenset(
         {
@@ -84,7 +85,7 @@ FIELDS = FieldGroups(
             "use_grouped_topk",
         }
     ),
-    without_effect=without_effect(
+    without_effect=fields_without_effect(
         {
             "the sizes of latent attention give it": "head_dim qk_head_dim",
             "attention has no rotary embedding": """
@@ -102,25 +103,28 @@ FIELDS = FieldGroups(
         "num_local_experts": "num_experts",
         "num_shared_experts": "n_shared_experts",
     },
-    known_as={
+    table_names={
         "n_group": "expert_groups",
         "topk_group": "chosen_expert_groups",
         "n_shared_experts": "shared_experts",
     },
 )
-_MIXERS = {"linear_attention": "K", "full_attention": "+"}
-_MLPS = {"dense": "-", "sparse": "E"}
+_MIXER_SYMBOLS = {"linear_attention": "K", "full_attention": "+"}
+_MLP_SYMBOLS = {"dense": "-", "sparse": "E"}
 
 
-def with_usual_names(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``values`` and those of its ``linear_attn_config`` under the names of
-    KimiLinearConfig; errors are those of `FieldGroups.with_usual_names`."""
+def canonical_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields ``values`` of the file ``where`` by the names of KimiLinearConfig, with
+    the fields of ``linear_attn_config`` among them.
+
+    Raises as `FieldGroups.canonical_fields`.
+    """
     values = dict(values)
     nested = values.pop("linear_attn_config", None) or {}
     check_field("linear_attn_config", nested, where)
     for name, value in nested.items():
-        usual = _NESTED.get(name)
-        if usual is None:
+        canonical = _NAMES_OUTSIDE_LINEAR_ATTN_CONFIG.get(name)
+        if canonical is None:
             raise ValueError(
                 f"{where}: linear_attn_config has {shown(name)}, which is not known as "
                 "a field of a Kimi Linear, and could change the model. Remove it if it "
@@ -128,37 +132,41 @@ def with_usual_names(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             )
         if value is None:
             continue
-        known = values.setdefault(usual, value)
-        if known is None:
-            values[usual] = value
-        elif known != value:
+        outside = values.setdefault(canonical, value)
+        if outside is None:
+            values[canonical] = value
+        elif outside != value:
             raise ValueError(
                 f"{where}: linear_attn_config has {name}={shown(value)}, and "
-                f"{usual}={shown(known)}; give one value."
+                f"{canonical}={shown(outside)}; give one value."
             )
-    return FIELDS.with_usual_names(values, where)
+    return KIMI_FIELDS.canonical_fields(values, where)
 
 
 def pattern_of(fields: ConfigFields) -> str:
     """A HybridModel's pattern: for each layer the symbols of its mixer and of its
     MLP."""
     count = fields["num_hidden_layers"]
-    mixers = _kinds("layer_types", _MIXERS, fields, _types_of_lists(fields, count))
+    by_lists = _mixer_types_of_lists(fields, count)
+    mixers = _layer_symbols("layer_types", _MIXER_SYMBOLS, fields, by_lists)
     if mixers is None:
-        # As transformers' config.
-        mixers = ["+" if n > 0 and n % 4 == 0 else "K" for n in range(count)]
+        # the layers that transformers' KimiLinearConfig takes
+        mixers = ["K"] * count
+        for layer in range(4, count, 4):
+            mixers[layer] = "+"
     dense = fields.get("first_k_dense_replace", None)
     by_number = None
     if dense is not None:
-        by_number = ["dense" if n < dense else "sparse" for n in range(count)]
-    mlps = _kinds("mlp_layer_types", _MLPS, fields, by_number)
+        by_number = (["dense"] * dense + ["sparse"] * count)[:count]
+    mlps = _layer_symbols("mlp_layer_types", _MLP_SYMBOLS, fields, by_number)
     if mlps is None:
         mlps = ["-"] + ["E"] * (count - 1)
-    return "".join(map(str.__add__, mixers, mlps))
+    return "".join(mixer + mlp for mixer, mlp in zip(mixers, mlps, strict=True))
 
 
-def _types_of_lists(fields: ConfigFields, count: int) -> list[str] | None:
-    """The layer types that the two lists of layer numbers name; None without lists."""
+def _mixer_types_of_lists(fields: ConfigFields, count: int) -> list[str] | None:
+    """The type of each of ``count`` layers by the fields ``kda_layers`` and
+    ``full_attn_layers``, lists of layer numbers from 1; None without these fields."""
     delta = fields.get("kda_layers", None)
     full = fields.get("full_attn_layers", None)
     if delta is None and full is None:
@@ -175,36 +183,40 @@ def _types_of_lists(fields: ConfigFields, count: int) -> list[str] | None:
     ]
 
 
-def _kinds(
+def _layer_symbols(
     name: str,
     symbols: Mapping[str, str],
     fields: ConfigFields,
-    otherwise: list[str] | None,
+    other_types: list[str] | None,
 ) -> list[str] | None:
-    """A symbol for each layer by the field ``name``, or else by the kinds
-    ``otherwise``; both must agree."""
+    """The symbol of each layer by the field ``name``, a list of layer types.
+
+    ``symbols``: layer type -> symbol. ``other_types``: the layer types by other fields,
+    which must agree; None if the file has no such fields. Returns None if neither gives
+    the types.
+    """
     count = fields["num_hidden_layers"]
-    kinds = fields.get(name, None)
-    if kinds is None:
-        kinds = otherwise
-    if kinds is None:
+    types = fields.get(name, None)
+    if types is None:
+        types = other_types
+    if types is None:
         return None
-    if otherwise is not None and list(kinds) != otherwise:
+    if other_types is not None and list(types) != other_types:
         raise ValueError(
-            f"{fields.where}: {name}={shown(kinds)} contradicts the fields that give "
-            f"{shown(otherwise)}; give one of them."
+            f"{fields.where}: {name}={shown(types)} contradicts the fields that give "
+            f"{shown(other_types)}; give one of them."
         )
-    unknown = sorted(set(kinds) - symbols.keys())
-    if unknown or len(kinds) != count:
+    unknown = sorted(set(types) - symbols.keys())
+    if unknown or len(types) != count:
         raise ValueError(
             f"{fields.where}: {name} must be {count} times one of "
-            f"{', '.join(map(repr, symbols))}; it is {shown(kinds)}."
+            f"{', '.join(map(repr, symbols))}; it is {shown(types)}."
         )
-    return [symbols[kind] for kind in kinds]
+    return [symbols[layer_type] for layer_type in types]
 
 
 def sizes_of(fields: ConfigFields, pattern: str) -> SimpleNamespace:
-    """The ``TransformerConfig`` fields that the config sets.
+    """The sizes of the layers in ``pattern``, as fields of a ``TransformerConfig``.
 
     Raises:
         ValueError: a size is missing, or Megatron cannot choose experts as the model
@@ -235,6 +247,7 @@ def sizes_of(fields: ConfigFields, pattern: str) -> SimpleNamespace:
 
 
 def _latent_sizes(fields: ConfigFields) -> dict[str, Any]:
+    """The ``TransformerConfig`` fields of latent attention."""
     heads = fields["num_attention_heads"]
     key_heads = fields["num_key_value_heads"]
     if key_heads != heads:
@@ -255,6 +268,7 @@ def _latent_sizes(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _expert_sizes(fields: ConfigFields) -> dict[str, Any]:
+    """The ``TransformerConfig`` fields of router and experts."""
     fields.require_at_most("num_experts_per_tok", "num_experts")
     fields.require_several_experts_per_token()
     used = fields["num_experts_per_tok"]
@@ -287,7 +301,8 @@ def _expert_sizes(fields: ConfigFields) -> dict[str, Any]:
 
 
 def settings_of(pattern: str) -> dict[str, Any]:
-    """The other ``TransformerConfig`` fields that the weights need."""
+    """The ``TransformerConfig`` fields of the layers in ``pattern`` that are no
+    sizes."""
     settings: dict[str, Any] = {}
     if "+" in pattern:
         settings |= {
@@ -306,7 +321,8 @@ def settings_of(pattern: str) -> dict[str, Any]:
 
 
 def kda_ranks(sizes: SimpleNamespace) -> dict[str, int]:
-    """The options of the 'K' layers: both gates have the head's dim as low rank."""
+    """The options of the 'K' layers: each of the two gates is a product of two matrices,
+    whose rank is the head's dim."""
     return {
         "forget_rank": sizes.linear_key_head_dim,
         "output_rank": sizes.linear_value_head_dim,
@@ -315,142 +331,163 @@ def kda_ranks(sizes: SimpleNamespace) -> dict[str, int]:
 
 def layer_maps(
     symbols: str,
-    mixer: str,
-    mlp: str,
-    hf: str,
+    mixer_prefix: str,
+    mlp_prefix: str,
+    hf_prefix: str,
     sizes: SimpleNamespace,
     keys: Collection[str],
     zero_centred: bool,
 ) -> Iterator[TensorMap]:
-    """The maps of one layer: a mixer and an MLP or experts, with the norms before them.
+    """Yield the maps of one layer of the config: a mixer and an MLP or experts, with the
+    norms before them.
 
-    ``symbols``: of the two in a pattern; ``mixer``, ``mlp``, ``hf``: the prefixes of
-    their keys in Megatron and of the layer's in the files; ``keys``: all keys of the
-    files; ``zero_centred``: Megatron's ``layernorm_zero_centered_gamma``.
+    Args:
+        symbols: the symbols of mixer and MLP in the pattern, such as "KE".
+        mixer_prefix, mlp_prefix: prefixes of their keys in Megatron.
+        hf_prefix: prefix of the layer's keys in the files.
+        sizes: as `sizes_of` gives them.
+        keys: all keys of the files.
+        zero_centred: Megatron's ``layernorm_zero_centered_gamma``.
     """
-    yield from _mixer_maps(symbols[0], mixer, hf, sizes, zero_centred)
-    yield from _mlp_maps(symbols[1], mlp, hf, sizes, keys, zero_centred)
+    yield from _mixer_maps(symbols[0], mixer_prefix, hf_prefix, sizes, zero_centred)
+    yield from _mlp_maps(symbols[1], mlp_prefix, hf_prefix, sizes, keys, zero_centred)
 
 
 def _mixer_maps(
-    symbol: str, p: str, hf: str, sizes: SimpleNamespace, zero_centred: bool
+    symbol: str,
+    prefix: str,
+    hf_prefix: str,
+    sizes: SimpleNamespace,
+    zero_centred: bool,
 ) -> Iterator[TensorMap]:
-    """The maps of a layer's mixer and of the norm before it."""
-    yield _norm(
-        f"{p}input_layernorm.weight",
-        f"{hf}input_layernorm.weight",
+    """Yield the maps of a layer's mixer and of the norm before it."""
+    yield _norm_map(
+        f"{prefix}input_layernorm.weight",
+        f"{hf_prefix}input_layernorm.weight",
         sizes.hidden_size,
         zero_centred,
     )
     if symbol == "K":
         yield from kda_layer_maps(
-            f"{p}self_attention.",
-            f"{hf}self_attn.",
+            f"{prefix}self_attention.",
+            f"{hf_prefix}self_attn.",
             KDADims.of(sizes, **kda_ranks(sizes)),
             "kimi_linear",
             zero_centered_gamma=zero_centred,
         )
     else:
-        yield from _latent_maps(
-            f"{p}self_attention.", f"{hf}self_attn.", sizes, zero_centred
+        yield from _latent_attention_maps(
+            f"{prefix}self_attention.", f"{hf_prefix}self_attn.", sizes, zero_centred
         )
 
 
-def _latent_maps(
-    p: str, hf: str, sizes: SimpleNamespace, zero_centred: bool
+def _latent_attention_maps(
+    prefix: str, hf_prefix: str, sizes: SimpleNamespace, zero_centred: bool
 ) -> Iterator[TensorMap]:
-    """The maps of latent attention. Megatron's rows are in the order of the files."""
+    """Yield the maps of latent attention; Megatron's rows have the files' order."""
     D = sizes.hidden_size
     H = sizes.num_attention_heads
-    shared = sizes.qk_pos_emb_head_dim
-    query = H * (sizes.qk_head_dim + shared)
-    latent = sizes.kv_lora_rank
-    up = H * (sizes.qk_head_dim + sizes.v_head_dim)
+    shared_dim = sizes.qk_pos_emb_head_dim
+    query_width = H * (sizes.qk_head_dim + shared_dim)
+    latent_width = sizes.kv_lora_rank
+    key_value_width = H * (sizes.qk_head_dim + sizes.v_head_dim)
+    # Megatron's name -> name in the files, shape
+    projections: dict[str, tuple[str, tuple[int, int]]] = {}
+    norms: dict[str, tuple[str, int]] = {}
     if sizes.q_lora_rank is None:
-        columns = {"linear_q_proj": ("q_proj", (query, D))}
-        norms = {}
+        projections["linear_q_proj"] = ("q_proj", (query_width, D))
     else:
         rank = sizes.q_lora_rank
-        columns = {
-            "linear_q_down_proj": ("q_a_proj", (rank, D)),
-            "linear_q_up_proj": ("q_b_proj", (query, rank)),
-        }
-        norms = {"q_layernorm": ("q_a_layernorm", rank)}
-    columns |= {
-        "linear_kv_down_proj": ("kv_a_proj_with_mqa", (latent + shared, D)),
-        "linear_kv_up_proj": ("kv_b_proj", (up, latent)),
-    }
-    norms["kv_layernorm"] = ("kv_a_layernorm", latent)
-    for name, (key, shape) in columns.items():
-        yield tensor_map(f"{p}{name}.weight", {f"{hf}{key}.weight": shape}, 0)
-    for name, (key, size) in norms.items():
-        yield _norm(f"{p}{name}.weight", f"{hf}{key}.weight", size, zero_centred)
-    output = {f"{hf}o_proj.weight": (D, H * sizes.v_head_dim)}
-    yield tensor_map(f"{p}linear_proj.weight", output, 1)
+        projections["linear_q_down_proj"] = ("q_a_proj", (rank, D))
+        projections["linear_q_up_proj"] = ("q_b_proj", (query_width, rank))
+        norms["q_layernorm"] = ("q_a_layernorm", rank)
+    down_shape = (latent_width + shared_dim, D)
+    projections["linear_kv_down_proj"] = ("kv_a_proj_with_mqa", down_shape)
+    projections["linear_kv_up_proj"] = ("kv_b_proj", (key_value_width, latent_width))
+    norms["kv_layernorm"] = ("kv_a_layernorm", latent_width)
+    for name, (hf_name, shape) in projections.items():
+        source = {f"{hf_prefix}{hf_name}.weight": shape}
+        yield tensor_map(f"{prefix}{name}.weight", source, 0)
+    for name, (hf_name, size) in norms.items():
+        yield _norm_map(
+            f"{prefix}{name}.weight", f"{hf_prefix}{hf_name}.weight", size, zero_centred
+        )
+    output = {f"{hf_prefix}o_proj.weight": (D, H * sizes.v_head_dim)}
+    yield tensor_map(f"{prefix}linear_proj.weight", output, 1)
 
 
 def _mlp_maps(
     symbol: str,
-    p: str,
-    hf: str,
+    prefix: str,
+    hf_prefix: str,
     sizes: SimpleNamespace,
     keys: Collection[str],
     zero_centred: bool,
 ) -> Iterator[TensorMap]:
-    """The maps of a layer's MLP or experts and of the norm before them."""
+    """Yield the maps of a layer's MLP or experts and of the norm before them."""
     D = sizes.hidden_size
     # transformers saves dense MLPs under the name that published files have for experts
-    saved = f"{hf}block_sparse_moe."
-    names = [f"{p}pre_mlp_layernorm.weight"]
+    mlp_hf_prefix = f"{hf_prefix}block_sparse_moe."
+    norm_names = (f"{prefix}pre_mlp_layernorm.weight",)
     if symbol == "E":
-        yield from _expert_maps(f"{p}mlp.", saved, sizes)
+        yield from _expert_maps(f"{prefix}mlp.", mlp_hf_prefix, sizes)
     else:
-        names.insert(0, f"{p}mlp.linear_fc1.layer_norm_weight")
-        if f"{saved}gate_proj.weight" not in keys:
-            saved = f"{hf}mlp."
-        yield from _mlp(f"{p}mlp.", saved, D, sizes.ffn_hidden_size)
-    key = f"{hf}post_attention_layernorm.weight"
-    yield _norm(tuple(names), key, D, zero_centred)
+        fused_norm = f"{prefix}mlp.linear_fc1.layer_norm_weight"
+        norm_names = (fused_norm,) + norm_names
+        if f"{mlp_hf_prefix}gate_proj.weight" not in keys:
+            mlp_hf_prefix = f"{hf_prefix}mlp."
+        yield from _dense_maps(f"{prefix}mlp.", mlp_hf_prefix, D, sizes.ffn_hidden_size)
+    key = f"{hf_prefix}post_attention_layernorm.weight"
+    yield _norm_map(norm_names, key, D, zero_centred)
 
 
-def _mlp(
-    p: str,
-    hf: str,
+def _dense_maps(
+    prefix: str,
+    hf_prefix: str,
     hidden: int,
     ffn: int,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    hf_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Iterator[TensorMap]:
-    """The maps of an MLP from ``hidden`` to ``ffn``; ``names``: of its weights in the
-    files."""
-    gate, up, down = (f"{hf}{name}.weight" for name in names)
+    """Yield the maps of one MLP: fc1 ``[2 ffn, hidden]``, then fc2 ``[hidden, ffn]``.
+
+    ``hf_names``: the files' names of its gate, up and down projections.
+    """
+    gate, up, down = (f"{hf_prefix}{name}.weight" for name in hf_names)
     sources = {gate: (ffn, hidden), up: (ffn, hidden)}
-    yield tensor_map(f"{p}linear_fc1.weight", sources, 0, sections=(ffn, ffn))
-    yield tensor_map(f"{p}linear_fc2.weight", {down: (hidden, ffn)}, 1)
+    yield tensor_map(f"{prefix}linear_fc1.weight", sources, 0, sections=(ffn, ffn))
+    yield tensor_map(f"{prefix}linear_fc2.weight", {down: (hidden, ffn)}, 1)
 
 
-def _expert_maps(p: str, hf: str, sizes: SimpleNamespace) -> Iterator[TensorMap]:
-    """The maps of a router, its experts and the shared expert."""
+def _expert_maps(
+    prefix: str, hf_prefix: str, sizes: SimpleNamespace
+) -> Iterator[TensorMap]:
+    """Yield the maps of a router, its experts and the shared expert."""
     D = sizes.hidden_size
     experts = sizes.num_moe_experts
-    yield tensor_map(f"{p}router.weight", {f"{hf}gate.weight": (experts, D)})
-    bias = {f"{hf}gate.e_score_correction_bias": (experts,)}
-    yield tensor_map(f"{p}router.expert_bias", bias, fp32=True)
-    for e in range(experts):
-        of_expert = f"{hf}experts.{e}."
+    router = {f"{hf_prefix}gate.weight": (experts, D)}
+    yield tensor_map(f"{prefix}router.weight", router)
+    bias = {f"{hf_prefix}gate.e_score_correction_bias": (experts,)}
+    yield tensor_map(f"{prefix}router.expert_bias", bias, fp32=True)
+    for expert in range(experts):
+        expert_hf_prefix = f"{hf_prefix}experts.{expert}."
         width = sizes.moe_ffn_hidden_size
-        for entry in _mlp("", of_expert, D, width, ("w1", "w3", "w2")):
+        for entry in _dense_maps("", expert_hf_prefix, D, width, ("w1", "w3", "w2")):
             # Grouped experts number their weights; sequential experts number their
             # modules.
             linear = entry.name.removesuffix(".weight")
-            grouped = f"{p}experts.{linear}.weight{e}"
-            sequential = f"{p}experts.local_experts.{e}.{linear}.weight"
+            grouped = f"{prefix}experts.{linear}.weight{expert}"
+            sequential = f"{prefix}experts.local_experts.{expert}.{linear}.weight"
             yield replace(entry, names=(grouped, sequential), is_expert=True)
-    shared = sizes.moe_shared_expert_intermediate_size
-    yield from _mlp(f"{p}shared_experts.", f"{hf}shared_experts.", D, shared)
+    shared_width = sizes.moe_shared_expert_intermediate_size
+    shared_hf_prefix = f"{hf_prefix}shared_experts."
+    yield from _dense_maps(
+        f"{prefix}shared_experts.", shared_hf_prefix, D, shared_width
+    )
 
 
-def _norm(
+def _norm_map(
     names: str | tuple[str, ...], key: str, size: int, zero_centred: bool
 ) -> TensorMap:
-    """The map of a norm, whose gain itself is in the files."""
+    """The map of a norm's gain ``[size]``; the files store the gain itself, Megatron the
+    gain minus 1 if ``zero_centred``."""
     return tensor_map(names, {key: (size,)}, shift=-float(zero_centred))

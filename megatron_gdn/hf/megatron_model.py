@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ..mixers.latent_attention import LatentAttention
 from ..mixers.tensor_map import HFRef, TensorMap, dequantised
-from .model_map import Architecture, HFModelConfig, read_hf_config
+from .model_map import HFModelConfig, MegatronModelKind, read_hf_config
 from .new_folder import refuse_existing
 from .safetensors_files import (
     SafetensorsFolder,
@@ -37,7 +37,7 @@ from .safetensors_files import (
     require_finite,
     write_folder,
 )
-from .tensor_plan import TensorPlan, count_of_others, plan_of
+from .tensor_plan import TensorPlan, and_others, plan_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -287,8 +287,12 @@ def _plan_model(
     """The plan to fill ``model`` from ``files``, and the result of
     :func:`_global_parameters`."""
     bare = _unwrapped(model)
-    kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
-    plan = plan_of(config, files.specs, kind, bare.config.layernorm_zero_centered_gamma)
+    kind: MegatronModelKind = (
+        "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
+    )
+    plan = plan_tensors(
+        config, files.specs, kind, bare.config.layernorm_zero_centered_gamma
+    )
     shared = bare.share_embeddings_and_output_weights
     if shared != config.tied:
         raise ValueError(
@@ -392,14 +396,14 @@ def _match_parameters(
         == 1
     ):
         raise ValueError(
-            f"the model has no {unplaced[0]}{count_of_others(unplaced)}. Build it with "
+            f"the model has no {unplaced[0]}{and_others(unplaced)}. Build it with "
             "config.json's sizes and the layer pattern "
             f"{config.hybrid_layer_pattern!r}."
         )
     filled = {name for _, here in targets for name in here}
     if unfilled := [name for name in params if name not in filled]:
         raise ValueError(
-            f"the files have no tensor for {unfilled[0]}{count_of_others(unfilled)} of "
+            f"the files have no tensor for {unfilled[0]}{and_others(unfilled)} of "
             "the model; build the model with config.json's sizes."
         )
     return targets

@@ -1,5 +1,5 @@
-"""Flatten a model's ``config.json`` into one record, and make a `TensorMap` for each
-tensor.
+"""Read a model's ``config.json`` into one `HFModelConfig`, and make a `TensorMap` for
+each of the model's tensors.
 
 A GPTModel has one layer for each layer of the config, a HybridModel has two (mixer,
 then MLP).
@@ -28,16 +28,18 @@ from .json_files import read_object, shown
 from .kimi import KIMI
 from .state_dict_adapter import GDN_FP32_CHECKPOINT_ARCHITECTURES
 
-Architecture = Literal["hybrid", "gpt"]
+# Megatron's model class: HybridModel or GPTModel.
+MegatronModelKind = Literal["hybrid", "gpt"]
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-# a Mamba2 model that can be built but not filled from files
+# transformers' class of a model with Mamba2 layers, which can be built, but not filled
+# from files
 NEMOTRON = "NemotronHForCausalLM"
 
-# For each kind of layer, fields of a TransformerConfig -> fields of config.json. "" is
-# any kind.
-_SIZES = {
+# Symbol of a layer ("": every layer) -> fields of a TransformerConfig -> names of these
+# fields in `FIELD_TABLE`.
+_SIZE_FIELDS = {
     "": {
         "hidden_size": "hidden_size",
         "num_attention_heads": "num_attention_heads",
@@ -60,8 +62,9 @@ _SIZES = {
     },
     "-": {"ffn_hidden_size": "intermediate_size"},
 }
-# What Megatron lacks of models whose layers alone are converted.
-_LACKS = {
+# Class in transformers of a model whose layers convert one by one -> why the whole model
+# does not, for errors.
+_WHAT_MEGATRON_LACKS = {
     "BailingHybridForCausalLM": "Megatron's latent attention has no output gate. ",
     "Glm5NextForConditionalGeneration": (
         "Megatron has no hyper-connections and no attention over indexed tokens. "
@@ -71,6 +74,7 @@ _LACKS = {
         "Megatron has no hyper-connections and no attention over indexed tokens. "
     ),
 }
+# Attributes of built layers -> the values with which the published models compute.
 _PUBLISHED_OPTIONS = {
     "output_gate_activation": "silu",
     "allow_neg_eigval": False,
@@ -83,15 +87,15 @@ class HFModelConfig:
     """What a ``config.json`` says about the model and its weights."""
 
     architecture: str  # the class in transformers
-    # G: GDN, K: Kimi Delta Attention, M: Mamba2, *: attention, +: latent attention, -:
-    # MLP, E: experts
+    # A HybridModel's layers, one symbol each. G: Gated DeltaNet, K: Kimi Delta Attention,
+    # M: Mamba2, *: attention, +: latent attention, -: MLP, E: experts
     hybrid_layer_pattern: str
     sizes: SimpleNamespace  # fields of a TransformerConfig
     vocab_size: int
     tied: bool  # whether the output layer uses the embedding's weight
     rope_theta: float
     rotary_fraction: float  # 0 means no rotary embedding
-    # Mamba2 takes no smaller time step; transformers ignores its time_step_limit
+    # lower bound of Mamba2's time steps (transformers does not read time_step_limit)
     time_step_min: float = 0.0
 
     @property
@@ -103,7 +107,8 @@ class HFModelConfig:
 
     @property
     def published_options(self) -> dict[str, Any]:
-        """Options of layers -> the values with which the published model computes."""
+        """Attributes of built layers -> the values with which the published model
+        computes."""
         if self.architecture == KIMI:
             return kimi.PUBLISHED_OPTIONS
         return _PUBLISHED_OPTIONS
@@ -115,28 +120,35 @@ class HFModelConfig:
 
     @property
     def gdn(self) -> GDNDims:
+        """The sizes of the 'G' layers."""
         return GDNDims.from_config(self.sizes)
 
     @property
     def kda(self) -> KDADims:
+        """The sizes of the 'K' layers."""
         return KDADims.of(self.sizes, **self.kda_options)
 
     @property
     def kda_options(self) -> dict[str, int]:
-        """The options of the 'K' layers that their weights need."""
+        """The constructor options of the 'K' layers, which their weights need; {} for a
+        model without 'K' layers."""
         if "K" in self.hybrid_layer_pattern:
             return kimi.kda_ranks(self.sizes)
         return {}
 
     @property
     def mamba_options(self) -> dict[str, Any]:
-        """The options of the 'M' layers with which the published model computes."""
+        """The constructor options of the 'M' layers with which the published model
+        computes; {} for a model without 'M' layers."""
         if "M" in self.hybrid_layer_pattern:
             return {"dt_limit": (self.time_step_min, math.inf)}
         return {}
 
-    def megatron_settings(self, model: Architecture = "gpt") -> dict[str, Any]:
-        """The ``TransformerConfig`` fields that the weights need.
+    def megatron_settings(self, model: MegatronModelKind = "gpt") -> dict[str, Any]:
+        """The ``TransformerConfig`` fields of a HybridModel or GPTModel that computes
+        what the published model does.
+
+        Dtypes, parallel sizes and dropout are not among the fields.
 
         Raises:
             NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers or
@@ -149,14 +161,14 @@ class HFModelConfig:
             from megatron.core.activations import squared_relu
 
             settings |= {"gated_linear_unit": False, "activation_func": squared_relu}
-            experts = {
+            expert_settings = {
                 "moe_router_score_function": "sigmoid",
                 "moe_router_enable_expert_bias": True,
             }
         elif self.architecture == KIMI:
             settings |= {"gated_linear_unit": True, "activation_func": F.silu}
             settings |= kimi.settings_of(pattern)
-            experts = {}
+            expert_settings = {}
         else:
             settings |= {
                 "gated_linear_unit": True,
@@ -165,8 +177,9 @@ class HFModelConfig:
                 "qk_layernorm": True,
                 "attention_output_gate": True,
             }
-            experts = {"moe_shared_expert_gate": True}
-        settings |= experts if "E" in pattern else {}
+            expert_settings = {"moe_shared_expert_gate": True}
+        if "E" in pattern:
+            settings |= expert_settings
         if model == "hybrid":
             return settings | {"num_layers": len(pattern), "is_hybrid_model": True}
         if "M" in pattern:
@@ -204,12 +217,12 @@ def read_hf_config(folder: str | Path) -> HFModelConfig:
 def parse_hf_config(
     config: Mapping[str, Any], where: str = "config.json"
 ) -> HFModelConfig:
-    """Flatten a parsed ``config.json``; if it has a ``text_config``, sizes are read
-    there.
+    """The `HFModelConfig` of a parsed ``config.json``; sizes are read in its
+    ``text_config``, if it has one.
 
-    ``tie_word_embeddings`` is read at the top level: that of ``text_config`` is wrong
-    for some published models. `config_fields.FIELDS` has the type and the range of each
-    field.
+    ``tie_word_embeddings`` is always read at the top level, since that of
+    ``text_config`` is wrong for some published models. `config_fields.FIELD_TABLE` has
+    the type and the range of each field.
 
     Args:
         config: the parsed file.
@@ -224,9 +237,9 @@ def parse_hf_config(
     named = top.get("architectures", [])
     architecture = next((name for name in named if name in known + [NEMOTRON]), None)
     if architecture is None:
-        lacks = "".join(_LACKS.get(name, "") for name in named)
+        reasons = "".join(_WHAT_MEGATRON_LACKS.get(name, "") for name in named)
         raise ValueError(
-            f"unknown architecture {shown(named)}; known: {', '.join(known)}. {lacks}"
+            f"unknown architecture {shown(named)}; known: {', '.join(known)}. {reasons}"
             "Linear-attention layers of other models convert one by one, see "
             "layer_from_hf of megatron_gdn.hf."
         )
@@ -235,11 +248,11 @@ def parse_hf_config(
     if architecture == NEMOTRON:
         return _nemotron_config(config, where)
     text = top.get("text_config", {}) or config
-    values = qwen.with_usual_names(config, text, architecture, where)
+    values = qwen.canonical_fields(config, text, architecture, where)
     fields = ConfigFields(values, where, architecture)
     pattern = qwen.pattern_of(fields, architecture)
     sizes = _sizes_of(fields, pattern)
-    # What transformers takes for a missing field.
+    # The defaults are those of transformers.
     sizes.kv_channels = fields.get("head_dim", 256)
     sizes.layernorm_epsilon = fields.get("rms_norm_eps", 1e-6)
     return HFModelConfig(
@@ -254,10 +267,16 @@ def parse_hf_config(
 
 
 def _sizes_of(fields: ConfigFields, pattern: str) -> SimpleNamespace:
-    """The sizes of the layers in ``pattern``, as fields of a ``TransformerConfig``."""
-    tables = [table for kind, table in _SIZES.items() if kind in pattern]
-    pairs = (pair for table in tables for pair in table.items())
-    sizes = SimpleNamespace(**{field: fields[hf_name] for field, hf_name in pairs})
+    """The sizes of the layers in ``pattern``, as fields of a ``TransformerConfig``.
+
+    Raises a ValueError if a size is missing, or if one size must divide another and does
+    not.
+    """
+    sizes = SimpleNamespace()
+    for symbol, names in _SIZE_FIELDS.items():
+        if symbol in pattern:
+            for megatron_name, hf_name in names.items():
+                setattr(sizes, megatron_name, fields[hf_name])
     fields.require_multiple("num_attention_heads", "num_key_value_heads")
     if "G" in pattern:
         fields.require_multiple("linear_num_value_heads", "linear_num_key_heads")
@@ -270,11 +289,11 @@ def _sizes_of(fields: ConfigFields, pattern: str) -> SimpleNamespace:
 
 def _nemotron_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
     """The config of a NemotronH, from the parsed file ``config``."""
-    values = nemotron.FIELDS.with_usual_names(config, where)
-    fields = ConfigFields(values, where, NEMOTRON, nemotron.OWN_NAMES)
+    values = nemotron.NEMOTRON_FIELDS.canonical_fields(config, where)
+    fields = ConfigFields(values, where, NEMOTRON, nemotron.TABLE_NAMES)
     pattern = nemotron.pattern_of(fields)
     sizes = _sizes_of(fields, pattern)
-    # What transformers takes for a missing field.
+    # The defaults are those of transformers.
     sizes.kv_channels = fields.get("head_dim", 128)
     sizes.layernorm_epsilon = fields.get("rms_norm_eps", 1e-5)
     if "E" in pattern:
@@ -295,8 +314,8 @@ def _nemotron_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
 
 def _kimi_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
     """The config of a Kimi Linear, from the parsed file ``config``."""
-    values = kimi.with_usual_names(config, where)
-    fields = ConfigFields(values, where, KIMI, kimi.FIELDS.known_as)
+    values = kimi.canonical_fields(config, where)
+    fields = ConfigFields(values, where, KIMI, kimi.KIMI_FIELDS.table_names)
     pattern = kimi.pattern_of(fields)
     return HFModelConfig(
         architecture=KIMI,
@@ -309,33 +328,33 @@ def _kimi_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
     )
 
 
-def root_of(keys: Iterable[str]) -> str:
-    """The prefix of a text model's keys in files with these ``keys``, such as
-    "model."."""
-    roots = (
-        key.removesuffix(EMBEDDING) for key in keys if key.endswith(f".{EMBEDDING}")
-    )
-    return next((root for root in roots if root.startswith("model.")), "model.")
+def text_model_prefix(keys: Iterable[str]) -> str:
+    """The prefix of the text model's keys among ``keys``, all keys of the files, such as
+    "model." or "model.language_model."."""
+    for key in keys:
+        if key.startswith("model.") and key.endswith(f".{EMBEDDING}"):
+            return key.removesuffix(EMBEDDING)
+    return "model."
 
 
 def model_maps(
     config: HFModelConfig,
     keys: Collection[str],
-    model: Architecture = "hybrid",
+    model: MegatronModelKind = "hybrid",
     zero_centered_gamma: bool = True,
 ) -> Iterator[TensorMap]:
-    """Yield the maps of a whole model; ``keys``: all keys of the files, with the
-    model's prefix."""
+    """Yield the maps of all weights of a text model.
+
+    Args:
+        config: the model's config.
+        keys: all keys of the files; they show the text model's prefix, and whether a
+            tensor holds one expert or all experts of a layer.
+        model: whether Megatron's model is a HybridModel or a GPTModel.
+        zero_centered_gamma: Megatron's ``layernorm_zero_centered_gamma``.
+    """
     hidden = config.sizes.hidden_size
     vocab = config.vocab_size
-    root = root_of(keys)
-
-    def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
-        # For a gain of 1 + w the file stores w (Kimi Linear's: the gain itself); a
-        # plain Megatron norm stores the gain itself.
-        shift = float(config.stores_gains_minus_1) - float(zero_centered_gamma)
-        return tensor_map(names, {key: (size,)}, shift=shift)
-
+    text_prefix = text_model_prefix(keys)
     embedding = "embedding.word_embeddings.weight"
     output = "output_layer.weight"
     # The last pipeline stage of a tied model has a copy of the embedding.
@@ -343,125 +362,204 @@ def model_maps(
         names = (embedding, output)
     else:
         names = (embedding,)
-    yield tensor_map(names, {root + EMBEDDING: (vocab, hidden)}, 0, pad_rows=True)
+    source = {text_prefix + EMBEDDING: (vocab, hidden)}
+    yield tensor_map(names, source, 0, pad_rows=True)
     pattern = config.hybrid_layer_pattern
-    for layer, (mixer_kind, mlp_kind) in enumerate(
-        zip(pattern[::2], pattern[1::2], strict=True)
-    ):
-        mixer = mlp = f"decoder.layers.{layer}."
+    for layer in range(len(pattern) // 2):
+        symbols = pattern[2 * layer : 2 * layer + 2]
         if model == "hybrid":
-            mixer = f"decoder.layers.{2 * layer}."
-            mlp = f"decoder.layers.{2 * layer + 1}."
-        hf = f"{root}layers.{layer}."
+            mixer_prefix = f"decoder.layers.{2 * layer}."
+            mlp_prefix = f"decoder.layers.{2 * layer + 1}."
+        else:
+            mixer_prefix = f"decoder.layers.{layer}."
+            mlp_prefix = mixer_prefix
+        hf_prefix = f"{text_prefix}layers.{layer}."
         if config.architecture == KIMI:
             yield from kimi.layer_maps(
-                mixer_kind + mlp_kind,
-                mixer,
-                mlp,
-                hf,
+                symbols,
+                mixer_prefix,
+                mlp_prefix,
+                hf_prefix,
                 config.sizes,
                 keys,
                 zero_centered_gamma,
             )
-            continue
-        attention = f"{mixer}self_attention."
-        if mixer_kind == "G":
-            fused = "in_proj"
-            yield from gdn_layer_maps(
-                attention,
-                f"{hf}linear_attn.",
-                config.gdn,
-                config.storage,
-                zero_centered_gamma,
-            )
         else:
-            fused = "linear_qkv"
-            yield from _attention_maps(attention, f"{hf}self_attn.", config)
-            for one in "qk":
-                yield norm(
-                    f"{attention}{one}_layernorm.weight",
-                    f"{hf}self_attn.{one}_norm.weight",
-                    config.sizes.kv_channels,
-                )
-        in_norms = (
-            f"{attention}{fused}.layer_norm_weight",
-            f"{mixer}input_layernorm.weight",
-        )
-        yield norm(in_norms, f"{hf}input_layernorm.weight")
-        pre_norms = (f"{mlp}pre_mlp_layernorm.weight",)
-        if mlp_kind == "E":
-            yield from _moe_maps(f"{mlp}mlp.", f"{hf}mlp.", config, keys)
-        else:
-            pre_norms = (f"{mlp}mlp.linear_fc1.layer_norm_weight",) + pre_norms
-            yield from _mlp_maps(
-                f"{mlp}mlp.", f"{hf}mlp.", hidden, config.sizes.ffn_hidden_size
+            yield from _qwen_mixer_maps(
+                symbols[0], mixer_prefix, hf_prefix, config, zero_centered_gamma
             )
-        yield norm(pre_norms, f"{hf}post_attention_layernorm.weight")
+            yield from _qwen_mlp_maps(
+                symbols[1], mlp_prefix, hf_prefix, config, keys, zero_centered_gamma
+            )
     if model == "hybrid":
-        final = "norm"
+        final_norm = "decoder.final_norm.weight"
     else:
-        final = "layernorm"
-    yield norm(f"decoder.final_{final}.weight", f"{root}norm.weight")
+        final_norm = "decoder.final_layernorm.weight"
+    key = f"{text_prefix}norm.weight"
+    yield _norm_map(final_norm, key, hidden, config, zero_centered_gamma)
     if not config.tied:
         yield tensor_map(output, {LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
 
 
-def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:
-    """Maps of attention; rows ``[q | gate]`` per head become ``[q | gate | k | v]`` per
-    group."""
+def _qwen_mixer_maps(
+    symbol: str,
+    prefix: str,
+    hf_prefix: str,
+    config: HFModelConfig,
+    zero_centred: bool,
+) -> Iterator[TensorMap]:
+    """Yield the maps of a mixer of Qwen, "G" or "*", and of the norm before it;
+    ``prefix`` and ``hf_prefix``: of the layer's keys in Megatron and in the files."""
+    attention = f"{prefix}self_attention."
+    if symbol == "G":
+        fused_norm = f"{attention}in_proj.layer_norm_weight"
+        yield from gdn_layer_maps(
+            attention,
+            f"{hf_prefix}linear_attn.",
+            config.gdn,
+            config.storage,
+            zero_centred,
+        )
+    else:
+        fused_norm = f"{attention}linear_qkv.layer_norm_weight"
+        yield from _attention_maps(attention, f"{hf_prefix}self_attn.", config)
+        for name in ("q", "k"):
+            yield _norm_map(
+                f"{attention}{name}_layernorm.weight",
+                f"{hf_prefix}self_attn.{name}_norm.weight",
+                config.sizes.kv_channels,
+                config,
+                zero_centred,
+            )
+    yield _norm_map(
+        (fused_norm, f"{prefix}input_layernorm.weight"),
+        f"{hf_prefix}input_layernorm.weight",
+        config.sizes.hidden_size,
+        config,
+        zero_centred,
+    )
+
+
+def _qwen_mlp_maps(
+    symbol: str,
+    prefix: str,
+    hf_prefix: str,
+    config: HFModelConfig,
+    keys: Collection[str],
+    zero_centred: bool,
+) -> Iterator[TensorMap]:
+    """Yield the maps of an MLP ("-") or experts ("E") of Qwen, and of the norm before
+    them; the prefixes are as in `_qwen_mixer_maps`."""
+    sizes = config.sizes
+    norm_names = (f"{prefix}pre_mlp_layernorm.weight",)
+    if symbol == "E":
+        yield from _moe_maps(f"{prefix}mlp.", f"{hf_prefix}mlp.", config, keys)
+    else:
+        fused_norm = f"{prefix}mlp.linear_fc1.layer_norm_weight"
+        norm_names = (fused_norm,) + norm_names
+        yield from _mlp_maps(
+            f"{prefix}mlp.",
+            f"{hf_prefix}mlp.",
+            sizes.hidden_size,
+            sizes.ffn_hidden_size,
+        )
+    key = f"{hf_prefix}post_attention_layernorm.weight"
+    yield _norm_map(norm_names, key, sizes.hidden_size, config, zero_centred)
+
+
+def _norm_map(
+    names: str | tuple[str, ...],
+    key: str,
+    size: int,
+    config: HFModelConfig,
+    zero_centred: bool,
+) -> TensorMap:
+    """The map of a norm's gain ``[size]``.
+
+    The file stores the gain minus 1 if ``config.stores_gains_minus_1``, Megatron stores
+    the gain minus 1 if ``zero_centred``; else each stores the gain itself.
+    """
+    shift = float(config.stores_gains_minus_1) - float(zero_centred)
+    return tensor_map(names, {key: (size,)}, shift=shift)
+
+
+def _attention_maps(
+    prefix: str, hf_prefix: str, config: HFModelConfig
+) -> Iterator[TensorMap]:
+    """Yield the maps of softmax attention with an output gate.
+
+    The rows of the file's q_proj are ``[q | gate]`` head by head. Megatron's rows are
+    ``[q | gate | k | v]`` group by group, with the q and the gates of all heads of the
+    group.
+    """
     sizes = config.sizes
     hidden = sizes.hidden_size
     heads = sizes.num_attention_heads
     groups = sizes.num_query_groups
-    q, k = heads * sizes.kv_channels, groups * sizes.kv_channels
-    counts = {"q": 2 * q, "k": k, "v": k}
+    q_rows = heads * sizes.kv_channels
+    k_rows = groups * sizes.kv_channels
+    row_counts = {"q_proj": 2 * q_rows, "k_proj": k_rows, "v_proj": k_rows}
     sources = {
-        f"{hf}{name}_proj.weight": (count, hidden) for name, count in counts.items()
+        f"{hf_prefix}{name}.weight": (count, hidden)
+        for name, count in row_counts.items()
     }
-    in_file = torch.arange(2 * (q + k), device="cpu")
-    q_then_gate = in_file[: 2 * q].view(heads, 2, -1).transpose(0, 1).flatten()
-    rows = torch.cat([q_then_gate, in_file[2 * q :]])[
-        rows_by_group((q, q, k, k), groups)
-    ]
-    yield tensor_map(f"{p}linear_qkv.weight", sources, 0, rows=rows)
-    yield tensor_map(f"{p}linear_proj.weight", {f"{hf}o_proj.weight": (hidden, q)}, 1)
+    # First put the rows in the order [q | gate | k | v], then group by group.
+    file_rows = torch.arange(2 * (q_rows + k_rows), device="cpu")
+    q_and_gate = file_rows[: 2 * q_rows].view(heads, 2, -1)
+    q_then_gate = q_and_gate.transpose(0, 1).flatten()
+    by_section = torch.cat([q_then_gate, file_rows[2 * q_rows :]])
+    rows = by_section[rows_by_group((q_rows, q_rows, k_rows, k_rows), groups)]
+    yield tensor_map(f"{prefix}linear_qkv.weight", sources, 0, rows=rows)
+    output = {f"{hf_prefix}o_proj.weight": (hidden, q_rows)}
+    yield tensor_map(f"{prefix}linear_proj.weight", output, 1)
 
 
-def _mlp_maps(p: str, hf: str, hidden: int, ffn: int) -> Iterator[TensorMap]:
-    """The maps of an MLP from ``hidden`` to ``ffn``; ``p``, ``hf``: Megatron's, HF's
-    key prefix."""
-    up = {f"{hf}{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
-    yield tensor_map(f"{p}linear_fc1.weight", up, 0, sections=(ffn, ffn))
-    yield tensor_map(
-        f"{p}linear_fc2.weight", {f"{hf}down_proj.weight": (hidden, ffn)}, 1
-    )
+def _mlp_maps(
+    prefix: str, hf_prefix: str, hidden: int, ffn: int
+) -> Iterator[TensorMap]:
+    """Yield the maps of one MLP: fc1 ``[2 ffn, hidden]``, then fc2 ``[hidden, ffn]``."""
+    gate_and_up = {
+        f"{hf_prefix}gate_proj.weight": (ffn, hidden),
+        f"{hf_prefix}up_proj.weight": (ffn, hidden),
+    }
+    yield tensor_map(f"{prefix}linear_fc1.weight", gate_and_up, 0, sections=(ffn, ffn))
+    down = {f"{hf_prefix}down_proj.weight": (hidden, ffn)}
+    yield tensor_map(f"{prefix}linear_fc2.weight", down, 1)
 
 
 def _moe_maps(
-    p: str, hf: str, config: HFModelConfig, keys: Collection[str]
+    prefix: str, hf_prefix: str, config: HFModelConfig, keys: Collection[str]
 ) -> Iterator[TensorMap]:
-    """The maps of a router, its experts and the shared expert; ``keys``: all keys of
-    the files."""
+    """Yield the maps of a router, its experts and the shared expert.
+
+    Some files have the tensors of all experts stacked, as ``experts.gate_up_proj`` and
+    ``experts.down_proj``; ``keys``, all keys of the files, show this.
+    """
     sizes = config.sizes
     hidden = sizes.hidden_size
     ffn = sizes.moe_ffn_hidden_size
     experts = sizes.num_moe_experts
-    yield tensor_map(f"{p}router.weight", {f"{hf}gate.weight": (experts, hidden)})
-    for e in range(experts):
-        fc1, fc2 = _mlp_maps("", f"{hf}experts.{e}.", hidden, ffn)
-        if f"{hf}experts.gate_up_proj" in keys:
-            up = HFRef(f"{hf}experts.gate_up_proj", (experts, 2 * ffn, hidden), e)
-            down = HFRef(f"{hf}experts.down_proj", (experts, hidden, ffn), e)
+    router = {f"{hf_prefix}gate.weight": (experts, hidden)}
+    yield tensor_map(f"{prefix}router.weight", router)
+    stacked_up = f"{hf_prefix}experts.gate_up_proj"
+    stacked_down = f"{hf_prefix}experts.down_proj"
+    for expert in range(experts):
+        fc1, fc2 = _mlp_maps("", f"{hf_prefix}experts.{expert}.", hidden, ffn)
+        if stacked_up in keys:
+            up = HFRef(stacked_up, (experts, 2 * ffn, hidden), expert)
+            down = HFRef(stacked_down, (experts, hidden, ffn), expert)
             fc1 = replace(fc1, sources=(up,))
             fc2 = replace(fc2, sources=(down,))
         for entry in (fc1, fc2):
             # Grouped experts number their weights; sequential experts number their
             # modules.
             linear = entry.name.removesuffix(".weight")
-            grouped = f"{p}experts.{linear}.weight{e}"
-            sequential = f"{p}experts.local_experts.{e}.{linear}.weight"
+            grouped = f"{prefix}experts.{linear}.weight{expert}"
+            sequential = f"{prefix}experts.local_experts.{expert}.{linear}.weight"
             yield replace(entry, names=(grouped, sequential), is_expert=True)
-    shared = sizes.moe_shared_expert_intermediate_size
-    yield from _mlp_maps(f"{p}shared_experts.", f"{hf}shared_expert.", hidden, shared)
-    gate = {f"{hf}shared_expert_gate.weight": (1, hidden)}
-    yield tensor_map(f"{p}shared_experts.gate_weight", gate)
+    shared_width = sizes.moe_shared_expert_intermediate_size
+    yield from _mlp_maps(
+        f"{prefix}shared_experts.", f"{hf_prefix}shared_expert.", hidden, shared_width
+    )
+    gate = {f"{hf_prefix}shared_expert_gate.weight": (1, hidden)}
+    yield tensor_map(f"{prefix}shared_experts.gate_weight", gate)

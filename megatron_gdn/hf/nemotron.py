@@ -1,19 +1,20 @@
-"""The fields of a NemotronH's ``config.json``, and the layers that it names."""
+"""NemotronH: the fields of its ``config.json``, and the pattern of its layers."""
 
 from __future__ import annotations
 
 from .config_fields import ConfigFields
-from .field_groups import FieldGroups, without_effect
+from .field_groups import FieldGroups, fields_without_effect
 from .json_files import shown
 
-# Fields of a NemotronH -> the names of these fields in the other models.
-OWN_NAMES = {
+# Fields of a NemotronH -> their names in `config_fields.FIELD_TABLE`, which are those of
+# the other models.
+TABLE_NAMES = {
     "layer_norm_epsilon": "rms_norm_eps",
     "n_routed_experts": "num_experts",
     "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
 }
-# Names in older files, and other names that transformers takes -> names of
-# NemotronHConfig.
+# Names in older files, and other names that transformers takes -> canonical names, those
+# of NemotronHConfig.
 _OTHER_NAMES = {
     "attention_head_dim": "head_dim",
     "layer_types": "layers_block_type",
@@ -29,7 +30,7 @@ _OTHER_NAMES = {
     "num_local_experts": "n_routed_experts",
     "rms_norm_eps": "layer_norm_epsilon",
 }
-READ = {
+READ_FIELDS = {
     "architectures",
     "head_dim",
     "hidden_size",
@@ -53,9 +54,9 @@ READ = {
     "time_step_min",
     "vocab_size",
 }
-# Fields with one legal value, which the built model assumes; the value is in
-# `config_fields.FIELDS`.
-SETTINGS = {
+# Fields with one legal value, which the built model assumes; `FIELD_TABLE` of
+# `config_fields` has the value.
+SETTING_FIELDS = {
     "attention_bias",
     "conv_kernel",
     "mamba_hidden_act",
@@ -74,7 +75,7 @@ SETTINGS = {
     "use_conv_bias",
 }
 # Fields that change no number of the built model -> the reason.
-WITHOUT_EFFECT = without_effect(
+FIELDS_WITHOUT_EFFECT = fields_without_effect(
     {
         "it sets first values of weights": """
             rescale_prenorm_residual time_step_floor time_step_max time_step_rank
@@ -93,15 +94,15 @@ WITHOUT_EFFECT = without_effect(
         """,
     }
 )
-FIELDS = FieldGroups(
+NEMOTRON_FIELDS = FieldGroups(
     model="NemotronH",
-    read=frozenset(READ),
-    settings=frozenset(SETTINGS),
-    without_effect=WITHOUT_EFFECT,
+    read=frozenset(READ_FIELDS),
+    settings=frozenset(SETTING_FIELDS),
+    without_effect=FIELDS_WITHOUT_EFFECT,
     other_names=_OTHER_NAMES,
-    known_as=OWN_NAMES,
+    table_names=TABLE_NAMES,
 )
-_SYMBOLS = {
+_SYMBOL_OF_BLOCK = {
     "attention": "*",
     "full_attention": "*",
     "linear_attention": "M",
@@ -112,25 +113,21 @@ _SYMBOLS = {
 
 
 def pattern_of(fields: ConfigFields) -> str:
-    """The layers, one symbol each, of ``hybrid_override_pattern`` or
-    ``layers_block_type``."""
-    pattern = fields.get("hybrid_override_pattern", None)
-    kinds = None
-    if (names := fields.get("layers_block_type", None)) is not None:
-        kinds = "".join(_SYMBOLS[name] for name in names)
-    if pattern is not None and kinds is not None and pattern != kinds:
-        raise ValueError(
-            f"{fields.where}: hybrid_override_pattern has the layers {shown(pattern)}, "
-            f"and layers_block_type has {shown(kinds)}."
-        )
-    if pattern is None:
-        source = "layers_block_type"
-    else:
+    """A HybridModel's pattern, one symbol for each layer, from the fields
+    ``hybrid_override_pattern`` or ``layers_block_type``."""
+    blocks = fields.get("layers_block_type", None)
+    if blocks is None:
         source = "hybrid_override_pattern"
-    if pattern is None:
-        pattern = kinds
-    if pattern is None:
-        return fields["hybrid_override_pattern"]  # raises: the field is missing
+        pattern = fields["hybrid_override_pattern"]
+    else:
+        source = "layers_block_type"
+        pattern = "".join(_SYMBOL_OF_BLOCK[block] for block in blocks)
+        given = fields.get("hybrid_override_pattern", pattern)
+        if given != pattern:
+            raise ValueError(
+                f"{fields.where}: hybrid_override_pattern has the layers "
+                f"{shown(given)}, and layers_block_type has {shown(pattern)}."
+            )
     count = fields.get("num_hidden_layers", len(pattern))
     if count != len(pattern):
         raise ValueError(

@@ -1,5 +1,5 @@
-"""The fields of the ``config.json`` of Qwen3-Next and Qwen3.5, and the layers and rotary
-embedding that they name."""
+"""Qwen3-Next and Qwen3.5: the fields of their ``config.json``, the pattern of their
+layers and the settings of the rotary embedding."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config_fields import ConfigFields
-from .field_groups import FieldGroups, without_effect
+from .field_groups import FieldGroups, fields_without_effect
 from .json_files import shown
 
-_READ = {
+# Fields that are read: of every model, of models with experts, and of Qwen3-Next, whose
+# layers have MLPs or experts.
+_READ_OF_ALL = {
     "architectures",
     "full_attention_interval",
     "head_dim",
@@ -33,13 +35,13 @@ _READ = {
     "tie_word_embeddings",
     "vocab_size",
 }
-_OF_EXPERTS = {
+_READ_WITH_EXPERTS = {
     "moe_intermediate_size",
     "num_experts",
     "num_experts_per_tok",
     "shared_expert_intermediate_size",
 }
-_OF_BOTH = {"decoder_sparse_step", "intermediate_size", "mlp_only_layers"}
+_READ_OF_QWEN3_NEXT = {"decoder_sparse_step", "intermediate_size", "mlp_only_layers"}
 _SETTINGS = {
     "attention_bias",
     "attn_output_gate",
@@ -49,6 +51,7 @@ _SETTINGS = {
     "rope_type",
     "use_sliding_window",
 }
+# Reason -> fields that change no number of a built model.
 _WITHOUT_EFFECT = {
     "it is a loss, which a launch's flags choose": "router_aux_loss_coef",
     "gates are fp32": "mamba_ssm_dtype",
@@ -57,25 +60,25 @@ _WITHOUT_EFFECT = {
         mtp_num_hidden_layers mtp_use_dedicated_embeddings
     """,
 }
-_VISION = {
+_VISION_WITHOUT_EFFECT = {
     "the vision encoder is not built": """
         image_token_id language_model_only video_token_id vision_config vision_end_token_id
         vision_start_token_id
     """,
 }
 # Each layer has an MLP or experts.
-NEXT = FieldGroups(
+QWEN3_NEXT_FIELDS = FieldGroups(
     model="Qwen3-Next",
-    read=frozenset(_READ | _OF_EXPERTS | _OF_BOTH),
+    read=frozenset(_READ_OF_ALL | _READ_WITH_EXPERTS | _READ_OF_QWEN3_NEXT),
     settings=frozenset(_SETTINGS),
-    without_effect=without_effect(_WITHOUT_EFFECT),
+    without_effect=fields_without_effect(_WITHOUT_EFFECT),
 )
 # Each layer has an MLP.
-DENSE = FieldGroups(
+DENSE_FIELDS = FieldGroups(
     model="dense Qwen3.5",
-    read=frozenset(_READ | {"intermediate_size"}),
+    read=frozenset(_READ_OF_ALL | {"intermediate_size"}),
     settings=frozenset(_SETTINGS | {"num_experts"}),
-    without_effect=without_effect(
+    without_effect=fields_without_effect(
         _WITHOUT_EFFECT
         | {
             "the model has no experts": """
@@ -84,57 +87,67 @@ DENSE = FieldGroups(
             """
         }
     ),
-    known_as={"num_experts": "no_experts"},
+    table_names={"num_experts": "no_experts"},
 )
 # Each layer has experts.
-EXPERTS = FieldGroups(
+EXPERT_FIELDS = FieldGroups(
     model="Qwen3.5 with experts",
-    read=frozenset(_READ | _OF_EXPERTS),
+    read=frozenset(_READ_OF_ALL | _READ_WITH_EXPERTS),
     settings=frozenset(_SETTINGS | {"decoder_sparse_step", "mlp_only_layers"}),
-    without_effect=without_effect(
+    without_effect=fields_without_effect(
         _WITHOUT_EFFECT | {"the model has no MLP": "intermediate_size"}
     ),
-    known_as={
+    table_names={
         "decoder_sparse_step": "every_layer_sparse",
         "mlp_only_layers": "no_mlp_only_layers",
     },
 )
-# A file whose text model has a config of its own.
-WITH_TEXT_CONFIG = FieldGroups(
+# The top level of a file whose text model has a config of its own, ``text_config``.
+TEXT_CONFIG_FIELDS = FieldGroups(
     model="Qwen3.5 with a text_config",
     read=frozenset({"architectures", "text_config", "tie_word_embeddings"}),
     settings=frozenset(),
-    without_effect=without_effect(_VISION),
+    without_effect=fields_without_effect(_VISION_WITHOUT_EFFECT),
 )
-# Fields of a text_config that the file states at its top level too. transformers reads
-# them there: `tie_word_embeddings` of some published text_configs is wrong.
-_OF_TOP = ("architectures", "tie_word_embeddings")
-GROUPS = {
-    "Qwen3NextForCausalLM": NEXT,
-    "Qwen3_5ForCausalLM": DENSE,
-    "Qwen3_5ForConditionalGeneration": DENSE,
-    "Qwen3_5MoeForCausalLM": EXPERTS,
-    "Qwen3_5MoeForConditionalGeneration": EXPERTS,
+# Fields that stand in the text_config and at the file's top level. transformers reads
+# the top level: `tie_word_embeddings` of some published text_configs is wrong.
+_READ_AT_TOP_LEVEL = ("architectures", "tie_word_embeddings")
+FIELDS_OF_ARCHITECTURE = {
+    "Qwen3NextForCausalLM": QWEN3_NEXT_FIELDS,
+    "Qwen3_5ForCausalLM": DENSE_FIELDS,
+    "Qwen3_5ForConditionalGeneration": DENSE_FIELDS,
+    "Qwen3_5MoeForCausalLM": EXPERT_FIELDS,
+    "Qwen3_5MoeForConditionalGeneration": EXPERT_FIELDS,
 }
-_ROPE = ("rope_type", "rope_theta", "partial_rotary_factor")
-# The three positions of a text's token are equal.
+_ROPE_FIELDS = ("rope_type", "rope_theta", "partial_rotary_factor")
+# Fields for the three positions of a token, which are equal for tokens of text.
 _ROPE_WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved")
 
 
-def with_usual_names(
+def canonical_fields(
     values: Mapping[str, Any], text: Mapping[str, Any], architecture: str, where: str
 ) -> dict[str, Any]:
-    """The fields of the text model, ``values`` themselves or their ``text_config``
-    ``text``, with those of the rotary embedding beside them."""
+    """The text model's fields by canonical names, with the rotary embedding's fields
+    among them.
+
+    ``values``: the parsed file ``where``; ``text``: its ``text_config``, or ``values``
+    itself if it has none. Raises as `FieldGroups.canonical_fields`.
+    """
     if text is not values:
-        WITH_TEXT_CONFIG.with_usual_names(values, where)
-        text = {name: value for name, value in text.items() if name not in _OF_TOP}
-    return GROUPS[architecture].with_usual_names(_with_rope(text, where), where)
+        TEXT_CONFIG_FIELDS.canonical_fields(values, where)
+        text = {
+            name: value
+            for name, value in text.items()
+            if name not in _READ_AT_TOP_LEVEL
+        }
+    return FIELDS_OF_ARCHITECTURE[architecture].canonical_fields(
+        _with_rotary_fields(text, where), where
+    )
 
 
-def _with_rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``values`` with the fields of ``rope_parameters`` or ``rope_scaling``, the older
-    name, beside the others."""
+def _with_rotary_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``values`` with ``rope_type``, ``rope_theta`` and ``partial_rotary_factor``, which
+    are moved there from ``rope_parameters`` (older files: ``rope_scaling``)."""
     found = dict(values)
     fields = ConfigFields(values, where)
     ropes = {}
@@ -152,14 +165,14 @@ def _with_rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         kind = rope.pop("type", None)  # the older name
         if kind is not None:
             rope.setdefault("rope_type", kind)
-        unknown = sorted(rope.keys() - set(_ROPE + _ROPE_WITHOUT_EFFECT))
+        unknown = sorted(rope.keys() - set(_ROPE_FIELDS + _ROPE_WITHOUT_EFFECT))
         if rope.get("rope_type", "default") == "default" and unknown:
             raise ValueError(
                 f"{where}: {name}={shown(given)} is not legal; its fields must be "
-                f"{', '.join(_ROPE)}, and it has {shown(unknown)}, which could change "
+                f"{', '.join(_ROPE_FIELDS)}, and it has {shown(unknown)}, which could change "
                 "the model."
             )
-        for key in _ROPE:
+        for key in _ROPE_FIELDS:
             if key not in rope:
                 continue
             beside = found.get(key)
@@ -177,9 +190,10 @@ def pattern_of(fields: ConfigFields, architecture: str) -> str:
     MLP."""
     count = fields["num_hidden_layers"]
     interval = fields.get("full_attention_interval", None)
-    kinds = "linear_attention", "full_attention"
     step = interval or 4
-    by_interval = [kinds[(layer + 1) % step == 0] for layer in range(count)]
+    by_interval = ["linear_attention"] * count
+    for layer in range(step - 1, count, step):
+        by_interval[layer] = "full_attention"
     types = fields.get("layer_types", by_interval)
     symbols = {"linear_attention": "G", "full_attention": "*"}
     unknown = sorted(set(types) - symbols.keys())
@@ -194,19 +208,29 @@ def pattern_of(fields: ConfigFields, architecture: str) -> str:
             f"{fields.where}: full_attention_interval={interval} contradicts "
             "layer_types, which names other layers; give one of them."
         )
-    mlps = _mlps(fields, architecture, count)
+    mlps = _mlp_symbols(fields, architecture, count)
     return "".join(symbols[kind] + mlp for kind, mlp in zip(types, mlps, strict=True))
 
 
-def _mlps(fields: ConfigFields, architecture: str, count: int) -> str:
-    """For each of ``count`` layers '-' (an MLP) or 'E' (experts)."""
-    if GROUPS[architecture] is DENSE or fields["num_experts"] == 0:
+def _mlp_symbols(fields: ConfigFields, architecture: str, count: int) -> str:
+    """A string of ``count`` symbols, one for each layer: '-' (an MLP) or 'E'
+    (experts)."""
+    if (
+        FIELDS_OF_ARCHITECTURE[architecture] is DENSE_FIELDS
+        or fields["num_experts"] == 0
+    ):
         return "-" * count
     step = fields.get("decoder_sparse_step", 1)
-    dense = set(fields.get("mlp_only_layers", []))
-    if beyond := sorted(dense - set(range(count))):
+    mlp_only = set(fields.get("mlp_only_layers", []))
+    if beyond := sorted(mlp_only - set(range(count))):
         raise ValueError(
             f"{fields.where}: mlp_only_layers has {shown(beyond)}; the layers are 0 to "
             f"{count - 1}."
         )
-    return "".join("-E"[(n + 1) % step == 0 and n not in dense] for n in range(count))
+    symbols = ""
+    for layer in range(count):
+        if (layer + 1) % step == 0 and layer not in mlp_only:
+            symbols += "E"
+        else:
+            symbols += "-"
+    return symbols

@@ -1,5 +1,5 @@
-"""What an import and an export do with each tensor of a folder; the config against the
-files."""
+"""`plan_tensors`: what an import and an export do with each tensor of a folder. It
+compares the config with the files before it makes the plan."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .model_map import (
     EMBEDDING,
     LM_HEAD,
     NEMOTRON,
-    Architecture,
     HFModelConfig,
+    MegatronModelKind,
     model_maps,
-    root_of,
+    text_model_prefix,
 )
 from .quantised import refuse_quantised
 from .safetensors_files import TensorSpec
 
-# Weights of multi-token prediction and vision, which an export copies and no import
-# loads.
-_PASSTHROUGH = ("mtp.", "model.visual.", "visual.")
-# Matches the start of the key of a layer's weight, or of an expert's in the layer,
-# after the prefix of the text model's keys.
+# Prefixes of the keys of multi-token prediction and vision, which an export copies and
+# no import loads.
+_PASSTHROUGH_PREFIXES = ("mtp.", "model.visual.", "visual.")
+# Matches a key of a layer's weight, from the end of the text model's prefix on; group
+# "expert" is None outside of experts.
 _LAYER_KEY = re.compile(
     r"layers\.(?P<layer>[0-9]+)\."
     r"(?:(?:mlp|block_sparse_moe)\.experts\.(?P<expert>[0-9]+)\.)?"
@@ -40,111 +40,122 @@ class TensorPlan(NamedTuple):
     aliases: dict[str, str]
 
 
-def count_of_others(names: list[str]) -> str:
-    """The end of a message that shows only the first of ``names``: " (and N more)" or
-    nothing."""
+def and_others(names: list[str]) -> str:
+    """The text " (and N more)" for a message that shows the first of ``names`` alone; ""
+    if there is only one."""
     if len(names) > 1:
         return f" (and {len(names) - 1} more)"
     return ""
 
 
-def _compare_with_files(
-    config: HFModelConfig, specs: Mapping[str, TensorSpec], whose: str
+def _require_config_of_files(
+    config: HFModelConfig, specs: Mapping[str, TensorSpec], model_text: str
 ) -> None:
-    """Raise if the config has other numbers of layers, experts or rows than the files
-    ``specs``.
+    """Raise if the config has other numbers of layers, experts or rows than the files.
 
     `model_maps` makes maps for each layer and expert, and tables of rows, and a model
     is built by the config's sizes. A wrong number in a config.json must not fill the
-    memory.
+    memory. ``specs``: the tensors of the files; ``model_text``: the model, for errors.
     """
     sizes = config.sizes
     mixers = config.hybrid_layer_pattern[::2]
     hidden = sizes.hidden_size
-    root = root_of(specs)
-    _require_shape(root + EMBEDDING, (config.vocab_size, hidden), specs, whose)
-    layers, experts = _count_in_files(root, specs)
+    text_prefix = text_model_prefix(specs)
+    embedding_shape = (config.vocab_size, hidden)
+    _require_shape(text_prefix + EMBEDDING, embedding_shape, specs, model_text)
+    layers, experts = _count_layers_and_experts(text_prefix, specs)
     if layers != len(mixers):
         raise ValueError(
             f"config.json says num_hidden_layers={len(mixers)}, but the files have "
-            f"weights of {layers} layers ({root}layers.*)."
+            f"weights of {layers} layers ({text_prefix}layers.*)."
         )
-    wanted = getattr(sizes, "num_moe_experts", 0)
-    if experts != wanted:
+    config_experts = getattr(sizes, "num_moe_experts", 0)
+    if experts != config_experts:
         raise ValueError(
-            f"config.json says num_experts={wanted}, but the files have weights of "
-            f"{experts} experts."
+            f"config.json says num_experts={config_experts}, but the files have weights "
+            f"of {experts} experts."
         )
+    # The first layer of each kind stands for the others.
     if "*" in mixers:
-        hf = f"{root}layers.{mixers.index('*')}.self_attn."
+        prefix = f"{text_prefix}layers.{mixers.index('*')}.self_attn."
         width = sizes.num_attention_heads * sizes.kv_channels
-        _require_shape(f"{hf}o_proj.weight", (hidden, width), specs, whose)
+        _require_shape(f"{prefix}o_proj.weight", (hidden, width), specs, model_text)
     if "+" in mixers:
-        hf = f"{root}layers.{mixers.index('+')}.self_attn."
+        prefix = f"{text_prefix}layers.{mixers.index('+')}.self_attn."
         width = sizes.num_attention_heads * sizes.v_head_dim
-        latent = sizes.kv_lora_rank + sizes.qk_pos_emb_head_dim
-        _require_shape(f"{hf}o_proj.weight", (hidden, width), specs, whose)
-        key = f"{hf}kv_a_proj_with_mqa.weight"
-        _require_shape(key, (latent, hidden), specs, whose)
+        _require_shape(f"{prefix}o_proj.weight", (hidden, width), specs, model_text)
+        latent_width = sizes.kv_lora_rank + sizes.qk_pos_emb_head_dim
+        key = f"{prefix}kv_a_proj_with_mqa.weight"
+        _require_shape(key, (latent_width, hidden), specs, model_text)
     if "K" in mixers:
-        hf = f"{root}layers.{mixers.index('K')}.self_attn."
+        prefix = f"{text_prefix}layers.{mixers.index('K')}.self_attn."
         dims = config.kda
-        _require_shape(f"{hf}o_proj.weight", (hidden, dims.v_dim), specs, whose)
-        taps = (dims.qk_dim, 1, dims.conv_kernel_dim)
-        _require_shape(f"{hf}q_conv1d.weight", taps, specs, whose)
+        out_shape = (hidden, dims.v_dim)
+        _require_shape(f"{prefix}o_proj.weight", out_shape, specs, model_text)
+        conv_shape = (dims.qk_dim, 1, dims.conv_kernel_dim)
+        _require_shape(f"{prefix}q_conv1d.weight", conv_shape, specs, model_text)
     if "G" in mixers:
-        hf = f"{root}layers.{mixers.index('G')}.linear_attn."
+        prefix = f"{text_prefix}layers.{mixers.index('G')}.linear_attn."
         dims = config.gdn
-        channels = dims.layout.conv_width
-        _require_shape(f"{hf}out_proj.weight", (hidden, dims.v_dim), specs, whose)
-        _require_shape(
-            f"{hf}conv1d.weight", (channels, 1, dims.conv_kernel_dim), specs, whose
-        )
+        out_shape = (hidden, dims.v_dim)
+        _require_shape(f"{prefix}out_proj.weight", out_shape, specs, model_text)
+        conv_shape = (dims.layout.conv_width, 1, dims.conv_kernel_dim)
+        _require_shape(f"{prefix}conv1d.weight", conv_shape, specs, model_text)
 
 
-def _count_in_files(root: str, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
-    """The numbers of layers and of experts of which the files have weights."""
+def _count_layers_and_experts(
+    text_prefix: str, specs: Mapping[str, TensorSpec]
+) -> tuple[int, int]:
+    """The number of layers, and of experts of a layer, of which the files ``specs`` have
+    weights; ``text_prefix``: of the text model's keys."""
     layers = set()
     experts = set()
-    packed = 0
+    stacked_experts = 0
     for key, spec in specs.items():
-        if key.startswith(root):
-            found = _LAYER_KEY.match(key, len(root))
-        else:
-            found = None
+        if not key.startswith(text_prefix):
+            continue
+        found = _LAYER_KEY.match(key, len(text_prefix))
         if found is None:
             continue
         layers.add(found["layer"])
         if found["expert"] is not None:
             experts.add(found["expert"])
         if key.endswith(".mlp.experts.gate_up_proj") and spec.shape:
-            packed = max(packed, spec.shape[0])
-    return len(layers), max(len(experts), packed)
+            stacked_experts = max(stacked_experts, spec.shape[0])
+    return len(layers), max(len(experts), stacked_experts)
 
 
 def _require_shape(
-    key: str, shape: tuple[int, ...], specs: Mapping[str, TensorSpec], whose: str
+    key: str, shape: tuple[int, ...], specs: Mapping[str, TensorSpec], model_text: str
 ) -> None:
-    """Raise unless the files ``specs`` have the tensor ``key`` of ``shape``."""
+    """Raise unless the files ``specs`` have a tensor ``key`` of shape ``shape``;
+    ``model_text``: the model that needs it, for errors."""
     if key not in specs:
-        raise ValueError(f"missing key {key!r}: {whose} needs it.")
+        raise ValueError(f"missing key {key!r}: {model_text} needs it.")
     if specs[key].shape != shape:
         raise ValueError(
             f"{key} has shape {specs[key].shape}, but config.json asks for {shape}."
         )
 
 
-def plan_of(
+def plan_tensors(
     config: HFModelConfig,
     specs: Mapping[str, TensorSpec],
-    model: Architecture,
-    centred: bool,
+    model: MegatronModelKind,
+    zero_centred: bool,
 ) -> TensorPlan:
-    """Assign every tensor of ``specs`` to a map, to passthrough or to an alias, or
-    refuse it.
+    """Assign every tensor of the files to a map, to passthrough or to an alias.
 
-    ``specs``: the tensors of the files; ``centred``: Megatron's
-    ``layernorm_zero_centered_gamma``.
+    Args:
+        config: the model's config.
+        specs: the tensors of the files.
+        model: whether Megatron's model is a HybridModel or a GPTModel.
+        zero_centred: Megatron's ``layernorm_zero_centered_gamma``.
+
+    Raises:
+        ValueError: a tensor is missing or unknown, or the files have other sizes than
+            the config.
+        NotImplementedError: weights are quantised, or the model is a NemotronH.
     """
     if config.architecture == NEMOTRON:
         raise NotImplementedError(
@@ -153,30 +164,32 @@ def plan_of(
         )
     # An export copies the other tensors as they are, so these may be quantised.
     loaded = {
-        key: spec for key, spec in specs.items() if not key.startswith(_PASSTHROUGH)
+        key: spec
+        for key, spec in specs.items()
+        if not key.startswith(_PASSTHROUGH_PREFIXES)
     }
     refuse_quantised(loaded)
-    whose = (
-        f"a {config.architecture} with {len(config.hybrid_layer_pattern) // 2} layers"
-    )
-    _compare_with_files(config, specs, whose)
-    maps = list(model_maps(config, specs.keys(), model, centred))
+    layers = len(config.hybrid_layer_pattern) // 2
+    model_text = f"a {config.architecture} with {layers} layers"
+    _require_config_of_files(config, specs, model_text)
+    maps = list(model_maps(config, specs.keys(), model, zero_centred))
     shapes = {source.key: source.shape for entry in maps for source in entry.sources}
     if missing := [key for key in shapes if key not in specs]:
         raise ValueError(
-            f"missing key {missing[0]!r}{count_of_others(missing)}: {whose} needs it."
+            f"missing key {missing[0]!r}{and_others(missing)}: {model_text} needs it."
         )
     for key, shape in shapes.items():
-        _require_shape(key, shape, specs, whose)
+        _require_shape(key, shape, specs, model_text)
     if config.tied and LM_HEAD in specs:
         aliases = {LM_HEAD: maps[0].sources[0].key}
     else:
         aliases = {}
     unmapped = [key for key in specs if key not in shapes and key not in aliases]
-    if unknown := [key for key in unmapped if not key.startswith(_PASSTHROUGH)]:
+    unknown = [key for key in unmapped if not key.startswith(_PASSTHROUGH_PREFIXES)]
+    if unknown:
         raise ValueError(
-            f"unknown key {unknown[0]!r}{count_of_others(unknown)}: it is no weight of "
-            f"{whose}, and starts with none of {', '.join(_PASSTHROUGH)}, which an "
-            "export copies unchanged."
+            f"unknown key {unknown[0]!r}{and_others(unknown)}: it is no weight of "
+            f"{model_text}, and starts with none of {', '.join(_PASSTHROUGH_PREFIXES)}, "
+            "which an export copies unchanged."
         )
     return TensorPlan(maps, unmapped, aliases)

@@ -23,7 +23,7 @@ from megatron_gdn.hf.megatron_model import (
     _local_shard,
 )
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
-from megatron_gdn.hf.tensor_plan import plan_of
+from megatron_gdn.hf.tensor_plan import plan_tensors
 from megatron_gdn.mixers.latent_attention import LatentAttention
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.hf.model_laws import hf_model
@@ -125,7 +125,7 @@ def step_of_megatron(
         files = SafetensorsFolder(theirs[0])
         files_of_exact = SafetensorsFolder(exact[0])
         parameters = _global_parameters(model)
-        for entry in plan_of(config, files.specs, "hybrid", False).maps:
+        for entry in plan_tensors(config, files.specs, "hybrid", False).maps:
             keys = [(source.key, source.expert) for source in entry.sources]
             for name in entry.names:
                 if not hasattr(parameters.get(name), "main_grad"):

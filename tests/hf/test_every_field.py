@@ -13,8 +13,8 @@ import transformers
 from megatron_gdn.hf import parse_hf_config
 from megatron_gdn.hf import qwen as qwen_fields
 from megatron_gdn.hf.field_groups import FieldGroups
-from megatron_gdn.hf.kimi import FIELDS as KIMI_FIELDS
-from megatron_gdn.hf.nemotron import FIELDS as NEMOTRON_FIELDS
+from megatron_gdn.hf.kimi import KIMI_FIELDS
+from megatron_gdn.hf.nemotron import NEMOTRON_FIELDS
 from tests.hf.test_kimi import PUBLISHED as KIMI
 from tests.hf.tiny_models import COMMON, KDA, LATENT, MOE, model_class
 from tests.hostile.test_configs import NEMOTRON
@@ -100,9 +100,9 @@ FILES = {
     | {"time_step_limit": [0.0, {"__float__": "Infinity"}]},
 }
 GROUPS = {
-    "Qwen3-Next": qwen_fields.NEXT,
-    "Qwen3.5": qwen_fields.DENSE,
-    "Qwen3.5 with experts": qwen_fields.EXPERTS,
+    "Qwen3-Next": qwen_fields.QWEN3_NEXT_FIELDS,
+    "Qwen3.5": qwen_fields.DENSE_FIELDS,
+    "Qwen3.5 with experts": qwen_fields.EXPERT_FIELDS,
     "Kimi Linear": KIMI_FIELDS,
     "NemotronH": NEMOTRON_FIELDS,
 }
@@ -160,7 +160,7 @@ def may_change_nothing(change: Change, file: dict, pattern: str) -> bool:
         return change.name.startswith("mrope_")
     groups = group_of(file)
     if "text_config" in file and len(change.path) == 1:
-        groups = qwen_fields.WITH_TEXT_CONFIG
+        groups = qwen_fields.TEXT_CONFIG_FIELDS
     usual = groups.other_names.get(change.name, change.name)
     in_text = change.path[0] == "text_config"
     if in_text and change.name in ("architectures", "tie_word_embeddings"):
@@ -173,7 +173,7 @@ def may_change_nothing(change: Change, file: dict, pattern: str) -> bool:
 def group_of(file: dict) -> FieldGroups:
     (architecture,) = file["architectures"]
     if architecture.startswith("Qwen"):
-        return qwen_fields.GROUPS[architecture]
+        return qwen_fields.FIELDS_OF_ARCHITECTURE[architecture]
     return KIMI_FIELDS if architecture.startswith("Kimi") else NEMOTRON_FIELDS
 
 

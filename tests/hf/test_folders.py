@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_gdn.hf import export_folder, folders, import_folder, read_hf_config
 from megatron_gdn.hf.__main__ import main
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
-from megatron_gdn.hf.tensor_plan import count_of_others, plan_of
+from megatron_gdn.hf.tensor_plan import and_others, plan_tensors
 from tests.hf.model_laws import save_with_plain_norms, stored_tensors
 from tests.hf.tiny_models import FOLDERS
 from tests.processes import python, python_without
@@ -75,7 +75,9 @@ def test_a_rounded_bf16_state_still_gives_every_bit_back(any_folder):
     originals = {
         key: source.read(key) for key in source.specs if key.endswith("norm.weight")
     }
-    for entry in plan_of(read_hf_config(any_folder), source.specs, "hybrid", True).maps:
+    for entry in plan_tensors(
+        read_hf_config(any_folder), source.specs, "hybrid", True
+    ).maps:
         pieces = [source.read(ref.key, ref.expert) for ref in entry.sources]
         full = entry.to_megatron(pieces)
         if entry.pad_rows:
@@ -90,7 +92,7 @@ def test_a_rounded_bf16_state_still_gives_every_bit_back(any_folder):
 def test_the_norms_of_a_model_on_another_device_meet_their_originals(hf_folder):
     folder = hf_folder("dense")
     source = SafetensorsFolder(folder)
-    maps = plan_of(read_hf_config(folder), source.specs, "hybrid", True).maps
+    maps = plan_tensors(read_hf_config(folder), source.specs, "hybrid", True).maps
     shifted = [entry for entry in maps if entry.shift]
     assert shifted
     for entry in shifted:
@@ -336,14 +338,16 @@ def test_a_folder_that_names_no_checkpoint_is_named_on_export(copy, tmp_path, re
 
 def test_an_imported_run_begins_at_iteration_0(copy, tmp_path):
     import_folder(copy, tmp_path / "imported")
-    assert folders._load_common(tmp_path / "imported" / "release")["iteration"] == 0
+    assert (
+        folders._load_common_state(tmp_path / "imported" / "release")["iteration"] == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("names", "end"), [(["a"], ""), (["a", "b", "c"], " (and 2 more)")]
 )
 def test_a_message_counts_the_names_that_it_leaves_out(names, end):
-    assert count_of_others(names) == end
+    assert and_others(names) == end
 
 
 def test_an_export_like_another_model_is_refused(hf_folder, copy, tmp_path, refused):
@@ -423,7 +427,7 @@ def test_a_runs_arguments_tell_whether_norm_gains_are_whole(
     """A folder stores a gain minus 1, and a run without that setting a whole gain."""
     folder = hf_folder("only gdn")
     import_folder(folder, tmp_path / "imported")
-    load = folders._load_common
+    load = folders._load_common_state
 
     def load_of_such_a_run(folder):
         common = load(folder)
@@ -432,7 +436,7 @@ def test_a_runs_arguments_tell_whether_norm_gains_are_whole(
         setattr(common["args"], name, False)
         return common
 
-    monkeypatch.setattr(folders, "_load_common", load_of_such_a_run)
+    monkeypatch.setattr(folders, "_load_common_state", load_of_such_a_run)
     export_folder(tmp_path / "imported", tmp_path / "back", like=folder)
     before = SafetensorsFolder(folder)
     after = SafetensorsFolder(tmp_path / "back")

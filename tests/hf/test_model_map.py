@@ -7,7 +7,7 @@ import pytest
 from megatron_gdn.hf import parse_hf_config
 from megatron_gdn.hf.model_map import model_maps
 from megatron_gdn.hf.safetensors_files import TensorSpec
-from megatron_gdn.hf.tensor_plan import plan_of
+from megatron_gdn.hf.tensor_plan import plan_tensors
 from megatron_gdn.models import find
 
 CONFIG = {
@@ -97,19 +97,19 @@ def test_a_setting_that_the_built_model_would_lack_is_refused(setting, message):
 def test_weights_of_nemotron_are_refused_with_what_converts_its_layers():
     nemotron = find("Nemotron-H-8B").hf
     with pytest.raises(NotImplementedError, match="layer_from_hf converts one"):
-        plan_of(nemotron, {}, "hybrid", True)
+        plan_tensors(nemotron, {}, "hybrid", True)
 
 
 def test_a_folder_without_one_text_model_is_refused():
     config = parse_hf_config(CONFIG)
     second = "model.language_model.embed_tokens.weight"
     with pytest.raises(ValueError, match=r"missing key 'model\.embed_tokens\.weight'"):
-        plan_of(config, {}, "hybrid", True)
+        plan_tensors(config, {}, "hybrid", True)
     sources = (source for entry in model_maps(config, []) for source in entry.sources)
     files = {source.key: TensorSpec("BF16", source.shape) for source in sources}
-    assert plan_of(config, files, "hybrid", True).passthrough == []
+    assert plan_tensors(config, files, "hybrid", True).passthrough == []
     with pytest.raises(ValueError, match=f"unknown key '{second}'"):
-        plan_of(
+        plan_tensors(
             config, files | {second: files["model.embed_tokens.weight"]}, "hybrid", True
         )
 

@@ -9,7 +9,7 @@ from transformers import NemotronHConfig
 
 from megatron_gdn import Mamba2Mixer
 from megatron_gdn.hf import build_model, parse_hf_config
-from megatron_gdn.hf.nemotron import READ, SETTINGS, WITHOUT_EFFECT
+from megatron_gdn.hf.nemotron import FIELDS_WITHOUT_EFFECT, READ_FIELDS, SETTING_FIELDS
 from tests.hf.tiny_models import model_class
 from tests.hostile.test_configs import NEMOTRON
 from tests.parallel import parallel
@@ -66,12 +66,12 @@ def test_a_file_of_transformers_class_is_read():
 
 
 def test_every_field_of_the_class_is_in_one_of_the_groups():
-    groups = READ, SETTINGS, WITHOUT_EFFECT.keys()
+    groups = READ_FIELDS, SETTING_FIELDS, FIELDS_WITHOUT_EFFECT.keys()
     assert all(sum(name in group for group in groups) == 1 for name in NAMES), NAMES
-    assert REFUSED.keys() == SETTINGS
+    assert REFUSED.keys() == SETTING_FIELDS
 
 
-@pytest.mark.parametrize("name", sorted(READ))
+@pytest.mark.parametrize("name", sorted(READ_FIELDS))
 def test_a_field_that_is_read_changes_the_model_or_is_refused(name):
     change = OTHERS.get(name) or 2 * NEMOTRON[name]
     try:
@@ -81,7 +81,7 @@ def test_a_field_that_is_read_changes_the_model_or_is_refused(name):
     assert found != parse_hf_config(OF_CLASS)
 
 
-@pytest.mark.parametrize("name", sorted(SETTINGS))
+@pytest.mark.parametrize("name", sorted(SETTING_FIELDS))
 def test_a_setting_that_the_built_model_lacks_is_refused(name):
     with pytest.raises(ValueError, match=f"{name}=.* is not supported in whole models"):
         parsed(**{name: REFUSED[name]})
@@ -89,7 +89,7 @@ def test_a_setting_that_the_built_model_lacks_is_refused(name):
     assert parsed(**{name: given}) == parsed()
 
 
-@pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
+@pytest.mark.parametrize("name", sorted(FIELDS_WITHOUT_EFFECT))
 def test_a_field_without_effect_changes_nothing(name):
     assert parsed(**{name: 3}) == parsed()
 

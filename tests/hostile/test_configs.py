@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from megatron_gdn.hf import CPAwareGatedDeltaNet, megatron_flags, parse_hf_config
-from megatron_gdn.hf.config_fields import FIELDS
+from megatron_gdn.hf.config_fields import FIELD_TABLE
 from megatron_gdn.hf.json_files import shown
 from megatron_gdn.models.model import Model
 from tests.hf.test_model_map import CONFIG
@@ -328,5 +328,5 @@ def test_the_drop_in_reads_a_config_by_the_same_table(field, value):
 
 
 def test_every_field_says_what_it_means():
-    for name, field in FIELDS.items():
+    for name, field in FIELD_TABLE.items():
         assert field.meaning and field.legal, name
