@@ -125,7 +125,7 @@ def runs_of(module: Any, sizes: Sizes) -> dict[str, tuple[Any, int, int]]:
     def through_mixer(x: Tensor, offsets: list[int], d_out: Tensor) -> dict:
         proj = x.detach().requires_grad_()
         batch = module.micro_batches.of(thd(offsets), proj)
-        out = mix(proj, module.stages(proj, batch), batch.passage.neighbours)
+        out = mix(proj, module.stages(proj, batch), batch.passage.sequence_context)
         (d_proj,) = torch.autograd.grad(out, proj, d_out)
         return {"output": out, "dproj": d_proj}
 

@@ -62,8 +62,8 @@ class Exchange:
     def ours(self, backward: bool) -> tuple[Tensor, ...]:
         tokens = sum(self.lengths)
         passage = self.scheme.passage(self.documents, tokens, 1, self.proj)
-        opened = passage.open(self.proj)
-        closed = passage.close(self.mixed)
+        opened = passage.to_stages(self.proj)
+        closed = passage.from_stages(self.mixed)
         return self._grads(opened, closed) if backward else (opened, closed)
 
     def plain(self, backward: bool) -> tuple[Tensor, ...]:

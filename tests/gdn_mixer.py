@@ -34,7 +34,7 @@ def gated_delta_mixer(
     rule: Rule,
     norm: GatedNorm | None,
     documents: Documents | None = None,
-    neighbours: SequenceContext | None = None,
+    sequence_context: SequenceContext | None = None,
     normalise_qk: bool = True,
     allow_neg_eigval: bool = False,
     recompute_qkv: bool = False,
@@ -68,10 +68,13 @@ def gated_delta_mixer(
         S, B = proj.shape[:2]
         require_one_row(B, f"a projection of shape {tuple(proj.shape)}")
         Documents.from_cu_seqlens(documents, S)
-        assert neighbours is None
-        neighbours = SequenceContext(documents)
+        assert sequence_context is None
+        sequence_context = SequenceContext(documents)
     mixed = mix(
-        proj, stages, WHOLE_SEQUENCES if neighbours is None else neighbours, refilled
+        proj,
+        stages,
+        WHOLE_SEQUENCES if sequence_context is None else sequence_context,
+        refilled,
     )
     if norm is None:
         return heads_of(mixed, heads), heads_of(proj[..., gate], heads)

@@ -110,9 +110,9 @@ def _of_stages(
 ) -> Times:
     """Front, rule and readout, called as ``ops/mixer.py`` calls them."""
     batch = layer.micro_batches.of(packed, rows_SBP)
-    neighbours = batch.passage.neighbours
-    documents = neighbours.documents
-    of_rule = neighbours.rule_documents
+    sequence_context = batch.passage.sequence_context
+    documents = sequence_context.documents
+    of_rule = sequence_context.rule_documents
     stages = layer.stages(rows_SBP, batch, gates)
     front = stages.front
     rule = stages.rule

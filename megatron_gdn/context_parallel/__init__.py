@@ -11,7 +11,7 @@ from .headwise.functional import (
 from .headwise.scheme import Headwise
 from .layouts import SequenceLayout, inverse, local_indices, rank_order_of_sequence
 from .price import LinearCpMode
-from .scheme import Passage, Scheme, Whole
+from .scheme import Passage, Scheme, WholeSequences
 
 __all__ = [
     "Chunkwise",
@@ -21,7 +21,7 @@ __all__ = [
     "Passage",
     "Scheme",
     "SequenceLayout",
-    "Whole",
+    "WholeSequences",
     "get_parameter_local_cp",
     "inverse",
     "local_indices",

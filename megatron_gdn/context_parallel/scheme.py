@@ -1,16 +1,22 @@
-"""Schemes of context parallelism: what a rank's mixer runs on, and what ranks exchange.
+"""Schemes of context parallelism: what a rank's stages run on, and what ranks exchange.
 
-| scheme    | a rank's mixer runs on         | what travels                                      |
-|-----------|--------------------------------|---------------------------------------------------|
-| whole     | whole sequences, all heads     | nothing                                           |
-| headwise  | whole sequences, some heads    | rows, before and after the mixer                  |
-| chunkwise | pieces of sequences, all heads | a few rows for the convolution, maps of the state |
+| scheme    | the stages run on              | ranks exchange                                 |
+|-----------|--------------------------------|------------------------------------------------|
+| whole     | whole sequences, all heads     | nothing                                        |
+| headwise  | whole sequences, some heads    | projection rows, and the readout's output      |
+| chunkwise | pieces of sequences, all heads | W - 1 rows before each piece, maps of states   |
+
+The stages of a mixer are its front, rule and readout (:mod:`..ops.stages`).
+
+Legend: S tokens of the whole sequence, s tokens of one rank, B batch, W taps of the
+convolution; P columns of a projection row and V of an output row with all heads, p and
+v with the heads that the rank's stages run on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,26 +26,27 @@ from ..ops.layout import Layout
 from ..ops.stages import SequenceContext
 from .layouts import SequenceLayout, documents_cut_by, positions_of
 
-if TYPE_CHECKING:
-    pass
-
 
 class Passage(NamedTuple):
-    """How the rows of one micro-batch reach the mixer and return."""
+    """How the rows of one micro-batch reach the stages of a mixer and return."""
 
-    open: Callable[[Tensor], Tensor]  # projection rows: [s, B, P] -> [S, B, p]
-    close: Callable[[Tensor], Tensor]  # output rows: [S, B, v] -> [s, B, V]
-    neighbours: SequenceContext  # boundaries, history and initial states of the rows
+    to_stages: Callable[[Tensor], Tensor]  # projection rows: [s, B, P] -> [S, B, p]
+    from_stages: Callable[[Tensor], Tensor]  # output rows: [S, B, v] -> [s, B, V]
+    # of the rows that the stages get: boundaries, history and initial states
+    sequence_context: SequenceContext
 
 
 class Scheme:
-    """A way to run a mixer over the ranks of ``group``; ``layout`` has the columns of
-    one rank."""
+    """A way to run a mixer over the ranks of ``group``, a ``ProcessGroup`` or None.
+
+    ``layout`` describes the projection rows that one rank's stages get;
+    ``sequence_layout`` says how the data loader cut sequences among the ranks.
+    """
 
     name: ClassVar[str]  # a value of linear_cp_mode, or "whole"
-    # whether Passage.close moves outputs to other ranks
-    moves_rows: ClassVar[bool] = False
-    announced = False  # whether the log has already named this scheme
+    # Whether Passage exchanges rows: then a rank runs some heads on all tokens.
+    exchanges_heads: ClassVar[bool] = False
+    is_logged = False  # whether the log has already named this scheme
 
     def __init__(
         self, layout: Layout, group: Any, sequence_layout: SequenceLayout
@@ -55,30 +62,36 @@ class Scheme:
     def passage(
         self, documents: Documents | None, tokens: int, rows: int, like: Tensor
     ) -> Passage:
-        """The passage of one micro-batch.
+        """The passage of one micro-batch of ``rows`` batch rows.
 
-        ``documents`` are packed into one row; None: not packed. ``tokens`` counts a
-        row's tokens over all ranks. ``like`` has the dtype and device of the rows.
-        Raises a ValueError for a length that the layout cannot cut.
+        ``documents`` are packed into one row; None: not packed. ``tokens`` is the
+        number of tokens of a batch row, over all ranks. ``like``, any tensor, has the
+        dtype and device of the projection rows. Raises a ValueError for a length that
+        ``sequence_layout`` cannot cut.
         """
         raise NotImplementedError
 
-    def sends(self, documents: Documents) -> bool:
-        """Whether ranks exchange anything for these documents, as far as the host
-        knows."""
+    def needs_exchange(self, documents: Documents) -> bool:
+        """Whether ranks exchange anything for these documents; True if the host does
+        not know."""
         return self.size > 1
 
-    def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
-        """The rows of a parameter that this rank's mixer needs.
+    def local_parameter(
+        self, param: Tensor, names: Sequence[str] | None = None
+    ) -> Tensor:
+        """The part of a parameter for the heads that this rank runs.
 
-        ``param`` has a row per column or head of the sections ``names``, by default per
-        state head.
+        Dimension 0 of ``param`` has an entry for each column, or for each head, of the
+        layout's sections ``names``. If ``names`` is None, it has one for each state
+        head.
         """
         return param
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
-        """int64 ``[s]``: positions in the sequence of this rank's tokens, in the rank's
-        order."""
+        """int64 ``[s]``: the position in the sequence of each token of this rank.
+
+        ``documents`` and ``tokens`` are as in :meth:`passage`.
+        """
         if documents is None:
             device = torch.device("cpu")
         else:
@@ -87,7 +100,7 @@ class Scheme:
         return positions_of(cut, self.size, self.sequence_layout)[self.group.rank()]
 
 
-class Whole(Scheme):
+class WholeSequences(Scheme):
     """The scheme without context parallelism: each rank has whole sequences."""
 
     name = "whole"
@@ -104,18 +117,19 @@ class Whole(Scheme):
         return torch.arange(tokens, device="cpu")
 
 
-def local_conv(
+def local_conv_parameters(
     scheme: Scheme, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The rows of the convolution's parameters that this rank's mixer needs."""
+    """The convolution's ``weight [C, 1, W]`` and ``bias [C]`` for the channels of this
+    rank's heads."""
     convolved = scheme.layout.conv_names
-    weight = scheme.local(weight, convolved)
+    weight = scheme.local_parameter(weight, convolved)
     if bias is not None:
-        bias = scheme.local(bias, convolved)
+        bias = scheme.local_parameter(bias, convolved)
     return weight, bias
 
 
 def keep_in_place(rows: Tensor) -> Tensor:
-    """Return ``rows`` unchanged: the ``open`` and ``close`` of schemes that move no
-    rows."""
+    """Return ``rows`` unchanged: ``to_stages`` and ``from_stages`` of a scheme that
+    exchanges no heads."""
     return rows

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..compat.observe import log_once, nvtx_range_of
 from ..compat.tested import warn_of_untested
 from ..context_parallel import Scheme, SequenceLayout
-from ..context_parallel.scheme import local_conv
+from ..context_parallel.scheme import local_conv_parameters
 from ..ops.autograd import uncompiled
 from ..ops.layout import layout_of_in_proj
 from ..ops.mixer import mix
@@ -109,15 +109,15 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     columns of in_proj differ from that row. ``dims.shard(n)`` are the sizes on one of n
     ranks.
 
-    Between in_proj and the convolution, ``open`` of the micro-batch's *passage*
+    Between in_proj and the convolution, ``to_stages`` of the micro-batch's *passage*
     (:class:`..context_parallel.scheme.Passage`) takes rows to the ranks that run them;
-    before out_proj ``close`` takes the output back. Headwise, both exchange heads;
-    otherwise rows stay where they are.
+    before out_proj ``from_stages`` takes the output back. Headwise, both exchange
+    heads; otherwise rows stay where they are.
 
     Legend: s tokens of this rank, S tokens that the rule sees, B batch, D hidden size,
     P columns of a projection row on this tensor-parallel rank, p columns after
-    ``passage.open`` (fewer if heads are exchanged), H heads with a state, V columns of
-    one head, C channels and W taps of the convolution.
+    ``passage.to_stages`` (fewer if heads are exchanged), H heads with a state, V
+    columns of one head, C channels and W taps of the convolution.
     """
 
     in_proj: Any
@@ -326,9 +326,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             own_rows = rows
         # Headwise exchanges here: before, all columns of s tokens; after, the columns
         # of some heads, of all S tokens.
-        if batch.scheme.moves_rows:
+        if batch.scheme.exchanges_heads:
             with nvtx_range_of(self, "to_heads"):
-                rows = batch.passage.open(rows)
+                rows = batch.passage.to_stages(rows)
         with nvtx_range_of(self, "mixer"):
             mixed, refilled = self._mix(rows, batch, own_rows, gates)
         with nvtx_range_of(self, "out_proj"):
@@ -344,8 +344,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     @property
     def gate_reads_own_rows(self) -> bool:
-        """Whether the gate is applied after ``passage.close``, with this rank's own
-        rows."""
+        """Whether the gate is applied after ``passage.from_stages``, with this rank's
+        own rows."""
         return False
 
     @property
@@ -384,10 +384,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         own_rows: Tensor | None,
         gates: Tensor | None = None,
     ) -> tuple[Tensor, RefilledOutput | None]:
-        """Turn rows ``[S, B, p]`` after ``passage.open`` into ``[s, B, H * V]`` for
-        out_proj.
+        """Turn rows ``[S, B, p]`` after ``passage.to_stages`` into ``[s, B, H * V]``
+        for out_proj.
 
-        ``own_rows`` are the rank's rows before ``passage.open``, if
+        ``own_rows`` are the rank's rows before ``passage.to_stages``, if
         :attr:`gate_reads_own_rows`; ``gates`` are gate columns that are not in ``rows``.
         The second result, if not None, frees out_proj's input after the forward and
         fills it again before the backward, exchange included.
@@ -409,19 +409,20 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             self.norm_out_checkpoint = refilled
         stages = self.stages(rows, batch, gates)
-        # Chunkwise exchanges inside `mix`: before the front the W - 1 rows before each
-        # piece (`neighbours.history.fetch`), before the rule the maps of all pieces
-        # (`neighbours.states.entering`); in the backward the gradients of states
-        # (`states.leaving`), then those of the rows (`history.give_back`). Headwise, and
-        # on one rank, `history` and `states` are None.
-        # `neighbours` also has the documents of the rows that the rule sees.
-        neighbours = batch.passage.neighbours
-        mixed = mix(rows, stages, neighbours, refilled)
-        if batch.scheme.moves_rows:
-            mixed = batch.passage.close(mixed)
+        # Chunkwise exchanges inside `mix`, by `history` and `states` of
+        # `sequence_context`. Forward: `history.fetch` gets the W - 1 rows before each
+        # piece, for the front; `states.entering` exchanges the maps of all pieces, for
+        # the rule. Backward: `states.leaving` exchanges gradients of states, and
+        # `history.give_back` those of the rows. Headwise, and on one rank, `history`
+        # and `states` are None. `sequence_context.documents` has the boundaries of the
+        # rows that the rule sees.
+        sequence_context = batch.passage.sequence_context
+        mixed = mix(rows, stages, sequence_context, refilled)
+        if batch.scheme.exchanges_heads:
+            mixed = batch.passage.from_stages(mixed)
             if refilled is not None:
                 # out_proj saves these rows
-                refilled.remember_sent(mixed, batch.passage.close)
+                refilled.remember_sent(mixed, batch.passage.from_stages)
         readout = stages.readout
         if isinstance(readout, SplitReadout) and readout.closed:
             mixed = readout.call(mixed, rows if own_rows is None else own_rows)
@@ -432,7 +433,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     ) -> Stages:
         """Front, rule and readout of ``batch`` with this rank's parameters.
 
-        ``rows`` are ``[S, B, p]`` after ``passage.open``; ``gates``: see :meth:`_mix`.
+        ``rows`` are ``[S, B, p]`` after ``passage.to_stages``; ``gates``: see
+        :meth:`_mix`.
         """
         scheme = batch.scheme
         if self.conv_is_module:
@@ -440,11 +442,11 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         else:
             conv = self.conv1d_weight, self.conv1d_bias
         per_head = self.fp32_parameters()
-        if scheme.moves_rows:
+        if scheme.exchanges_heads:
             weight, bias = conv
-            conv = local_conv(scheme, weight, bias)
+            conv = local_conv_parameters(scheme, weight, bias)
             per_head = [
-                scheme.local(x, (record.section,))
+                scheme.local_parameter(x, (record.section,))
                 for x, record in zip(per_head, self.fp32, strict=True)
             ]
         recompute = self.recompute_rule and self.training

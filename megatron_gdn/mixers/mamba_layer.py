@@ -115,7 +115,7 @@ class MambaLayerMixer(RecurrentMixer):
 
     @property
     def gate_reads_own_rows(self) -> bool:
-        """Whether the readout runs after ``passage.close``, and calls the module
+        """Whether the readout runs after ``passage.from_stages``, and calls the module
         ``norm``."""
         if not self.rmsnorm:
             return False
@@ -126,8 +126,8 @@ class MambaLayerMixer(RecurrentMixer):
         """The norm for rows of this scheme; None without ``rmsnorm``.
 
         The norm needs all heads of a group. If a head exchange puts these heads on
-        several ranks, the gate is applied before ``passage.close``, and the norm after
-        ``passage.close``.
+        several ranks, the gate is applied before ``passage.from_stages``, and the norm
+        after ``passage.from_stages``.
         """
         if not self.rmsnorm:
             return None
@@ -144,10 +144,10 @@ class MambaLayerMixer(RecurrentMixer):
         groups = self.ngroups_local_tp
         eps = self.norm.eps
         own_groups = layout.heads("group")
-        if not scheme.moves_rows:
+        if not scheme.exchanges_heads:
             return GatedNorm(weight, eps, groups=own_groups)
         if own_groups * scheme.size == groups:
-            return GatedNorm(scheme.local(weight), eps, groups=own_groups)
+            return GatedNorm(scheme.local_parameter(weight), eps, groups=own_groups)
         norm = partial(grouped_rms_norm, gamma=weight, groups=groups, eps=eps)
         if self.config.batch_invariant_mode:
             norm = partial(apply_token_by_token, norm)

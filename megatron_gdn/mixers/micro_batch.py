@@ -23,7 +23,7 @@ from ..context_parallel import (
     LinearCpMode,
     Scheme,
     SequenceLayout,
-    Whole,
+    WholeSequences,
 )
 from ..context_parallel.agreement import (
     number_of_new_layer,
@@ -65,14 +65,14 @@ class MicroBatch:
     rule: Rule  # the recurrence
     front: Front  # computes the rule's inputs from rows of the scheme's layout
     scheme: Scheme  # decides which heads and tokens each rank computes
-    # exchanges rows: ``open`` before the mixer runs, ``close`` afterwards
+    # exchanges rows: ``to_stages`` before the front, ``from_stages`` after the readout
     passage: Passage
 
     @property
     def rows_stay(self) -> bool:
         """Whether the front reads in_proj's output itself: no exchange moves the rows,
         and no rule counts chunks from each sequence's start (batch_invariant_mode)."""
-        return not self.scheme.moves_rows and self.rule.bits is not Bits.ON_GRID
+        return not self.scheme.exchanges_heads and self.rule.bits is not Bits.ON_GRID
 
     def local_positions(self) -> Tensor:
         """Sequence positions of this rank's tokens, in the rank's order."""
@@ -246,15 +246,15 @@ class MicroBatches:
             passage = Passage(keep_in_place, keep_in_place, WHOLE_SEQUENCES)
             front = self._make_front(self._layout, rule, device, dtype, self._taps)
             self._whole[key] = MicroBatch(
-                None, 0, rule, front, Whole(self._layout), passage
+                None, 0, rule, front, WholeSequences(self._layout), passage
             )
         return self._whole[key]
 
     def _schemes_of(
         self, group: ProcessGroup | None, rule: Rule, layout: SequenceLayout
     ) -> tuple[Scheme, ...]:
-        """The schemes that can run: `Whole` on one rank, else `Headwise`, `Chunkwise`
-        or both."""
+        """The schemes that can run: `WholeSequences` on one rank, else `Headwise`,
+        `Chunkwise` or both."""
         key = group, rule, layout
         if key not in self._schemes:
             if len(self._schemes) >= _MOST_GROUPS:
@@ -274,7 +274,7 @@ class MicroBatches:
     ) -> tuple[Scheme, ...]:
         """Make the schemes that the heads and the layer's mode allow."""
         if group is None or group.size() == 1:
-            return (Whole(self._layout),)
+            return (WholeSequences(self._layout),)
         chunkwise = Chunkwise(self._layout, self._state, self._taps, group, layout)
         if self._mode is LinearCpMode.CHUNKWISE:
             return (chunkwise,)
@@ -333,7 +333,7 @@ class MicroBatches:
             why = "the only mode for these heads and this backend"
         elif on_grid and not why:
             why = "the mode that keeps batch_invariant_mode's bits"
-        elif not why and documents is not None and not last.sends(documents):
+        elif not why and documents is not None and not last.needs_exchange(documents):
             scheme = last
             why = "it sends nothing, since every document lies on one rank"
         elif not why:
@@ -364,8 +364,8 @@ class MicroBatches:
                 f"forward {cost.headwise:.2f} ms headwise, {cost.chunkwise:.2f} ms "
                 "chunkwise"
             )
-        if self._mode is LinearCpMode.AUTO and scheme.size > 1 and not scheme.announced:
-            scheme.announced = True
+        if self._mode is LinearCpMode.AUTO and scheme.size > 1 and not scheme.is_logged:
+            scheme.is_logged = True
             log_once(
                 f"{self._mixer}: linear_cp_mode 'auto' takes {scheme.name!r} ({why})"
             )

@@ -38,16 +38,16 @@ from .trees import RuleByLevel, TreeDocuments
 def mix(
     rows: Tensor,
     stages: Stages,
-    neighbours: SequenceContext = WHOLE_SEQUENCES,
+    sequence_context: SequenceContext = WHOLE_SEQUENCES,
     refilled: RefilledOutput | None = None,
 ) -> Tensor:
     """Compute out_proj's input ``[S, B, H * V]`` from in_proj's output ``rows``, on one
     rank.
 
-    ``neighbours`` has the documents' boundaries, the history and the initial states.
-    ``refilled`` frees out_proj's input until out_proj's backward. If the readout is a
-    ``closed`` :class:`SplitReadout`, the caller must run its ``call`` after the
-    exchange of heads.
+    ``sequence_context`` has the documents' boundaries, the history and the initial
+    states. ``refilled`` frees out_proj's input until out_proj's backward. If the
+    readout is a ``closed`` :class:`SplitReadout`, the caller must run its ``call``
+    after the exchange of heads.
     """
     rule = stages.rule
     parameters = stages.parameters
@@ -60,12 +60,12 @@ def mix(
     if rule.bits is Bits.ON_GRID:
         front = cast(Front, AlignedFront(front))
         if inside.reads_o:
-            inside = AlignedReadout(inside, neighbours.documents)
+            inside = AlignedReadout(inside, sequence_context.documents)
     if rows.numel():
-        if isinstance(neighbours.documents, TreeDocuments):
-            history = neighbours.documents.history(stages.history_length)
+        if isinstance(sequence_context.documents, TreeDocuments):
+            history = sequence_context.documents.history(stages.history_length)
             rule = rule.wrapped_by(RuleByLevel)
-            neighbours = replace(neighbours, history=history)
+            sequence_context = replace(sequence_context, history=history)
         trained = [x for x in (rows, *parameters) if x is not None and x.requires_grad]
         keep = torch.is_grad_enabled() and bool(trained)
         S, B, _ = rows.shape
@@ -78,11 +78,18 @@ def mix(
         else:
             of_function = None
         if keep and stages.recompute:
-            second_run = SecondRun(front, rule, neighbours)
+            second_run = SecondRun(front, rule, sequence_context)
         else:
             second_run = None
         call = MixerArguments(
-            front, rule, inside, neighbours, keep, of_function, hand_over, second_run
+            front,
+            rule,
+            inside,
+            sequence_context,
+            keep,
+            of_function,
+            hand_over,
+            second_run,
         )
         mixed = MixerFunction.apply(call, rows, *parameters)
         if hand_over is not None:
@@ -128,7 +135,7 @@ class MixerArguments(NamedTuple):
     front: Front
     rule: Rule
     readout: Readout
-    neighbours: SequenceContext
+    sequence_context: SequenceContext
     keep: bool  # whether tensors are kept for a backward
     refilled: RefilledOutput | None
     hand_over: HandOver | None  # lets the backward free the output's gradient early
@@ -146,7 +153,7 @@ class _SavedTensors(NamedTuple):
     parameters: Sequence[Tensor | None]
     # of the rule; None where the backward computes it or does not read it
     inputs: Sequence[Tensor | None]
-    linked: Sequence[Tensor]  # of ``neighbours.states``
+    linked: Sequence[Tensor]  # of ``sequence_context.states``
     of_rule: Sequence[Tensor | None]
 
     def flat(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
@@ -209,18 +216,18 @@ def _forward(
 ) -> tuple[Tensor, Sequence[Tensor | None], _BackwardValues | None]:
     """The mixer's output, the tensors to save, and the other values for the
     backward."""
-    front, rule, readout, neighbours, keep, refilled, _, second_run = call
+    front, rule, readout, sequence_context, keep, refilled, _, second_run = call
     of_front = parameters[:-1]
     gamma = parameters[-1]
     history = None
-    if neighbours.history is not None:
-        history = neighbours.history.fetch(rows[..., front.layout.conv_columns])
-    inputs = front.forward(rows, of_front, neighbours.documents, history=history)
-    begun = rule.begin(inputs, neighbours.rule_documents)
+    if sequence_context.history is not None:
+        history = sequence_context.history.fetch(rows[..., front.layout.conv_columns])
+    inputs = front.forward(rows, of_front, sequence_context.documents, history=history)
+    begun = rule.begin(inputs, sequence_context.rule_documents)
     initial = None
     linked = ()
-    if neighbours.states is not None:
-        initial, linked = neighbours.states.forward_states(rule, begun, inputs)
+    if sequence_context.states is not None:
+        initial, linked = sequence_context.states.forward_states(rule, begun, inputs)
     o, _, of_rule = begun.run(initial, keep=keep)
     del begun
     saved = ()
@@ -238,10 +245,10 @@ def _forward(
             x if name in wanted and name not in recomputed else None
             for name, x in named
         ]
-        if neighbours.documents is None:
+        if sequence_context.documents is None:
             stamp = None
         else:
-            stamp = neighbours.documents.stamp
+            stamp = sequence_context.documents.stamp
         saved, sizes = _SavedTensors(
             stamp, rows, of_readout, parameters, read, linked, of_rule.tensors
         ).flat()
@@ -270,18 +277,18 @@ def _backward(
     front = values.call.front
     rule = values.call.rule
     readout = values.call.readout
-    neighbours = values.call.neighbours
+    sequence_context = values.call.sequence_context
     history = values.history
     stamp, rows, o, parameters, read, linked, of_rule = _SavedTensors.of_flat(
         saved, values.sizes
     )
     saved.clear()
     if (
-        neighbours.documents is not None
+        sequence_context.documents is not None
         and stamp is not None
         and values.stamp is not None
     ):
-        neighbours.documents.require_unchanged(values.stamp, stamp)
+        sequence_context.documents.require_unchanged(values.stamp, stamp)
     of_front = parameters[:-1]
     gamma = parameters[-1]
     linked = tuple(linked)
@@ -297,7 +304,7 @@ def _backward(
     del d_o
     if inputs is None:
         made = front.forward(
-            rows, of_front, neighbours.documents, front.recomputed, history
+            rows, of_front, sequence_context.documents, front.recomputed, history
         )
         inputs = made._make(
             x if y is None else y for x, y in zip(read, made, strict=True)
@@ -307,22 +314,22 @@ def _backward(
     # This function keeps no reference to d_o, so a rule that converts d_o can free the
     # original.
     begun = rule.begin_backward(
-        gradient.pop(), inputs, of_rule, neighbours.rule_documents
+        gradient.pop(), inputs, of_rule, sequence_context.rule_documents
     )
     del inputs, of_rule
     initial = d_final = None
-    if neighbours.states is not None:
-        initial, d_final = neighbours.states.backward_states(begun, linked)
+    if sequence_context.states is not None:
+        initial, d_final = sequence_context.states.backward_states(begun, linked)
     grads = begun.run(initial, d_final)
     del begun
     if history is not None:
         history = history.with_gradient_buffer()
     of_parameters = front.backward(
-        rows, of_front, grads, d_rows, neighbours.documents, history
+        rows, of_front, grads, d_rows, sequence_context.documents, history
     )
-    if neighbours.history is not None and history is not None:
+    if sequence_context.history is not None and history is not None:
         assert history.d_rows is not None
-        returned = neighbours.history.give_back(history.d_rows)
+        returned = sequence_context.history.give_back(history.d_rows)
         add_returned(d_rows[..., front.layout.conv_columns], returned, history.table)
     return d_rows, *of_parameters, d_gamma
 

@@ -156,10 +156,12 @@ class SecondRun:
     """Runs the front and the rule again in the backward; one object serves one
     forward."""
 
-    def __init__(self, front: Front, rule: Rule, neighbours: SequenceContext) -> None:
+    def __init__(
+        self, front: Front, rule: Rule, sequence_context: SequenceContext
+    ) -> None:
         self._front = front
         self._rule = rule
-        self._neighbours = neighbours
+        self._sequence_context = sequence_context
         self._result: tuple[Inputs, Tensor, Saved] | None = None
 
     def compute_once(
@@ -173,16 +175,16 @@ class SecondRun:
         """The rule's inputs, o and saved tensors, made once; ``linked``: what
         `StateLink` kept."""
         if self._result is None:
-            near = self._neighbours
+            context = self._sequence_context
             inputs = self._front.forward(
-                rows, of_front, near.documents, history=history
+                rows, of_front, context.documents, history=history
             )
-            if near.states is None:
+            if context.states is None:
                 initial = None
             else:
-                initial = near.states.states_from_saved(linked)
+                initial = context.states.states_from_saved(linked)
             o, _, saved = self._rule.recompute(
-                inputs, kept, near.rule_documents, initial
+                inputs, kept, context.rule_documents, initial
             )
             self._result = inputs, o, saved
         return self._result

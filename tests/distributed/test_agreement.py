@@ -139,7 +139,7 @@ def test_schemes_of_groups_that_went_are_not_kept():
             packed.cp_group = made[number % 20]
             batch = chooser.of(packed, rows)
             batch.local_positions()
-            batch.passage.open(rows)
+            batch.passage.to_stages(rows)
             scheme = batch.scheme
             if not any(known() is scheme for known in seen):
                 seen.append(weakref.ref(scheme))

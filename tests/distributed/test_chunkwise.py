@@ -244,9 +244,9 @@ def test_only_documents_on_several_ranks_cost_messages(lengths, layout, messages
         layer(x, None, packed_seq_params=thd(lengths))[0].sum().backward()
     assert exchange.call_count == messages
     batch = layer.micro_batches.of(thd(lengths), layer.project(x))
-    neighbours = batch.passage.neighbours
-    assert (neighbours.history is None) == (neighbours.states is None)
-    assert (neighbours.states is None) == (messages == 0)
+    sequence_context = batch.passage.sequence_context
+    assert (sequence_context.history is None) == (sequence_context.states is None)
+    assert (sequence_context.states is None) == (messages == 0)
 
 
 @pytest.mark.each_value

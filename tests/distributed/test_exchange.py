@@ -121,7 +121,7 @@ def _open_gives_every_rank_its_heads(
 
         # Strided rows: a batch dimension that is not the innermost of what is stored.
         mine = whole[held].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-        opened = passage.open(mine)
+        opened = passage.to_stages(mine)
         assert opened.is_contiguous()
         assert torch.equal(opened, whole[..., _columns(dims, rank, size)])
         opened.backward(gradients[rank])
@@ -135,7 +135,7 @@ def _open_gives_every_rank_its_heads(
         inside = (
             mixed[..., rank * share : (rank + 1) * share].contiguous().requires_grad_()
         )
-        closed = passage.close(inside)
+        closed = passage.from_stages(inside)
         assert torch.equal(closed, mixed[held])
         weight = torch.randn(tokens, batch, dims.v_dim, device=device)
         closed.backward(weight[held])
@@ -157,7 +157,7 @@ def sums_over_copies_are_rounded_once_in_the_order_of_ranks() -> None:
         .bfloat16()
         .requires_grad_()
     )
-    scheme.passage(None, 8 * size, 2, mine).open(mine).backward(gradients[rank])
+    scheme.passage(None, 8 * size, 2, mine).to_stages(mine).backward(gradients[rank])
     total = torch.zeros(8, 2, 3, device=device)
     for other in range(size):
         total += gradients[other, 8 * rank : 8 * (rank + 1), :, :3].float()
@@ -321,7 +321,7 @@ def test_shared_key_heads_have_their_rows_on_every_rank_that_uses_them(size):
     sections = dims.layout.conv_widths
     weight = torch.arange(float(sum(sections) * 3)).view(-1, 1, 3).requires_grad_()
     columns = [c for c in _columns(dims, rank, size) if c < sum(sections)]
-    local = scheme.local(weight, dims.layout.conv_names)
+    local = scheme.local_parameter(weight, dims.layout.conv_names)
     assert torch.equal(local, weight[columns])
     local.sum().backward()
     gradient = weight.grad.clone()
@@ -332,7 +332,7 @@ def test_shared_key_heads_have_their_rows_on_every_rank_that_uses_them(size):
     assert users.max() == max(1, size // 2)
     assert torch.equal(gradient, users[:, None, None].expand_as(weight))
     per_head = torch.arange(8.0)
-    assert torch.equal(scheme.local(per_head), per_head.chunk(size)[rank])
+    assert torch.equal(scheme.local_parameter(per_head), per_head.chunk(size)[rank])
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn.compat import observe
 from megatron_gdn.context_parallel import price
-from megatron_gdn.context_parallel.scheme import Whole
+from megatron_gdn.context_parallel.scheme import WholeSequences
 from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
@@ -90,7 +90,7 @@ def test_tables_do_not_follow_the_default_device(cp, linear_cp_mode, layout):
 
 def test_places_on_one_rank_do_not_follow_the_default_device():
     with torch.device("meta"):
-        places = Whole(HeadSizes(2, 4, 5, 6).layout).local_positions(None, 3)
+        places = WholeSequences(HeadSizes(2, 4, 5, 6).layout).local_positions(None, 3)
     assert places.tolist() == [0, 1, 2]
 
 

@@ -40,7 +40,7 @@ class Chunkwise(Scheme):
         self._state = state
         self._taps = taps
 
-    def sends(self, documents: Documents) -> bool:
+    def needs_exchange(self, documents: Documents) -> bool:
         return any_document_is_cut(documents, self._cutting)
 
     @property

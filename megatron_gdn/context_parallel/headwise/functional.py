@@ -355,7 +355,7 @@ class MambaContextParallel:
         ``sections``."""
         if self.cp_size == 1:
             return param
-        return self._scheme.local(param, sections)
+        return self._scheme.local_parameter(param, sections)
 
     def _exchange_rows(
         self,
@@ -390,9 +390,9 @@ class MambaContextParallel:
             documents = _documents_of(cu_seqlens, tokens, x.device)
         passage = self._scheme.passage(documents, tokens, rows.shape[1], rows)
         if to_heads:
-            moved = passage.open(rows)
+            moved = passage.to_stages(rows)
         else:
-            moved = passage.close(rows)
+            moved = passage.from_stages(rows)
         if x.dim() == 2:
             return moved.squeeze(1)
         return moved.transpose(0, 1).contiguous()

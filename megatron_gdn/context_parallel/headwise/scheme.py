@@ -31,7 +31,7 @@ class Headwise(Scheme):
     """
 
     name = "headwise"
-    moves_rows = True
+    exchanges_heads = True
 
     def __init__(
         self, layout: Layout, group: dist.ProcessGroup, sequence_layout: SequenceLayout
@@ -49,19 +49,22 @@ class Headwise(Scheme):
     def passage(
         self, documents: Documents | None, tokens: int, rows: int, like: Tensor
     ) -> Passage:
-        """The passage of one micro-batch; ``open`` returns rows in sequence order."""
+        """The passage of one micro-batch; ``to_stages`` returns rows in sequence
+        order."""
         cut = documents_cut_by(self.sequence_layout, documents, tokens, like.device)
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
         layout = self.sequence_layout
         of_rows = Exchange.of(self.group, self._proj, cut, layout, local)
         of_outputs = Exchange.of(self.group, self._mixed, cut, layout, local)
         return Passage(
-            open=partial(to_heads, exchange=of_rows),
-            close=partial(to_sequence, exchange=of_outputs),
-            neighbours=SequenceContext(documents),
+            to_stages=partial(to_heads, exchange=of_rows),
+            from_stages=partial(to_sequence, exchange=of_outputs),
+            sequence_context=SequenceContext(documents),
         )
 
-    def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
+    def local_parameter(
+        self, param: Tensor, names: Sequence[str] | None = None
+    ) -> Tensor:
         """This rank's rows of ``param``, which has the sections ``names``; None: a row
         per head.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...compat.tested import warn_of_untested
 from ...context_parallel import LinearCpMode, SequenceLayout
-from ...context_parallel.scheme import local_conv
+from ...context_parallel.scheme import local_conv_parameters
 from ...mixers.hooks import (
     forward_name,
     has_hooks,
@@ -269,7 +269,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         batch = self.drop_in.micro_batch(model_batch, proj_TBP)
         scheme = batch.scheme
         conv = self.conv1d
-        rows = batch.passage.open(proj_TBP)
+        rows = batch.passage.to_stages(proj_TBP)
         layout = batch.scheme.layout
         A_log, dt_bias = gate_owner(self)._gates()
         _require_silu_and_plain_conv(self)
@@ -277,12 +277,15 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
             conv, lambda: rows.detach()[..., layout.conv_columns].permute(1, 2, 0)
         )
         parameters = conv.weight, conv.bias, A_log.flatten(), dt_bias
-        if scheme.moves_rows:
-            per_head = [scheme.local(x) for x in parameters[2:]]
-            parameters = *local_conv(scheme, conv.weight, conv.bias), *per_head
+        if scheme.exchanges_heads:
+            per_head = [scheme.local_parameter(x) for x in parameters[2:]]
+            own_conv = local_conv_parameters(scheme, conv.weight, conv.bias)
+            parameters = own_conv + tuple(per_head)
         norm = _gated_norm(self._modules[families.family_of(self).norm], layout)
         stages = stages_of(batch.front, batch.rule, rows, parameters, norm)
-        return batch.passage.close(mix(rows, stages, batch.passage.neighbours))
+        return batch.passage.from_stages(
+            mix(rows, stages, batch.passage.sequence_context)
+        )
 
 
 def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
