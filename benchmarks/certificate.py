@@ -27,11 +27,11 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from torch import Tensor, nn
 
 from megatron_gdn.command_line import (
@@ -45,20 +45,27 @@ from megatron_gdn.compat.observe import hide_import_notes
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.mixers.padding import packed_seq_params_of
 
+sys.path.append(str(Path(__file__).parents[1]))
+from benchmarks.lib.layers import start_megatron  # noqa: E402
+from benchmarks.lib.model import (  # noqa: E402
+    DEVICE,
+    gdn_sizes,
+    hybrid_model,
+    transformer_config,
+)
+from benchmarks.lib.pages import markdown  # noqa: E402
+from benchmarks.lib.processes import in_processes  # noqa: E402
+
 CLIP = 0.2  # PPO and GRPO usually clip the ratio to 1 - 0.2 .. 1 + 0.2
 _MOST_HIDDEN = 2**20
 VOCABULARY = 512
 PATTERN = "G-*-G-"
-
-
-def precisions() -> dict[str, tuple[torch.dtype, str]]:
-    """By the name of a precision: the dtype of weights and activations, and
-    ``rule_operands``."""
-    half = {"bf16": "fp16"}
-    if torch.cuda.is_available():
-        half = {f"bf16, {operands} operands": operands for operands in ("fp16", "bf16")}
-    of_half = {name: (torch.bfloat16, operands) for name, operands in half.items()}
-    return {"fp32": (torch.float32, "fp16"), **of_half}
+SCHEMES = ["headwise", "chunkwise"]
+ON_GPU = DEVICE == "cuda"
+# By the name of a precision: the dtype of weights and activations, and rule_operands.
+PRECISIONS = {"fp32": (torch.float32, "fp16"), "bf16": (torch.bfloat16, "fp16")}
+if ON_GPU:
+    PRECISIONS["bf16, bf16 operands"] = (torch.bfloat16, "bf16")
 
 
 class Row(NamedTuple):
@@ -75,31 +82,19 @@ class Row(NamedTuple):
     clipped: float
 
     @property
-    def cells(self) -> list[str]:
-        """The texts of this row for the columns ``HEADINGS``."""
-        errors = [f"{x:.1e}" for x in self[3:6]]
-        ratios = [f"{self.ratio_mean - 1:+.1e}", f"{self.ratio_farthest:.1e}"]
-        return [
-            self.precision,
-            self.mode,
-            str(self.ranks),
-            *errors,
-            *ratios,
-            f"{self.clipped:.2%}",
-        ]
-
-
-HEADINGS = (
-    "precision",
-    "scheme",
-    "ranks",
-    "output",
-    "worst gradient",
-    "KL",
-    "mean ratio - 1",
-    "farthest ratio from 1",
-    f"ratios outside 1 ± {CLIP}",
-)
+    def cells(self) -> dict[str, str]:
+        """The texts of this row, by the headings of their columns."""
+        return {
+            "precision": self.precision,
+            "scheme": self.mode,
+            "ranks": str(self.ranks),
+            "output": f"{self.output:.1e}",
+            "worst gradient": f"{self.gradients:.1e}",
+            "KL": f"{self.kl:.1e}",
+            "mean ratio - 1": f"{self.ratio_mean - 1:+.1e}",
+            "farthest ratio from 1": f"{self.ratio_farthest:.1e}",
+            f"ratios outside 1 ± {CLIP}": f"{self.clipped:.2%}",
+        }
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -117,12 +112,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--lengths", **lengths, help="of the packed documents")
     ranks = partial(whole_number, most=MOST_RANKS)
     add("--cp", type=ranks, nargs="+", default=[2, 4], help="numbers of ranks")
-    add(
-        "--modes",
-        nargs="+",
-        default=["headwise", "chunkwise"],
-        choices=["headwise", "chunkwise"],
-    )
+    add("--modes", nargs="+", default=SCHEMES, choices=SCHEMES)
     add("--json", action="store_true", help="one JSON line a row in place of a table")
     args = parser.parse_args(given)
     for cp in args.cp:
@@ -131,7 +121,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
                 f"--lengths {args.lengths}: every document must be a multiple of "
                 f"{2 * cp}"
             )
-        if torch.cuda.is_available() and cp > torch.cuda.device_count():
+        if ON_GPU and cp > torch.cuda.device_count():
             parser.error(
                 f"--cp {cp}: this machine has {torch.cuda.device_count()} GPUs"
             )
@@ -142,27 +132,21 @@ def certificate(args: argparse.Namespace) -> list[Row]:
     """Compare schemes on all ranks with fp64; return the table's rows; ``args``: parsed
     options."""
     found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for cp in (1, *args.cp):
-            where = (cp, folder, args)
-            processes.start_processes(_run_rank, where, nprocs=cp, start_method="spawn")  # pyright: ignore[reportPrivateImportUsage]
-            ranks = [torch.load(f"{folder}/{cp} {rank}.pt") for rank in range(cp)]
-            for name, mode in ranks[0]:
-                of_ranks = [rank[name, mode] for rank in ranks]
-                found[name, mode, cp] = _join_ranks(of_ranks, args.lengths)
+    for cp in (1, *args.cp):
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = in_processes(
+                _run_rank, cp, folder, args, processes=cp, timeout=3600
+            )
+        for name, mode in ranks[0]:
+            of_ranks = [rank[name, mode] for rank in ranks]
+            found[name, mode, cp] = _join_ranks(of_ranks, args.lengths)
     cases = [("one rank", 1), *product(args.modes, args.cp)]
-    return [
-        _make_row(
-            name,
-            mode,
-            cp,
-            found[name, mode, cp],
-            found[name, "fp64", 1],
-            found[name, *cases[0]],
-        )
-        for name in precisions()
-        for mode, cp in cases
-    ]
+    rows = []
+    for name, (mode, cp) in product(PRECISIONS, cases):
+        exact = found[name, "fp64", 1]
+        one_rank = found[name, "one rank", 1]
+        rows.append(_make_row(name, mode, cp, found[name, mode, cp], exact, one_rank))
+    return rows
 
 
 def _make_row(
@@ -213,44 +197,22 @@ def _join_ranks(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str,
     return whole
 
 
-def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
-    """Run every precision and scheme on one of ``cp`` ranks; save the results in
-    ``folder``."""
+def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> Any:
+    """The results of every precision and scheme on one of ``cp`` ranks."""
     hide_import_notes()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from megatron_gdn.compat.one_process import run_megatron_on_cpu
-
-    run_megatron_on_cpu()
-    gpu = torch.cuda.is_available()
-    if gpu:
-        device = torch.device("cuda", rank)
-    else:
-        device = torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    else:
+    if not ON_GPU:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // cp))
-    store = dist.FileStore(f"{folder}/store {cp}", cp)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group(
-        "nccl" if gpu else "gloo", store=store, rank=rank, world_size=cp
-    )
-    parallel_state.initialize_model_parallel(context_parallel_size=cp)
-    model_parallel_cuda_manual_seed(1234)
+    store = dist.FileStore(f"{folder}/store", cp)  # pyright: ignore[reportPrivateImportUsage]
+    start_megatron(rank, cp, store, context_parallel_size=cp)
     held = local_indices(args.lengths, cp, rank)
-    packed = packed_seq_params_of("thd", args.lengths, None, max(args.lengths), device)
-    if cp == 1:
-        modes = ["one rank", "fp64"]
-    else:
-        modes = args.modes
+    packed = packed_seq_params_of("thd", args.lengths, None, max(args.lengths), DEVICE)
+    modes = ["one rank", "fp64"] if cp == 1 else args.modes
     made = {}
-    for (name, precision), mode in product(precisions().items(), modes):
-        case = _Case(args, *precision, mode, cp, held, packed, device)
+    for (name, (dtype, operands)), mode in product(PRECISIONS.items(), modes):
+        case = _Case(args, dtype, operands, mode, cp, held, packed)
         made[name, mode] = _run_layer(case) | _run_policy(case)
-    torch.save(made, f"{folder}/{cp} {rank}.pt")
-    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    return made
 
 
 class _Case(NamedTuple):
@@ -264,47 +226,31 @@ class _Case(NamedTuple):
     cp: int
     held: Tensor
     packed: Any
-    device: torch.device
 
     def config(self) -> Any:
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
-        args = self.args
-        dtype = self.dtype
-        return TransformerConfig(
+        return transformer_config(
+            self.args.hidden,
+            self.dtype,
             num_layers=len(PATTERN),
-            hidden_size=args.hidden,
-            num_attention_heads=4,
-            normalization="RMSNorm",
+            activation_func=torch.nn.functional.gelu,
             context_parallel_size=self.cp,
             cp_comm_type="p2p",
-            linear_num_key_heads=args.heads[0],
-            linear_num_value_heads=args.heads[1],
-            linear_key_head_dim=args.head_dim,
-            linear_value_head_dim=args.head_dim,
-            linear_conv_kernel_dim=4,
             init_method_std=0.1,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            add_bias_linear=False,
-            gradient_accumulation_fusion=False,
             calculate_per_token_loss=True,
             use_cpu_initialization=True,
-            bf16=dtype is torch.bfloat16,
-            params_dtype=dtype,
+            **gdn_sizes(*self.args.heads, self.args.head_dim),
         )
 
     def options(self) -> dict[str, Any]:
-        if self.mode in ("one rank", "fp64"):
-            options = {}
-        else:
-            options = {"linear_cp_mode": self.mode}
-        return {**options, "rule_operands": self.operands}
+        options = {"rule_operands": self.operands}
+        if self.cp > 1:
+            options["linear_cp_mode"] = self.mode
+        return options
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Move ``module`` to the device; in mode "fp64" cast its rounded parameters to
         fp64."""
-        module = module.to(self.device)
+        module = module.to(DEVICE)
         if self.mode == "fp64":
             for parameter in module.parameters():
                 parameter.data = parameter.data.double()
@@ -312,61 +258,51 @@ class _Case(NamedTuple):
 
 
 def _run_layer(case: _Case) -> dict[str, Tensor]:
-    """Run one layer as ``case`` says, on this rank's tokens; return its output and
-    gradients."""
+    """Output and gradients of one layer, on this rank's tokens."""
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_gdn.specs import gated_delta_net_spec
 
     torch.manual_seed(1)
     spec = gated_delta_net_spec("local", **case.options())
-    built: Any = build_module(spec, case.config(), layer_number=1)
-    layer = case.prepare(built)
+    layer = case.prepare(build_module(spec, case.config(), layer_number=1))
+    shape = (2, sum(case.args.lengths), 1, case.args.hidden)
+    both = torch.randn(shape).to(case.dtype)
     if case.mode == "fp64":
-        dtype = torch.float64
-    else:
-        dtype = case.dtype
-    x, d_out = (
-        torch.randn(2, sum(case.args.lengths), 1, case.args.hidden)
-        .to(case.dtype)
-        .to(dtype)
-    )
-    x = x[case.held].to(case.device).requires_grad_()
+        both = both.double()
+    x, d_out = both[:, case.held].to(DEVICE)
+    x.requires_grad_()
     out, _ = layer(x, None, packed_seq_params=case.packed)
-    out.backward(d_out[case.held].to(case.device))
+    out.backward(d_out)
     assert x.grad is not None
     made = {"output": out.detach().cpu(), "input gradient": x.grad.cpu()}
-    gradients = ((name, parameter.grad) for name, parameter in layer.named_parameters())
-    return made | {
-        f"{name}'s gradient": grad.cpu() for name, grad in gradients if grad is not None
-    }
+    for name, parameter in layer.named_parameters():
+        if parameter.grad is not None:
+            made[f"{name}'s gradient"] = parameter.grad.cpu()
+    return made
 
 
+@torch.no_grad()
 def _run_policy(case: _Case) -> dict[str, Tensor]:
-    """Run a model with attention as ``case`` says; return logits and the tokens to
-    predict."""
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
+    """Logits of a model with attention, and the tokens to predict."""
     from megatron_gdn.specs import hybrid_stack_spec
 
     torch.manual_seed(2)
     lengths = case.args.lengths
     held = case.held
-    model = HybridModel(
+    model = hybrid_model(
         case.config(),
         hybrid_stack_spec("local", **case.options()),
-        vocab_size=VOCABULARY,
-        max_sequence_length=max(lengths),
-        hybrid_layer_pattern=PATTERN,
-        position_embedding_type="rope",
+        PATTERN,
+        VOCABULARY,
+        max(lengths),
         share_embeddings_and_output_weights=False,
     )
     model = case.prepare(model)
     tokens = torch.randint(VOCABULARY, (1, sum(lengths) + 1))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    shown, places = (x[:, held].to(case.device) for x in (tokens[:, :-1], positions))
-    with torch.no_grad():
-        logits = model(shown, places, None, packed_seq_params=case.packed)
+    shown, places = (x[:, held].to(DEVICE) for x in (tokens[:, :-1], positions))
+    logits = model(shown, places, None, packed_seq_params=case.packed)
     return {"logits": logits[0].float().cpu(), "token": tokens[0, 1:][held]}
 
 
@@ -378,9 +314,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in rows:
             print(json.dumps(row._asdict()))
     else:
-        print(f"| {' | '.join(HEADINGS)} |", "|" + " --- |" * len(HEADINGS), sep="\n")
-        for row in rows:
-            print(f"| {' | '.join(row.cells)} |")
+        cells = [list(row.cells.values()) for row in rows]
+        print(markdown([list(rows[0].cells), *cells]))
     if all(math.isfinite(number) for row in rows for number in row[3:]):
         return 0
     print("error: a number of the table is NaN or infinite", file=sys.stderr)

@@ -1,19 +1,19 @@
 """Fills FlashQLA's compile cache for megatron-core's layer, with or without a GPU.
 
     python3 benchmarks/compile_upstream.py 32 8
-    TILELANG_CACHE_DIR=kernels python3 benchmarks/compile_upstream.py 32 --processes 2
+    TILELANG_CACHE_DIR=kernels python3 benchmarks/compile_upstream.py 32 8
 
 megatron-core repeats key heads and gives beta in bf16, so it takes other kernels than
-our layer, which ``python -m megatron_gdn.warm_up`` compiles. Heads are those of one
-rank: of 16:32, one GPU has 32 and each of four context-parallel ranks 8. Kernels are
-compiled for Hopper: for packed documents, for a sequence that is cut into parts and for
-a batch of four rows.
+our layer, which ``python -m megatron_gdn.warm_up`` compiles. The arguments are heads of
+one rank: of 16:32, one GPU has 32 and each of four context-parallel ranks 8. Kernels
+are compiled for Hopper: for packed documents, for a sequence that is cut into parts and
+for a batch of four rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -24,27 +24,17 @@ from megatron_gdn.warm_up.absent_gpu import simulated_hopper
 from megatron_gdn.warm_up.tasks import Task, recorded_kernels, run_tasks
 
 TOKENS = 9000
-ROWS = 4
-# cut into parts; too short for it
-PACKED = ([0, 1000, TOKENS], list(range(0, TOKENS + 1, 500)))
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("heads", nargs="+", type=int)
-    parser.add_argument("--processes", type=int)
-    return parser.parse_args()
+# documents of which one is cut into parts; documents too short for it; batch rows, which
+# FlashQLA does not cut
+OFFSETS = ([0, 1000, TOKENS], list(range(0, TOKENS + 1, 500)), [])
 
 
 def call(heads: int, offsets: list[int]) -> None:
     """Forward and backward as megatron-core calls them: q, k, v and beta in bf16, g in
-    fp32.
-
-    Without ``offsets`` of batch rows, which FlashQLA does not cut.
-    """
+    fp32."""
     import flash_qla  # pyright: ignore[reportMissingImports]
 
-    rows, tokens = (1, TOKENS) if offsets else (ROWS, 200)
+    rows, tokens = (1, TOKENS) if offsets else (4, 200)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(rows, tokens, heads, *shape, dtype=dtype, requires_grad=True)
@@ -63,18 +53,17 @@ def call(heads: int, offsets: list[int]) -> None:
 
 def tasks_of(heads: int) -> list[Task]:
     with recorded_kernels() as noted:
-        for offsets in (*PACKED, []):
+        for offsets in OFFSETS:
             call(heads, offsets)
     kernels = [task for task in noted.values() if task.kind == "flash_qla"]
     return sorted(kernels, key=lambda task: "fused" not in task.name)  # slow ones first
 
 
 def main() -> None:
-    args = arguments()
     with simulated_hopper():
         own_kernels()  # puts the fences in, before the kernels are noted
-        tasks = [task for heads in args.heads for task in tasks_of(heads)]
-        _, failures = run_tasks(tasks, args.processes)
+        tasks = [task for heads in sys.argv[1:] for task in tasks_of(int(heads))]
+        _, failures = run_tasks(tasks, None)
     for name, error in failures.items():
         print(f"{name}:\n{error}")
     raise SystemExit(bool(failures))

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import torch
-from lib.calls import as_asked
+from lib.calls import strictly
 from lib.cases import Case
 from lib.invariance import check_batch_invariance
 from lib.layers import DEVICE, Layer, Sizes, build, start_megatron, thd
@@ -28,6 +28,11 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=generator, device=DEVICE).bfloat16()
 
 
+def names_of(case: Case, layer: Layer, sizes: Sizes) -> dict[str, Any]:
+    ratio = sizes.heads[1] // sizes.heads[0]
+    return {"case": case.name, "layer": layer.name, "ratio": ratio}
+
+
 def repeats(session: Session) -> None:
     """Forward and backward again and again, over poisoned memory and beside a competing
     stream, in processes that share the GPU."""
@@ -42,26 +47,17 @@ def repeats(session: Session) -> None:
     )
     for index, (layer, sizes, case, _) in enumerate(todo):
         reports = [found[index] for found in by_process if index in found]
-        names = {"case": case.name, "layer": layer.name, "ratio": ratio_of(sizes)}
+        names = names_of(case, layer, sizes)
         if len(reports) < processes:
             session.say(f"{names}: out of time")
             continue
-        verdict = "not compared"
-        if len(reports) > 1:
-            verdict = compare_processes(reports) or "equal"
         record = {
             "processes": processes,
             "repeats": sum(report.repeats for report in reports),
-            "verdict": verdict,
+            "verdict": compare_processes(reports) or "equal",
             "digests": reports[0].digests,
-            "seconds": reports[0].seconds,
         }
         session.emit(names | record)
-
-
-def ratio_of(sizes: Sizes) -> int:
-    """Value heads per key head."""
-    return sizes.heads[1] // sizes.heads[0]
 
 
 def repeats_in_one_process(
@@ -73,21 +69,19 @@ def repeats_in_one_process(
     reports = {}
     for number, (layer, sizes, case, count) in enumerate(todo):
         if time.monotonic() - began > seconds:
-            continue
-        module = build(layer, sizes, seed=0)
+            break
         run = forward_backward(
-            module,
+            build(layer, sizes, seed=0),
             normal(case.tokens, 1, sizes.hidden, seed=1),
             normal(case.tokens, 1, sizes.hidden, seed=2),
             attention_mask=None,
             packed_seq_params=thd(case.offsets),
         )
-        with as_asked(layer):
+        with strictly(layer):
             reports[number] = check_repeats(run, count)
         if index == 0:
-            report = reports[number]
-            print(f"{layer.name} {case.name}: {report}, {report.seconds:.1f} s")
-        del module, run
+            print(f"{layer.name} {case.name}: {reports[number]}", flush=True)
+        del run
     return reports
 
 
@@ -97,37 +91,32 @@ def neighbours(session: Session) -> None:
     start_megatron()
     for layer in session.layers():
         for case in session.cases():
-            order = sorted(case.lengths or (), reverse=True)
-            lengths = [order[1], *(n for i, n in enumerate(order) if i != 1)]
+            longest, watched, *others = sorted(case.lengths or (), reverse=True)
+            lengths = [watched, longest, *others]
             sizes = session.sizes(case)
             module: Any = build(layer, sizes, seed=0)
-            names = {"case": case.name, "layer": layer.name, "ratio": ratio_of(sizes)}
-            for part in ("layer", "mixer"):
-                run, width, d_width = runs_of(module, sizes)[part]
+            for part, (run, width, d_width) in runs_of(module, sizes).items():
                 xs = [normal(n, 1, width, seed=n) for n in lengths]
                 ds = [normal(n, 1, d_width, seed=n + 1) for n in lengths]
                 found = check_batch_invariance(run, xs, ds)
                 differs = [str(difference) for difference in found]
                 record = {"through": part, "lengths": lengths, "differs": differs}
-                session.emit(names | record)
+                session.emit(names_of(case, layer, sizes) | record)
 
 
 def runs_of(module: Any, sizes: Sizes) -> dict[str, tuple[Any, int, int]]:
     """A run over packed rows, and the widths of its rows and of its output's."""
 
     def through_layer(x: Tensor, offsets: list[int], d_out: Tensor) -> dict:
-        run = forward_backward(
-            module, x, d_out, attention_mask=None, packed_seq_params=thd(offsets)
-        )
-        found = run()
-        return {"output": found["output"], "dx": found["dx"]}
+        x = x.detach().requires_grad_()
+        out = module(x, None, packed_seq_params=thd(offsets))[0]
+        return {"output": out, "dx": torch.autograd.grad(out, x, d_out)[0]}
 
     def through_mixer(x: Tensor, offsets: list[int], d_out: Tensor) -> dict:
         proj = x.detach().requires_grad_()
         batch = module.micro_batches.of(thd(offsets), proj)
         out = mix(proj, module.stages(proj, batch), batch.passage.sequence_context)
-        (d_proj,) = torch.autograd.grad(out, proj, d_out)
-        return {"output": out, "dproj": d_proj}
+        return {"output": out, "dproj": torch.autograd.grad(out, proj, d_out)[0]}
 
     return {
         "layer": (through_layer, sizes.hidden, sizes.hidden),

@@ -22,13 +22,13 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from queue import Empty
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from lib.processes import in_processes
 
 TINY = {
     "hidden_size": 24,
@@ -36,7 +36,6 @@ TINY = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
-    "linear_conv_kernel_dim": 4,
     "mamba_num_heads": 8,
     "mamba_num_groups": 4,
     "mamba_head_dim": 6,
@@ -48,7 +47,6 @@ ON_GPU = {
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
 }
 ANY_LENGTHS = (3, 0, 150, 36, 3)
 DIVISIBLE = (16, 0, 136, 8, 32)
@@ -56,9 +54,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "biases": {"bias": True, "conv_bias": True},
     "recompute": {"recompute": "light"},
+    "full": {"recompute": "full"},
 }
-MORE = {**OPTIONS, "full": {"recompute": "full"}}
 SPECS = {"gdn": "gated_delta_net", "kda": "kimi_delta_attention", "mamba2": "mamba2"}
+RANKS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))
 
 
 class Case(NamedTuple):
@@ -81,7 +80,10 @@ class Case(NamedTuple):
     def lengths(self) -> tuple[int, ...] | None:
         if not self.packed:
             return None
-        return DIVISIBLE if self.layout == "zigzag" and self.cp > 1 else ANY_LENGTHS
+        of_192 = ANY_LENGTHS
+        if self.layout == "zigzag" and self.cp > 1:
+            of_192 = DIVISIBLE
+        return tuple(n * self.tokens // 192 for n in of_192)
 
     @property
     def name(self) -> str:
@@ -89,64 +91,39 @@ class Case(NamedTuple):
 
 
 def cpu_cases() -> Iterator[Case]:
-    for dtype in ("float32", "bfloat16", "float64"):
-        for packed in (False, True):
-            for tp, cp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)):
-                modes = ("headwise", "chunkwise") if cp > 1 else ("auto",)
-                layouts = (
-                    ("zigzag", "zigzag_buffer", "contiguous") if cp > 1 else ("zigzag",)
-                )
-                for mode in modes:
-                    for layout in layouts:
-                        for options in MORE if dtype == "float32" else ("plain",):
-                            yield Case(tp, cp, mode, layout, packed, dtype, options)
-                        for mixer in (
-                            ("kda", "mamba2") if layout != "zigzag_buffer" else ()
-                        ):
-                            yield Case(tp, cp, mode, layout, packed, dtype, mixer=mixer)
-                        if dtype == "float32" and layout == "zigzag":
-                            yield Case(
-                                tp, cp, mode, layout, packed, dtype, "full", mixer="kda"
-                            )
-                        if dtype == "bfloat16":
-                            yield Case(
-                                tp,
-                                cp,
-                                mode,
-                                layout,
-                                packed,
-                                dtype,
-                                "biases",
-                                deterministic=True,
-                            )
+    dtypes = ("float32", "bfloat16", "float64")
+    for dtype, packed, (tp, cp) in product(dtypes, (False, True), RANKS):
+        modes = ("headwise", "chunkwise")
+        layouts = ("zigzag", "zigzag_buffer", "contiguous")
+        if cp == 1:
+            modes = ("auto",)
+            layouts = ("zigzag",)
+        for mode, layout in product(modes, layouts):
+            case = Case(tp, cp, mode, layout, packed, dtype)
+            yield case
+            if layout != "zigzag_buffer":
+                yield case._replace(mixer="kda")
+                yield case._replace(mixer="mamba2")
+            if dtype == "float32":
+                for options in ("biases", "recompute", "full"):
+                    yield case._replace(options=options)
+                if layout == "zigzag":
+                    yield case._replace(options="full", mixer="kda")
+            if dtype == "bfloat16":
+                yield case._replace(options="biases", deterministic=True)
 
 
 def gpu_cases(ranks: int) -> Iterator[Case]:
     modes = ("headwise", "chunkwise") if ranks > 1 else ("auto",)
-    for mode in modes:
-        for packed in (False, True):
-            for options in OPTIONS:
-                for operands, deterministic in (
-                    ("fp16", False),
-                    ("bf16", False),
-                    ("bf16", True),
-                ):
-                    yield Case(
-                        1,
-                        ranks,
-                        mode,
-                        "zigzag",
-                        packed,
-                        "bfloat16",
-                        options,
-                        "flash_qla",
-                        operands,
-                        deterministic,
-                        tokens=4096,
-                    )
-                yield Case(
-                    1, ranks, mode, "zigzag", packed, "bfloat16", options, tokens=4096
-                )
+    for mode, packed in product(modes, (False, True)):
+        for options in ("plain", "biases", "recompute"):
+            case = Case(1, ranks, mode, "zigzag", packed, "bfloat16", options)
+            case = case._replace(tokens=4096)
+            yield case
+            case = case._replace(backend="flash_qla")
+            yield case
+            yield case._replace(operands="bf16")
+            yield case._replace(operands="bf16", deterministic=True)
 
 
 def digest(*tensors: torch.Tensor | None) -> str:
@@ -160,23 +137,16 @@ def digest(*tensors: torch.Tensor | None) -> str:
     return found.hexdigest()[:16]
 
 
-def run(
-    case: Case, device: torch.device, groups: dict[tuple, dist.ProcessGroup]
-) -> dict[str, str]:
+def layer_of(case: Case, device: torch.device, groups: dict[tuple, Any]) -> Any:
     import torch.nn.functional as F
-    from megatron.core.inference.contexts import StaticInferenceContext
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_gdn import SequenceLayout, specs
-    from megatron_gdn.context_parallel import local_indices
+    from megatron_gdn import specs
 
     dtype = getattr(torch, case.dtype)
-    rank = dist.get_rank()
-    tp_rank = rank % case.tp
-    cp_rank = rank // case.tp
+    cp_rank, tp_rank = divmod(dist.get_rank(), case.tp)
     tp_group = groups[tuple(cp_rank * case.tp + t for t in range(case.tp))]
     cp_group = groups[tuple(c * case.tp + tp_rank for c in range(case.cp))]
     config = TransformerConfig(
@@ -192,6 +162,7 @@ def run(
         deterministic_mode=case.deterministic,
         tensor_model_parallel_size=case.tp,
         context_parallel_size=case.cp,
+        linear_conv_kernel_dim=4,
         **(ON_GPU if device.type == "cuda" else TINY),
     )
     torch.manual_seed(11)
@@ -200,7 +171,7 @@ def run(
         "cp_layout": case.layout,
         "linear_cp_mode": case.mode,
         "backend": case.backend,
-        **MORE[case.options],
+        **OPTIONS[case.options],
     }
     width = {"d_model": config.hidden_size} if case.mixer == "mamba2" else {}
     if case.mixer == "gdn":
@@ -215,39 +186,59 @@ def run(
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_((torch.randn(parameter.shape) * 0.1).to(parameter))
+    return layer
+
+
+def run(
+    case: Case, device: torch.device, groups: dict[tuple, dist.ProcessGroup]
+) -> dict[str, str]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_gdn import SequenceLayout
+    from megatron_gdn.context_parallel import local_indices
+
+    layer = layer_of(case, device, groups)
     lengths = case.lengths
     packed = None
-    tokens, rows = (case.tokens, 2) if lengths is None else (sum(lengths), 1)
+    tokens = case.tokens
+    rows = 2
     if lengths is not None:
-        factor = case.tokens // 192
-        lengths = tuple(n * factor for n in lengths)
-        tokens = tokens * factor
+        tokens = sum(lengths)
+        rows = 1
         cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int().to(device)
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
     torch.manual_seed(5)
-    x, weight = (torch.randn(tokens, rows, config.hidden_size) for _ in range(2))
-    mine = local_indices(
-        lengths or (tokens,), case.cp, cp_rank, SequenceLayout.parse(case.layout)
-    )
+    x, weight = (torch.randn(tokens, rows, layer.config.hidden_size) for _ in range(2))
+    layout = SequenceLayout.parse(case.layout)
+    cp_rank = dist.get_rank() // case.tp
+    mine = local_indices(lengths or (tokens,), case.cp, cp_rank, layout)
+    dtype = getattr(torch, case.dtype)
     x = x[mine].to(device, dtype).requires_grad_()
     out, bias = layer(x, None, packed_seq_params=packed)
     out = out if bias is None else out + bias
     (out * weight[mine].to(device, dtype)).sum().backward()
     found = {"output": digest(out), "input": digest(x.grad)}
     if case.cp == 1 and packed is None and device.type == "cpu":
-        context = StaticInferenceContext(rows, tokens)
-        made = []
-        with torch.inference_mode():
-            for piece in x.split([tokens - 3, 1, 1, 1]):
-                made.append(layer.eval()(piece, inference_context=context)[0])
-                context.increment_sequence_len_offset(len(piece))
-        found["generated"] = digest(*made)
+        found["generated"] = digest(*generated(layer, x))
     return found | {name: digest(p.grad) for name, p in layer.named_parameters()}
 
 
-def _rank(
-    rank: int, world: int, port: int, cases: list[Case], device_type: str, queue
-) -> None:
+@torch.inference_mode()
+def generated(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    tokens, rows, _ = x.shape
+    context = StaticInferenceContext(rows, tokens)
+    made = []
+    for piece in x.split([tokens - 3, 1, 1, 1]):
+        made.append(layer.eval()(piece, inference_context=context)[0])
+        context.increment_sequence_len_offset(len(piece))
+    return made
+
+
+def run_rank(
+    rank: int, world: int, port: int, cases: list[Case], device_type: str
+) -> dict[str, dict[str, str]]:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
     device = torch.device("cpu")
@@ -258,6 +249,7 @@ def _rank(
         from megatron_gdn.compat.one_process import run_megatron_on_cpu
 
         run_megatron_on_cpu()
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     backend = "nccl" if device_type == "cuda" else "gloo"
@@ -265,9 +257,9 @@ def _rank(
     splits = {(i,) for i in range(world)} | {tuple(range(world))}
     if world == 4:
         splits |= {(0, 1), (2, 3), (0, 2), (1, 3)}
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(splits)}
-    from megatron.core import parallel_state
-
+    groups: dict[tuple, Any] = {}
+    for ranks in sorted(splits):
+        groups[ranks] = dist.new_group(list(ranks))
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
     found = {}
@@ -277,26 +269,10 @@ def _rank(
         except Exception as error:
             found[case.name] = {"error": f"{type(error).__name__}: {error}"[:300]}
             if world > 1:  # the other ranks may wait for this one inside a collective
-                break
-    queue.put((rank, found))
-    if len(found) == len(cases):
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def answers(queue, processes) -> Iterator[tuple[int, dict[str, dict[str, str]]]]:
-    """What each process has found; RuntimeError if one ends without it."""
-    missing = len(processes)
-    while missing:
-        try:
-            yield queue.get(timeout=5)
-            missing -= 1
-        except Empty:
-            ended = [p.exitcode for p in processes if p.exitcode]
-            if ended:
-                raise RuntimeError(
-                    f"a rank ended with exit code {ended[0]}; see above"
-                ) from None
+                return found
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
 
 
 def write(path: Path, device_type: str, ranks: int) -> None:
@@ -307,21 +283,11 @@ def write(path: Path, device_type: str, ranks: int) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = mp.get_context("spawn")
-        queue = context.Queue()
-        started = [
-            context.Process(
-                target=_rank, args=(r, world, port, mine, device_type, queue)
-            )
-            for r in range(world)
-        ]
-        for process in started:
-            process.start()
-        for rank, found in sorted(answers(queue, started)):
+        given = (world, port, mine, device_type)
+        of_ranks = in_processes(run_rank, *given, processes=world, timeout=3600)
+        for rank, found in enumerate(of_ranks):
             for name, digests in found.items():
                 results.setdefault(name, {})[f"rank {rank}"] = digests
-        for process in started:
-            process.join()
         print(f"{len(mine)} cases on {world} rank(s)", flush=True)
     path.write_text(json.dumps(results, indent=1, sort_keys=True))
 
@@ -353,11 +319,11 @@ def main() -> None:
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
-    arguments = parser.parse_args()
-    if arguments.command == "write":
-        write(arguments.path, arguments.device, arguments.ranks)
+    given = parser.parse_args()
+    if given.command == "write":
+        write(given.path, given.device, given.ranks)
     else:
-        sys.exit(compare(arguments.before, arguments.after))
+        sys.exit(compare(given.before, given.after))
 
 
 if __name__ == "__main__":

@@ -147,7 +147,6 @@ fp8)
   finish
   bench fp8 100 fp8 --seconds 85 || failed=1
   bench errors 60 fp8-errors --seconds 50 || failed=1
-  bench curves 150 fp8-curves --seconds 120 || failed=1
   ;;
 kda)
   laws kda 240 tests/gpu/test_fla_rules.py -k kda || failed=1

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_gdn import set_documents, static_packed_seq_params
-from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 
 from .cases import Case
-from .layers import DEVICE, Layer, Sizes, build, slow_gates, thd
-from .measure import captured, kernel_times, memory_mib, time_of
-from .saved import saved_mib
-from .stage_times import Times, stage_times
+from .layers import Layer, Sizes, build, slow_gates, thd
+from .measure import captured, memory_mib, saved_mib, time_of
+from .model import DEVICE
 
 # Two layers round to bf16 (2^-9) after each of some ten steps between input and output,
 # and their errors are independent: one is at most this far from the other, relative to
@@ -24,6 +23,23 @@ from .stage_times import Times, stage_times
 FURTHEST = 2 * 10 * 2**-9
 # Documents that a graph has room for.
 ROOM = 32
+
+
+def with_backward(
+    run: Callable[[], Tensor], module: nn.Module, x: Tensor
+) -> Callable[[], None]:
+    """``run`` and its backward, without gradients from before but those that
+    ``main_grad`` holds."""
+    grad = torch.randn_like(run())
+    parameters = list(module.parameters())
+
+    def both() -> None:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        run().backward(grad)
+
+    return both
 
 
 class Call:
@@ -43,7 +59,10 @@ class Call:
         else:
             self.x = x
         self.packed = thd(case.offsets)
-        self.grad = torch.randn_like(self.x)
+
+    @cached_property
+    def both(self) -> Callable[[], None]:
+        return with_backward(self.forward, self.module, self.x)
 
     def forward(self) -> Tensor:
         if self.layer.whose == "fla":
@@ -54,24 +73,15 @@ class Call:
         with self.layer.context(self.module):
             return self.module(self.x, None, packed_seq_params=self.packed)[0]
 
-    def both(self) -> None:
-        self.forget()
-        self.forward().backward(self.grad)
-
-    def forget(self) -> None:
-        """No gradients from here on, but those that ``main_grad`` holds."""
-        self.x.grad = None
-        for parameter in self.module.parameters():
-            parameter.grad = None
-
     def results(self, passes: int = 1) -> dict[str, Tensor]:
         """Output and gradients of the last of these passes: delayed scaling has seen
         those before it."""
         out = self.x
         for _ in range(passes):
             torch.manual_seed(4)
-            self.forget()
+            self.x.grad = None
             for parameter in self.module.parameters():
+                parameter.grad = None
                 if self.fused:
                     parameter.main_grad.zero_()
             out = self.forward()
@@ -98,21 +108,21 @@ class Call:
             "forward": self.time(self.forward, repeats),
             "forward_backward": self.time(self.both, repeats),
         }
-        self.forget()
-        if DEVICE == "cuda":
-            return made | memory_mib(self.forward)
-        return made | saved_mib(self.forward)
+        self.x.grad = None
+        self.module.zero_grad()
+        memory = memory_mib if DEVICE == "cuda" else saved_mib
+        return made | memory(self.forward)
 
+    @torch.no_grad()
     def alone(self, repeats: int) -> dict[str, Any]:
         """A forward that no backward follows: its time and its peak in MiB."""
-        with torch.no_grad():
-            made = {"alone": self.time(self.forward, repeats)}
-            if DEVICE == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                self.forward()
-                peak = torch.cuda.max_memory_allocated() - before
-                made["alone_peak"] = peak / 2**20
+        made: dict[str, Any] = {"alone": self.time(self.forward, repeats)}
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self.forward()
+            peak = torch.cuda.max_memory_allocated() - before
+            made["alone_peak"] = peak / 2**20
         return made
 
     def graph(self, repeats: int) -> dict[str, Any]:
@@ -143,42 +153,15 @@ class Call:
                 found.append(parameter.grad)
         return [gradient for gradient in found if gradient is not None]
 
-    def stages(self, repeats: int) -> Times:
-        """``[forward, backward]`` of each projection and stage, and of the layer."""
-
-        def milliseconds(run: Any) -> float:
-            return self.time(run, repeats)["median"]
-
-        made = stage_times(
-            self.module,
-            self.x.detach(),
-            self.packed,
-            milliseconds,
-            lambda: self.layer.context(self.module),
-        )
-        forward = milliseconds(self.forward)
-        made["the layer"] = [forward, milliseconds(self.both) - forward]
-        return made
-
-    def kernels(self) -> list[tuple[str, float, float]]:
-        return kernel_times(self.both)
-
 
 @contextmanager
-def as_asked(layer: Layer) -> Iterator[None]:
-    """Inside, the switches of the layer that are no options: ``uncut``, ``strict``."""
-    usual = flash_qla_plan.multiprocessors
-    if layer.uncut:
-        flash_qla_plan.multiprocessors = lambda: 0
-        flash_qla_plan.plan_of_rows.cache_clear()
+def strictly(layer: Layer) -> Iterator[None]:
+    """Inside, torch's own switch is on if the layer is ``strict``."""
     torch.use_deterministic_algorithms(layer.strict)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-        if layer.uncut:
-            flash_qla_plan.multiprocessors = usual
-            flash_qla_plan.plan_of_rows.cache_clear()
 
 
 def distances(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
@@ -201,10 +184,7 @@ def furthest(of: dict[str, float]) -> float:
 def exact_results(call: Call, sizes: Sizes) -> dict[str, Tensor]:
     """What `Call.results` would be in fp64, in plain torch, with the weights of
     ``call``. A norm inside in_proj goes in front."""
-    options = call.layer.options
-    # the one option that changes what a layer computes
-    options = {key: options[key] for key in ("low_rank",) if key in options}
-    plain = Layer("exact", backend="reference", options=options)
+    plain = Layer("exact", backend="reference")
     twin: nn.Module = build(plain, sizes, "reference", dtype=torch.float64)
     given = dict(call.module.named_parameters())
     for name, parameter in twin.named_parameters():
@@ -228,14 +208,3 @@ def exact_results(call: Call, sizes: Sizes) -> dict[str, Tensor]:
         if parameter.grad is not None:
             found[name] = parameter.grad
     return found
-
-
-def halves_of_in_proj(module: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradient of in_proj's weight, for the gates' columns apart."""
-    weight = found.pop("in_proj.weight")
-    first = module.dims.layout.main_width
-    return {
-        **found,
-        "in_proj main": weight[:first],
-        "in_proj gates": weight[first:],
-    }

@@ -16,16 +16,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
-LINEARS = ("local", "te")
-GATES = ("fast", "slow")
 
-
-@dataclass(frozen=True)
+@dataclass
 class Case:
     """A batch, and the sizes that its name says.
 
@@ -56,26 +52,42 @@ def parse(name: str, smaller: int = 1, multiple: int = 1) -> Case:
         smaller: divides all numbers of tokens.
         multiple: documents of one length, or log-normal ones, are multiples of it.
     """
-    found: dict[str, Any] = {"sizes": {}}
+    made = Case(name)
     for word in name.split():
-        if word in LINEARS:
-            found["linears"] = word
-        elif word in GATES:
-            found["gates"] = word
-        else:
-            for pattern, read in _WORDS.items():
-                match = re.fullmatch(pattern, word)
-                if match is not None:
-                    numbers = [int(x) for x in re.findall(r"\d+", word)]
-                    read(found, numbers, smaller, multiple)
-                    break
-            else:
+        numbers = [int(x) for x in re.findall(r"\d+", word)]
+        tokens = [max(1, x // smaller) for x in numbers]
+        match re.sub(r"(,?\d+)+", "#", word):
+            case "local" | "te":
+                made.linears = word
+            case "fast" | "slow":
+                made.gates = word
+            case "#/#":
+                made.sizes["heads"] = numbers
+            case "h#":
+                made.sizes["hidden"] = numbers[0]
+            case "n#":
+                made.sizes["updates"] = numbers[0]
+            case "#x#":
+                made.batch = numbers[0]
+                made.tokens = tokens[1]
+            case "thd#" if len(numbers) > 1:
+                made.lengths = tuple(tokens)
+            case "thd#":
+                made.lengths = unequal(tokens[0], max(2, numbers[0] // 1024))
+            case "thd#-#":
+                made.lengths = unequal(tokens[0], numbers[1])
+            case "thd#x#":
+                length = max(1, tokens[1] // multiple) * multiple
+                made.lengths = (length,) * (tokens[0] // length)
+            case "thd#~#":
+                made.lengths = log_normal(tokens[0], tokens[1], multiple)
+            case _:
                 raise SystemExit(f"{word!r} of the case {name!r} is no word of a case.")
-    if "lengths" in found:
-        found["tokens"] = sum(found["lengths"])
-    if "tokens" not in found:
+    if made.lengths is not None:
+        made.tokens = sum(made.lengths)
+    if not made.tokens:
         raise SystemExit(f"the case {name!r} does not say how many tokens it has.")
-    return Case(name, **found)
+    return made
 
 
 def unequal(tokens: int, documents: int) -> tuple[int, ...]:
@@ -95,48 +107,3 @@ def log_normal(tokens: int, median: int, multiple: int) -> tuple[int, ...]:
         lengths.append(length)
         left -= length
     return tuple(lengths)
-
-
-def _rows(found: dict, numbers: list[int], smaller: int, _: int) -> None:
-    found["batch"] = numbers[0]
-    found["tokens"] = max(1, numbers[1] // smaller)
-
-
-def _unequal(found: dict, numbers: list[int], smaller: int, _: int) -> None:
-    tokens = numbers[0]
-    documents = numbers[1] if len(numbers) > 1 else max(2, tokens // 1024)
-    found["lengths"] = unequal(tokens // smaller, documents)
-
-
-def _equal(found: dict, numbers: list[int], smaller: int, multiple: int) -> None:
-    tokens, length = (number // smaller for number in numbers)
-    length = max(1, length // multiple) * multiple
-    found["lengths"] = (length,) * (tokens // length)
-
-
-def _log_normal(found: dict, numbers: list[int], smaller: int, multiple: int) -> None:
-    tokens, median = (number // smaller for number in numbers)
-    found["lengths"] = log_normal(tokens, median, multiple)
-
-
-def _listed(found: dict, numbers: list[int], smaller: int, _: int) -> None:
-    found["lengths"] = tuple(max(1, number // smaller) for number in numbers)
-
-
-def _size(name: str) -> Callable[[dict, list[int], int, int], None]:
-    def read(found: dict, numbers: list[int], _: int, __: int) -> None:
-        found["sizes"][name] = numbers if len(numbers) > 1 else numbers[0]
-
-    return read
-
-
-_WORDS = {
-    r"\d+x\d+": _rows,
-    r"thd\d+(-\d+)?": _unequal,
-    r"thd\d+x\d+": _equal,
-    r"thd\d+~\d+": _log_normal,
-    r"thd\d+(,\d+)+": _listed,
-    r"\d+/\d+": _size("heads"),
-    r"h\d+": _size("hidden"),
-    r"n\d+": _size("updates"),
-}

@@ -6,12 +6,13 @@ their weights' gradients into fp32 buffers (``main_grad``), as in Megatron's lau
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -22,19 +23,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_gdn.gdn.flash_qla.plan import kernels
-from megatron_gdn.mixers.fp8 import GatesOutsideFP8
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.rules.fla_configurations import FIXED, tuned_kernels
 
 from .clone import CLONE, has_clone
+from .model import DEVICE, transformer_config
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16 = torch.bfloat16
 SPECS = {
     "gdn": "gated_delta_net_spec",
     "gdn2": "gated_delta_net2_spec",
     "gdp": "gated_delta_product_spec",
     "kda": "kimi_delta_attention_spec",
     "mamba2": "mamba2_spec",
+}
+# Megatron's classes.
+MEGATRONS = {
+    "gdn": "gated_delta_net.GatedDeltaNet",
+    "gdn2": "gated_delta_net.GatedDeltaNet2",
+    "gdp": "gated_delta_product.GatedDeltaProductMixer",
+    "kda": "gated_delta_net.KimiDeltaAttention",
 }
 # Mixers that Megatron builds with the hidden size as an argument.
 IN_MAMBA_LAYERS = ("gdp", "mamba2")
@@ -75,8 +83,6 @@ class Layer:
         linears: "local" or "te"; "" for the case's own.
         fused: whether Transformer Engine's linears add into ``main_grad``.
         fp8: Megatron's name of a recipe, or "".
-        gates_in_fp8: quantise the gates' columns too.
-        uncut: FlashQLA's rule cuts no batch of several rows.
         strict: under torch's own switch, which raises at an op without a fixed order.
         few: timed over few runs, since it is slow.
         config: fields of the config.
@@ -89,8 +95,6 @@ class Layer:
     linears: str = ""
     fused: bool = True
     fp8: str = ""
-    gates_in_fp8: bool = False
-    uncut: bool = False
     strict: bool = False
     few: bool = False
     config: dict[str, Any] = field(default_factory=dict)
@@ -99,29 +103,30 @@ class Layer:
     @classmethod
     def of(cls, name: str, row: dict[str, Any]) -> Layer:
         """From a row of the registry: what is no attribute is an option."""
-        known = {each.name for each in fields(cls)}
-        own = {key: value for key, value in row.items() if key in known}
-        config = {key: row[key] for key in CONFIG_FIELDS if key in row}
-        options = {
-            key: value
-            for key, value in row.items()
-            if key not in known and key not in CONFIG_FIELDS
-        }
+        known = {each.name for each in dataclasses.fields(cls)}
+        own = {}
+        config = {}
+        options = {}
+        for key, value in row.items():
+            if key in known:
+                own[key] = value
+            elif key in CONFIG_FIELDS:
+                config[key] = value
+            else:
+                options[key] = value
         return cls(name, **own, config=config, options=options)
 
     def why_not(self, mixer: str, clone_file: str) -> str:
         """Why this machine cannot run it; "" if it can."""
         if (self.fp8 or self.linears == "te") and not find_spec("transformer_engine"):
             return "Transformer Engine is not installed"
-        if self.whose == "fla" and DEVICE == "cpu":
+        of_clone = self.whose == "megatron" and mixer != "gdn"
+        if DEVICE == "cpu" and (of_clone or self.whose == "fla"):
             return "fla's kernels need a GPU"
-        if self.whose == "megatron" and mixer != "gdn":
-            if DEVICE == "cpu":
-                return "fla's kernels need a GPU"
-            if not has_clone(clone_file):
-                return f"{CLONE / clone_file} is not there; set MEGATRON_LM"
-            if mixer == "gdp" and not find_spec("causal_conv1d"):
-                return "causal-conv1d is not installed"
+        if of_clone and not has_clone(clone_file):
+            return f"{CLONE / clone_file} is not there; set MEGATRON_LM"
+        if of_clone and mixer == "gdp" and not find_spec("causal_conv1d"):
+            return "causal-conv1d is not installed"
         return ""
 
     def context(self, module: Any) -> AbstractContextManager[Any]:
@@ -133,21 +138,27 @@ class Layer:
         return get_fp8_context(module.config)
 
 
-def start_megatron() -> None:
+def start_megatron(
+    rank: int = 0, world: int = 1, store: Any = None, **sizes: int
+) -> None:
+    """Megatron over so many ranks, of which this is one; ``sizes``: of its parallel
+    state."""
     from megatron.core import parallel_state, tensor_parallel
 
     if DEVICE == "cpu":
         from megatron_gdn.compat.one_process import run_megatron_on_cpu
 
         run_megatron_on_cpu()
+    else:
+        torch.cuda.set_device(rank)
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             "nccl" if DEVICE == "cuda" else "gloo",
-            store=torch.distributed.HashStore(),
-            rank=0,
-            world_size=1,
+            store=store or torch.distributed.HashStore(),
+            rank=rank,
+            world_size=world,
         )
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
@@ -156,18 +167,16 @@ def config_of(
     sizes: Sizes,
     linears: str = "local",
     cp: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = BF16,
 ) -> Any:
     from megatron.core.enums import Fp8Recipe
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    first, second = sizes.heads
-    state_dim = sizes.state_dim or sizes.head_dim
+    first, second, state_dim, head_dim = sizes.of_heads
     if sizes.mixer in IN_MAMBA_LAYERS:
         of_mixer = {
             "mamba_num_groups": first,
             "mamba_num_heads": second,
-            "mamba_head_dim": sizes.head_dim,
+            "mamba_head_dim": head_dim,
             "mamba_state_dim": state_dim,
         }
     else:
@@ -175,24 +184,16 @@ def config_of(
             "linear_num_key_heads": first,
             "linear_num_value_heads": second,
             "linear_key_head_dim": state_dim,
-            "linear_value_head_dim": sizes.head_dim,
-            "linear_conv_kernel_dim": 4,
-            "activation_func": F.silu,
+            "linear_value_head_dim": head_dim,
         }
     if sizes.mixer == "kda" and layer.whose == "megatron":
         of_mixer["kda_safe_gate"] = sizes.lower_bound is not None
         of_mixer["kda_lower_bound"] = sizes.lower_bound
-    config: Any = TransformerConfig(
-        num_layers=1,
-        hidden_size=sizes.hidden,
-        num_attention_heads=4,
+    config = transformer_config(
+        sizes.hidden,
+        dtype,
         context_parallel_size=cp,
-        normalization="RMSNorm",
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
         gradient_accumulation_fusion=linears == "te" and layer.fused,
-        add_bias_linear=False,
-        use_cpu_initialization=DEVICE == "cpu",
         deterministic_mode=layer.config.get("deterministic_mode", False),
         **of_mixer,
     )
@@ -212,7 +213,7 @@ def build(
     backend: str = "auto",
     linears: str = "local",
     cp: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = BF16,
     seed: int = 3,
 ) -> nn.Module:
     """The layer with random weights; ``backend`` and ``linears`` where it says none."""
@@ -222,14 +223,17 @@ def build(
     linears = layer.linears or linears
     config = config_of(layer, sizes, linears, cp, dtype)
     if layer.whose == "megatron":
-        module = MEGATRONS[sizes.mixer](config, sizes, linears)
+        module = megatrons_layer(config, sizes, linears)
     else:
         module = our_layer(layer, config, sizes, layer.backend or backend, linears)
     module.to(DEVICE)
-    if sizes.mixer == "gdn" and dtype == torch.bfloat16:
+    if sizes.mixer == "gdn" and dtype == BF16:
         module.bfloat16()
     if linears == "te" and layer.fused:
-        accumulate(module)
+        for parameter in module.parameters():
+            # where Transformer Engine adds its gradient
+            main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.main_grad = main_grad  # pyright: ignore[reportAttributeAccessIssue]
     return module
 
 
@@ -257,79 +261,44 @@ def our_layer(
         options["gate_lower_bound"] = sizes.lower_bound
     spec = getattr(specs, SPECS[sizes.mixer])(linears, **options)
     width = {"d_model": sizes.hidden} if sizes.mixer in IN_MAMBA_LAYERS else {}
-    module: Any = build_module(
-        spec, config, layer_number=1, pg_collection=groups(), **width
-    )
-    if layer.gates_in_fp8 and isinstance(module.in_proj, GatesOutsideFP8):
-        module.in_proj.__class__ = type(module.in_proj).__bases__[1]
-    return module
+    return build_module(spec, config, layer_number=1, pg_collection=groups(), **width)
 
 
-def parts_of(sizes: Sizes, linears: str) -> Any:
-    """The linears and the norm of our spec."""
-    from megatron_gdn import specs
-
-    return getattr(specs, SPECS[sizes.mixer])(linears).submodules
-
-
-def megatrons_gdn(config: Any, sizes: Sizes, linears: str) -> nn.Module:
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+def megatrons_layer(config: Any, sizes: Sizes, linears: str) -> nn.Module:
+    """With the linears and the norm of our spec."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    if DEVICE == "cuda" and os.environ.get("FLA_FLASH_QLA") != "0":
+    from megatron_gdn import specs
+
+    of_gdn = sizes.mixer == "gdn"
+    if of_gdn and DEVICE == "cuda" and os.environ.get("FLA_FLASH_QLA") != "0":
         # fences FlashQLA's kernels for this layer too: ours would, sooner or later
         kernels()
-    parts = parts_of(sizes, linears)
-    submodules = GatedDeltaNetSubmodules(
-        in_proj=parts.in_proj,
-        out_norm=WrappedTorchNorm if linears == "local" else parts.out_norm,
-        out_proj=parts.out_proj,
-    )
-    return GatedDeltaNet(config, submodules, layer_number=1, pg_collection=groups())
-
-
-def megatrons_gdn2(config: Any, sizes: Sizes, linears: str) -> nn.Module:
-    upstream: Any = import_module("megatron.core.ssm.gated_delta_net")
-    parts = parts_of(sizes, linears)
-    submodules = upstream.GatedDeltaNetSubmodules(
-        in_proj=parts.in_proj, out_norm=parts.out_norm, out_proj=parts.out_proj
-    )
-    return upstream.GatedDeltaNet2(config, submodules, 1, pg_collection=groups())
-
-
-def megatrons_kda(config: Any, sizes: Sizes, linears: str) -> nn.Module:
-    """Its gates have full width."""
-    upstream: Any = import_module("megatron.core.ssm.gated_delta_net")
-    parts = parts_of(sizes, linears)
-    submodules = upstream.KimiDeltaAttentionSubmodules(
-        in_proj=parts.in_proj,
-        out_norm=parts.out_norm,
-        out_proj=parts.out_proj,
-        beta_proj=parts.in_proj,
-    )
-    return upstream.KimiDeltaAttention(config, submodules, 1, pg_collection=groups())
-
-
-def megatrons_gdp(config: Any, sizes: Sizes, linears: str) -> nn.Module:
-    package: Any = import_module("megatron.core.ssm.gated_delta_product")
-    if not package.HAVE_MAMBA_SSM:
+    name, class_name = MEGATRONS[sizes.mixer].split(".")
+    package: Any = import_module(f"megatron.core.ssm.{name}")
+    if sizes.mixer == "gdp" and not package.HAVE_MAMBA_SSM:
         package.HAVE_MAMBA_SSM = True
         package.ExtendedRMSNorm = CompiledNorm
-    parts = parts_of(sizes, linears)
-    submodules = package.GatedDeltaProductMixerSubmodules(
-        in_proj=parts.in_proj, out_proj=parts.out_proj
+    ours = getattr(specs, SPECS[sizes.mixer])(linears).submodules
+    parts = {
+        "in_proj": ours.in_proj,
+        "beta_proj": ours.in_proj,
+        "out_proj": ours.out_proj,
+        "out_norm": ours.out_norm,
+    }
+    if of_gdn and linears == "local":
+        parts["out_norm"] = WrappedTorchNorm
+    # Gated DeltaNet's and Gated DeltaNet-2's are one class.
+    submodules = getattr(package, f"{class_name.removesuffix('2')}Submodules")
+    names = [each.name for each in dataclasses.fields(submodules)]
+    width = [sizes.hidden] if sizes.mixer in IN_MAMBA_LAYERS else []
+    return getattr(package, class_name)(
+        config,
+        submodules(**{name: parts[name] for name in names}),
+        *width,
+        layer_number=1,
+        pg_collection=groups(),
     )
-    return package.GatedDeltaProductMixer(
-        config, submodules, sizes.hidden, layer_number=1, pg_collection=groups()
-    )
-
-
-MEGATRONS: dict[str, Callable[[Any, Sizes, str], nn.Module]] = {
-    "gdn": megatrons_gdn,
-    "gdn2": megatrons_gdn2,
-    "gdp": megatrons_gdp,
-    "kda": megatrons_kda,
-}
 
 
 class CompiledNorm(nn.Module):
@@ -370,9 +339,8 @@ def fla_layer(sizes: Sizes) -> nn.Module:
         found = find_spec("fla")
         package = ModuleType("fla.layers")
         assert found is not None and found.submodule_search_locations
-        package.__path__ = [
-            f"{folder}/layers" for folder in found.submodule_search_locations
-        ]
+        folders = found.submodule_search_locations
+        package.__path__ = [f"{folder}/layers" for folder in folders]
         sys.modules["fla.layers"] = package
         module = import_module("fla.layers.kda")
     layer = module.KimiDeltaAttention(
@@ -382,7 +350,7 @@ def fla_layer(sizes: Sizes) -> nn.Module:
         safe_gate=sizes.lower_bound is not None,
         lower_bound=sizes.lower_bound,
     )
-    return layer.to(DEVICE, torch.bfloat16)
+    return layer.to(DEVICE, BF16)
 
 
 def tune_over(most: int) -> None:
@@ -413,13 +381,6 @@ def slow_gates(layer: Any) -> None:
         alpha.zero_()  # softplus(0) = log 2 for every token
 
 
-def accumulate(module: nn.Module) -> None:
-    """Give every parameter the fp32 buffer into which Transformer Engine adds its
-    gradient."""
-    for parameter in module.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 # With its initial weights a layer's output is a sixth of its input in size (hidden
 # 2048). The gate shrinks with the input, so after four layers nothing is left to
 # compare. This factor on out_proj keeps the output near the input's size for three
@@ -430,9 +391,7 @@ _LARGER = 6.5
 def row_of(build_one: Callable[[], nn.Module], layers: int) -> nn.ModuleList:
     """``layers`` results of ``build_one``; if more than one, each with a larger
     ``out_proj``."""
-    row = nn.ModuleList()
-    for _ in range(layers):
-        row.append(build_one())
+    row = nn.ModuleList([build_one() for _ in range(layers)])
     if layers > 1:
         with torch.no_grad():
             for layer in row:

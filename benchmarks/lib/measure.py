@@ -25,16 +25,35 @@ PACKAGES = (
 )
 
 
-def environment() -> dict[str, str]:
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def environment() -> dict[str, str | None]:
     """The GPU and the versions every record carries."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    found = {"gpu": gpu, "cuda": torch.version.cuda}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
-    return found
+    versions = {package: version_of(package) for package in PACKAGES}
+    return {"gpu": gpu, "cuda": torch.version.cuda, **versions}
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def summary_of(times: Sequence[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile, and how many there are."""
+    times = sorted(times)
+    tenth = len(times) // 10
+    return {
+        "median": statistics.median(times),
+        "p10": times[tenth],
+        "p90": times[-1 - tenth],
+        "n": len(times),
+    }
 
 
 def time_ms(
@@ -60,14 +79,8 @@ def time_ms(
         end.record()
         host.append((time.perf_counter() - began) * 1e3)
     torch.cuda.synchronize()
-    times = sorted(begin.elapsed_time(end) for begin, end in pairs)
-    return {
-        "median": statistics.median(times),
-        "p10": times[len(times) // 10],
-        "p90": times[-1 - len(times) // 10],
-        "host": statistics.median(host[:5]),
-        "n": repeats,
-    }
+    times = [begin.elapsed_time(end) for begin, end in pairs]
+    return summary_of(times) | {"host": statistics.median(host[:5])}
 
 
 def time_of(
@@ -83,8 +96,26 @@ def time_of(
     return {"median": (time.perf_counter() - began) * 1e3 / repeats, "n": repeats}
 
 
+def latency_ms(run: Callable[[], object], repeats: int, warmup: int = 3) -> float:
+    """The median of single calls, each begun when the one before has ended."""
+    times = []
+    for _ in range(repeats + warmup):
+        if torch.cuda.is_available():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times[warmup:])
+
+
 def host_ms(
-    runs: Sequence[Callable[[], object]], *, rounds: int = 16, in_a_row: int = 1
+    runs: Sequence[Callable[[], object]], *, in_a_row: int = 1
 ) -> list[dict[str, float]]:
     """What the host takes for a call of each of ``runs`` that never waits for the
     device.
@@ -102,7 +133,7 @@ def host_ms(
         for _ in range(5):
             run()
     times: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
+    for _ in range(16):
         for run, of_run in zip(runs, times, strict=True):
             torch.cuda.synchronize()
             torch.cuda._sleep(int(1e8))  # clock cycles, some 50 ms
@@ -111,15 +142,7 @@ def host_ms(
                 run()
                 of_run.append((time.perf_counter() - began) * 1e3 / in_a_row)
     torch.cuda.synchronize()
-    return [
-        {
-            "median": statistics.median(of_run),
-            "p10": sorted(of_run)[len(of_run) // 10],
-            "p90": sorted(of_run)[-1 - len(of_run) // 10],
-            "n": len(of_run),
-        }
-        for of_run in times
-    ]
+    return [summary_of(of_run) for of_run in times]
 
 
 def captured[Made](run: Callable[[], Made]) -> tuple[torch.cuda.CUDAGraph, Made]:
@@ -207,18 +230,31 @@ def memory_mib(forward: Callable[[], torch.Tensor]) -> dict[str, float]:
     }
 
 
-def write_lines(path: str | None, records: list[dict]) -> None:
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+def saved_mib(forward: Callable[[], torch.Tensor]) -> dict[str, float]:
+    """What autograd saves in a forward on a CPU, each storage once. Nothing is dropped
+    under these hooks."""
+    kept = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        held = forward()
+    del held
+    return {"saved": sum(kept.values()) / 2**20}
+
+
+def append_line(path: str, record: dict) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def table(rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    )
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -5,24 +5,28 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from .repeats import Report
 
+CONTEXT: Any = multiprocessing.get_context("spawn")
+# Seconds that the other processes have after one has failed: they may wait for it.
+GRACE = 10
 
-def _work(folder: str, index: int, function: Callable, args: tuple) -> None:
+
+def _work(pipe: Connection, function: Callable, index: int, args: tuple) -> None:
     # malloc has read it; children must not inherit it
     os.environ.pop("MALLOC_PERTURB_", None)
     try:
-        answer = ("returned", function(index, *args))
+        answer = (function(index, *args), "")
     except BaseException:
-        answer = ("raised", traceback.format_exc())
-    (Path(folder) / str(index)).write_bytes(pickle.dumps(answer))
+        answer = (None, traceback.format_exc())
+    # not pipe.send, which sends a tensor as memory that ends with this process
+    pipe.send_bytes(pickle.dumps(answer))
 
 
 def in_processes(
@@ -41,44 +45,46 @@ def in_processes(
     Raises:
         RuntimeError: one of them raised (its traceback follows), died or took too long.
     """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        kept = os.environ.get("MALLOC_PERTURB_")
-        started = []
-        try:
-            for index in range(processes):
-                os.environ["MALLOC_PERTURB_"] = str(85 + 80 * index % 170)
-                started.append(
-                    context.Process(target=_work, args=(folder, index, function, args))
-                )
-                started[-1].start()
-        finally:
-            os.environ.pop("MALLOC_PERTURB_", None)
-            if kept is not None:
-                os.environ["MALLOC_PERTURB_"] = kept
-        answers = []
-        deadline = time.monotonic() + timeout
-        for index, process in enumerate(started):
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                for other in started:
-                    other.kill()
-                    other.join()
-                raise RuntimeError(f"process {index} was not done after {timeout} s.")
-            path = Path(folder) / str(index)
-            if not path.exists():
-                raise RuntimeError(
-                    f"process {index} died with exit code {process.exitcode}."
-                )
-            answers.append(pickle.loads(path.read_bytes()))
-    failures = [
-        f"process {i}:\n{text}"
-        for i, (kind, text) in enumerate(answers)
-        if kind == "raised"
-    ]
+    kept = os.environ.get("MALLOC_PERTURB_")
+    started = []
+    waiting = {}
+    for index in range(processes):
+        ours, theirs = CONTEXT.Pipe(duplex=False)
+        os.environ["MALLOC_PERTURB_"] = str(85 + 80 * index % 170)
+        process = CONTEXT.Process(target=_work, args=(theirs, function, index, args))
+        process.start()
+        theirs.close()
+        started.append(process)
+        waiting[ours] = index
+    os.environ.pop("MALLOC_PERTURB_")
+    if kept is not None:
+        os.environ["MALLOC_PERTURB_"] = kept
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
+    while waiting:
+        ready: Any = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for index in waiting.values():
+                failures[index] = "it was not done in time"
+            break
+        for pipe in ready:
+            index = waiting.pop(pipe)
+            try:
+                results[index], error = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                error = "it died"
+            if error:
+                failures[index] = error
+                deadline = min(deadline, time.monotonic() + GRACE)
+    for process in started:
+        if failures:
+            process.kill()
+        process.join()
     if failures:
-        raise RuntimeError("\n".join(failures))
-    return [value for _, value in answers]
+        texts = [f"process {index}:\n{failures[index]}" for index in sorted(failures)]
+        raise RuntimeError("\n".join(texts))
+    return [results[index] for index in range(processes)]
 
 
 def compare_processes(reports: Sequence[Report]) -> str | None:
@@ -86,22 +92,14 @@ def compare_processes(reports: Sequence[Report]) -> str | None:
 
     A repeat that differed in one of them comes first, then the first tensor whose
     digest differs.
-
-    Raises:
-        ValueError: fewer than two reports, reports of different tensors, or no digests.
     """
-    names = [list(report.digests) for report in reports]
-    if len(reports) < 2 or not names[0] or any(other != names[0] for other in names):
-        raise ValueError(
-            f"reports of {len(reports)} processes with digests of {names} cannot be "
-            "compared; at least two are needed, of the same tensors, made with "
-            "digests=True."
-        )
+    first, *others = reports
+    assert others and all(x.digests.keys() == first.digests.keys() for x in others)
     for index, report in enumerate(reports):
         if report.difference is not None:
             return f"process {index}: {report}"
-    for index, report in enumerate(reports[1:], 1):
-        for name, expected in reports[0].digests.items():
+    for index, report in enumerate(others, 1):
+        for name, expected in first.digests.items():
             if report.digests[name] != expected:
                 return f"{name} differs between process 0 and process {index}"
     return None

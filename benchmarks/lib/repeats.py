@@ -8,7 +8,6 @@ them.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,22 +24,14 @@ _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Difference:
-    """Two tensors of one name whose bits are not equal.
-
-    Attributes:
-        name: which one.
-        where: what was compared with what ("repeat 17", "process 1", ...).
-        elements, of: how many elements differ, of how many.
-        largest: the largest difference of two elements; NaN if one of them is NaN.
-        relative: ``largest`` divided by the largest element of the first tensor.
-    """
+    """Two tensors of one name whose bits are not equal."""
 
     name: str
-    where: str
-    elements: int
+    where: str  # what was compared with the first: "repeat 17", "process 1"
+    elements: int  # that differ
     of: int
-    largest: float
-    relative: float
+    largest: float  # difference of two elements; NaN if one of them is NaN
+    relative: float  # that, over the largest element of the first tensor
 
     def __str__(self) -> str:
         return (
@@ -52,22 +43,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`check_repeats` saw.
+    """What :func:`check_repeats` saw: ``repeats`` runs, of which the last one
+    differed in ``difference`` and the tensors of ``also``, or all were equal.
 
-    Attributes:
-        repeats: runs made, the first included; fewer than asked for when one differed.
-        difference: the first tensor of the first run that differed; None when all were
-            equal.
-        also: the other tensors that differed in that run.
-        digests: name -> sha256 of the first run's tensor, to compare processes by.
-        seconds: how long it took.
+    ``digests`` has the sha256 of the first run's tensors, to compare processes by.
     """
 
     repeats: int
     difference: Difference | None
     also: tuple[Difference, ...] = ()
     digests: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
 
     @property
     def equal(self) -> bool:
@@ -108,32 +93,27 @@ def digest(x: Tensor) -> str:
     return found.hexdigest()
 
 
-def poison_free_memory(device: torch.device | str, round: int = 0) -> int:
+def poison_free_memory(device: torch.device, round: int) -> None:
     """Fill the memory that the next allocations will get with garbage.
 
     Every free block of torch's caching allocator is filled: in even rounds with NaN, in
     odd rounds with another byte, which makes finite numbers. A kernel that reads memory
     that nobody wrote then gives another result in every round. On the CPU memory
     belongs to malloc: blocks of common sizes are taken, filled and given back.
-
-    Returns:
-        Bytes filled.
     """
-    device = torch.device(device)
     byte = _NAN_BYTE if round % 2 == 0 else (17 + 37 * round) % 0x7F
-    if device.type == "cuda":
-        sizes = _free_blocks(device)
-    else:
-        sizes = [1 << power for power in range(6, 23) for _ in range(4)]
     taken = []
-    reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-    for size in sizes:
+    if device.type != "cuda":
+        for size in [1 << power for power in range(6, 23) for _ in range(4)]:
+            taken.append(torch.empty(size, dtype=torch.uint8).fill_(byte))
+        return
+    reserved = torch.cuda.memory_reserved(device)
+    for size in _free_blocks(device):
         taken.append(torch.empty(size, dtype=torch.uint8, device=device).fill_(byte))
-        if device.type == "cuda" and torch.cuda.memory_reserved(device) > reserved:
+        if torch.cuda.memory_reserved(device) > reserved:
             # The allocator did not reuse a free block. To go on would grow memory in
             # every round.
-            break
-    return sum(block.numel() for block in taken)
+            return
 
 
 def _free_blocks(device: torch.device) -> list[int]:
@@ -155,77 +135,62 @@ def _free_blocks(device: torch.device) -> list[int]:
     return sorted(sizes, reverse=True)
 
 
-class Competitor:
-    """Work on a side stream that takes bandwidth and multiprocessors from all other
-    kernels.
+def competitor(device: torch.device) -> Callable[[int], None]:
+    """A function that queues work on a side stream, which takes bandwidth and
+    multiprocessors from all other kernels. On the CPU it does nothing.
 
-    The amount of work differs each time, so that the order in which other kernels'
-    blocks are placed and finish is never the same. On the CPU it does nothing.
-
-    Args:
-        mib: size of the buffer that is copied; larger than the L2 cache.
-        matrix: rows of the bf16 matrices that are multiplied.
+    The work is 8 to 40 copies and as many products, some milliseconds; the amount
+    differs each time, so that the order in which other kernels' blocks are placed and
+    finish is never the same. While there is work left, nothing is queued.
     """
+    if device.type != "cuda":
+        return lambda round: None
+    stream = torch.cuda.Stream(device)
+    last = torch.cuda.Event()
+    with torch.cuda.stream(stream):
+        # larger than the L2 cache
+        source = torch.ones(256 << 20, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        a = torch.ones(2048, 2048, dtype=torch.bfloat16, device=device)
+        product = torch.empty_like(a)
 
-    def __init__(
-        self, device: torch.device | str, mib: int = 256, matrix: int = 2048
-    ) -> None:
-        self._device = torch.device(device)
-        if self._device.type != "cuda":
+    def start(round: int) -> None:
+        if not last.query():
             return
-        self._stream, self._last = torch.cuda.Stream(self._device), torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
-            self._source = torch.ones(mib << 20, dtype=torch.uint8, device=self._device)
-            self._target = torch.empty_like(self._source)
-            self._a = torch.ones(
-                matrix, matrix, dtype=torch.bfloat16, device=self._device
-            )
-            self._product = torch.empty_like(self._a)
-
-    def start(self, round: int) -> None:
-        """Queue 8 to 40 copies and as many products, some milliseconds; returns at
-        once.
-
-        Queues nothing while it still has work.
-        """
-        if self._device.type != "cuda" or not self._last.query():
-            return
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             for _ in range(8 + (7 * round) % 33):
-                self._target.copy_(self._source)
-                torch.mm(self._a, self._a, out=self._product)
-            self._last.record()
+                target.copy_(source)
+                torch.mm(a, a, out=product)
+            last.record()
+
+    return start
 
 
 def check_repeats(run: Callable[[], Mapping[str, Tensor]], repeats: int) -> Report:
     """Call ``run`` ``repeats`` times and compare every result with the first, bit for
     bit.
 
-    Between runs the allocator's free memory is filled with garbage, different each
-    time. During the runs a side stream competes for the device. Results are compared on
-    the device. The check stops at the first run that differs.
+    The check stops at the first run that differs.
 
     Args:
         run: returns tensors by name, the same names each time, in the order in which
             they are computed: the first to differ is reported first. They must be
             tensors of its own, not buffers that the next call writes to.
     """
-    began = time.monotonic()
     first = {name: x.detach().clone() for name, x in run().items()}
     device = next(iter(first.values())).device
-    competitor = Competitor(device)
+    compete = competitor(device)
     hashes = {name: digest(x) for name, x in first.items()}
     for repeat in range(1, repeats):
         poison_free_memory(device, repeat)
-        competitor.start(repeat)
+        compete(repeat)
         now = run()
         assert now.keys() == first.keys(), now.keys() ^ first.keys()
         found = _differences(first, now, f"repeat {repeat}")
         if found:
-            seconds = time.monotonic() - began
-            return Report(repeat + 1, found[0], tuple(found[1:]), hashes, seconds)
+            return Report(repeat + 1, found[0], tuple(found[1:]), hashes)
         del now
-    return Report(repeats, None, (), hashes, time.monotonic() - began)
+    return Report(repeats, None, (), hashes)
 
 
 def _differences(
@@ -235,10 +200,9 @@ def _differences(
     equal = torch.stack(
         [(_bits(x) == _bits(now[name])).all() for name, x in first.items()]
     )
-    suspects = [
-        name for name, same in zip(first, equal.tolist(), strict=True) if not same
-    ]
-    found = [difference_of(name, where, first[name], now[name]) for name in suspects]
+    if equal.all():
+        return []
+    found = [difference_of(name, where, first[name], now[name]) for name in first]
     return [difference for difference in found if difference is not None]
 
 

@@ -9,21 +9,23 @@ import math
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from .cases import Case, parse
-from .layers import DEVICE, Layer, Sizes
-from .measure import copy_bandwidth, environment, table, write_lines
+from .layers import Layer, Sizes
+from .measure import append_line, copy_bandwidth, environment, table
+from .model import DEVICE
 
 
 class Session:
     """One run of a benchmark.
 
     Attributes:
-        row: of the registry, with what ``--set`` changed.
+        row: of the registry, with what ``--set`` and ``--tiny`` changed.
         args: the command's options.
         records: those written so far.
         writes: whether this process prints and writes: the first rank does.
@@ -33,12 +35,12 @@ class Session:
         self, name: str, row: dict[str, Any], args: argparse.Namespace
     ) -> None:
         self.name = name
-        self.row = row
+        self.tiny: dict[str, Any] = row.get("tiny", {}) if args.tiny else {}
+        self.row = row | self.tiny
         self.args = args
         self.records: list[dict[str, Any]] = []
         self.writes = True
         self._began = time.monotonic()
-        self._setting: dict[str, Any] | None = None
 
     @property
     def measured(self) -> list[str]:
@@ -55,19 +57,19 @@ class Session:
         names = self.args.cases or self.row["cases"]
         cases = [parse(name, smaller, multiple) for name in names]
         if self.args.tiny:
-            return [replace(case, linears="local") for case in cases]
+            for case in cases:
+                case.linears = "local"
         return cases
 
     def layers(self) -> list[Layer]:
         """Those of ``--layers`` that this machine can run; it says why it leaves others
         out."""
         rows = self.row["layers"]
+        mixer = self.row.get("mixer", "gdn")
         found = []
         for name in self.args.layers or rows:
             layer = Layer.of(name, rows[name])
-            why_not = layer.why_not(
-                self.row.get("mixer", "gdn"), self.row.get("clone", "")
-            )
+            why_not = layer.why_not(mixer, self.row.get("clone", ""))
             if why_not:
                 self.say(f"{name}: left out, {why_not}")
             else:
@@ -79,9 +81,7 @@ class Session:
         names = [each.name for each in fields(Sizes)]
         given = {name: self.row[name] for name in names if name in self.row}
         if case is not None:
-            given |= case.sizes
-        if self.args.tiny:
-            given |= self.row.get("tiny", {})
+            given |= case.sizes | self.tiny
         given["heads"] = tuple(given.get("heads", Sizes.heads))
         return Sizes(**given)
 
@@ -95,36 +95,36 @@ class Session:
     def left(self) -> float:
         return self.args.seconds - self.seconds()
 
-    def late(self, what: str, needed: float = 0) -> bool:
+    def late(self, what: str) -> bool:
         """Whether the time is over; says what is not begun."""
-        if self.left() < needed:
+        if self.left() < 0:
             self.say(f"{what}: not begun, out of time")
             return True
         return False
 
+    @cached_property
     def setting(self) -> dict[str, Any]:
         """What all records have."""
-        if self._setting is None:
-            names = ("core", "mixer", "hidden", "heads", "cp", "layout", "in_a_row")
-            self._setting = {name: self.row[name] for name in names if name in self.row}
-            self._setting["environment"] = environment()
-            self._setting["date"] = datetime.date.today().isoformat()
-            if "floor" in self.measured:
-                self._setting["copy_TB_s"] = self.bandwidth() / 1e12
-        return self._setting
+        names = ("core", "mixer", "hidden", "heads", "cp", "layout", "in_a_row")
+        found = {name: self.row[name] for name in names if name in self.row}
+        found["environment"] = environment()
+        found["date"] = datetime.date.today().isoformat()
+        if "floor" in self.measured:
+            found["copy_TB_s"] = self.bandwidth / 1e12
+        return found
 
+    @cached_property
     def bandwidth(self) -> float:
         """Bytes per second of a copy, read and written."""
-        if "_bandwidth" not in self.__dict__:
-            self._bandwidth = copy_bandwidth() if DEVICE == "cuda" else 1e10
-        return self._bandwidth
+        return copy_bandwidth() if DEVICE == "cuda" else 1e10
 
     def emit(self, record: dict[str, Any]) -> None:
         self.records.append(record)
         if not self.writes:
             return
-        whole = {"benchmark": self.name, **record, **self.setting()}
-        write_lines(self.args.out, [whole])
+        if self.args.out is not None:
+            whole = {"benchmark": self.name, **record, **self.setting}
+            append_line(self.args.out, whole)
         shown = [f"{key} {cell(record, key)}" for key in self.columns(record)]
         names = [str(record[key]) for key in ("case", "layer") if key in record]
         failed = record.get("failed", "")
@@ -155,8 +155,9 @@ class Session:
         for record in self.records:
             if "failed" in record or not self.columns(record):
                 continue
-            first = base.setdefault(record.get("case", ""), record)
-            cells = [str(record.get("case", "")), str(record.get("layer", ""))]
+            case = str(record.get("case", ""))
+            first = base.setdefault(case, record)
+            cells = [case, str(record.get("layer", ""))]
             for key in keys:
                 ratio = value(record, key) / (value(first, key) or math.nan)
                 cells.append(cell(record, key))

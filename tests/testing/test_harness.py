@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import certificate
+from benchmarks.lib import processes
 from benchmarks.lib.invariance import check_batch_invariance
 from benchmarks.lib.processes import compare_processes, in_processes
 from benchmarks.lib.repeats import check_repeats, difference_of, forward_backward
@@ -179,7 +180,8 @@ SMALL = "--heads 2:4 --head-dim 16 --hidden 32 --lengths 160 32 --json --cp"
 
 @pytest.mark.slow
 def test_both_schemes_stay_within_rounding_of_one_rank(monkeypatch, capsys):
-    monkeypatch.setattr(certificate.processes, "start_processes", start_imported)
+    monkeypatch.setattr(processes, "CONTEXT", _context("gloo"))
+    monkeypatch.setattr(certificate, "in_processes", in_imported)
     certificate.main([*SMALL.split(), "2"])
     assert_within_rounding(capsys.readouterr().out, [2])
 
@@ -192,23 +194,14 @@ def test_the_command_certifies_more_ranks_without_a_warning():
     assert_within_rounding(done.stdout, [2, 4])
 
 
-def start_imported(function, args, nprocs, start_method) -> None:
-    """Start ranks that have imported Megatron already."""
-    make = _context("gloo").Process
-    ranks = [
-        make(target=run_uncompiled, args=(function, rank, *args))
-        for rank in range(nprocs)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(300)
-    assert [process.exitcode for process in ranks] == [0] * nprocs
+def in_imported(function, *args, **options):
+    """In ranks that have imported Megatron already."""
+    return in_processes(run_uncompiled, function, *args, **options)
 
 
-def run_uncompiled(function, *args) -> None:
+def run_uncompiled(index, function, *args):
     torch.compiler.set_stance("force_eager")
-    function(*args)
+    return function(index, *args)
 
 
 def assert_within_rounding(printed: str, cp: list[int]) -> None:

@@ -95,7 +95,7 @@ def test_every_layer_of_a_case_is_measured_and_held_to_megatron_core(run):
     cases = ["16/32 h2048 1x4096 te fast", "4/8 h4096 4x4096 te slow"]
     said, records = run("shapes", "--cases", *cases)
     assert not [record for record in records if "failed" in record]
-    layers = ["upstream", "ours", "floor", "ours-light", "ours-full", "ours-uncut"]
+    layers = ["upstream", "ours", "floor", "ours-light", "ours-full"]
     assert [record["layer"] for record in records] == 2 * layers
     for record in records:
         if record["layer"].startswith("ours"):
@@ -133,15 +133,23 @@ def test_without_time_nothing_begins(run):
         ("kda", "thd8192-16", ["ours", "ours, full gates"]),
     ],
 )
-def test_layers_of_other_mixers_are_timed_and_their_stages(run, name, case, layers):
+def test_layers_of_other_mixers_are_timed(run, name, case, layers):
     _, records = run(name, "--cases", case, "--layers", *layers)
-    times = [record for record in records if "forward_backward" in record]
-    assert [record["layer"] for record in times] == layers
-    stages = [record["stages"] for record in records if "stages" in record]
-    assert len(stages) == (0 if name == "gdn2" else len(layers))
-    for each in stages:
-        assert {"in_proj", "out_proj", "rule", "the layer"} < each.keys()
-        assert all(forward >= 0 for forward, _ in each.values())
+    assert [record["layer"] for record in records] == layers
+    for record in records:
+        assert all(record[way]["median"] > 0 for way in ("forward", "forward_backward"))
+
+
+@pytest.mark.slow
+@on_cpu
+def test_a_floor_has_the_projections_the_rule_and_the_bytes(run):
+    _, records = run("mamba2", "--cases", "1x8192", "thd8192-16")
+    floors = [record["floor"] for record in records if record["layer"] == "floor"]
+    assert len(floors) == 2
+    for floor in floors:
+        parts = [floor[name] for name in ("projections", "rule", "bytes")]
+        for total, *each in zip(floor["total"], *parts, strict=True):
+            assert total == pytest.approx(sum(each)) and min(each) > 0
 
 
 @pytest.mark.slow
