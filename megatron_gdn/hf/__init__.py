@@ -10,7 +10,7 @@ patch                                      runs this package inside transformers
 from importlib import import_module
 from typing import Any
 
-_NAMES = {
+_NAMES_OF_MODULE = {
     ".build": ("build_model", "megatron_flags", "transformer_config"),
     ".drop_in.batch": ("ModelBatch", "context_parallel_share"),
     ".drop_in.families": ("plain_functions_on_cpu",),
@@ -31,18 +31,20 @@ _NAMES = {
     ".model_map": ("HFModelConfig", "parse_hf_config", "read_hf_config"),
     ".safetensors_files": ("Difference", "compare_folders"),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_OF_NAME = {
+    name: module for module, names in _NAMES_OF_MODULE.items() for name in names
+}
 
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_MODULE_OF_NAME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use, so that the transformers drop-in needs no
+    """Import ``name`` at its first use, so that the transformers drop-in needs no
     Megatron."""
-    if name not in _HOME:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name], __name__), name)
+    return getattr(import_module(_MODULE_OF_NAME[name], __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _HOME.keys())
+    return sorted(globals().keys() | _MODULE_OF_NAME.keys())

@@ -15,8 +15,8 @@ _DESCRIPTION = "Weights between Hugging Face folders and Megatron checkpoints."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0 for success, 1 if compared weights differ, 2 for an
-    error."""
+    """Run the command of ``argv`` (None: of the process). Return the exit code: 0 for
+    success, 1 if compared weights differ, 2 for an error."""
     options = vars(_parser().parse_args(argv))
     # Hide warnings of Megatron and torch about absent packages and deprecated names.
     warnings.simplefilter("ignore")
@@ -39,20 +39,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         OSError,
         SafetensorError,
     ) as error:
-        message = str(error) or type(error).__name__
-        given = [
-            options[name]
-            for name in ("source", "left", "right", "target")
-            if name in options
-        ]
-        folders = [one_line(folder) for folder in given]
-        for folder, shown in zip(given, folders, strict=True):
-            message = message.replace(folder, shown)
-        message = message.splitlines()[0]
-        # for example if the disk is full
-        if not any(folder in message for folder in folders):
-            message = f"{' or '.join(folders)} cannot be read or written: {message}"
-        return print_error(message)
+        return print_error(_message_with_folder(error, options))
+
+
+def _message_with_folder(error: Exception, options: dict[str, Any]) -> str:
+    """The message of ``error`` in one line; it names a folder of the ``options``."""
+    message = str(error) or type(error).__name__
+    folders = []
+    for name in ("source", "left", "right", "target"):
+        if name in options:
+            folder = one_line(options[name])
+            message = message.replace(options[name], folder)
+            folders.append(folder)
+    message = message.splitlines()[0]
+    # The error of a full disk, for example, names no folder.
+    if not any(folder in message for folder in folders):
+        message = f"{' or '.join(folders)} cannot be read or written: {message}"
+    return message
 
 
 def _parser() -> Parser:
@@ -96,11 +99,8 @@ def _run(command: str, **options: Any) -> int:
         from .build import megatron_flags
         from .model_map import read_hf_config
 
-        print(
-            shlex.join(
-                megatron_flags(read_hf_config(options["source"]), options["model"])
-            )
-        )
+        config = read_hf_config(options["source"])
+        print(shlex.join(megatron_flags(config, options["model"])))
         return 0
     if command == "compare":
         from .safetensors_files import compare_folders
@@ -109,11 +109,10 @@ def _run(command: str, **options: Any) -> int:
         for difference in compare_folders(**options):
             print(difference)
             differences += 1
-        print(
-            f"{differences} tensors differ" if differences else "every tensor is equal"
-        )
         if differences:
+            print(f"{differences} tensors differ")
             return 1
+        print("every tensor is equal")
         return 0
     # this imports Megatron, which `flags` and `compare` do not need
     from . import folders

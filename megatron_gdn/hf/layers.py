@@ -18,7 +18,8 @@ from ..mixers.tensor_map import TensorMap
 from .quantised import refuse_quantised
 from .safetensors_files import TensorSpec
 
-_MAPS: dict[type, Any] = {
+# The class of a layer's sizes -> the function that makes the layer's maps.
+_MAPS_FUNCTIONS: dict[type, Any] = {
     GDNDims: gdn_layer_maps,
     KDADims: kda_layer_maps,
     Mamba2Dims: mamba2_layer_maps,
@@ -39,9 +40,9 @@ def layer_from_hf(
         stored: how ``hf_state`` stores the layer, as keywords of
             :func:`..gdn.hf.gdn_layer_maps` (``storage``),
             :func:`..kda.hf.kda_layer_maps` (``family``, ``in_files``) or
-            :func:`..mamba2.hf.mamba2_layer_maps` (``conv_bias``); and
-            ``zero_centered_gamma``, as in the Megatron config (default True; Mamba2 has
-            none).
+            :func:`..mamba2.hf.mamba2_layer_maps` (``conv_bias``). Also
+            ``zero_centered_gamma``, Megatron's ``layernorm_zero_centered_gamma``
+            (default True; Mamba2 has no such keyword).
 
     Returns:
         for each rank, Megatron's parameter names and tensors: ``A_log``, ``dt_bias``,
@@ -57,7 +58,7 @@ def layer_from_hf(
     """
     dims.shard(tp_size)
     refuse_quantised({key: TensorSpec.of(tensor) for key, tensor in hf_state.items()})
-    maps = _maps_of(dims, stored)
+    maps = _layer_maps(dims, stored)
     sources = {source.key: source for entry in maps for source in entry.sources}
     if hf_state.keys() != sources.keys():
         settings = ", ".join(f"{name}={value!r}" for name, value in stored.items())
@@ -77,8 +78,8 @@ def layer_from_hf(
         for source in entry.sources:
             entry.check_dtype(hf_state[source.key].dtype, source.key, may_round=True)
         full = entry.to_megatron([hf_state[source.key] for source in entry.sources])
-        for state, piece in zip(ranks, entry.shards(full, tp_size), strict=True):
-            state[entry.name] = piece
+        for state, shard in zip(ranks, entry.shards(full, tp_size), strict=True):
+            state[entry.name] = shard
     return ranks
 
 
@@ -89,30 +90,32 @@ def layer_to_hf(
     originals: Mapping[str, Tensor] | None = None,
     **stored: object,
 ) -> dict[str, Tensor]:
-    """The inverse of `layer_from_hf`.
+    """Convert a Megatron layer's state dicts to a Hugging Face module's state dict; the
+    inverse of `layer_from_hf`.
 
     Args:
         ranks: one Megatron state dict for each tensor-parallel rank.
         dims, stored: as for `layer_from_hf`.
-        dtypes: the dtype of each Hugging Face tensor; default: that of ``originals`` or
-            Megatron's.
+        dtypes: Hugging Face key -> the dtype to write. A key that is left out gets the
+            dtype of ``originals``, or else Megatron's.
         originals: the imported Hugging Face tensors (see `TensorMap.to_hf`). Only a
             zero-centred norm's weight needs its original to be exported bit for bit.
     """
     state: dict[str, Tensor] = {}
-    for entry in _maps_of(dims, stored):
+    for entry in _layer_maps(dims, stored):
         full = entry.unshard([rank[entry.name] for rank in ranks])
-        pieces = entry.exported(full, dtypes or {}, originals or {})
-        state |= {source.key: piece for source, piece in pieces.items()}
+        exported = entry.exported(full, dtypes or {}, originals or {})
+        for source, tensor in exported.items():
+            state[source.key] = tensor
     return state
 
 
-def _maps_of(dims: object, stored: dict[str, Any]) -> list[TensorMap]:
-    """The maps of a layer of sizes ``dims``; ``stored``: how the published model stores
-    weights."""
-    if type(dims) not in _MAPS:
+def _layer_maps(dims: object, stored: dict[str, Any]) -> list[TensorMap]:
+    """The maps of a layer of sizes ``dims``, without prefixes of keys; ``stored``: as
+    for `layer_from_hf`."""
+    if type(dims) not in _MAPS_FUNCTIONS:
         raise TypeError(
             f"dims is a {type(dims).__name__}; give the sizes of a layer with "
-            f"published weights: {', '.join(cls.__name__ for cls in _MAPS)}."
+            f"published weights: {', '.join(cls.__name__ for cls in _MAPS_FUNCTIONS)}."
         )
-    return _MAPS[type(dims)]("", "", dims, **stored)
+    return _MAPS_FUNCTIONS[type(dims)]("", "", dims, **stored)

@@ -1,14 +1,14 @@
-"""Fill a built Megatron model from a Hugging Face folder, and write the model to a
-folder.
+"""Fill a built Megatron model from a Hugging Face folder, and write a Megatron model to
+a Hugging Face folder.
 
-Each rank reads its tensor-parallel shard of the layers of its pipeline stage, and its
-experts. The names of parameters show whether a norm is fused into a projection
+Each rank reads the layers of its pipeline stage, and of these its tensor-parallel shard
+and its experts. The names of parameters show whether a norm is fused into a projection
 (Transformer Engine) or separate (local modules), and whether experts are grouped or
 sequential.
 
 A low-rank adapter of Megatron-Bridge is a module around a linear: ``to_wrap`` is the
-linear, ``adapter`` the low-rank branch, ``weight`` the merged weight W + (alpha / dim)
-B A.
+linear, ``adapter`` is the low-rank branch, and ``weight`` is the merged weight
+W + (alpha / dim) B A.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import logging
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,22 +40,23 @@ from .tensor_plan import TensorPlan, and_others, plan_tensors
 
 logger = logging.getLogger(__name__)
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(
+_LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT_NUMBER = re.compile(
     r"(?<=\.experts\.linear_fc[12]\.weight)\d+|(?<=\.local_experts\.)\d+"
 )
-# A buffer with the values of a file's tensor; other buffers are no weights.
-_EXPERT_BIAS = "router.expert_bias"
+# The one buffer that a file's tensor fills; other buffers are no weights.
+_EXPERT_BIAS_NAME = "router.expert_bias"
 
 
-def _rank_and_size(kind: str) -> tuple[int, int]:
-    """This rank's index in the group ``kind`` (such as tensor_model), and the group's
-    size."""
-    state: Any = parallel_state  # Any, since Megatron annotates some functions wrongly
-    rank, size = (
-        getattr(state, f"get_{kind}_parallel_{part}") for part in ("rank", "world_size")
-    )
-    return rank(), size()
+def _parallel_rank(kind: str) -> int:
+    """This process's rank in Megatron's parallel group ``kind``, such as
+    "tensor_model"."""
+    return getattr(parallel_state, f"get_{kind}_parallel_rank")()
+
+
+def _parallel_size(kind: str) -> int:
+    """The size of Megatron's parallel group ``kind``, such as "tensor_model"."""
+    return getattr(parallel_state, f"get_{kind}_parallel_world_size")()
 
 
 def load_hf_weights(
@@ -65,9 +65,9 @@ def load_hf_weights(
     """Fill ``model`` with the weights of a Hugging Face folder, one tensor at a time.
 
     Args:
-        model: a HybridModel or GPTModel (or one pipeline chunk of it), bare or wrapped
-            in Float16Module / DistributedDataParallel, with this rank's parallel groups
-            set up.
+        model: a HybridModel or GPTModel (or one pipeline chunk of it), itself or inside
+            Float16Module / DistributedDataParallel. Megatron's parallel groups must
+            have been set up.
         folder: a folder with ``config.json`` and safetensors weights.
         keep_dtypes: give parameters the dtypes of `TensorMap.to_megatron` (the files',
             or fp32); by default values are cast to the parameters' dtypes.
@@ -75,29 +75,30 @@ def load_hf_weights(
     Raises:
         ValueError: before any parameter is changed, if the files do not fill a
             parameter, if a weight has an illegal dtype (see `TensorMap.check_dtype`),
-            or if the model has no place for a weight (checked with one pipeline stage
-            and one expert rank, where every weight must have a place). If a weight has
-            NaN or inf, the error comes when the weight is read; earlier weights are
-            then in the model.
+            or if the model has no place for a weight. The last check needs one pipeline
+            stage and one expert rank, where every weight must have a place. If a weight
+            has NaN or inf, the error comes when the weight is read; weights read before
+            it are then in the model.
     """
-    weights = SafetensorsFolder(folder)
+    files = SafetensorsFolder(folder)
     config = read_hf_config(folder)
-    plan, params = _plan_model(model, config, weights)
-    _check_source_tensors(weights, plan)
-    targets = _match_parameters(plan, params, config)
+    plan, params = _plan_model(model, config, files)
+    _check_source_tensors(files, plan)
+    matches = _match_maps_to_parameters(plan, params, config)
     rounded = []
-    for entry, names in progress_bar(targets, "load"):
-        pieces = [
-            weights.read_finite(source.key, source.expert) for source in entry.sources
+    for entry, names in progress_bar(matches, "load"):
+        hf_tensors = [
+            files.read_finite(source.key, source.expert) for source in entry.sources
         ]
         for name in names:
-            piece = _local_shard(entry, pieces, params[name])
-            if not isinstance(params[name], nn.Parameter):
+            param = params[name]
+            shard = _local_shard(entry, hf_tensors, param)
+            if not isinstance(param, nn.Parameter):
                 # Megatron makes experts' biases fp32 again, but only in the first step.
-                params[name].data = params[name].data.float()
+                param.data = param.data.float()
             if keep_dtypes:
-                params[name].data = piece
-            elif not _copy_into(params[name], piece):
+                param.data = shard
+            elif not _copy_values(param, shard):
                 rounded.append(name)
     if plan.passthrough:
         logger.warning(
@@ -122,9 +123,10 @@ def save_hf_weights(
     """Write ``model`` as a Hugging Face folder with the files, keys and dtypes of
     ``like``.
 
-    Every rank must call this function. The first data-parallel replica gathers its
-    tensor-parallel shards, one tensor at a time, and its first rank writes files; other
-    replicas return at once. Keys that a Megatron text model does not have (``mtp.``,
+    Every rank must call this function. The ranks of the first data-parallel replica
+    gather their tensor-parallel shards, one tensor at a time, and the first of these
+    ranks writes files; other replicas return at once. Keys that a Megatron text model
+    does not have (``mtp.``,
     ``model.visual.``) and files that are not weights are copied from ``like``. Low-rank
     adapters of Megatron-Bridge are merged into the weights, W + (alpha / dim) B A; the
     model itself stays unmerged.
@@ -132,18 +134,19 @@ def save_hf_weights(
     Args:
         model: a HybridModel or GPTModel, as for `load_hf_weights`.
         folder: a new folder, which appears only when it is complete.
-        like: the Hugging Face folder the model came from.
+        like: the Hugging Face folder that the model came from.
         fp32_gates: write ``A_log``, ``dt_bias`` and the experts' biases as F32 even
-            where ``like`` has BF16. By default they get the dtype in ``like``, and a
-            warning names tensors that lost bits.
+            where ``like`` has BF16. By default these tensors get the dtype in ``like``,
+            and a warning names tensors that lost bits.
 
     Raises:
         NotImplementedError: pipeline or expert parallelism, or an adapter that cannot
             be merged.
     """
-    groups = "pipeline_model", "expert_model", "expert_tensor"
-    (_, pp), (_, ep), (_, expert_tp) = map(_rank_and_size, groups)
-    tp_rank, tp = _rank_and_size("tensor_model")
+    tp = _parallel_size("tensor_model")
+    pp = _parallel_size("pipeline_model")
+    ep = _parallel_size("expert_model")
+    expert_tp = _parallel_size("expert_tensor")
     if (pp, ep, expert_tp) != (1, 1, tp):
         raise NotImplementedError(
             f"pipeline_model_parallel_size={pp}, expert_model_parallel_size={ep} and "
@@ -153,100 +156,101 @@ def save_hf_weights(
         )
     if parallel_state.get_data_parallel_rank(with_context_parallel=True):
         return
-    # Every rank must raise here: a rank that went on would wait in a collective for
-    # ever.
+    # These errors are raised on every rank: a rank without the error would wait in a
+    # collective for ever.
     refuse_existing(folder)
-    source = SafetensorsFolder(like)
-    source.other_files()  # raises for a link out of the folder
-    export = _Export(model, source, fp32_gates)
-    if tp_rank:
+    like_files = SafetensorsFolder(like)
+    like_files.other_files()  # raises for a link out of the folder
+    exported = _ExportedTensors(model, like_files, fp32_gates)
+    if _parallel_rank("tensor_model") > 0:
         # Rank 0 writes; the other ranks enter the same collectives in the same order.
-        for key in source.specs:
-            export.read(key)
+        for key in like_files.specs:
+            exported.read(key)
         return
-    write_folder(folder, source, export.read)
-    if export.rounded:
+    write_folder(folder, like_files, exported.read)
+    if exported.rounded:
         logger.warning(
             "rounded from fp32 to the dtype that the source files have: %s. A_log and "
             "dt_bias are in the exponent of a decay, and experts' biases choose "
             "experts; to keep the trained values, export with fp32_gates=True "
             "(--fp32-gates on the command line).",
-            ", ".join(sorted(export.rounded)),
+            ", ".join(sorted(exported.rounded)),
         )
 
 
-class _Export:
-    """Computes the tensors of a save; tensor-parallel ranks must `read` the same keys
-    in one order.
+class _ExportedTensors:
+    """The tensors of an export: `read` computes the tensor of a key in the files.
 
-    ``rounded`` has the keys of the fp32 tensors, such as ``A_log``, that lost bits.
+    `read` is a collective: all tensor-parallel ranks must read the same keys in the same
+    order. ``rounded`` has the keys of the fp32 tensors, such as ``A_log``, that lost
+    bits.
     """
 
     def __init__(
-        self, model: nn.Module, source: SafetensorsFolder, fp32_gates: bool
+        self, model: nn.Module, like: SafetensorsFolder, fp32_gates: bool
     ) -> None:
-        plan, self._params = _plan_model(model, read_hf_config(source.folder), source)
-        self._wrappers = _adapter_wrappers(_unwrapped(model))
-        self._source = source
+        """``like``, ``fp32_gates``: as for `save_hf_weights`."""
+        plan, self._params = _plan_model(model, read_hf_config(like.folder), like)
+        self._wrappers = _adapter_wrappers(_unwrap_model(model))
+        self._like = like
         self._fp32_gates = fp32_gates
         self.rounded: set[str] = set()
-        self._maps_of: dict[str, list[tuple[TensorMap, HFRef]]] = {}
+        # key in the files -> its map and its place there; several if experts are stacked
+        self._maps_of_key: dict[str, list[tuple[TensorMap, HFRef]]] = {}
         for entry in plan.maps:
-            for tensor in entry.sources:
-                self._maps_of.setdefault(tensor.key, []).append((entry, tensor))
-        self._maps_of |= {
-            key: self._maps_of[same_as] for key, same_as in plan.aliases.items()
-        }
-        # Files store a fused projection's tensors close together, so pieces of four
-        # maps suffice.
-        self._cached_pieces = lru_cache(maxsize=4)(self._pieces)
+            for source in entry.sources:
+                self._maps_of_key.setdefault(source.key, []).append((entry, source))
+        for key, same_as in plan.aliases.items():
+            self._maps_of_key[key] = self._maps_of_key[same_as]
+        # Files store the tensors of a fused projection close together, so a cache of
+        # four maps suffices.
+        self._cached_hf_tensors = lru_cache(maxsize=4)(self._hf_tensors)
 
     def read(self, key: str) -> Tensor:
-        """Compute the tensor ``key`` in its export dtype; experts are stacked as in the
-        file.
-
-        Raises a ValueError if a value is NaN or inf, on every tensor-parallel rank.
-        """
-        if key not in self._maps_of:
-            return self._source.read(key)
+        """Compute the tensor ``key`` of the written files; experts are stacked as in
+        ``like``. Raise a ValueError if a value is NaN or inf."""
+        if key not in self._maps_of_key:
+            return self._like.read(key)
         computed = self._compute(key)
+        # Every tensor-parallel rank computes the full tensor, so all ranks raise.
         require_finite(computed, f"the model's {key}", "Export other weights")
         return computed
 
     def _compute(self, key: str) -> Tensor:
-        """The tensor ``key``, of the model's weights."""
-        parts = self._maps_of[key]
-        if parts[0][1].expert is None:
-            ((entry, source),) = parts
-            return self._cached_pieces(entry)[source]
-        shape = self._source.specs[key].shape
-        packed = torch.empty(shape, dtype=self._dtype_of(key), device="cpu")
-        for entry, source in parts:
-            packed[source.expert] = self._pieces(entry)[source]
-        return packed
+        """The tensor ``key`` of the written files, from the model's weights."""
+        maps = self._maps_of_key[key]
+        entry, source = maps[0]
+        if source.expert is None:
+            return self._cached_hf_tensors(entry)[source]
+        shape = self._like.specs[key].shape
+        stacked = torch.empty(shape, dtype=self._dtype_of(key), device="cpu")
+        for entry, source in maps:
+            stacked[source.expert] = self._hf_tensors(entry)[source]
+        return stacked
 
     def _dtype_of(self, key: str) -> torch.dtype:
         """The dtype in which the tensor ``key`` is written."""
-        if self._fp32_gates and self._maps_of[key][0][0].fp32:
+        entry, _ = self._maps_of_key[key][0]
+        if self._fp32_gates and entry.fp32:
             return torch.float32
-        return self._source.specs[key].torch_dtype
+        return self._like.specs[key].torch_dtype
 
-    def _pieces(self, entry: TensorMap) -> dict[HFRef, Tensor]:
+    def _hf_tensors(self, entry: TensorMap) -> dict[HFRef, Tensor]:
         """The Hugging Face tensors of the map ``entry``, in the dtypes of the written
         files."""
         full = entry.unshard(self._gather_shards(entry))
         dtypes = {source.key: self._dtype_of(source.key) for source in entry.sources}
-        # Megatron may store a norm gain minus 1, whose rounding would lose bits of the
-        # file's gain.
-        gains = [key for key in dtypes if key.endswith("norm.weight")]
-        pieces = entry.exported(
-            full, dtypes, {key: self._source.read(key) for key in gains}
-        )
-        if entry.fp32 and not torch.equal(
-            entry.to_megatron(list(pieces.values())).to(full), full
-        ):
-            self.rounded.update(dtypes)
-        return pieces
+        # Megatron may store a norm's gain minus 1. Rounding that would lose bits of the
+        # gain in the file, so `exported` keeps the file's bits of unchanged gains.
+        original_gains = {
+            key: self._like.read(key) for key in dtypes if key.endswith("norm.weight")
+        }
+        hf_tensors = entry.exported(full, dtypes, original_gains)
+        if entry.fp32:
+            imported = entry.to_megatron(list(hf_tensors.values()))
+            if not torch.equal(imported.to(full), full):
+                self.rounded.update(dtypes)
+        return hf_tensors
 
     @torch.no_grad()
     def _gather_shards(self, entry: TensorMap) -> list[Tensor]:
@@ -262,18 +266,18 @@ class _Export:
         else:
             weight = cast(Tensor, wrapper.weight)
         shard = dequantised(weight.detach())
-        _, size = _rank_and_size("tensor_model")
-        if size == 1:
+        tp = _parallel_size("tensor_model")
+        if tp == 1:
             return [shard]
-        shards = [torch.empty_like(shard) for _ in range(size)]
+        shards = [torch.empty_like(shard) for _ in range(tp)]
         group = parallel_state.get_tensor_model_parallel_group()
         torch.distributed.all_gather(shards, shard.contiguous(), group=group)
         return shards
 
 
-def _unwrapped(model: Any) -> Any:
-    """The model inside its wrappers; Megatron's own function does not know all
-    wrappers."""
+def _unwrap_model(model: Any) -> Any:
+    """The HybridModel or GPTModel inside its wrappers. Megatron's own function does not
+    know all wrappers."""
     while not hasattr(model, "decoder") and isinstance(
         getattr(model, "module", None), nn.Module
     ):
@@ -284,32 +288,34 @@ def _unwrapped(model: Any) -> Any:
 def _plan_model(
     model: nn.Module, config: HFModelConfig, files: SafetensorsFolder
 ) -> tuple[TensorPlan, dict[str, Tensor]]:
-    """The plan to fill ``model`` from ``files``, and the result of
-    :func:`_global_parameters`."""
-    bare = _unwrapped(model)
-    kind: MegatronModelKind = (
-        "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
-    )
-    plan = plan_tensors(
-        config, files.specs, kind, bare.config.layernorm_zero_centered_gamma
-    )
-    shared = bare.share_embeddings_and_output_weights
+    """The plan for ``model`` and ``files``, and the model's parameters by their global
+    names (`_global_parameters`).
+
+    Raises a ValueError if the model computes something else than the published model.
+    """
+    unwrapped = _unwrap_model(model)
+    kind: MegatronModelKind = "gpt"
+    if isinstance(unwrapped.decoder, HybridStack):
+        kind = "hybrid"
+    zero_centred = unwrapped.config.layernorm_zero_centered_gamma
+    plan = plan_tensors(config, files.specs, kind, zero_centred)
+    shared = unwrapped.share_embeddings_and_output_weights
     if shared != config.tied:
         raise ValueError(
             f"tie_word_embeddings={config.tied} in config.json, but the model was "
             f"built with share_embeddings_and_output_weights={shared}; build it with "
             f"{config.tied}."
         )
-    for name, module in bare.named_modules():
+    for name, module in unwrapped.named_modules():
         _require_published_options(name, module, config)
-    return plan, _global_parameters(bare)
+    return plan, _global_parameters(unwrapped)
 
 
 def _require_published_options(
     name: str, module: nn.Module, config: HFModelConfig
 ) -> None:
-    """Raise if ``module`` was built with an option that the published model does not
-    have."""
+    """Raise if the module ``name`` was built with other options than the published
+    model's (`HFModelConfig.published_options`)."""
     if isinstance(module, MLASelfAttention) and not isinstance(module, LatentAttention):
         raise ValueError(
             f"{name} is a {type(module).__name__}, which rotates queries and keys, but "
@@ -327,30 +333,42 @@ def _require_published_options(
 
 
 def _global_parameters(model: Any) -> dict[str, Tensor]:
-    """Parameters outside adapters and the experts' biases, named with the layer and
-    expert numbers of the whole model."""
-    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    ep_rank, ep = _rank_and_size("expert_model")
-    first_expert = ep_rank * ((model.config.num_moe_experts or 0) // ep)
+    """Global name -> parameter or expert bias of this rank's part of the model.
+
+    A global name has the layer's and the expert's number in the whole model, not in this
+    rank's part. Parameters of adapters are left out.
+    """
+    layer_numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    experts_per_rank = (model.config.num_moe_experts or 0) // _parallel_size(
+        "expert_model"
+    )
+    first_expert = _parallel_rank("expert_model") * experts_per_rank
+
+    def global_layer(match: re.Match) -> str:
+        return f"decoder.layers.{layer_numbers[int(match[1])]}."
+
+    def global_expert(match: re.Match) -> str:
+        return str(int(match[0]) + first_expert)
+
+    tensors = list(model.named_parameters())
+    for name, buffer in model.named_buffers():
+        if name.endswith(_EXPERT_BIAS_NAME):
+            tensors.append((name, buffer))
     parameters = {}
-    biases = (pair for pair in model.named_buffers() if pair[0].endswith(_EXPERT_BIAS))
-    for name, parameter in chain(model.named_parameters(), biases):
+    for name, tensor in tensors:
         owner, of_adapter, _ = name.partition(".adapter.")
         if of_adapter and _is_adapter_wrapper(model.get_submodule(owner)):
             continue
         name = name.replace(".to_wrap.", ".")
-        name = _LAYER.sub(
-            lambda m: f"decoder.layers.{layers[int(m[1])]}.", name, count=1
-        )
-        parameters[_EXPERT.sub(lambda m: str(int(m[0]) + first_expert), name)] = (
-            parameter
-        )
+        name = _LAYER_NUMBER.sub(global_layer, name, count=1)
+        name = _EXPERT_NUMBER.sub(global_expert, name)
+        parameters[name] = tensor
     return parameters
 
 
 def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
-    """Check the dtypes of all imported tensors; each alias must equal the tensor that
-    it copies."""
+    """Raise if an imported tensor has an illegal dtype, or if an alias (a tied model's
+    output layer) differs from the tensor that it stands for."""
     for key, same_as in plan.aliases.items():
         if folder.specs[key] != folder.specs[same_as] or not torch.equal(
             folder.read(key), folder.read(same_as)
@@ -365,55 +383,65 @@ def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
             entry.check_dtype(folder.specs[source.key].torch_dtype, where)
 
 
-def _match_parameters(
+def _match_maps_to_parameters(
     plan: TensorPlan, params: dict[str, Tensor], config: HFModelConfig
 ) -> list[tuple[TensorMap, list[str]]]:
-    """Pair each map with the names in ``params`` that it fills; check shapes on meta
-    tensors."""
-    targets = []
+    """Each map of the plan that fills parameters of this rank, with their names in
+    ``params``.
+
+    Raises a ValueError if a shape differs (computed with meta tensors), if a map has no
+    parameter though this rank has all layers and experts, or if no map fills a
+    parameter.
+    """
+    matches = []
     unplaced = []
     for entry in plan.maps:
-        here = [name for name in entry.names if name in params]
-        pieces = [
+        names = [name for name in entry.names if name in params]
+        meta_tensors = [
             torch.empty(source.piece_shape, device="meta") for source in entry.sources
         ]
-        for name in here:
-            shape = tuple(_local_shard(entry, pieces, params[name]).shape)
+        for name in names:
+            shape = tuple(_local_shard(entry, meta_tensors, params[name]).shape)
             if shape != tuple(params[name].shape):
                 raise ValueError(
                     f"{name} has shape {tuple(params[name].shape)} in the model, but "
                     f"the files give this rank {shape}; build the model with "
                     "config.json's sizes."
                 )
-        if here:
-            targets.append((entry, here))
+        if names:
+            matches.append((entry, names))
         else:
             unplaced.append(entry.name)
-    if (
-        unplaced
-        and _rank_and_size("pipeline_model")[1]
-        == _rank_and_size("expert_model")[1]
-        == 1
-    ):
+    has_all_layers = _parallel_size("pipeline_model") == 1
+    has_all_experts = _parallel_size("expert_model") == 1
+    if unplaced and has_all_layers and has_all_experts:
         raise ValueError(
             f"the model has no {unplaced[0]}{and_others(unplaced)}. Build it with "
             "config.json's sizes and the layer pattern "
             f"{config.hybrid_layer_pattern!r}."
         )
-    filled = {name for _, here in targets for name in here}
+    filled = {name for _, names in matches for name in names}
     if unfilled := [name for name in params if name not in filled]:
         raise ValueError(
             f"the files have no tensor for {unfilled[0]}{and_others(unfilled)} of "
             "the model; build the model with config.json's sizes."
         )
-    return targets
+    return matches
 
 
-def _local_shard(entry: TensorMap, pieces: Sequence[Tensor], param: Tensor) -> Tensor:
-    """This rank's shard of the map ``entry``; a vocabulary is padded to the rows of
+def _local_shard(
+    entry: TensorMap, hf_tensors: Sequence[Tensor], param: Tensor
+) -> Tensor:
+    """The values of this rank's parameter ``param``: its shard of the Megatron tensor
+    that ``entry`` makes of ``hf_tensors``. A vocabulary is padded to the rows of
     ``param``."""
-    rank, size = _rank_and_size("expert_tensor" if entry.is_expert else "tensor_model")
-    full = entry.to_megatron(pieces)
+    if entry.is_expert:
+        kind = "expert_tensor"
+    else:
+        kind = "tensor_model"
+    rank = _parallel_rank(kind)
+    size = _parallel_size(kind)
+    full = entry.to_megatron(hf_tensors)
     if entry.pad_rows:
         rows = param.shape[0] * size
         if rows < full.shape[0]:
@@ -428,17 +456,20 @@ def _local_shard(entry: TensorMap, pieces: Sequence[Tensor], param: Tensor) -> T
 
 
 @torch.no_grad()
-def _copy_into(param: Tensor, piece: Tensor) -> bool:
-    """Copy ``piece`` into ``param``; return whether the parameter's dtype kept every
+def _copy_values(param: Tensor, values: Tensor) -> bool:
+    """Copy ``values`` into ``param``; return whether the parameter's dtype kept every
     value."""
-    cast = piece.to(param.dtype)
-    param.copy_(cast)
-    # Transformer Engine keeps a quantised weight's first values for the optimizer's
-    # fp32 copy.
-    first = getattr(param, "get_high_precision_init_val", lambda: None)()
-    if first is not None:
-        first.copy_(cast)
-    return piece.dtype == cast.dtype or torch.equal(cast.to(piece.dtype), piece)
+    converted = values.to(param.dtype)
+    param.copy_(converted)
+    # Of a quantised weight, Transformer Engine keeps the initial values unquantised; the
+    # optimizer makes its fp32 copy of them.
+    if hasattr(param, "get_high_precision_init_val"):
+        initial_values = cast(Any, param).get_high_precision_init_val()
+        if initial_values is not None:
+            initial_values.copy_(converted)
+    if values.dtype == converted.dtype:
+        return True
+    return torch.equal(converted.to(values.dtype), values)
 
 
 def _adapter_wrappers(model: nn.Module) -> dict[Tensor, nn.Module]:

@@ -1,4 +1,4 @@
-"""Writes a folder that appears only when it is complete."""
+"""`new_folder` writes a folder that appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def refuse_existing(target: str | Path) -> None:
-    """Raise FileExistsError if ``target`` is a link, or exists and is not an empty
-    folder."""
+    """Raise a FileExistsError if ``target`` exists, unless it is an empty folder; a link
+    is refused too."""
     target = Path(target).absolute()
     if target.is_symlink():
         raise FileExistsError(
@@ -25,21 +25,28 @@ def refuse_existing(target: str | Path) -> None:
 
 @contextmanager
 def new_folder(target: str | Path) -> Iterator[Path]:
-    """Yield an empty folder, whose files are in ``target`` at the end; deleted on any
-    error.
+    """Yield the path of an empty scratch folder, whose files are in ``target`` at the
+    end.
 
-    If ``target`` does not exist, the folder becomes ``target`` by one rename. If
-    ``target`` is an empty folder, such as a mount point, it stays, and the files are
-    moved into it one by one. Folders and files get the permissions that the user's
-    umask gives.
+    On an error inside the context the scratch folder is deleted. If ``target`` does not
+    exist, the scratch folder is renamed to ``target``. If ``target`` is an empty folder,
+    such as a mount point, ``target`` stays, and the files are moved into it one by one.
+    Folders and files get the permissions that the user's umask gives.
+
+    Raises:
+        FileExistsError: ``target`` exists, now or at the end.
     """
     refuse_existing(target)
     target = Path(target).absolute()
-    fills = target.is_dir()
-    # A rename needs one file system: a mount point takes the new folder inside.
-    home = target if fills else target.parent
-    home.mkdir(parents=True, exist_ok=True)
-    scratch = home / f".{target.name[:100]}.{secrets.token_hex(4)}"
+    target_exists = target.is_dir()
+    # A rename needs one file system. A target that exists may be a mount point, so the
+    # scratch folder is made inside of it.
+    if target_exists:
+        parent = target
+    else:
+        parent = target.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    scratch = parent / f".{target.name[:100]}.{secrets.token_hex(4)}"
     scratch.mkdir()
     try:
         yield scratch
@@ -47,7 +54,7 @@ def new_folder(target: str | Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     try:
-        if fills:
+        if target_exists:
             _move_content(scratch, target)
         else:
             scratch.rename(target)
@@ -59,8 +66,8 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 
 
 def _move_content(scratch: Path, target: Path) -> None:
-    """Move everything in ``scratch`` into ``target``, its parent, and remove
-    ``scratch``."""
+    """Move everything in ``scratch`` up into its parent folder ``target``, and remove
+    ``scratch``; raise an OSError if ``target`` has other content."""
     if [path for path in target.iterdir() if path != scratch]:
         raise OSError(errno.ENOTEMPTY, "it is no longer empty")
     for path in sorted(scratch.iterdir()):

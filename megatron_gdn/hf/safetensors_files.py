@@ -23,19 +23,19 @@ from .new_folder import new_folder
 
 logger = logging.getLogger(__name__)
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 
-# Other files in a folder from which transformers may load weights.
-_OTHER_WEIGHTS = (
+# Names of the files from which transformers may load weights.
+_WEIGHT_FILE_PATTERNS = (
     "model*.safetensors",
     "pytorch_model*.bin",
     "pytorch_model*.bin.index.json",
     "adapter_model.*",
     "adapter_config.json",
 )
-# Endings of files with weights, and of pickles. An export never copies such a file.
-_WEIGHT_ENDINGS = (
+# Endings of files that may hold weights or pickles. An export never copies such a file.
+_WEIGHT_FILE_ENDINGS = (
     ".safetensors",
     ".safetensors.index.json",
     ".bin",
@@ -53,8 +53,9 @@ _WEIGHT_ENDINGS = (
     ".npy",
     ".distcp",
 )
-_LONGEST_KEY = 512  # characters
+_MAX_KEY_LENGTH = 512  # characters
 
+# dtypes by the names of safetensors
 TORCH_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -84,31 +85,36 @@ class TensorSpec(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         """The dtype and shape with which safetensors would store ``tensor``."""
-        spelt = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-        return cls(spelt.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+        names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+        return cls(names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
 
 
 class SafetensorsFolder:
-    """The weights of a Hugging Face folder; `file_of` and `specs` have keys in storage
-    order."""
+    """The weights of a Hugging Face folder.
+
+    ``files``: the opened safetensors files by name. ``file_of``: the name of the file
+    that stores each key. ``specs``: the `TensorSpec` of each key. The two tables have
+    the keys in the order in which files store the tensors.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Read the headers of the folder's files, not their tensors.
 
         Raises:
             FileNotFoundError: the index, or a file that it names, is missing.
-            ValueError: an index or a file is damaged or contradicts another one, names
-                in it are no plain names, or the folder has two sets of weights.
+            ValueError: an index or a file is damaged or contradicts another one, the
+                index names a file outside the folder, or the folder has two sets of
+                weights.
             NotImplementedError: a tensor has a dtype that is not known here.
         """
         self.folder = Path(folder)
         index = self._read_index()
         if index is None:
-            names = [SINGLE_NAME]
+            names = [SINGLE_FILE]
         else:
             names = sorted(set(index.values()))
         self._refuse_other_weights(names)
-        self.files = {name: self._open(name) for name in names}
+        self.files = {name: self._open_file(name) for name in names}
         pairs = [
             (key, name) for name in names for key in self.files[name].offset_keys()
         ]
@@ -120,7 +126,7 @@ class SafetensorsFolder:
         self.specs = {key: self._read_spec(key) for key in self.file_of}
 
     def read(self, key: str, expert: int | None = None) -> Tensor:
-        """Read the tensor ``key``, or only its slice ``[expert]``."""
+        """Read the tensor ``key``, or of stacked experts only ``tensor[expert]``."""
         from safetensors import SafetensorError
 
         file = self.files[self.file_of[key]]
@@ -136,24 +142,23 @@ class SafetensorsFolder:
 
     def read_finite(self, key: str, expert: int | None = None) -> Tensor:
         """Read as `read` does; raise a ValueError if a value is NaN or inf."""
-        piece = self.read(key, expert)
-        if expert is None:
-            which = ""
-        else:
-            which = f" (expert {expert})"
-        require_finite(
-            piece, f"{key}{which} in {self.path_of(key)}", "Download the file again"
-        )
-        return piece
+        tensor = self.read(key, expert)
+        where = f"{key} in {self.path_of(key)}"
+        if expert is not None:
+            where = f"{key} (expert {expert}) in {self.path_of(key)}"
+        require_finite(tensor, where, "Download the file again")
+        return tensor
 
     def path_of(self, key: str) -> Path:
+        """The path of the file that stores the tensor ``key``."""
         return self.folder / self.file_of[key]
 
     def other_files(self) -> tuple[list[Path], list[Path]]:
-        """Files that an export copies, and files that it leaves out as they may hold
-        weights.
+        """Two lists: files that an export copies, and files that an export leaves out
+        because they may hold weights.
 
-        The paths are relative to the folder; hidden files are in neither list.
+        The paths are relative to the folder. Hidden files and the files of this object's
+        tensors are in neither list.
 
         Raises:
             ValueError: a file is a link out of the folder, or a subfolder is a link.
@@ -162,9 +167,9 @@ class SafetensorsFolder:
         left_out = []
         for path in self._visible_files():
             relative = path.relative_to(self.folder)
-            if str(relative) in self.files or str(relative) == INDEX_NAME:
+            if str(relative) in self.files or str(relative) == INDEX_FILE:
                 self._refuse_link_out(path)
-            elif path.name.lower().endswith(_WEIGHT_ENDINGS):
+            elif path.name.lower().endswith(_WEIGHT_FILE_ENDINGS):
                 left_out.append(relative)
             else:
                 self._refuse_link_out(path)
@@ -172,8 +177,8 @@ class SafetensorsFolder:
         return copied, left_out
 
     def _visible_files(self) -> Iterator[Path]:
-        """Yield the paths of the folder's files, also in subfolders; none that is
-        hidden."""
+        """Yield the paths of the files in the folder and its subfolders, except hidden
+        ones; raise a ValueError if a subfolder is a link."""
         for base, subfolders, names in os.walk(self.folder):
             here = Path(base)
             subfolders[:] = sorted(
@@ -189,52 +194,54 @@ class SafetensorsFolder:
                     yield here / name
 
     def _refuse_link_out(self, path: Path) -> None:
-        """Raise if the file ``path`` is a link that leaves the folder, or the hub's
-        cache of it."""
+        """Raise if the file ``path`` is a link to a file outside the folder.
+
+        In the cache of Hugging Face's hub, ``snapshots/REVISION`` is the folder, and its
+        files are links into ``blobs`` beside ``snapshots``. These links are legal.
+        """
         folder = self.folder.resolve()
-        homes = [folder]
-        # the hub's cache: snapshots/REVISION and blobs
+        legal_folders = [folder]
         if folder.parent.name == "snapshots":
-            homes.append(folder.parent.parent / "blobs")
-        found = path.resolve()
-        if not any(found.is_relative_to(home) for home in homes):
+            legal_folders.append(folder.parent.parent / "blobs")
+        linked = path.resolve()
+        if not any(linked.is_relative_to(legal) for legal in legal_folders):
             raise ValueError(
-                f"{path} is a link out of the folder, to {found}; an export copies "
+                f"{path} is a link out of the folder, to {linked}; an export copies "
                 "only files of the folder. Put the file itself there."
             )
 
     def _refuse_other_weights(self, names: list[str]) -> None:
-        """Raise if the folder has other weights than those in the files ``names``."""
-        others = sorted(
-            entry.name
-            for entry in self.folder.iterdir()
-            if entry.name not in names
-            and any(
-                fnmatchcase(entry.name.lower(), pattern) for pattern in _OTHER_WEIGHTS
+        """Raise if the folder has files of weights beside the files ``names``."""
+        others = []
+        for entry in self.folder.iterdir():
+            is_weight_file = any(
+                fnmatchcase(entry.name.lower(), pattern)
+                for pattern in _WEIGHT_FILE_PATTERNS
             )
-        )
+            if is_weight_file and entry.name not in names:
+                others.append(entry.name)
+        others.sort()
         if others:
             raise ValueError(
                 f"{self.folder} has two sets of weights: {names[0]} and {others[0]}. "
                 "transformers may load another set than this package. Remove "
                 f"{others[0]}, or the older set."
             )
-        if SINGLE_NAME in names and len(names) > 1:
+        if SINGLE_FILE in names and len(names) > 1:
             raise ValueError(
-                f"{self.folder / INDEX_NAME} names {SINGLE_NAME} beside other files; "
-                f"transformers would load {SINGLE_NAME} alone. Rename the file and its "
+                f"{self.folder / INDEX_FILE} names {SINGLE_FILE} beside other files; "
+                f"transformers would load {SINGLE_FILE} alone. Rename the file and its "
                 "entries in the index."
             )
 
     def _read_index(self) -> dict[str, str] | None:
-        """The index's table of tensor keys and file names; None if the folder has no
-        index."""
-        path = self.folder / INDEX_NAME
+        """The index: tensor key -> file name; None if the folder has no index."""
+        path = self.folder / INDEX_FILE
         if not path.is_file():
-            if (self.folder / SINGLE_NAME).is_file():
+            if (self.folder / SINGLE_FILE).is_file():
                 return None
             raise FileNotFoundError(
-                f"{self.folder} has no weights: neither {INDEX_NAME} nor {SINGLE_NAME}."
+                f"{self.folder} has no weights: neither {INDEX_FILE} nor {SINGLE_FILE}."
             )
         index = read_object(path)
         table = index.get("weight_map")
@@ -260,13 +267,13 @@ class SafetensorsFolder:
     def _require_index_matches(
         self, index: dict[str, str], pairs: list[tuple[str, str]]
     ) -> None:
-        """Raise if ``index`` is not equal to ``pairs``, the keys and the files that
-        store them."""
+        """Raise if ``index`` differs from ``pairs``: each key with the name of a file
+        that stores it."""
         if wrong := set(pairs) ^ set(index.items()):
             key = min(wrong)[0]
             files = [name for stored_key, name in pairs if stored_key == key]
             raise ValueError(
-                f"{self.folder / INDEX_NAME} says that {key!r} is in "
+                f"{self.folder / INDEX_FILE} says that {key!r} is in "
                 f"{index.get(key, 'no file')}, but it is stored in "
                 f"{' and '.join(files) or 'no file'}. Each tensor must be in the one "
                 "file that the index names. Download the index and all files of one "
@@ -284,8 +291,9 @@ class SafetensorsFolder:
             )
         return TensorSpec(dtype, tuple(view.get_shape()))
 
-    def _open(self, name: str) -> Any:
-        """Open the safetensors file ``name`` of this folder; errors name the file."""
+    def _open_file(self, name: str) -> Any:
+        """Open the safetensors file ``name`` of this folder, as an object of
+        ``safe_open``; errors name the file."""
         from safetensors import SafetensorError, safe_open
 
         path = self.folder / name
@@ -298,12 +306,12 @@ class SafetensorsFolder:
                 f"{path} is truncated or not a safetensors file ({path.stat().st_size} "
                 f"bytes): {error}. Download it again."
             ) from error
-        _check_header(path)
+        _require_legal_header(path)
         return file
 
 
 def _is_plain_name(name: object) -> bool:
-    """Whether ``name`` is the name of a safetensors file, without a path."""
+    """Whether ``name`` is the name of a visible safetensors file, without a path."""
     return (
         isinstance(name, str)
         and name.endswith(".safetensors")
@@ -314,43 +322,45 @@ def _is_plain_name(name: object) -> bool:
     )
 
 
-def _check_header(path: Path) -> None:
-    """Raise if the header of the safetensors file lists a key twice, or a key that
-    cannot be shown.
+def _require_legal_header(path: Path) -> None:
+    """Raise if the header of the safetensors file ``path`` lists a key twice, or a key
+    that is too long or not printable.
 
-    The package safetensors has read the header before, so its size is known to be
-    legal.
+    The package safetensors must have opened the file before, which checks the header's
+    size.
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = parse_object(file.read(size), f"the header of {path}")
     for key in header:
-        if not key.isprintable() or len(key) > _LONGEST_KEY:
+        if not key.isprintable() or len(key) > _MAX_KEY_LENGTH:
             raise ValueError(
                 f"{path} has a tensor with the key {shown(key)}; legal are at most "
-                f"{_LONGEST_KEY} printable characters."
+                f"{_MAX_KEY_LENGTH} printable characters."
             )
 
 
 def require_finite(tensor: Tensor, where: str, advice: str) -> None:
-    """Raise a ValueError, which names ``where`` and gives ``advice``, if a value is NaN
-    or inf."""
+    """Raise a ValueError if a value is NaN or inf; its message says that ``where`` holds
+    such values, and gives ``advice``."""
+    if tensor.numel() == 0:
+        return
     # If a value is NaN or inf, so is the minimum or the maximum. aminmax copies
     # nothing.
-    if tensor.numel() and not all(
-        bool(end.isfinite()) for end in torch.aminmax(tensor)
-    ):
-        number = int(tensor.isfinite().logical_not().sum())
-        raise ValueError(
-            f"{where} holds {number} of {tensor.numel()} values that are NaN or inf; "
-            f"weights must be finite. {advice}, or take a checkpoint from before the "
-            "training diverged."
-        )
+    smallest, largest = torch.aminmax(tensor)
+    if bool(smallest.isfinite()) and bool(largest.isfinite()):
+        return
+    number = int(tensor.isfinite().logical_not().sum())
+    raise ValueError(
+        f"{where} holds {number} of {tensor.numel()} values that are NaN or inf; "
+        f"weights must be finite. {advice}, or take a checkpoint from before the "
+        "training diverged."
+    )
 
 
 def progress_bar[Item](items: Collection[Item], label: str) -> Iterable[Item]:
-    """Return ``items``; rank 0 shows a bar named ``label`` if a terminal and tqdm
-    exist."""
+    """The ``items``. On rank 0, iterating over them shows a progress bar named
+    ``label``, if stderr is a terminal and tqdm is installed."""
     if not sys.stderr.isatty() or (dist.is_initialized() and dist.get_rank()):
         return items
     try:
@@ -363,8 +373,11 @@ def progress_bar[Item](items: Collection[Item], label: str) -> Iterable[Item]:
 def write_folder(
     target: str | Path, like: SafetensorsFolder, read: Callable[[str], Tensor]
 ) -> None:
-    """Write folder ``target``: files as in ``like``, but each tensor ``key`` is
-    ``read(key)``."""
+    """Write the new folder ``target`` with the files of ``like``, in which each tensor
+    ``key`` is replaced by ``read(key)``.
+
+    Files that may hold other weights are left out, with a warning.
+    """
     from safetensors.torch import save_file
 
     copied, left_out = like.other_files()
@@ -380,26 +393,26 @@ def write_folder(
         for path in copied:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(like.folder / path, folder / path)
-        if (like.folder / INDEX_NAME).is_file():
-            shutil.copyfile(like.folder / INDEX_NAME, folder / INDEX_NAME)
-        size = 0
+        if (like.folder / INDEX_FILE).is_file():
+            shutil.copyfile(like.folder / INDEX_FILE, folder / INDEX_FILE)
+        total_bytes = 0
         for name, file in progress_bar(like.files.items(), "export"):
-            # safetensors refuses tensors that share storage, as the pieces of one
-            # projection do.
-            tensors = {
-                key: read(key)
-                .detach()
-                .cpu()
-                .clone(memory_format=torch.contiguous_format)
-                for key in file.offset_keys()
-            }
-            size += sum(tensor.nbytes for tensor in tensors.values())
+            tensors = {}
+            for key in file.offset_keys():
+                tensor = read(key).detach().cpu()
+                # safetensors refuses tensors that share storage, as several tensors of
+                # one fused projection do.
+                tensors[key] = tensor.clone(memory_format=torch.contiguous_format)
+                total_bytes += tensor.nbytes
             save_file(tensors, folder / name, metadata=file.metadata() or None)
-        index = folder / INDEX_NAME
+        index = folder / INDEX_FILE
         if index.is_file():
             content = read_object(index)
-            if content.get("metadata", {}).get("total_size", size) != size:
-                content["metadata"]["total_size"] = size
+            if (
+                content.get("metadata", {}).get("total_size", total_bytes)
+                != total_bytes
+            ):
+                content["metadata"]["total_size"] = total_bytes
                 index.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -407,34 +420,37 @@ class Difference(NamedTuple):
     """One tensor that differs between two folders."""
 
     key: str
-    what: str
+    description: str  # how the tensor differs
 
     def __str__(self) -> str:
-        return one_line(f"{self.key}: {self.what}")
+        return one_line(f"{self.key}: {self.description}")
 
 
 def compare_folders(left: str | Path, right: str | Path) -> Iterator[Difference]:
-    """Yield the tensors whose key, dtype, shape or bits differ between folders left and
-    right."""
+    """Yield a `Difference` for each tensor that is in one folder alone, or whose dtype,
+    shape or bits differ between the folders ``left`` and ``right``."""
     left_files = SafetensorsFolder(left)
     right_files = SafetensorsFolder(right)
     for key in progress_bar(left_files.specs, "compare"):
         if key not in right_files.specs:
             yield Difference(key, f"only in {left}")
             continue
-        a, b = left_files.specs[key], right_files.specs[key]
-        if a != b:
-            yield Difference(
-                key, f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+        left_spec = left_files.specs[key]
+        right_spec = right_files.specs[key]
+        if left_spec != right_spec:
+            description = (
+                f"{left_spec.dtype} {list(left_spec.shape)} against "
+                f"{right_spec.dtype} {list(right_spec.shape)}"
             )
+            yield Difference(key, description)
             continue
         left_tensor = left_files.read(key)
         right_tensor = right_files.read(key)
         if count := int((bits_of(left_tensor) != bits_of(right_tensor)).sum()):
             largest = (left_tensor.double() - right_tensor.double()).abs().max().item()
-            difference = (
+            description = (
                 f"{count} of {left_tensor.numel()} differ, by at most {largest:.3g}"
             )
-            yield Difference(key, difference)
+            yield Difference(key, description)
     for key in sorted(right_files.specs.keys() - left_files.specs.keys()):
         yield Difference(key, f"only in {right}")

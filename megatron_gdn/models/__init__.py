@@ -12,22 +12,24 @@ For example:
 from importlib import import_module
 from typing import Any
 
-_NAMES = {
+_NAMES_OF_MODULE = {
     ".model": ("ENTRIES", "Model", "find"),
     ".stack": ("Flops", "Stack"),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_OF_NAME = {
+    name: module for module, names in _NAMES_OF_MODULE.items() for name in names
+}
 
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_MODULE_OF_NAME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use, so that the command line is read before torch is
+    """Import ``name`` at its first use: the command line is read before torch is
     imported."""
-    if name not in _HOME:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name], __name__), name)
+    return getattr(import_module(_MODULE_OF_NAME[name], __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _HOME.keys())
+    return sorted(globals().keys() | _MODULE_OF_NAME.keys())
