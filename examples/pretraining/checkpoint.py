@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from pretraining import settings
-from pretraining.failures import ask_the_disk, last_line
+from pretraining.failures import ask_the_disk, first_line, last_line
 from pretraining.feed import Feed
 from pretraining.folders import LATEST, PARTIAL, checkpoint_of, write_whole
 
@@ -64,6 +65,9 @@ def save_checkpoint(
             write_whole(folder / LATEST, str(iteration))
     except BaseException as error:  # torch's CheckpointException is no Exception
         refusal = ask_the_disk(partial)
+        refusals = {}
+        if isinstance(error, CheckpointException):  # every rank has it
+            refusals = _refusals_of_ranks(refusal)
         if is_first:
             time.sleep(1)  # the other ranks ask it too
             shutil.rmtree(partial, ignore_errors=True)  # it fills the disk for nothing
@@ -71,9 +75,32 @@ def save_checkpoint(
             raise refusal from error
         if isinstance(error, Exception):
             raise
-        raise RuntimeError(f"saving {target} failed: {last_line(error)}") from error
+        cause = last_line(error)
+        if isinstance(error, CheckpointException):
+            cause = _causes_of_ranks(error, refusals)
+        raise RuntimeError(f"saving {target} failed: {cause}") from error
     torch.distributed.barrier()
     return target
+
+
+def _refusals_of_ranks(refusal: OSError | None) -> dict[int, str]:
+    """What the disk of each rank says, of the ranks whose disk refuses."""
+    said: list[str | None] = [None] * torch.distributed.get_world_size()
+    own = first_line(refusal) if refusal else None
+    torch.distributed.all_gather_object(said, own)
+    return {rank: words for rank, words in enumerate(said) if words}
+
+
+def _causes_of_ranks(error: CheckpointException, refusals: dict[int, str]) -> str:
+    """The ranks that failed, each with what its disk says or with its error.
+
+    Megatron tells the errors of the writers to rank 0 alone.
+    """
+    causes = {rank: last_line(failure) for rank, (failure, _) in error.failures.items()}
+    causes |= refusals
+    if not causes:
+        return "on another rank"
+    return "; ".join(f"rank {rank}: {causes[rank]}" for rank in sorted(causes))
 
 
 def load_checkpoint(

@@ -1,6 +1,7 @@
 """Faults of one rank of the example, planted in its process before the run begins."""
 
 import os
+import resource
 import signal
 import time
 
@@ -20,6 +21,12 @@ def stall() -> None:
 def stop_whole() -> None:
     """Every thread of the process stands still, as on a machine that hangs."""
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fill_the_disk() -> None:
+    """No file of this rank may grow beyond this size, as on a full disk of its own."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
 
 
 LOST = "lost"

@@ -23,6 +23,7 @@ NAMED = {
     faults.stop_whole: SILENT,
     faults.stall: r"rank 1 is at faults\.py:\d+ in stall",
     faults.lose_the_message: "rank 1 ",  # gloo may end a rank that gets another size
+    faults.fill_the_disk: "rank 1: OSError: .*File too large",
 }
 CASES = [
     *((place, faults.end) for place in faults.PLACES),
@@ -30,6 +31,7 @@ CASES = [
     ("in a save", faults.stall),
     ("after the exchange", faults.stop_whole),
     ("in the exchange", faults.lose_the_message),
+    ("in a save", faults.fill_the_disk),
 ]
 SETTINGS = [*TINY, "--save-interval=3", "--sample-tokens=0"]
 
