@@ -62,8 +62,13 @@ class FlashQlaStandIn:
 
     def __init__(self, cut=None) -> None:
         self.cut, self.passes = cut, Counter()
+        self.asked_for = set()  # the numbers of value heads of the cost model
 
-    def build_cp_context(self, cu_seqlens, **_):
+    def build_cp_context(
+        self, cu_seqlens, *, enable_intra, num_v_heads, chunk_size, is_train
+    ):
+        assert enable_intra and is_train and chunk_size == CHUNK
+        self.asked_for.add(num_v_heads)
         if self.cut is None:
             return StandInContext()
         return StandInContext(True, torch.tensor(self.cut, dtype=torch.int32))

@@ -1,6 +1,8 @@
 """Which delta rule the mixer and the function take, and what they say when one cannot
 be had."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.obstacles import log_obstacle_once, why_not_flash_qla
 from megatron_gdn.ops.rules import repeatable
-from megatron_gdn.ops.rules.base import Bits
+from megatron_gdn.ops.rules.base import Bits, RuleBackward
 from megatron_gdn.ops.rules.repeatable import Repeatable
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.test_gated_delta_rule import make_inputs
@@ -242,3 +244,35 @@ def test_the_function_and_the_layer_know_the_same_names():
     for name in ("flash_qla", "fla"):
         with pytest.raises(ValueError, match="runs on a GPU, not on cpu"):
             gated_delta_rule(q, k, v, g, beta, backend=name)
+
+
+def test_final_states_come_only_if_they_are_asked_for():
+    inputs = make_inputs(1, 10, 2, 4, 8, 6, 1.0)
+    for call in (torch_chunk_gated_delta_rule, gated_delta_rule):
+        assert call(*inputs[:5])[1] is None
+
+
+class MapsInBackward(PlainRule):
+    """As rules of kernels: the gradient of the initial states comes from the maps."""
+
+    def begin_backward(self, d_o, inputs, saved, documents):
+        begun = super().begin_backward(d_o, inputs, saved, documents)
+        begun.run_to_states = partial(RuleBackward.run_to_states, begun)
+        return begun
+
+
+@pytest.mark.parametrize("offsets", [None, OFFSETS], ids=["batch", "packed"])
+def test_maps_made_in_the_backward_give_the_gradient_of_the_initial_states(offsets):
+    B, T = (2, 70) if offsets is None else (1, offsets[-1])
+    extra = {} if offsets is None else {"sequences": len(offsets) - 1}
+    inputs = make_inputs(B, T, 2, 4, 8, 6, 1.0, **extra)
+    documents = None if offsets is None else Documents(offsets, torch.device("cpu"))
+
+    def by(rule):
+        return lambda x, **states: run_rule(
+            rule, RuleInputs(*x[:5]), documents, **states
+        )
+
+    expected = found(by(PlainRule()), inputs)
+    for name, got in found(by(MapsInBackward()), inputs).items():
+        torch.testing.assert_close(got, expected[name], rtol=1e-10, atol=1e-10)

@@ -188,3 +188,38 @@ def test_a_sequence_goes_on_from_the_state_of_any_chunk(rule):
         made.append(o)
     torch.testing.assert_close(torch.cat(made, 1), exact, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(state.to(final.dtype), final, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [(0, 64, 192, 300)], indirect=True)
+def test_the_backward_is_cut_for_the_value_heads(rule, monkeypatch):
+    """Also where it cuts again, since the forward had no initial states."""
+    heads = []
+    cut = flash_qla.plan_of
+    monkeypatch.setattr(
+        flash_qla,
+        "plan_of",
+        lambda documents, H, *more: heads.append(H) or cut(documents, H, *more),
+    )
+    inputs, d_o = random_inputs(300)
+    _, _, saved = rule.begin(inputs, None).run()
+    backward_of(rule, inputs, d_o, saved).d_initial()
+    assert set(heads) == {HEADS[1]}
+
+
+@pytest.mark.parametrize("rule", [(0, 64, 192, 300)], indirect=True)
+@pytest.mark.parametrize("begun_first", [False, True])
+def test_gradients_follow_a_d_o_that_was_scaled(rule, begun_first):
+    inputs, d_o = random_inputs(300)
+    initial, d_final = random_states(1)
+    _, _, saved = rule.begin(inputs, None).run(initial)
+    factor = torch.tensor([2.0, 4.0, 0.5, 1.0][: HEADS[1]]).view(-1, 1, 1)
+    expected = backward_of(rule, inputs, d_o * factor[..., 0], saved)
+    expected = expected.run(initial, d_final)
+    backward = backward_of(rule, inputs, d_o, saved)
+    if begun_first:
+        backward.d_initial()
+    backward.d_o = backward.d_o * factor[..., 0]
+    backward.d_o_was_scaled(factor)
+    for got, exact in zip(backward.run(initial, d_final), expected, strict=True):
+        if exact is not None:
+            torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)

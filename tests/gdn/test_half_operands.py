@@ -373,3 +373,11 @@ def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
 def test_the_mixer_refuses_q_and_k_of_any_length():
     with pytest.raises(ValueError, match=r"torch.float16.*operands='bf16'"):
         mixed(torch.randn(9, 1, SIZES.layout.width), rule, normalise_qk=False)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_a_number_that_is_not_finite_leaves_the_others_their_power(bad):
+    x = torch.full((1, 3, 2, 4), 2.0**-20)
+    expected = power_exponent(x, 2, 0, (0, 1, 3))
+    x[0, 1, 0, 2] = bad
+    assert torch.equal(power_exponent(x, 2, 0, (0, 1, 3)), expected)

@@ -321,6 +321,12 @@ def test_flags_need_no_megatron(hf_folder, tmp_path):
     )
 
 
+def test_a_command_is_asked_for(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "required: import | export | compare | flags" in capsys.readouterr().err
+
+
 def test_flags_are_not_guessed(capsys):
     with pytest.raises(SystemExit):
         main(["export", "a", "b", "--li", "c"])

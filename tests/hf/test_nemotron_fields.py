@@ -165,3 +165,9 @@ def test_a_built_model_bounds_time_steps_as_transformers_does(pools):
     law = limits_of_time_steps, parsed(time_step_min=0.5)
     assert pools(1).run(*law) == [theirs] == [{(0.5, math.inf)}]
     assert parsed().time_step_min == transformers_config().time_step_min
+
+
+def test_groups_that_do_not_divide_the_heads_are_refused():
+    heads = NEMOTRON["mamba_num_heads"]
+    with pytest.raises(ValueError, match="mamba_num_heads.*n_groups"):
+        parse_hf_config(NEMOTRON | {"n_groups": heads - 1})

@@ -7,6 +7,7 @@ import torch
 from megatron.core import utils
 
 from megatron_gdn.compat.observe import nvtx_range_of
+from megatron_gdn.mixers import base
 from tests.distributed.layer_laws import (
     by_megatron,
     checkpointed,
@@ -14,7 +15,7 @@ from tests.distributed.layer_laws import (
     reentrant,
     require_same_bits,
 )
-from tests.distributed.mixers import BY_NAME, whole
+from tests.distributed.mixers import BY_NAME, FULL_GATES, whole
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -102,3 +103,39 @@ def test_a_range_is_closed_when_its_body_raises(opened):
     ):  # Megatron refuses to close a range that is not the last opened
         assert utils._nvtx_range_messages == ["str.out_proj"]
     assert utils._nvtx_range_messages == [] and len(opened) == 3
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+def test_linears_have_names_below_the_mixers_own(kind, monkeypatch):
+    names = []
+    build = base.build_linear
+
+    def noted(*args, name, **more):
+        names.append(name)
+        return build(*args, name=name, **more)
+
+    monkeypatch.setattr(base, "build_linear", noted)
+    whole(kind, name="decoder.layers.3.mixer")
+    of_mixer = [f"decoder.layers.3.mixer.{name}" for name in ("in_proj", "out_proj")]
+    assert names[:2] == of_mixer
+
+
+@pytest.mark.parametrize("D_has_hdim", [False, True])
+def test_a_skip_has_a_number_per_head_or_per_channel(D_has_hdim):
+    mixer = whole("mamba2", D_has_hdim=D_has_hdim)
+    heads = mixer.dims.num_heads
+    assert mixer.D.shape == (heads * mixer.dims.head_dim if D_has_hdim else heads,)
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+def test_rows_of_a_state_stay_apart_in_mamba2_alone(kind):
+    assert whole(kind).dims.state.diagonal is (kind == "mamba2")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gate"), [({}, ""), (FULL_GATES, "gate")], ids=["narrow", "full"]
+)
+def test_in_proj_of_kimi_delta_attention_gates_no_readout(ranks, gate):
+    layout = whole("kda", **ranks).dims.in_proj_layout
+    names = [section.name for section in layout.sections]
+    assert layout.gate == "" and ("gate" in names) is bool(gate)

@@ -146,6 +146,9 @@ def test_fla_is_not_taken_on_the_grid(h200, choice):
         choice("fla", Bits.ON_GRID)
 
 
+LAST = torch.ones(1)  # in place of final states
+
+
 class Listening(FlaRule):
     """A rule whose six methods note whether each kernel has one configuration."""
 
@@ -159,11 +162,11 @@ class Listening(FlaRule):
 
     def chunk_products(self, x):
         self.note("chunk_products")
-        return ChunkProducts({}, ())
+        return ChunkProducts({}, (x.inputs.k,))
 
     def walk(self, x, made, initial, final):
         self.note("walk")
-        return None, None, None
+        return None, None, LAST
 
     def output(self, x, made, states, written):
         self.note("output")
@@ -186,7 +189,8 @@ def test_a_rule_runs_each_method_in_its_configurations(tuned, bits):
     inputs = RuleInputs(x, x, x, x, x)
     rule = Listening(bits, tuned)
     rule.begin(inputs, None).state_map()
-    saved = rule.begin(inputs, None).run().saved
+    _, last, saved = rule.begin(inputs, None).run()
+    assert last is LAST and saved.tensors[0] is x
     backward = rule.begin_backward(x, inputs, saved, None)
     backward.d_initial()
     backward.run()

@@ -89,6 +89,7 @@ def test_fixed_buffers_in_whose_place_others_were_put_are_refused(changes):
 
 def test_a_copy_has_the_same_fixed_buffers():
     params = static_packed_seq_params(12, 2, device="cpu")
+    assert params.cu_seqlens_kv is params.cu_seqlens_q
     copied = resolve_packed_seq_params(replace(params, max_seqlen_q=8), 12, CPU)
     assert copied is resolve_packed_seq_params(params, 12, CPU)
 
@@ -370,3 +371,10 @@ def test_ranks_and_recomputation_compare_the_parents():
         RuntimeError, match="changed between a forward and its recomputation"
     ):
         chain.require_unchanged(chain.stamp, fork.stamp)
+
+
+def test_documents_know_the_stamp_of_equal_boundaries():
+    """A recomputation may make its documents anew."""
+    one, other = (Documents((0, 3, 7), CPU) for _ in range(2))
+    assert one.has_stamp(one.stamp) and one.has_stamp(other.stamp)
+    assert not one.has_stamp(Documents((0, 4, 7), CPU).stamp)

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from megatron_gdn.hf.drop_in import is_indexed_packed_mask
+from megatron_gdn import SequenceLayout
+from megatron_gdn.context_parallel.layouts import positions
+from megatron_gdn.hf.drop_in import batch, is_indexed_packed_mask
 from megatron_gdn.hf.drop_in.sources import Sources, document_ids
+from megatron_gdn.mixers.packing import MicroBatchShare
 
 LENGTHS = (3, 1, 4)
 IDS = [[1, 1, 1, 2, 3, 3, 3, 3]]
@@ -224,3 +227,17 @@ def test_indices_say_which_tokens_offsets_count():
 def test_indices_that_contradict_are_refused(source, message):
     with pytest.raises(ValueError, match=message):
         read(rows=2, **{**KEPT, **source})
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
+def test_places_of_tokens_give_the_layout_and_what_it_cuts(layout, monkeypatch):
+    """Of two ranks that hold two documents."""
+    layout = SequenceLayout(layout)
+    cut = (8, 16) if layout is SequenceLayout.ZIGZAG else (24,)
+    places = positions(cut, 2, layout)
+    monkeypatch.setattr(batch, "_gather", lambda index, share: places)
+    sources = Sources(cu_seqlens=torch.tensor([0, 8, 24]), seq_index=places[0])
+    cpu = torch.device("cpu")
+    share = MicroBatchShare(None, None, 2, 0, SequenceLayout.ZIGZAG, (24,), cpu)
+    found = batch._with_layout(sources, 1, share)
+    assert (found.layout, tuple(found.lengths)) == (layout, cut)

@@ -12,6 +12,7 @@ from megatron_gdn.ops import torch_chunk_gated_delta_rule as chunk_rule
 from megatron_gdn.ops.delta_rule import triangular
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.delta_rule.triangular import _identity_and_corners
 from megatron_gdn.ops.rules import chunk_table
 from megatron_gdn.ops.switches import full_fp32_matmul
 from tests import filled_memory
@@ -248,3 +249,8 @@ def test_a_key_that_repeats_costs_no_digits(way, L):
     identity = torch.eye(64, dtype=torch.float64)
     bound = 64 * 6 * EPS / 2 * (exact.abs() @ (identity + L).abs() @ exact.abs())
     assert (error <= bound + 1e-30).all(), (error / bound).max()
+
+
+def test_masks_of_the_inverse_lie_where_they_are_used():
+    masks = _identity_and_corners(16, torch.float64, torch.device("meta"))
+    assert {(x.dtype, x.device.type) for x in masks} == {(torch.float64, "meta")}

@@ -1,0 +1,26 @@
+"""The repair of Megatron's distributed optimizer over torch's Adam is put where Megatron
+looks for it."""
+
+from megatron.core.optimizer import distrib_optimizer
+
+from megatron_gdn.compat.one_process import (
+    resume_distributed_optimizer_with_torch_adam,
+)
+
+REPLACED = (
+    "state_dict",
+    "load_state_dict",
+    "sharded_state_dict",
+    "_set_main_param_and_optimizer_states",
+)
+
+
+def test_megatrons_optimizer_is_repaired_once(monkeypatch):
+    whole = distrib_optimizer.DistributedOptimizer
+    optimizer = type("Optimizer", (whole,), {})
+    monkeypatch.setattr(distrib_optimizer, "DistributedOptimizer", optimizer)
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", False)
+    resume_distributed_optimizer_with_torch_adam()
+    first = [vars(optimizer)[name] for name in REPLACED]
+    resume_distributed_optimizer_with_torch_adam()
+    assert [vars(optimizer)[name] for name in REPLACED] == first
