@@ -411,11 +411,11 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         stages = self.stages(rows, batch, gates)
         # Chunkwise exchanges inside `mix`, by `history` and `states` of
         # `sequence_context`. Forward: `history.fetch` gets the W - 1 rows before each
-        # piece, for the front; `states.entering` exchanges the maps of all pieces, for
-        # the rule. Backward: `states.leaving` exchanges gradients of states, and
-        # `history.give_back` those of the rows. Headwise, and on one rank, `history`
-        # and `states` are None. `sequence_context.documents` has the boundaries of the
-        # rows that the rule sees.
+        # piece, for the front; `states.forward_states` exchanges the maps of all
+        # pieces, for the rule. Backward: `states.backward_states` exchanges gradients
+        # of states, and `history.give_back` those of the rows. Headwise, and on one
+        # rank, `history` and `states` are None. `sequence_context.documents` has the
+        # boundaries of the rows that the rule sees.
         sequence_context = batch.passage.sequence_context
         mixed = mix(rows, stages, sequence_context, refilled)
         if batch.scheme.exchanges_heads:

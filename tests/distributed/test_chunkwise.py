@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import agreement, rank_order_of_sequence
-from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
+from megatron_gdn.context_parallel.chunkwise.fragments import SequencePartition
 from megatron_gdn.context_parallel.chunkwise.map_exchange import (
     Paths,
     states_entering_nodes,
@@ -49,7 +49,7 @@ def states_equal_products(
     M = 3
     K = 4
     V = 5
-    hosts = Cutting(size, SequenceLayout.parse(layout), rank).nodes.hosts
+    hosts = SequencePartition(size, SequenceLayout.parse(layout), rank).nodes.ranks
     n = len(hosts)
     every = tuple(range(n))
     stops = sorted({0, n - 1, *ends})
@@ -60,7 +60,7 @@ def states_equal_products(
         cuts = torch.tensor([j in ends for j in every], dtype=torch.int32)
     order = every
     if backwards:
-        paths = paths.backwards()
+        paths = paths.reversed()
         cuts = None if cuts is None else cuts.flip(0)
         order = every[::-1]
     torch.manual_seed(0)  # the same maps on every rank, of which each uses its own

@@ -11,7 +11,7 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import agreement
 from megatron_gdn.context_parallel.agreement import ranks_per_machine
 from megatron_gdn.context_parallel.chunkwise import map_exchange
-from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
+from megatron_gdn.context_parallel.chunkwise.fragments import SequencePartition
 from megatron_gdn.context_parallel.price import map_exchange_traffic
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.distributed.layer_laws import over_ranks
@@ -41,7 +41,7 @@ def test_collectives_and_steps_are_those_that_are_priced(size, told, layout):
     V = 3
     n = ranks_per_machine(dist.group.WORLD, told, CPU)
     layout = SequenceLayout.parse(layout)
-    hosts = Cutting(size, layout, rank).nodes.hosts
+    hosts = SequencePartition(size, layout, rank).nodes.ranks
     paths = map_exchange.Paths(hosts, (tuple(range(len(hosts))),))
     maps = torch.randn(len(paths.sent_by(rank)), heads, K, V + K)
     bytes_priced, steps = map_exchange_traffic(

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel.chunkwise.fragments import Cutting, pieces_of
+from megatron_gdn.context_parallel.chunkwise.fragments import (
+    SequencePartition,
+    pieces_of,
+)
 from megatron_gdn.context_parallel.chunkwise.history import history_route
 from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.mamba2.front import mamba2_table
@@ -73,9 +76,9 @@ def history_of(cut, taps, batch, channels, device, normal):
         whole.fill(offsets)
     else:
         whole = Documents(offsets, device)
-    cutting = Cutting(cp, SequenceLayout.parse(layout), rank)
-    route = history_route(whole, cutting, taps)
-    documents = pieces_of(whole, cutting)
+    partition = SequencePartition(cp, SequenceLayout.parse(layout), rank)
+    route = history_route(whole, partition, taps)
+    documents = pieces_of(whole, partition)
     assert route is not None
     rows = normal(sum(route.receive_counts), batch, channels)
     # Its strides are not always those of a tensor of its own: a cache lies the other

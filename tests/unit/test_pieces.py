@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices, rank_order_of_sequence
-from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
+from megatron_gdn.context_parallel.chunkwise.fragments import SequencePartition
 from megatron_gdn.context_parallel.chunkwise.history import history_route
 from megatron_gdn.context_parallel.chunkwise.map_exchange import rows_by_rank
 from megatron_gdn.context_parallel.chunkwise.states import (
-    _scatter_to_pieces,
+    _fill_pieces,
     _select_pieces,
     state_table,
 )
@@ -133,7 +133,7 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
 
     def make(documents):
         return [
-            history_route(documents, Cutting(cp, layout, rank), taps)
+            history_route(documents, SequencePartition(cp, layout, rank), taps)
             for rank in range(cp)
         ]
 
@@ -214,7 +214,7 @@ def test_states_enter_every_piece_as_one_rank_would_have_them(fill, rows):
     def make(documents):
         count = rows if documents.known_on_host else 1
         return [
-            state_table(documents, Cutting(cp, layout, rank), count)
+            state_table(documents, SequencePartition(cp, layout, rank), count)
             for rank in range(cp)
         ]
 
@@ -271,31 +271,37 @@ def require_states(lengths, cp, layout, tables, rows, known):
         def by_node(x, nodes, table=table):
             return dict(zip(nodes, x.view(len(nodes), table.chains), strict=True))
 
-        a |= by_node(_select_pieces(mine[:, 0], table.left, passes), table.sending)
-        b |= by_node(_select_pieces(mine[:, 1], table.left, leaves), table.sending)
-        d |= by_node(_select_pieces(mine[:, 1], table.entered, enters), table.receiving)
+        a |= by_node(
+            _select_pieces(mine[:, 0], table.left_pieces, passes), table.sending
+        )
+        b |= by_node(
+            _select_pieces(mine[:, 1], table.left_pieces, leaves), table.sending
+        )
+        d |= by_node(
+            _select_pieces(mine[:, 1], table.entered_pieces, enters), table.receiving
+        )
     cuts = tables[0].cuts
     assert layout is SequenceLayout.ZIGZAG or known or cuts[0] is not None
     forward = along_paths(paths, a, b, cuts[0])
-    backward = along_paths(paths.backwards(), a, d, cuts[1])
+    backward = along_paths(paths.reversed(), a, d, cuts[1])
     for rank, table in enumerate(tables):
         count = counts[rank]
         here = len(held[rank])
         assert len(table.sequences.cu_seqlens) - 1 == rows * count
         assert count == here if known else count > here
-        if table.left_alone is not None:
-            tokens, pieces_alone = table.left_alone
+        if table.gathered_left is not None:
+            tokens, pieces_alone = table.gathered_left
             stretches = torch.arange(pieces.tokens).split(list(table.sequences.lengths))
-            left = [stretches[i] for i in table.left.tolist()]
+            left = [stretches[i] for i in table.left_pieces.tolist()]
             assert torch.equal(tokens, torch.cat(left))
             assert list(pieces_alone.lengths) == [len(x) for x in left]
             assert 2 * len(tokens) < pieces.tokens
         for states, nodes, index, right in (
-            (forward, table.receiving, table.entered, entering),
-            (backward, table.sending, table.left, leaving),
+            (forward, table.receiving, table.entered_pieces, entering),
+            (backward, table.sending, table.left_pieces, leaving),
         ):
             at_nodes = torch.cat([states[j] for j in nodes] or [maps.new_zeros(0)])
-            got = _scatter_to_pieces(at_nodes, index, rows * count).view(rows, count)
+            got = _fill_pieces(at_nodes, index, rows * count).view(rows, count)
             torch.testing.assert_close(got[:, :here], right[:, held[rank]])
             assert not got[:, here:].any()
 

@@ -1,11 +1,11 @@
 """How a layout cuts documents into fragments and pieces (pictured in
 ``docs/glossary.md``).
 
-States and rows travel from fragment to fragment of a *chain*. In zigzag the fragments
-of each document form a chain; in the other layouts the fragments of the whole buffer
-form one chain.
+The *nodes* of a *chain* are its fragments in sequence order; ranks send states and rows
+from node to node. In zigzag each document is a chain. In the other layouts the whole
+buffer is the only chain.
 
-Legend: n nodes of a chain (a node is one fragment of the chain), C chains.
+Legend: n nodes of a chain, C chains.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from ..layouts import SequenceLayout, require_cut, require_fragments
 
 
 class Nodes(NamedTuple):
-    """The nodes of a chain in order; node j is fragment ``slots[j]`` of rank
-    ``hosts[j]``."""
+    """Where the nodes of a chain are, in sequence order.
 
-    hosts: tuple[int, ...]
-    slots: tuple[int, ...]
+    Rank ``ranks[j]`` holds node j. ``fragment_numbers[j]`` is 0 if node j is the first
+    fragment of the chain on that rank, 1 if it is the second.
+    """
+
+    ranks: tuple[int, ...]
+    fragment_numbers: tuple[int, ...]
 
 
-class Cutting(NamedTuple):
-    """How ``cp_size`` ranks cut sequences into fragments; ``rank`` is the rank of this
-    process."""
+class SequencePartition(NamedTuple):
+    """How the data loader divided sequences among ``cp_size`` ranks."""
 
     cp_size: int
     layout: SequenceLayout
-    rank: int
+    rank: int  # of this process, in the context-parallel group
 
     @property
     def nodes(self) -> Nodes:
-        """The nodes of a chain in sequence order."""
+        """The nodes of a chain; they are the same in every chain."""
         up = tuple(range(self.cp_size))
         down = up[::-1]
         if self.layout is SequenceLayout.CONTIGUOUS:
@@ -51,84 +53,95 @@ class Cutting(NamedTuple):
         """Whether the last rank holds one fragment, twice as long as those of other
         ranks.
 
-        Zigzag gives the last rank two stretches that follow each other. In a buffer
-        they are one fragment, so that a document inside them is not cut. Every document
-        has these stretches in ZIGZAG; there they stay two, as on the other ranks.
+        A zigzag of 2 cp parts gives the last rank the parts cp - 1 and cp, which are
+        adjacent. ZIGZAG_BUFFER counts them as one fragment, so that a document inside
+        these two parts is not cut. ZIGZAG keeps two fragments per rank and document.
         """
         return self.layout is SequenceLayout.ZIGZAG_BUFFER
 
     @property
-    def own(self) -> slice:
-        """A slice that selects the nodes of ``rank`` among the nodes of a chain."""
+    def own_nodes(self) -> slice:
+        """A slice that selects the one or two nodes of ``rank`` among the n nodes of a
+        chain."""
         rank = self.rank
-        hosts = self.nodes.hosts
-        if hosts.count(rank) == 1:
+        ranks = self.nodes.ranks
+        if ranks.count(rank) == 1:
             return slice(rank, rank + 1)
-        second = len(hosts) - 1 - rank
+        # The second half of a zigzag has the ranks in reverse order.
+        second = len(ranks) - 1 - rank
         return slice(rank, second + 1, second - rank)
 
 
 class Fragments(NamedTuple):
-    """Where fragments lie: int64 ``[nodes, chains]``, all sequence positions but
-    ``local``."""
+    """Where the fragments of all ranks lie; each field is int64 ``[n, C]``.
+
+    All fields but ``local_begin`` are positions in the sequence. An ``end`` is one past
+    the last token.
+    """
 
     begin: Tensor
     end: Tensor
     # index of the fragment's first token among the tokens of the fragment's rank
-    local: Tensor
-    # begin and end of the document to which the fragment's first token belongs
-    first: Tensor
-    first_end: Tensor
-    # begin and end of the document to which the fragment's last token belongs
-    last: Tensor
-    last_end: Tensor
+    local_begin: Tensor
+    # the document that holds the fragment's first token
+    first_document: Tensor
+    first_document_end: Tensor
+    # the document that holds the fragment's last token
+    last_document: Tensor
+    last_document_end: Tensor
 
     @property
-    def enters(self) -> Tensor:
-        """Whether a state enters a fragment: True if its first piece continues a
-        document."""
-        return (self.first < self.begin) & (self.begin < self.end)
+    def state_enters(self) -> Tensor:
+        """bool ``[n, C]``: whether the fragment begins inside a document, so that a
+        state enters."""
+        return (self.first_document < self.begin) & (self.begin < self.end)
 
     @property
-    def leaves(self) -> Tensor:
-        """Whether a state leaves a fragment: True if its last document goes on in the
-        next one."""
-        return (self.last_end > self.end) & (self.begin < self.end)
+    def state_leaves(self) -> Tensor:
+        """bool ``[n, C]``: whether the fragment ends inside a document, so that a state
+        leaves."""
+        return (self.last_document_end > self.end) & (self.begin < self.end)
 
     @property
-    def passes(self) -> Tensor:
-        """Whether a state enters and leaves a fragment that lies inside one
-        document."""
-        return self.enters & self.leaves & (self.first == self.last)
+    def state_passes(self) -> Tensor:
+        """bool ``[n, C]``: whether the state that leaves depends on the one that
+        enters. Then one document covers the whole fragment and goes on at both
+        ends."""
+        one_document = self.first_document == self.last_document
+        return self.state_enters & self.state_leaves & one_document
 
 
-def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
-    """The fragments that ``cutting`` makes; errors as in
+def fragments_of(documents: Documents, partition: SequencePartition) -> Fragments:
+    """The fragments of ``documents`` on all ranks; errors as in
     :func:`..layouts.check_lengths`."""
-    require_cut(documents, cutting.cp_size, cutting.layout)
-    return documents.keep_tensors(_cut_fragments, cutting, move=False)
+    require_cut(documents, partition.cp_size, partition.layout)
+    return documents.keep_tensors(_cut_fragments, partition, move=False)
 
 
-def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
-    """Compute :func:`fragments_of` from the boundaries of ``documents``."""
+def _cut_fragments(documents: Documents, partition: SequencePartition) -> Fragments:
+    """Compute :func:`fragments_of` from the boundaries of ``documents``.
+
+    These are torch operations, which run on the device in fixed buffers.
+    """
     starts = documents.starts.long()
-    cp_size = cutting.cp_size
-    if cutting.layout is SequenceLayout.ZIGZAG:
-        ends = starts[: documents.max_filled + 1]
-        require_fragments(documents, ends.diff(), cp_size)
+    cp_size = partition.cp_size
+    if partition.layout is SequenceLayout.ZIGZAG:
+        chain_bounds = starts[: documents.max_filled + 1]  # [C + 1]
+        require_fragments(documents, chain_bounds.diff(), cp_size)
     else:
-        ends = torch.cat([starts[:1], starts[-1:]])
-    node = torch.arange(len(cutting.nodes.hosts), device=starts.device)[:, None]
+        chain_bounds = torch.cat([starts[:1], starts[-1:]])
+    node = torch.arange(len(partition.nodes.ranks), device=starts.device)[:, None]
     second = (node >= cp_size).long()
-    if cutting.layout is SequenceLayout.CONTIGUOUS:
-        length = ends.diff() // cp_size
+    if partition.layout is SequenceLayout.CONTIGUOUS:
+        length = chain_bounds.diff() // cp_size
     else:
-        length = ends.diff() // (2 * cp_size)
-    begin = ends[:-1] + node * length
+        length = chain_bounds.diff() // (2 * cp_size)
+    begin = chain_bounds[:-1] + node * length
     end = begin + length
-    if cutting.joins_middle:
+    if partition.joins_middle:
         begin = begin + second * length
         end = end + (node >= cp_size - 1) * length
+    # the index of the document that holds each fragment's first and last token
     first, last = (
         torch.searchsorted(starts[1:], token, right=True).clamp(max=len(starts) - 2)
         for token in (begin, end - 1)
@@ -136,44 +149,51 @@ def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
     return Fragments(
         begin=begin,
         end=end,
-        local=ends[:-1] // cp_size + second * length,
-        first=starts[first],
-        first_end=starts[first + 1],
-        last=starts[last],
-        last_end=starts[last + 1],
+        local_begin=chain_bounds[:-1] // cp_size + second * length,
+        first_document=starts[first],
+        first_document_end=starts[first + 1],
+        last_document=starts[last],
+        last_document_end=starts[last + 1],
     )
 
 
-def any_document_is_cut(documents: Documents, cutting: Cutting) -> bool:
+def any_document_is_cut(documents: Documents, partition: SequencePartition) -> bool:
     """Whether a document lies in several fragments; True if the host does not know the
     lengths."""
-    fragments = fragments_of(documents, cutting)
-    return not documents.known_on_host or bool(fragments.enters.any())
+    fragments = fragments_of(documents, partition)
+    return not documents.known_on_host or bool(fragments.state_enters.any())
 
 
-def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
-    """Boundaries of the pieces that ``cutting.rank`` holds, counted in this rank's
+def pieces_of(documents: Documents, partition: SequencePartition) -> Documents:
+    """Boundaries of the pieces that ``partition.rank`` holds, as offsets in this rank's
     tokens."""
     # A rank has at most two fragments of the buffer, and at most one document is in
     # both fragments.
     most = documents.max_filled + 1
-    if cutting.layout is SequenceLayout.ZIGZAG:
+    if partition.layout is SequenceLayout.ZIGZAG:
         most = 2 * documents.max_filled
-    tokens = documents.total_tokens // cutting.cp_size
+    tokens = documents.total_tokens // partition.cp_size
     return documents.keep_documents(
-        _piece_boundaries, cutting, max_filled=most, tokens=tokens
+        _piece_boundaries, partition, max_filled=most, tokens=tokens
     )
 
 
-def _piece_boundaries(documents: Documents, cutting: Cutting) -> tuple[Tensor]:
+def _piece_boundaries(
+    documents: Documents, partition: SequencePartition
+) -> tuple[Tensor]:
     """One int32 tensor: the first token of each piece of this rank, then the rank's
     token count."""
-    fragments = fragments_of(documents, cutting)
+    fragments = fragments_of(documents, partition)
     starts = documents.starts
-    begin, end, local = (x[cutting.own] for x in fragments[:3])
-    if cutting.layout is SequenceLayout.ZIGZAG:
-        begins = local.T
+    begin = fragments.begin[partition.own_nodes]
+    end = fragments.end[partition.own_nodes]
+    local_begin = fragments.local_begin[partition.own_nodes]
+    if partition.layout is SequenceLayout.ZIGZAG:
+        begins = local_begin.T  # every fragment is one piece
     else:
-        begins = local + torch.minimum((starts - begin).clamp(min=0), end - begin)
-    total = starts[-1:] // cutting.cp_size
+        # A document that lies outside a fragment gives an empty piece at the edge of
+        # the fragment; keep_documents leaves empty pieces out.
+        offset = torch.minimum((starts - begin).clamp(min=0), end - begin)
+        begins = local_begin + offset
+    total = starts[-1:] // partition.cp_size
     return (torch.cat([begins.flatten(), total]).int(),)

@@ -9,9 +9,8 @@ fragments (nodes) of a chain:
 The gradients of the sent rows travel back. If the host knows the documents, only the
 rows that pieces need are sent, else all rows of the formula above.
 
-Legend: C chains (in ``rows_sBC``: channels), R rows from other ranks, h nodes of a
-chain on this rank; k: the receiving node is k nodes after the row's node; m: the row is
-the m-th from its fragment's end (1 is the last row).
+Legend: n nodes of a chain, h of them on this rank, C chains (in ``rows_sBC``:
+channels), R rows from other ranks, s tokens of this rank.
 """
 
 from __future__ import annotations
@@ -26,90 +25,123 @@ from ...ops.documents import Documents
 from ...ops.front.history import History, HistoryTable
 from ...ops.host_tables import to_device
 from ..layouts import SequenceLayout
-from .fragments import Cutting, any_document_is_cut, fragments_of
+from .fragments import SequencePartition, any_document_is_cut, fragments_of
 from .map_exchange import exchange_rows
 
 
 class HistoryRoute(NamedTuple):
-    """The projection rows that one rank sends and receives as history of pieces."""
+    """Which projection rows one rank sends to others, and receives, as the history of
+    pieces."""
 
-    send_rows: Tensor  # indices of the local rows to send, sorted by receiving rank
+    send_rows: Tensor  # int64, indices of the local rows to send, by receiving rank
     send_counts: tuple[int, ...]  # the number of rows sent to each rank
-    receive_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]  # the number of rows received from each rank
     table: HistoryTable  # maps received rows to pieces, and gradients to sent rows
 
 
-class _TravellingRows(NamedTuple):
-    """Int64 fields with one entry per row that may travel, in the same order on both
-    ranks."""
+class _CandidateRows(NamedTuple):
+    """Rows that may have to be sent: each field is int64 with an entry per row.
+
+    The sending and the receiving rank list the rows of a message in the same order.
+    """
 
     chain: Tensor
-    slot: Tensor  # the index of the fragment among this rank's fragments of the chain
-    k: Tensor
-    m: Tensor
+    own_fragment: (
+        Tensor  # of this rank's fragments of the chain: 0 the first, 1 the second
+    )
+    hops: Tensor  # k above: the receiving node is so many nodes after the sending node
+    from_end: Tensor  # 1: the last row of the sending node, 2: the row before, ...
     receiver: Tensor  # the node that needs the row
-    peer: Tensor  # the other rank, which receives or sends the row
+    peer: Tensor  # the rank that receives the row from this rank, or sends it
+
+
+class _RouteTables(NamedTuple):
+    """The tensors of a :class:`HistoryRoute`; unlike there, of all candidate rows if
+    the host does not know the documents."""
+
+    send_rows: Tensor
+    # the fields of HistoryTable
+    before: Tensor
+    edge: Tensor
+    place: Tensor
+    additions: Tensor
+    # bool, for each candidate that this rank may send or receive: whether it is needed
+    is_sent: Tensor
+    is_received: Tensor
 
 
 def history_route(
-    documents: Documents, cutting: Cutting, taps: int
+    documents: Documents, partition: SequencePartition, taps: int
 ) -> HistoryRoute | None:
     """The rows to exchange for a convolution of ``taps`` taps; None if no rank needs
     any row."""
-    return documents.keep(_make_history_route, cutting, taps)
+    return documents.keep(_make_history_route, partition, taps)
 
 
 def _make_history_route(
-    documents: Documents, cutting: Cutting, taps: int
+    documents: Documents, partition: SequencePartition, taps: int
 ) -> HistoryRoute | None:
-    history_len = taps - 1  # the number of rows before a piece
-    if not (history_len and any_document_is_cut(documents, cutting)):
+    history_len = taps - 1
+    if not (history_len and any_document_is_cut(documents, partition)):
         return None
-    if cutting.layout is SequenceLayout.ZIGZAG:
+    if partition.layout is SequenceLayout.ZIGZAG:
         chains = documents.max_filled
     else:
         chains = 1
-    listed = [
-        _list_rows(cutting, chains, history_len, sending) for sending in (True, False)
-    ]
-    device = documents.starts.device
-    sendable, receivable = (
-        _TravellingRows._make(to_device(x, device) for x in rows) for rows in listed
-    )
+    sendable = _candidate_rows(partition, chains, history_len, sending=True)
+    receivable = _candidate_rows(partition, chains, history_len, sending=False)
+    tables_device = documents.starts.device  # the host, or the GPU of fixed buffers
     tables = documents.keep_tensors(
-        _build_tables, cutting, history_len, sendable, receivable, move=False
+        _build_tables,
+        partition,
+        history_len,
+        _CandidateRows._make(to_device(x, tables_device) for x in sendable),
+        _CandidateRows._make(to_device(x, tables_device) for x in receivable),
+        move=False,
     )
-    counts = []
-    for rows, travels in zip(listed, tables[-2:], strict=True):
-        if documents.known_on_host:
-            peers = rows.peer[travels]
-        else:
-            peers = rows.peer
-        counts.append(tuple(peers.bincount(minlength=cutting.cp_size).tolist()))
-    send_counts, receive_counts = counts
-    on_device = [to_device(x, documents.device) for x in tables[:-2]]
-    table = HistoryTable(*on_device[1:])
-    return HistoryRoute(on_device[0], send_counts, receive_counts, table)
+    to_ranks = sendable.peer
+    from_ranks = receivable.peer
+    if documents.known_on_host:
+        to_ranks = to_ranks[tables.is_sent]
+        from_ranks = from_ranks[tables.is_received]
+    cp_size = partition.cp_size
+    device = documents.device
+    return HistoryRoute(
+        send_rows=to_device(tables.send_rows, device),
+        send_counts=tuple(to_ranks.bincount(minlength=cp_size).tolist()),
+        receive_counts=tuple(from_ranks.bincount(minlength=cp_size).tolist()),
+        table=HistoryTable(
+            before=to_device(tables.before, device),
+            edge=to_device(tables.edge, device),
+            place=to_device(tables.place, device),
+            additions=to_device(tables.additions, device),
+        ),
+    )
 
 
-def _list_rows(
-    cutting: Cutting, chains: int, history_len: int, sending: bool
-) -> _TravellingRows:
-    """The rows that this rank may send, if ``sending``, or else receive, in ``chains``
-    chains."""
-    nodes = cutting.nodes
-    rank = cutting.rank
-    messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
-    for receiver in range(len(nodes.hosts)):
-        for k in range(min(history_len, receiver), 0, -1):
-            own_node, other_node = (
-                (receiver - k, receiver) if sending else (receiver, receiver - k)
-            )
-            if nodes.hosts[own_node] == rank:
-                peer = nodes.hosts[other_node]
-                slot = nodes.slots[own_node]
-                distances = range(history_len - k + 1, 0, -1)
-                messages[peer] += [(slot, k, m, receiver, peer) for m in distances]
+def _candidate_rows(
+    partition: SequencePartition, chains: int, history_len: int, sending: bool
+) -> _CandidateRows:
+    """The rows that this rank may send (if ``sending``) or receive, on the CPU, sorted
+    by the other rank."""
+    nodes = partition.nodes
+    rank = partition.rank
+    # for each other rank, the rows of one chain, as the fields after ``chain``
+    messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.ranks]
+    for receiver in range(len(nodes.ranks)):
+        for hops in range(min(history_len, receiver), 0, -1):
+            if sending:
+                own_node = receiver - hops
+                other_node = receiver
+            else:
+                own_node = receiver
+                other_node = receiver - hops
+            if nodes.ranks[own_node] == rank:
+                peer = nodes.ranks[other_node]
+                own_fragment = nodes.fragment_numbers[own_node]
+                for from_end in range(history_len - hops + 1, 0, -1):
+                    row = (own_fragment, hops, from_end, receiver, peer)
+                    messages[peer].append(row)
     of_all_peers = []
     for message in messages:
         rows = (
@@ -119,111 +151,130 @@ def _list_rows(
         )
         chain = torch.arange(chains, device="cpu").repeat_interleave(len(message))
         of_all_peers.append(torch.cat([chain[:, None], rows], 1))
-    return _TravellingRows._make(torch.cat(of_all_peers).T.contiguous().unbind())
+    return _CandidateRows._make(torch.cat(of_all_peers).T.contiguous().unbind())
 
 
 def _build_tables(
     documents: Documents,
-    cutting: Cutting,
+    partition: SequencePartition,
     history_len: int,
-    sendable: _TravellingRows,
-    receivable: _TravellingRows,
-) -> tuple[Tensor, ...]:
-    """Return ``send_rows``, the fields of :class:`HistoryTable`, and two masks of rows
-    that travel.
+    sendable: _CandidateRows,
+    receivable: _CandidateRows,
+) -> _RouteTables:
+    """Compute which candidate rows are needed, and the tables of the needed rows.
 
-    The masks tell which rows of ``sendable`` and which of ``receivable`` travel. If the
-    host knows the documents, rows that do not travel are left out of the tables.
+    If the host knows the documents, the tables leave out rows and pieces that need
+    nothing.
     """
-    fragments = fragments_of(documents, cutting)
-    own = cutting.own
-    rank = cutting.rank
+    fragments = fragments_of(documents, partition)
+    own = partition.own_nodes
+    rank = partition.rank
+    # [n, C]: how many rows of history the first piece of each fragment has
     history_tokens = torch.where(
-        fragments.enters, fragments.begin - fragments.first, 0
+        fragments.state_enters, fragments.begin - fragments.first_document, 0
     ).clamp(max=history_len)
     length = fragments.end - fragments.begin
-    local = fragments.local[own]
-    tokens = documents.total_tokens // cutting.cp_size
+    local_begin = fragments.local_begin[own]
+    tokens = documents.total_tokens // partition.cp_size
 
-    def travelling_rows(rows: _TravellingRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Per row: whether it travels, its index in messages or -1, its distance to the
-        piece."""
-        sender = rows.receiver - rows.k
-        tokens = length[sender, rows.chain]
+    def needed_rows(rows: _CandidateRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Per row: whether it is needed, its index among the exchanged rows or -1, and
+        by how many tokens it is before the piece."""
+        sender = rows.receiver - rows.hops
+        sender_tokens = length[sender, rows.chain]
         between = (
             fragments.begin[rows.receiver, rows.chain]
             - fragments.end[sender, rows.chain]
         )
-        distance = between + rows.m
-        travels = (rows.m <= tokens) & (
+        distance = between + rows.from_end
+        is_needed = (rows.from_end <= sender_tokens) & (
             distance <= history_tokens[rows.receiver, rows.chain]
         )
-        number = torch.arange(len(tokens), device=tokens.device)
+        number = torch.arange(len(sender_tokens), device=sender_tokens.device)
         if documents.known_on_host:
-            number = travels.cumsum(0) - 1
-        return travels, torch.where(travels, number, -1), distance
+            number = is_needed.cumsum(0) - 1
+        return is_needed, torch.where(is_needed, number, -1), distance
 
-    def by_piece(x: Tensor) -> Tensor:
-        """Flatten ``x [nodes here, chains]`` by chain, without chains' first nodes (no
-        history)."""
+    def of_pieces(x: Tensor) -> Tensor:
+        """Flatten ``x [h, C]`` to the pieces that may have a history, chain by chain:
+        without the first node of each chain, which is rank 0's."""
         with_history = x[1:] if rank == 0 else x
         return with_history.T.flatten()
 
-    h, C = local.shape
-    arrives, number, distance = travelling_rows(receivable)
-    slots, slot = (h - 1, receivable.slot - 1) if rank == 0 else (h, receivable.slot)
-    place = (receivable.chain * slots + slot) * history_len + distance - 1
+    # HistoryTable.before: where each piece finds its rows among the received ones
+    h, C = local_begin.shape
+    is_received, number, distance = needed_rows(receivable)
+    pieces_per_chain = h
+    piece = receivable.own_fragment
+    if rank == 0:
+        pieces_per_chain = h - 1
+        piece = piece - 1
+    target = (receivable.chain * pieces_per_chain + piece) * history_len + distance - 1
     before = _scatter(
-        torch.where(arrives, place, -1), number, C * slots * history_len
+        torch.where(is_received, target, -1),
+        number,
+        C * pieces_per_chain * history_len,
     ).view(-1, history_len)
 
-    ahead = torch.arange(history_len, device=local.device)
-    end = (
-        torch.minimum(fragments.end, fragments.first_end)[own]
-        - fragments.begin[own]
-        + local
-    )
-    continues = by_piece(history_tokens[own]) > 0
-    token = by_piece(local)[:, None] + ahead
-    edge = torch.where(continues[:, None] & (token < by_piece(end)[:, None]), token, -1)
+    # HistoryTable.edge: the first W - 1 tokens of these pieces
+    ahead = torch.arange(history_len, device=local_begin.device)
+    first_piece_end = torch.minimum(fragments.end, fragments.first_document_end)[own]
+    local_end = first_piece_end - fragments.begin[own] + local_begin
+    has_history = of_pieces(history_tokens[own]) > 0
+    token = of_pieces(local_begin)[:, None] + ahead
+    inside_piece = token < of_pieces(local_end)[:, None]
+    edge = torch.where(has_history[:, None] & inside_piece, token, -1)
 
-    travels, number, _ = travelling_rows(sendable)
-    chain, slot, k, m, receiver, _ = sendable
-    row = local[slot, chain] + length[receiver - k, chain] - m
+    # HistoryTable.additions: for each of the last W - 1 rows of this rank's fragments,
+    # the returned gradients that are added to its gradient
+    is_sent, number, _ = needed_rows(sendable)
+    chain = sendable.chain
+    fragment = sendable.own_fragment
+    sender = sendable.receiver - sendable.hops
+    row = local_begin[fragment, chain] + length[sender, chain] - sendable.from_end
     send_rows = row.clamp(0, max(tokens - 1, 0))
     W = history_len + 1
-    place = ((chain * h + slot) * W + m) * W + k
-    sources = _scatter(place, number, C * h * W * W).view(C * h, W, W)[:, 1:, 1:]
+    # index in a table [C, h, W, W] by chain, fragment, from_end and hops
+    target = ((chain * h + fragment) * W + sendable.from_end) * W + sendable.hops
+    sources = _scatter(target, number, C * h * W * W).view(C * h, W, W)[:, 1:, 1:]
     # Sort the sources, so that the gradients of a row are added in a fixed order.
-    sources = torch.where(sources < 0, len(place), sources).sort(-1).values
-    row = local.T.flatten()[:, None] + length[own].T.flatten()[:, None] - 1 - ahead
-    row = torch.where(sources[..., 0] < len(place), row, -1)
-    sources = torch.where(sources < len(place), sources, -1)
+    sources = torch.where(sources < 0, len(target), sources).sort(-1).values
+    fragment_end = local_begin.T.flatten() + length[own].T.flatten()
+    row = fragment_end[:, None] - 1 - ahead
+    row = torch.where(sources[..., 0] < len(target), row, -1)
+    sources = torch.where(sources < len(target), sources, -1)
     additions = torch.cat([row[..., None], sources], -1).flatten(0, 1)
     if documents.known_on_host:
-        before = before[continues]
-        edge = edge[continues]
-        send_rows = send_rows[travels]
+        before = before[has_history]
+        edge = edge[has_history]
+        send_rows = send_rows[is_sent]
         additions = additions[additions[:, 0] >= 0]
         additions = additions[:, : 1 + int((additions[:, 1:] >= 0).any(0).sum())]
     place = _scatter(
         edge.flatten(), torch.arange(edge.numel(), device=edge.device), tokens
     )
-    tables = (x.int() for x in (before, edge, place, additions))
-    return send_rows, *tables, travels, arrives
+    return _RouteTables(
+        send_rows=send_rows,
+        before=before.int(),
+        edge=edge.int(),
+        place=place.int(),
+        additions=additions.int(),
+        is_sent=is_sent,
+        is_received=is_received,
+    )
 
 
 def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
-    """A table ``[size]`` of -1 with ``values[i]`` at ``indices[i]``; indices of -1 are
-    skipped."""
+    """A table ``[size]`` of -1, with ``values[i]`` at ``indices[i]`` for every index
+    but -1."""
     table = torch.full((size + 1,), -1, dtype=torch.int64, device=indices.device)
     table[torch.where(indices < 0, size, indices)] = values
     return table[:size]
 
 
-class HistoryOfPieces:
-    """A :class:`~megatron_gdn.ops.front.history.HistoryLink` that fetches rows of other
-    ranks."""
+class HistoryExchange:
+    """A :class:`~megatron_gdn.ops.front.history.HistoryLink` that exchanges rows
+    between ranks; both methods are collectives."""
 
     def __init__(self, route: HistoryRoute, group: dist.ProcessGroup) -> None:
         """``route``: which rows go to and come from which ranks of ``group``."""
@@ -231,14 +282,19 @@ class HistoryOfPieces:
         self._group = group
 
     def fetch(self, rows_sBC: Tensor) -> History:
-        """Send projection rows ``[s, B, C]`` where needed; return this rank's
-        history."""
-        send_rows, send, receive, table = self._route
-        sent = rows_sBC.index_select(0, send_rows)
-        return History(exchange_rows(sent, send, receive, self._group), table)
+        """Send rows of ``rows_sBC``, the convolution's columns of projection rows;
+        return this rank's history."""
+        route = self._route
+        sent = rows_sBC.index_select(0, route.send_rows)
+        received = exchange_rows(
+            sent, route.send_counts, route.receive_counts, self._group
+        )
+        return History(received, route.table)
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
-        """Send back gradients ``[R, B, C]`` of fetched rows; return those of rows sent
-        before."""
-        _, send, receive, _ = self._route
-        return exchange_rows(d_rows_RBC, receive, send, self._group)
+        """Send back the gradients of received rows; return those of the rows that
+        `fetch` sent."""
+        route = self._route
+        return exchange_rows(
+            d_rows_RBC, route.receive_counts, route.send_counts, self._group
+        )

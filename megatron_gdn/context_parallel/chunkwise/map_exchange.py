@@ -4,14 +4,15 @@ maps.
     S_out = through @ S_in + local                 the map of a piece
 
 The maps of all earlier pieces of a chain, applied to a zero state, give the state that
-enters a piece. One all-to-all gives every rank all maps of its share of the chains. The
-rank applies the maps of each chain one after the other, in fp32, and another all-to-all
-returns the states. If a state passes no node, the state that enters a node is ``local``
-of the node before; then one all-to-all sends it there.
+enters a piece. The M states of all chains and heads are divided among the ranks. One
+all-to-all gives every rank the maps of its share of the M states. The rank applies the
+maps along each chain one after the other, in fp32, and another all-to-all returns the
+states. If every path has two nodes, the state that enters a node is ``local`` of the
+node before; then one all-to-all sends these states, and no maps.
 
-Legend: M states that follow the same paths (one per sequence, batch row and value
-head), m of them in this rank's share; h nodes of this rank that send, or that receive;
-X columns of a map (``local`` and ``through``).
+Legend: M states that follow the same paths (one per chain and value head; chains of all
+batch rows), m of them in this rank's share; h nodes of this rank that send, or that
+receive; X columns of a map (``local`` and ``through``).
 """
 
 from __future__ import annotations
@@ -29,57 +30,63 @@ from ...ops.state_maps.state_map import NONE, Steps, follow_chains
 
 
 class Paths(NamedTuple):
-    """Which nodes states leave and enter: the first node of a path makes a state, the
-    last one gets it, and the nodes between get and change it."""
+    """The nodes between which states travel, in every chain.
 
-    hosts: tuple[int, ...]  # the rank of each node
+    A state begins at the first node of a path, changes at the nodes between and ends at
+    the last node.
+    """
+
+    ranks: tuple[int, ...]  # the rank of each node of a chain
     nodes: tuple[tuple[int, ...], ...]  # of each path, in order, at least two
 
-    def backwards(self) -> Paths:
-        """The paths of the states' gradients."""
-        return Paths(self.hosts, tuple(path[::-1] for path in self.nodes))
+    def reversed(self) -> Paths:
+        """The paths of the states' gradients, from the last node to the first."""
+        return Paths(self.ranks, tuple(path[::-1] for path in self.nodes))
 
     @property
     def sending(self) -> tuple[int, ...]:
-        """All nodes that a state leaves."""
+        """All nodes that a state leaves, in ascending order."""
         return tuple(sorted(j for path in self.nodes for j in path[:-1]))
 
     @property
     def receiving(self) -> tuple[int, ...]:
-        """All nodes that a state enters."""
+        """All nodes that a state enters, in ascending order."""
         return tuple(sorted(j for path in self.nodes for j in path[1:]))
 
     @property
     def direct(self) -> bool:
-        """Whether no state passes a node."""
+        """Whether every path has two nodes, so that no ``through`` is needed."""
         return all(len(path) == 2 for path in self.nodes)
 
     def sent_by(self, rank: int) -> tuple[int, ...]:
-        """The nodes of ``rank`` that a state leaves, in the order of what it sends."""
-        mine = [j for j in self.sending if self.hosts[j] == rank]
+        """The nodes of ``rank`` that a state leaves, in the order in which ``rank``
+        sends their maps; ``direct`` paths are sorted by the receiving rank."""
+        own_nodes = [j for j in self.sending if self.ranks[j] == rank]
         if self.direct:
-            rank_after = {path[0]: self.hosts[path[1]] for path in self.nodes}
-            mine.sort(key=rank_after.__getitem__)
-        return tuple(mine)
+            receiving_rank = {path[0]: self.ranks[path[1]] for path in self.nodes}
+            own_nodes.sort(key=receiving_rank.__getitem__)
+        return tuple(own_nodes)
 
     def received_by(self, rank: int) -> tuple[int, ...]:
-        """The nodes of ``rank`` that a state enters, in the order of what it
-        receives."""
-        return self.backwards().sent_by(rank)
+        """The nodes of ``rank`` that a state enters, in the order in which ``rank``
+        receives the states."""
+        return self.reversed().sent_by(rank)
 
 
 class _Route(NamedTuple):
-    """What a rank sends and receives for M states; counts are rows of one head's map or
-    state."""
+    """What a rank sends and receives for M states.
 
-    direct: bool  # whether states go to the next node at once, and no maps are sent
-    # of the M states, those whose maps each rank applies
+    A count tells how many maps, or states, of one head go to or come from each rank.
+    """
+
+    direct: bool  # `Paths.direct`: states are sent in place of maps, and not returned
+    # how many of the M states each rank computes
     shares: tuple[int, ...]
-    sent: tuple[int, ...]  # maps (``direct``: states) to each rank
-    received: tuple[int, ...]
-    states_sent: tuple[int, ...]
+    maps_sent: tuple[int, ...]  # counts; if ``direct``, of states
+    maps_received: tuple[int, ...]
+    states_sent: tuple[int, ...]  # counts
     states_received: tuple[int, ...]
-    # from node to node, in the order of the maps and states here; None: no maps here
+    # How to apply the received maps; None if this rank's share is empty, or ``direct``.
     steps: Steps | None
 
 
@@ -87,36 +94,50 @@ class _Route(NamedTuple):
 def _route_of(
     paths: Paths, M: int, ranks: int, rank: int, device: torch.device
 ) -> _Route:
-    """The route of ``rank`` for M states."""
+    """The route of ``rank``, one of ``ranks``, for M states; ``steps`` are on
+    ``device``."""
     if paths.direct:
         to_rank = [0] * ranks
         from_rank = [0] * ranks
         for source, target in paths.nodes:
-            source_rank = paths.hosts[source]
-            target_rank = paths.hosts[target]
+            source_rank = paths.ranks[source]
+            target_rank = paths.ranks[target]
             to_rank[target_rank] += M * (source_rank == rank)
             from_rank[source_rank] += M * (target_rank == rank)
-        return _Route(True, (), tuple(to_rank), tuple(from_rank), (), (), None)
+        return _Route(
+            direct=True,
+            shares=(),
+            maps_sent=tuple(to_rank),
+            maps_received=tuple(from_rank),
+            states_sent=(),
+            states_received=(),
+            steps=None,
+        )
     shares = tuple(M // ranks + (r < M % ranks) for r in range(ranks))
     m = shares[rank]
-    of_maps = [len(paths.sent_by(r)) for r in range(ranks)]
-    of_states = [len(paths.received_by(r)) for r in range(ranks)]
+    # the number of nodes of each rank
+    sending_nodes = [len(paths.sent_by(r)) for r in range(ranks)]
+    receiving_nodes = [len(paths.received_by(r)) for r in range(ranks)]
     steps = None
     if m:
         steps = _steps_of(paths, ranks, device)
     return _Route(
         direct=False,
         shares=shares,
-        sent=tuple(of_maps[rank] * share for share in shares),
-        received=tuple(count * m for count in of_maps),
-        states_sent=tuple(count * m for count in of_states),
-        states_received=tuple(of_states[rank] * share for share in shares),
+        maps_sent=tuple(sending_nodes[rank] * share for share in shares),
+        maps_received=tuple(nodes * m for nodes in sending_nodes),
+        states_sent=tuple(nodes * m for nodes in receiving_nodes),
+        states_received=tuple(receiving_nodes[rank] * share for share in shares),
         steps=steps,
     )
 
 
 def _steps_of(paths: Paths, ranks: int, device: torch.device) -> Steps:
-    """Steps along the paths; maps and states lie rank after rank, node after node."""
+    """The steps that apply all ranks' maps along the paths.
+
+    Maps are indexed by rank and then by `Paths.sent_by`, states by rank and then by
+    `Paths.received_by`.
+    """
     maps = [j for r in range(ranks) for j in paths.sent_by(r)]
     states = [j for r in range(ranks) for j in paths.received_by(r)]
     chains = []
@@ -135,33 +156,36 @@ def states_entering_nodes(
     group: dist.ProcessGroup,
     cuts: Tensor | None = None,
 ) -> Tensor:
-    """States ``[h, M, K, V]`` that enter this rank's nodes ``paths.received_by``.
+    """States ``[h, M, K, V]`` that enter this rank's nodes ``paths.received_by(rank)``,
+    in this order; a collective over ``group``.
 
-    ``local``, ``through``: the maps ``[h, M, K, .]`` of this rank's nodes
-    ``paths.sent_by``; of ``paths.direct`` no ``through`` is read. ``cuts``: int32 on
-    the device, 1 for each node of the only path that no state passes.
+    ``local``, ``through``: the maps ``[h, M, K, .]`` of the nodes
+    ``paths.sent_by(rank)``; ``through`` is not read if ``paths.direct``. ``cuts``:
+    int32 ``[nodes]`` on the device, for a single path: 1 at each node that no state
+    passes.
     """
     _, M, K, V = local.shape
     rank = group.rank()
     route = _route_of(paths, M, group.size(), rank, local.device)
     if route.direct:
         rows = local.flatten(0, 1)
-        states = exchange_rows(rows, route.sent, route.received, group)
+        states = exchange_rows(rows, route.maps_sent, route.maps_received, group)
         return states.unflatten(0, (-1, M))
     assert through is not None
     rows = rows_by_rank(local, through, route.shares)
-    links = exchange_rows(rows, route.sent, route.received, group)
+    maps = exchange_rows(rows, route.maps_sent, route.maps_received, group)
     states = local.new_empty(sum(route.states_sent), K, V)
     if route.steps is not None:
         m = route.shares[rank]
-        X = links.shape[-1]
-        of_local, of_through = links.view(-1, m, K, X).split([V, X - V], dim=-1)
+        X = maps.shape[-1]
+        all_local, all_through = maps.view(-1, m, K, X).split([V, X - V], dim=-1)
         out = states.view(-1, m, K, V)
-        follow_chains(of_local, of_through, route.steps, out, None, cuts)
+        follow_chains(all_local, all_through, route.steps, out, None, cuts)
     returned = exchange_rows(states, route.states_sent, route.states_received, group)
     h = len(returned) // M
     if h == 1:
         return returned[None]
+    # Each rank returns its share of the M states, for all h nodes.
     by_rank = returned.split(list(route.states_received))
     shaped = [
         x.view(h, share, K, V) for x, share in zip(by_rank, route.shares, strict=True)
@@ -174,19 +198,19 @@ def rows_by_rank(local: Tensor, through: Tensor, shares: Sequence[int]) -> Tenso
     receiving ranks: the maps of rank 0's ``shares[0]`` states, for all h nodes, then the
     maps of rank 1's ``shares[1]`` states, and so on.
 
-    The result ``[h * M, K, X]`` is contiguous, made in one copy if the shares are
-    equal; without a copy if h is 1 and both lie side by side in one memory.
+    The result ``[h * M, K, X]`` is contiguous. It takes one copy if the shares are
+    equal, and none if h is 1 and :func:`joined_view` gives a view.
     """
     joined = joined_view(local, through)
-    apart = (local, through) if joined is None else (joined,)
-    equal = len(local) > 1 and len(set(shares)) == 1
-    if equal:
-        apart = [x.unflatten(1, (len(shares), -1)).transpose(0, 1) for x in apart]
+    tensors = (local, through) if joined is None else (joined,)
+    transpose = len(local) > 1 and len(set(shares)) == 1
+    if transpose:  # [h, M, ...] -> [ranks, h, m, ...]
+        tensors = [x.unflatten(1, (len(shares), -1)).transpose(0, 1) for x in tensors]
     if joined is None:
-        rows = torch.cat(apart, dim=-1)
+        rows = torch.cat(tensors, dim=-1)
     else:
-        rows = apart[0]
-    if equal:
+        rows = tensors[0]
+    if transpose:
         return rows.contiguous().flatten(0, 2)
     if len(local) <= 1:
         return rows.flatten(0, 1)
@@ -194,8 +218,8 @@ def rows_by_rank(local: Tensor, through: Tensor, shares: Sequence[int]) -> Tenso
 
 
 def joined_view(local: Tensor, through: Tensor) -> Tensor | None:
-    """A view of ``local`` beside ``through``; None if they are not adjacent in one
-    memory."""
+    """A view ``[h, M, K, X]`` of ``local`` beside ``through``; None if they are not the
+    columns of one contiguous tensor."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):
@@ -216,8 +240,8 @@ def exchange_rows(
     receive_counts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send ``send_counts[r]`` rows to each rank r; return ``receive_counts[r]`` rows
-    from each."""
+    """Send ``send_counts[r]`` of ``rows`` to each rank r; return ``receive_counts[r]``
+    rows from each rank r, in the order of the ranks."""
     received = rows.new_empty((sum(receive_counts),) + rows.shape[1:])
     counts = list(receive_counts)
     dist.all_to_all_single(

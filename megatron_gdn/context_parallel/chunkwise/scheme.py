@@ -15,9 +15,9 @@ from ...ops.stages import SequenceContext
 from ...ops.state_maps.state_map import StateShape
 from ..layouts import SequenceLayout
 from ..scheme import Passage, Scheme, keep_in_place
-from .fragments import Cutting, any_document_is_cut, pieces_of
-from .history import HistoryOfPieces, history_route
-from .states import StatesOfPieces, state_table
+from .fragments import SequencePartition, any_document_is_cut, pieces_of
+from .history import HistoryExchange, history_route
+from .states import StateExchange, state_table
 
 
 class Chunkwise(Scheme):
@@ -34,40 +34,38 @@ class Chunkwise(Scheme):
         group: dist.ProcessGroup,
         sequence_layout: SequenceLayout,
     ) -> None:
-        """``state``: of this rank's heads. The convolution has ``taps`` taps;
-        ``sequence_layout``: how the loader cut sequences."""
+        """``state``: the shape of the states of this rank's heads; ``taps``: W, the
+        number of taps of the convolution."""
         super().__init__(layout, group, sequence_layout)
         self._state = state
         self._taps = taps
 
     def needs_exchange(self, documents: Documents) -> bool:
-        return any_document_is_cut(documents, self._cutting)
+        return any_document_is_cut(documents, self._partition)
 
     @property
-    def _cutting(self) -> Cutting:
-        return Cutting(self.size, self.sequence_layout, self.group.rank())
+    def _partition(self) -> SequencePartition:
+        return SequencePartition(self.size, self.sequence_layout, self.group.rank())
 
     def passage(
         self, documents: Documents | None, tokens: int, rows: int, like: Tensor
     ) -> Passage:
-        """The passage leaves rows in place, and gives history and states to this rank's
-        pieces."""
+        """A passage that leaves rows in place and gives this rank's pieces their
+        history and states."""
         if documents is None:
-            whole = one_document(tokens, like.device)
-        else:
-            whole = documents
-        cutting = self._cutting
-        pieces = pieces_of(whole, cutting)
-        table = state_table(whole, cutting, rows)
+            documents = one_document(tokens, like.device)
+        partition = self._partition
+        pieces = pieces_of(documents, partition)
+        table = state_table(documents, partition, rows)
         if table is None:
             states = None
         else:
-            states = StatesOfPieces(table, self.group, self._state.no_maps(like))
-        route = history_route(whole, cutting, self._taps)
+            states = StateExchange(table, self.group, self._state.no_maps(like))
+        route = history_route(documents, partition, self._taps)
         if route is None:
             history = None
         else:
-            history = HistoryOfPieces(route, self.group)
+            history = HistoryExchange(route, self.group)
         return Passage(
             keep_in_place, keep_in_place, SequenceContext(pieces, history, states)
         )
