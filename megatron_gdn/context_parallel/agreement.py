@@ -35,14 +35,15 @@ from .layouts import SequenceLayout
 
 SWITCH = "MEGATRON_GDN_CHECK_RANKS"
 _LAYOUTS = tuple(SequenceLayout)
-_REMEMBERED = 256  # remembered micro-batches per group; a pipeline has fewer in flight
+# Micro-batches that are remembered per group; a pipeline has fewer in flight.
+_MOST_REMEMBERED = 256
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-_latest_built = 0
+_latest_built = 0  # the number of the layer that was built last
 
 
 def number_of_new_layer() -> int:
-    """Count a new layer, return its number; groups then choose their comparing layer
+    """A number for a new layer: 1, 2, ... Each group then chooses its comparing layer
     again."""
     global _latest_built
     _latest_built += 1
@@ -54,12 +55,12 @@ class _Agreement:
     """The micro-batches that one group's ranks have agreed on, and the layer that
     compares them."""
 
-    chosen_after: int = -1  # _latest_built when `layer` was chosen
-    layer: int = 0  # the layer that compares
-    compares: bool = True  # False if the ranks' environments switch the comparison off
-    # the integers of micro-batches
+    chosen_after: int = -1  # _latest_built when `comparing_layer` was chosen
+    comparing_layer: int = 0
+    is_on: bool = True  # False if the ranks' environments switch the comparison off
+    # the five integers of each micro-batch that all ranks had alike
     agreed: set[tuple[int, ...]] = field(default_factory=set)
-    # Value of the option cp_ranks_per_machine -> number of successive ranks on one
+    # The value of the option cp_ranks_per_machine -> how many successive ranks share a
     # machine.
     per_machine: dict[int | None, int] = field(default_factory=dict)
 
@@ -100,17 +101,17 @@ def require_agreement(
     if (
         known is not None
         and known.chosen_after == _latest_built
-        and known.layer != layer
+        and known.comparing_layer != layer
     ):
-        return  # another layer compares
+        return
     if _cannot_compare(device):
         return
     known = _agreement_of(group)
     if known.chosen_after != _latest_built:
-        known.compares = _all_ranks_compare(group, device)
+        known.is_on = _all_ranks_compare(group, device)
         known.chosen_after = _latest_built
-        known.layer = layer
-    if not known.compares:
+        known.comparing_layer = layer
+    if not known.is_on:
         return
     if documents is None:
         packed = (-1, 0)
@@ -123,17 +124,16 @@ def require_agreement(
     integers_by_rank = [tuple(row) for row in gathered.tolist()]
     if integers_by_rank.count(integers) != len(integers_by_rank):
         raise ValueError(_disagreement_message(integers_by_rank, documents))
-    if len(known.agreed) == _REMEMBERED:
+    if len(known.agreed) == _MOST_REMEMBERED:
         known.agreed.clear()
     known.agreed.add(integers)
 
 
 def _all_ranks_compare(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks compare micro-batches; raise on all ranks if SWITCH differs
-    between them.
+    """Whether the ranks' environments ask them to compare micro-batches; a collective.
 
-    If ranks did not exchange the switch, a rank that compares would wait for one that
-    does not.
+    Raises a ValueError on all ranks if SWITCH differs between them. Without this
+    check, a rank that compares would wait forever for one that does not.
     """
     own = os.environ.get(SWITCH, "1") != "0"
     of_ranks = _gather((int(own),), group, device).flatten().tolist()
@@ -150,7 +150,7 @@ def _all_ranks_compare(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _cannot_compare(device: torch.device) -> bool:
-    """Whether ranks cannot compare: meta tensors have no values, or a CUDA graph is
+    """Whether no collective can run: on the meta device, and while a CUDA graph is
     captured."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return device.type == "meta" or capturing
@@ -177,8 +177,8 @@ def _gather(
 def _disagreement_message(
     by_rank: list[tuple[int, ...]], documents: Documents | None
 ) -> str:
-    """The error's text; ``by_rank[r]``: rank r's tokens, rows, documents, their hash,
-    layout."""
+    """The text of the error; ``by_rank[r]`` are rank r's five integers, as in
+    :func:`_description`."""
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, integers in enumerate(by_rank):
         ranks.setdefault(integers, []).append(rank)
@@ -201,8 +201,12 @@ def _disagreement_message(
 def _description(
     tokens: int, rows: int, count: int, fingerprint: int, layout: int
 ) -> str:
-    """One rank's five integers in words; ``fingerprint``: hash of ``count`` documents'
-    offsets."""
+    """One rank's five integers in words.
+
+    ``count``: number of documents, -1 if not packed, -2 for fixed buffers;
+    ``fingerprint``: the hash of their offsets, or how many documents fixed buffers
+    hold; ``layout``: the layout's index in `SequenceLayout`.
+    """
     if count < 0:
         packed = "not packed"
     else:
@@ -234,8 +238,8 @@ def check_ranks_per_machine(ranks: object) -> None:
 def ranks_per_machine(
     group: dist.ProcessGroup, configured: int | None, device: torch.device
 ) -> int:
-    """How many successive ranks of ``group`` share a machine; the number divides the
-    group's size.
+    """How many successive ranks of ``group`` share a machine, as
+    :func:`largest_shared_run` counts.
 
     ``configured``, the option cp_ranks_per_machine, is the number of ranks on each
     machine; the last machine may have fewer. If None, the ranks compare the names of
@@ -247,21 +251,22 @@ def ranks_per_machine(
     known = _agreement_of(group).per_machine
     if configured in known:
         return known[configured]
-    silent = _cannot_compare(device)
-    if silent:
-        machines = [0] * group.size()
-    else:
+    can_ask = not _cannot_compare(device)
+    if can_ask:
         machines = _hosts(group, configured, device)
+    else:
+        machines = [0] * group.size()
     if configured is not None:
         machines = [rank // configured for rank in range(group.size())]
-    if not silent:
-        known[configured] = largest_shared_run(machines)
-    return largest_shared_run(machines)
+    number = largest_shared_run(machines)
+    if can_ask:
+        known[configured] = number
+    return number
 
 
 def largest_shared_run(machines: Sequence[Hashable]) -> int:
-    """The largest n for which ranks [0, n), [n, 2 n), ... each lie on one of
-    ``machines``."""
+    """The largest n for which the ranks 0 to n - 1 are on one machine, so are n to
+    2 n - 1, and so on; ``machines[r]`` names the machine of rank r."""
     return gcd(*(len(list(ranks)) for _, ranks in groupby(machines)))
 
 
@@ -269,8 +274,10 @@ def largest_shared_run(machines: Sequence[Hashable]) -> int:
 def _hosts(
     group: dist.ProcessGroup, configured: int | None, device: torch.device
 ) -> list[int]:
-    """For each rank a hash of its host; raise if ``configured`` differs between the
-    ranks."""
+    """For each rank a hash of its host; a collective.
+
+    Raises a ValueError on all ranks if ``configured`` differs between them.
+    """
     host = int.from_bytes(
         blake2b(_own_host().encode(), digest_size=8).digest(), signed=True
     )

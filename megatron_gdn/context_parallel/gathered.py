@@ -4,6 +4,7 @@ queries."""
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -14,61 +15,69 @@ from ..ops.autograd import first_derivative_only
 from .layouts import SequenceLayout, positions, rank_order_of_sequence
 
 
-class Span(NamedTuple):
-    """This rank's rows ``first:last`` of one document, and the keys that the rows
-    attend to."""
+class LocalDocument(NamedTuple):
+    """This rank's rows (queries) of one document, and the keys that they attend to.
 
-    first: int  # the first row
-    last: int  # one past the last row
-    start: int  # the document's first key, in sequence order
-    end: int  # one past the last key that a row sees
+    Rows are counted on this rank, keys in sequence order over all ranks.
+    """
+
+    first_row: int
+    end_row: int  # one past the last row
+    first_key: int  # of the document
+    end_key: int  # one past the last key that a row sees
     # int64, each row's position in its document; None: 0, 1, 2, ...
-    position: Tensor | None
-    before: tuple[slice, ...] = ()  # the keys of earlier documents that all rows see
+    positions: Tensor | None
+    # keys of earlier documents, which all rows see (trees of documents)
+    earlier_keys: tuple[slice, ...] = ()
 
-    def keys(self, whole: Tensor) -> Tensor:
-        """The keys that at least one row sees, out of ``whole`` ``[S, ...]`` in
-        sequence order."""
-        own = whole[self.start : self.end]
-        if self.before:
-            return torch.cat([whole[keys] for keys in self.before] + [own])
+    def keys(self, all_keys: Tensor) -> Tensor:
+        """The keys, or values, that at least one row sees, out of ``all_keys``
+        ``[S, ...]``."""
+        own = all_keys[self.first_key : self.end_key]
+        if self.earlier_keys:
+            return torch.cat([all_keys[keys] for keys in self.earlier_keys] + [own])
         return own
 
     def mask(self, device: torch.device) -> Tensor | None:
         """bool ``[rows, keys]``: which keys each row sees; None if row i sees the keys
         0 to i."""
-        if self.position is None and not self.before:
+        if self.positions is None and not self.earlier_keys:
             return None
-        earlier_keys = sum(keys.stop - keys.start for keys in self.before)
-        position = self.position
+        earlier = sum(keys.stop - keys.start for keys in self.earlier_keys)
+        position = self.positions
         if position is None:
-            position = torch.arange(self.last - self.first, device="cpu")
-        position = position.to(device, non_blocking=True) + earlier_keys
-        key = torch.arange(earlier_keys + self.end - self.start, device=device)
+            position = torch.arange(self.end_row - self.first_row, device="cpu")
+        position = position.to(device, non_blocking=True) + earlier
+        key = torch.arange(earlier + self.end_key - self.first_key, device=device)
         return position[:, None] >= key
 
 
 @lru_cache(maxsize=16)
-def spans_of(
+def local_documents_of(
     lengths: tuple[int, ...], size: int, rank: int, layout: SequenceLayout
-) -> tuple[Span, ...]:
-    """A span for each document with rows on ``rank``; ``lengths``: tokens of every
-    document."""
+) -> tuple[LocalDocument, ...]:
+    """The documents with rows on ``rank``, one of ``size``; ``lengths``: tokens of
+    every document over all ranks."""
     # A rank holds its tokens in sequence order, so the tokens of one document lie side
     # by side.
     own_positions = positions(lengths, size, layout)[rank]
     offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
-    cuts = torch.searchsorted(own_positions, offsets).tolist()
-    spans = []
-    for start, first, last in zip(offsets.tolist(), cuts, cuts[1:], strict=False):
-        if first < last:
-            position = own_positions[first:last] - start
-            seen_keys = int(position[-1]) + 1
-            whole = seen_keys == last - first
-            spans.append(
-                Span(first, last, start, start + seen_keys, None if whole else position)
-            )
-    return tuple(spans)
+    row_bounds = torch.searchsorted(own_positions, offsets).tolist()
+    found = []
+    for first_key, (first_row, end_row) in zip(
+        offsets.tolist(), pairwise(row_bounds), strict=False
+    ):
+        if first_row == end_row:
+            continue
+        row_positions = own_positions[first_row:end_row] - first_key
+        seen_keys = int(row_positions[-1]) + 1
+        if seen_keys == end_row - first_row:
+            row_positions = None  # 0, 1, 2, ...
+        document = LocalDocument(
+            first_row, end_row, first_key, first_key + seen_keys, row_positions
+        )
+        found.append(document)
+    return tuple(found)
 
 
 def gather_in_order(
@@ -77,8 +86,11 @@ def gather_in_order(
     lengths: tuple[int, ...],
     layout: SequenceLayout,
 ) -> Tensor:
-    """All ranks' ``x [s, ...]`` as ``[S, ...]`` in sequence order; the backward sums
-    gradients."""
+    """All ranks' ``x [s, ...]`` as ``[S, ...]`` in sequence order; a collective.
+
+    Every rank gets all S rows, so the backward sums the gradients of a row over the
+    ranks. ``lengths``: tokens of every document over all ranks.
+    """
     if group is None or group.size() == 1:
         return x
     place = rank_order_of_sequence(lengths, group.size(), layout)

@@ -4,11 +4,14 @@ communication.
     sequence order   document 0, document 1, ...
     rank order       the tokens of rank 0, of rank 1, ..., concatenated
 
-    undo = rank_order_of_sequence(lengths, cp)     each sequence position's place in
-                                                   rank order
-    x_sequence = x_rank[undo],  x_rank = x_sequence[inverse(undo)]
+    place = rank_order_of_sequence(lengths, cp)
+    x_sequence = x_rank[place],  x_rank = x_sequence[inverse(place)]
 
-Legend: R context-parallel ranks, T tokens of the buffer, s = T / R tokens of one rank.
+A token's *position* is its index in sequence order, its *place* the index in rank
+order. A layout divides *units* among the ranks: each document, or the whole buffer.
+
+Legend: R context-parallel ranks, N documents, T tokens of the buffer, s = T / R tokens
+of one rank.
 """
 
 from __future__ import annotations
@@ -49,8 +52,11 @@ class SequenceLayout(StrEnum):
 
 
 def parse_member[Kind: StrEnum](kind: type[Kind], value: object, setting: str) -> Kind:
-    """The member of enum ``kind`` for ``value``; ``setting`` is the option's name for
-    errors."""
+    """The member of the enum ``kind`` whose value is ``value``.
+
+    Raises a ValueError that lists the legal values; ``setting`` is the option's name in
+    the error.
+    """
     try:
         return kind(value)
     except ValueError:
@@ -70,19 +76,18 @@ def check_lengths(
         return
     if layout is SequenceLayout.ZIGZAG:
         multiple = 2 * cp_size
-        wholes = lengths
+        unit_lengths = lengths
         unit = "sequence"
     else:
         if layout is SequenceLayout.CONTIGUOUS:
             multiple = cp_size
         else:
             multiple = 2 * cp_size
-        wholes = [sum(lengths)]
+        unit_lengths = [sum(lengths)]
         unit = "packed buffer"
-    for index, length in enumerate(wholes):
+    for index, length in enumerate(unit_lengths):
         if length % multiple:
-            by_document = layout is SequenceLayout.ZIGZAG
-            if by_document:
+            if layout is SequenceLayout.ZIGZAG:
                 passed = " and pass the padded boundaries as cu_seqlens_q_padded"
             else:
                 passed = ""
@@ -101,13 +106,13 @@ def rank_order_of_sequence(
     cp_size: int,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
 ) -> Tensor:
-    """For every token in sequence order, its place in rank order.
+    """For every token, in sequence order: its place in rank order.
 
     Args:
         lengths: tokens of each document of the buffer, in order; zero is allowed. One
             entry if nothing is packed.
         cp_size: number of context-parallel ranks.
-        layout: how the buffer was cut.
+        layout: how the buffer was units.
 
     Returns:
         int64 ``[T]`` on the CPU, a permutation of ``0 .. T-1`` with
@@ -135,13 +140,16 @@ def rank_order_of_sequence(
 
 
 def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
-    """Each token's place in rank order; ``start_T``, ``length_T``: its document's
-    start, length."""
+    """int64 ``[T]``: the place in rank order of each token, for documents that are each
+    cut in zigzag.
+
+    ``start_T``, ``length_T``: first position and length of each token's document.
+    """
     total = len(start_T)
     offset_T = torch.arange(total, device=start_T.device) - start_T
     fragment_tokens_T = length_T // (2 * cp_size)
     fragment_T = offset_T // fragment_tokens_T
-    second_T = fragment_T >= cp_size
+    second_T = fragment_T >= cp_size  # whether the fragment is its rank's second one
     rank_T = torch.where(second_T, 2 * cp_size - 1 - fragment_T, fragment_T)
     # On each rank, the share of a document follows the shares of all earlier documents.
     place_T = (
@@ -180,36 +188,44 @@ def local_indices(
 
 @lru_cache(maxsize=16)
 def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) -> Tensor:
-    """The sequence positions of every rank's tokens, in the rank's order: int64
-    ``[R, s]``, CPU."""
+    """int64 ``[R, s]`` on the CPU: the positions of each rank's tokens, in the rank's
+    order."""
     return inverse(rank_order_of_sequence(lengths, cp_size, layout)).view(cp_size, -1)
 
 
-def documents_cut_by(
+def units_of_layout(
     layout: SequenceLayout,
     documents: Documents | None,
     tokens: int,
     device: torch.device,
 ) -> Documents:
-    """What ``layout`` cuts: ``documents`` (ZIGZAG), or the buffer of ``tokens`` as one
-    document."""
+    """What ``layout`` divides among the ranks, as `Documents`: ``documents`` in ZIGZAG,
+    else the whole buffer of ``tokens`` tokens as one document."""
     if documents is not None and layout is SequenceLayout.ZIGZAG:
         return documents
     return one_document(tokens, device)
 
 
-def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
-    """:func:`positions` of documents ``cut``; on their device if the host knows no
-    lengths."""
-    if cut.known_on_host:
-        return positions(cut.lengths, cp_size, layout)
-    require_cut(cut, cp_size, layout)
-    return cut.keep_tensors(_zigzag_positions, cp_size)[0]
+def positions_of(units: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
+    """int64 ``[R, s]``: :func:`positions` for ``units`` of :func:`units_of_layout`.
+
+    The result is on the CPU; for fixed buffers, whose lengths the host does not know,
+    it is on their device.
+    """
+    if units.known_on_host:
+        return positions(units.lengths, cp_size, layout)
+    require_divisible_lengths(units, cp_size, layout)
+    return units.keep_tensors(_zigzag_positions, cp_size)[0]
 
 
-def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> None:
-    """Raise a ValueError if the host knows a length that the ranks cannot divide among
-    them."""
+def require_divisible_lengths(
+    documents: Documents, cp_size: int, layout: SequenceLayout
+) -> None:
+    """Raise a ValueError if the ranks cannot divide ``documents`` equally in
+    ``layout``.
+
+    Of fixed buffers the host knows only the total, so only the total is checked.
+    """
     if documents.known_on_host:
         lengths = documents.lengths
     else:
@@ -218,21 +234,27 @@ def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> N
 
 
 def _zigzag_positions(documents: Documents, cp_size: int) -> tuple[Tensor]:
-    """The result of :func:`positions` for zigzag, computed on the device."""
+    """:func:`positions` for ZIGZAG, computed on the device of fixed buffers."""
     start = documents.cu_seqlens.long()
     document_T = documents.document_T()
     length = start.diff()
-    require_fragments(documents, length, cp_size)
+    require_divisible_on_device(documents, length, cp_size)
     places_T = zigzag_places(start[document_T], length[document_T], cp_size)
     return (inverse(places_T).view(cp_size, -1),)
 
 
-def require_fragments(documents: Documents, length: Tensor, cp_size: int) -> None:
-    """Check that ``2 * cp_size`` divides each document's ``length``; fixed buffers
-    check it again whenever ``StaticDocuments.fill`` writes other lengths."""
+def require_divisible_on_device(
+    documents: Documents, length: Tensor, cp_size: int
+) -> None:
+    """In fixed buffers, check that ``2 * cp_size`` divides each document's ``length``,
+    an int64 tensor ``[N]``.
+
+    `StaticDocuments.fill` repeats the check whenever it writes other lengths. Documents
+    that the host knows were checked by :func:`require_divisible_lengths`.
+    """
     if isinstance(documents, StaticDocuments):
         demand = partial(check_lengths, cp_size=cp_size, layout=SequenceLayout.ZIGZAG)
-        documents.add_check((require_fragments, cp_size), demand)
+        documents.add_check((require_divisible_on_device, cp_size), demand)
         require_on_device(
             (length % (2 * cp_size) == 0).all(),
             f"every document must be a multiple of {2 * cp_size} tokens: the 'zigzag' "

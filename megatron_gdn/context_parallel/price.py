@@ -3,24 +3,25 @@
 A scheme's price is the milliseconds that it adds to one forward
 (``docs/context_parallel.md``):
 
-    wire(b)    max(within / WITHIN, across / ACROSS)
+    wire(b)    max((b - across) / NVLINK_SPEED, across / NETWORK_SPEED)
+               across = (cp - n) / (cp - 1) * b           from other machines
     headwise   wire((cp - 1) * s * B * (p + h V) * element size)   rows, outputs
-    chunkwise  map * s * B * SUMMARY + FIXED                       makes maps
-               + wire((cp - 1) / cp * r * d) + 2 * LATENCY         sends maps, states
-               + l * STEP                                          applies maps in order
+    chunkwise  map * s * B * MAP_TIME + FIXED_TIME        computes maps
+               + wire((cp - 1) / cp * r * d)              sends maps, returns states
+               + 2 * COLLECTIVE_TIME
+               + l * PRODUCT_TIME                         applies maps in order
 
-across = (cp - n) / (cp - 1) * b bytes come from other machines while the rest,
-within = b - across, comes from this one. d = map * chains * nodes of a chain on a rank,
-the bytes of a rank's maps.
+    map        H K (K + V) * 4                            bytes of one map
+    d          map * chains * nodes of a chain on a rank  bytes of a rank's maps
+    r          1 + V / (K + V)                            (maps + states) / maps, in bytes
 
-Bytes of a map: map = H K (K + V) * 4, or H K (1 + V) * 4 if the rule does not mix a
-state's rows. r = 1 + V / (K + V), or 1 + V / (1 + V), since maps are sent and states
-come back. A chain is a document in zigzag, else a batch row; a chain has l nodes. No
-price was measured across machines.
+If the rule does not mix a state's rows, K + V is 1 + V. A chain is a document in
+zigzag, else a batch row. No price was measured across machines.
 
-Legend: H value heads of one tensor-parallel rank, h value heads and p projection
-columns of a rank inside the head exchange, n ranks per machine, s tokens of a rank, B
-batch rows.
+Legend: b bytes that a rank receives, H value heads of one tensor-parallel rank, h value
+heads and p projection columns of a rank inside the head exchange, K and V rows and
+columns of a state, n ranks per machine, s tokens of a rank, B batch rows, l nodes of a
+chain.
 """
 
 from __future__ import annotations
@@ -32,22 +33,25 @@ from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape
 from .layouts import SequenceLayout, parse_member
 
-# Bytes that a rank receives per millisecond.
-WITHIN = 128 * 2**20 / 0.46  # 292 GB/s over NVLink: 128 MiB in 0.46 ms, on four H200
-ACROSS = 50e6  # 50 GB/s: one network card of 400 Gbit/s per GPU, an assumption
+# Speeds are the bytes that a rank receives per millisecond; times are in milliseconds.
+NVLINK_SPEED = (
+    128 * 2**20 / 0.46
+)  # 292 GB/s over NVLink: 128 MiB in 0.46 ms, on four H200
+NETWORK_SPEED = 50e6  # 50 GB/s: one network card of 400 Gbit/s per GPU, an assumption
 
-# ms to compute the maps of pieces, per token and byte of a map
-SUMMARY = 1 / 7000 / WITHIN
+# to compute the maps of pieces, per token and byte of a map
+MAP_TIME = 1 / 7000 / NVLINK_SPEED
 # Small launches and the history of one layer take 0.22 ms in a CUDA graph and 0.7 ms
 # with a slow host (H200, flash_qla, 16 key and 32 value heads, 8192 tokens on each of
 # four ranks).
-FIXED = 0.46  # ms, a value between the two times above
-# ms on several machines, where hosts issue launches while GPUs await messages
-FIXED_ACROSS = 0.22
-# ms, estimated: a small collective takes a GPU 10 to 28 us, and a slow host 300 us to
-# launch.
-LATENCY = 0.0575
-STEP = 0.0054  # ms per product of a chain; each product waits for the one before
+FIXED_TIME = 0.46  # a value between the two times above
+# on several machines, where hosts issue launches while GPUs await messages
+FIXED_TIME_ACROSS = 0.22
+# an estimate: a small collective takes a GPU 10 to 28 us, and a slow host 300 us to
+# launch
+COLLECTIVE_TIME = 0.0575
+# for one product of a map and a state; each product of a chain waits for the one before
+PRODUCT_TIME = 0.0054
 
 
 class LinearCpMode(StrEnum):
@@ -82,19 +86,26 @@ class Price(NamedTuple):
 
 
 def transfer_time(
-    received: float, cp_size: int, ranks_per_machine: int, nvlink_speed: float = WITHIN
+    received: float,
+    cp_size: int,
+    ranks_per_machine: int,
+    nvlink_speed: float = NVLINK_SPEED,
 ) -> float:
-    """Milliseconds to get ``received`` bytes evenly from all peers; ``nvlink_speed``:
-    bytes/ms."""
+    """Milliseconds in which a rank receives ``received`` bytes, the same number from
+    each peer; ``nvlink_speed`` is in bytes per millisecond."""
     across = received * (cp_size - ranks_per_machine) / (cp_size - 1)
-    return max((received - across) / nvlink_speed, across / ACROSS)
+    return max((received - across) / nvlink_speed, across / NETWORK_SPEED)
 
 
 def row_bytes(
     rank_layout: Layout, cp_size: int, local_rows: int, element_size: int
 ) -> int:
-    """Bytes that a rank with ``local_rows`` rows receives in a head exchange of
-    ``rank_layout``."""
+    """Bytes that a rank receives in the two head exchanges of a forward, before and
+    after the stages.
+
+    ``rank_layout``: the columns of one rank's heads; ``local_rows``: tokens of a rank
+    times batch rows; ``element_size``: bytes of an element.
+    """
     width = rank_layout.width + rank_layout.mixed_width
     return (cp_size - 1) * local_rows * width * element_size
 
@@ -106,8 +117,11 @@ def map_exchange_traffic(
     rows: int,
     lengths: tuple[int, ...] | None,
 ) -> tuple[float, int]:
-    """Bytes of maps and states that a rank receives in a forward, and the products per
-    chain."""
+    """The bytes of maps and states that a rank receives in a forward, and the number of
+    products of a chain.
+
+    ``lengths``: those of packed documents, in tokens; None: ``rows`` batch rows.
+    """
     if layout is SequenceLayout.ZIGZAG:
         documents = lengths
     else:
@@ -140,23 +154,23 @@ def price(
     """The `Price` of a layer's forward; each of ``rows`` batch rows has ``tokens`` over
     all ranks.
 
-    ``state`` has a tensor-parallel rank's states, ``rank_layout`` the projection
-    columns inside the head exchange. ``lengths`` are those of packed documents;
-    ``element_size`` is in bytes.
+    ``state`` has the shape of a tensor-parallel rank's states, ``rank_layout`` the
+    projection columns of one rank's heads in the head exchange. ``lengths`` are those
+    of packed documents; ``element_size`` is in bytes.
     """
     local = tokens // cp_size * rows
     received = row_bytes(rank_layout, cp_size, local, element_size)
-    map_bytes, steps = map_exchange_traffic(state, cp_size, layout, rows, lengths)
+    map_bytes, products = map_exchange_traffic(state, cp_size, layout, rows, lengths)
     exchange = (
         transfer_time(map_bytes, cp_size, ranks_per_machine)
-        + 2 * LATENCY
-        + steps * STEP
+        + 2 * COLLECTIVE_TIME
+        + products * PRODUCT_TIME
     )
     if ranks_per_machine == cp_size:
-        fixed = FIXED
+        fixed = FIXED_TIME
     else:
-        fixed = FIXED_ACROSS
+        fixed = FIXED_TIME_ACROSS
     return Price(
         headwise=transfer_time(received, cp_size, ranks_per_machine),
-        chunkwise=exchange + state.map_bytes * local * SUMMARY + fixed,
+        chunkwise=exchange + state.map_bytes * local * MAP_TIME + fixed,
     )

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..ops.documents import Documents
 from ..ops.layout import Layout
 from ..ops.stages import SequenceContext
-from .layouts import SequenceLayout, documents_cut_by, positions_of
+from .layouts import SequenceLayout, positions_of, units_of_layout
 
 
 class Passage(NamedTuple):
@@ -67,7 +67,7 @@ class Scheme:
         ``documents`` are packed into one row; None: not packed. ``tokens`` is the
         number of tokens of a batch row, over all ranks. ``like``, any tensor, has the
         dtype and device of the projection rows. Raises a ValueError for a length that
-        ``sequence_layout`` cannot cut.
+        ``sequence_layout`` cannot units.
         """
         raise NotImplementedError
 
@@ -96,8 +96,8 @@ class Scheme:
             device = torch.device("cpu")
         else:
             device = documents.device
-        cut = documents_cut_by(self.sequence_layout, documents, tokens, device)
-        return positions_of(cut, self.size, self.sequence_layout)[self.group.rank()]
+        units = units_of_layout(self.sequence_layout, documents, tokens, device)
+        return positions_of(units, self.size, self.sequence_layout)[self.group.rank()]
 
 
 class WholeSequences(Scheme):

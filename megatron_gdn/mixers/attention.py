@@ -26,7 +26,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..context_parallel.gathered import Span, gather_in_order
+from ..context_parallel.gathered import LocalDocument, gather_in_order
 from ..context_parallel.layouts import SequenceLayout, positions
 from ..ops.documents import Documents, one_document
 from .arguments import require_causal
@@ -160,7 +160,10 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         else:
             exact = self.config.batch_invariant_mode and micro_batch.size == 1
             out_sBHD = torch.cat(
-                [self._attend(x, query, key, value, exact) for x in micro_batch.spans]
+                [
+                    self._attend(x, query, key, value, exact)
+                    for x in micro_batch.local_documents
+                ]
             )
         return out_sBHD.flatten(1 if without_rows else 2)
 
@@ -189,17 +192,17 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     def _attend(
         self,
-        span: Span,
+        document: LocalDocument,
         query_sBHD: Tensor,
         key_SBGD: Tensor,
         value_SBGD: Tensor,
         exact: bool,
     ) -> Tensor:
-        """Attend with the queries in ``span`` (of one document); ``exact``: one query
-        at a time."""
-        query = query_sBHD[span.first : span.last]
-        key = span.keys(key_SBGD)
-        value = span.keys(value_SBGD)
+        """Attend with this rank's queries of one document; ``exact``: one query at a
+        time."""
+        query = query_sBHD[document.first_row : document.end_row]
+        key = document.keys(key_SBGD)
+        value = document.keys(value_SBGD)
         if exact:
             return self._query_by_query(query, key, value).unflatten(
                 -1, (query.shape[2], -1)
@@ -207,7 +210,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         shared_by = query.shape[2] // key.shape[2]
         if shared_by > 1:
             key, value = (x.repeat_interleave(shared_by, dim=2) for x in (key, value))
-        mask = span.mask(query.device)
+        mask = document.mask(query.device)
         # Tensor-parallel ranks hold different heads, so each draws dropout from its own
         # generator.
         own = self._dropout and not self.config.sequence_parallel

@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..context_parallel.gathered import Span, gather_in_order, spans_of
+from ..context_parallel.gathered import (
+    LocalDocument,
+    gather_in_order,
+    local_documents_of,
+)
 from ..context_parallel.layouts import SequenceLayout, positions
 from ..ops.documents import Documents, changed_boundaries_message, offsets_of, shortened
 from ..ops.host_tables import stream_of_tables, to_device
@@ -426,14 +430,15 @@ class MicroBatchShare(NamedTuple):
         return positions(self.lengths, self.size, self.layout)[self.rank]
 
     @property
-    def spans(self) -> tuple[Span, ...]:
-        """For each document with tokens on this rank, the stretch of rows that they
-        fill."""
-        spans = spans_of(self.lengths, self.size, self.rank, self.layout)
-        if self.documents is None:
-            return spans
+    def local_documents(self) -> tuple[LocalDocument, ...]:
+        """The documents with tokens on this rank: their rows here, and the keys that
+        these attend to."""
+        found = local_documents_of(self.lengths, self.size, self.rank, self.layout)
+        documents = self.documents
+        if documents is None:
+            return found
         return tuple(
-            x._replace(before=self.documents.tokens_before(x.start)) for x in spans
+            x._replace(earlier_keys=documents.tokens_before(x.first_key)) for x in found
         )
 
     def gather(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from megatron_gdn import (
 from megatron_gdn.context_parallel import Headwise, local_indices
 from megatron_gdn.context_parallel.headwise import exchange
 from megatron_gdn.context_parallel.headwise.exchange import Exchange
-from megatron_gdn.context_parallel.layouts import documents_cut_by
+from megatron_gdn.context_parallel.layouts import units_of_layout
 from megatron_gdn.mixers.tensor_map import take_share
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN
@@ -110,14 +110,18 @@ def _open_gives_every_rank_its_heads(
     whole = torch.randn(tokens, batch, dims.layout.width, device=device)
     gradients = torch.randn(size, tokens, batch, scheme.layout.width, device=device)
     with travelling(waves, direct, own):
-        cut = documents_cut_by(SequenceLayout(layout), documents, tokens, device)
+        cut = units_of_layout(SequenceLayout(layout), documents, tokens, device)
         made = Exchange.of(
-            dist.group.WORLD, scheme._proj, cut, SequenceLayout(layout), whole[held]
+            dist.group.WORLD,
+            scheme._row_shares,
+            cut,
+            SequenceLayout(layout),
+            whole[held],
         )
         passage = scheme.passage(documents, tokens, batch, whole)
         assert len(made.waves) == waves
         assert all(made.sends_fragments(wave) == direct for wave in made.waves)
-        assert made.at_once == (waves == 1 and own > 0)
+        assert made.packs_kept_rows == (waves == 1 and own > 0)
 
         # Strided rows: a batch dimension that is not the innermost of what is stored.
         mine = whole[held].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
@@ -153,7 +157,7 @@ def sums_over_copies_are_rounded_once_in_the_order_of_ranks() -> None:
         size, 8 * size, 2, scheme.layout.width, device=device
     ).bfloat16()
     mine = (
-        torch.zeros(8, 2, scheme._proj.whole_width, device=device)
+        torch.zeros(8, 2, scheme._row_shares.width, device=device)
         .bfloat16()
         .requires_grad_()
     )

@@ -134,7 +134,7 @@ def test_recomputing_the_norm_works_inside_checkpoints(linear_cp_mode):
 def test_a_checkpoint_holds_while_auto_changes_the_scheme():
     """It compares what its two forwards save; prices without fixed parts make tiny
     sizes differ."""
-    with patch.multiple(price, FIXED=0, LATENCY=0, STEP=0):
+    with patch.multiple(price, FIXED_TIME=0, COLLECTIVE_TIME=0, PRODUCT_TIME=0):
         layer = over_ranks(linear_cp_mode="auto")
         randomise_(layer)
         schemes = []

@@ -65,7 +65,7 @@ def simulation(monkeypatch):
         InterpretedFunction, "run", lambda self, *a, **k: made.run(self, *a, **k)
     )
     # a program runs one tile
-    monkeypatch.setattr(pack, "_programs", lambda tiles, *_: tiles)
+    monkeypatch.setattr(pack, "_program_count", lambda tiles, *_: tiles)
     return made
 
 
@@ -158,15 +158,15 @@ def run_exchange(simulation, s, B, shares):
     """All copies of a head exchange of the last rank but one."""
     rank = shares.ranks - 2
     S = s * shares.ranks
-    whole = tensor(s, B, shares.whole_width)
+    whole = tensor(s, B, shares.width)
     full = tensor(S, B, shares.rank_width)
     messages = tensor(shares.ranks - 1, s, B, shares.rank_width)
     own = simulation.holds(tensor(s, dtype=INT32), S - 1)
     peers = simulation.holds(tensor(S - s, dtype=INT32), S - 1)
     pack.pack_peers(whole, messages, shares, rank)
     pack.pack_peers(whole, messages, shares, rank, kept_rows=(full, own))
-    pack.copy_kept_rows(whole, full, shares, rank, own, to_full=True)
-    pack.move_rows(messages, full, peers, to_full=True)
+    pack.copy_kept_rows(whole, full, shares, rank, own, to_hp=True)
+    pack.move_rows(messages, full, peers, to_hp=True)
     pack.unpack_peers(messages, full, whole, shares, rank, own, with_kept_rows=True)
 
 

@@ -35,8 +35,8 @@ class Rows:
 
         self.shares = shares
         self.rank = shares.ranks - 2
-        self.whole = normal(s, B + extra, shares.whole_width + extra)
-        self.whole = self.whole[:, :B, : shares.whole_width]
+        self.whole = normal(s, B + extra, shares.width + extra)
+        self.whole = self.whole[:, :B, : shares.width]
         self.messages = normal(shares.ranks - 1, s, B, shares.rank_width)
         self.full = normal(shares.ranks * s, B, shares.rank_width)
         order = (
@@ -72,9 +72,9 @@ def test_packing_and_unpacking_equal_the_twin(shares, device, s, B, dtype):
     rows = Rows(shares, device, s=s, B=B, dtype=dtype)
     rows.both("pack_peers", "messages", "whole", "messages", "shares", "rank")
     own = "whole", "full", "shares", "rank", "own_place"
-    rows.both("copy_kept_rows", "full", *own, to_full=True)
+    rows.both("copy_kept_rows", "full", *own, to_hp=True)
     if min(shares.copies) == 1:
-        rows.both("copy_kept_rows", "whole", *own, to_full=False)
+        rows.both("copy_kept_rows", "whole", *own, to_hp=False)
     rows.both(
         "unpack_peers",
         "whole",
@@ -106,7 +106,7 @@ def test_own_rows_go_along_with_the_peers(shares, device, s, B):
         module.pack_peers(*given, kept_rows=kept_rows)
         if way:
             module.copy_kept_rows(
-                rows.whole, full, shares, rows.rank, rows.own_place, to_full=True
+                rows.whole, full, shares, rows.rank, rows.own_place, to_hp=True
             )
         fulls.append(full)
     assert torch.equal(fulls[0], fulls[2]) and torch.equal(fulls[1], fulls[2])
@@ -134,7 +134,7 @@ def test_moving_rows_equals_the_twin(shares, device, s, B):
             "messages",
             "full",
             "peer_place",
-            to_full=target == "full",
+            to_hp=target == "full",
         )
 
 
@@ -167,5 +167,5 @@ def test_an_expanded_gradient_has_no_strides_to_speak_of(device):
     memory."""
     shares = SHARES["six sections"]
     rows = Rows(shares, device, s=5, B=2)
-    rows.whole = rows.whole[0, 0].expand(5, 2, shares.whole_width)
+    rows.whole = rows.whole[0, 0].expand(5, 2, shares.width)
     rows.both("pack_peers", "messages", "whole", "messages", "shares", "rank")

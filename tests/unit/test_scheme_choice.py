@@ -13,13 +13,13 @@ from megatron_gdn.context_parallel.agreement import (
     ranks_per_machine,
 )
 from megatron_gdn.context_parallel.price import (
-    ACROSS,
-    FIXED,
-    FIXED_ACROSS,
-    LATENCY,
-    STEP,
-    SUMMARY,
-    WITHIN,
+    COLLECTIVE_TIME,
+    FIXED_TIME,
+    FIXED_TIME_ACROSS,
+    MAP_TIME,
+    NETWORK_SPEED,
+    NVLINK_SPEED,
+    PRODUCT_TIME,
     LinearCpMode,
     map_exchange_traffic,
     price,
@@ -53,10 +53,12 @@ def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", dims=QWEN, n=None)
 )
 def test_chunkwise_pays_for_maps_and_for_computing_them(cp, per_rank, nodes, case):
     exchange = (
-        1.5 * (cp - 1) / cp * per_rank * MAP / WITHIN + 2 * LATENCY + nodes * STEP
+        1.5 * (cp - 1) / cp * per_rank * MAP / NVLINK_SPEED
+        + 2 * COLLECTIVE_TIME
+        + nodes * PRODUCT_TIME
     )
     local = 16384 // cp * case.get("rows", 1)
-    total = exchange + MAP * SUMMARY * local + FIXED
+    total = exchange + MAP * MAP_TIME * local + FIXED_TIME
     assert priced(cp, 16384, **case).chunkwise == pytest.approx(total, rel=1e-12)
 
 
@@ -81,7 +83,9 @@ def by_hand(s, cp, n, heads, layout):
     outside = (cp - n) / (cp - 1)
 
     def wire(received):
-        return max(received * (1 - outside) / WITHIN, received * outside / ACROSS)
+        return max(
+            received * (1 - outside) / NVLINK_SPEED, received * outside / NETWORK_SPEED
+        )
 
     # q, k, v, z, b, a of one rank; ranks share a key head if there are more ranks than
     # key heads.
@@ -91,9 +95,11 @@ def by_hand(s, cp, n, heads, layout):
     per_rank = 1 if layout == "contiguous" else 2
     own = per_rank * one_map
     steps = per_rank * cp
-    exchange = wire(1.5 * own * (cp - 1) / cp) + 2 * LATENCY + steps * STEP
-    fixed = FIXED if n == cp else FIXED_ACROSS
-    return headwise, exchange + one_map * s * SUMMARY + fixed
+    exchange = (
+        wire(1.5 * own * (cp - 1) / cp) + 2 * COLLECTIVE_TIME + steps * PRODUCT_TIME
+    )
+    fixed = FIXED_TIME if n == cp else FIXED_TIME_ACROSS
+    return headwise, exchange + one_map * s * MAP_TIME + fixed
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 
 from ...ops.documents import Documents
-from ..layouts import SequenceLayout, require_cut, require_fragments
+from ..layouts import (
+    SequenceLayout,
+    require_divisible_lengths,
+    require_divisible_on_device,
+)
 
 
 class Nodes(NamedTuple):
@@ -114,7 +118,7 @@ class Fragments(NamedTuple):
 def fragments_of(documents: Documents, partition: SequencePartition) -> Fragments:
     """The fragments of ``documents`` on all ranks; errors as in
     :func:`..layouts.check_lengths`."""
-    require_cut(documents, partition.cp_size, partition.layout)
+    require_divisible_lengths(documents, partition.cp_size, partition.layout)
     return documents.keep_tensors(_cut_fragments, partition, move=False)
 
 
@@ -127,7 +131,7 @@ def _cut_fragments(documents: Documents, partition: SequencePartition) -> Fragme
     cp_size = partition.cp_size
     if partition.layout is SequenceLayout.ZIGZAG:
         chain_bounds = starts[: documents.max_filled + 1]  # [C + 1]
-        require_fragments(documents, chain_bounds.diff(), cp_size)
+        require_divisible_on_device(documents, chain_bounds.diff(), cp_size)
     else:
         chain_bounds = torch.cat([starts[:1], starts[-1:]])
     node = torch.arange(len(partition.nodes.ranks), device=starts.device)[:, None]

@@ -1,11 +1,14 @@
-"""The head exchange: a rank's tokens of all heads become all tokens of the rank's
+"""The head exchange: one rank's tokens with all heads become all tokens with one rank's
 heads.
 
-    to heads      [s, B, P] -> [S, B, p]  every rank sends each peer that peer's columns
-    to sequence   [S, B, p] -> [s, B, P]  every peer sends the columns back
+    to heads      cp_rows [s, B, P] -> hp_rows [S, B, p]   a rank sends each peer that
+                                                           peer's columns
+    to sequence   hp_rows [S, B, p] -> cp_rows [s, B, P]   a rank sends each peer that
+                                                           peer's tokens
 
-The backward of each direction is the other direction. The S rows of all ranks are in
-sequence order, the s rows of one rank in this rank's order.
+The names are those of Megatron's ``tensor_a2a_cp2hp``: context-parallel rows and
+hidden-parallel rows. The backward of each direction is the other direction. hp_rows are
+in sequence order, cp_rows in the order of the rank's tokens.
 """
 
 from __future__ import annotations
@@ -34,61 +37,65 @@ WAVE_BYTES = 96 << 20
 # per fragment takes 0.85 times as long as one per peer with fragments of 30 to 100 MB,
 # 3.5 times with those of 3 MB.
 MESSAGE_BYTES = 28 << 20
-# While messages travel, a separate kernel copies the rows that stay on their rank. If
-# these rows have at most OWN_BYTES, the packing kernel copies them, because a launch
-# would take longer.
+# A rank copies its own columns of its own tokens, the kept rows, without a message. A
+# separate kernel copies these rows while messages travel. If they have at most
+# OWN_BYTES, the packing kernel copies them, because a launch would take longer.
 OWN_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """The ranks of a head exchange, the columns of each rank, and the places of
-    tokens."""
+    """A head exchange of rows of one shape: its ranks, each rank's columns, its
+    waves."""
 
     group: dist.ProcessGroup
     rank: int
     shares: HeadShares
     rank_width: int  # p
-    whole_width: int  # P
+    width: int  # P
     waves: tuple[Wave, ...]  # the waves in which tokens travel
-    direct_fragment: float  # fragments of this many tokens or more get a message each
-    # whether the kernel that packs the only wave also copies the rows that stay
-    at_once: bool
+    # A fragment of so many tokens or more is a message of its own.
+    least_fragment_tokens: float
+    # whether there is one wave, whose packing kernel also copies the kept rows
+    packs_kept_rows: bool
 
     @classmethod
     def of(
         cls,
         group: dist.ProcessGroup,
         shares: HeadShares,
-        cut: Documents,
+        units: Documents,
         layout: SequenceLayout,
         rows: Tensor,
     ) -> Exchange:
-        """The exchange of ``rows`` ``[s or S, B, .]`` of documents ``cut`` by column
-        ``shares``."""
+        """The exchange of rows like ``rows [s or S, B, .]``, whose columns are divided
+        by ``shares``.
+
+        ``units`` are what ``layout`` divides among ranks: documents or the buffer.
+        """
         rank = group.rank()
         rank_width = shares.rank_width
-        local = cut.total_tokens // shares.ranks
+        local = units.total_tokens // shares.ranks
         row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
         wave_count = min(
             MOST_WAVES, max(1, local * (shares.ranks - 1) * row_bytes // WAVE_BYTES)
         )
-        waves = waves_of(cut, shares.ranks, rank, layout, wave_count)
-        at_once = wave_count == 1 and local * row_bytes <= OWN_BYTES
+        waves = waves_of(units, shares.ranks, rank, layout, wave_count)
+        packs_kept_rows = wave_count == 1 and local * row_bytes <= OWN_BYTES
         return cls(
             group,
             rank,
             shares,
             rank_width,
-            shares.whole_width,
+            shares.width,
             waves,
-            direct_fragment=MESSAGE_BYTES / row_bytes,
-            at_once=at_once,
+            least_fragment_tokens=MESSAGE_BYTES / row_bytes,
+            packs_kept_rows=packs_kept_rows,
         )
 
     def sends_fragments(self, wave: Wave) -> bool:
         """Whether every fragment of ``wave`` travels as a message of its own."""
-        return wave.mean_fragment >= self.direct_fragment
+        return wave.mean_fragment >= self.least_fragment_tokens
 
 
 @cache
@@ -106,8 +113,10 @@ def _packing_module(gpu: bool) -> ModuleType:
 def _exchange_messages(
     exchange: Exchange, messages: Tensor
 ) -> tuple[list[dist.Work], Tensor]:
-    """Send ``messages`` to the peers; return transfers to wait for, and the peers'
-    messages."""
+    """All-to-all of ``messages [ranks - 1, s, B, p]``, one for each peer.
+
+    Returns the transfers to wait for, and the peers' messages in the same shape.
+    """
     received = torch.empty_like(messages)
     rows = [messages.shape[1]] * messages.shape[0]
     rows.insert(exchange.rank, 0)
@@ -117,60 +126,62 @@ def _exchange_messages(
         rows,
         rows,
         group=exchange.group,
-        async_op=not exchange.at_once,
+        async_op=not exchange.packs_kept_rows,
     )
     return [] if work is None else [work], received
 
 
 def _send_fragments(
-    exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, to_heads: bool
+    exchange: Exchange, wave: Wave, messages: Tensor, hp_rows: Tensor, to_heads: bool
 ) -> list[dist.Work]:
-    """With ``to_heads``, send the fragments in ``messages`` to the peers and receive
-    theirs into ``full``; otherwise send from ``full`` and receive into ``messages``.
+    """Send every fragment as a message of its own.
 
-    Returns the transfers to wait for.
+    With ``to_heads``, send the fragments in ``messages`` to the peers and receive the
+    peers' fragments into ``hp_rows``. Otherwise send from ``hp_rows`` and receive into
+    ``messages``. Returns the transfers to wait for.
     """
     # Two ranks must list the messages between them in the same order.
     group = exchange.group
     rank = exchange.rank
-    start_own, start_peers = (
-        (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)
-    )
+    if to_heads:
+        start_own = dist.isend
+        start_peers = dist.irecv
+    else:
+        start_own = dist.irecv
+        start_peers = dist.isend
     operations = []
     for peer, message in zip(exchange.shares.peers(rank), messages, strict=True):
-        ends = [
-            (start_own, message[fragment.locally]) for fragment in wave.fragments[rank]
-        ]
-        ends += [
-            (start_peers, full[fragment.in_sequence])
-            for fragment in wave.fragments[peer]
-        ]
-        operations += [
-            dist.P2POp(start, x, group=group, group_peer=peer) for start, x in ends
-        ]
+        for fragment in wave.fragments[rank]:
+            tokens = message[fragment.in_wave]
+            transfer = dist.P2POp(start_own, tokens, group=group, group_peer=peer)
+            operations.append(transfer)
+        for fragment in wave.fragments[peer]:
+            tokens = hp_rows[fragment.in_sequence]
+            transfer = dist.P2POp(start_peers, tokens, group=group, group_peer=peer)
+            operations.append(transfer)
     return dist.batch_isend_irecv(operations)
 
 
-def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
-    """Exchange ``[s, B, P]`` of all columns to ``[S, B, p]`` of this rank's columns."""
-    pack = _packing_module(whole.is_cuda)
+def _to_heads(cp_rows: Tensor, exchange: Exchange) -> Tensor:
+    """Exchange ``[s, B, P]`` to ``[S, B, p]``, without autograd."""
+    pack = _packing_module(cp_rows.is_cuda)
     shares = exchange.shares
     rank = exchange.rank
-    if whole.stride(-1) != 1:
-        whole = whole.contiguous()
-    s, B, _ = whole.shape
-    full = whole.new_empty(s * shares.ranks, B, exchange.rank_width)
+    if cp_rows.stride(-1) != 1:
+        cp_rows = cp_rows.contiguous()
+    s, B, _ = cp_rows.shape
+    hp_rows = cp_rows.new_empty(s * shares.ranks, B, exchange.rank_width)
     sent = []  # keeps the messages in memory until all are sent
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
-        messages = whole.new_empty(peers, wave.size, B, exchange.rank_width)
+        messages = cp_rows.new_empty(peers, wave.size, B, exchange.rank_width)
         received = None
-        if exchange.at_once:
-            kept_rows = (full, wave.own_place)
+        if exchange.packs_kept_rows:
+            kept_rows = (hp_rows, wave.own_positions)
         else:
             kept_rows = None
         pack.pack_peers(
-            whole[wave.tokens],
+            cp_rows[wave.tokens],
             messages,
             shares,
             rank,
@@ -178,69 +189,79 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
             beside_transfer=bool(sent),
         )
         if exchange.sends_fragments(wave):
-            works = _send_fragments(exchange, wave, messages, full, to_heads=True)
+            works = _send_fragments(exchange, wave, messages, hp_rows, to_heads=True)
         else:
             works, received = _exchange_messages(exchange, messages)
         sent.append((wave, messages, received, works))
-    for wave in () if exchange.at_once else exchange.waves:
+    for wave in () if exchange.packs_kept_rows else exchange.waves:
         pack.copy_kept_rows(
-            whole[wave.tokens], full, shares, rank, wave.own_place, to_full=True
+            cp_rows[wave.tokens], hp_rows, shares, rank, wave.own_positions, to_hp=True
         )
     for wave, _, received, works in sent:
         for work in works:
             work.wait()  # on a GPU only the stream waits, and the host goes on
         if received is not None:
-            beside = wave is not exchange.waves[-1]
+            beside_transfer = wave is not exchange.waves[-1]
             pack.move_rows(
-                received, full, wave.peer_place, to_full=True, beside_transfer=beside
+                received,
+                hp_rows,
+                wave.peer_positions,
+                to_hp=True,
+                beside_transfer=beside_transfer,
             )
-    return full
+    return hp_rows
 
 
-def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
-    """Exchange ``[S, B, p]`` of this rank's columns to ``[s, B, P]`` of all columns."""
-    pack = _packing_module(full.is_cuda)
+def _to_sequence(hp_rows: Tensor, exchange: Exchange) -> Tensor:
+    """Exchange ``[S, B, p]`` to ``[s, B, P]``, without autograd."""
+    pack = _packing_module(hp_rows.is_cuda)
     shares = exchange.shares
     rank = exchange.rank
-    full = full.contiguous()
-    S, B, _ = full.shape
-    whole = full.new_empty(S // shares.ranks, B, exchange.whole_width)
+    hp_rows = hp_rows.contiguous()
+    S, B, _ = hp_rows.shape
+    cp_rows = hp_rows.new_empty(S // shares.ranks, B, exchange.width)
     awaited = []  # keeps the messages in memory until all are received
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
-        received = messages = full.new_empty(peers, wave.size, B, exchange.rank_width)
+        received = messages = hp_rows.new_empty(
+            peers, wave.size, B, exchange.rank_width
+        )
         if exchange.sends_fragments(wave):
-            works = _send_fragments(exchange, wave, messages, full, to_heads=False)
+            works = _send_fragments(exchange, wave, messages, hp_rows, to_heads=False)
         else:
-            beside = wave is not exchange.waves[0]
+            beside_transfer = wave is not exchange.waves[0]
             pack.move_rows(
-                messages, full, wave.peer_place, to_full=False, beside_transfer=beside
+                messages,
+                hp_rows,
+                wave.peer_positions,
+                to_hp=False,
+                beside_transfer=beside_transfer,
             )
             works, received = _exchange_messages(exchange, messages)
         awaited.append((wave, messages, received, works))
-    for wave in () if exchange.at_once else exchange.waves:
+    for wave in () if exchange.packs_kept_rows else exchange.waves:
         pack.copy_kept_rows(
-            whole[wave.tokens], full, shares, rank, wave.own_place, to_full=False
+            cp_rows[wave.tokens], hp_rows, shares, rank, wave.own_positions, to_hp=False
         )
     for wave, _, received, works in awaited:
         for work in works:
             work.wait()
         pack.unpack_peers(
             received,
-            full,
-            whole[wave.tokens],
+            hp_rows,
+            cp_rows[wave.tokens],
             shares,
             rank,
-            wave.own_place,
-            with_kept_rows=exchange.at_once,
+            wave.own_positions,
+            with_kept_rows=exchange.packs_kept_rows,
             beside_transfer=wave is not exchange.waves[-1],
         )
-    return whole
+    return cp_rows
 
 
-class _MoveRows(torch.autograd.Function):
-    """Autograd of :func:`to_heads` and :func:`to_sequence`; each is the other's
-    backward."""
+class _HeadExchange(torch.autograd.Function):
+    """:func:`to_heads` or :func:`to_sequence` for autograd; the backward of each is the
+    other."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
@@ -253,27 +274,27 @@ class _MoveRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients: Tensor):
         (grad,) = gradients
-        if ctx.to_heads:
-            back = _to_sequence
-        else:
-            back = _to_heads
         if torch.is_grad_enabled():  # the caller wants second derivatives
-            return _MoveRows.apply(grad, ctx.exchange, not ctx.to_heads), None, None
-        return back(grad, ctx.exchange), None, None
+            d_rows = _HeadExchange.apply(grad, ctx.exchange, not ctx.to_heads)
+        elif ctx.to_heads:
+            d_rows = _to_sequence(grad, ctx.exchange)
+        else:
+            d_rows = _to_heads(grad, ctx.exchange)
+        return d_rows, None, None
 
 
 @uncompiled  # Dynamo mistakes the handles of point-to-point messages for tensors
-def to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
+def to_heads(cp_rows: Tensor, exchange: Exchange) -> Tensor:
     """``[s, B, P] -> [S, B, p]``: this rank's columns of all tokens, in sequence order.
 
     If several ranks hold a column, its gradients are summed in fp32, in the order of
     the ranks.
     """
-    return _MoveRows.apply(whole, exchange, True)
+    return _HeadExchange.apply(cp_rows, exchange, True)
 
 
 @uncompiled
-def to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
+def to_sequence(hp_rows: Tensor, exchange: Exchange) -> Tensor:
     """``[S, B, p] -> [s, B, P]``: the inverse of :func:`to_heads` if ranks share no
     column."""
-    return _MoveRows.apply(full, exchange, False)
+    return _HeadExchange.apply(hp_rows, exchange, False)

@@ -1,4 +1,4 @@
-"""Head-exchange functions with Megatron's names, and an adapter for Mamba2 mixers.
+"""Head-exchange functions and a class with Megatron's names.
 
 Legend: S tokens of the whole sequence, s = S / cp tokens on one rank, B batch, D the
 exchanged width, d = D / cp; P width of a Mamba2 row z | x | B | C | dt, p width of one
@@ -22,7 +22,8 @@ from .exchange import Exchange, to_heads, to_sequence
 from .scheme import Headwise
 from .shares import HeadShares
 
-_RESOLVED = "_megatron_gdn_boundaries"
+# The attribute of a tensor of offsets that keeps the `Documents` made from the tensor.
+_DOCUMENTS_ATTRIBUTE = "_megatron_gdn_boundaries"
 
 
 def _check_dimensions(caller: str, tensor: Tensor, seq_dim: int, head_dim: int) -> None:
@@ -54,7 +55,7 @@ def _even_shares(
 
 
 def _layout_of(is_balanced: bool) -> SequenceLayout:
-    """Zigzag if ``is_balanced`` (zigzag balances causal attention), else contiguous."""
+    """Zigzag if the tokens are balanced for causal attention, else contiguous."""
     if is_balanced:
         return SequenceLayout.ZIGZAG
     return SequenceLayout.CONTIGUOUS
@@ -98,9 +99,9 @@ def tensor_a2a_cp2hp(
         return tensor
     _check_dimensions("tensor_a2a_cp2hp", tensor, seq_dim, head_dim)
     shares = _even_shares("tensor_a2a_cp2hp", tensor.shape[2], split_sections, cp_size)
-    cut = one_document(tensor.shape[0] * cp_size, tensor.device)
+    units = one_document(tensor.shape[0] * cp_size, tensor.device)
     layout = _layout_of(undo_attention_load_balancing)
-    return to_heads(tensor, Exchange.of(cp_group, shares, cut, layout, tensor))
+    return to_heads(tensor, Exchange.of(cp_group, shares, units, layout, tensor))
 
 
 def tensor_a2a_hp2cp(
@@ -163,8 +164,8 @@ def tensor_a2a_hp2cp(
         )
     shares = HeadShares.even(cp_size, [section * cp_size for section in sections])
     layout = _layout_of(redo_attention_load_balancing)
-    cut = one_document(S, tensor.device)
-    return to_sequence(tensor, Exchange.of(cp_group, shares, cut, layout, tensor))
+    units = one_document(S, tensor.device)
+    return to_sequence(tensor, Exchange.of(cp_group, shares, units, layout, tensor))
 
 
 def get_parameter_local_cp(
@@ -198,7 +199,8 @@ def get_parameter_local_cp(
     cp_size = cp_group.size()
     shares = _even_shares("get_parameter_local_cp", width, split_sections, cp_size)
     blocks = [
-        param.narrow(dim, b.whole, b.width) for b in shares.blocks(cp_group.rank())
+        param.narrow(dim, block.first, block.width)
+        for block in shares.blocks(cp_group.rank())
     ]
     if len(blocks) == 1:
         return blocks[0]
@@ -209,8 +211,8 @@ _CONVOLVED = ("x", "B", "C")
 
 
 def mamba_layout(heads: int, groups: int, head_dim: int, state_dim: int) -> Layout:
-    """Columns z | x | B | C | dt of in_proj; a group of B or of C has ``state_dim``
-    columns."""
+    """The layout of a Mamba2 projection row, z | x | B | C | dt; a group of B or of C
+    has ``state_dim`` columns."""
     sections = (
         Section("z", "head", head_dim),
         Section("x", "head", head_dim, conv=True),
@@ -343,7 +345,7 @@ class MambaContextParallel:
         return self._share(self.mixer.D if whole is None else whole)
 
     def _conv_parameter(self, name: str) -> Tensor:
-        """The mixer's ``conv1d.<name>`` or ``conv1d_<name>``; the name is "weight" or
+        """The mixer's ``conv1d.<name>`` or ``conv1d_<name>``; ``name`` is "weight" or
         "bias"."""
         conv = getattr(self.mixer, "conv1d", None)
         if conv is None:
@@ -351,7 +353,7 @@ class MambaContextParallel:
         return getattr(conv, name)
 
     def _share(self, param: Tensor, sections: Sequence[str] | None = None) -> Tensor:
-        """This rank's rows of ``param``; a row is of a head, or of a column of
+        """This rank's part of ``param``, which has an entry per head or per column of
         ``sections``."""
         if self.cp_size == 1:
             return param
@@ -364,8 +366,11 @@ class MambaContextParallel:
         width: int,
         cu_seqlens: Tensor | Documents | None,
     ) -> Tensor:
-        """Exchange ``x [(B,) tokens, width]`` to heads; to tokens if ``argument`` is
-        "output"."""
+        """Exchange ``x``, ``[B, tokens, width]`` or ``[tokens, width]``.
+
+        ``argument`` is the name of ``x`` in the caller: "projected_states", which are
+        exchanged to heads, or "output", which is exchanged back to tokens.
+        """
         if self.cp_size == 1:
             return x
         if x.dim() not in (2, 3) or x.shape[-1] != width:
@@ -377,8 +382,10 @@ class MambaContextParallel:
             rows = x.unsqueeze(1)
         else:
             rows = x.transpose(0, 1)
-        to_heads = argument == "projected_states"
-        tokens = rows.shape[0] * (self.cp_size if to_heads else 1)
+        is_projection = argument == "projected_states"
+        tokens = rows.shape[0]
+        if is_projection:
+            tokens = tokens * self.cp_size
         documents = None
         if cu_seqlens is not None:
             if rows.shape[1] != 1:
@@ -389,26 +396,28 @@ class MambaContextParallel:
                 )
             documents = _documents_of(cu_seqlens, tokens, x.device)
         passage = self._scheme.passage(documents, tokens, rows.shape[1], rows)
-        if to_heads:
-            moved = passage.to_stages(rows)
+        if is_projection:
+            exchanged = passage.to_stages(rows)
         else:
-            moved = passage.from_stages(rows)
+            exchanged = passage.from_stages(rows)
         if x.dim() == 2:
-            return moved.squeeze(1)
-        return moved.transpose(0, 1).contiguous()
+            return exchanged.squeeze(1)
+        return exchanged.transpose(0, 1).contiguous()
 
 
 def _documents_of(
     cu_seqlens: Tensor | Documents, tokens: int, device: torch.device
 ) -> Documents:
-    """The documents with offsets ``cu_seqlens``, cached on that tensor until its values
-    change."""
+    """The documents with offsets ``cu_seqlens`` in ``tokens`` tokens.
+
+    They are kept as an attribute of the tensor until the tensor's values change.
+    """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
         return Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
     key = (cu_seqlens._version, device)
-    kept = getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))
-    if key == kept[0]:
-        return Documents.from_cu_seqlens(kept[1], tokens)
+    kept_key, kept = getattr(cu_seqlens, _DOCUMENTS_ATTRIBUTE, (None, cu_seqlens))
+    if key == kept_key:
+        return Documents.from_cu_seqlens(kept, tokens)
     documents = Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
-    setattr(cu_seqlens, _RESOLVED, (key, documents))
+    setattr(cu_seqlens, _DOCUMENTS_ATTRIBUTE, (key, documents))
     return documents

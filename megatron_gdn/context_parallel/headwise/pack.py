@@ -2,21 +2,24 @@
 
 :mod:`.pack_torch` has the same functions in plain torch.
 
-    whole rows  ``[s, B, P]``: this rank's tokens, all ranks' columns; s and B have any
-                strides
-    messages    ``[ranks - 1, s, B, p]``: one for each peer, in rank order without this
-                rank
-    full rows   ``[S, B, p]``: the tokens of all ranks, this rank's columns
-    place       int32 ``[s]``: the row of ``full`` that holds token t
+    cp_rows    ``[s, B, P]``: the tokens of one rank, all columns (context-parallel);
+               s and B have any strides
+    hp_rows    ``[S, B, p]``: the tokens of all ranks, the columns of one rank's heads
+               (hidden-parallel)
+    messages   ``[ranks - 1, s, B, p]``: one for each peer, in rank order without this
+               rank
+    positions  int32 ``[s]``: the row of ``hp_rows`` that holds token t
 
-For its own tokens a rank copies its own columns from whole rows to full rows, without
-sending.
+A rank copies its own columns of its own tokens, the *kept rows*, from cp_rows to
+hp_rows without a message.
+
 Legend: R rows of a tile, one per (token, batch row); D columns of a block.
 """
 
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,39 +28,50 @@ from torch import Tensor
 
 from ...ops.kernels.launch import MOST_PLANS, Launch
 from ...ops.kernels.tiles import require_32_bits
-from .shares import HeadShares, Strip, alignment, strips
+from .shares import HeadShares, Strip, alignment, strips_of
 
 _WARPS = 8
-_COLUMNS = 1024
+_LARGEST_BLOCK = 1024  # columns that a program copies at a time
 _TILE_BYTES = 32 << 10  # a tile takes eight 16-byte loads per thread
-_PER_PROCESSOR = 2  # programs that fit on a multiprocessor at the same time
+_PROGRAMS_PER_PROCESSOR = 2  # programs that fit on a multiprocessor at the same time
 # A kernel beside a transfer leaves 32 multiprocessors to NCCL, which takes up to 32.
-_LEFT_TO_TRANSFERS = 32
-# Places of a strip's fields, for kernels.
-AT_WHOLE, AT_OWN, AT_STEP, AT_COPIES, AT_BLOCK, AT_REPEATS = map(
-    tl.constexpr, range(len(Strip._fields))
-)
+_PROCESSORS_FOR_NCCL = 32
+# The index of each field of a `Strip`, since kernels read a strip as a plain tuple.
+STRIP_FIRST = tl.constexpr(Strip._fields.index("first"))
+STRIP_RANK_FIRST = tl.constexpr(Strip._fields.index("rank_first"))
+STRIP_RANK_STEP = tl.constexpr(Strip._fields.index("rank_step"))
+STRIP_COPIES = tl.constexpr(Strip._fields.index("copies"))
+STRIP_BLOCK_WIDTH = tl.constexpr(Strip._fields.index("block_width"))
+STRIP_REPEATS = tl.constexpr(Strip._fields.index("repeats"))
 
 
-def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
-    """The number of programs for ``tiles`` tiles; fewer if NCCL sends
-    (``beside_transfer``)."""
+class _RowStrides(NamedTuple):
+    """Strides of cp_rows in units of ``alignment`` elements."""
+
+    token: int
+    batch_row: int
+    alignment: int  # a power of two, at most 16
+
+
+def _program_count(tiles: int, device: torch.device, beside_transfer: bool) -> int:
+    """The number of programs of a kernel for ``tiles`` tiles; fewer if the kernel runs
+    while NCCL sends messages (``beside_transfer``)."""
     if device.type != "cuda":
         return min(tiles, 3)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if beside_transfer:
-        return min(tiles, max(1, processors - _LEFT_TO_TRANSFERS))
-    return min(tiles, _PER_PROCESSOR * processors)
+        return min(tiles, max(1, processors - _PROCESSORS_FOR_NCCL))
+    return min(tiles, _PROGRAMS_PER_PROCESSOR * processors)
 
 
-def _rows_of_tile(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
-    """How many rows a tile has: its widest block of the strips ``cut`` has <=
+def _rows_per_tile(rows: int, element_size: int, strips: tuple[Strip, ...]) -> int:
+    """How many of ``rows`` a tile has, so that one block of a tile has at most
     _TILE_BYTES bytes."""
     if rows >= 4096:
         tile = _TILE_BYTES
     else:
         tile = _TILE_BYTES // 4
-    widest = max(strip.block for strip in cut) * element_size
+    widest = max(strip.block_width for strip in strips) * element_size
     return max(1, min(128, tile // widest))
 
 
@@ -68,20 +82,21 @@ def _require_32_bits(rows: int, tiles: int) -> None:
     require_32_bits("the number of tiles of a head exchange", tiles)
 
 
-def _strides(whole: Tensor) -> tuple[int, int, int]:
-    """Return s, b, n: tokens of ``whole`` are s * n elements apart, batch rows b * n
-    elements."""
-    assert whole.stride(2) == 1 or whole.shape[2] == 1
-    s, b = (whole.stride(d) if whole.shape[d] > 1 else 0 for d in (0, 1))
-    align = alignment(s, b)
-    return s // align, b // align, align
+def _strides_of(cp_rows: Tensor) -> _RowStrides:
+    """The strides of ``cp_rows``, in units that tell Triton how rows are aligned."""
+    assert cp_rows.stride(2) == 1 or cp_rows.shape[2] == 1
+    token, batch_row = (
+        cp_rows.stride(d) if cp_rows.shape[d] > 1 else 0 for d in (0, 1)
+    )
+    unit = alignment(token, batch_row)
+    return _RowStrides(token // unit, batch_row // unit, unit)
 
 
 def _launch_copy(
-    whole: Tensor,
+    cp_rows: Tensor,
     rank_rows: Tensor,
-    place: Tensor | None,
-    cut: tuple[Strip, ...],
+    positions: Tensor | None,
+    strips: tuple[Strip, ...],
     *,
     message_count: int,
     first_rank: int = 0,
@@ -90,62 +105,61 @@ def _launch_copy(
     kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """If ``pack``, copy columns of ``whole`` to messages ``rank_rows``, else copy them
-    back.
+    """If ``pack``, copy columns of ``cp_rows`` to ``rank_rows``, else copy them back.
 
-    The messages are of ``message_count`` ranks from ``first_rank`` on. Columns of
-    ``skipped_rank`` go to ``kept_rows`` (rows, places) or nowhere. ``place[t]`` is
-    token t's row in a message.
+    ``rank_rows`` has a message for each of ``message_count`` ranks, from ``first_rank``
+    on and without ``skipped_rank``. Columns of ``skipped_rank`` are copied to (or from)
+    ``kept_rows``, which is (hp_rows, positions), or not at all if that is None. If
+    ``positions`` is given, ``rank_rows`` is one hp_rows.
     """
-    tokens, batch, _ = whole.shape
-    if not tokens * batch or not message_count or not cut:
+    tokens, batch, _ = cp_rows.shape
+    if not tokens * batch or not message_count or not strips:
         return
-    full, place = (rank_rows, place) if kept_rows is None else kept_rows
-    assert rank_rows.is_contiguous() and rank_rows.dtype == whole.dtype
-    assert full.is_contiguous() and full.dtype == whole.dtype
+    hp_rows, positions = (rank_rows, positions) if kept_rows is None else kept_rows
+    assert rank_rows.is_contiguous() and rank_rows.dtype == cp_rows.dtype
+    assert hp_rows.is_contiguous() and hp_rows.dtype == cp_rows.dtype
     launch = _copy_launch(
         tokens,
         batch,
-        _strides(whole),
-        whole.element_size(),
-        whole.device,
-        cut,
+        _strides_of(cp_rows),
+        cp_rows.element_size(),
+        cp_rows.device,
+        strips,
         rank_rows.shape[-1],
         message_count,
         first_rank,
         first_rank + message_count if skipped_rank is None else skipped_rank,
-        place is not None and kept_rows is None,
+        positions is not None and kept_rows is None,
         kept_rows is not None,
         pack,
         beside_transfer,
     )
-    launch(whole, rank_rows, full, place)
+    launch(cp_rows, rank_rows, hp_rows, positions)
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _copy_launch(
     tokens: int,
     batch: int,
-    strides: tuple[int, int, int],
+    strides: _RowStrides,
     element_size: int,
     device: torch.device,
-    cut: tuple[Strip, ...],
+    strips: tuple[Strip, ...],
     rank_width: int,
     message_count: int,
     first_rank: int,
     skipped_rank: int,
-    has_places: bool,
+    has_positions: bool,
     kept: bool,
     pack: bool,
     beside_transfer: bool,
 ) -> Launch:
-    """The launch of `copy_columns_kernel` for these arguments; `_strides` returns
-    ``strides``."""
-    stride_s, stride_b, align = strides
-    at_once = _rows_of_tile(tokens * batch, element_size, cut)
-    tiles = triton.cdiv(tokens * batch, at_once) * message_count
-    programs = _programs(tiles, device, beside_transfer)
-    _require_32_bits(tokens * batch + at_once, tiles + programs)
+    """The launch of `copy_columns_kernel` for tensors of these sizes; ``kept``: whether
+    `_launch_copy` has ``kept_rows``."""
+    tile_rows = _rows_per_tile(tokens * batch, element_size, strips)
+    tiles = triton.cdiv(tokens * batch, tile_rows) * message_count
+    programs = _program_count(tiles, device, beside_transfer)
+    _require_32_bits(tokens * batch + tile_rows, tiles + programs)
     return Launch(
         copy_columns_kernel,
         (programs,),
@@ -154,13 +168,13 @@ def _copy_launch(
         tokens,
         batch,
         tiles,
-        stride_s,
-        stride_b,
-        STRIPS=cut,
+        strides.token,
+        strides.batch_row,
+        STRIPS=strips,
         RANK_WIDTH=rank_width,
-        ALIGN=align,
-        ROWS=at_once,
-        PLACED=has_places,
+        ALIGN=strides.alignment,
+        ROWS=tile_rows,
+        HAS_POSITIONS=has_positions,
         KEPT=kept,
         PACK=pack,
         num_warps=_WARPS,
@@ -168,7 +182,7 @@ def _copy_launch(
 
 
 def pack_peers(
-    whole: Tensor,
+    cp_rows: Tensor,
     messages: Tensor,
     shares: HeadShares,
     rank: int,
@@ -176,16 +190,16 @@ def pack_peers(
     kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """Copy every peer's columns of ``whole`` to that peer's message.
+    """Copy every peer's columns of ``cp_rows`` to that peer's message.
 
-    With ``kept_rows`` (full rows, places) this rank's columns are also copied to these
-    full rows.
+    With ``kept_rows``, (hp_rows, positions), this rank's columns are also copied to
+    ``hp_rows[positions]``. ``beside_transfer``: whether messages travel meanwhile.
     """
     _launch_copy(
-        whole,
+        cp_rows,
         messages,
         None,
-        strips(shares, _COLUMNS),
+        strips_of(shares, _LARGEST_BLOCK),
         message_count=shares.ranks - (kept_rows is None),
         skipped_rank=rank,
         pack=True,
@@ -197,82 +211,84 @@ def pack_peers(
 @cache
 def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
     """The strips of columns that one rank alone holds."""
-    return tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == 1)
+    return tuple(
+        strip for strip in strips_of(shares, _LARGEST_BLOCK) if strip.copies == 1
+    )
 
 
 def copy_kept_rows(
-    whole: Tensor,
-    full: Tensor,
+    cp_rows: Tensor,
+    hp_rows: Tensor,
     shares: HeadShares,
     rank: int,
-    place: Tensor,
+    positions: Tensor,
     *,
-    to_full: bool,
+    to_hp: bool,
 ) -> None:
-    """If ``to_full``, copy ``rank``'s columns to ``full[place]``, else copy unshared
-    ones back."""
+    """If ``to_hp``, copy ``rank``'s columns of ``cp_rows`` to ``hp_rows[positions]``,
+    else copy back the columns that ``rank`` alone holds."""
     _launch_copy(
-        whole,
-        full,
-        place,
-        strips(shares, _COLUMNS) if to_full else _unshared_strips(shares),
+        cp_rows,
+        hp_rows,
+        positions,
+        strips_of(shares, _LARGEST_BLOCK) if to_hp else _unshared_strips(shares),
         message_count=1,
         first_rank=rank,
-        pack=to_full,
+        pack=to_hp,
         beside_transfer=True,
     )
 
 
 def unpack_peers(
     messages: Tensor,
-    full: Tensor,
-    whole: Tensor,
+    hp_rows: Tensor,
+    cp_rows: Tensor,
     shares: HeadShares,
     rank: int,
-    place: Tensor,
+    positions: Tensor,
     *,
     with_kept_rows: bool = False,
     beside_transfer: bool = False,
 ) -> None:
-    """Write to ``whole`` the columns that peers hold. Columns that several ranks hold
-    are summed.
+    """Write the columns of the peers' ``messages`` to ``cp_rows``; sum columns that
+    several ranks hold.
 
     The sum adds ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once.
-    This rank's term comes from ``full``. If ``with_kept_rows``, own columns are also
-    copied from ``full``.
+    This rank's term comes from ``hp_rows[positions]``. If ``with_kept_rows``, the
+    columns that ``rank`` alone holds are also copied from there.
     """
     _launch_copy(
-        whole,
+        cp_rows,
         messages,
         None,
         _unshared_strips(shares),
         message_count=shares.ranks - (not with_kept_rows),
         skipped_rank=rank,
         pack=False,
-        kept_rows=(full, place) if with_kept_rows else None,
+        kept_rows=(hp_rows, positions) if with_kept_rows else None,
         beside_transfer=beside_transfer,
     )
-    tokens, batch, _ = whole.shape
+    tokens, batch, _ = cp_rows.shape
     launches = _sum_launches(
         tokens,
         batch,
-        _strides(whole),
-        whole.dtype,
-        whole.device,
+        _strides_of(cp_rows),
+        cp_rows.dtype,
+        cp_rows.device,
         shares,
         rank,
-        full.shape[-1],
+        hp_rows.shape[-1],
         beside_transfer,
     )
     for launch in launches:
-        launch(whole, messages, full, place)
+        launch(cp_rows, messages, hp_rows, positions)
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _sum_launches(
     tokens: int,
     batch: int,
-    strides: tuple[int, int, int],
+    strides: _RowStrides,
     dtype: torch.dtype,
     device: torch.device,
     shares: HeadShares,
@@ -280,21 +296,22 @@ def _sum_launches(
     rank_width: int,
     beside_transfer: bool,
 ) -> tuple[Launch, ...]:
-    """Launches of `sum_copies_kernel`, one per number of ranks that hold a copy of a
-    column."""
-    stride_s, stride_b, align = strides
+    """The launches of `sum_copies_kernel`: one for each number of copies that a section
+    has."""
     rows = tokens * batch
     launches = []
     for copies in sorted(set(shares.copies) - {1}):
-        cut = tuple(
-            strip for strip in strips(shares, _COLUMNS) if strip.copies == copies
+        strips = tuple(
+            strip
+            for strip in strips_of(shares, _LARGEST_BLOCK)
+            if strip.copies == copies
         )
         # Sums are in a wider dtype than rows, so a tile of sums has half as many rows.
-        at_once = max(1, _rows_of_tile(rows, dtype.itemsize, cut) // 2)
-        tiles = triton.cdiv(rows, at_once) * (shares.ranks // copies)
+        tile_rows = max(1, _rows_per_tile(rows, dtype.itemsize, strips) // 2)
+        tiles = triton.cdiv(rows, tile_rows) * (shares.ranks // copies)
         if tiles:
-            programs = _programs(tiles, device, beside_transfer)
-            _require_32_bits(rows + at_once, tiles + programs)
+            programs = _program_count(tiles, device, beside_transfer)
+            _require_32_bits(rows + tile_rows, tiles + programs)
             launches.append(
                 Launch(
                     sum_copies_kernel,
@@ -303,12 +320,12 @@ def _sum_launches(
                     tokens,
                     batch,
                     tiles,
-                    stride_s,
-                    stride_b,
-                    STRIPS=cut,
+                    strides.token,
+                    strides.batch_row,
+                    STRIPS=strips,
                     RANK_WIDTH=rank_width,
-                    ALIGN=align,
-                    ROWS=at_once,
+                    ALIGN=strides.alignment,
+                    ROWS=tile_rows,
                     COPIES=copies,
                     WIDE=tl.float64 if dtype == torch.float64 else tl.float32,
                     num_warps=_WARPS,
@@ -319,70 +336,72 @@ def _sum_launches(
 
 def move_rows(
     messages: Tensor,
-    full: Tensor,
-    place: Tensor,
+    hp_rows: Tensor,
+    positions: Tensor,
     *,
-    to_full: bool,
+    to_hp: bool,
     beside_transfer: bool = False,
 ) -> None:
-    """If ``to_full``, copy row t of the joined ``messages`` to ``full[place[t]]``, else
-    back."""
+    """If ``to_hp``, copy row t of the joined ``messages`` to ``hp_rows[positions[t]]``,
+    else copy it back."""
     rows = messages.flatten(0, 1)
-    cut = strips(HeadShares.even(1, messages.shape[-1:]), _COLUMNS)
+    strips = strips_of(HeadShares.even(1, messages.shape[-1:]), _LARGEST_BLOCK)
     _launch_copy(
         rows,
-        full,
-        place,
-        cut,
+        hp_rows,
+        positions,
+        strips,
         message_count=1,
-        pack=to_full,
+        pack=to_hp,
         beside_transfer=beside_transfer,
     )
 
 
 @triton.jit
-def _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
-    """Pointers to R whole rows (tokens ``t_R``, batch rows ``b_R``); strides in units
-    of ALIGN."""
-    at_R = tl.cast(t_R, tl.int64) * stride_s + tl.cast(b_R, tl.int64) * stride_b
-    return whole_ptr + at_R * ALIGN
+def _row_pointers(cp_ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
+    """Pointers to R rows of cp_rows (tokens ``t_R``, batch rows ``b_R``); strides in
+    units of ALIGN elements."""
+    offset_R = tl.cast(t_R, tl.int64) * stride_s + tl.cast(b_R, tl.int64) * stride_b
+    return cp_ptr + offset_R * ALIGN
 
 
 @triton.jit
 def _copy_strip(
-    whole_R,
+    cp_R,
     message_R,
-    real_R,
+    mask_R,
     rank,
     STRIPS: tl.constexpr,
-    AT: tl.constexpr,
+    INDEX: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    """If PACK, copy STRIPS[AT] of rows ``whole_R`` to ``message_R``, else back; mask
-    ``real_R``."""
-    whole_R += (
-        STRIPS[AT][AT_WHOLE] + rank // STRIPS[AT][AT_COPIES] * STRIPS[AT][AT_STEP]
-    )
-    message_R += STRIPS[AT][AT_OWN]
-    BLOCK: tl.constexpr = STRIPS[AT][AT_BLOCK]
-    for repeat in tl.range(0, STRIPS[AT][AT_REPEATS]):
-        at_D = repeat * BLOCK + tl.arange(0, BLOCK)[None, :]
+    """If PACK, copy ``rank``'s columns of STRIPS[INDEX] from rows ``cp_R`` to
+    ``message_R``, else copy them back.
+
+    ``cp_R``, ``message_R``: pointers to R rows ``[R, 1]``, of which ``mask_R`` exist.
+    """
+    rank_group = rank // STRIPS[INDEX][STRIP_COPIES]
+    cp_R += STRIPS[INDEX][STRIP_FIRST] + rank_group * STRIPS[INDEX][STRIP_RANK_STEP]
+    message_R += STRIPS[INDEX][STRIP_RANK_FIRST]
+    BLOCK: tl.constexpr = STRIPS[INDEX][STRIP_BLOCK_WIDTH]
+    for repeat in tl.range(0, STRIPS[INDEX][STRIP_REPEATS]):
+        column_D = repeat * BLOCK + tl.arange(0, BLOCK)[None, :]
         if PACK:
             tl.store(
-                message_R + at_D, tl.load(whole_R + at_D, mask=real_R), mask=real_R
+                message_R + column_D, tl.load(cp_R + column_D, mask=mask_R), mask=mask_R
             )
         else:
             tl.store(
-                whole_R + at_D, tl.load(message_R + at_D, mask=real_R), mask=real_R
+                cp_R + column_D, tl.load(message_R + column_D, mask=mask_R), mask=mask_R
             )
 
 
 @triton.jit(do_not_specialize=["first_rank", "skipped_rank", "tokens", "tiles"])
 def copy_columns_kernel(
-    whole_ptr,
+    cp_ptr,
     message_ptr,
-    full_ptr,
-    place_ptr,
+    hp_ptr,
+    positions_ptr,
     first_rank,
     skipped_rank,
     tokens,
@@ -394,18 +413,18 @@ def copy_columns_kernel(
     RANK_WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
-    PLACED: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     KEPT: tl.constexpr,
     PACK: tl.constexpr,
 ):
     """Copy the STRIPS of ranks ``first_rank``, ``first_rank + 1``, ... without
     ``skipped_rank``.
 
-    With PACK columns go from whole rows to messages of RANK_WIDTH columns at
+    With PACK columns go from cp_rows to messages of RANK_WIDTH columns at
     ``message_ptr``, else back. A tile has ROWS rows; the programs share the ``tiles``.
-    With PLACED there is one message, whose row ``place[t]`` holds token t. With KEPT
-    columns of ``skipped_rank`` are copied too: row ``place[t]`` of ``full`` holds token
-    t.
+    With HAS_POSITIONS there is one message, whose row ``positions[t]`` holds token t.
+    With KEPT columns of ``skipped_rank`` are copied too: row ``positions[t]`` of
+    hp_rows holds token t.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
@@ -415,74 +434,74 @@ def copy_columns_kernel(
         if not KEPT:
             rank += (rank >= skipped_rank).to(tl.int32)
         row_R = tile % tiles_per_rank * ROWS + tl.arange(0, ROWS)
-        real_R = (row_R < rows)[:, None]
+        mask_R = (row_R < rows)[:, None]
         t_R = row_R // batch
         b_R = row_R % batch
-        if PLACED:
-            place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
-            message_row_R = tl.cast(place_R, tl.int64) * batch + b_R
+        if HAS_POSITIONS:
+            position_R = tl.load(positions_ptr + t_R, mask=row_R < rows, other=0)
+            message_row_R = tl.cast(position_R, tl.int64) * batch + b_R
         else:
             if KEPT:
                 message -= (rank > skipped_rank).to(tl.int32)
             message_row_R = tl.cast(message, tl.int64) * rows + row_R
-        whole_R = _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
+        cp_R = _row_pointers(cp_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
         message_R = message_ptr + message_row_R * RANK_WIDTH
         if KEPT:  # noqa: SIM102 - a constant, and a number that only the GPU knows
             if rank == skipped_rank:
-                place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
+                position_R = tl.load(positions_ptr + t_R, mask=row_R < rows, other=0)
                 message_R = (
-                    full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH
+                    hp_ptr + (tl.cast(position_R, tl.int64) * batch + b_R) * RANK_WIDTH
                 )
         message_R = message_R[:, None]
         for strip in tl.static_range(len(STRIPS)):
-            _copy_strip(whole_R, message_R, real_R, rank, STRIPS, strip, PACK)
+            _copy_strip(cp_R, message_R, mask_R, rank, STRIPS, strip, PACK)
 
 
 @triton.jit
 def _sum_strip(
-    whole_R,
+    cp_R,
     message_R,
-    full_R,
-    real_R,
-    block_index,
+    hp_R,
+    mask_R,
+    rank_group,
     own_rank,
     message_size,
     STRIPS: tl.constexpr,
-    AT: tl.constexpr,
+    INDEX: tl.constexpr,
     COPIES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Write to ``whole_R`` the sum of block ``block_index`` of STRIPS[AT] over its
-    COPIES ranks.
+    """Write to ``cp_R`` the sum of STRIPS[INDEX] over the COPIES ranks of
+    ``rank_group``, which hold the same columns.
 
-    ``full_R`` points to R rows of ``own_rank``, ``message_R`` to R rows of the first
-    message; a message has ``message_size`` elements. ``real_R`` masks the rows. The sum
-    is in dtype WIDE.
+    ``cp_R``, ``hp_R`` and ``message_R`` are pointers to R rows ``[R, 1]``, of which
+    ``mask_R`` exist. ``hp_R`` has ``own_rank``'s term, ``message_R`` points into the
+    first message; a message has ``message_size`` elements. The sum is in dtype WIDE.
     """
-    whole_R += STRIPS[AT][AT_WHOLE] + block_index * STRIPS[AT][AT_STEP]
-    message_R += STRIPS[AT][AT_OWN]
-    full_R += STRIPS[AT][AT_OWN]
-    BLOCK: tl.constexpr = STRIPS[AT][AT_BLOCK]
-    for repeat in tl.range(0, STRIPS[AT][AT_REPEATS]):
-        at_D = repeat * BLOCK + tl.arange(0, BLOCK)[None, :]
-        total_RD = tl.zeros((real_R.shape[0], BLOCK), WIDE)
+    cp_R += STRIPS[INDEX][STRIP_FIRST] + rank_group * STRIPS[INDEX][STRIP_RANK_STEP]
+    message_R += STRIPS[INDEX][STRIP_RANK_FIRST]
+    hp_R += STRIPS[INDEX][STRIP_RANK_FIRST]
+    BLOCK: tl.constexpr = STRIPS[INDEX][STRIP_BLOCK_WIDTH]
+    for repeat in tl.range(0, STRIPS[INDEX][STRIP_REPEATS]):
+        column_D = repeat * BLOCK + tl.arange(0, BLOCK)[None, :]
+        total_RD = tl.zeros((mask_R.shape[0], BLOCK), WIDE)
         for copy in tl.static_range(COPIES):
-            rank = block_index * COPIES + copy
+            rank = rank_group * COPIES + copy
             if rank == own_rank:
-                x_RD = tl.load(full_R + at_D, mask=real_R, other=0.0)
+                x_RD = tl.load(hp_R + column_D, mask=mask_R, other=0.0)
             else:
                 offset = (rank - (rank > own_rank).to(tl.int32)) * message_size
-                x_RD = tl.load(message_R + offset + at_D, mask=real_R, other=0.0)
+                x_RD = tl.load(message_R + offset + column_D, mask=mask_R, other=0.0)
             total_RD += x_RD.to(WIDE)
-        tl.store(whole_R + at_D, total_RD.to(whole_R.dtype.element_ty), mask=real_R)
+        tl.store(cp_R + column_D, total_RD.to(cp_R.dtype.element_ty), mask=mask_R)
 
 
 @triton.jit(do_not_specialize=["own_rank", "tokens", "tiles"])
 def sum_copies_kernel(
-    whole_ptr,
+    cp_ptr,
     message_ptr,
-    full_ptr,
-    place_ptr,
+    hp_ptr,
+    positions_ptr,
     own_rank,
     tokens,
     batch,
@@ -496,33 +515,33 @@ def sum_copies_kernel(
     COPIES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Sum every strip over the COPIES ranks that hold it, in rank order and dtype WIDE.
+    """Sum every strip over the COPIES successive ranks that hold it, in rank order and
+    dtype WIDE.
 
     A peer's rows are in the peer's message. Token t of this rank (``own_rank``) is row
-    ``place[t]`` of ``full``. COPIES successive ranks hold one block; programs share the
-    ``tiles`` of all blocks.
+    ``positions[t]`` of hp_rows. Programs share the ``tiles`` of all groups of ranks.
     """
     rows = tokens * batch
-    tiles_per_block = tl.cdiv(rows, ROWS)
+    tiles_per_group = tl.cdiv(rows, ROWS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        block_index = tile // tiles_per_block
-        row_R = tile % tiles_per_block * ROWS + tl.arange(0, ROWS)
-        real_R = (row_R < rows)[:, None]
+        rank_group = tile // tiles_per_group
+        row_R = tile % tiles_per_group * ROWS + tl.arange(0, ROWS)
+        mask_R = (row_R < rows)[:, None]
         t_R = row_R // batch
         b_R = row_R % batch
-        place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
-        full_R = (full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH)[
+        position_R = tl.load(positions_ptr + t_R, mask=row_R < rows, other=0)
+        hp_R = (hp_ptr + (tl.cast(position_R, tl.int64) * batch + b_R) * RANK_WIDTH)[
             :, None
         ]
-        whole_R = _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
+        cp_R = _row_pointers(cp_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
         message_R = (message_ptr + tl.cast(row_R, tl.int64) * RANK_WIDTH)[:, None]
         for strip in tl.static_range(len(STRIPS)):
             _sum_strip(
-                whole_R,
+                cp_R,
                 message_R,
-                full_R,
-                real_R,
-                block_index,
+                hp_R,
+                mask_R,
+                rank_group,
                 own_rank,
                 tl.cast(rows, tl.int64) * RANK_WIDTH,
                 STRIPS,

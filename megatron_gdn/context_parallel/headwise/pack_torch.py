@@ -1,4 +1,5 @@
-"""The functions of :mod:`.pack` in plain torch, for any device."""
+"""The functions of :mod:`.pack`, whose docstrings explain the arguments, in plain torch
+for any device."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from .shares import HeadShares
 
 
 def pack_peers(
-    whole: Tensor,
+    cp_rows: Tensor,
     messages: Tensor,
     shares: HeadShares,
     rank: int,
@@ -18,43 +19,44 @@ def pack_peers(
     beside_transfer: bool = False,
 ) -> None:
     if kept_rows is not None:
-        full, place = kept_rows
-        copy_kept_rows(whole, full, shares, rank, place, to_full=True)
+        hp_rows, positions = kept_rows
+        copy_kept_rows(cp_rows, hp_rows, shares, rank, positions, to_hp=True)
     for message, peer in zip(messages, shares.peers(rank), strict=True):
         for block in shares.blocks(peer):
-            message[..., block.own_columns] = whole[..., block.columns]
+            message[..., block.rank_columns] = cp_rows[..., block.columns]
 
 
 def copy_kept_rows(
-    whole: Tensor,
-    full: Tensor,
+    cp_rows: Tensor,
+    hp_rows: Tensor,
     shares: HeadShares,
     rank: int,
-    place: Tensor,
+    positions: Tensor,
     *,
-    to_full: bool,
+    to_hp: bool,
 ) -> None:
     for block in shares.blocks(rank):
-        if to_full:
-            full[place, :, block.own_columns] = whole[..., block.columns]
+        if to_hp:
+            hp_rows[positions, :, block.rank_columns] = cp_rows[..., block.columns]
         elif block.copies == 1:
-            whole[..., block.columns] = full[place, :, block.own_columns]
+            cp_rows[..., block.columns] = hp_rows[positions, :, block.rank_columns]
 
 
 def unpack_peers(
     messages: Tensor,
-    full: Tensor,
-    whole: Tensor,
+    hp_rows: Tensor,
+    cp_rows: Tensor,
     shares: HeadShares,
     rank: int,
-    place: Tensor,
+    positions: Tensor,
     *,
     with_kept_rows: bool = False,
     beside_transfer: bool = False,
 ) -> None:
     if with_kept_rows:
-        copy_kept_rows(whole, full, shares, rank, place, to_full=False)
-    wide = torch.promote_types(whole.dtype, torch.float32)
+        copy_kept_rows(cp_rows, hp_rows, shares, rank, positions, to_hp=False)
+    wide = torch.promote_types(cp_rows.dtype, torch.float32)
+    # (first column, width) of a block that several ranks hold -> the sum so far
     totals: dict[tuple[int, int], Tensor] = {}
     received = dict(zip(shares.peers(rank), messages, strict=True))
     for other in range(shares.ranks):
@@ -62,28 +64,28 @@ def unpack_peers(
             if block.copies == 1 and other == rank:
                 continue
             if other == rank:
-                rows = full[place]
+                rows = hp_rows[positions]
             else:
                 rows = received[other]
-            rows = rows[..., block.own_columns]
+            rows = rows[..., block.rank_columns]
             if block.copies == 1:
-                whole[..., block.columns] = rows
+                cp_rows[..., block.columns] = rows
             else:
-                key = block.whole, block.width
+                key = block.first, block.width
                 totals[key] = totals.get(key, 0) + rows.to(wide)
     for (first, width), total in totals.items():
-        whole[..., first : first + width] = total
+        cp_rows[..., first : first + width] = total
 
 
 def move_rows(
     messages: Tensor,
-    full: Tensor,
-    place: Tensor,
+    hp_rows: Tensor,
+    positions: Tensor,
     *,
-    to_full: bool,
+    to_hp: bool,
     beside_transfer: bool = False,
 ) -> None:
-    if to_full:
-        full[place] = messages.flatten(0, 1)
+    if to_hp:
+        hp_rows[positions] = messages.flatten(0, 1)
     else:
-        torch.index_select(full, 0, place, out=messages.flatten(0, 1))
+        torch.index_select(hp_rows, 0, positions, out=messages.flatten(0, 1))

@@ -14,7 +14,7 @@ from ...ops.documents import Documents
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.layout import Layout
 from ...ops.stages import SequenceContext
-from ..layouts import SequenceLayout, documents_cut_by
+from ..layouts import SequenceLayout, units_of_layout
 from ..scheme import Passage, Scheme
 from .exchange import Exchange, to_heads, to_sequence
 from .shares import ColumnBlock, HeadShares
@@ -26,8 +26,9 @@ class Headwise(Scheme):
 
     Every rank gets the same number of state heads, and the key heads that its state
     heads use. If ranks outnumber key heads, neighbouring ranks hold the same key head,
-    whose gradients are summed. ``self.layout``: one rank's columns. Raises a ValueError
-    if ranks cannot share heads.
+    whose gradients are summed. The argument ``layout`` describes rows with all heads,
+    the attribute ``layout`` rows with one rank's heads. Raises a ValueError if ranks
+    cannot share heads.
     """
 
     name = "headwise"
@@ -38,76 +39,79 @@ class Headwise(Scheme):
     ) -> None:
         super().__init__(layout.share(group.size()), group, sequence_layout)
         copies = layout.copies(self.size)
-        self._proj = HeadShares(self.size, layout.widths, copies)
-        assert self._proj.widths == self.layout.widths
-        shares = zip(layout.widths, copies, strict=True)
-        self._share_of = dict(zip(layout.names, shares, strict=True))
-        self._mixed = HeadShares.even(self.size, (layout.mixed_width,))
+        self._row_shares = HeadShares(self.size, layout.widths, copies)
+        assert self._row_shares.rank_widths == self.layout.widths
+        self._output_shares = HeadShares.even(self.size, (layout.mixed_width,))
+        # of each section of a projection row: its width, the number of copies
+        self._width_of = dict(zip(layout.names, layout.widths, strict=True))
+        self._copies_of = dict(zip(layout.names, copies, strict=True))
         self._rank = group.rank()
-        self._of_parameters: dict[tuple, tuple[HeadShares, ColumnBlock | None]] = {}
+        self._parameter_shares: dict[tuple, tuple[HeadShares, ColumnBlock | None]] = {}
 
     def passage(
         self, documents: Documents | None, tokens: int, rows: int, like: Tensor
     ) -> Passage:
         """The passage of one micro-batch; ``to_stages`` returns rows in sequence
         order."""
-        cut = documents_cut_by(self.sequence_layout, documents, tokens, like.device)
+        units = units_of_layout(self.sequence_layout, documents, tokens, like.device)
+        # Only the shape and the dtype of this tensor are read.
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
         layout = self.sequence_layout
-        of_rows = Exchange.of(self.group, self._proj, cut, layout, local)
-        of_outputs = Exchange.of(self.group, self._mixed, cut, layout, local)
+        row_exchange = Exchange.of(self.group, self._row_shares, units, layout, local)
+        output_exchange = Exchange.of(
+            self.group, self._output_shares, units, layout, local
+        )
         return Passage(
-            to_stages=partial(to_heads, exchange=of_rows),
-            from_stages=partial(to_sequence, exchange=of_outputs),
+            to_stages=partial(to_heads, exchange=row_exchange),
+            from_stages=partial(to_sequence, exchange=output_exchange),
             sequence_context=SequenceContext(documents),
         )
 
     def local_parameter(
         self, param: Tensor, names: Sequence[str] | None = None
     ) -> Tensor:
-        """This rank's rows of ``param``, which has the sections ``names``; None: a row
-        per head.
+        """The entries of ``param`` along dimension 0 that this rank's heads use; see
+        :meth:`.Scheme.local_parameter`.
 
-        In the backward all other rows get zeros. Megatron's data-parallel reduction
+        In the backward all other entries get zeros. Megatron's data-parallel reduction
         adds up the gradients of the group's ranks to the gradient of a run on one rank.
         """
-        rows = param.shape[0]
-        sections = None
+        length = param.shape[0]
+        key_names = None
         if names is not None:
-            sections = tuple(names)
-        known = self._of_parameters.get((rows, sections))
-        shares, block = known or self._shares_of_parameter(rows, sections)
+            key_names = tuple(names)
+        known = self._parameter_shares.get((length, key_names))
+        shares, block = known or self._shares_of_parameter(length, key_names)
         if block is not None:
-            return param.narrow(0, block.whole, block.width)
-        return param.index_select(0, _own_rows(shares, self._rank, param.device))
+            return param.narrow(0, block.first, block.width)
+        return param.index_select(0, _own_indices(shares, self._rank, param.device))
 
     def _shares_of_parameter(
-        self, rows: int, names: tuple[str, ...] | None
+        self, length: int, names: tuple[str, ...] | None
     ) -> tuple[HeadShares, ColumnBlock | None]:
-        """Shares of ``rows`` in sections ``names``; this rank's block, None if it has
-        several."""
+        """The shares of a parameter with ``length`` entries for the sections ``names``,
+        and this rank's block, or None if this rank has several blocks."""
         if names is None:
-            shares = HeadShares.even(self.size, (rows,))
+            shares = HeadShares.even(self.size, (length,))
         else:
-            sections, copies = zip(
-                *(self._share_of[name] for name in names), strict=True
-            )
-            shares = HeadShares(
-                self.size, sections if len(names) > 1 else (rows,), copies
-            )
+            widths = tuple(self._width_of[name] for name in names)
+            copies = tuple(self._copies_of[name] for name in names)
+            if len(names) == 1:
+                widths = (length,)  # the parameter may have an entry per head
+            shares = HeadShares(self.size, widths, copies)
         blocks = shares.blocks(self._rank)
         block = None
         if len(blocks) == 1:
             block = blocks[0]
-        self._of_parameters[rows, names] = shares, block
-        return self._of_parameters[rows, names]
+        self._parameter_shares[length, names] = shares, block
+        return shares, block
 
 
 @cached_by_stream(16)
-def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
-    """The indices, in a whole parameter, of the rows that ``rank`` holds."""
-    columns = [
-        range(block.whole, block.whole + block.width) for block in shares.blocks(rank)
-    ]
-    table = torch.tensor([row for rows in columns for row in rows], device="cpu")
-    return to_device(table, device)
+def _own_indices(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
+    """int64: the indices, along dimension 0 of a whole parameter, of the entries of
+    ``rank``."""
+    indices = []
+    for block in shares.blocks(rank):
+        indices += range(block.first, block.first + block.width)
+    return to_device(torch.tensor(indices, device="cpu"), device)

@@ -1,11 +1,16 @@
-"""Tables of the columns and tokens that ranks exchange in a head exchange."""
+"""Tables of the columns and tokens that ranks exchange in a head exchange.
+
+A *whole row* has the columns of all heads, a *rank's row* those of one rank's heads.
+
+Legend: R ranks, s tokens of one rank.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -20,16 +25,17 @@ class ColumnBlock(NamedTuple):
     """The columns of one section that a rank holds; ``copies`` ranks hold the same
     columns."""
 
-    whole: int  # the first column in the whole row
-    own: int  # the first column in the rank's row
+    first: int  # the first column in the whole row
+    rank_first: int  # the first column in the rank's row
     width: int
     copies: int
     columns: slice  # of the whole row
-    own_columns: slice  # of the rank's row
+    rank_columns: slice  # of the rank's row
 
 
 class HeadShares(NamedTuple):
-    """Sections of a row, each cut into equal blocks of whole heads.
+    """How ranks share the columns of a row: each section is cut into equal blocks of
+    whole heads.
 
     If c ranks hold each column of a section, the section is cut into ``ranks / c``
     blocks, and rank r holds block ``r // c``. A rank's row has the rank's blocks in the
@@ -37,8 +43,8 @@ class HeadShares(NamedTuple):
     """
 
     ranks: int
-    sections: tuple[int, ...]  # widths in the whole row
-    copies: tuple[int, ...]
+    sections: tuple[int, ...]  # the width of each section in the whole row
+    copies: tuple[int, ...]  # how many ranks hold each column of the section
 
     @classmethod
     def even(cls, ranks: int, sections: Sequence[int]) -> HeadShares:
@@ -46,20 +52,21 @@ class HeadShares(NamedTuple):
         return cls(ranks, tuple(sections), (1,) * len(sections))
 
     @property
-    def widths(self) -> tuple[int, ...]:
+    def rank_widths(self) -> tuple[int, ...]:
         """The width of each section in one rank's row."""
         return tuple(
             w * c // self.ranks for w, c in zip(self.sections, self.copies, strict=True)
         )
 
     @property
-    def whole_width(self) -> int:
+    def width(self) -> int:
         """The number of columns of a whole row."""
         return sum(self.sections)
 
     @property
     def rank_width(self) -> int:
-        return sum(self.widths)
+        """The number of columns of one rank's row."""
+        return sum(self.rank_widths)
 
     def blocks(self, rank: int) -> tuple[ColumnBlock, ...]:
         """The blocks that ``rank`` holds, one for each section."""
@@ -72,65 +79,71 @@ class HeadShares(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
-    """Compute :meth:`HeadShares.blocks`, once for each ``rank``."""
+    """Compute :meth:`HeadShares.blocks`."""
     blocks = []
-    whole = 0
-    own = 0
+    section_first = 0
+    rank_first = 0
     for section, width, copies in zip(
-        shares.sections, shares.widths, shares.copies, strict=True
+        shares.sections, shares.rank_widths, shares.copies, strict=True
     ):
-        first = whole + rank // copies * width
-        columns = slice(first, first + width)
-        own_columns = slice(own, own + width)
-        blocks.append(ColumnBlock(first, own, width, copies, columns, own_columns))
-        whole = whole + section
-        own = own + width
+        first = section_first + rank // copies * width
+        block = ColumnBlock(
+            first=first,
+            rank_first=rank_first,
+            width=width,
+            copies=copies,
+            columns=slice(first, first + width),
+            rank_columns=slice(rank_first, rank_first + width),
+        )
+        blocks.append(block)
+        section_first = section_first + section
+        rank_first = rank_first + width
     return tuple(blocks)
 
 
 class Strip(NamedTuple):
-    """``repeats`` adjacent blocks of columns; each has ``block`` columns, a power of
-    two.
+    """Adjacent columns of one section: ``repeats * block_width``, the same on every
+    rank but for their place in a whole row.
 
-    The first column is ``whole + (rank // copies) * step`` in a whole row, ``own`` in a
-    rank's row.
+    ``block_width``, the number of columns that a kernel copies at a time, is a power of
+    two. The first column of ``rank`` is ``first + (rank // copies) * rank_step`` in a
+    whole row, ``rank_first`` in the rank's row.
     """
 
-    whole: int
-    own: int
-    step: int
+    first: int
+    rank_first: int
+    rank_step: int
     copies: int
-    block: int
+    block_width: int
     repeats: int
 
 
 @lru_cache(maxsize=64)
-def strips(shares: HeadShares, largest_block: int) -> tuple[Strip, ...]:
-    """A rank's columns as strips; a strip is a run of equal blocks, of at most
-    ``largest_block`` columns each."""
+def strips_of(shares: HeadShares, largest_block: int) -> tuple[Strip, ...]:
+    """The strips that cover a rank's columns, with blocks of at most ``largest_block``
+    columns."""
     # Blocks are powers of two and cover the columns exactly, so kernels mask no
     # columns.
-    cut = []
+    strips = []
     for section in shares.blocks(0):
         width = section.width
         done = 0
-        block = largest_block
+        block_width = largest_block
         while done < width:
-            while block > width - done:
-                block //= 2
-            repeats = (width - done) // block
-            cut.append(
-                Strip(
-                    section.whole + done,
-                    section.own + done,
-                    width,
-                    section.copies,
-                    block,
-                    repeats,
-                )
+            while block_width > width - done:
+                block_width //= 2
+            repeats = (width - done) // block_width
+            strip = Strip(
+                first=section.first + done,
+                rank_first=section.rank_first + done,
+                rank_step=width,
+                copies=section.copies,
+                block_width=block_width,
+                repeats=repeats,
             )
-            done += repeats * block
-    return tuple(cut)
+            strips.append(strip)
+            done += repeats * block_width
+    return tuple(strips)
 
 
 def alignment(*strides: int) -> int:
@@ -141,7 +154,7 @@ def alignment(*strides: int) -> int:
 class Fragment(NamedTuple):
     """Tokens that lie side by side both in a rank's wave and in the sequence."""
 
-    locally: slice
+    in_wave: slice
     in_sequence: slice
 
 
@@ -151,9 +164,9 @@ class Wave:
     tokens."""
 
     tokens: slice
-    own_place: Tensor  # int32 [size], sequence positions of this rank's tokens
+    own_positions: Tensor  # int32 [size], sequence positions of this rank's tokens
     # int32 [(R - 1) * size], sequence positions of all peers' tokens
-    peer_place: Tensor
+    peer_positions: Tensor
     # int64 [R, size] on the CPU, sequence positions of every rank's tokens. If only the
     # device knows positions, this is None and the wave travels in one message per peer.
     positions: Tensor | None
@@ -164,8 +177,11 @@ class Wave:
 
     @cached_property
     def mean_fragment(self) -> float:
-        """Mean tokens per fragment on the rank with the most fragments; equal on all
-        ranks."""
+        """The mean number of tokens of a fragment, on the rank with the most fragments.
+
+        0 if the host knows no positions. All ranks compute the same number, so they
+        choose the same messages.
+        """
         if self.positions is None:
             return 0.0
         breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
@@ -175,75 +191,71 @@ class Wave:
     def fragments(self) -> tuple[tuple[Fragment, ...], ...]:
         """Every rank's fragments of this wave."""
         assert self.positions is not None
-        return tuple(fragments_of(positions_s) for positions_s in self.positions)
+        return tuple(consecutive_runs(positions_s) for positions_s in self.positions)
 
 
-def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
-    """The fragments in ``positions_s``, a CPU tensor: its runs of consecutive
-    positions."""
+def consecutive_runs(positions_s: Tensor) -> tuple[Fragment, ...]:
+    """The runs of consecutive numbers in ``positions_s``, a CPU tensor, as
+    fragments."""
     if not positions_s.numel():
         return ()
-    bounds = [
-        0,
-        *((positions_s.diff() != 1).nonzero().flatten() + 1).tolist(),
-        len(positions_s),
-    ]
-    firsts = positions_s[bounds[:-1]].tolist()
-    return tuple(
-        Fragment(slice(a, b), slice(first, first + b - a))
-        for (a, b), first in zip(pairwise(bounds), firsts, strict=True)
-    )
+    breaks = (positions_s.diff() != 1).nonzero().flatten() + 1
+    bounds = [0] + breaks.tolist() + [len(positions_s)]
+    first_positions = positions_s[bounds[:-1]].tolist()
+    fragments = []
+    for (start, end), first in zip(pairwise(bounds), first_positions, strict=True):
+        in_sequence = slice(first, first + end - start)
+        fragments.append(Fragment(slice(start, end), in_sequence))
+    return tuple(fragments)
 
 
 def waves_of(
-    cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
+    units: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
 ) -> tuple[Wave, ...]:
-    """Cut rank ``cp_rank``'s exchange of ``cut`` into ``waves`` waves of about equal
-    size."""
-    return cut.keep(_make_waves, cp_size, cp_rank, layout, waves)
+    """The waves in which rank ``cp_rank`` exchanges tokens: at most ``waves``, of about
+    equal size.
+
+    ``units`` are what ``layout`` divides among ranks: documents or the buffer.
+    """
+    return units.keep(_make_waves, cp_size, cp_rank, layout, waves)
 
 
 def _make_waves(
-    cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int
+    units: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int
 ) -> tuple[Wave, ...]:
-    table_Rs = positions_of(cut, cp_size, layout)
-    slices = _tokens_of_waves(cut.total_tokens // cp_size, waves)
-    places = cut.keep_tensors(_places_of_waves, cp_size, cp_rank, layout, waves)
-    return tuple(
-        Wave(
+    positions_Rs = positions_of(units, cp_size, layout)
+    slices = _tokens_of_waves(units.total_tokens // cp_size, waves)
+    of_waves = units.keep_tensors(_positions_of_waves, cp_size, cp_rank, layout, waves)
+    made = []
+    for number, tokens in enumerate(slices):
+        known_positions = None
+        if units.known_on_host:
+            known_positions = positions_Rs[:, tokens]
+        wave = Wave(
             tokens,
-            own_place,
-            peer_place,
-            table_Rs[:, tokens] if cut.known_on_host else None,
+            own_positions=of_waves[2 * number],
+            peer_positions=of_waves[2 * number + 1],
+            positions=known_positions,
         )
-        for tokens, own_place, peer_place in zip(
-            slices, places[::2], places[1::2], strict=True
-        )
-    )
+        made.append(wave)
+    return tuple(made)
 
 
 def _tokens_of_waves(tokens: int, waves: int) -> list[slice]:
-    """The tokens of each wave; no wave is empty."""
+    """Divide ``tokens`` of a rank into slices, one per wave; no slice is empty."""
     bounds = [tokens * wave // waves for wave in range(waves + 1)]
     return [slice(a, b) for a, b in pairwise(bounds) if a < b]
 
 
-def _places_of_waves(
-    cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int
+def _positions_of_waves(
+    units: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int
 ) -> tuple[Tensor, ...]:
-    """For each wave, the positions in ``cut`` of this rank's and its peers' tokens."""
-    table_Rs = positions_of(cut, cp_size, layout)
-    slices = _tokens_of_waves(cut.total_tokens // cp_size, waves)
-    return tuple(
-        chain(*(_split_places(table_Rs, cp_rank, tokens) for tokens in slices))
-    )
-
-
-def _split_places(
-    positions_Rs: Tensor, cp_rank: int, tokens: slice
-) -> tuple[Tensor, Tensor]:
-    """From columns ``tokens`` of ``positions_Rs`` return row ``cp_rank``, then all
-    other rows."""
-    place_Rs = positions_Rs[:, tokens].to(torch.int32)
-    peers = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
-    return place_Rs[cp_rank].contiguous(), peers.flatten()
+    """For each wave two int32 tensors, which :class:`Wave` describes: its
+    ``own_positions``, then its ``peer_positions``."""
+    positions_Rs = positions_of(units, cp_size, layout)
+    of_waves = []
+    for tokens in _tokens_of_waves(units.total_tokens // cp_size, waves):
+        in_wave_Rs = positions_Rs[:, tokens].to(torch.int32)
+        peers = torch.cat([in_wave_Rs[:cp_rank], in_wave_Rs[cp_rank + 1 :]])
+        of_waves += [in_wave_Rs[cp_rank].contiguous(), peers.flatten()]
+    return tuple(of_waves)

@@ -448,10 +448,10 @@ def gathered_attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     k, v = (gdn_batch.share.gather(x.transpose(0, 1)) for x in (k, v))
     attended = []
-    for span in gdn_batch.share.spans:
-        q_BHsD = q[:, span.first : span.last].transpose(1, 2)
-        k_BGSD, v_BGSD = (span.keys(x).permute(1, 2, 0, 3) for x in (k, v))
-        mask = span.mask(q.device)
+    for document in gdn_batch.share.local_documents:
+        q_BHsD = q[:, document.first_row : document.end_row].transpose(1, 2)
+        k_BGSD, v_BGSD = (document.keys(x).permute(1, 2, 0, 3) for x in (k, v))
+        mask = document.mask(q.device)
         out = F.scaled_dot_product_attention(
             q_BHsD,
             k_BGSD,
