@@ -54,20 +54,24 @@ _SPECS = {
 _get_block_submodules = transformer_block._get_block_submodules
 
 
-# ``--spec`` names a function. ``pretrain_gpt.py`` of core_r0.19.0 and main calls it; that
-# of dev gives the function itself to the model, which refuses it ("specialize for
-# function"). So the next function takes the place of the model's
-# ``_get_block_submodules``, calls the function if it is one, and then the original.
+# ``--spec`` names a function. Megatron's ``pretrain_gpt.py`` calls this function on
+# core_r0.19.0 and main. On dev it gives the function itself to the model, which refuses
+# it ("specialize for function"). So the next function replaces the model's
+# ``_get_block_submodules``: it calls a function for its spec, then Megatron's original.
 @functools.wraps(_get_block_submodules)
 def _submodules_of(
     config: TransformerConfig, spec: Any, *stage: int | None, **named: Any
 ) -> Any:
     """Megatron's ``_get_block_submodules``, but ``spec`` may be a function that makes a
-    spec."""
+    spec.
+
+    ``stage`` and ``named`` are Megatron's arguments ``vp_stage`` and ``pp_rank``.
+    """
     if callable(spec) and not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
-        taken = inspect.signature(spec).parameters
+        parameters = inspect.signature(spec).parameters
         given = dict(zip(("vp_stage", "pp_rank"), stage, strict=False)) | named
-        spec = spec(config, **{name: n for name, n in given.items() if name in taken})
+        taken = {name: x for name, x in given.items() if name in parameters}
+        spec = spec(config, **taken)
     return _get_block_submodules(config, spec, *stage, **named)
 
 
@@ -115,9 +119,9 @@ def gpt_block_spec(
     else:
         resolve_modules("te")
         layer_specs, final_norm = _te_layer_specs(config, options)
-    numbers = _layers_of_stage(config, vp_stage, pp_rank)
+    indices = _layers_of_stage(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
-        layer_specs=[layer_specs[layer] for layer in numbers], layer_norm=final_norm
+        layer_specs=[layer_specs[index] for index in indices], layer_norm=final_norm
     )
 
 
@@ -127,17 +131,17 @@ def _mixer_spec(config: Any, modules: str, **options: Any) -> ModuleSpec:
 
 
 def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
-    """Megatron's layer specs with our mixer and its ``options``, and Megatron's final
-    norm."""
+    """For each layer of the model Megatron's spec, with our mixer for Megatron's; and
+    Megatron's final norm. ``options`` are those of our mixer."""
     layer_specs = (
         variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
     )
     mixer = _mixer_spec(config, "te", **options)
-    theirs = upstream.GatedDeltaNet, getattr(upstream, "GatedDeltaNet2", None)
+    upstream_mixers = upstream.GatedDeltaNet, getattr(upstream, "GatedDeltaNet2", None)
     for layer in layer_specs:
-        parts = cast(Any, layer.submodules)
-        if parts.self_attention.module in theirs:
-            parts.self_attention = mixer
+        submodules = cast(Any, layer.submodules)
+        if submodules.self_attention.module in upstream_mixers:
+            submodules.self_attention = mixer
     provider = variants._get_backend_spec_provider(config)
     rms_norm = config.normalization == "RMSNorm"
     return layer_specs, provider.layer_norm(rms_norm=rms_norm, for_qk=False)
@@ -146,28 +150,31 @@ def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
 def _local_layer_specs(
     config: TransformerConfig, options: dict[str, Any]
 ) -> list[ModuleSpec]:
-    """The layer specs of plain-torch modules; ``options`` are those of the mixer."""
-    mixers = (
-        local_attention_spec(config.qk_layernorm, options.get("cp_layout", AUTO)),
-        _mixer_spec(config, "local", **options),
-    )
+    """For each layer of the model a spec of plain-torch modules; ``options`` are those
+    of the mixer."""
+    cp_layout = options.get("cp_layout", AUTO)
+    attention = local_attention_spec(config.qk_layernorm, cp_layout)
+    mixer = _mixer_spec(config, "local", **options)
     layer_specs = []
     for is_gdn, has_experts in layer_kinds(config):
-        before = {
-            "input_layernorm": f"self_attention.{'in_proj' if is_gdn else 'linear_qkv'}"
-        }
-        if has_experts:  # the norm before experts is never fused, not even by "te"
+        if is_gdn:
+            self_attention = mixer
+            linears = {"input_layernorm": "self_attention.in_proj"}
+        else:
+            self_attention = attention
+            linears = {"input_layernorm": "self_attention.linear_qkv"}
+        # Not even Transformer Engine fuses the norm before experts.
+        norms: dict[str, Any] = {"pre_mlp_layernorm": TorchRMSNorm}
+        if has_experts:
             mlp = get_moe_module_spec(
                 use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
             )
         else:
             mlp = local_mlp_builder()
-            before["pre_mlp_layernorm"] = "mlp.linear_fc1"
-        norms: dict[str, Any] = {"pre_mlp_layernorm": TorchRMSNorm} | norms_before(
-            **before
-        )
+            linears["pre_mlp_layernorm"] = "mlp.linear_fc1"
+        norms = norms | norms_before(**linears)
         submodules = TransformerLayerSubmodules(
-            self_attention=mixers[is_gdn],
+            self_attention=self_attention,
             self_attn_bda=BIAS_DROPOUT_ADD,
             mlp=mlp,
             mlp_bda=BIAS_DROPOUT_ADD,
@@ -196,7 +203,8 @@ def layer_kinds(config: Any) -> list[tuple[int, int]]:
 def _layers_of_stage(
     config: TransformerConfig, vp_stage: int | None, pp_rank: int | None
 ):
-    """The numbers (from 0, in the whole model) of the layers on one pipeline stage."""
+    """The indices, in the whole model, of the layers on one pipeline stage; None: the
+    stage of this process."""
     stage = {"vp_stage": vp_stage, "pp_rank": pp_rank}
     layout = cast(
         PipelineParallelLayerLayout | None, config.pipeline_model_parallel_layout

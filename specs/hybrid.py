@@ -64,12 +64,15 @@ from .layer import (
     with_launch_options,
 )
 
-KDA, GDN2 = "K", "gdn2"  # a letter of layer patterns, and the name of a variant
+KDA = "K"  # the letter of Kimi Delta Attention in layer patterns
+GDN2 = "gdn2"  # the value of config.experimental_attention_variant
 # Options of 'G' layers that mean the same in 'M' and 'K' layers.
-_SHARED = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine", "backend")
+_SHARED_OPTIONS = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine", "backend")
 # Legal values of the option ``backend`` in 'M' and 'K' layers.
-_BACKENDS = {"M": ("fla", "reference"), KDA: ("fla", "cudnn", "reference")}
-_SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
+_MAMBA_BACKENDS = ("fla", "reference")
+_KDA_BACKENDS = ("fla", "cudnn", "reference")
+# Megatron's fields for layers that the local spec lacks -> their letters.
+_LETTERS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
 class HybridStackSpec(ModuleSpec):
@@ -141,55 +144,64 @@ def _hybrid_stack_spec(
     :meth:`HybridStackSpec.__call__`."""
     modules = resolve_modules(modules)
     gdn_options = with_launch_options(GatedDeltaNet, options)
-    shared = {name: value for name, value in gdn_options.items() if name in _SHARED}
-    mamba_options, kda_options = (
-        {
-            name: value
-            for name, value in shared.items()
-            if name != "backend" or value in has
-        }
-        for has in _BACKENDS.values()
-    )
-    kda_options |= _launched_alone(KimiDeltaAttention, options)
+    shared = {
+        name: value for name, value in gdn_options.items() if name in _SHARED_OPTIONS
+    }
+    mamba_options = _with_legal_backend(shared, _MAMBA_BACKENDS)
+    kda_options = _with_legal_backend(shared, _KDA_BACKENDS)
+    kda_options |= _own_launch_options(KimiDeltaAttention, options)
     gdn2_options = with_launch_options(GatedDeltaNet2, options)
-    mixer = gated_delta_net_spec(modules, **gdn_options)
+    gdn = gated_delta_net_spec(modules, **gdn_options)
     if gdp is None:
-        of_mamba = mamba2_spec(modules, **mamba_options | (mamba or {}))
+        mamba_mixer = mamba2_spec(modules, **mamba_options | (mamba or {}))
     else:
-        gdp_options = shared | _launched_alone(GatedDeltaProduct, options) | gdp
-        of_mamba = gated_delta_product_spec(modules, **gdp_options)
+        gdp_options = shared | _own_launch_options(GatedDeltaProduct, options) | gdp
+        mamba_mixer = gated_delta_product_spec(modules, **gdp_options)
     cp_layout = gdn_options.get("cp_layout", AUTO)
     if modules == "te":
-        norm_before = None
-        theirs = cast(ModuleSpec, _upstream().mtp_block_spec)
-        submodules = _te_submodules(mixer, of_mamba, qk_layernorm, cp_layout)
+        normed_linear = None  # Transformer Engine fuses the norm into in_proj
+        mtp_spec = cast(ModuleSpec, _upstream().mtp_block_spec)
+        submodules = _te_submodules(gdn, mamba_mixer, qk_layernorm, cp_layout)
     else:
-        norm_before = "in_proj"
-        theirs = _local_mtp_spec()
+        normed_linear = "in_proj"
+        mtp_spec = _local_mtp_spec()
         attention = local_attention_spec(qk_layernorm, cp_layout)
-        submodules = _local_submodules(mixer, of_mamba, attention)
+        submodules = _local_submodules(gdn, mamba_mixer, attention)
     # Megatrons without the letter '+' (0.18) have no place for its layer.
     if mla is not None and hasattr(submodules, "mla_layer"):
         attention = latent_attention_spec(modules, **{"cp_layout": cp_layout} | mla)
         latent = _layer_after_norm(modules, attention)
         submodules = replace(submodules, mla_layer=latent)
-    delta = kimi_delta_attention_spec(modules, **kda_options | (kda or {}))
+    kda_mixer = kimi_delta_attention_spec(modules, **kda_options | (kda or {}))
+    gdn2 = gated_delta_net2_spec(modules, **gdn2_options)
     layers = {
-        KDA: _layer_after_norm(modules, delta),
-        GDN2: _layer(gated_delta_net2_spec(modules, **gdn2_options), norm_before),
+        KDA: _layer_after_norm(modules, kda_mixer),
+        GDN2: _layer(gdn2, normed_linear),
     }
-    heads = checked_mtp_spec(theirs, layers=layers, cp_layout=cp_layout)
-    submodules = replace(submodules, mtp_block_spec=heads)
+    mtp_spec = checked_mtp_spec(mtp_spec, layers=layers, cp_layout=cp_layout)
+    submodules = replace(submodules, mtp_block_spec=mtp_spec)
     return HybridStackSpec(
         module=KDAHybridStack, params={"layers": layers}, submodules=submodules
     )
 
 
-def _launched_alone(
+def _with_legal_backend(
+    options: Mapping[str, Any], backends: tuple[str, ...]
+) -> dict[str, Any]:
+    """``options``, without the option ``backend`` if its value is not one of
+    ``backends``."""
+    kept = dict(options)
+    if kept.get("backend") not in backends:
+        kept.pop("backend", None)
+    return kept
+
+
+def _own_launch_options(
     mixer: type[RecurrentMixer], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The launch's options for ``mixer`` that a call's ``options`` do not override."""
-    overridden = options.keys() | _SHARED
+    """The launch's options of ``mixer`` but those that 'G' layers share and those that
+    a call's ``options`` override."""
+    overridden = options.keys() | _SHARED_OPTIONS
     launched = with_launch_options(mixer, {}).items()
     return {name: value for name, value in launched if name not in overridden}
 
@@ -200,15 +212,14 @@ def _upstream() -> HybridStackSubmodules:
 
 
 def _te_submodules(
-    mixer: ModuleSpec, of_mamba: ModuleSpec, qk_layernorm: bool, cp_layout: str
+    gdn: ModuleSpec, mamba_mixer: ModuleSpec, qk_layernorm: bool, cp_layout: str
 ) -> HybridStackSubmodules:
-    """Megatron's hybrid stack with ``mixer`` for 'G', ``of_mamba`` for 'M', and our
-    attention."""
+    """Megatron's hybrid stack with the mixers ``gdn`` for 'G' and ``mamba_mixer`` for
+    'M', and with our attention."""
     layer = cast(Any, _upstream().attention_layer)
-    theirs = layer.submodules.self_attention
-    core = partial(
-        class_with_tree_attention(theirs.submodules.core_attention), cp_layout=cp_layout
-    )
+    upstream_attention = layer.submodules.self_attention
+    core_class = class_with_tree_attention(upstream_attention.submodules.core_attention)
+    core = partial(core_class, cp_layout=cp_layout)
     # Megatron's own stack has no norms of query and key, even if config.qk_layernorm is
     # set.
     if qk_layernorm:
@@ -216,15 +227,15 @@ def _te_submodules(
     else:
         norms = {}
     attention = replace(
-        theirs,
+        upstream_attention,
         module=TorchSelfAttention,
-        params={**theirs.params, "cp_layout": cp_layout},
-        submodules=replace(theirs.submodules, core_attention=core, **norms),
+        params=upstream_attention.params | {"cp_layout": cp_layout},
+        submodules=replace(upstream_attention.submodules, core_attention=core, **norms),
     )
     return replace(
         _upstream(),
-        gdn_layer=_layer(mixer),
-        mamba_layer=_mamba_layer(of_mamba),
+        gdn_layer=_layer(gdn),
+        mamba_layer=_mamba_layer(mamba_mixer),
         attention_layer=replace(
             layer, submodules=replace(layer.submodules, self_attention=attention)
         ),
@@ -232,10 +243,10 @@ def _te_submodules(
 
 
 def _local_submodules(
-    mixer: ModuleSpec, of_mamba: ModuleSpec, attention: ModuleSpec
+    gdn: ModuleSpec, mamba_mixer: ModuleSpec, attention: ModuleSpec
 ) -> HybridStackSubmodules:
-    """A hybrid stack of plain-torch layers: ``mixer`` for 'G', ``of_mamba`` for
-    'M'."""
+    """A hybrid stack of plain-torch layers with the mixers ``gdn`` for 'G' and
+    ``mamba_mixer`` for 'M'."""
     mlp = TransformerLayerSubmodules(
         mlp=local_mlp_builder(),
         mlp_bda=BIAS_DROPOUT_ADD,
@@ -245,26 +256,24 @@ def _local_submodules(
         pre_mlp_layernorm=TorchRMSNorm, mlp_bda=BIAS_DROPOUT_ADD
     )
     layers = {
-        "gdn_layer": _layer(mixer, "in_proj"),
-        "mamba_layer": _mamba_layer(of_mamba, **norms_before(norm="mixer.in_proj")),
+        "gdn_layer": _layer(gdn, "in_proj"),
+        "mamba_layer": _mamba_layer(mamba_mixer, **norms_before(norm="mixer.in_proj")),
         "attention_layer": _layer(attention, "linear_qkv"),
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
         "moe_layer": ModuleSpec(module=LocalMoELayer, submodules=experts),
     }
-    # Megatron's versions have different fields; a layer field left unset would become
-    # an identity.
-    places = {field.name for field in fields(HybridStackSubmodules)}
-    for place in sorted(
-        place for place in places - layers.keys() if place.endswith("_layer")
-    ):
-        symbol = {"symbol": _SYMBOLS.get(place, place)}
-        layers[place] = ModuleSpec(module=UnavailableLayer, params=symbol)
+    # Megatron's versions have different fields. Without a spec, Megatron would build a
+    # layer that returns its input.
+    for field in fields(HybridStackSubmodules):
+        if field.name.endswith("_layer") and field.name not in layers:
+            symbol = {"symbol": _LETTERS.get(field.name, field.name)}
+            layers[field.name] = ModuleSpec(module=UnavailableLayer, params=symbol)
     return HybridStackSubmodules(**layers)
 
 
 def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
-    """Spec of a layer of ``mixer``, with a norm before its submodule ``linear`` (None:
-    no norm)."""
+    """Spec of a TransformerLayer with ``mixer`` in the place of attention; with a norm
+    before the mixer's submodule ``linear``, or without a norm if that is None."""
     if linear is None:
         norm = {}
     else:
@@ -278,8 +287,8 @@ def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
 
 
 def _layer_after_norm(modules: str, mixer: ModuleSpec) -> ModuleSpec:
-    """Spec of a layer of Kimi Delta Attention or latent attention, whose norm is a
-    module of the layer, as in Megatron's spec."""
+    """Spec of a TransformerLayer with ``mixer`` (Kimi Delta Attention or latent
+    attention), whose norm is a module of the layer, as in Megatron's spec."""
     norm = TorchRMSNorm
     if modules == "te":
         norm = te.TENorm
@@ -324,8 +333,8 @@ class KDAHybridStack(HybridStack):
         pp_layer_offset: int = 0,
         **others: Any,
     ) -> None:
-        """``layers``: specs for 'K' and "gdn2" layers; ``layer_type_list``: the stage's
-        letters."""
+        """Besides Megatron's arguments: ``layers``, the specs of 'K' and "gdn2"
+        layers. ``layer_type_list``: the letters of this pipeline stage's layers."""
         KDAHybridStack.kda_options = cast(
             Any, layers[KDA].submodules
         ).self_attention.params
@@ -348,8 +357,8 @@ def _with_kda_and_gdn2(
     letters: Iterable[str],
     layers_before: int,
 ) -> tuple[HybridStackSubmodules, list[str]]:
-    """``submodules`` whose ``gdn_layer`` builds 'G' and 'K' layers; ``letters`` with
-    'K' made 'G'.
+    """Return ``submodules`` whose ``gdn_layer`` builds 'G' and 'K' layers, and
+    ``letters`` with 'G' for each 'K'.
 
     ``letters``: one per layer of this stage. ``layers_before``: the number of layers on
     earlier pipeline stages. ``layers``: the specs of 'K' layers and of "gdn2" layers.
@@ -363,29 +372,30 @@ def _with_kda_and_gdn2(
         gdn = layers[GDN2]
     else:
         gdn = submodules.gdn_layer
-    of_two = {"gdn": gdn, "kda": layers[KDA], "numbers": numbers}
+    params = {"gdn": gdn, "kda": layers[KDA], "kda_numbers": numbers}
     # For "gdn2" Megatron's main branch sets the attribute submodules.self_attention of
-    # the spec.
-    assigned = SimpleNamespace(self_attention=SimpleNamespace())
-    place = ModuleSpec(module=_GDNOrKDALayer, params=of_two, submodules=assigned)
-    submodules = replace(submodules, gdn_layer=place)
+    # the spec, so the spec has submodules that nobody reads.
+    unread = SimpleNamespace(self_attention=SimpleNamespace())
+    gdn_layer = ModuleSpec(module=_GDNOrKDALayer, params=params, submodules=unread)
+    submodules = replace(submodules, gdn_layer=gdn_layer)
     return submodules, ["G" if letter == KDA else letter for letter in letters]
 
 
 class _GDNOrKDALayer:
-    """Builds a 'K' layer if its number is in ``numbers``, else a 'G' layer."""
+    """Its constructor builds a layer of the spec ``kda`` if ``layer_number`` is in
+    ``kda_numbers``, else of the spec ``gdn``. ``submodules`` are not read."""
 
     def __new__(
         cls,
         *,
         gdn: Any,
         kda: Any,
-        numbers: set[int],
+        kda_numbers: set[int],
         layer_number: int,
         submodules: Any,
         **others: Any,
     ) -> Any:
-        if layer_number in numbers:
+        if layer_number in kda_numbers:
             spec = kda
         else:
             spec = gdn
@@ -393,12 +403,13 @@ class _GDNOrKDALayer:
 
 
 class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
-    """Megatron's MTP layer, which refuses documents that Megatron would shift wrongly.
+    """Megatron's layer of multi-token prediction (MTP) with our mixers; it refuses
+    documents whose labels Megatron would shift wrongly.
 
-    Megatron shifts tokens, labels and loss masks by one per MTP head, document by
-    document, and assumes that each document begins at its offset in ``cu_seqlens_q``
-    and is cut in zigzag over context-parallel ranks. Other documents would get the
-    labels of wrong tokens.
+    For each MTP head Megatron shifts tokens, labels and loss masks by one, document by
+    document. It assumes that each document begins at its offset in ``cu_seqlens_q`` and
+    is cut in zigzag over context-parallel ranks. In other documents tokens would get
+    the labels of other tokens.
     """
 
     def __init__(
@@ -413,9 +424,9 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
         hybrid_submodules: HybridStackSubmodules,
         **others: Any,
     ) -> None:
-        """``layers``: the specs of 'K' and "gdn2" layers; ``mtp_layer_pattern``: the
-        letters of the head's layers; ``hybrid_submodules``: the specs of the stack's
-        layers.
+        """Besides Megatron's arguments: ``layers``, the specs of 'K' and "gdn2"
+        layers. ``mtp_layer_pattern``: the letters of the head's layers;
+        ``hybrid_submodules``: the specs of the stack's layers.
         """
         loader_layout = LoaderLayout(cp_layout, config)
         if pg_collection.cp.size() > 1:
@@ -439,7 +450,7 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
         packed_seq_params: PackedSeqParams | None = None,
         **others: Any,
     ):
-        """Megatron's forward, but refuse documents that Megatron would shift
+        """Megatron's forward; raises an error for documents that Megatron would shift
         wrongly."""
         _require_shiftable(packed_seq_params, self.cp_group)
         if self.cp_group.size() > 1:
@@ -448,7 +459,8 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
 
 
 def _require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
-    """Raise an error unless ``layout`` is zigzag, in which Megatron shifts labels."""
+    """Raise a ValueError unless ``layout`` is zigzag, in which Megatron shifts
+    labels."""
     if layout is not SequenceLayout.ZIGZAG:
         raise ValueError(
             "Megatron shifts the labels of multi-token prediction in the zigzag "
@@ -462,8 +474,8 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
     """Raise an error if Megatron would shift labels from one packed document to
     another.
 
-    If ``cu_seqlens_q`` and ``cu_seqlens_q_padded`` are two tensors, the host waits to
-    compare them.
+    If ``cu_seqlens_q`` and ``cu_seqlens_q_padded`` are two tensors, the host compares
+    their values, for which it waits for a GPU.
     """
     if packed is None:
         return
@@ -475,9 +487,11 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
             "a layer pattern without '/'."
         )
     documents = packed.cu_seqlens_q
-    slots = packed.cu_seqlens_q_padded
-    padded = slots is not None and slots is not documents
-    if padded and (documents is None or slots.tolist() != documents.tolist()):
+    padded = packed.cu_seqlens_q_padded
+    differ = padded is not None and padded is not documents
+    if differ and documents is not None:
+        differ = padded.tolist() != documents.tolist()
+    if differ:
         raise ValueError(
             "multi-token prediction with padded slots: Megatron would shift labels "
             "between the offsets without padding. Make the padding part of its "
@@ -499,36 +513,35 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
 
 
 def _local_mtp_spec() -> ModuleSpec:
-    """Spec of multi-token prediction in torch, with Transformer Engine's checkpoint
-    keys."""
-    parts = mtp.MultiTokenPredictionLayerSubmodules(
+    """Spec of multi-token prediction in torch, with the checkpoint keys of Transformer
+    Engine's modules."""
+    submodules = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=TorchRMSNorm,
         hnorm=TorchRMSNorm,
         eh_proj=ColumnParallelLinear,
         mtp_model_layer=cast(Any, None),  # Megatron builds the layer from the pattern
         layer_norm=TorchRMSNorm,
     )
-    layer = ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=parts)
+    layer = ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=submodules)
     block = mtp.MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
     return ModuleSpec(module=mtp.MultiTokenPredictionBlock, submodules=block)
 
 
-def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
-    """Megatron's spec ``theirs``; its layers are :class:`HybridMTPLayer` with
-    ``options``."""
+def checked_mtp_spec(block_spec: ModuleSpec, **options: Any) -> ModuleSpec:
+    """``block_spec``, a spec of Megatron's MultiTokenPredictionBlock, with
+    :class:`HybridMTPLayer` as its layers; ``options`` are arguments of that class."""
     layers = [
-        replace(layer, module=HybridMTPLayer, params={**layer.params, **options})
-        for layer in cast(Any, theirs.submodules).layer_specs
+        replace(layer, module=HybridMTPLayer, params=layer.params | options)
+        for layer in cast(Any, block_spec.submodules).layer_specs
     ]
-    return replace(
-        theirs, submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=layers)
-    )
+    submodules = mtp.MultiTokenPredictionBlockSubmodules(layer_specs=layers)
+    return replace(block_spec, submodules=submodules)
 
 
 if KDA not in Symbols.VALID_LAYERS:  # a later Megatron may know the letter 'K' already
-    known: Any = Symbols
-    known.KDA = KDA
-    known.VALID_LAYERS = set(Symbols.VALID_LAYERS) | {KDA}
+    symbols: Any = Symbols
+    symbols.KDA = KDA
+    symbols.VALID_LAYERS = set(Symbols.VALID_LAYERS) | {KDA}
 # Megatron's `--spec` finds the next specs by name and does not call them.
 hybrid_stack_spec = _hybrid_stack_spec("auto")
 gdn_hybrid_stack_spec = hybrid_stack_spec

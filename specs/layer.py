@@ -1,7 +1,7 @@
-"""Megatron ModuleSpecs of our mixers and of plain-torch layers, and a launch's mixer
-options.
+"""Megatron ModuleSpecs of our mixers and of plain-torch layers, and the mixer options
+that a launch gives in the environment.
 
-``--spec`` takes no options, so a launch gives options in the environment:
+``--spec`` takes no options, so a launch sets a variable:
 
     MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute=light" torchrun ... \
         pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
@@ -55,14 +55,19 @@ from megatron_gdn.mixers.loader_layout import AUTO
 MODULES = ("auto", "local", "te")
 VARIABLE = "MEGATRON_GDN_OPTIONS"
 _MOST_CHARACTERS = 2000  # of MEGATRON_GDN_OPTIONS
-# The spec's field is annotated as a class, but Megatron calls its value, which may be a
-# function.
+# For fields of specs that are annotated as a class; Megatron calls their value, which
+# may be a function.
 BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
 
 def resolve_modules(modules: str) -> Literal["te", "local"]:
-    """``modules``, or the choice for ``"auto"``; raises for "te" without Transformer
-    Engine."""
+    """``modules``, where ``"auto"`` becomes "te" if Transformer Engine is installed,
+    else "local".
+
+    Raises:
+        ValueError: unknown ``modules``.
+        ImportError: ``"te"`` without Transformer Engine.
+    """
     if modules not in MODULES:
         raise ValueError(
             f"unknown modules {modules!r}; use one of {', '.join(MODULES)}. (The delta "
@@ -107,15 +112,16 @@ def gated_delta_net2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
     """Spec of `megatron_gdn.KimiDeltaAttention`; ``modules`` is as in
     `gated_delta_net_spec`, but no norm is fused: the layer around has the norm."""
+    # duplicated: every tensor-parallel rank has the whole weight
     if resolve_modules(modules) == "te":
-        whole, column, row, norm = (
+        duplicated, column, row, norm = (
             te.TELinear,
             te.TEColumnParallelLinear,
             te.TERowParallelLinear,
             te.TENorm,
         )
     else:
-        whole, column, row, norm = (
+        duplicated, column, row, norm = (
             DuplicatedLinear,
             ColumnParallelLinear,
             RowParallelLinear,
@@ -125,12 +131,12 @@ def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSp
         in_proj=column,
         out_norm=norm,
         out_proj=row,
-        beta_proj=whole,
+        beta_proj=duplicated,
         f_proj=column,
-        f_a_proj=whole,
+        f_a_proj=duplicated,
         f_b_proj=column,
         g_proj=column,
-        g_a_proj=whole,
+        g_a_proj=duplicated,
         g_b_proj=column,
     )
     return ModuleSpec(
@@ -161,32 +167,38 @@ def gated_delta_product_spec(modules: str = "auto", **options: Any) -> ModuleSpe
 def _spec(
     mixer: type, submodules_class: Any, modules: str, options: dict[str, Any]
 ) -> ModuleSpec:
-    """The spec of ``mixer``, with submodules of the class ``submodules_class``."""
+    """The spec of ``mixer``; ``submodules_class``, a dataclass, has some of the fields
+    in_proj, out_proj and out_norm."""
     fused = resolve_modules(modules) == "te"
-    classes: tuple[type, ...] = ColumnParallelLinear, RowParallelLinear, TorchRMSNorm
+    class_of: dict[str, type] = {
+        "in_proj": ColumnParallelLinear,
+        "out_proj": RowParallelLinear,
+        "out_norm": TorchRMSNorm,
+    }
     if fused:
-        classes = te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm
-    places: dict[str, type] = dict(
-        zip(("in_proj", "out_proj", "out_norm"), classes, strict=True)
-    )
+        class_of = {
+            "in_proj": te.TELayerNormColumnParallelLinear,
+            "out_proj": te.TERowParallelLinear,
+            "out_norm": te.TENorm,
+        }
     names = [field.name for field in fields(submodules_class)]
     return ModuleSpec(
         module=mixer,
         params=options,
-        submodules=submodules_class(**{name: places[name] for name in names}),
+        submodules=submodules_class(**{name: class_of[name] for name in names}),
         # Megatron's GPT block spec adds a norm before the mixer if this entry is False.
         metainfo={"fuse_input_layernorm": fused},
     )
 
 
 def norms_before(**linears: str) -> dict[str, Any]:
-    """Arguments that give a layer norms with the checkpoint keys of Transformer
-    Engine's norms.
+    """Arguments of a layer's submodules that give the layer plain-torch norms.
 
     ``linears`` maps the name of each norm in the layer to the name of the linear after
-    the norm.
+    the norm. Transformer Engine fuses such a norm into the linear, so its keys in a
+    checkpoint are the linear's; the plain-torch norms get the same keys.
     """
-    keys = {f"{place}.": f"{linear}.layer_norm_" for place, linear in linears.items()}
+    keys = {f"{norm}.": f"{linear}.layer_norm_" for norm, linear in linears.items()}
     return {**dict.fromkeys(linears, TorchRMSNorm), "sharded_state_dict_keys_map": keys}
 
 
@@ -266,8 +278,8 @@ def latent_attention_spec(
 
 
 class LocalMoELayer(MoETransformerLayer):
-    """Experts in plain torch, built in the constructor, where ``config`` has their
-    number."""
+    """A layer of experts in plain torch. Its constructor chooses the experts' spec,
+    since their number is a field of ``config``."""
 
     def __init__(
         self,
@@ -276,13 +288,13 @@ class LocalMoELayer(MoETransformerLayer):
         **others: Any,
     ) -> None:
         if config.num_moe_experts is None:
-            UnavailableLayer(symbol="E")
+            UnavailableLayer(symbol="E")  # raises
         mlp = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
         super().__init__(config, replace(submodules, mlp=mlp), **others)
 
 
 class UnavailableLayer:
-    """Stands for a layer, ``symbol``, that the local spec lacks; its constructor
+    """Stands in a spec for a layer that the local spec lacks; its constructor
     raises."""
 
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
@@ -298,13 +310,11 @@ class UnavailableLayer:
 def with_launch_options(
     mixer: type[RecurrentMixer], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``named`` (a call's options), plus other options of the environment that
-    ``mixer`` has."""
-    known = launch_options_of(mixer)
-    return {
-        **{name: value for name, value in _launch_options().items() if name in known},
-        **named,
-    }
+    """The options in the environment that ``mixer`` has, overridden by ``named``, those
+    of a call."""
+    legal = launch_options_of(mixer)
+    of_launch = {name: x for name, x in _launch_options().items() if name in legal}
+    return of_launch | dict(named)
 
 
 @cache
@@ -321,8 +331,13 @@ def _launch_options() -> dict[str, Any]:
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """The options in ``"name=value,name=value"``; a value is a Python literal or a
-    word."""
+    """The options in ``"name=value,name=value"``; a value is a Python literal, or else
+    a word.
+
+    Raises:
+        ValueError: a part is no ``name=value``, no mixer has the option ``name``, or
+            the text has too many characters.
+    """
     mixers = KimiDeltaAttention, GatedDeltaNet, GatedDeltaProduct
     legal = frozenset[str]().union(*map(launch_options_of, mixers))
     if len(text) > _MOST_CHARACTERS:

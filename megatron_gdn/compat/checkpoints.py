@@ -1,8 +1,13 @@
 """Repairs Megatron 0.19's writing and reading of checkpoints.
 
-The first part of this file wraps methods of optimizers; `.mixed_dtype_optimizers`
-installs the wrappers. The second part reads the bias and the adapters of ``in_proj``
-from files of Megatron's own layer.
+The first part of this file has wrappers of optimizers' methods, called as
+``wrapper(method, optimizer, *the method's arguments)``; `.mixed_dtype_optimizers`
+installs them. The second part reads the bias and the adapters of ``in_proj`` from
+checkpoints of Megatron's own layer.
+
+A gradient buffer has the parameters of one dtype and is divided into *buckets*. Each
+data-parallel rank holds a *share* of a bucket. Names and formats are those of
+Megatron's DistributedOptimizer.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +54,7 @@ def store_empty_shares(
     """Let ``sharded_param_state_dp_reshardable`` (``original``) store shares without
     parameters.
 
-    The fp32 bucket is small, so a rank's share of it may hold no parameter. Megatron
+    The fp32 bucket is small, so a rank's share of it may have no parameter. Megatron
     refuses to save such a share ("empty bucket encountered"; NVIDIA/Megatron-LM pull
     request 6191 covers shares of padding). This wrapper adds an entry marked as
     padding, which a load skips.
@@ -61,7 +66,7 @@ def store_empty_shares(
             buckets for ranges in optimizer.gbuf_ranges for buckets in ranges.values()
         )
         if all(bucket["param_map"] for bucket in chain.from_iterable(of_buffers)):
-            raise
+            raise  # every share has parameters, so this is another error
     get_state = optimizer.get_parameter_state_dp_reshardable
     optimizer.get_parameter_state_dp_reshardable = lambda: _with_padding(
         optimizer, get_state()
@@ -78,8 +83,8 @@ def store_empty_shares(
 
 
 def _with_padding(optimizer: DistributedOptimizer, state: dict) -> dict:
-    """Return ``state`` with an added entry for each bucket in which this rank has no
-    parameter."""
+    """Add an entry to ``state`` for each bucket in which this rank has no parameter;
+    return ``state``."""
     group = optimizer.data_parallel_group
     for index, buffer in enumerate(optimizer.buffers):
         for entries_of_buckets in state[index].values():
@@ -87,8 +92,9 @@ def _with_padding(optimizer: DistributedOptimizer, state: dict) -> dict:
             for bucket, entries in zip(buffer.buckets, entries_of_buckets, strict=True):
                 if not entries:
                     share = bucket.grad_data.numel() // group.size()
-                    covered = bucket.numel_unpadded - group.rank() * share
-                    size = max(0, min(share, covered))
+                    # elements of the bucket from this share on, without padding
+                    remaining = bucket.numel_unpadded - group.rank() * share
+                    size = max(0, min(share, remaining))
                     device = bucket.grad_data.device
                     entries.append(_padding_entry(optimizer, example, size, device))
     return state
@@ -100,8 +106,11 @@ def _padding_entry(
     size: int,
     device: torch.device,
 ) -> StateDict:
-    """An entry with zeros ``[size]`` in the dtypes of ``example``, in fp32 if that is
-    empty."""
+    """A padding entry with zeros ``[size]`` for each state of ``example``, in the same
+    dtypes.
+
+    ``example`` is an entry of another bucket. If it is empty, zeros are fp32.
+    """
     dtypes = {
         key: value.dtype
         for key, value in example.items()
@@ -132,16 +141,19 @@ def cut_without_padding(
     offsets.
 
     With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers
-    every state without the padding between buckets and then cuts the state at offsets
-    that count the padding. Parameters after the first padding get values of other
-    parameters, without an error (repaired on Megatron's main). This wrapper gives
-    Megatron buffers without padding, so the offsets fit.
+    every state without the padding between buckets. Then Megatron slices the state at
+    offsets that count the padding. So parameters after the first padding get values of
+    other parameters, without an error (repaired on Megatron's main). This wrapper gives
+    Megatron buffers without padding, to which the offsets fit.
     """
     gather = optimizer.get_parameter_state_dp_zero
     buffers = optimizer.buffers
-    if not any(
-        b.grad_data.numel() != b.numel_unpadded for x in buffers for b in x.buckets[:-1]
-    ):
+    has_padding = any(
+        bucket.grad_data.numel() != bucket.numel_unpadded
+        for buffer in buffers
+        for bucket in buffer.buckets[:-1]
+    )
+    if not has_padding:
         return shard_state(optimizer, *args, **kwargs)
 
     def gather_then_leave_padding_out(*args: object, **kwargs: object) -> object:
@@ -164,11 +176,11 @@ def cut_without_padding(
 
 
 def _without_padding(buffer: _ParamAndGradBuffer) -> SimpleNamespace:
-    """Sizes and parameter offsets of a gradient ``buffer``, as if its buckets had no
-    padding."""
+    """The attributes of a gradient ``buffer`` that Megatron reads to slice states, with
+    the values that they have without padding."""
     buckets = []
     start = 0
-    moves = []
+    moves = []  # for each bucket, what is added to the offsets of its parameters
     for bucket in buffer.buckets:
         size = bucket.numel_unpadded
         buckets.append(
@@ -190,9 +202,9 @@ def make_states_to_load(
 ) -> object:
     """Let ``ChainedOptimizer.state_dict`` (``state_dict``) make states before a load.
 
-    Megatron's method ignores ``is_loading``, which a load of the format torch_dcp sets.
-    If it is set, this wrapper first makes states in each optimizer of ``chained``, for
-    the load to fill.
+    A load of the format torch_dcp fills the states that exist. Megatron's method
+    ignores ``is_loading`` and makes none. If ``is_loading``, this wrapper first makes
+    the states of each optimizer in ``chained``.
     """
     if is_loading:
         for member in chained.chained_optimizers:
@@ -215,10 +227,10 @@ def leave_strides_out(
     """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata`` for files of torch
     2.15.
 
-    ``read`` (``strategy``'s method) passes a tensor's stored properties to
-    ``torch.empty``, which refuses the strides that torch 2.15 stores; so the strides
-    are removed from ``metadata`` first. If ``metadata`` is None, it is read from the
-    files in ``checkpoint_dir``.
+    ``read``, the strategy's method, passes the stored properties of a tensor to
+    ``torch.empty``. ``torch.empty`` refuses the strides that torch 2.15 stores. So this
+    wrapper removes the strides from ``metadata`` first. If ``metadata`` is None, it is
+    read from the files in ``checkpoint_dir``.
     """
     from megatron.core.dist_checkpointing.strategies import torch as torch_files
 
@@ -230,10 +242,10 @@ def leave_strides_out(
     return read(strategy, checkpoint_dir, metadata)
 
 
-# ``dp_reshardable`` (Megatron's default) and the separate file of
-# ``--ckpt-format torch`` store the optimizer's state as gradient buffers, without names
-# of parameters. With fp32 ``A_log`` and ``dt_bias`` the buffers have other sizes than
-# with bf16. Megatron's error names only the sizes, so we add a note.
+# The format ``dp_reshardable`` (Megatron's default) and the optimizer's file of
+# ``--ckpt-format torch`` store states as gradient buffers, without names of parameters.
+# With fp32 ``A_log`` and ``dt_bias`` the buffers have other sizes than with bf16.
+# Megatron's error names only the sizes, so we add a note.
 _BUCKET_SIZE_ERROR = re.compile(
     r"Global shape mismatch.*bucket_idx|bucket_idx\S* from model not in state dict"
 )
@@ -267,16 +279,16 @@ def warn_on_dp_reshardable(
     is_loading: bool = False,
     metadata: object = None,
 ) -> StateDict:
-    """In a save, warn of fp32 parameters; then call ``original``, Megatron's own
-    method."""
+    """Call ``original``, Megatron's own method; in a save, first warn of fp32
+    parameters."""
     if not is_loading:
         _warn_of_fp32_parameters(optimizer, "dp_reshardable", _RESHARDABLE_FLAG)
     return original(optimizer, model_sharded_state_dict, is_loading, metadata)
 
 
 def warn_on_torch_file(save: Callable, optimizer: object, filename: str) -> None:
-    """Warn of fp32 parameters, then ``save`` (Megatron's) to ``filename`` in the format
-    torch."""
+    """Warn of fp32 parameters, then call ``save``, Megatron's method, which writes
+    ``filename``."""
     flags = f"--ckpt-format torch_dist --auto-detect-ckpt-format {_RESHARDABLE_FLAG}"
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         _warn_of_fp32_parameters(member, "--ckpt-format torch", flags)
@@ -284,8 +296,8 @@ def warn_on_torch_file(save: Callable, optimizer: object, filename: str) -> None
 
 
 def _warn_of_fp32_parameters(optimizer: object, file_format: str, flags: str) -> None:
-    """If ``optimizer`` has fp32 parameters, warn of ``file_format`` and advise to use
-    ``flags``."""
+    """If ``optimizer`` has fp32 parameters, warn that Megatron's own layer does not
+    load ``file_format``, and advise to save with ``flags``."""
     if any(
         buffer.param_dtype == torch.float32
         for buffer in getattr(optimizer, "buffers", ())
@@ -322,24 +334,31 @@ explain_bucket_sizes = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
 # by section. The functions below also load sections from Megatron's tensor; the sizes
 # of its stored shards tell the order of its rows.
 
-# Section's key -> (whole tensor's key and number of rows, section's first row and
-# number of rows).
-_place_of: dict[str, tuple[str, int, int, int]] = {}
+
+class _SectionRows(NamedTuple):
+    """The rows of a section in the tensor that Megatron stores."""
+
+    whole_key: str  # the key of Megatron's tensor
+    whole_rows: int  # the number of rows of that tensor
+    first: int  # the section's first row
+    count: int  # the section's number of rows
+
+
+_section_rows: dict[str, _SectionRows] = {}  # by the section's key
 
 
 def register_sections_of_upstream(build: Callable) -> Callable:
-    """Wrap ``build``, which cuts a tensor into sections; the wrapper notes which rows
-    each has."""
+    """Wrap ``build(key, ...)``, which divides the tensor of ``key`` into a
+    ShardedTensor per section, so that a load finds each section's rows."""
 
     def build_sections(key: str, *args: object) -> list[ShardedTensor]:
-        """Call ``build`` for ``key``; store each section's first row and size in
-        ``_place_of``."""
+        """Call ``build`` for ``key``, and keep the rows of each section."""
         sections = build(key, *args)
         sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
-        start = 0
+        first = 0
         for section, size in zip(sections, sizes, strict=True):
-            _place_of[section.key] = key, sum(sizes), start, size
-            start += size
+            _section_rows[section.key] = _SectionRows(key, sum(sizes), first, size)
+            first += size
         return sections
 
     return build_sections
@@ -353,8 +372,8 @@ def load_sections_from_whole_tensor(
     *args: object,
     **kwargs: object,
 ) -> StateDict:
-    """Call Megatron's ``load``; sections absent in the file are cut from its whole
-    tensor."""
+    """Call Megatron's ``load``; a section that the checkpoint lacks is read from the
+    whole tensor that Megatron stores."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import (
         dict_list_map_inplace,
@@ -364,19 +383,20 @@ def load_sections_from_whole_tensor(
     )
 
     def is_section(value: object) -> bool:
-        return isinstance(value, ShardedTensor) and value.key in _place_of
+        return isinstance(value, ShardedTensor) and value.key in _section_rows
 
     if not any(map(is_section, nested_values(sharded_state_dict))):
         return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
     stored: StateDict = (
         FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
     )
-    upstream, others = extract_matching_values(
-        sharded_state_dict,
-        lambda v: (
-            is_section(v) and v.key not in stored and _place_of[v.key][0] in stored
-        ),
-    )
+
+    def is_stored_whole(value: Any) -> bool:
+        if not is_section(value) or value.key in stored:
+            return False
+        return _section_rows[value.key].whole_key in stored
+
+    upstream, others = extract_matching_values(sharded_state_dict, is_stored_whole)
 
     @cache
     def whole_tensor(key: str) -> Tensor:
@@ -388,7 +408,7 @@ def load_sections_from_whole_tensor(
         return state[key]
 
     def read(section: ShardedTensor) -> Tensor:
-        key = _place_of[section.key][0]
+        key = _section_rows[section.key].whole_key
         return _rows_of(section, whole_tensor(key), stored[key])
 
     dict_list_map_inplace(read, upstream)
@@ -400,30 +420,37 @@ def load_sections_from_whole_tensor(
 def _rows_of(
     section: ShardedTensor, whole_tensor: Tensor, stored: TensorStorageMetadata
 ) -> Tensor:
-    """The rows of ``section`` in ``whole_tensor``, whose metadata ``stored`` has
-    shards' sizes."""
-    whole_key, width, start, size = _place_of[section.key]
+    """The rows of ``section`` on this rank, out of ``whole_tensor``.
+
+    Megatron's tensor has the shards of the tensor-parallel ranks that stored it, one
+    after another, each with its part of every section. ``stored``, the tensor's
+    metadata, has the sizes of the shards.
+    """
+    place = _section_rows[section.key]
+    whole_rows = place.whole_rows
     axis = section.prepend_axis_num
-    shards = {chunk.sizes[axis] for chunk in stored.chunks}
-    shard = min(shards)
+    shard_sizes = {chunk.sizes[axis] for chunk in stored.chunks}
+    shard_rows = min(shard_sizes)
     if (
-        whole_tensor.shape[axis] != width
-        or len(shards) > 1
-        or width % shard
-        or size % (width // shard)
+        whole_tensor.shape[axis] != whole_rows
+        or len(shard_sizes) > 1
+        or whole_rows % shard_rows
+        or place.count % (whole_rows // shard_rows)
     ):
         raise ValueError(
-            f"{whole_key} has {whole_tensor.shape[axis]} rows in the checkpoint, in "
-            f"shards of {sorted(shards)}; the layer has {width} and reads "
+            f"{place.whole_key} has {whole_tensor.shape[axis]} rows in the checkpoint, "
+            f"in shards of {sorted(shard_sizes)}; the layer has {whole_rows} and reads "
             "shards of equal size. Build the layer with the checkpoint's sizes."
         )
-    ranks = width // shard
-    layer = whole_tensor[tuple(section.global_offset[:axis])].unflatten(
-        0, (ranks, shard)
-    )
-    rows = layer[:, start // ranks : (start + size) // ranks].flatten(0, 1)
-    first = section.global_offset[axis]
-    rows = rows[first : first + section.local_shape[0]]
-    return rows.to(section.dtype).to(
-        section.data.device if section.data is not None else "cpu"
-    )
+    ranks = whole_rows // shard_rows
+    of_layer = whole_tensor[tuple(section.global_offset[:axis])]
+    by_rank = of_layer.unflatten(0, (ranks, shard_rows))
+    first = place.first // ranks
+    end = (place.first + place.count) // ranks
+    section_rows = by_rank[:, first:end].flatten(0, 1)
+    local_first = section.global_offset[axis]
+    rows = section_rows[local_first : local_first + section.local_shape[0]]
+    device = torch.device("cpu")
+    if section.data is not None:
+        device = section.data.device
+    return rows.to(section.dtype).to(device)

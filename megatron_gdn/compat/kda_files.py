@@ -1,8 +1,9 @@
 """Reads files of version 0.1, whose Kimi Delta Attention had other parameters.
 
-It had one projection with the sections ``f_a``, ``z_a`` (or ``f``, ``z``) and ``beta``,
-and the norm before the mixer was stored with that projection. The numbers are the same;
-only their names, and in a plain state dict their places, differ.
+Version 0.1 had one projection, which also had the sections ``f_a`` and ``z_a`` (or
+``f`` and ``z``) and ``beta``. It stored the norm before the mixer with that projection.
+The numbers are the same today. Their keys differ, and in a plain state dict the rows of
+that projection are several parameters today.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from .observe import log_once
 if TYPE_CHECKING:
     from .state_dict import StateDict
 
-# Ends of keys in distributed checkpoints: now, and in version 0.1.
-_NAMES = {
+# Ends of keys in distributed checkpoints: today -> in version 0.1.
+_OLD_ENDS = {
     "in_proj.weight.g": "in_proj.weight.f",
     "in_proj.weight.gate": "in_proj.weight.z",
     "beta_proj.weight": "in_proj.weight.beta",
@@ -31,8 +32,9 @@ _NAMES = {
     "g_b_proj.weight": "z_b_weight",
     "input_layernorm.weight": "self_attention.in_proj.layer_norm_weight",
 }
-# Of each gate: the keys of a gate of low rank, those of a full gate, and the setting.
-_GATES = (
+# For the forget gate and the output gate: the ends of the keys of a gate of low rank,
+# those of a gate of full rank, and the config's field with the rank.
+_GATE_KEYS = (
     (
         ("f_a_proj.weight", "in_proj.weight.f_a"),
         ("f_proj.weight", "in_proj.weight.g", "in_proj.weight.f"),
@@ -51,8 +53,8 @@ _CONVERTED = (
 
 
 def _other_end(key: str, ends: Mapping[str, str]) -> tuple[str, str] | None:
-    """``key`` without the one of ``ends`` that it has, and the other end; None if it
-    has none."""
+    """If ``key`` ends in a key of ``ends``: ``key`` without that end, and the end's
+    value in ``ends``. Else None."""
     for end, other in ends.items():
         if key == end or key.endswith(f".{end}"):
             return key.removesuffix(end), other
@@ -67,11 +69,11 @@ def load_old_names(
     *args: object,
     **kwargs: object,
 ) -> StateDict:
-    """Call Megatron's ``load``; tensors that the file lacks are read by their names of
-    version 0.1.
+    """Call Megatron's ``load``; tensors that the checkpoint lacks are read by their
+    keys of version 0.1.
 
     Raises:
-        ValueError: the file's gates have another rank than the model's.
+        ValueError: the checkpoint's gates have another rank than the model's.
     """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import (
@@ -85,16 +87,16 @@ def load_old_names(
     tensors = [
         value
         for value in nested_values(sharded_state_dict)
-        if isinstance(value, ShardedTensor) and _other_end(value.key, _NAMES)
+        if isinstance(value, ShardedTensor) and _other_end(value.key, _OLD_ENDS)
     ]
     if not tensors:
         return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
     stored: StateDict = (
         FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
     )
-    renamed = []
+    renamed = []  # (tensor, its key today, its key of version 0.1)
     for tensor in tensors:
-        found = _other_end(tensor.key, _NAMES)
+        found = _other_end(tensor.key, _OLD_ENDS)
         assert found is not None
         old = "".join(found)
         if tensor.key in stored:
@@ -106,7 +108,7 @@ def load_old_names(
     if not renamed:
         return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
     log_once(_CONVERTED)
-    # Transformer Engine's own entries of projections that version 0.1 did not have.
+    # Entries of Transformer Engine for projections that version 0.1 did not have.
     absent, others = extract_matching_values(
         sharded_state_dict,
         lambda value: (
@@ -128,10 +130,14 @@ def load_old_names(
 
 
 def _require_same_rank(key: str, stored: StateDict) -> None:
-    """Raise a ValueError if the gate of ``key`` has another rank in the file."""
-    for low, full, setting in _GATES:
+    """Raise a ValueError if the gate of ``key`` has another rank in the checkpoint.
+
+    ``key`` is not in the checkpoint; ``stored`` are the checkpoint's entries by key.
+    """
+    for low, full, setting in _GATE_KEYS:
         of_low = _other_end(key, dict.fromkeys(low, ""))
         of_full = _other_end(key, dict.fromkeys(full, ""))
+        # ``others``: the keys that the gate has with the other kind of rank
         if of_low is not None:
             others = [f"{of_low[0]}{end}" for end in full]
         elif of_full is not None:
@@ -152,11 +158,14 @@ def _require_same_rank(key: str, stored: StateDict) -> None:
 
 
 def convert_state_dict(mixer: Any, state_dict: StateDict, prefix: str) -> None:
-    """Give a state dict of a mixer of version 0.1 the names of today, in place.
+    """Give a mixer's state dict of version 0.1 the keys of today, in place.
+
+    ``mixer`` is the KimiDeltaAttention that loads it; keys begin with ``prefix``. A
+    state dict of today is left as it is.
 
     Raises:
-        ValueError: it is one of several tensor-parallel ranks, which has columns of
-            the narrow halves that are not this rank's alone now.
+        ValueError: the state dict is of one of several tensor-parallel ranks. Version
+            0.1 divided ``f_a`` and ``z_a`` among them; today every rank has both whole.
     """
     key = f"{prefix}in_proj.weight"
     if key not in state_dict or f"{prefix}beta_proj.weight" in state_dict:
@@ -185,7 +194,7 @@ def convert_state_dict(mixer: Any, state_dict: StateDict, prefix: str) -> None:
         )
     log_once(_CONVERTED)
     sections = dict(zip(names, weight.split(widths), strict=True))
-    # The sections that stay come first, in the same order.
+    # The sections that in_proj has today come first, in the same order.
     state_dict[key] = weight[: dims.in_proj_layout.width]
     state_dict[f"{prefix}beta_proj.weight"] = sections["beta"]
     for old, new in (("f", "f"), ("z", "g")):

@@ -1,13 +1,14 @@
 """Lets Megatron's optimizers train, save and load models that mix fp32 with 16-bit
 parameters.
 
-The faults of Megatron in a bf16 model whose ``A_log`` and ``dt_bias`` are fp32 are named
-in `.versions`, with the version from which a wrapper may go.
+A bf16 model with fp32 ``A_log`` and ``dt_bias`` meets the faults of Megatron that
+`.versions` names. This file wraps the methods that have these faults. Megatron keeps an
+fp32 copy of a 16-bit parameter, its *master*, which the optimizer updates.
 
 A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. Wrappers
-change nothing in models of one dtype. In files an fp32 parameter is its own master
-copy, with a repaired Megatron too. So layers with fp32 and with 16-bit ``A_log`` load
-each other's files.
+change nothing in models of one dtype. In checkpoints an fp32 parameter is its own
+master, also with a Megatron that is repaired. So layers with fp32 and with 16-bit
+``A_log`` load each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .checkpoints import (
     warn_on_torch_file,
 )
 from .kda_files import load_old_names
-from .versions import Gate
+from .versions import UpstreamFault
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -50,19 +51,22 @@ if TYPE_CHECKING:
 
     from .state_dict import StateDict
 
-# Our key for the masters of fp32 parameters in a Float16Optimizer's state dict.
+# Our key for the masters of fp32 parameters in a Float16Optimizer's state dict
 _FP32_KEY = "fp32_params"
 # Megatron's key for the masters of 16-bit parameters
 _HALF_KEY = "fp32_from_fp16_params"
+# LayerWiseDistributedOptimizer's attributes with parameters by rank, and the name of
+# each attribute's process group.
 _PARAMS_LISTS = {"dp_cp_params_list": "dp_cp", "expt_dp_params_list": "expt_dp"}
 
 _flat = chain.from_iterable
+# The wrapped methods: class, name and Megatron's own method.
 _originals: list[tuple[type, str, Callable]] = []
 
 
 def repair_mixed_dtype_optimizers() -> None:
-    """Wrap Megatron's optimizers and file reader, once per process, without touching a
-    GPU."""
+    """Wrap methods of Megatron's optimizers and of its reader of checkpoints, once per
+    process; no GPU is used."""
     if _originals:
         return
     from megatron.core.dist_checkpointing.strategies.torch import (
@@ -80,8 +84,9 @@ def repair_mixed_dtype_optimizers() -> None:
     distributed = DistributedOptimizer
     half = Float16OptimizerWithFloat16Params
     files = TorchDistLoadShardedStrategy
-    # Of two wrappers of one method the later one calls the earlier one.
-    repairs: dict[Gate, list[tuple[type, str, Callable]]] = {
+    # Fault -> (class, name of the method, wrapper). Of two wrappers of one method the
+    # later one calls the earlier one.
+    repairs: dict[UpstreamFault, list[tuple[type, str, Callable]]] = {
         versions.STATES_IN_BUFFER_ORDER: [(distributed, "__init__", _order_as_adam)],
         versions.REPLICAS_DIFFER: [
             (distributed, "load_state_dict", _load_equal_replicas),
@@ -108,8 +113,10 @@ def repair_mixed_dtype_optimizers() -> None:
             (LayerWiseDistributedOptimizer, "allgather_params", _gather_by_dtype)
         ],
         versions.IN_PROJ_BY_RANK: [(files, "load", load_sections_from_whole_tensor)],
-        versions.OLD_NAMES: [(files, "load", load_old_names)],
-        versions.STRIDES: [(files, "load_tensors_metadata", leave_strides_out)],
+        versions.KDA_NAMES_OF_0_1: [(files, "load", load_old_names)],
+        versions.STRIDES_IN_FILES: [
+            (files, "load_tensors_metadata", leave_strides_out)
+        ],
         versions.SIZES_WITHOUT_NAMES: [
             (distributed, "load_parameter_state_from_dp_zero", explain_file_sizes),
             (distributed, "sharded_param_state_dp_reshardable", warn_on_dp_reshardable),
@@ -118,8 +125,8 @@ def repair_mixed_dtype_optimizers() -> None:
             (files, "load", explain_bucket_sizes),
         ],
     }
-    for gate, methods in repairs.items():
-        if gate.is_open():
+    for fault, methods in repairs.items():
+        if fault.is_present():
             for owner, name, wrapper in methods:
                 _wrap(owner, name, wrapper)
 
@@ -131,8 +138,7 @@ def _wrap(owner: type, name: str, wrapper: Callable) -> None:
 
 
 def _wrapped(original: Callable, wrapper: Callable) -> Callable:
-    """A method that calls ``wrapper`` with the method ``original`` as first
-    argument."""
+    """A method that calls ``wrapper(original, self, ...)``."""
 
     @wraps(original)
     def call_wrapper(self, *args: object, **kwargs: object) -> object:
@@ -156,8 +162,11 @@ def _order_as_adam(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """Run ``__init__`` (``init``), then map parameters to their places in Adam, which has
-    the fp32 parameters first."""
+    """Run ``__init__`` (``init``), then correct ``model_param_group_index_map``.
+
+    Megatron numbers parameters in the order of its buffers; in Adam the fp32 parameters
+    come first.
+    """
     init(optimizer, *args, **kwargs)
     places = _places_in_adam(optimizer)
     if places is not None and places != optimizer.model_param_group_index_map:
@@ -170,8 +179,8 @@ def _order_as_adam(
 def _places_in_adam(
     optimizer: DistributedOptimizer,
 ) -> dict[Tensor, tuple[int, int]] | None:
-    """Model parameter -> (group, index) of its shard in Adam; None if a shard is not in
-    Adam."""
+    """Model parameter -> (group, index in the group) of its shard in Adam; None if a
+    shard is not in Adam."""
     if not hasattr(optimizer, "model_param_group_index_map"):
         return None
     place_in_adam = {
@@ -183,7 +192,7 @@ def _places_in_adam(
     for models, shards in (
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-        # no separate masters
+        # of an Adam that updates 16-bit parameters themselves, without masters
         (optimizer.model_float16_groups, optimizer.shard_float16_groups),
     ):
         for model, shard in zip(_flat(models), _flat(shards), strict=True):
@@ -202,7 +211,8 @@ def _load_equal_replicas(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """Call ``load``, then all-gather fp32 parameters, so that replicas are equal."""
+    """Call ``load``, then all-gather the shards of fp32 parameters, so that all
+    data-parallel replicas are equal."""
     load(optimizer, *args, **kwargs)
     buffers = getattr(optimizer, "buffers", ())
     if len({buffer.param_dtype for buffer in buffers}) < 2:
@@ -214,16 +224,17 @@ def _load_equal_replicas(
 
 
 def _lend_main_grads(copy_grads: Callable, optimizer: HalfOptimizer) -> None:
-    """Call Megatron's ``copy_grads`` with fp32 parameters' ``grad`` as ``main_grad``."""
-    fp32 = [
+    """Call Megatron's ``copy_grads``; during the call ``main_grad`` of an fp32
+    parameter is its ``grad``, since torch's FSDP2 sets no ``main_grad``."""
+    without_main_grad = [
         p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")
     ]
-    for parameter in fp32:
+    for parameter in without_main_grad:
         parameter.main_grad = parameter.grad
     try:
         copy_grads(optimizer)
     finally:
-        for parameter in fp32:
+        for parameter in without_main_grad:
             del parameter.main_grad
 
 
@@ -248,9 +259,8 @@ def _store_all_parameters(
     for index, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
         if id(parameter) not in fp32_ids:
             half_masters.append(master)
-        elif (
-            is_loading
-        ):  # the model's entry loads into the parameter, the master's into a copy
+        elif is_loading:
+            # The model's entry loads into the parameter, the master's into a copy.
             state[_FP32_KEY][index] = replace(master, data=master.data.clone())
         else:
             state[_FP32_KEY][index] = master
@@ -268,8 +278,8 @@ def _mixes_dtypes(optimizer: object) -> bool:
 
 @contextmanager
 def _fp32_parameters_as_their_own_masters(optimizer: HalfOptimizer) -> Iterator[None]:
-    """In this context ``optimizer`` lists fp32 parameters as 16-bit, with themselves as
-    masters."""
+    """In this context ``optimizer`` lists fp32 parameters among the 16-bit ones, and
+    each as its own master."""
     half_parameters = optimizer.float16_groups
     masters = optimizer.fp32_from_float16_groups
     model_of = {
@@ -291,8 +301,8 @@ def _fp32_parameters_as_their_own_masters(optimizer: HalfOptimizer) -> Iterator[
 def _load_fp32_masters(
     load: Callable, optimizer: HalfOptimizer, state_dict: StateDict
 ) -> None:
-    """Call ``load``, then copy the stored masters of fp32 parameters into these
-    parameters."""
+    """Call ``load``, then copy the masters of fp32 parameters from ``state_dict`` into
+    the parameters."""
     masters = state_dict.pop(_FP32_KEY, {}) or _take_fp32_masters(optimizer, state_dict)
     load(optimizer, state_dict)
     parameters = list(_flat(g["params"] for g in optimizer.param_groups))
@@ -315,8 +325,11 @@ def _list_every_master(
 
 
 def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, Tensor]:
-    """Remove the fp32 parameters' masters from ``state``; return them by their index in
-    Adam."""
+    """Remove the masters of fp32 parameters from ``state``; return index in Adam ->
+    master.
+
+    Raises a ValueError if ``state`` has the masters of another model.
+    """
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
         return [[p.shape for p in group] for group in groups]
@@ -333,51 +346,52 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
             "alone (--no-load-optim), or save it with "
             "--dist-ckpt-optim-fully-reshardable (docs/precision.md)."
         )
-    half = {id(master) for master in _flat(optimizer.fp32_from_float16_groups)}
-    pairs = [
-        list(zip(*group_pair, strict=True))
-        for group_pair in zip(groups, saved, strict=True)
-    ]
-    state[_HALF_KEY] = [
-        [master for p, master in group if id(p) in half] for group in pairs
-    ]
-    return {
-        index: master
-        for index, (p, master) in enumerate(_flat(pairs))
-        if id(p) not in half
-    }
+    half_ids = {id(master) for master in _flat(optimizer.fp32_from_float16_groups)}
+    half_masters: list[list[Tensor]] = []
+    fp32_masters: dict[int, Tensor] = {}
+    index = 0
+    for group, saved_group in zip(groups, saved, strict=True):
+        of_group = []
+        for parameter, master in zip(group, saved_group, strict=True):
+            if id(parameter) in half_ids:
+                of_group.append(master)
+            else:
+                fp32_masters[index] = master
+            index += 1
+        half_masters.append(of_group)
+    state[_HALF_KEY] = half_masters
+    return fp32_masters
 
 
 @torch.no_grad()
 def _gather_by_dtype(
     allgather_params: Callable, optimizer: LayerWiseDistributedOptimizer
 ) -> None:
-    """Broadcast fp32 parameters one by one; Megatron's ``allgather_params`` does the
-    others."""
+    """Broadcast fp32 parameters one by one; Megatron's ``allgather_params`` gathers the
+    other parameters."""
     groups = optimizer.pg_collection
-    whole = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
+    before = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
     try:
-        for name, group in _PARAMS_LISTS.items():
-            lists = whole[name]
-            if (
-                groups is not None
-                and lists
-                and len({p.dtype for p in _flat(lists)}) > 1
-            ):
-                setattr(optimizer, name, _broadcast_fp32(lists, getattr(groups, group)))
+        for name, group_name in _PARAMS_LISTS.items():
+            params_by_rank = before[name]
+            if groups is None or not params_by_rank:
+                continue
+            if len({p.dtype for p in _flat(params_by_rank)}) > 1:
+                group = getattr(groups, group_name)
+                setattr(optimizer, name, _broadcast_fp32(params_by_rank, group))
         allgather_params(optimizer)
     finally:
-        vars(optimizer).update(whole)
+        vars(optimizer).update(before)
 
 
 def _broadcast_fp32(
     params_by_rank: list[list[Tensor]], group: dist.ProcessGroup
 ) -> list[list[Tensor]] | None:
-    """Broadcast fp32 parameters in ``group``, each from its rank; return the others by
-    rank.
+    """Broadcast fp32 parameters in ``group``, each from the rank that has it in
+    ``params_by_rank``; return the parameters of other dtypes by rank.
 
-    If rank 0 of the group has only fp32 parameters, other dtypes are broadcast too;
-    returns None.
+    If rank 0 of the group has fp32 parameters only, parameters of other dtypes are
+    broadcast too, and None is returned.
     """
     others = [[p for p in ps if p.dtype != torch.float32] for ps in params_by_rank]
     for rank, parameters in enumerate(params_by_rank):

@@ -1,4 +1,4 @@
-"""Makes NVTX ranges and log lines, without importing Megatron."""
+"""NVTX ranges and log lines, without importing Megatron."""
 
 import logging
 import os
@@ -19,8 +19,8 @@ _NO_RANGE = nullcontext()
 
 
 def nvtx_range_of(mixer: object, name: str) -> AbstractContextManager[None]:
-    """A context in the NVTX range ``<class of mixer>.<name>``, if Megatron's profiling
-    is on."""
+    """A context whose body runs in the NVTX range ``<class of mixer>.<name>``, if
+    Megatron's profiling is on."""
     utils = sys.modules.get("megatron.core.utils")
     if utils is None or not getattr(utils, "_nvtx_enabled", True):
         return _NO_RANGE
@@ -29,8 +29,8 @@ def nvtx_range_of(mixer: object, name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _nvtx_range(utils: ModuleType, message: str) -> Iterator[None]:
-    """An NVTX range by ``utils`` (megatron.core.utils) that also ends when the body
-    raises."""
+    """An NVTX range, made by ``utils`` (megatron.core.utils), that ends also if the
+    body raises."""
     utils.nvtx_range_push(msg=message)
     try:
         yield
@@ -39,8 +39,8 @@ def _nvtx_range(utils: ModuleType, message: str) -> Iterator[None]:
 
 
 def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
-    """Log ``message`` on rank 0 only; torch.distributed, torchrun or Slurm gives the
-    rank."""
+    """Log ``message`` on rank 0 only. The rank is that of torch.distributed, or of
+    torchrun's or Slurm's environment."""
     if dist.is_initialized():
         rank = dist.get_rank()
     else:
@@ -50,8 +50,8 @@ def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
 
 
 def _rank_of_environment() -> int:
-    """This process's rank by torchrun or Slurm; 0 without either, or if it is no
-    number."""
+    """This process's rank in the environment of torchrun or Slurm; 0 if there is none,
+    or if it is no number."""
     text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     if text.isascii() and text.isdecimal() and len(text) < 10:
         return int(text)
@@ -65,8 +65,7 @@ def log_once(message: str, level: int = logging.INFO) -> None:
 
 
 def hide_import_notes() -> None:
-    """Hide the warnings of imports of Megatron and fla; commands and scripts call this
-    function."""
+    """Hide the warnings that importing Megatron and fla would print."""
     for module in ("megatron", "fla"):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
 """Megatron without torchrun and without a GPU, for a script or a test.
 
 Megatron-Core 0.19 asks CUDA for devices, streams and generators even for plain tensor
-maths. The functions after `run_megatron_on_cpu` replace these calls; docstrings say how
-long each is needed.
+maths. `run_megatron_on_cpu` calls the functions below it, which replace these calls.
+The docstring of each says when Megatron will not need it any more.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from .state_dict import StateDict
 from .torch_norm import TorchRMSNorm
 
 _CPU = torch.device("cpu")
-_installed = False
+_runs_on_cpu = False  # whether `run_megatron_on_cpu` has replaced Megatron's calls
 
 
 def start_one_process(seed: int = 1234) -> torch.device:
@@ -94,10 +94,10 @@ def run_megatron_on_cpu() -> None:
     Each process must call this function before
     `parallel_state.initialize_model_parallel`.
     """
-    global _installed
-    if _installed or torch.cuda.is_available():
+    global _runs_on_cpu
+    if _runs_on_cpu or torch.cuda.is_available():
         return
-    _installed = True
+    _runs_on_cpu = True
     replace_cuda_device_and_streams()
     draw_model_parallel_randomness_from_the_cpu_generator()
     create_cuda_literals_on_cpu()
@@ -108,19 +108,18 @@ def run_megatron_on_cpu() -> None:
 
 
 class _FinishedStream:
-    """Replaces ``torch.cuda``'s streams and events on a CPU, where no work is ever
-    pending."""
+    """Replaces ``torch.cuda``'s streams and events on a CPU, where all work has ended
+    when a call returns."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._recorded_at = 0.0
 
     def record(self, stream: object = None) -> None:
-        """Store the host's time; ``stream`` is ignored, since a CPU's work never
-        waits."""
+        """Store the host's time; ``stream`` is ignored."""
         self._recorded_at = perf_counter()
 
     def record_event(self, event: "_FinishedStream | None" = None) -> "_FinishedStream":
-        """Record and return ``event``, or a new event if None."""
+        """Record ``event`` (None: a new event) and return it."""
         event = event or _FinishedStream()
         event.record()
         return event
@@ -141,8 +140,7 @@ def replace_cuda_device_and_streams() -> None:
     """Make the CPU the current device; streams never wait, events read the host's
     clock.
 
-    Most files of Megatron need this function until they use the devices of their
-    inputs.
+    The function can be removed when Megatron's files use the devices of their inputs.
     """
     stream = _FinishedStream()
     torch.cuda.current_device = lambda: _CPU
@@ -155,8 +153,8 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     """Replace the CUDA generator, which Megatron forks, seeds and saves, by the CPU
     generator.
 
-    tensor_parallel/random.py needs this function until its tracker of random states
-    takes a device.
+    The function can be removed when the tracker of random states in
+    tensor_parallel/random.py takes a device.
     """
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -190,6 +188,7 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     )
 
 
+# The functions of torch that Megatron calls with ``device="cuda"``.
 _CREATORS = (
     "tensor",
     "zeros",
@@ -266,9 +265,9 @@ def accept_cpu_tensors_in_optimizers() -> None:
     tensor_cuda = torch.Tensor.cuda
 
     def called_from_megatron() -> bool:
-        return (
-            sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
-        )
+        """Whether a file of Megatron called the function that calls this one."""
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        return caller.startswith("megatron.core.")
 
     def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replaces ``Tensor.type``; in Megatron's files names begin with
@@ -315,7 +314,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     """
     from megatron.core.optimizer import distrib_optimizer
 
-    # it is patched below
+    # Any, since methods of the class are replaced below
     optimizer_class = cast(Any, distrib_optimizer.DistributedOptimizer)
     if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(
         optimizer_class, "_steps_are_unshared"
@@ -333,8 +332,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         adam = self.optimizer
         if any(group["params"] for group in adam.param_groups):
             return state_dict(self)
-        # The value 0 does not matter: a file stores the step of the first data-parallel
-        # rank.
+        # Any value would do: a file stores the step of the first data-parallel rank.
         adam.state["no parameter"] = {"step": torch.zeros(())}
         try:
             return state_dict(self)
@@ -344,16 +342,15 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     def sharded_state_dict_of_a_fresh_optimizer(self, *args: object, **kwargs: object):
         """Make Adam's states if it has none yet, then call ``sharded_state_dict``."""
         adam = self.optimizer
-        # Megatron would make states by an update, which decays parameters
+        # Megatron would make states by an update, which decays parameters.
         if not adam.state:
-            for param in (
-                param for group in adam.param_groups for param in group["params"]
-            ):
-                adam.state[param] = {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(param),
-                    "exp_avg_sq": torch.zeros_like(param),
-                }
+            for group in adam.param_groups:
+                for param in group["params"]:
+                    adam.state[param] = {
+                        "step": torch.zeros((), dtype=torch.float32),
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
         return sharded_state_dict(self, *args, **kwargs)
 
     def set_states_without_step(
@@ -390,8 +387,8 @@ def gather_tensors_of_different_sizes() -> None:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ):
-        """Replaces torch's ``all_gather`` (same arguments); broadcasts unequal
-        tensors."""
+        """Replaces torch's ``all_gather`` (same arguments); if sizes differ, each rank
+        broadcasts its tensor."""
         if len({received.numel() for received in tensor_list}) == 1:
             return gather_equal_sizes(
                 tensor_list, tensor, group=group, async_op=async_op

@@ -39,8 +39,8 @@ TESTED = {
 
 
 def why_untested(package: str, installed: str) -> str | None:
-    """Why ``installed`` counts as untested: which versions of ``package`` were tested.
-    None if it is one of them.
+    """Why version ``installed`` of ``package`` is untested, in words; None if it was
+    tested.
 
     Versions are compared by their first two numbers. A package that is not in `TESTED`
     counts as tested.
@@ -58,7 +58,8 @@ def why_untested(package: str, installed: str) -> str | None:
 def warn_of_untested(package: str, installed: str | None = None) -> None:
     """Warn once, in one line, if the version of ``package`` was not tested.
 
-    ``installed``: the version; None: of the installed distribution, if there is one.
+    ``installed`` is the version; None: that of the installed distribution. Nothing is
+    installed: no warning.
     """
     if installed is None:
         installed = _installed_version(package)

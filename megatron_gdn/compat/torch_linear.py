@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 class DuplicatedLinear(nn.Module):
-    """``x W^T`` with the whole W on every tensor-parallel rank: ``[..., input_size]``
-    to ``[..., output_size]``.
+    """``x W^T + bias`` with the whole W on every tensor-parallel rank:
+    ``[..., input_size]`` to ``[..., output_size]``.
 
-    The arguments are those of Megatron's ``TELinear``, whose ``parallel_mode`` is
-    ``"duplicated"`` here; ``options`` has those that change nothing in plain torch. The
-    forward returns the output and None, since the bias is added.
+    The arguments are those of Megatron's ``TELinear``; ``parallel_mode`` must be
+    ``"duplicated"``. ``options`` takes the arguments that change nothing in plain
+    torch. The forward returns the output and None. Megatron's linears return there a
+    bias that the caller adds; this one has added its bias.
 
     Raises:
         ValueError: another ``parallel_mode``, or ``skip_bias_add`` with a bias.
@@ -65,17 +66,18 @@ class DuplicatedLinear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias), None
 
     def get_extra_state(self) -> None:
-        """None: an empty entry of state dicts, which Megatron's linears have too."""
+        """None: state dicts get an empty entry, as those of Megatron's linears do."""
 
     def set_extra_state(self, state: object) -> None:
-        """Nothing, as in Megatron's linears."""
+        """Ignore the empty entry, as Megatron's linears do."""
 
     def _load_from_state_dict(
         self, state_dict: StateDict, prefix: str, *args: Any, **keywords: Any
     ) -> None:
-        """Load as torch does, also without the empty entry."""
+        """Load as torch does; a state dict without the empty entry is legal."""
         state_dict.setdefault(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
 
     def backward_dw(self) -> None:
-        """Nothing: the backward has computed the weight's gradient."""
+        """Do nothing: the backward has already computed the weight's gradient, which
+        Transformer Engine can delay until this call."""

@@ -6,14 +6,15 @@ from torch import Tensor, nn
 
 
 class TorchRMSNorm(nn.Module):
-    """RMSNorm over the last dimension; ``config`` says the dtype and whether gamma is 1
-    + weight.
+    """RMSNorm over the last dimension.
 
-        y = x * rsqrt(mean(x^2) + eps) * gamma    (gamma = 1 + weight when zero-centred)
+        y = x * rsqrt(mean(x^2) + eps) * gamma
 
-    Statistics and the product with gamma are fp32 (fp64 for an fp64 ``x``); y has the
-    shape and dtype of x. Under sequence parallelism Megatron sums the weight's gradient
-    over the ranks.
+    gamma is ``weight``, or ``1 + weight`` if ``config.layernorm_zero_centered_gamma``;
+    ``config.params_dtype`` is the dtype of ``weight``. The mean and the products are
+    computed in fp32 (fp64 for an fp64 ``x``); y has the shape and dtype of x. Under
+    sequence parallelism the weight is marked, so that Megatron sums its gradient over
+    the ranks.
 
     Raises:
         ValueError: ``config.normalization`` is not ``"RMSNorm"``.

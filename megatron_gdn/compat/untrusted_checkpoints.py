@@ -1,8 +1,8 @@
-"""Reads distributed checkpoints that nobody vouches for: no code of theirs is run.
+"""Reads distributed checkpoints of unknown origin without running code from them.
 
-The file ``.metadata`` of such a checkpoint is a pickle, and so are the objects beside
-the tensors (in ``common.pt``, or in the files of tensors). torch and Megatron unpickle
-both with any class.
+The file ``.metadata`` of a checkpoint is a pickle. The objects beside the tensors (in
+``common.pt``, or in the files of tensors) are pickles too. torch and Megatron unpickle
+any class, and a class may run any code.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-# Modules and the names that the ``.metadata`` of a checkpoint has from them.
-_LEGAL = {
+# Module -> the names from it that the ``.metadata`` of a checkpoint needs.
+_LEGAL_NAMES = {
     "builtins": {"set", "frozenset", "bytearray"},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
@@ -61,8 +61,8 @@ _LEGAL = {
     },
 }
 
-# What a table may say of a tensor; torch 2.15 adds strides.
-_PROPERTIES = {
+# The fields that ``.metadata`` may have for a tensor; torch 2.15 adds strides.
+_TENSOR_PROPERTIES = {
     "dtype",
     "layout",
     "requires_grad",
@@ -71,26 +71,28 @@ _PROPERTIES = {
     "strides",
 }
 
-_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-_FORCE_NOT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+# torch reads these environment variables.
+_FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_FORCE_NO_WEIGHTS_ONLY = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickles the classes of a ``.metadata`` file and dtypes, and nothing else."""
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles the classes that a ``.metadata`` file needs, and no others."""
 
     def find_class(self, module_name: str, name: str, /) -> object:
-        if name in _LEGAL.get(module_name, ()):
+        if name in _LEGAL_NAMES.get(module_name, ()):
             return super().find_class(module_name, name)
         if module_name == "torch" and isinstance(
             getattr(torch, name, None), torch.dtype
         ):
             return getattr(torch, name)
-        # In the words of torch's weights_only=True, which `why_refused` looks for.
+        # These are the words of torch's weights_only=True; `why_refused` looks for
+        # them.
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module_name}.{name}")
 
 
 def why_refused(error: BaseException) -> str | None:
-    """What a pickle may not load, in one line, if ``error`` refuses it; else None."""
+    """The reason, in one line, if ``error`` refuses a class in a pickle; else None."""
     if isinstance(error, CheckpointException):
         error = next(failure for failure, _ in error.failures.values())
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -104,21 +106,22 @@ def why_refused(error: BaseException) -> str | None:
 
 @contextmanager
 def untrusted_checkpoint() -> Iterator[None]:
-    """Within this context torch and Megatron read checkpoints without running code of
-    theirs.
+    """In this context torch and Megatron read checkpoints without running code from
+    them.
 
-    ``.metadata`` may have only the classes that such a file needs, and the names of
-    files in it must be plain. Objects are loaded by torch's ``weights_only=True``, also
-    where Megatron asks for more; classes that a
+    ``.metadata`` may have only the classes that such a file needs. It may name files of
+    its own folder only. Objects are loaded by torch's ``weights_only=True``, also where
+    Megatron asks for ``weights_only=False``; classes that
     ``torch.serialization.add_safe_globals`` has named are legal.
 
     Raises:
         ValueError: a pickle has another class, or ``.metadata`` has another form.
     """
     reader_class: Any = filesystem.FileSystemReader
-    before = reader_class.read_metadata
-    variables = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
-    # torch hides an error of this method from its callers
+    torch_read_metadata = reader_class.read_metadata
+    names = (_FORCE_WEIGHTS_ONLY, _FORCE_NO_WEIGHTS_ONLY)
+    variables = {name: os.environ.pop(name, None) for name in names}
+    # torch hides an error of `read_metadata` from its callers, so it is kept here.
     refusals: list[Exception] = []
 
     def read_metadata(
@@ -131,7 +134,7 @@ def untrusted_checkpoint() -> Iterator[None]:
             refusals.append(error)
             raise
 
-    os.environ[_FORCE] = "1"
+    os.environ[_FORCE_WEIGHTS_ONLY] = "1"
     reader_class.read_metadata = read_metadata
     try:
         yield
@@ -141,7 +144,7 @@ def untrusted_checkpoint() -> Iterator[None]:
             raise ValueError(f"The checkpoint is refused: {reason}.") from error
         raise
     finally:
-        reader_class.read_metadata = before
+        reader_class.read_metadata = torch_read_metadata
         for name, value in variables.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -151,18 +154,18 @@ def untrusted_checkpoint() -> Iterator[None]:
 def _read_metadata(
     reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any
 ) -> Metadata:
-    """Read what ``FileSystemReader.read_metadata`` reads, by `_Unpickler`, and check
-    it."""
+    """Replaces ``FileSystemReader.read_metadata``: unpickle by `_MetadataUnpickler`,
+    then check the result."""
     path = Path(reader._get_metadata_path(kwargs.get("rank")))
     with path.open("rb") as file:
         try:
-            metadata = _Unpickler(file).load()
+            metadata = _MetadataUnpickler(file).load()
         except (pickle.UnpicklingError, OSError):
             raise
         except Exception as error:  # unpickling raises what the bytes make it raise
             raise ValueError(f"{path} is no pickle of a table: {error}") from error
     try:
-        _check(metadata, path)
+        _check_form(metadata, path)
     except AttributeError as error:
         raise ValueError(
             f"{path} has an object without one of its fields: {error}"
@@ -173,9 +176,9 @@ def _read_metadata(
     return metadata
 
 
-def _check(metadata: object, path: Path) -> None:
-    """Raise a ValueError unless ``metadata``, the content of ``path``, has the form
-    that it needs.
+def _check_form(metadata: object, path: Path) -> None:
+    """Raise a ValueError unless ``metadata``, the content of ``path``, has the fields
+    that torch reads, with values of legal types.
 
     A pickle can make an object of a legal class with any content.
     """
@@ -200,12 +203,12 @@ def _check(metadata: object, path: Path) -> None:
             raise ValueError(
                 f"{path} names the file {name!r}; legal are names inside the folder"
             )
-        if not _is_place(index, entry):
+        if not _is_storage_entry(index, entry):
             raise ValueError(f"{path} has a place in {name} that is none")
 
 
 def _is_tensor(entry: object) -> bool:
-    """Whether ``entry`` describes a tensor: its size, its properties and its parts."""
+    """Whether ``entry`` describes a tensor: its size, properties and chunks."""
     if not isinstance(entry, TensorStorageMetadata) or not _is_size(entry.size):
         return False
     if hasattr(entry.properties, "__dict__"):
@@ -214,16 +217,16 @@ def _is_tensor(entry: object) -> bool:
         properties = {}
     if (
         not isinstance(properties.get("dtype"), torch.dtype)
-        or not properties.keys() <= _PROPERTIES
+        or not properties.keys() <= _TENSOR_PROPERTIES
     ):
         return False
     if not isinstance(entry.chunks, list):
         return False
-    return all(_is_part(chunk, entry.size) for chunk in entry.chunks)
+    return all(_is_chunk(chunk, entry.size) for chunk in entry.chunks)
 
 
-def _is_part(chunk: object, size: torch.Size) -> bool:
-    """Whether ``chunk`` is a part of a tensor of ``size``."""
+def _is_chunk(chunk: object, size: torch.Size) -> bool:
+    """Whether ``chunk`` is a box of elements inside a tensor of ``size``."""
     if not isinstance(chunk, ChunkStorageMetadata):
         return False
     if not (_is_size(chunk.offsets) and _is_size(chunk.sizes)):
@@ -234,9 +237,9 @@ def _is_part(chunk: object, size: torch.Size) -> bool:
     return all(end <= whole for end, whole in zip(ends, size, strict=True))
 
 
-def _is_place(index: object, entry: object) -> bool:
-    """Whether ``entry`` is the place in a file of the part of a tensor that ``index``
-    names."""
+def _is_storage_entry(index: object, entry: object) -> bool:
+    """Whether ``index`` names a chunk of a tensor and ``entry`` its bytes in a
+    file."""
     if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
         return False
     if not isinstance(entry, filesystem._StorageInfo):

@@ -1,10 +1,11 @@
 """Generation: a sequence continues from the conv history and the state of its earlier
 tokens.
 
-    Memory                   conv histories and states of sequences, in any buffers
-    prefill, decode          run projection rows from the memory and update the memory
-                             in place
-    gdn_rows, kda_rows, ...  make the stages of a mixer for whole rows, as in training
+    Memory                   conv histories and states of sequences, in buffers of the
+                             caller
+    prefill, decode          run projection rows from the states in a Memory, and write
+                             the new histories and states to it
+    gdn_rows, kda_rows, ...  the stages of a mixer from tensors, without a module
     roll_back                drops the last tokens in Megatron's StaticInferenceContext
 
 Only :mod:`.generate` needs Megatron.

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..mixers.attention import TorchAttention
 
-# These values switch off sequence parallelism and FP8, which cannot run single tokens.
+# Attribute -> the value that switches off sequence parallelism or FP8, since neither
+# can run single tokens.
 _OFF_IN_MODULES = {
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
@@ -36,11 +37,11 @@ def greedy(logits: Tensor) -> Tensor:
 
 def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceContext:
     """Make a context for ``rows`` sequences of up to ``tokens`` tokens, prompt
-    included.
+    included. Every context-parallel rank runs whole sequences.
 
-    Every context-parallel rank runs whole sequences. NotImplementedError is raised for
-    a model with pipeline stages, and under context parallelism for attention other than
-    `TorchAttention`.
+    Raises:
+        NotImplementedError: the model has pipeline stages, or it is built for context
+            parallelism with another attention than `TorchAttention`.
     """
     config = unwrap_model([model])[0].config
     if config.pipeline_model_parallel_size > 1:
@@ -50,9 +51,11 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
             "Megatron's engine, or load the checkpoint without pipeline stages."
         )
     cp = config.context_parallel_size
-    # Megatron cuts rotary angles into two pieces per rank, so the number of tokens must
-    # be even.
-    context = StaticInferenceContext(rows, tokens if cp == 1 else tokens + tokens % 2)
+    if cp > 1:
+        # Megatron cuts rotary angles into two pieces per rank, so the number of tokens
+        # must be even.
+        tokens = tokens + tokens % 2
+    context = StaticInferenceContext(rows, tokens)
     if cp > 1:
         others = {
             type(module).__name__
@@ -73,8 +76,8 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
 def next_logits(
     model: nn.Module, tokens: Tensor, context: StaticInferenceContext
 ) -> Tensor:
-    """Run the next tokens ``[B, s]`` through the model and return their logits
-    ``[B, s, V]``.
+    """Run the next tokens, int64 ``[B, s]``, through the model and return their logits
+    ``[B, s, V]``; ``context`` then has s tokens more.
 
     In Megatron's ``InferenceMode`` the context's config may limit the logits to the
     last token.
@@ -155,8 +158,8 @@ def generate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In this context the model is in evaluation mode, without sequence parallelism and
-    FP8."""
+    """In this context the model is in evaluation mode, and sequence parallelism and FP8
+    are off."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -173,13 +176,14 @@ def ready_for_single_tokens(model: nn.Module) -> Iterator[None]:
     configurations."""
     owners: list = list(model.modules())
     owners += {id(m.config): m.config for m in owners if hasattr(m, "config")}.values()
+    # (owner, name of the attribute, its value), to be set again
     before: list[tuple[object, str, object]] = []
     for owner in owners:
         if isinstance(owner, nn.Module):
-            table = _OFF_IN_MODULES
+            off_values = _OFF_IN_MODULES
         else:
-            table = _OFF_IN_CONFIGS
-        for name, off in table.items():
+            off_values = _OFF_IN_CONFIGS
+        for name, off in off_values.items():
             if value := getattr(owner, name, None):
                 before.append((owner, name, value))
                 setattr(owner, name, off)

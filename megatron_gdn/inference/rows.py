@@ -1,21 +1,21 @@
-"""The stages of a mixer for rows without a layer: the tables of the layers, for whole
-sequences.
+"""The stages of a mixer (front, rule and readout) from tensors, without a Megatron
+module.
 
-All functions take:
+Each function returns the `Stages` that a layer would run on whole sequences, for
+``decode`` and ``prefill``. All functions take:
 
-    rows                   [S, B, P], S and B with any strides
+    rows                   projection rows [S, B, P], S and B with any strides
     conv_weight, conv_bias [C, 1, W] or [C, W]; [C] or None
     A_log, dt_bias         fp32, with a value per head, or per channel as in the layer
     layout                 the sections of a row
-    rule                   the recurrence that the mixer's choice gives
-                           (``resolve_rule``, ...)
-    norm                   the output norm, a readout that calls it, or None for the
-                           gate alone
+    rule                   the recurrence, such as ``megatron_gdn.resolve_rule`` returns
+    norm                   the gated output norm, or a readout that calls the norm as a
+                           module; None: the output is gated and not normed
     recompute              whether a backward computes front and rule again
     kernels                "auto", "triton" or "torch", for the front and the norm
 
-and raise a ValueError for rows, gates or a weight of wrong shape or strides, and for
-unknown ``kernels``.
+and raise a ValueError for ``rows`` or ``conv_weight`` of a wrong shape or stride, and
+for unknown ``kernels``.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def gdn_rows(
     recompute: bool = False,
     kernels: str = "auto",
 ) -> Stages:
-    """The stages of a Gated DeltaNet; :func:`..gdn.front.gdn_table` lists the other
-    options.
+    """The stages of a Gated DeltaNet; :func:`..gdn.front.gdn_table` explains
+    ``normalise_qk``, ``allow_neg_eigval`` and ``recompute_qkv``.
 
     Raises:
         ValueError: also if ``rule`` has fp16 operands without ``normalise_qk``.
     """
     table = gdn_table(layout, normalise_qk, allow_neg_eigval, recompute_qkv)
     parameters = conv_weight, conv_bias, A_log, dt_bias
-    return _parts(table, rows, parameters, rule, norm, recompute, kernels)
+    return _stages_from_table(table, rows, parameters, rule, norm, recompute, kernels)
 
 
 def gdn2_rows(
@@ -80,7 +80,7 @@ def gdn2_rows(
     """The stages of a Gated DeltaNet-2, with ``A_log [G]`` and ``dt_bias [G K]``."""
     table = gdn2_table(layout, normalise_qk, recompute_qkv)
     parameters = conv_weight, conv_bias, A_log, dt_bias
-    return _parts(table, rows, parameters, rule, norm, recompute, kernels)
+    return _stages_from_table(table, rows, parameters, rule, norm, recompute, kernels)
 
 
 def gdp_rows(
@@ -101,8 +101,8 @@ def gdp_rows(
     ``[H V]``."""
     table = gdp_table(layout, recompute_qkv)
     parameters = conv_weight, conv_bias, A_log, dt_bias
-    norm = _per_group(norm, layout)
-    return _parts(table, rows, parameters, rule, norm, recompute, kernels)
+    norm = _norm_per_group(norm, layout)
+    return _stages_from_table(table, rows, parameters, rule, norm, recompute, kernels)
 
 
 def kda_rows(
@@ -119,11 +119,11 @@ def kda_rows(
     recompute: bool = False,
     kernels: str = "auto",
 ) -> Stages:
-    """The stages of a Kimi Delta Attention; log-decays are above ``lower_bound``, if it
-    is given."""
+    """The stages of a Kimi Delta Attention; ``lower_bound``, if given, is a lower bound
+    of the log-decays."""
     table = kda_table(layout, lower_bound)
     parameters = conv_weight, conv_bias, A_log, dt_bias
-    return _parts(table, rows, parameters, rule, norm, recompute, kernels)
+    return _stages_from_table(table, rows, parameters, rule, norm, recompute, kernels)
 
 
 def mamba2_rows(
@@ -148,20 +148,20 @@ def mamba2_rows(
     """
     table = mamba2_table(layout, dt_limit)
     parameters = (conv_weight, conv_bias, A_log, dt_bias, D)
-    norm = _per_group(norm, layout)
-    return _parts(table, rows, parameters, rule, norm, recompute, kernels)
+    norm = _norm_per_group(norm, layout)
+    return _stages_from_table(table, rows, parameters, rule, norm, recompute, kernels)
 
 
-def _per_group(
+def _norm_per_group(
     norm: GatedNorm | SplitReadout | None, layout: Layout
 ) -> GatedNorm | SplitReadout | None:
-    """``norm`` over the channels of each group of heads."""
+    """``norm``, but with one norm over the channels of each group of heads."""
     if isinstance(norm, GatedNorm):
         return norm._replace(groups=layout.heads("group"))
     return norm
 
 
-def _parts(
+def _stages_from_table(
     table: FrontTable,
     rows: Tensor,
     parameters: tuple[Tensor | None, ...],
@@ -170,12 +170,12 @@ def _parts(
     recompute: bool,
     kernels: str,
 ) -> Stages:
-    """The stages of the mixer whose front ``table`` describes, with these
-    ``parameters``."""
+    """The stages of the mixer whose front has this ``table``; ``parameters`` are those
+    of the front, the convolution's weight first."""
     weight = parameters[0]
     assert weight is not None
     front = front_by_table(
-        lambda _: table,
+        lambda _: table,  # made for this layout already
         table.layout,
         rule,
         rows.device,

@@ -166,7 +166,7 @@ def fence_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> None:
             "and no fsdp_unit_modules)."
         )
     fused = buffer.ddp_config.gradient_reduce_div_fusion
-    if fused and TWO_DIVISIONS_IN_ONE_SUM.is_open():
+    if fused and TWO_DIVISIONS_IN_ONE_SUM.is_present():
         buffer.ddp_config.gradient_reduce_div_fusion = False
         log_once(
             f"Megatron-FSDP: {name} is {original.dtype} in a layer of "

@@ -62,7 +62,7 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
     ``use_muon``: whether Muon, and not Adam, updates the linear.
     """
     sizes = list(sections)
-    muon_splits = not MUON_KNOWS_ATTENTION_ALONE.is_open()
+    muon_splits = not MUON_KNOWS_ATTENTION_ALONE.is_present()
     if not muon_splits:
         log_once(
             "megatron_gdn: Muon of this megatron-core would orthogonalise in_proj as "
@@ -78,7 +78,7 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
 def mark_heads(weight: nn.Parameter, rows: Sequence[int]) -> None:
     """Let Megatron's Muon update ``weight`` in pieces of ``rows`` rows, the heads of
     this rank."""
-    if not MUON_KNOWS_ATTENTION_ALONE.is_open():
+    if not MUON_KNOWS_ATTENTION_ALONE.is_present():
         vars(weight).update(is_qkv=True, qkv_split_shapes=list(rows))
 
 

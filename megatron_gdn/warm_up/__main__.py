@@ -62,17 +62,17 @@ def _compile(arguments: argparse.Namespace) -> int:
     hide_import_notes()
     from ..ops.kernels.builds import build_lock
     from .absent_gpu import simulated_hopper
-    from .layers import model_of, tasks_of
+    from .layers import sizes_from_options, tasks_of
     from .tasks import run_tasks
 
-    model = model_of(arguments)
+    sizes = sizes_from_options(arguments)
     with simulated_hopper(arguments.multiprocessors), ExitStack() as locks:
-        tasks, heads = tasks_of(model, arguments)
-        # else the run that started this command holds the locks
+        tasks, compiled_heads = tasks_of(sizes, arguments)
+        # With --for-a-run, the run that started this command holds the locks.
         if not arguments.for_a_run:
             # A run that starts now waits for the locks and does not compile the same
             # kernels.
-            for each in sorted(heads, key=str):
+            for each in sorted(compiled_heads, key=str):
                 locks.enter_context(build_lock(each.lock, f"FlashQLA for {each}"))
         count = len(tasks)
         print(

@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
-ARCH = "9.0"
+ARCH = "9.0"  # Hopper's compute capability, as tilelang writes it
 
 
 @contextmanager
 def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
-    """In this context torch reports a Hopper GPU, and Triton and tilelang compile for
-    Hopper."""
+    """In this context torch reports a Hopper GPU with so many ``multiprocessors``, and
+    Triton and tilelang compile for Hopper."""
     properties = SimpleNamespace(
         major=9,
         minor=0,
@@ -77,7 +77,7 @@ class HopperDriver:
 
     def get_current_device(self) -> HopperDriver:
         """This driver, in place of a device number."""
-        return self  # any object would do, since no kernel is launched
+        return self  # Triton only passes the device to `get_current_stream`
 
     def get_current_stream(self, device: HopperDriver) -> int:
         """The handle of the default stream; nothing runs on it."""
@@ -134,8 +134,7 @@ class _FakeGpuTensors(TorchDispatchMode):
 
 
 def _is_on_gpu(x: object) -> bool:
-    """Whether ``x`` is a fake tensor, which is always on the GPU, or a device that is a
-    GPU."""
+    """Whether ``x`` is a fake tensor (all of these are on the GPU) or a CUDA device."""
     return isinstance(x, FakeTensor) or (
         isinstance(x, torch.device) and x.type == "cuda"
     )
@@ -154,7 +153,8 @@ def _run_backward(
 
     Each backward written in Python runs once, with gradients of zero, under autograd if
     ``create_graph``. torch's own backwards launch no kernels that need compiling, so
-    they are skipped. The gradients of ``inputs`` are zero. ``keep_graph`` is not used.
+    they are skipped. Returns zeros as the gradients of ``inputs``; ignores
+    ``keep_graph``.
     """
     nodes: set = set()
     waiting: list = [output.grad_fn for output in outputs]

@@ -5,13 +5,14 @@ The layer, FlashQLA and torch then choose kernels as in a run. These are the cal
 the layer that a rank of a run can make, in groups that use FlashQLA in different ways
 (option ``--uses``):
 
-cut     one long sequence, and long documents, which FlashQLA cuts into segments that run
-        in parallel
-rows    a batch of whole rows
-uncut   one or several sequences that are too short to be cut
-states  pieces of sequences with their states, as in chunkwise context parallelism
-whole   sequences in ``config.batch_invariant_mode``
-again   a second run of the forward in the backward (``recompute="full"``)
+cut        one long sequence, and long documents, which FlashQLA cuts into segments that
+           run in parallel
+rows       a batch of several rows
+uncut      one or several sequences that are too short to be cut
+states     pieces of sequences with their states, as in chunkwise context parallelism
+whole      sequences in ``config.batch_invariant_mode``
+recompute  the calls of cut, rows and uncut with ``recompute="full"``, whose backward
+           runs the forward a second time
 """
 
 from __future__ import annotations
@@ -56,27 +57,28 @@ _SIZES = (
 _HIDDEN_SIZE = 64  # no kernel depends on the hidden size
 
 
-class Model(NamedTuple):
-    """The sizes of the whole layer and the parallel sizes of the run."""
+class LayerSizes(NamedTuple):
+    """The sizes of the layer on all ranks together, and the parallel sizes of the
+    run."""
 
     dims: GDNDims
     tp: int = 1
     cp: int = 1
 
 
-def model_of(arguments: argparse.Namespace) -> Model:
-    """Read the model from the options; ``--tp`` and ``--cp`` override the sizes in a
-    file."""
+def sizes_from_options(arguments: argparse.Namespace) -> LayerSizes:
+    """The sizes that the options of the command give; ``--tp`` and ``--cp`` override
+    those in the file of ``--config``."""
     if arguments.config is None:
         # All published models have heads of 128 dims and convolutions of 4 taps.
         sizes = dict(zip(_SIZES, (*arguments.heads, 128, 128, 4), strict=True))
-        model = Model(GDNDims(hidden_size=_HIDDEN_SIZE, **sizes))
+        sizes = LayerSizes(GDNDims(hidden_size=_HIDDEN_SIZE, **sizes))
     else:
-        model = read_model(arguments.config)
-    return Model(model.dims, arguments.tp or model.tp, arguments.cp or model.cp)
+        sizes = read_sizes(arguments.config)
+    return LayerSizes(sizes.dims, arguments.tp or sizes.tp, arguments.cp or sizes.cp)
 
 
-def read_model(path: str | Path) -> Model:
+def read_sizes(path: str | Path) -> LayerSizes:
     """Read the sizes from ``config.json``, a folder with this file, a launch script
     (``--linear-num-key-heads 16``) or Megatron's YAML
     (``linear_num_key_heads: 16``)."""
@@ -91,8 +93,8 @@ def read_model(path: str | Path) -> Model:
     text = path.read_text(errors="replace")
 
     def number_after(argument: str, most: int) -> int | None:
-        """The number after the name ``argument`` in the file, with - or _ between its
-        words."""
+        """The number from 1 to ``most`` after the name ``argument`` in the file; None
+        if the file does not have the name. Words of the name are joined by - or _."""
         words = r"[-_]".join(argument.split("_"))
         # Of two patterns for spaces side by side the time would grow with the square of
         # spaces.
@@ -117,121 +119,126 @@ def read_model(path: str | Path) -> Model:
     known = {name: size for name, size in sizes.items() if size is not None}
     kinds = "tensor_model", "context"
     tp, cp = (number_after(f"{kind}_parallel_size", MOST_RANKS) or 1 for kind in kinds)
-    return Model(GDNDims(hidden_size=_HIDDEN_SIZE, **known), tp, cp)
+    return LayerSizes(GDNDims(hidden_size=_HIDDEN_SIZE, **known), tp, cp)
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """One forward and backward of a layer on one rank."""
 
-    use: str
-    cp: int
+    use: str  # of ``--uses``
+    cp: int  # context-parallel ranks
     tokens: int  # tokens of a batch row, of all ranks together
-    rows: int
+    rows: int  # batch rows
     # number of equally long documents in the row; None: not packed
     documents: int | None
-    layout: str
+    layout: str  # the sequence layout
 
 
-def calls_of(
-    model: Model, mode: str, uses: list[str] | None, multiprocessors: int
-) -> list[Call]:
+def layer_calls(
+    sizes: LayerSizes, mode: str, uses: list[str] | None, multiprocessors: int
+) -> list[LayerCall]:
     """List the calls that a rank of the run may make; ``mode`` is ``linear_cp_mode``.
 
-    In mode "auto" the layer picks a mode for each micro-batch, so the list has both
-    modes' calls.
+    ``uses``: of option ``--uses``; None: the usual ones. ``multiprocessors``: of the
+    GPU. In mode "auto" the layer picks a mode for each micro-batch, so the list has
+    both modes' calls. Raises a ValueError if the ranks cannot share the heads.
     """
-    local = model.dims.shard(model.tp)
-    ranks = 1
-    if model.cp > 1 and mode != "chunkwise":
+    local = sizes.dims.shard(sizes.tp)
+    headwise_ranks = 1  # the ranks that share the heads
+    if sizes.cp > 1 and mode != "chunkwise":
         try:
-            local.layout.share(model.cp)
-            ranks = model.cp
+            local.layout.share(sizes.cp)
+            headwise_ranks = sizes.cp
         except ValueError:  # "auto" takes chunkwise if cp does not divide the heads
             if mode == "headwise":
                 raise
-    if model.cp > 1 and mode != "headwise":
-        asked = ("states",)
-    else:
-        asked = ()
-    found: list[Call] = []
+    usual = USUAL_USES
+    if sizes.cp > 1 and mode != "headwise":
+        usual = usual + ("states",)
+    found: list[LayerCall] = []
 
-    def call(
+    def add_call(
         use: str, tokens: int, rows: int = 1, documents: int | None = None
     ) -> None:
-        cp = ranks
+        """Add a call of ``use``, with ``tokens`` rounded up. For "states", ``tokens``
+        and ``documents`` are the tokens and the pieces of one rank."""
+        cp = headwise_ranks
         layout = "zigzag"
-        # a rank has one piece of a lone document, else two of each
         if use == "states":
-            # without context parallelism, compile as for two ranks
-            cp = max(model.cp, 2)
+            # Without context parallelism, compile as for two ranks.
+            cp = max(sizes.cp, 2)
+            # In contiguous a rank has one piece of a document, in zigzag two.
             if documents == 1:
                 layout = "contiguous"
-            else:
-                layout = "zigzag"
             documents = max(1, (documents or 1) // 2)
             tokens = tokens * cp
-        # Round up, so that every document or row gives each rank an equal share of its
-        # tokens.
-        shared = 16 * cp * (documents or rows)
-        found.append(
-            Call(use, cp, -(-tokens // shared) * shared, rows, documents, layout)
-        )
+        # Every document or row gives each rank an equal share of its tokens.
+        multiple = 16 * cp * (documents or rows)
+        tokens = -(-tokens // multiple) * multiple
+        found.append(LayerCall(use, cp, tokens, rows, documents, layout))
 
-    for use in uses or USUAL_USES + tuple(asked):
-        heads = local.num_value_heads // (1 if use == "states" else ranks)
+    for use in uses or usual:
+        heads = local.num_value_heads
+        if use != "states":
+            heads = heads // headwise_ranks
+        # the numbers of sequences for which FlashQLA takes each of its three kernels
         full = math.ceil(_FULL_SHARE * multiprocessors)
         counts = sorted({1, math.ceil(full / 2 / heads), math.ceil(full / heads)})
         if use in ("cut", "recompute"):
-            call(use, _LONG)
-            call(use, _LONG, documents=3)
+            add_call(use, _LONG)
+            add_call(use, _LONG, documents=3)
         for count in counts:
             if use in ("rows", "recompute"):
-                call(use, _SHORT, rows=max(2, count))
+                add_call(use, _SHORT, rows=max(2, count))
             if use in ("uncut", "states", "recompute"):
-                call(use, _SHORT, documents=count)
+                add_call(use, _SHORT, documents=count)
             if use == "whole":
-                call(use, _LONG, documents=count)
+                add_call(use, _LONG, documents=count)
     return found
 
 
 def tasks_of(
-    model: Model, arguments: argparse.Namespace
+    sizes: LayerSizes, arguments: argparse.Namespace
 ) -> tuple[list[Task], set[Heads]]:
-    """Return a task per kernel variant, and the numbers of heads that FlashQLA is
-    compiled for.
+    """Return a task for each variant of a kernel, and the heads for which FlashQLA is
+    compiled.
 
-    FlashQLA's kernels take longest to compile, so their tasks come first.
+    Must run in `simulated_hopper`. FlashQLA's kernels take longest to compile, so their
+    tasks come first.
     """
     torch.set_num_threads(1)  # forked processes lack torch's other threads
     if "flash_qla" in arguments.kernels:
         backend = "flash_qla"
     else:
         backend = "auto"
-    calls = calls_of(
-        model, arguments.linear_cp_mode, arguments.uses, arguments.multiprocessors
+    calls = layer_calls(
+        sizes, arguments.linear_cp_mode, arguments.uses, arguments.multiprocessors
     )
-    found: set[Heads] = set()
-    with recorded_kernels() as noted, without_computing():
+    compiled_heads: set[Heads] = set()
+    with recorded_kernels() as recorded, without_computing():
         for call in calls:
-            run_layer(model, call, rule_operands=arguments.operands, backend=backend)
+            run_layer(sizes, call, rule_operands=arguments.operands, backend=backend)
             if backend == "flash_qla":
-                found.add(expected_heads())
+                compiled_heads.add(expected_heads())
 
-    tasks = [task for task in noted.values() if task.kind in arguments.kernels]
-    return sorted(tasks, key=lambda task: task.kind != "flash_qla"), found
+    tasks = [task for task in recorded.values() if task.kind in arguments.kernels]
+    return sorted(tasks, key=lambda task: task.kind != "flash_qla"), compiled_heads
 
 
-def run_layer(model: Model, call: Call, **options: object) -> None:
-    """Run the layer forward and backward as one of the call's ranks; nothing is
-    sent."""
+def run_layer(sizes: LayerSizes, call: LayerCall, **options: object) -> None:
+    """Run the layer forward and backward as one of the call's ranks; nothing is sent.
+
+    ``options`` are keyword arguments of the GatedDeltaNet constructor. Must run in
+    `simulated_hopper` and `without_computing`.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from ..specs import gated_delta_net_spec
 
-    dims = model.dims
-    tp = model.tp
+    dims = sizes.dims
+    tp = sizes.tp
     cp = call.cp
     config = TransformerConfig(
         num_layers=1,
@@ -286,8 +293,8 @@ def run_layer(model: Model, call: Call, **options: object) -> None:
 
 @contextmanager
 def _fake_groups(tp: int, cp: int) -> Iterator[ProcessGroupCollection]:
-    """Process groups of rank 0 among ``tp`` * ``cp`` ranks; the other ranks do not
-    exist."""
+    """In this context torch.distributed runs as rank 0 of ``tp * cp`` ranks, of which
+    the others do not exist; gives the process groups."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -29,7 +29,7 @@ from .absent_gpu import ARCH
 
 _FORK = multiprocessing.get_context("fork")
 _PRINT_EVERY = 5.0  # seconds between two lines of progress
-_TARGET = {"kind": "cuda", "arch": "sm_90a"}
+_TARGET = {"kind": "cuda", "arch": "sm_90a"}  # tilelang's name for Hopper
 _ALREADY_COMPILED = 3  # exit status of a fork whose kernel was in the cache already
 
 
@@ -37,9 +37,9 @@ class Task(NamedTuple):
     """One variant of a kernel to compile."""
 
     name: str
-    # compiles the kernel; returns False if the kernel was in the cache
+    # compiles the kernel; returns whether it had to, False if the cache had the kernel
     run: Callable[[], bool]
-    kind: str = "triton"  # or "flash_qla"
+    kind: str = "triton"  # or "flash_qla": which package has the kernel
 
 
 def run_tasks(
@@ -48,8 +48,8 @@ def run_tasks(
     """Run every task in a fork of its own, which has this process's imports; print the
     progress.
 
-    At most ``processes`` forks run at a time, by default one per core. Side effects of
-    a task (recorded launches, patches, a crash) do not reach other tasks. Returns the
+    At most ``processes`` forks run at a time; None: one per core. Side effects of a
+    task (recorded launches, patches, a crash) do not reach other tasks. Returns the
     number of tasks that compiled a kernel, and the output of each failed task by name.
     """
     waiting = deque(tasks)
@@ -58,6 +58,7 @@ def run_tasks(
     count = len(waiting)
     compiled = 0
     failures = {}
+    # A fork's sentinel, which `wait` takes -> the task's name, the fork, its output.
     running: dict[Any, tuple[str, ForkProcess, TextIO]] = {}
     try:
         while waiting or running:
@@ -101,8 +102,8 @@ def _run_in_fork(task: Task, output: TextIO) -> None:
 
 @contextmanager
 def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
-    """In this context kernels are not run but recorded: one task per variant, in the
-    dict."""
+    """In this context kernels do not run. Each variant that would run becomes a task in
+    the dict that the context gives; its keys name the variants."""
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 

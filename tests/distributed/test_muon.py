@@ -33,7 +33,7 @@ from tests.ranks import on_ranks
 pytest.importorskip(
     "emerging_optimizers", reason="Megatron's Muon needs emerging-optimizers"
 )
-if MUON_KNOWS_ATTENTION_ALONE.is_open():
+if MUON_KNOWS_ATTENTION_ALONE.is_present():
     pytest.skip("Muon of this megatron-core knows no sections", allow_module_level=True)
 # Megatron's main branch keeps Muon from parameters that ask for it, as Mamba2's in_proj
 # does.

@@ -16,7 +16,7 @@ from megatron_gdn.compat import observe
 from megatron_gdn.doctor.__main__ import main as doctor
 from megatron_gdn.specs.layer import VARIABLE, parse_options
 from megatron_gdn.warm_up.__main__ import parse as parse_warm_up
-from megatron_gdn.warm_up.layers import read_model
+from megatron_gdn.warm_up.layers import read_sizes
 
 QUICK = 10  # seconds, on a busy machine
 SHORT = {"max_examples": 100, "deadline": None, "derandomize": True}
@@ -190,6 +190,6 @@ def test_a_file_of_sizes_is_read_or_refused_at_once(text, told, tmp_path):
     began = time.monotonic()
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=told) as error:
-        read_model(path)
+        read_sizes(path)
     assert str(path) in str(error.value) and len(str(error.value)) < 600
     assert time.monotonic() - began < QUICK

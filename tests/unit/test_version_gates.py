@@ -1,4 +1,4 @@
-"""What stands for some versions of Megatron alone is behind a gate, and goes with them."""
+"""Code for faults of some versions of Megatron goes with these versions."""
 
 import re
 from pathlib import Path
@@ -9,32 +9,37 @@ import pytest
 import megatron_gdn
 from megatron_gdn.compat import versions
 from megatron_gdn.compat.tested import TESTED
-from megatron_gdn.compat.versions import Gate
+from megatron_gdn.compat.versions import UpstreamFault
 from megatron_gdn.ops.obstacles import version_tuple
 
-GATES = {name: gate for name, gate in vars(versions).items() if isinstance(gate, Gate)}
+FAULTS = {
+    name: fault
+    for name, fault in vars(versions).items()
+    if isinstance(fault, UpstreamFault)
+}
 PACKAGE = Path(megatron_gdn.__file__).parent
 
 
-@pytest.mark.parametrize("name", GATES)
-def test_a_gate_is_needed_by_a_tested_version(name):
-    """Else the code behind it goes, and the gate."""
-    until = GATES[name].until
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_tested_version_has_the_fault(name):
+    """Else the fault and the code that repairs it go."""
+    until = FAULTS[name].until
     assert until is None or version_tuple(until) > version_tuple(
         TESTED["megatron-core"].oldest
     )
 
 
-@pytest.mark.parametrize("name", GATES)
-def test_code_stands_behind_every_gate(name):
+@pytest.mark.parametrize("name", FAULTS)
+def test_code_reads_every_fault(name):
     files = [f for f in PACKAGE.rglob("*.py") if f.name != "versions.py"]
     assert any(re.search(rf"\b{name}\b", file.read_text()) for file in files)
 
 
 @pytest.mark.parametrize(
-    ("version", "is_open"), [("0.18.2", True), ("0.19.0", False), ("0.20.0rc1", False)]
+    ("version", "is_present"),
+    [("0.18.2", True), ("0.19.0", False), ("0.20.0rc1", False)],
 )
-def test_a_gate_is_open_before_its_version(monkeypatch, version, is_open):
+def test_a_fault_is_present_before_its_version(monkeypatch, version, is_present):
     monkeypatch.setattr(megatron.core, "__version__", version)
-    assert versions.MUON_KNOWS_ATTENTION_ALONE.is_open() == is_open
-    assert versions.STRIDES.is_open()
+    assert versions.MUON_KNOWS_ATTENTION_ALONE.is_present() == is_present
+    assert versions.STRIDES_IN_FILES.is_present()

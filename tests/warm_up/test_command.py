@@ -16,7 +16,12 @@ from megatron_gdn.ops import obstacles
 from megatron_gdn.warm_up import __main__ as warm_up
 from megatron_gdn.warm_up import layers
 from megatron_gdn.warm_up.__main__ import main, parse
-from megatron_gdn.warm_up.layers import Model, calls_of, model_of, read_model
+from megatron_gdn.warm_up.layers import (
+    LayerSizes,
+    layer_calls,
+    read_sizes,
+    sizes_from_options,
+)
 from megatron_gdn.warm_up.tasks import Task, run_tasks
 from tests.examples.commands import commands_of, pages
 from tests.gdn.stand_ins import keep_cache_in
@@ -46,15 +51,15 @@ def write(folder, name: str, text: str):
 
 def test_a_config_of_transformers_is_read_nested_or_flat_by_file_or_folder(tmp_path):
     path = write(tmp_path, "config.json", json.dumps(CONFIG))
-    assert read_model(path) == read_model(tmp_path) == (DIMS, 1, 1)
+    assert read_sizes(path) == read_sizes(tmp_path) == (DIMS, 1, 1)
     nested = {"text_config": CONFIG, "vision_config": {"hidden_size": 7}}
-    assert read_model(write(tmp_path, "other.json", json.dumps(nested))).dims == DIMS
+    assert read_sizes(write(tmp_path, "other.json", json.dumps(nested))).dims == DIMS
 
 
 def test_a_launch_script_and_yaml_name_parallel_sizes_too(tmp_path):
-    assert read_model(write(tmp_path, "launch.sh", LAUNCH)) == (DIMS, 2, 4)
+    assert read_sizes(write(tmp_path, "launch.sh", LAUNCH)) == (DIMS, 2, 4)
     yaml = "\n".join(f"{name}: {size}" for name, size in CONFIG.items())
-    found = read_model(write(tmp_path, "a.yaml", yaml + "\ncontext_parallel_size: 8\n"))
+    found = read_sizes(write(tmp_path, "a.yaml", yaml + "\ncontext_parallel_size: 8\n"))
     assert found == (DIMS, 1, 8)
 
 
@@ -64,11 +69,11 @@ def test_what_a_file_lacks_or_says_twice_is_named(tmp_path):
     ):
         less = {k: v for k, v in CONFIG.items() if k[-8:] != "head_dim" or "value" in k}
         del less["linear_conv_kernel_dim"]
-        read_model(write(tmp_path, "config.json", json.dumps(less)))
+        read_sizes(write(tmp_path, "config.json", json.dumps(less)))
     with pytest.raises(ValueError, match="linear_num_key_heads as 16 and as 8"):
-        read_model(write(tmp_path, "two.sh", LAUNCH + "--linear-num-key-heads 8"))
+        read_sizes(write(tmp_path, "two.sh", LAUNCH + "--linear-num-key-heads 8"))
     with pytest.raises(FileNotFoundError, match="nowhere.json does not exist"):
-        read_model(tmp_path / "nowhere.json")
+        read_sizes(tmp_path / "nowhere.json")
 
 
 WHOLE = {"cut", "rows", "uncut"}
@@ -87,23 +92,68 @@ WHOLE = {"cut", "rows", "uncut"}
     ],
 )
 def test_the_calls_of_a_rank_and_the_ranks_that_share_one(tp, cp, mode, found):
-    calls = calls_of(Model(DIMS, tp, cp), mode, None, 132)
+    calls = layer_calls(LayerSizes(DIMS, tp, cp), mode, None, 132)
     assert {(call.use, call.cp) for call in calls} == found
     for call in calls:
         assert call.tokens % (2 * call.cp * (call.documents or 1)) == 0
 
 
+def test_recompute_makes_the_calls_of_training_without_it():
+    """What the forward launches a second time depends on the same sizes."""
+
+    def sizes_of(uses: list[str]) -> set:
+        calls = layer_calls(LayerSizes(DIMS, 2, 2), "headwise", uses, 132)
+        return {call._replace(use="any") for call in calls}
+
+    assert sizes_of(["recompute"]) == sizes_of(["cut", "rows", "uncut"])
+
+
+class Built(Exception):
+    """Ends `run_layer` where it has chosen the layer's options."""
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ("cut", {}),
+        ("rows", {}),
+        ("uncut", {}),
+        ("states", {"linear_cp_mode": "chunkwise", "cp_layout": "contiguous"}),
+        ("whole", {"batch_invariant_mode": True}),
+        ("recompute", {"recompute": "full"}),
+    ],
+)
+def test_each_use_runs_a_layer_with_the_option_that_needs_its_kernels(
+    use, expected, monkeypatch
+):
+    from megatron.core.transformer import spec_utils
+
+    found = {}
+
+    def build(spec, config, **others):
+        found.update(spec.params)
+        if config.batch_invariant_mode:
+            found["batch_invariant_mode"] = True
+        raise Built
+
+    monkeypatch.setattr(spec_utils, "build_module", build)
+    call = layer_calls(LayerSizes(DIMS), "auto", [use], 132)[0]
+    with pytest.raises(Built):
+        layers.run_layer(LayerSizes(DIMS), call)
+    assert found == expected
+
+
 def test_sizes_that_do_not_divide_are_refused_in_words():
     with pytest.raises(ValueError, match="use one of 1, 2, 4, 8, 16"):
-        calls_of(Model(DIMS, 3), "auto", None, 132)
+        layer_calls(LayerSizes(DIMS, 3), "auto", None, 132)
     with pytest.raises(ValueError, match="use one of 1, 2, 4, 8, 16, 32"):
-        calls_of(Model(DIMS, 1, 64), "headwise", None, 132)
+        layer_calls(LayerSizes(DIMS, 1, 64), "headwise", None, 132)
 
 
 def test_flags_go_before_what_the_file_names(tmp_path):
     path = str(write(tmp_path, "launch.sh", LAUNCH))
-    assert model_of(parse(["--config", path, "--cp", "1"])) == (DIMS, 2, 1)
-    assert model_of(parse(["--heads", "16:32", "--tp", "4"])) == (DIMS, 4, 1)
+    assert sizes_from_options(parse(["--config", path, "--cp", "1"])) == (DIMS, 2, 1)
+    assert sizes_from_options(parse(["--heads", "16:32", "--tp", "4"])) == (DIMS, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +256,8 @@ def test_every_command_of_the_docs_is_understood(tmp_path, monkeypatch):
     assert len(set(commands)) >= 3
     for command in dict.fromkeys(commands):
         arguments = parse(shlex.split(command.partition(COMMAND)[2]))
-        assert calls_of(
-            model_of(arguments), arguments.linear_cp_mode, arguments.uses, 132
+        assert layer_calls(
+            sizes_from_options(arguments), arguments.linear_cp_mode, arguments.uses, 132
         )
 
 
@@ -249,7 +299,7 @@ def _print_noted(config: str) -> None:
     layers._LONG = 640  # the plain rule takes one chunk after the other
     arguments = parse(f"--config {config} --cp 2 --kernels triton {uses}".split())
     with simulated_hopper(arguments.multiprocessors):
-        tasks, heads = layers.tasks_of(model_of(arguments), arguments)
+        tasks, heads = layers.tasks_of(sizes_from_options(arguments), arguments)
     assert not heads
     print(*(task.name for task in tasks), flush=True)
     os._exit(0)

@@ -134,11 +134,11 @@ def test_heads_of_other_sizes_are_compiled_too(tmp_path):
 QUICK_KERNELS = """
 from megatron_gdn.warm_up.__main__ import parse
 from megatron_gdn.warm_up.absent_gpu import simulated_hopper
-from megatron_gdn.warm_up.layers import model_of, tasks_of
+from megatron_gdn.warm_up.layers import sizes_from_options, tasks_of
 from megatron_gdn.warm_up.tasks import run_tasks
 arguments = parse(["--heads", "2:4", "--uses", "uncut", "--kernels", "flash_qla"])
 with simulated_hopper():
-    tasks, _ = tasks_of(model_of(arguments), arguments)
+    tasks, _ = tasks_of(sizes_from_options(arguments), arguments)
     quick = [task for task in tasks if "cumsum" in task.name]
     print(len(tasks), len(quick), *run_tasks(quick, 2))
 """

@@ -107,15 +107,22 @@ def _launch_copy(
 ) -> None:
     """If ``pack``, copy columns of ``cp_rows`` to ``rank_rows``, else copy them back.
 
-    ``rank_rows`` has a message for each of ``message_count`` ranks, from ``first_rank``
-    on and without ``skipped_rank``. Columns of ``skipped_rank`` are copied to (or from)
-    ``kept_rows``, which is (hp_rows, positions), or not at all if that is None. If
-    ``positions`` is given, ``rank_rows`` is one hp_rows.
+    ``rank_rows`` has a message for each rank from ``first_rank`` on, without
+    ``skipped_rank``. If ``kept_rows``, (hp_rows, positions), is given, columns of
+    ``skipped_rank`` are copied to (or from) these rows, and ``message_count`` counts
+    ``skipped_rank`` too. If ``positions`` is given, ``rank_rows`` is the hp_rows of
+    ``first_rank`` alone.
     """
     tokens, batch, _ = cp_rows.shape
     if not tokens * batch or not message_count or not strips:
         return
-    hp_rows, positions = (rank_rows, positions) if kept_rows is None else kept_rows
+    has_positions = positions is not None
+    if kept_rows is None:
+        hp_rows = rank_rows  # not read
+    else:
+        hp_rows, positions = kept_rows
+    if skipped_rank is None:
+        skipped_rank = first_rank + message_count  # no rank is skipped
     assert rank_rows.is_contiguous() and rank_rows.dtype == cp_rows.dtype
     assert hp_rows.is_contiguous() and hp_rows.dtype == cp_rows.dtype
     launch = _copy_launch(
@@ -128,8 +135,8 @@ def _launch_copy(
         rank_rows.shape[-1],
         message_count,
         first_rank,
-        first_rank + message_count if skipped_rank is None else skipped_rank,
-        positions is not None and kept_rows is None,
+        skipped_rank,
+        has_positions,
         kept_rows is not None,
         pack,
         beside_transfer,
