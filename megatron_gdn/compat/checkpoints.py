@@ -341,7 +341,7 @@ class _SectionRows(NamedTuple):
     whole_key: str  # the key of Megatron's tensor
     whole_rows: int  # the number of rows of that tensor
     first: int  # the section's first row
-    count: int  # the section's number of rows
+    rows: int  # the section's number of rows
 
 
 _section_rows: dict[str, _SectionRows] = {}  # by the section's key
@@ -435,7 +435,7 @@ def _rows_of(
         whole_tensor.shape[axis] != whole_rows
         or len(shard_sizes) > 1
         or whole_rows % shard_rows
-        or place.count % (whole_rows // shard_rows)
+        or place.rows % (whole_rows // shard_rows)
     ):
         raise ValueError(
             f"{place.whole_key} has {whole_tensor.shape[axis]} rows in the checkpoint, "
@@ -446,7 +446,7 @@ def _rows_of(
     of_layer = whole_tensor[tuple(section.global_offset[:axis])]
     by_rank = of_layer.unflatten(0, (ranks, shard_rows))
     first = place.first // ranks
-    end = (place.first + place.count) // ranks
+    end = (place.first + place.rows) // ranks
     section_rows = by_rank[:, first:end].flatten(0, 1)
     local_first = section.global_offset[axis]
     rows = section_rows[local_first : local_first + section.local_shape[0]]

@@ -97,21 +97,21 @@ def require_agreement(
     """
     if group is None or group.size() == 1:
         return
-    known = _groups.get(group)
+    agreement = _groups.get(group)
     if (
-        known is not None
-        and known.chosen_after == _latest_built
-        and known.comparing_layer != layer
+        agreement is not None
+        and agreement.chosen_after == _latest_built
+        and agreement.comparing_layer != layer
     ):
-        return
+        return  # another layer compares for this group
     if _cannot_compare(device):
         return
-    known = _agreement_of(group)
-    if known.chosen_after != _latest_built:
-        known.is_on = _all_ranks_compare(group, device)
-        known.chosen_after = _latest_built
-        known.comparing_layer = layer
-    if not known.is_on:
+    agreement = _agreement_of(group)
+    if agreement.chosen_after != _latest_built:
+        agreement.is_on = _all_ranks_compare(group, device)
+        agreement.chosen_after = _latest_built
+        agreement.comparing_layer = layer
+    if not agreement.is_on:
         return
     if documents is None:
         packed = (-1, 0)
@@ -119,14 +119,14 @@ def require_agreement(
         packed = documents.fingerprint
     integers = (tokens, rows) + packed + (_LAYOUTS.index(layout),)
     gathered = _gather(integers, group, device)
-    if integers in known.agreed and device.type == "cuda":
+    if integers in agreement.agreed and device.type == "cuda":
         return
     integers_by_rank = [tuple(row) for row in gathered.tolist()]
     if integers_by_rank.count(integers) != len(integers_by_rank):
         raise ValueError(_disagreement_message(integers_by_rank, documents))
-    if len(known.agreed) == _MOST_REMEMBERED:
-        known.agreed.clear()
-    known.agreed.add(integers)
+    if len(agreement.agreed) == _MOST_REMEMBERED:
+        agreement.agreed.clear()
+    agreement.agreed.add(integers)
 
 
 def _all_ranks_compare(group: dist.ProcessGroup, device: torch.device) -> bool:
