@@ -32,7 +32,7 @@ def test_as_many_plans_are_kept_as_is_said(name):
 @pytest.mark.parametrize(("rows", "share"), [(4095, 4), (4096, 1)])
 @pytest.mark.parametrize("widest", [1, 8, 1024, 1 << 20])
 def test_a_tile_has_as_many_rows_as_its_bytes_allow(rows, share, widest):
-    strips = (SimpleNamespace(block=widest), SimpleNamespace(block=1))
-    tile = pack._rows_of_tile(rows, 2, strips)
+    strips = (SimpleNamespace(block_width=widest), SimpleNamespace(block_width=1))
+    tile = pack._rows_per_tile(rows, 2, strips)
     fit = pack._TILE_BYTES // share // (2 * widest)
     assert tile == min(max(fit, 1), 128)
