@@ -300,7 +300,7 @@ def _launch_arguments(
     for name, value in settings.items():
         if value is None:  # Megatron's default
             continue
-        if isinstance(value, list):
+        if isinstance(value, list):  # Megatron evaluates the text as Python
             value = f"([{','.join(map(str, value))}])"
         if name == "num_moe_experts":
             name = "num_experts"

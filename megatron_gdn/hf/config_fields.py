@@ -21,8 +21,8 @@ _MAX_EXPERTS = 100_000
 class Field(NamedTuple):
     """What one field may hold, and what it means.
 
-    A *setting* is a field that a built Megatron model cannot follow: the model assumes
-    one value, and every other value is refused.
+    A *setting* is a field of which a built Megatron model assumes one value; every other
+    value is refused.
     """
 
     meaning: str  # in words, for errors
@@ -103,8 +103,9 @@ def _is_zero_to_infinity(value: object) -> bool:
     """Whether ``value`` is [0, infinity]; transformers writes infinity in two ways."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
-    infinity = math.inf, {"__float__": "Infinity"}
-    return _is_number(value[0]) and value[0] == 0 and value[1] in infinity
+    spellings_of_infinity = (math.inf, {"__float__": "Infinity"})
+    low = value[0]
+    return _is_number(low) and low == 0 and value[1] in spellings_of_infinity
 
 
 _LAYER_NUMBERS_FIELD = _list_field(

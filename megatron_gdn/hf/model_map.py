@@ -194,6 +194,7 @@ class HFModelConfig:
             )
         mixers = pattern[::2]
         mlps = pattern[1::2]
+        # one number for each layer: 1 for experts, 1 for Gated DeltaNet, else 0
         if "E" in mlps:
             settings["moe_layer_freq"] = [int(kind == "E") for kind in mlps]
         return settings | {
@@ -269,8 +270,7 @@ def parse_hf_config(
 def _sizes_of(fields: ConfigFields, pattern: str) -> SimpleNamespace:
     """The sizes of the layers in ``pattern``, as fields of a ``TransformerConfig``.
 
-    Raises a ValueError if a size is missing, or if one size must divide another and does
-    not.
+    Raises a ValueError if a size is missing, or if two sizes do not fit each other.
     """
     sizes = SimpleNamespace()
     for symbol, names in _SIZE_FIELDS.items():

@@ -18,7 +18,8 @@ _DESCRIPTION = """\
 Without NAME, list the models. With NAME, print parameters, FLOPs, memory and legal sizes. Vision
 encoders and multi-token prediction heads are not counted.
 """
-_LAYERS = {
+# symbol of a layer -> its name in the printed lines
+_LAYER_NAMES = {
     "G": "Gated DeltaNet",
     "K": "Kimi Delta Attention",
     "M": "Mamba2",
@@ -30,6 +31,8 @@ _LAYERS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command of ``argv`` (None: of the process). Return the exit code: 0 for
+    success, 2 for an error."""
     options = parse(argv)
     from ..compat.observe import hide_import_notes
 
@@ -55,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
-    """Megatron's flags for model, precision, length and parallel sizes, but not for
-    data."""
+    """The flags of a Megatron launch of ``model``: model, precision, length and parallel
+    sizes, but no data. ``options``: as `parse` gives them."""
     from ..hf.build import megatron_flags
 
     flags = "--bf16 --use-distributed-optimizer"
@@ -69,61 +72,62 @@ def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
     flags += " --sequence-parallel" if options.tp > 1 else ""
     flags += f" --context-parallel-size {options.cp}"
     if "E" in model.pattern:
-        # Without its flag, the expert-tensor-parallel size would be the tensor-parallel
-        # size.
+        # The default of the expert-tensor-parallel size is the tensor-parallel size.
         flags += f" --expert-model-parallel-size {options.ep} --expert-tensor-parallel-size 1"
         flags += " --moe-token-dispatcher-type alltoall"
     return megatron_flags(model.hf, options.model) + flags.split()
 
 
 def _flag_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the launch flags as lines of a shell command, one flag and its values per
-    line."""
-    line: list[str] = []
+    """Yield the launch flags as lines of a shell command: each line is a flag with its
+    values."""
+    flag_and_values: list[str] = []
     for word in launch_flags(model, options):
-        if word.startswith("--") and line:
-            yield f"{shlex.join(line)} \\"
-            line = []
-        line.append(word)
-    yield shlex.join(line)
+        if word.startswith("--") and flag_and_values:
+            yield f"{shlex.join(flag_and_values)} \\"
+            flag_and_values = []
+        flag_and_values.append(word)
+    yield shlex.join(flag_and_values)
 
 
 def _figure_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
-    """Lines with one model's parameters, FLOPs, memory and legal parallel sizes."""
+    """Yield the printed lines of one model: parameters, FLOPs, memory and legal parallel
+    sizes."""
     tp = options.tp
     cp = options.cp
     length = options.length
     stack = model.stack
-    counts = {symbol: model.pattern.count(symbol) for symbol in _LAYERS}
+    counts = {symbol: model.pattern.count(symbol) for symbol in _LAYER_NAMES}
     parameters = _format_count(stack.parameters)
     active = _format_count(stack.active_parameters)
     flops = stack.flops([length])
     yield f"{model.name} ({model.architecture}; from {model.source})"
-    yield "  layers        " + ", ".join(
-        f"{n} {_LAYERS[s]}" for s, n in counts.items() if n
-    )
+    layers = [f"{n} {_LAYER_NAMES[symbol]}" for symbol, n in counts.items() if n]
+    yield f"  layers        {', '.join(layers)}"
     yield f"  parameters    {parameters}, {active} of them for a token"
     yield (
         f"  FLOPs         {flops.forward / length / 1e9:.2f} G for a token forward, "
         f"{flops.step / length / 1e9:.2f} G with backward, in one document of {length} "
         "tokens"
     )
-    each = (f"{name} {x / length / 1e9:.3f}" for name, x in flops._asdict().items())
-    yield "                " + ", ".join(each)
+    flops_of_parts = [
+        f"{part} {count / length / 1e9:.3f}" for part, count in flops._asdict().items()
+    ]
+    yield f"                {', '.join(flops_of_parts)}"
     yield (
         f"  state         {stack.state_bytes / 2**20:.1f} MiB for a sequence (fp32), "
         f"and {stack.conv_bytes / 2**10:.0f} KiB of convolutions (bf16)"
     )
-    if layers := counts["G"]:
-        kinds = ("none", "light", "full", "layer")
-        tokens = layers * (length // cp)
-        none, *kept = (
-            f"{tokens * model.saved_bytes(tp, x) / 2**30:.2f}" for x in kinds
-        )
+    if counts["G"]:
+        tokens_of_layers = counts["G"] * (length // cp)
+        saved = {}
+        for recompute in ("none", "light", "full", "layer"):
+            saved_bytes = tokens_of_layers * model.saved_bytes(tp, recompute)
+            saved[recompute] = f"{saved_bytes / 2**30:.2f}"
         yield (
-            f"  activations   {none} GiB for a GPU's Gated DeltaNet layers, {kept[0]} "
-            f"with recompute=light, {kept[1]} with recompute=full, {kept[2]} with "
-            "--recompute-modules gdn"
+            f"  activations   {saved['none']} GiB for a GPU's Gated DeltaNet layers, "
+            f"{saved['light']} with recompute=light, {saved['full']} with "
+            f"recompute=full, {saved['layer']} with --recompute-modules gdn"
         )
     yield f"  legal tp      {_join_sizes(model.tensor_parallel_sizes())}"
     yield f"  legal cp      any; headwise with tp {tp}: {_join_sizes(model.headwise_sizes(tp))}"
@@ -131,15 +135,21 @@ def _figure_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
 
 
 def _model_lines(models: list[Model]) -> Iterator[str]:
-    """The lines of a printed table of ``models``."""
+    """Yield the lines of a printed table of ``models``, a line for each model."""
     yield f"{'model':25} {'parameters':>12} {'for a token':>12}  tp up to  layers"
     for model in models:
-        counts = ((model.pattern.count(symbol), symbol) for symbol in _LAYERS)
-        layers = ", ".join(f"{n} {symbol}" for n, symbol in counts if n)
+        layers = [
+            f"{model.pattern.count(symbol)} {symbol}"
+            for symbol in _LAYER_NAMES
+            if symbol in model.pattern
+        ]
         parameters = _format_count(model.stack.parameters)
         active = _format_count(model.stack.active_parameters)
-        tp = model.tensor_parallel_sizes()[-1]
-        yield f"{model.name:25} {parameters:>12} {active:>12} {tp:9}  {layers}"
+        largest_tp = model.tensor_parallel_sizes()[-1]
+        yield (
+            f"{model.name:25} {parameters:>12} {active:>12} {largest_tp:9}  "
+            f"{', '.join(layers)}"
+        )
 
 
 def _format_count(number: int) -> str:
@@ -154,6 +164,7 @@ def _join_sizes(numbers: list[int]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command line ``argv`` (None: of the process)."""
     parser = Parser("python -m megatron_gdn.models", description=_DESCRIPTION)
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="of a model, such as Qwen3.5-35B-A3B")

@@ -16,18 +16,17 @@ from ..hf.model_map import HFModelConfig, parse_hf_config
 from ..kda.sizes import KDADims
 from ..mamba2.sizes import Mamba2Dims
 from ..mixers.options import RECOMPUTE_LEVELS
-from .stack import CHUNK, MAMBA_TAPS, Stack
+from .stack import CHUNK, MAMBA_EXPAND, MAMBA_TAPS, Stack
 
 
 @dataclass(frozen=True)
 class Model:
-    """A published model, from its class in transformers and the fields of its
-    ``config.json``."""
+    """A published model."""
 
     name: str
-    architecture: str
-    fields: dict[str, object]
-    source: str  # the file or page that the fields were copied from
+    architecture: str  # its class in transformers
+    fields: dict[str, object]  # of its ``config.json``
+    source: str  # the file or page from which the fields were copied
 
     @cached_property
     def hf(self) -> HFModelConfig:
@@ -56,38 +55,43 @@ class Model:
 
     @cached_property
     def dims(self) -> GDNDims | KDADims | Mamba2Dims:
+        """The sizes of one recurrent layer, not split over ranks."""
         if "G" in self.pattern:
             return self.hf.gdn
         if "K" in self.pattern:
             return self.hf.kda
-        config = self.hf.sizes
-        return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
+        sizes = self.hf.sizes
+        return Mamba2Dims.from_config(
+            sizes, sizes.hidden_size, MAMBA_TAPS, MAMBA_EXPAND
+        )
 
     def tensor_parallel_sizes(self) -> list[int]:
-        """Tensor-parallel sizes that divide the heads and the MLP width; experts are
-        not split."""
-        # groups in Mamba2
+        """The legal tensor-parallel sizes: those that divide the heads of all layers and
+        the width of MLPs and shared experts. Routed experts are not split."""
         sizes = self.hf.sizes
-        key_heads = self.dims.layout.counts[-1][1]
+        key_heads = self.dims.layout.counts[-1][1]  # in Mamba2, groups
         heads = sizes.num_attention_heads
         groups = getattr(sizes, "num_query_groups", heads)
-        cut = [heads, key_heads]
+        split_sizes = [heads, key_heads]
         if "-" in self.pattern:
-            cut.append(sizes.ffn_hidden_size)
+            split_sizes.append(sizes.ffn_hidden_size)
         if "E" in self.pattern:
-            cut.append(sizes.moe_shared_expert_intermediate_size)
-        return [
-            n
-            for n in range(1, heads + 1)
-            if all(whole % n == 0 for whole in cut)
-            and (groups % n == 0 or n % groups == 0)
-        ]
+            split_sizes.append(sizes.moe_shared_expert_intermediate_size)
+        legal = []
+        for tp in range(1, heads + 1):
+            # ranks split the query groups, or several ranks have the same group
+            fits_groups = groups % tp == 0 or tp % groups == 0
+            if fits_groups and all(size % tp == 0 for size in split_sizes):
+                legal.append(tp)
+        return legal
 
     def headwise_sizes(self, tp: int) -> list[int]:
-        """Context-parallel sizes at which headwise can split a tensor-parallel rank's
-        heads."""
+        """The context-parallel sizes at which ``headwise`` can split the heads that a
+        rank has with tensor-parallel size ``tp``."""
         layout = self.dims.shard(tp).layout
-        return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
+        return [
+            cp for cp in range(1, layout.state_heads + 1) if layout.shares_among(cp)
+        ]
 
     def expert_parallel_sizes(self) -> list[int]:
         """The legal expert-parallel sizes: divisors of the number of experts."""
@@ -95,22 +99,20 @@ class Model:
         return [n for n in range(1, experts + 1) if experts % n == 0]
 
     def refuse_illegal_sizes(self, tp: int, cp: int, ep: int, length: int) -> None:
-        """Raise a ValueError, with the legal sizes, for sizes that a launch would
-        refuse."""
-        for name, value, legal in (
-            ("tensor-parallel size tp", tp, self.tensor_parallel_sizes()),
-            ("expert-parallel size ep", ep, self.expert_parallel_sizes()),
-        ):
-            if value not in legal:
-                sizes = ", ".join(map(str, legal))
-                raise ValueError(f"{name}={value} is not legal; use one of {sizes}.")
+        """Raise a ValueError, with the legal sizes, if a launch would refuse one of the
+        parallel sizes, or sequences of ``length`` tokens with these sizes."""
+        _require_legal_size("tensor-parallel size tp", tp, self.tensor_parallel_sizes())
+        _require_legal_size("expert-parallel size ep", ep, self.expert_parallel_sizes())
         if cp < 1:
             raise ValueError(f"context-parallel size cp={cp} must be at least 1.")
-        multiple = cp * lcm(2 if cp > 1 else 1, tp)
+        pieces_per_rank = 1
+        if cp > 1:
+            pieces_per_rank = 2
+        multiple = cp * lcm(pieces_per_rank, tp)
         if length < 1 or length % multiple:
-            near = max(round(length / multiple), 1) * multiple
+            nearest = max(round(length / multiple), 1) * multiple
             raise ValueError(
-                f"length={length} must be a multiple of {multiple}, such as {near}, "
+                f"length={length} must be a multiple of {multiple}, such as {nearest}, "
                 f"for tp={tp} and cp={cp}: zigzag cuts a sequence into 2 cp pieces, "
                 "and sequence parallelism cuts each rank's share by tp."
             )
@@ -119,43 +121,51 @@ class Model:
         """Bytes per token that a Gated DeltaNet keeps for its backward on a
         tensor-parallel rank.
 
-        The count is for bf16, the rules flash_qla and fla, and sequence parallelism.
-        ``recompute`` is the layer's option, or ``"layer"`` for
-        ``--recompute-modules gdn`` of Megatron's dev branch. States that flash_qla
-        saves for long sequences are not counted (16 MiB for 32768 tokens of 32 heads).
+        The number holds for bf16 with sequence parallelism, and for the rules flash_qla
+        and fla. ``recompute`` is the layer's option, or ``"layer"`` for
+        ``--recompute-modules gdn`` of Megatron's dev branch. States that flash_qla saves
+        for long sequences are not counted (16 MiB for 32768 tokens of 32 heads).
         """
-        share: Any = self.dims.shard(tp)
-        # in_proj's input, of which a rank saves its own tokens
-        kept = 2 * share.hidden_size // tp
+        dims: Any = self.dims.shard(tp)
+        # in_proj's input, of which sequence parallelism gives each rank 1 / tp
+        saved = 2 * dims.hidden_size // tp
         if recompute == "layer":
-            return kept
+            return saved
         recomputed = RECOMPUTE_LEVELS[recompute]
-        kept += 2 * share.layout.width  # in_proj's output
+        saved += 2 * dims.layout.width  # in_proj's output
         if "rule" not in recomputed:
-            kept += 2 * share.v_dim  # the rule's output
+            saved += 2 * dims.v_dim  # the rule's output
             # One row of the chunk's triangular inverse in bf16; cumulative g and beta
             # in fp32.
-            kept += share.num_value_heads * (2 * CHUNK + 2 * 4)
+            saved += dims.num_value_heads * (2 * CHUNK + 2 * 4)
         if "qkv" not in recomputed:
             # k and v; the backward always computes q again.
-            kept += 2 * (share.qk_dim + share.v_dim)
+            saved += 2 * (dims.qk_dim + dims.v_dim)
         if "norm_out" not in recomputed:
-            kept += 2 * share.v_dim  # out_proj's input
-        return kept
+            saved += 2 * dims.v_dim  # out_proj's input
+        return saved
+
+
+def _require_legal_size(name: str, size: int, legal: list[int]) -> None:
+    """Raise a ValueError if the parallel size ``name`` is not one of ``legal``."""
+    if size not in legal:
+        sizes = ", ".join(map(str, legal))
+        raise ValueError(f"{name}={size} is not legal; use one of {sizes}.")
 
 
 def _read_catalogue() -> dict[str, Model]:
-    """The models of ``catalogue.toml`` by name."""
-    tables = tomllib.loads(
-        Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8")
-    )
-    known = tables["shared"]
+    """Name -> model, of the models in ``catalogue.toml``."""
+    file = Path(__file__).with_name("catalogue.toml")
+    catalogue = tomllib.loads(file.read_text(encoding="utf-8"))
+    # name of a shared table, or of a model above -> fields, for the key `like`
+    fields_by_name = catalogue["shared"]
     models = {}
-    for name, own in tables["models"].items():
-        architecture = own.pop("architecture")
-        source = own.pop("source")
-        known[name] = known.get(own.pop("like", None), {}) | own
-        models[name] = Model(name, architecture, known[name], source)
+    for name, fields in catalogue["models"].items():
+        architecture = fields.pop("architecture")
+        source = fields.pop("source")
+        inherited = fields_by_name.get(fields.pop("like", None), {})
+        fields_by_name[name] = inherited | fields
+        models[name] = Model(name, architecture, fields_by_name[name], source)
     return models
 
 
@@ -163,7 +173,7 @@ ENTRIES = _read_catalogue()
 
 
 def find(name: str) -> Model:
-    """Find a model by name, ignoring case; an unknown name is a ValueError."""
+    """The model ``name``, in upper or lower case; an unknown name is a ValueError."""
     for known, model in ENTRIES.items():
         if known.lower() == name.lower():
             return model

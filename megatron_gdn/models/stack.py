@@ -13,11 +13,12 @@ recomputation is not counted.
 
 Legend: G key heads (groups in Mamba2), n attention heads, d dims of an attention head.
 In latent attention a head has d columns of query and v columns of value.
+A *multiply-add* counts as 2 FLOPs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import SimpleNamespace
@@ -39,10 +40,14 @@ if TYPE_CHECKING:
 Config = Any
 CHUNK = 64  # tokens of a chunk, in every rule of this package
 MAMBA_TAPS = 4  # taps of a Mamba2 convolution; Megatron has no field for the number
+MAMBA_EXPAND = 2  # a Mamba2's inner width / hidden size, if no number of heads is given
 
 
 class Flops(NamedTuple):
-    """FLOPs of one forward, by part of the model."""
+    """FLOPs of one forward, by part of the model.
+
+    ``output``: of the output layer, with those of multi-token prediction heads.
+    """
 
     projections: int
     convolution: int
@@ -52,6 +57,7 @@ class Flops(NamedTuple):
 
     @property
     def forward(self) -> int:
+        """FLOPs of one forward."""
         return sum(self)
 
     @property
@@ -62,13 +68,14 @@ class Flops(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """Sizes and operation counts of one layer of a hybrid pattern, with the norm before
+class LayerCounts:
+    """Parameters and multiply-adds of one layer of a hybrid pattern, with the norm before
     it."""
 
-    weights: int  # elements of the matrices that multiply every token's row
-    vectors: int  # other parameters: norms, convolutions, gates
-    idle_experts: int = 0  # weights of the experts that a token is not routed to
+    matrix_weights: int  # elements of the matrices that multiply a token's row
+    vector_weights: int  # elements of other parameters: norms, convolutions, gates
+    # elements of the experts to which a token is not routed
+    idle_expert_weights: int = 0
     convolution: int = 0  # multiply-adds per token
     rule: int = 0  # multiply-adds per token
     attention: int = 0  # multiply-adds per pair (query, key)
@@ -82,7 +89,7 @@ class Stack:
     """A language model: embedding, layers, multi-token prediction heads, norm, output
     layer."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerCounts, ...]
     hidden_size: int
     vocab_size: int
     tied: bool  # whether the output layer and the embedding share one weight
@@ -99,62 +106,67 @@ class Stack:
         *,
         kda: Mapping[str, int | None] | None = None,
     ) -> Stack:
-        """Make the stack of a Megatron configuration; biases of linears are not
-        counted.
+        """The stack of a Megatron configuration; biases of linears are not counted.
 
-        ``pattern`` has 'G', 'K', 'M', '*', '+', '-' and 'E' (another symbol is a
-        ValueError), '|' between pipeline stages and '/' before each multi-token
-        prediction head. ``tied``: the output layer uses the embedding's weight.
-        ``kda``: options of the 'K' layers.
+        Args:
+            config: a ``TransformerConfig``, or an object with its fields.
+            pattern: 'G', 'K', 'M', '*', '+', '-' and 'E' are layers, '|' is between
+                pipeline stages, '/' is before each multi-token prediction head.
+            vocab_size: rows of the embedding.
+            tied: whether the output layer uses the embedding's weight.
+            kda: options of the 'K' layers.
+
+        Raises:
+            ValueError: the pattern has another symbol.
         """
-        kda = kda or {}
-        build = {
-            "G": lambda: _gdn_layer(GDNDims.from_config(config)),
-            "K": lambda: _kda_layer(
-                KDADims.of(config, kda.get("forget_rank"), kda.get("output_rank"))
-            ),
-            "M": lambda: _mamba2_layer(
-                Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
-            ),
+        layer_functions: dict[str, Callable[[], LayerCounts]] = {
+            "G": lambda: _gdn_layer(config),
+            "K": lambda: _kda_layer(config, kda or {}),
+            "M": lambda: _mamba2_layer(config),
             "*": lambda: _attention_layer(config),
             "+": lambda: _latent_attention_layer(config),
             "-": lambda: _mlp_layer(config),
             "E": lambda: _expert_layer(config),
         }
-        parts = pattern.replace("|", "").split("/")
-        main = parts[0]
-        heads = parts[1:]
-        symbols = set("".join(parts))
-        if unknown := sorted(symbols - build.keys()):
+        patterns = pattern.replace("|", "").split("/")
+        main_pattern = patterns[0]
+        head_patterns = patterns[1:]
+        symbols = set("".join(patterns))
+        if unknown := sorted(symbols - layer_functions.keys()):
             raise ValueError(
                 f"the pattern {pattern!r} has {unknown}; FLOPs are known for 'G', 'K', "
                 "'M', '*', '+', '-' and 'E' (with '|' and '/' between layers)."
             )
-        made = {symbol: build[symbol]() for symbol in symbols}
+        layer_of_symbol = {symbol: layer_functions[symbol]() for symbol in symbols}
         D = config.hidden_size
-        layers = [made[symbol] for symbol in main]
-        for head in heads:
-            layers.append(Layer(weights=2 * D * D, vectors=3 * D))
-            layers += [made[symbol] for symbol in head]
+        layers = [layer_of_symbol[symbol] for symbol in main_pattern]
+        for head_pattern in head_patterns:
+            # the head's projection from 2 D to D, and its norms
+            layers.append(LayerCounts(matrix_weights=2 * D * D, vector_weights=3 * D))
+            layers += [layer_of_symbol[symbol] for symbol in head_pattern]
         return cls(
             layers=tuple(layers),
             hidden_size=D,
             vocab_size=vocab_size,
             tied=tied,
-            outputs=1 + len(heads),
+            outputs=1 + len(head_patterns),
         )
 
     @property
     def parameters(self) -> int:
         """The number of all parameters."""
-        return self.active_parameters + self._sum("idle_experts")
+        return self.active_parameters + self._sum("idle_expert_weights")
 
     @property
     def active_parameters(self) -> int:
-        """The number of parameters that one token uses, with only the experts it is
-        routed to."""
-        ends = self.hidden_size * (self.vocab_size * (1 if self.tied else 2) + 1)
-        return ends + self._sum("weights") + self._sum("vectors")
+        """The number of parameters that one token uses: of all layers, but only of the
+        experts to which the token is routed."""
+        embeddings = self.vocab_size * self.hidden_size
+        if not self.tied:
+            embeddings *= 2  # embedding and output layer
+        final_norm = self.hidden_size
+        layers = self._sum("matrix_weights") + self._sum("vector_weights")
+        return embeddings + final_norm + layers
 
     @property
     def state_bytes(self) -> int:
@@ -167,6 +179,7 @@ class Stack:
         return self._sum("conv_bytes")
 
     def _sum(self, field: str) -> int:
+        """The sum over all layers of a field of :class:`LayerCounts`."""
         return sum(getattr(layer, field) for layer in self.layers)
 
     def flops(self, lengths: Sequence[int]) -> Flops:
@@ -180,32 +193,35 @@ class Stack:
         """FLOPs of one forward; ``squares`` is the sum of the documents' squared
         lengths."""
         return Flops(
-            projections=2 * tokens * self._sum("weights"),
+            projections=2 * tokens * self._sum("matrix_weights"),
             convolution=2 * tokens * self._sum("convolution"),
             rule=2 * tokens * self._sum("rule"),
-            # causal: 2 FLOPs for half of the pairs
+            # 2 FLOPs for each pair (query, key), of which causal attention computes half
             attention=squares * self._sum("attention"),
             output=2 * tokens * self.outputs * self.hidden_size * self.vocab_size,
         )
 
 
-def _gdn_layer(dims: GDNDims) -> Layer:
+def _gdn_layer(config: Config) -> LayerCounts:
     """The parameters and multiply-adds of a Gated DeltaNet layer."""
+    dims = GDNDims.from_config(config)
     G = dims.num_key_heads
     H, K, V = dims.state[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K
     return _recurrent_layer(dims, gdn_layer_maps("", "", dims, "flat"), rule)
 
 
-def _kda_layer(dims: KDADims) -> Layer:
+def _kda_layer(config: Config, options: Mapping[str, int | None]) -> LayerCounts:
     """The parameters and multiply-adds of a Kimi Delta Attention layer."""
+    dims = KDADims.of(config, options.get("forget_rank"), options.get("output_rank"))
     H, K, V = dims.state[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K)
     return _recurrent_layer(dims, kda_layer_maps("", "", dims, "kimi_linear"), rule)
 
 
-def _mamba2_layer(dims: Mamba2Dims) -> Layer:
+def _mamba2_layer(config: Config) -> LayerCounts:
     """The parameters and multiply-adds of a Mamba2 layer."""
+    dims = Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, MAMBA_EXPAND)
     G = dims.num_groups
     H, K, V = dims.state[:3]
     rule = H * (2 * K * V + CHUNK * V) + G * CHUNK * K
@@ -214,18 +230,21 @@ def _mamba2_layer(dims: Mamba2Dims) -> Layer:
 
 def _recurrent_layer(
     dims: GDNDims | KDADims | Mamba2Dims, maps: list[TensorMap], rule: int
-) -> Layer:
-    """A layer with the parameters of ``maps``; ``rule`` is the number of multiply-adds
-    of its rule per token."""
+) -> LayerCounts:
+    """The parameters and multiply-adds of a recurrent layer.
+
+    ``maps``: the maps of its weights, which have the shapes of all parameters; ``rule``:
+    the multiply-adds of its rule per token.
+    """
     shapes = [source.shape for entry in maps for source in entry.sources]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
     D = dims.hidden_size
     W = dims.conv_kernel_dim
     channels = dims.layout.conv_width
     H, K, V = dims.state[:3]
-    return Layer(
-        weights=matrices,
-        vectors=D + sum(map(prod, shapes)) - matrices,
+    return LayerCounts(
+        matrix_weights=matrices,
+        vector_weights=D + sum(map(prod, shapes)) - matrices,
         convolution=W * channels,
         rule=rule,
         state_bytes=4 * H * K * V,
@@ -233,109 +252,120 @@ def _recurrent_layer(
     )
 
 
-def _attention_layer(config: Config) -> Layer:
+def _attention_layer(config: Config) -> LayerCounts:
     """The parameters and multiply-adds of an attention layer."""
     D = config.hidden_size
     d = config.kv_channels
     n = config.num_attention_heads
     groups = config.num_query_groups
+    heads = n + 2 * groups  # of linear_qkv: q, k and v
     if getattr(config, "attention_output_gate", False):
-        gates = n
-    else:
-        gates = 0
+        heads += n
+    vector_weights = D
     if getattr(config, "qk_layernorm", False):
-        norms = 2 * d
-    else:
-        norms = 0
-    weights = D * d * (n + gates + 2 * groups) + n * d * D
-    return Layer(weights=weights, vectors=D + norms, attention=2 * n * d)
+        vector_weights += 2 * d
+    matrix_weights = D * d * heads + n * d * D
+    return LayerCounts(
+        matrix_weights=matrix_weights,
+        vector_weights=vector_weights,
+        attention=2 * n * d,
+    )
 
 
-def _latent_attention_layer(config: Config) -> Layer:
+def _latent_attention_layer(config: Config) -> LayerCounts:
     """The parameters and multiply-adds of a layer of latent attention."""
     D = config.hidden_size
     n = config.num_attention_heads
-    shared = config.qk_pos_emb_head_dim
-    d = config.qk_head_dim + shared
+    shared_dim = config.qk_pos_emb_head_dim
+    d = config.qk_head_dim + shared_dim
     v = config.v_head_dim
     latent = config.kv_lora_rank
-    weights = D * (latent + shared) + latent * n * (config.qk_head_dim + v) + n * v * D
-    vectors = D + latent
+    matrix_weights = D * (latent + shared_dim)  # linear_kv_down_proj
+    matrix_weights += latent * n * (config.qk_head_dim + v)  # linear_kv_up_proj
+    matrix_weights += n * v * D  # linear_proj
+    vector_weights = D + latent
     rank = config.q_lora_rank
     if rank is None:
-        weights += D * n * d
+        matrix_weights += D * n * d
     else:
-        weights += D * rank + rank * n * d
-        vectors += rank
-    return Layer(weights=weights, vectors=vectors, attention=n * (d + v))
+        matrix_weights += D * rank + rank * n * d
+        vector_weights += rank
+    return LayerCounts(
+        matrix_weights=matrix_weights,
+        vector_weights=vector_weights,
+        attention=n * (d + v),
+    )
 
 
-def _mlp_layer(config: Config) -> Layer:
+def _mlp_layer(config: Config) -> LayerCounts:
     """The parameters and multiply-adds of an MLP."""
     D = config.hidden_size
-    return Layer(weights=_mlp_matrices(config) * D * config.ffn_hidden_size, vectors=D)
+    return LayerCounts(
+        matrix_weights=_mlp_weights(config, config.ffn_hidden_size), vector_weights=D
+    )
 
 
-def _expert_layer(config: Config) -> Layer:
+def _expert_layer(config: Config) -> LayerCounts:
     """The parameters and multiply-adds of a layer of experts."""
     D = config.hidden_size
     experts = config.num_moe_experts
-    used = config.moe_router_topk
-    one = (
-        _mlp_matrices(config)
-        * D
-        * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
+    experts_per_token = config.moe_router_topk
+    expert = _mlp_weights(config, config.moe_ffn_hidden_size or config.ffn_hidden_size)
+    shared_expert = _mlp_weights(
+        config, config.moe_shared_expert_intermediate_size or 0
     )
-    shared = (
-        _mlp_matrices(config) * D * (config.moe_shared_expert_intermediate_size or 0)
-    )
+    router = D * experts
+    matrix_weights = router + experts_per_token * expert + shared_expert
     if getattr(config, "moe_shared_expert_gate", False):
-        gate = D
-    else:
-        gate = 0
-    return Layer(
-        weights=D * experts + used * one + shared + gate,
-        vectors=D,
-        idle_experts=(experts - used) * one,
+        matrix_weights += D
+    return LayerCounts(
+        matrix_weights=matrix_weights,
+        vector_weights=D,
+        idle_expert_weights=(experts - experts_per_token) * expert,
     )
 
 
-def _mlp_matrices(config: Config) -> int:
-    """The number of weight matrices of one MLP."""
+def _mlp_weights(config: Config, width: int) -> int:
+    """The number of weights of one MLP with the inner width ``width``."""
     if config.gated_linear_unit:
-        return 3
-    return 2
+        matrices = 3  # gate, up and down
+    else:
+        matrices = 2
+    return matrices * config.hidden_size * width
 
 
 def stack_of_arguments(args: Namespace) -> Stack:
-    """Make the stack that Megatron's parsed and validated arguments describe.
+    """The stack that Megatron's parsed and validated arguments ``args`` describe.
 
     Megatron's arguments have no options of 'K' layers, so the options of the last
-    `KDAHybridStack` that was built are used. A layer that :class:`Stack` does not know
+    `KDAHybridStack` that was built are taken. A layer that :class:`Stack` does not know
     is a ValueError.
     """
     from ..specs.gpt import GDN_VARIANTS, layer_kinds
     from ..specs.hybrid import KDAHybridStack
 
     pattern = getattr(args, "hybrid_layer_pattern", None)
-    unknown = ["moe_latent_size"]
+    unknown_options = ["moe_latent_size"]
     if "+" not in (pattern or ""):
-        unknown.append("multi_latent_attention")
-    for name in unknown:
+        unknown_options.append("multi_latent_attention")
+    for name in unknown_options:
         if getattr(args, name, None):
             raise ValueError(f"{name}: FLOPs of layers with this option are not known.")
     variant = args.experimental_attention_variant
     spec = " ".join(args.spec or ())
     if variant not in (None, *GDN_VARIANTS) or "gdp" in spec or "product" in spec:
         raise ValueError(f"FLOPs of layers of {variant or spec} are not known.")
-    config = SimpleNamespace(
-        **vars(args)
-        | {"gated_linear_unit": args.swiglu, "num_moe_experts": args.num_experts}
-    )
+    config = SimpleNamespace(**vars(args))
+    config.gated_linear_unit = args.swiglu
+    config.num_moe_experts = args.num_experts
     if not args.group_query_attention:
         config.num_query_groups = args.num_attention_heads
     if not pattern:  # a GPTModel: two symbols describe a layer, its mixer and its MLP
-        pairs = ["*G"[is_gdn] + "-E"[is_moe] for is_gdn, is_moe in layer_kinds(config)]
+        pairs = []
+        for is_gdn, is_moe in layer_kinds(config):
+            mixer = "G" if is_gdn else "*"
+            mlp = "E" if is_moe else "-"
+            pairs.append(mixer + mlp)
         pattern = "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)
     return Stack.of(
         config,
@@ -354,9 +384,9 @@ def num_floating_point_operations(
 ) -> float:
     """FLOPs of a training step; name and arguments are those of Megatron's function.
 
-    For packed documents the last two arguments are the sum of squared lengths and the
-    number of tokens without padding; None means ``batch_size`` sequences of
-    ``args.seq_length`` tokens.
+    For packed documents, ``seqlen_squared_sum_in_batch`` is the sum of their squared
+    lengths, and ``total_real_tokens_in_batch`` is the number of tokens without padding.
+    None means ``batch_size`` sequences of ``args.seq_length`` tokens.
     """
     tokens = total_real_tokens_in_batch
     squares = seqlen_squared_sum_in_batch
@@ -368,8 +398,8 @@ def num_floating_point_operations(
 
 
 def count_flops_in_megatron() -> None:
-    """Let Megatron count FLOPs by this module, except for models with layers unknown
-    here."""
+    """Let Megatron's training count FLOPs by `num_floating_point_operations`; Megatron
+    itself still counts models that have layers unknown to :class:`Stack`."""
     from megatron.training import training
 
     megatron_count = training.num_floating_point_operations
@@ -377,10 +407,8 @@ def count_flops_in_megatron() -> None:
     def count(args: Namespace, *others: Any, **named: Any) -> float:
         try:
             return num_floating_point_operations(args, *others, **named)
-        except (
-            ValueError,
-            AttributeError,
-        ) as error:  # another version may lack an argument
+        # AttributeError: another version of Megatron may lack an argument
+        except (ValueError, AttributeError) as error:
             log_once(f"Megatron's own count of FLOPs is used: {error}")
             return megatron_count(args, *others, **named)
 

@@ -210,7 +210,7 @@ def test_the_parameters_of_kda_are_the_layers():
     (layer,) = Stack.of(SimpleNamespace(**GDN), "K", 1, True, kda=ranks).layers
     norm_before = 24
     numbers = sum(parameter.numel() for parameter in whole("kda", GDN).parameters())
-    assert numbers == layer.weights + layer.vectors - norm_before
+    assert numbers == layer.matrix_weights + layer.vector_weights - norm_before
 
 
 def tiny(name: str) -> Model:

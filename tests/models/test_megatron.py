@@ -208,7 +208,7 @@ def test_heads_of_multi_token_prediction_are_counted_in_both_models(monkeypatch)
     D = 128
     one = find("tiny").stack
     head = 2 * 64 * (2 * D * D + 1024 * D)
-    layers = 2 * 64 * sum(layer.weights for layer in one.layers[-2:])
+    layers = 2 * 64 * sum(layer.matrix_weights for layer in one.layers[-2:])
     attention = 64**2 * one.layers[-2].attention
     assert (
         counts[0]
