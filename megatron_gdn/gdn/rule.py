@@ -12,11 +12,11 @@ from ..ops.obstacles import Obstacle
 from ..ops.rules.base import Bits, Repeats, Rule
 from ..ops.rules.choice import Choice, choose
 from ..ops.rules.fla import (
-    SEQUENCES,
+    BOUNDARY_ARGUMENTS,
     ChunkProducts,
     FlaBackward,
     FlaForward,
-    on_h200,
+    tested_on_h200,
 )
 from .flash_qla.rule import FlashQlaRule
 from .half import HalfOperands
@@ -29,16 +29,16 @@ _HOME = "fla.ops.gated_delta_rule.chunk"
 class FlaGDN(FlaDeltaRule):
     """fla's kernels of the gated delta rule, for bf16 or fp16: ``backend="fla"``."""
 
-    repeatable = (on_h200((128, 128)),)
+    repeatable_setups = (tested_on_h200((128, 128)),)
     backward_reads = frozenset({"q", "k", "v", "beta"})
-    called = {
+    fla_functions = {
         **STATE_KERNELS,
-        f"{_HOME} chunk_gated_delta_rule_fwd_intra": f"k v g beta {SEQUENCES}",
-        f"{_HOME} chunk_fwd_o": f"q k v h g scale {SEQUENCES}",
-        f"{_HOME} recompute_w_u_fwd": f"k v beta A g {SEQUENCES}",
-        f"{_HOME} chunk_bwd_dv_local": f"q k g do scale {SEQUENCES}",
+        f"{_HOME} chunk_gated_delta_rule_fwd_intra": f"k v g beta {BOUNDARY_ARGUMENTS}",
+        f"{_HOME} chunk_fwd_o": f"q k v h g scale {BOUNDARY_ARGUMENTS}",
+        f"{_HOME} recompute_w_u_fwd": f"k v beta A g {BOUNDARY_ARGUMENTS}",
+        f"{_HOME} chunk_bwd_dv_local": f"q k g do scale {BOUNDARY_ARGUMENTS}",
         f"{_HOME} chunk_gated_delta_rule_bwd": (
-            f"q k v g beta A scale initial_state do dht {SEQUENCES}"
+            f"q k v g beta A scale initial_state do dht {BOUNDARY_ARGUMENTS}"
         ),
     }
 
@@ -57,9 +57,9 @@ class FlaGDN(FlaDeltaRule):
     def chunk_products(self, x: FlaForward) -> ChunkProducts:
         """The products inside each chunk, which need no state."""
         _, k, v, _, beta = x.inputs
-        g_sum = self.sums(x)
+        g_sum = self.decay_sums(x)
         w, u, A = self.fla.chunk_gated_delta_rule_fwd_intra(
-            k=k, v=v, g=g_sum, beta=beta, **x.at
+            k=k, v=v, g=g_sum, beta=beta, **x.boundaries
         )
         return ChunkProducts({"k": k, "w": w, "u": u, "g": g_sum}, (g_sum, A))
 
@@ -75,19 +75,21 @@ class FlaGDN(FlaDeltaRule):
             k=k,
             v=written,
             h=states,
-            g=products.chunks["g"],
+            g=products.walk_arguments["g"],
             scale=k.shape[-1] ** -0.5,
-            **x.at,
+            **x.boundaries,
         )
 
-    def readers(self, x: FlaBackward) -> dict[str, Tensor]:
-        """Arguments for fla's kernel of state gradients, as :class:`FlaDeltaRule` lists
+    def backward_arguments(self, x: FlaBackward) -> dict[str, Tensor]:
+        """Arguments of fla's kernel of state gradients; :class:`FlaDeltaRule` lists
         them."""
         q, k, v, _, beta = x.inputs
         g_sum, A = x.kept
-        w, _ = self.fla.recompute_w_u_fwd(k=k, v=v, beta=beta, A=A, g=g_sum, **x.at)
+        w, _ = self.fla.recompute_w_u_fwd(
+            k=k, v=v, beta=beta, A=A, g=g_sum, **x.boundaries
+        )
         dv = self.fla.chunk_bwd_dv_local(
-            q=q, k=k, g=g_sum, do=x.d_o, scale=k.shape[-1] ** -0.5, **x.at
+            q=q, k=k, g=g_sum, do=x.d_o, scale=k.shape[-1] ** -0.5, **x.boundaries
         )
         return {"q": q, "k": k, "w": w, "g": g_sum, "dv": dv}
 
@@ -107,7 +109,7 @@ class FlaGDN(FlaDeltaRule):
             initial_state=initial,
             do=x.d_o,
             dht=d_final,
-            **x.at,
+            **x.boundaries,
         )
         dq, dk, dv, dbeta, dg = grads[:5]
         return RuleGrads(dq, dk, dv, dg, dbeta)
@@ -146,7 +148,7 @@ def resolve_rule(
         bits: with ``Bits.DETERMINISTIC`` results repeat bit for bit, from run to run
             and process to process, and a sequence's results do not depend on other
             sequences. ``"auto"`` takes flash_qla, or else fla, if a test covers GPU,
-            dtype, heads and versions (:class:`.repeatable.Repeatable`), else the
+            dtype, heads and versions (:class:`.repeatable.RepeatableSetup`), else the
             reference. Each of fla's kernels then has one configuration. A backend that
             is asked for by name runs even if untested; the log then says so.
             ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.

@@ -21,7 +21,7 @@ from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
 from ..ops.rules.base import Bits, RuleBackward, RuleForward, Saved
 from ..ops.rules.choice import Choice, choose
-from ..ops.rules.fla import SEQUENCES, on_h200
+from ..ops.rules.fla import BOUNDARY_ARGUMENTS, tested_on_h200
 from ..ops.state_maps.state_map import StateShape
 
 
@@ -56,24 +56,24 @@ class FlaGDN2(FlaChannelRule):
     """fla's kernels of GDN-2, for bf16 or fp16: ``backend="fla"``."""
 
     backward_reads = frozenset(GDN2Inputs._fields)
-    repeatable = (on_h200((128, 128)),)
-    called = {
+    repeatable_setups = (tested_on_h200((128, 128)),)
+    fla_functions = {
         **CHANNEL_RULE_KERNELS,
         "fla.ops.gdn2.chunk_fwd chunk_gdn2_fwd_intra": (
-            f"q k v gk b w_gate scale {SEQUENCES}"
+            f"q k v gk b w_gate scale {BOUNDARY_ARGUMENTS}"
         ),
         "fla.ops.gdn2.chunk_bwd recompute_w_u_fwd_gdn2": (
-            f"q k v b w_gate A gk {SEQUENCES}"
+            f"q k v b w_gate A gk {BOUNDARY_ARGUMENTS}"
         ),
         "fla.ops.gdn2.chunk_bwd chunk_gdn2_bwd": (
-            f"q k v b w_gate Aqk Akk scale initial_state do dht g {SEQUENCES}"
+            f"q k v b w_gate Aqk Akk scale initial_state do dht g {BOUNDARY_ARGUMENTS}"
         ),
     }
 
-    within = "chunk_gdn2_fwd_intra"
-    recompute_within = "recompute_w_u_fwd_gdn2"
-    backward_within = "chunk_gdn2_bwd"
-    gates = ("b", "w_gate")
+    chunk_function = "chunk_gdn2_fwd_intra"
+    recompute_function = "recompute_w_u_fwd_gdn2"
+    backward_function = "chunk_gdn2_bwd"
+    gate_arguments = ("b", "w_gate")
     grads = GDN2Inputs
 
     def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> RuleForward:

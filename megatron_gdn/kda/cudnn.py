@@ -213,9 +213,9 @@ class CudnnKDA(Rule):
     it."""
 
     name = "cudnn"
-    by_name = True
+    only_by_name = True
     keeps = Bits.FREE
-    unsteady = "cuDNN cuts a sequence into pieces by the number of all sequences"
+    why_bits_vary = "cuDNN cuts a sequence into pieces by the number of all sequences"
     backward_reads = frozenset(RuleInputs._fields)
     forward = CudnnForward
     backward = CudnnBackward

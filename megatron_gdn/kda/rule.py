@@ -10,7 +10,7 @@ from ..ops.delta_rule.plain import PlainRule
 from ..ops.obstacles import Obstacle
 from ..ops.rules.base import Bits, Repeats
 from ..ops.rules.choice import Choice, choose
-from ..ops.rules.fla import SEQUENCES, on_h200
+from ..ops.rules.fla import BOUNDARY_ARGUMENTS, tested_on_h200
 from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA
 from .sizes import KDARuleSizes
@@ -23,29 +23,32 @@ class FlaKDA(FlaChannelRule):
     more."""
 
     backward_reads = frozenset(RuleInputs._fields)
-    repeatable = (on_h200((128, 128)),)
-    called = {
+    repeatable_setups = (tested_on_h200((128, 128)),)
+    fla_functions = {
         **CHANNEL_RULE_KERNELS,
         "fla.ops.kda.chunk_fwd chunk_kda_fwd_intra": (
-            f"q k v gk beta scale safe_gate {SEQUENCES}"
+            f"q k v gk beta scale safe_gate {BOUNDARY_ARGUMENTS}"
         ),
-        "fla.ops.kda.chunk_bwd recompute_w_u_fwd": f"q k v beta A gk {SEQUENCES}",
+        "fla.ops.kda.chunk_bwd recompute_w_u_fwd": (
+            f"q k v beta A gk {BOUNDARY_ARGUMENTS}"
+        ),
         "fla.ops.kda.chunk_bwd chunk_kda_bwd": (
-            f"q k v beta Aqk Akk scale initial_state do dht g safe_gate {SEQUENCES}"
+            "q k v beta Aqk Akk scale initial_state do dht g safe_gate "
+            f"{BOUNDARY_ARGUMENTS}"
         ),
     }
 
-    within = "chunk_kda_fwd_intra"
-    recompute_within = "recompute_w_u_fwd"
-    backward_within = "chunk_kda_bwd"
-    gates = ("beta",)
+    chunk_function = "chunk_kda_fwd_intra"
+    recompute_function = "recompute_w_u_fwd"
+    backward_function = "chunk_kda_bwd"
+    gate_arguments = ("beta",)
 
     def __init__(
         self, lower_bound: float | None = None, bits: Bits = Bits.FREE
     ) -> None:
         super().__init__(bits)
         safe = lower_bound is not None and lower_bound >= _SAFE_LOWER_BOUND
-        self.settings = {"safe_gate": safe}
+        self.extra_arguments = {"safe_gate": safe}
 
     @classmethod
     def why_not(

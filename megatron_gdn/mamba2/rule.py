@@ -31,7 +31,7 @@ from ..ops.rules.fla import (
     FlaBackward,
     FlaForward,
     FlaRule,
-    on_h200,
+    tested_on_h200,
 )
 from ..ops.state_maps.state_map import StateMap, StateShape
 
@@ -92,9 +92,9 @@ class FlaSSD(FlaRule):
     """The SSD rule by fla's ``simple_gla``: ``backend="fla"``."""
 
     backward_reads = frozenset({"x", "B", "C", "dt", "D"})
-    repeatable = (on_h200((128, 64)),)
+    repeatable_setups = (tested_on_h200((128, 64)),)
     reads_boundaries = True
-    called = {
+    fla_functions = {
         f"{_HOME} chunk_local_cumsum": (
             "g scale reverse chunk_indices cu_seqlens chunk_size"
         ),
@@ -128,17 +128,20 @@ class FlaSSD(FlaRule):
 
     def chunk_products(self, x: FlaForward) -> ChunkProducts:
         g_sum = self.fla.chunk_local_cumsum(
-            x.inputs.g.contiguous(), chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.at
+            x.inputs.g.contiguous(),
+            chunk_size=CHUNK,
+            scale=self.fla.RCP_LN2,
+            **x.boundaries,
         )
         q, k, v = _operands(x.inputs)
         return ChunkProducts({"k": k, "v": v, "g": g_sum}, (g_sum,), q)
 
     def state_map(self, x: FlaForward, products: ChunkProducts) -> StateMap:
         _, local = self.fla.chunk_fwd_h(
-            **products.chunks,
+            **products.walk_arguments,
             h0=None,
             output_final_state=True,
-            **_chunk_arguments(x.at),
+            **_chunk_arguments(x.boundaries),
         )
         g, K = x.inputs.g, local.shape[2]
         if x.documents is None:
@@ -160,23 +163,23 @@ class FlaSSD(FlaRule):
         """The states before each chunk, the written values v, and the last states if
         ``final``."""
         states, last = self.fla.chunk_fwd_h(
-            **products.chunks,
+            **products.walk_arguments,
             h0=initial,
             output_final_state=final,
             states_in_fp32=False,
-            **_chunk_arguments(x.at),
+            **_chunk_arguments(x.boundaries),
         )
-        return states, products.chunks["v"], last
+        return states, products.walk_arguments["v"], last
 
     def output(
         self, x: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
         """Call fla's kernel, since fla's function would round o before the skip is
         added."""
-        k, v, g_sum = products.chunks.values()
+        k, v, g_sum = products.walk_arguments.values()
         B, S, H, V = v.shape
         o = v.new_empty(B, S, H, V, dtype=torch.float32)
-        indices = x.at["chunk_indices"]
+        indices = x.boundaries["chunk_indices"]
         if indices is None:
             chunks = -(-S // CHUNK)
         else:
@@ -189,7 +192,7 @@ class FlaSSD(FlaRule):
             g=g_sum,
             g_gamma=None,
             o=o,
-            **x.at,
+            **x.boundaries,
             scale=1.0,
             T=S,
             H=H,
@@ -219,7 +222,7 @@ class FlaSSD(FlaRule):
             dht=None,
             scale=1.0,
             g=g_sum,
-            **_chunk_arguments(x.at),
+            **_chunk_arguments(x.boundaries),
         )
         return d_local
 
@@ -234,17 +237,22 @@ class FlaSSD(FlaRule):
         # chunk_simple_gla_bwd.
         states = {
             "states_in_fp32": not fla_needs_tilelang(q.device),
-            **_chunk_arguments(x.at),
+            **_chunk_arguments(x.boundaries),
         }
         h, _ = fla.chunk_fwd_h(
             k=k, v=v, g=g_sum, h0=initial, output_final_state=False, **states
         )
         common = {"q": q, "k": k, "do": x.d_o, "g": g_sum, "scale": 1.0}
         d_h, _ = fla.chunk_bwd_dh(v=v, h0=initial, dht=d_final, **common, **states)
-        places = {"chunk_indices": x.at["chunk_indices"], **_chunk_arguments(x.at)}
+        places = {
+            "chunk_indices": x.boundaries["chunk_indices"],
+            **_chunk_arguments(x.boundaries),
+        }
         d_q, d_k, _, d_g = fla.chunk_bwd_dqkwg(v=v, h=h, dh=d_h, **common, **places)
         d_v = fla.chunk_bwd_dv(dh=d_h, **common, **places)
-        d_g = fla.chunk_local_cumsum(d_g, chunk_size=CHUNK, reverse=True, **x.at)
+        d_g = fla.chunk_local_cumsum(
+            d_g, chunk_size=CHUNK, reverse=True, **x.boundaries
+        )
         groups = inputs.B.shape[2]
         d_C, d_B = (
             t.unflatten(2, (groups, -1)).sum(3, dtype=torch.float32).to(inputs.B.dtype)

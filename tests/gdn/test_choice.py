@@ -20,7 +20,7 @@ from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.obstacles import log_obstacle_once, why_not_flash_qla
 from megatron_gdn.ops.rules import repeatable
 from megatron_gdn.ops.rules.base import Bits, RuleBackward
-from megatron_gdn.ops.rules.repeatable import Repeatable
+from megatron_gdn.ops.rules.repeatable import RepeatableSetup
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.test_gated_delta_rule import make_inputs
 from tests.processes import python
@@ -46,7 +46,7 @@ def test_the_reference_may_always_be_asked_for(bits):
     assert choice == (choice.rule, "requested") and choice.rule.name == "reference"
 
 
-KNOWN = Repeatable(
+KNOWN = RepeatableSetup(
     (9, 0), {"flash-qla": "0.1.3"}, (torch.bfloat16,), (1, 2), "200 repeats were equal"
 )
 
@@ -55,7 +55,7 @@ KNOWN = Repeatable(
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(repeatable, "installed_version", lambda package: "0.1.3")
-    monkeypatch.setattr(flash_qla, "REPEATABLE", (KNOWN,))
+    monkeypatch.setattr(flash_qla, "REPEATABLE_SETUPS", (KNOWN,))
     monkeypatch.setattr(flash_qla, "why_not_flash_qla", lambda *_: None)
     monkeypatch.setattr(FlaGDN, "why_not", lambda *_: None)
     log_obstacle_once.cache_clear()
@@ -112,7 +112,7 @@ def test_an_aligned_rule_is_flash_qla_where_it_was_seen_to_repeat_and_else_plain
     ids=["GPU", "version", "dtype", "heads"],
 )
 def test_deterministic_auto_takes_nothing_untested(hopper, change, dtype, sizes):
-    hopper.setattr(flash_qla, "REPEATABLE", (KNOWN._replace(**change),))
+    hopper.setattr(flash_qla, "REPEATABLE_SETUPS", (KNOWN._replace(**change),))
     choice = on_a_gpu(dtype=dtype, sizes=sizes)
     assert type(choice.rule) is PlainRule
     assert "not flash_qla: flash_qla was not tested for repeatability" in choice.reason

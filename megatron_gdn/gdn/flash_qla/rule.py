@@ -26,7 +26,7 @@ from ...ops.rules.base import (
     in_one_row,
     in_rows,
 )
-from ...ops.rules.repeatable import Repeatable
+from ...ops.rules.repeatable import RepeatableSetup
 from ...ops.state_maps.segments import Segments, compose, initial_gradients
 from ...ops.state_maps.state_map import StateMap
 from .builds import Heads, set_next_calls
@@ -121,7 +121,7 @@ class FlashQlaBackward(RuleBackward):
         super().__init__(rule, d_o, inputs, saved, documents)
         self._segments = saved.plan
         self._kept = Kept._make(saved.tensors)
-        self._at_chunks = saved.made
+        self._at_chunks = saved.intermediates
         del self.saved  # each saved tensor is freed after its last use
         if self._segments is not None:
             self.d_o, self.inputs = in_one_row(self.d_o), in_one_row(self.inputs)
@@ -216,8 +216,8 @@ class FlashQlaBackward(RuleBackward):
 
 
 # What `benchmarks/run.py repeats` tested; sizes are value heads per key head.
-REPEATABLE: tuple[Repeatable, ...] = (
-    Repeatable(
+REPEATABLE_SETUPS: tuple[RepeatableSetup, ...] = (
+    RepeatableSetup(
         (9, 0),
         {"flash-qla": "0.1.3", "tilelang": "0.1.15"},
         (torch.bfloat16,),
@@ -254,7 +254,7 @@ class FlashQlaRule(Rule):
     """
 
     name = "flash_qla"
-    fits = "heads of 128 on this GPU"
+    why_chosen = "heads of 128 on this GPU"
     backward_reads = frozenset({"q", "k", "v", "beta"})
     forward = FlashQlaForward
     backward = FlashQlaBackward
@@ -280,10 +280,10 @@ class FlashQlaRule(Rule):
     def repeats(
         cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
     ) -> Repeats:
-        """Whether ``REPEATABLE`` covers this GPU, dtype, ratio of heads and installed
+        """Whether ``REPEATABLE_SETUPS`` covers this GPU, dtype, ratio of heads and installed
         versions."""
         ratio = sizes.value_heads // sizes.key_heads
-        for known in REPEATABLE:
+        for known in REPEATABLE_SETUPS:
             if known.covers(device, dtype, ratio):
                 return Repeats(True, known.evidence)
         return Repeats(

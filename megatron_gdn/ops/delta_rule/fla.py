@@ -1,9 +1,10 @@
-"""Runs delta rules by fla's kernels, with a decay per head or per channel.
+"""Delta rules in fla's kernels, with a decay per head or per channel.
 
-A chunk that starts with state S ends with the decayed S plus ``k^T (u - w S)``. Here
-``k`` are the keys, decayed to the chunk's end; ``u`` is what the chunk would write from
-a zero state, and ``w S`` what the state changes in it. Each subclass computes w and u by
-kernels of its own.
+    S_next = decayed S + k^T (u - w S)
+
+S is the state before a chunk, and S_next the state after it. k are the keys, decayed to
+the chunk's end. u are the values that the chunk writes if S is zero, and ``w S`` is
+what S takes away from these values. Each subclass computes w and u by its own kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from torch import Tensor
 from ..documents import Documents, documents_of_rows
 from ..kernels.tiles import MOST_PROGRAMS
 from ..rules.base import Gradients, Inputs
-from ..rules.fla import SEQUENCES, ChunkProducts, FlaBackward, FlaForward, FlaRule
+from ..rules.fla import (
+    BOUNDARY_ARGUMENTS,
+    ChunkProducts,
+    FlaBackward,
+    FlaForward,
+    FlaRule,
+)
 from ..state_maps.segments import (
     CHUNK,
     Segments,
@@ -28,39 +35,43 @@ from ..state_maps.segments import (
 from ..state_maps.state_map import StateMap
 from .base import RuleGrads
 
+# fla's functions that every delta rule calls, as :attr:`FlaRule.fla_functions`
 STATE_KERNELS = {
-    "fla.ops.utils chunk_local_cumsum": f"g chunk_size scale {SEQUENCES}",
+    "fla.ops.utils chunk_local_cumsum": f"g chunk_size scale {BOUNDARY_ARGUMENTS}",
     "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_fwd_h": (
-        f"k w u g gk initial_state output_final_state {SEQUENCES}"
+        f"k w u g gk initial_state output_final_state {BOUNDARY_ARGUMENTS}"
     ),
     "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_bwd_dhu": (
-        f"q k w do dv g gk h0 dht scale {SEQUENCES}"
+        f"q k w do dv g gk h0 dht scale {BOUNDARY_ARGUMENTS}"
     ),
     "fla.ops.cp.chunk_fwd chunk_cp_fwd_h": (
         "k w u hm g gk cu_seqlens chunk_size multi_seqs"
     ),
 }
+# the same for delta rules with a decay per channel
 CHANNEL_RULE_KERNELS = {
     **STATE_KERNELS,
-    "fla.ops.gla.chunk chunk_gla_fwd_o_gk": f"q v g A h scale {SEQUENCES}",
-    "fla.ops.kda.chunk_bwd chunk_kda_bwd_dAv": f"q k v do A scale {SEQUENCES}",
+    "fla.ops.gla.chunk chunk_gla_fwd_o_gk": f"q v g A h scale {BOUNDARY_ARGUMENTS}",
+    "fla.ops.kda.chunk_bwd chunk_kda_bwd_dAv": f"q k v do A scale {BOUNDARY_ARGUMENTS}",
 }
 
 
 class FlaDeltaRule(FlaRule):
-    """fla's delta rule; :meth:`chunk_products` returns k, w, u and the sums of g, as
-    ``g``, or ``gk`` if g has a value per channel."""
+    """fla's delta rule. The ``walk_arguments`` of its :class:`ChunkProducts` are k, w,
+    u and the sums of g: ``g``, or ``gk`` if g has a value per channel."""
 
-    # Each subclass has this method. It returns arguments of a backward kernel: q, k, w,
-    # the sums of g, and dv, the share of the written values' gradient that comes from
-    # d_o of the same chunk.
-    readers: Callable[..., dict[str, Tensor]]
+    # A method of each subclass. It returns arguments for fla's kernel of the states'
+    # gradients: q, k, w, the sums of g, and dv. dv is the part of the gradient of the
+    # written values that comes from d_o of the same chunk.
+    backward_arguments: Callable[..., dict[str, Tensor]]
 
-    def sums(self, x: FlaForward | FlaBackward) -> Tensor:
-        """The sums of g from each chunk's start, in fp32, divided by ln 2 since fla
-        uses exp2."""
+    def decay_sums(self, x: FlaForward | FlaBackward) -> Tensor:
+        """The sums of g from each chunk's start, divided by ln 2, in the shape of g.
+
+        fla computes 2^x in place of e^x.
+        """
         return self.fla.chunk_local_cumsum(
-            x.inputs.g, chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.at
+            x.inputs.g, chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.boundaries
         )
 
     def walk(
@@ -71,81 +82,90 @@ class FlaDeltaRule(FlaRule):
         final: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.fla.chunk_gated_delta_rule_fwd_h(
-            **products.chunks, initial_state=initial, output_final_state=final, **x.at
+            **products.walk_arguments,
+            initial_state=initial,
+            output_final_state=final,
+            **x.boundaries,
         )
 
     def state_map(self, x: FlaForward, products: ChunkProducts) -> StateMap:
         segments = segments_of(x.inputs, x.documents)
-        u = products.chunks["u"]
+        u = products.walk_arguments["u"]
         if len(segments.offsets) > MOST_PROGRAMS:
             raise ValueError(
-                f"{len(segments.offsets) - 1} pieces of sequences: fla's kernel of state "
-                f"maps takes at most {MOST_PROGRAMS - 1}. Pack fewer documents, or use "
-                "backend='reference'."
+                f"{len(segments.offsets) - 1} pieces of sequences: fla's kernel of "
+                f"state maps takes at most {MOST_PROGRAMS - 1}. Pack fewer documents, "
+                "or use backend='reference'."
             )
-        # fla's kernel for context parallelism makes the state maps [local | through] of
-        # all segments.
+        # fla's kernel for context parallelism writes ``local`` and ``through`` of every
+        # segment side by side into ``maps``. It takes one row of tokens [1, B T, ...].
         H, V = u.shape[2:]
-        K = products.chunks["k"].shape[-1]
+        K = products.walk_arguments["k"].shape[-1]
         P = len(segments.offsets) - 1
         maps = u.new_empty(P, H, K, V + K, dtype=torch.float32)
-        rows = {
-            name: of_rows.flatten(0, 1)[None]
-            for name, of_rows in products.chunks.items()
+        in_one_row = {
+            name: x_BT.flatten(0, 1)[None]
+            for name, x_BT in products.walk_arguments.items()
         }
         self.fla.chunk_cp_fwd_h(
-            **rows,
+            **in_one_row,
             hm=maps,
             cu_seqlens=segments.offsets,
             chunk_size=CHUNK,
             multi_seqs=True,
         )
-        local, through = (of.contiguous() for of in maps.split([V, K], dim=-1))
-        return compose(local, through, segments)
+        local, through = maps.split([V, K], dim=-1)
+        return compose(local.contiguous(), through.contiguous(), segments)
 
     def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
         _, d_local, _ = self.fla.chunk_gated_delta_rule_bwd_dhu(
-            **self.readers(x),
+            **self.backward_arguments(x),
             do=x.d_o,
             h0=any_states,
             dht=None,
             scale=x.inputs.k.shape[-1] ** -0.5,
-            **x.at,
+            **x.boundaries,
         )
         return d_local
 
 
 class FlaChannelRule(FlaDeltaRule):
-    """A delta rule with a decay per channel. A forward saves Aqk, the chunks' products
-    of q and k, and Akk, the inverses of the chunks' linear systems.
+    """A delta rule with a decay per channel.
 
-    The backward computes the sums of g again, since they are as large as q, k and v
-    together. A subclass names fla's functions ``within``, ``recompute_within`` and
-    ``backward_within``.
+    A forward saves Aqk, the chunks' products of q and k, and Akk, the inverses of the
+    chunks' linear systems. It does not save the sums of g, which are as large as q, k
+    and v together: the backward computes them again.
     """
 
-    # name of fla's function for w, u, an unused item, k, Aqk, Akk
-    within: ClassVar[str]
-    # name of fla's function that computes w, u, q, k from Akk
-    recompute_within: ClassVar[str]
-    backward_within: ClassVar[str]  # name of fla's function that computes all gradients
+    # The names of three functions of fla, which a subclass states.
+    # computes w, u, an unused item, k, Aqk and Akk
+    chunk_function: ClassVar[str]
+    # computes w, u, q and k from Akk
+    recompute_function: ClassVar[str]
+    # computes the gradients of all inputs
+    backward_function: ClassVar[str]
     # fla's argument names for the rule's inputs after g
-    gates: ClassVar[tuple[str, ...]]
+    gate_arguments: ClassVar[tuple[str, ...]]
     grads: ClassVar[Callable[..., Gradients]] = RuleGrads
-    settings: dict[str, object] = {}  # noqa: RUF012  further arguments, which a subclass sets
+    # more arguments of chunk_function and backward_function
+    extra_arguments: dict[str, object] = {}  # noqa: RUF012
 
     def call(
         self, function: str, x: FlaForward | FlaBackward, **others: object
     ) -> tuple[Tensor, ...]:
+        """Call fla's ``function`` with q, k, v, the gates, ``others`` and the
+        boundaries."""
         q, k, v, _, *gates = x.inputs
-        named = dict(zip(self.gates, gates, strict=True))
-        return getattr(self.fla, function)(q=q, k=k, v=v, **named, **others, **x.at)
+        gates_by_name = dict(zip(self.gate_arguments, gates, strict=True))
+        return getattr(self.fla, function)(
+            q=q, k=k, v=v, **gates_by_name, **others, **x.boundaries
+        )
 
     def chunk_products(self, x: FlaForward) -> ChunkProducts:
-        g_sum = self.sums(x)
+        g_sum = self.decay_sums(x)
         scale = x.inputs.k.shape[-1] ** -0.5
         w, u, _, k, Aqk, Akk = self.call(
-            self.within, x, gk=g_sum, scale=scale, **self.settings
+            self.chunk_function, x, gk=g_sum, scale=scale, **self.extra_arguments
         )
         return ChunkProducts({"k": k, "w": w, "u": u, "gk": g_sum}, (Aqk, Akk), Aqk)
 
@@ -155,19 +175,19 @@ class FlaChannelRule(FlaDeltaRule):
         return self.fla.chunk_gla_fwd_o_gk(
             q=x.inputs.q,
             v=written,
-            g=products.chunks["gk"],
+            g=products.walk_arguments["gk"],
             A=products.scores,
             h=states,
             scale=x.inputs.k.shape[-1] ** -0.5,
-            **x.at,
+            **x.boundaries,
         )
 
     def kept_for_backward(self, x: FlaBackward) -> tuple[Tensor, ...]:
-        return self.sums(x), *x.saved.tensors
+        return self.decay_sums(x), *x.saved.tensors
 
-    def readers(self, x: FlaBackward) -> dict[str, Tensor]:
+    def backward_arguments(self, x: FlaBackward) -> dict[str, Tensor]:
         g_sum, Aqk, Akk = x.kept
-        w, u, q, k = self.call(self.recompute_within, x, gk=g_sum, A=Akk)
+        w, u, q, k = self.call(self.recompute_function, x, gk=g_sum, A=Akk)
         _, dv = self.fla.chunk_kda_bwd_dAv(
             q=x.inputs.q,
             k=x.inputs.k,
@@ -175,7 +195,7 @@ class FlaChannelRule(FlaDeltaRule):
             A=Aqk,
             do=x.d_o,
             scale=x.inputs.k.shape[-1] ** -0.5,
-            **x.at,
+            **x.boundaries,
         )
         return {"q": q, "k": k, "w": w, "gk": g_sum, "dv": dv}
 
@@ -183,8 +203,8 @@ class FlaChannelRule(FlaDeltaRule):
         self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> Gradients:
         g_sum, Aqk, Akk = x.kept
-        dq, dk, dv, *others = self.call(
-            self.backward_within,
+        dq, dk, dv, *d_gates_and_dg = self.call(
+            self.backward_function,
             x,
             Aqk=Aqk,
             Akk=Akk,
@@ -193,16 +213,19 @@ class FlaChannelRule(FlaDeltaRule):
             do=x.d_o,
             dht=d_final,
             g=g_sum,
-            **self.settings,
+            **self.extra_arguments,
         )
-        d_gates = others[: len(self.gates)]
-        dg = others[len(self.gates)]
+        # fla returns dg after the gates' gradients; the rule has g before the gates
+        d_gates = d_gates_and_dg[: len(self.gate_arguments)]
+        dg = d_gates_and_dg[len(self.gate_arguments)]
         return self.grads(dq, dk, dv, dg, *d_gates)
 
 
 def segments_of(inputs: Inputs, documents: Documents | None) -> Segments:
-    """Cut sequences into segments so short that fla's state-map kernel can index them in
-    32 bits."""
+    """The segments whose state maps fla's kernel computes.
+
+    Each segment is short enough for the kernel's 32-bit offsets.
+    """
     rows, tokens, H, V = inputs.v.shape
     K = inputs.k.shape[-1]
     longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK

@@ -59,7 +59,8 @@ class Saved(NamedTuple):
     tensors: tuple[Any, ...] = ()  # autograd saves these tensors; an entry may be None
     # other values that the rule's backward reads, in the rule's own type
     plan: Any = None
-    made: Any = None  # intermediates for the backward, if the forward ran a second time
+    # more values that a second forward computed, for the backward after it
+    intermediates: Any = None
 
 
 class RuleOutput(NamedTuple):
@@ -164,14 +165,14 @@ class Rule:
     """
 
     name: str  # the value of ``backend`` that selects the rule
-    # the log's reason if "auto" takes this rule and skipped none
-    fits: ClassVar[str] = ""
-    # whether only its name selects this rule, and never "auto"
-    by_name: ClassVar[bool] = False
-    # the most that the rule can promise; repeats() says where it was seen to
+    # the reason in the log if "auto" takes this rule and skipped no other rule
+    why_chosen: ClassVar[str] = ""
+    # whether "auto" never takes this rule, so that only its name selects it
+    only_by_name: ClassVar[bool] = False
+    # the strongest promise that the rule can keep; repeats() says where a test saw it
     keeps: ClassVar[Bits] = Bits.ON_GRID
-    # why it cannot promise more
-    unsteady: ClassVar[str] = ""
+    # why the rule cannot keep a stronger promise, for an error
+    why_bits_vary: ClassVar[str] = ""
     bits: Bits = Bits.FREE
     # The dtype of inputs and o; None: the dtype of projection rows. d_o always has the
     # rows' dtype.

@@ -66,9 +66,9 @@ def choose(
     passed = {}
     words = ""
     for rule in rules:
-        if rule.by_name or bits > rule.keeps:
+        if rule.only_by_name or bits > rule.keeps:
             continue
-        words = rule.fits
+        words = rule.why_chosen
         obstacle = rule.why_not(device, dtype, sizes)
         if bits and obstacle is None:
             repeats, words = rule.repeats(device, dtype, sizes)
@@ -132,7 +132,7 @@ def _require(
         )
     if bits > rule.keeps:
         raise ValueError(
-            f"{asked}: {rule.unsteady}; in deterministic mode use 'auto' or "
+            f"{asked}: {rule.why_bits_vary}; in deterministic mode use 'auto' or "
             "'reference'."
         )
     obstacle = rule.why_not(device, dtype, sizes)

@@ -1,10 +1,9 @@
-"""fla (flash-linear-attention) as a rule: a mixer lists the functions of fla that it
-calls.
+"""Rules that call functions of fla (flash-linear-attention); each rule lists them.
 
-The rules call the functions inside fla 0.6's autograd classes, and not the classes,
-because the classes copy strided inputs and save other tensors. :func:`why_not_callable`
-checks functions and arguments. The import of fla takes seconds, so fla is imported only
-if a rule for a GPU is chosen.
+A rule does not call fla 0.6's autograd classes, which copy strided inputs and save
+other tensors. It calls the functions inside these classes. :func:`why_not_callable`
+checks that the installed fla has these functions with these arguments. The import of
+fla takes seconds, so fla is imported only if a rule for a GPU is chosen.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from .base import (
     in_rows,
 )
 from .fla_configurations import fixed_configurations
-from .repeatable import Repeatable
+from .repeatable import RepeatableSetup
 
 
-def on_h200(*dims: tuple[int, int]) -> Repeatable:
-    """fla's kernels in bf16, tested on an H200 for heads of these key and value
-    dims."""
-    return Repeatable(
+def tested_on_h200(*dims: tuple[int, int]) -> RepeatableSetup:
+    """The record that fla's bf16 kernels repeated on an H200; ``dims`` are the (key
+    dim, value dim) of the tested heads."""
+    return RepeatableSetup(
         (9, 0),
         {"flash-linear-attention": "0.6.0", "triton": "3.6.0", "tilelang": "0.1.15"},
         (torch.bfloat16,),
@@ -54,8 +53,9 @@ def on_h200(*dims: tuple[int, int]) -> Repeatable:
     )
 
 
-SEQUENCES = "cu_seqlens chunk_indices"
-# fla's arguments cu_seqlens and chunk_indices, by name
+# the names of fla's arguments for boundaries
+BOUNDARY_ARGUMENTS = "cu_seqlens chunk_indices"
+# these two arguments by name; None: each batch row is a sequence
 Boundaries = dict[str, Tensor | None]
 
 
@@ -71,11 +71,13 @@ def boundaries_of(documents: Documents | None) -> Boundaries:
 
 
 class ChunkProducts(NamedTuple):
-    """What fla computes for all chunks before it knows the states."""
+    """The results that fla computes inside each chunk, without the states."""
 
-    chunks: dict[str, Tensor]  # fla's arguments for the walk from chunk to chunk
+    # arguments of fla's function that passes the state from chunk to chunk
+    walk_arguments: dict[str, Tensor]
     saved: tuple[Tensor, ...]  # tensors for the backward
-    scores: Tensor | None = None  # for the output: products of q and k, or q itself
+    # an argument of fla's function for the output: products of q and k, or q itself
+    scores: Tensor | None = None
 
 
 def contiguous_state(state: Tensor | None) -> Tensor | None:
@@ -88,7 +90,7 @@ def contiguous_state(state: Tensor | None) -> Tensor | None:
 class FlaForward(RuleForward):
     """The forward of one call of a rule that runs fla's functions."""
 
-    _made: ChunkProducts | None = None
+    _products: ChunkProducts | None = None
 
     def __init__(
         self, rule: FlaRule, inputs: Inputs, documents: Documents | None
@@ -113,17 +115,13 @@ class FlaForward(RuleForward):
                 f"{MOST_PROGRAMS} rows times heads. Use a smaller batch, or lay the "
                 "rows end to end as packed documents."
             )
-        self.at = boundaries_of(documents)
+        self.boundaries = boundaries_of(documents)
 
     def _chunk_products(self) -> ChunkProducts:
-        """The :class:`ChunkProducts` of these inputs, computed by the rule at the first
-        call."""
-        if self._made is None:
-            made = self.rule.chunk_products(self)
-        else:
-            made = self._made
-        self._made = made
-        return made
+        """The :class:`ChunkProducts` of these inputs, computed at the first call."""
+        if self._products is None:
+            self._products = self.rule.chunk_products(self)
+        return self._products
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
@@ -135,32 +133,34 @@ class FlaForward(RuleForward):
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         with self.rule.configurations():
-            made = self._chunk_products()
-            self._made = None
+            products = self._chunk_products()
+            self._products = None
             states, written, last = self.rule.walk(
-                self, made, contiguous_state(initial), final
+                self, products, contiguous_state(initial), final
             )
-            o = self.rule.output(self, made, states, written)
-        # The saved boundaries include chunk indices, which fla would otherwise build on
-        # the host.
-        return RuleOutput(in_rows(o, self.rows), last, Saved(made.saved, self.at))
+            o = self.rule.output(self, products, states, written)
+        # The backward gets the boundaries with their chunk indices. Without them fla
+        # would build the indices on the host.
+        saved = Saved(products.saved, self.boundaries)
+        return RuleOutput(in_rows(o, self.rows), last, saved)
 
 
 class FlaBackward(RuleBackward):
     """The backward of one call of a rule that runs fla's functions."""
 
     @property
-    def at(self) -> Boundaries:
+    def boundaries(self) -> Boundaries:
         return self.saved.plan
 
     @cached_property
     def kept(self) -> tuple[Tensor, ...]:
+        """The saved tensors, and those that the rule computes again from them."""
         return self.rule.kept_for_backward(self)
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        # fla computes this gradient only if initial states are passed; their values are
-        # not read.
+        # fla computes this gradient only if it gets initial states. It does not read
+        # their values, so they are left uninitialised.
         B, _, H, V = self.d_o.shape
         if self.documents is None:
             N = B
@@ -184,37 +184,38 @@ class FlaBackward(RuleBackward):
 
 
 class FlaRule(Rule):
-    """A rule in fla's kernels (``backend="fla"``), for bf16 or fp16. Subclasses have
-    these methods:
+    """A rule in fla's kernels (``backend="fla"``), for bf16 or fp16.
 
-        chunk_products(x)                 a ChunkProducts, ``made`` below
-        walk(x, made, initial, final)     states at chunks, written values, final states
-                                          or None
-        state_map(x, made)                a StateMap
-        output(x, made, states, written)  [B, S, H, V]
-        d_states(x, any_states)           the gradient of initial states, whatever their
-                                          values
-        gradients(x, initial, d_final)    gradients of the inputs, in a NamedTuple
+    Subclasses have these methods:
 
-    ``x`` is the forward or backward, with ``inputs``, ``documents``, and ``at``, fla's
-    arguments for boundaries; a backward also has ``d_o`` and ``kept``, the result of
-    :meth:`kept_for_backward`.
+        chunk_products(x)                     a :class:`ChunkProducts`
+        walk(x, products, initial, final)     the states before chunks, the written
+                                              values, and the final states or None
+        state_map(x, products)                a StateMap
+        output(x, products, states, written)  [B, S, H, V]
+        d_states(x, any_states)               the gradient of the initial states;
+                                              values of ``any_states`` are not read
+        gradients(x, initial, d_final)        gradients of the inputs, a NamedTuple
+
+    ``x`` is a :class:`FlaForward` or :class:`FlaBackward`. Both have ``inputs``,
+    ``documents`` and ``boundaries`` (fla's arguments for the boundaries). A backward
+    also has ``d_o`` and ``kept``.
     """
 
     name = "fla"
-    fits = "fla runs here"
+    why_chosen = "fla runs here"
     keeps = Bits.DETERMINISTIC
     forward = FlaForward
     backward = FlaBackward
     # where a test saw bits repeat; sizes are (key dim, value dim)
-    repeatable: ClassVar[tuple[Repeatable, ...]] = ()
+    repeatable_setups: ClassVar[tuple[RepeatableSetup, ...]] = ()
     reads_boundaries: ClassVar[bool] = False  # whether fla reads boundaries on the host
-    # Keys are "module function", values the names of the keyword arguments. A rule calls
-    # no other functions.
-    called: ClassVar[Mapping[str, str]]
+    # The functions of fla that the rule calls: a key is "module function", its value
+    # the names of the keyword arguments.
+    fla_functions: ClassVar[Mapping[str, str]]
 
     def __init__(self, bits: Bits = Bits.FREE) -> None:
-        """``bits``: for more than ``FREE`` each kernel has one configuration."""
+        """If ``bits`` is more than ``FREE``, each kernel has one configuration."""
         self.bits = bits
 
     @classmethod
@@ -223,16 +224,17 @@ class FlaRule(Rule):
 
     @cached_property
     def fla(self) -> Any:
-        """fla's functions that :attr:`called` lists, each an attribute of the
-        result."""
+        """A namespace with the functions of fla that :attr:`fla_functions` lists."""
         return _functions_of(type(self))
 
     @classmethod
     def why_not(
         cls, device: torch.device, dtype: torch.dtype, sizes: Sizes
     ) -> Obstacle | None:
-        """Why fla cannot train heads with states of ``sizes``, a StateShape, and the
-        fix; None if it can."""
+        """Why fla cannot train here, and the fix; None if it can.
+
+        ``sizes`` is the :class:`StateShape` of the heads.
+        """
         if device.type != "cuda":
             return Obstacle(f"fla runs on a GPU, not on {device}")
         if dtype not in (torch.bfloat16, torch.float16):
@@ -250,10 +252,10 @@ class FlaRule(Rule):
 
     @classmethod
     def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Repeats:
-        """Whether :attr:`repeatable` covers this GPU, dtype, head dims and installed
-        versions."""
+        """Whether :attr:`repeatable_setups` has this GPU, this dtype, these head dims
+        and the installed versions."""
         dims = (sizes.rows, sizes.columns)
-        for known in cls.repeatable:
+        for known in cls.repeatable_setups:
             if known.covers(device, dtype, dims):
                 return Repeats(True, known.evidence)
         return Repeats(
@@ -270,46 +272,54 @@ class FlaRule(Rule):
         return None
 
     def configurations(self) -> AbstractContextManager[None]:
-        """What fla's kernels run in: their fixed configurations if bits must repeat,
-        else those that fla's timing finds fastest."""
+        """The context in which fla's kernels run.
+
+        If bits must repeat, the context fixes one configuration for each kernel. Else
+        each kernel has the configuration that fla's timing finds fastest.
+        """
         if self.bits:
             return fixed_configurations()
         return nullcontext()
 
     def kept_for_backward(self, x: FlaBackward) -> tuple[Tensor, ...]:
-        """The tensors of ``x.kept``: the saved ones; a subclass may add tensors
-        computed again."""
+        """The tensors of ``x.kept``: by default the saved tensors.
+
+        A subclass may add tensors that it computes again.
+        """
         return x.saved.tensors
 
 
 def why_not_callable(rule: type[FlaRule]) -> str | None:
-    """Why the installed fla's functions cannot be called with the rule's arguments, or
-    None."""
-    found = _functions_of(rule)
-    if isinstance(found, str):
-        return f"flash-linear-attention: {found}"
+    """Why the rule cannot call the functions of the installed fla; None if it can."""
+    functions = _functions_of(rule)
+    if isinstance(functions, str):
+        return f"flash-linear-attention: {functions}"
     return None
 
 
 @cache
 def _functions_of(rule: type[FlaRule]) -> SimpleNamespace | str:
-    """fla's functions that the rule calls, as attributes; or why the installed fla
-    lacks one."""
-    functions = SimpleNamespace()
-    for place, wanted in {**rule.called, "fla.ops.utils.constant RCP_LN2": ""}.items():
-        home, name = place.split()
+    """fla's functions that the rule calls, as attributes of a namespace.
+
+    If the installed fla lacks a function or an argument, the result says which.
+    """
+    namespace = SimpleNamespace()
+    # every rule also reads this constant, 1 / ln 2
+    wanted = {**rule.fla_functions, "fla.ops.utils.constant RCP_LN2": ""}
+    for path, arguments in wanted.items():
+        module_name, name = path.split()
         try:
-            module = import_module(home)
+            module = import_module(module_name)
         except Exception as error:  # packages that fla imports may be missing or broken
-            return f"{home} cannot be imported ({type(error).__name__}: {error})"
+            return f"{module_name} cannot be imported ({type(error).__name__}: {error})"
         if not hasattr(module, name):
-            return f"{home} has no {name}"
+            return f"{module_name} has no {name}"
         function = getattr(module, name)
-        arguments = getattr(function, "arg_names", None)  # a Triton kernel has them
-        if arguments is None and wanted:
-            arguments = inspect.signature(function).parameters
-        missing = ", ".join(sorted(set(wanted.split()).difference(arguments or ())))
+        legal = getattr(function, "arg_names", None)  # a Triton kernel has this list
+        if legal is None and arguments:
+            legal = inspect.signature(function).parameters
+        missing = ", ".join(sorted(set(arguments.split()).difference(legal or ())))
         if missing:
-            return f"{name} of {home} has no argument {missing}"
-        setattr(functions, name, function)
-    return functions
+            return f"{name} of {module_name} has no argument {missing}"
+        setattr(namespace, name, function)
+    return namespace

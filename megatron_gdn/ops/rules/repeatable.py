@@ -1,4 +1,4 @@
-"""Where a rule's bits were seen to repeat."""
+"""Records of tests in which a rule gave the same bits again."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ import torch
 from ..obstacles import installed_version
 
 
-class Repeatable(NamedTuple):
+class RepeatableSetup(NamedTuple):
     """A GPU, versions, dtypes and sizes for which a rule repeats bit for bit.
 
-    A hundred forward and backward passes or more ran on this GPU, in memory that was
-    filled with NaN and other garbage, while another CUDA stream was busy; and two
-    processes gave the same bits.
+    At least a hundred forward and backward passes ran on this GPU. Free memory was
+    filled with NaN and other garbage, and another CUDA stream was busy. Two processes
+    also gave the same bits.
     """
 
     capability: tuple[int, int]
     versions: dict[str, str]  # versions of packages that contain or compile the kernels
     dtypes: tuple[torch.dtype, ...]
-    sizes: tuple[object, ...]  # of heads, as the rule counts them
-    evidence: str  # what the log says about the test
+    # the tested sizes of heads, in the form in which the rule asks :meth:`covers`
+    sizes: tuple[object, ...]
+    evidence: str  # the test in words, for the log
 
     def covers(self, device: torch.device, dtype: torch.dtype, size: object) -> bool:
+        """Whether the rule was tested on such a device with the installed versions."""
         return (
             device.type == "cuda"
             and torch.cuda.get_device_capability(device) == self.capability
-            and all(installed_version(n) == v for n, v in self.versions.items())
+            and all(
+                installed_version(package) == tested
+                for package, tested in self.versions.items()
+            )
             and dtype in self.dtypes
             and size in self.sizes
         )
