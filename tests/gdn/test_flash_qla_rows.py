@@ -90,9 +90,11 @@ def test_every_token_lies_in_one_segment_and_every_row_begins_one(planned):
         # so every token is in exactly one segment
         assert all(a < b for a, b in pairwise(offsets))
         starts = [row * tokens for row in range(rows + 1)]
-        assert plan.sequences.tolist() == starts
+        assert plan.sequence_offsets.tolist() == starts
         assert set(starts) <= set(offsets)
-        assert plan.owner.tolist() == [at // tokens for at in offsets[:-1]]
+        assert plan.sequence_of_segment.tolist() == [
+            at // tokens for at in offsets[:-1]
+        ]
 
 
 def test_rows_are_cut_to_one_wave_where_they_leave_multiprocessors_idle(planned):
@@ -107,8 +109,8 @@ def test_rows_are_cut_to_one_wave_where_they_leave_multiprocessors_idle(planned)
             continue
         cut += 1
         assert not plan.are_sequences
-        assert len(plan.owner) == rows * -(-chunks // step)
-        assert len(plan.first) == rows + 1
+        assert len(plan.sequence_of_segment) == rows * -(-chunks // step)
+        assert len(plan.first_segment) == rows + 1
     assert cut > len(GRID) / 6  # the grid is worth its name
 
 
@@ -123,7 +125,7 @@ def test_deterministic_mode_and_states_keep_their_own_cut(planned):
             ).offsets.tolist()
         )
         plan = planned(rows, tokens, heads, multiprocessors, states=True)
-        assert plan.sequences.tolist() == list(sequences)
+        assert plan.sequence_offsets.tolist() == list(sequences)
 
 
 def test_one_plan_serves_every_layer_and_the_backward(planned):
@@ -156,7 +158,9 @@ def test_the_plan_of_a_sequence_is_the_sequence_whatever_lies_beside_it(rule):
                     0,
                     *torch.tensor([n for n in lengths if n]).cumsum(0).tolist(),
                 ]
-                assert plan.offsets.tolist() == plan.sequences.tolist() == expected
+                assert (
+                    plan.offsets.tolist() == plan.sequence_offsets.tolist() == expected
+                )
                 assert plan.are_sequences
 
 

@@ -7,21 +7,24 @@ import torch
 from megatron_gdn.context_parallel.chunkwise.map_exchange import Paths, _steps_of
 from megatron_gdn.ops.state_maps import chains_kernels
 from megatron_gdn.ops.state_maps.state_map import (
-    NONE,
-    Steps,
+    NO_INDEX,
+    ChainSteps,
     follow_chains_in_torch,
 )
 from tests.ops.delta_rule.states import segments_at
 
 CHAINS = {
-    "one of one": [[(NONE, 0), (0, NONE)]],
-    "what enters": [[(0, 2), (3, 0), (1, 1), (2, NONE)]],
+    "one of one": [[(NO_INDEX, 0), (0, NO_INDEX)]],
+    "what enters": [[(0, 2), (3, 0), (1, 1), (2, NO_INDEX)]],
     "unequal": [
-        [(0, 0), (1, NONE)],
-        [(2, 4), (3, 3), (4, 1), (5, 2), (6, NONE)],
-        [(7, NONE)],
+        [(0, 0), (1, NO_INDEX)],
+        [(2, 4), (3, 3), (4, 1), (5, 2), (6, NO_INDEX)],
+        [(7, NO_INDEX)],
     ],
-    "what leaves": [[(NONE, 2), (NONE, 1), (0, NONE)], [(NONE, 3), (1, NONE)]],
+    "what leaves": [
+        [(NO_INDEX, 2), (NO_INDEX, 1), (0, NO_INDEX)],
+        [(NO_INDEX, 3), (1, NO_INDEX)],
+    ],
 }
 # H, K, V: columns that fill no tile, and maps whose two segments share one.
 SIZES = [(1, 16, 5), (3, 32, 40), (2, 16, 32), (1, 24, 40), (1, 5, 7)]
@@ -36,7 +39,7 @@ def in_one_launch(local, through, steps, out, start, cuts=None, compose=False):
 def case(chains, sizes, device):
     """Maps that lie apart in memory, as those of a gather do."""
     H, K, V = sizes
-    steps = Steps.build(chains, device)
+    steps = ChainSteps.build(chains, device)
     pairs = [pair for chain in chains for pair in chain]
     P, Q = (1 + max(pair[i] for pair in pairs) for i in (1, 0))
     make = torch.Generator().manual_seed(len(pairs))
@@ -88,7 +91,10 @@ def test_states_are_the_twins(chains, sizes, given, device):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_maps_are_the_twins(sizes, device):
-    chains = [[(NONE, 1), (NONE, 0), (NONE, 3), (1, NONE)], [(NONE, 2), (0, NONE)]]
+    chains = [
+        [(NO_INDEX, 1), (NO_INDEX, 0), (NO_INDEX, 3), (1, NO_INDEX)],
+        [(NO_INDEX, 2), (0, NO_INDEX)],
+    ]
     steps, maps, _, Q = case(chains, sizes, device)
     local, through = (x.contiguous() for x in maps.split([sizes[2], sizes[1]], dim=-1))
     got, exact = both(steps, local, through, Q, None, compose=True)
@@ -102,9 +108,9 @@ def test_what_no_chain_reads_may_be_anything(device):
     _, maps, start, _ = case(CHAINS["what enters"], SIZES[1], device)
     maps[2], start = float("nan"), start.expand(2, H, K, V).contiguous()
     local, through = maps[:3].split([V, K], dim=-1)
-    got, exact = both(segments.entering, local, through, 3, start)
+    got, exact = both(segments.to_entering_states, local, through, 3, start)
     assert exact.isfinite().all()
-    assert_fp32(got, exact, segments.entering)
+    assert_fp32(got, exact, segments.to_entering_states)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 3])
@@ -112,8 +118,8 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
     """A node that lets nothing through, of four whose maps lie in another order."""
     H, K, V = SIZES[1]
     places = [2, 0, 1, 3]
-    pairs = [(j, j) for j in places[:-1]] + [(places[-1], NONE)]
-    steps = Steps.build([pairs], device)
+    pairs = [(j, j) for j in places[:-1]] + [(places[-1], NO_INDEX)]
+    steps = ChainSteps.build([pairs], device)
     cuts = cuts_at({cut}, 4, device)
     maps = torch.randn(4, H, K, V + K, generator=torch.Generator().manual_seed(0)).to(
         device
@@ -168,7 +174,7 @@ def test_a_state_does_not_depend_on_the_columns_and_chains_beside_it(device):
     H, K, V = SIZES[1]
     local, through = maps.split([V, K], dim=-1)
     whole = both(steps, local, through, Q, start)[0]
-    alone = Steps.build(CHAINS["unequal"][1:2], device)
+    alone = ChainSteps.build(CHAINS["unequal"][1:2], device)
     narrow = both(alone, local[..., :7], through, Q, start[1:2, :, :, :7].contiguous())[
         0
     ]
@@ -188,7 +194,7 @@ def test_any_number_of_chains_is_counted_by_a_grid(device, monkeypatch):
     monkeypatch.setattr(chains_kernels, "_follow_kernel", Kernel())
     n = 70_000
     H, K, V = SIZES[0]
-    steps = Steps.build([[(0, NONE)]] * n, device)
+    steps = ChainSteps.build([[(0, NO_INDEX)]] * n, device)
     state = torch.zeros(1, H, K, V, device=device)
     in_one_launch(state, torch.zeros(1, H, K, K, device=device), steps, state, None)
     (grid,) = launched
@@ -201,7 +207,9 @@ def test_heads_of_128_are_followed_in_fp32(device):
     K = 128
     V = 128
     n = 16
-    steps = Steps.build([[*((j, j) for j in range(n - 1)), (n - 1, NONE)]], device)
+    steps = ChainSteps.build(
+        [[*((j, j) for j in range(n - 1)), (n - 1, NO_INDEX)]], device
+    )
     make = torch.Generator().manual_seed(0)
     local, through = (
         torch.randn(n, H, K, x, generator=make).to(device) for x in (V, K)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.host_tables import cached_by_stream
-from ...ops.state_maps.state_map import NONE, Steps, follow_chains
+from ...ops.state_maps.state_map import NO_INDEX, ChainSteps, follow_chains
 
 
 class Paths(NamedTuple):
@@ -87,7 +87,7 @@ class _Route(NamedTuple):
     states_sent: tuple[int, ...]  # counts
     states_received: tuple[int, ...]
     # How to apply the received maps; None if this rank's share is empty, or ``direct``.
-    steps: Steps | None
+    steps: ChainSteps | None
 
 
 @cached_by_stream(64)
@@ -132,7 +132,7 @@ def _route_of(
     )
 
 
-def _steps_of(paths: Paths, ranks: int, device: torch.device) -> Steps:
+def _steps_of(paths: Paths, ranks: int, device: torch.device) -> ChainSteps:
     """The steps that apply all ranks' maps along the paths.
 
     Maps are indexed by rank and then by `Paths.sent_by`, states by rank and then by
@@ -142,11 +142,11 @@ def _steps_of(paths: Paths, ranks: int, device: torch.device) -> Steps:
     states = [j for r in range(ranks) for j in paths.received_by(r)]
     chains = []
     for first, *between, last in paths.nodes:
-        chain = [(NONE, maps.index(first))]
+        chain = [(NO_INDEX, maps.index(first))]
         chain += [(states.index(j), maps.index(j)) for j in between]
-        chain += [(states.index(last), NONE)]
+        chain += [(states.index(last), NO_INDEX)]
         chains.append(chain)
-    return Steps.build(chains, device)
+    return ChainSteps.build(chains, device)
 
 
 def states_entering_nodes(

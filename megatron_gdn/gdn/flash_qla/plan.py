@@ -180,8 +180,8 @@ def _store_chunk_tables(segments: Segments, documents: Documents) -> Segments:
             "buffers."
         )
     for offsets, places in (
-        (segments.sequences, documents.chunks(CHUNK)),
-        (segments.offsets, segments.places),
+        (segments.sequence_offsets, documents.chunks(CHUNK)),
+        (segments.offsets, segments.chunk_places),
     ):
         # FlashQLA's ``prepare_varlen_metadata`` stores its table in the same attribute.
         table = CHUNK, places.offsets, len(places.indices), places.indices

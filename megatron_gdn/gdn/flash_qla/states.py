@@ -52,7 +52,7 @@ class Kept(NamedTuple):
         if self.passes_back is None:
             return leaving_gradients(d_entering, self.through, segments, d_final)
         return kernels().correct_terminal_states(
-            d_final, d_entering, self.through, self.passes_back, segments.first
+            d_final, d_entering, self.through, self.passes_back, segments.first_segment
         )
 
 
@@ -71,7 +71,7 @@ class SegmentMaps(NamedTuple):
         if self.passes is None:
             return entering_states(self.local, self.through, self.segments, initial)
         return kernels().correct_initial_states(
-            initial, self.local, self.through, self.passes, self.segments.first
+            initial, self.local, self.through, self.passes, self.segments.first_segment
         )
 
     def saved(self, entering: Tensor | None) -> Kept:
@@ -100,8 +100,8 @@ def segment_maps(
     chunks, chunks_back, passes, passes_back = run.get_warmup_chunks_bidi(
         g=g_sum,
         cu_seqlens=segments.offsets,
-        ht_mask_fwd=segments.closes if from_zero else segments.no_segment,
-        ht_mask_bwd=segments.opens if from_zero else segments.no_segment,
+        ht_mask_fwd=segments.ends_sequence if from_zero else segments.no_segment,
+        ht_mask_bwd=segments.begins_sequence if from_zero else segments.no_segment,
         threshold=_FORGOTTEN_FROM_ZERO if from_zero else _NEGLIGIBLE_LOG_DECAY,
     )
     options = {}
@@ -110,8 +110,10 @@ def segment_maps(
         # The kernel counts chunks back from a segment's end. If a segment ends inside a
         # chunk, its chunks are not those of its sequence, so the kernel runs all chunks
         # of the segment.
-        if segments.ragged is not None:
-            chunks = torch.where(segments.ragged, segments.chunks, chunks)
+        if segments.ends_inside_chunk is not None:
+            chunks = torch.where(
+                segments.ends_inside_chunk, segments.chunk_counts, chunks
+            )
         # FlashQLA's own function rounds the maps to k's dtype; HopperKernels can return
         # fp32.
         if isinstance(kernels(), HopperKernels):
@@ -141,7 +143,7 @@ def _boundaries(
     """Offsets of the sequences, offsets of the segments, and the sequence of each segment."""
     if segments is None:
         return None, None, None
-    return segments.sequences, segments.offsets, segments.owner
+    return segments.sequence_offsets, segments.offsets, segments.sequence_of_segment
 
 
 def sums_and_inverses(
@@ -193,7 +195,9 @@ def initial_or_zero(
     H, V = inputs.v.shape[2:]
     K = inputs.k.shape[3]
     device = inputs.v.device
-    return torch.zeros(len(segments.owner), H, K, V, dtype=torch.float32, device=device)
+    return torch.zeros(
+        len(segments.sequence_of_segment), H, K, V, dtype=torch.float32, device=device
+    )
 
 
 def gradients(

@@ -1,5 +1,5 @@
-"""A Triton kernel that follows chains of affine maps; :mod:`.state_map` explains the
-letters."""
+"""A Triton kernel that applies chains of affine maps to states; the letters are those
+of :mod:`.state_map`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim, require_32_bits
 
 _COLUMNS = 64  # columns of a state per program
+# what each chain starts from: zeros, a given state, or the identity (to compose maps)
 _ZERO, _GIVEN, _IDENTITY = range(3)
 
 
@@ -48,15 +49,13 @@ def _follow_kernel(
     IDENTITY: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Follow one chain of maps for one head; grid (N, H, tiles of columns).
+    """Apply one chain of maps for one head; grid (N, H, tiles of columns).
 
-    START is GIVEN (from the state at ``start_ptr``), IDENTITY (from the identity) or 0
-    (from zero).
-    Strides in elements, named by tensor and axis: n chains, p maps, q written states, h
-    heads, i rows, j columns. ``local_ptr``, ``through_ptr``: the maps. ``steps_ptr``:
-    ``Steps.table``.
-    ``cuts_ptr``: the cuts, read if CUT. ``out_ptr`` gets the states. Only N may
-    exceed 65535.
+    Reads the maps at ``local_ptr`` and ``through_ptr``, and writes states to
+    ``out_ptr``. ``steps_ptr``: ``ChainSteps.table``. ``cuts_ptr``: the cuts, read if
+    CUT. START is GIVEN (the chain starts from the state at ``start_ptr``), IDENTITY or
+    0 (zeros). Strides are in elements and named by tensor and axis: n chains, p maps, q
+    written states, h heads, i rows, j columns. Only N may exceed 65535.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     h = tl.cast(tl.program_id(1), tl.int64)
@@ -83,13 +82,13 @@ def _follow_kernel(
         state_KC = tl.load(at_start, mask=real_KC, other=0.0)
     for step in range(L):
         target = tl.load(steps_ptr + (n * L + step) * 2)
-        place = tl.load(steps_ptr + (n * L + step) * 2 + 1)
+        map_index = tl.load(steps_ptr + (n * L + step) * 2 + 1)
         if target >= 0:
             tl.store(
                 out_ptr + tl.cast(target, tl.int64) * out_q, state_KC, mask=real_KC
             )
-        if place >= 0:
-            p = tl.cast(place, tl.int64)
+        if map_index >= 0:
+            p = tl.cast(map_index, tl.int64)
             # A first map needs no product if the state before it is zero or the
             # identity.
             if (START == GIVEN) | (step > 0):
@@ -124,12 +123,12 @@ def follow_chains_on_gpu(
     cut: Tensor | None = None,
     compose: bool = False,
 ) -> Tensor:
-    """:func:`.state_map.follow_chains` on a GPU; ``table``: Steps.table, ``cut``:
-    the cuts."""
+    """:func:`.state_map.follow_chains` on a GPU; ``table`` is ``ChainSteps.table``, and
+    ``cut`` the argument ``cuts``."""
     N, L, _ = table.shape
     _, H, K, V = local.shape
     X = out.shape[3]
-    # without initial states the kernel ignores it
+    # Without initial states the kernel does not read this pointer.
     given = local if start is None else start
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
     kind = _ZERO if start is None else _GIVEN
@@ -155,11 +154,13 @@ def _follow_launch(
     kind: int,
     cut: bool,
 ) -> Launch:
-    """The kernel's launch; ``kind`` of start: _ZERO, _GIVEN, _IDENTITY; ``cut``: are
-    there cuts."""
-    # Strides of rows and columns: ``strides`` are of local, of through (with columns),
-    # of the rest.
-    within_a_map = max(strides[2], strides[5] + strides[6], strides[9], strides[12])
+    """The kernel's launch. ``kind``: _ZERO, _GIVEN or _IDENTITY; ``cut``: whether there
+    are cuts; ``strides``: the kernel's arguments from ``local_p`` to ``out_i``."""
+    local_i = strides[2]
+    through_i, through_j = strides[5:7]
+    start_i = strides[9]
+    out_i = strides[12]
+    within_a_map = max(local_i, through_i + through_j, start_i, out_i)
     require_32_bits(
         "the size of a state map with its strides", within_a_map * K + X + _COLUMNS
     )

@@ -1,10 +1,11 @@
-"""Sequences cut into segments that a rule computes in parallel, so that one sequence can
-fill a GPU.
+"""Cuts sequences into segments that a rule computes in parallel, so that one sequence
+can fill a GPU.
 
-Each segment is an affine map of its initial state, ``S_out = through @ S_in + local``, and
-the maps of one sequence form a chain. In fixed buffers the host does not know the
-chains, so callers must not cut sequences with initial states. P is the number of segments;
-N, H, K, V are as in :mod:`.state_map`.
+Each segment is an affine map of its initial state, ``S_out = through @ S_in + local``.
+The maps of one sequence form a chain. In fixed buffers the host does not know the
+chains, so callers must not cut sequences with initial states there.
+
+Legend: P segments; N, H, K, V as in :mod:`.state_map`.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from torch import Tensor
 
 from ..documents import ChunkPlaces, Documents, ceil_div, chunk_places
 from ..host_tables import to_device
-from .state_map import NONE, StateMap, Steps, follow_chains
+from .state_map import NO_INDEX, ChainSteps, StateMap, follow_chains
 
-CHUNK = 64
-# The aim for (segments of a sequence) * heads: about the 132 multiprocessors of an H200.
-# The number is the same on every GPU, because the cut decides rounding.
+CHUNK = 64  # tokens
+# A sequence gets so many segments that segments times heads is about this number, near
+# the 132 multiprocessors of an H200. It is the same on every GPU, since the cut decides
+# rounding.
 PROGRAMS_OF_A_FULL_GPU = 128
 _FEWEST_CHUNKS = 32
 
 
 class Cut(NamedTuple):
-    """The segments of N sequences, cut at multiples of 64 tokens from the start of each
-    sequence.
+    """Where N sequences are cut: at multiples of 64 tokens from each sequence's start.
 
     In fixed buffers P is the largest number of segments that any documents could have;
     unused segments are empty segments of the last sequence.
@@ -38,7 +39,8 @@ class Cut(NamedTuple):
 
     # int32 [P + 1], the first token of every segment, and the end of the last segment
     offsets: Tensor
-    first: Tensor  # int32 [N + 1], the first part of every sequence, and P
+    # int32 [N + 1], the number of every sequence's first segment, and P
+    first_segment: Tensor
 
 
 def one_segment_per_sequence(documents: Documents) -> Cut:
@@ -53,93 +55,104 @@ def cut_at(documents: Documents, offsets: Sequence[int]) -> Cut:
     """The cut into segments that begin at ``offsets``, which include the starts of all
     sequences."""
     starts = documents.starts
-    found = torch.tensor(offsets, dtype=torch.int32, device=starts.device)
-    return Cut(found, torch.searchsorted(found, starts, out_int32=True))
+    offsets_P = torch.tensor(offsets, dtype=torch.int32, device=starts.device)
+    return Cut(offsets_P, torch.searchsorted(offsets_P, starts, out_int32=True))
 
 
 def cut_by_length(
     documents: Documents, value_heads: int, longest_segment: int | None = None
 ) -> Cut:
-    """Cut every sequence; the cut depends only on the sequence's length and the number
-    of heads.
+    """Cut each sequence by its own length and the number of heads alone.
 
-    A sequence is cut into as many segments as fill the GPU. But a segment has at least 32
-    chunks, because other sequences also fill the GPU. If ``value_heads`` is less than
-    32, a segment has at least ``value_heads`` chunks, and at least 8. ``longest_segment``: a
-    segment's most tokens, divisible by 64.
+    A sequence is cut into as many segments as fill the GPU. But a segment has at least
+    32 chunks, because other sequences also fill the GPU; with fewer than 32
+    ``value_heads`` at least ``value_heads`` chunks, and never fewer than 8.
+
+    Args:
+        longest_segment: the largest number of tokens of a segment, a multiple of 64;
+            None: no limit.
     """
     starts = documents.starts
-    most, fewest = _most_segments_and_fewest_chunks(value_heads)
-    chunks = ceil_div(starts.diff(), CHUNK)
-    step = ceil_div(chunks, most).clamp(min=fewest)
+    max_segments, min_chunks = _segment_limits(value_heads)
+    chunks_N = ceil_div(starts.diff(), CHUNK)
+    chunks_per_segment_N = ceil_div(chunks_N, max_segments).clamp(min=min_chunks)
     if longest_segment is not None:
-        step = step.clamp(max=longest_segment // CHUNK)
-    count = ceil_div(chunks, step)
+        chunks_per_segment_N = chunks_per_segment_N.clamp(max=longest_segment // CHUNK)
+    segments_N = ceil_div(chunks_N, chunks_per_segment_N)
     if documents.known_on_host:
-        P = int(count.sum())
+        P = int(segments_N.sum())
     else:  # the empty last sequence of fixed buffers has a segment too
         P = documents.sequences + largest_number_of_cuts(documents, value_heads)
-    # Segments follow each other in a sequence as chunks do, so chunk_places gives their
-    # places too.
-    first, indices = chunk_places(count, P)
-    owner, place = indices.unbind(1)
-    start = torch.minimum(
-        starts[owner] + place * step[owner] * CHUNK, starts[owner + 1]
+    # Segments follow each other in a sequence as chunks do, so chunk_places also gives
+    # each segment's sequence, and its number in the sequence.
+    first_segment, indices = chunk_places(segments_N, P)
+    sequence_P, number_P = indices.unbind(1)
+    tokens_before_P = number_P * chunks_per_segment_N[sequence_P] * CHUNK
+    start_P = torch.minimum(
+        starts[sequence_P] + tokens_before_P, starts[sequence_P + 1]
     )
     # The last sequence, which is empty in fixed buffers, gets the unused segments.
-    first = torch.cat([first[:-1], first.new_full((1,), P)])
-    return Cut(torch.cat([start, starts[-1:]]), first)
+    first_segment = torch.cat([first_segment[:-1], first_segment.new_full((1,), P)])
+    return Cut(torch.cat([start_P, starts[-1:]]), first_segment)
 
 
 def largest_number_of_cuts(documents: Documents, value_heads: int) -> int:
-    """The largest number of cuts that :func:`cut_by_length` makes in a buffer of T
-    tokens.
+    """The largest number of cuts that :func:`cut_by_length` makes in these documents,
+    whatever their boundaries are.
 
-    A document of c chunks has more than 64 * (c - 1) tokens. If each of its segments has
-    at least ``fewest`` chunks, the document has at most (c - 1) // fewest cuts.
+    A document of c chunks has more than 64 * (c - 1) tokens. If each of its segments
+    has at least ``min_chunks`` chunks, it has at most (c - 1) // min_chunks cuts.
     """
-    most, fewest = _most_segments_and_fewest_chunks(value_heads)
+    max_segments, min_chunks = _segment_limits(value_heads)
     return min(
-        documents.total_tokens // (CHUNK * fewest), documents.max_filled * (most - 1)
+        documents.total_tokens // (CHUNK * min_chunks),
+        documents.max_filled * (max_segments - 1),
     )
 
 
-def _most_segments_and_fewest_chunks(value_heads: int) -> tuple[int, int]:
-    """The largest number of segments of a sequence, and the smallest number of chunks of a
-    segment."""
-    return max(1, PROGRAMS_OF_A_FULL_GPU // value_heads), max(
-        8, min(_FEWEST_CHUNKS, value_heads)
-    )
+def _segment_limits(value_heads: int) -> tuple[int, int]:
+    """The largest number of segments of a sequence, and the smallest number of chunks
+    of a segment."""
+    max_segments = max(1, PROGRAMS_OF_A_FULL_GPU // value_heads)
+    min_chunks = max(8, min(_FEWEST_CHUNKS, value_heads))
+    return max_segments, min_chunks
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Tables of N sequences cut into P segments."""
+    """Tables of N sequences cut into P segments.
+
+    The last four fields are steps along the chain of each sequence's segments. The
+    steps ``to_entering_states`` write the state that enters each segment, and so on.
+    """
 
     # int32 [N + 1], the first token of every sequence, and the end of the last
-    sequences: Tensor
+    sequence_offsets: Tensor
     # int32 [P + 1], the first token of every segment, and the end of the last
     offsets: Tensor
-    first: Tensor  # int32 [N + 1], the number of every sequence's first segment, and P
-    owner: Tensor  # int32 [P], the sequence of every segment
-    opens: Tensor  # bool [P], whether the segment is the first of its sequence
-    closes: Tensor  # bool [P], whether the segment is the last of its sequence
+    # int32 [N + 1], the number of every sequence's first segment, and P
+    first_segment: Tensor
+    sequence_of_segment: Tensor  # int32 [P]
+    begins_sequence: Tensor  # bool [P], whether the segment is its sequence's first
+    ends_sequence: Tensor  # bool [P], whether the segment is its sequence's last
     no_segment: Tensor  # bool [P], False everywhere: a mask that selects no segment
-    chunks: Tensor  # int32 [P, 1], chunks of 64 tokens per segment, rounded up
+    chunk_counts: Tensor  # int32 [P, 1], chunks of 64 tokens per segment, rounded up
     # bool [P, 1], whether the segment ends inside a chunk; None if no segment does
-    ragged: Tensor | None
-    places: ChunkPlaces  # of each chunk of 64 tokens: its segment, its number in the segment
-    whole: Steps  # these steps write the final state of each sequence
-    entering: Steps  # these steps write the state that enters each segment
-    # from last to first segment, these steps write the gradient of each initial state
-    opening: Steps
-    # from last to first segment: the gradient of the state that leaves each segment
-    leaving: Steps
+    ends_inside_chunk: Tensor | None
+    # for each chunk of 64 tokens: its segment, and its number in the segment
+    chunk_places: ChunkPlaces
+    # forwards: to each sequence's final state; to the state that enters each segment
+    to_final_states: ChainSteps
+    to_entering_states: ChainSteps
+    # backwards: to the gradient of each sequence's initial state; to the gradient of
+    # the state that leaves each segment
+    to_initial_gradients: ChainSteps
+    to_leaving_gradients: ChainSteps
 
     @property
     def are_sequences(self) -> bool:
-        """Whether no sequence is cut."""
-        return len(self.owner) == len(self.first) - 1
+        """Whether no sequence is cut, so that each segment is one sequence."""
+        return len(self.sequence_of_segment) == len(self.first_segment) - 1
 
     @staticmethod
     def of[*Arguments](
@@ -156,102 +169,117 @@ def _build_segments(
 ) -> Segments:
     """Compute the tables for the segments of ``cut(documents, *arguments)``."""
     made = documents.keep_tensors(_compute_tables, cut, *arguments, move=False)
-    *tables, ragged, first_chunks, indices = (
-        to_device(x, documents.device) for x in made
-    )
-    chains: list[range] = []
-    if documents.known_on_host:
-        chains = [range(a, b) for a, b in pairwise(made[1].tolist())]
-        if not made[-3].any():
-            ragged = None
-    backwards = [chain[::-1] for chain in chains]
     device = documents.device
+    tables = _SegmentTables._make(to_device(x, device) for x in made)
+    ends_inside_chunk: Tensor | None = tables.ends_inside_chunk
+    chains: list[range] = []  # the segments of each sequence
+    if documents.known_on_host:
+        first_segments = made.first_segment.tolist()
+        chains = [range(first, end) for first, end in pairwise(first_segments)]
+        if not made.ends_inside_chunk.any():
+            ends_inside_chunk = None
+    backwards = [chain[::-1] for chain in chains]
     return Segments(
-        documents.cu_seqlens,
-        *tables,
-        ragged=ragged,
-        places=ChunkPlaces(first_chunks, indices),
-        whole=_steps_to_final_states(chains, device),
-        entering=_steps_to_segment_states(chains, device),
-        opening=_steps_to_final_states(backwards, device),
-        leaving=_steps_to_segment_states(backwards, device),
+        sequence_offsets=documents.cu_seqlens,
+        offsets=tables.offsets,
+        first_segment=tables.first_segment,
+        sequence_of_segment=tables.sequence_of_segment,
+        begins_sequence=tables.begins_sequence,
+        ends_sequence=tables.ends_sequence,
+        no_segment=tables.no_segment,
+        chunk_counts=tables.chunk_counts,
+        ends_inside_chunk=ends_inside_chunk,
+        chunk_places=ChunkPlaces(tables.chunk_offsets, tables.chunk_indices),
+        to_final_states=_steps_to_ends(chains, device),
+        to_entering_states=_steps_to_segments(chains, device),
+        to_initial_gradients=_steps_to_ends(backwards, device),
+        to_leaving_gradients=_steps_to_segments(backwards, device),
     )
+
+
+class _SegmentTables(NamedTuple):
+    """The tensors of :class:`Segments` that are computed from a :class:`Cut`."""
+
+    offsets: Tensor
+    first_segment: Tensor
+    sequence_of_segment: Tensor
+    begins_sequence: Tensor
+    ends_sequence: Tensor
+    no_segment: Tensor
+    chunk_counts: Tensor
+    ends_inside_chunk: Tensor
+    chunk_offsets: Tensor  # the fields of ``Segments.chunk_places``
+    chunk_indices: Tensor
 
 
 def _compute_tables(
     documents: Documents, cut: Callable[..., Cut], *arguments: object
-) -> tuple[Tensor, ...]:
-    """The fields of :class:`Segments` from ``offsets`` to ``ragged``, and
-    ``places``."""
-    offsets, first = cut(documents, *arguments)
+) -> _SegmentTables:
+    """The tables for the segments of ``cut(documents, *arguments)``, on the device of
+    ``documents.starts``."""
+    offsets, first_segment = cut(documents, *arguments)
     starts = documents.starts
     number = torch.arange(len(offsets) - 1, dtype=torch.int32, device=starts.device)
-    owner = torch.searchsorted(
-        first[1:].contiguous(), number, right=True, out_int32=True
+    sequence = torch.searchsorted(
+        first_segment[1:].contiguous(), number, right=True, out_int32=True
     )
-    owner = owner.clamp(max=documents.sequences - 1)
-    opens = offsets[:-1] == starts[owner]
-    closes = offsets[1:] == starts[owner + 1]
-    no_segment = torch.zeros_like(owner, dtype=torch.bool)
-    length = offsets.diff()
-    chunks = ceil_div(length, CHUNK)
-    ragged = length[:, None] % CHUNK != 0
-    places = chunk_places(chunks, documents.max_chunks(CHUNK))
-    return (
-        offsets,
-        first,
-        owner,
-        opens,
-        closes,
-        no_segment,
-        chunks[:, None],
-        ragged,
-        *places,
+    sequence = sequence.clamp(max=documents.sequences - 1)
+    lengths = offsets.diff()
+    chunk_counts = ceil_div(lengths, CHUNK)
+    places = chunk_places(chunk_counts, documents.max_chunks(CHUNK))
+    return _SegmentTables(
+        offsets=offsets,
+        first_segment=first_segment,
+        sequence_of_segment=sequence,
+        begins_sequence=offsets[:-1] == starts[sequence],
+        ends_sequence=offsets[1:] == starts[sequence + 1],
+        no_segment=torch.zeros_like(sequence, dtype=torch.bool),
+        chunk_counts=chunk_counts[:, None],
+        ends_inside_chunk=lengths[:, None] % CHUNK != 0,
+        chunk_offsets=places.offsets,
+        chunk_indices=places.indices,
     )
 
 
-def _steps_to_final_states(chains: Sequence[range], device: torch.device) -> Steps:
-    """Steps that write the state at the end of the n-th chain to index n of the
-    output."""
-    return Steps.build(
-        [
-            [(NONE, segment) for segment in chain] + [(n, NONE)]
-            for n, chain in enumerate(chains)
-        ],
-        device,
-    )
+def _steps_to_ends(chains: Sequence[range], device: torch.device) -> ChainSteps:
+    """Steps that write the state at the end of chain n to index n of the output."""
+    steps = []
+    for n, chain in enumerate(chains):
+        steps.append([(NO_INDEX, segment) for segment in chain] + [(n, NO_INDEX)])
+    return ChainSteps.build(steps, device)
 
 
-def _steps_to_segment_states(chains: Sequence[range], device: torch.device) -> Steps:
-    """Steps that write the state before each segment to the segment's index in the output."""
-    return Steps.build(
-        [
-            [(segment, segment) for segment in chain[:-1]] + [(chain[-1], NONE)]
-            for chain in chains
-        ],
-        device,
-    )
+def _steps_to_segments(chains: Sequence[range], device: torch.device) -> ChainSteps:
+    """Steps that write the state before each segment to the segment's index."""
+    steps = []
+    for chain in chains:
+        writes = [(segment, segment) for segment in chain[:-1]]
+        steps.append(writes + [(chain[-1], NO_INDEX)])
+    return ChainSteps.build(steps, device)
 
 
 def compose(local: Tensor, through: Tensor, segments: Segments) -> StateMap:
-    """The maps of whole sequences from the segments' ``local`` and ``through``
-    ``[P, H, K, .]``."""
+    """The state maps of the sequences, composed of their segments' maps.
+
+    ``local [P, H, K, V]`` and ``through [P, H, K, K]`` are the maps of the segments.
+    """
     if segments.are_sequences:
         return StateMap(local, through)
     _, H, K, V = local.shape
-    N = len(segments.whole.chains)
-    whole = local.new_empty(N, H, K, V + K)
-    follow_chains(local, through, segments.whole, whole, compose=True)
-    return StateMap(whole[..., :V], whole[..., V:])
+    N = len(segments.to_final_states.chains)
+    maps = local.new_empty(N, H, K, V + K)  # ``local`` and ``through`` side by side
+    follow_chains(local, through, segments.to_final_states, maps, compose=True)
+    return StateMap(maps[..., :V], maps[..., V:])
 
 
 def entering_states(
     local: Tensor, through: Tensor, segments: Segments, initial: Tensor | None
 ) -> Tensor | None:
-    """From the segments' maps ``[P, H, K, .]`` and the sequences' ``initial`` states
-    ``[N, H, K, V]``: the state that enters each segment, ``[P, H, K, V]``.
+    """The state that enters each segment, ``[P, H, K, V]``; None means zeros.
 
-    None, given or returned, means zeros.
+    Args:
+        local, through: the maps of the segments, ``[P, H, K, V]`` and ``[P, H, K, K]``.
+        initial: the initial states of the sequences, ``[N, H, K, V]``; None: zeros.
     """
     if segments.are_sequences:
         if initial is None:
@@ -259,8 +287,9 @@ def entering_states(
         return initial.contiguous()
     if initial is not None:
         initial = initial.to(local.dtype).contiguous()
+    states = local.new_empty(local.shape)
     return follow_chains(
-        local, through, segments.entering, local.new_empty(local.shape), initial
+        local, through, segments.to_entering_states, states, start=initial
     )
 
 
@@ -270,13 +299,16 @@ def leaving_gradients(
     segments: Segments,
     d_final: Tensor | None,
 ) -> Tensor | None:
-    """The gradient of the state that leaves every segment, ``[P, H, K, V]``; None: all are
-    zero.
+    """The gradient of the state that leaves each segment, ``[P, H, K, V]``; None means
+    zeros.
 
-    Computes ``dS_in = through^T dS_out + d_local`` from the last part of a sequence to
-    the first; ``d_local`` is the dS_in that a segment has if its dS_out is 0. ``d_local``
-    and ``through`` may be None if no sequence is cut. ``d_final``: the gradients of the
-    final states; None: all are zero.
+        dS_in = through^T dS_out + d_local      the last segment of a sequence first
+
+    Args:
+        d_local: ``[P, H, K, V]``, the dS_in of each segment if its dS_out is 0.
+        through: ``[P, H, K, K]``, from the segments' maps. ``d_local`` and ``through``
+            may be None if no sequence is cut.
+        d_final: ``[N, H, K, V]``, the gradients of the final states; None: zeros.
     """
     if segments.are_sequences:
         if d_final is None:
@@ -285,8 +317,9 @@ def leaving_gradients(
     assert d_local is not None and through is not None
     if d_final is not None:
         d_final = d_final.to(d_local.dtype).contiguous()
+    gradients = d_local.new_empty(d_local.shape)
     return follow_chains(
-        d_local, through.mT, segments.leaving, d_local.new_empty(d_local.shape), d_final
+        d_local, through.mT, segments.to_leaving_gradients, gradients, start=d_final
     )
 
 
@@ -294,9 +327,10 @@ def initial_gradients(
     d_local: Tensor, through: Tensor | None, segments: Segments
 ) -> Tensor:
     """The gradient of the initial states ``[N, H, K, V]`` if the final states have
-    gradient 0."""
+    gradient 0; ``d_local`` and ``through`` as in :func:`leaving_gradients`."""
     if segments.are_sequences:
         return d_local
     assert through is not None
-    out = d_local.new_empty((len(segments.opening.chains),) + d_local.shape[1:])
-    return follow_chains(d_local, through.mT, segments.opening, out)
+    steps = segments.to_initial_gradients
+    gradients = d_local.new_empty((len(steps.chains),) + d_local.shape[1:])
+    return follow_chains(d_local, through.mT, steps, gradients)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -26,19 +25,16 @@ from ..switches import full_fp32_matmul
 
 # the most rows of a state that the kernel takes; one program loads all rows
 MOST_ROWS = 128
-NONE = -1
+NO_INDEX = -1  # in a step of a chain: write no state, or apply no map
 
 
 class StateShape(NamedTuple):
-    """The states of one rank's heads: ``[heads, rows, columns]`` per sequence.
-
-    ``diagonal``: a token multiplies each row of a state by a factor and does not mix
-    rows.
-    """
+    """The states of one rank's heads: ``[heads, rows, columns]`` for each sequence."""
 
     heads: int
     rows: int
     columns: int
+    # whether a token only multiplies each row of a state by a factor, and mixes no rows
     diagonal: bool = False
 
     @property
@@ -52,18 +48,18 @@ class StateShape(NamedTuple):
         return self.heads * self.rows * self.map_columns * 4
 
     def no_maps(self, like: Tensor) -> StateMap:
-        """The maps of no sequence; ``like`` has the dtype and device of the mixer's
-        rows."""
+        """The maps of zero sequences, N = 0, in fp32 (fp64 if ``like`` is fp64) on the
+        device of ``like``."""
         wide = torch.promote_types(like.dtype, torch.float32)
         maps = like.new_empty(0, self.heads, self.rows, self.map_columns, dtype=wide)
         return StateMap(maps[..., : self.columns], maps[..., self.columns :])
 
 
 class StateMap(NamedTuple):
-    """``S_out = through S_in + local``, one map for each sequence and head.
+    """``S_out = through @ S_in + local``, one map for each sequence and head.
 
-    The delta rule mixes the rows of a state, so its ``through`` is a matrix. For a rule
-    that only decays rows, ``through`` has one column, the factor of each row.
+    The delta rule mixes the rows of a state, so its ``through`` is a matrix. If a rule
+    only decays rows, ``through`` has one column, the factor of each row.
     """
 
     local: Tensor  # [N, H, K, V] fp32, S_out for S_in = 0
@@ -88,31 +84,35 @@ class StateMap(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
-    """For each chain, the maps that are applied and the places where states are
-    written.
+class ChainSteps:
+    """For each chain, which maps are applied, and where the states between them go.
 
     A step is ``(target, map)``: write the state to index ``target`` of the output, then
-    apply the map of index ``map``. NONE skips the write or the map. Every chain has at
-    least one step.
+    apply the map of index ``map``. NO_INDEX skips the write or the map. Every chain has
+    at least one step.
     """
 
-    chains: tuple[tuple[tuple[int, int], ...], ...]
-    table: Tensor  # int32 [N, L, 2], ``chains`` on the device, padded with NONE
+    chains: tuple[tuple[tuple[int, int], ...], ...]  # the steps of each chain
+    table: Tensor  # int32 [N, L, 2], ``chains`` on the device, padded with NO_INDEX
 
     @classmethod
     def build(
         cls, chains: Sequence[Sequence[tuple[int, int]]], device: torch.device
-    ) -> Steps:
-        rows = list(zip(*zip_longest(*chains, fillvalue=(NONE, NONE)), strict=True))
-        table = torch.tensor(rows, dtype=torch.int32, device="cpu")
+    ) -> ChainSteps:
+        """The steps ``chains``, with a table on ``device``."""
+        longest = max(map(len, chains), default=0)
+        padded = []
+        for chain in chains:
+            missing = longest - len(chain)
+            padded.append(list(chain) + [(NO_INDEX, NO_INDEX)] * missing)
+        table = torch.tensor(padded, dtype=torch.int32, device="cpu")
         return cls(tuple(tuple(chain) for chain in chains), to_device(table, device))
 
 
 def follow_chains(
     local: Tensor,
     through: Tensor,
-    steps: Steps,
+    steps: ChainSteps,
     out: Tensor,
     start: Tensor | None = None,
     cuts: Tensor | None = None,
@@ -127,11 +127,11 @@ def follow_chains(
         out: ``[Q, H, K, X]``, overwritten; X is V, with ``compose`` V plus
             ``through``'s columns.
         start: ``[N, H, K, V]``, the states before the first maps; None: zero.
-        cuts: int32 ``[L]`` on the device, 1 for each step that sets the state to
-            ``local`` and ignores the state before the step, even if that is NaN; for
-            one chain without ``compose``.
-        compose: whether ``out`` gets each chain's composed map, ``local`` beside
-            ``through``, in place of states; ``start`` is None then.
+        cuts: int32 ``[L]`` on the device, for one chain without ``compose``. A step
+            with 1 sets the state to ``local`` and ignores the state before it, even
+            NaN.
+        compose: write each chain's composed map to ``out``, ``local`` beside
+            ``through``, in place of states. ``start`` is None then.
 
     Returns:
         ``out``, computed in fp32 even if torch's TF32 switches are on. The GPU kernel
@@ -144,7 +144,7 @@ def follow_chains(
     assert dense or through.shape[3] == 1
     assert out.shape[3] == (V + through.shape[3] if compose else V)
     if compose:
-        assert all(chain[0][0] == NONE for chain in steps.chains), (
+        assert all(chain[0][0] == NO_INDEX for chain in steps.chains), (
             "the identity is not written"
         )
     if local.is_cuda and local.dtype == torch.float32 and dense and K <= MOST_ROWS:
@@ -159,7 +159,7 @@ def follow_chains(
 def follow_chains_in_torch(
     local: Tensor,
     through: Tensor,
-    steps: Steps,
+    steps: ChainSteps,
     out: Tensor,
     start: Tensor | None,
     cuts: Tensor | None = None,
@@ -172,24 +172,25 @@ def follow_chains_in_torch(
     with full_fp32_matmul(local.device.type):
         for n, chain in enumerate(steps.chains):
             state = None if start is None else start[n]
-            last = max(j for j, (target, _) in enumerate(chain) if target != NONE)
-            for j, (target, place) in enumerate(chain[: last + 1]):
-                if target != NONE:
+            last = max(j for j, (target, _) in enumerate(chain) if target != NO_INDEX)
+            for j, (target, index) in enumerate(chain[: last + 1]):
+                if target != NO_INDEX:
                     out[target] = 0 if state is None else state
-                if j == last or place == NONE:
+                if j == last or index == NO_INDEX:
                     continue
                 if state is not None:
                     if rows_decay:
-                        product = through[place] * state
+                        product = through[index] * state
                     else:
-                        product = through[place] @ state
-                    product[..., :V].add_(local[place])
+                        product = through[index] @ state
+                    # with ``compose`` the columns after the first V are of ``through``
+                    product[..., :V].add_(local[index])
                     if cuts is None:
                         state = product
                     else:
-                        state = torch.where(cuts[j] > 0, local[place], product)
+                        state = torch.where(cuts[j] > 0, local[index], product)
                 elif compose:
-                    state = torch.cat([local[place], through[place]], dim=-1)
+                    state = torch.cat([local[index], through[index]], dim=-1)
                 else:
-                    state = local[place]
+                    state = local[index]
     return out

@@ -78,15 +78,15 @@ def test_no_segment_that_fla_gets_is_longer_than_its_32_bit_offsets_reach(heads,
 def test_tables_of_segments(default_device):
     with torch.device(default_device):
         segments = segments_at([0, 1, 1000, 1128], [0, 1, 513, 1000, 1128])
-    assert segments.first.tolist() == [0, 1, 3, 4]
-    assert segments.owner.tolist() == [0, 1, 1, 2]
-    assert segments.opens.tolist() == [True, True, False, True]
-    assert segments.closes.tolist() == [True, False, True, True]
-    assert segments.chunks.flatten().tolist() == [1, 8, 8, 2]
-    assert segments.ragged.flatten().tolist() == [True, False, True, False]
+    assert segments.first_segment.tolist() == [0, 1, 3, 4]
+    assert segments.sequence_of_segment.tolist() == [0, 1, 1, 2]
+    assert segments.begins_sequence.tolist() == [True, True, False, True]
+    assert segments.ends_sequence.tolist() == [True, False, True, True]
+    assert segments.chunk_counts.flatten().tolist() == [1, 8, 8, 2]
+    assert segments.ends_inside_chunk.flatten().tolist() == [True, False, True, False]
     out = [-1, -1]
     none = -1
-    assert segments.entering.table.tolist() == [
+    assert segments.to_entering_states.table.tolist() == [
         [[0, none], out],
         [[1, 1], [2, none]],
         [[3, none], out],
@@ -200,27 +200,29 @@ def test_segments_are_those_that_the_host_cuts(heads):
             cut = segments_by_length(filled, heads)
             host = segments_at(filled, cut)
             n, N = len(cut) - 1, len(filled) - 1
-            assert n < len(segments.owner)  # the last segment never has tokens
+            assert n < len(
+                segments.sequence_of_segment
+            )  # the last segment never has tokens
             assert (
                 segments.offsets[: n + 1].tolist() == cut
                 and (segments.offsets[n:] == tokens).all()
             )
             assert (
-                torch.equal(segments.first[: N + 1], host.first)
-                and (segments.first[N:-1] == n).all()
+                torch.equal(segments.first_segment[: N + 1], host.first_segment)
+                and (segments.first_segment[N:-1] == n).all()
             )
-            assert segments.first[-1] == len(segments.owner)
+            assert segments.first_segment[-1] == len(segments.sequence_of_segment)
             assert (
-                torch.equal(segments.owner[:n], host.owner)
-                and (segments.owner[n:] == most).all()
+                torch.equal(segments.sequence_of_segment[:n], host.sequence_of_segment)
+                and (segments.sequence_of_segment[n:] == most).all()
             )
-            assert torch.equal(segments.opens[:n], host.opens)
+            assert torch.equal(segments.begins_sequence[:n], host.begins_sequence)
             assert (
-                torch.equal(segments.closes[:n], host.closes)
-                and segments.closes[n:].all()
+                torch.equal(segments.ends_sequence[:n], host.ends_sequence)
+                and segments.ends_sequence[n:].all()
             )
             wanted = chunks_of(cut)
-            offsets, indices = segments.places
+            offsets, indices = segments.chunk_places
             assert offsets[-1] == len(wanted) <= len(indices)
             assert indices[: len(wanted)].tolist() == wanted
 
