@@ -116,18 +116,17 @@ def _fill_history(
     """Write the W - 1 ``token_rows [B S, P]`` before each chunk to
     ``buffer [W - 1, n, P]``."""
     past = len(buffer)
-    if isinstance(group.token, slice):
-        first = torch.arange(
-            group.token.start, group.token.stop, CHUNK, device=token_rows.device
-        )
+    token = group.token_of_place
+    if isinstance(token, slice):
+        first = torch.arange(token.start, token.stop, CHUNK, device=token_rows.device)
     else:
-        first = group.token[::CHUNK]
+        first = token[::CHUNK]
     place = first - torch.arange(past, 0, -1, device=token_rows.device)[:, None]
     torch.index_select(
         token_rows, 0, place.clamp(min=0).flatten(), out=buffer.flatten(0, 1)
     )
-    if group.begin_index is not None:
-        chunks, sequences = group.begin_index
+    if group.beginnings is not None:
+        chunks, sequences = group.beginnings
         if rows_before is None:
             buffer.index_fill_(1, chunks, 0)
         else:
@@ -148,12 +147,12 @@ class _GroupResults:
             self._shared = like[:1, :1]
         else:
             self._shared = None
-        self._rows = grid.rows_like(like if self._shared is None else like[..., :0])
+        self._rows = grid.new_rows(like if self._shared is None else like[..., :0])
 
     def put(self, group: ChunkGroup, chunks: Tensor) -> None:
         """Store ``chunks``, the results ``[n, 64, ...]`` of one group."""
         if self._shared is None:
-            self._grid.put_tokens(self._rows, group, chunks)
+            self._grid.write_chunks(self._rows, group, chunks)
 
     def tokens(self, rows: torch.Size) -> Tensor:
         """The results of all tokens, ``[B, S, ...]``; ``rows`` is ``(B, S)``."""

@@ -374,8 +374,8 @@ class _SolveAndPassStates(torch.autograd.Function):
         else:
             S = states[:-1].zero_()
             final = initial[:0]
-            assert group.begin_index is not None
-            S.index_copy_(0, group.begin_index[0], initial)
+            assert group.beginnings is not None
+            S.index_copy_(0, group.beginnings.chunks, initial)
         S = S.flatten(0, 1)
         if W is not None:
             y = y.baddbmm_(W, S)

@@ -1,7 +1,7 @@
 """Linear-attention rules in chunks, in plain torch, for any device, dtype and head dim.
 
-Each mixer's rule is a subclass of :class:`PlainRule` that makes
-:class:`.chunk_math.Values` of its inputs. The backward runs the forward again under
+Each mixer's rule is a subclass of :class:`PlainRule`; its method ``values`` computes
+:class:`.chunk_math.Values` from its inputs. The backward runs the forward again under
 autograd, one group of chunks at a time, so no pass keeps a tensor ``[T, C]``. Every
 reduction has a fixed order, so results repeat bit for bit.
 
@@ -44,66 +44,73 @@ from .chunk_math import Values, run_group
 
 
 class _ChunkedInputs:
-    """The rule's inputs of ``stage``, a forward or backward, cut into groups of
-    chunks."""
+    """The inputs of one forward or backward, cut into groups of chunks."""
 
     def __init__(
-        self, stage: PlainForward | PlainBackward, one_chunk_groups: bool = False
+        self, call: PlainForward | PlainBackward, one_chunk_groups: bool = False
     ) -> None:
-        """``one_chunk_groups``: let groups have one chunk on a CPU, so products have
-        one shape."""
-        rule = stage.rule
-        self.inputs = stage.inputs
-        documents = stage.documents
+        """Make the table of chunks.
+
+        With ``one_chunk_groups`` a group on a CPU has one chunk, so that all products
+        have one shape.
+        """
+        rule = call.rule
+        self.inputs = call.inputs
+        documents = call.documents
         k, v = self.inputs.k, self.inputs.v
-        self.values = rule.values
-        self.wide = torch.promote_types(v.dtype, torch.float32)
+        self.to_values = rule.values
+        self.dtype = torch.promote_types(v.dtype, torch.float32)
         if documents is None:
-            documents = documents_of_rows(stage.rows, v.device)
+            documents = documents_of_rows(call.rows, v.device)
         self.table = ChunkTable.of(
             documents, rule.chunk_size, v.shape[2], one_chunk_groups
         )
-        self.shape = (self.table.sequences, v.shape[2], k.shape[3], v.shape[3])
+        # [N, H, K, V]
+        self.state_shape = (self.table.sequences, v.shape[2], k.shape[3], v.shape[3])
 
-    def of(self, group: ChunkGroup, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_chunks(self, group: ChunkGroup, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The group's chunks ``[n heads, C, ...]`` of each tensor
         ``[B, T, heads, ...]``."""
         return [
-            self.table.to_chunks(x, group, self.wide).flatten(0, 1) for x in tensors
+            self.table.to_chunks(x, group, self.dtype).flatten(0, 1) for x in tensors
         ]
 
     def values_of(self, group: ChunkGroup) -> Values:
-        return self.values(self.inputs._make(self.of(group, self.inputs)))
+        return self.to_values(self.inputs._make(self.to_chunks(group, self.inputs)))
 
-    def state(self, states: Tensor | None) -> Tensor:
+    def states_or_zeros(self, states: Tensor | None) -> Tensor:
         """``states`` as a contiguous tensor ``[N, H, K, V]``; zeros for None."""
         if states is None:
-            return self.inputs.v.new_zeros(self.shape, dtype=self.wide)
-        return states.to(self.wide).reshape(self.shape).contiguous()
+            return self.inputs.v.new_zeros(self.state_shape, dtype=self.dtype)
+        return states.to(self.dtype).reshape(self.state_shape).contiguous()
 
     def run(
         self, group: ChunkGroup, *chunks_and_states: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """:func:`.chunk_math.run_group` of the inputs' chunks and the two states."""
         *chunks, carried, initial = chunks_and_states
-        values = self.values(self.inputs._make(chunks))
+        values = self.to_values(self.inputs._make(chunks))
         return run_group(group, values, carried, initial)
 
     def walk(
         self, groups: Sequence[ChunkGroup], initial: Tensor, extra_columns: int = 0
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Final states, and the state before each group and after the last group.
+        """The final states, and the state before each group and after the last one.
 
-        No token writes a value to the last ``extra_columns`` columns of the states.
+        ``initial`` is ``[N, H, K, V + extra_columns]``. Tokens write no value to the
+        extra columns.
         """
         carried: list[Tensor | None] = [None]
         final = initial.clone()
         for group in groups:
             x = self.values_of(group)
-            if extra_columns:  # columns to which no token writes a value
+            if extra_columns:
                 x = x._replace(u=F.pad(x.u, (0, extra_columns)))
-            first = group.taken(initial)
-            _, after, ended = run_group(group, x, carried[-1], first, output=False)
-            group.put(final, ended)
+            begins_from = group.select_states(initial)
+            _, after, ended = run_group(
+                group, x, carried[-1], begins_from, output=False
+            )
+            group.write_states(final, ended)
             carried.append(after)
         return final, carried
 
@@ -113,25 +120,25 @@ class PlainForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """``local``: final states from zeros. ``through``: final states from I without
-        writes of v.
+        """The state map, from one walk over states with extra columns.
 
-        If the rule erases nothing, ``through`` is diagonal, so one column of ones
-        replaces I.
+        The first V columns start from zeros and get the tokens' values: they end as
+        ``local``. The extra columns start from the identity and get no values: they end
+        as ``through``. If the rule erases nothing, ``through`` is diagonal, and one
+        column of ones takes the place of the identity.
         """
         chunks = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID)
-        initial = chunks.state(None)
-        N, H, K, V = chunks.shape
-        extra_columns = K if self.rule.erases else 1
-        kind = {"dtype": initial.dtype, "device": initial.device}
+        zeros = chunks.states_or_zeros(None)
+        N, H, K, V = chunks.state_shape
         if self.rule.erases:
-            enters = torch.eye(K, **kind)
+            start = torch.eye(K, dtype=zeros.dtype, device=zeros.device)
         else:
-            enters = torch.ones(K, 1, **kind)
-        enters = enters.expand(N, H, K, extra_columns)
-        with full_fp32_matmul(initial.device.type):
-            wide = torch.cat([initial, enters], dim=-1)
-            final, _ = chunks.walk(chunks.table.groups, wide, extra_columns)
+            start = torch.ones(K, 1, dtype=zeros.dtype, device=zeros.device)
+        extra_columns = start.shape[1]
+        start = start.expand(N, H, K, extra_columns)
+        with full_fp32_matmul(zeros.device.type):
+            initial = torch.cat([zeros, start], dim=-1)
+            final, _ = chunks.walk(chunks.table.groups, initial, extra_columns)
         local, through = final.split([V, extra_columns], dim=-1)
         return StateMap(local.contiguous(), through.contiguous())
 
@@ -140,33 +147,33 @@ class PlainForward(RuleForward):
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         chunks = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID)
-        like = self.inputs.v
+        v = self.inputs.v
         table = chunks.table
-        entering = chunks.state(initial)
-        walks = final or not table.one_chunk_per_sequence
-        rows = table.rows_like(like)
+        initial = chunks.states_or_zeros(initial)
+        pass_states = final or not table.one_chunk_per_sequence
+        rows = table.new_rows(v)
         carried = None
-        if walks:
-            leaving = entering.clone()
+        if pass_states:
+            final_states = initial.clone()
         else:
-            leaving = entering
-        with full_fp32_matmul(like.device.type):
+            final_states = initial
+        with full_fp32_matmul(v.device.type):
             for group in table.groups:
                 o, carried, ended = run_group(
                     group,
                     chunks.values_of(group),
                     carried,
-                    group.taken(entering),
-                    pass_states=walks,
+                    group.select_states(initial),
+                    pass_states=pass_states,
                     set_aside=True,
                 )
-                if walks:
-                    group.put(leaving, ended)
+                if pass_states:
+                    group.write_states(final_states, ended)
                 assert o is not None
-                table.put(rows, group, o)
+                table.write_head_chunks(rows, group, o)
                 del o
-        o = in_rows(table.to_tokens(rows, like), self.rows)
-        return RuleOutput(o, leaving if final else None, Saved())
+        o = in_rows(table.to_tokens(rows, v), self.rows)
+        return RuleOutput(o, final_states if final else None, Saved())
 
 
 class PlainBackward(RuleBackward):
@@ -190,45 +197,53 @@ class PlainBackward(RuleBackward):
     def _run(
         self, initial: Tensor | None, d_final: Tensor | None, of_inputs: bool = True
     ) -> tuple[Gradients, Tensor]:
-        """Gradients of the inputs (unless ``of_inputs`` is False) and of the initial
-        states."""
+        """The gradients of the inputs and of the initial states.
+
+        Without ``of_inputs`` the first result is None. Then the states before groups
+        are not needed: the gradient of a state does not depend on states, since the
+        rule is affine in them.
+        """
         chunks = _ChunkedInputs(self)
         inputs = self.inputs if of_inputs else ()
         table = chunks.table
-        entering = chunks.state(initial)
-        rows = [table.rows_like(x) for x in inputs]
-        d_leaving = chunks.state(d_final)
-        d_entering = d_leaving.clone()
-        d_carried = torch.zeros_like(d_leaving[0])
+        initial = chunks.states_or_zeros(initial)
+        d_rows = [table.new_rows(x) for x in inputs]
+        d_final = chunks.states_or_zeros(d_final)
+        d_initial = d_final.clone()
+        d_carried = torch.zeros_like(d_final[0])
         with full_fp32_matmul(self.d_o.device.type):
-            starts: list[Tensor | None] = [d_carried] * len(table.groups)
-            starts[0] = None
+            # the state before each group; None before the first
+            carried: list[Tensor | None] = [d_carried] * len(table.groups)
+            carried[0] = None
             if of_inputs:
-                starts = chunks.walk(table.groups[:-1], entering)[1]
+                _, carried = chunks.walk(table.groups[:-1], initial)
             for group in reversed(table.groups):
-                constants = chunks.of(group, self.inputs)
-                leaves = ()
+                input_chunks = chunks.to_chunks(group, self.inputs)
+                run = partial(chunks.run, group)
+                differentiated: list[Tensor | None] = []
                 if of_inputs:
-                    constants, leaves = (), constants
-                *grads, d_carried, d_first = gradients(
-                    partial(chunks.run, group, *constants),
-                    (*leaves, starts.pop(), group.taken(entering)),
-                    (
-                        chunks.of(group, [self.d_o])[0],
-                        d_carried,
-                        group.taken(d_leaving, ends=True),
-                    ),
+                    differentiated += input_chunks
+                else:
+                    run = partial(run, *input_chunks)
+                differentiated += [carried.pop(), group.select_states(initial)]
+                d_outputs = (
+                    chunks.to_chunks(group, [self.d_o])[0],
+                    d_carried,
+                    group.select_states(d_final, ends=True),
                 )
-                group.put(d_entering, d_first, begins=True)
-                for to, gradient in zip(rows, grads, strict=True):
-                    table.put(to, group, gradient)
-                del constants, leaves, grads
+                *d_inputs, d_carried, d_begins = gradients(
+                    run, differentiated, d_outputs
+                )
+                group.write_states(d_initial, d_begins, begins=True)
+                for rows, gradient in zip(d_rows, d_inputs, strict=True):
+                    table.write_head_chunks(rows, group, gradient)
+                del input_chunks, run, differentiated, d_outputs, d_inputs
         if not of_inputs:
-            return None, d_entering
-        found = (
-            table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True)
-        )
-        return self.rule.grads(*(in_rows(x, self.rows) for x in found)), d_entering
+            return None, d_initial
+        of_tokens = []
+        for rows, like in zip(d_rows, inputs, strict=True):
+            of_tokens.append(in_rows(table.to_tokens(rows, like), self.rows))
+        return self.rule.grads(*of_tokens), d_initial
 
 
 class PlainRule(Rule):
@@ -236,13 +251,13 @@ class PlainRule(Rule):
     channel."""
 
     name = "reference"
-    # the least promise; the constructor's ``bits`` may promise more
+    # this rule promises no less; the constructor's ``bits`` may promise more
     bits = Bits.DETERMINISTIC
     backward_reads = frozenset(RuleInputs._fields)
     forward = PlainForward
     backward = PlainBackward
-    grads: ClassVar[Callable[..., Gradients]] = RuleGrads
-    erases = True
+    grads: ClassVar[Callable[..., Gradients]] = RuleGrads  # the type of the gradients
+    erases = True  # whether a token erases a value from the state before it writes
     chunk_size = CHUNK
     scale: float | None = None  # factor of the output; None: 1 / sqrt(K)
 
@@ -261,8 +276,10 @@ class PlainRule(Rule):
         return cls(bits)
 
     def values(self, chunks: Inputs) -> Values:
-        """The rows that :func:`.chunk_math.run_group` reads, from the inputs' chunks
-        ``[n, C, ...]``."""
+        """The values for :func:`.chunk_math.run_group`.
+
+        ``chunks`` are the inputs' chunks ``[n heads, C, ...]``.
+        """
         q, k, v, g, beta = chunks
         if self.scale is None:
             scale = k.shape[-1] ** -0.5

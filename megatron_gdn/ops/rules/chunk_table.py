@@ -1,11 +1,12 @@
-"""Tables of the chunks of a batch and of groups of chunks, and the walk over a group.
+"""Tables of the chunks of a batch, cut into groups, and the walk over a group.
 
-The walk carries the state from chunk to chunk. At a chunk where a sequence begins, the
-sequence's initial state replaces the carried state. In fixed buffers only the device
-knows where sequences begin, so the walk includes the empty chunks at the end.
+Each chunk has C places for tokens; the places after the last token of a sequence are
+empty. The walk carries the state from chunk to chunk. Where a sequence begins, its
+initial state replaces the carried state. In fixed buffers only the device knows where
+sequences begin, so the walk includes the empty chunks at the end.
 
-Legend: N sequences (in fixed buffers also the empty sequences), n chunks, C tokens of a
-chunk.
+Legend: N sequences (in fixed buffers also the empty sequences), n chunks of a group, C
+tokens of a chunk, T tokens of the buffer, H heads.
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ from ..documents import Documents, chunk_places_of
 from ..host_tables import to_device
 
 CHUNK = 64  # tokens
-# Chunks times heads of a group: enough products of 64 x 64 to fill a GPU. The number is
-# not a power of two, since documents in a buffer of 2^15 tokens have a few more chunks
-# than 2^15 / 64, and these few chunks would need another group.
+# Chunks times heads of a group: enough products of 64 x 64 to fill a GPU. A power of two
+# would be worse: documents in a buffer of 2^15 tokens have a few more chunks than
+# 2^15 / 64, and these few chunks would need another group.
 _PRODUCTS_PER_GROUP = 1536
 
 
 def chunks_at_once(heads: int) -> int:
-    """The number of chunks of a group, which are computed together, for ``heads``
-    heads."""
+    """How many chunks a group has if there are ``heads`` heads."""
     return max(1, _PRODUCTS_PER_GROUP // heads)
 
 
@@ -41,46 +41,69 @@ def fills_last_group(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+class ChunkSequences(NamedTuple):
+    """The chunks of a group in which sequences begin (or end), and these sequences."""
+
+    chunks: Tensor  # int64, the number of each chunk in the group
+    sequences: Tensor  # int64, the sequence that begins (or ends) in each chunk
+
+
+class WalkedStates(NamedTuple):
+    """The result of :meth:`ChunkGroup.walk`."""
+
+    entering: Tensor  # [n, H, K, V], the state that enters each chunk
+    carried: Tensor  # [H, K, V], the state that leaves the group
+    final: Tensor  # the states that leave the sequences which end in the group
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkGroup:
-    """Consecutive chunks that are computed together; each chunk has C slots for
+    """Successive chunks that are computed together; each chunk has C places for
     tokens."""
 
-    slots: slice  # the group's slots in the table
-    chunks: int  # the number of chunks that :meth:`walk` visits; later chunks are empty
-    # int64, the token in each slot; empty slots repeat some token
-    token: Tensor | slice
-    empty: Tensor | None  # bool, whether each slot is empty; None: no slot is empty
+    places: slice  # the group's places in the table
+    # the number of chunks that :meth:`walk` visits; later chunks are empty
+    visited_chunks: int
+    # int64, the token at each place; empty places repeat some token
+    token_of_place: Tensor | slice
+    # bool, whether each place is empty; None: no place is empty
+    empty_places: Tensor | None
     # the group's tokens in the buffer; None: only the device knows
     tokens: slice | None = None
-    slot: Tensor | None = None  # int64, the slot of each token; None: no slot is empty
-    # int64: the chunks in which a sequence begins (ends), and the numbers of those
-    # sequences.
-    begin_index: tuple[Tensor, Tensor] | None = None
-    end_index: tuple[Tensor, Tensor] | None = None
-    begins: tuple[int, ...] = ()  # begin_index[0] on the host
-    ends: tuple[int, ...] = ()  # end_index[0] on the host
+    # int64, the place of each token in the group; None: no place is empty
+    place_of_token: Tensor | None = None
+    # None: no sequence begins (or ends) in the group
+    beginnings: ChunkSequences | None = None
+    endings: ChunkSequences | None = None
+    begin_chunks: tuple[int, ...] = ()  # ``beginnings.chunks`` on the host
+    end_chunks: tuple[int, ...] = ()  # ``endings.chunks`` on the host
 
-    def taken(self, states: Tensor, *, ends: bool = False) -> Tensor:
-        """The ``states`` of the sequences that begin (with ``ends``: that end) in the
-        group."""
+    def select_states(self, states: Tensor, *, ends: bool = False) -> Tensor:
+        """Of ``states [N, ...]`` those of the sequences that begin in the group.
+
+        With ``ends``, those of the sequences that end in the group.
+        """
         if ends:
-            index = self.end_index
+            found = self.endings
         else:
-            index = self.begin_index
-        if index is None:
+            found = self.beginnings
+        if found is None:
             return states[:0]
-        return states.index_select(0, index[1])
+        return states.index_select(0, found.sequences)
 
-    def put(self, states: Tensor, new: Tensor, *, begins: bool = False) -> None:
-        """Set the states of sequences that end (with ``begins``: begin) in the group to
-        ``new``."""
+    def write_states(
+        self, states: Tensor, new: Tensor, *, begins: bool = False
+    ) -> None:
+        """Write ``new`` to ``states [N, ...]`` for the sequences that end in the group.
+
+        With ``begins``, for the sequences that begin in the group.
+        """
         if begins:
-            index = self.begin_index
+            found = self.beginnings
         else:
-            index = self.end_index
-        if index is not None:
-            states.index_copy_(0, index[1], new)
+            found = self.endings
+        if found is not None:
+            states.index_copy_(0, found.sequences, new)
 
     def walk(
         self,
@@ -89,62 +112,73 @@ class ChunkGroup:
         carried: Tensor | None,
         given: Tensor,
         back: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply ``S -> through @ S + added`` to each chunk in order; ``back``: in reverse
-        order.
+    ) -> WalkedStates:
+        """Apply ``S -> through @ S + added`` chunk after chunk, for all heads.
+
+        With ``back`` the walk starts at the last chunk; so the gradients of states pass
+        through the group.
 
         Args:
             through: ``[n, H, K, K]``; or ``[n, H, K or 1, 1]``, a factor of each row.
-            states: ``[n + 1, H, K, V]``, overwritten; ``added`` of the n chunks is in
-                ``states[1:]`` (``back``: in ``states[:-1]``).
-            carried: ``[H, K, V]``, the state from the group before (``back``: the group
-                after); None if a sequence begins with the group.
-            given: what :meth:`taken` returns; ``back``: what ``taken(.., ends=True)``
-                returns.
-
-        Returns:
-            The state that enters every chunk ``[n, H, K, V]``, the state that leaves
-            the group, and the states ``new`` for :meth:`put`.
+            states: ``[n + 1, H, K, V]``, overwritten. At first ``states[1:]`` holds
+                ``added`` of the chunks; with ``back`` ``states[:-1]`` does.
+            carried: ``[H, K, V]``, the state from the group before; with ``back`` from
+                the group after. None: no group is there.
+            given: the states with which sequences start in this direction, as
+                ``select_states(initial)`` gives them; with ``back`` as
+                ``select_states(d_final, ends=True)``.
         """
-        entering, leaving = (
-            (states[1:], states[:-1]) if back else (states[:-1], states[1:])
-        )
-        opens = self.begin_index
-        closes = self.end_index
-        closing = self.ends
         if back:
-            opens, closes, closing = closes, opens, self.begins
+            entering = states[1:]
+            leaving = states[:-1]
+            starting = self.endings
+            stopping = self.beginnings
+            stop_chunks = self.begin_chunks
+            first = self.visited_chunks - 1
+            last = 0
+        else:
+            entering = states[:-1]
+            leaving = states[1:]
+            starting = self.beginnings
+            stopping = self.endings
+            stop_chunks = self.end_chunks
+            first = 0
+            last = self.visited_chunks - 1
         # A sequence's final state and the next sequence's initial state have the same
         # place in ``states``, so final states have a buffer of their own. This buffer
         # has only this group's sequences: in a buffer of all sequences a state's
         # alignment, and so its last bits on a CPU, would depend on other sequences.
-        if closes is None:
-            left = leaving[:0]
+        if stopping is None:
+            final = leaving[:0]
         else:
-            left = leaving.index_select(0, closes[0])
+            final = leaving.index_select(0, stopping.chunks)
         if carried is not None:
-            entering[self.chunks - 1 if back else 0].copy_(carried)
-        if opens is not None:
-            entering.index_copy_(0, opens[0], given)
-        into = entering.unbind(0)
-        out_of = leaving.unbind(0)
+            entering[first].copy_(carried)
+        if starting is not None:
+            entering.index_copy_(0, starting.chunks, given)
+        state_into = entering.unbind(0)
+        state_out_of = leaving.unbind(0)
         factors = through.unbind(0)
-        places = {c: place for place, c in enumerate(closing)}
-        step = _multiply_add(through)
+        index_in_final = {chunk: index for index, chunk in enumerate(stop_chunks)}
+        add_product = _method_that_adds_product(through)
         for c in self._order(back):
-            step(left[places[c]] if c in places else out_of[c], factors[c], into[c])
-        return entering, out_of[0 if back else self.chunks - 1].clone(), left
+            if c in index_in_final:
+                target = final[index_in_final[c]]
+            else:
+                target = state_out_of[c]
+            add_product(target, factors[c], state_into[c])
+        return WalkedStates(entering, state_out_of[last].clone(), final)
 
     def _order(self, back: bool) -> range:
         """The numbers of the chunks in the order of the walk."""
         if back:
-            return range(self.chunks)[::-1]
-        return range(self.chunks)
+            return range(self.visited_chunks)[::-1]
+        return range(self.visited_chunks)
 
 
-def _multiply_add(through: Tensor) -> Callable:
-    """torch's in-place method that adds ``through S``, for matrices or row factors
-    ``through``."""
+def _method_that_adds_product(through: Tensor) -> Callable:
+    """torch's in-place method that adds ``through S``: ``baddbmm_`` if ``through`` has
+    matrices, ``addcmul_`` if it has row factors."""
     if through.shape[-1] > 1:
         return torch.Tensor.baddbmm_
     return torch.Tensor.addcmul_
@@ -155,24 +189,27 @@ class GroupOnDevice(ChunkGroup):
     """A group in fixed buffers: only the device knows which chunk belongs to which
     sequence."""
 
-    sequence: Tensor  # int64 [n], the sequence of each chunk
-    begin: Tensor  # bool [n], whether a sequence begins with the chunk
-    end: Tensor  # bool [n], whether a sequence ends with the chunk
-    # int64 [N], each sequence's first chunk, clamped to the group's chunks
-    first: Tensor
-    last: Tensor  # int64 [N], each sequence's last chunk, clamped to the group's chunks
-    # bool [N, 1, 1, 1], whether the sequence's first chunk is in the group
-    first_here: Tensor
-    # bool [N, 1, 1, 1], whether the sequence's last chunk is in the group
-    last_here: Tensor
+    sequence_of_chunk: Tensor  # int64 [n]
+    begins_sequence: Tensor  # bool [n], whether a sequence begins with the chunk
+    ends_sequence: Tensor  # bool [n], whether a sequence ends with the chunk
+    # int64 [N], the first and the last chunk of each sequence, clamped to the group
+    first_chunk: Tensor
+    last_chunk: Tensor
+    # bool [N, 1, 1, 1], whether the sequence's first (last) chunk is in the group
+    has_first_chunk: Tensor
+    has_last_chunk: Tensor
 
-    def taken(self, states: Tensor, *, ends: bool = False) -> Tensor:
+    def select_states(self, states: Tensor, *, ends: bool = False) -> Tensor:
         return states
 
-    def put(self, states: Tensor, new: Tensor, *, begins: bool = False) -> None:
-        states.copy_(
-            torch.where(self.first_here if begins else self.last_here, new, states)
-        )
+    def write_states(
+        self, states: Tensor, new: Tensor, *, begins: bool = False
+    ) -> None:
+        if begins:
+            is_here = self.has_first_chunk
+        else:
+            is_here = self.has_last_chunk
+        states.copy_(torch.where(is_here, new, states))
 
     def walk(
         self,
@@ -181,22 +218,26 @@ class GroupOnDevice(ChunkGroup):
         carried: Tensor | None,
         given: Tensor,
         back: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> WalkedStates:
         if back:
             leaving = states[:-1]
+            starts = self.ends_sequence
+            stop_chunk = self.first_chunk
         else:
             leaving = states[1:]
-        step = _multiply_add(through)
-        opens, closes = (self.end, self.first) if back else (self.begin, self.last)
-        entering = given.index_select(0, self.sequence)
+            starts = self.begins_sequence
+            stop_chunk = self.last_chunk
+        add_product = _method_that_adds_product(through)
+        # At first ``entering`` holds, for each chunk, the given state of its sequence.
+        entering = given.index_select(0, self.sequence_of_chunk)
         if carried is None:
             S = torch.zeros_like(given[0])
         else:
             S = carried
         for c in self._order(back):
-            S = entering[c].copy_(torch.where(opens[c], entering[c], S))
-            S = step(leaving[c], through[c], S)
-        return entering, S.clone(), leaving.index_select(0, closes)
+            S = entering[c].copy_(torch.where(starts[c], entering[c], S))
+            S = add_product(leaving[c], through[c], S)
+        return WalkedStates(entering, S.clone(), leaving.index_select(0, stop_chunk))
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,13 +252,15 @@ class ChunkTable:
     chunk_size: int
     sequences: int
     groups: tuple[ChunkGroup, ...]
-    # int64 [T], each token's slot; None if the groups have ``tokens``
-    slot: Tensor | None
+    # int64 [T], the place of each token; None if the groups have ``tokens``
+    place_of_token: Tensor | None
 
     @cached_property
     def one_chunk_per_sequence(self) -> bool:
         """Whether every chunk is a whole sequence, as in a decode step on the grid."""
-        return all(len(group.begins) == group.chunks for group in self.groups)
+        return all(
+            len(group.begin_chunks) == group.visited_chunks for group in self.groups
+        )
 
     @staticmethod
     def of(
@@ -226,8 +269,10 @@ class ChunkTable:
         heads: int,
         one_chunk_groups: bool = False,
     ) -> ChunkTable:
-        """The cached table; with ``one_chunk_groups`` a group on a CPU has one
-        chunk."""
+        """The table of ``documents``, kept on ``documents``.
+
+        With ``one_chunk_groups`` a group on a CPU has one chunk.
+        """
         fill_up = fills_last_group(documents.device)
         if one_chunk_groups and not fill_up:
             chunks_per_group = 1
@@ -237,7 +282,7 @@ class ChunkTable:
 
     def chunks_in(self, group: ChunkGroup) -> int:
         """The number of chunks of the group, including empty chunks."""
-        return (group.slots.stop - group.slots.start) // self.chunk_size
+        return (group.places.stop - group.places.start) // self.chunk_size
 
     def to_chunks(
         self,
@@ -248,67 +293,66 @@ class ChunkTable:
     ) -> Tensor:
         """Copy the group's tokens of ``x [B, T, H, ...]`` to chunks
         ``[n, H, C, ...]``."""
-        rows = x.flatten(0, 1)[group.token]
-        if group.empty is not None:  # zeros neither change nor decay a state
-            rows.masked_fill_(group.empty.view((-1,) + (1,) * (rows.dim() - 1)), 0)
+        rows = x.flatten(0, 1)[group.token_of_place]
+        if group.empty_places is not None:  # zeros neither change nor decay a state
+            one_per_row = (-1,) + (1,) * (rows.dim() - 1)
+            rows.masked_fill_(group.empty_places.view(one_per_row), 0)
         chunks = rows.unflatten(0, (-1, self.chunk_size)).movedim(1, 2)
         if out is None:
             out = torch.empty(chunks.shape, dtype=dtype, device=x.device)
         return out.copy_(chunks)
 
-    def rows_like(self, x: Tensor) -> Tensor:
-        """An uninitialised tensor for :meth:`put`, with the heads and dtype of
-        ``x``."""
+    def new_rows(self, x: Tensor) -> Tensor:
+        """Uninitialised rows, one per token or place, to which :meth:`write_chunks`
+        writes; heads and dtype are those of ``x [B, T, H, ...]``."""
+        count = 0
         if self.groups:
             last = self.groups[-1]
-        else:
-            last = None
-        if last is None:
-            count = 0
-        else:
-            count = (last.tokens or last.slots).stop
+            count = (last.tokens or last.places).stop
         return x.new_empty((count,) + x.shape[2:])
 
-    def put(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
+    def write_head_chunks(
+        self, rows: Tensor, group: ChunkGroup, chunks: Tensor
+    ) -> None:
         """Write chunks ``[n * H, C]`` or ``[n * H, C, D]`` to the group's tokens in
         ``rows``."""
-        self.put_tokens(
-            rows, group, chunks.unflatten(0, (-1, rows.shape[1])).movedim(2, 1)
-        )
+        by_head = chunks.unflatten(0, (-1, rows.shape[1]))
+        self.write_chunks(rows, group, by_head.movedim(2, 1))
 
-    def put_tokens(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
+    def write_chunks(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
         """Write chunks ``[n, C, ...]`` to the group's tokens in ``rows``."""
-        # the group has empty slots, which this copy leaves out
-        if group.slot is not None:
-            rows[group.tokens] = (
-                chunks.flatten(0, 1).index_select(0, group.slot).to(rows.dtype)
-            )
+        if group.place_of_token is not None:  # some places are empty: leave them out
+            of_tokens = chunks.flatten(0, 1).index_select(0, group.place_of_token)
+            rows[group.tokens] = of_tokens.to(rows.dtype)
             return
-        to = rows[group.slots if group.tokens is None else group.tokens]
-        to.unflatten(0, (-1, self.chunk_size)).copy_(chunks)
+        if group.tokens is None:
+            target = rows[group.places]
+        else:
+            target = rows[group.tokens]
+        target.unflatten(0, (-1, self.chunk_size)).copy_(chunks)
 
     def to_tokens(self, rows: Tensor, like: Tensor) -> Tensor:
-        """The ``rows`` that :meth:`put` wrote, in token order and in the shape of
-        ``like``."""
-        return (rows if self.slot is None else rows.index_select(0, self.slot)).view(
-            like.shape
-        )
+        """The ``rows`` that :meth:`write_chunks` wrote, in token order and in the shape
+        of ``like``."""
+        if self.place_of_token is not None:
+            rows = rows.index_select(0, self.place_of_token)
+        return rows.view(like.shape)
 
 
 class _TokenPlaces(NamedTuple):
     """The places of tokens in n chunks; on a GPU empty chunks at the end fill up the
     last group."""
 
-    slot: Tensor  # int64 [T], the slot of each token
-    # int64 [n * C], the token in each slot; empty slots repeat some token
-    token: Tensor
-    empty: Tensor  # bool [n * C]
-    sequence: Tensor  # int64 [n]
-    begins: Tensor  # bool [n], whether the chunk is the first of its sequence
-    ends: Tensor  # bool [n], whether the chunk is the last of its sequence
-    first: Tensor  # int64 [N], the first chunk of each sequence
-    last: Tensor  # int64 [N], the last chunk of each sequence
-    filled: Tensor  # bool [N], whether the sequence has tokens
+    place_of_token: Tensor  # int64 [T]
+    # int64 [n * C], the token at each place; empty places repeat some token
+    token_of_place: Tensor
+    empty_places: Tensor  # bool [n * C]
+    sequence_of_chunk: Tensor  # int64 [n]
+    begins_sequence: Tensor  # bool [n], whether the chunk is the first of its sequence
+    ends_sequence: Tensor  # bool [n], whether the chunk is the last of its sequence
+    first_chunk: Tensor  # int64 [N], the first chunk of each sequence
+    last_chunk: Tensor  # int64 [N], the last chunk of each sequence
+    has_tokens: Tensor  # bool [N], whether the sequence has tokens
 
 
 def _token_places(documents: Documents, C: int, chunk_count: int) -> _TokenPlaces:
@@ -316,34 +360,39 @@ def _token_places(documents: Documents, C: int, chunk_count: int) -> _TokenPlace
     the end."""
     starts = documents.starts.long()
     document_T = documents.document_T()
+    # offset: each sequence's first chunk; indices: each chunk's sequence and number
     offset, indices = (x.long() for x in chunk_places_of(documents, C))
     device = starts.device
     T = documents.total_tokens
-    sequence, place = F.pad(indices, (0, 0, 0, chunk_count - len(indices))).unbind(1)
+    missing = chunk_count - len(indices)
+    sequence, number_in_sequence = F.pad(indices, (0, 0, 0, missing)).unbind(1)
     number = torch.arange(chunk_count, device=device)
     real = number < offset[-1]
     sequence = torch.where(real, sequence, documents.sequences - 1)
-    token = (starts[sequence] + place * C)[:, None] + torch.arange(C, device=device)
+    first_token = starts[sequence] + number_in_sequence * C
+    token = first_token[:, None] + torch.arange(C, device=device)
+    after_sequence = token >= starts[sequence + 1][:, None]
     position_T = torch.arange(T, device=device) - starts[document_T]
     return _TokenPlaces(
-        slot=offset[document_T] * C + position_T,
-        token=token.clamp(max=T - 1).flatten(),
-        empty=(~real[:, None] | (token >= starts[sequence + 1][:, None])).flatten(),
-        sequence=sequence,
-        begins=real & (number == offset[sequence]),
-        ends=real & (number + 1 == offset[sequence + 1]),
-        first=offset[:-1],
-        last=offset[1:] - 1,
-        filled=offset[1:] > offset[:-1],
+        place_of_token=offset[document_T] * C + position_T,
+        token_of_place=token.clamp(max=T - 1).flatten(),
+        empty_places=(~real[:, None] | after_sequence).flatten(),
+        sequence_of_chunk=sequence,
+        begins_sequence=real & (number == offset[sequence]),
+        ends_sequence=real & (number + 1 == offset[sequence + 1]),
+        first_chunk=offset[:-1],
+        last_chunk=offset[1:] - 1,
+        has_tokens=offset[1:] > offset[:-1],
     )
 
 
 def _build_table(
     documents: Documents, C: int, chunks_per_group: int, fill_up: bool
 ) -> ChunkTable:
-    """The table in groups of ``chunks_per_group``; ``fill_up``: fill the last with
-    empty chunks."""
-    n, N = documents.max_chunks(C), max(documents.sequences, 1)
+    """The table in groups of ``chunks_per_group`` chunks; with ``fill_up`` empty chunks
+    give the last group this size too."""
+    n = documents.max_chunks(C)
+    N = max(documents.sequences, 1)
     if n == 0:
         return ChunkTable(C, N, (), None)
     if fill_up:
@@ -355,16 +404,14 @@ def _build_table(
     for start in range(0, n, chunks_per_group):
         stop = min(start + chunks_per_group, chunk_count)
         if documents.known_on_host:
-            groups.append(
-                _group(places, C, start, stop, min(stop, n), documents.device)
-            )
+            group = _group(places, C, start, stop, min(stop, n), documents.device)
         else:
-            groups.append(
-                _group_on_device(documents, places, C, chunk_count, start, stop)
-            )
-    return ChunkTable(
-        C, N, tuple(groups), None if documents.known_on_host else places.slot
-    )
+            group = _group_on_device(documents, places, C, chunk_count, start, stop)
+        groups.append(group)
+    place_of_token = None
+    if not documents.known_on_host:
+        place_of_token = places.place_of_token
+    return ChunkTable(C, N, tuple(groups), place_of_token)
 
 
 def _group(
@@ -375,52 +422,62 @@ def _group(
     first_empty: int,
     device: torch.device,
 ) -> ChunkGroup:
-    """The group of chunks ``start`` to ``stop``; chunks number ``first_empty`` and on
-    are empty."""
-    slots = slice(start * C, stop * C)
-    chunks = slice(start, stop)
-    token = places.token[slots]
-    empty = places.empty[slots]
-    of_tokens = (~empty).nonzero()[:, 0]
+    """The group of chunks ``start`` to ``stop``, for documents that the host knows;
+    chunks number ``first_empty`` and on are empty."""
+    of_group = slice(start * C, stop * C)
+    token = places.token_of_place[of_group]
+    empty = places.empty_places[of_group]
+    place_of_token = (~empty).nonzero()[:, 0]
     first = int(token[0])
-    full = len(of_tokens) == len(token)
-    tokens = slice(first, first + len(of_tokens))
-
-    def index(here: Tensor) -> tuple[tuple[int, ...], tuple[Tensor, Tensor] | None]:
-        """Chunks where ``here`` is True, as ints; these chunks and their sequences, as
-        tensors."""
-        chunk = here[chunks].nonzero()[:, 0]
-        if not len(chunk):
-            return (), None
-        chunks_and_sequences = torch.stack([chunk, places.sequence[chunks][chunk]])
-        of, sequences = to_device(chunks_and_sequences, device)
-        return tuple(chunk.tolist()), (of, sequences)
-
-    begins, begin_index = index(places.begins)
-    ends, end_index = index(places.ends)
-    return ChunkGroup(
-        slots=slots,
-        chunks=first_empty - start,
-        token=tokens if full else to_device(token, device),
-        empty=None if full else to_device(empty, device),
-        tokens=tokens,
-        slot=None if full else to_device(of_tokens, device),
-        begin_index=begin_index,
-        end_index=end_index,
-        begins=begins,
-        ends=ends,
+    tokens = slice(first, first + len(place_of_token))
+    begin_chunks, beginnings = _chunks_where(
+        places.begins_sequence, places, start, stop, device
     )
+    end_chunks, endings = _chunks_where(
+        places.ends_sequence, places, start, stop, device
+    )
+    is_full = len(place_of_token) == len(token)
+    return ChunkGroup(
+        places=of_group,
+        visited_chunks=first_empty - start,
+        token_of_place=tokens if is_full else to_device(token, device),
+        empty_places=None if is_full else to_device(empty, device),
+        tokens=tokens,
+        place_of_token=None if is_full else to_device(place_of_token, device),
+        beginnings=beginnings,
+        endings=endings,
+        begin_chunks=begin_chunks,
+        end_chunks=end_chunks,
+    )
+
+
+def _chunks_where(
+    selected: Tensor, places: _TokenPlaces, start: int, stop: int, device: torch.device
+) -> tuple[tuple[int, ...], ChunkSequences | None]:
+    """The chunks from ``start`` to ``stop`` where ``selected`` (bool, per chunk) is
+    True: their numbers on the host, and with their sequences on ``device``."""
+    chunk = selected[start:stop].nonzero()[:, 0]
+    if not len(chunk):
+        return (), None
+    sequence = places.sequence_of_chunk[start:stop][chunk]
+    # one copy to the device for both
+    chunks, sequences = to_device(torch.stack([chunk, sequence]), device)
+    return tuple(chunk.tolist()), ChunkSequences(chunks, sequences)
 
 
 def _sequences_of_group(
     documents: Documents, C: int, chunk_count: int, start: int, stop: int
 ) -> tuple[Tensor, ...]:
-    """A group's fields ``first``, ``last``, ``first_here`` and ``last_here``."""
+    """The fields ``first_chunk``, ``last_chunk``, ``has_first_chunk`` and
+    ``has_last_chunk`` of a group in fixed buffers."""
     places = documents.keep_tensors(_token_places, C, chunk_count, move=False)
-    both = places.first, places.last
-    inside = [(chunk - start).clamp(0, stop - start - 1) for chunk in both]
-    here = [places.filled & (chunk >= start) & (chunk < stop) for chunk in both]
-    return tuple(inside + [x.view(-1, 1, 1, 1) for x in here])
+    clamped = []
+    is_here = []
+    for chunk in (places.first_chunk, places.last_chunk):
+        clamped.append((chunk - start).clamp(0, stop - start - 1))
+        inside = places.has_tokens & (chunk >= start) & (chunk < stop)
+        is_here.append(inside.view(-1, 1, 1, 1))
+    return tuple(clamped + is_here)
 
 
 def _group_on_device(
@@ -431,22 +488,22 @@ def _group_on_device(
     start: int,
     stop: int,
 ) -> ChunkGroup:
-    """The group of chunks ``start`` to ``stop`` of fixed buffers."""
-    slots = slice(start * C, stop * C)
+    """The group of chunks ``start`` to ``stop`` in fixed buffers."""
+    of_group = slice(start * C, stop * C)
     chunks = slice(start, stop)
-    first, last, first_here, last_here = documents.keep_tensors(
+    first_chunk, last_chunk, has_first_chunk, has_last_chunk = documents.keep_tensors(
         _sequences_of_group, C, chunk_count, start, stop
     )
     return GroupOnDevice(
-        slots,
+        of_group,
         stop - start,
-        places.token[slots],
-        places.empty[slots],
-        sequence=places.sequence[chunks],
-        begin=places.begins[chunks],
-        end=places.ends[chunks],
-        first=first,
-        last=last,
-        first_here=first_here,
-        last_here=last_here,
+        places.token_of_place[of_group],
+        places.empty_places[of_group],
+        sequence_of_chunk=places.sequence_of_chunk[chunks],
+        begins_sequence=places.begins_sequence[chunks],
+        ends_sequence=places.ends_sequence[chunks],
+        first_chunk=first_chunk,
+        last_chunk=last_chunk,
+        has_first_chunk=has_first_chunk,
+        has_last_chunk=has_last_chunk,
     )

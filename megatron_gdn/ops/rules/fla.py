@@ -119,9 +119,11 @@ class FlaForward(RuleForward):
 
     def _chunk_products(self) -> ChunkProducts:
         """The :class:`ChunkProducts` of these inputs, computed at the first call."""
-        if self._products is None:
-            self._products = self.rule.chunk_products(self)
-        return self._products
+        products = self._products
+        if products is None:
+            products = self.rule.chunk_products(self)
+            self._products = products
+        return products
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
