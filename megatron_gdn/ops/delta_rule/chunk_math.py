@@ -1,13 +1,12 @@
-"""Computes a group of chunks of a linear-attention rule in plain torch; autograd
-differentiates it.
+"""A group of chunks of a linear-attention rule in plain torch, for autograd.
 
-The log-decay g is per head or per channel. A token writes the value u under the key k,
-and erases the value of the state S under the key e (Mamba2 erases nothing):
+The log-decay g is per head or per channel. A token erases from the state S the value
+that its key e reads (Mamba2 erases nothing), and writes the value u under its key k:
 
     S_t = D_t S_{t-1} + k_t (u_t - e_t^T D_t S_{t-1})    D_t = exp(g_t)  o_t = S_t^T q_t
 
-A chunk is computed by matrix products. G_t is the sum of g from the chunk's start, y_t
-the value that token t writes after erasing, and S the state before the chunk:
+A chunk is computed by matrix products. G_t is the sum of g from the chunk's start to
+token t, y_t is u_t without the erased value, and S is the state before the chunk:
 
     (I + A) y = u - e_in S      A_ij = e_i . exp(G_i - G_j) k_j, j < i   e_in = exp(G) e
     o         = q_in S + P y    P_ij = q_i . exp(G_i - G_j) k_j, j <= i  q_in = exp(G) q
@@ -39,8 +38,10 @@ from .triangular import unit_lower_inverse
 
 
 class Values(NamedTuple):
-    """Inputs of `run_group` for a group's tokens, in fp32 (fp64 if the rule's inputs
-    are fp64)."""
+    """The tokens' values in a group of chunks, as the module's docstring names them.
+
+    They are fp32 (fp64 if the rule's inputs are fp64).
+    """
 
     q: Tensor  # [m, C, K]
     k: Tensor  # [m, C, K]
@@ -48,7 +49,7 @@ class Values(NamedTuple):
     u: Tensor  # [b, C, V]
     # [b, C], [b, C, K], or [m, C, K] if a key head's value heads share one decay
     g: Tensor
-    strength: Tensor | None = None  # [b, C], each value head's factor on e
+    strength: Tensor | None = None  # [b, C], a factor on e, per value head
     skip: Tensor | None = None  # [b, C, V], added to the output
 
 
@@ -56,11 +57,10 @@ class _Products(NamedTuple):
     """The matrices of a group that do not depend on states; names as in the module's
     docstring."""
 
-    P: Tensor | None  # [b, C, C]; P and q_in are None if no output is asked for
-    # [b, C, C], read only below the diagonal; None, as e_in, if e is None
-    A: Tensor | None
-    q_in: Tensor | None  # [b, C, K]
-    e_in: Tensor | None  # [b, C, K]
+    P: Tensor | None  # [b, C, C]; None if no output is asked for
+    A: Tensor | None  # [b, C, C], read only below the diagonal; None if e is None
+    q_in: Tensor | None  # [b, C, K]; None if no output is asked for
+    e_in: Tensor | None  # [b, C, K]; None if e is None
     k_out: Tensor  # [b, C, K]
     decay: Tensor  # [b, 1 or K, 1], exp(G_C), the decay of the state over the chunk
 
@@ -73,38 +73,52 @@ def run_group(
     *,
     output: bool = True,
     pass_states: bool = True,
-    set_aside: bool = False,
+    isolate_nonfinite: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return the output ``[b, C, V]``, the state after the group, and its sequences'
-    final states.
+    """Run the rule over one group of chunks.
 
     Args:
         carried: ``[H, K, V]``, the state after the previous group; None for the first
             group.
-        initial: initial states of the sequences that begin in the group.
-        pass_states: False if every chunk is a whole sequence and no final state is
-            wanted.
-        set_aside: keep NaN and inf of a token out of the outputs of earlier tokens; not
-            possible with gradients.
+        initial: the initial states of the sequences that begin in the group.
+        output: whether the output is computed.
+        pass_states: False if every chunk is a whole sequence and the caller reads no
+            final states.
+        isolate_nonfinite: keep NaN and inf of a token out of the outputs of earlier
+            tokens. This overwrites ``x``, so autograd cannot differentiate it.
+
+    Returns:
+        The output ``[b, C, V]`` or None, the state after the group, and the final
+        states of the sequences that end in the group.
     """
-    reached = None
-    if set_aside:
-        x, reached = _zero_nonfinite_tokens(x)
-    P, A, q_in, e_in, k_out, decay = (
-        _products_per_head if x.g.dim() == 2 else _products_per_channel
-    )(x, output)
-    if reached is not None:  # NaN in k_out makes the state after the chunk NaN
-        k_out = k_out.masked_fill_(reached[:, -1:, None], float("nan"))
+    has_nan = None
+    if isolate_nonfinite:
+        x, has_nan = _zero_nonfinite_tokens(x)
+    if x.g.dim() == 2:
+        products = _products_per_head(x, output)
+    else:
+        products = _products_per_channel(x, output)
+    k_out = products.k_out
+    if has_nan is not None:  # NaN in k_out makes the state after the chunk NaN
+        k_out = k_out.masked_fill_(has_nan[:, -1:, None], float("nan"))
     S, y, carried, final = _SolveAndPassStates.apply(
-        A, x.u, e_in, k_out, decay, carried, initial, group, pass_states
+        products.A,
+        x.u,
+        products.e_in,
+        k_out,
+        products.decay,
+        carried,
+        initial,
+        group,
+        pass_states,
     )
-    if P is None or q_in is None:
+    if products.P is None or products.q_in is None:
         return None, carried, final
-    o = torch.baddbmm(torch.bmm(q_in, S), P, y)
+    o = torch.baddbmm(torch.bmm(products.q_in, S), products.P, y)
     if x.skip is not None:
         o = o + x.skip
-    if reached is not None:
-        o = o.masked_fill_(reached[..., None], float("nan"))
+    if has_nan is not None:
+        o = o.masked_fill_(has_nan[..., None], float("nan"))
     return o, carried, final
 
 
@@ -112,41 +126,51 @@ def _zero_nonfinite_tokens(x: Values) -> tuple[Values, Tensor]:
     """Zero the tokens whose k, e, u, g or strength is not finite, in place.
 
     The second result, bool ``[b, C]``, is True from the first zeroed token of a chunk
-    on. In a product with a triangular matrix, 0 times a later token's NaN would make an
-    earlier output NaN. A q that is not finite is not changed, since only its own
-    token's output depends on it.
+    on: these tokens' outputs must be NaN. The zeros are needed, since in a product with
+    a triangular matrix 0 times a later token's NaN would make an earlier output NaN. A
+    q that is not finite is not changed: only its own token's output depends on it.
     """
     g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
     # x * 0 is NaN if x is NaN or inf, so x * 0 != 0 finds the numbers that are not
     # finite.
-    bad_key = _largest(x.k) * 0 != 0
-    of_keys = len(g) < len(x.u)
+    bad_key = _largest(x.k) * 0 != 0  # bool [m, C]
+    g_per_key_head = len(g) < len(x.u)
     if x.e is not None and x.e is not x.k:
         bad_key |= _largest(x.e) * 0 != 0
-    odd = _largest(x.u)
-    if of_keys:
+    # a sum of one number per input is not finite if an input is not finite
+    checked_sum = _largest(x.u)
+    if g_per_key_head:
         bad_key |= g.sum(-1) * 0 != 0
+    elif g.dim() == 2:
+        checked_sum.sub_(g)
     else:
-        odd.sub_(g if g.dim() == 2 else g.sum(-1))
+        checked_sum.sub_(g.sum(-1))
     if x.strength is not None:
-        odd.add_(x.strength)
-    bad = odd.mul_(0) != 0
+        checked_sum.add_(x.strength)
+    bad = checked_sum.mul_(0) != 0  # bool [b, C]
+    # a bad token of a key head is bad in each of the head's value heads
     bad.unflatten(0, (len(bad_key), -1)).logical_or_(bad_key[:, None])
 
-    e = None if x.e is x.k else x.e
-    of_g = g, bad_key if of_keys else bad
-    for t, out in ((x.k, bad_key), (e, bad_key), (x.u, bad), of_g, (x.strength, bad)):
-        if t is not None:
-            t.masked_fill_(out.view(out.shape + (1,) * (t.dim() - 2)), 0)
+    _zero_tokens(x.k, bad_key)
+    if x.e is not None and x.e is not x.k:
+        _zero_tokens(x.e, bad_key)
+    _zero_tokens(x.u, bad)
+    _zero_tokens(g, bad_key if g_per_key_head else bad)
+    if x.strength is not None:
+        _zero_tokens(x.strength, bad)
     return x._replace(g=g), bad.cumsum(-1) > 0
 
 
+def _zero_tokens(x: Tensor, selected: Tensor) -> None:
+    """Set ``x [., C, ...]`` to zero, in place, at the tokens of ``selected [., C]``."""
+    x.masked_fill_(selected.view(selected.shape + (1,) * (x.dim() - 2)), 0)
+
+
 def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value (or NaN) of each row; ``vector_norm`` is slow on a
-    CPU."""
+    """The largest absolute value (or NaN) of each row."""
     if x.is_cuda:
         return torch.linalg.vector_norm(x, float("inf"), dim=-1)
-    return x.abs().amax(-1)
+    return x.abs().amax(-1)  # on a CPU vector_norm is slow
 
 
 @cached_by_stream(32)
@@ -166,24 +190,24 @@ def sum_to_diagonal(x: Tensor, diagonal: int) -> Tensor:
     Megatron's batch-invariant mode replaces ``mm`` by a kernel with TF32 precision.
     """
     C = x.shape[-1]
-    table = ones_from_diagonal(C, diagonal, x.dtype, x.device)
-    return torch.bmm(x.view(1, -1, C), table[None]).view(x.shape)
+    ones_CC = ones_from_diagonal(C, diagonal, x.dtype, x.device)
+    return torch.bmm(x.view(1, -1, C), ones_CC[None]).view(x.shape)
 
 
 class _Decays(torch.autograd.Function):
-    """Returns exp(G), exp(G_C - G) and each of ``pairs`` times exp(G_i - G_j); G =
-    cumsum(g).
+    """From g ``[b, C]``, with G = cumsum(g): exp(G), exp(G_C - G), and the decayed
+    ``pairs``.
 
-    g is ``[b, C]``. Each of ``pairs`` ``[m, C, C]`` holds the products of k_j with q_i
-    or with e_i; decayed they are lower triangles ``[b, C, C]``. The backward never
-    subtracts two large sums.
+    Element (i, j) of a pair ``[m, C, C]`` is the product of k_j and q_i, or of k_j and
+    e_i. The result for a pair is this element times exp(G_i - G_j), a lower triangle
+    ``[b, C, C]``. The backward never subtracts two large sums.
     """
 
     @staticmethod
     def forward(ctx, g: Tensor, *pairs: Tensor) -> tuple[Tensor, ...]:
         # Sums and differences of g are in fp64: after a strong decay G is in the
-        # thousands, and the difference of two fp32 numbers of this size lacks the
-        # digits that exp() magnifies. g is clamped, since (-inf) - (-inf) would be NaN.
+        # thousands, and the difference of two such fp32 numbers lacks the digits that
+        # exp() magnifies. g is clamped, since (-inf) - (-inf) would be NaN.
         G = sum_to_diagonal(g.double().clamp(min=least_log_decay(g.dtype)), 0)
         start = G.exp().to(g.dtype)
         end = (G[:, -1:] - G).exp_().to(g.dtype)
@@ -193,9 +217,9 @@ class _Decays(torch.autograd.Function):
         gamma = g.new_empty(b, C, C)  # exp(G_i - G_j)
         # subtracts in fp64, then rounds
         torch.sub(G[:, :, None], G[:, None, :], out=gamma)
-        # The exponent is masked before exp, since above the diagonal it is positive and
-        # exp may overflow. The mask is 0 and not -inf: exp(-inf) takes ten times as
-        # long on a CPU.
+        # Above the diagonal the exponent is positive, and exp may overflow. So it is set
+        # to 0 before exp, and the result to 0 after it. (It is not set to -inf, since
+        # exp(-inf) takes ten times as long on a CPU.)
         gamma.tril_().exp_().tril_()
         decayed = [
             (x[:, None] * gamma.view(len(x), -1, C, C)).flatten(0, 1) for x in pairs
@@ -207,18 +231,18 @@ class _Decays(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_start: Tensor, d_end: Tensor, *d_decayed: Tensor):
-        """``d_start``, ``d_end``: the gradients of exp(G) and of exp(G_C - G).
+        """The gradients of g and ``pairs`` from those of the results, in their order.
 
         The gradient of g_t sums over the pairs of a key before t and a query at t or
-        later.
+        later, since g_t is in the decay of these pairs.
         """
         gamma, start, end, *decayed = ctx.saved_tensors
-        crossing = d_decayed[0] * decayed[0]
+        d_exponent = d_decayed[0] * decayed[0]  # of G_i - G_j, [b, C, C]
         for d, x in zip(d_decayed[1:], decayed[1:], strict=True):
-            crossing.addcmul_(d, x)
+            d_exponent.addcmul_(d, x)
         # Element (i, t) of sum_to_diagonal sums over keys j < t; sum(-2) over queries i
         # >= t.
-        dg = sum_to_diagonal(crossing, 1).tril_().sum(-2)
+        dg = sum_to_diagonal(d_exponent, 1).tril_().sum(-2)
         C = gamma.shape[-1]
         dtype = gamma.dtype
         device = gamma.device
@@ -228,13 +252,27 @@ class _Decays(torch.autograd.Function):
 
 
 def _products_per_head(x: Values, output: bool) -> _Products:
-    """The products if g is per head; value heads of a key head share the products q
-    k^T, e k^T."""
+    """The products if g is per head.
+
+    The value heads of a key head share the products q k^T and e k^T.
+    """
     m, C, _ = x.k.shape
     b = len(x.g)
-    queries = [t for t in (x.q if output else None, x.e) if t is not None]
+    queries = []
+    if output:
+        queries.append(x.q)
+    if x.e is not None:
+        queries.append(x.e)
+    # start: exp(G), the decay from the chunk's start; end: exp(G_C - G), to its end
     start, end, *pairs = _Decays.apply(x.g, *(torch.bmm(t, x.k.mT) for t in queries))
-    P = pairs[0] if output else None
+
+    def times_decay(t: Tensor, decay: Tensor) -> Tensor:
+        """``t [m, C, K]``, repeated for a key head's value heads, times their
+        ``decay [b, C]``."""
+        return (t[:, None] * decay.view(m, -1, C, 1)).view(b, C, -1)
+
+    # The order of these operations is the order in which autograd adds the gradients of
+    # ``start``, and so part of the bits.
     A = None
     e_start = start
     if x.e is not None:
@@ -242,66 +280,75 @@ def _products_per_head(x: Values, output: bool) -> _Products:
         if x.strength is not None:
             A = A * x.strength[..., None]
             e_start = start * x.strength
-
-    def of_heads(t: Tensor, decay: Tensor) -> Tensor:
-        """``t [m, C, K]``, repeated for a key head's value heads, times their
-        ``decay [b, C]``."""
-        return (t[:, None] * decay.view(m, -1, C, 1)).view(b, C, -1)
-
-    return _Products(
-        P,
-        A,
-        of_heads(x.q, start) if output else None,
-        None if x.e is None else of_heads(x.e, e_start),
-        of_heads(x.k, end),
-        start[:, -1:, None],
-    )
+    P = None
+    q_in = None
+    if output:
+        P = pairs[0]
+        q_in = times_decay(x.q, start)
+    e_in = None
+    if x.e is not None:
+        e_in = times_decay(x.e, e_start)
+    return _Products(P, A, q_in, e_in, times_decay(x.k, end), start[:, -1:, None])
 
 
 def _products_per_channel(x: Values, output: bool) -> _Products:
     """The products if g is per channel (Kimi Team, "Kimi Linear", 2025).
 
     exp(-G_j) alone would overflow, since G reaches -320 in a chunk with fast gates. So
-    a chunk is cut into halves, and every half again, down to single tokens. One matrix
-    product multiplies the queries i of a second half by the keys j of the first half,
-    whose last token is r:
+    a chunk is cut into halves, and each half again, down to single tokens. One matrix
+    product multiplies the queries i of a second half by the keys j of the first half.
+    If r is the last token of the first half,
 
         exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j)         both exponents are <= 0
     """
 
-    def of_heads(t: Tensor | None, count: int) -> Tensor | None:
+    def repeated(t: Tensor | None, count: int) -> Tensor | None:
+        """``t [m, ...]`` as ``[count, ...]``, each key head once per value head."""
         if t is None or len(t) == count:
             return t
         return t.repeat_interleave(count // len(t), 0)
 
-    q, k, e = (of_heads(t, len(x.g)) for t in (x.q, x.k, x.e))
+    q = repeated(x.q, len(x.g))
+    k = repeated(x.k, len(x.g))
+    e = repeated(x.e, len(x.g))
     assert q is not None and k is not None
     if e is not None and x.strength is not None:
         e = e * x.strength[..., None]
     g = x.g.clamp(min=least_log_decay(x.g.dtype))
-    made = [t for t in (q if output else None, e) if t is not None]
-    P = A = None
-    if made:
+    queries = []
+    if output:
+        queries.append(q)
+    if e is not None:
+        queries.append(e)
+    pairs = ()
+    if queries:
         # The halves' tensors take twice the memory of P and A, so the backward makes
         # them again.
-        pairs = run_saving_inputs(_decayed_products, torch.stack(made, 2), k, g).unbind(
-            2
-        )
-        P, A = pairs[0] if output else None, None if e is None else pairs[-1]
-    start = _sum_tokens(g, 0, earlier=True).exp()
-    end = _sum_tokens(g, 1, earlier=False).exp()
-    q_in = q * start if output else None
-    e_in = None if e is None else e * start
-    made = P, A, q_in, e_in, k * end, start[:, -1, :, None]
-    return _Products._make(of_heads(t, len(x.u)) for t in made)
+        products = run_saving_inputs(_decayed_products, torch.stack(queries, 2), k, g)
+        pairs = products.unbind(2)
+    start = _sum_tokens(g, 0, earlier=True).exp()  # exp(G)
+    end = _sum_tokens(g, 1, earlier=False).exp()  # exp(G_C - G)
+    per_g_head = _Products(
+        P=pairs[0] if output else None,
+        A=None if e is None else pairs[-1],
+        q_in=q * start if output else None,
+        e_in=None if e is None else e * start,
+        k_out=k * end,
+        decay=start[:, -1, :, None],
+    )
+    return _Products._make(repeated(t, len(x.u)) for t in per_g_head)
 
 
 def _decayed_products(queries: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Products ``[b, C, r, C]`` of keys k and ``queries [b, C, r, K]`` (q, e or both),
-    decayed."""
+    """The decayed products ``[b, C, r, C]`` of queries i and keys j <= i.
+
+    ``queries [b, C, r, K]`` are q, e or both (r is 1 or 2), ``k`` and ``g`` are
+    ``[b, C, K]``. The result is 0 for j > i.
+    """
     b, C, r, K = queries.shape
-    # Products within blocks of `size` tokens, [blocks, size, r, size]; `size` doubles
-    # from 1 to C.
+    # ``pairs`` are the products within blocks of ``size`` tokens, [blocks, size, r,
+    # size]. ``size`` doubles from 1 to C: the products of two neighbouring blocks are
+    # upper (the first block's), lower (the second's) and corner (between the two).
     pairs = (queries * k[:, :, None]).sum(-1).view(-1, 1, r, 1)
     size = 1
     while size < C:
@@ -327,35 +374,38 @@ def _sum_tokens(g: Tensor, least_distance: int, *, earlier: bool) -> Tensor:
     ``least_distance``.
     """
     m = g.shape[1]
-    table = ones_from_diagonal(m, least_distance, g.dtype, g.device).expand(
-        len(g), m, m
-    )
-    return torch.bmm(table.mT if earlier else table, g)
+    ones_mm = ones_from_diagonal(m, least_distance, g.dtype, g.device)
+    if earlier:
+        ones_mm = ones_mm.mT
+    return torch.bmm(ones_mm.expand(len(g), m, m), g)
 
 
 def _minus_bmm(x: Tensor, y: Tensor) -> Tensor:
+    """``-x @ y`` for batches of matrices, in one launch."""
     return x.new_empty(x.shape[:2] + y.shape[2:]).baddbmm_(x, y, beta=0, alpha=-1)
 
 
 class _SolveAndPassStates(torch.autograd.Function):
-    """Pass states from chunk to chunk; return states before chunks, y, last state,
-    final states."""
+    """Solves (I + A) y = u - e_in S in each chunk, and passes S from chunk to chunk.
+
+    The results are the states before chunks ``[b, K, V]``, y ``[b, C, V]``, the state
+    after the group and the final states of the sequences that end in the group.
+    """
 
     @staticmethod
     def forward(
         ctx,
-        A,
-        u,
-        e_in,
-        k_out,
-        decay,
-        carried,
-        initial,
+        A: Tensor | None,
+        u: Tensor,
+        e_in: Tensor | None,
+        k_out: Tensor,
+        decay: Tensor,
+        carried: Tensor | None,
+        initial: Tensor,
         group: ChunkGroup,
         pass_states: bool,
     ):
-        """Solve (I + A) y = u - e_in S in every chunk; then S_next is decay S + k_out^T
-        y."""
+        """Tensors and flags as in :class:`_Products` and :func:`run_group`."""
         H, K, V = initial.shape[1:]
         y = u
         states = u.new_empty(len(u) // H + 1, H, K, V)
@@ -363,14 +413,16 @@ class _SolveAndPassStates(torch.autograd.Function):
         through = decay
         if A is not None:
             inverse = unit_lower_inverse(A)
-            y, W = torch.bmm(inverse, u), _minus_bmm(inverse, e_in)
+            assert e_in is not None
+            y = torch.bmm(inverse, u)
+            W = _minus_bmm(inverse, e_in)
         if pass_states:
             torch.bmm(k_out.mT, y, out=states[1:].flatten(0, 1))
             if W is not None:
                 through = torch.bmm(k_out.mT, W)
                 through.diagonal(dim1=-2, dim2=-1).add_(decay[..., 0])
-            of_heads = through.unflatten(0, (-1, H))
-            S, carried, final = group.walk(of_heads, states, carried, initial)
+            through_nH = through.unflatten(0, (-1, H))
+            S, carried, final = group.walk(through_nH, states, carried, initial)
         else:
             S = states[:-1].zero_()
             final = initial[:0]
@@ -388,8 +440,8 @@ class _SolveAndPassStates(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dS, dy, d_carried, d_final):
-        """``dS``, ``d_carried``: gradients of the states before chunks and after the
-        group."""
+        """The gradients of the inputs; ``dS`` and ``d_carried`` are those of the states
+        before chunks and after the group."""
         inverse, W, k_out, through, S, y = ctx.saved_tensors
         states = S.new_empty((len(S) // ctx.heads + 1,) + d_carried.shape)
         if W is None:
@@ -397,9 +449,10 @@ class _SolveAndPassStates(torch.autograd.Function):
         else:
             torch.baddbmm(dS, W.mT, dy, out=states[:-1].flatten(0, 1))
             through = through.mT
-        of_heads = through.unflatten(0, (-1, ctx.heads))
+        through_nH = through.unflatten(0, (-1, ctx.heads))
+        # ``after``: the gradient of the state after each chunk
         after, d_carried, d_initial = ctx.group.walk(
-            of_heads, states, d_carried, d_final, back=True
+            through_nH, states, d_carried, d_final, back=True
         )
         if not ctx.needs_input_grad[5]:
             d_carried = None
@@ -412,8 +465,7 @@ class _SolveAndPassStates(torch.autograd.Function):
         dk_out = torch.bmm(y, after.mT)
         if inverse is not None:
             du = torch.bmm(inverse.mT, du)
-            # dA is not zero above the diagonal, but its product with the decays is zero
-            # there.
+            # Above the diagonal dA is not zero, but its product with the decays is.
             dA = _minus_bmm(du, y.mT)
             de_in = _minus_bmm(du, S.mT)
             dA.diagonal(dim1=-2, dim2=-1).zero_()

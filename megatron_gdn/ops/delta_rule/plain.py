@@ -165,7 +165,7 @@ class PlainForward(RuleForward):
                     carried,
                     group.select_states(initial),
                     pass_states=pass_states,
-                    set_aside=True,
+                    isolate_nonfinite=True,
                 )
                 if pass_states:
                     group.write_states(final_states, ended)
