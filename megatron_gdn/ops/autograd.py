@@ -1,5 +1,5 @@
-"""Helpers for autograd functions: gradients by a second run, and no second
-derivatives."""
+"""Functions for writing autograd functions: gradients by a second run, and an error for
+second derivatives."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 
 def first_derivative_only(backward: Callable) -> Callable:
-    """Decorate an autograd function's ``backward``, so that it raises under
-    ``create_graph=True``.
+    """A decorator for an autograd function's ``backward``: raise an error if the user
+    asks for ``create_graph=True``.
 
-    torch's ``once_differentiable`` would treat the saved tensors as constants, without
-    an error. Autograd enables gradients in a backward if and only if
-    ``create_graph=True``.
+    With ``create_graph=True``, and only then, autograd enables gradients in a backward.
+    torch's ``once_differentiable`` is not used: it would treat the saved tensors as
+    constants, without an error.
     """
 
     @wraps(backward)
     def call(ctx: object, *gradients: object) -> object:
-        """Run ``backward``; raise if its results shall be differentiated again."""
+        """Run ``backward``; raise if autograd would differentiate its results."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "create_graph=True (a gradient penalty, a Hessian product): "
@@ -39,8 +39,11 @@ def first_derivative_only(backward: Callable) -> Callable:
 def gradients(
     function: Callable, inputs: Sequence[Tensor | None], d_outputs: Any
 ) -> tuple[Any, ...]:
-    """Run ``function`` again; return gradients of ``inputs`` (None for None) from
-    ``d_outputs``."""
+    """Run ``function(*inputs)`` again; return the gradient of each input.
+
+    ``d_outputs`` are the gradients of the function's results. The gradient of an input
+    None is None.
+    """
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         outputs = function(*leaves)
@@ -51,10 +54,10 @@ def gradients(
 
 
 def uncompiled[F: Callable](function: F) -> F:
-    """Apply ``torch.compiler.disable`` to ``function`` when ``torch.compile`` traces a
-    call.
+    """A decorator: ``torch.compile`` runs ``function`` as it is, and does not trace it.
 
-    Other calls do not import Dynamo, since the import takes seconds and needs NumPy.
+    ``torch.compiler.disable`` does this, but imports Dynamo, which takes seconds and
+    needs NumPy. So it is applied only when ``torch.compile`` traces a call.
     """
 
     @wraps(function)
@@ -86,16 +89,15 @@ class _SavingInputs(torch.autograd.Function):
 def run_saving_inputs(
     function: Callable[..., Tensor], *inputs: Tensor | None
 ) -> Tensor:
-    """Return ``function(*inputs)``; autograd saves only ``inputs``, the backward
-    recomputes."""
+    """Return ``function(*inputs)``, of which autograd saves only ``inputs``; the
+    backward runs ``function`` again."""
     return _SavingInputs.apply(function, *inputs)
 
 
 def output_without_tokens(
     rows: Tensor, *parameters: Tensor | None, width: int
 ) -> Tensor:
-    """The mixer's empty output ``[S, B, width]`` for ``rows [S, B, P]`` if S or B is
-    zero.
+    """The mixer's output ``[S, B, width]`` for rows ``[S, B, P]`` where S or B is zero.
 
     The parameters get zero gradients, so that every rank has a gradient of every
     parameter.

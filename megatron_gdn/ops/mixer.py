@@ -1,7 +1,6 @@
 """A recurrent mixer as one autograd function: projection rows in, mixed rows out.
 
-    inputs = front(rows)       conv, activation, norms, gates: one kernel over strided
-                               rows
+    inputs = front(rows)       conv, activation, norms, gates: one kernel on a GPU
     o      = rule(inputs)      the recurrence
     mixed  = readout(o, rows)  norm and gate: one kernel, written as [S, B, H V]
 
@@ -13,8 +12,9 @@ gives the front its history and the rule its initial state.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,7 +29,7 @@ from .front.table import Front
 from .obstacles import why_not_triton
 from .readout.base import Readout, SplitReadout
 from .recompute import HandOver, RefilledOutput, SecondRun
-from .rules.base import Bits, Rule, Saved
+from .rules.base import Bits, Inputs, Rule, Saved
 from .stages import WHOLE_SEQUENCES, SequenceContext, Stages
 from .switches import leaves_memory_unfilled
 from .trees import RuleByLevel, TreeDocuments
@@ -44,23 +44,27 @@ def mix(
     """Compute out_proj's input ``[S, B, H * V]`` from in_proj's output ``rows``, on one
     rank.
 
-    ``sequence_context`` has the documents' boundaries, the history and the initial
-    states. ``refilled`` frees out_proj's input until out_proj's backward. If the
-    readout is a ``closed`` :class:`SplitReadout`, the caller must run its ``call``
-    after the exchange of heads.
+    Args:
+        rows: ``[S, B, P]``.
+        sequence_context: the documents' boundaries, the history and the initial states.
+        refilled: frees the result after out_proj's forward, and fills it again before
+            out_proj's backward; None: the result is kept.
+
+    If the readout is a ``closed`` :class:`SplitReadout`, the caller must run its
+    ``call`` after the exchange of heads.
     """
     rule = stages.rule
     parameters = stages.parameters
     front = stages.front
-    inside = stages.readout
+    readout = stages.readout
     split_readout = None
-    if isinstance(inside, SplitReadout):
-        split_readout = inside
-        inside = inside.inside
+    if isinstance(readout, SplitReadout):
+        split_readout = readout
+        readout = split_readout.inside
     if rule.bits is Bits.ON_GRID:
         front = cast(Front, AlignedFront(front))
-        if inside.reads_o:
-            inside = AlignedReadout(inside, sequence_context.documents)
+        if readout.reads_o:
+            readout = AlignedReadout(readout, sequence_context.documents)
     if rows.numel():
         if isinstance(sequence_context.documents, TreeDocuments):
             history = sequence_context.documents.history(stages.history_length)
@@ -71,31 +75,29 @@ def mix(
         S, B, _ = rows.shape
         out_bytes = S * B * front.layout.mixed_width * rows.element_size()
         hand_over = None
-        if keep and out_bytes >= recompute.LEAST_BYTES:
+        if keep and out_bytes >= recompute.MIN_HAND_OVER_BYTES:
             hand_over = HandOver()
-        if split_readout is None:
-            of_function = refilled
-        else:
-            of_function = None
+        second_run = None
         if keep and stages.recompute:
             second_run = SecondRun(front, rule, sequence_context)
-        else:
-            second_run = None
-        call = MixerArguments(
+        arguments = MixerArguments(
             front,
             rule,
-            inside,
+            readout,
             sequence_context,
             keep,
-            of_function,
+            # with a split readout, out_proj does not read the function's output
+            refilled if split_readout is None else None,
             hand_over,
             second_run,
         )
-        mixed = MixerFunction.apply(call, rows, *parameters)
+        mixed = MixerFunction.apply(arguments, rows, *parameters)
         if hand_over is not None:
             mixed = hand_over.store_gradient_of(mixed)
-    else:  # no rank of the group has rows of these sequences, so no rank waits for another
-        width = inside.gate.stop - inside.gate.start
+    else:
+        # No rank of the group has rows of these sequences. So no rank waits for this
+        # one, and front, rule and readout do not run.
+        width = readout.gate.stop - readout.gate.start
         mixed = output_without_tokens(rows, *parameters, width=width)
     if split_readout is None or split_readout.closed:
         return mixed
@@ -107,91 +109,93 @@ def mix(
 def _checkpoint_readout(
     split_readout: SplitReadout, mixed: Tensor, rows: Tensor, refilled: RefilledOutput
 ) -> Tensor:
-    """Run ``split_readout.call`` on ``mixed [S, B, H V]``; keep neither output nor
-    intermediates.
+    """The result of ``split_readout.call`` on ``mixed [S, B, H V]``, which is not kept.
 
-    ``call`` runs three times: here, when the output is refilled, and in ``call``'s
-    backward. Megatron's checkpoint is not used, since it compiles a C++ extension in
-    the first backward.
+    ``call`` runs three times: here, when ``refilled`` fills the result again, and in
+    ``call``'s backward. Megatron's checkpoint is not used, since it compiles a C++
+    extension in the first backward.
     """
-    made = checkpoint(
+    result = checkpoint(
         split_readout.call, mixed, rows, use_reentrant=False, preserve_rng_state=False
     )
-    assert isinstance(made, Tensor)
+    assert isinstance(result, Tensor)
     mixed = mixed.detach()
     rows = rows.detach()
 
     def refill(out: Tensor) -> None:
         out.copy_(split_readout.call(mixed, rows))
 
-    refilled.remember(made, refill)
-    return made
+    refilled.remember(result, refill)
+    return result
 
 
 class MixerArguments(NamedTuple):
-    """The arguments of a mixer's run that are not tensors, such as its front, rule and
-    readout."""
+    """The arguments of :class:`MixerFunction` that are not tensors."""
 
     front: Front
     rule: Rule
     readout: Readout
     sequence_context: SequenceContext
     keep: bool  # whether tensors are kept for a backward
-    refilled: RefilledOutput | None
+    refilled: RefilledOutput | None  # frees and refills the output; None: it is kept
     hand_over: HandOver | None  # lets the backward free the output's gradient early
     second_run: SecondRun | None  # None if front and rule run only once
 
 
 class _SavedTensors(NamedTuple):
-    """The tensors that autograd saves for the backward, which autograd keeps as one
-    flat list."""
+    """The tensors that autograd saves for the backward; autograd keeps a flat list."""
 
-    # :attr:`Documents.stamp`, whose changes autograd and we notice
+    # the boundaries, :attr:`Documents.stamp`: a backward checks that they are the same
     stamp: Tensor | None
     rows: Tensor
     o: Any  # the rule's output, or None if the backward does not read it
     parameters: Sequence[Tensor | None]
-    # of the rule; None where the backward computes it or does not read it
+    # the rule's inputs; None where the backward computes one again or does not read it
     inputs: Sequence[Tensor | None]
-    linked: Sequence[Tensor]  # of ``sequence_context.states``
-    of_rule: Sequence[Tensor | None]
+    of_states: Sequence[Tensor]  # tensors of ``sequence_context.states``
+    of_rule: Sequence[Tensor | None]  # tensors of the rule's forward
 
     def flat(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
         """All tensors in the order of the fields, and the lengths of the four lists."""
-        one_each = self[:3]
-        lists = self[3:]
-        flat = one_each + tuple(itertools.chain.from_iterable(lists))
+        lists = (self.parameters, self.inputs, self.of_states, self.of_rule)
+        flat: tuple[Tensor | None, ...] = (self.stamp, self.rows, self.o)
+        for tensors in lists:
+            flat += tuple(tensors)
         return flat, tuple(map(len, lists))
 
     @classmethod
-    def of_flat(cls, flat: Sequence[Any], sizes: Sequence[int]) -> _SavedTensors:
-        """The tensors of which :meth:`flat` made ``flat``, with lists of ``sizes``."""
-        ends = list(itertools.accumulate(sizes, initial=3))
-        lists = [flat[start:end] for start, end in itertools.pairwise(ends)]
+    def of_flat(cls, flat: Sequence[Any], lengths: Sequence[int]) -> _SavedTensors:
+        """The inverse of :meth:`flat`."""
         stamp, rows, o = flat[:3]
-        parameters, inputs, linked, of_rule = lists
-        return cls(stamp, rows, o, parameters, inputs, linked, of_rule)
+        ends = list(itertools.accumulate(lengths, initial=3))
+        lists = [flat[start:end] for start, end in itertools.pairwise(ends)]
+        parameters, inputs, of_states, of_rule = lists
+        return cls(stamp, rows, o, parameters, inputs, of_states, of_rule)
 
 
 class _BackwardValues(NamedTuple):
     """Values that the backward needs besides the tensors that autograd saves."""
 
-    call: MixerArguments
-    rule_plan: object
+    arguments: MixerArguments
+    rule_plan: object  # ``Saved.plan`` of the rule's forward
     stamp: Tensor | None  # from :attr:`Documents.stamp`, the boundaries in the forward
-    sizes: tuple[int, ...]  # of :class:`_SavedTensors`
-    history: History | None
+    list_lengths: tuple[int, ...]  # from :meth:`_SavedTensors.flat`
+    history: History | None  # the rows before each sequence that the front read
 
 
 class MixerFunction(torch.autograd.Function):
-    """Maps rows ``[S, B, P]`` to ``[S, B, H V]``; the last of ``parameters`` is gamma
-    or None."""
+    """Maps rows ``[S, B, P]`` to ``[S, B, H V]``.
+
+    ``parameters`` are those of the front, then the readout's gamma or None.
+    """
 
     @staticmethod
     @leaves_memory_unfilled
-    def forward(ctx, call: MixerArguments, rows: Tensor, *parameters: Tensor | None):
-        out, saved, ctx.kept = _forward(call, rows, parameters)
-        if call.keep:
+    def forward(
+        ctx, arguments: MixerArguments, rows: Tensor, *parameters: Tensor | None
+    ):
+        out, saved, ctx.values = _forward(arguments, rows, parameters)
+        if arguments.keep:
             ctx.save_for_backward(*saved)
         return out
 
@@ -202,141 +206,170 @@ class MixerFunction(torch.autograd.Function):
         """The gradients of ``rows`` and all parameters from ``d_out``, the output's
         gradient."""
         saved = list(ctx.saved_tensors)
-        hand_over = ctx.kept.call.hand_over
+        hand_over = ctx.values.arguments.hand_over
         # From here on each saved tensor is freed after its last use, unless
         # retain_graph=True.
         ctx.maybe_clear_saved_tensors()
-        gradient = [d_out if hand_over is None else hand_over.take(d_out)]
+        if hand_over is not None:
+            d_out = hand_over.take(d_out)
+        # in a list, so that _backward can drop the last reference to the gradient
+        gradient = [d_out]
         del d_out
-        return None, *_backward(ctx.kept, saved, gradient)
+        return None, *_backward(ctx.values, saved, gradient)
 
 
 def _forward(
-    call: MixerArguments, rows: Tensor, parameters: Sequence[Tensor | None]
+    arguments: MixerArguments, rows: Tensor, parameters: Sequence[Tensor | None]
 ) -> tuple[Tensor, Sequence[Tensor | None], _BackwardValues | None]:
-    """The mixer's output, the tensors to save, and the other values for the
-    backward."""
-    front, rule, readout, sequence_context, keep, refilled, _, second_run = call
-    of_front = parameters[:-1]
+    """The mixer's output, the tensors to save, and the other values for the backward.
+
+    Without ``arguments.keep`` nothing is saved, and the last result is None.
+    """
+    front = arguments.front
+    rule = arguments.rule
+    readout = arguments.readout
+    context = arguments.sequence_context
+    second_run = arguments.second_run
+    front_parameters = parameters[:-1]
     gamma = parameters[-1]
     history = None
-    if sequence_context.history is not None:
-        history = sequence_context.history.fetch(rows[..., front.layout.conv_columns])
-    inputs = front.forward(rows, of_front, sequence_context.documents, history=history)
-    begun = rule.begin(inputs, sequence_context.rule_documents)
+    if context.history is not None:
+        history = context.history.fetch(rows[..., front.layout.conv_columns])
+    inputs = front.forward(rows, front_parameters, context.documents, history=history)
+    rule_forward = rule.begin(inputs, context.rule_documents)
     initial = None
-    linked = ()
-    if sequence_context.states is not None:
-        initial, linked = sequence_context.states.forward_states(rule, begun, inputs)
-    o, _, of_rule = begun.run(initial, keep=keep)
-    del begun
+    of_states = ()
+    if context.states is not None:
+        initial, of_states = context.states.forward_states(rule, rule_forward, inputs)
+    o, _, of_rule = rule_forward.run(initial, keep=arguments.keep)
+    del rule_forward
     saved = ()
-    kept = None
-    if keep:
-        wanted = rule.backward_reads
-        recomputed = front.recomputed
-        of_readout = o if readout.reads_o else None
+    values = None
+    if arguments.keep:
+        saved_o = o if readout.reads_o else None
+        saved_names = rule.backward_reads.difference(front.recomputed)
         if second_run is not None:
-            wanted = ()
-            of_readout = None
+            saved_o = None
+            saved_names = ()
             of_rule = rule.kept_to_recompute(of_rule)
-        named = zip(front.names, inputs, strict=True)
-        read = [
-            x if name in wanted and name not in recomputed else None
-            for name, x in named
-        ]
-        if sequence_context.documents is None:
-            stamp = None
-        else:
-            stamp = sequence_context.documents.stamp
-        saved, sizes = _SavedTensors(
-            stamp, rows, of_readout, parameters, read, linked, of_rule.tensors
+        stamp = None
+        if context.documents is not None:
+            stamp = context.documents.stamp
+        saved, list_lengths = _SavedTensors(
+            stamp,
+            rows,
+            saved_o,
+            parameters,
+            _only_named(inputs, front.names, saved_names),
+            of_states,
+            of_rule.tensors,
         ).flat()
-        kept = _BackwardValues(call, of_rule.plan, stamp, sizes, history)
-        del read
+        values = _BackwardValues(arguments, of_rule.plan, stamp, list_lengths, history)
     del inputs  # if nothing is kept for a backward, this frees the rule's inputs
     mixed = readout.forward(o, rows, gamma)
-    if refilled is not None:
-        output = o.detach  # returns o; with a second run, o is computed again
-        if second_run is not None:
-            arguments = rows, of_front, history, linked, of_rule
-            output = lambda: second_run.compute_once(*arguments)[1]  # noqa: E731
+    if arguments.refilled is not None:
+        if second_run is None:
+            rule_output = o.detach  # gives o
+        else:
+            # o is not kept, but computed again
+            rule_output = partial(
+                second_run.rule_output,
+                rows,
+                front_parameters,
+                history,
+                of_states,
+                of_rule,
+            )
 
         def refill(out: Tensor) -> None:
-            readout.forward(output(), rows, gamma, out=out)
+            readout.forward(rule_output(), rows, gamma, out=out)
 
-        refilled.remember(mixed, refill)
-    return mixed, saved, kept
+        arguments.refilled.remember(mixed, refill)
+    return mixed, saved, values
+
+
+def _only_named(
+    inputs: Inputs, names: Sequence[str], wanted: Container[str]
+) -> list[Tensor | None]:
+    """The rule's ``inputs``, in whose places ``names`` stand; None for each whose name
+    is not in ``wanted``."""
+    named = zip(names, inputs, strict=True)
+    return [x if name in wanted else None for name, x in named]
 
 
 def _backward(
     values: _BackwardValues, saved: list[Tensor | None], gradient: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of rows and parameters; empties ``saved``, ``gradient`` to free
-    tensors."""
-    front = values.call.front
-    rule = values.call.rule
-    readout = values.call.readout
-    sequence_context = values.call.sequence_context
+    """The gradients of rows and parameters.
+
+    ``saved`` are the tensors that :func:`_forward` saved, ``gradient`` is the output's
+    gradient in a list. Both lists are emptied, so that each tensor is freed after its
+    last use.
+    """
+    front = values.arguments.front
+    rule = values.arguments.rule
+    readout = values.arguments.readout
+    context = values.arguments.sequence_context
+    second_run = values.arguments.second_run
     history = values.history
-    stamp, rows, o, parameters, read, linked, of_rule = _SavedTensors.of_flat(
-        saved, values.sizes
+    stamp, rows, o, parameters, saved_inputs, of_states, of_rule = (
+        _SavedTensors.of_flat(saved, values.list_lengths)
     )
     saved.clear()
-    if (
-        sequence_context.documents is not None
-        and stamp is not None
-        and values.stamp is not None
-    ):
-        sequence_context.documents.require_unchanged(values.stamp, stamp)
-    of_front = parameters[:-1]
+    if context.documents is not None and stamp is not None and values.stamp is not None:
+        context.documents.require_unchanged(values.stamp, stamp)
+    front_parameters = parameters[:-1]
     gamma = parameters[-1]
-    linked = tuple(linked)
+    of_states = tuple(of_states)
     of_rule = Saved(tuple(of_rule), values.rule_plan)
     d_rows = rows.new_empty(rows.shape)
     inputs = None
-    second_run = values.call.second_run
     if second_run is not None:
-        inputs, o, of_rule = second_run.take(rows, of_front, history, linked, of_rule)
+        inputs, o, of_rule = second_run.take(
+            rows, front_parameters, history, of_states, of_rule
+        )
     d_o, d_gamma = readout.backward(gradient.pop(), o, rows, gamma, d_rows)
     del o
     gradient.append(d_o)
     del d_o
     if inputs is None:
-        made = front.forward(
-            rows, of_front, sequence_context.documents, front.recomputed, history
+        recomputed = front.forward(
+            rows, front_parameters, context.documents, front.recomputed, history
         )
-        inputs = made._make(
-            x if y is None else y for x, y in zip(read, made, strict=True)
-        )
-        del made
-    del read
+        pairs = zip(saved_inputs, recomputed, strict=True)
+        inputs = recomputed._make(again if x is None else x for x, again in pairs)
+        del recomputed, pairs
+    del saved_inputs
     # This function keeps no reference to d_o, so a rule that converts d_o can free the
     # original.
-    begun = rule.begin_backward(
-        gradient.pop(), inputs, of_rule, sequence_context.rule_documents
+    rule_backward = rule.begin_backward(
+        gradient.pop(), inputs, of_rule, context.rule_documents
     )
     del inputs, of_rule
     initial = d_final = None
-    if sequence_context.states is not None:
-        initial, d_final = sequence_context.states.backward_states(begun, linked)
-    grads = begun.run(initial, d_final)
-    del begun
+    if context.states is not None:
+        initial, d_final = context.states.backward_states(rule_backward, of_states)
+    grads = rule_backward.run(initial, d_final)
+    del rule_backward
     if history is not None:
         history = history.with_gradient_buffer()
-    of_parameters = front.backward(
-        rows, of_front, grads, d_rows, sequence_context.documents, history
+    d_parameters = front.backward(
+        rows, front_parameters, grads, d_rows, context.documents, history
     )
-    if sequence_context.history is not None and history is not None:
+    if context.history is not None and history is not None:
         assert history.d_rows is not None
-        returned = sequence_context.history.give_back(history.d_rows)
+        returned = context.history.give_back(history.d_rows)
         add_returned(d_rows[..., front.layout.conv_columns], returned, history.table)
-    return d_rows, *of_parameters, d_gamma
+    return d_rows, *d_parameters, d_gamma
 
 
 def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> None:
-    """Add ``returned``, gradients of rows read as history, to the rows' gradient
-    ``d_conv_sBC``."""
+    """Add to the rows' gradient ``d_conv_sBC``, in place, the gradients that other
+    pieces have of these rows.
+
+    ``returned [R, B, C]`` are the gradients of the R rows that were read as history;
+    ``table.additions`` says to which token each is added.
+    """
     if not table.additions.numel():
         return
     if (
@@ -351,9 +384,10 @@ def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> N
         return
     tokens = table.additions[:, 0]
     sources = table.additions[:, 1:]
-    # index -1 (no source) selects these zeros
-    nothing = returned.new_zeros((1,) + returned.shape[1:])
-    further = torch.cat([returned, nothing])[sources.long()].sum(1)
-    further = further.masked_fill((tokens < 0)[:, None, None], 0)
-    whole = d_conv_sBC.to(returned.dtype).index_add(0, tokens.clamp(min=0), further)
-    d_conv_sBC.copy_(whole)
+    # index -1 (no source) selects this row of zeros
+    zeros = returned.new_zeros((1,) + returned.shape[1:])
+    added = torch.cat([returned, zeros])[sources.long()].sum(1)
+    # token -1 (an unused entry in fixed buffers) adds zeros to token 0
+    added = added.masked_fill((tokens < 0)[:, None, None], 0)
+    total = d_conv_sBC.to(returned.dtype).index_add(0, tokens.clamp(min=0), added)
+    d_conv_sBC.copy_(total)

@@ -1,15 +1,18 @@
-"""Tensors that a mixer frees between forward and backward, and gradients that it frees
-early.
+"""What a mixer frees before its backward ends: its output, its gradient, the rule's
+inputs.
 
-If the backward runs front and rule a second time, the mixer keeps only the projection
-rows. The second run starts in out_proj's backward if the mixer's output was freed
-(:class:`RefilledOutput`), otherwise in the mixer's backward.
+    RefilledOutput   frees the mixer's output until out_proj's backward reads it
+    HandOver         lets the mixer's backward free the output's gradient early
+    SecondRun        runs front and rule again, so that only projection rows are kept
+
+A second run starts in out_proj's backward if the mixer's output was freed, otherwise in
+the mixer's backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,20 +25,20 @@ from .stages import SequenceContext
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether ``saved_tensors_hooks``, of a checkpoint or an offload, are active.
+    """Whether ``saved_tensors_hooks`` of a checkpoint or an offload are active.
 
-    The hooks would read a freed tensor before it is filled again, so the tensor must
-    not be freed.
+    Such hooks would read a freed tensor before it is filled again. So no tensor is
+    freed then.
     """
     hooks = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     return hooks._top_saved_tensors_default_hooks(True) is not None
 
 
 class RefilledOutput:
-    """Frees one forward's output, which out_proj saves, until out_proj's backward reads
-    it.
+    """Frees the memory of one output of the mixer until out_proj's backward.
 
-    The output is computed again from tensors that the mixer saves anyway.
+    out_proj's autograd saves this output. Before out_proj's backward reads the output,
+    it is computed again, from tensors that the mixer saves anyway.
     """
 
     def __init__(self) -> None:
@@ -43,23 +46,22 @@ class RefilledOutput:
         self._refill: Callable[[Tensor], None] | None = None
 
     def remember(self, output: Tensor, refill: Callable[[Tensor], None]) -> None:
-        """Store the mixer's ``output``; ``refill(x)`` computes the same bits again into
-        x."""
+        """Store the mixer's ``output``; ``refill(x)`` writes the same bits to x
+        again."""
         self._output = output.detach()
         self._refill = refill
 
     def remember_sent(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
-        """Store ``output = send(x)`` in place of the stored x; a refill computes x,
-        then output."""
-        made = self._output
+        """Store ``output`` in place of the stored tensor x, from which it was made:
+        ``output = send(x)``. A refill then computes x and sends it."""
+        unsent = self._output
         refill = self._refill
-        if made is None or refill is None:  # no tokens
+        if unsent is None or refill is None:  # no tokens
             return
-        shape = made.shape
+        shape = unsent.shape
 
         def refill_and_send(out: Tensor) -> None:
-            """Compute the rows again and write what ``send`` makes of them to
-            ``out``."""
+            """Compute x again, and write ``send(x)`` to ``out``."""
             rows = out.new_empty(shape)
             refill(rows)
             out.copy_(send(rows))
@@ -104,16 +106,16 @@ class RefilledOutput:
 # Bytes of the smallest gradient that a HandOver stores. Its autograd step takes the
 # host about 50 microseconds. For a smaller gradient the GPU would wait for the host,
 # and save little memory.
-LEAST_BYTES = 128 << 20
+MIN_HAND_OVER_BYTES = 128 << 20
 
 
 class HandOver:
-    """Lets a mixer's backward free the output's gradient, which autograd keeps until
-    the return.
+    """Lets a mixer's backward free the gradient of the mixer's output early.
 
-    An autograd step after the mixer's function stores the gradient in this object and
-    passes on a stub without memory; the mixer's backward calls :meth:`take`. One object
-    serves one forward.
+    Autograd holds the gradient that it passes to a backward until the backward returns.
+    So an autograd step after the mixer's function stores the gradient in this object,
+    and passes on a tensor without memory. The mixer's backward calls :meth:`take`. One
+    object serves one forward.
     """
 
     def __init__(self) -> None:
@@ -121,15 +123,13 @@ class HandOver:
         self.stored_gradients: dict[int, Tensor] = {}
 
     def store_gradient_of(self, out: Tensor) -> Tensor:
-        """Return ``out``, with `_StoreGradient` behind it if the gradient is large and
-        needed."""
-        if not out.requires_grad or out.nbytes < LEAST_BYTES:
+        """``out``, whose gradient will be stored here if it is large and needed."""
+        if not out.requires_grad or out.nbytes < MIN_HAND_OVER_BYTES:
             return out
         return _StoreGradient.apply(out, self)
 
     def take(self, gradient: Tensor) -> Tensor:
-        """The gradient that the storing step stored in this backward; if none,
-        ``gradient``."""
+        """The gradient that was stored in this backward; ``gradient`` if none was."""
         return self.stored_gradients.pop(torch._C._current_graph_task_id(), gradient)
 
 
@@ -152,6 +152,14 @@ class _StoreGradient(torch.autograd.Function):
         return gradient.new_empty(()).expand(gradient.shape), None
 
 
+class SecondRunResult(NamedTuple):
+    """The result of :class:`SecondRun`."""
+
+    inputs: Inputs  # of the rule
+    o: Tensor  # the rule's output [B, S, H, V]
+    saved: Saved  # for the rule's backward
+
+
 class SecondRun:
     """Runs the front and the rule again in the backward; one object serves one
     forward."""
@@ -162,39 +170,50 @@ class SecondRun:
         self._front = front
         self._rule = rule
         self._sequence_context = sequence_context
-        self._result: tuple[Inputs, Tensor, Saved] | None = None
+        self._result: SecondRunResult | None = None
 
     def compute_once(
         self,
         rows: Tensor,
-        of_front: Sequence[Tensor | None],
+        front_parameters: Sequence[Tensor | None],
         history: History | None,
-        linked: tuple[Tensor, ...],
-        kept: Saved,
-    ) -> tuple[Inputs, Tensor, Saved]:
-        """The rule's inputs, o and saved tensors, made once; ``linked``: what
-        `StateLink` kept."""
+        of_states: tuple[Tensor, ...],
+        of_rule: Saved,
+    ) -> SecondRunResult:
+        """Run front and rule at the first call; store the result for later calls.
+
+        Args:
+            rows: the projection rows ``[S, B, P]`` of the forward.
+            history: the history that the forward read.
+            of_states: tensors that :meth:`.stages.StateLink.forward_states` returned.
+            of_rule: what :meth:`.rules.base.Rule.kept_to_recompute` returned.
+        """
         if self._result is None:
             context = self._sequence_context
             inputs = self._front.forward(
-                rows, of_front, context.documents, history=history
+                rows, front_parameters, context.documents, history=history
             )
-            if context.states is None:
-                initial = None
-            else:
-                initial = context.states.states_from_saved(linked)
+            initial = None
+            if context.states is not None:
+                initial = context.states.states_from_saved(of_states)
             o, _, saved = self._rule.recompute(
-                inputs, kept, context.rule_documents, initial
+                inputs, of_rule, context.rule_documents, initial
             )
-            self._result = inputs, o, saved
+            self._result = SecondRunResult(inputs, o, saved)
         return self._result
 
-    def take(self, *arguments: Any) -> tuple[Inputs, Tensor, Saved]:
-        """Return and drop the result of :meth:`compute_once`; inputs not read later are
-        None."""
+    def rule_output(self, *arguments: Any) -> Tensor:
+        """The rule's output o of :meth:`compute_once`."""
+        return self.compute_once(*arguments).o
+
+    def take(self, *arguments: Any) -> SecondRunResult:
+        """The result of :meth:`compute_once`, which is no longer stored.
+
+        Inputs that the rule's backward does not read are None.
+        """
         inputs, o, saved = self.compute_once(*arguments)
         self._result = None
         wanted = self._rule.backward_reads
         named = zip(self._front.names, inputs, strict=True)
         inputs = inputs._make(x if name in wanted else None for name, x in named)
-        return inputs, o, saved
+        return SecondRunResult(inputs, o, saved)

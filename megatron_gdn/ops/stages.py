@@ -1,13 +1,13 @@
 """The stages of a mixer between its projections; training and generation run the same
 stages.
 
-The source of the convolution's history and of the initial state:
+Where the convolution's history and the initial state come from:
 
-| the rows of the batch are         | history (conv)           | state                            |
-|-----------------------------------|--------------------------|----------------------------------|
-| whole sequences                   | zeros                    | zero                             |
-| pieces of sequences on many ranks | rows of the piece before | folded maps of the pieces before |
-| sequences continued from a cache  | the cache                | the cache                        |
+| the rows of the batch are         | history                  | initial state                |
+|-----------------------------------|--------------------------|------------------------------|
+| whole sequences                   | zeros                    | zeros                        |
+| pieces of sequences on many ranks | rows of the piece before | state maps of earlier pieces |
+| sequences continued from a cache  | the cache                | the cache                    |
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ from .state_maps.state_map import StateShape
 
 
 class GatedNorm(NamedTuple):
-    """The output norm ``RMSNorm(o) * gamma * act(z)``; 1 + gamma for gamma if
-    ``zero_centered``."""
+    """The output norm with its gate: ``RMSNorm(o) * gamma * activation(z)``."""
 
     gamma: Tensor  # [V]
     eps: float = 1e-6
-    zero_centered: bool = False
+    zero_centered: bool = False  # whether 1 + gamma takes the place of gamma
     activation: str = "silu"  # or "sigmoid"
     # the groups of heads that share a norm; None: a norm per head
     groups: int | None = None
 
 
 @lru_cache(maxsize=64)
-def _norm_and_gate(
+def _readout_with_norm(
     gate: slice,
     eps: float,
     zero_centered: bool,
@@ -53,15 +52,17 @@ def _norm_and_gate(
     triton: bool,
 ) -> PlainReadout:
     """The readout with norm and gate, in Triton kernels if ``triton``, else in plain
-    torch."""
-    kind = PlainReadout
+    torch; ``gate`` are the gate's columns of a row."""
+    readout_class = PlainReadout
     if triton:
-        from .readout.kernels import TritonReadout as kind
-    return kind(gate, activation, eps, zero_centered, groups)
+        from .readout.kernels import TritonReadout
+
+        readout_class = TritonReadout
+    return readout_class(gate, activation, eps, zero_centered, groups)
 
 
 @lru_cache(maxsize=64)
-def _gate_alone(gate: slice) -> PlainReadout:
+def _readout_without_norm(gate: slice) -> PlainReadout:
     return PlainReadout(gate)
 
 
@@ -72,19 +73,19 @@ class Stages(NamedTuple):
     front: Front  # computes the rule's inputs from projection rows
     rule: Rule  # the recurrence
     readout: Readout | SplitReadout  # computes rows for out_proj from the rule's output
-    # of the front, then the readout's gamma or None
+    # those of the front, conv_weight [C, 1, W] first; then the readout's gamma or None
     parameters: tuple[Tensor | None, ...]
     recompute: bool = False  # whether the backward computes front and rule again
 
     @property
     def on_grid(self) -> bool:
-        """Whether chunks are counted from each sequence's start
-        (``batch_invariant_mode``)."""
+        """Whether the mixer runs in ``batch_invariant_mode``: in chunks that are
+        counted from each sequence's start."""
         return self.rule.bits is Bits.ON_GRID
 
     @property
     def front_parameters(self) -> tuple[Tensor | None, ...]:
-        """The parameters of the front."""
+        """The parameters of the front, without gamma."""
         return self.parameters[:-1]
 
     # Only generation reads the following properties.
@@ -99,31 +100,34 @@ class Stages(NamedTuple):
 
     @property
     def history_length(self) -> int:
-        """The number of rows before a token that the convolution reads: W - 1."""
+        """W - 1: how many rows before a token the convolution reads."""
         return cast(Tensor, self.parameters[0]).shape[-1] - 1
 
     @property
     def memory_shape(self) -> MemoryShape:
-        """Sizes of the memory that generation keeps for one sequence."""
+        """The sizes of the memory that generation keeps for one sequence."""
         table = self.front.table
         weight = cast(Tensor, self.parameters[0])
         on_grid = self.rule.bits is Bits.ON_GRID
         return MemoryShape.of(table.layout, table.state, weight.shape[-1], on_grid)
 
 
-# Makes the front of rows from their layout, the rule, device, dtype and number of conv
-# taps.
+# A function (layout, rule, device, dtype, taps) that makes the front of rows with this
+# layout, device and dtype; taps is the width W of the convolution.
 MakeFront = Callable[[Layout, Rule, torch.device, torch.dtype, int], Front]
 
 
 def fronts_of(table: Callable[..., FrontTable], **settings: object) -> MakeFront:
-    """Make fronts by the tables ``table(layout, **settings)``; the settings must be
-    hashable."""
+    """A function that makes fronts, each from ``table(layout, **settings)``.
+
+    ``table`` is a mixer's function such as ``gdn_table``; its settings must be
+    hashable.
+    """
     return partial(front_by_table, partial(table, **settings))
 
 
 def front_by_table(
-    table: Callable[[Layout], FrontTable],
+    make_table: Callable[[Layout], FrontTable],
     layout: Layout,
     rule: Rule,
     device: torch.device,
@@ -131,26 +135,27 @@ def front_by_table(
     taps: int,
     kernels: str = "auto",
 ) -> Front:
-    """The front that gives ``rule`` its inputs, from rows of this layout, device and
-    dtype.
+    """The front that computes the inputs of ``rule`` from rows of this layout, device
+    and dtype.
 
     Args:
-        table: makes the mixer's description of its front, for rows of a layout.
+        make_table: gives the mixer's front as a table, for rows of a layout.
+        taps: the width W of the convolution.
         kernels: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Raises:
         ValueError: ``kernels`` is unknown, or the rule has fp16 operands and the front
             leaves q and k at any length.
     """
-    of_layout = table(layout)
+    table = make_table(layout)
     operands = rule.operand_dtype
-    if operands is not None and not of_layout.unit_length:
+    if operands is not None and not table.unit_length:
         raise ValueError(
             f"this rule takes q and k in {operands}, but without unit length they may "
             "overflow; pass normalise_qk=False to resolve_rule too, or choose "
             "operands='bf16'."
         )
-    return front_of(of_layout, device.type, dtype, taps, kernels, rule.bits, operands)
+    return front_of(table, device.type, dtype, taps, kernels, rule.bits, operands)
 
 
 def stages_of(
@@ -171,8 +176,9 @@ def stages_of(
         norm: the gated output norm (gamma and its settings), or a readout that calls
             the norm. If None, the readout applies the gate and no norm.
         recompute: whether the backward computes front and rule again.
-        gates: the columns of the layout's gates ``[S, B, .]``, if ``rows`` does not
-            have these columns. Generation has no ``gates``.
+        gates: ``[S, B, .]``, the columns of the sections with ``gates``, if another
+            product computed them; then ``rows`` lacks these columns. Generation passes
+            no ``gates``.
 
     Raises:
         ValueError: rows or gates have a wrong shape or stride; the conv weight has a
@@ -190,10 +196,10 @@ def stages_of(
             f"sections of {dict(zip(layout.names, layout.widths, strict=True))} "
             f"columns; got {tuple(rows.shape)} with strides {rows.stride()}."
         )
-    of_gates = rows.shape[:2] + (layout.width - width,)
-    if gates is not None and gates.shape != of_gates:
+    gates_shape = rows.shape[:2] + (layout.width - width,)
+    if gates is not None and gates.shape != gates_shape:
         raise ValueError(
-            f"the gates must be {list(of_gates)} beside rows "
+            f"the gates must be {list(gates_shape)} beside rows "
             f"{tuple(rows.shape)}, got {tuple(gates.shape)}."
         )
     if weight.shape[0] != layout.conv_width or not weight.is_contiguous():
@@ -204,10 +210,10 @@ def stages_of(
     gamma = None
     readout = norm
     if norm is None:
-        readout = _gate_alone(layout.gate_columns)
+        readout = _readout_without_norm(layout.gate_columns)
     elif isinstance(norm, GatedNorm):
         gamma = norm.gamma
-        readout = _norm_and_gate(
+        readout = _readout_with_norm(
             layout.gate_columns,
             norm.eps,
             norm.zero_centered,
@@ -217,15 +223,24 @@ def stages_of(
         )
     if gates is not None:
         parameters += (gates.contiguous(),)
-    kept = parameters + (gamma,)
-    return Stages(front, rule, cast(Readout | SplitReadout, readout), kept, recompute)
+    return Stages(
+        front,
+        rule,
+        cast(Readout | SplitReadout, readout),
+        parameters + (gamma,),
+        recompute,
+    )
 
 
 class StateLink(Protocol):
-    """Provides the initial states of the N sequences of a batch and the final states'
-    gradients."""
+    """Where a batch's initial states come from, and the gradients of its final states.
 
-    documents: Documents  # boundaries of the sequences, all batch rows end to end
+    The scheme chunkwise implements this: it exchanges states and gradients with other
+    ranks.
+    """
+
+    # boundaries of the N sequences, with all batch rows end to end
+    documents: Documents
 
     def forward_states(
         self, rule: Rule, forward: RuleForward, inputs: object
@@ -251,21 +266,21 @@ class StateLink(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SequenceContext:
-    """Boundaries, history and initial states of a batch; None means zero history or
-    zero states.
+    """The boundaries inside a batch, and what comes before each of its sequences.
 
-    The boundaries, of documents or of pieces of documents, are the same in every batch
-    row.
+    The scheme of context parallelism makes this for each micro-batch.
     """
 
+    # The boundaries of documents, or of pieces of documents, in every batch row. None:
+    # each batch row is one sequence.
     documents: Documents | None = None
-    history: HistoryLink | None = None
-    states: StateLink | None = None
+    history: HistoryLink | None = None  # the rows before each sequence; None: zeros
+    states: StateLink | None = None  # the initial states; None: zeros
 
     @cached_property
     def rule_documents(self) -> Documents | None:
-        """The boundaries for the rule: those of ``states``, or ``documents`` if states
-        is None."""
+        """The boundaries that the rule gets: those of ``states``, if there are
+        states."""
         if self.states is None:
             return self.documents
         return self.states.documents

@@ -52,7 +52,7 @@ class Watch(PlainRule):
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
-    monkeypatch.setattr(hand_over, "LEAST_BYTES", 0)
+    monkeypatch.setattr(hand_over, "MIN_HAND_OVER_BYTES", 0)
 
 
 def test_the_output_of_the_rule_and_the_incoming_gradient_are_freed():
@@ -82,5 +82,5 @@ def test_no_gradient_changes(monkeypatch):
         return torch.autograd.grad(out.square().sum() + out.sum(), leaves)
 
     handed_over = gradients()
-    monkeypatch.setattr(hand_over, "LEAST_BYTES", 1 << 60)
+    monkeypatch.setattr(hand_over, "MIN_HAND_OVER_BYTES", 1 << 60)
     assert_equal(handed_over, gradients())
