@@ -2,11 +2,11 @@
 
 Each table is computed from :attr:`Documents.starts` by torch operations on the host,
 and copied to the device. In fixed buffers (:class:`.static_documents.StaticDocuments`)
-the operations run on the device, and the table has room for the largest number of
+the operations run on the device, and each table has room for the largest number of
 documents.
 
-Legend: N documents, M sequences, which are the non-empty documents (in fixed buffers M
-= N + 1, and the last sequence is empty), T tokens of the buffer, n chunks.
+Legend: N documents, T tokens of the buffer, n chunks, M sequences. The sequences are
+the documents with tokens; in fixed buffers M = N + 1, and the last sequence is empty.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .host_tables import cached_by_stream, to_device
 
 
 class ChunkPlaces(NamedTuple):
-    """The chunks of all sequences, sequence by sequence, then unused chunks without
-    tokens."""
+    """The chunks of all sequences, sequence by sequence; in fixed buffers unused chunks
+    without tokens follow."""
 
-    # int32 [M + 1]: index of every sequence's first chunk, then chunk count
+    # int32 [M + 1]: the index of every sequence's first chunk, then the chunk count
     offsets: Tensor
-    # int32 [n, 2]: sequence, chunk number in the sequence; a chunk without tokens has
-    # (M - 1, 0).
+    # int32 [n, 2]: for each chunk its sequence, and its number in the sequence; an
+    # unused chunk has (M - 1, 0)
     indices: Tensor
 
 
@@ -121,14 +121,16 @@ class Documents:
 
     @property
     def boundary_numbers(self) -> tuple[int, ...]:
-        """Integers that are equal for two buffers of T tokens only if the boundaries
-        are equal."""
+        """Integers that say where the documents lie: two buffers of T tokens have equal
+        numbers only if they have equal boundaries."""
         return self.offsets
 
     @cached_property
     def fingerprint(self) -> tuple[int, int]:
-        """The number of documents and a hash of :attr:`boundary_numbers`, which ranks
-        compare."""
+        """The number of documents and a hash of :attr:`boundary_numbers`.
+
+        Ranks compare these two numbers to see whether all have the same documents.
+        """
         digest = blake2b(
             array("q", self.boundary_numbers).tobytes(), digest_size=7
         ).digest()
@@ -136,6 +138,7 @@ class Documents:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
+        """The number of tokens of each document."""
         offsets = self.offsets
         return tuple(
             end - start for start, end in zip(offsets, offsets[1:], strict=False)
@@ -143,8 +146,8 @@ class Documents:
 
     @cached_property
     def filled_indices(self) -> Tensor | None:
-        """int64 on the device: indices of the documents with tokens; None if all have
-        tokens."""
+        """The indices of the documents with tokens, int64 on the device; None if all
+        have tokens."""
         index = [n for n, length in enumerate(self.lengths) if length]
         if len(index) == len(self.lengths):
             return None
@@ -160,13 +163,15 @@ class Documents:
 
     @property
     def sequences(self) -> int:
-        """M: the number of sequences with tokens; in fixed buffers ``max_filled + 1``."""
+        """M: the number of documents with tokens; in fixed buffers ``max_filled +
+        1``."""
         if self.known_on_host:
             return self.max_filled
         return self.max_filled + 1
 
     def on_host(self) -> Documents:
-        """The same documents, with boundaries that the host knows."""
+        """These documents; for fixed buffers, a copy with boundaries that the host
+        knows."""
         return self
 
     def to(self, device: torch.device) -> Documents:
@@ -194,15 +199,15 @@ class Documents:
         return stamp is self.stamp or torch.equal(stamp, self.stamp)
 
     def changed_message(self, stamp: Tensor) -> str:
-        """The error message if a recomputation found these documents in place of
-        ``stamp``'s."""
+        """The error message if a forward ran with documents of ``stamp``, and its
+        recomputation with these documents."""
         return changed_boundaries_message(
             f"{shortened(self.stamp.tolist())} after {shortened(stamp.tolist())}"
         )
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
-        """Raise if ``saved``, the stamp that autograd saved, is not the forward's
-        ``stamp``."""
+        """Raise if ``saved``, the stamp that autograd gives the backward, is not the
+        forward's ``stamp``."""
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(
                 changed_boundaries_message("those of another micro-batch")
@@ -235,14 +240,14 @@ class Documents:
     def keep[*Arguments, Made](
         self, make: Callable[[Self, *Arguments], Made], *arguments: *Arguments
     ) -> Made:
-        """``make(self, *arguments)``, made at the first call and kept as long as this
-        object.
+        """The result of ``make(self, *arguments)``, computed at the first call and
+        stored on this object.
 
-        The package keeps what it has made in two ways. What is made from a `Documents`
-        lives on the `Documents`, by this method (tensors by :meth:`keep_tensors`); a
-        `Documents` belongs to one CUDA stream and lives as long as its micro-batch.
-        What is made from sizes alone is the result of an ``lru_cache``; if it has
-        tensors, of a :func:`.host_tables.cached_by_stream`.
+        The package stores results in two ways. A result that is made from a `Documents`
+        lives on it, by this method or :meth:`keep_tensors`; a `Documents` belongs to
+        one CUDA stream and lives as long as its micro-batch. A result that is made from
+        sizes alone is kept by an ``lru_cache``; if it has tensors, by
+        :func:`.host_tables.cached_by_stream`.
         """
         key = make, arguments
         if key not in self.kept_results:
@@ -255,24 +260,25 @@ class Documents:
         *arguments: *Arguments,
         move: bool = True,
     ) -> Made:
-        """:meth:`keep` for tensors, which are moved to the device.
+        """The tensors ``make(self, *arguments)``, moved to the device, and stored as
+        :meth:`keep` does.
 
         In fixed buffers shapes must not depend on the boundaries, and every change of
         boundaries runs ``make`` again. ``move=False`` leaves the tensors on the device
         of :attr:`starts`.
         """
         key = make, arguments, move
-        found = self.kept_results.get(key)
-        if found is None:
+        tensors = self.kept_results.get(key)
+        if tensors is None:
             with torch.inference_mode(False), torch.no_grad():
-                found = make(self, *arguments)
+                tensors = make(self, *arguments)
                 if move:
-                    on_device = [to_device(x, self.device) for x in found]
-                    # a NamedTuple has _make
-                    of_kind = getattr(found, "_make", tuple)
-                    found = cast(Made, of_kind(on_device))
-            self.kept_results[key] = found
-        return found
+                    on_device = [to_device(x, self.device) for x in tensors]
+                    # a NamedTuple has _make; a plain tuple is made by tuple
+                    make_tuple = getattr(tensors, "_make", tuple)
+                    tensors = cast(Made, make_tuple(on_device))
+            self.kept_results[key] = tensors
+        return tensors
 
     def keep_documents[*Arguments](
         self,
@@ -281,16 +287,17 @@ class Documents:
         max_filled: int,
         tokens: int,
     ) -> Documents:
-        """Documents with offsets ``make(self, *arguments)`` (0 to ``tokens``), kept on
-        this object.
+        """Other documents, with the offsets ``make(self, *arguments)``, stored as
+        :meth:`keep` does.
 
-        At most ``max_filled`` have tokens. Documents without tokens are left out.
+        The offsets run from 0 to ``tokens``. Documents without tokens are left out; at
+        most ``max_filled`` remain.
         """
-        return self.keep(_cut_documents, make, *arguments)
+        return self.keep(_documents_with_offsets, make, *arguments)
 
     def document_T(self) -> Tensor:
-        """int64 ``[T]``, on the device of :attr:`starts`: the index of every token's
-        document."""
+        """The index of each token's document among those with tokens: int64 ``[T]``, on
+        the device of :attr:`starts`."""
         return torch.searchsorted(self.starts[1:], _tokens_of(self), right=True)
 
     @cached_property
@@ -311,7 +318,7 @@ class Documents:
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
         """The tokens of all ancestors of the document that begins at token ``start``,
-        as slices."""
+        one slice per ancestor; without a tree there are none."""
         return ()
 
     @property
@@ -322,17 +329,19 @@ class Documents:
 
     @cached_property
     def position_in_sequence_T(self) -> Tensor:
-        """int32 ``[T]``: :attr:`position_T` plus the number of tokens of continued
-        documents."""
+        """int32 ``[T]``: :attr:`position_T`, plus the tokens of the documents that the
+        token's document continues."""
         return self.position_T
 
 
-def _cut_documents(
+def _documents_with_offsets(
     documents: Documents, make: Callable[..., tuple[Tensor]], *arguments: object
 ) -> Documents:
-    """The documents with offsets ``make(documents, *arguments)``, without those without
-    tokens."""
-    offsets = tuple(dict.fromkeys(make(documents, *arguments)[0].tolist()))
+    """Documents with the offsets ``make(documents, *arguments)``; those without tokens
+    are left out."""
+    (offset_tensor,) = make(documents, *arguments)
+    # a document without tokens repeats an offset, and a dict keeps each once, in order
+    offsets = tuple(dict.fromkeys(offset_tensor.tolist()))
     return Documents(offsets if len(offsets) > 1 else (0, 0), documents.device)
 
 
@@ -343,8 +352,8 @@ def _positions_in_documents(documents: Documents) -> tuple[Tensor]:
 
 @cached_by_stream(32)
 def _shared_documents(offsets: tuple[int, ...], device: torch.device) -> Documents:
-    """Return one object for equal ``offsets``, so that micro-batches share its
-    tables."""
+    """The documents of ``offsets``: one object for equal offsets, so that micro-batches
+    share its tables."""
     return Documents(offsets, device)
 
 
@@ -356,15 +365,20 @@ def one_document(tokens: int, device: torch.device) -> Documents:
 def documents_of_rows(
     rows: Sequence[int], device: torch.device, documents: Documents | None = None
 ) -> Documents:
-    """Documents of ``rows`` (B, S): a batch row is one document, or is cut as
-    ``documents`` are."""
-    if documents is not None and rows[0] == 1:
+    """The documents of a batch whose B rows of S tokens lie end to end.
+
+    ``rows`` is (B, S). Each row is one document, or is cut as ``documents`` are.
+    """
+    B, S = rows
+    if documents is not None and B == 1:
         return documents
     if documents is None:
-        ends = (rows[1],)
+        ends_in_row = (S,)
     else:
-        ends = documents.offsets[1:]
-    offsets = [0] + [row * rows[1] + end for row in range(rows[0]) for end in ends]
+        ends_in_row = documents.offsets[1:]
+    offsets = [0]
+    for row in range(B):
+        offsets += [row * S + end for end in ends_in_row]
     return _shared_documents(tuple(offsets), device)
 
 
@@ -384,8 +398,8 @@ def chunk_places_of(documents: Documents, size: int) -> ChunkPlaces:
 
 
 def chunk_places(count: Tensor, chunks: int) -> ChunkPlaces:
-    """The places of ``chunks`` chunks; ``count`` (int32 ``[M]``) is the number in each
-    sequence."""
+    """The :class:`ChunkPlaces` of ``chunks`` chunks; int32 ``[M]`` ``count`` says how
+    many each sequence has. More chunks than the sum of ``count`` are unused."""
     offsets = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
     number = torch.arange(chunks, device=count.device, dtype=torch.int32)
     sequence = torch.searchsorted(offsets[1:], number, right=True).clamp_(
@@ -401,8 +415,8 @@ def ceil_div(count: Tensor, by: Tensor | int) -> Tensor:
 
 
 def shortened(numbers: Sequence[int]) -> str:
-    """``numbers`` for an error's text; of more than 20 only the first ten and the last
-    two."""
+    """The list ``numbers`` for an error's text; of more than 20 numbers the first ten
+    and the last two."""
     words = [str(number) for number in numbers]
     if len(words) > 20:
         words[10:-2] = [f"... ({len(words) - 12} more) ..."]
@@ -410,8 +424,8 @@ def shortened(numbers: Sequence[int]) -> str:
 
 
 def changed_boundaries_message(found: str) -> str:
-    """The error message if a recomputation found other boundaries, which ``found``
-    describes."""
+    """The error message if a recomputation found other boundaries than its forward;
+    ``found`` describes those that it found."""
     return (
         "the boundaries of the documents changed between a forward and its "
         f"recomputation in the backward, which found {found}. Give every micro-batch "
@@ -421,8 +435,10 @@ def changed_boundaries_message(found: str) -> str:
 
 
 def require_one_row(rows: int, description: str) -> None:
-    """Raise a ValueError, which names the tensor by ``description``, unless ``rows`` is
-    1."""
+    """Raise a ValueError unless a packed batch has one row.
+
+    ``description`` says in the error which tensor has how many rows.
+    """
     if rows != 1:
         raise ValueError(
             f"packed documents need a batch of 1, got {description}. Lay the rows end "
@@ -431,8 +447,7 @@ def require_one_row(rows: int, description: str) -> None:
 
 
 def offsets_of(source: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """The integers of ``cu_seqlens``; to read a tensor on a GPU, the host waits for the
-    GPU."""
+    """The integers of a ``cu_seqlens``; for a tensor on a GPU the host waits."""
     if isinstance(source, Tensor):
         integers = not (source.is_floating_point() or source.is_complex())
         dense = source.layout == torch.strided and not source.is_meta

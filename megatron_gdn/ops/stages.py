@@ -253,7 +253,7 @@ class StateLink(Protocol):
         ...
 
     def states_from_saved(self, kept: tuple[Tensor, ...]) -> Tensor | None:
-        """The initial states ``[N, H, K, V]`` again, for a second run of the forward."""
+        """The initial states ``[N, H, K, V]`` again, for a second forward."""
         ...
 
     def backward_states(

@@ -1,9 +1,9 @@
 """Boundaries of packed documents in fixed device buffers, for CUDA graphs.
 
 A graph replays launches with the grids, shapes and addresses of its capture. So every
-table has the size of the worst case, and new boundaries overwrite the old boundaries on
-the device. Unused entries at the end of a table are empty documents and empty chunks,
-which kernels skip.
+table has the size of the worst case, and new boundaries overwrite the old ones on the
+device. Unused entries at the end of a table are empty documents and empty chunks;
+kernels skip them.
 
 Legend: N documents at most, T tokens of the buffer, M = N + 1 sequences (the last is
 always empty).
@@ -21,7 +21,7 @@ from torch import Tensor
 from .documents import Documents
 from .host_tables import require_no_capture, to_device
 
-_FILLED_AGAIN = (
+_FILLED_AGAIN_MESSAGE = (
     "set_documents was called between a forward and its backward, which reads the "
     "boundaries too. Make one set of buffers (static_packed_seq_params) for every "
     "micro-batch in flight, and fill a set again only when the backward of its "
@@ -34,9 +34,9 @@ class StaticDocuments(Documents):
     in place.
 
     Kernels read a StaticDocuments as they read :class:`Documents`. On the host
-    ``offsets`` and ``lengths`` raise an error. The documents of a micro-batch have T
-    tokens together. Before the first :meth:`fill` the buffer has documents of
-    ``longest`` tokens, by default T.
+    ``offsets`` and ``lengths`` raise an error. The documents of each micro-batch have T
+    tokens together. Before the first :meth:`fill` the buffer holds documents of
+    ``longest`` tokens; by default ``longest`` is T.
     """
 
     why_headwise = "the one that runs documents in fixed buffers"
@@ -51,11 +51,11 @@ class StaticDocuments(Documents):
     longest: int
     # the key of the :meth:`keep_documents` that made this object, or None
     _key: Hashable
+    # each table's tensors, and the function that computes them again
     _tables: dict[Hashable, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
-    # What the layouts that read these documents demand of the lengths; see
-    # :meth:`add_check`.
+    # the functions of :meth:`add_check`
     _checks: dict[Hashable, Callable[[Sequence[int]], None]]
-    # "fill": the latest fill's stamp; "read": stamp at the last forward
+    # "fill": the stamp of the latest fill; "read": the stamp that the last forward read
     _stamps: dict[str, Tensor]
 
     def __init__(
@@ -153,16 +153,16 @@ class StaticDocuments(Documents):
         self.refresh(check=offsets is cu_seqlens)
 
     def add_check(self, key: Hashable, check: Callable[[Sequence[int]], None]) -> None:
-        """Let :meth:`fill` call ``check(lengths)``, which raises, before it overwrites
-        anything.
+        """Let :meth:`fill` call ``check(lengths)`` before it overwrites anything.
 
-        ``fill`` cannot check the lengths of documents whose offsets are on a GPU.
+        ``check`` raises an error for lengths that a sequence layout cannot cut. It is
+        not called if the offsets are on a GPU.
         """
         self._checks[key] = check
 
     def refresh(self, check: bool = True) -> None:
-        """Compute all tables; if ``check``, check the boundaries. A CUDA graph can
-        capture this."""
+        """Compute all tables again, in place; with ``check``, check the boundaries on
+        the device. A CUDA graph can capture this call."""
         with torch.inference_mode(False), torch.no_grad():
             self._stamps["fill"] = torch.empty(0, device="cpu")
             if check:
@@ -175,33 +175,33 @@ class StaticDocuments(Documents):
                     "cu_seqlens must start at 0, never decrease, end at the buffer's "
                     "tokens, and have no document longer than max_seqlen",
                 )
-            for make, tables in self._tables.values():
-                for table, now in zip(tables, make(), strict=True):
-                    table.copy_(now)
+            for compute, tensors in self._tables.values():
+                for tensor, new in zip(tensors, compute(), strict=True):
+                    tensor.copy_(new)
 
     @property
     def stamp(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A new tensor at every :meth:`fill`, by which a backward detects a later
-        ``fill``."""
+        """An empty tensor, a new one after each :meth:`fill`: so a backward notices
+        that ``fill`` ran after its forward."""
         return self._stamps["fill"]
 
     def record_forward(self, recomputed: bool) -> None:
-        """Record which fill a forward reads; raise if a ``recomputed`` forward reads
-        another."""
+        """Store which fill a forward reads; raise if a ``recomputed`` forward reads
+        another fill than the forward did."""
         if not recomputed:
             self._stamps["read"] = self.stamp
         elif self._stamps["read"] is not self.stamp:
-            raise RuntimeError(_FILLED_AGAIN)
+            raise RuntimeError(_FILLED_AGAIN_MESSAGE)
 
     def has_stamp(self, stamp: Tensor) -> bool:
         return stamp is self.stamp
 
     def changed_message(self, stamp: Tensor) -> str:
-        return _FILLED_AGAIN
+        return _FILLED_AGAIN_MESSAGE
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         if stamp is not self.stamp:
-            raise RuntimeError(_FILLED_AGAIN)
+            raise RuntimeError(_FILLED_AGAIN_MESSAGE)
 
     def keep_tensors[*Arguments, Made: tuple[Tensor, ...]](
         self,
@@ -209,16 +209,19 @@ class StaticDocuments(Documents):
         *arguments: *Arguments,
         move: bool = True,
     ) -> Made:
-        """The tensors of ``make(self, *arguments)``; a new table during a capture
-        raises."""
-        key = make, arguments
-        found = self._tables.get((self._key, key))
-        if found is None:
+        """The tensors ``make(self, *arguments)``, which :meth:`refresh` overwrites.
+
+        The first call for a table raises an error if a CUDA graph is being captured.
+        ``move`` is not read: the tensors are on the device.
+        """
+        key = self._key, (make, arguments)
+        if key not in self._tables:
             require_no_capture("a table of packed documents")
             with torch.inference_mode(False), torch.no_grad():
-                again = partial(make, self, *arguments)
-                found = self._tables[self._key, key] = again, again()
-        return found[1]  # pyright: ignore[reportReturnType]
+                compute = partial(make, self, *arguments)
+                self._tables[key] = compute, compute()
+        _, tensors = self._tables[key]
+        return tensors  # pyright: ignore[reportReturnType]
 
     def to(self, device: torch.device) -> Documents:
         return self
@@ -230,15 +233,17 @@ class StaticDocuments(Documents):
         max_filled: int,
         tokens: int,
     ) -> Documents:
-        """Up to ``max_filled`` documents with the boundaries ``make(self, *arguments)``.
-
-        :meth:`fill` computes these boundaries again, in place.
-        """
-        return self.keep(_cut_static_documents, max_filled, tokens, make, *arguments)
+        """Documents with the boundaries ``make(self, *arguments)``, ``max_filled`` at
+        most; :meth:`fill` computes the boundaries again, in place."""
+        return self.keep(
+            _static_documents_with_offsets, max_filled, tokens, make, *arguments
+        )
 
     def on_host(self) -> Documents:
-        """The documents of the latest fill; the host waits for a GPU, so not during a
-        capture."""
+        """The documents of the latest fill.
+
+        The host waits for the GPU, so a call during a capture raises an error.
+        """
         require_no_capture("a copy of the documents' boundaries on the host")
         return Documents(tuple(self.boundaries.tolist()), self.device)
 
@@ -265,8 +270,8 @@ class StaticDocuments(Documents):
 
     @cached_property
     def fingerprint(self) -> tuple[int, int]:
-        """(-2, N), compared by ranks; ordinary documents have their count in place of
-        -2."""
+        """(-2, N), which ranks compare; the first number of ordinary documents is their
+        count, so it is never -2."""
         return -2, self.max_filled
 
     def max_chunks(self, size: int) -> int:
@@ -275,24 +280,25 @@ class StaticDocuments(Documents):
         ) // size
 
 
-def require_on_device(holds: Tensor, otherwise: str) -> None:
-    """Fail on the device, with the message ``otherwise``, if the bool tensor ``holds``
-    is false."""
-    torch._assert_async(holds, otherwise)  # pyright: ignore[reportPrivateImportUsage]
+def require_on_device(condition: Tensor, message: str) -> None:
+    """A device-side assertion: the program fails with ``message`` if the bool tensor
+    ``condition`` is False. The host does not wait."""
+    torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _cut_static_documents(
+def _static_documents_with_offsets(
     documents: StaticDocuments,
     max_filled: int,
     tokens: int,
     make: Any,
     *arguments: object,
 ) -> StaticDocuments:
-    """Up to ``max_filled`` documents of ``tokens`` tokens, with boundaries
-    ``make(documents, ...)``."""
+    """Fixed buffers with boundaries ``make(documents, *arguments)``: up to
+    ``max_filled`` documents of ``tokens`` tokens together. They share tables and fills
+    with ``documents``."""
     (boundaries,) = documents.keep_tensors(make, *arguments)
-    cut = object.__new__(StaticDocuments)
-    vars(cut).update(
+    derived = object.__new__(StaticDocuments)
+    vars(derived).update(
         device=documents.device,
         boundaries=boundaries,
         max_filled=max_filled,
@@ -303,15 +309,13 @@ def _cut_static_documents(
         _checks={},
         _stamps=documents._stamps,
     )
-    return cut
+    return derived
 
 
 def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:
-    """The boundaries with empty documents last: an empty document's end is set to T."""
+    """The boundaries ``[M + 1]`` with empty documents last: their ends become T."""
     start = documents.boundaries[:-1]
     end = documents.boundaries[1:]
-    ends = torch.where(end > start, end, documents.total_tokens).sort().values
-    ends = ends[: documents.max_filled]
-    return (
-        torch.cat([end.new_zeros(1), ends, end.new_full((1,), documents.total_tokens)]),
-    )
+    T = documents.total_tokens
+    ends = torch.where(end > start, end, T).sort().values[: documents.max_filled]
+    return (torch.cat([end.new_zeros(1), ends, end.new_full((1,), T)]),)

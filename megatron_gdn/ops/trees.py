@@ -39,22 +39,23 @@ from .rules.base import (
 from .state_maps.state_map import StateMap
 from .switches import full_fp32_matmul
 
-# bytes; kernels need tensors whose addresses are multiples of this number
+# bytes; kernels take tensors whose addresses are multiples of this number
 ALIGNMENT = 16
 
 
 class Level(NamedTuple):
-    """The non-empty documents with the same number of ancestors; siblings are
+    """The n documents with tokens that have the same number of ancestors; siblings are
     neighbours."""
 
     # indices of the level's tokens in the buffer, document after document
     tokens: slice | Tensor
     documents: Documents  # boundaries of the documents among ``tokens``
     parents: Tensor  # int64 [n], the index of each document's parent in the level above
-    children: tuple[int, ...]  # the number of non-empty children of each document
+    # for each document, how many documents with tokens continue it
+    child_counts: tuple[int, ...]
 
-    def rows(self, x: Tensor) -> Tensor:
-        """The rows of ``x`` ``[1, T, ...]`` at this level's tokens."""
+    def rows_of(self, x: Tensor) -> Tensor:
+        """The rows of ``x [1, T, ...]`` at this level's tokens."""
         if isinstance(self.tokens, slice):
             rows = x[:, self.tokens]
             if rows.data_ptr() % ALIGNMENT == 0:
@@ -65,8 +66,8 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TreeDocuments(Documents):
-    """Documents with padding in one buffer; a document may continue an earlier
-    document."""
+    """Documents with padding in one buffer; a document may continue an earlier one, its
+    parent."""
 
     why_headwise = "the one that runs documents that continue others"
     why_not_on_grid = (
@@ -100,32 +101,33 @@ class TreeDocuments(Documents):
         return self.offsets + self.parents + self.lengths_without_padding
 
     @cached_property
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The non-empty ancestors of each document, from the first to the parent."""
-        paths: list[tuple[int, ...]] = []
+    def ancestors(self) -> tuple[tuple[int, ...], ...]:
+        """For each document its ancestors that have tokens, the oldest first."""
+        ancestors: list[tuple[int, ...]] = []
         for parent in self.parents:
-            if parent >= 0:
-                before = paths[parent]
+            if parent < 0:
+                of_document = ()
+            elif self.lengths_without_padding[parent] == 0:
+                of_document = ancestors[parent]
             else:
-                before = ()
-            has_tokens = parent >= 0 and self.lengths_without_padding[parent] > 0
-            if has_tokens:
-                before += (parent,)
-            paths.append(before)
-        return tuple(paths)
+                of_document = ancestors[parent] + (parent,)
+            ancestors.append(of_document)
+        return tuple(ancestors)
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
-        path = self.paths[bisect_right(self.offsets, start) - 1]
-        begin = self.offsets
-        length = self.lengths_without_padding
-        return tuple(slice(begin[i], begin[i] + length[i]) for i in path)
+        document = bisect_right(self.offsets, start) - 1
+        return tuple(self._tokens_of(i) for i in self.ancestors[document])
+
+    def _tokens_of(self, document: int) -> slice:
+        """The tokens of a document in the buffer, without padding."""
+        start = self.offsets[document]
+        return slice(start, start + self.lengths_without_padding[document])
 
     @cached_property
     def _count_before(self) -> list[int]:
-        """The number of tokens in each document's ancestors."""
-        return [
-            sum(self.lengths_without_padding[i] for i in path) for path in self.paths
-        ]
+        """For each document, the number of tokens of all its ancestors."""
+        length = self.lengths_without_padding
+        return [sum(length[i] for i in ancestors) for ancestors in self.ancestors]
 
     @property
     def longest_sequence(self) -> int:
@@ -141,86 +143,102 @@ class TreeDocuments(Documents):
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """The levels of non-empty documents, from level 0 on."""
+        """The levels of the documents with tokens, from level 0 on."""
         length = self.lengths_without_padding
+        # for each document those that continue it; for -1 those that continue none
         children: dict[int, list[int]] = {i: [] for i in range(-1, len(length))}
-        for i, path in enumerate(self.paths):
-            if length[i]:
-                children[path[-1] if path else -1].append(i)
+        for document, ancestors in enumerate(self.ancestors):
+            if length[document]:
+                parent = ancestors[-1] if ancestors else -1
+                children[parent].append(document)
         if not children[-1]:
             raise ValueError(
                 f"{self.total_tokens} tokens are padding of documents without tokens."
             )
         levels = []
-        families = [children[-1]]
+        families = [children[-1]]  # the children of each document of the level above
         while members := list(chain.from_iterable(families)):
-            of_members = ([x[i] for i in members] for x in (self.offsets, length))
-            start, count = (torch.tensor(x, device="cpu") for x in of_members)
-            places = ranges(start, count)
-            in_order = bool((places.diff() == 1).all())
-            whole = slice(int(places[0]), int(places[-1]) + 1)
-            if in_order:
-                tokens = whole
+            starts = torch.tensor([self.offsets[i] for i in members], device="cpu")
+            counts = [length[i] for i in members]
+            tokens = ranges(starts, torch.tensor(counts, device="cpu"))
+            side_by_side = bool((tokens.diff() == 1).all())
+            if side_by_side:
+                tokens = slice(int(tokens[0]), int(tokens[-1]) + 1)
             else:
-                tokens = to_device(places, self.device)
-            documents = Documents(
-                tuple(accumulate(count.tolist(), initial=0)), self.device
-            )
+                tokens = to_device(tokens, self.device)
+            documents = Documents(tuple(accumulate(counts, initial=0)), self.device)
             parents = [n for n, family in enumerate(families) for _ in family]
             parents = to_device(torch.tensor(parents, device="cpu"), self.device)
             families = [children[i] for i in members]
-            levels.append(Level(tokens, documents, parents, tuple(map(len, families))))
+            child_counts = tuple(map(len, families))
+            levels.append(Level(tokens, documents, parents, child_counts))
         return tuple(levels)
 
-    def to_buffer(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Join ``pieces``, the rows of each level, to ``[1, T, ...]`` with zeros at
-        padding."""
-        if pieces[0] is None or pieces[0].shape[1] == self.total_tokens:
-            return pieces[0]
-        whole = pieces[0].new_zeros((1, self.total_tokens) + pieces[0].shape[2:])
-        for piece, level in zip(pieces, self.levels, strict=True):
-            whole[:, level.tokens] = piece
-        return whole
+    def to_buffer(self, rows_by_level: Sequence[Tensor]) -> Tensor:
+        """Join the rows of all levels to ``[1, T, ...]``, with zeros at padding.
+
+        If the rule has no such gradient, all entries are None, and the result is None.
+        """
+        first = rows_by_level[0]
+        if first is None or first.shape[1] == self.total_tokens:
+            return first
+        buffer = first.new_zeros((1, self.total_tokens) + first.shape[2:])
+        for rows, level in zip(rows_by_level, self.levels, strict=True):
+            buffer[:, level.tokens] = rows
+        return buffer
 
     def history(self, past: int) -> HistoryOfParents | None:
-        """The last ``past`` rows of each document's ancestors; None if there are no
-        such rows."""
+        """The ``past`` rows before each document, from its ancestors; None if there are
+        no such rows."""
         return self.keep(TreeDocuments._history, past)
 
     def _history(self, past: int) -> HistoryOfParents | None:
-        """Compute the last ``past`` rows of documents' ancestors, which :meth:`history`
-        caches."""
-        begin = self.offsets
+        """Compute :meth:`history`, which stores the result."""
         length = self.lengths_without_padding
-        continuing = [i for i, path in enumerate(self.paths) if path and length[i]]
+        continuing = [
+            document
+            for document, ancestors in enumerate(self.ancestors)
+            if ancestors and length[document]
+        ]
         if not (continuing and past):
             return None
-        sent = []
+        copied = []  # the tokens whose rows are copied, for one document after another
+        # for each document the indices in ``copied`` of the rows before it, the newest
+        # first; -1 where its ancestors have no more rows
         before = []
-        for i in continuing:
-            path = reversed(self.paths[i])
-            backwards = (
-                range(begin[j] + length[j] - 1, begin[j] - 1, -1) for j in path
-            )
-            newest = list(islice(chain.from_iterable(backwards), past))
-            before.append(
-                [len(sent) + age if age < len(newest) else -1 for age in range(past)]
-            )
-            sent += newest
-        first = [begin[i] for i in continuing]
-        counts = [length[i] for i in continuing]
-        first, counts, rows, moved = (
-            torch.tensor(x, device="cpu") for x in (first, counts, before, sent)
-        )
+        for document in continuing:
+            newest = self._last_tokens_before(document, past)
+            known = range(len(copied), len(copied) + len(newest))
+            before.append(list(known) + [-1] * (past - len(newest)))
+            copied += newest
+        starts = [self.offsets[document] for document in continuing]
+        counts = [length[document] for document in continuing]
+        copied_T = torch.tensor(copied, device="cpu")
         table = HistoryTable.build(
-            first, counts, rows, moved, self.total_tokens, self.device
+            torch.tensor(starts, device="cpu"),
+            torch.tensor(counts, device="cpu"),
+            torch.tensor(before, device="cpu"),
+            copied_T,
+            self.total_tokens,
+            self.device,
         )
-        return HistoryOfParents(table, to_device(moved, self.device))
+        return HistoryOfParents(table, to_device(copied_T, self.device))
+
+    def _last_tokens_before(self, document: int, most: int) -> list[int]:
+        """The last tokens of the ancestors of ``document``, ``most`` at most, the
+        newest first."""
+        newest_first = []
+        for ancestor in reversed(self.ancestors[document]):
+            tokens = self._tokens_of(ancestor)
+            newest_first.append(range(tokens.stop - 1, tokens.start - 1, -1))
+        return list(islice(chain.from_iterable(newest_first), most))
 
 
 class HistoryOfParents(NamedTuple):
-    """A `HistoryLink`: copies of ancestors' last rows; their gradients are summed in
-    order."""
+    """A `HistoryLink` that copies the last rows of ancestors.
+
+    The gradients of the copies are added to the rows in a fixed order.
+    """
 
     table: HistoryTable
     rows: Tensor  # int64, indices of the copied rows in the buffer
@@ -233,8 +251,8 @@ class HistoryOfParents(NamedTuple):
 
 
 class ForwardByLevel(RuleForward):
-    """The forward of :class:`RuleByLevel`: the inner rule's forwards, one level after
-    another."""
+    """The forward of :class:`RuleByLevel`: the inner rule runs one level after another,
+    level 0 first."""
 
     documents: TreeDocuments
 
@@ -242,32 +260,42 @@ class ForwardByLevel(RuleForward):
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         assert initial is None and not final
+        inner = self.rule.rule
         outputs = []
         tensors = []
         plans = []
-        ended = None
+        final_states = None  # of the level above
         for level in self.documents.levels:
-            begun = self.rule.rule.begin(
-                map_inputs(self.inputs, level.rows), level.documents
-            )
+            inputs = map_inputs(self.inputs, level.rows_of)
+            forward = inner.begin(inputs, level.documents)
             entering = None
             through = None
-            continued = any(level.children)
-            if ended is not None:
-                entering = ended.index_select(0, level.parents)
-                if keep and continued:
-                    through = begun.state_map().through
-            o, ended, saved = begun.run(entering, keep=keep, final=continued)
+            has_children = any(level.child_counts)
+            if final_states is not None:
+                entering = final_states.index_select(0, level.parents)
+                if keep and has_children:
+                    through = forward.state_map().through
+            o, final_states, saved = forward.run(
+                entering, keep=keep, final=has_children
+            )
             outputs.append(o)
             tensors += (entering, through) + saved.tensors
-            plans.append((saved.plan, len(saved.tensors)))
+            plans.append(_LevelPlan(saved.plan, len(saved.tensors)))
         o = self.documents.to_buffer(outputs)
         return RuleOutput(o, None, Saved(tuple(tensors) if keep else (), tuple(plans)))
 
 
+class _LevelPlan(NamedTuple):
+    """What the backward of a level needs besides tensors."""
+
+    plan: object  # ``Saved.plan`` of the inner rule
+    # how many tensors the inner rule saved; ``entering`` and ``through`` lie before them
+    tensor_count: int
+
+
 class BackwardByLevel(RuleBackward):
-    """The backward of :class:`RuleByLevel`: the inner rule's backwards, last level
-    first."""
+    """The backward of :class:`RuleByLevel`: the inner rule's backward runs one level
+    after another, the last level first."""
 
     documents: TreeDocuments
 
@@ -275,43 +303,47 @@ class BackwardByLevel(RuleBackward):
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> Gradients:
         assert initial is None and d_final is None
+        inner = self.rule.rule
         tensors = list(self.saved.tensors)
-        grads = []
+        grads_by_level = []
         levels = self.documents.levels
         for number, level in reversed(list(enumerate(levels))):
-            plan, count = self.saved.plan[number]
-            entered, through, *mine = tensors[-count - 2 :]
-            del tensors[-count - 2 :]
-            inputs = map_inputs(self.inputs, level.rows)
-            saved = Saved(tuple(mine), plan)
-            begun = self.rule.rule.begin_backward(
-                level.rows(self.d_o), inputs, saved, level.documents
+            plan, tensor_count = self.saved.plan[number]
+            entering, through, *of_level = tensors[-tensor_count - 2 :]
+            del tensors[-tensor_count - 2 :]
+            inputs = map_inputs(self.inputs, level.rows_of)
+            saved = Saved(tuple(of_level), plan)
+            backward = inner.begin_backward(
+                level.rows_of(self.d_o), inputs, saved, level.documents
             )
+            d_entering = None
             if number:
-                d_entered = begun.d_initial()
-            else:
-                d_entered = None
-            if d_entered is not None and d_final is not None:
-                maps = StateMap(d_entered, through).transposed(d_entered)
-                with full_fp32_matmul(d_final.device.type):
-                    # One product per document, so that other documents do not change
-                    # its bits.
-                    each = zip(maps.local, maps.through, d_final, strict=True)
-                    d_entered = torch.stack(
-                        [
-                            StateMap(local, through).apply(d)
-                            for local, through, d in each
-                        ]
-                    )
-            grads.insert(0, begun.run(entered, d_final))
-            if d_entered is not None:
-                families = d_entered.split(levels[number - 1].children)
+                d_entering = backward.d_initial()
+            if d_entering is not None and d_final is not None:
+                maps = StateMap(d_entering, through).transposed(d_entering)
+                d_entering = _apply_one_by_one(maps, d_final)
+            grads_by_level.insert(0, backward.run(entering, d_final))
+            if d_entering is not None:
+                # a parent's dS_out is the sum of its children's dS_in
+                families = d_entering.split(levels[number - 1].child_counts)
                 d_final = torch.stack([family.sum(0) for family in families])
-        return grads[0]._make(map(self.documents.to_buffer, zip(*grads, strict=True)))
+        joined = map(self.documents.to_buffer, zip(*grads_by_level, strict=True))
+        return grads_by_level[0]._make(joined)
+
+
+def _apply_one_by_one(maps: StateMap, states: Tensor) -> Tensor:
+    """``maps.apply(states)`` with one product per document, so that other documents do
+    not change a document's bits."""
+    results = []
+    with full_fp32_matmul(states.device.type):
+        for local, through, state in zip(maps.local, maps.through, states, strict=True):
+            results.append(StateMap(local, through).apply(state))
+        return torch.stack(results)
 
 
 class RuleByLevel(Rule):
-    """Runs ``rule`` once for each level; ``o`` and gradients of padding are zero."""
+    """Runs ``rule`` once for each level of a tree; at padding ``o`` and all gradients
+    are zero."""
 
     forward = ForwardByLevel
     backward = BackwardByLevel

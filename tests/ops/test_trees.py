@@ -126,7 +126,7 @@ def test_a_rule_gets_tensors_as_aligned_as_whole_ones():
     """fp32 gates of two heads are 8 bytes a token, and the second level begins at an
     odd one."""
     seen = [
-        level.rows(torch.randn(1, 9, 2))
+        level.rows_of(torch.randn(1, 9, 2))
         for level in Tree((-1, 0), (3, 6)).documents.levels
     ]
     assert [x.shape[1] for x in seen] == [3, 6]
