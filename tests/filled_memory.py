@@ -63,4 +63,4 @@ def _keep_torchs_filling() -> None:
     """The mixers leave torch's filling on, where they switch it off outside tests."""
     from megatron_gdn.ops import switches
 
-    switches._unfilled = contextlib.nullcontext()
+    switches._memory_unfilled = contextlib.nullcontext()

@@ -18,17 +18,22 @@ from .front.history import History, history_of, last_rows
 def _pre_activation(
     x_BTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, position_T: Tensor | None
 ) -> Tensor:
-    """Convolve in fp32 or fp64; ``position_T``: each token's place in its document,
-    from 0."""
+    """The convolution with bias, before the activation: ``[B, T, C]`` in fp32 (fp64).
+
+    ``position_T``: each token's number in its document, from 0; None: each batch row is
+    one document.
+    """
     wide = torch.promote_types(x_BTC.dtype, torch.float32)
     tokens = x_BTC.shape[1]
     past = weight_CW.shape[1] - 1
     padded_BTC = F.pad(x_BTC.to(wide), (0, 0, past, 0))
     pre_BTC: Any = 0
     for tap in range(past + 1):
+        distance = past - tap  # the tap reads the token that is so many tokens earlier
         x_BTC = padded_BTC[:, tap : tap + tokens]
-        if position_T is not None and tap < past:
-            x_BTC = x_BTC.masked_fill((position_T < past - tap)[:, None], 0)
+        if position_T is not None and distance:
+            other_document = position_T < distance
+            x_BTC = x_BTC.masked_fill(other_document[:, None], 0)
         pre_BTC = pre_BTC + x_BTC * weight_CW[:, tap].to(wide)
     if bias_C is None:
         return pre_BTC
@@ -122,27 +127,33 @@ def convolve_rows(
     history: History | None = None,
     activation: str | None = "silu",
 ) -> Tensor:
-    """Convolve ``x_BSC``, apply ``activation``; ``documents`` are those of every batch
-    row."""
-    if documents is None:
-        position_T = None
-    else:
+    """The convolution and ``activation`` of each batch row, ``[B, S, C]``.
+
+    ``documents`` are the boundaries in every batch row, ``history`` the rows before
+    each sequence (None: zeros). Of the intermediates autograd saves none.
+    """
+    position_T = None
+    if documents is not None:
         position_T = documents.position_T
-    rows_before, table = (
-        (None, None) if history is None else (history.rows, history.table)
-    )
+    rows_before = None
+    table = None
+    if history is not None:
+        rows_before = history.rows
+        table = history.table
     if not x_BSC.numel():
-        given = weight_CW, bias_C, rows_before
-        return output_without_tokens(x_BSC, *given, width=x_BSC.shape[2])
+        return output_without_tokens(
+            x_BSC, weight_CW, bias_C, rows_before, width=x_BSC.shape[2]
+        )
 
     def convolved(
         x: Tensor, weight: Tensor, bias: Tensor | None, rows_before: Tensor | None
     ) -> Tensor:
-        """The convolution of ``x``; ``rows_before``: the rows of history, None for
-        zeros."""
-        pre = _pre_activation(x, weight, bias, position_T)
+        """The result for given tensors, which autograd can differentiate."""
+        y = _pre_activation(x, weight, bias, position_T)
         if rows_before is not None and table is not None:
-            pre = History(rows_before, table).add_lead_in_to(pre, weight)
-        return (silu(pre) if activation else pre).to(x.dtype)
+            y = History(rows_before, table).add_lead_in_to(y, weight)
+        if activation:
+            y = silu(y)
+        return y.to(x.dtype)
 
     return run_saving_inputs(convolved, x_BSC, weight_CW, bias_C, rows_before)

@@ -1,4 +1,5 @@
-"""Activations, norms and gates in plain torch; norms sum squares in fp32 (or fp64)."""
+"""Activations, norms and bounds of gates in plain torch; norms sum squares in fp32 (or
+fp64)."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# On a CPU torch computes the last few elements of a tensor by other code than its whole
-# SIMD vectors, with other rounding, so a token's value would depend on the number of
-# later tokens. So tensors are padded to whole vectors. (With several threads this helps
-# only up to 32768 elements.)
-# 2 * 512 / 16: torch computes two vectors at once, each 512 bits of 16-bit elements
-_WHOLE = 64
+# On a CPU torch computes whole SIMD vectors of a tensor, and then its last few elements
+# by other code with other rounding. So a token's value would depend on the number of
+# later tokens. Therefore tensors are padded to a multiple of this many elements: two
+# vectors of 512 bits with 16-bit elements, 2 * 512 / 16. (With several threads this
+# helps only up to 32768 elements.)
+_PADDED_ELEMENTS = 64
 
 
 def silu(x: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor
     if x.device.type != "cpu":
         return function(x)
     flat = x.reshape(-1)
-    missing = -len(flat) % _WHOLE
+    missing = -len(flat) % _PADDED_ELEMENTS
     if not missing:
         return function(flat).view(x.shape)
     return function(F.pad(flat, (0, missing)))[: len(flat)].view(x.shape)
@@ -87,11 +88,10 @@ def rms_norm(
 
 
 def least_log_decay(dtype: torch.dtype) -> float:
-    """A lower bound of log-decays: -104 in fp32, -746 in fp64. Below the bound exp
-    gives 0.
+    """The number to which smaller log-decays are clamped: -104 in fp32, -746 in fp64.
 
-    Sums of clamped log-decays over a chunk are finite; sums of -inf would give inf -
-    inf = NaN.
+    exp gives 0 for it already. Sums of clamped log-decays are finite; with -inf a
+    difference of two sums would be -inf - (-inf) = NaN.
     """
     numbers = torch.finfo(dtype)
     smallest = numbers.tiny * numbers.eps
@@ -99,20 +99,19 @@ def least_log_decay(dtype: torch.dtype) -> float:
 
 
 def largest_A_log(dtype: torch.dtype) -> float:
-    """An upper bound of A_log: 66 in fp32, 532 in fp64, so exp(A_log) times a gradient
-    is finite.
+    """The number to which larger A_log are clamped: 66 in fp32, 532 in fp64.
 
-    If A_log is at its fp32 bound, every softplus above 2e-27 gives a decay of exactly
-    0.
+    With it exp(A_log) times a gradient is finite. The decay is exactly 0 for every
+    softplus above 2e-27 (fp32).
     """
     return float(math.floor(0.75 * math.log(torch.finfo(dtype).max)))
 
 
 def largest_beta(allow_neg_eigval: bool) -> float:
-    """The upper bound of write strengths: 1, or 2 with ``allow_neg_eigval``.
+    """The upper bound of write strengths beta: 1, or 2 with ``allow_neg_eigval``.
 
-    A token's transition I - beta k k^T has the eigenvalue 1 - beta |k|^2, which lies in
-    (0, 1) for the bound 1 and in (-1, 1) for the bound 2.
+    A token multiplies the state by I - beta k k^T. The eigenvalue 1 - beta |k|^2 of
+    this matrix lies in (0, 1) for the bound 1, and in (-1, 1) for the bound 2.
     """
     if allow_neg_eigval:
         return 2.0

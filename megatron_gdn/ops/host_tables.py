@@ -1,5 +1,4 @@
-"""Tables that the host makes from lengths of documents, cached on the device per CUDA
-stream.
+"""Copies of tables from the host to the device, and caches of tables per CUDA stream.
 
 Two CUDA streams run in no fixed order, so every stream has its own copies of the
 tables. A CUDA graph reads the tables of the stream on which the last call before the
@@ -15,17 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_latest_stream = 0
+_latest_stream = 0  # the handle of the stream of the latest call outside a capture
+# the tables that CUDA graphs read, by their ids; so Python never frees them
 _read_by_graphs: dict[int, object] = {}
 
 
 def to_device(table: Tensor, device: torch.device | str) -> Tensor:
-    """Copy ``table`` to ``device``; a table that is on a GPU already is returned
-    unchanged.
+    """Copy ``table`` to ``device``; a table that is on a GPU already is returned as it
+    is.
 
-    The copy is from pinned memory, and the host does not wait for the copy. Autograd
-    refuses tensors that are made in ``torch.inference_mode``, so the copy is made
-    outside of that mode.
+    The copy to a GPU is from pinned memory, and the host does not wait for it. The copy
+    is made outside of ``torch.inference_mode``, since autograd refuses tensors that are
+    made in that mode.
     """
     if table.is_cuda:
         return table
@@ -39,11 +39,10 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
 
 
 def require_no_capture(table_name: str) -> None:
-    """Raise an error if a CUDA graph is being captured; ``table_name`` is for the
-    error's text.
+    """Raise an error if a CUDA graph is being captured.
 
     A captured copy would read freed host memory, and would fill the table in replays
-    only.
+    only. ``table_name`` stands in the error's text.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -79,8 +78,10 @@ def keep_if_captured[Made](tables: Made) -> Made:
 def cached_by_stream[**Arguments, Made](
     maxsize: int,
 ) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
-    """A decorator like ``lru_cache`` that keeps ``maxsize`` results, over all CUDA
-    streams."""
+    """A decorator like ``lru_cache``, with separate results for each CUDA stream.
+
+    It keeps ``maxsize`` results, over all streams together.
+    """
 
     def decorate(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
         """Return ``make`` with a cache of its results per CUDA stream and arguments."""

@@ -1,5 +1,7 @@
-"""The columns of a mixer's input projection, which define ranks' shares and checkpoint
-keys."""
+"""The sections of a projection row.
+
+They define which columns each rank has, and the keys of checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,16 @@ if TYPE_CHECKING:
 
 
 class SizeError(ValueError, AssertionError):
-    """Raised if heads, widths or lengths cannot be split over ranks or do not fit each
-    other.
+    """Raised if sizes do not fit each other, or ranks cannot share them evenly.
 
-    It is also an AssertionError, which Megatron's and Automodel's mixers raise for
+    It is also an AssertionError, since Megatron's and Automodel's mixers raise that for
     wrong sizes.
     """
 
 
 def require_sizes(dims: DataclassInstance, may_be_zero: Container[str] = ()) -> None:
-    """Raise ValueError unless ``dims`` has ints >= 1; fields named in ``may_be_zero``
-    may be 0."""
+    """Raise a ValueError unless each field of ``dims`` is an int of at least 1; a field
+    that ``may_be_zero`` names may be 0."""
     for field in fields(dims):
         size = getattr(dims, field.name)
         if field.name in may_be_zero:
@@ -38,17 +39,17 @@ def require_sizes(dims: DataclassInstance, may_be_zero: Container[str] = ()) -> 
             )
 
 
-def require_shares(ranks: int, counts: Sequence[int], held: str) -> None:
-    """Raise an error, with ``held`` (``counts`` in words), unless ``ranks`` divides all
-    counts."""
+def require_shares(ranks: int, counts: Sequence[int], in_words: str) -> None:
+    """Raise an error unless ``ranks`` divides all ``counts``; ``in_words`` names the
+    counts in the error."""
     if ranks < 1 or any(count % ranks for count in counts):
         most = max(counts)
         legal = [
             n for n in range(1, most + 1) if not any(count % n for count in counts)
         ]
         raise SizeError(
-            f"tensor_model_parallel_size={ranks} cannot split {held} evenly; use one "
-            f"of {', '.join(map(str, legal))}."
+            f"tensor_model_parallel_size={ranks} cannot split {in_words} evenly; use "
+            f"one of {', '.join(map(str, legal))}."
         )
 
 
@@ -57,11 +58,12 @@ class Section(NamedTuple):
     kind."""
 
     name: str  # the section's name in checkpoints
-    # kind of the heads, such as "key" or "value"; heads lie side by side, in order
+    # the kind of its heads, such as "key" or "value"; the heads lie side by side
     heads: str
-    width: int
+    width: int  # columns per head
     conv: bool = False  # whether the columns are inputs of the causal convolution
-    # whether the columns are gates that another product may compute, never quantised
+    # whether the columns are gates, which are never quantised: a product of their own
+    # may compute them
     gates: bool = False
     # The name of the run of sections that this section belongs to, or "". The sections
     # of a run are neighbours of one shape. Ranks and checkpoints split each section by
@@ -71,17 +73,18 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sections of a projection row, and how many heads of every kind a row has.
+    """The sections of a projection row, and how many heads of every kind a row has.
 
-    Each head of the first kind has a recurrent state. Each head of another kind serves
-    neighbouring state heads, and all heads of one kind serve equal numbers of state
-    heads.
+    Each head of the first kind has a recurrent state: it is a *state head*. A head of
+    another kind serves several neighbouring state heads, equally many for all heads of
+    one kind.
     """
 
     sections: tuple[Section, ...]  # in storage order; convolved sections are neighbours
-    # the kinds of heads, each with the number of its heads
+    # the kinds of heads, each with the number of its heads; the state heads first
     counts: tuple[tuple[str, int], ...]
-    gate: str = "z"  # the section that gates the readout, as wide as a row for out_proj
+    # the name of the section with the output gate, as wide as a row for out_proj
+    gate: str = "z"
 
     def __post_init__(self) -> None:
         convolved = [section.conv for section in self.sections]
@@ -104,6 +107,7 @@ class Layout:
             )
 
     def heads(self, kind: str) -> int:
+        """The number of heads of this kind."""
         return dict(self.counts)[kind]
 
     @cached_property
@@ -112,7 +116,7 @@ class Layout:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, int]]:
-        """For each section's name, the number of heads and the columns of a head."""
+        """For each section and run, the number of heads and the columns of a head."""
         shapes = {x.name: (self.heads(x.heads), x.width) for x in self.sections}
         for run, members in self._runs.items():
             heads, width = shapes[members[0].name]
@@ -145,7 +149,7 @@ class Layout:
 
     @cached_property
     def _columns(self) -> dict[str, slice]:
-        """For each section's name, the slice of its columns."""
+        """For each section and run, the slice of its columns."""
         ends = list(accumulate(self.widths))
         columns = dict(zip(self.names, map(slice, [0, *ends], ends), strict=True))
         for run, members in self._runs.items():
@@ -159,12 +163,13 @@ class Layout:
 
     @cached_property
     def gate_columns(self) -> slice:
-        """The slice of a row with the gate of the readout."""
+        """The slice of a row with the output gate."""
         return self.columns(self.gate)
 
     @cached_property
     def main_width(self) -> int:
-        """The number of columns before those of sections with ``gates``."""
+        """The number of columns without those of sections with ``gates``, which come
+        last."""
         pairs = zip(self.sections, self.widths, strict=True)
         return sum(width for section, width in pairs if not section.gates)
 
@@ -218,8 +223,8 @@ class Layout:
         )
 
     def why_not_share(self, ranks: int) -> str | None:
-        """Why :meth:`share` refuses this number of ranks, with the legal numbers; else
-        None."""
+        """Why ``ranks`` ranks cannot share the heads, with the legal numbers; None if
+        they can."""
         if ranks >= 1 and self.shares_among(ranks):
             return None
         legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]
@@ -229,8 +234,7 @@ class Layout:
         )
 
     def share(self, ranks: int) -> Layout:
-        """The layout on one of ``ranks`` ranks, each with an equal share of the H state
-        heads.
+        """The layout on one of ``ranks`` ranks, which share the H state heads equally.
 
         Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that
         serve these state heads. A head that serves state heads of several ranks is on
@@ -248,7 +252,7 @@ class Layout:
         return replace(self, counts=tuple(counts))
 
     def copies(self, ranks: int) -> tuple[int, ...]:
-        """For each section, the number of ranks that hold the same columns after
+        """For each section, how many ranks hold the same columns after
         :meth:`share`."""
         return tuple(
             max(1, ranks // self.heads(section.heads)) for section in self.sections

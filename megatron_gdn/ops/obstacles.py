@@ -30,19 +30,22 @@ _FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
 class Obstacle(NamedTuple):
-    """Why a backend cannot run, and the type of the error if it was asked for by
-    name."""
+    """Why a rule cannot run here."""
 
     why: str
-    # ImportError if installing a package would help
+    # the error to raise if the user asked for this rule by name; ImportError if
+    # installing a package would help
     error: type[Exception] = ValueError
 
 
 def advice_about_plain_rule(
     device: torch.device | str, *obstacles: Obstacle | None
 ) -> str:
-    """If a GPU runs a rule in plain torch for lack of packages, warn and return advice,
-    else ""."""
+    """The advice to install kernels, if a GPU runs a rule in plain torch for lack of
+    packages; else "". The function also warns once.
+
+    ``obstacles`` are those of the rules that were skipped.
+    """
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:
         return ""
@@ -58,8 +61,11 @@ def no_kernels_installed() -> bool:
 
 def version_tuple(text: str) -> tuple[int, ...]:
     """``"3.7.1rc1+cu130"`` -> ``(3, 7, 1)``, to compare releases."""
-    parts = text.split("+")[0].split(".")[:3]
-    return tuple(int((re.match(r"\d+", part) or ["0"])[0]) for part in parts)
+    numbers = []
+    for part in text.split("+")[0].split(".")[:3]:
+        digits = re.match(r"\d+", part)
+        numbers.append(int(digits[0]) if digits else 0)
+    return tuple(numbers)
 
 
 def installed_version(package: str) -> str | None:
@@ -140,10 +146,12 @@ def why_not_fla_package(major: int) -> Obstacle | None:
     known = ".".join(map(str, _FLA_KNOWN))
     triton = installed_version("triton")
     versions = {name: installed_version(name) for name in _FLA_PACKAGES}
-    found = [
-        (name, version) for name, version in versions.items() if version is not None
+    found = {name: number for name, number in versions.items() if number is not None}
+    other = [
+        f"{name} {number}"
+        for name, number in found.items()
+        if version_tuple(number)[:2] != _FLA_KNOWN
     ]
-    other = [f"{name} {v}" for name, v in found if version_tuple(v)[:2] != _FLA_KNOWN]
     if find_spec("fla") is None:
         why = f"flash-linear-attention is not installed ({FLA_INSTALL_HINT})"
     elif not found:
@@ -197,6 +205,6 @@ def log_obstacle_once(message: str, device_type: str) -> None:
 
 @cache
 def warn_once(message: str) -> None:
-    """Issue a RuntimeWarning once in each process, since machines may have different
-    packages."""
+    """Issue a RuntimeWarning once in each process, on every rank: machines may have
+    different packages."""
     warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -15,35 +15,43 @@ _REDUCED_PRECISIONS = ("tf32", "bf16")
 
 
 class _ProcessWideSetting:
-    """A context for all threads: the first in calls ``change``, the last out undoes the
-    change."""
+    """A context in which a setting of the process is changed, for all threads.
+
+    The first thread that enters calls ``change``. The last thread that leaves calls the
+    function that ``change`` returned, which undoes the change (None: nothing was
+    changed).
+    """
 
     def __init__(self, change: Callable[[], Callable[[], None] | None]) -> None:
         self._change = change
-        self._restore = None
-        self._inside, self._lock = 0, threading.Lock()
+        self._undo = None
+        self._threads_inside = 0
+        self._lock = threading.Lock()
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._inside == 0:
-                self._restore = self._change()
-            self._inside += 1
+            if self._threads_inside == 0:
+                self._undo = self._change()
+            self._threads_inside += 1
 
     def __exit__(self, *_error: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if self._inside == 0 and self._restore is not None:
-                self._restore()
+            self._threads_inside -= 1
+            if self._threads_inside == 0 and self._undo is not None:
+                self._undo()
 
 
 def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
-    """A context in which products do not round fp32 factors, even under autocast or
-    with TF32 on.
+    """A context in which matrix products do not round fp32 factors, even under autocast
+    or if the user switched TF32 on.
 
-    The rule sums over thousands of tokens, for which TF32's 11-bit factors are too
-    coarse.
+    The rule sums over thousands of tokens; TF32's factors of 11 bits are too coarse for
+    this.
     """
-    switch = _full_fp32[device_type == "cuda"]
+    if device_type == "cuda":
+        switch = _full_fp32_on_gpu
+    else:
+        switch = _full_fp32_on_cpu
     # Entering torch.autocast takes longer than a small product, so enter it only if
     # autocast is on.
     if not torch.is_autocast_enabled(device_type):
@@ -59,8 +67,10 @@ def _outside_autocast(device_type: str, switch: _ProcessWideSetting) -> Iterator
 
 
 def _set_full_fp32(cuda: bool) -> Callable[[], None] | None:
-    """Set full fp32 for products on a GPU (``cuda``) or CPU; return an undo function or
-    None."""
+    """Set full fp32 for products on a GPU (``cuda``) or on a CPU.
+
+    Returns a function that restores the setting; None if nothing was changed.
+    """
     if cuda:
         backend = torch.backends.cuda
     else:
@@ -93,8 +103,8 @@ def _old_switch() -> str | None:
 
 
 def _restore_old_switch(precision: str) -> None:
-    """Set float32_matmul_precision (the old switch) to ``precision``; keep the CPU's
-    new switch."""
+    """Set the old switch, float32_matmul_precision, to ``precision``; leave the new
+    switch of the CPU as it is."""
     host: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch declares no type
     kept_host = host.fp32_precision
     torch.set_float32_matmul_precision(precision)
@@ -102,43 +112,39 @@ def _restore_old_switch(precision: str) -> None:
 
 
 def _restore_switch(switch: Any, value: str) -> None:
-    """Let ``switch`` follow torch's general switch if that gives ``value``, else set
-    ``value``."""
+    """Give ``switch`` its former ``value``: through torch's general switch if that has
+    this value, else directly."""
     switch.fp32_precision = "none"
     if switch.fp32_precision != value:
         switch.fp32_precision = value
 
 
-_full_fp32 = [
-    _ProcessWideSetting(partial(_set_full_fp32, False)),
-    _ProcessWideSetting(partial(_set_full_fp32, True)),
-]
+_full_fp32_on_cpu = _ProcessWideSetting(partial(_set_full_fp32, False))
+_full_fp32_on_gpu = _ProcessWideSetting(partial(_set_full_fp32, True))
 
 
 def leaves_memory_unfilled[**Arguments, Made](
     function: Callable[Arguments, Made],
 ) -> Callable[Arguments, Made]:
-    """A decorator that runs ``function`` with torch's filling of new memory switched
-    off.
+    """A decorator: in ``function`` torch does not fill new memory.
 
     In deterministic mode torch fills every result of ``torch.empty`` with NaN, by one
-    launch each. The mixers need no filling, since they write every element before they
-    read it, as tests show.
+    launch each. The mixers need no filling: they write every element before they read
+    it, as tests show.
     """
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
         if not torch.are_deterministic_algorithms_enabled():
             return function(*args, **kwargs)
-        with _unfilled:
+        with _memory_unfilled:
             return function(*args, **kwargs)
 
     return call
 
 
 def _do_not_fill() -> Callable[[], None]:
-    """Switch torch's filling of new memory off; return a function that restores the
-    setting."""
+    """Switch torch's filling of new memory off; return a function that restores it."""
     # torch declares no type for this attribute
     settings = cast(Any, torch.utils.deterministic)
     kept = settings.fill_uninitialized_memory
@@ -146,4 +152,4 @@ def _do_not_fill() -> Callable[[], None]:
     return lambda: setattr(settings, "fill_uninitialized_memory", kept)
 
 
-_unfilled = _ProcessWideSetting(_do_not_fill)
+_memory_unfilled = _ProcessWideSetting(_do_not_fill)

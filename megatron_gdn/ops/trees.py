@@ -289,7 +289,8 @@ class _LevelPlan(NamedTuple):
     """What the backward of a level needs besides tensors."""
 
     plan: object  # ``Saved.plan`` of the inner rule
-    # how many tensors the inner rule saved; ``entering`` and ``through`` lie before them
+    # how many tensors the inner rule saved; two more, ``entering`` and ``through``, lie
+    # before them
     tensor_count: int
 
 

@@ -41,7 +41,7 @@ def test_the_mixers_own_buffers_are_not_filled_and_the_setting_stays(
 ):
     # `tests.filled_memory` keeps it from being switched off in other tests.
     off = switches._ProcessWideSetting(switches._do_not_fill)
-    monkeypatch.setattr(switches, "_unfilled", off)
+    monkeypatch.setattr(switches, "_memory_unfilled", off)
     settings = torch.utils.deterministic
     seen = []
     for stage in (PlainForward, PlainBackward):

@@ -1,14 +1,19 @@
 """The interface of a recurrence: a rule, and the objects of its forward and backward.
 
-    forward = rule.begin(inputs, documents)  backward = rule.begin_backward(d_o, inputs, ...)
-    forward.state_map()     S_out(S_in)      backward.d_initial()   dS_in if dS_out is 0
-    forward.run(initial)    o and S_out      backward.run(initial, d_final)    d_inputs
+    forward = rule.begin(inputs, documents)
+    forward.state_map()              the map from S_in to S_out
+    forward.run(initial)             o and S_out
 
-The calls ``state_map`` and ``run`` share intermediates, and so do ``d_initial`` and
-``run`` of the backward. No call waits for the device.
+    backward = rule.begin_backward(d_o, inputs, saved, documents)
+    backward.d_initial()             dS_in if dS_out is 0
+    backward.run(initial, d_final)   the gradients of the inputs
+
+S_in and S_out are the states before and after a sequence. The calls ``state_map`` and
+``run`` share intermediates, and so do ``d_initial`` and ``run`` of the backward. No
+call waits for the device.
 
 States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. The N
-sequences are the batch rows, or the non-empty documents of all rows. An initial state
+sequences are the batch rows, or the documents with tokens of all rows. An initial state
 of None means zeros.
 """
 
@@ -25,20 +30,19 @@ from ..documents import Documents
 from ..obstacles import Obstacle
 from ..state_maps.state_map import StateMap
 
-# A rule's inputs, and their gradients: a NamedTuple of tensors ``[B, S, ...]`` whose
-# fields each rule chooses. An entry is None if nothing reads it.
+# A rule's inputs, and their gradients: a NamedTuple of tensors ``[B, S, ...]``, of a
+# type that each rule chooses. A field is None if nothing reads it.
 Inputs = Any
 Gradients = Any
-# The head counts and dims of a mixer, and what else its rules read; the rules of one
-# mixer take one type.
+# The head counts and dims of a mixer, of a type that the mixer chooses for its rules.
 Sizes = Any
 
 
 class Bits(IntEnum):
-    """A promise about the bits of a result; each promise includes the promises before
+    """A promise about the bits of a result; each value includes the promises before
     it."""
 
-    FREE = 0
+    FREE = 0  # no promise
     # a sequence's bits do not depend on the run or on other sequences
     DETERMINISTIC = 1
     # a token's bits depend only on its sequence's tokens: batch_invariant_mode
@@ -46,15 +50,14 @@ class Bits(IntEnum):
 
 
 class Repeats(NamedTuple):
-    """Whether a rule gave the same bits again in a test, and words about the test for
-    the log."""
+    """Whether a rule gave the same bits again in a test."""
 
     yes: bool
-    words: str = ""
+    words: str = ""  # about the test, for the log
 
 
 class Saved(NamedTuple):
-    """The values that a forward keeps for its backward, except the inputs."""
+    """What a rule's forward gives its backward, besides the inputs."""
 
     tensors: tuple[Any, ...] = ()  # autograd saves these tensors; an entry may be None
     # other values that the rule's backward reads, in the rule's own type
@@ -73,8 +76,11 @@ class RuleOutput(NamedTuple):
 
 
 class _RuleCall:
-    """A forward or backward with its inputs, which are ``[1, B S, ...]`` if documents
-    are given."""
+    """One forward or backward of a rule for one batch.
+
+    ``inputs`` are the rule's inputs ``[B, S, ...]``, or ``[1, B S, ...]`` if there are
+    ``documents``; ``rows`` is (B, S).
+    """
 
     def __init__(self, rule: Any, inputs: Inputs, documents: Documents | None) -> None:
         self.rule = rule
@@ -99,8 +105,11 @@ class RuleForward(_RuleCall):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output; with ``keep`` also tensors for a backward, with ``final`` final
-        states."""
+        """The output from the ``initial`` states.
+
+        With ``keep`` the result also has tensors for a backward, with ``final`` the
+        final states.
+        """
         raise NotImplementedError
 
 
@@ -116,7 +125,10 @@ class RuleBackward(_RuleCall):
         documents: Documents | None,
     ) -> None:
         super().__init__(rule, inputs, documents)
-        self.saved, self.d_o = saved, d_o if documents is None else in_one_row(d_o)
+        self.saved = saved
+        if documents is not None:
+            d_o = in_one_row(d_o)
+        self.d_o = d_o
 
     def d_initial(self) -> Tensor:
         """``[N, H, K, V]``: the gradient of the initial states if the final states have
@@ -128,16 +140,16 @@ class RuleBackward(_RuleCall):
         raise NotImplementedError
 
     def d_o_was_scaled(self, factor: Tensor) -> None:
-        """d_o was scaled in place by ``factor [H, 1, 1]``; scale what was computed from
-        it."""
+        """Tell this backward that d_o was scaled in place by ``factor [H, 1, 1]``: it
+        scales what it has computed from d_o before."""
 
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> Gradients:
-        """The gradients of the inputs, in a tuple whose type the rule chooses.
+        """The gradients of the inputs, in a NamedTuple of the rule's own type.
 
-        ``initial``: the forward's initial states; ``d_final``: the final states'
-        gradients.
+        ``initial`` are the initial states of the forward, ``d_final`` the gradients of
+        the final states; None means zeros.
         """
         raise NotImplementedError
 
@@ -147,8 +159,12 @@ class RuleBackward(_RuleCall):
         d_final: Tensor | None,
         maps: Callable[[], StateMap],
     ) -> tuple[Gradients, Tensor]:
-        """Results of :meth:`run` and d_initial; ``maps()`` returns the forward's state
-        maps."""
+        """The gradients of the inputs, as :meth:`run` gives them, and of the initial
+        states.
+
+        ``maps()`` computes the forward's state maps; it is called if ``d_final`` is not
+        None.
+        """
         d_initial = self.d_initial()
         if d_final is not None:
             d_initial = maps().transposed(d_initial).apply(d_final)
@@ -156,12 +172,11 @@ class RuleBackward(_RuleCall):
 
 
 class Rule:
-    """A recurrence; its inputs are those that a mixer's front computes from projection
-    rows.
+    """A recurrence over the inputs that a mixer's front computes from projection rows.
 
-    The class says where it runs (:meth:`why_not`) and whether its bits repeat
-    (:attr:`keeps`, :meth:`repeats`); :func:`.choice.choose` takes the first class of
-    a list that fits, and builds the rule by :meth:`of`.
+    The class says where the rule runs (:meth:`why_not`) and whether its bits repeat
+    (:attr:`keeps`, :meth:`repeats`). :func:`.choice.choose` takes the first class of a
+    list that can run, and makes the rule by :meth:`of`.
     """
 
     name: str  # the value of ``backend`` that selects the rule
@@ -191,8 +206,8 @@ class Rule:
 
     @classmethod
     def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Repeats:
-        """Whether a test found that bits repeat, from run to run and next to other
-        sequences."""
+        """Whether a test found that a sequence's bits repeat: from run to run, and
+        beside other sequences."""
         return Repeats(True)
 
     @classmethod
@@ -202,8 +217,8 @@ class Rule:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a sequence's bits do not depend on other sequences or its place in
-        the batch."""
+        """Whether a sequence's bits depend neither on other sequences nor on the
+        sequence's place in the batch."""
         return self.bits >= Bits.DETERMINISTIC
 
     def why_not_heads(self, heads: int) -> str | None:
@@ -211,8 +226,8 @@ class Rule:
         return None
 
     def wrapped_by(self, wrapper: Callable[[Rule], Rule]) -> Rule:
-        """Return ``wrapper(self)``; a rule that converts operands wraps its inner rule
-        instead."""
+        """``wrapper(self)``. A rule that converts operands before it calls an inner
+        rule wraps that inner rule instead."""
         return wrapper(self)
 
     def begin(self, inputs: Inputs, documents: Documents | None) -> RuleForward:
@@ -221,12 +236,13 @@ class Rule:
     def begin_backward(
         self, d_o: Tensor, inputs: Inputs, saved: Saved, documents: Documents | None
     ) -> RuleBackward:
-        """Begin a backward. The rule may free ``d_o``; the caller must not read it
-        afterwards."""
+        """Begin a backward; ``saved`` is from the forward. The rule may free ``d_o``,
+        so the caller must not read it afterwards."""
         return self.backward(self, d_o, inputs, saved, documents)
 
     def kept_to_recompute(self, saved: Saved) -> Saved:
-        """The tensors of ``saved`` that :meth:`recompute` needs; they must be small."""
+        """The part of ``saved`` that :meth:`recompute` needs; by default nothing. Its
+        tensors stay in memory until the backward, so they must be small."""
         return Saved()
 
     def recompute(
@@ -236,16 +252,16 @@ class Rule:
         documents: Documents | None,
         initial: Tensor | None,
     ) -> RuleOutput:
-        """Run a forward again; ``kept`` is the result of :meth:`kept_to_recompute`.
+        """Run a forward again, with the bits of the first run.
 
-        The caller must give ``inputs`` and ``initial`` with the same bits as in the
-        first run.
+        ``inputs`` and ``initial`` must have the bits that they had in the first run;
+        ``kept`` is the result of :meth:`kept_to_recompute`.
         """
         return self.begin(inputs, documents).run(initial)
 
 
 def map_inputs(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Apply ``change`` to every input ``[B, S, ...]``; None stays None."""
+    """The inputs ``change(x)`` for every input x ``[B, S, ...]``; None stays None."""
     return inputs._make(None if x is None else change(x) for x in inputs)
 
 

@@ -1,4 +1,4 @@
-"""The choice of a mixer's rule: :func:`choose` takes one from the mixer's list of
+"""The choice of a mixer's rule: :func:`choose` takes one from the mixer's list of rule
 classes."""
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch
 from ..obstacles import Obstacle, advice_about_plain_rule, log_obstacle_once
 from .base import Bits, Rule
 
-_MODES = {
+# the mode that asks for a promise, in words for the log
+_MODE_IN_WORDS = {
     Bits.FREE: (),
     Bits.DETERMINISTIC: ("deterministic mode",),
     Bits.ON_GRID: (
@@ -46,7 +47,8 @@ def choose(
         mixer: the mixer's name in the log and in errors.
         rules: classes in the order of preference. The last is plain torch,
             ``"reference"``, which runs everywhere and keeps every promise.
-        sizes: what the rules' :meth:`.base.Rule.why_not` and :meth:`.base.Rule.of` get.
+        sizes: the mixer's sizes, for :meth:`.base.Rule.why_not` and
+            :meth:`.base.Rule.of`.
         bits: what the rule must promise. For more than ``FREE``, ``"auto"`` takes a
             rule only if a test found that its bits repeat. A name may select other
             rules for ``DETERMINISTIC``; the log then says that they are untested.
@@ -60,10 +62,10 @@ def choose(
     require_known(backend, mixer, rules)
     if backend != "auto":
         named = next(rule for rule in rules if rule.name == backend)
-        reason = _require(named, mixer, device, dtype, sizes, bits)
+        reason = _require_named_rule(named, mixer, device, dtype, sizes, bits)
         return Choice(named.of(sizes, bits), reason)
     taken = rules[-1]
-    passed = {}
+    skipped = {}  # the obstacle of each skipped rule, by the rule's name
     words = ""
     for rule in rules:
         if rule.only_by_name or bits > rule.keeps:
@@ -79,24 +81,24 @@ def choose(
         if obstacle is None:
             taken = rule
             break
-        passed[rule.name] = obstacle
-    whys = [f"not {name}: {obstacle.why}" for name, obstacle in passed.items()]
-    if whys:
-        if bits:
-            whose = f"Deterministic {mixer}"
-        else:
-            whose = mixer
-        log_obstacle_once(
-            f"{whose} takes a slower rule, {taken.name!r} ({'; '.join(whys)}).",
-            device.type,
+        skipped[rule.name] = obstacle
+    if skipped:
+        words = "; ".join(
+            f"not {name}: {obstacle.why}" for name, obstacle in skipped.items()
         )
-        words = "; ".join(whys)
-    reasons = list(_MODES[bits])
+        if bits:
+            subject = f"Deterministic {mixer}"
+        else:
+            subject = mixer
+        log_obstacle_once(
+            f"{subject} takes a slower rule, {taken.name!r} ({words}).", device.type
+        )
+    reasons = list(_MODE_IN_WORDS[bits])
     if words:
         reasons.append(words)
     reason = "; ".join(reasons)
     if taken is rules[-1]:
-        reason += advice_about_plain_rule(device, *passed.values())
+        reason += advice_about_plain_rule(device, *skipped.values())
     return Choice(taken.of(sizes, bits), reason)
 
 
@@ -111,7 +113,7 @@ def require_known(backend: str, mixer: str, rules: Sequence[type[Rule]]) -> None
         )
 
 
-def _require(
+def _require_named_rule(
     rule: type[Rule],
     mixer: str,
     device: torch.device,
@@ -119,8 +121,11 @@ def _require(
     sizes: object,
     bits: Bits,
 ) -> str:
-    """Raise if a rule that was asked for by name cannot run; else the reason for the
-    log."""
+    """The reason for the log, for a rule that the user asked for by name.
+
+    Raises:
+        ValueError, ImportError: as :func:`choose` does.
+    """
     if rule.name == "reference":
         return "requested"
     asked = f"backend={rule.name!r}"

@@ -24,9 +24,9 @@ from ..documents import Documents, chunk_places_of
 from ..host_tables import to_device
 
 CHUNK = 64  # tokens
-# Chunks times heads of a group: enough products of 64 x 64 to fill a GPU. A power of two
-# would be worse: documents in a buffer of 2^15 tokens have a few more chunks than
-# 2^15 / 64, and these few chunks would need another group.
+# Chunks times heads of a group: enough products of 64 x 64 to fill a GPU. The number is
+# not a power of two, since documents in a buffer of 2^15 tokens have a few more chunks
+# than 2^15 / 64; with a power of two these few would need another group.
 _PRODUCTS_PER_GROUP = 1536
 
 

@@ -1,11 +1,11 @@
-"""A rule in which each token updates its state n times before it reads the state.
+"""A rule in which each token updates the state n times before it reads the state.
 
     S_t = exp(g_t) S_{t-1}
     S_t = S_t + beta_tj k_tj (v_tj - S_t^T k_tj)^T      for j = 1 .. n
     o_t = S_t^T q_t / sqrt(K)
 
-A delta rule computes this over n rows for each token, of which only the first one
-decays and only the last one is read.
+A delta rule computes this over n rows for each token: only the first row of a token
+decays the state, and only the last row is read.
 """
 
 from __future__ import annotations
@@ -28,40 +28,43 @@ from .base import (
 
 
 def spread_steps(inputs: Inputs, steps: int) -> Inputs:
-    """The inputs ``[B, n S, ...]`` of a rule, from a token's ``[B, S, ...]``.
+    """A rule's inputs with n rows for each token, ``[B, n S, ...]``; n is ``steps``.
 
-    ``k``, ``v`` and ``beta`` have n times the heads, step by step; they become rows.
-    ``g`` goes to the first row of a token and ``q`` to the last; other rows are zeros.
+    The given ``inputs`` are ``[B, S, ...]``. ``k``, ``v`` and ``beta`` have n times the
+    heads, one step after another: the heads of a step become a row. ``g`` goes to the
+    first row of a token and ``q`` to the last; their other rows are zeros.
     """
 
-    def in_rows(x: Tensor | None) -> Tensor | None:
+    def heads_to_rows(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
         return x.unflatten(2, (steps, -1)).flatten(1, 2)
 
-    def alone(x: Tensor | None, row: int) -> Tensor | None:
+    def to_row(x: Tensor | None, row: int) -> Tensor | None:
         if x is None:
             return None
-        return _at_row(x, row, steps)
+        return _with_zero_rows(x, row, steps)
 
     return inputs._replace(
-        q=alone(inputs.q, -1),
-        k=in_rows(inputs.k),
-        v=in_rows(inputs.v),
-        g=alone(inputs.g, 0),
-        beta=in_rows(inputs.beta),
+        q=to_row(inputs.q, -1),
+        k=heads_to_rows(inputs.k),
+        v=heads_to_rows(inputs.v),
+        g=to_row(inputs.g, 0),
+        beta=heads_to_rows(inputs.beta),
     )
 
 
-def _at_row(x: Tensor, row: int, steps: int) -> Tensor:
-    """``[B, n S, ...]``: ``x [B, S, ...]`` at one row of each token, zeros elsewhere."""
+def _with_zero_rows(x: Tensor, row: int, steps: int) -> Tensor:
+    """``x [B, S, ...]`` as the row number ``row`` of each token, ``[B, n S, ...]``; the
+    token's other rows are zeros."""
     rows = x.new_zeros(x.shape[:2] + (steps,) + x.shape[2:])
     rows[:, :, row] = x
     return rows.flatten(1, 2)
 
 
-def _row_of(x: Tensor, row: int, steps: int) -> Tensor:
-    """``[B, S, ...]``, contiguous: one row of each token of ``x [B, n S, ...]``."""
+def _row_of_each_token(x: Tensor, row: int, steps: int) -> Tensor:
+    """The row number ``row`` of each token of ``x [B, n S, ...]``: ``[B, S, ...]``,
+    contiguous."""
     return x.unflatten(1, (-1, steps))[:, :, row].contiguous()
 
 
@@ -84,7 +87,7 @@ def documents_of_steps(documents: Documents | None, steps: int) -> Documents | N
 
 
 class StepsForward(RuleForward):
-    """The forward of :class:`RuleOfSteps`: the inner rule's over the rows."""
+    """The forward of :class:`RuleOfSteps`: the forward of the inner rule over rows."""
 
     def __init__(
         self, rule: RuleOfSteps, inputs: Inputs, documents: Documents | None
@@ -101,12 +104,12 @@ class StepsForward(RuleForward):
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         output = self._inner.run(initial, keep=keep, final=final)
-        return output._replace(o=_row_of(output.o, -1, self._steps))
+        return output._replace(o=_row_of_each_token(output.o, -1, self._steps))
 
 
 class StepsBackward(RuleBackward):
-    """The backward of :class:`RuleOfSteps`: only the last row of a token has a gradient
-    of o."""
+    """The backward of :class:`RuleOfSteps`: d_o is zero but for the last row of each
+    token."""
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class StepsBackward(RuleBackward):
         steps = rule.steps
         self._steps = steps
         self._inner = rule.rule.begin_backward(
-            _at_row(d_o, -1, steps),
+            _with_zero_rows(d_o, -1, steps),
             spread_steps(inputs, steps),
             saved,
             documents_of_steps(documents, steps),
@@ -143,29 +146,31 @@ class StepsBackward(RuleBackward):
         return self._of_tokens(grads), d_initial
 
     def _of_tokens(self, grads: Gradients) -> Gradients:
-        """The gradients of the inputs before :func:`spread_steps`."""
+        """The gradients of the tokens' inputs, from those of the rows; the transpose of
+        :func:`spread_steps`."""
         steps = self._steps
 
-        def in_heads(x: Tensor) -> Tensor:
+        def rows_to_heads(x: Tensor) -> Tensor:
             return x.unflatten(1, (-1, steps)).flatten(2, 3)
 
         return grads._replace(
-            q=_row_of(grads.q, -1, steps),
-            k=in_heads(grads.k),
-            v=in_heads(grads.v),
-            g=_row_of(grads.g, 0, steps),
-            beta=in_heads(grads.beta),
+            q=_row_of_each_token(grads.q, -1, steps),
+            k=rows_to_heads(grads.k),
+            v=rows_to_heads(grads.v),
+            g=_row_of_each_token(grads.g, 0, steps),
+            beta=rows_to_heads(grads.beta),
         )
 
 
 class RuleOfSteps(Rule):
-    """Runs ``rule`` over ``steps`` rows for each token."""
+    """Runs ``rule`` over rows, ``steps`` of them for each token."""
 
     forward = StepsForward
     backward = StepsBackward
 
     def __init__(self, rule: Rule, steps: int) -> None:
-        # Scaled gradients have one factor per head, not one per head and step.
+        # A rule with fp16 operands scales its gradients by one factor per head. Here it
+        # would need one factor per head and step.
         assert rule.operand_dtype is None
         self.rule = rule
         self.steps = steps
@@ -185,4 +190,4 @@ class RuleOfSteps(Rule):
         steps = self.steps
         rows = documents_of_steps(documents, steps)
         output = self.rule.recompute(spread_steps(inputs, steps), kept, rows, initial)
-        return output._replace(o=_row_of(output.o, -1, steps))
+        return output._replace(o=_row_of_each_token(output.o, -1, steps))

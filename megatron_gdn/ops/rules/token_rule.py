@@ -1,8 +1,7 @@
-"""The recurrences of all mixers, token by token: the reference of tests, and a decode
-step.
+"""The recurrences of all mixers, token by token: for the tests, and for a decode step.
 
-Each head has a state ``S [K, V]``. For each token S decays, then gets one of three
-updates:
+Each head has a state ``S [K, V]``. For each token S decays, gets one of three updates,
+and is read:
 
     S_t = exp(g_t) S_{t-1}                        g_t is one number, or one for each row
     S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T    the delta rule
@@ -53,38 +52,43 @@ def recurrence(
         beta_BTGR = None
     else:
         beta_BTGR = beta.unflatten(2, (groups, -1))
-    spans = [(slice(None), slice(None), 0, q.shape[1])]
-    if offsets is not None:
+    # Sequences in different batch rows are computed together; sequences that lie end to
+    # end in one row are computed one after another.
+    if offsets is None:
+        together = [(slice(None), 0, q.shape[1])]
+        count = len(v)
+    else:
         ends = zip(offsets, offsets[1:], strict=False)
-        spans = [
-            (slice(0, 1), slice(n, n + 1), start, end)
-            for n, (start, end) in enumerate(ends)
+        together = [
+            (slice(n, n + 1), start, end) for n, (start, end) in enumerate(ends)
         ]
+        count = 1
+    rows = slice(0, count)
 
     outputs = []
     states = []
-    for rows, sequences, start, end in spans:
+    for sequences, start, end in together:
         if initial is not None:
             S = initial[sequences].to(v.dtype).unflatten(1, (groups, -1))
         else:
-            count = len(v) if offsets is None else 1
             S = v.new_zeros((count,) + v_BTGRV.shape[2:4] + (K, v.shape[3]))
         for t in range(start, end):
             q_K = q[rows, t, :, None, :, None]
             k_K = k[rows, t, :, None, :, None]
             write_K = k_K
-            x_V = v_BTGRV[rows, t, :, :, None]
+            write_V = v_BTGRV[rows, t, :, :, None]
             S = g_BTGRK[rows, t, ..., None].exp() * S
             if beta_BTGR is not None:
-                x_V = x_V - (S * k_K).sum(-2, keepdim=True)
+                write_V = write_V - (S * k_K).sum(-2, keepdim=True)
                 write_K = beta_BTGR[rows, t, :, :, None, None] * k_K
             elif erased is not None:
-                x_V = x_V - (S * erased[rows, t, :, None, :, None]).sum(
-                    -2, keepdim=True
-                )
-            S = S + write_K * x_V
+                e_K = erased[rows, t, :, None, :, None]
+                write_V = write_V - (S * e_K).sum(-2, keepdim=True)
+            S = S + write_K * write_V
             outputs.append((S * q_K).sum(-2).flatten(1, 2))
         states.append(S.flatten(1, 2))
-    return torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v), torch.cat(
-        states
-    )
+    if outputs:
+        o = torch.stack(outputs, dim=1)
+    else:
+        o = torch.zeros_like(v)
+    return o, torch.cat(states)
