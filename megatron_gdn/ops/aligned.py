@@ -1,19 +1,19 @@
-"""Batch-invariant mode: the bits of a token's results depend only on its sequence's
-tokens.
+"""Batch-invariant mode: the bits of a token's results depend only on the tokens of its
+sequence.
 
-The grid cuts every sequence into chunks of 64 tokens, counted from the sequence's
+The *grid* cuts every sequence into chunks of 64 tokens, counted from the sequence's
 start. Each stage computes whole chunks; zeros fill up a chunk with fewer tokens:
 
-    front    64 rows of a chunk, W - 1 rows before the chunk  -> the rule's inputs
-    rule     the rule's inputs, the state before the chunk    -> o, the state after the chunk
-    readout  o, the gate's columns of the chunk's rows        -> the chunk's rows for out_proj
+    front    the chunk's 64 rows, W - 1 rows before it  -> the rule's inputs
+    rule     its inputs, the state before the chunk     -> o, the state after the chunk
+    readout  o, the output gate's columns of the rows   -> rows for out_proj
 
 Each stage runs over groups of a fixed number of chunks; empty chunks fill up the last
 group. So every matrix product has one shape in training, prefill and decode, and a
-library always computes the product by the same kernel. On a CPU a group is one chunk in
-memory of its own, because MKL's rounding of one matrix in a batched product depends on
-the matrix's address. Our Triton kernels and FlashQLA's need no groups of a fixed size.
-In the backward, only the rule runs on the grid.
+library always computes it by the same kernel. On a CPU a group is one chunk in memory
+of its own, because MKL's rounding of one matrix in a batched product depends on the
+matrix's address. Our Triton kernels and FlashQLA's need no groups of a fixed size. In
+the backward, only the rule runs on the grid.
 
 Legend: n chunks of a group; other letters as in ``ops/__init__.py``.
 """
@@ -49,63 +49,67 @@ def front_on_grid(
     rows_before: Tensor | None = None,
     only: tuple[str, ...] | None = None,
 ) -> Inputs:
-    """The rule's inputs ``[B, S, ...]``, computed from ``rows [B, S, P]`` by chunks of
-    ``grid``.
+    """The rule's inputs ``[B, S, ...]``, which ``front`` computes chunk by chunk.
 
-    ``rows_before`` ``[N, W - 1, P]`` are the rows before each non-empty sequence; None
-    means zeros.
-    ``only``: names of the inputs to compute (the others are None); None means all.
+    Args:
+        rows: ``[B, S, P]``.
+        rows_before: ``[N, W - 1, P]``, the rows before each sequence with tokens; None
+            means zeros.
+        only: the names of the inputs to compute (the others are None); None means all.
     """
     past = parameters[0].shape[-1] - 1
-    flat = rows.flatten(0, 1)
-    made: list[_GroupResults | None] = []
-    kind: Any = tuple
-    # Triton's code for documents treats tokens alike
-    triton = getattr(front, "triton", False)
+    token_rows = rows.flatten(0, 1)
+    results: list[_GroupResults | None] = []  # for each input of the rule
+    inputs: Any = ()
     for group in grid.groups:
-        buffer = flat.new_empty(past + CHUNK, grid.chunks_in(group), rows.shape[-1])
+        # in this buffer a chunk is a batch row, with its history before it
+        n = grid.chunks_in(group)
+        buffer = token_rows.new_empty(past + CHUNK, n, rows.shape[-1])
         _fill_chunks(buffer[past:], rows, grid, group)
-        _fill_history(buffer[:past], flat, group, rows_before)
-        if triton:
-            path = one_document(len(buffer), buffer.device)
-        else:
-            path = None
-        inputs = front.forward(buffer, parameters, path, only)
-        kind = type(inputs)
+        _fill_history(buffer[:past], token_rows, group, rows_before)
+        documents = None
+        if getattr(front, "triton", False):
+            # with documents, Triton's front computes every token by the same code
+            documents = one_document(len(buffer), buffer.device)
+        inputs = front.forward(buffer, parameters, documents, only)
         inputs = map_inputs(inputs, lambda x: x[:, past:])
-        made = made or [None if x is None else _GroupResults(grid, x) for x in inputs]
-        for to, x in zip(made, inputs, strict=True):
-            if to is not None:
-                to.put(group, x)
-    return kind(*(None if x is None else x.tokens(rows.shape[:2]) for x in made))
+        if not results:
+            results = [None if x is None else _GroupResults(grid, x) for x in inputs]
+        for result, x in zip(results, inputs, strict=True):
+            if result is not None:
+                result.put(group, x)
+    return inputs._make(
+        None if result is None else result.tokens(rows.shape[:2]) for result in results
+    )
 
 
 def readout_on_grid(
     readout: Readout, o: Tensor, rows: Tensor, gamma: Tensor | None, grid: ChunkTable
 ) -> Tensor:
-    """Rows for out_proj ``[B, S, H V]``: run ``readout`` on each chunk of
-    ``o [B, S, H, V]``."""
+    """Rows for out_proj ``[B, S, H V]``, which ``readout`` computes chunk by chunk from
+    ``o [B, S, H, V]`` and ``rows [B, S, P]``."""
     gate = readout.gate
-    made = None
+    results = None
     for group in grid.groups:
         n = grid.chunks_in(group)
-        of_o = o.new_empty((n, CHUNK) + o.shape[2:])
-        _fill_chunks(of_o.flatten(2).transpose(0, 1), o.flatten(2), grid, group)
-        of_rows = rows.new_empty(CHUNK, n, rows.shape[-1])
-        _fill_chunks(of_rows[..., gate], rows[..., gate], grid, group)
-        mixed = readout.forward(of_o, of_rows, gamma).transpose(0, 1)
-        if made is None:
-            made = _GroupResults(grid, mixed)
-        made.put(group, mixed)
-    assert made is not None, "the caller gives at least one token"
-    return made.tokens(rows.shape[:2])
+        chunks_of_o = o.new_empty((n, CHUNK) + o.shape[2:])
+        _fill_chunks(chunks_of_o.flatten(2).transpose(0, 1), o.flatten(2), grid, group)
+        # the readout reads only the gate's columns of the rows
+        chunks_of_rows = rows.new_empty(CHUNK, n, rows.shape[-1])
+        _fill_chunks(chunks_of_rows[..., gate], rows[..., gate], grid, group)
+        mixed = readout.forward(chunks_of_o, chunks_of_rows, gamma).transpose(0, 1)
+        if results is None:
+            results = _GroupResults(grid, mixed)
+        results.put(group, mixed)
+    assert results is not None, "the caller gives at least one token"
+    return results.tokens(rows.shape[:2])
 
 
 def _fill_chunks(
     buffer: Tensor, rows: Tensor, grid: ChunkTable, group: ChunkGroup
 ) -> None:
-    """Write the group's tokens to ``buffer`` ``[64, n, D]``, zeros where a chunk has no
-    token."""
+    """Write the group's tokens of ``rows [B, S, D]`` to ``buffer [64, n, D]``, and zeros
+    where a chunk has no token."""
     out = buffer.transpose(0, 1)[:, None]
     grid.to_chunks(rows[:, :, None], group, buffer.dtype, out=out)
 
@@ -113,18 +117,20 @@ def _fill_chunks(
 def _fill_history(
     buffer: Tensor, token_rows: Tensor, group: ChunkGroup, rows_before: Tensor | None
 ) -> None:
-    """Write the W - 1 ``token_rows [B S, P]`` before each chunk to
-    ``buffer [W - 1, n, P]``."""
+    """Write the W - 1 rows before each chunk of the group to ``buffer [W - 1, n, P]``.
+
+    They are from ``token_rows [B S, P]``; before a sequence's first chunk they are from
+    ``rows_before [N, W - 1, P]`` (None: zeros).
+    """
     past = len(buffer)
     token = group.token_of_place
     if isinstance(token, slice):
         first = torch.arange(token.start, token.stop, CHUNK, device=token_rows.device)
     else:
         first = token[::CHUNK]
-    place = first - torch.arange(past, 0, -1, device=token_rows.device)[:, None]
-    torch.index_select(
-        token_rows, 0, place.clamp(min=0).flatten(), out=buffer.flatten(0, 1)
-    )
+    distance = torch.arange(past, 0, -1, device=token_rows.device)
+    tokens = (first - distance[:, None]).clamp(min=0)
+    torch.index_select(token_rows, 0, tokens.flatten(), out=buffer.flatten(0, 1))
     if group.beginnings is not None:
         chunks, sequences = group.beginnings
         if rows_before is None:
@@ -136,18 +142,20 @@ def _fill_history(
 
 
 class _GroupResults:
-    """Collects the results ``[n, 64, ...]`` of one stage; returns them in token
-    order."""
+    """The results of one stage, collected group by group and returned in token order.
+
+    ``like`` has the shape and dtype of a group's results, ``[n, 64, ...]``.
+    """
 
     def __init__(self, grid: ChunkTable, like: Tensor) -> None:
         self._grid = grid
-        # An input of the rule that all tokens share (strides 0) is not copied per
-        # token.
+        self._shared = None
         if like.stride()[:2] == (0, 0):
+            # All tokens share one value, such as the parameter D. It is not copied for
+            # each token.
             self._shared = like[:1, :1]
-        else:
-            self._shared = None
-        self._rows = grid.new_rows(like if self._shared is None else like[..., :0])
+            like = like[..., :0]
+        self._rows = grid.new_rows(like)
 
     def put(self, group: ChunkGroup, chunks: Tensor) -> None:
         """Store ``chunks``, the results ``[n, 64, ...]`` of one group."""
@@ -162,8 +170,8 @@ class _GroupResults:
 
 
 class AlignedFront:
-    """A front whose forward runs ``front`` on the grid; the backward is that of
-    ``front``."""
+    """A front whose forward runs ``front`` on the grid; its backward is that of
+    ``front``, which is not on the grid."""
 
     def __init__(self, front: Front) -> None:
         self.layout = front.layout
@@ -181,10 +189,11 @@ class AlignedFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Inputs:
-        """The rule's inputs from rows ``proj [S, B, P]``; with ``history``, not on the
-        grid."""
-        # With ``history`` the rows may begin inside a chunk of the grid, so they are
-        # not chunked.
+        """The rule's inputs from rows ``proj [S, B, P]``.
+
+        With ``history`` the rows may begin inside a chunk of the grid, so ``front``
+        computes them without the grid.
+        """
         if history is not None or (only is not None and not only):
             return self._front.forward(proj, parameters, documents, only, history)
         if getattr(self._front, "triton", False):
@@ -197,8 +206,8 @@ class AlignedFront:
 
 
 class AlignedReadout:
-    """A readout whose forward runs ``readout`` on the grid; the backward is that of
-    ``readout``."""
+    """A readout whose forward runs ``readout`` on the grid; its backward is that of
+    ``readout``, which is not on the grid."""
 
     reads_o: ClassVar[bool] = True
 
@@ -221,14 +230,14 @@ class AlignedReadout:
             return self._readout.forward(o, rows, gamma, out=out)
         rows = rows.transpose(0, 1)
         grid = grid_of(rows, self._documents, o.shape[2])
-        made = readout_on_grid(self._readout, o, rows, gamma, grid).transpose(0, 1)
+        mixed = readout_on_grid(self._readout, o, rows, gamma, grid).transpose(0, 1)
         if out is None:
-            return made.contiguous()
-        return out.copy_(made)
+            return mixed.contiguous()
+        return out.copy_(mixed)
 
 
 def apply_token_by_token(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply ``function`` to one token of ``x`` ``[S, B, C]`` at a time;
-    differentiable."""
+    """Apply ``function`` to one token of ``x [S, B, C]`` after another, each as
+    ``[1, 1, C]``; differentiable."""
     tokens = x.flatten(0, 1).split(1)
     return torch.cat([function(token[None]) for token in tokens], 1).view(x.shape)

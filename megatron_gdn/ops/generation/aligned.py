@@ -1,11 +1,13 @@
 """Prefill and decode in ``batch_invariant_mode``, with the chunks of training
 (:mod:`..aligned`).
 
-The memory of a sequence holds the state at the start of the current chunk of 64 tokens,
-and a history. The first element of the history's row 0 is the number of the chunk's
-tokens so far. The next W - 1 rows are the projection rows before the chunk; the last 64
-rows are the chunk's rows. Rows after the chunk's last token may contain any finite
-values.
+The memory of a sequence holds the state at the start of its current chunk of 64 tokens,
+and a history ``[1 + W - 1 + 64, P]``:
+
+    row 0             its first element is the number of tokens in the current chunk
+    the next W - 1    the projection rows before the chunk
+    the last 64       the projection rows of the chunk; after its last token any finite
+                      values
 
 A decode step writes one row to every history, and computes every current chunk again
 from the state at the chunk's start, with calls of the same shapes as in training. A
@@ -50,66 +52,66 @@ def prefill_on_grid(
     """Mix the tokens ``proj`` [s, B, P]; return the output, the next histories and the
     next states.
 
-    ``history`` and ``state``: the memory of N sequences before these tokens. If
-    ``begins``, the sequences are new; otherwise the host waits to read the token counts
-    in ``history``.
+    ``history`` and ``state`` are the memory of N sequences before these tokens. With
+    ``begins`` the sequences are new; else the host waits for the GPU to read the token
+    counts in ``history``.
     """
-    new = proj.transpose(0, 1)
+    new_rows = proj.transpose(0, 1)
     past = stages.history_length
     device = proj.device
     count_row = history[:, :1]
     history = history[:, 1:].to(proj.dtype)
     if begins:
-        old = [0] * len(history)
+        old_counts = [0] * len(history)
     else:
-        old = (count_row[:, 0, 0].long() % CHUNK).tolist()
+        old_counts = (count_row[:, 0, 0].long() % CHUNK).tolist()
     if documents is None:
-        lengths = (new.shape[1],) * new.shape[0]
+        new_counts = (new_rows.shape[1],) * new_rows.shape[0]
     else:
-        lengths = documents.lengths
-    total_counts = [n + length for n, length in zip(old, lengths, strict=True)]
-    tables = _PrefillIndices.build(old, total_counts, past)
-    source, fresh, full, tail, kept, empty = (to_device(x, device) for x in tables)
-    known = torch.cat([history.flatten(0, 1), new.flatten(0, 1)])
-    rows = known.index_select(0, source)[None]
-    grid = grid_of(rows, _documents(total_counts, device), stages.state.heads)
-    before = history[:, :past].index_select(
-        0, _indices_of_nonempty(total_counts, device)
-    )
+        new_counts = documents.lengths
+    # tokens of each sequence from the start of its current chunk
+    counts = [old + new for old, new in zip(old_counts, new_counts, strict=True)]
+    on_host = _PrefillIndices.build(old_counts, counts, past)
+    indices = _PrefillIndices._make(to_device(x, device) for x in on_host)
+    known_rows = torch.cat([history.flatten(0, 1), new_rows.flatten(0, 1)])
+    rows = known_rows.index_select(0, indices.known_row)[None]
+    grid = grid_of(rows, _documents(counts, device), stages.state.heads)
+    before = history[:, :past].index_select(0, _indices_of_nonempty(counts, device))
     inputs = front_on_grid(stages.front, stages.front_parameters, rows, grid, before)
 
-    # The rule runs full chunks first, which give the next states, then the remaining
-    # tokens.
+    # The rule runs full chunks first, which give the next states, and then the tokens
+    # after the last full chunk.
     o = None
-    whole = [n // CHUNK * CHUNK for n in total_counts]
-    for tokens, counts in ((full, whole), (tail, [n % CHUNK for n in total_counts])):
-        index = _indices_of_nonempty(counts, device)
-        if not len(index):
+    for tokens, counts_here, is_full in (
+        (indices.full, [n // CHUNK * CHUNK for n in counts], True),
+        (indices.tail, [n % CHUNK for n in counts], False),
+    ):
+        sequences = _indices_of_nonempty(counts_here, device)
+        if not len(sequences):
             continue
         selected = map_inputs(
             inputs, lambda x, tokens=tokens: x.index_select(1, tokens)
         )
-        begun = stages.rule.begin(selected, _documents(counts, device))
-        result = begun.run(
-            state.index_select(0, index), keep=False, final=tokens is full
+        forward = stages.rule.begin(selected, _documents(counts_here, device))
+        result = forward.run(
+            state.index_select(0, sequences), keep=False, final=is_full
         )
         if result.final is not None:
-            state = state.index_copy(0, index, result.final.to(state.dtype))
+            state = state.index_copy(0, sequences, result.final.to(state.dtype))
         if o is None:
             o = result.o.new_empty((1, rows.shape[1]) + result.o.shape[2:])
         o.index_copy_(1, tokens, result.o)
     assert o is not None, "there are tokens"
 
-    mixed = _read_out_tokens(stages, o, rows, grid, fresh, proj)
-    next_rows = known.index_select(0, kept).masked_fill_(empty[:, None], 0)
-    count_row[:, 0, 0] = to_device(
-        torch.tensor(total_counts, device="cpu") % CHUNK, device
-    )
-    in_parts = (
+    mixed = _read_out_tokens(stages, o, rows, grid, indices.new_token, proj)
+    next_rows = known_rows.index_select(0, indices.next_known_row)
+    next_rows.masked_fill_(indices.next_is_empty[:, None], 0)
+    count_row[:, 0, 0] = to_device(torch.tensor(counts, device="cpu") % CHUNK, device)
+    next_history = (
         count_row.to(next_rows.dtype),
-        next_rows.unflatten(0, (len(total_counts), -1)),
+        next_rows.unflatten(0, (len(counts), -1)),
     )
-    return mixed, torch.cat(in_parts, dim=1), state
+    return mixed, torch.cat(next_history, dim=1), state
 
 
 @torch.no_grad()
@@ -117,8 +119,8 @@ def decode_on_grid(row: Tensor, stages: Stages, memory: Memory) -> Tensor:
     """Mix one token of each sequence, from ``row [1, N, P]`` to ``[1, N, H * V]``.
 
     Overwrites ``memory``, whose buffers must be contiguous. The host does not wait for
-    the GPU. The rule computes the next state of every chunk, but only full chunks write
-    their states.
+    the GPU. So the rule computes the state after every chunk, though only full chunks
+    write their states.
     """
     past = stages.history_length
     number = torch.arange(row.shape[1], device=row.device)
@@ -127,7 +129,7 @@ def decode_on_grid(row: Tensor, stages: Stages, memory: Memory) -> Tensor:
         slots = number
     else:
         slots = memory.slots
-    # modulo, since an unused slot may contain any number
+    # the new token's place in its chunk; modulo, since an unused slot may hold any number
     place = history[:, 0, 0].long() % CHUNK
     history[number, 1 + past + place] = row[0].to(history.dtype)
     rows = history[:, 1:].to(row.dtype)
@@ -142,33 +144,37 @@ def decode_on_grid(row: Tensor, stages: Stages, memory: Memory) -> Tensor:
     )
     full = place == CHUNK - 1
     write_slots(memory.state, slots.where(full, -1), result.final.to(state.dtype))
-    # Rows to write: the count, the new row and, after a full chunk, the rows before the
-    # next one.
+    # The rows of each history that change: row 0 with the count, the new row and, after
+    # a full chunk, the W - 1 rows before the next chunk.
     changed = torch.cat(
         [history[:, :1], row.transpose(0, 1), history[:, 1 + CHUNK :]], 1
     )
     changed[:, 0, 0] = (place + 1) % CHUNK
+    # the number of each of these rows in its history; -1: the row is not written
     before = torch.arange(1, 1 + past, device=slots.device).where(full[:, None], -1)
-    to = torch.cat(
+    row_number = torch.cat(
         [torch.zeros_like(place)[:, None], (1 + past + place)[:, None], before], 1
     )
-    to = (slots[:, None] * history.shape[1] + to).where(
-        (slots >= 0)[:, None] & (to >= 0), -1
-    )
+    written = (slots >= 0)[:, None] & (row_number >= 0)
+    # write_slots takes each row of each history as a slot
+    row_slot = (slots[:, None] * history.shape[1] + row_number).where(written, -1)
     write_slots(
-        memory.history.view(-1, row.shape[2]), to.flatten(), changed.flatten(0, 1)
+        memory.history.view(-1, row.shape[2]), row_slot.flatten(), changed.flatten(0, 1)
     )
     return mixed.masked_fill_((slots < 0)[:, None], 0)
 
 
 def _rule_inputs(stages: Stages, rows: Tensor) -> Inputs:
-    """The rule's inputs ``[N, 64, ...]``; ``rows [N, W - 1 + 64, P]``: history, then
-    the chunk."""
+    """The rule's inputs ``[N, 64, ...]`` of each sequence's chunk.
+
+    ``rows [N, W - 1 + 64, P]`` are the rows before the chunk, then the chunk's rows.
+    """
     front = stages.front
     past = stages.history_length
     if getattr(front, "triton", False):
-        path = one_document(rows.shape[1], rows.device)
-        inputs = front.forward(rows.transpose(0, 1), stages.front_parameters, path)
+        # with documents, Triton's front computes every token by the same code
+        documents = one_document(rows.shape[1], rows.device)
+        inputs = front.forward(rows.transpose(0, 1), stages.front_parameters, documents)
         return map_inputs(inputs, lambda x: x[:, past:].contiguous())
     chunks = rows[:, past:]
     grid = grid_of(chunks, None, stages.state.heads)
@@ -183,24 +189,21 @@ def _read_out_tokens(
     token_indices: Tensor,
     new_rows: Tensor,
 ) -> Tensor:
-    """The readout ``[s, B, H * V]`` of ``o``'s tokens ``token_indices``, counted across
-    batch rows.
+    """The readout ``[s, B, H * V]`` of the new tokens.
 
-    ``rows`` has the projection rows of all tokens, ``new_rows [s, B, P]`` only of those
-    tokens.
+    ``o`` and ``rows`` are those of all tokens. ``token_indices`` are the indices of the
+    new tokens among them, counted across batch rows, and ``new_rows [s, B, P]`` their
+    projection rows.
     """
     readout = stages.readout
     gamma = stages.parameters[-1]
+    s, B, _ = new_rows.shape
     if isinstance(readout, SplitReadout) or getattr(readout, "by_row", False):
-        o = (
-            o.flatten(0, 1)
-            .index_select(0, token_indices)
-            .unflatten(0, new_rows.shape[1::-1])
-        )
-        return readout.forward(o, new_rows, gamma)
+        new_o = o.flatten(0, 1).index_select(0, token_indices)
+        return readout.forward(new_o.unflatten(0, (B, s)), new_rows, gamma)
     mixed = readout_on_grid(readout, o, rows, gamma, grid).flatten(0, 1)
     mixed = mixed.index_select(0, token_indices)
-    return mixed.unflatten(0, new_rows.shape[1::-1]).transpose(0, 1).contiguous()
+    return mixed.unflatten(0, (B, s)).transpose(0, 1).contiguous()
 
 
 def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
@@ -208,64 +211,70 @@ def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
 
 
 def _indices_of_nonempty(counts: Sequence[int], device: torch.device) -> Tensor:
-    """The indices n (int64) of the sequences whose number of tokens ``counts[n]`` is
-    not zero."""
+    """The indices n (int64) with ``counts[n]`` not zero."""
     index = [n for n, count in enumerate(counts) if count]
     return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), device)
 
 
 class _PrefillIndices(NamedTuple):
-    """Indices of a prefill. "Known rows" are the N histories' rows, followed by the new
-    rows."""
+    """Index tables of a prefill.
 
-    source: Tensor  # int64 [T], for each of the T tokens the index of its known row
-    fresh: Tensor  # int64, indices of the new tokens among the T tokens
-    full: Tensor  # int64, indices of the tokens in full chunks among the T tokens
-    tail: Tensor  # int64, indices of the T tokens that are after the last full chunk
-    # int64 [N * (W - 1 + 64)], indices of known rows to copy to the next histories
-    kept: Tensor
-    empty: Tensor  # bool, True for rows of the next histories that must be set to zero
+    The T tokens are those of the N sequences, each from the start of its current chunk.
+    The *known rows* are the rows of the N histories, and then the new rows.
+    """
+
+    known_row: Tensor  # int64 [T], the known row of each token
+    new_token: Tensor  # int64, the indices of the new tokens among the T tokens
+    full: Tensor  # int64, the indices of the tokens in full chunks
+    tail: Tensor  # int64, the indices of the tokens after the last full chunk
+    # int64 [N * (W - 1 + 64)], for each row of the next histories its known row
+    next_known_row: Tensor
+    # bool [N * (W - 1 + 64)], True for rows of the next histories that are set to zero
+    next_is_empty: Tensor
 
     @classmethod
     def build(
-        cls, old_counts: Sequence[int], total_counts: Sequence[int], past: int
+        cls, old_counts: Sequence[int], counts: Sequence[int], past: int
     ) -> _PrefillIndices:
-        """``old_counts[n]``: old tokens in sequence n's current chunk;
-        ``total_counts[n]``: old and new tokens together; ``past``: W - 1.
+        """The tables on the host.
+
+        Args:
+            old_counts: the number of tokens in each sequence's current chunk so far.
+            counts: these and the new tokens together.
+            past: W - 1.
         """
-        old, count = torch.tensor(
-            [old_counts, total_counts], dtype=torch.int64, device="cpu"
-        )
+        old, count = torch.tensor([old_counts, counts], dtype=torch.int64, device="cpu")
         size = past + CHUNK
         new_count = count - old
-        # The known row of each sequence's first new token.
-        start = len(total_counts) * size + new_count.cumsum(0) - new_count
+        # the known row of each sequence's first new token
+        start = len(counts) * size + new_count.cumsum(0) - new_count
 
-        def known(n: Tensor, token: Tensor) -> Tensor:
-            """The known row's index; ``token`` counts from the start of sequence n's
-            chunk."""
-            return torch.where(
-                token < old[n], n * size + past + token, start[n] + token - old[n]
-            )
+        def known_row_of(n: Tensor, token: Tensor) -> Tensor:
+            """The known row of sequence n's ``token``, counted from the start of its
+            current chunk."""
+            in_history = n * size + past + token
+            in_new_rows = start[n] + token - old[n]
+            return torch.where(token < old[n], in_history, in_new_rows)
 
-        number = torch.arange(len(total_counts), device="cpu")
-        n = number.repeat_interleave(count)
+        number = torch.arange(len(counts), device="cpu")
+        n = number.repeat_interleave(count)  # the sequence of each of the T tokens
         token = torch.arange(len(n), device="cpu") - (count.cumsum(0) - count)[n]
-        whole = count // CHUNK * CHUNK
-        in_full = token < whole[n]
-        next_token = whole[:, None] - past + torch.arange(size, device="cpu")
-        empty = next_token >= count[:, None]
-        last = torch.minimum(next_token, count[:, None] - 1)
-        # A sequence without tokens may copy any known row, since ``empty`` zeroes the
-        # copy.
-        kept = known(number[:, None], last).clamp(
-            0, len(total_counts) * size + int(new_count.sum()) - 1
-        )
+        in_full_chunks = count // CHUNK * CHUNK
+        is_full = token < in_full_chunks[n]
+        # the token of each row of the next histories: they begin W - 1 tokens before
+        # the next current chunk
+        next_token = in_full_chunks[:, None] - past + torch.arange(size, device="cpu")
+        next_is_empty = next_token >= count[:, None]
+        next_token = torch.minimum(next_token, count[:, None] - 1)
+        # A sequence without tokens may copy any known row, since the copy is set to
+        # zero.
+        last_known_row = len(counts) * size + int(new_count.sum()) - 1
+        next_known_row = known_row_of(number[:, None], next_token)
         return cls(
-            known(n, token),
-            (token >= old[n]).nonzero()[:, 0],
-            in_full.nonzero()[:, 0],
-            (~in_full).nonzero()[:, 0],
-            kept.flatten(),
-            empty.flatten(),
+            known_row=known_row_of(n, token),
+            new_token=(token >= old[n]).nonzero()[:, 0],
+            full=is_full.nonzero()[:, 0],
+            tail=(~is_full).nonzero()[:, 0],
+            next_known_row=next_known_row.clamp(0, last_known_row).flatten(),
+            next_is_empty=next_is_empty.flatten(),
         )

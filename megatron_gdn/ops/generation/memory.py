@@ -26,29 +26,29 @@ class Memory(NamedTuple):
     """Histories and states of N sequences; both are zero before a sequence's first
     token.
 
-    A history has the last inputs of the convolution, oldest first: W - 1 inputs, which
+    A history holds the last inputs of the convolution, oldest first: W - 1 inputs, which
     the next token needs, or W inputs in the buffers of Megatron's inference context. On
-    the grid a history has whole projection rows, ``[M, 1 + W - 1 + 64, P]``, in the
-    order that :mod:`.aligned` gives.
+    the grid a history holds whole projection rows, ``[M, 1 + W - 1 + 64, P]``;
+    :mod:`.aligned` gives their order.
     """
 
     history: Tensor  # [M, C, W - 1 or W], in the dtype of the rows or a wider one
     # [M, H, K, V], or a view of [M, H, V, K]; at least fp32 (fp64 for fp64 rows)
     state: Tensor
-    # integers [N]; below 0: no slot; None: sequence n has slot n
+    # integers [N], the slot of each sequence; below 0: none; None: sequence n has slot n
     slots: Tensor | None = None
 
     def gathered(self) -> tuple[Tensor, Tensor]:
-        """All sequences' histories and states ``[N, ...]``; arbitrary where a slot is
-        negative."""
+        """The histories and states of all sequences, ``[N, ...]``; those of a sequence
+        without a slot are arbitrary."""
         if self.slots is None:
             return self.history, self.state
         read = self.slots.clamp(min=0).long()
         return self.history.index_select(0, read), self.state.index_select(0, read)
 
     def write(self, history: Tensor, state: Tensor) -> None:
-        """Overwrite every sequence's history and state with ``history`` and
-        ``state [N, ...]``."""
+        """Overwrite the histories and states of all sequences; both arguments are
+        ``[N, ...]``."""
         for buffer, values in ((self.history, history), (self.state, state)):
             if self.slots is not None:
                 write_slots(buffer, self.slots, values)
@@ -56,13 +56,16 @@ class Memory(NamedTuple):
                 buffer.copy_(values)
 
     def after(self, token: int, slots: Tensor | None) -> Memory:
-        """Entry ``token`` of buffers ``[M, s, ...]`` with the memory after each of s
-        tokens."""
+        """The memory after token number ``token``.
+
+        This object's buffers are ``[M, s, ...]``: they hold the memory after each of s
+        tokens.
+        """
         return Memory(self.history[:, token], self.state[:, token], slots)
 
     def steps(self, tokens: int) -> Memory:
-        """Buffers ``[N, s + 1, ...]``: for the memory before s ``tokens`` and after
-        each of them.
+        """New buffers ``[N, s + 1, ...]``, for the memory before s ``tokens`` and after
+        each of these tokens.
 
         Entry 0 is a copy of this memory. :func:`.step.decode` writes the memory after
         each token to the other entries, and :func:`choose` copies one entry of each
@@ -84,8 +87,8 @@ class Memory(NamedTuple):
 
 
 def _empty_steps(x: Tensor, count: int) -> Tensor:
-    """An uninitialised buffer ``[N, count, ...]`` with the memory order of
-    ``x [N, ...]``."""
+    """An uninitialised buffer ``[N, count, ...]``, transposed in memory if
+    ``x [N, ...]`` is."""
     if x.stride(-1) == 1:
         return x.new_empty((len(x), count) + x.shape[1:])
     return x.new_empty((len(x), count) + x.mT.shape[1:]).mT
@@ -106,8 +109,8 @@ def choose(memory: Memory, steps: Memory, accepted: Tensor) -> None:
 
 
 def write_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
-    """``buffer[slots] = values``, skipping slots below zero; the host does not wait for
-    a GPU."""
+    """``buffer[slots] = values`` without the slots below zero; the host does not wait
+    for a GPU."""
     if not buffer.is_cuda:
         real = slots >= 0
         buffer[slots[real].long()] = values[real].to(buffer.dtype)
@@ -124,31 +127,33 @@ class MemoryShape(NamedTuple):
     """Sizes of one sequence's :class:`Memory` in one layer, on one tensor-parallel
     rank."""
 
-    channels: int
-    past: int  # rows of history
+    channels: int  # C; on the grid P, the width of a projection row
+    past: int  # rows of a history: W - 1; on the grid W + 64
     heads: int
-    rows: int
-    columns: int
-    rows_first: bool = False  # True: a history is [rows, channels] (on the grid)
+    rows: int  # of a state
+    columns: int  # of a state
+    # whether a history is [past, channels] (on the grid), not [channels, past]
+    rows_first: bool = False
 
     @staticmethod
     @lru_cache(maxsize=64)
     def of(
         layout: Layout, state: StateShape, taps: int, on_grid: bool = False
     ) -> MemoryShape:
-        """The sizes for this rank's ``layout``; ``on_grid``: for a mixer on the
-        grid."""
+        """The sizes for this rank's ``layout`` and a convolution with ``taps`` taps."""
         if on_grid:
             channels = layout.width
+            past = taps + CHUNK
         else:
             channels = layout.conv_width
-        past = taps + CHUNK if on_grid else taps - 1
+            past = taps - 1
         return MemoryShape(
             channels, past, state.heads, state.rows, state.columns, on_grid
         )
 
     @property
     def history(self) -> tuple[int, int]:
+        """The shape of a history."""
         if self.rows_first:
             return (self.past, self.channels)
         return (self.channels, self.past)
@@ -163,11 +168,11 @@ class MemoryShape(NamedTuple):
 
     @property
     def state(self) -> tuple[int, int, int]:
+        """The shape of a state, [H, K, V]."""
         return self.heads, self.rows, self.columns
 
     def zeros(self, sequences: int, dtype: torch.dtype, device: torch.device) -> Memory:
-        """The memory of ``sequences`` new sequences; ``dtype``: the projection rows'
-        dtype."""
+        """The memory of new sequences; ``dtype`` is that of the projection rows."""
         wide = torch.promote_types(dtype, torch.float32)
         return Memory(
             torch.zeros((sequences,) + self.history, dtype=dtype, device=device),
@@ -175,27 +180,29 @@ class MemoryShape(NamedTuple):
         )
 
     def check(self, memory: Memory, sequences: int, dtype: torch.dtype) -> None:
-        """Check ``memory`` of N ``sequences``; with slots, M > N, W inputs, wide dtypes
-        fit too."""
+        """Raise a ValueError unless ``memory`` fits ``sequences`` sequences of rows in
+        ``dtype``.
+
+        A memory with slots may have more slots than sequences, histories of W inputs,
+        and wider dtypes.
+        """
         wide = torch.promote_types(dtype, torch.float32)
         slots = memory.slots
-        for name, tensor, shape, least in (
-            ("history", memory.history, self.history, dtype),
-            ("state", memory.state, self.state, wide),
+        for name, tensor, shape, longer_shape, least_dtype in (
+            ("history", memory.history, self.history, self.window, dtype),
+            ("state", memory.state, self.state, self.state, wide),
         ):
-            whole = (sequences,) + shape
+            wanted = (sequences,) + shape
             found = tuple(tensor.shape)
-            kind = tensor.dtype
-            fits = found == whole and kind == least
-            if slots is not None:
-                if name == "history":
-                    longer = self.window
-                else:
-                    longer = shape
-                fits = found[1:] in (shape, longer) and len(slots) == sequences
-                fits = fits and torch.promote_types(kind, least) == kind
+            found_dtype = tensor.dtype
+            if slots is None:
+                fits = found == wanted and found_dtype == least_dtype
+            else:
+                is_wide = torch.promote_types(found_dtype, least_dtype) == found_dtype
+                fits = found[1:] in (shape, longer_shape) and is_wide
+                fits = fits and len(slots) == sequences
             if not fits:
                 raise ValueError(
-                    f"{name} must be {whole} in {least} for {sequences} "
-                    f"sequences of {dtype} rows, got {found} in {kind}."
+                    f"{name} must be {wanted} in {least_dtype} for {sequences} "
+                    f"sequences of {dtype} rows, got {found} in {found_dtype}."
                 )

@@ -50,8 +50,8 @@ def prefill(
     Args:
         proj: projection rows ``[s, B, P]``; dimensions s and B may have any strides.
         memory: the memory of the N sequences before these tokens; overwritten.
-        documents: boundaries if N sequences lie end to end in one batch row (B must be
-            1). The memory of an empty sequence stays as it was.
+        documents: the boundaries, if N sequences lie end to end in one batch row (B
+            must be 1). The memory of a sequence without new tokens stays as it was.
         begins: whether the sequences begin with these tokens; if so, the old memory is
             ignored.
 
@@ -102,9 +102,9 @@ def _prefill_in_chunks(
     documents: Documents | None,
     begins: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The output ``[s, B, H * V]`` and next states, for a mixer that is not on the
-    grid."""
-    past = None
+    """:func:`prefill` for a mixer that is not on the grid: the output ``[s, B, H * V]``
+    and the next states."""
+    past = None  # the rows before each sequence, for the front
     if stages.history_length and not begins:
         newest = history[..., history.shape[-1] - stages.history_length :].to(
             proj.dtype
@@ -113,15 +113,16 @@ def _prefill_in_chunks(
     inputs = stages.front.forward(
         proj, stages.front_parameters, documents, history=past
     )
-    # The rule reads states of non-empty documents only; an empty document keeps its
-    # state.
-    if documents is None:
-        filled = None
-    else:
+    # The rule takes the states of documents with tokens only. A document without tokens
+    # keeps its state.
+    filled = None
+    if documents is not None:
         filled = documents.filled_indices
-    initial = None if begins else state
-    if filled is not None and initial is not None:
-        initial = state.index_select(0, filled)
+    initial = None
+    if not begins:
+        initial = state
+        if filled is not None:
+            initial = state.index_select(0, filled)
     output = stages.rule.begin(inputs, documents).run(initial, keep=False, final=True)
     final = output.final
     assert final is not None
@@ -161,24 +162,25 @@ def decode(
     shape = stages.memory_shape
     front = stages.front
     shape.check(memory, N, proj.dtype)
-    of_front = stages.front_parameters
     gamma = stages.parameters[-1]
-    token_of = _decode_token_in_torch
-    if front.triton and not shape.rows_first:
-        from .step_kernels import decode_token_in_slots as token_of
+    on_grid = shape.rows_first
+    decode_token = _decode_token_in_torch
+    if front.triton and not on_grid:
+        from .step_kernels import decode_token_in_slots
+
+        decode_token = decode_token_in_slots
     mixed = []
     for token, row in enumerate(proj.split(1)):
-        if steps is None:
-            after = None
-        else:
+        after = None  # buffers for the memory after this token
+        if steps is not None:
             after = steps.after(token - s, memory.slots)
-        if shape.rows_first:
+        if on_grid:
             mixed.append(decode_on_grid(row, stages, memory))
             if after is not None:
                 history, state = memory.gathered()
                 after.write(history, state)
         else:
-            o = token_of(row, front, of_front, memory, after)
+            o = decode_token(row, front, stages.front_parameters, memory, after)
             mixed.append(stages.readout.forward(o, row, gamma))
     if s == 1:
         return mixed[0]
@@ -192,13 +194,12 @@ def _decode_token_in_torch(
     memory: Memory,
     after: Memory | None,
 ) -> Tensor:
-    """Decode one token in torch; twin of
-    :func:`.step_kernels.decode_token_in_slots`."""
+    """The twin of :func:`.step_kernels.decode_token_in_slots` in plain torch."""
     table = front.table
     layout = front.layout
     wide = torch.promote_types(row.dtype, torch.float32)
-    given = [None if x is None else x.to(wide) for x in parameters]
-    weight, bias, A_log, dt_bias, *skip = given
+    wide_parameters = [None if x is None else x.to(wide) for x in parameters]
+    weight, bias, A_log, dt_bias, *skip = wide_parameters  # skip: D, or nothing
     assert weight is not None and A_log is not None and dt_bias is not None
     history, state = memory.gathered()
     newest = row[0, :, layout.conv_columns, None].to(history.dtype)
@@ -212,7 +213,7 @@ def _decode_token_in_torch(
     if table.unit_length:
         q, k = l2norm(q), l2norm(k)
     g, *erase, write = front.gates_of(row, A_log, dt_bias).values()
-    if table.steps > 1:
+    if table.steps > 1:  # several updates per token: a row for each of them
         one_token = table.inputs(q=q, k=k, v=v, g=g, beta=write)
         q, k, v, g, write = spread_steps(one_token, table.steps)
     if erase:

@@ -3,11 +3,11 @@
     conv_step_kernel   row, history           -> q, k, v, and the history moved by one row
     state_step_kernel  q, k, v, gates, state  -> o, and the next state
 
-:mod:`.step` has the twin in plain torch. If sequences have slot numbers, every program
-loads its sequence's number from GPU memory. A program overwrites only elements that no
-other program reads. The front's table names the gates' functions;
-:mod:`..front.gate_kernels` defines them. If a gate has one value per head, every row of
-the head's state uses this value.
+:mod:`.step` has the twin in plain torch. If sequences have slots, every program loads
+the number of its sequence's slot from GPU memory. A program overwrites only elements
+that no other program reads. The front's table names the gates' functions, which
+:mod:`..front.gate_kernels` defines. If a gate has one value per head, every row of the
+head's state uses this value.
 
 Legend: as in :mod:`.step`; M slots, G heads of q and k; D in a tile's name: channels of
 a head.
@@ -37,7 +37,7 @@ from ..kernels.elementwise import sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import MOST_PROGRAMS, block_dim, require_32_bits
 
-# History, state and slots, the three fields of a :class:`.memory.Memory`.
+# history, state and slots: a :class:`.memory.Memory`
 type Buffers = tuple[Tensor, Tensor, Tensor | None]
 
 # columns of a state per program; few, so that one sequence has many programs
@@ -58,16 +58,21 @@ def decode_token_in_slots(
     Args:
         row: the tokens' projection rows ``[1, N, P]``; a row's columns are adjacent in
             memory.
-        memory: is overwritten. Each history is a contiguous ``[C, W - 1]`` or
-            ``[C, W]``; each state ``[H, K, V]`` is contiguous, or a view of a
-            contiguous ``[H, V, K]``.
-        after: None, or second buffers, to which this function also writes the new
-            memory.
+        memory: the memory before this token; overwritten. Each history is a contiguous
+            ``[C, W - 1]`` or ``[C, W]``; each state ``[H, K, V]`` is contiguous, or a
+            view of a contiguous ``[H, V, K]``.
+        after: more buffers, to which the new memory is written too; or None.
     """
     weight, bias, A_log, dt_bias, *skip = parameters
-    D, N = skip[0] if skip else None, row.shape[1]
+    D = skip[0] if skip else None
+    N = row.shape[1]
     history, state, slots = memory
-    to_history, to_state = (None, None) if after is None else after[:2]
+    after_history = None
+    after_state = None
+    after_strides = None
+    if after is not None:
+        after_history, after_state, _ = after
+        after_strides = (after_history.stride(0), after_state.stride(0))
     assert row.stride(2) == 1 and history.stride()[1:] == (history.shape[2], 1)
     conv, step = _step_launches(
         front,
@@ -80,14 +85,14 @@ def decode_token_in_slots(
         state.stride(-1) != 1,
         slots is not None,
         (history.stride(0), state.stride(0)),
-        None if after is None else (after[0].stride(0), after[1].stride(0)),
+        after_strides,
     )
     convolved = torch.empty(
         N, front.layout.conv_width, dtype=torch.float32, device=row.device
     )
     o = convolved.new_empty(N, 1, front.table.state.heads, front.table.state.columns)
-    conv(row, weight, bias, history, to_history, slots, convolved)
-    step(row, convolved, A_log, dt_bias, D, state, to_state, slots, o)
+    conv(row, weight, bias, history, after_history, slots, convolved)
+    step(row, convolved, A_log, dt_bias, D, state, after_state, slots, o)
     return o
 
 
@@ -107,13 +112,14 @@ def _step_launches(
 ) -> tuple[Launch, Launch]:
     """The launches of :func:`conv_step_kernel` and :func:`state_step_kernel`.
 
-    ``row_stride``: elements from row to row. ``history_rows``: inputs per channel in a
-    history.
-    ``D_size``: elements of parameter D, 0 without D. ``transposed``: a state is [V, K]
-    in memory.
-    ``has_slots``: the kernels load slot numbers. ``strides``: elements from slot to
-    slot of the histories and of the states; ``after_strides``: the same for a second
-    memory, or None.
+    Args:
+        row_stride: elements from row to row.
+        history_rows: inputs per channel in a history.
+        D_size: elements of the parameter D; 0 without D.
+        transposed: whether a state is [V, K] in memory.
+        has_slots: whether the kernels load slot numbers.
+        strides: elements from slot to slot, of the histories and of the states.
+        after_strides: the same for the second buffers; None if there are none.
     """
     table = front.table
     layout = front.layout
@@ -211,16 +217,16 @@ def conv_step_kernel(
     HAS_SLOTS: tl.constexpr,
     HAS_AFTER: tl.constexpr,
 ):
-    """Convolve one head of one sequence; grid (G + STEPS (G + H), N), with the heads of
-    q, of k, then of v; k and v have G and H heads for each of the STEPS updates.
+    """Convolve one head of one sequence; grid (G + STEPS (G + H), N).
 
-    ``row_ptr``: rows, ``stride_n`` elements apart. ``history_ptr``: HELD inputs per
-    channel, which the kernel shifts by one, and if HAS_AFTER also writes to
-    ``after_ptr``. ``*_stride``: elements from slot to slot. ``slot_ptr``: slot numbers
-    if HAS_SLOTS, else sequence n is in slot n. UNIT:
-    q, k get unit length. Q_AT, K_AT, V_AT: first channels of q, k, v. BLOCK_*: K, V
-    rounded up to powers of two. ``first``: first convolved column of a row.
-    ``out_ptr``: result [N, C], fp32.
+    The heads are those of q, of k, then of v; k and v have G and H heads for each of
+    the STEPS updates. ``row_ptr``: rows, ``stride_n`` elements apart. ``history_ptr``:
+    HELD inputs per channel, which the kernel shifts by one input. If HAS_AFTER it also
+    writes them to ``after_ptr``. ``*_stride``: elements from slot to slot.
+    ``slot_ptr``: slot numbers if HAS_SLOTS, else sequence n is in slot n. UNIT: q and k
+    get unit length. Q_AT, K_AT, V_AT: the first channels of q, k, v. BLOCK_*: K, V
+    rounded up to powers of two. ``first``: the first convolved column of a row.
+    ``out_ptr``: the result [N, C], fp32.
     """
     head = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
@@ -294,12 +300,12 @@ def conv_head_step(
     UNIT: tl.constexpr,
     HAS_AFTER: tl.constexpr,
 ):
-    """Convolve one head of one row, and shift the HELD inputs of the head's history by
-    one input.
+    """Convolve the D channels of one head of one row, and shift the HELD inputs of the
+    head's history by one input.
 
     The program is one warp, so all its lanes load an input before a lane overwrites it.
-    If ``has_slot`` is False, the sequence has no slot and the program loads and stores
-    nothing.
+    If ``has_slot`` is False, the sequence has no slot, and the program neither loads
+    nor stores.
     """
     d_D = tl.arange(0, BLOCK_D)
     real_D = (d_D < D) & has_slot
@@ -370,17 +376,16 @@ def state_step_kernel(
     HAS_SLOTS: tl.constexpr,
     HAS_AFTER: tl.constexpr,
 ):
-    """Grid (ceil(V / BLOCK_V), H, N): compute BLOCK_V columns of a head's next state
-    and of its o.
+    """Compute BLOCK_V columns of a head's next state and of its o; grid
+    (ceil(V / BLOCK_V), H, N).
 
-    ``convolved_ptr``: q, k, v from `conv_step_kernel`. TRANSPOSED: a state is [V, K] in
-    memory.
-    ``state_ptr``: states, overwritten, ``state_stride`` elements from slot to slot.
-    ``o_ptr``: output [N, H, V]. ``D_ptr``: the parameter D, SKIPS elements per head (0,
-    1 or V). ERASES: S^T k is subtracted from v, as in the delta rule. A third gate is
-    the write strength of each state column; with a third gate, the second gate is only
-    the strength with which S^T k is subtracted. The state decays, then gets STEPS
-    updates, then is read.
+    The state decays, then gets STEPS updates, then is read. ``convolved_ptr``: q, k, v
+    from `conv_step_kernel`. ``state_ptr``: the states, overwritten, ``state_stride``
+    elements from slot to slot. TRANSPOSED: a state is [V, K] in memory. ``o_ptr``: the
+    output [N, H, V]. ``D_ptr``: the parameter D, SKIPS elements per head (0, 1 or V).
+    ERASES: S^T k is subtracted from v, as in the delta rule. The first gate is the
+    decay, the second the write strength. If there is a third gate, it is the write
+    strength of each column, and the second only scales the subtracted S^T k.
     """
     h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = n
@@ -474,10 +479,11 @@ def _compute_gate(
     H: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Both results of FUNCTION, gate N's function, for channels ``k_K`` of head h.
+    """Both results of FUNCTION, the function of gate number N, for channels ``k_K`` of
+    head h.
 
-    ``real_K``: mask of k_K < K. TABLE: columns and settings of all gates, as ``GATES``
-    in :mod:`..front.kernels`.
+    ``real_K`` is the mask k_K < K. TABLE has the columns and settings of all gates, as
+    ``GATES`` in :mod:`..front.kernels`.
     """
     COLUMN: tl.constexpr = TABLE[N][AT_COLUMN]
     CHANNELS: tl.constexpr = TABLE[N][AT_CHANNELS]
@@ -493,8 +499,8 @@ def _compute_gate(
 
 
 def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
-    """``buffer[slots] = values`` for slots from 0 up; the values of a slot must be
-    contiguous."""
+    """``buffer[slots] = values`` without the slots below zero; the values of a slot must
+    be contiguous."""
     launch = _write_slots_launch(len(values), values[0].numel(), buffer.stride(0))
     launch(buffer, slots, values)
 
@@ -509,7 +515,7 @@ def _write_slots_launch(N: int, size: int, stride: int) -> Launch:
 
 
 def _require_sequences_within_grid(N: int) -> None:
-    """Raise a ValueError if a grid cannot count ``N`` sequences."""
+    """Raise a ValueError if ``N`` sequences are more than a CUDA grid can count."""
     if N > MOST_PROGRAMS:
         raise ValueError(
             f"a call decodes {N} sequences, but the Triton kernels take at most "
@@ -521,8 +527,8 @@ def _require_sequences_within_grid(N: int) -> None:
 def write_slots_kernel(
     buffer_ptr, slot_ptr, values_ptr, stride, size, BLOCK: tl.constexpr
 ):
-    """Grid (ceil(size / BLOCK), N): copy BLOCK of the ``size`` values of sequence n to
-    its slot.
+    """Copy BLOCK of the ``size`` values of sequence n to its slot; grid
+    (ceil(size / BLOCK), N).
 
     ``values_ptr``: [N, size]. ``buffer_ptr``: the slots, ``stride`` elements apart.
     """
