@@ -12,7 +12,8 @@ Public names are imported when they are first used, since some are in a mixer's 
 from importlib import import_module
 from typing import Any
 
-_HOME = {
+# the module of each public name, relative to this package
+_MODULE_OF_NAME = {
     "Documents": ".documents",
     "Layout": ".layout",
     "StaticDocuments": ".static_documents",
@@ -26,14 +27,14 @@ _HOME = {
     "torch_chunk_gated_delta_rule": "..gdn.api",
 }
 
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_MODULE_OF_NAME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name], __name__), name)
+    return getattr(import_module(_MODULE_OF_NAME[name], __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _HOME.keys())
+    return sorted(globals().keys() | _MODULE_OF_NAME.keys())

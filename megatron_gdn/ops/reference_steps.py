@@ -1,4 +1,5 @@
-"""Steps that the references of several mixers share, for one sequence, in plain torch.
+"""Functions that the ``reference.py`` of several mixers share, for one sequence, in
+plain torch.
 
 Legend: T tokens, C channels, W taps of the convolution.
 """
@@ -18,5 +19,5 @@ def causal_conv1d(x_TC: Tensor, weight_C1W: Tensor, bias_C: Tensor | None) -> Te
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """``x / |x|`` over the last dimension; zeros for zeros."""
+    """``x / sqrt(sum(x^2) + 1e-6)`` over the last dimension; zeros stay zeros."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

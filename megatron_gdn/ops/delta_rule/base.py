@@ -15,8 +15,8 @@ from ..state_maps.state_map import StateShape
 
 
 class RuleInputs(NamedTuple):
-    """Inputs of the rule. In a backward, inputs that the rule does not need again are
-    None."""
+    """Inputs of the gated delta rule. In a backward, an input that the rule does not
+    read is None."""
 
     q: Tensor  # [B, S, G, K], of unit length along K
     k: Tensor  # [B, S, G, K]
@@ -26,12 +26,12 @@ class RuleInputs(NamedTuple):
 
 
 class RuleGrads(NamedTuple):
-    """Gradients of the rule's inputs, which the front's backward reads.
+    """Gradients of the rule's inputs, for the front's backward.
 
     The gradients of q and k may have H heads; the front then sums over the value heads
-    of each key head. If ``factor`` is not None, each true gradient is the stored one
-    times ``factor[head]``. A factor is a power of two, and the value heads of one key
-    head have equal factors.
+    of each key head. If ``factor`` is not None, the gradients of a head must still be
+    multiplied by ``factor[head]``. A factor is a power of two, and the value heads of
+    one key head have equal factors.
     """
 
     q: Tensor
@@ -51,8 +51,8 @@ def check_rule_inputs(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | Sequence[int] | Documents | None,
 ) -> Documents | None:
-    """Check the shapes of `gated_delta_rule`'s inputs; return the documents of
-    ``cu_seqlens``."""
+    """Raise a ValueError unless the shapes of `gated_delta_rule`'s inputs fit; return
+    the documents of ``cu_seqlens``, or None."""
     if key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             f"key and value must be [B, T, heads, dim], got {tuple(key.shape)} and "
@@ -125,7 +125,7 @@ def require_whole_groups(key_heads: int, value_heads: int) -> None:
 
 
 def delta_layout(sizes: HeadSizes, *others: Section) -> Layout:
-    """A layout of the convolved sections query | key | value, then the sections
+    """A layout with the sections query | key | value, which are convolved, and then
     ``others``."""
     G, H, K, V = sizes
     convolved = (

@@ -1,4 +1,4 @@
-"""Sizes of a mixer, from the ``linear_*`` fields of a config."""
+"""The sizes of a mixer, from the ``linear_*`` fields of a config."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..layout import Layout, require_shares, require_sizes
 from ..state_maps.state_map import StateShape
 from .base import HeadSizes, require_whole_groups
 
-# Sizes that a TransformerConfig and a ``config.json`` have as fields named ``linear_``
-# + name.
+# The names of sizes that a TransformerConfig and a ``config.json`` have; their fields
+# begin with ``linear_``, such as ``linear_key_head_dim``.
 LINEAR_SIZES = (
     "conv_kernel_dim",
     "key_head_dim",
@@ -22,8 +22,10 @@ LINEAR_SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearDims:
-    """Sizes of a whole mixer or of one rank's share; subclasses add ``layout`` and more
-    sizes."""
+    """The sizes of a mixer, or of one tensor-parallel rank's share of it.
+
+    Subclasses add ``layout`` and more sizes.
+    """
 
     hidden_size: int  # of the model; tensor-parallel ranks do not split it
     # each key head serves num_value_heads / num_key_heads value heads
@@ -50,8 +52,8 @@ class LinearDims:
 
     @property
     def config_fields(self) -> dict[str, int]:
-        """The ``linear_*`` fields that `from_config` reads; ``config.json`` has the
-        same names."""
+        """These sizes as the ``linear_*`` fields of a config, from which `from_config`
+        reads them."""
         return {f"linear_{name}": getattr(self, name) for name in LINEAR_SIZES}
 
     @property
@@ -93,9 +95,10 @@ class LinearDims:
     def shard(self, ranks: int) -> Self:
         """The sizes on one of ``ranks`` tensor-parallel ranks; ``ranks`` must divide
         the heads."""
-        held = f"{self.num_key_heads} key heads and {self.num_value_heads} value heads"
-        held += "".join(f", {name}={getattr(self, name)}" for name in self.also_shared)
         names = ("num_key_heads", "num_value_heads") + self.also_shared
         counts = {name: getattr(self, name) for name in names}
-        require_shares(ranks, tuple(counts.values()), held)
+        heads = f"{self.num_key_heads} key heads and {self.num_value_heads} value heads"
+        others = [f", {name}={counts[name]}" for name in self.also_shared]
+        in_words = heads + "".join(others)
+        require_shares(ranks, tuple(counts.values()), in_words)
         return replace(self, **{name: count // ranks for name, count in counts.items()})

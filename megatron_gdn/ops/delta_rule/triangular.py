@@ -1,8 +1,8 @@
-"""The inverse of many small unit lower triangular matrices.
+"""The inverses of many small unit lower triangular matrices.
 
-A batched triangular solve uses little of a GPU. So on a GPU the inverse is computed by
-products of matrices: first A^-1 and D^-1, then the corner (Higham, "Accuracy and
-Stability of Numerical Algorithms", 14.2):
+A batched triangular solve uses little of a GPU. So on a GPU an inverse is computed by
+matrix products: first A^-1 and D^-1, then the corner (Higham, "Accuracy and Stability
+of Numerical Algorithms", 14.2):
 
     [ A    ]^-1   [  A^-1                ]
     [ B  D ]    = [ -D^-1 B A^-1    D^-1 ]
@@ -36,11 +36,11 @@ def _by_substitution(L: Tensor) -> Tensor:
 
 
 def _invert_by_growing_blocks(L: Tensor) -> Tensor:
-    """Invert diagonal blocks of 1, 2, 4, ... rows; all blocks of one size are inverted
-    at once.
+    """Invert I + L by inverting its diagonal blocks of 1, 2, 4, ... rows, all blocks of
+    one size at once.
 
-    Let X hold the inverses of the blocks of one size, and B the corners between pairs
-    of blocks. Then ``X - X B X`` holds the inverses of the blocks of twice the size.
+    If X holds the inverses of the blocks of one size, and B the corners between pairs
+    of blocks, then ``X - X B X`` holds the inverses of the blocks of twice the size.
     """
     C = L.shape[-1]
     identity, corners = _identity_and_corners(C, L.dtype, L.device)
@@ -57,17 +57,17 @@ def _invert_by_growing_blocks(L: Tensor) -> Tensor:
 def _identity_and_corners(
     C: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The identity ``[C, C]``, and a 0/1 mask of the corners per block size,
+    """The identity ``[C, C]``, and for each block size a 0/1 mask of the corners,
     ``[sizes, C, C]``."""
     with torch.inference_mode(False):
-        place = torch.arange(C, device="cpu")
-        rows = 1
+        number = torch.arange(C, device="cpu")
+        block_size = 1
         corners = []
-        while rows < C or not corners:
-            block = place // rows
-            odd = block[:, None] % 2 == 1
-            corners.append(odd & (block[:, None] == block[None, :] + 1))
-            rows *= 2
-        return torch.eye(C, dtype=dtype, device=device), torch.stack(corners).to(
-            device, dtype
-        )
+        while block_size < C or not corners:
+            row_block = number[:, None] // block_size
+            column_block = number[None, :] // block_size
+            is_second = row_block % 2 == 1  # of a pair of blocks
+            corners.append(is_second & (row_block == column_block + 1))
+            block_size *= 2
+        identity = torch.eye(C, dtype=dtype, device=device)
+        return identity, torch.stack(corners).to(device, dtype)

@@ -1,9 +1,9 @@
-"""One configuration for each of fla's Triton kernels, whatever a timing would say.
+"""One fixed configuration for each of fla's Triton kernels.
 
 fla times a kernel in several configurations (tile sizes, warps, stages) and keeps the
-fastest. Another process may keep another one, which adds in another order. Inside
-:func:`fixed_configurations` each kernel has one configuration, so the same inputs give
-the same bits in every process.
+fastest. Another process may find another one fastest, whose sums have another order.
+Inside :func:`fixed_configurations` each kernel has one configuration, so the same
+inputs give the same bits in every process.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 
 class Configuration(NamedTuple):
-    """A configuration of a Triton kernel, as fla's list of the kernel has it."""
+    """A configuration of a Triton kernel in fla's list for this kernel."""
 
     warps: int
     stages: int
     tiles: dict[str, int] = {}  # noqa: RUF012  constants by name, such as BK
 
 
-# What fla's timing chose on an H200 for 8192 tokens. A kernel that is not listed takes
-# the first configuration of fla's list.
+# By kernel, the configuration that fla's timing chose on an H200 for 8192 tokens. A
+# kernel that is not in this table takes the first configuration of fla's list.
 FIXED: dict[str, Configuration] = {
     "chunk_bwd_kernel_dh": Configuration(8, 3, {"BK": 32, "BV": 64}),
     "chunk_bwd_kernel_dv": Configuration(4, 2),
@@ -54,7 +54,7 @@ FIXED: dict[str, Configuration] = {
     "recompute_w_u_fwd_kernel": Configuration(4, 3),
 }
 
-# fla's kernels that rules call lie in these packages.
+# the packages of fla with kernels that rules call
 _PACKAGES = (
     "fla.ops.common",
     "fla.ops.cp",
@@ -65,14 +65,14 @@ _PACKAGES = (
     "fla.ops.simple_gla",
     "fla.ops.utils",
 )
-# A thread that leaves the block must not give a kernel its list back while another
-# thread is inside.
+# One thread at a time is inside :func:`fixed_configurations`: a thread that leaves gives
+# the kernels their lists back.
 _LOCK = RLock()
 
 
 @contextmanager
 def fixed_configurations() -> Iterator[None]:
-    """Let each of fla's kernels run in one configuration inside this block."""
+    """A context in which each of fla's kernels has one configuration."""
     with _LOCK:
         for kernel, fixed, _ in tuned_kernels():
             kernel.configs = fixed
@@ -84,25 +84,25 @@ def fixed_configurations() -> Iterator[None]:
 
 
 class _Tuned(NamedTuple):
-    """A kernel of fla's with the list of its fixed configuration and fla's own list."""
+    """A kernel of fla that chooses among configurations by timing them."""
 
     kernel: Any  # a triton.runtime.autotuner.Autotuner
-    fixed: list[Any]
-    timed: list[Any]
+    fixed: list[Any]  # a list with its one fixed configuration
+    timed: list[Any]  # fla's own list, of those that would be timed
 
 
 @cache
 def tuned_kernels() -> tuple[_Tuned, ...]:
-    """Each kernel of the packages that fla would time."""
+    """Each kernel of ``_PACKAGES`` that fla would time."""
     from triton.runtime.autotuner import Autotuner
 
-    found: dict[int, Any] = {}
+    found: dict[int, Any] = {}  # kernels by id, since modules import each other's
     for name, module in list(sys.modules.items()):
         if not name.startswith(_PACKAGES):
             continue
         for value in vars(module).values():
             while not isinstance(value, Autotuner) and hasattr(value, "fn"):
-                value = value.fn  # what Triton's heuristics stand around
+                value = value.fn  # the kernel inside one of Triton's decorators
             if isinstance(value, Autotuner):
                 found[id(value)] = value
     return tuple(
@@ -112,11 +112,11 @@ def tuned_kernels() -> tuple[_Tuned, ...]:
 
 
 def _configuration_of(kernel: Any) -> Any:
-    """The kernel's configuration of ``FIXED`` in its own list, or the first one of its
-    list."""
-    wanted = FIXED.get(kernel.base_fn.__name__)
-    for listed in kernel.configs:
-        it = Configuration(listed.num_warps, listed.num_stages, listed.kwargs)
-        if it == wanted:
-            return listed
+    """The entry of the kernel's list that ``FIXED`` names; the first entry if there is
+    none."""
+    fixed = FIXED.get(kernel.base_fn.__name__)
+    for entry in kernel.configs:
+        configuration = Configuration(entry.num_warps, entry.num_stages, entry.kwargs)
+        if configuration == fixed:
+            return entry
     return kernel.configs[0]
