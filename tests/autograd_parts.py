@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.rules.base import Bits, Rule, RuleOutput, Saved
+from megatron_gdn.ops.rules.base import Bits, Rule, RuleOutput, SavedForBackward
 from megatron_gdn.ops.state_maps.state_map import StateMap
 
 
@@ -101,7 +101,7 @@ class _Forward:
     @torch.no_grad()
     def run(self, initial=None, *, keep=True, final=False):
         o, last = self._rule._run(self._inputs, initial, self._documents)
-        return RuleOutput(o, last if final else None, Saved())
+        return RuleOutput(o, last if final else None, SavedForBackward())
 
 
 class _Backward:

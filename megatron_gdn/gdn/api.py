@@ -13,7 +13,7 @@ from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs, check_rule_i
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
 from ..ops.elementwise import l2norm
-from ..ops.rules.base import Bits, Rule, Saved
+from ..ops.rules.base import Bits, Rule, SavedForBackward
 from ..ops.rules.token_rule import recurrence
 from .rule import RULES, resolve_rule
 
@@ -261,7 +261,7 @@ class _RunRule(torch.autograd.Function):
         # Under activation checkpointing, ctx.saved_tensors may be read only once.
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         inputs = RuleInputs(q, k, v, g, beta)
-        saved = Saved(tuple(kept), ctx.plan)
+        saved = SavedForBackward(tuple(kept), ctx.plan)
         needed = inputs._replace(
             **{
                 name: None

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.documents import Documents
-from ..ops.rules.base import Rule, RuleBackward, Saved
+from ..ops.rules.base import Rule, RuleBackward, SavedForBackward
 from . import half_torch
 
 LARGEST_D_O = 0  # after scaling, |d_o| is below 2^LARGEST_D_O
@@ -45,7 +45,7 @@ class HalfBackward(RuleBackward):
         rule: HalfOperands,
         d_o: Tensor,
         inputs: RuleInputs,
-        saved: Saved,
+        saved: SavedForBackward,
         documents: Documents | None,
     ) -> None:
         self._key_heads = inputs.k.shape[2]

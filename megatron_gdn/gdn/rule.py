@@ -9,7 +9,7 @@ from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
 from ..ops.delta_rule.fla import STATE_KERNELS, FlaDeltaRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.obstacles import Obstacle
-from ..ops.rules.base import Bits, Repeats, Rule
+from ..ops.rules.base import Bits, RepeatResult, Rule
 from ..ops.rules.choice import Choice, choose
 from ..ops.rules.fla import (
     BOUNDARY_ARGUMENTS,
@@ -51,7 +51,7 @@ class FlaGDN(FlaDeltaRule):
     @classmethod
     def repeats(
         cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
-    ) -> Repeats:
+    ) -> RepeatResult:
         return super().repeats(device, dtype, sizes.state)
 
     def chunk_products(self, x: FlaForward) -> ChunkProducts:

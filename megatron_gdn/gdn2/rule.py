@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.delta_rule.chunk_math import Values
+from ..ops.delta_rule.chunk_math import ChunkValues
 from ..ops.delta_rule.fla import CHANNEL_RULE_KERNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
-from ..ops.rules.base import Bits, RuleBackward, RuleForward, Saved
+from ..ops.rules.base import Bits, RuleBackward, RuleForward, SavedForBackward
 from ..ops.rules.choice import Choice, choose
 from ..ops.rules.fla import BOUNDARY_ARGUMENTS, tested_on_h200
 from ..ops.state_maps.state_map import StateShape
@@ -43,13 +43,13 @@ class PlainGDN2(PlainRule):
     backward_reads = frozenset(GDN2Inputs._fields)
     grads = GDN2Inputs
 
-    def values(self, chunks: GDN2Inputs) -> Values:
+    def values(self, chunks: GDN2Inputs) -> ChunkValues:
         q, k, v, g, b, w = chunks
         if self.scale is None:
             scale = k.shape[-1] ** -0.5
         else:
             scale = self.scale
-        return Values(q * scale, k, b * k, w * v, g)
+        return ChunkValues(q * scale, k, b * k, w * v, g)
 
 
 class FlaGDN2(FlaChannelRule):
@@ -82,7 +82,11 @@ class FlaGDN2(FlaChannelRule):
         return super().begin(_repeat_key_heads(inputs), documents)
 
     def begin_backward(
-        self, d_o: Tensor, inputs: GDN2Inputs, saved: Saved, documents: Documents | None
+        self,
+        d_o: Tensor,
+        inputs: GDN2Inputs,
+        saved: SavedForBackward,
+        documents: Documents | None,
     ) -> RuleBackward:
         return super().begin_backward(d_o, _repeat_key_heads(inputs), saved, documents)
 

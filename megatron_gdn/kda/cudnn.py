@@ -38,7 +38,7 @@ from ..ops.rules.base import (
     RuleBackward,
     RuleForward,
     RuleOutput,
-    Saved,
+    SavedForBackward,
     in_one_row,
     in_rows,
 )
@@ -160,7 +160,9 @@ class CudnnForward(RuleForward):
     ) -> RuleOutput:
         o, last = self._run(self._call.tokens[2], self._call.states(initial))
         return RuleOutput(
-            in_rows(o[None], self._call.rows), last if final else None, Saved()
+            in_rows(o[None], self._call.rows),
+            last if final else None,
+            SavedForBackward(),
         )
 
 
@@ -172,7 +174,7 @@ class CudnnBackward(RuleBackward):
         rule: Rule,
         d_o: Tensor,
         inputs: RuleInputs,
-        saved: Saved,
+        saved: SavedForBackward,
         documents: Documents | None,
     ) -> None:
         self._call, self._d_o = (

@@ -8,7 +8,7 @@ from ..ops.delta_rule.base import RuleInputs
 from ..ops.delta_rule.fla import CHANNEL_RULE_KERNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.obstacles import Obstacle
-from ..ops.rules.base import Bits, Repeats
+from ..ops.rules.base import Bits, RepeatResult
 from ..ops.rules.choice import Choice, choose
 from ..ops.rules.fla import BOUNDARY_ARGUMENTS, tested_on_h200
 from ..ops.state_maps.state_map import StateShape
@@ -59,7 +59,7 @@ class FlaKDA(FlaChannelRule):
     @classmethod
     def repeats(
         cls, device: torch.device, dtype: torch.dtype, sizes: KDARuleSizes
-    ) -> Repeats:
+    ) -> RepeatResult:
         return super().repeats(device, dtype, sizes.state)
 
     @classmethod

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.delta_rule.chunk_math import Values
+from ..ops.delta_rule.chunk_math import ChunkValues
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.obstacles import fla_needs_tilelang
 from ..ops.rules.base import Bits
@@ -65,9 +65,9 @@ class PlainSSD(PlainRule):
     grads = SSDInputs
     erases = False
 
-    def values(self, chunks: SSDInputs) -> Values:
+    def values(self, chunks: SSDInputs) -> ChunkValues:
         x, B, C, dt, g, D = chunks
-        return Values(C, B, None, dt[..., None] * x, g, skip=D * x)
+        return ChunkValues(C, B, None, dt[..., None] * x, g, skip=D * x)
 
 
 def _operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,7 +29,7 @@ from .front.table import Front
 from .obstacles import why_not_triton
 from .readout.base import Readout, SplitReadout
 from .recompute import HandOver, RefilledOutput, SecondRun
-from .rules.base import Bits, Inputs, Rule, Saved
+from .rules.base import Bits, Inputs, Rule, SavedForBackward
 from .stages import WHOLE_SEQUENCES, SequenceContext, Stages
 from .switches import leaves_memory_unfilled
 from .trees import RuleByLevel, TreeDocuments
@@ -177,7 +177,7 @@ class _BackwardValues(NamedTuple):
     """Values that the backward needs besides the tensors that autograd saves."""
 
     arguments: MixerArguments
-    rule_plan: object  # ``Saved.plan`` of the rule's forward
+    rule_plan: object  # ``SavedForBackward.plan`` of the rule's forward
     stamp: Tensor | None  # from :attr:`Documents.stamp`, the boundaries in the forward
     list_lengths: tuple[int, ...]  # from :meth:`_SavedTensors.flat`
     history: History | None  # the rows before each sequence that the front read
@@ -321,7 +321,7 @@ def _backward(
     front_parameters = parameters[:-1]
     gamma = parameters[-1]
     of_states = tuple(of_states)
-    of_rule = Saved(tuple(of_rule), values.rule_plan)
+    of_rule = SavedForBackward(tuple(of_rule), values.rule_plan)
     d_rows = rows.new_empty(rows.shape)
     inputs = None
     if second_run is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from .autograd import uncompiled
 from .front.history import History
 from .front.table import Front
-from .rules.base import Inputs, Rule, Saved
+from .rules.base import Inputs, Rule, SavedForBackward
 from .stages import SequenceContext
 
 
@@ -157,7 +157,7 @@ class SecondRunResult(NamedTuple):
 
     inputs: Inputs  # of the rule
     o: Tensor  # the rule's output [B, S, H, V]
-    saved: Saved  # for the rule's backward
+    saved: SavedForBackward  # for the rule's backward
 
 
 class SecondRun:
@@ -178,7 +178,7 @@ class SecondRun:
         front_parameters: Sequence[Tensor | None],
         history: History | None,
         of_states: tuple[Tensor, ...],
-        of_rule: Saved,
+        of_rule: SavedForBackward,
     ) -> SecondRunResult:
         """Run front and rule at the first call; store the result for later calls.
 

@@ -33,7 +33,7 @@ from .rules.base import (
     RuleBackward,
     RuleForward,
     RuleOutput,
-    Saved,
+    SavedForBackward,
     map_inputs,
 )
 from .state_maps.state_map import StateMap
@@ -43,7 +43,7 @@ from .switches import full_fp32_matmul
 ALIGNMENT = 16
 
 
-class Level(NamedTuple):
+class TreeLevel(NamedTuple):
     """The n documents with tokens that have the same number of ancestors; siblings are
     neighbours."""
 
@@ -142,7 +142,7 @@ class TreeDocuments(Documents):
         return self.position_T + to_device(before_T, self.device)
 
     @cached_property
-    def levels(self) -> tuple[Level, ...]:
+    def levels(self) -> tuple[TreeLevel, ...]:
         """The levels of the documents with tokens, from level 0 on."""
         length = self.lengths_without_padding
         # for each document those that continue it; for -1 those that continue none
@@ -171,7 +171,7 @@ class TreeDocuments(Documents):
             parents = to_device(torch.tensor(parents, device="cpu"), self.device)
             families = [children[i] for i in members]
             child_counts = tuple(map(len, families))
-            levels.append(Level(tokens, documents, parents, child_counts))
+            levels.append(TreeLevel(tokens, documents, parents, child_counts))
         return tuple(levels)
 
     def to_buffer(self, rows_by_level: Sequence[Tensor]) -> Tensor:
@@ -282,13 +282,15 @@ class ForwardByLevel(RuleForward):
             tensors += (entering, through) + saved.tensors
             plans.append(_LevelPlan(saved.plan, len(saved.tensors)))
         o = self.documents.to_buffer(outputs)
-        return RuleOutput(o, None, Saved(tuple(tensors) if keep else (), tuple(plans)))
+        return RuleOutput(
+            o, None, SavedForBackward(tuple(tensors) if keep else (), tuple(plans))
+        )
 
 
 class _LevelPlan(NamedTuple):
     """What the backward of a level needs besides tensors."""
 
-    plan: object  # ``Saved.plan`` of the inner rule
+    plan: object  # ``SavedForBackward.plan`` of the inner rule
     # how many tensors the inner rule saved; two more, ``entering`` and ``through``, lie
     # before them
     tensor_count: int
@@ -313,7 +315,7 @@ class BackwardByLevel(RuleBackward):
             entering, through, *of_level = tensors[-tensor_count - 2 :]
             del tensors[-tensor_count - 2 :]
             inputs = map_inputs(self.inputs, level.rows_of)
-            saved = Saved(tuple(of_level), plan)
+            saved = SavedForBackward(tuple(of_level), plan)
             backward = inner.begin_backward(
                 level.rows_of(self.d_o), inputs, saved, level.documents
             )

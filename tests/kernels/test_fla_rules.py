@@ -16,7 +16,7 @@ from megatron_gdn.ops.delta_rule import fla as delta_rules
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
-from megatron_gdn.ops.rules.base import Saved
+from megatron_gdn.ops.rules.base import SavedForBackward
 from megatron_gdn.ops.state_maps.segments import cut_at
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.gdn2.oracle import random_inputs as random_inputs_of_gdn2
@@ -183,8 +183,8 @@ def test_rows_second_runs_and_fixed_buffers(kernels):
     documents = documents_of((64, 0, 66))
     assert_rows_equal_one_row(run_whole, rule, inputs, d_o, documents)
     saved = rule.begin(inputs, documents).run().saved
-    assert rule.kept_to_recompute(saved) == Saved()
-    again = rule.recompute(inputs, Saved(), documents, None).saved
+    assert rule.kept_to_recompute(saved) == SavedForBackward()
+    again = rule.recompute(inputs, SavedForBackward(), documents, None).saved
     once, twice = (
         backward_of(rule, inputs, d_o, x, documents).run() for x in (saved, again)
     )

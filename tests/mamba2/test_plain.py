@@ -6,7 +6,7 @@ import torch
 
 from megatron_gdn.mamba2.rule import PlainSSD
 from megatron_gdn.ops.readout.base import grouped_rms_norm
-from megatron_gdn.ops.rules.base import Saved
+from megatron_gdn.ops.rules.base import SavedForBackward
 
 from .oracle import oracle, random_inputs
 
@@ -24,7 +24,7 @@ def test_narrow_inputs_are_computed_in_fp32_and_rounded_once(dtype):
     inputs, d_o = random_inputs(130, dtype=dtype)  # two chunks and two tokens
     o, _, grads, _ = oracle(inputs, (130,), d_o)
     got = RULE.begin(inputs, None).run().o
-    found = RULE.begin_backward(d_o, inputs, Saved(), None).run()
+    found = RULE.begin_backward(d_o, inputs, SavedForBackward(), None).run()
     assert got.dtype == dtype and [t.dtype for t in found] == [t.dtype for t in inputs]
     # One rounding to the dtype; what is before is fp32 sums of a few hundred terms.
     unit = torch.finfo(dtype).eps / 2
@@ -35,7 +35,7 @@ def test_narrow_inputs_are_computed_in_fp32_and_rounded_once(dtype):
 def test_the_strongest_decays_leave_no_nan():
     inputs, d_o = random_inputs(130, dtype=torch.float32)
     inputs = inputs._replace(g=torch.full_like(inputs.g, -104.0))
-    got = RULE.begin_backward(d_o, inputs, Saved(), None).run()
+    got = RULE.begin_backward(d_o, inputs, SavedForBackward(), None).run()
     assert all(t.isfinite().all() for t in (*got, RULE.begin(inputs, None).run().o))
 
 

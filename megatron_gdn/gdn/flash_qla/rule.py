@@ -17,12 +17,12 @@ from ...ops.documents import Documents, documents_of_rows
 from ...ops.obstacles import Obstacle, why_not_flash_qla
 from ...ops.rules.base import (
     Bits,
-    Repeats,
+    RepeatResult,
     Rule,
     RuleBackward,
     RuleForward,
     RuleOutput,
-    Saved,
+    SavedForBackward,
     in_one_row,
     in_rows,
 )
@@ -99,7 +99,7 @@ class FlashQlaForward(RuleForward):
             output_h=False,
             output_final_state=final or on_grid,
         )
-        saved = Saved(tuple(kept) if keep else (), segments)
+        saved = SavedForBackward(tuple(kept) if keep else (), segments)
         return RuleOutput(in_rows(o, self.rows), last if final else None, saved)
 
 
@@ -115,7 +115,7 @@ class FlashQlaBackward(RuleBackward):
         rule: Rule,
         d_o: Tensor,
         inputs: RuleInputs,
-        saved: Saved,
+        saved: SavedForBackward,
         documents: Documents | None,
     ) -> None:
         super().__init__(rule, d_o, inputs, saved, documents)
@@ -279,14 +279,14 @@ class FlashQlaRule(Rule):
     @classmethod
     def repeats(
         cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
-    ) -> Repeats:
+    ) -> RepeatResult:
         """Whether ``REPEATABLE_SETUPS`` covers this GPU, dtype, ratio of heads and installed
         versions."""
         ratio = sizes.value_heads // sizes.key_heads
         for known in REPEATABLE_SETUPS:
             if known.covers(device, dtype, ratio):
-                return Repeats(True, known.evidence)
-        return Repeats(
+                return RepeatResult(True, known.evidence)
+        return RepeatResult(
             False,
             f"flash_qla was not tested for repeatability with {dtype}, "
             f"{sizes.key_heads} key and {sizes.value_heads} value heads on this GPU "
@@ -326,14 +326,14 @@ class FlashQlaRule(Rule):
     def why_not_heads(self, heads: int) -> str | None:
         return _why_not_heads(heads)
 
-    def kept_to_recompute(self, saved: Saved) -> Saved:
+    def kept_to_recompute(self, saved: SavedForBackward) -> SavedForBackward:
         """``saved`` without g_sum and A, which the second run computes again."""
-        return Saved(saved.tensors[2:], saved.plan)
+        return SavedForBackward(saved.tensors[2:], saved.plan)
 
     def recompute(
         self,
         inputs: RuleInputs,
-        kept: Saved,
+        kept: SavedForBackward,
         documents: Documents | None,
         initial: Tensor | None,
     ) -> RuleOutput:
@@ -368,5 +368,7 @@ class FlashQlaRule(Rule):
             output_final_state=on_grid,
         )
         return RuleOutput(
-            in_rows(o, rows), None, Saved(tuple(recomputed), segments, at_chunks)
+            in_rows(o, rows),
+            None,
+            SavedForBackward(tuple(recomputed), segments, at_chunks),
         )

@@ -37,7 +37,7 @@ from ..rules.chunk_table import ChunkGroup
 from .triangular import unit_lower_inverse
 
 
-class Values(NamedTuple):
+class ChunkValues(NamedTuple):
     """The tokens' values in a group of chunks, as the module's docstring names them.
 
     They are fp32 (fp64 if the rule's inputs are fp64).
@@ -67,7 +67,7 @@ class _Products(NamedTuple):
 
 def run_group(
     group: ChunkGroup,
-    x: Values,
+    x: ChunkValues,
     carried: Tensor | None,
     initial: Tensor,
     *,
@@ -122,7 +122,7 @@ def run_group(
     return o, carried, final
 
 
-def _zero_nonfinite_tokens(x: Values) -> tuple[Values, Tensor]:
+def _zero_nonfinite_tokens(x: ChunkValues) -> tuple[ChunkValues, Tensor]:
     """Zero the tokens whose k, e, u, g or strength is not finite, in place.
 
     The second result, bool ``[b, C]``, is True from the first zeroed token of a chunk
@@ -251,7 +251,7 @@ class _Decays(torch.autograd.Function):
         return dg, *((d * gamma).view(ctx.of_keys).sum(1) for d in d_decayed)
 
 
-def _products_per_head(x: Values, output: bool) -> _Products:
+def _products_per_head(x: ChunkValues, output: bool) -> _Products:
     """The products if g is per head.
 
     The value heads of a key head share the products q k^T and e k^T.
@@ -291,7 +291,7 @@ def _products_per_head(x: Values, output: bool) -> _Products:
     return _Products(P, A, q_in, e_in, times_decay(x.k, end), start[:, -1:, None])
 
 
-def _products_per_channel(x: Values, output: bool) -> _Products:
+def _products_per_channel(x: ChunkValues, output: bool) -> _Products:
     """The products if g is per channel (Kimi Team, "Kimi Linear", 2025).
 
     exp(-G_j) alone would overflow, since G reaches -320 in a chunk with fast gates. So

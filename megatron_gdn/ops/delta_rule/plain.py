@@ -1,9 +1,9 @@
 """Linear-attention rules in chunks, in plain torch, for any device, dtype and head dim.
 
 Each mixer's rule is a subclass of :class:`PlainRule`; its method ``values`` computes
-:class:`.chunk_math.Values` from its inputs. The backward runs the forward again under
-autograd, one group of chunks at a time, so no pass keeps a tensor ``[T, C]``. Every
-reduction has a fixed order, so results repeat bit for bit.
+:class:`.chunk_math.ChunkValues` from its inputs. The backward runs the forward again
+under autograd, one group of chunks at a time, so no pass keeps a tensor ``[T, C]``.
+Every reduction has a fixed order, so results repeat bit for bit.
 
 If an input of a token, except q, is NaN or inf, the head's outputs are NaN from this
 token on; outputs of earlier tokens keep their bits. A log-decay may be -inf. If
@@ -33,14 +33,14 @@ from ..rules.base import (
     RuleBackward,
     RuleForward,
     RuleOutput,
-    Saved,
+    SavedForBackward,
     in_rows,
 )
 from ..rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 from ..state_maps.state_map import StateMap
 from ..switches import full_fp32_matmul
 from .base import RuleGrads, RuleInputs
-from .chunk_math import Values, run_group
+from .chunk_math import ChunkValues, run_group
 
 
 class _ChunkedInputs:
@@ -75,7 +75,7 @@ class _ChunkedInputs:
             self.table.to_chunks(x, group, self.dtype).flatten(0, 1) for x in tensors
         ]
 
-    def values_of(self, group: ChunkGroup) -> Values:
+    def values_of(self, group: ChunkGroup) -> ChunkValues:
         return self.to_values(self.inputs._make(self.to_chunks(group, self.inputs)))
 
     def states_or_zeros(self, states: Tensor | None) -> Tensor:
@@ -173,7 +173,7 @@ class PlainForward(RuleForward):
                 table.write_head_chunks(rows, group, o)
                 del o
         o = in_rows(table.to_tokens(rows, v), self.rows)
-        return RuleOutput(o, final_states if final else None, Saved())
+        return RuleOutput(o, final_states if final else None, SavedForBackward())
 
 
 class PlainBackward(RuleBackward):
@@ -275,7 +275,7 @@ class PlainRule(Rule):
     def of(cls, sizes: object, bits: Bits) -> Self:
         return cls(bits)
 
-    def values(self, chunks: Inputs) -> Values:
+    def values(self, chunks: Inputs) -> ChunkValues:
         """The values for :func:`.chunk_math.run_group`.
 
         ``chunks`` are the inputs' chunks ``[n heads, C, ...]``.
@@ -285,4 +285,4 @@ class PlainRule(Rule):
             scale = k.shape[-1] ** -0.5
         else:
             scale = self.scale
-        return Values(q * scale, k, k, beta[..., None] * v, g, beta)
+        return ChunkValues(q * scale, k, k, beta[..., None] * v, g, beta)

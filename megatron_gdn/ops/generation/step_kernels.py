@@ -38,7 +38,7 @@ from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import MOST_PROGRAMS, block_dim, require_32_bits
 
 # history, state and slots: a :class:`.memory.Memory`
-type Buffers = tuple[Tensor, Tensor, Tensor | None]
+type MemoryTensors = tuple[Tensor, Tensor, Tensor | None]
 
 # columns of a state per program; few, so that one sequence has many programs
 _BLOCK_V = 32
@@ -49,8 +49,8 @@ def decode_token_in_slots(
     row: Tensor,
     front: Front,
     parameters: Parameters,
-    memory: Buffers,
-    after: Buffers | None,
+    memory: MemoryTensors,
+    after: MemoryTensors | None,
 ) -> Tensor:
     """Run front and rule for one token of each sequence; return o ``[N, 1, H, V]`` in
     fp32.

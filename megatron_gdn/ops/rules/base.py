@@ -49,14 +49,14 @@ class Bits(IntEnum):
     ON_GRID = 2
 
 
-class Repeats(NamedTuple):
+class RepeatResult(NamedTuple):
     """Whether a rule gave the same bits again in a test."""
 
     yes: bool
     words: str = ""  # about the test, for the log
 
 
-class Saved(NamedTuple):
+class SavedForBackward(NamedTuple):
     """What a rule's forward gives its backward, besides the inputs."""
 
     tensors: tuple[Any, ...] = ()  # autograd saves these tensors; an entry may be None
@@ -72,7 +72,7 @@ class RuleOutput(NamedTuple):
 
     o: Tensor  # [B, S, H, V]
     final: Tensor | None  # [N, H, K, V], the final states; None if not asked for
-    saved: Saved  # values for the backward; no tensors if keep is False
+    saved: SavedForBackward  # values for the backward; no tensors if keep is False
 
 
 class _RuleCall:
@@ -121,7 +121,7 @@ class RuleBackward(_RuleCall):
         rule: object,
         d_o: Tensor,
         inputs: Inputs,
-        saved: Saved,
+        saved: SavedForBackward,
         documents: Documents | None,
     ) -> None:
         super().__init__(rule, inputs, documents)
@@ -205,10 +205,12 @@ class Rule:
         return None
 
     @classmethod
-    def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Repeats:
+    def repeats(
+        cls, device: torch.device, dtype: torch.dtype, sizes: Sizes
+    ) -> RepeatResult:
         """Whether a test found that a sequence's bits repeat: from run to run, and
         beside other sequences."""
-        return Repeats(True)
+        return RepeatResult(True)
 
     @classmethod
     def of(cls, sizes: Sizes, bits: Bits) -> Self:
@@ -234,21 +236,25 @@ class Rule:
         return self.forward(self, inputs, documents)
 
     def begin_backward(
-        self, d_o: Tensor, inputs: Inputs, saved: Saved, documents: Documents | None
+        self,
+        d_o: Tensor,
+        inputs: Inputs,
+        saved: SavedForBackward,
+        documents: Documents | None,
     ) -> RuleBackward:
         """Begin a backward; ``saved`` is from the forward. The rule may free ``d_o``,
         so the caller must not read it afterwards."""
         return self.backward(self, d_o, inputs, saved, documents)
 
-    def kept_to_recompute(self, saved: Saved) -> Saved:
+    def kept_to_recompute(self, saved: SavedForBackward) -> SavedForBackward:
         """The part of ``saved`` that :meth:`recompute` needs; by default nothing. Its
         tensors stay in memory until the backward, so they must be small."""
-        return Saved()
+        return SavedForBackward()
 
     def recompute(
         self,
         inputs: Inputs,
-        kept: Saved,
+        kept: SavedForBackward,
         documents: Documents | None,
         initial: Tensor | None,
     ) -> RuleOutput:

@@ -28,12 +28,12 @@ from .base import (
     Bits,
     Gradients,
     Inputs,
-    Repeats,
+    RepeatResult,
     Rule,
     RuleBackward,
     RuleForward,
     RuleOutput,
-    Saved,
+    SavedForBackward,
     Sizes,
     in_rows,
 )
@@ -143,7 +143,7 @@ class FlaForward(RuleForward):
             o = self.rule.output(self, products, states, written)
         # The backward gets the boundaries with their chunk indices. Without them fla
         # would build the indices on the host.
-        saved = Saved(products.saved, self.boundaries)
+        saved = SavedForBackward(products.saved, self.boundaries)
         return RuleOutput(in_rows(o, self.rows), last, saved)
 
 
@@ -253,14 +253,16 @@ class FlaRule(Rule):
         return Obstacle(missing, ImportError)
 
     @classmethod
-    def repeats(cls, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Repeats:
+    def repeats(
+        cls, device: torch.device, dtype: torch.dtype, sizes: Sizes
+    ) -> RepeatResult:
         """Whether :attr:`repeatable_setups` has this GPU, this dtype, these head dims
         and the installed versions."""
         dims = (sizes.rows, sizes.columns)
         for known in cls.repeatable_setups:
             if known.covers(device, dtype, dims):
-                return Repeats(True, known.evidence)
-        return Repeats(
+                return RepeatResult(True, known.evidence)
+        return RepeatResult(
             False,
             f"fla was not tested for repeatability with {dtype} and heads of "
             f"{dims[0]} x {dims[1]} on this GPU with the installed versions",

@@ -23,7 +23,7 @@ from .base import (
     RuleBackward,
     RuleForward,
     RuleOutput,
-    Saved,
+    SavedForBackward,
 )
 
 
@@ -116,7 +116,7 @@ class StepsBackward(RuleBackward):
         rule: RuleOfSteps,
         d_o: Tensor,
         inputs: Inputs,
-        saved: Saved,
+        saved: SavedForBackward,
         documents: Documents | None,
     ) -> None:
         steps = rule.steps
@@ -183,7 +183,7 @@ class RuleOfSteps(Rule):
     def recompute(
         self,
         inputs: object,
-        kept: Saved,
+        kept: SavedForBackward,
         documents: Documents | None,
         initial: Tensor | None,
     ) -> RuleOutput:

@@ -30,7 +30,7 @@ PROGRAMS_OF_A_FULL_GPU = 128
 _FEWEST_CHUNKS = 32
 
 
-class Cut(NamedTuple):
+class SegmentBoundaries(NamedTuple):
     """Where N sequences are cut: at multiples of 64 tokens from each sequence's start.
 
     In fixed buffers P is the largest number of segments that any documents could have;
@@ -43,25 +43,27 @@ class Cut(NamedTuple):
     first_segment: Tensor
 
 
-def one_segment_per_sequence(documents: Documents) -> Cut:
+def one_segment_per_sequence(documents: Documents) -> SegmentBoundaries:
     """The cut in which every sequence is one segment."""
     starts = documents.starts
-    return Cut(
+    return SegmentBoundaries(
         starts, torch.arange(len(starts), dtype=torch.int32, device=starts.device)
     )
 
 
-def cut_at(documents: Documents, offsets: Sequence[int]) -> Cut:
+def cut_at(documents: Documents, offsets: Sequence[int]) -> SegmentBoundaries:
     """The cut into segments that begin at ``offsets``, which include the starts of all
     sequences."""
     starts = documents.starts
     offsets_P = torch.tensor(offsets, dtype=torch.int32, device=starts.device)
-    return Cut(offsets_P, torch.searchsorted(offsets_P, starts, out_int32=True))
+    return SegmentBoundaries(
+        offsets_P, torch.searchsorted(offsets_P, starts, out_int32=True)
+    )
 
 
 def cut_by_length(
     documents: Documents, value_heads: int, longest_segment: int | None = None
-) -> Cut:
+) -> SegmentBoundaries:
     """Cut each sequence by its own length and the number of heads alone.
 
     A sequence is cut into as many segments as fill the GPU. But a segment has at least
@@ -93,7 +95,7 @@ def cut_by_length(
     )
     # The last sequence, which is empty in fixed buffers, gets the unused segments.
     first_segment = torch.cat([first_segment[:-1], first_segment.new_full((1,), P)])
-    return Cut(torch.cat([start_P, starts[-1:]]), first_segment)
+    return SegmentBoundaries(torch.cat([start_P, starts[-1:]]), first_segment)
 
 
 def largest_number_of_cuts(documents: Documents, value_heads: int) -> int:
@@ -157,7 +159,7 @@ class Segments:
     @staticmethod
     def of[*Arguments](
         documents: Documents,
-        cut: Callable[[Documents, *Arguments], Cut],
+        cut: Callable[[Documents, *Arguments], SegmentBoundaries],
         *arguments: *Arguments,
     ) -> Segments:
         """The segments of ``cut(documents, *arguments)``, kept on ``documents``."""
@@ -165,7 +167,7 @@ class Segments:
 
 
 def _build_segments(
-    documents: Documents, cut: Callable[..., Cut], *arguments: object
+    documents: Documents, cut: Callable[..., SegmentBoundaries], *arguments: object
 ) -> Segments:
     """Compute the tables for the segments of ``cut(documents, *arguments)``."""
     made = documents.keep_tensors(_compute_tables, cut, *arguments, move=False)
@@ -198,7 +200,7 @@ def _build_segments(
 
 
 class _SegmentTables(NamedTuple):
-    """The tensors of :class:`Segments` that are computed from a :class:`Cut`."""
+    """The tensors of :class:`Segments` that are computed from a :class:`SegmentBoundaries`."""
 
     offsets: Tensor
     first_segment: Tensor
@@ -213,7 +215,7 @@ class _SegmentTables(NamedTuple):
 
 
 def _compute_tables(
-    documents: Documents, cut: Callable[..., Cut], *arguments: object
+    documents: Documents, cut: Callable[..., SegmentBoundaries], *arguments: object
 ) -> _SegmentTables:
     """The tables for the segments of ``cut(documents, *arguments)``, on the device of
     ``documents.starts``."""

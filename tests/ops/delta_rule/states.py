@@ -8,7 +8,7 @@ from megatron_gdn.gdn.api import torch_chunk_gated_delta_rule
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.rules.base import Bits, RuleBackward, Saved
+from megatron_gdn.ops.rules.base import Bits, RuleBackward, SavedForBackward
 from megatron_gdn.ops.state_maps.segments import Segments, cut_at
 from megatron_gdn.ops.static_documents import StaticDocuments
 
@@ -157,7 +157,7 @@ def by_key_head(grads, groups: int) -> list[Tensor]:
 
 
 def backward_of(
-    rule, inputs, d_o: Tensor, saved: Saved, documents=None
+    rule, inputs, d_o: Tensor, saved: SavedForBackward, documents=None
 ) -> RuleBackward:
     """A backward that has begun, without the inputs that the rule says it does not
     read."""
