@@ -225,7 +225,7 @@ class _Decays(torch.autograd.Function):
             (x[:, None] * gamma.view(len(x), -1, C, C)).flatten(0, 1) for x in pairs
         ]
         ctx.save_for_backward(gamma, start, end, *decayed)
-        ctx.of_keys = (len(pairs[0]), -1, C, C)
+        ctx.shape_per_key_head = (len(pairs[0]), -1, C, C)
         return start, end, *decayed
 
     @staticmethod
@@ -248,7 +248,7 @@ class _Decays(torch.autograd.Function):
         device = gamma.device
         dg.addmm_(d_start * start, ones_from_diagonal(C, 0, dtype, device).mT)
         dg.addmm_(d_end * end, ones_from_diagonal(C, 1, dtype, device))
-        return dg, *((d * gamma).view(ctx.of_keys).sum(1) for d in d_decayed)
+        return dg, *((d * gamma).view(ctx.shape_per_key_head).sum(1) for d in d_decayed)
 
 
 def _products_per_head(x: ChunkValues, output: bool) -> _Products:

@@ -454,8 +454,11 @@ def _group(
 def _chunks_where(
     selected: Tensor, places: _TokenPlaces, start: int, stop: int, device: torch.device
 ) -> tuple[tuple[int, ...], ChunkSequences | None]:
-    """The chunks from ``start`` to ``stop`` where ``selected`` (bool, per chunk) is
-    True: their numbers on the host, and with their sequences on ``device``."""
+    """The chunks of a group, ``start`` to ``stop``, where ``selected [n]`` is True.
+
+    The first result has their numbers in the group on the host, the second their
+    numbers and sequences on ``device`` (None if there are none).
+    """
     chunk = selected[start:stop].nonzero()[:, 0]
     if not len(chunk):
         return (), None

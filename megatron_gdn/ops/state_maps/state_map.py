@@ -171,6 +171,7 @@ def follow_chains_in_torch(
     rows_decay = through.shape[-1] < through.shape[-2]
     with full_fp32_matmul(local.device.type):
         for n, chain in enumerate(steps.chains):
+            # None stands for zeros, or for the identity with ``compose``
             state = None if start is None else start[n]
             last = max(j for j, (target, _) in enumerate(chain) if target != NO_INDEX)
             for j, (target, index) in enumerate(chain[: last + 1]):
