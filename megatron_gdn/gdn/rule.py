@@ -54,22 +54,22 @@ class FlaGDN(FlaDeltaRule):
     ) -> RepeatResult:
         return super().repeats(device, dtype, sizes.state)
 
-    def chunk_products(self, x: FlaForward) -> ChunkProducts:
+    def chunk_products(self, call: FlaForward) -> ChunkProducts:
         """The products inside each chunk, which need no state."""
-        _, k, v, _, beta = x.inputs
-        g_sum = self.decay_sums(x)
+        _, k, v, _, beta = call.inputs
+        g_sum = self.decay_sums(call)
         w, u, A = self.fla.chunk_gated_delta_rule_fwd_intra(
-            k=k, v=v, g=g_sum, beta=beta, **x.boundaries
+            k=k, v=v, g=g_sum, beta=beta, **call.boundaries
         )
         return ChunkProducts({"k": k, "w": w, "u": u, "g": g_sum}, (g_sum, A))
 
     def output(
-        self, x: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
+        self, call: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
         """The output from ``products``, ``states`` before chunks and ``written``
         values."""
-        q = x.inputs.q
-        k = x.inputs.k
+        q = call.inputs.q
+        k = call.inputs.k
         return self.fla.chunk_fwd_o(
             q=q,
             k=k,
@@ -77,27 +77,27 @@ class FlaGDN(FlaDeltaRule):
             h=states,
             g=products.walk_arguments["g"],
             scale=k.shape[-1] ** -0.5,
-            **x.boundaries,
+            **call.boundaries,
         )
 
-    def backward_arguments(self, x: FlaBackward) -> dict[str, Tensor]:
+    def backward_arguments(self, call: FlaBackward) -> dict[str, Tensor]:
         """Arguments of fla's kernel of state gradients; :class:`FlaDeltaRule` lists
         them."""
-        q, k, v, _, beta = x.inputs
-        g_sum, A = x.kept
+        q, k, v, _, beta = call.inputs
+        g_sum, A = call.kept
         w, _ = self.fla.recompute_w_u_fwd(
-            k=k, v=v, beta=beta, A=A, g=g_sum, **x.boundaries
+            k=k, v=v, beta=beta, A=A, g=g_sum, **call.boundaries
         )
         dv = self.fla.chunk_bwd_dv_local(
-            q=q, k=k, g=g_sum, do=x.d_o, scale=k.shape[-1] ** -0.5, **x.boundaries
+            q=q, k=k, g=g_sum, do=call.d_o, scale=k.shape[-1] ** -0.5, **call.boundaries
         )
         return {"q": q, "k": k, "w": w, "g": g_sum, "dv": dv}
 
     def gradients(
-        self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
+        self, call: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> RuleGrads:
-        q, k, v, _, beta = x.inputs
-        g_sum, A = x.kept
+        q, k, v, _, beta = call.inputs
+        g_sum, A = call.kept
         grads = self.fla.chunk_gated_delta_rule_bwd(
             q=q,
             k=k,
@@ -107,9 +107,9 @@ class FlaGDN(FlaDeltaRule):
             A=A,
             scale=k.shape[-1] ** -0.5,
             initial_state=initial,
-            do=x.d_o,
+            do=call.d_o,
             dht=d_final,
-            **x.boundaries,
+            **call.boundaries,
         )
         dq, dk, dv, dbeta, dg = grads[:5]
         return RuleGrads(dq, dk, dv, dg, dbeta)

@@ -126,28 +126,28 @@ class FlaSSD(FlaRule):
                 return f"fla's backward takes an even {name} dim, not {size}"
         return None
 
-    def chunk_products(self, x: FlaForward) -> ChunkProducts:
+    def chunk_products(self, call: FlaForward) -> ChunkProducts:
         g_sum = self.fla.chunk_local_cumsum(
-            x.inputs.g.contiguous(),
+            call.inputs.g.contiguous(),
             chunk_size=CHUNK,
             scale=self.fla.RCP_LN2,
-            **x.boundaries,
+            **call.boundaries,
         )
-        q, k, v = _operands(x.inputs)
+        q, k, v = _operands(call.inputs)
         return ChunkProducts({"k": k, "v": v, "g": g_sum}, (g_sum,), q)
 
-    def state_map(self, x: FlaForward, products: ChunkProducts) -> StateMap:
+    def state_map(self, call: FlaForward, products: ChunkProducts) -> StateMap:
         _, local = self.fla.chunk_fwd_h(
             **products.walk_arguments,
             h0=None,
             output_final_state=True,
-            **_chunk_arguments(x.boundaries),
+            **_chunk_arguments(call.boundaries),
         )
-        g, K = x.inputs.g, local.shape[2]
-        if x.documents is None:
+        g, K = call.inputs.g, local.shape[2]
+        if call.documents is None:
             decays = g.sum(1).exp()
         else:
-            lengths = x.documents.cu_seqlens.diff().long()
+            lengths = call.documents.cu_seqlens.diff().long()
             decays = torch.segment_reduce(
                 g[0], "sum", lengths=lengths, axis=0, unsafe=True
             ).exp()
@@ -155,7 +155,7 @@ class FlaSSD(FlaRule):
 
     def walk(
         self,
-        x: FlaForward,
+        call: FlaForward,
         products: ChunkProducts,
         initial: Tensor | None,
         final: bool,
@@ -167,19 +167,19 @@ class FlaSSD(FlaRule):
             h0=initial,
             output_final_state=final,
             states_in_fp32=False,
-            **_chunk_arguments(x.boundaries),
+            **_chunk_arguments(call.boundaries),
         )
         return states, products.walk_arguments["v"], last
 
     def output(
-        self, x: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
+        self, call: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
         """Call fla's kernel, since fla's function would round o before the skip is
         added."""
         k, v, g_sum = products.walk_arguments.values()
         B, S, H, V = v.shape
         o = v.new_empty(B, S, H, V, dtype=torch.float32)
-        indices = x.boundaries["chunk_indices"]
+        indices = call.boundaries["chunk_indices"]
         if indices is None:
             chunks = -(-S // CHUNK)
         else:
@@ -192,7 +192,7 @@ class FlaSSD(FlaRule):
             g=g_sum,
             g_gamma=None,
             o=o,
-            **x.boundaries,
+            **call.boundaries,
             scale=1.0,
             T=S,
             H=H,
@@ -202,56 +202,56 @@ class FlaSSD(FlaRule):
             BT=CHUNK,
             STATE_V_FIRST=False,
         )
-        return o.addcmul_(x.inputs.x, x.inputs.D).to(x.inputs.x.dtype)
+        return o.addcmul_(call.inputs.x, call.inputs.D).to(call.inputs.x.dtype)
 
-    def kept_for_backward(self, x: FlaBackward) -> tuple[Tensor, ...]:
+    def kept_for_backward(self, call: FlaBackward) -> tuple[Tensor, ...]:
         """The saved tensors, then q, k and v of `_operands`, which are computed again
         here."""
-        return x.saved.tensors + _operands(x.inputs)
+        return call.saved.tensors + _operands(call.inputs)
 
-    def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
+    def d_states(self, call: FlaBackward, any_states: Tensor) -> Tensor:
         """Gradients of initial states; ``any_states`` has their shape, its values are
         not read."""
-        g_sum, q, k, v = x.kept
+        g_sum, q, k, v = call.kept
         _, d_local = self.fla.chunk_bwd_dh(
             q=q,
             k=k,
             v=v,
-            do=x.d_o,
+            do=call.d_o,
             h0=any_states,
             dht=None,
             scale=1.0,
             g=g_sum,
-            **_chunk_arguments(x.boundaries),
+            **_chunk_arguments(call.boundaries),
         )
         return d_local
 
     def gradients(
-        self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
+        self, call: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> SSDInputs:
-        inputs = x.inputs
-        g_sum, q, k, v = x.kept
+        inputs = call.inputs
+        g_sum, q, k, v = call.kept
         fla = self.fla
         # TileLang's kernel for the gradient of g reads states in the operands' dtype,
         # as fla's forward writes them. TileLang raises for the fp32 states of fla's
         # chunk_simple_gla_bwd.
         states = {
             "states_in_fp32": not fla_needs_tilelang(q.device),
-            **_chunk_arguments(x.boundaries),
+            **_chunk_arguments(call.boundaries),
         }
         h, _ = fla.chunk_fwd_h(
             k=k, v=v, g=g_sum, h0=initial, output_final_state=False, **states
         )
-        common = {"q": q, "k": k, "do": x.d_o, "g": g_sum, "scale": 1.0}
+        common = {"q": q, "k": k, "do": call.d_o, "g": g_sum, "scale": 1.0}
         d_h, _ = fla.chunk_bwd_dh(v=v, h0=initial, dht=d_final, **common, **states)
         places = {
-            "chunk_indices": x.boundaries["chunk_indices"],
-            **_chunk_arguments(x.boundaries),
+            "chunk_indices": call.boundaries["chunk_indices"],
+            **_chunk_arguments(call.boundaries),
         }
         d_q, d_k, _, d_g = fla.chunk_bwd_dqkwg(v=v, h=h, dh=d_h, **common, **places)
         d_v = fla.chunk_bwd_dv(dh=d_h, **common, **places)
         d_g = fla.chunk_local_cumsum(
-            d_g, chunk_size=CHUNK, reverse=True, **x.boundaries
+            d_g, chunk_size=CHUNK, reverse=True, **call.boundaries
         )
         groups = inputs.B.shape[2]
         d_C, d_B = (
@@ -261,10 +261,10 @@ class FlaSSD(FlaRule):
         d_dt = (d_v.float() * inputs.x).sum(-1)
         d_x = (
             (d_v * inputs.dt[..., None])
-            .addcmul_(x.d_o.float(), inputs.D)
+            .addcmul_(call.d_o.float(), inputs.D)
             .to(inputs.x.dtype)
         )
-        d_D = x.d_o.float() * inputs.x
+        d_D = call.d_o.float() * inputs.x
         if inputs.D.shape[3] == 1:
             d_D = d_D.sum(3, keepdim=True)
         return SSDInputs(d_x, d_B, d_C, d_dt, d_g, d_D)

@@ -65,18 +65,18 @@ class FlaDeltaRule(FlaRule):
     # written values that comes from d_o of the same chunk.
     backward_arguments: Callable[..., dict[str, Tensor]]
 
-    def decay_sums(self, x: FlaForward | FlaBackward) -> Tensor:
+    def decay_sums(self, call: FlaForward | FlaBackward) -> Tensor:
         """The sums of g from each chunk's start, divided by ln 2, in the shape of g.
 
         fla computes 2^x in place of e^x.
         """
         return self.fla.chunk_local_cumsum(
-            x.inputs.g, chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.boundaries
+            call.inputs.g, chunk_size=CHUNK, scale=self.fla.RCP_LN2, **call.boundaries
         )
 
     def walk(
         self,
-        x: FlaForward,
+        call: FlaForward,
         products: ChunkProducts,
         initial: Tensor | None,
         final: bool,
@@ -85,11 +85,11 @@ class FlaDeltaRule(FlaRule):
             **products.walk_arguments,
             initial_state=initial,
             output_final_state=final,
-            **x.boundaries,
+            **call.boundaries,
         )
 
-    def state_map(self, x: FlaForward, products: ChunkProducts) -> StateMap:
-        segments = segments_of(x.inputs, x.documents)
+    def state_map(self, call: FlaForward, products: ChunkProducts) -> StateMap:
+        segments = segments_of(call.inputs, call.documents)
         u = products.walk_arguments["u"]
         if len(segments.offsets) > MOST_PROGRAMS:
             raise ValueError(
@@ -117,14 +117,14 @@ class FlaDeltaRule(FlaRule):
         local, through = maps.split([V, K], dim=-1)
         return compose(local.contiguous(), through.contiguous(), segments)
 
-    def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
+    def d_states(self, call: FlaBackward, any_states: Tensor) -> Tensor:
         _, d_local, _ = self.fla.chunk_gated_delta_rule_bwd_dhu(
-            **self.backward_arguments(x),
-            do=x.d_o,
+            **self.backward_arguments(call),
+            do=call.d_o,
             h0=any_states,
             dht=None,
-            scale=x.inputs.k.shape[-1] ** -0.5,
-            **x.boundaries,
+            scale=call.inputs.k.shape[-1] ** -0.5,
+            **call.boundaries,
         )
         return d_local
 
@@ -150,67 +150,67 @@ class FlaChannelRule(FlaDeltaRule):
     # more arguments of chunk_function and backward_function
     extra_arguments: dict[str, object] = {}  # noqa: RUF012
 
-    def call(
-        self, function: str, x: FlaForward | FlaBackward, **others: object
+    def call_fla(
+        self, function: str, call: FlaForward | FlaBackward, **others: object
     ) -> tuple[Tensor, ...]:
         """Call fla's ``function`` with q, k, v, the gates, ``others`` and the
         boundaries."""
-        q, k, v, _, *gates = x.inputs
+        q, k, v, _, *gates = call.inputs
         gates_by_name = dict(zip(self.gate_arguments, gates, strict=True))
         return getattr(self.fla, function)(
-            q=q, k=k, v=v, **gates_by_name, **others, **x.boundaries
+            q=q, k=k, v=v, **gates_by_name, **others, **call.boundaries
         )
 
-    def chunk_products(self, x: FlaForward) -> ChunkProducts:
-        g_sum = self.decay_sums(x)
-        scale = x.inputs.k.shape[-1] ** -0.5
-        w, u, _, k, Aqk, Akk = self.call(
-            self.chunk_function, x, gk=g_sum, scale=scale, **self.extra_arguments
+    def chunk_products(self, call: FlaForward) -> ChunkProducts:
+        g_sum = self.decay_sums(call)
+        scale = call.inputs.k.shape[-1] ** -0.5
+        w, u, _, k, Aqk, Akk = self.call_fla(
+            self.chunk_function, call, gk=g_sum, scale=scale, **self.extra_arguments
         )
         return ChunkProducts({"k": k, "w": w, "u": u, "gk": g_sum}, (Aqk, Akk), Aqk)
 
     def output(
-        self, x: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
+        self, call: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
         return self.fla.chunk_gla_fwd_o_gk(
-            q=x.inputs.q,
+            q=call.inputs.q,
             v=written,
             g=products.walk_arguments["gk"],
             A=products.scores,
             h=states,
-            scale=x.inputs.k.shape[-1] ** -0.5,
-            **x.boundaries,
+            scale=call.inputs.k.shape[-1] ** -0.5,
+            **call.boundaries,
         )
 
-    def kept_for_backward(self, x: FlaBackward) -> tuple[Tensor, ...]:
-        return self.decay_sums(x), *x.saved.tensors
+    def kept_for_backward(self, call: FlaBackward) -> tuple[Tensor, ...]:
+        return self.decay_sums(call), *call.saved.tensors
 
-    def backward_arguments(self, x: FlaBackward) -> dict[str, Tensor]:
-        g_sum, Aqk, Akk = x.kept
-        w, u, q, k = self.call(self.recompute_function, x, gk=g_sum, A=Akk)
+    def backward_arguments(self, call: FlaBackward) -> dict[str, Tensor]:
+        g_sum, Aqk, Akk = call.kept
+        w, u, q, k = self.call_fla(self.recompute_function, call, gk=g_sum, A=Akk)
         _, dv = self.fla.chunk_kda_bwd_dAv(
-            q=x.inputs.q,
-            k=x.inputs.k,
+            q=call.inputs.q,
+            k=call.inputs.k,
             v=u,
             A=Aqk,
-            do=x.d_o,
-            scale=x.inputs.k.shape[-1] ** -0.5,
-            **x.boundaries,
+            do=call.d_o,
+            scale=call.inputs.k.shape[-1] ** -0.5,
+            **call.boundaries,
         )
         return {"q": q, "k": k, "w": w, "gk": g_sum, "dv": dv}
 
     def gradients(
-        self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
+        self, call: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> Gradients:
-        g_sum, Aqk, Akk = x.kept
-        dq, dk, dv, *d_gates_and_dg = self.call(
+        g_sum, Aqk, Akk = call.kept
+        dq, dk, dv, *d_gates_and_dg = self.call_fla(
             self.backward_function,
-            x,
+            call,
             Aqk=Aqk,
             Akk=Akk,
-            scale=x.inputs.k.shape[-1] ** -0.5,
+            scale=call.inputs.k.shape[-1] ** -0.5,
             initial_state=initial,
-            do=x.d_o,
+            do=call.d_o,
             dht=d_final,
             g=g_sum,
             **self.extra_arguments,

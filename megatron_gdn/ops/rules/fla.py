@@ -190,16 +190,16 @@ class FlaRule(Rule):
 
     Subclasses have these methods:
 
-        chunk_products(x)                     a :class:`ChunkProducts`
-        walk(x, products, initial, final)     the states before chunks, the written
-                                              values, and the final states or None
-        state_map(x, products)                a StateMap
-        output(x, products, states, written)  [B, S, H, V]
-        d_states(x, any_states)               the gradient of the initial states;
-                                              values of ``any_states`` are not read
-        gradients(x, initial, d_final)        gradients of the inputs, a NamedTuple
+        chunk_products(call)                   a :class:`ChunkProducts`
+        walk(call, products, initial, final)   the states before chunks, the written
+                                               values, and the final states or None
+        state_map(call, products)              a StateMap
+        output(call, products, states, written)   [B, S, H, V]
+        d_states(call, any_states)             the gradient of the initial states;
+                                               values of ``any_states`` are not read
+        gradients(call, initial, d_final)      gradients of the inputs, a NamedTuple
 
-    ``x`` is a :class:`FlaForward` or :class:`FlaBackward`. Both have ``inputs``,
+    ``call`` is a :class:`FlaForward` or :class:`FlaBackward`. Both have ``inputs``,
     ``documents`` and ``boundaries`` (fla's arguments for the boundaries). A backward
     also has ``d_o`` and ``kept``.
     """
@@ -285,12 +285,12 @@ class FlaRule(Rule):
             return fixed_configurations()
         return nullcontext()
 
-    def kept_for_backward(self, x: FlaBackward) -> tuple[Tensor, ...]:
-        """The tensors of ``x.kept``: by default the saved tensors.
+    def kept_for_backward(self, call: FlaBackward) -> tuple[Tensor, ...]:
+        """The tensors of ``call.kept``: by default the saved tensors.
 
         A subclass may add tensors that it computes again.
         """
-        return x.saved.tensors
+        return call.saved.tensors
 
 
 def why_not_callable(rule: type[FlaRule]) -> str | None:
