@@ -131,8 +131,8 @@ class GatedDeltaNet(UpstreamNames):
             registered_first=True,
         ),
     )
-    in_layer_graphs: ClassVar[bool] = True
-    stored_by_section: ClassVar[bool] = True
+    may_be_captured: ClassVar[bool] = True
+    scripts_split_in_proj: ClassVar[bool] = True
     conv_is_module = True
 
     def __init__(

@@ -27,7 +27,7 @@ from .sizes import GDN2Dims
 class GDN2Options(MixerOptions):
     """The options of a :class:`GatedDeltaNet2`."""
 
-    absent = ("rule_operands",)
+    absent_options = ("rule_operands",)
     mixer = "Gated DeltaNet-2"
     rules = RULES
 
@@ -85,7 +85,7 @@ class GatedDeltaNet2(RecurrentMixer):
             registered_first=True,
         ),
     )
-    in_layer_graphs: ClassVar[bool] = True
+    may_be_captured: ClassVar[bool] = True
     conv_is_module = True
     dt_init_range = (0.001, 0.1)
     dt_init_floor = 1e-4

@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..gdn.rule import RULES
-from ..mixers.arguments import ConfigFields
+from ..mixers.arguments import KnownConfigFields
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
     biases_of_time_steps,
@@ -28,9 +28,9 @@ from ..ops.stages import fronts_of
 from .front import gdp_table
 from .sizes import GDPDims
 
-GDP_FIELDS = ConfigFields(
+GDP_FIELDS = KnownConfigFields(
     prefixes=("gdp_", "mamba_"),
-    read=(
+    with_effect=(
         "gdp_num_householder",
         "mamba_head_dim",
         "mamba_num_groups",
@@ -44,7 +44,7 @@ GDP_FIELDS = ConfigFields(
     },
 )
 # The part of the mixer that each name of `--recompute-modules` computes again.
-RECOMPUTE_MODULES = {"gdp_in_proj": "whole", "gdp_qkv": "qkv"}
+RECOMPUTE_MODULES = {"gdp_in_proj": "layer", "gdp_qkv": "qkv"}
 
 
 @dataclass
@@ -66,7 +66,7 @@ class GDPOptions(MixerOptions):
             Megatron.
     """
 
-    absent = ("rule_operands",)
+    absent_options = ("rule_operands",)
     mixer = "Gated DeltaProduct"
     rules = RULES
 
@@ -127,9 +127,9 @@ class GatedDeltaProduct(MambaLayerMixer):
         ),
     )
     options_class = GDPOptions
-    config_fields = GDP_FIELDS
+    known_config_fields = GDP_FIELDS
     recompute_modules = RECOMPUTE_MODULES
-    rates_from_zero = True
+    allows_zero_rates = True
     conv_is_module = True
     norm_eps = 1e-5
 

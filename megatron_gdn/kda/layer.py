@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..compat.kda_files import convert_state_dict
-from ..mixers.arguments import GDN_FIELDS, ConfigFields
+from ..mixers.arguments import GDN_CONFIG_FIELDS, KnownConfigFields
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.fp8 import (
     build_linear,
@@ -95,7 +95,7 @@ class KDAOptions(MixerOptions):
             tensor-parallel ranks Muon needs ``--muon-tp-mode blockwise``.
     """
 
-    absent = ("rule_operands",)
+    absent_options = ("rule_operands",)
     mixer = "Kimi Delta Attention"
     rules = RULES
 
@@ -175,8 +175,9 @@ class KimiDeltaAttention(RecurrentMixer):
         "use_qk_l2norm",
         "A_init_range",
     )
-    config_fields: ClassVar[ConfigFields] = GDN_FIELDS._replace(
-        prefixes=GDN_FIELDS.prefixes + ("kda_",), read=GDN_FIELDS.read + _FIELDS
+    known_config_fields: ClassVar[KnownConfigFields] = GDN_CONFIG_FIELDS._replace(
+        prefixes=GDN_CONFIG_FIELDS.prefixes + ("kda_",),
+        with_effect=GDN_CONFIG_FIELDS.with_effect + _FIELDS,
     )
     recurrence: ClassVar[str] = "KDA"
     fp32 = (
@@ -189,9 +190,11 @@ class KimiDeltaAttention(RecurrentMixer):
             registered_first=True,
         ),
     )
-    in_layer_graphs: ClassVar[bool] = True
+    may_be_captured: ClassVar[bool] = True
     # Megatrons with a class for this mixer cut its in_proj by sections.
-    stored_by_section: ClassVar[bool] = hasattr(gated_delta_net, "KimiDeltaAttention")
+    scripts_split_in_proj: ClassVar[bool] = hasattr(
+        gated_delta_net, "KimiDeltaAttention"
+    )
     conv_is_module = True
     dt_init_range = (0.001, 0.1)
     dt_init_floor = 1e-4
@@ -266,7 +269,9 @@ class KimiDeltaAttention(RecurrentMixer):
         width."""
         return torch.cat(self._sections(hidden_states), dim=-1)
 
-    def project_apart(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+    def project_rows_and_gates(
+        self, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """The rows of :meth:`project`; if in_proj makes both gates, beta comes as a
         second tensor."""
         sections = self._sections(hidden_states)
@@ -306,7 +311,7 @@ class KimiDeltaAttention(RecurrentMixer):
         return scatter_to_tensor_model_parallel_region(beta, self.tp_group)
 
     @property
-    def wide_section(self) -> str:
+    def section_outside_fp8(self) -> str:
         """The forget gate, if in_proj makes it."""
         if self.dims.gates_in_in_proj:
             return "g"
@@ -344,7 +349,7 @@ class KimiDeltaAttention(RecurrentMixer):
         self.conv_dim_local_tp = local.layout.conv_width
         self.in_proj_split_names = local.in_proj_layout.names
         self.in_proj_split_sections = local.in_proj_layout.widths
-        if self.stored_by_section:
+        if self.scripts_split_in_proj:
             # Older Megatrons would cut a mixer with this attribute as Gated DeltaNet.
             self.in_proj_dim = whole.in_proj_layout.width
 

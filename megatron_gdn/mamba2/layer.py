@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..mixers.arguments import ConfigFields
+from ..mixers.arguments import KnownConfigFields
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
     biases_of_time_steps,
@@ -24,9 +24,14 @@ from .front import mamba2_table
 from .rule import RULES, UNLIMITED, choose_ssd
 from .sizes import Mamba2Dims, refuse_unsupported_arguments
 
-MAMBA2_FIELDS = ConfigFields(
+MAMBA2_FIELDS = KnownConfigFields(
     prefixes=("mamba_", "use_mamba_"),
-    read=("mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_state_dim"),
+    with_effect=(
+        "mamba_head_dim",
+        "mamba_num_groups",
+        "mamba_num_heads",
+        "mamba_state_dim",
+    ),
     without_effect={
         "mamba_training_ssm_states_dtype": "the recurrence chooses its states' dtype",
         "use_mamba_mem_eff_path": "convolution and recurrence are always one autograd function",
@@ -116,7 +121,7 @@ class Mamba2Mixer(MambaLayerMixer):
         Fp32Parameter(name="D", section="x", first_values=1.0),
     )
     options_class = Mamba2Options
-    config_fields = MAMBA2_FIELDS
+    known_config_fields = MAMBA2_FIELDS
     recurrence = "SSD"
     state_transposed = True
     D: Tensor

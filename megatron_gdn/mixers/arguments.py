@@ -18,7 +18,8 @@ from torch import Tensor
 from ..compat.observe import log_once
 from .options import RECOMPUTE_LEVELS
 
-_ATTENTION_ONLY = (
+# keywords of attention's forward, which a mixer ignores
+_ATTENTION_KEYWORDS = (
     "key_value_states",
     "padding_mask",
     "rotary_pos_cos",
@@ -26,7 +27,8 @@ _ATTENTION_ONLY = (
     "rotary_pos_emb",
     "rotary_pos_sin",
 )
-_CHECKED_MARK = "_megatron_gdn_causal"
+# the attribute of a mask whose values are checked: the sizes that it was checked for
+_CHECKED_ATTRIBUTE = "_megatron_gdn_causal"
 _MASK_HELP = (
     "This layer is causal and reads document boundaries from packed_seq_params "
     "(qkv_format='thd', cu_seqlens_q) only. Pass attention_mask=None or a causal mask; "
@@ -44,16 +46,25 @@ def require_causal(
     tokens: int,
     local_positions: Callable[[], Tensor | range],
 ) -> None:
-    """Refuse an attention mask that masks anything but the future.
+    """Raise unless ``mask`` is None or hides exactly the future, as a causal layer does.
 
     Legal masks: None; ones ``[b, S]`` or ``[b, s]``; Megatron's causal bool
-    ``[b or 1, 1, s, S]``, True where attention is forbidden; True everywhere, which
-    Megatron's tests pass for "no mask". b is ``rows``, S is ``tokens`` of all ranks,
-    and ``local_positions()`` are the sequence positions of this rank's s tokens.
+    ``[b or 1, 1, s, S]``, True where attention is forbidden; a bool mask of this shape
+    with True everywhere, which Megatron's tests pass for "no mask".
 
-    The first layer that gets a mask checks its values, which waits for the device, and
-    marks the tensor for later layers. torch counts no writes to inference tensors, so
-    all layers check these.
+    The first layer that gets a mask checks its values, for which the host waits for the
+    device. This layer marks the tensor, so later layers need no check. All layers check
+    an inference tensor, since torch does not count writes to it.
+
+    Args:
+        mask: the ``attention_mask`` of a forward.
+        rows: b, the number of batch rows.
+        tokens: S, the tokens of a row over all context-parallel ranks.
+        local_positions: returns the sequence positions of this rank's s tokens.
+
+    Raises:
+        NotImplementedError: another mask, or values that cannot be read.
+        TypeError: ``mask`` is no tensor.
     """
     # While Megatron captures graphs, it passes placeholders (such as zeros), which are
     # not checked.
@@ -67,37 +78,42 @@ def require_causal(
         checked_for = None
     else:
         checked_for = (mask._version, rows, tokens)
-    if checked_for is not None and getattr(mask, _CHECKED_MARK, None) == checked_for:
+    if (
+        checked_for is not None
+        and getattr(mask, _CHECKED_ATTRIBUTE, None) == checked_for
+    ):
         return
     if mask.is_meta or mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "the values of attention_mask cannot be checked on the meta device, nor "
             f"while a CUDA graph is captured. {_MASK_HELP}"
         )
-    positions = torch.as_tensor(local_positions(), device=mask.device)
-    local = len(positions)
+    positions_s = torch.as_tensor(local_positions(), device=mask.device)
+    local_tokens = len(positions_s)
     shape = tuple(mask.shape)
     if mask.dim() == 2:
-        fits = shape in ((rows, tokens), (rows, local))
-        legal = fits and bool((mask == 1).all())
+        shape_fits = shape in ((rows, tokens), (rows, local_tokens))
+        legal = shape_fits and bool((mask == 1).all())
     else:
-        fits = mask.dim() == 4 and shape in (
-            (rows, 1, local, tokens),
-            (1, 1, local, tokens),
+        shape_fits = mask.dim() == 4 and shape in (
+            (rows, 1, local_tokens, tokens),
+            (1, 1, local_tokens, tokens),
         )
-        future = torch.arange(tokens, device=mask.device) > positions[:, None]
-        is_bool = fits and mask.dtype == torch.bool
-        legal = is_bool and bool((mask == future).all() or mask.all())
+        future_sS = torch.arange(tokens, device=mask.device) > positions_s[:, None]
+        is_bool = shape_fits and mask.dtype == torch.bool
+        legal = is_bool and bool((mask == future_sS).all() or mask.all())
     if not legal:
         why = (
-            f"does not fit {rows} rows of {tokens} tokens, {local} of them on this "
-            f"rank: it must be [{rows} or 1, 1, {local}, {tokens}] and causal, or "
-            f"[{rows}, {tokens}] of ones"
+            f"does not fit {rows} rows of {tokens} tokens, {local_tokens} of them on "
+            f"this rank: it must be [{rows} or 1, 1, {local_tokens}, {tokens}] and "
+            f"causal, or [{rows}, {tokens}] of ones"
         )
-        if fits:
+        if shape_fits:
+            first = int(positions_s[0])
+            last = int(positions_s[-1])
             why = (
                 "is not a causal mask of this rank's tokens, which by the layer's "
-                f"option cp_layout lie at {int(positions[0])} to {int(positions[-1])}; "
+                f"option cp_layout lie at {first} to {last}; "
                 "Megatron's loaders cut batches that are not packed in zigzag: leave "
                 "cp_layout at 'auto' there"
             )
@@ -106,12 +122,16 @@ def require_causal(
             f"{_MASK_HELP}"
         )
     if checked_for is not None:
-        setattr(mask, _CHECKED_MARK, checked_for)
+        setattr(mask, _CHECKED_ATTRIBUTE, checked_for)
 
 
 def refuse_unsupported(sequence_len_offset: object, keywords: dict[str, Any]) -> None:
-    """Raise for ``sequence_len_offset``, an attention bias, and keywords that no mixer
-    knows."""
+    """Raise if ``sequence_len_offset``, an attention bias or an unknown keyword is
+    given.
+
+    ``keywords`` are the further keywords of a forward; those of attention that change
+    nothing in a mixer pass.
+    """
     if sequence_len_offset is not None:
         raise NotImplementedError(
             "GatedDeltaNet does not support sequence_len_offset (local CUDA graphs, "
@@ -122,27 +142,30 @@ def refuse_unsupported(sequence_len_offset: object, keywords: dict[str, Any]) ->
             "GatedDeltaNet has no attention scores to add attention_bias to; pass None."
         )
     given = sorted(name for name, value in keywords.items() if value is not None)
-    if unknown := [name for name in given if name not in _ATTENTION_ONLY]:
+    if unknown := [name for name in given if name not in _ATTENTION_KEYWORDS]:
         raise TypeError(
             "GatedDeltaNet.forward() does not know the keyword(s) "
-            f"{', '.join(unknown)}; it ignores only {', '.join(_ATTENTION_ONLY)}."
+            f"{', '.join(unknown)}; it ignores only {', '.join(_ATTENTION_KEYWORDS)}."
         )
 
 
-class ConfigFields(NamedTuple):
-    """Fields of Megatron's config that concern one mixer, and which of them have an
-    effect."""
+class KnownConfigFields(NamedTuple):
+    """The fields of Megatron's config that concern one mixer.
+
+    The log names each other field with one of the ``prefixes`` that is set.
+    """
 
     # the name of every field about this mixer begins with one of these
     prefixes: tuple[str, ...]
-    read: tuple[str, ...]  # fields that the mixer or the spec of its model reads
-    # fields that change nothing in this mixer, and the reason
+    # names of fields that the mixer or the spec of its model reads
+    with_effect: tuple[str, ...]
+    # names of fields that change nothing in this mixer, each with the reason
     without_effect: Mapping[str, str]
 
 
-GDN_FIELDS = ConfigFields(
+GDN_CONFIG_FIELDS = KnownConfigFields(
     prefixes=("gdn_", "linear_"),
-    read=(
+    with_effect=(
         "gdn_output_gate_activation",
         "linear_allow_neg_eigval",
         "linear_attention_freq",
@@ -159,8 +182,9 @@ GDN_FIELDS = ConfigFields(
     },
 )
 
-# The part of a mixer that each name of `--recompute-modules` computes again.
-RECOMPUTE_MODULES = {"gdn": "whole", "gdn_norm_out": "norm_out"}
+# For each name of Megatron's `--recompute-modules`: "layer" (the backward computes the
+# whole layer again) or a part that `options.RECOMPUTE_LEVELS` names.
+RECOMPUTE_MODULES = {"gdn": "layer", "gdn_norm_out": "norm_out"}
 # Values of `--offload-modules` that name parts of attention.
 _ATTENTION_OFFLOADS = ("qkv_linear", "core_attn", "attn_proj")
 
@@ -170,10 +194,20 @@ def recomputed_parts(
     recompute: str | None,
     modules: Mapping[str, str] = RECOMPUTE_MODULES,
 ) -> frozenset[str]:
-    """The parts in :data:`RECOMPUTE_LEVELS` to recompute; ``{"whole"}`` is the whole
-    layer.
+    """The parts of a mixer that its backward computes again.
 
-    ``modules``: the part of the mixer for each name of ``--recompute-modules``.
+    Args:
+        config: names modules of Megatron's in ``recompute_modules``.
+        recompute: the layer's option, a key of :data:`.options.RECOMPUTE_LEVELS`.
+        modules: a table such as :data:`RECOMPUTE_MODULES`.
+
+    Returns:
+        The parts that the option and the config ask for, or ``{"layer"}`` alone if the
+        config asks for the whole layer.
+
+    Raises:
+        ValueError: the option is ``"none"``, and the config names a module.
+        NotImplementedError: the whole layer under FP8.
     """
     asked = set(RECOMPUTE_LEVELS[recompute or "none"])
     selective = config.recompute_granularity == "selective"
@@ -191,7 +225,7 @@ def recomputed_parts(
                 "computes the whole layer again, the layer's option recompute parts of "
                 "it."
             )
-    if "whole" not in asked:
+    if "layer" not in asked:
         return frozenset(asked)
     if config.fp8:
         raise NotImplementedError(
@@ -199,14 +233,17 @@ def recomputed_parts(
             "again without FP8, so the gradients would be those of another function. "
             "Take 'gdn' out of the modules; recompute='full' saves most of that memory."
         )
-    return frozenset({"whole"})
+    return frozenset({"layer"})
 
 
 def check_config_fields(
-    mixer: str, config_fields: ConfigFields, config: TransformerConfig
+    mixer: str, known: KnownConfigFields, config: TransformerConfig
 ) -> None:
-    """Refuse weights cut further than by tp; log set fields of this mixer without
-    effect."""
+    """Log fields about ``mixer`` (its name) that are set and have no effect.
+
+    Raises a NotImplementedError if the config cuts weights further than tensor
+    parallelism does.
+    """
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
             "--tensor-parallel-num-weight-shards "
@@ -218,26 +255,29 @@ def check_config_fields(
         )
     defaults = {field.name: field.default for field in fields(config)}
     for name, value in vars(config).items():
-        if not name.startswith(config_fields.prefixes) or name in config_fields.read:
+        if not name.startswith(known.prefixes) or name in known.with_effect:
             continue
         default = defaults.get(name, MISSING)
-        if not value if default is MISSING else value == default:
+        if default is MISSING:
+            is_set = bool(value)
+        else:
+            is_set = value != default
+        if not is_set:
             continue
-        why = config_fields.without_effect.get(
+        why = known.without_effect.get(
             name, f"this version of {mixer} does not know it"
         )
         log_once(f"{mixer}: config.{name}={value!r} has no effect: {why}.")
     if not config.fine_grained_activation_offloading:
         return
-    asked = config.offload_modules or ()
-    without = [
+    prefixes = ("gdn",) + known.prefixes
+    without_effect = [
         name
-        for name in asked
-        if name in _ATTENTION_OFFLOADS
-        or name.startswith(("gdn",) + config_fields.prefixes)
+        for name in config.offload_modules or ()
+        if name in _ATTENTION_OFFLOADS or name.startswith(prefixes)
     ]
-    if without:
+    if without_effect:
         log_once(
-            f"{mixer}: --offload-modules {' '.join(without)} has no effect on this "
-            "layer: what its backward needs stays on the GPU."
+            f"{mixer}: --offload-modules {' '.join(without_effect)} has no effect on "
+            "this layer: what its backward needs stays on the GPU."
         )

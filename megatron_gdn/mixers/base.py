@@ -33,9 +33,9 @@ from ..ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from ..ops.rules.base import Rule
 from ..ops.stages import GatedNorm, MakeFront, Stages, stages_of
 from .arguments import (
-    GDN_FIELDS,
+    GDN_CONFIG_FIELDS,
     RECOMPUTE_MODULES,
-    ConfigFields,
+    KnownConfigFields,
     check_config_fields,
     recomputed_parts,
     refuse_unsupported,
@@ -48,7 +48,7 @@ from .fp8 import (
     check_fp8_settings,
     keep_unquantised_input,
     may_use_fp8,
-    name_gates,
+    set_gate_columns,
     widths_in_fp8,
     with_gates_outside_fp8,
 )
@@ -59,7 +59,7 @@ from .generation import (
     prefill_requests,
     state_shapes_per_request,
 )
-from .graphs import in_layer_graph, refuse_packed
+from .graphs import check_layer_graph, refuse_packed
 from .hooks import read_conv_module
 from .loader_layout import LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
@@ -102,12 +102,16 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
     A subclass's ``__init__`` calls this ``__init__``, sets options, and gives
-    :meth:`_build` a function that chooses the rule, and the front. ``fp32`` lists the
-    class's fp32 parameters (:class:`.fp32_parameters.Fp32Parameter`). ``dims`` are the
-    sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
-    projection row, the ``state`` of the heads, and the ``in_proj_layout`` if the
-    columns of in_proj differ from that row. ``dims.shard(n)`` are the sizes on one of n
-    ranks.
+    :meth:`_build` a function that chooses the rule, and one that makes the front. The
+    front computes the rule's inputs from projection rows, so a new gate's function goes
+    into the mixer's ``front.py``, its parameter into ``fp32`` of the subclass. Document
+    boundaries enter with ``packed_seq_params``, and reach convolution and rule as the
+    ``documents`` of the :class:`.micro_batch.MicroBatch`.
+
+    ``dims`` are the sizes of the mixer: ``hidden_size``, ``conv_kernel_dim``, the
+    ``layout`` of a projection row, the ``state`` of the heads, and the
+    ``in_proj_layout`` if the columns of in_proj differ from that row. ``dims.shard(n)``
+    are the sizes on one of n ranks.
 
     Between in_proj and the convolution, ``to_stages`` of the micro-batch's *passage*
     (:class:`..context_parallel.scheme.Passage`) takes rows to the ranks that run them;
@@ -132,45 +136,45 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     # too.
     launch_arguments: ClassVar[tuple[str, ...]] = ()
     # the config's fields about this mixer
-    config_fields: ClassVar[ConfigFields] = GDN_FIELDS
-    # the rule's name in log and error messages
+    known_config_fields: ClassVar[KnownConfigFields] = GDN_CONFIG_FIELDS
+    # the name of the recurrence in log and error messages
     recurrence: ClassVar[str] = "delta rule"
-    # the fp32 parameters, in the order of the front's parameters
+    # the fp32 parameters, in the order in which the front takes them
     fp32: tuple[Fp32Parameter, ...] = ()
     # whether A_init_range may begin at 0
-    rates_from_zero: ClassVar[bool] = False
+    allows_zero_rates: ClassVar[bool] = False
     # the part that each name of `--recompute-modules` computes again
     recompute_modules: ClassVar[Mapping[str, str]] = RECOMPUTE_MODULES
-    # for Megatron's layer graphs
+    # Megatron's graphs of layers read the next two attributes: masks are causal, so a
+    # graph needs no buffer for a mask.
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal
-    # Megatron's graphs need no buffer for a mask
     uses_attention_mask: ClassVar[bool] = False
     use_muon: ClassVar[bool] = True  # Muon updates in_proj by sections; False: Adam
-    # whether Megatron may capture the mixer in a graph
-    in_layer_graphs: ClassVar[bool] = False
-    # whether conv1d is a submodule, as in Megatron's layer
+    # whether Megatron may capture the mixer in a CUDA graph of the layer
+    may_be_captured: ClassVar[bool] = False
+    # whether the convolution's parameters are in a submodule conv1d, as in Megatron's
+    # Gated DeltaNet
     conv_is_module: ClassVar[bool] = False
-    # whether conv_init also bounds the conv bias
-    conv_init_of_bias: ClassVar[bool] = True
-    # whether Megatron's scripts cut in_proj by sections
-    stored_by_section: ClassVar[bool] = False
-    # Parameters with rows per head, apart from the fp32 parameters and the
+    # whether the argument conv_init also bounds the convolution's first bias
+    conv_init_bounds_bias: ClassVar[bool] = True
+    # whether Megatron's scripts store each section of in_proj by itself
+    scripts_split_in_proj: ClassVar[bool] = False
+    # Names of parameters whose rows belong to heads, except the fp32 parameters and the
     # convolution's.
-    split_by_heads: ClassVar[tuple[str, ...]] = ()
-    # whether Megatron stores the states as [H, V, K]
+    parameters_split_by_heads: ClassVar[tuple[str, ...]] = ()
+    # whether Megatron's dynamic context stores a state as [H, V, K], not [H, K, V]
     state_transposed: ClassVar[bool] = False
     # Megatron's dynamic context may cut prompts at multiples of this number, which must
     # be equal in all recurrent layers of a model.
     chunk_size: int = 128
     output_gate_activation: str = "silu"  # activation of the output gate z
-    recompute_whole: bool  # whether training keeps only the layer's input
-    # whether the backward computes out_proj's input again
-    recompute_norm_out: bool = False
-    recompute_rule: bool  # whether front and rule run again in the backward
-    # whether the backward computes inputs of the rule again (q: always)
-    recompute_qkv: bool
-    # Frees out_proj's input after the last forward and fills the memory again, with the
-    # same bits, before out_proj's backward. The attribute has Megatron's name.
+    # What the backward computes again, by the option `recompute` and Megatron's flags:
+    recompute_layer: bool  # everything, from the layer's input on
+    recompute_norm_out: bool = False  # out_proj's input
+    recompute_rule: bool  # the results of front and rule
+    recompute_qkv: bool  # the rule's inputs k and v (q: always)
+    # With recompute_norm_out: frees the memory of out_proj's input after a forward, and
+    # fills it with the same bits before out_proj's backward. Megatron's name.
     norm_out_checkpoint: RefilledOutput | None = None
 
     def __init_subclass__(cls, **settings: object) -> None:
@@ -192,9 +196,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         explain_rotary_lengths()
         mixer = type(self).__name__
         low, high = A_init_range
-        from_zero = self.rates_from_zero and low == 0 < high
+        from_zero = self.allows_zero_rates and low == 0 < high
         if not (0 < low <= high or from_zero):
-            sign = "<=" if self.rates_from_zero else "<"
+            sign = "<=" if self.allows_zero_rates else "<"
             raise ValueError(
                 f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 {sign} "
                 "low <= high: A_log starts as the logarithm of a number drawn from it."
@@ -205,14 +209,13 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             recomputed = recomputed_parts(
                 config, options.recompute, self.recompute_modules
             )
-        self.recompute_whole = "whole" in recomputed
+        self.recompute_layer = "layer" in recomputed
         self.recompute_rule = "rule" in recomputed
         self.recompute_qkv = "qkv" in recomputed
         self._recomputes_norm = "norm_out" in recomputed
-        check_config_fields(mixer, self.config_fields, config)
-        if self.in_layer_graphs:
-            # raises if a graph of the layer could not be replayed
-            in_layer_graph(config)
+        check_config_fields(mixer, self.known_config_fields, config)
+        if self.may_be_captured:
+            check_layer_graph(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.layer_number = layer_number
@@ -221,13 +224,12 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.tp_group = pg_collection.tp
         self.tp_size = pg_collection.tp.size()
         self.loader_layout = LoaderLayout(options.cp_layout, config)
-        # whole mixer, this rank
-        self.global_dims, self.dims = dims, dims.shard(self.tp_size)
+        self.global_dims = dims
+        self.dims = dims.shard(self.tp_size)  # of this tensor-parallel rank
         self.A_init_range = tuple(A_init_range)
         self.conv_init = conv_init
-        widths = self._widths_in_fp8()
-        held = self.dims.layout.heads_in_words
-        check_fp8_settings(config, mixer, widths, held)
+        heads_in_words = self.dims.layout.heads_in_words
+        check_fp8_settings(config, mixer, self._widths_in_fp8(), heads_in_words)
         self._name_sizes()
 
     def forward(
@@ -247,19 +249,18 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         Args:
             hidden_states: ``[s, B, D]`` of this rank's s tokens; B is 1 for packed
                 documents.
-            attention_mask: None or a causal mask, see
-                :func:`.arguments.require_causal`.
+            attention_mask: None or a causal mask
+                (:func:`.arguments.require_causal`).
             inference_context: Megatron's context with the states to continue, without
                 gradients (:func:`.generation.generate`); its old name is
                 ``inference_params``.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``,
-                global offsets), and the micro-batch's own context-parallel group if it
-                has one.
-            pg_collection: process groups of this forward; ``cp`` may differ from the
-                mixer's group. A group in ``packed_seq_params`` takes precedence over
-                this ``cp`` and the mixer's.
-            kwargs: arguments of attention, ignored; any other, or a
-                sequence_len_offset, raises.
+                global offsets); it may name the micro-batch's context-parallel group.
+            sequence_len_offset: must be None.
+            pg_collection: process groups of this forward. The context-parallel group is
+                that of ``packed_seq_params``, else this ``cp``, else the mixer's.
+            kwargs: keywords of attention, which change nothing here; another keyword
+                raises a TypeError.
 
         Returns:
             ``[s, B, D]``, and the output bias (or None), which Megatron adds later.
@@ -284,14 +285,14 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         cp_group = self._pg_collection.cp
         if pg_collection is not None:
             cp_group = cp_group_of(self, pg_collection, context)
-        graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
+        graphs = self.may_be_captured and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config, packed_seq_params)
         # If the input needed no gradient, a checkpoint would give the parameters no
         # gradient.
         trains = self.training and hidden_states.requires_grad
         if (
-            self.recompute_whole
+            self.recompute_layer
             and trains
             and context is None
             and not is_checkpointing()
@@ -305,7 +306,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         gates = None
         with nvtx_range_of(self, "in_proj"):
             if context is None:
-                rows, gates = self.project_apart(hidden_states)
+                rows, gates = self.project_rows_and_gates(hidden_states)
             else:
                 rows = self.project(hidden_states)
         if context is not None:
@@ -313,8 +314,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
                 generate(self, rows, context, attention_mask, packed_seq_params)
             )
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
-        # An exchange, or a rule in batch_invariant_mode, needs one tensor.
-        if gates is not None and not batch.rows_stay:
+        # An exchange, or a rule in batch_invariant_mode, needs all columns in one
+        # tensor.
+        if gates is not None and not batch.front_reads_in_proj_output:
             rows = torch.cat([rows, gates], dim=-1)
             gates = None
         if attention_mask is not None:
@@ -344,33 +346,41 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     @property
     def gate_reads_own_rows(self) -> bool:
-        """Whether the gate is applied after ``passage.from_stages``, with this rank's
-        own rows."""
+        """Whether the output gate is applied after ``passage.from_stages``, with the gate
+        columns of this rank's rows before ``passage.to_stages``."""
         return False
 
     @property
-    def wide_section(self) -> str:
-        """The section of in_proj that FP8 leaves out, if it has others on both
-        sides."""
+    def section_outside_fp8(self) -> str:
+        """The name of a gate's section, with other sections on both sides, that in_proj
+        never computes in FP8; "" if the layout has none."""
         return ""
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Turn ``[s, B, D]`` into rows ``[s, B, P]`` of the tokens of all
-        tensor-parallel ranks."""
+        """in_proj's output: projection rows ``[s, B, P]`` of ``hidden_states``
+        ``[s, B, D]``.
+
+        Under sequence parallelism the input has only this tensor-parallel rank's
+        tokens, and the rows are those of all tensor-parallel ranks.
+        """
         rows, _ = self.in_proj(hidden_states)
         return rows
 
-    def project_apart(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows of :meth:`project`, and the layout's gates if the rows lack them.
+    def project_rows_and_gates(
+        self, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The rows of :meth:`project`, and the gate columns if another product made
+        them, else None.
 
-        Gates that another product computed come as a second tensor, so that no copy
-        joins them to the rows.
+        In FP8 in_proj computes the gates by a product of their own
+        (:class:`.fp8.GatesOutsideFP8`). Two tensors then spare the copy that would join
+        rows and gates.
         """
         if not isinstance(self.in_proj, GatesOutsideFP8):
             return self.project(hidden_states), None
         rows, gates = self.in_proj(hidden_states, together=False)
-        # In FP8 inference Megatron pads the tokens. It cuts the padding from the first
-        # output of a linear; from the second one it is cut here.
+        # In FP8 inference Megatron pads the tokens, and cuts the padding from a linear's
+        # first output. The gates are the second output, so their padding is cut here.
         if gates is not None:
             gates = gates[: len(rows)]
         return rows, gates
@@ -384,28 +394,33 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         own_rows: Tensor | None,
         gates: Tensor | None = None,
     ) -> tuple[Tensor, RefilledOutput | None]:
-        """Turn rows ``[S, B, p]`` after ``passage.to_stages`` into ``[s, B, H * V]``
-        for out_proj.
+        """Compute out_proj's input from projection rows: front, rule and readout.
 
-        ``own_rows`` are the rank's rows before ``passage.to_stages``, if
-        :attr:`gate_reads_own_rows`; ``gates`` are gate columns that are not in ``rows``.
-        The second result, if not None, frees out_proj's input after the forward and
-        fills it again before the backward, exchange included.
+        Args:
+            rows: ``[S, B, p]`` after ``passage.to_stages``.
+            batch: how the micro-batch runs.
+            own_rows: this rank's rows ``[s, B, P]`` before ``passage.to_stages``, if
+                :attr:`gate_reads_own_rows`.
+            gates: the gate columns ``[S, B, .]`` if ``rows`` lacks them.
+
+        Returns:
+            out_proj's input ``[s, B, H * V]``, and with ``recompute_norm_out`` the
+            object that frees this input after the forward and fills it again, by a
+            second exchange too, before out_proj's backward.
         """
-        recompute = (
+        frees_output = (
             self.recompute_norm_out and self.training and torch.is_grad_enabled()
         )
-        if recompute and saved_tensors_are_hooked():
+        if frees_output and saved_tensors_are_hooked():
             log_once(
                 f"{type(self).__name__}: recompute_norm_out frees no memory while "
                 "saved-tensor hooks are on (a checkpoint with use_reentrant=False, an "
                 "offload): the hooks keep every saved tensor."
             )
-            recompute = False
-        if recompute:
+            frees_output = False
+        refilled = None
+        if frees_output:
             refilled = RefilledOutput()
-        else:
-            refilled = None
         if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             self.norm_out_checkpoint = refilled
         stages = self.stages(rows, batch, gates)
@@ -433,8 +448,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     ) -> Stages:
         """Front, rule and readout of ``batch`` with this rank's parameters.
 
-        ``rows`` are ``[S, B, p]`` after ``passage.to_stages``; ``gates``: see
-        :meth:`_mix`.
+        ``rows`` are ``[S, B, p]`` after ``passage.to_stages``; ``gates``: see :meth:`_mix`.
+        Parameters are the convolution's weight and bias, then those that ``fp32``
+        lists. If ranks exchange heads, each parameter is cut to this rank's heads.
         """
         scheme = batch.scheme
         if self.conv_is_module:
@@ -446,25 +462,28 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             weight, bias = conv
             conv = local_conv_parameters(scheme, weight, bias)
             per_head = [
-                scheme.local_parameter(x, (record.section,))
-                for x, record in zip(per_head, self.fp32, strict=True)
+                scheme.local_parameter(parameter, (record.section,))
+                for parameter, record in zip(per_head, self.fp32, strict=True)
             ]
-        recompute = self.recompute_rule and self.training
         return stages_of(
             batch.front,
             batch.rule,
             rows,
             conv + tuple(per_head),
             self._norm_for(scheme),
-            recompute=recompute,
+            recompute=self.recompute_rule and self.training,
             gates=gates,
         )
 
-    def whole_stages(self, rows: Tensor) -> Stages:
-        """The stages for rows ``[s, B, P]`` of sequences that this rank holds whole."""
-        return self.stages(rows, self.micro_batches.whole(rows.device, rows.dtype))
+    def stages_of_whole_sequences(self, rows: Tensor) -> Stages:
+        """The stages for rows ``[s, B, P]`` if this rank has whole sequences; for
+        generation."""
+        batch = self.micro_batches.of_whole_sequences(rows.device, rows.dtype)
+        return self.stages(rows, batch)
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
+        """The output norm and gate for rows of this scheme, as ``stages_of`` takes it;
+        None: a gate without a norm."""
         group = None
         if self.tp_size > 1:
             group = self.norm_group
@@ -483,7 +502,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     def config(self, config: TransformerConfig) -> None:
         self._config = config
         if "micro_batches" in vars(self):
-            self.micro_batches.follow(config)
+            self.micro_batches.use_config(config)
 
     @property
     def rule(self) -> Rule:
@@ -505,11 +524,18 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         bias: bool = False,
         conv_bias: bool = False,
     ) -> None:
-        """Make ``micro_batches``, and all parameters in their order in checkpoint
-        files.
+        """Make ``micro_batches`` and all parameters, then fill the parameters.
 
-        ``choose_rule(device, dtype, bits)`` returns rule and reason; ``make_front`` is
-        from :func:`..ops.stages.fronts_of`.
+        Optimizers number parameters in the order in which they are made here, so the
+        order is part of checkpoint files.
+
+        Args:
+            submodules: specs of the projections and the norm, such as
+                :class:`MixerSubmodules`.
+            choose_rule: see :data:`.micro_batch.ChooseRule`.
+            make_front: the result of :func:`..ops.stages.fronts_of`.
+            name: the module's path in the model, for TE's precision settings.
+            bias, conv_bias: whether the projections and the convolution have biases.
         """
         config = self.config
         dims = self.dims
@@ -526,42 +552,49 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             mixer=type(self).__name__,
             recurrence=self.recurrence,
         )
-        whole = self.global_dims
-        path = "" if name is None else f"{name}."
+        global_dims = self.global_dims
+        if name is None:
+            path = ""
+        else:
+            path = f"{name}."
         layout = layout_of_in_proj(dims)
-        of_both = {"bias": bias, "is_expert": False, "tp_group": self.tp_group}
-        in_proj = submodules.in_proj
+        common_settings = {"bias": bias, "is_expert": False, "tp_group": self.tp_group}
+        in_proj_spec = submodules.in_proj
         if may_use_fp8(config):
-            in_proj = with_gates_outside_fp8(in_proj, layout, self.wide_section)
+            in_proj_spec = with_gates_outside_fp8(
+                in_proj_spec, layout, self.section_outside_fp8
+            )
         self.in_proj = build_linear(
-            in_proj,
+            in_proj_spec,
             config,
-            whole.hidden_size,
-            layout_of_in_proj(whole).width,
+            global_dims.hidden_size,
+            layout_of_in_proj(global_dims).width,
             init_method=config.init_method,
             gather_output=False,
             skip_bias_add=False,
             tp_comm_buffer_name="fc1",
             name=f"{path}in_proj" if path else None,
-            **of_both,
+            **common_settings,
         )
         mark_packed(self.in_proj, layout.widths, self.use_muon)
         if may_use_fp8(config):
-            name_gates(self.in_proj, layout, self.tp_group, self.wide_section)
+            set_gate_columns(
+                self.in_proj, layout, self.tp_group, self.section_outside_fp8
+            )
         add_conv(self, conv_bias)
         add_fp32(self)
         self._build_out_norm(submodules)
         self.out_proj = build_linear(
             submodules.out_proj,
             config,
-            whole.state.heads * whole.state.columns,
-            whole.hidden_size,
+            global_dims.state.heads * global_dims.state.columns,
+            global_dims.hidden_size,
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
             skip_bias_add=True,  # the forward returns the bias; Megatron adds it
             tp_comm_buffer_name="fc2",
             name=f"{path}out_proj" if path else None,
-            **of_both,
+            **common_settings,
         )
         self._add_projections(submodules, path)
         self.remember_marks()
@@ -570,6 +603,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.reset_parameters()
 
     def _build_out_norm(self, submodules: Any) -> None:
+        """Build ``out_norm`` over the V columns of a head; ``submodules``: see
+        :meth:`_build`."""
         config = self.config
         width = self.global_dims.state.columns
         self.out_norm = build_module(
@@ -582,13 +617,17 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             parameter.sequence_parallel = config.sequence_parallel
 
     def _add_projections(self, submodules: Any, path: str) -> None:
-        """A subclass with more parameters adds them here, by `add_parameter`."""
+        """A subclass with more parameters or projections adds them here.
+
+        ``path`` is the module's path in the model with a dot at its end, or "".
+        """
 
     def _init_others(self) -> None:
         """A subclass with more parameters fills them here, by `fill_share`."""
 
     def _widths_in_fp8(self) -> dict[str, int]:
-        """Columns that must fit FP8, by the names of what has them."""
+        """The widths of the matrices that FP8 products read: a name in words for the
+        error, and the number of columns on this rank."""
         return widths_in_fp8(self.dims.layout)
 
     def _name_sizes(self) -> None:
@@ -620,7 +659,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             return None
         return self.tp_group
 
-    # What may be replaced between micro-batches.
+    # The next four members may be set between micro-batches.
 
     @property
     def pg_collection(self) -> ProcessGroupCollection:
@@ -655,8 +694,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     @property
     def cp_layout(self) -> str | SequenceLayout:
-        """How the loader cuts. Set a new value in all layers; it holds from the next
-        forward on."""
+        """How the data loader cuts sequences for context parallelism (the option
+        ``cp_layout``). A new value must be set in all layers; the next forward reads
+        it."""
         return self.loader_layout.option
 
     @cp_layout.setter

@@ -82,7 +82,11 @@ def sharded_state_dict(
     own: StateDict = {}
     mixer._save_to_state_dict(own, "", keep_vars=True)
     children = dict(mixer.named_children())
-    split = mixer._keep_in_float32_parameter_names + tuple(_CONV) + mixer.split_by_heads
+    split = (
+        mixer._keep_in_float32_parameter_names
+        + tuple(_CONV)
+        + mixer.parameters_split_by_heads
+    )
     # children with parameters that have rows per head
     with_rows = {name.partition(".")[0] for name in split}
     for name, child in mixer.named_children():
@@ -163,7 +167,7 @@ def _row_order(mixer: Mixer) -> int:
     section."""
     scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
     cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
-    if mixer.stored_by_section and cut:
+    if mixer.scripts_split_in_proj and cut:
         return _SECTIONS
     return mixer.tp_size
 

@@ -104,7 +104,7 @@ def with_gates_outside_fp8(
     or the ``section`` of this name, which has other columns on both sides.
 
     A linear without FP8, or a layout without gates, keeps its ``spec``. The built
-    linear needs :func:`name_gates`.
+    linear needs :func:`set_gate_columns`.
     """
     if section:
         return _with_mixin(spec, SectionOutsideFP8)
@@ -130,7 +130,7 @@ def _with_mixin(spec: ModuleSpec | type, mixin: type[nn.Module]) -> ModuleSpec |
     return kind
 
 
-def name_gates(
+def set_gate_columns(
     in_proj: nn.Module, layout: Layout, group: ProcessGroup, section: str = ""
 ) -> None:
     """Tell ``in_proj`` which of its columns are gates; log if FP8 has no effect."""

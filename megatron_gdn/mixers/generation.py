@@ -74,7 +74,9 @@ def generate(
                 attention_mask, B, offset + s, lambda: range(offset, offset + s)
             )
         assert mixer.layer_number is not None
-        return mix_static(rows, mixer.whole_stages(rows), context, mixer.layer_number)
+        return mix_static(
+            rows, mixer.stages_of_whole_sequences(rows), context, mixer.layer_number
+        )
 
 
 def _refuse_generation(mixer: Mixer, rows: Tensor, context: Context) -> None:
@@ -190,7 +192,7 @@ def decode_requests(
     slots = batch_indices
     if slots is None:
         slots = torch.arange(len(projected), device=projected.device)
-    stages = mixer.whole_stages(rows)
+    stages = mixer.stages_of_whole_sequences(rows)
     s = len(rows)
     memory = _checked_memory(mixer, stages, rows, conv_state, ssm_state, slots)
     after = None
@@ -225,7 +227,7 @@ def prefill_requests(
             "freeze; set use_cuda_graphs_for_non_decode_steps=False in the "
             "InferenceConfig."
         )
-    stages = mixer.whole_stages(projected)
+    stages = mixer.stages_of_whole_sequences(projected)
     metadata = context.mamba_metadata
     offsets = tuple(metadata.cu_seqlens_list)  # offsets of the requests' tokens
     memory = _checked_memory(mixer, stages, projected, conv_state, ssm_state)

@@ -2,9 +2,9 @@
 layers.
 
 Under ``cuda_graph_impl="local"`` Megatron copies each dataclass argument of a layer,
-fills the tensors of the copy before each replay, and refuses a step in which a field
+and fills the tensors of the copy before each replay. It refuses a step in which a field
 that is no tensor has changed. Documents in other buffers change the field ``buffers``
-below, so Megatron refuses them.
+of `StaticPackedSeqParams`, so Megatron refuses them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 from ..ops.static_documents import StaticDocuments
 from .packing import static_documents_of
 
-# Names of one config field: the first up to Megatron 0.20, the second in Megatron-LM's
-# dev.
-_OWN_RANKS = ("hybrid_context_parallel", "dynamic_context_parallel")
+# The config field by which each micro-batch gets a context-parallel group of its own:
+# its name up to Megatron 0.20, then its name in Megatron-LM's dev.
+_OWN_GROUP_FIELDS = ("hybrid_context_parallel", "dynamic_context_parallel")
 
-_LEAVE_OUT = (
+_LEAVE_OUT_ADVICE = (
     "leave the layer out of the graphs (cuda_graph_modules without 'attn'), or train "
     "on unpacked sequences."
 )
@@ -37,8 +37,8 @@ _buffer_numbers = count()
 
 @dataclass(frozen=True, init=False, eq=False)
 class FixedBuffers:
-    """Documents in fixed buffers, with a number by which Megatron notices other
-    buffers."""
+    """Documents in fixed buffers. Megatron compares ``number``, which every object of
+    this class has for itself."""
 
     number: int
     # not a field, because Megatron compares all fields
@@ -56,6 +56,7 @@ class StaticPackedSeqParams(PackedSeqParams):
     buffers: FixedBuffers | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
+        """Set a field; a ValueError if the boundaries would leave the fixed buffer."""
         fields = {**vars(self), name: value}
         buffers: FixedBuffers | None = fields.get("buffers")
         # While capturing, Megatron sets ``cu_seqlens_*`` to descriptions, then to graph
@@ -63,16 +64,15 @@ class StaticPackedSeqParams(PackedSeqParams):
         if buffers is not None and not is_graph_capturing():
             boundaries = buffers.documents.boundaries
             for side in ("q", "kv"):
-                padded = fields[f"cu_seqlens_{side}_padded"] is not None
-                if padded:
-                    slot = f"cu_seqlens_{side}_padded"
-                else:
-                    slot = f"cu_seqlens_{side}"
-                given = fields[slot]
-                missing = fields[slot] is None and side == "q"
+                # the field from which the layers read boundaries
+                field = f"cu_seqlens_{side}"
+                if fields[f"{field}_padded"] is not None:
+                    field = f"{field}_padded"
+                given = fields[field]
+                missing = given is None and side == "q"
                 if missing or (isinstance(given, Tensor) and given is not boundaries):
                     raise ValueError(
-                        f"packed_seq_params.{slot} must stay the fixed buffer that "
+                        f"packed_seq_params.{field} must stay the fixed buffer that "
                         "these packed_seq_params were made with: a graph would replay "
                         "that buffer. Write boundaries with "
                         "megatron_gdn.set_documents, or make another PackedSeqParams."
@@ -153,33 +153,39 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
     documents.fill(cu_seqlens)
 
 
-def in_layer_graph(config: TransformerConfig) -> bool:
-    """Whether Megatron captures the mixer in a graph; if so, raise if cp groups can
-    change."""
+def _captures_mixers(config: TransformerConfig) -> bool:
+    """Whether Megatron captures mixers in CUDA graphs of layers."""
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
     modules = {module.name for module in cast(Iterable[Any], config.cuda_graph_modules)}
     if not modules and config.cuda_graph_impl == "local":
-        captured = cast(Any, config.inference_cuda_graph_scope).name != "block"
-    else:
-        captured = not modules or "attn" in modules
-    own_ranks = next(
-        (name for name in _OWN_RANKS if getattr(config, name, False)), None
+        return cast(Any, config.inference_cuda_graph_scope).name != "block"
+    return not modules or "attn" in modules
+
+
+def check_layer_graph(config: TransformerConfig) -> None:
+    """Raise a ValueError if Megatron captures mixers and each micro-batch has a
+    context-parallel group of its own, since a graph replays one group."""
+    own_group_field = next(
+        (name for name in _OWN_GROUP_FIELDS if getattr(config, name, False)), None
     )
-    if captured and own_ranks:
+    if own_group_field and _captures_mixers(config):
         raise ValueError(
             f"cuda_graph_impl={config.cuda_graph_impl!r} captures this layer, and "
-            f"{own_ranks} packs documents, with a group of ranks for each micro-batch; "
-            "a graph would replay the documents and the group of the first "
-            f"micro-batch; {_LEAVE_OUT}"
+            f"{own_group_field} packs documents, with a group of ranks for each "
+            "micro-batch; a graph would replay the documents and the group of the "
+            f"first micro-batch; {_LEAVE_OUT_ADVICE}"
         )
-    return captured
 
 
 def refuse_packed(config: TransformerConfig, packed: PackedSeqParams) -> None:
-    """Refuse packed documents whose boundaries a graph of the layer would not
-    update."""
-    if not in_layer_graph(config):
+    """Raise if a graph of the layer would replay the boundaries of ``packed``.
+
+    Only documents in fixed buffers, under ``cuda_graph_impl="local"``, may change
+    between replays.
+    """
+    check_layer_graph(config)
+    if not _captures_mixers(config):
         return
     impl = config.cuda_graph_impl
     if impl == "transformer_engine":
@@ -187,14 +193,14 @@ def refuse_packed(config: TransformerConfig, packed: PackedSeqParams) -> None:
             f"packed_seq_params with cuda_graph_impl={impl!r}: Megatron passes only "
             "tensors to these graphs of a layer, and no boundaries. Use "
             "cuda_graph_impl='local' with megatron_gdn.static_packed_seq_params "
-            f"(docs/cuda_graphs.md); or {_LEAVE_OUT}"
+            f"(docs/cuda_graphs.md); or {_LEAVE_OUT_ADVICE}"
         )
     if static_documents_of(packed) is None:
         raise NotImplementedError(
             f"packed_seq_params with cuda_graph_impl={impl!r}: a graph would replay "
             "the boundaries of the first micro-batch. Make packed_seq_params with "
             "megatron_gdn.static_packed_seq_params, and write each micro-batch's "
-            f"boundaries with set_documents (docs/cuda_graphs.md); or {_LEAVE_OUT}"
+            f"boundaries with set_documents (docs/cuda_graphs.md); or {_LEAVE_OUT_ADVICE}"
         )
 
 
@@ -204,7 +210,7 @@ def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Modul
     Unless ``apply_rope_fusion`` is on, the rotary embedding of packed documents reads
     boundaries on the host, which a graph cannot capture. Megatron's setting
     ``cuda_graph_modules`` cannot leave out only these layers. Call this function before
-    the first step. Returns the layers left out.
+    the first step; it returns the layers that now run eagerly.
     """
     left_out = [
         layer

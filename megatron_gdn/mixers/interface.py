@@ -1,5 +1,7 @@
-"""What the functions of this folder read of a mixer. `.base` imports the functions, so
-they cannot name its class."""
+"""The attributes and methods of a mixer that the functions of this folder read.
+
+`.base` imports these functions, so they cannot import its class `RecurrentMixer`.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,14 @@ if TYPE_CHECKING:
 
 
 class Mixer(Protocol):
-    """A :class:`.base.RecurrentMixer`, whose class describes each attribute."""
+    """The type of a :class:`.base.RecurrentMixer`, which describes each member."""
 
     layer_number: int | None
     pp_layer_offset: int
     tp_group: ProcessGroup
     tp_size: int
-    global_dims: Any  # the sizes, whose class each mixer chooses
+    # sizes of the mixer, and on this tensor-parallel rank; each mixer has a class
+    global_dims: Any
     dims: Any
     fp32: tuple[Fp32Parameter, ...]
     in_proj: Any
@@ -34,9 +37,9 @@ class Mixer(Protocol):
     conv1d_bias: nn.Parameter | None
     conv_init: float | None
     conv_is_module: ClassVar[bool]
-    conv_init_of_bias: ClassVar[bool]
-    stored_by_section: ClassVar[bool]
-    split_by_heads: ClassVar[tuple[str, ...]]
+    conv_init_bounds_bias: ClassVar[bool]
+    scripts_split_in_proj: ClassVar[bool]
+    parameters_split_by_heads: ClassVar[tuple[str, ...]]
     state_transposed: ClassVar[bool]
     _keep_in_float32_parameter_names: tuple[str, ...]
 
@@ -52,7 +55,7 @@ class Mixer(Protocol):
     @property
     def conv_parameters(self) -> tuple[Tensor, Tensor | None]: ...
 
-    def whole_stages(self, rows: Tensor) -> Stages: ...
+    def stages_of_whole_sequences(self, rows: Tensor) -> Stages: ...
 
     def ssm_decode(
         self,

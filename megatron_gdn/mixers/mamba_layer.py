@@ -20,7 +20,7 @@ from ..ops.readout.base import PassThrough, PlainReadout, SplitReadout, grouped_
 from ..ops.stages import GatedNorm
 from .base import RecurrentMixer
 from .hooks import only_waits_for_parameters, wait_for_parameters
-from .out_norm import PLAIN_FORWARDS, is_plain
+from .out_norm import FORWARDS_OF_PLAIN_NORMS, is_plain
 from .tensor_parallel import device_for, mark_sharded
 
 
@@ -35,8 +35,8 @@ class MambaLayerMixer(RecurrentMixer):
     """
 
     use_muon = False  # as in Megatron's mixers
-    conv_init_of_bias = False
-    split_by_heads = ("norm.weight",)
+    conv_init_bounds_bias = False
+    parameters_split_by_heads = ("norm.weight",)
     rmsnorm: bool  # apply the gate and a norm before out_proj; if False, only the gate
     norm_eps: float
     norm: GroupedRMSNorm
@@ -185,7 +185,7 @@ class GroupedRMSNorm(nn.Module):
         return grouped_rms_norm(u, self.weight, self.groups, self.eps).to(x.dtype)
 
 
-PLAIN_FORWARDS[GroupedRMSNorm] = GroupedRMSNorm.forward
+FORWARDS_OF_PLAIN_NORMS[GroupedRMSNorm] = GroupedRMSNorm.forward
 
 
 def check_time_steps(

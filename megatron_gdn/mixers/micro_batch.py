@@ -1,9 +1,9 @@
 """The one place that decides how a micro-batch runs: its documents, its scheme and its
 rule.
 
-Models are moved and cast after they are built, and a micro-batch may bring its own
-context-parallel group. So a new layer takes a rule for a guessed device and dtype; a
-forward corrects the rule.
+A model may be moved or cast after its layers are built, and a micro-batch may bring its
+own context-parallel group. So a new layer chooses a rule for a guessed device and
+dtype, and each forward chooses again for the device and dtype of its rows.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch.distributed import ProcessGroup
 
-_MOST_GROUPS = 16  # the number of groups whose schemes a layer keeps
-_MOST_MICRO_BATCHES = 32  # the number of micro-batches whose tables a layer keeps
+_MOST_SCHEMES = 16  # the largest number of entries in MicroBatches._schemes
+_MOST_MICRO_BATCHES = 32  # the largest number of entries in MicroBatches._batches
 _ANY_LAYOUT = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
-# ``choose(device, dtype, bits)`` returns the rule for rows of this dtype, and the
-# reason.
+# ``choose_rule(device=..., dtype=..., bits=...)`` returns the rule for rows of this
+# device and dtype, and the reason in words.
 ChooseRule = Callable[..., tuple[Rule, str]]
 
 
@@ -63,15 +63,18 @@ class MicroBatch:
     documents: Documents | None  # None: the batch is not packed
     tokens: int  # tokens of one batch row over all context-parallel ranks
     rule: Rule  # the recurrence
-    front: Front  # computes the rule's inputs from rows of the scheme's layout
+    front: Front  # computes the rule's inputs from projection rows
     scheme: Scheme  # decides which heads and tokens each rank computes
     # exchanges rows: ``to_stages`` before the front, ``from_stages`` after the readout
     passage: Passage
 
     @property
-    def rows_stay(self) -> bool:
-        """Whether the front reads in_proj's output itself: no exchange moves the rows,
-        and no rule counts chunks from each sequence's start (batch_invariant_mode)."""
+    def front_reads_in_proj_output(self) -> bool:
+        """Whether the front reads the tensors that in_proj returned.
+
+        It reads other tensors if ranks exchange heads, or if ``batch_invariant_mode``
+        lays the rows out by chunks (``ops/aligned.py``).
+        """
         return not self.scheme.exchanges_heads and self.rule.bits is not Bits.ON_GRID
 
     def local_positions(self) -> Tensor:
@@ -80,19 +83,28 @@ class MicroBatch:
 
 
 class MicroBatches:
-    """Decides how one layer runs each micro-batch.
+    """Decides how one layer runs each micro-batch, and keeps the decisions.
 
     Rules are deterministic while ``config.deterministic_mode`` or
-    ``torch.use_deterministic_algorithms`` is on. Rules run on the grid of
-    ``ops/aligned.py`` while ``config.batch_invariant_mode`` is on
+    ``torch.use_deterministic_algorithms`` is on. While ``config.batch_invariant_mode``
+    is on, a rule counts its chunks from the start of each sequence
     (:class:`..ops.rules.base.Bits`).
 
-    ``layout`` and ``state`` are the projection columns and head states of one
-    tensor-parallel rank, ``taps`` is W, ``group`` is the context-parallel group of
-    micro-batches that do not bring their own, ``loader_layout`` finds how the loader
-    cut sequences. ``make_front`` makes the front of a scheme's rows. ``mixer`` and
-    ``recurrence`` are names for the log. If ``options.linear_cp_mode`` is headwise,
-    ``group``'s ranks must be able to share the heads.
+    Args:
+        layout, state: the projection columns and the head states of one tensor-parallel
+            rank.
+        taps: W, the taps of the convolution.
+        group: the context-parallel group of micro-batches that do not bring their own;
+            None: one rank.
+        loader_layout: finds how the loader cut sequences.
+        choose_rule: see :data:`ChooseRule`.
+        make_front: makes the front for rows of one layout, rule, device and dtype
+            (:func:`..ops.stages.fronts_of`).
+        mixer, recurrence: the mixer's class and its recurrence, for the log.
+
+    Raises:
+        ValueError: ``options.linear_cp_mode`` is headwise, and the ranks of ``group``
+            cannot share the heads.
     """
 
     def __init__(
@@ -110,25 +122,27 @@ class MicroBatches:
         mixer: str = "GatedDeltaNet",
         recurrence: str = "delta rule",
     ) -> None:
-        """``loader_layout`` tells the loader's cut; ``recurrence`` names the rule in
-        the log."""
         self._config = config
         self._layout = layout
         self._state = state
         self._taps = taps
         self._loader_layout = loader_layout
         self._mode = LinearCpMode.of(options.linear_cp_mode, config)
-        self._per_machine = options.cp_ranks_per_machine
+        self._ranks_per_machine = options.cp_ranks_per_machine
         self._choose_rule = choose_rule
         self._make_front = make_front
         self._layer = number_of_new_layer()
         self._mixer = mixer
         self._recurrence = recurrence
-        self._whole: dict[tuple, MicroBatch] = {}
+        # by the key that :meth:`of_whole_sequences` makes
+        self._whole_sequences: dict[tuple, MicroBatch] = {}
+        # by group, rule and sequence layout
         self._schemes: dict[tuple, tuple[Scheme, ...]] = {}
+        # by the key that :meth:`of` makes
         self._batches: dict[tuple, MicroBatch] = {}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.latest_rule = self.whole(device, _dtype_of_rows(config)).rule
+        guessed = self.of_whole_sequences(device, _dtype_of_rows(config))
+        self.latest_rule = guessed.rule
         self.use_group(group)
 
     def __deepcopy__(self, memo: dict[int, object]) -> MicroBatches:
@@ -138,25 +152,27 @@ class MicroBatches:
         other._config = copy.deepcopy(self._config, memo)
         other._loader_layout = copy.deepcopy(self._loader_layout, memo)
         other._layer = number_of_new_layer()
-        other._whole = {}
+        other._whole_sequences = {}
         other._schemes = {}
         other._batches = {}
         return other
 
-    def follow(self, config: TransformerConfig) -> None:
+    def use_config(self, config: TransformerConfig) -> None:
         """From now on read ``deterministic_mode`` and the other modes from
         ``config``."""
-        self._config = self._loader_layout.config = config
+        self._config = config
+        self._loader_layout.config = config
 
     def use_group(self, group: ProcessGroup | None) -> None:
-        """Set the group of micro-batches that bring none; raise if the layer cannot run
-        over it."""
-        alone = group is None or group.size() == 1
-        if alone:
+        """Set the context-parallel group of micro-batches that bring no group.
+
+        Raises a ValueError if no scheme can run the layer over ``group``.
+        """
+        if group is None or group.size() == 1:
             layout = _ANY_LAYOUT
         else:
             layout = self._loader_layout.of_packed()
-        self._schemes_of(group, self.latest_rule, layout)
+        self._schemes_of(group, self.latest_rule, layout)  # raises
         self.group = group
 
     def of(
@@ -169,9 +185,19 @@ class MicroBatches:
         """Decide how the micro-batch of the projection rows ``proj_sBP [s, B, P]``
         runs.
 
-        The context-parallel group is that of ``packed``, else ``group``, else the
-        layer's. The documents are those of ``packed``, or ``documents`` if the caller
-        has read them before.
+        The decision is kept, so a recomputed forward finds it again.
+
+        Args:
+            packed: names the documents, and may name a context-parallel group.
+            proj_sBP: this rank's projection rows; device, dtype and sizes are read.
+            group: the context-parallel group if ``packed`` names none; None: the
+                layer's.
+            documents: the documents, if the caller has read them from ``packed``
+                before.
+
+        Raises:
+            ValueError: boundaries do not fit the rows, or ranks have different
+                documents.
         """
         s, B, _ = proj_sBP.shape
         device = proj_sBP.device
@@ -210,7 +236,7 @@ class MicroBatches:
         )
         found = self._batches.get(key)
         if found is None:
-            rule = self.whole(device, dtype).rule
+            rule = self.of_whole_sequences(device, dtype).rule
             scheme = self._choose_scheme(group, rule, layout, documents, proj_sBP)
             passage = scheme.passage(documents, tokens, B, proj_sBP)
             front = self._make_front(scheme.layout, rule, device, dtype, self._taps)
@@ -222,8 +248,8 @@ class MicroBatches:
         return keep_if_captured(found)
 
     def _bits(self) -> Bits:
-        """What the config and torch now demand of results' bits: a value of
-        :class:`Bits`."""
+        """The demand on the bits of results that config and torch make at the
+        moment."""
         config = self._config
         if config.batch_invariant_mode:
             return Bits.ON_GRID
@@ -234,21 +260,27 @@ class MicroBatches:
             return Bits.DETERMINISTIC
         return Bits.FREE
 
-    def whole(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
-        """The micro-batch for whole sequences of any length on one rank; generation
-        uses it."""
-        key = device.type, dtype, self._bits()
-        if key not in self._whole:
-            rule, reason = self._choose_rule(device=device, dtype=dtype, bits=key[2])
+    def of_whole_sequences(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> MicroBatch:
+        """How rows of this device and dtype run if this rank has whole sequences.
+
+        Generation runs its rows so. ``documents`` is None and ``tokens`` is 0, since
+        the sequences may have any lengths.
+        """
+        bits = self._bits()
+        key = device.type, dtype, bits
+        if key not in self._whole_sequences:
+            rule, reason = self._choose_rule(device=device, dtype=dtype, bits=bits)
             log_once(
                 f"{self._mixer}: {self._recurrence} backend {rule.name!r} ({reason})"
             )
             passage = Passage(keep_in_place, keep_in_place, WHOLE_SEQUENCES)
             front = self._make_front(self._layout, rule, device, dtype, self._taps)
-            self._whole[key] = MicroBatch(
-                None, 0, rule, front, WholeSequences(self._layout), passage
-            )
-        return self._whole[key]
+            scheme = WholeSequences(self._layout)
+            batch = MicroBatch(None, 0, rule, front, scheme, passage)
+            self._whole_sequences[key] = batch
+        return self._whole_sequences[key]
 
     def _schemes_of(
         self, group: ProcessGroup | None, rule: Rule, layout: SequenceLayout
@@ -257,17 +289,27 @@ class MicroBatches:
         `Chunkwise` or both."""
         key = group, rule, layout
         if key not in self._schemes:
-            if len(self._schemes) >= _MOST_GROUPS:
-                others = (
-                    known for known in self._schemes if known[0] is not self.group
-                )
-                gone = self._schemes.pop(next(others, next(iter(self._schemes))))
-                # Stored micro-batches would keep the removed schemes in memory.
-                self._batches = {
-                    k: v for k, v in self._batches.items() if v.scheme not in gone
-                }
+            if len(self._schemes) >= _MOST_SCHEMES:
+                self._drop_oldest_schemes()
             self._schemes[key] = self._make_schemes(group, rule, layout)
         return self._schemes[key]
+
+    def _drop_oldest_schemes(self) -> None:
+        """Drop the oldest schemes, if possible of another group than the layer's, and
+        the micro-batches that use them."""
+        oldest = next(iter(self._schemes))
+        for key in self._schemes:
+            group, _, _ = key
+            if group is not self.group:
+                oldest = key
+                break
+        dropped = self._schemes.pop(oldest)
+        # Stored micro-batches would keep the dropped schemes in memory.
+        self._batches = {
+            key: batch
+            for key, batch in self._batches.items()
+            if batch.scheme not in dropped
+        }
 
     def _make_schemes(
         self, group: ProcessGroup | None, rule: Rule, layout: SequenceLayout
@@ -288,8 +330,10 @@ class MicroBatches:
         return Headwise(self._layout, group, layout), chunkwise
 
     def _why_not_headwise(self, ranks: int, rule: Rule) -> str | None:
-        """Why ranks cannot share the heads, or ``rule`` cannot run on a share; None if
-        they can."""
+        """Why the scheme headwise cannot run over this number of ranks; None if it can.
+
+        It needs equal shares of the heads, and ``rule`` must run on one share.
+        """
         why = self._layout.why_not_share(ranks)
         if why is not None:
             return why
@@ -308,19 +352,25 @@ class MicroBatches:
         rule: Rule,
         layout: SequenceLayout,
         documents: Documents | None,
-        x: Tensor,
+        proj_sBP: Tensor,
     ) -> Scheme:
-        """The scheme for rows ``x``: the one that settings or documents need, else the
-        cheaper."""
+        """The scheme in which this micro-batch runs.
+
+        If both headwise and chunkwise can run, it is headwise where the documents or
+        ``batch_invariant_mode`` need it, chunkwise where that sends nothing, else the
+        cheaper.
+        """
         schemes = self._schemes_of(group, rule, layout)
+        # Whole on one rank, else headwise if it can run
         first = schemes[0]
-        last = schemes[-1]  # chunkwise, if both modes can run
+        # chunkwise, if both can run
+        last = schemes[-1]
         scheme = first
-        on_grid = self._config.batch_invariant_mode
-        why = ""
+        batch_invariant = self._config.batch_invariant_mode
+        why = ""  # the reason for the choice, for the log
         if documents is not None:
             why = documents.why_headwise
-            if on_grid and documents.why_not_on_grid:
+            if batch_invariant and documents.why_not_on_grid:
                 raise NotImplementedError(documents.why_not_on_grid)
             if documents.may_have_parents and first.name == LinearCpMode.CHUNKWISE:
                 raise NotImplementedError(
@@ -331,20 +381,24 @@ class MicroBatches:
                 )
         if len(schemes) == 1:
             why = "the only mode for these heads and this backend"
-        elif on_grid and not why:
+        elif batch_invariant and not why:
             why = "the mode that keeps batch_invariant_mode's bits"
         elif not why and documents is not None and not last.needs_exchange(documents):
             scheme = last
             why = "it sends nothing, since every document lies on one rank"
         elif not why:
             assert group is not None
-            tokens = len(x) * group.size()
-            rows = x.shape[1]
+            tokens = len(proj_sBP) * group.size()
+            rows = proj_sBP.shape[1]
             if documents is None:
                 lengths = None
+                sequences = rows
             else:
                 lengths = documents.lengths
-            per_machine = ranks_per_machine(group, self._per_machine, x.device)
+                sequences = len(lengths)
+            per_machine = ranks_per_machine(
+                group, self._ranks_per_machine, proj_sBP.device
+            )
             cost = price(
                 self._state,
                 first.layout,
@@ -353,13 +407,12 @@ class MicroBatches:
                 tokens,
                 rows,
                 lengths,
-                x.dtype.itemsize,
+                proj_sBP.dtype.itemsize,
                 per_machine,
             )
             scheme = next(each for each in schemes if each.name == cost.cheaper)
             why = (
-                f"the cheaper for {tokens} tokens in "
-                f"{rows if lengths is None else len(lengths)} sequences over "
+                f"the cheaper for {tokens} tokens in {sequences} sequences over "
                 f"{group.size()} ranks, {per_machine} per machine: exchanges add to a "
                 f"forward {cost.headwise:.2f} ms headwise, {cost.chunkwise:.2f} ms "
                 "chunkwise"

@@ -13,9 +13,9 @@ from ..ops.rules.base import Rule
 from ..ops.rules.choice import require_known
 from .loader_layout import AUTO, check_cp_layout
 
-# What the backward computes again for each value of the option `recompute`. "qkv" is k
-# and v (q is always computed again), "norm_out" is out_proj's input, "rule" is the
-# rule's output, its gates and the inverses of its chunks.
+# The parts of a mixer that the backward computes again, for each value of the option
+# `recompute`. "qkv" means k and v (q is always computed again), "norm_out" out_proj's
+# input, "rule" the rule's output, its gates and the inverses of its chunks.
 RECOMPUTE_LEVELS = {
     "none": frozenset(),
     "light": frozenset({"qkv", "norm_out"}),
@@ -64,9 +64,10 @@ class MixerOptions:
         ValueError: an illegal value.
     """
 
-    absent: ClassVar[tuple[str, ...]] = ()  # the fields that this mixer does not have
-    mixer: ClassVar[str] = "the mixer"  # its name in errors
-    # the rules that ``backend`` may name; (): any name
+    # names of fields of this class that are no options of the mixer
+    absent_options: ClassVar[tuple[str, ...]] = ()
+    mixer: ClassVar[str] = "the mixer"  # the mixer's name in errors
+    # the rules whose names are legal for ``backend``; (): every name is
     rules: ClassVar[Sequence[type[Rule]]] = ()
 
     backend: str = "auto"
@@ -91,8 +92,10 @@ class MixerOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """The options that a constructor was given; a TypeError if the mixer lacks one
-        of them."""
+        """The options in ``given``, the keywords of a constructor.
+
+        Raises a TypeError for a keyword that is no option of the mixer.
+        """
         unknown = sorted(given.keys() - cls.names())
         if unknown:
             raise TypeError(
@@ -104,4 +107,4 @@ class MixerOptions:
     @classmethod
     def names(cls) -> frozenset[str]:
         """The names of the options that the mixer has."""
-        return frozenset(field.name for field in fields(cls)) - set(cls.absent)
+        return frozenset(field.name for field in fields(cls)) - set(cls.absent_options)

@@ -28,7 +28,7 @@ from .hooks import (
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 # Norms that the kernels compute, each with its unpatched forward; a mixer may add a
 # norm.
-PLAIN_FORWARDS: dict[type, Callable] = {
+FORWARDS_OF_PLAIN_NORMS: dict[type, Callable] = {
     cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)
 }
 
@@ -41,8 +41,8 @@ def is_plain(module: nn.Module) -> bool:
     cls = type(module)  # exactly this class: a subclass may compute another function
     if "forward" in vars(module):
         return False
-    if cls in PLAIN_FORWARDS:
-        return cls.forward is PLAIN_FORWARDS[cls]
+    if cls in FORWARDS_OF_PLAIN_NORMS:
+        return cls.forward is FORWARDS_OF_PLAIN_NORMS[cls]
     if cls.__name__ != "RMSNorm":
         return False
     return all(

@@ -31,7 +31,9 @@ _RESOLVED = "_megatron_gdn_documents"
 # The attribute of a checkpoint's autograd context with stamps of the documents that it
 # has read.
 _READ_IN_CHECKPOINT = "_megatron_gdn_stamps"
-PARENTS = "_megatron_gdn_parents"  # attribute with the parents of a tree's documents
+PARENTS_ATTRIBUTE = (
+    "_megatron_gdn_parents"  # attribute with the parents of a tree's documents
+)
 # Not "thd", so that layers which do not know trees refuse the documents.
 TREE = "thd_tree"
 _BOUNDARIES = (
@@ -113,7 +115,7 @@ def _resolve(
         return documents
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     sources = tuple(getattr(params, name) for name in _BOUNDARIES)
-    parents = params.__dict__.get(PARENTS)
+    parents = params.__dict__.get(PARENTS_ATTRIBUTE)
     key = (
         params.qkv_format,
         parents,

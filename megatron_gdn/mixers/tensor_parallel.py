@@ -290,7 +290,7 @@ def reset_parameters(mixer: Mixer) -> None:
         of_weight = bound
     else:
         of_weight = mixer.conv_init
-    if mixer.conv_init_of_bias:
+    if mixer.conv_init_bounds_bias:
         of_bias = of_weight
     else:
         of_bias = bound

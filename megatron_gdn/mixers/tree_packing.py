@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..ops.host_tables import to_device
 from ..ops.trees import TreeDocuments
-from .packing import PARENTS, TREE
+from .packing import PARENTS_ATTRIBUTE, TREE
 from .padding import packed_seq_params_of, padded_lengths
 
 Tokens = Tensor | Sequence[int]
@@ -67,7 +67,7 @@ def tree_packed_seq_params(
     )
     (longest,) = padded_lengths((documents.longest_sequence,), multiple_of)
     params = packed_seq_params_of(TREE, lengths, slots, longest, device)
-    params.__dict__[PARENTS] = documents.parents
+    params.__dict__[PARENTS_ATTRIBUTE] = documents.parents
     return params
 
 

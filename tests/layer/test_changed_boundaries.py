@@ -131,7 +131,7 @@ def test_two_micro_batches_in_flight_over_one_set_of_buffers(
 def test_two_micro_batches_in_flight_in_layers_that_run_again_themselves(make):
     layer = whole("gdn")
     packed = make()
-    layer.recompute_whole = True
+    layer.recompute_layer = True
     x = rows()[..., : layer.config.hidden_size]
     first, _ = layer(x, None, packed_seq_params=packed)
     if make is fixed:

@@ -24,7 +24,7 @@ CHECKPOINTS = {
     "reentrant": reentrant,
     "by hooks": checkpointed,
     "of Megatron": by_megatron,
-    "its own": lambda layer, *args: with_(layer, recompute_whole=True)(*args),
+    "its own": lambda layer, *args: with_(layer, recompute_layer=True)(*args),
 }
 each_mixer = pytest.mark.parametrize("kind", BY_NAME)
 

@@ -81,7 +81,7 @@ def test_parts_that_megatron_names_are_computed_again(log):
     ):
         config.recompute_modules = modules
         layer = GDP_FP32.build(config, alone())
-        assert (layer.recompute_qkv, layer.recompute_whole) == parts, modules
+        assert (layer.recompute_qkv, layer.recompute_layer) == parts, modules
     assert "has no effect" not in log.text
 
 

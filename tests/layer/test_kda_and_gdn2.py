@@ -283,7 +283,7 @@ def test_rows_of_full_gates_are_read_where_in_proj_wrote_them(packed, monkeypatc
     found = run()
     assert read[0] is written[0]
     monkeypatch.setattr(
-        type(layer), "project_apart", lambda self, x: (self.project(x), None)
+        type(layer), "project_rows_and_gates", lambda self, x: (self.project(x), None)
     )
     joined = run()
     assert read[1] is not written[1]

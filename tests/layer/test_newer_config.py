@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_gdn
 from megatron_gdn import specs
 from megatron_gdn.mamba2.layer import MAMBA2_FIELDS
-from megatron_gdn.mixers.arguments import GDN_FIELDS
+from megatron_gdn.mixers.arguments import GDN_CONFIG_FIELDS
 from megatron_gdn.specs import gated_delta_net_spec, gpt_block_spec, mamba2_spec
 from tests.megatron_sources import SOURCES, choices_of, config_fields
 from tests.parallel import make_config
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 OURS = tuple(
     str(Path(module.__file__).resolve().parent) for module in (megatron_gdn, specs)
 )
-ABOUT = {"GatedDeltaNet": GDN_FIELDS, "Mamba2Mixer": MAMBA2_FIELDS}
+ABOUT = {"GatedDeltaNet": GDN_CONFIG_FIELDS, "Mamba2Mixer": MAMBA2_FIELDS}
 MIXERS = pytest.mark.parametrize("mixer", ABOUT)
 
 
@@ -74,7 +74,7 @@ def test_every_field_about_a_mixer_is_read_or_named(core, mixer, log):
     about = ABOUT[mixer]
     known = {name for name in config_fields(core) if name.startswith(about.prefixes)}
     assert known
-    unread = known - set(about.read)
+    unread = known - set(about.with_effect)
     build(mixer, **dict.fromkeys(unread, 12345))
     assert unread <= named_in(log)
 
@@ -100,7 +100,7 @@ def test_the_fields_that_are_said_to_be_read_are_read():
         build_under(config, mixer)
     gpt_block_spec(config)
     # Megatron's own function, which the spec calls, reads this one.
-    assert {name for about in ABOUT.values() for name in about.read} - read <= {
+    assert {name for about in ABOUT.values() for name in about.with_effect} - read <= {
         "linear_attention_freq"
     }
 
@@ -143,7 +143,7 @@ def test_every_part_to_recompute_is_recomputed_or_named(core, log):
     for part in parts:
         log.clear()
         layer = selective(part)
-        switched = layer.recompute_whole, layer.recompute_norm_out, layer.recompute_qkv
+        switched = layer.recompute_layer, layer.recompute_norm_out, layer.recompute_qkv
         assert sum(switched) + bool(said(log)) == part.startswith("gdn"), part
 
 
