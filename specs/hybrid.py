@@ -45,7 +45,7 @@ from megatron_gdn.kda.layer import KimiDeltaAttention
 from megatron_gdn.mixers.attention import TorchSelfAttention, class_with_tree_attention
 from megatron_gdn.mixers.base import RecurrentMixer
 from megatron_gdn.mixers.loader_layout import AUTO, FollowsLoader, LoaderLayout
-from megatron_gdn.mixers.packing import TREE
+from megatron_gdn.mixers.packing import TREE_FORMAT
 
 from .layer import (
     BIAS_DROPOUT_ADD,
@@ -479,9 +479,9 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
     """
     if packed is None:
         return
-    if packed.qkv_format == TREE:
+    if packed.qkv_format == TREE_FORMAT:
         raise NotImplementedError(
-            f"multi-token prediction with qkv_format={TREE!r}: Megatron shifts labels "
+            f"multi-token prediction with qkv_format={TREE_FORMAT!r}: Megatron shifts labels "
             "inside one document, and a prompt's responses are other documents. Pack "
             "every prompt with its response as one document (qkv_format='thd'), or use "
             "a layer pattern without '/'."

@@ -32,7 +32,7 @@ from ..ops.documents import Documents, one_document
 from .arguments import require_causal
 from .flex_attention import Mask, attend
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
-from .packing import TREE, MicroBatchShare
+from .packing import TREE_FORMAT, MicroBatchShare
 from .rotary_lengths import explain_rotary_lengths
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def _config_of_one_rank(config: TransformerConfig) -> TransformerConfig:
 
 
 def _is_tree(packed: PackedSeqParams | None) -> bool:
-    return packed is not None and packed.qkv_format == TREE
+    return packed is not None and packed.qkv_format == TREE_FORMAT
 
 
 @cache

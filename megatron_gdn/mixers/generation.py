@@ -2,8 +2,8 @@
 
 A ``DynamicInferenceContext`` lays the tokens of a step end to end: first the s tokens
 of each decoding request (s = 1 + num_speculative_tokens), then prompts or chunks of
-them, then padding. A slot of the context's buffers has a request's states and last W
-conv inputs; padding has slot -1.
+prompts, then padding. A slot is the index of one request in the context's buffers,
+which hold each request's states and last W conv inputs; padding has slot -1.
 
 Legend: N requests, M slots, s tokens of one request, t tokens of a step.
 """
@@ -30,24 +30,28 @@ if TYPE_CHECKING:
 
     from .interface import Mixer
 
-# Megatron's StaticInferenceContext or DynamicInferenceContext; the two share no
-# attribute that is read here.
-Context = Any
+# Megatron's StaticInferenceContext or DynamicInferenceContext, which have no attribute
+# in common that is read here.
+InferenceContext = Any
 
 
 @uncompiled  # torch.compile would gain nothing: kernels and tables are cached already
 def generate(
     mixer: Mixer,
     rows: Tensor,
-    context: Context,
+    context: InferenceContext,
     attention_mask: Tensor | None,
     packed: PackedSeqParams | None,
 ) -> Tensor:
     """Turn the next tokens' rows ``[s, B, P]`` into rows ``[s, B, H V]`` for out_proj.
 
-    The memory in ``context`` is updated. On each rank ``rows`` has all tokens, also
-    under sequence parallelism. Packed sequences, context parallelism and calls that
-    want gradients raise a NotImplementedError.
+    The states and histories in ``context`` are read and updated. On each rank ``rows``
+    has all tokens, also under sequence parallelism.
+
+    Raises:
+        NotImplementedError: packed sequences, context parallelism, a mask that is not
+            causal, or rows that need a gradient.
+        ValueError: the mixer has no ``layer_number``, or the context no such memory.
     """
     _refuse_generation(mixer, rows, context)
     if not context.is_static_batching():
@@ -79,11 +83,14 @@ def generate(
         )
 
 
-def _refuse_generation(mixer: Mixer, rows: Tensor, context: Context) -> None:
+def _refuse_generation(mixer: Mixer, rows: Tensor, context: InferenceContext) -> None:
     """Raise for a context or layer that cannot generate, and for rows that need a
     gradient."""
-    static = getattr(context, "is_static_batching", None)
-    if static is None or not (static() or hasattr(context, "mamba_states_cache")):
+    is_static = getattr(context, "is_static_batching", None)
+    is_known = is_static is not None and (
+        is_static() or hasattr(context, "mamba_states_cache")
+    )
+    if not is_known:
         raise NotImplementedError(
             f"{type(mixer).__name__} generates with Megatron's StaticInferenceContext "
             f"and DynamicInferenceContext, not with a {type(context).__name__}."
@@ -108,8 +115,12 @@ def _refuse_generation(mixer: Mixer, rows: Tensor, context: Context) -> None:
         )
 
 
-def _dynamic_step(mixer: Mixer, rows: Tensor, context: Context) -> Tensor:
-    """Turn a step's rows ``[t, 1, P]``, padding included, into rows ``[t, 1, H V]``."""
+def _dynamic_step(mixer: Mixer, rows: Tensor, context: InferenceContext) -> Tensor:
+    """Turn a step's rows ``[t, 1, P]`` into rows ``[t, 1, H V]``; both have padding.
+
+    Decoding requests run through ``mixer.ssm_decode``, prompts through
+    ``mixer.ssm_prefill``; ``context`` has the buffers of both.
+    """
     if not getattr(context, "is_hybrid_model", False):
         raise ValueError(
             f"this {type(context).__name__} has no buffers for recurrent states; give "
@@ -121,32 +132,38 @@ def _dynamic_step(mixer: Mixer, rows: Tensor, context: Context) -> Tensor:
             "prefixes; set prefix_caching_mamba_gb=None."
         )
     assert mixer.layer_number is not None
-    number = mixer.layer_number - mixer.pp_layer_offset
-    conv_state, ssm_state = context.mamba_states_cache(number)
+    number_on_stage = mixer.layer_number - mixer.pp_layer_offset
+    conv_state, ssm_state = context.mamba_states_cache(number_on_stage)
     s = 1 + context.num_speculative_tokens
+    # buffers for the memory after each token of a request
     conv_steps = None
     ssm_steps = None
     if s > 1:
-        conv_steps, ssm_steps = context.mamba_states_cache(number, intermediate=True)
-    padded = context.padded_batch_dimensions
-    real = context.batch_dimensions
-    count = padded.decode_req_count * s
-    mixed = None
-    if count:
-        of_requests = rows[:count, 0].unflatten(0, (-1, s))
-        slots = context.mamba_metadata.batch_indices_decode
-        mixed = mixer.ssm_decode(
-            of_requests, conv_state, ssm_state, slots, conv_steps, ssm_steps
+        conv_steps, ssm_steps = context.mamba_states_cache(
+            number_on_stage, intermediate=True
         )
-        mixed = mixed.flatten(0, 1)[:, None]
-    if mixed is None or count < len(rows):
-        decoded = mixed
+    padded_counts = context.padded_batch_dimensions
+    real_counts = context.batch_dimensions
+    decoded_tokens = padded_counts.decode_req_count * s
+    decoded = None
+    if decoded_tokens:
+        rows_NsP = rows[:decoded_tokens, 0].unflatten(0, (-1, s))
+        slots = context.mamba_metadata.batch_indices_decode
+        decoded = mixer.ssm_decode(
+            rows_NsP, conv_state, ssm_state, slots, conv_steps, ssm_steps
+        )
+        decoded = decoded.flatten(0, 1)[:, None]
+    if decoded is not None and decoded_tokens == len(rows):
+        mixed = decoded
+    else:
         heads, _, columns, _ = mixer.dims.state
         mixed = rows.new_zeros(rows.shape[0], 1, heads * columns)
         if decoded is not None:
-            mixed[:count] = decoded
-    if padded.prefill_req_count:
-        begin = real.decode_req_count * s
+            mixed[:decoded_tokens] = decoded
+    if padded_counts.prefill_req_count:
+        # Prompts begin after the real decoding requests, so they overwrite the results
+        # of padded requests.
+        begin = real_counts.decode_req_count * s
         mixed[begin:] = mixer.ssm_prefill(rows[begin:], conv_state, ssm_state, context)
     return mixed
 
@@ -154,21 +171,24 @@ def _dynamic_step(mixer: Mixer, rows: Tensor, context: Context) -> Tensor:
 def state_shapes_per_request(
     mixer: Mixer,
 ) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """The shapes of a request's conv window ``[C, W]`` and its states ``[H, K, V]``.
+    """The shapes of a request's conv window ``[C, W]`` and of its states ``[H, K, V]``.
 
-    States are ``[H, V, K]`` if ``state_transposed``. In ``batch_invariant_mode`` the
-    window is larger, as described in :class:`..ops.generation.memory.Memory`.
+    The states are ``[H, V, K]`` if ``state_transposed``. In ``batch_invariant_mode``
+    the window is larger, as described in :class:`..ops.generation.memory.Memory`.
     """
-    heads, rows, columns, _ = mixer.dims.state
+    dims = mixer.dims
+    heads, rows, columns, _ = dims.state
     if mixer.state_transposed:
         states = (heads, columns, rows)
     else:
         states = (heads, rows, columns)
-    taps = mixer.dims.conv_kernel_dim
-    on_grid = mixer.config.batch_invariant_mode
-    return MemoryShape.of(
-        mixer.dims.layout, mixer.dims.state, taps, on_grid
-    ).window, states
+    shape = MemoryShape.of(
+        dims.layout,
+        dims.state,
+        dims.conv_kernel_dim,
+        mixer.config.batch_invariant_mode,
+    )
+    return shape.window, states
 
 
 def decode_requests(
@@ -180,13 +200,19 @@ def decode_requests(
     intermediate_conv_state: Tensor | None = None,
     intermediate_ssm_state: Tensor | None = None,
 ) -> Tensor:
-    """Turn ``projected [N, s, P]``, N requests' next tokens, into rows ``[N, s, H V]``.
+    """Turn the rows of the next s tokens of N requests into rows ``[N, s, H V]``.
 
-    ``conv_state``, ``ssm_state``: the context's histories and states; request n has
-    slot ``batch_indices[n]`` (default n). The intermediate buffers ``[M, s, ...]``
-    receive the memory after each token, and the context later keeps the memory after
-    the last accepted token. Several tokens without intermediate buffers raise a
-    ValueError.
+    Args:
+        projected: ``[N, s, P]``.
+        conv_state, ssm_state: the context's histories and states, updated in place.
+        batch_indices: int ``[N]``, the slot of each request; default: n for request n.
+        intermediate_conv_state, intermediate_ssm_state: buffers ``[M, s, ...]`` that
+            receive histories and states after each token. The context later keeps those
+            after the last accepted token.
+
+    Raises:
+        ValueError: buffers of another shape or dtype, or several tokens without
+            intermediate buffers.
     """
     rows = projected.transpose(0, 1)
     slots = batch_indices
@@ -212,13 +238,13 @@ def prefill_requests(
     projected: Tensor,
     conv_state: Tensor,
     ssm_state: Tensor,
-    context: Context,
+    context: InferenceContext,
 ) -> Tensor:
-    """Run prompts or chunks of prompts; each continues from the memory in its request's
-    slot.
+    """Run prompts or chunks of prompts, each from the state in its request's slot on.
 
-    ``projected [t, 1, P]`` has the sequences' rows, then padding. The result
-    ``[t, 1, H V]`` is zero at padding. The capture of a CUDA graph raises a
+    ``projected [t, 1, P]`` has the rows of all prompts end to end, then padding. The
+    result ``[t, 1, H V]`` is zero at padding. ``conv_state`` and ``ssm_state`` are the
+    context's buffers, updated in place. The capture of a CUDA graph raises a
     NotImplementedError.
     """
     if projected.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -237,9 +263,9 @@ def prefill_requests(
     if len(offsets) > 1:
         slots = metadata.batch_indices_prefill[: len(offsets) - 1]
         documents = Documents(offsets, projected.device)
-        real = slice(offsets[-1])
-        mixed[real] = prefill(
-            projected[real], stages, memory._replace(slots=slots), documents
+        tokens = offsets[-1]  # without padding
+        mixed[:tokens] = prefill(
+            projected[:tokens], stages, memory._replace(slots=slots), documents
         )
     return mixed
 
@@ -247,9 +273,13 @@ def prefill_requests(
 def _memory_of(
     mixer: Mixer, conv: Tensor, states: Tensor, slots: Tensor | None = None
 ) -> Memory:
-    """The Memory in these buffers, states ``[H, K, V]``; request n has slot
-    ``slots[n]``."""
-    return Memory(conv, states.mT if mixer.state_transposed else states, slots)
+    """The Memory over the context's buffers ``conv`` and ``states``.
+
+    Its states are views ``[M, H, K, V]``; request n has slot ``slots[n]``.
+    """
+    if mixer.state_transposed:
+        states = states.mT
+    return Memory(conv, states, slots)
 
 
 def _checked_memory(
@@ -260,29 +290,30 @@ def _checked_memory(
     states: Tensor,
     slots: Tensor | None = None,
 ) -> Memory:
-    """The memory in the context's buffers, after a check of their shapes and dtypes."""
+    """:func:`_memory_of`; raise if a buffer does not fit ``stages`` or would round
+    ``rows`` or states."""
     dtype = rows.dtype
     H, K, V = stages.memory_shape.state
     wide = torch.promote_types(dtype, torch.float32)
     if mixer.state_transposed:
-        of_states = (H, V, K)
+        state_shape = (H, V, K)
     else:
-        of_states = (H, K, V)
-    for name, buffer, of_request, least in (
+        state_shape = (H, K, V)
+    for name, buffer, shape_per_request, narrowest in (
         ("conv", conv, stages.memory_shape.window, dtype),
-        ("states", states, of_states, wide),
+        ("states", states, state_shape, wide),
     ):
-        if tuple(buffer.shape[1:]) != of_request:
+        if tuple(buffer.shape[1:]) != shape_per_request:
             raise ValueError(
                 f"the context holds {name} of shape {tuple(buffer.shape)}, and this "
-                f"layer's are {of_request} per request. A dynamic context has room for "
-                "recurrent layers of one kind and size; generate with this model "
-                "through a StaticInferenceContext."
+                f"layer's are {shape_per_request} per request. A dynamic context has "
+                "room for recurrent layers of one kind and size; generate with this "
+                "model through a StaticInferenceContext."
             )
-        if torch.promote_types(buffer.dtype, least) != buffer.dtype:
+        if torch.promote_types(buffer.dtype, narrowest) != buffer.dtype:
             raise ValueError(
                 f"the context holds {name} in {buffer.dtype}, which would round them "
-                f"at every token; they must be {least}. Build the context with "
+                f"at every token; they must be {narrowest}. Build the context with "
                 "MambaInferenceStateConfig.from_model(model, "
                 f"conv_states_dtype={dtype}, ssm_states_dtype={wide}); in a launch: "
                 f"--mamba-inference-conv-states-dtype {_dtype_flag(dtype)} "
@@ -293,4 +324,6 @@ def _checked_memory(
 
 def _dtype_flag(dtype: torch.dtype) -> str:
     """The name of ``dtype`` in Megatron's arguments: bf16, fp16 or fp32."""
-    return f"{'bf' if dtype is torch.bfloat16 else 'fp'}{dtype.itemsize * 8}"
+    if dtype is torch.bfloat16:
+        return "bf16"
+    return f"fp{dtype.itemsize * 8}"

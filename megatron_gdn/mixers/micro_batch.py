@@ -361,7 +361,7 @@ class MicroBatches:
         cheaper.
         """
         schemes = self._schemes_of(group, rule, layout)
-        # Whole on one rank, else headwise if it can run
+        # WholeSequences on one rank, else headwise if it can run
         first = schemes[0]
         # chunkwise, if both can run
         last = schemes[-1]

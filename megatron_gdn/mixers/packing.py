@@ -27,22 +27,23 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from torch.distributed import ProcessGroup
 
-_RESOLVED = "_megatron_gdn_documents"
-# The attribute of a checkpoint's autograd context with stamps of the documents that it
-# has read.
-_READ_IN_CHECKPOINT = "_megatron_gdn_stamps"
-PARENTS_ATTRIBUTE = (
-    "_megatron_gdn_parents"  # attribute with the parents of a tree's documents
-)
-# Not "thd", so that layers which do not know trees refuse the documents.
-TREE = "thd_tree"
-_BOUNDARIES = (
+# Attributes of a PackedSeqParams: the `_ResolvedDocuments` that the first layer stored,
+# and the parents of a tree's documents.
+_RESOLVED_ATTRIBUTE = "_megatron_gdn_documents"
+PARENTS_ATTRIBUTE = "_megatron_gdn_parents"
+# The attribute of a checkpoint's autograd context: stamps of the documents that the
+# checkpoint's forward has read.
+_STAMPS_ATTRIBUTE = "_megatron_gdn_stamps"
+# The qkv_format of trees of documents. It is not "thd", so that a layer which does not
+# know trees refuses them.
+TREE_FORMAT = "thd_tree"
+_BOUNDARY_FIELDS = (
     "cu_seqlens_q_padded",
     "cu_seqlens_q",
     "cu_seqlens_kv_padded",
     "cu_seqlens_kv",
 )
-_UNPACKED = ("sbhd", "bshd")
+_UNPACKED_FORMATS = ("sbhd", "bshd")
 
 
 class _ResolvedDocuments(NamedTuple):
@@ -51,7 +52,8 @@ class _ResolvedDocuments(NamedTuple):
 
     # format, parents, numbers of tokens, device, ids of seq_idx and the offsets
     key: tuple
-    # the offsets, one tensor for each name in _BOUNDARIES
+    # the tensors of offsets, one for each name in _BOUNDARY_FIELDS; kept alive, so that
+    # no new tensor gets the id of one of them
     sources: tuple[Tensor | None, ...]
     fingerprint: list[object]  # the result of :func:`_fingerprint_of` for the sources
     documents: Documents
@@ -60,11 +62,20 @@ class _ResolvedDocuments(NamedTuple):
 
 
 def _fingerprint_of(sources: Sequence[Tensor | None]) -> list[object]:
-    """The offsets' values; for offsets on a GPU torch's version counters, read without
-    a wait."""
-    return [
-        x if x is None else x._version if x.is_cuda else x.tolist() for x in sources
-    ]
+    """A value for each tensor of offsets that changes if the tensor is written to.
+
+    On a CPU it is the list of offsets, on a GPU torch's version counter, for which the
+    host does not wait.
+    """
+    values: list[object] = []
+    for offsets in sources:
+        if offsets is None:
+            values.append(None)
+        elif offsets.is_cuda:
+            values.append(offsets._version)
+        else:
+            values.append(offsets.tolist())
+    return values
 
 
 def resolve_packed_seq_params(
@@ -82,8 +93,8 @@ def resolve_packed_seq_params(
     offsets, before any context-parallel split, up to ``total_tokens`` of all ranks.
     Padding is at the end of a document's slot, so no token of a causal layer sees
     padding. Rows of padding must be finite, since weights get gradients from all rows
-    and 0 * NaN is NaN; the loss must mask these rows. ``total_tokens`` and ``seq_idx``,
-    which Megatron's Mamba layers read, are only compared.
+    and 0 * NaN is NaN; the loss must mask these rows. The fields ``total_tokens`` and
+    ``seq_idx``, which Megatron's Mamba layers read, must fit the boundaries.
 
     Raises:
         RuntimeError: a recomputed forward finds other boundaries than its own first
@@ -107,14 +118,15 @@ def _resolve(
 ) -> Documents | None:
     """The documents of ``params``, read now or by an earlier layer of the
     micro-batch."""
-    if (fixed := static_documents_of(params)) is not None:
+    fixed = static_documents_of(params)
+    if fixed is not None:
         if not _is_packed(params):
             return None
         documents = _checked_buffers(fixed, total_tokens, device)
         _require_same_tokens(params, documents)
         return documents
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    sources = tuple(getattr(params, name) for name in _BOUNDARIES)
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    sources = tuple(getattr(params, name) for name in _BOUNDARY_FIELDS)
     parents = params.__dict__.get(PARENTS_ATTRIBUTE)
     key = (
         params.qkv_format,
@@ -125,9 +137,10 @@ def _resolve(
         id(params.seq_idx),
         tuple(map(id, sources)),
     )
-    known: _ResolvedDocuments | None = (
-        None if captured else params.__dict__.get(_RESOLVED)
-    )
+    # what an earlier layer stored
+    known: _ResolvedDocuments | None = None
+    if not is_capturing:
+        known = params.__dict__.get(_RESOLVED_ATTRIBUTE)
     if (
         known is not None
         and known.key == key
@@ -139,14 +152,14 @@ def _resolve(
         return known.by_stream[stream]
     if not _is_packed(params):
         return None
-    if captured:
+    if is_capturing:
         raise NotImplementedError(
             "packed documents cannot be captured in a CUDA graph: a replay would use "
             "the boundaries of the captured micro-batch. Pass "
             "megatron_gdn.static_packed_seq_params(...) (docs/cuda_graphs.md), leave "
             "this layer out of the graphs, or train on unpacked sequences."
         )
-    for name, offsets in zip(_BOUNDARIES, sources, strict=True):
+    for name, offsets in zip(_BOUNDARY_FIELDS, sources, strict=True):
         if offsets is not None and not isinstance(offsets, Tensor):
             raise TypeError(
                 f"packed_seq_params.{name} is a {type(offsets).__name__}; it must be a "
@@ -165,10 +178,10 @@ def _resolve(
     else:
         before = documents
     if not torch.equal(documents.stamp, before.stamp):
-        found = f"{shortened(documents.offsets)} after {shortened(before.offsets)}"
-        raise RuntimeError(changed_boundaries_message(found))
+        change = f"{shortened(documents.offsets)} after {shortened(before.offsets)}"
+        raise RuntimeError(changed_boundaries_message(change))
     by_stream = {stream_of_tables(): documents}
-    params.__dict__[_RESOLVED] = _ResolvedDocuments(
+    params.__dict__[_RESOLVED_ATTRIBUTE] = _ResolvedDocuments(
         key, sources, _fingerprint_of(sources), documents, by_stream
     )
     return documents
@@ -180,52 +193,57 @@ def _is_recomputed() -> bool:
 
 
 def _require_same_tokens(params: PackedSeqParams, documents: Documents) -> None:
-    """Refuse ``total_tokens`` and ``seq_idx`` that contradict the documents'
-    boundaries."""
+    """Raise if ``total_tokens`` or ``seq_idx`` of ``params`` contradicts the documents'
+    boundaries.
+
+    ``seq_idx`` is Megatron's tensor with a number for each token, which changes where a
+    document begins.
+    """
     given = params.total_tokens
     tokens = documents.total_tokens
-    index = params.seq_idx
+    seq_idx = params.seq_idx
     if given is not None and given != tokens:
         raise ValueError(
             f"packed_seq_params has total_tokens={given}, and its documents have "
             f"{tokens} tokens over all context-parallel ranks. Give this number, or "
             "None."
         )
-    if index is None:
+    if seq_idx is None:
         return
     if not documents.known_on_host:
         raise ValueError(
             "packed_seq_params with fixed buffers has a seq_idx, which set_documents "
             "would not change. Leave total_tokens and seq_idx None."
         )
-    changes = index.flatten().diff() != 0
+    changes = seq_idx.flatten().diff() != 0
     starts = torch.tensor(
         documents.filled_offsets[1:-1], dtype=torch.int64, device="cpu"
     )
     expected = torch.zeros(max(tokens - 1, 0), dtype=torch.bool, device="cpu")
     expected[starts - 1] = True
-    if index.numel() != tokens or not torch.equal(
-        changes, to_device(expected, index.device)
+    if seq_idx.numel() != tokens or not torch.equal(
+        changes, to_device(expected, seq_idx.device)
     ):
         raise ValueError(
-            f"packed_seq_params has a seq_idx of shape {tuple(index.shape)} whose "
-            "documents are not those of cu_seqlens, "
-            f"{shortened(documents.offsets)}. Make "
+            f"packed_seq_params has a seq_idx of shape {tuple(seq_idx.shape)} whose "
+            f"documents are not those of cu_seqlens, {shortened(documents.offsets)}. Make "
             f"it [1, {tokens}] with another number in each document (Megatron does if "
             "total_tokens is given), or None."
         )
 
 
 def _check_recomputation(documents: Documents) -> None:
-    """Let a checkpoint remember ``documents``; raise if its recomputation reads others.
+    """In a checkpoint's first run, store the stamp of ``documents``; in its
+    recomputation, raise a RuntimeError if ``documents`` have no stored stamp.
 
     Other micro-batches may run between a forward and its recomputation, and a reentrant
-    checkpoint passes no saved tensor to the recomputation. What both runs have in
-    common is the checkpoint's autograd context: an argument of a caller in the first
-    run, the current node in the second.
+    checkpoint passes no saved tensor to the recomputation. Both runs know the
+    checkpoint's autograd context: in the first run it is the argument ``ctx`` of a
+    function that is running, in the second it is the current node. The stamps are
+    stored on this context.
     """
     node = torch._C._current_autograd_node()
-    stamps = getattr(node, _READ_IN_CHECKPOINT, None)
+    stamps = getattr(node, _STAMPS_ATTRIBUTE, None)
     if stamps and not any(documents.has_stamp(stamp) for stamp in stamps):
         raise RuntimeError(documents.changed_message(stamps[-1]))
     # A reentrant checkpoint runs its first forward without gradients, and no backward
@@ -234,9 +252,9 @@ def _check_recomputation(documents: Documents) -> None:
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return
     for context in _contexts_of_callers():
-        read = vars(context).setdefault(_READ_IN_CHECKPOINT, [])
-        if not any(documents.has_stamp(stamp) for stamp in read):
-            read.append(documents.stamp)
+        stamps = vars(context).setdefault(_STAMPS_ATTRIBUTE, [])
+        if not any(documents.has_stamp(stamp) for stamp in stamps):
+            stamps.append(documents.stamp)
 
 
 def _contexts_of_callers() -> Iterator[FunctionCtx]:
@@ -276,22 +294,25 @@ def _checked_buffers(
 
 
 def _is_packed(params: PackedSeqParams) -> bool:
-    """Whether ``params`` has packed documents; raise for boundaries in another
-    format."""
-    layout = params.qkv_format
-    if layout in ("thd", TREE):
+    """Whether ``params`` has packed documents.
+
+    Raises a ValueError for an unknown ``qkv_format``, and for boundaries in a format
+    that is not packed.
+    """
+    qkv_format = params.qkv_format
+    if qkv_format in ("thd", TREE_FORMAT):
         return True
-    if layout is not None and layout not in _UNPACKED:
+    if qkv_format is not None and qkv_format not in _UNPACKED_FORMATS:
         raise ValueError(
-            f"packed_seq_params has qkv_format={layout!r}; legal are 'thd' (packed "
+            f"packed_seq_params has qkv_format={qkv_format!r}; legal are 'thd' (packed "
             "documents, with cu_seqlens_q), 'sbhd' and 'bshd' (not packed), and None "
             "(packed if there are cu_seqlens_*)."
         )
-    given = [name for name in _BOUNDARIES if getattr(params, name) is not None]
-    if given and layout is not None:
+    given = [name for name in _BOUNDARY_FIELDS if getattr(params, name) is not None]
+    if given and qkv_format is not None:
         raise ValueError(
-            f"packed_seq_params has qkv_format={layout!r}, which is not packed, and "
-            f"gives {', '.join(given)}. Set qkv_format='thd' to keep the documents "
+            f"packed_seq_params has qkv_format={qkv_format!r}, which is not packed, "
+            f"and gives {', '.join(given)}. Set qkv_format='thd' to keep the documents "
             "apart, or leave the boundaries None."
         )
     if not given and params.seq_idx is not None:
@@ -310,12 +331,17 @@ def _read_documents(
     total_tokens: int,
     device: torch.device,
 ) -> Documents:
-    """Documents from offsets ``sources``, ordered as _BOUNDARIES; ``parents``: those of
-    a tree."""
-    # Each tensor is read once, since the host waits for a GPU; most are the same
+    """Read and check the offsets, and make the documents.
+
+    ``sources`` has a tensor of offsets, or None, for each name in _BOUNDARY_FIELDS.
+    ``parents`` has the index of each document's parent if the documents are a tree.
+    """
+    # Each tensor is read once, since the host waits for a GPU; most fields have the same
     # tensor.
-    read = {id(x): offsets_of(x) for x in sources if x is not None}
-    q_padded, q, kv_padded, kv = (None if x is None else read[id(x)] for x in sources)
+    offsets_by_id = {id(x): offsets_of(x) for x in sources if x is not None}
+    q_padded, q, kv_padded, kv = (
+        None if x is None else offsets_by_id[id(x)] for x in sources
+    )
     if q_padded is None:
         boundaries = q
     else:
@@ -350,14 +376,14 @@ def _read_documents(
                 "slot "
                 "per document, at least as long as the document."
             )
-    if (parents is not None) != (qkv_format == TREE):
+    if (parents is not None) != (qkv_format == TREE_FORMAT):
         if parents is None:
-            had = "no parents"
+            has = "no parents"
         else:
-            had = "parents of its documents"
+            has = "parents of its documents"
         raise ValueError(
-            f"packed_seq_params has qkv_format={qkv_format!r} and {had}. Documents "
-            f"that continue others have qkv_format={TREE!r} and come from "
+            f"packed_seq_params has qkv_format={qkv_format!r} and {has}. Documents "
+            f"that continue others have qkv_format={TREE_FORMAT!r} and come from "
             "megatron_gdn.tree_packed_seq_params; copies made with dataclasses.replace "
             "lose the parents."
         )
@@ -369,8 +395,11 @@ def _read_documents(
 def context_parallel_group_of(
     packed: PackedSeqParams | None, group: ProcessGroup | None
 ) -> ProcessGroup | None:
-    """The micro-batch's context-parallel group (None: one rank) if it names one, else
-    ``group``."""
+    """The context-parallel group of a micro-batch; None: one rank.
+
+    It is the group that ``packed`` names by ``cp_group`` and ``local_cp_size``, else
+    ``group``. A ValueError if both fields contradict each other.
+    """
     if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
         return group
     group = packed.cp_group
@@ -391,13 +420,15 @@ class MicroBatchShare(NamedTuple):
     """The tokens of a micro-batch that one context-parallel rank holds, for attention
     layers."""
 
-    documents: Documents | None
-    group: ProcessGroup | None
-    size: int  # ranks of the group
+    documents: Documents | None  # with boundaries on the host; None: not packed
+    group: ProcessGroup | None  # the context-parallel group
+    size: int  # the number of the group's ranks
     rank: int
-    layout: SequenceLayout
+    layout: SequenceLayout  # how the loader cut the documents over the ranks
+    # tokens of each document with its padding; of a batch that is not packed, the
+    # tokens of one row
     lengths: tuple[int, ...]
-    device: torch.device
+    device: torch.device  # of the layer's rows
 
     @classmethod
     def of(
@@ -408,15 +439,21 @@ class MicroBatchShare(NamedTuple):
         tokens: int,
         device: torch.device,
     ) -> MicroBatchShare:
-        """The share of a rank of ``tokens`` tokens; ``layout_of(packed)``: the loader's
-        layout."""
+        """The share of a rank that holds ``tokens`` tokens.
+
+        ``layout_of(packed)`` returns how the loader cut the micro-batch; it is called
+        only if there are several ranks.
+        """
         group = context_parallel_group_of(packed, group)
-        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        size = 1
+        rank = 0
+        if group is not None:
+            size = group.size()
+            rank = group.rank()
         total = tokens * size
         documents = resolve_packed_seq_params(packed, total, device)
-        # raises in graph capture
         if documents is not None:
-            documents = documents.on_host()
+            documents = documents.on_host()  # raises while a CUDA graph is captured
         layout = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
         if total != tokens:
             layout = layout_of(None if documents is None else packed)
@@ -428,7 +465,7 @@ class MicroBatchShare(NamedTuple):
 
     @property
     def positions(self) -> Tensor:
-        """Positions of this rank's tokens; int64 ``[s]`` on the host."""
+        """Positions of this rank's tokens in the buffer; int64 ``[s]`` on the host."""
         return positions(self.lengths, self.size, self.layout)[self.rank]
 
     @property
@@ -444,6 +481,8 @@ class MicroBatchShare(NamedTuple):
         )
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' ``[s, ...]`` as ``[S, ...]`` in sequence order; backward: sum
-        gradients."""
+        """Gather the ranks' shares ``[s, ...]`` to ``[S, ...]`` in sequence order.
+
+        The backward sums the gradients of all ranks.
+        """
         return gather_in_order(x, self.group, self.lengths, self.layout)

@@ -1,8 +1,8 @@
-"""Stores mixers' histories and states in Megatron's StaticInferenceContext (rows of one
-length).
+"""Stores mixers' histories and states in Megatron's StaticInferenceContext, whose batch
+rows all have the same length.
 
-The memory lies in ``key_value_memory_dict`` with the batch in dimension 1, like keys
-and values, so Megatron's ``swap_key_value_dict`` reorders the memory too. s is the
+Histories and states are in ``key_value_memory_dict`` with the batch in dimension 1,
+like keys and values, so Megatron's ``swap_key_value_dict`` reorders them too. s is the
 number of tokens of a forward.
 """
 
@@ -21,63 +21,67 @@ from ..ops.stages import Stages
 if TYPE_CHECKING:
     from megatron.core.inference.contexts import StaticInferenceContext
 
-# After the first forward, up to this many tokens run token by token; `roll_back` can
-# undo them.
+# The largest number of tokens that one forward decodes token by token, so that
+# `roll_back` can undo each of these tokens.
 MOST_DECODED = 16
 
-_PROGRESS = "megatron_gdn_places"
+# the attribute of a context with the `_RowProgress` of each layer and first batch row
+_PROGRESS_ATTRIBUTE = "megatron_gdn_places"
 
 
 @dataclass
 class _RowProgress:
-    """How many tokens one layer has run in each of ``rows`` successive batch rows."""
+    """How far one layer has come in ``rows`` successive batch rows."""
 
     rows: int
-    tokens: int  # tokens of each batch row that the layer has run
-    # the whole batch's states; Megatron's reordering replaces this tensor
+    tokens: int  # tokens that the layer has run in each of these batch rows
+    # the states of all batch rows; Megatron's reordering replaces this tensor
     states: Tensor
-    # the rows' memory before the last forward and after each token
+    # the memory of these rows before the last forward and after each of its tokens;
+    # None if `roll_back` cannot undo this forward
     steps: Memory | None = None
 
 
 def mix_static(
     rows: Tensor, stages: Stages, context: StaticInferenceContext, layer: int
 ) -> Tensor:
-    """Run the mixer for the next s tokens of B batch rows, from
-    ``context.batch_size_offset`` on.
+    """Run the mixer for the next s tokens of B batch rows: ``[s, B, P] -> [s, B, H V]``.
 
-    ``rows``: ``[s, B, P]``. If ``context.sequence_len_offset`` is 0, the sequences
-    begin, else they continue: up to :data:`MOST_DECODED` tokens run one by one, more
-    tokens run as one prefill.
+    The B rows are those from ``context.batch_size_offset`` on. The sequences begin if
+    ``context.sequence_len_offset`` is 0, else they continue. Up to :data:`MOST_DECODED`
+    continuing tokens run one by one, more tokens run as one prefill. ``layer`` is the
+    layer's number, under which the context keeps states and progress.
     """
     s, B = rows.shape[:2]
     start = context.batch_size_offset
     offset = context.sequence_len_offset
+    # by layer and first batch row
     progress_by_rows: dict[tuple[int, int], _RowProgress] = vars(context).setdefault(
-        _PROGRESS, {}
+        _PROGRESS_ATTRIBUTE, {}
     )
     progress = progress_by_rows.get((layer, start))
     _check_progress(context, layer, progress, s, B)
     memories = context.key_value_memory_dict
-    if layer not in memories:  # memory for the whole batch, in dimension 1 as in keys
+    if layer not in memories:  # for all batch rows, in dimension 1 as in keys
         new_memory = stages.memory_shape.zeros(
             context.max_batch_size, rows.dtype, rows.device
         )
         memories[layer] = new_memory.history[None], new_memory.state[None]
-    buffers = memories[layer]
-    history, state = buffers
-    memory = Memory(history[0, start : start + B], state[0, start : start + B])
+    histories, states = memories[layer]
+    memory = Memory(histories[0, start : start + B], states[0, start : start + B])
     steps = None
     if offset == 0 or s > MOST_DECODED:
         mixed = prefill(rows, stages, memory, begins=offset == 0)
     else:
         steps = memory.steps(s) if s > 1 else None
         mixed = decode(rows, stages, memory, steps)
-    if offset == 0:  # forget progress of other row ranges that overlap this one
+    if offset == 0:  # forget the progress in ranges of rows that overlap this range
         for key, other in list(progress_by_rows.items()):
-            if key[0] == layer and key[1] < start + B and start < key[1] + other.rows:
+            other_layer, other_start = key
+            overlap = other_start < start + B and start < other_start + other.rows
+            if other_layer == layer and overlap:
                 del progress_by_rows[key]
-    progress_by_rows[layer, start] = _RowProgress(B, offset + s, buffers[1], steps)
+    progress_by_rows[layer, start] = _RowProgress(B, offset + s, states, steps)
     return mixed
 
 
@@ -101,7 +105,7 @@ def roll_back(context: StaticInferenceContext, accepted: int) -> None:
             range. The context is unchanged.
     """
     progress_by_rows: dict[tuple[int, int], _RowProgress] = getattr(
-        context, _PROGRESS, {}
+        context, _PROGRESS_ATTRIBUTE, {}
     )
     if not progress_by_rows or not all(
         map(_tokens_of_last_step, progress_by_rows.values())
@@ -163,11 +167,9 @@ def _check_progress(
     if offset and (progress is None or (progress.rows, progress.tokens) != (B, offset)):
         if progress is None:
             has = "no state"
-        else:
-            has = f"the state of {progress.rows} rows"
-        if progress is None:
             after = ""
         else:
+            has = f"the state of {progress.rows} rows"
             after = f", after {progress.tokens} tokens"
         raise ValueError(
             f"layer {layer} has {has} from batch_size_offset={start} on{after}, and "

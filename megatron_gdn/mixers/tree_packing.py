@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..ops.host_tables import to_device
 from ..ops.trees import TreeDocuments
-from .packing import PARENTS_ATTRIBUTE, TREE
+from .packing import PARENTS_ATTRIBUTE, TREE_FORMAT
 from .padding import packed_seq_params_of, padded_lengths
 
 Tokens = Tensor | Sequence[int]
@@ -66,7 +66,7 @@ def tree_packed_seq_params(
         tuple(lengths),
     )
     (longest,) = padded_lengths((documents.longest_sequence,), multiple_of)
-    params = packed_seq_params_of(TREE, lengths, slots, longest, device)
+    params = packed_seq_params_of(TREE_FORMAT, lengths, slots, longest, device)
     params.__dict__[PARENTS_ATTRIBUTE] = documents.parents
     return params
 

@@ -16,7 +16,7 @@ from megatron_gdn import (
     static_packed_seq_params,
     tree_packed_seq_params,
 )
-from megatron_gdn.mixers.packing import TREE, resolve_packed_seq_params
+from megatron_gdn.mixers.packing import TREE_FORMAT, resolve_packed_seq_params
 from megatron_gdn.ops.trees import TreeDocuments
 
 CPU = torch.device("cpu")
@@ -351,7 +351,7 @@ def test_parents_are_never_lost_in_silence():
     without = dataclasses.replace(params)
     separate = copy.copy(params)
     separate.qkv_format = "thd"
-    other = PackedSeqParams(qkv_format=TREE, cu_seqlens_q=params.cu_seqlens_q)
+    other = PackedSeqParams(qkv_format=TREE_FORMAT, cu_seqlens_q=params.cu_seqlens_q)
     for changed in (without, separate, other):
         with pytest.raises(
             ValueError, match="come from megatron_gdn.tree_packed_seq_params"
