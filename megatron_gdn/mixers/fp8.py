@@ -1,4 +1,5 @@
-"""in_proj under Megatron's FP8: all columns but the rule's gates are FP8 products.
+"""in_proj under Megatron's FP8: FP8 products compute all columns except the rule's
+gates.
 
     main  = x @ (weight rows before the gates)^T      the linear's own FP8 product
     gates = x @ (weight rows of the gates)^T          in the weights' dtype
@@ -8,7 +9,7 @@
 FP8 adds 3.7% of noise to a column (e4m3, Transformer Engine 2.20), and the recurrence
 compounds the noise of a decay. Without the gates the number of columns also suits FP8:
 on 8 ranks, 12288 / 8 is a multiple of 16, 12352 / 8 is not. The weight stays one
-parameter; a call reads views of its rows.
+parameter, and each product reads a view of some of its rows.
 
 Legend: T tokens of all batch rows, p gate columns and P in_proj columns of this rank.
 """
@@ -36,7 +37,7 @@ from torch import Tensor, nn
 from ..compat.observe import log_once
 from ..ops.autograd import uncompiled
 from ..ops.layout import Layout, SizeError
-from .gate_product import CutRows, GateProduct
+from .gate_product import GateProduct, SplitRows
 from .tensor_map import stored_quantised
 
 if TYPE_CHECKING:
@@ -47,10 +48,21 @@ if TYPE_CHECKING:
 
 
 def check_fp8_settings(
-    config: Any, mixer: str, widths: Mapping[str, int], held: str
+    config: Any, mixer: str, widths: Mapping[str, int], heads_in_words: str
 ) -> None:
-    """Refuse FP4; refuse FP8 if this GPU has no MXFP8, or one of ``widths`` (columns by
-    name) does not fit; ``held``: the heads in words."""
+    """Raise if the config asks for FP4, or for FP8 products that cannot run.
+
+    Args:
+        config: Megatron's config of the model.
+        mixer: the mixer's name, for the error.
+        widths: the numbers of columns that FP8 products have on this rank, each with a
+            name for the error.
+        heads_in_words: the heads of this rank, for the error.
+
+    Raises:
+        NotImplementedError: FP4, or MXFP8 on a GPU that has none.
+        SizeError: FP8 cannot have one of ``widths``.
+    """
     if getattr(config, "fp4", None):
         raise NotImplementedError(
             f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit "
@@ -63,7 +75,7 @@ def check_fp8_settings(
         multiple = fp8_utils.get_fp8_align_size(config.fp8_recipe)
         if config.fp8_recipe == "mxfp8" and torch.cuda.is_available():
             _require_mxfp8()
-        require_fp8_widths(widths, held, multiple)
+        require_fp8_widths(widths, heads_in_words, multiple)
 
 
 def _require_mxfp8() -> None:
@@ -78,33 +90,39 @@ def _require_mxfp8() -> None:
 
 
 def widths_in_fp8(layout: Layout) -> dict[str, int]:
-    """The widths that FP8 products have in a mixer of this ``layout``, by name."""
+    """The widths that FP8 products have in a mixer of this ``layout``, by a name for
+    errors."""
     return {
         "in_proj without the gates": layout.main_width,
         "the input of out_proj": layout.mixed_width,
     }
 
 
-def require_fp8_widths(widths: Mapping[str, int], held: str, multiple: int) -> None:
-    """Raise if one of ``widths`` (columns by name) is no multiple of ``multiple``."""
-    for of, width in widths.items():
+def require_fp8_widths(
+    widths: Mapping[str, int], heads_in_words: str, multiple: int
+) -> None:
+    """Raise a SizeError if one of ``widths`` is no multiple of ``multiple``.
+
+    The other arguments are those of :func:`check_fp8_settings`.
+    """
+    for name, width in widths.items():
         if width % multiple:
             raise SizeError(
-                f"FP8 needs multiples of {multiple}, but {of} has {width} columns on a "
-                f"tensor-parallel rank (remainder {width % multiple}; {held}). "
-                "Use a smaller tensor_model_parallel_size, or keep this layer out of "
-                "FP8."
+                f"FP8 needs multiples of {multiple}, but {name} has {width} columns on "
+                f"a tensor-parallel rank (remainder {width % multiple}; "
+                f"{heads_in_words}). Use a smaller tensor_model_parallel_size, or keep "
+                "this layer out of FP8."
             )
 
 
 def with_gates_outside_fp8(
     spec: ModuleSpec | type, layout: Layout, section: str = ""
 ) -> ModuleSpec | type:
-    """``spec`` of an in_proj that computes gates outside of FP8: those of ``layout``,
-    or the ``section`` of this name, which has other columns on both sides.
+    """``spec`` of an in_proj, changed so that the linear computes gates outside of FP8.
 
-    A linear without FP8, or a layout without gates, keeps its ``spec``. The built
-    linear needs :func:`set_gate_columns`.
+    The gates are the last columns of ``layout``, or the columns of ``section`` if it is
+    not "". A linear that has no FP8, or a layout without gates, keeps its ``spec``. The
+    built linear needs :func:`set_gate_columns`.
     """
     if section:
         return _with_mixin(spec, SectionOutsideFP8)
@@ -114,26 +132,31 @@ def with_gates_outside_fp8(
 
 
 def outside_fp8(spec: ModuleSpec | type) -> ModuleSpec | type:
-    """``spec`` of a linear that always computes in its weight's dtype."""
+    """``spec``, changed so that the linear always computes in its weight's dtype."""
     return _with_mixin(spec, OutsideFP8)
 
 
 def _with_mixin(spec: ModuleSpec | type, mixin: type[nn.Module]) -> ModuleSpec | type:
-    """``spec`` of a linear whose class is also a ``mixin``; a linear without FP8 keeps
-    its ``spec``."""
-    kind = get_module(spec)
-    if not hasattr(kind, "will_execute_quantized"):
+    """``spec`` of a linear whose class also inherits from ``mixin``; a linear without
+    FP8 keeps its ``spec``."""
+    linear_class = get_module(spec)
+    if not hasattr(linear_class, "will_execute_quantized"):
         return spec
-    kind = _class_with(mixin, kind)
+    linear_class = _class_with(mixin, linear_class)
     if isinstance(spec, ModuleSpec):
-        return replace(spec, module=kind)
-    return kind
+        return replace(spec, module=linear_class)
+    return linear_class
 
 
 def set_gate_columns(
     in_proj: nn.Module, layout: Layout, group: ProcessGroup, section: str = ""
 ) -> None:
-    """Tell ``in_proj`` which of its columns are gates; log if FP8 has no effect."""
+    """Tell the built ``in_proj`` which of its columns are gates.
+
+    ``group`` is the tensor-parallel group; the other arguments are those of
+    :func:`with_gates_outside_fp8`. A log line says so if FP8 has no effect on this
+    linear.
+    """
     if not hasattr(in_proj, "fp8_meta"):
         log_once(
             f"FP8 has no effect on projections of {type(in_proj).__name__}: they "
@@ -160,13 +183,16 @@ def build_linear(
     spec: ModuleSpec | type, config: TransformerConfig, *sizes: int, **options: object
 ) -> Any:
     """Build a linear with a weight in ``params_dtype``, even if the config sets
-    ``fp8_param``."""
-    # All rows of an FP8 weight have one scale, so the gates' rows cannot be in such a
-    # weight.
-    wide = nullcontext()
+    ``fp8_param``.
+
+    ``sizes`` (columns in and out) and ``options`` go to the linear's constructor.
+    """
+    # An FP8 weight would round the gates' rows.
+    no_fp8_weights = nullcontext()
     if getattr(config, "fp8_param", False):
-        wide = import_module("transformer_engine.pytorch").fp8_model_init(enabled=False)
-    with wide:
+        engine = import_module("transformer_engine.pytorch")
+        no_fp8_weights = engine.fp8_model_init(enabled=False)
+    with no_fp8_weights:
         linear: Any = build_module(spec, *sizes, config=config, **options)
     weight = getattr(linear, "weight", None)
     if may_use_fp8(config) and weight is not None and stored_quantised(weight):
@@ -186,15 +212,14 @@ def runs_in_fp8(linear: Any) -> bool:
 
 
 def keep_unquantised_input(linear: Any, config: TransformerConfig) -> bool:
-    """Let ``linear`` save its input unquantised; return whether ``linear`` can do
-    so."""
+    """Let ``linear`` save its input unquantised for its backward.
+
+    Returns False, and logs why, if this linear can save only an input in FP8.
+    """
     if not may_use_fp8(config) or not hasattr(linear, "fp8_meta"):
         return True
-    if (
-        config.fp8
-        and config.fp8_recipe == "delayed"
-        or not hasattr(linear, "save_original_input")
-    ):
+    delayed_scaling = config.fp8 and config.fp8_recipe == "delayed"
+    if delayed_scaling or not hasattr(linear, "save_original_input"):
         log_once(
             "out_proj keeps its input in FP8 (delayed scaling, or an older Transformer "
             "Engine), so recompute_norm_out, part of recompute='light', frees no "
@@ -206,11 +231,11 @@ def keep_unquantised_input(linear: Any, config: TransformerConfig) -> bool:
 
 
 class OutsideFP8(nn.Module):
-    """Mixin of a linear that computes in its weight's dtype, whatever FP8 or a
-    quantization recipe says: its columns are gates of the rule."""
+    """Mixin of a linear whose columns are gates of the rule: it computes in its weight's
+    dtype, even if the config or a quantization recipe asks for FP8."""
 
     def finish_init(self, quantization_config: object) -> None:
-        """Set the linear's quantization recipe (Megatron calls this) to none at all."""
+        """Megatron calls this with the linear's quantization recipe; take none."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
         linear: Any = self
         linear.te_quant_params = _never_quantised()
@@ -218,22 +243,22 @@ class OutsideFP8(nn.Module):
 
 @cache
 def _never_quantised() -> Any:
-    """Megatron's settings of a linear that no FP8 context quantises."""
+    """Megatron's ``TEQuantizationParams`` of a linear that no FP8 context quantises."""
     linears: Any = import_module("megatron.core.extensions.transformer_engine")
-    none = linears.TEQuantizationRecipe()
-    return linears.TEQuantizationParams(none, none)
+    empty_recipe = linears.TEQuantizationRecipe()
+    return linears.TEQuantizationParams(empty_recipe, empty_recipe)
 
 
 class _SeveralProducts(nn.Module):
-    """Mixin of a column-parallel linear that multiplies the rows of its weight by
-    several products under FP8. The weight stays one parameter."""
+    """Mixin of a column-parallel linear that computes its columns by several products
+    under FP8, each with some rows of the weight. The weight stays one parameter."""
 
     sequence_parallel: bool
     fuse_wgrad_accumulation: bool
 
     def finish_init(self, quantization_config: object) -> None:
-        """Set the linear's quantization recipe (Megatron calls this); refuse an illegal
-        one."""
+        """Megatron calls this with the linear's quantization recipe; raise if it is not
+        legal."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
         self.refuse_fp4_and_delayed_gradients()
 
@@ -241,9 +266,9 @@ class _SeveralProducts(nn.Module):
         """Raise if the quantization recipe asks for FP4, or if FP8 has delayed weight
         gradients."""
         linear: Any = self
-        of_module = getattr(linear, "te_quant_params", None)
-        if of_module is not None:
-            for recipe in (of_module.training_recipe, of_module.evaluation_recipe):
+        settings = getattr(linear, "te_quant_params", None)
+        if settings is not None:
+            for recipe in (settings.training_recipe, settings.evaluation_recipe):
                 if recipe is not None and recipe.fp4_quantization_recipe is not None:
                     raise NotImplementedError(
                         "the quantization recipe computes in_proj in FP4, which was "
@@ -257,29 +282,37 @@ class _SeveralProducts(nn.Module):
                 "FP8, and their weight gradient at once. Switch one of the two off."
             )
 
-    def _product(
+    def _product_with(
         self,
-        x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        x: Tensor,
         args: tuple,
         kwargs: dict,
     ) -> Any:
-        """The linear's own output with some rows of its weight and bias."""
-        held = {"weight": weight}
+        """The output of the linear's own forward, called with ``x``, while ``weight``
+        and ``bias`` stand in for its parameters.
+
+        ``args`` and ``kwargs`` are the further arguments of that forward.
+        """
+        stand_ins = {"weight": weight}
         if bias is not None:
-            held["bias"] = bias
+            stand_ins["bias"] = bias
         parameters: StateDict = self._parameters
-        kept = {name: parameters[name] for name in held}
-        parameters.update(held)
+        own = {name: parameters[name] for name in stand_ins}
+        parameters.update(stand_ins)
         try:
             out, _ = super().forward(x, *args, **kwargs)
         finally:
-            parameters.update(kept)
+            parameters.update(own)
         return out
 
-    def _cut_weight(self, weight: nn.Parameter, *ends: int) -> tuple[Tensor, ...]:
-        """Views of the weight's rows between ``ends``, with their ``main_grad``."""
+    def _split_weight(self, weight: nn.Parameter, *ends: int) -> tuple[Tensor, ...]:
+        """Views of the weight's rows, split at the row numbers ``ends``.
+
+        If the linear adds gradients to ``weight.main_grad``, each view has its rows of
+        it as its own ``main_grad``.
+        """
         if hasattr(weight, "__fsdp_param__"):
             raise NotImplementedError(
                 "FP8 under Megatron-FSDP: a weight's gradient buffer is made in the "
@@ -287,28 +320,30 @@ class _SeveralProducts(nn.Module):
                 "gradients of the gates' rows apart. Use the distributed optimizer, or "
                 "keep this layer out of FP8."
             )
-        fused = (
+        adds_to_main_grad = (
             self.fuse_wgrad_accumulation
             and weight.requires_grad
             and torch.is_grad_enabled()
         )
-        parts = CutRows.apply(weight, ends, fused)
-        if fused:
+        views = SplitRows.apply(weight, ends, adds_to_main_grad)
+        if adds_to_main_grad:
             main_grad: Any = getattr(weight, "main_grad")  # noqa: B009 - Megatron's, undeclared
-            for part, grad in zip(parts, main_grad.tensor_split(ends), strict=True):
-                vars(part).update(main_grad=grad, grad_added_to_main_grad=False)
-        return parts
+            for view, grad in zip(views, main_grad.tensor_split(ends), strict=True):
+                vars(view).update(main_grad=grad, grad_added_to_main_grad=False)
+        return views
 
 
-# Transformer Engine's attributes, and an entry of fp8_meta, about a linear's latest call.
-_NOTES = ("fp8", "fp8_initialized", "fp8_calibration", "fp8_checkpoint")
+# Transformer Engine's notes about a linear's latest call: attributes of the linear, and
+# entries of its fp8_meta.
+_NOTES_OF_LATEST_CALL = ("fp8", "fp8_initialized", "fp8_calibration", "fp8_checkpoint")
 
 
 class SectionOutsideFP8(_SeveralProducts):
-    """Mixin of a column-parallel linear that computes one section of its rows outside
-    of FP8, and the rows before and after it by an FP8 product each.
+    """Mixin of a column-parallel linear that computes one section of its columns outside
+    of FP8, and the columns before and after this section by an FP8 product each.
 
-    All three are the linear's own products, with its exchanges and its fused gradients.
+    Each product is a call of the linear's own forward, which also exchanges tokens and
+    adds gradients to ``main_grad``.
     """
 
     section: slice  # the rows of the weight that are never quantised
@@ -322,67 +357,75 @@ class SectionOutsideFP8(_SeveralProducts):
     # Dynamo would lose the gradients of the weight's views
     @uncompiled
     def _three_products(self, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
-        """The rows ``[S, B, P]``, joined."""
+        """The columns of the three products in order, ``[S, B, P]``."""
         linear: Any = self
         weight = self._parameters["weight"]
         bias = self._parameters.get("bias")
         assert weight is not None
         ends = self.section.start, self.section.stop
-        weights = self._cut_weight(weight, *ends)
+        weights = self._split_weight(weight, *ends)
         biases = (None,) * 3
         if bias is not None:
             biases = bias.tensor_split(ends)
         # Transformer Engine's linear drops this mark after a call.
         is_first = getattr(linear, "is_first_microbatch", None)
 
-        def product(number: int) -> Tensor:
+        def product(index: int) -> Tensor:
+            """The columns before the section (0), of it (1), or after it (2)."""
             linear.is_first_microbatch = is_first
-            return self._product(x, weights[number], biases[number], args, kwargs)
+            return self._product_with(weights[index], biases[index], x, args, kwargs)
 
         with self._outside_fp8():
-            section = product(1)
+            of_section = product(1)
         before = product(0)
-        with self._own_fp8_weight():
+        with self._fp8_weight_of_rows_after():
             after = product(2)
-        return torch.cat([before, section, after], dim=-1)
+        return torch.cat([before, of_section, after], dim=-1)
 
     @contextmanager
     def _outside_fp8(self) -> Iterator[None]:
-        """Inside, the linear computes in its weight's dtype.
+        """In this context the linear computes in its weight's dtype.
 
-        Afterwards its notes about its latest call are as before: Transformer Engine
-        reads them where a checkpoint is run again (a linear then does what its latest
-        call did), and where it saves the state of delayed scaling.
+        On leaving, Transformer Engine's notes about the linear's latest call are as
+        before. Transformer Engine reads the notes when a checkpoint runs the linear
+        again, to do what the latest call did, and when it saves the state of delayed
+        scaling.
         """
         linear: Any = self
         attributes = vars(linear)
-        meta = linear.fp8_meta
-        notes = {name: attributes[name] for name in _NOTES if name in attributes}
-        in_meta = {name: meta[name] for name in _NOTES if name in meta}
-        given = linear.te_quant_params
+        fp8_meta = linear.fp8_meta
+        names = _NOTES_OF_LATEST_CALL
+        notes = {name: attributes[name] for name in names if name in attributes}
+        notes_in_meta = {name: fp8_meta[name] for name in names if name in fp8_meta}
+        own_settings = linear.te_quant_params
         linear.te_quant_params = _never_quantised()
         attributes.update(dict.fromkeys(notes, False))
         try:
             yield
         finally:
-            linear.te_quant_params = given
+            linear.te_quant_params = own_settings
             attributes.update(notes)
-            meta.update(in_meta)
+            fp8_meta.update(notes_in_meta)
 
     @contextmanager
-    def _own_fp8_weight(self) -> Iterator[None]:
-        """Inside, the linear keeps its weight in FP8 under another name."""
-        kept: dict = getattr(self, "_fp8_workspaces", {})
-        of_rows_before = kept.pop("weight", None)
-        if "rows_after" in kept:
-            kept["weight"] = kept.pop("rows_after")
+    def _fp8_weight_of_rows_after(self) -> Iterator[None]:
+        """In this context the linear's stored FP8 weight is that of the rows after the
+        section.
+
+        Transformer Engine stores a linear's FP8 weight under the name "weight". Outside
+        of this context that is the FP8 weight of the rows before the section.
+        """
+        fp8_weights: dict = getattr(self, "_fp8_workspaces", {})
+        of_rows_before = fp8_weights.pop("weight", None)
+        if "rows_after" in fp8_weights:
+            fp8_weights["weight"] = fp8_weights.pop("rows_after")
         try:
             yield
         finally:
-            if "weight" in kept:
-                kept["rows_after"] = kept.pop("weight")
+            if "weight" in fp8_weights:
+                fp8_weights["rows_after"] = fp8_weights.pop("weight")
             if of_rows_before is not None:
-                kept["weight"] = of_rows_before
+                fp8_weights["weight"] = of_rows_before
 
 
 class GatesOutsideFP8(_SeveralProducts):
@@ -405,7 +448,7 @@ class GatesOutsideFP8(_SeveralProducts):
         out, gates = self._main_and_gate_columns(x, args, kwargs)
         if not together:
             return out, gates
-        # an adapter around the linear also gets the normed rows
+        # An adapter around the linear makes it return its columns and the normed rows.
         if isinstance(out, tuple):
             return (torch.cat([out[0], gates], dim=-1),) + out[1:], None
         return torch.cat([out, gates], dim=-1), None
@@ -420,38 +463,50 @@ class GatesOutsideFP8(_SeveralProducts):
         weight = self._parameters["weight"]
         bias = self._parameters.get("bias")
         assert weight is not None
-        main_weight, gate_weight = self._cut_weight(weight, self.main_rows)
-        rows, gate_weight, gamma, eps = self._gate_product_inputs(x, gate_weight)
-        gates, handed = GateProduct.apply(
-            rows, gate_weight, gamma, eps, self.gates_group, self.sequence_parallel
+        main_weight, gate_weight = self._split_weight(weight, self.main_rows)
+        gate_input, gamma, eps = self._gate_product_inputs(x)
+        gates, x_after_gates = GateProduct.apply(
+            gate_input,
+            gate_weight,
+            gamma,
+            eps,
+            self.gates_group,
+            self.sequence_parallel,
         )
-        if rows is x:
-            x = handed
+        if gate_input is x:
+            # GateProduct's backward adds to the gradient of this tensor
+            x = x_after_gates
         if bias is None:
-            return self._product(x, main_weight, None, args, kwargs), gates
+            return self._product_with(main_weight, None, x, args, kwargs), gates
         main_bias, gate_bias = bias.tensor_split([self.main_rows])
-        out = self._product(x, main_weight, main_bias, args, kwargs)
+        out = self._product_with(main_weight, main_bias, x, args, kwargs)
         return out, gates + gate_bias
 
-    def _gate_product_inputs(
-        self, x: Tensor, weight: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, float]:
-        """`GateProduct`'s arguments x, weight, gamma, eps; gamma and eps are those of
-        the norm."""
+    def _gate_product_inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None, float]:
+        """`GateProduct`'s arguments x, gamma and eps for the linear's input ``x``.
+
+        A linear with a fused RMSNorm gives the norm's gamma and eps; ``GateProduct``
+        then computes the norm. Of a LayerNorm the first result is the normed x.
+        """
         norm: Any = self
         gamma = self._parameters.get("layer_norm_weight")
         if gamma is None:
-            return x, weight, None, 0.0
-        shown: Tensor = gamma.float() + 1 if norm.zero_centered_gamma else gamma
+            return x, None, 0.0
+        if norm.zero_centered_gamma:
+            gain: Tensor = gamma.float() + 1
+        else:
+            gain = gamma
         if norm.normalization == "RMSNorm":
-            return x, weight, shown, norm.eps
-        shown = shown.to(x.dtype)
-        normed = F.layer_norm(x, x.shape[-1:], shown, norm.layer_norm_bias, norm.eps)
-        return normed, weight, None, 0.0
+            return x, gain, norm.eps
+        gain = gain.to(x.dtype)
+        normed = F.layer_norm(x, x.shape[-1:], gain, norm.layer_norm_bias, norm.eps)
+        return normed, None, 0.0
 
 
 @cache
 def _class_with(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``kind`` and ``mixin`` with the class name that frameworks look
-    up."""
+    """A subclass of ``mixin`` and of the linear's class ``kind``.
+
+    It has the name and module of ``kind``, by which frameworks know a linear.
+    """
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})

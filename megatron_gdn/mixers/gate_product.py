@@ -25,43 +25,46 @@ if TYPE_CHECKING:
 
 
 # One function makes all views, so the weight's hooks run once, after all gradients.
-class CutRows(torch.autograd.Function):
-    """Views of the rows of ``weight`` that lie between ``ends``."""
+class SplitRows(torch.autograd.Function):
+    """Views of the rows of ``weight``, split at the row numbers ``ends``."""
 
     @staticmethod
     def forward(
         ctx, weight: nn.Parameter, ends: tuple[int, ...], adds_to_main_grad: bool
     ) -> tuple[Tensor, ...]:
-        """``adds_to_main_grad``: the linears add all views' gradients to
-        ``main_grad``."""
+        """Return the views.
+
+        ``adds_to_main_grad``: the backward of the products that read the views adds
+        gradients to the views' ``main_grad``, and returns none.
+        """
         ctx.set_materialize_grads(False)
         ctx.weight = weight
         ctx.adds_to_main_grad = adds_to_main_grad
-        parts = weight.detach().tensor_split(ends)
-        # the rows may be freed
-        ctx.counts = [len(part) for part in parts]
-        return parts
+        views = weight.detach().tensor_split(ends)
+        # only the numbers of rows are kept, since the views' memory may be freed
+        ctx.row_counts = [len(view) for view in views]
+        return views
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, *d_parts: Tensor | None):
-        """The weight's gradient from those of the views; None means zero."""
+    def backward(ctx, *d_views: Tensor | None):
+        """The weight's gradient from the gradients of the views; None means zero."""
         weight = ctx.weight
         if not ctx.adds_to_main_grad:
-            own = [
-                weight.new_zeros(count, weight.shape[1]) if d is None else d
-                for d, count in zip(d_parts, ctx.counts, strict=True)
+            gradients = [
+                weight.new_zeros(count, weight.shape[1]) if d_view is None else d_view
+                for d_view, count in zip(d_views, ctx.row_counts, strict=True)
             ]
-            return torch.cat(own), None, None
+            return torch.cat(gradients), None, None
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None, None, None
         weight.grad_added_to_main_grad = True
-        if getattr(weight, "zero_out_wgrad", False):
-            make = torch.zeros_like
-        else:
-            make = torch.empty_like
         # Megatron requires a gradient, but does not read it
-        return make(weight), None, None
+        if getattr(weight, "zero_out_wgrad", False):
+            unread = torch.zeros_like(weight)
+        else:
+            unread = torch.empty_like(weight)
+        return unread, None, None
 
 
 class GateProduct(torch.autograd.Function):
@@ -75,9 +78,10 @@ class GateProduct(torch.autograd.Function):
     fp32, and added to ``weight.main_grad`` if the weight has one.
 
     ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` is
-    ``[p, D]``, ``gamma`` ``[D]`` or None. The results are y ``[S, B, p]`` and ``x``, to
-    be passed only to the other columns' linear. The backward adds the gates' term to
-    that linear's d_x in place,
+    ``[p, D]``, ``gamma`` ``[D]`` or None (no norm, r = 1). The results are y
+    ``[S, B, p]`` and a view of ``x``, which only the linear of the other columns may
+    read. So the backward gets that linear's gradient d_x, and adds the gates' term to
+    it in place:
 
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
     """
@@ -92,13 +96,16 @@ class GateProduct(torch.autograd.Function):
         group: ProcessGroup,
         sequence_parallel: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return y and x; ``gamma``, ``eps``: the norm's; ``sequence_parallel``: x is
-        split."""
+        """Return y and the view of x.
+
+        ``group`` is the tensor-parallel group. With ``sequence_parallel`` each of its
+        ranks has the ``x`` of other tokens.
+        """
         ctx.set_materialize_grads(False)
-        # all ranks' rows
+        # the gate rows of all ranks' weights
         whole = gather_from_sequence_parallel_region(weight, group=group)
         x_TD = x.flatten(0, 1)
-        factor = whole
+        factor = whole  # gamma * weight
         r_T1 = None
         if gamma is not None:
             factor = (whole * gamma).to(whole.dtype)
@@ -112,31 +119,39 @@ class GateProduct(torch.autograd.Function):
         ctx.group = group
         ctx.sequence_parallel = sequence_parallel
         ctx.main_grad = getattr(weight, "main_grad", None)
-        handed = x.view_as(x)
+        view_of_x = x.view_as(x)
         if not x.requires_grad:
-            ctx.mark_non_differentiable(handed)
+            ctx.mark_non_differentiable(view_of_x)
         if sequence_parallel and group.size() > 1:
-            return all_to_all_sp2hp(y, group).unflatten(0, (-1, x.shape[1])), handed
-        return y.chunk(group.size(), -1)[group.rank()].contiguous(), handed
+            # all gates of this rank's tokens become this rank's gates of all tokens
+            own_gates = all_to_all_sp2hp(y, group).unflatten(0, (-1, x.shape[1]))
+        else:
+            own_gates = y.chunk(group.size(), -1)[group.rank()].contiguous()
+        return own_gates, view_of_x
 
     @staticmethod
     @first_derivative_only
     def backward(
         ctx, d_gates: Tensor | None, d_x: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """``d_gates`` is the gradient of y, ``d_x`` of the result ``x``; None means
-        zero."""
+        """The gradients of x, weight and gamma.
+
+        ``d_gates`` is the gradient of y, ``d_x`` that of the view of ``x``; None means
+        zero.
+        """
         if d_gates is None:
             return d_x, None, None, None, None, None
         x, whole, factor, gamma, r_T1, y = ctx.saved_tensors
         group = ctx.group
-        split = ctx.sequence_parallel and ctx.group.size() > 1
-        if split:
-            gathered = all_to_all_hp2sp
-        else:
-            gathered = all_gather_last_dim_from_tensor_parallel_region
+        tokens_are_split = ctx.sequence_parallel and ctx.group.size() > 1
         x_TD = x.flatten(0, 1)
-        d_y = gathered(d_gates.flatten(0, 1), group)
+        # the gradient of all ranks' gates, for the tokens of x
+        if tokens_are_split:
+            d_y = all_to_all_hp2sp(d_gates.flatten(0, 1), group)
+        else:
+            d_y = all_gather_last_dim_from_tensor_parallel_region(
+                d_gates.flatten(0, 1), group
+            )
         if r_T1 is None:
             d_scaled = d_y
         else:
@@ -162,7 +177,7 @@ class GateProduct(torch.autograd.Function):
                     d_own = outer
                 else:
                     d_own = outer * gamma
-                if split:
+                if tokens_are_split:
                     d_own = reduce_scatter_to_sequence_parallel_region(
                         d_own, group=group
                     )
