@@ -30,7 +30,7 @@ from ..context_parallel.gathered import LocalDocument, gather_in_order
 from ..context_parallel.layouts import SequenceLayout, positions
 from ..ops.documents import Documents, one_document
 from .arguments import require_causal
-from .flex_attention import Mask, attend
+from .flex_attention import DocumentMask, attend
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .packing import TREE_FORMAT, MicroBatchShare
 from .rotary_lengths import explain_rotary_lengths
@@ -38,7 +38,7 @@ from .rotary_lengths import explain_rotary_lengths
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class TorchAttention(FollowsLoader, DotProductAttention):
@@ -56,7 +56,8 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     Constructor arguments are those of DotProductAttention, and ``cp_layout`` as in
     `GatedDeltaNet`. Latent attention gives ``v_channels``, the columns of a head's
-    value; its ``k_channels`` is not read, because ``softmax_scale`` comes with it.
+    value. It also gives ``k_channels``, which is not read, since ``softmax_scale``
+    says all that depends on it.
     """
 
     def __init__(
@@ -85,8 +86,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     @property
     def cp_group(self) -> ProcessGroup:
-        """The group ``pg_collection.cp``. It may be set, here or in
-        ``pg_collection``."""
+        """The context-parallel group, ``pg_collection.cp``; either may be set."""
         return self.pg_collection.cp
 
     @cp_group.setter
@@ -113,59 +113,68 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         tokens. Packed inputs may lack the dimension B. ``attn_mask_type`` (Megatron's)
         says which keys a query sees.
         """
-        micro_batch = MicroBatchShare.of(
+        share = MicroBatchShare.of(
             packed_seq_params,
             self.cp_group,
             self.loader_layout.of,
             query.shape[0],
             query.device,
         )
-        if micro_batch.documents is None and micro_batch.size == 1:
+        if share.documents is None and share.size == 1:
             if self.config.batch_invariant_mode and attention_mask is None:
                 return self._query_by_query(query, key, value)
             queries = query.shape[0]
             keys = key.shape[0]
+            # in generation the queries are the last tokens: True hides a later key
             if attention_mask is None and 1 < queries < keys:
-                place = torch.arange(keys, device=query.device)
-                attention_mask = (place > place[keys - queries :, None])[None, None]
+                position = torch.arange(keys, device=query.device)
+                query_position = position[keys - queries :, None]
+                attention_mask = (position > query_position)[None, None]
             config = self.config
+            # With a context_parallel_size above 1, Megatron's dev would gather the keys
+            # here.
             self.config = _config_of_one_rank(self.config)
-            # with a context_parallel_size above 1, Megatron's dev would gather the keys
-            # here
             try:
                 return super().forward(
                     query, key, value, attention_mask, attn_mask_type, attention_bias
                 )
             finally:
                 self.config = config
-        packed = micro_batch.documents is not None
-        self._require_plain(
-            "packed documents" if packed else "context parallelism", attn_mask_type
-        )
+        is_packed = share.documents is not None
+        if is_packed:
+            feature = "packed documents"
+            rows = 1
+        else:
+            feature = "context parallelism"
+            rows = query.shape[1]
+        self._require_plain(feature, attn_mask_type)
         if attention_bias is not None:
             raise NotImplementedError(
                 "TorchAttention adds no attention_bias; pass None."
             )
-        rows = 1 if packed else query.shape[1]
-        tokens = query.shape[0] * micro_batch.size
-        require_causal(attention_mask, rows, tokens, lambda: micro_batch.positions)
+        tokens = query.shape[0] * share.size
+        require_causal(attention_mask, rows, tokens, lambda: share.positions)
         # Megatron removes the dimension B of "thd" queries
-        without_rows = query.dim() == 3
-        if without_rows:
+        lacks_batch = query.dim() == 3
+        if lacks_batch:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        key = micro_batch.gather(key)
-        value = micro_batch.gather(value)
+        key = share.gather(key)
+        value = share.gather(value)
         if self._runs_flex(query) and self._runs_flex(value):
-            out_sBHD = attend(query, key, value, _shared_mask(micro_batch), self._scale)
+            out_sBHD = attend(query, key, value, _shared_mask(share), self._scale)
         else:
-            exact = self.config.batch_invariant_mode and micro_batch.size == 1
+            query_by_query = self.config.batch_invariant_mode and share.size == 1
             out_sBHD = torch.cat(
                 [
-                    self._attend(x, query, key, value, exact)
-                    for x in micro_batch.local_documents
+                    self._attend_in_document(
+                        document, query, key, value, query_by_query
+                    )
+                    for document in share.local_documents
                 ]
             )
-        return out_sBHD.flatten(1 if without_rows else 2)
+        if lacks_batch:
+            return out_sBHD.flatten(1)
+        return out_sBHD.flatten(2)
 
     @property
     def _scale(self) -> float:
@@ -190,32 +199,37 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             and not self.config.batch_invariant_mode
         )
 
-    def _attend(
+    def _attend_in_document(
         self,
         document: LocalDocument,
         query_sBHD: Tensor,
         key_SBGD: Tensor,
         value_SBGD: Tensor,
-        exact: bool,
+        query_by_query: bool,
     ) -> Tensor:
-        """Attend with this rank's queries of one document; ``exact``: one query at a
-        time."""
+        """The attention output ``[n, B, H, D]`` of this rank's n queries of one document.
+
+        ``query_by_query``: compute one query at a time, for ``batch_invariant_mode``.
+        """
         query = query_sBHD[document.first_row : document.end_row]
         key = document.keys(key_SBGD)
         value = document.keys(value_SBGD)
-        if exact:
+        if query_by_query:
             return self._query_by_query(query, key, value).unflatten(
                 -1, (query.shape[2], -1)
             )
-        shared_by = query.shape[2] // key.shape[2]
-        if shared_by > 1:
-            key, value = (x.repeat_interleave(shared_by, dim=2) for x in (key, value))
+        queries_per_key = query.shape[2] // key.shape[2]
+        if queries_per_key > 1:
+            key, value = (
+                x.repeat_interleave(queries_per_key, dim=2) for x in (key, value)
+            )
         mask = document.mask(query.device)
         # Tensor-parallel ranks hold different heads, so each draws dropout from its own
         # generator.
-        own = self._dropout and not self.config.sequence_parallel
-        tracker: Any = tensor_parallel.get_cuda_rng_tracker() if own else None
-        with tracker.fork() if own else nullcontext():
+        generator: Any = nullcontext()
+        if self._dropout and not self.config.sequence_parallel:
+            generator = tensor_parallel.get_cuda_rng_tracker().fork()
+        with generator:
             out_BHsD = F.scaled_dot_product_attention(
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),
@@ -228,37 +242,41 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return out_BHsD.permute(2, 0, 1, 3)
 
     def _query_by_query(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with one query at a time (slow), so that only its keys decide a
-        query's result."""
+        """The output ``[s, B, H * D]`` of attention, computed for one query after the
+        other (slow).
+
+        So the bits of a query's result do not depend on the other queries. The queries
+        are the last of the tokens that the keys belong to.
+        """
         self._require_plain("batch_invariant_mode")
-        before = key.shape[0] - query.shape[0]
-        shared_by = query.shape[2] // key.shape[2]
-        rows = []
+        earlier_keys = key.shape[0] - query.shape[0]
+        queries_per_key = query.shape[2] // key.shape[2]
+        outputs = []
         for s in range(query.shape[0]):
             for b in range(query.shape[1]):
-                k, v = (
-                    x[: before + s + 1, b]
-                    .repeat_interleave(shared_by, dim=1)
-                    .transpose(0, 1)
+                seen = slice(earlier_keys + s + 1)
+                k_HSD, v_HSD = (
+                    x[seen, b].repeat_interleave(queries_per_key, dim=1).transpose(0, 1)
                     for x in (key, value)
                 )
-                q = query[s, b][:, None]
-                scores = (q * k.contiguous()).sum(-1, keepdim=True) * self._scale
-                rows.append((scores.softmax(1) * v.contiguous()).sum(1).flatten())
-        return torch.stack(rows).unflatten(0, query.shape[:2])
+                q_H1D = query[s, b][:, None]
+                scores = (q_H1D * k_HSD.contiguous()).sum(-1, keepdim=True)
+                weights = (scores * self._scale).softmax(1)
+                outputs.append((weights * v_HSD.contiguous()).sum(1).flatten())
+        return torch.stack(outputs).unflatten(0, query.shape[:2])
 
     def _require_plain(
         self, feature: str, mask_type: AttnMaskType | None = None
     ) -> None:
-        """Raise if ``mask_type`` or a setting (a window, ...) does not combine with
-        ``feature``."""
+        """Raise if ``mask_type`` (None: the layer's) or a setting, such as a window,
+        cannot run with ``feature`` (words for the error)."""
         if mask_type is None:
             mask_type = self.attn_mask_type
         refused = {
             f"window_size={self.config.window_size}": self.scale_mask_softmax.window_size,
             f"softmax_type={self.config.softmax_type!r}": self.config.softmax_type
             != "vanilla",
-            f"attn_mask_type={mask_type}": mask_type not in _CAUSAL,
+            f"attn_mask_type={mask_type}": mask_type not in _CAUSAL_MASK_TYPES,
             f"attention_type={self.attention_type!r}": self.attention_type != "self",
         }
         for setting, is_set in refused.items():
@@ -271,7 +289,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                 )
 
 
-def _shared_mask(share: MicroBatchShare) -> Mask:
+def _shared_mask(share: MicroBatchShare) -> DocumentMask:
     """The mask of this rank's queries over the keys of all ranks; made once for all
     layers."""
     documents = share.documents or one_document(sum(share.lengths), share.device)
@@ -280,8 +298,9 @@ def _shared_mask(share: MicroBatchShare) -> Mask:
 
 def _mask_of_rank(
     documents: Documents, size: int, rank: int, layout: SequenceLayout
-) -> Mask:
-    return Mask.of(documents, positions(documents.lengths, size, layout)[rank])
+) -> DocumentMask:
+    query_positions = positions(documents.lengths, size, layout)[rank]
+    return DocumentMask.of(documents, query_positions)
 
 
 def _config_of_one_rank(config: TransformerConfig) -> TransformerConfig:
@@ -301,22 +320,22 @@ def _is_tree(packed: PackedSeqParams | None) -> bool:
 
 @cache
 def class_with_tree_attention(theirs: type) -> type:
-    """A subclass of ``theirs`` that passes trees of documents to a `TorchAttention`."""
+    """A subclass of the attention class ``theirs`` in which trees of documents run in a
+    `TorchAttention`."""
 
-    class BesideTorchAttention(theirs):
-        """The attention ``theirs``, but trees of documents run in a
-        `TorchAttention`."""
+    class WithTreeAttention(theirs):
+        """``theirs``, but a tree of documents runs in a `TorchAttention`."""
 
         def __init__(self, *args: object, cp_layout: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
-            # Built at the first tree: TorchAttention refuses some configs that run
-            # without trees.
-            self._make_attention = partial(
+            # The first tree builds it, since TorchAttention refuses some configs that
+            # run without trees.
+            self._make_tree_attention = partial(
                 TorchAttention, *args, cp_layout=cp_layout, **kwargs
             )
-            # A list hides the module from torch, since a submodule would add keys to
-            # checkpoints.
-            self._attention_made: list[TorchAttention] = []
+            # Empty, or with the one TorchAttention. A list hides the module from torch,
+            # since a submodule would add keys to checkpoints.
+            self._tree_attention: list[TorchAttention] = []
 
         def forward(
             self,
@@ -327,10 +346,11 @@ def class_with_tree_attention(theirs: type) -> type:
             kwargs["packed_seq_params"] = packed_seq_params
             if not _is_tree(packed_seq_params):
                 return super().forward(*args, **kwargs)
-            self._attention_made = self._attention_made or [self._make_attention()]
-            return self._attention_made[0].train(self.training)(*args, **kwargs)
+            if not self._tree_attention:
+                self._tree_attention = [self._make_tree_attention()]
+            return self._tree_attention[0].train(self.training)(*args, **kwargs)
 
-    return BesideTorchAttention
+    return WithTreeAttention
 
 
 class TorchSelfAttention(FollowsLoader, SelfAttention):
@@ -351,9 +371,9 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         super().__init__(*args, **kwargs)
         explain_rotary_lengths()
         self.loader_layout = LoaderLayout(cp_layout, self.config)
-        # While a forward runs in which this class rotates: its angles of q and of k.
-        # Else None.
-        self._rotations: tuple[Tensor, ...] | None = None
+        # The rotary angles of q and of k while a forward runs in which this class
+        # rotates; else None.
+        self._angles: tuple[Tensor, ...] | None = None
 
     # Megatron's layers pass all arguments from the third on by name.
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -381,9 +401,12 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         if inference_context is not None:
             return self._generate(hidden_states, rotary_pos_emb, **kwargs)
         self._require_one_group()
-        # for each layer, whether the layer skips rotation
-        skips: Any = self.config.no_rope_freq
-        if rotary_pos_emb is not None and not (skips and skips[self.layer_number - 1]):
+        # None, or for each layer whether the layer rotates nothing
+        layers_without_rope: Any = self.config.no_rope_freq
+        rotates = rotary_pos_emb is not None and not (
+            layers_without_rope and layers_without_rope[self.layer_number - 1]
+        )
+        if rotary_pos_emb is not None and rotates:
             rank_tokens = hidden_states.shape[0]
             if self.config.sequence_parallel:
                 rank_tokens *= self.pg_collection.tp.size()
@@ -395,17 +418,17 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 hidden_states.device,
             )
             if not self._megatron_rotates_correctly(share):
-                pair = _angles_of_q_and_k(rotary_pos_emb)
-                self._rotations = tuple(
-                    self._local_angles(angles, share) for angles in pair
+                self._angles = tuple(
+                    self._local_angles(angles, share)
+                    for angles in _angles_of_q_and_k(rotary_pos_emb)
                 )
-                rotary_pos_emb = None
+                rotary_pos_emb = None  # so Megatron does not rotate
         try:
             return super().forward(
                 hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs
             )
         finally:
-            self._rotations = None
+            self._angles = None
 
     def _generate(
         self,
@@ -413,8 +436,10 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run Megatron's forward on whole sequences; the inference context stores k and
-        v."""
+        """Run Megatron's forward with an inference context, which stores k and v.
+
+        Under context parallelism every rank runs whole sequences.
+        """
         if self.pg_collection.cp.size() == 1:
             return super().forward(
                 hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs
@@ -427,11 +452,11 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 "megatron_gdn.inference.generate.static_context."
             )
         if rotary_pos_emb is not None:
-            q, k = (
-                _gather_angles(x, self.pg_collection.cp)
-                for x in _angles_of_q_and_k(rotary_pos_emb)
+            q_angles, k_angles = (
+                _gather_angles(angles, self.pg_collection.cp)
+                for angles in _angles_of_q_and_k(rotary_pos_emb)
             )
-            rotary_pos_emb = q, k
+            rotary_pos_emb = q_angles, k_angles
         core = self.core_attention
         groups = self.core_attention.pg_collection
         core.cp_group = None  # each rank has queries and keys of whole sequences
@@ -443,18 +468,19 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
             core.pg_collection = groups
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple:
-        """Megatron's q, k, v, ...; q and k are rotated if ``_rotations`` has their
-        angles."""
+        """Megatron's q, k, v, ..., with q and k rotated if ``_angles`` is set."""
         tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
-        if self._rotations is None:
+        if self._angles is None:
             return tensors
-        how = {
-            "mscale": self._yarn_concentration_factor,
-            "cp_group": self.pg_collection.cp,
-        }
         rotated = [
-            apply_rotary_pos_emb(x, angles, config=self.config, **how)
-            for x, angles in zip(tensors[:2], self._rotations, strict=True)
+            apply_rotary_pos_emb(
+                x,
+                angles,
+                config=self.config,
+                mscale=self._yarn_concentration_factor,
+                cp_group=self.pg_collection.cp,
+            )
+            for x, angles in zip(tensors[:2], self._angles, strict=True)
         ]
         return tuple(rotated) + tuple(tensors[2:])
 
@@ -477,7 +503,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         own_group = self.pg_collection.cp
         if share.documents is not None and share.documents.may_have_parents:
             return False
-        # Megatron's code raises
+        # Megatron raises if a document is empty
         if self.config.rotary_interleaved and 0 in share.lengths:
             return False
         same_group = share.group is own_group or share.size == own_group.size() == 1
@@ -516,12 +542,14 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
 def _gather_angles(angles: Tensor, group: ProcessGroup | None) -> Tensor:
     """Gather the rotary angles of all positions; ``angles`` are this rank's share in
     zigzag."""
-    total = len(angles) * (1 if group is None else group.size())
+    total = len(angles)
+    if group is not None:
+        total *= group.size()
     return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
 
 
 def _angles_of_q_and_k(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The rotary angles of queries and of keys; a single tensor ``angles`` is for
+    """The rotary angles of queries and of keys; if ``angles`` is one tensor, it is for
     both."""
     if isinstance(angles, tuple):
         return angles

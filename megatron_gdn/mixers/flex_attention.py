@@ -1,9 +1,10 @@
 """Attention over packed documents on a GPU: torch's ``flex_attention`` with a mask of
 blocks.
 
-A token's place is the index that the token would have if each document were followed
-directly by its continuations. A key's end is the place after the last continuation of
-its document. A query sees a key if
+In a tree of documents, some documents continue another one, their parent. A token's
+*place* is the index that the token would have in a buffer where all continuations of a
+document directly follow the document. A key's *end* is the place after the last
+continuation of the key's document. A query sees a key if
 
     place of the key  <=  place of the query  <  end of the key
 
@@ -25,49 +26,63 @@ from ..ops.documents import Documents
 from ..ops.host_tables import to_device
 from ..ops.trees import TreeDocuments
 
-BLOCK = 128
+BLOCK = 128  # queries, and keys, of a block
 
 
-class Mask(NamedTuple):
+class DocumentMask(NamedTuple):
     """The keys that each query of a micro-batch sees; all layers read the same
     tensors."""
 
-    query_s: Tensor  # int32, the place of each query
-    key_S: Tensor  # int32, the place of each key
-    end_S: Tensor  # int32, the end of each key
-    blocks: Any  # tensors of a `BlockMask`, from kv_num_blocks to full_q_indices
+    query_place_s: Tensor  # int32
+    key_place_S: Tensor  # int32
+    key_end_S: Tensor  # int32
+    # the tensors of a `BlockMask`, from kv_num_blocks to full_q_indices
+    block_tables: Any
 
     @classmethod
     @torch.inference_mode(False)  # autograd cannot save tensors of inference mode
-    def of(cls, documents: Documents, query_positions_s: Tensor) -> Mask:
+    def of(cls, documents: Documents, query_positions_s: Tensor) -> DocumentMask:
         """The mask of the queries at ``query_positions_s`` (int64, on the host) over
         all keys."""
-        key, end = _key_places(documents)
-        places = (key[query_positions_s], key, end)
-        query, key, end = (to_device(x, documents.device) for x in places)
-        (first_I, last_I), (first_J, last_J), (least_J, most_J) = map(
-            _block_min_max, (query, key, end)
+        places_on_host = _key_places_and_ends(documents)
+        key_S = to_device(places_on_host[0], documents.device)
+        end_S = to_device(places_on_host[1], documents.device)
+        query_s = to_device(places_on_host[0][query_positions_s], documents.device)
+        first_query_I, last_query_I = _block_min_max(query_s)
+        first_key_J, last_key_J = _block_min_max(key_S)
+        least_end_J, greatest_end_J = _block_min_max(end_S)
+        # whether some query of block I may see some key of block J, and whether all see
+        # all
+        some_IJ = (first_key_J <= last_query_I[:, None]) & (
+            first_query_I[:, None] < greatest_end_J
         )
-        some_IJ = (first_J <= last_I[:, None]) & (first_I[:, None] < most_J)
-        all_IJ = (last_J <= first_I[:, None]) & (last_I[:, None] < least_J)
+        all_IJ = (last_key_J <= first_query_I[:, None]) & (
+            last_query_I[:, None] < least_end_J
+        )
         # The kernels check the sequence's end only in blocks that are not in
         # ``all_IJ``.
-        all_IJ[-1] &= len(query) % BLOCK == 0
-        all_IJ[:, -1] &= len(key) % BLOCK == 0
+        all_IJ[-1] &= len(query_s) % BLOCK == 0
+        all_IJ[:, -1] &= len(key_S) % BLOCK == 0
         block_mask = BlockMask.from_kv_blocks(
             *_list_blocks(some_IJ & ~all_IJ), *_list_blocks(all_IJ)
         )
-        return cls(query, key, end, block_mask.as_tuple()[2:10])
+        return cls(query_s, key_S, end_S, block_mask.as_tuple()[2:10])
 
     def sees(self, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """Whether query ``i`` sees key ``j``; ``batch`` and ``head`` (indices) do not
-        matter."""
-        place = self.query_s[i]
-        return (self.key_S[j] <= place) & (place < self.end_S[j])
+        """Whether query ``i`` sees key ``j``, in every ``batch`` row and ``head``.
+
+        ``flex_attention`` calls this function with scalar tensors of indices.
+        """
+        place = self.query_place_s[i]
+        return (self.key_place_S[j] <= place) & (place < self.key_end_S[j])
 
 
 def attend(
-    query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, mask: Mask, scale: float
+    query_sBHD: Tensor,
+    key_SBGD: Tensor,
+    value_SBGD: Tensor,
+    mask: DocumentMask,
+    scale: float,
 ) -> Tensor:
     """The output ``[s, B, H, D]`` of attention under ``mask``, with the softmax's
     ``scale``."""
@@ -86,62 +101,75 @@ def _compiled_attention() -> Callable[..., Tensor]:
     def attend_masked(
         query: Tensor, key: Tensor, value: Tensor, scale: str, *tables: Any
     ) -> Any:
-        """Attention over the tokens that the mask of ``tables`` allows."""
-        mask = Mask._make(tables)
+        """Attention over the keys that the `DocumentMask` with the fields ``tables``
+        allows."""
+        mask = DocumentMask._make(tables)
         lengths = (query.shape[2], key.shape[2])
-        parts: Any = (lengths, *mask.blocks, (BLOCK, BLOCK), mask.sees)
-        options: Any = {
-            "scale": float(scale),
-            "enable_gqa": query.shape[1] != key.shape[1],
-        }
+        of_block_mask: Any = (lengths, *mask.block_tables, (BLOCK, BLOCK), mask.sees)
         return flex_attention(
-            query, key, value, block_mask=BlockMask(*parts), **options
+            query,
+            key,
+            value,
+            block_mask=BlockMask(*of_block_mask),
+            scale=float(scale),
+            enable_gqa=query.shape[1] != key.shape[1],
         )
 
     return torch.compile(attend_masked, dynamic=True, fullgraph=True)
 
 
-def _key_places(documents: Documents) -> tuple[Tensor, Tensor]:
-    """The place of each key and the end of each key, as the module defines them: int32
-    ``[S]``."""
+def _key_places_and_ends(documents: Documents) -> tuple[Tensor, Tensor]:
+    """The place and the end of each key, as the module's docstring defines them: int32
+    ``[S]``, on the host."""
+    # a slot is a document with its padding
     slots = documents.lengths
     lengths = documents.lengths
     parents = (-1,) * len(documents.lengths)
     if isinstance(documents, TreeDocuments):
         lengths = documents.lengths_without_padding
         parents = documents.parents
-    whole = list(slots)  # rows of each document and of all its continuations
-    for i, parent in reversed(list(enumerate(parents))):
+    # tokens of each slot and of all its continuations; a parent is before its children
+    subtrees = list(slots)
+    for index, parent in reversed(list(enumerate(parents))):
         if parent >= 0:
-            whole[parent] += whole[i]
-    # free: the place where a document's next continuation starts
+            subtrees[parent] += subtrees[index]
+    # the place of each document's first token
     starts = []
-    free = {-1: 0}
-    for i, parent in enumerate(parents):
-        starts.append(free[parent])
-        free[i], free[parent] = free[parent] + slots[i], free[parent] + whole[i]
-    table = torch.tensor(
-        [starts, documents.offsets[:-1], lengths, slots, whole], device="cpu"
+    # the place where the next continuation of a document starts; -1: the next root
+    next_starts = {-1: 0}
+    for index, parent in enumerate(parents):
+        start = next_starts[parent]
+        starts.append(start)
+        next_starts[index] = start + slots[index]
+        next_starts[parent] = start + subtrees[index]
+    of_document = torch.tensor(
+        [starts, documents.offsets[:-1], lengths, slots, subtrees], device="cpu"
     )
-    start, offset, length, slot, tree = table.repeat_interleave(table[3], dim=1)
-    position = torch.arange(documents.total_tokens, device="cpu") - offset
+    # each document's five numbers at each of its tokens, [S]
+    start_S, offset_S, length_S, slot_S, subtree_S = of_document.repeat_interleave(
+        of_document[3], dim=1
+    )
+    position_S = torch.arange(documents.total_tokens, device="cpu") - offset_S
     # No document continues padding, so only later padding in its slot sees a key of
     # padding.
-    end = start + torch.where(position < length, tree, slot)
-    return (start + position).int(), end.int()
+    end_S = start_S + torch.where(position_S < length_S, subtree_S, slot_S)
+    return (start_S + position_S).int(), end_S.int()
 
 
 def _block_min_max(x: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the greatest value of ``x`` in every block of tokens, ``[blocks]``
     each."""
-    token = torch.arange(-(-len(x) // BLOCK) * BLOCK, device=x.device).clamp(
-        max=len(x) - 1
-    )
+    tokens = -(-len(x) // BLOCK) * BLOCK
+    # the last token fills the last block
+    token = torch.arange(tokens, device=x.device).clamp(max=len(x) - 1)
     return x[token].view(-1, BLOCK).aminmax(dim=1)
 
 
 def _list_blocks(dense_IJ: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of bool ``dense_IJ``: the number of True, and its columns, those of True
-    first."""
+    """The blocks of keys for each block of queries, as `BlockMask` takes them.
+
+    ``dense_IJ`` is bool. The results are int32: the number of True in each row
+    ``[1, 1, I]``, and the row's columns, those of True first, ``[1, 1, I, J]``.
+    """
     order_IJ = dense_IJ.int().argsort(dim=1, descending=True, stable=True)
     return dense_IJ.sum(1, dtype=torch.int32)[None, None], order_IJ.int()[None, None]

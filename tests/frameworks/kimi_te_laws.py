@@ -105,4 +105,4 @@ def test_a_tree_has_the_logits_of_its_sequences(folder, seed):
 
 def _made(model) -> list:
     (latent,) = (m for m in model.modules() if isinstance(m, LatentAttention))
-    return latent.core_attention._attention_made
+    return latent.core_attention._tree_attention

@@ -13,7 +13,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from megatron_gdn.context_parallel.layouts import positions
 from megatron_gdn.mixers import flex_attention
 from megatron_gdn.mixers.attention import TorchAttention
-from megatron_gdn.mixers.flex_attention import BLOCK, Mask, attend
+from megatron_gdn.mixers.flex_attention import BLOCK, DocumentMask, attend
 from megatron_gdn.mixers.packing import resolve_packed_seq_params
 from megatron_gdn.ops.documents import Documents
 from tests.distributed.layer_laws import thd
@@ -50,18 +50,18 @@ def core_of(**changes) -> TorchAttention:
     return TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
 
 
-def dense(mask: Mask) -> torch.Tensor:
-    queries = len(mask.query_s)
-    keys = len(mask.key_S)
+def dense(mask: DocumentMask) -> torch.Tensor:
+    queries = len(mask.query_place_s)
+    keys = len(mask.key_place_S)
     nothing = torch.zeros(())  # all heads see the same
     return mask.sees(
         nothing, nothing, torch.arange(queries)[:, None], torch.arange(keys)[None]
     )
 
 
-def listed(mask: Mask, which: int, queries: int, keys: int) -> torch.Tensor:
+def listed(mask: DocumentMask, which: int, queries: int, keys: int) -> torch.Tensor:
     """``[I, J]``: the blocks of one of the mask's lists."""
-    counts, order = (x[0, 0] for x in mask.blocks[which : which + 2])
+    counts, order = (x[0, 0] for x in mask.block_tables[which : which + 2])
     found = torch.zeros(queries, keys, dtype=torch.bool)
     for row, (count, blocks) in enumerate(zip(counts.tolist(), order, strict=True)):
         found[row, blocks[:count].long()] = True
@@ -84,7 +84,7 @@ def test_the_mask_is_that_of_the_definition_token_by_token_and_by_blocks(
     S = documents.total_tokens
     # without the last one, if odd
     rows = positions((S - S % size,), size, "contiguous")[rank]
-    mask = Mask.of(documents, rows)
+    mask = DocumentMask.of(documents, rows)
     right = seen_by_definition(documents)[rows]
     assert torch.equal(dense(mask), right)
     padded = right.new_zeros(-(-len(rows) // BLOCK) * BLOCK, -(-S // BLOCK) * BLOCK)
@@ -101,7 +101,7 @@ def test_the_mask_is_that_of_the_definition_token_by_token_and_by_blocks(
 
 def test_the_mask_has_no_table_of_queries_times_keys():
     documents = Tree((-1, *[0] * 16), (2048, *[256] * 16)).documents
-    mask = Mask.of(documents, torch.arange(6144))
+    mask = DocumentMask.of(documents, torch.arange(6144))
     largest = max(x.numel() for x in (*mask[:3], *mask.blocks))
     assert largest == 6144
 
@@ -149,7 +149,9 @@ def test_flex_attention_is_the_plain_twin_and_lengths_do_not_compile_it_again(co
             torch.randn(S, 1, heads, 16).double().requires_grad_()
             for heads in (4, 2, 2)
         ]
-        mask = Mask.of(resolve_packed_seq_params(params, S, CPU), torch.arange(S))
+        mask = DocumentMask.of(
+            resolve_packed_seq_params(params, S, CPU), torch.arange(S)
+        )
         outputs = (
             attend(*qkv, mask, plain._scale).flatten(2),
             plain(*qkv, None, packed_seq_params=params).view(S, 1, 64),
