@@ -44,7 +44,7 @@ from megatron_gdn.gdp.layer import GatedDeltaProduct
 from megatron_gdn.kda.layer import KimiDeltaAttention
 from megatron_gdn.mixers.attention import TorchSelfAttention, class_with_tree_attention
 from megatron_gdn.mixers.base import RecurrentMixer
-from megatron_gdn.mixers.loader_layout import AUTO, FollowsLoader, LoaderLayout
+from megatron_gdn.mixers.loader_layout import AUTO, HasCpLayout, LoaderLayout
 from megatron_gdn.mixers.packing import TREE_FORMAT
 
 from .layer import (
@@ -402,7 +402,7 @@ class _GDNOrKDALayer:
         return build_module(spec, layer_number=layer_number, **others)
 
 
-class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
+class HybridMTPLayer(HasCpLayout, mtp.MultiTokenPredictionLayer):
     """Megatron's layer of multi-token prediction (MTP) with our mixers; it refuses
     documents whose labels Megatron would shift wrongly.
 

@@ -31,7 +31,7 @@ from ..context_parallel.layouts import SequenceLayout, positions
 from ..ops.documents import Documents, one_document
 from .arguments import require_causal
 from .flex_attention import DocumentMask, attend
-from .loader_layout import AUTO, FollowsLoader, LoaderLayout
+from .loader_layout import AUTO, HasCpLayout, LoaderLayout
 from .packing import TREE_FORMAT, MicroBatchShare
 from .rotary_lengths import explain_rotary_lengths
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
-class TorchAttention(FollowsLoader, DotProductAttention):
+class TorchAttention(HasCpLayout, DotProductAttention):
     """Softmax attention for the ``core_attention`` place of Megatron's
     ``SelfAttention``.
 
@@ -353,7 +353,7 @@ def class_with_tree_attention(theirs: type) -> type:
     return WithTreeAttention
 
 
-class TorchSelfAttention(FollowsLoader, SelfAttention):
+class TorchSelfAttention(HasCpLayout, SelfAttention):
     """``SelfAttention`` that rotates queries and keys by the positions of this rank's
     tokens.
 

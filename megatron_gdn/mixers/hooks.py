@@ -9,30 +9,31 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules import module as of_all_modules
+from torch.nn.modules import module as torch_module
 
 from ..compat.observe import log_once
 from ..ops.layout import Layout
 
-_CONV_FORWARD = nn.Conv1d.forward
-_HOOKS_OF_ALL = (  # torch never replaces these dictionaries
-    of_all_modules._global_forward_pre_hooks,
-    of_all_modules._global_forward_hooks,
-    of_all_modules._global_backward_pre_hooks,
-    of_all_modules._global_backward_hooks,
+_CONV_FORWARD = nn.Conv1d.forward  # torch's own, before anyone patches the class
+_GLOBAL_HOOKS = (  # torch never replaces these dictionaries
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_forward_hooks,
+    torch_module._global_backward_pre_hooks,
+    torch_module._global_backward_hooks,
 )
-_MEGATRON_DDP = "megatron.core.distributed.distributed_data_parallel"
-# end of a module's name: megatron-core has a copy
-_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"
+# The modules whose hooks wait for gathered parameters. megatron-core has a copy of the
+# second one, whose name ends the same.
+_DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
+_FSDP_MODULE_END = "megatron_fsdp.megatron_fsdp"
 
 
 def _waits_for_parameters(hook: Callable) -> bool:
-    """Whether a pre-hook is one by which Megatron's wrappers wait for gathered
-    parameters."""
+    """Whether ``hook`` is a pre-hook by which Megatron's data-parallel wrappers wait for
+    gathered parameters."""
     module = getattr(hook, "__module__", None) or ""
-    if module.endswith(_MEGATRON_FSDP):
+    if module.endswith(_FSDP_MODULE_END):
         return getattr(hook, "__name__", None) == "_pre_forward_param_unshard"
-    return module == _MEGATRON_DDP
+    return module == _DDP_MODULE
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -44,14 +45,14 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
-    return bool(own) or any(_HOOKS_OF_ALL)
+    return bool(own) or any(_GLOBAL_HOOKS)
 
 
 def _has_other_hooks(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs hooks other than the module's forward
     pre-hooks."""
     own = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own) or any(_HOOKS_OF_ALL)
+    return bool(own) or any(_GLOBAL_HOOKS)
 
 
 def only_waits_for_parameters(module: nn.Module) -> bool:
@@ -75,31 +76,33 @@ def wait_for_parameters(module: nn.Module) -> None:
 
 @contextmanager
 def gathered_parameters(module: nn.Module) -> Iterator[None]:
-    """In this context the parameters of ``module`` are gathered, so calls need not
-    wait."""
-    parts = [part for part in module.modules() if part._forward_pre_hooks]
-    hooks = [part._forward_pre_hooks for part in parts]
+    """Gather the parameters of ``module``; in this context its modules do not wait for
+    them again.
+
+    Inside, the hooks of :func:`wait_for_parameters` are taken off.
+    """
+    hooked = [part for part in module.modules() if part._forward_pre_hooks]
+    all_hooks = [part._forward_pre_hooks for part in hooked]
     try:
-        for part, own in zip(parts, hooks, strict=True):
+        for part, hooks in zip(hooked, all_hooks, strict=True):
             wait_for_parameters(part)
             others = (
                 (key, hook)
-                for key, hook in own.items()
+                for key, hook in hooks.items()
                 if not _waits_for_parameters(hook)
             )
             part._forward_pre_hooks = OrderedDict(others)
         yield
     finally:
-        for part, own in zip(parts, hooks, strict=True):
-            part._forward_pre_hooks = own
+        for part, hooks in zip(hooked, all_hooks, strict=True):
+            part._forward_pre_hooks = hooks
 
 
 def forward_name(module: nn.Module) -> str:
-    """The attribute of an instance whose value a call runs in place of the class's
-    ``forward``.
+    """The name of the attribute with the forward that a call of ``module`` runs.
 
-    accelerate's hooks replace ``forward``, and call the replaced one, which they keep
-    in ``_old_forward``.
+    accelerate's hooks replace the attribute ``forward``, and keep the module's own in
+    ``_old_forward``.
     """
     hooked = "_hf_hook" in vars(module) and "_old_forward" in vars(module)
     if hooked:
@@ -108,15 +111,12 @@ def forward_name(module: nn.Module) -> str:
 
 
 def runs_class_forward(module: nn.Module) -> bool:
-    """Whether a call of ``module`` runs its class's ``forward``, inside accelerate's
-    hooks if any.
-
-    A bound method of the class is what accelerate leaves behind when its hooks are
-    removed.
-    """
+    """Whether a call of ``module`` runs its class's ``forward``, even if accelerate's
+    hooks run around it."""
     if "forward" not in vars(module):
         return True
     forward = vars(module).get(forward_name(module))
+    # When accelerate's hooks are removed, the attribute is a bound method of the class.
     return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 
@@ -125,8 +125,7 @@ def loaded_by_accelerate(*modules: nn.Module) -> Iterator[None]:
     """In this context accelerate's hooks have loaded offloaded parameters of
     ``modules``.
 
-    The hooks run in a module's forward, so they do not run for modules that are not
-    called.
+    accelerate loads them in a module's forward, which is not called for ``modules``.
     """
     hooked = [(module, vars(module).get("_hf_hook")) for module in modules]
     hooked = [(module, hook) for module, hook in hooked if hook is not None]
@@ -161,8 +160,12 @@ def require_plain_conv(conv: nn.Module) -> None:
 
 
 def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
-    """Run the pre-hooks of a module that is never called; none may replace
-    ``make_input()``."""
+    """Run the forward pre-hooks of ``module``, which is never called.
+
+    The hooks get ``make_input()``, the input that a call would get. A hook that returns
+    another input raises a NotImplementedError. Other hooks do not run, and a log line
+    says so.
+    """
     name = type(module).__name__
     if _has_other_hooks(module):
         log_once(
@@ -173,17 +176,20 @@ def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
     if not module._forward_pre_hooks:
         return
     inputs = (make_input(),)
-    # a hook may remove itself
+    # a list, since a hook may remove itself
     for key, hook in list(module._forward_pre_hooks.items()):
-        returned: Any
-        added_keywords: dict = {}
+        new_inputs: Any
+        new_keywords: dict = {}
         if key in module._forward_pre_hooks_with_kwargs:
-            returned, added_keywords = hook(module, inputs, {}) or (inputs, {})
-        elif (returned := hook(module, inputs)) is None:
-            returned = inputs
-        if isinstance(returned, tuple) and len(returned) == 1:
-            returned = returned[0]
-        if added_keywords or returned is not inputs[0]:
+            new_inputs, new_keywords = hook(module, inputs, {}) or (inputs, {})
+        else:
+            new_inputs = hook(module, inputs)
+            if new_inputs is None:
+                new_inputs = inputs
+        # torch takes a single tensor for a tuple of one
+        if isinstance(new_inputs, tuple) and len(new_inputs) == 1:
+            new_inputs = new_inputs[0]
+        if new_keywords or new_inputs is not inputs[0]:
             raise NotImplementedError(
                 f"a forward pre-hook of GatedDeltaNet's {name} ({hook}) returned "
                 "another input. The mixer computes this module from the projection's "
@@ -195,8 +201,11 @@ def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
 def read_conv_module(
     conv: nn.Conv1d, rows: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the forward pre-hooks of the module ``conv`` for ``rows``; return its weight
-    and bias."""
+    """Run the forward pre-hooks of the module ``conv``; return its weight ``[C, 1, W]``
+    and bias ``[C]`` or None.
+
+    ``rows [S, B, P]`` of this ``layout`` have the convolution's input.
+    """
     require_plain_conv(conv)
     if has_hooks(conv):  # hooks may change parameters, so they run first
         columns = layout.conv_columns

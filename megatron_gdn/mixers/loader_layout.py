@@ -1,11 +1,17 @@
 """How the data loader cut packed documents over context-parallel ranks.
 
-Four sources name the cut: ``packed_seq_params.cp_partition_mode`` or, if it is None,
-the flags of a launch of Megatron's scripts; ``config.cp_partition_mode`` if it is
-``"contiguous"``; and the layer's option ``cp_layout``. Newer Megatrons set ``"zigzag"``
-in all ``packed_seq_params``, so ``"zigzag"`` is ignored unless the config has
-``"contiguous"``. By default each document is cut in zigzag. Batches that are not packed
-are cut by ``cp_layout``, in zigzag if it is ``"auto"``.
+Four sources may name the layout of packed documents, and must not contradict each
+other:
+
+1. the layer's option ``cp_layout``, unless it is ``"auto"``;
+2. ``config.cp_partition_mode``, if it is ``"contiguous"``;
+3. ``packed_seq_params.cp_partition_mode``; the value ``"zigzag"`` counts only if the
+   config says ``"contiguous"``, since newer Megatrons set it in every
+   ``packed_seq_params``;
+4. if 3 names none, the flags of a launch of Megatron's scripts.
+
+If none of them names a layout, it is zigzag. Batches that are not packed are cut by
+``cp_layout``, in zigzag if it is ``"auto"``.
 """
 
 from __future__ import annotations
@@ -22,10 +28,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 AUTO = "auto"
-_LEGAL = (AUTO,) + tuple(SequenceLayout)
-# The cut of ``get_batch`` in Megatron's scripts, by flag; the first flag that is set
-# decides.
-_FLAGS = {
+_LEGAL_CP_LAYOUTS = (AUTO,) + tuple(SequenceLayout)
+# The layout into which ``get_batch`` of Megatron's scripts cuts, for each flag; the
+# first flag that is set decides.
+_LAYOUT_BY_FLAG = {
     "hybrid_context_parallel": SequenceLayout.ZIGZAG_BUFFER,
     "sft": SequenceLayout.ZIGZAG,
     "dataloader_inter_document_masking": SequenceLayout.ZIGZAG_BUFFER,
@@ -44,10 +50,10 @@ def launch_arguments() -> dict[str, Any]:
 
 def check_cp_layout(option: str | SequenceLayout) -> None:
     """Raise a ValueError for an unknown ``cp_layout``."""
-    if option not in _LEGAL:
+    if option not in _LEGAL_CP_LAYOUTS:
         raise ValueError(
             f"unknown context-parallel layout {option!r}; use one of "
-            f"{', '.join(repr(str(legal)) for legal in _LEGAL)}."
+            f"{', '.join(repr(str(legal)) for legal in _LEGAL_CP_LAYOUTS)}."
         )
 
 
@@ -68,13 +74,15 @@ class LoaderLayout:
             self.option = SequenceLayout(option)
 
     def of(self, packed: PackedSeqParams | None) -> SequenceLayout:
-        """How the loader cut a micro-batch; sources that contradict each other are
-        refused."""
+        """How the loader cut a micro-batch; None: one that is not packed.
+
+        Raises a ValueError if sources contradict each other.
+        """
         if packed is not None:
             return self.of_packed(getattr(packed, "cp_partition_mode", None))
-        return SequenceLayout(
-            SequenceLayout.ZIGZAG if self.option == AUTO else self.option
-        )
+        if self.option == AUTO:
+            return SequenceLayout.ZIGZAG
+        return SequenceLayout(self.option)
 
     def of_packed(self, mode: str | None = None) -> SequenceLayout:
         """How the loader cut packed micro-batches; ``mode`` is their
@@ -84,7 +92,7 @@ class LoaderLayout:
         # With newer Megatrons' packing scheduler, config.cp_partition_mode decides, not
         # a flag.
         if arguments.get("sequence_packing_scheduler") is None:
-            flag = next((name for name in _FLAGS if arguments.get(name)), None)
+            flag = next((name for name in _LAYOUT_BY_FLAG if arguments.get(name)), None)
         by_config = getattr(self.config, "cp_partition_mode", None)
         return _layout_of_sources(self.option, mode, by_config, flag)
 
@@ -96,9 +104,14 @@ def _layout_of_sources(
     by_config: str | None,
     flag: str | None,
 ) -> SequenceLayout:
-    """The cut that the layer's ``option``, packing ``mode``, config and launch ``flag``
-    name."""
-    named: dict[str, SequenceLayout] = {}  # source -> the layout that it names
+    """The layout that the sources name.
+
+    ``option`` is the layer's ``cp_layout``; ``mode`` and ``by_config`` are
+    ``cp_partition_mode`` of the micro-batch and of the config; ``flag`` is a key of
+    _LAYOUT_BY_FLAG.
+    """
+    # the layout that each source names, by a description of the source
+    named: dict[str, SequenceLayout] = {}
     if option != AUTO:
         named[f"cp_layout={str(option)!r}"] = SequenceLayout(option)
     contiguous = by_config == SequenceLayout.CONTIGUOUS
@@ -112,7 +125,7 @@ def _layout_of_sources(
             )
         named[f"packed_seq_params.cp_partition_mode={mode!r}"] = SequenceLayout(mode)
     elif flag is not None:
-        layout = _FLAGS[flag]
+        layout = _LAYOUT_BY_FLAG[flag]
         source = f"--{flag.replace('_', '-')}"
         named[f"{source} (with which Megatron's loader cuts {str(layout)!r})"] = layout
     if len(set(named.values())) > 1:
@@ -131,7 +144,7 @@ def _layout_of_sources(
     return layout
 
 
-class FollowsLoader:
+class HasCpLayout:
     """Mixin for modules with the option ``cp_layout``, which says how the loader cuts
     sequences."""
 
@@ -139,8 +152,8 @@ class FollowsLoader:
 
     @property
     def cp_layout(self) -> str | SequenceLayout:
-        """How the loader cuts. Set a new value in all layers; it holds from the next
-        forward on."""
+        """How the data loader cuts sequences for context parallelism. A new value must
+        be set in all layers; the next forward reads it."""
         return self.loader_layout.option
 
     @cp_layout.setter
