@@ -40,22 +40,28 @@ if TYPE_CHECKING:
 
 # Ends of keys in Megatron-Bridge and in peft: tensors of adapters (LoRA, DoRA) that
 # have a row for every row of in_proj.
-_ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
-_PEFT_ROWS = re.compile(r"\.(base_layer|lora_B\.[^.]+)\.(weight|bias)$")
-# Tensors that have in_proj's rows, but that megatron-core's layer stores whole.
-_WHOLE_UPSTREAM = ("in_proj.bias",) + _ADAPTER_ROWS
+_BRIDGE_KEY_ENDS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
+_PEFT_KEY_END = re.compile(r"\.(base_layer|lora_B\.[^.]+)\.(weight|bias)$")
+# Ends of keys of tensors that have in_proj's rows, but that megatron-core's layer stores
+# whole.
+_WHOLE_UPSTREAM_KEY_ENDS = ("in_proj.bias",) + _BRIDGE_KEY_ENDS
 
-# Parameters of the convolution in a mixer without a conv1d module, and their keys in
+# The convolution's parameters in a mixer without a conv1d module, each with its key in
 # files. Megatron's MambaMixer has no such module since 0.19, and files keep the keys of
 # the old module.
-_CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
-_CONV = _CONV_PARAMETERS.keys() | _CONV_PARAMETERS.values()
+_CONV_FILE_KEYS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
+_CONV_NAMES = _CONV_FILE_KEYS.keys() | _CONV_FILE_KEYS.values()
 
-_ENTRY_KEY = "in_proj_stored_by"
-_SECTIONS = 0
-# In Megatron-LM's branch dev and in Megatron-Bridge these modules store in_proj section
+# The entry of a state dict with the order of in_proj's rows: a tensor-parallel size, or
+# _SECTION_BY_SECTION.
+_ROW_ORDER_KEY = "in_proj_stored_by"
+_SECTION_BY_SECTION = 0
+# Modules of Megatron-LM's branch dev and of Megatron-Bridge that store in_proj section
 # by section.
-_SCRIPTS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpointing")
+_CHECKPOINT_SCRIPTS = (
+    "megatron.training.checkpointing",
+    "megatron.bridge.training.checkpointing",
+)
 
 
 def sharded_state_dict(
@@ -82,24 +88,25 @@ def sharded_state_dict(
     own: StateDict = {}
     mixer._save_to_state_dict(own, "", keep_vars=True)
     children = dict(mixer.named_children())
+    # names of parameters whose dimension 0 is split over tensor-parallel ranks
     split = (
         mixer._keep_in_float32_parameter_names
-        + tuple(_CONV)
+        + tuple(_CONV_NAMES)
         + mixer.parameters_split_by_heads
     )
-    # children with parameters that have rows per head
-    with_rows = {name.partition(".")[0] for name in split}
+    # names of child modules with such parameters
+    children_to_split = {name.partition(".")[0] for name in split}
     for name, child in mixer.named_children():
-        if name in with_rows:
+        if name in children_to_split:
             own |= child.state_dict(prefix=f"{name}.", keep_vars=True)
             del children[name]
     groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
     result = make_sharded_tensors_for_checkpoint(
         own, prefix, dict.fromkeys(split, 0), sharded_offsets, **groups
     )
-    for name, stored in _CONV_PARAMETERS.items():
+    for name, file_key in _CONV_FILE_KEYS.items():
         if name in own:
-            result[f"{prefix}{name}"].key = f"{prefix}{stored}"
+            result[f"{prefix}{name}"].key = f"{prefix}{file_key}"
     for name, child in children.items():
         result |= sharded_state_dict_default(
             child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=tp_group
@@ -108,21 +115,24 @@ def sharded_state_dict(
     for key, tensor in result.items():
         name = key.removeprefix(prefix)
         of_adapter = name.startswith("in_proj.") and (
-            name.endswith(_ADAPTER_ROWS) or _PEFT_ROWS.search(name)
+            name.endswith(_BRIDGE_KEY_ENDS) or _PEFT_KEY_END.search(name)
         )
-        by_row = of_adapter and tensor.data.shape[0] == layout.width
-        if name in _CONV:
-            sections = layout.conv_widths, layout.conv_names
-        elif name in ("in_proj.weight", "in_proj.bias") or by_row:
-            sections = layout.widths, layout.names
+        has_in_proj_rows = name in ("in_proj.weight", "in_proj.bias") or (
+            of_adapter and tensor.data.shape[0] == layout.width
+        )
+        if name in _CONV_NAMES:
+            widths = layout.conv_widths
+            names = layout.conv_names
+        elif has_in_proj_rows:
+            widths = layout.widths
+            names = layout.names
         else:
             continue
         if isinstance(tensor, ShardedTensor):
-            widths, names = sections
-            stored = _split_tensor_factory(tensor, list(widths), list(names), 0)
-            if name.endswith(_WHOLE_UPSTREAM):
-                stored.build_fn = register_sections_of_upstream(stored.build_fn)
-            result[key] = stored
+            by_section = _split_tensor_factory(tensor, list(widths), list(names), 0)
+            if name.endswith(_WHOLE_UPSTREAM_KEY_ENDS):
+                by_section.build_fn = register_sections_of_upstream(by_section.build_fn)
+            result[key] = by_section
     return result
 
 
@@ -135,22 +145,28 @@ def add_row_order(mixer: Mixer, destination: StateDict, prefix: str) -> None:
     """
     weight = mixer.get_submodule("in_proj")._parameters.get("weight")
     if weight is not None and hasattr(weight, "megatron_fsdp_dist_index"):
-        _load_files_without_entry()
+        _let_planner_load_files_without_entry()
         order = torch.tensor([_row_order(mixer)], device=weight.device)
-        destination[f"{prefix}{_ENTRY_KEY}"] = order
+        destination[f"{prefix}{_ROW_ORDER_KEY}"] = order
 
 
 def require_row_order(mixer: Mixer, state_dict: StateDict, prefix: str) -> None:
-    """Refuse a file with another order of in_proj's rows; files without the entry
-    pass."""
-    entry: Tensor | None = state_dict.pop(f"{prefix}{_ENTRY_KEY}", None)
-    if entry is None or (found := int(entry.item())) == _row_order(mixer):
+    """Raise a ValueError if ``state_dict`` has in_proj's rows in another order.
+
+    The entry that tells the order is taken off ``state_dict``; a file without the entry
+    passes.
+    """
+    entry: Tensor | None = state_dict.pop(f"{prefix}{_ROW_ORDER_KEY}", None)
+    if entry is None:
+        return
+    found = int(entry.item())
+    if found == _row_order(mixer):
         return
     how = (
         f"Load it with --tensor-model-parallel-size {found}, and with scripts that "
         "store in_proj as a whole."
     )
-    if found == _SECTIONS:
+    if found == _SECTION_BY_SECTION:
         how = (
             "Load it with the scripts that wrote it (Megatron-LM's dev, "
             "Megatron-Bridge)."
@@ -163,18 +179,19 @@ def require_row_order(mixer: Mixer, state_dict: StateDict, prefix: str) -> None:
 
 
 def _row_order(mixer: Mixer) -> int:
-    """The tensor-parallel size that orders in_proj's stored rows; 0: section by
-    section."""
-    scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
-    cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
-    if mixer.scripts_split_in_proj and cut:
-        return _SECTIONS
+    """The order in which this launch stores in_proj's rows, as the entry tells it."""
+    imported = [name for name in _CHECKPOINT_SCRIPTS if name in sys.modules]
+    split = any(
+        vars(sys.modules[name]).get("handle_gdn_in_state_dict") for name in imported
+    )
+    if mixer.scripts_split_in_proj and split:
+        return _SECTION_BY_SECTION
     return mixer.tp_size
 
 
-def _load_files_without_entry() -> None:
-    """Let torch load files without the entry that tells the order of ``in_proj``'s
-    rows."""
+def _let_planner_load_files_without_entry() -> None:
+    """Change torch's DefaultLoadPlanner, so that a file may lack the entry that tells
+    the order of in_proj's rows."""
     if hasattr(DefaultLoadPlanner, "_asks_for_stored_rows"):
         return
     set_up = DefaultLoadPlanner.set_up_planner
@@ -187,15 +204,15 @@ def _load_files_without_entry() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Call torch's method, then drop the entries `_ENTRY_KEY` that the file does
+        """Call torch's method, then drop each entry `_ROW_ORDER_KEY` that the file does
         not have."""
         set_up(self, state_dict, metadata, *args, **kwargs)
         if metadata is not None:
-            stored = metadata.state_dict_metadata
+            keys_in_file = metadata.state_dict_metadata
         else:
-            stored = {}
-        for key in [key for key in self.state_dict if key.endswith(f".{_ENTRY_KEY}")]:
-            if key not in stored:
+            keys_in_file = {}
+        for key in list(self.state_dict):
+            if key.endswith(f".{_ROW_ORDER_KEY}") and key not in keys_in_file:
                 del self.state_dict[key]
 
     planner: Any = DefaultLoadPlanner
@@ -203,12 +220,11 @@ def _load_files_without_entry() -> None:
     planner._asks_for_stored_rows = True
 
 
-def _order_in_words(stored_by: int) -> str:
-    """Describe in_proj's row order; ``stored_by`` is a tensor-parallel size, or 0
-    (sections)."""
-    if stored_by == _SECTIONS:
+def _order_in_words(row_order: int) -> str:
+    """``row_order``, the value of an entry, in words for the error."""
+    if row_order == _SECTION_BY_SECTION:
         return "each section by itself"
     return (
         "all rows in one tensor, in the order of "
-        f"tensor_model_parallel_size={stored_by}"
+        f"tensor_model_parallel_size={row_order}"
     )

@@ -1,4 +1,4 @@
-"""A mixer for the place in Megatron's MambaLayer, with a gated norm over groups of heads."""
+"""A mixer for Megatron's MambaLayer, with a gated norm over groups of heads."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from .tensor_parallel import device_for, mark_sharded
 
 
 class MambaLayerMixer(RecurrentMixer):
-    """A recurrence whose heads share keys, queries and an output norm by groups.
+    """The base of mixers in which a group of heads shares keys, queries and the output
+    norm (Mamba2, Gated DeltaProduct).
 
-        out = out_proj(RMSNorm_group(y * SiLU(z)))
+        out = out_proj(RMSNorm_group(y * SiLU(z)))       y: the recurrence's output
 
     The sizes are those of the config's ``mamba_*`` fields, and the attributes with sizes
     have the names of Megatron's mixers. A subclass sets ``rmsnorm`` and ``norm_eps``
@@ -37,10 +38,10 @@ class MambaLayerMixer(RecurrentMixer):
     use_muon = False  # as in Megatron's mixers
     conv_init_bounds_bias = False
     parameters_split_by_heads = ("norm.weight",)
-    rmsnorm: bool  # apply the gate and a norm before out_proj; if False, only the gate
+    rmsnorm: bool  # whether a norm follows the gate before out_proj
     norm_eps: float
-    norm: GroupedRMSNorm
-    # the attention_mask of the MambaLayer that is running
+    norm: GroupedRMSNorm  # set if rmsnorm
+    # The attention_mask of the MambaLayer around this mixer, while that layer runs.
     mask_of_layer: Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,6 +75,7 @@ class MambaLayerMixer(RecurrentMixer):
         pg_collection: ProcessGroupCollection | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
+        """The forward of the base, which also checks the mask of the MambaLayer."""
         if attention_mask is None:
             mask = self.mask_of_layer
         else:
@@ -115,15 +117,16 @@ class MambaLayerMixer(RecurrentMixer):
 
     @property
     def gate_reads_own_rows(self) -> bool:
-        """Whether the readout runs after ``passage.from_stages``, and calls the module
-        ``norm``."""
+        """Whether gate and norm run after ``passage.from_stages``, by a call of the
+        module ``norm``: kernels compute only a plain norm over this rank's groups."""
         if not self.rmsnorm:
             return False
         plain = is_plain(self.norm) and only_waits_for_parameters(self.norm)
         return not plain or self.norm.groups != self.ngroups_local_tp
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
-        """The norm for rows of this scheme; None without ``rmsnorm``.
+        """The norm and gate for rows of this scheme; None (a gate alone) without
+        ``rmsnorm``.
 
         The norm needs all heads of a group. If a head exchange puts these heads on
         several ranks, the gate is applied before ``passage.from_stages``, and the norm
@@ -141,13 +144,15 @@ class MambaLayerMixer(RecurrentMixer):
             )
         wait_for_parameters(self.norm)
         weight = self.norm.weight
-        groups = self.ngroups_local_tp
         eps = self.norm.eps
-        own_groups = layout.heads("group")
+        # of this tensor-parallel rank, and of the rows after the exchange
+        groups = self.ngroups_local_tp
+        exchanged_groups = layout.heads("group")
         if not scheme.exchanges_heads:
-            return GatedNorm(weight, eps, groups=own_groups)
-        if own_groups * scheme.size == groups:
-            return GatedNorm(scheme.local_parameter(weight), eps, groups=own_groups)
+            return GatedNorm(weight, eps, groups=exchanged_groups)
+        if exchanged_groups * scheme.size == groups:
+            own_weight = scheme.local_parameter(weight)
+            return GatedNorm(own_weight, eps, groups=exchanged_groups)
         norm = partial(grouped_rms_norm, gamma=weight, groups=groups, eps=eps)
         if self.config.batch_invariant_mode:
             norm = partial(apply_token_by_token, norm)
@@ -157,10 +162,11 @@ class MambaLayerMixer(RecurrentMixer):
 
 
 class GroupedRMSNorm(nn.Module):
-    """RMSNorm over each group of neighbouring channels of one tensor-parallel rank,
-    after a gate.
+    """RMSNorm over each of ``groups`` groups of neighbouring channels, after a gate.
 
     u = x * silu(gate)        y = u * rsqrt(mean_group(u^2) + eps) * weight
+
+    ``channels`` and ``groups`` are those of one tensor-parallel rank.
     """
 
     def __init__(
@@ -178,6 +184,7 @@ class GroupedRMSNorm(nn.Module):
         mark_sharded(self.weight, (channels,))
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """y for ``x`` and ``gate`` ``[..., channels]``; None: u = x."""
         if gate is None:
             return grouped_rms_norm(x, self.weight, self.groups, self.eps)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -193,8 +200,7 @@ def check_time_steps(
     dt_init_floor: float,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> None:
-    """Raise if a range of time steps, ``dt_init_range`` or ``dt_limit``, is empty or
-    illegal."""
+    """Raise a ValueError if a range of time steps is empty or has an illegal bound."""
     low, high = dt_init_range
     if not 0 < low <= high:
         raise ValueError(f"dt_min={low}, dt_max={high} must be 0 < dt_min <= dt_max.")
@@ -208,11 +214,10 @@ def check_time_steps(
 
 @cache
 def pass_masks_to_mixers() -> None:
-    """Let Megatron's MambaLayer tell a :class:`MambaLayerMixer` its mask, which it
-    would drop.
+    """Change Megatron's MambaLayer: it gives its mask to a :class:`MambaLayerMixer`.
 
-    The mixer refuses the masks that the other mixers refuse, such as those of
-    documents.
+    Without this change the layer would drop the mask. The mixer refuses the masks that
+    other mixers refuse, such as masks between documents.
     """
     theirs = MambaLayer.forward
 

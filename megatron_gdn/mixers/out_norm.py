@@ -1,5 +1,5 @@
-"""The layer's ``out_norm``: kernels compute a plain RMSNorm; other modules are
-called."""
+"""The module ``out_norm`` of a mixer: kernels compute a plain RMSNorm, any other module
+is called."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .hooks import (
 )
 
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
-# Norms that the kernels compute, each with its unpatched forward; a mixer may add a
-# norm.
+# The classes of norms that the kernels compute, each with its forward before anyone
+# patched it. A mixer may add a class.
 FORWARDS_OF_PLAIN_NORMS: dict[type, Callable] = {
     cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)
 }
@@ -38,7 +38,8 @@ def is_plain(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
         return False
-    cls = type(module)  # exactly this class: a subclass may compute another function
+    # a subclass of a known class may compute another function
+    cls = type(module)
     if "forward" in vars(module):
         return False
     if cls in FORWARDS_OF_PLAIN_NORMS:
@@ -57,15 +58,23 @@ def readout_norm(
     layout: Layout,
     activation: str = "silu",
 ) -> GatedNorm | SplitReadout:
-    """The parameters of a plain norm ``module`` for our kernels, else a readout that
-    calls it.
+    """The norm ``module`` in the form that :func:`..ops.stages.stages_of` takes.
 
-    The gradients of the norm's parameters are summed over ``group``.
+    It is a GatedNorm if the module is a plain RMSNorm, else a readout that calls the
+    module.
+
+    Args:
+        module: the mixer's ``out_norm``.
+        group: sum the gradients of the norm's parameters over these ranks; None: no
+            sum.
+        layout: the layout of the rows that the stages get.
+        activation: the activation of the output gate.
     """
     plain = is_plain(module)
-    hooked = has_hooks(module)
-    if plain and hooked and (plain := only_waits_for_parameters(module)):
-        wait_for_parameters(module)
+    if plain and has_hooks(module):
+        plain = only_waits_for_parameters(module)
+        if plain:
+            wait_for_parameters(module)
     if plain:
         if group is None:
             gamma = module.weight
@@ -84,8 +93,8 @@ def apply_gated_norm(
     group: dist.ProcessGroup | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """``norm(x) * act(gate)`` in ``x.dtype``, ``[..., H, V]``; the product is in fp32
-    or fp64."""
+    """``norm(x) * act(gate)`` of ``x`` and ``gate`` ``[..., H, V]``, in the dtype of
+    ``x``; gate and product are computed in fp32 or fp64."""
     with gathered_parameters(norm), gradients_summed(norm, group):
         normed = norm(x)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -125,34 +134,35 @@ def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> 
 def gradients_summed(
     module: nn.Module, group: dist.ProcessGroup | None
 ) -> Iterator[None]:
-    """Inside the context, ``module`` reads its parameters through
-    :func:`with_summed_gradient`."""
+    """In this context the parameters of ``module`` are results of
+    :func:`with_summed_gradient`, so their gradients are summed over ``group``."""
     if group is None or not torch.is_grad_enabled():
         yield
         return
-    slots: list[tuple[dict, str, nn.Parameter]] = [
+    # the dictionary of each parameter, its name there, and the parameter
+    entries: list[tuple[dict, str, nn.Parameter]] = [
         (part._parameters, name, parameter)
         for part in module.modules()
         for name, parameter in part._parameters.items()
         if parameter is not None and parameter.requires_grad
     ]
     summed = {
-        parameter: with_summed_gradient(parameter, group) for _, _, parameter in slots
+        parameter: with_summed_gradient(parameter, group) for _, _, parameter in entries
     }
-    for parameters, name, parameter in slots:
+    for parameters, name, parameter in entries:
         parameters[name] = summed[parameter]
-    replaced = []
+    changed_names = []
     try:
         yield
     finally:
-        for parameters, name, parameter in slots:
+        for parameters, name, parameter in entries:
             if parameters.get(name) is summed[parameter]:
                 parameters[name] = parameter
             else:
-                replaced.append(name)
-    if replaced:
+                changed_names.append(name)
+    if changed_names:
         raise RuntimeError(
-            f"{type(module).__name__}: {', '.join(replaced)} changed during the "
+            f"{type(module).__name__}: {', '.join(changed_names)} changed during the "
             f"forward, so the gradient cannot be summed over {group.size()} "
             "tensor-parallel ranks. Under torch's fully_shard, shard the whole "
             "GatedDeltaNet (or the layer around it), not its norm."
