@@ -1,10 +1,10 @@
 """Packs padded batches with a mask of documents into one row, and unpacks this row.
 
 A mask ``[B, S]`` holds a document id per token, counted from 1 in every row; 0 is
-padding.
+padding. A slot is a document with the padding that follows it in the packed row.
 
-Legend: T tokens that are not padding, N documents, P packed rows (T, or more with
-padded slots).
+Legend: T tokens that are not padding, N documents, P tokens of the packed row (T, or
+more if slots are padded).
 """
 
 from __future__ import annotations
@@ -89,16 +89,21 @@ def pack_rows(
         ValueError: as in :func:`seqlens_of_mask`; x does not fit the mask;
             ``multiple_of`` < 1.
     """
-    lengths, slots, row_T, packed_T = _packed_layout(mask, multiple_of, x.device)
+    plan = _packing_of(mask, multiple_of, x.device)
     if x.shape[:2] != mask.shape[::-1]:
         raise ValueError(
             f"x of shape {tuple(x.shape)} does not fit a mask of shape "
             f"{tuple(mask.shape)}: x must be [S, B, ...] (sequence first), the mask "
             "[B, S]."
         )
-    packed = _move_rows(x.flatten(0, 1), row_T, packed_T, sum(slots)).unsqueeze(1)
-    padded = None if multiple_of == 1 else slots
-    return packed, packed_seq_params_of("thd", lengths, padded, max(slots), x.device)
+    packed = _move_rows(
+        x.flatten(0, 1), plan.padded_row_T, plan.packed_row_T, sum(plan.slots)
+    )
+    padded_slots = None if multiple_of == 1 else plan.slots
+    params = packed_seq_params_of(
+        "thd", plan.lengths, padded_slots, max(plan.slots), x.device
+    )
+    return packed.unsqueeze(1), params
 
 
 def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor:
@@ -117,29 +122,35 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
         ValueError: as in :func:`seqlens_of_mask`; the mask's slots need another number
             of rows.
     """
-    _, slots, row_T, packed_T = _packed_layout(mask, multiple_of, packed.device)
-    if packed.shape[:2] != (sum(slots), 1):
+    plan = _packing_of(mask, multiple_of, packed.device)
+    tokens = sum(plan.slots)
+    if packed.shape[:2] != (tokens, 1):
         raise ValueError(
             f"packed rows of shape {tuple(packed.shape)} do not fit the mask, whose "
-            f"documents fill [{sum(slots)}, 1, ...] with multiple_of={multiple_of}. "
+            f"documents fill [{tokens}, 1, ...] with multiple_of={multiple_of}. "
             "Give the multiple_of of pack_rows, and with context parallelism the rows "
             "of all ranks."
         )
-    x = _move_rows(packed.squeeze(1), packed_T, row_T, mask.numel())
+    x = _move_rows(
+        packed.squeeze(1), plan.packed_row_T, plan.padded_row_T, mask.numel()
+    )
     return x.unflatten(0, mask.shape[::-1])
 
 
 class MaskOnHost(NamedTuple):
     """The tokens of a mask and their documents, in tensors on the CPU."""
 
-    token_T: Tensor  # int64, positions in the flattened mask
+    token_T: Tensor  # int64, the position of each token in the flattened mask
     # int64, the document of each token, counted over the whole batch
     document_T: Tensor
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # tokens of each document
 
 
 def read_mask(mask: Tensor) -> MaskOnHost:
-    """Check a mask ``[B, S]`` of document ids, and list its tokens and documents."""
+    """List the tokens and documents of a mask ``[B, S]`` of document ids.
+
+    Raises a ValueError for a mask that :func:`seqlens_of_mask` does not describe.
+    """
     if not isinstance(mask, Tensor) or mask.is_meta:
         if isinstance(mask, Tensor):
             what = "on the meta device"
@@ -166,25 +177,28 @@ def read_mask(mask: Tensor) -> MaskOnHost:
             f"a mask of documents holds {int(id_BS.min())}; ids count from 1, padding "
             "is 0."
         )
-    first_BS = (id_BS != F.pad(id_BS[:, :-1], (1, 0))) & (id_BS > 0)
-    row_N, column_N = first_BS.nonzero(as_tuple=True)
+    # a document begins where the id differs from the one before it in the row
+    begins_BS = (id_BS != F.pad(id_BS[:, :-1], (1, 0))) & (id_BS > 0)
+    row_N, column_N = begins_BS.nonzero(as_tuple=True)
     id_N = id_BS[row_N, column_N]
-    wrong = ((row_N[1:] == row_N[:-1]) & (id_N[1:] <= id_N[:-1])).nonzero()
+    same_row = row_N[1:] == row_N[:-1]
+    # n, if document n + 1 is in the same row and has no larger id
+    wrong = (same_row & (id_N[1:] <= id_N[:-1])).nonzero()
     if len(wrong):
-        before = int(wrong[0])
-        last, this = id_N[before : before + 2].tolist()
-        row = int(row_N[before])
-        column = int(column_N[before + 1])
-        what = f"has document {this} after document {last}"
-        if this == last:
-            what = f"goes on with document {this} after padding inside it"
+        n = int(wrong[0])
+        earlier, later = id_N[n : n + 2].tolist()
+        row = int(row_N[n])
+        column = int(column_N[n + 1])
+        what = f"has document {later} after document {earlier}"
+        if later == earlier:
+            what = f"goes on with document {later} after padding inside it"
         raise ValueError(
             f"row {row} of the mask {what}, at position {column}. Ids must increase "
             "along a row without interruption: number the documents in their order in "
             "the row, or move the padding to a document's end."
         )
     token_T = (id_BS > 0).flatten().nonzero().flatten()
-    document_T = first_BS.flatten().cumsum(0)[token_T] - 1
+    document_T = begins_BS.flatten().cumsum(0)[token_T] - 1
     return MaskOnHost(token_T, document_T, tuple(document_T.bincount().tolist()))
 
 
@@ -210,42 +224,53 @@ def packed_seq_params_of(
     longest: int,
     device: torch.device | str,
 ) -> PackedSeqParams:
-    """PackedSeqParams of ``lengths``; ``slots``: lengths with padding; ``longest``:
-    max_seqlen."""
+    """PackedSeqParams of documents with these ``lengths``.
+
+    ``slots`` are the lengths with padding (None: no padding), ``longest`` is
+    ``max_seqlen``.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    tokens = cu_seqlens(lengths, device)
-    padded: Any = None if slots is None else cu_seqlens(slots, device)
+    offsets = cu_seqlens(lengths, device)
+    padded_offsets: Any = None if slots is None else cu_seqlens(slots, device)
     return PackedSeqParams(
         qkv_format=qkv_format,
-        cu_seqlens_q=tokens,
-        cu_seqlens_kv=tokens,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        cu_seqlens_q_padded=padded_offsets,
+        cu_seqlens_kv_padded=padded_offsets,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
 
 
-def _packed_layout(
-    mask: Tensor, multiple_of: int, device: torch.device
-) -> tuple[tuple[int, ...], tuple[int, ...], Tensor, Tensor]:
-    """The lengths of documents and slots; each token's row in ``[S * B]`` and in packed
-    rows."""
+class _Packing(NamedTuple):
+    """Where the tokens of a mask are in a padded batch and in the packed row."""
+
+    lengths: tuple[int, ...]  # tokens of each document
+    slots: tuple[int, ...]  # these lengths with padding
+    padded_row_T: Tensor  # int64, each token's row in the flattened batch [S * B]
+    packed_row_T: Tensor  # int64, each token's row in the packed row
+
+
+def _packing_of(mask: Tensor, multiple_of: int, device: torch.device) -> _Packing:
+    """The `_Packing` of ``mask`` into slots of a multiple of ``multiple_of`` rows, with
+    tensors on ``device``."""
     token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)
     slots = padded_lengths(lengths, multiple_of)
-    length_N, slot_N = (torch.tensor(n, device="cpu") for n in (lengths, slots))
-    # padding rows before each document
-    gap_N = (slot_N - length_N).cumsum(0) - (slot_N - length_N)
-    packed_T = torch.arange(len(token_T), device="cpu") + gap_N[document_T]
+    padding_N = torch.tensor(slots, device="cpu") - torch.tensor(lengths, device="cpu")
+    padding_before_N = padding_N.cumsum(0) - padding_N
+    packed_T = torch.arange(len(token_T), device="cpu") + padding_before_N[document_T]
     B, S = mask.shape
     # mask is [B, S], x is [S, B]
     if S:
-        row_T = token_T % S * B + token_T // S
+        padded_T = token_T % S * B + token_T // S
     else:
-        row_T = token_T
-    return lengths, slots, to_device(row_T, device), to_device(packed_T, device)
+        padded_T = token_T
+    return _Packing(
+        lengths, slots, to_device(padded_T, device), to_device(packed_T, device)
+    )
 
 
 def _move_rows(

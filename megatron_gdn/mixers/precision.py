@@ -25,52 +25,50 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# `missing_keys` of the last load that warned; a load passes the same list to all
-# modules.
+# The argument `missing_keys` of the last load that warned. torch passes the same list to
+# all modules of one load, so it tells whether this load has warned.
 _missing_keys_of_warned_load: list[str] | None = None
 
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
-    """Set ``keep_in_fp32``, which tells newer Megatrons and optimizers not to cast a
-    parameter."""
+    """Set the attribute ``keep_in_fp32``, by which newer Megatrons and optimizers know a
+    parameter that they must not cast."""
     assert parameter.dtype == torch.float32, parameter.dtype
     vars(parameter)["keep_in_fp32"] = True
     repair_mixed_dtype_optimizers()
 
 
 class Fp32Parameters(nn.Module):
-    """Mixin: parameters named in ``_keep_in_float32_parameter_names`` stay fp32 or
-    fp64."""
+    """Mixin of a module whose parameters named in ``_keep_in_float32_parameter_names``
+    stay fp32 or fp64."""
 
     # Megatron-Bridge reads it
     _keep_in_float32_parameter_names: tuple[str, ...] = ()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register as torch does, after :func:`fence_mixed_dtypes` of an fp32
-        parameter."""
+        """Register as torch does. Megatron-FSDP registers its sharded parameters here,
+        so :func:`guard_mixed_dtypes` checks an fp32 parameter first."""
         if name in self._keep_in_float32_parameter_names:
-            fence_mixed_dtypes(name, param)
+            guard_mixed_dtypes(name, param)
         super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """torch's method with torch's arguments; no cast makes fp32 parameters
-        narrower."""
+        """Move or cast as torch does, but make no fp32 parameter or its gradient
+        narrower than fp32."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         names = self._keep_in_float32_parameter_names
         kept = [parameters[name] for name in names if name in parameters]
         protected = kept + [p.grad for p in kept if p.grad is not None]
 
-        def apply(tensor: Tensor) -> Tensor:
-            """Apply ``fn``, but cast no protected tensor to a dtype narrower than
-            fp32."""
+        def apply_without_narrowing(tensor: Tensor) -> Tensor:
+            """``fn(tensor)``, but a protected tensor at least in fp32."""
             moved = fn(tensor)
             if moved.dtype != tensor.dtype and any(tensor is p for p in protected):
-                return tensor.to(
-                    moved.device, torch.promote_types(moved.dtype, torch.float32)
-                )
+                wide = torch.promote_types(moved.dtype, torch.float32)
+                return tensor.to(moved.device, wide)
             return moved
 
-        return super()._apply(apply, recurse)
+        return super()._apply(apply_without_narrowing, recurse)
 
     def require_fp32_parameters(self) -> None:
         """Raise a ValueError if a wrapper has rounded one of the fp32 parameters."""
@@ -97,20 +95,19 @@ class Fp32Parameters(nn.Module):
     ) -> None:
         """Load as torch does, with one warning per load if the file has rounded values.
 
-        With ``assign=True`` torch takes the dtypes of the state dict; 16-bit values
-        become fp32.
+        With ``assign=True`` torch would take the dtypes of the state dict; here 16-bit
+        values become fp32.
         """
         names = self._keep_in_float32_parameter_names
-        wide = {getattr(self, name).dtype for name in names} | {torch.float32}
+        exact_dtypes = {getattr(self, name).dtype for name in names} | {torch.float32}
         values = {
-            key: state_dict.get(key) for key in (f"{prefix}{name}" for name in names)
+            f"{prefix}{name}": state_dict.get(f"{prefix}{name}") for name in names
         }
-        dtypes = {
-            key: getattr(value, "dtype", torch.float32) for key, value in values.items()
-        }
-        rounded = [
-            f"{key} ({str(d)[6:]})" for key, d in dtypes.items() if d not in wide
-        ]
+        rounded = []
+        for key, value in values.items():
+            dtype = getattr(value, "dtype", torch.float32)
+            if dtype not in exact_dtypes:
+                rounded.append(f"{key} ({str(dtype).removeprefix('torch.')})")
         global _missing_keys_of_warned_load
         if rounded and missing_keys is not _missing_keys_of_warned_load:
             _missing_keys_of_warned_load = missing_keys
@@ -132,19 +129,22 @@ class Fp32Parameters(nn.Module):
         )
 
 
-def fence_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> None:
-    """Keep Megatron-FSDP from wrong numbers where a layer has parameters of two dtypes.
+def guard_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> None:
+    """Keep Megatron-FSDP from wrong numbers in a layer with parameters of two dtypes.
 
     Megatron-FSDP gathers the parameters of a layer in one joined collective, and
-    reduces their gradients in another.
+    reduces their gradients in another one.
 
     * Over gloo a gather with outputs of two dtypes returns wrong numbers without an
-      error, so it is refused.
-    * torch reduces all tensors of a joined collective as the first of them
+      error. This function raises a NotImplementedError.
+    * torch reduces all tensors of a joined collective like the first of them
       (``_coalescing_manager``). With ``gradient_reduce_div_fusion``, Megatron-FSDP
-      divides a bf16 gradient by the ranks before its sum, and an fp32 gradient within
-      the sum: then one of both is divided twice, or never. The fusion is switched
-      off, so all gradients are divided before the sum.
+      divides a bf16 gradient by the number of ranks before the sum, and an fp32
+      gradient within the sum. So one of both is divided twice, or never. This function
+      switches the fusion off: then all gradients are divided before the sum.
+
+    ``parameter`` is called ``name`` in its module. Nothing happens if Megatron-FSDP has
+    not sharded it.
     """
     fsdp = getattr(parameter, "_megatron_fsdp_model", None)
     original = getattr(parameter, "orig_param", None)
@@ -152,8 +152,9 @@ def fence_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> None:
         return
     buffer = fsdp.param_and_grad_buffer
     groups = buffer.parameter_groups
-    own = buffer.param_to_param_group[original]
-    dtypes = {str(groups[i].dtype) for i in buffer.bucket_to_bucket_group[own]}
+    group = buffer.param_to_param_group[original]
+    joined_groups = buffer.bucket_to_bucket_group[group]
+    dtypes = {str(groups[index].dtype) for index in joined_groups}
     if len(dtypes) == 1:
         return
     if torch.distributed.get_backend(fsdp.dist_index.get_fsdp_group()) == "gloo":
@@ -176,6 +177,7 @@ def fence_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> None:
         )
 
 
+# The end of an error: in_proj is sharded so that checkpoints cannot store its sections.
 NOT_BY_SECTION = (
     "Under torch's FSDP2 a rank holds a run of in_proj's rows, which --ckpt-format "
     "torch_dist cannot store section by section (nor does it load the optimizer's step "
@@ -185,8 +187,12 @@ NOT_BY_SECTION = (
 
 
 class Fp32Group(nn.Module):
-    """A submodule with a mixer's fp32 parameters, for FSDP2 to shard; adds no state
-    dict keys."""
+    """A submodule with a mixer's fp32 parameters, so that FSDP2 shards them as a group
+    of their own.
+
+    The parameters are also those of the mixer, which saves and loads them; this module
+    adds no keys to a state dict.
+    """
 
     _mixer: Fp32Parameters
 
@@ -198,14 +204,16 @@ class Fp32Group(nn.Module):
             self._parameters[name] = mixer._parameters[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP2 sets its sharded parameters here; the mixer gets the same ones
         if name in vars(self).get("_parameters", ()):
-            self._parameters[name] = self._mixer._parameters[name] = value
+            self._parameters[name] = value
+            self._mixer._parameters[name] = value
         else:
             super().__setattr__(name, value)
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Copies of the parameters, since torch frees the gathered tensors after this
-        call."""
+        """Copies of the gathered parameters; torch frees the gathered tensors after
+        this call."""
         return tuple(p.clone() for p in self._parameters.values() if p is not None)
 
     def _save_to_state_dict(self, *args: object, **keywords: object) -> None: ...
@@ -217,20 +225,22 @@ class SeparatelyShardedFp32(Fp32Parameters):
     """Mixin of a mixer; :func:`fully_shard` shards its fp32 parameters as a group of
     their own."""
 
-    # A function that gathers the fp32 parameters for one forward; None if they are not
-    # sharded.
-    gathered: Callable[[], tuple[Tensor, ...]] | None = None
+    # The mixer's `Fp32Group`, whose call gathers the fp32 parameters for one forward;
+    # None if they are not sharded.
+    gather_fp32: Callable[[], tuple[Tensor, ...]] | None = None
 
     def fp32_parameters(self) -> tuple[Tensor, ...]:
-        """The fp32 parameters, gathered if they are sharded; a ValueError if one was
-        rounded."""
+        """The fp32 parameters in the order of their names, gathered if they are sharded.
+
+        Raises a ValueError if one was rounded.
+        """
         own = tuple(
             [getattr(self, name) for name in self._keep_in_float32_parameter_names]
         )
         if {x.dtype for x in own} != {torch.float32}:
             self.require_fp32_parameters()
-        if self.gathered is not None:
-            return self.gathered()
+        if self.gather_fp32 is not None:
+            return self.gather_fp32()
         return own
 
 
@@ -249,32 +259,41 @@ def fully_shard(
     keep their names. Mixers that are already sharded do not change. ``ignored_params``
     are not sharded, as in torch.
     """
-    ignored = set(ignored_params or ())
-    for root in module if isinstance(module, list) else [module]:
-        for mixer in [
-            m for m in root.modules() if isinstance(m, SeparatelyShardedFp32)
-        ]:
-            if mixer.gathered is None and not isinstance(mixer, fsdp.FSDPModule):
-                group = Fp32Group(mixer)
-                fsdp.fully_shard(group, **options)
-                mixer.add_module("fp32_group", group)
-                # setattr would register the group twice
-                vars(mixer)["gathered"] = group
-            ignored.update(
-                getattr(mixer, name) for name in mixer._keep_in_float32_parameter_names
-            )
-    if mp_policy is None:
-        policy = fsdp.MixedPrecisionPolicy()
+    if isinstance(module, list):
+        roots = module
     else:
-        policy = mp_policy
-    return fsdp.fully_shard(module, mp_policy=policy, ignored_params=ignored, **options)
+        roots = [module]
+    mixers = [
+        part
+        for root in roots
+        for part in root.modules()
+        if isinstance(part, SeparatelyShardedFp32)
+    ]
+    ignored = set(ignored_params or ())
+    for mixer in mixers:
+        if mixer.gather_fp32 is None and not isinstance(mixer, fsdp.FSDPModule):
+            group = Fp32Group(mixer)
+            fsdp.fully_shard(group, **options)
+            mixer.add_module("fp32_group", group)
+            # setattr would register the group twice
+            vars(mixer)["gather_fp32"] = group
+        ignored.update(
+            getattr(mixer, name) for name in mixer._keep_in_float32_parameter_names
+        )
+    if mp_policy is None:
+        mp_policy = fsdp.MixedPrecisionPolicy()
+    return fsdp.fully_shard(
+        module, mp_policy=mp_policy, ignored_params=ignored, **options
+    )
 
 
 def _fully_shard_for_a_launch(
     module: nn.Module | list[nn.Module], **options: Any
 ) -> fsdp.FSDPModule | list[fsdp.FSDPModule]:
-    """Like :func:`fully_shard`; refuses the checkpoint format torch_dist if ``--save``
-    is set."""
+    """:func:`fully_shard` for a launch of Megatron's scripts.
+
+    Raises a ValueError if the launch saves checkpoints in the format torch_dist.
+    """
     arguments = launch_arguments()
     if arguments.get("save") and arguments.get("ckpt_format") == "torch_dist":
         raise ValueError(f"--save {arguments['save']}: {NOT_BY_SECTION}")
