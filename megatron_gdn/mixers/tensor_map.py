@@ -1,5 +1,5 @@
-"""One Megatron tensor, its Hugging Face tensors, and its split over tensor-parallel
-ranks."""
+"""How one Megatron tensor is made of Hugging Face tensors, and how tensor-parallel ranks
+share it."""
 
 from __future__ import annotations
 
@@ -45,20 +45,22 @@ def rows_by_group(widths: Sequence[int], groups: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorMap:
-    """One Megatron tensor, its Hugging Face tensors, and its split over ranks.
+    """How one Megatron tensor is made of Hugging Face tensors, and how ranks share it.
 
     megatron = cat(sources)[rows] + shift
     """
 
-    # keys in Megatron with Transformer Engine, then with local modules
+    # the tensor's key in a model with Transformer Engine's modules, then, if it differs,
+    # with Megatron's local ones
     names: tuple[str, ...]
     sources: tuple[HFRef, ...]
     rows: Tensor | None = None  # Megatron's row i is rows[i] of cat(sources); None: i
-    # dimension that ranks split; None: every rank has the whole
+    # the dimension that is split over ranks; None: every rank has the whole tensor
     shard_dim: int | None = None
-    # sections of shard_dim, each split over ranks; (): one section
+    # the sizes of the sections along shard_dim, each of which is split by itself; ():
+    # one section
     sections: tuple[int, ...] = ()
-    # +1 or -1 if only Megatron or only the file stores a norm gain minus 1
+    # of a norm's gain: +1 if only the file stores gain - 1, -1 if only Megatron does
     shift: float = 0.0
     fp32: bool = False  # whether Megatron's tensor is fp32, even if the file's is not
     # whether the expert-tensor-parallel group splits the tensor
@@ -72,8 +74,11 @@ class TensorMap:
     def check_dtype(
         self, dtype: torch.dtype, where: str, may_round: bool = False
     ) -> None:
-        """Refuse 8-bit dtypes. Refuse fp64 for a parameter of :attr:`fp32`, unless
-        ``may_round``. Errors name ``where``."""
+        """Raise a ValueError unless the tensor may have ``dtype``.
+
+        Legal are bf16, fp16 and fp32; fp64 only if ``may_round`` or if Megatron's tensor
+        need not be :attr:`fp32`. The error names ``where``.
+        """
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:
@@ -84,9 +89,11 @@ class TensorMap:
             )
 
     def to_megatron(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The full Megatron tensor from the sources ``pieces``; fp32 if ``shift`` or
-        ``fp32``."""
-        # holds every bit
+        """The full Megatron tensor from ``pieces``, one tensor for each of the sources.
+
+        It is in fp32 if ``shift`` or ``fp32`` is set, else in the dtype of the pieces.
+        """
+        # a dtype that holds every bit of all pieces
         dtype = reduce(torch.promote_types, [piece.dtype for piece in pieces])
         full = torch.cat([piece.to(dtype) for piece in pieces])
         if self.rows is not None:
@@ -124,10 +131,10 @@ class TensorMap:
             return pieces
         original = [piece.to(full.device) for piece in original]
         imported = self.to_megatron(original).to(full.dtype)
-        changed = self._split(bits_of(imported) != bits_of(full))
+        is_changed = self._split(bits_of(imported) != bits_of(full))
         return [
-            torch.where(new, piece, old)
-            for new, piece, old in zip(changed, pieces, original, strict=True)
+            torch.where(changed, piece, old)
+            for changed, piece, old in zip(is_changed, pieces, original, strict=True)
         ]
 
     def exported(
@@ -136,17 +143,24 @@ class TensorMap:
         dtypes: Mapping[str, torch.dtype],
         originals: Mapping[str, Tensor],
     ) -> dict[HFRef, Tensor]:
-        """`to_hf` by source; a key not in ``dtypes`` keeps its original's dtype, or
-        ``full``'s."""
+        """:meth:`to_hf` as a dictionary from source to Hugging Face tensor.
+
+        ``originals`` are tensors that were imported, by key. A tensor has the dtype that
+        ``dtypes`` gives for its key, else that of its original, else that of ``full``.
+        """
         keys = [source.key for source in self.sources]
+        imported = None
         if originals.keys() >= set(keys):
-            known = [originals[key] for key in keys]
-        else:
-            known = None
-        natural = [tensor.dtype for tensor in known or [full] * len(keys)]
-        pairs = zip(keys, natural, strict=True)
-        wanted = [dtypes.get(key, dtype) for key, dtype in pairs]
-        return dict(zip(self.sources, self.to_hf(full, wanted, known), strict=True))
+            imported = [originals[key] for key in keys]
+        wanted = []
+        for index, key in enumerate(keys):
+            if imported is None:
+                default = full.dtype
+            else:
+                default = imported[index].dtype
+            wanted.append(dtypes.get(key, default))
+        tensors = self.to_hf(full, wanted, imported)
+        return dict(zip(self.sources, tensors, strict=True))
 
     def _split(self, full: Tensor) -> Sequence[Tensor]:
         """Cut ``full`` into one tensor for each source, in the order of the sources'
@@ -158,8 +172,10 @@ class TensorMap:
         return full.split([source.piece_shape[0] for source in self.sources])
 
     def shards(self, full: Tensor, ranks: int) -> list[Tensor]:
-        """A list with one share of ``full`` for each of ``ranks`` ranks."""
-        if (dim := self.shard_dim) is None:
+        """The share of ``full`` of each of ``ranks`` ranks; a ValueError if a section
+        cannot be split evenly."""
+        dim = self.shard_dim
+        if dim is None:
             return [full] * ranks
         sections = self.sections or (full.shape[dim],)
         assert sum(sections) == full.shape[dim], (
@@ -175,30 +191,33 @@ class TensorMap:
         return [take_share(full, dim, sections, rank, ranks) for rank in range(ranks)]
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The full tensor from the ranks' shards, dequantised and without padding
-        rows."""
+        """The full tensor from the ranks' shards, dequantised and without padding rows.
+
+        A ValueError if every rank has the whole tensor, and their bits differ.
+        """
         shards = [dequantised(shard) for shard in shards]
-        if (dim := self.shard_dim) is not None:
-            local = [size // len(shards) for size in self.sections] or shards[0].shape[
-                dim
-            ]
-            by_section = zip(
-                *(shard.split(local, dim) for shard in shards), strict=True
-            )
-            full = torch.cat(
-                [piece for section in by_section for piece in section], dim
-            )
-            if self.pad_rows:
-                return full[: self.sources[0].shape[0]]
-            return full
-        for rank, other in enumerate(shards[1:], start=1):
-            if not torch.equal(bits_of(other), bits_of(shards[0])):
-                raise ValueError(
-                    f"{self.name} is replicated over tensor-parallel ranks, but rank "
-                    f"{rank} differs from rank 0. Average it, or export the ranks' "
-                    "common checkpoint."
-                )
-        return shards[0]
+        dim = self.shard_dim
+        if dim is None:
+            for rank, other in enumerate(shards[1:], start=1):
+                if not torch.equal(bits_of(other), bits_of(shards[0])):
+                    raise ValueError(
+                        f"{self.name} is replicated over tensor-parallel ranks, but "
+                        f"rank {rank} differs from rank 0. Average it, or export the "
+                        "ranks' common checkpoint."
+                    )
+            return shards[0]
+        if self.sections:
+            local_sizes = [size // len(shards) for size in self.sections]
+        else:
+            local_sizes = shards[0].shape[dim]
+        by_rank = [shard.split(local_sizes, dim) for shard in shards]
+        pieces = []
+        for shares_of_section in zip(*by_rank, strict=True):
+            pieces.extend(shares_of_section)
+        full = torch.cat(pieces, dim)
+        if self.pad_rows:
+            return full[: self.sources[0].shape[0]]
+        return full
 
 
 def tensor_map(
@@ -207,8 +226,8 @@ def tensor_map(
     shard_dim: int | None = None,
     **how: Any,
 ) -> TensorMap:
-    """A `TensorMap` of ``sources`` (key -> shape); ``how``: further fields of the
-    `TensorMap`."""
+    """A `TensorMap` whose sources are whole tensors, given as key -> shape; ``how`` has
+    further fields of the `TensorMap`."""
     if isinstance(names, str):
         names = (names,)
     refs = tuple(HFRef(key, shape) for key, shape in sources.items())
@@ -218,11 +237,15 @@ def tensor_map(
 def take_share(
     whole: Tensor, dim: int, sections: Sequence[int], rank: int, size: int
 ) -> Tensor:
-    """Cut every section of dimension ``dim`` into ``size`` shares; join those of
-    ``rank``."""
-    return torch.cat(
-        [s.chunk(size, dim)[rank] for s in whole.split(list(sections), dim)], dim
-    )
+    """The share of ``whole`` of one of ``size`` ranks.
+
+    Dimension ``dim`` consists of sections of these sizes; the share joins the rank's
+    equal part of each section.
+    """
+    parts = [
+        section.chunk(size, dim)[rank] for section in whole.split(list(sections), dim)
+    ]
+    return torch.cat(parts, dim)
 
 
 def stored_quantised(tensor: Tensor) -> bool:
@@ -248,10 +271,15 @@ def bits_of(tensor: Tensor) -> Tensor:
 def conv_map(
     name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool
 ) -> TensorMap:
-    """The map of the convolution's weight; ``in_three``: files have one tensor each for
-    q, k, v."""
-    rows = {"": layout.conv_width}
+    """The map of the convolution's weight ``[C, 1, W]``, which Megatron calls ``name``.
+
+    ``in_three``: files have one tensor each for q, k and v, not one for all.
+    """
+    channels = {"": layout.conv_width}  # by the beginning of the tensor's name
     if in_three:
-        rows = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))
-    sources = {f"{hf_prefix}{n}conv1d.weight": (r, 1, taps) for n, r in rows.items()}
+        channels = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))
+    sources = {
+        f"{hf_prefix}{start}conv1d.weight": (count, 1, taps)
+        for start, count in channels.items()
+    }
     return tensor_map(name, sources, 0, sections=layout.conv_widths)

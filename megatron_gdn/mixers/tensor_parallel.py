@@ -1,10 +1,11 @@
 """Tensor parallelism of a mixer's parameters: initial values, marks and process groups.
 
 Initial values do not depend on the number of ranks: every rank draws the whole
-parameter from the same seed and keeps its share. *Marks* are attributes that tell
-Megatron a parameter's split, gradient sum and precision. torch loses marks, for example
-in ``copy.deepcopy`` and ``fully_shard``, and a lost mark gives a wrong gradient without
-an error. So a mixer puts lost marks back.
+parameter from the same seed and keeps its share. *Marks* are attributes of a parameter
+that tell Megatron how the parameter is split, over which ranks its gradient is summed,
+and in which precision it stays. torch loses marks, for example in ``copy.deepcopy`` and
+``fully_shard``, and a lost mark gives a wrong gradient without an error. So a mixer
+puts lost marks back.
 """
 
 from __future__ import annotations
@@ -45,21 +46,24 @@ def device_for(config: TransformerConfig) -> torch.device:
 
 
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
-    """Mark ``parameter``, whose rows form sections of ``sections`` rows; each section
-    is split over tensor-parallel ranks."""
+    """Mark ``parameter`` as split over tensor-parallel ranks along dimension 0.
+
+    ``sections`` are the numbers of this rank's rows of each section; every section is
+    split by itself.
+    """
     vars(parameter).update(
-        tensor_model_parallel=True, partition_dim=0, partition_stride=1
+        tensor_model_parallel=True,
+        partition_dim=0,
+        partition_stride=1,
+        partition_sizes=list(sections),
     )
-    vars(parameter).update(partition_sizes=list(sections))
 
 
 def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> None:
-    """Mark a column-parallel linear whose rows are several sections, each split by
-    itself.
+    """Mark the parameters of a column-parallel linear whose rows form several sections.
 
     Megatron's resharding reads ``partition_sizes``, and Megatron's Muon
-    ``qkv_split_shapes``.
-    ``use_muon``: whether Muon, and not Adam, updates the linear.
+    ``qkv_split_shapes``. ``use_muon``: whether Muon, and not Adam, updates the linear.
     """
     sizes = list(sections)
     muon_splits = not MUON_KNOWS_ATTENTION_ALONE.is_present()
@@ -76,15 +80,15 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
 
 
 def mark_heads(weight: nn.Parameter, rows: Sequence[int]) -> None:
-    """Let Megatron's Muon update ``weight`` in pieces of ``rows`` rows, the heads of
-    this rank."""
+    """Let Megatron's Muon orthogonalise the heads of ``weight`` one by one; ``rows`` has
+    the number of rows of each head of this rank."""
     if not MUON_KNOWS_ATTENTION_ALONE.is_present():
         vars(weight).update(is_qkv=True, qkv_split_shapes=list(rows))
 
 
 def check_muon_of_heads(tp_size: int) -> None:
-    """Raise a ValueError if the launch's settings of Muon join heads; without a launch,
-    log what to set."""
+    """Raise a ValueError if the launch's settings of Muon contradict
+    :func:`mark_heads`; without a launch, log what to set."""
     launch = launch_arguments()
     if "muon" not in str(launch.get("optimizer", "muon")):
         return
@@ -112,7 +116,7 @@ def check_muon_of_heads(tp_size: int) -> None:
     )
 
 
-_MARK_OF_MARKED = "marked_by_gdn"  # the attribute that tells that a parameter has marks
+_MARKED_ATTRIBUTE = "marked_by_gdn"  # True on each parameter that has its marks
 
 
 def _is_plain_value(value: object) -> bool:
@@ -124,18 +128,18 @@ def _is_plain_value(value: object) -> bool:
 
 
 class MarkedParameters(nn.Module):
-    """Mixin of a module that stores its parameters' marks (plain attributes), by
-    parameter name.
+    """Mixin of a module that stores its parameters' marks, and puts them on parameters
+    that replace the first ones.
 
-    New parameters are marked when the module is moved, cast, loaded, copied or
+    New parameters get the marks when the module is moved, cast, loaded, copied or
     unpickled, and before any code iterates over its modules or parameters.
     """
 
-    _marks: dict[str, dict[str, object]] = {}  # noqa: RUF012  empty before remember_marks
+    # parameter name -> attribute -> value; empty before remember_marks
+    _marks: dict[str, dict[str, object]] = {}  # noqa: RUF012
 
     def remember_marks(self) -> None:
-        """Store the marks that parameters have now: parameter name -> attribute ->
-        value.
+        """Store the marks that parameters have now.
 
         A mark is an attribute with a public name and a plain value. Call this method
         again to store marks that were set later.
@@ -143,19 +147,20 @@ class MarkedParameters(nn.Module):
         self._marks = {}
         for name, parameter in self._parameters_by_name():
             marks = {
-                k: v
-                for k, v in vars(parameter).items()
-                if k[0] != "_" and _is_plain_value(v)
+                attribute: value
+                for attribute, value in vars(parameter).items()
+                if attribute[0] != "_" and _is_plain_value(value)
             }
-            self._marks[name] = {**marks, _MARK_OF_MARKED: True}
-            setattr(parameter, _MARK_OF_MARKED, True)
-        # The hook is no method: copies of this module would call it on this module.
+            self._marks[name] = {**marks, _MARKED_ATTRIBUTE: True}
+            setattr(parameter, _MARKED_ATTRIBUTE, True)
+        # A function, not a method: a copy of this module would call the method of this
+        # module.
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     def mark_parameters(self) -> None:
-        """Put the stored marks (attributes) on new parameters."""
+        """Put the stored marks on parameters that have none."""
         for name, parameter in self._parameters_by_name():
-            if name in self._marks and not hasattr(parameter, _MARK_OF_MARKED):
+            if name in self._marks and not hasattr(parameter, _MARKED_ATTRIBUTE):
                 vars(parameter).update(self._marks[name])
 
     def _parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -169,8 +174,8 @@ class MarkedParameters(nn.Module):
     def named_modules(
         self, *args: Any, **kwargs: Any
     ) -> Generator[tuple[str, nn.Module]]:
-        """First put the stored marks on new parameters, then do what torch's method
-        does."""
+        """torch's method, after :meth:`mark_parameters`; torch's ``parameters()`` calls
+        it too."""
         self.mark_parameters()
         yield from super().named_modules(*args, **kwargs)
 
@@ -189,8 +194,7 @@ class MarkedParameters(nn.Module):
 
 
 def _mark_loaded(module: MarkedParameters, incompatible_keys: object) -> None:
-    """Mark new parameters after a load; torch passes ``incompatible_keys``, which is
-    not used."""
+    """torch calls this function after a load, which may have replaced parameters."""
     module.mark_parameters()
 
 
@@ -201,8 +205,11 @@ def add_parameter(
     *shape: int,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Add a parameter ``[sum(sections), *shape]`` with this rank's rows of each
-    section."""
+    """Register an uninitialised parameter ``[sum(sections), *shape]`` of ``mixer``.
+
+    ``sections`` are the numbers of this rank's rows of each section; ``dtype`` is by
+    default ``params_dtype``.
+    """
     if dtype is None:
         dtype = mixer.config.params_dtype
     empty = torch.empty(
@@ -216,8 +223,8 @@ def add_parameter(
 def add_conv(mixer: Mixer, bias: bool) -> None:
     """Add the convolution's weight ``[C, 1, W]`` and, if ``bias``, its bias ``[C]``.
 
-    They are parameters of the mixer, or with ``conv_is_module`` of its submodule
-    ``conv1d``.
+    With ``conv_is_module`` these parameters are in a new submodule ``conv1d``, else in
+    the mixer itself.
     """
     layout = mixer.dims.layout
     taps = mixer.dims.conv_kernel_dim
@@ -272,31 +279,32 @@ def reset_parameters(mixer: Mixer) -> None:
 
     If ``config.perform_initialization`` is off, in_proj and out_proj keep their values.
     """
-    whole = mixer.global_dims
+    global_dims = mixer.global_dims
     config = mixer.config
     group = mixer.tp_group
+    # fill(parameter, method, dim, sections)
     fill = partial(fill_share, group)
     if config.perform_initialization:
         assert config.init_method is not None
         assert config.output_layer_init_method is not None
-        rows = layout_of_in_proj(whole).widths
-        columns = whole.state.heads * whole.state.columns
+        rows = layout_of_in_proj(global_dims).widths
+        columns = global_dims.state.heads * global_dims.state.columns
         fill(getattr(mixer.in_proj, "weight", None), config.init_method, 0, rows)
         method = config.output_layer_init_method
         fill(getattr(mixer.out_proj, "weight", None), method, 1, (columns,))
-    bound = whole.conv_kernel_dim**-0.5
-    widths = whole.layout.conv_widths
+    default_bound = global_dims.conv_kernel_dim**-0.5
+    channels = global_dims.layout.conv_widths
     if mixer.conv_init is None:
-        of_weight = bound
+        weight_bound = default_bound
     else:
-        of_weight = mixer.conv_init
+        weight_bound = mixer.conv_init
     if mixer.conv_init_bounds_bias:
-        of_bias = of_weight
+        bias_bound = weight_bound
     else:
-        of_bias = bound
+        bias_bound = default_bound
     weight, bias = mixer.conv_parameters
-    fill(weight, lambda x: x.uniform_(-of_weight, of_weight), 0, widths)
-    fill(bias, lambda x: x.uniform_(-of_bias, of_bias), 0, widths)
+    fill(weight, lambda x: x.uniform_(-weight_bound, weight_bound), 0, channels)
+    fill(bias, lambda x: x.uniform_(-bias_bound, bias_bound), 0, channels)
     mixer._init_others()
     for record in mixer.fp32:
         parameter = getattr(mixer, record.name)
@@ -316,12 +324,18 @@ def fill_share(
     dim: int,
     sections: Sequence[int],
 ) -> None:
-    """Fill the parameter of all ranks by ``method``; copy this rank's share to
-    ``parameter``.
+    """Fill ``parameter``, this rank's share, with the same values at every size of
+    ``group``.
 
-    ``group`` is the tensor-parallel group; None: every rank has the whole parameter.
-    ``sections`` are sizes of all ranks' parameter along ``dim``; each is split by
-    itself.
+    Each rank draws the values of all ranks from a common seed, and keeps its share.
+
+    Args:
+        group: the tensor-parallel group; None: every rank has the whole parameter.
+        parameter: None (no such parameter): nothing happens.
+        method: fills an fp32 tensor in place.
+        dim: the dimension that is split over ranks.
+        sections: the sizes along ``dim`` of all ranks together; each section is split
+            by itself.
     """
     if parameter is None:
         return
@@ -334,11 +348,11 @@ def fill_share(
     shape[dim] = sum(sections)
     whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
     if parameter.is_cuda:
-        on_gpu = [parameter.device]
+        gpus = [parameter.device]
     else:
-        on_gpu = []
-    with torch.random.fork_rng(devices=on_gpu):
-        if on_gpu:
+        gpus = []
+    with torch.random.fork_rng(devices=gpus):
+        if gpus:
             with torch.cuda.device(parameter.device):
                 torch.cuda.manual_seed(seed)
         else:
@@ -357,22 +371,23 @@ def copy_with_same_groups[Module: nn.Module](
 ) -> Module:
     """A copy of a layer that shares the process groups, since torch cannot copy
     groups."""
+    # deepcopy does not copy what its memo has
     for part in module.modules():
-        for thing in vars(part).values():
-            if isinstance(thing, dist.ProcessGroup | ProcessGroupCollection):
-                memo[id(thing)] = thing
-    kind = type(module)
-    made = kind.__new__(kind)
-    memo[id(module)] = made
-    made.__setstate__(copy.deepcopy(module.__dict__, memo))
-    return made
+        for value in vars(part).values():
+            if isinstance(value, dist.ProcessGroup | ProcessGroupCollection):
+                memo[id(value)] = value
+    cls = type(module)
+    copied = cls.__new__(cls)
+    memo[id(module)] = copied
+    copied.__setstate__(copy.deepcopy(module.__dict__, memo))
+    return copied
 
 
 def require_same_tensor_ranks(
     mine: dist.ProcessGroup, groups: ProcessGroupCollection
 ) -> None:
-    """Refuse groups whose tensor-parallel group has other ranks than ``mine``, the
-    layer's."""
+    """Raise a ValueError if ``groups.tp`` has other ranks than ``mine``, the layer's
+    tensor-parallel group."""
     tp = getattr(groups, "tp", None)
     ranks = dist.get_process_group_ranks
     if tp is None or tp is mine or ranks(tp) == ranks(mine):
@@ -387,8 +402,12 @@ def require_same_tensor_ranks(
 def cp_group_of(
     mixer: Mixer, groups: ProcessGroupCollection, context: object
 ) -> dist.ProcessGroup:
-    """The ``cp`` group of ``groups``; raise if a forward with ``context`` cannot use
-    it."""
+    """``groups.cp``, if a forward of ``mixer`` can use it.
+
+    ``context`` is the forward's inference context or None. Raises a ValueError if the
+    tensor-parallel ranks differ, and a NotImplementedError if generation would get
+    another context-parallel size than the layer's.
+    """
     require_same_tensor_ranks(mixer.tp_group, groups)
     if context is not None and groups.cp.size() != mixer.cp_size:
         raise NotImplementedError(
