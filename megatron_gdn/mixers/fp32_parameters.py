@@ -18,14 +18,14 @@ from ..ops.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32Parameter:
-    """A parameter that stays in fp32: a value per head, or per column, of a section.
+    """A parameter that stays in fp32, with a value for each head of a section of
+    projection rows, or for each column of a head."""
 
-    ``first_values(mixer, x)`` fills ``x``, the values of all tensor-parallel ranks. A
-    number is the first value of all elements, for which no random number is drawn.
-    """
-
-    name: str
+    name: str  # the attribute of the mixer, and the key in checkpoints
     section: str  # the section of a projection row whose heads have the values
+    # A function ``first_values(mixer, x)`` that fills ``x``, the values of all
+    # tensor-parallel ranks; or a number that all values get, for which no random number
+    # is drawn.
     first_values: Callable[..., object] | float
     per_column: bool = False  # whether every column of a head has a value of its own
     # Megatron's layers register this parameter before the others. Optimizers number
@@ -41,16 +41,20 @@ class Fp32Parameter:
 
 
 def log_of_rates(mixer: Any, A_log: Tensor) -> None:
-    """Fill ``A_log`` with log U(A_init_range)."""
+    """Fill ``A_log`` with logarithms of decay rates drawn from U(A_init_range)."""
     low, high = mixer.A_init_range
     A_log.uniform_(low, high)
-    if low == 0:  # a draw may be 0, whose logarithm is no value to train
+    if low == 0:  # a draw may be 0, whose logarithm is -inf
         A_log.clamp_(min=high * 2**-24)
     A_log.log_()
 
 
 def fill_with_ones(mixer: object, x: Tensor) -> None:
-    """Fill ``x`` with 1, as :func:`log_of_rates` after a draw of a seed."""
+    """Fill ``x`` with 1.
+
+    The number 1 in place of this function would draw no seed, and so change the first
+    values of later parameters.
+    """
     x.fill_(1)
 
 

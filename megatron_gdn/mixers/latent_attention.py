@@ -74,8 +74,8 @@ class LatentAttention(MLASelfAttention):
         self.rotary_pos_emb: Any = _NoAngles()
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """The modules as the spec gives them; Megatron would fuse a norm into
-        linear_q_proj."""
+        """Megatron calls this to choose the projections and norms to build: those of
+        the spec. Its own method would fuse a norm into linear_q_proj."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
         norms = ("q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names + norms}
@@ -91,29 +91,30 @@ class LatentAttention(MLASelfAttention):
                 "generates on one context-parallel rank. Generate with a model built "
                 "with context_parallel_size=1."
             )
-        given: Any = {"inference_context": inference_context, **kwargs}
-        made: Any = super().forward(*args, **given)
-        return made
+        keywords: Any = {"inference_context": inference_context, **kwargs}
+        output_and_bias: Any = super().forward(*args, **keywords)
+        return output_and_bias
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Megatron's rows before q's projection, and the rows ``c | r`` of this rank's
+        """Megatron's input of q's projection, and the rows ``c | r`` of this rank's
         tokens.
 
-        Every tensor-parallel rank uses r for its own heads, so r's gradient is summed
-        over the ranks. Megatron's own code leaves the sum out unless a module with the
-        whole weight on every rank makes r under sequence parallelism.
+        Every tensor-parallel rank uses r for its own heads, so r's gradient must be
+        summed over the ranks. Megatron's own code leaves this sum out, except under
+        sequence parallelism if kv_down has its whole weight on every rank.
         """
         rows, latent = super()._qkv_down_projection(hidden_states)
         group = self.pg_collection.tp
         if group.size() == 1:
             return rows, latent
         widths = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
-        split = latent.shape[-1] != sum(widths)
-        if split:
+        is_column_share = latent.shape[-1] != sum(widths)
+        if is_column_share:
             latent = gather_from_tensor_model_parallel_region(latent, group)
         if self.config.sequence_parallel:
-            # Megatron gathers r from these rows, and its gradient is summed there.
-            if split:
+            # Megatron's code after this gathers the tokens of r, and so sums its
+            # gradient.
+            if is_column_share:
                 latent = scatter_to_sequence_parallel_region(latent, group)
             return rows, latent
         c, r = latent.split(widths, dim=-1)
@@ -132,7 +133,8 @@ class LatentAttention(MLASelfAttention):
         """Megatron's q, k ``[s, B, H, D]`` and v ``[s, B, H, V]``; B is left out for
         packed documents.
 
-        Without rotation a packed buffer is one row of tokens, in any order.
+        Megatron's method gets no ``packed_seq_params``, which it reads for the rotation
+        alone.
         """
         tensors: Any = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, None, *others, **by_name
@@ -143,7 +145,8 @@ class LatentAttention(MLASelfAttention):
 
 
 class _NoAngles(nn.Module):
-    """Stands for Megatron's ``RotaryEmbedding``: a table of angles of no column."""
+    """Stands in for Megatron's ``RotaryEmbedding``: a table of angles
+    ``[rows, 1, 1, 0]``, so that no column is rotated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +160,7 @@ class _NoAngles(nn.Module):
         transformer_config: Any,
         *others: Any,
     ) -> int:
-        """Rows of the table, at least as many as tokens."""
+        """The number of rows of the table, at least the number of tokens."""
         if inference_context is not None:
             return inference_context.max_sequence_length
         tokens = transformer_input.shape[0]
@@ -171,11 +174,12 @@ class _NoAngles(nn.Module):
 
 
 def _with_epsilon(norm: Any, epsilon: float | None) -> Callable[..., nn.Module]:
-    """A builder of ``norm`` with its own epsilon; None means the one that Megatron
-    gives."""
+    """A function that builds ``norm`` with ``epsilon``; None: with the epsilon that
+    Megatron gives."""
 
     def build(config: Any, hidden_size: int, eps: float) -> nn.Module:
-        own = eps if epsilon is None else epsilon
-        return norm(config=config, hidden_size=hidden_size, eps=own)
+        if epsilon is not None:
+            eps = epsilon
+        return norm(config=config, hidden_size=hidden_size, eps=eps)
 
     return build

@@ -1,7 +1,7 @@
-"""Says which lengths Megatron's rotary positions need.
+"""Errors in words for lengths that Megatron's rotary positions cannot have.
 
-A model makes its table of angles before any layer runs. For lengths that Megatron
-cannot make a table of, Megatron raises errors about types and shapes.
+A model makes its table of angles before any layer runs. Without these errors Megatron
+would raise errors about types and shapes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @cache
 def explain_rotary_lengths() -> None:
-    """Let Megatron's ``RotaryEmbedding`` refuse, in words, lengths for which it would
-    raise."""
+    """Change Megatron's ``RotaryEmbedding``: before it makes a table of angles, it
+    raises a ValueError in words for a length that cannot run."""
     theirs = RotaryEmbedding.get_rotary_seq_len
 
     @wraps(theirs)
@@ -71,10 +71,12 @@ def _require_fragments(
 ) -> None:
     """Raise if Megatron cannot cut a table of ``length`` angles for the
     context-parallel ranks."""
+    # Megatron does not cut the table of packed documents, and with a local_cp_size it
+    # cuts the table for other ranks.
     if packed is not None and (
         packed.qkv_format == "thd" or packed.local_cp_size is not None
     ):
-        return  # the table is not cut, or for other ranks
+        return
     parts = 2 * cp_size
     if cp_size == 1 or length % parts == 0:
         return

@@ -4,7 +4,7 @@ responses."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +27,11 @@ def tree_packed_seq_params(
     multiple_of: int = 1,
     device: torch.device | str = "cuda",
 ) -> PackedSeqParams:
-    """Boundaries of packed documents, each of which may continue an earlier one.
+    """PackedSeqParams of packed documents, each of which may continue an earlier one.
 
     A document continues its parent: it starts from the parent's last state and last
-    convolution rows, at the next position, and attends to all its ancestors. A
-    document's result is the same as at the end of one sequence that has the document's
-    ancestors before it.
+    convolution rows, at the next position, and attends to all its ancestors. The result
+    is that of one sequence for each document, with its ancestors before it.
 
     The mixers support trees (under context parallelism only headwise), and so does the
     attention of `hybrid_stack_spec` and of local specs. Transformer Engine's attention
@@ -74,17 +73,17 @@ def tree_packed_seq_params(
 class PackedTree(NamedTuple):
     """Prompts and their responses in one buffer, as :func:`pack_tree` lays them out.
 
-    The prompt's last token is the first token of each response's document, since the
-    token's label differs between responses. A prompt's document has all its tokens but
-    the last.
+    A prompt's document has all tokens of the prompt but the last. This last token is
+    the first token of each response's document, since its label differs between
+    responses.
 
     Attributes:
         tokens, position_ids, labels: int64 ``[1, T]``. A label is the next token of the
             prompt or of the response. All three are 0 at padding.
         loss_mask: fp32 ``[1, T]``, 1 if the label is a token of a response.
         packed_seq_params: from :func:`tree_packed_seq_params`.
-        responses: for each prompt and response, the slice of the buffer that predicts
-            its tokens.
+        responses: for each prompt, and each of its responses, the slice of the buffer
+            whose tokens predict the response.
     """
 
     tokens: Tensor
@@ -107,7 +106,10 @@ class PackedTree(NamedTuple):
                 f"{tuple(self.tokens.shape)} tokens; with context parallelism give "
                 "those of all ranks, in the order of the sequence."
             )
-        return [[token_values[0, rows] for rows in each] for each in self.responses]
+        return [
+            [token_values[0, response] for response in of_prompt]
+            for of_prompt in self.responses
+        ]
 
 
 def pack_tree(
@@ -136,53 +138,59 @@ def pack_tree(
             f"{len(prompts)} prompts and {len(responses)} lists of responses; give one "
             "list for each prompt, and at least one prompt."
         )
-    where: Any = getattr(prompts[0], "device", "cpu") if device is None else device
-    rows = []
+    target: Any = device
+    if device is None:
+        target = getattr(prompts[0], "device", "cpu")
+    # Of each document: int64 [4, slot], its tokens, positions, labels and loss mask.
+    documents = []
     lengths = []
     parents = []
-    of_prompts = []
-    start = 0
-    for index, (first, others) in enumerate(zip(prompts, responses, strict=True)):
-        prompt = _on_host(first, index)
-        answers = [_on_host(x, index) for x in others]
+    slices_by_prompt = []
+    start = 0  # of the next document in the buffer
+    for index, (given, given_responses) in enumerate(
+        zip(prompts, responses, strict=True)
+    ):
+        prompt = _on_host(given, index)
         if not len(prompt):
             raise ValueError(
                 f"prompt {index} has no token; give at least one, such as a BOS."
             )
         last = len(prompt) - 1
-        root = len(parents)
-        places = []
-        texts = [(-1, 0, prompt)] + [
-            (root, last, torch.cat([prompt[last:], answer])) for answer in answers
-        ]
-        for parent, before, text in texts:
+        prompt_document = len(parents)
+        # of each document: its parent, its first position, its tokens and its last label
+        texts = [(-1, 0, prompt)]
+        for response in given_responses:
+            text = torch.cat([prompt[last:], _on_host(response, index)])
+            texts.append((prompt_document, last, text))
+        slices = []
+        for parent, position, text in texts:
             length = len(text) - 1
-            position = torch.arange(before, before + length, device="cpu")
-            in_loss = torch.full_like(position, parent >= 0)
-            document = torch.stack([text[:-1], position, text[1:], in_loss])
-            rows.append(F.pad(document, (0, -length % multiple_of)))
-            places.append(slice(start, start + length))
+            positions = torch.arange(position, position + length, device="cpu")
+            in_loss = torch.full_like(positions, parent >= 0)
+            document = torch.stack([text[:-1], positions, text[1:], in_loss])
+            documents.append(F.pad(document, (0, -length % multiple_of)))
+            slices.append(slice(start, start + length))
             lengths.append(length)
             parents.append(parent)
-            start += rows[-1].shape[1]
-        of_prompts.append(tuple(places[1:]))
+            start += documents[-1].shape[1]
+        slices_by_prompt.append(tuple(slices[1:]))  # without the prompt's own
     params = tree_packed_seq_params(
-        lengths, parents, multiple_of=multiple_of, device=where
+        lengths, parents, multiple_of=multiple_of, device=target
     )
     tokens, position_ids, labels, in_loss = to_device(
-        torch.cat(rows, 1)[:, None], where
+        torch.cat(documents, 1)[:, None], target
     )
     return PackedTree(
-        tokens, position_ids, labels, in_loss.float(), params, tuple(of_prompts)
+        tokens, position_ids, labels, in_loss.float(), params, tuple(slices_by_prompt)
     )
 
 
 class PackedGroups(NamedTuple):
-    """Micro-batches of prompts with their responses, as :func:`pack_groups` cuts
+    """Micro-batches of prompts with their responses, as :func:`pack_groups` makes
     them."""
 
     micro_batches: tuple[PackedTree, ...]
-    counts: tuple[int, ...]  # number of responses of every group
+    counts: tuple[int, ...]  # the number of responses of each group
 
     def unpack(self, token_values: Sequence[Tensor]) -> list[list[Tensor]]:
         """For every group, a list with the values ``[n, ...]`` of each response, in
@@ -191,9 +199,17 @@ class PackedGroups(NamedTuple):
         ``token_values`` has one tensor per micro-batch, each as for
         :meth:`PackedTree.unpack`.
         """
-        both = zip(self.micro_batches, token_values, strict=True)
-        rows = (row for packed, x in both for each in packed.unpack(x) for row in each)
-        return [list(islice(rows, count)) for count in self.counts]
+        # the responses of all groups, in order
+        responses = []
+        for packed, values in zip(self.micro_batches, token_values, strict=True):
+            for of_prompt in packed.unpack(values):
+                responses.extend(of_prompt)
+        by_group = []
+        first = 0
+        for count in self.counts:
+            by_group.append(responses[first : first + count])
+            first += count
+        return by_group
 
 
 def pack_groups(
@@ -217,39 +233,42 @@ def pack_groups(
         ValueError: as in `pack_tree`, or if a prompt and one response exceed
             ``most_tokens``.
     """
-    cut: list[list[tuple[Tokens, list[Tokens]]]] = []
-    room = 0
-    for index, (prompt, answers) in enumerate(groups):
-        (head,) = padded_lengths((len(prompt) - 1,), multiple_of)
-        costs = padded_lengths(tuple(map(len, answers)), multiple_of)
-        least = head + max(costs, default=0)
+    # Of each micro-batch: its prompts, each with a list of responses.
+    batches: list[list[tuple[Tokens, list[Tokens]]]] = []
+    free = 0  # tokens that still fit into the last micro-batch
+    for index, (prompt, responses) in enumerate(groups):
+        (prompt_tokens,) = padded_lengths((len(prompt) - 1,), multiple_of)
+        response_tokens = padded_lengths(tuple(map(len, responses)), multiple_of)
+        least = prompt_tokens + max(response_tokens, default=0)
         if least > most_tokens:
             raise ValueError(
                 f"the prompt of group {index} and its longest response need {least} "
                 f"tokens of a micro-batch, and most_tokens={most_tokens}; raise it, or "
                 "leave the group out."
             )
-        if not cut or head + sum(costs) > room:
-            cut.append([])
-            room = most_tokens
-        cut[-1].append((prompt, []))
-        room -= head
-        for answer, cost in zip(answers, costs, strict=True):
-            if cost > room:
-                cut.append([(prompt, [])])
-                room = most_tokens - head
-            cut[-1][-1][1].append(answer)
-            room -= cost
+        if not batches or prompt_tokens + sum(response_tokens) > free:
+            batches.append([])
+            free = most_tokens
+        together: list[Tokens] = []  # the group's responses in the last micro-batch
+        batches[-1].append((prompt, together))
+        free -= prompt_tokens
+        for response, tokens in zip(responses, response_tokens, strict=True):
+            if tokens > free:
+                together = []
+                batches.append([(prompt, together)])
+                free = most_tokens - prompt_tokens
+            together.append(response)
+            free -= tokens
     packed = tuple(
         pack_tree(
-            [prompt for prompt, _ in each],
-            [answers for _, answers in each],
+            [prompt for prompt, _ in batch],
+            [responses for _, responses in batch],
             multiple_of=multiple_of,
             device=device,
         )
-        for each in cut
+        for batch in batches
     )
-    return PackedGroups(packed, tuple(len(answers) for _, answers in groups))
+    return PackedGroups(packed, tuple(len(responses) for _, responses in groups))
 
 
 def _on_host(tokens: Tokens, index: int) -> Tensor:
