@@ -31,9 +31,10 @@ from ..ops.layout import Layout
 
 logger = logging.getLogger(__name__)
 
-TESTED = "1.6.5"
-# Fields of the configuration that split or quantise mcore-bridge's in_proj.
+TESTED_VERSION = "1.6.5"
 _QUANTISED = "stores quantised blocks of rows, whose order we cannot change"
+# Fields of the configuration that split or quantise mcore-bridge's in_proj, each with
+# the end of the error.
 _UNSUPPORTED_FIELDS = {
     "linear_decoupled_in_proj": "splits in_proj in two linears, and our layer has one",
     "fp8_param": _QUANTISED,
@@ -60,11 +61,13 @@ def build(
 
 
 def row_order_by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
-    """For each row of mcore-bridge's in_proj (if ``conv``, of conv1d), our row's index:
-    ``[P]``."""
-    return rows_by_group(
-        layout.conv_widths if conv else layout.widths, layout.heads("key")
-    )
+    """For each row of mcore-bridge's in_proj, the index of the row in ours: int64
+    ``[P]``; with ``conv`` the same for the channels of conv1d, ``[C]``."""
+    if conv:
+        widths = layout.conv_widths
+    else:
+        widths = layout.widths
+    return rows_by_group(widths, layout.heads("key"))
 
 
 @contextmanager
@@ -74,9 +77,10 @@ def in_order_of_bridge(layer: GatedDeltaNet) -> Iterator[None]:
     order."""
     layout = layer.dims.layout
     channels = row_order_by_key_head(layout, conv=True)
+    # each parameter with its new order of rows
     moved = [(parameter, channels) for parameter in layer.conv1d.parameters()]
     for name, parameter in layer.in_proj.named_parameters():
-        # no rows of in_proj
+        # the norm's and LoRA's first factor have no rows of in_proj
         if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):
             moved.append((parameter, row_order_by_key_head(layout)))
     assert all(len(parameter) == len(rows) for parameter, rows in moved)
@@ -93,11 +97,12 @@ def in_order_of_bridge(layer: GatedDeltaNet) -> Iterator[None]:
 def _reorder_in_the_bridge() -> None:
     """Wrap the bridge's conversion, which then sees our layers' rows in the bridge's
     order."""
-    if (installed := version("mcore-bridge")) != TESTED:
+    installed = version("mcore-bridge")
+    if installed != TESTED_VERSION:
         logger.warning(
             f"mcore-bridge {installed}: megatron_gdn orders weights as mcore-bridge "
-            f"{TESTED} stores them, and was not tested with {installed}. Compare the "
-            "logits of a small model first."
+            f"{TESTED_VERSION} stores them, and was not tested with {installed}. "
+            "Compare the logits of a small model first."
         )
     from mcore_bridge.bridge import GPTBridge  # pyright: ignore[reportMissingImports]
 

@@ -3,9 +3,12 @@
 
 from .patch import patch_megatron
 
-# Prefixes of modules in which miles and slime define layers with transformers'
-# parameters.
-_PLUGIN_MODULES = tuple(f"{name}_plugins.models.qwen3_" for name in ("miles", "slime"))
+# How the names of modules begin in which miles and slime define layers of their own,
+# with transformers' parameters.
+_PLUGIN_MODULE_PREFIXES = (
+    "miles_plugins.models.qwen3_",
+    "slime_plugins.models.qwen3_",
+)
 
 
 def enable(args: object) -> None:
@@ -20,9 +23,9 @@ def enable(args: object) -> None:
         module = spec
     else:
         module = spec[0]
-    # then --spec is not read
+    # Megatron-Bridge builds the model without reading --spec
     by_bridge = getattr(args, "megatron_to_hf_mode", None) == "bridge"
-    if module.startswith(_PLUGIN_MODULES) and not by_bridge:
+    if module.startswith(_PLUGIN_MODULE_PREFIXES) and not by_bridge:
         raise ValueError(
             f"--spec {module} builds layers of its own, and megatron_gdn replaces only "
             "Megatron's layers. slime: give --spec megatron_gdn.frameworks.slime "

@@ -22,7 +22,7 @@ from ..compat.observe import log_single_rank
 
 logger = logging.getLogger(__name__)
 
-# (Megatron's class, our class)
+# Pairs of a class of Megatron and the class of this package that replaces it.
 _GDN = "megatron.core.ssm.gated_delta_net:GatedDeltaNet", "megatron_gdn:GatedDeltaNet"
 _GDN2 = (
     "megatron.core.ssm.gated_delta_net:GatedDeltaNet2",
@@ -37,12 +37,14 @@ _GDP = (
     "megatron_gdn:GatedDeltaProduct",
 )
 _MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
-# A subclass that orders weights in another way; `.mcore_bridge` builds our layer in its
-# place.
+# mcore-bridge's subclass of Megatron's GatedDeltaNet, which orders weights in another
+# way. `.mcore_bridge` builds our layer in its place.
 _MCORE_BRIDGE_CLASS = "mcore_bridge.model.modules.gated_delta_net.GatedDeltaNet"
 
+# What a class builds: True: our layer, False: Megatron's, a mapping: our layer with
+# these options.
 Options = bool | Mapping[str, Any]
-Arguments = dict[str, inspect.Parameter]
+Arguments = dict[str, inspect.Parameter]  # a constructor's arguments by name
 
 
 def patch_megatron(
@@ -88,15 +90,17 @@ def patch_megatron(
     by_default = gdn is not False
     if has_gdn2():
         classes.insert(1, _PatchedClass(*_GDN2, by_default if gdn2 is None else gdn2))
-    for name, theirs, given in (("kda", _KDA, kda), ("gdp", _GDP, gdp)):
-        if _megatron_has(theirs[0]):
-            classes.append(
-                _PatchedClass(*theirs, by_default if given is None else given)
-            )
+    for name, (megatron_path, our_path), given in (
+        ("kda", _KDA, kda),
+        ("gdp", _GDP, gdp),
+    ):
+        if _megatron_has(megatron_path):
+            options = by_default if given is None else given
+            classes.append(_PatchedClass(megatron_path, our_path, options))
         elif isinstance(given, Mapping) and given:
             raise ValueError(
                 f"patch_megatron was given options of {name}, and this megatron-core "
-                f"has no {theirs[0].partition(':')[2]}. Only this package's spec "
+                f"has no {megatron_path.partition(':')[2]}. Only this package's spec "
                 "builds such layers: give the options to "
                 f"hybrid_stack_spec({name}={{...}}), or set MEGATRON_GDN_OPTIONS."
             )
@@ -140,31 +144,35 @@ def add_flags_of_kda() -> None:
     layers."""
     from megatron.training import arguments
 
-    add_theirs = arguments.add_megatron_arguments
-    if add_theirs.__module__ == __name__:
-        return
+    add_megatrons_arguments = arguments.add_megatron_arguments
+    if add_megatrons_arguments.__module__ == __name__:
+        return  # this function has run before
 
     def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
-        parser = add_theirs(parser)
+        parser = add_megatrons_arguments(parser)
         group = parser.add_argument_group("Kimi Delta Attention, by megatron_gdn")
-        for flag, how in _FLAGS_OF_KDA.items():
+        for flag, settings in _FLAGS_OF_KDA.items():
             with suppress(ArgumentError):  # this Megatron has the flag
-                group.add_argument(flag, **how)
+                group.add_argument(flag, **settings)
         return parser
 
     arguments.add_megatron_arguments = add_megatron_arguments
 
 
 class _PatchedClass:
-    """A class of Megatron and the class of this package that replaces it."""
+    """A class of Megatron and the class of this package that replaces it.
 
-    def __init__(self, theirs: str, our_class: str, options: Options) -> None:
-        self.theirs, self.ours = resolve_name(theirs), resolve_name(our_class)
-        self.public = our_class.replace(":", ".")
-        self.replaced = options is not False
+    The paths of both classes are ``"module:name"``.
+    """
+
+    def __init__(self, megatron_path: str, our_path: str, options: Options) -> None:
+        self.megatron_class = resolve_name(megatron_path)
+        self.our_class = resolve_name(our_path)
+        self.our_name = our_path.replace(":", ".")
+        self.is_replaced = options is not False
         if not isinstance(options, bool | Mapping):
             raise TypeError(
-                f"patch_megatron was given {options!r} for {self.public}; it takes "
+                f"patch_megatron was given {options!r} for {self.our_name}; it takes "
                 "True, False or a dict of options, such as {'backend': 'fla'}."
             )
         if isinstance(options, Mapping):
@@ -173,38 +181,42 @@ class _PatchedClass:
             self.options = {}
 
     def check(self) -> None:
-        """Raise if other code replaced ``__new__``, or our class lacks an option or
-        argument."""
-        replacement = vars(self.theirs).get("__new__")
+        """Raise if the class cannot be replaced; nothing is changed yet.
+
+        A RuntimeError: other code has replaced ``__new__``. A TypeError or ValueError:
+        our class lacks an option or an argument, or an option has an illegal value.
+        """
+        replacement = vars(self.megatron_class).get("__new__")
         if (
             replacement is not None
             and inspect.unwrap(replacement).__module__ != __name__
         ):
             raise RuntimeError(
-                f"{_full_name(self.theirs)}.__new__ was replaced by other code "
+                f"{_full_name(self.megatron_class)}.__new__ was replaced by other code "
                 f"({replacement!r}). megatron_gdn would undo that patch, so nothing "
                 "was changed. Call patch_megatron() without the other patch, or put "
-                f"{self.public} in your specs."
+                f"{self.our_name} in your specs."
             )
-        if self.replaced:
-            theirs = _constructor_arguments(self.theirs)
-            ours = _constructor_arguments(self.ours)
-            known = self.ours.options_class.names()
-            if unknown := sorted(self.options.keys() - known):
+        if self.is_replaced:
+            known = self.our_class.options_class.names()
+            unknown = sorted(self.options.keys() - known)
+            if unknown:
                 raise TypeError(
-                    f"{self.public} has no option {', '.join(unknown)}. Its options "
+                    f"{self.our_name} has no option {', '.join(unknown)}. Its options "
                     f"are {', '.join(sorted(known))}."
                 )
-            self.ours.options_class.of(self.options)  # raises for an illegal value
-            self._require_known_constructor(theirs, ours)
+            self.our_class.options_class.of(self.options)  # raises for illegal values
+            self._require_known_constructor()
 
-    def _require_known_constructor(self, theirs: Arguments, ours: Arguments) -> None:
-        """Raise if our constructor (``ours``) lacks or changes an argument of
-        Megatron's."""
+    def _require_known_constructor(self) -> None:
+        """Raise a TypeError if our constructor lacks an argument of Megatron's, or has
+        it with another position or default."""
+        theirs = _constructor_arguments(self.megatron_class)
+        ours = _constructor_arguments(self.our_class)
         places = [
             name
-            for name, each in ours.items()
-            if each.kind is each.POSITIONAL_OR_KEYWORD
+            for name, argument in ours.items()
+            if argument.kind is argument.POSITIONAL_OR_KEYWORD
         ]
         wrong = []
         for place, (name, argument) in enumerate(theirs.items()):
@@ -225,69 +237,75 @@ class _PatchedClass:
             from megatron.core import __version__
 
             raise TypeError(
-                f"The constructor of {_full_name(self.theirs)} in megatron-core "
-                f"{__version__} is not the one that {self.public} was written for: "
+                f"The constructor of {_full_name(self.megatron_class)} in megatron-core "
+                f"{__version__} is not the one that {self.our_name} was written for: "
                 f"{'; '.join(wrong)}. Install a tested megatron-core, or put "
-                f"{self.public} in your specs."
+                f"{self.our_name} in your specs."
             )
 
     def install(self) -> None:
         """Make Megatron's class build our layer, or undo an earlier patch."""
-        if self.replaced:
-            self.theirs.__new__ = _make_new(self.theirs, self.ours, self.options)
-        elif "__new__" in vars(self.theirs):
-            # Without ``__new__`` the class refuses all arguments, so it gets a plain
-            # ``__new__``.
-            self.theirs.__new__ = _make_new(self.theirs, None, {})
+        megatron_class = self.megatron_class
+        if self.is_replaced:
+            megatron_class.__new__ = _make_new(
+                megatron_class, self.our_class, self.options
+            )
+        elif "__new__" in vars(megatron_class):
+            # A class whose ``__new__`` was deleted would refuse all arguments, so it
+            # gets a ``__new__`` that builds Megatron's layer.
+            megatron_class.__new__ = _make_new(megatron_class, None, {})
 
     def describe(self) -> str:
         """Say for the log which class a call of Megatron's class builds."""
-        theirs = f"Megatron's {self.theirs.__name__}"
-        if not self.replaced:
-            return f"{theirs} stays Megatron's"
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        name = self.megatron_class.__name__
+        if not self.is_replaced:
+            return f"Megatron's {name} stays Megatron's"
+        options = ", ".join(
+            f"{option}={value!r}" for option, value in self.options.items()
+        )
         subclass_clause = ""
-        if _MCORE_BRIDGE_CLASS.endswith(self.theirs.__name__) and find_spec(
-            "mcore_bridge"
-        ):
+        if _MCORE_BRIDGE_CLASS.endswith(name) and find_spec("mcore_bridge"):
             subclass_clause = ", mcore-bridge's subclass of it too"
-        return f"{theirs} is built as {self.public}({options}){subclass_clause}"
+        return (
+            f"Megatron's {name} is built as {self.our_name}({options}){subclass_clause}"
+        )
 
 
 def _make_new(
-    theirs: type, our_class: type | None, options: dict[str, object]
+    megatron_class: type, our_class: type | None, options: dict[str, object]
 ) -> Callable:
-    """Make a ``__new__`` of ``theirs`` that builds ``our_class``; None: it builds
-    ``theirs``."""
+    """A ``__new__`` for ``megatron_class`` that builds ``our_class`` with ``options``;
+    None: it builds Megatron's layer."""
 
     def __new__(cls, *args, **kwargs):
-        # copy and pickle call __new__ alone, then fill the layer
-        built = bool(args or kwargs)
-        if our_class is not None and built:
-            if cls is theirs:
+        # copy and pickle call __new__ without arguments, then fill the layer
+        is_constructor_call = bool(args or kwargs)
+        if our_class is not None and is_constructor_call:
+            if cls is megatron_class:
                 return our_class(*args, **{**options, **kwargs})
             if _full_name(cls) == _MCORE_BRIDGE_CLASS:
                 from .mcore_bridge import build
 
                 return build(*args, **{**options, **kwargs})
-            _warn_of_subclass(cls, theirs)
+            _warn_of_subclass(cls, megatron_class)
         return object.__new__(cls)
 
     return staticmethod(__new__)
 
 
 @cache
-def _warn_of_subclass(cls: type, theirs: type) -> None:
+def _warn_of_subclass(cls: type, megatron_class: type) -> None:
     logger.warning(
-        f"{_full_name(cls)} is a subclass of Megatron's {theirs.__name__} and is built "
-        "as it is, not as megatron_gdn's layer."
+        f"{_full_name(cls)} is a subclass of Megatron's {megatron_class.__name__} and "
+        "is built as it is, not as megatron_gdn's layer."
     )
 
 
 def _constructor_arguments(cls: type) -> Arguments:
     """The arguments of ``cls.__init__`` by name, without ``self``."""
-    parameters = inspect.signature(cls.__init__).parameters
-    return {name: each for name, each in parameters.items() if name != "self"}
+    arguments = dict(inspect.signature(cls.__init__).parameters)
+    arguments.pop("self", None)
+    return arguments
 
 
 def _full_name(cls: type) -> str:

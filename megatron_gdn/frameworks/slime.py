@@ -16,8 +16,8 @@ converter can handle:
                                       linear_attn.out_proj.weight
 
 slime gives a tensor-parallel rank contiguous rows of a tensor, while each of our ranks
-has rows of every section. So slime gets a tensor with all rows of rank 0, then of rank
-1, ...
+has rows of every section. So slime gets a tensor in *rank order*: all rows of rank 0,
+then all rows of rank 1, ...
 """
 
 from __future__ import annotations
@@ -89,22 +89,21 @@ def _spec_with_our_layer(
             "scripts/models."
         )
     dims = read_hf_config(args.hf_checkpoint).gdn
-    # so a wrong file raises now, not after a rollout
-    _published_dtypes(args.hf_checkpoint)
+    _published_dtypes(
+        args.hf_checkpoint
+    )  # a wrong file raises now, not after a rollout
     plugin = import_module(f"slime_plugins.models.{model}")
     block = getattr(plugin, f"get_{model}_spec")(args, config, vp_stage)
     vars(config).update(dims.config_fields)
     # slime's `slice_with_cp` cuts every document into 2 cp pieces, the zigzag layout.
     options = with_launch_options(GatedDeltaNet, {"cp_layout": "zigzag"})
     mixer = gated_delta_net_spec("te", **options)
-    parts = [layer.submodules for layer in block.layer_specs]
-    replaced = [
-        each for each in parts if each.self_attention.module is plugin.Attention
-    ]
-    for each in replaced:
-        each.self_attention = mixer
+    count = 0
+    for layer in block.layer_specs:
+        if layer.submodules.self_attention.module is plugin.Attention:
+            layer.submodules.self_attention = mixer
+            count += 1
     register_our_names()
-    count = len(replaced)
     log_once(
         f"slime: {count} layers of this stage are built as megatron_gdn.GatedDeltaNet."
     )
@@ -131,13 +130,13 @@ def register_our_names() -> None:
 
 
 def _wrap_loader(slime_loader: Callable) -> Callable:
-    """Let ``slime_loader`` load our parameters too, with all ranks' rows, rank 0's
-    first."""
+    """A loader that loads our parameters, in rank order, and leaves all others to
+    ``slime_loader``."""
 
     @wraps(slime_loader)
     def load(name: str, reader: Any, hf_config: object) -> Tensor:
-        """Load parameter ``name``; ``reader`` reads Hugging Face's files of
-        ``hf_config``."""
+        """The whole Megatron parameter ``name``; ``reader`` reads Hugging Face's
+        files."""
         prefix, entry = _translation(name, reader.path)
         if entry is None:
             return slime_loader(name, reader, hf_config)
@@ -145,31 +144,30 @@ def _wrap_loader(slime_loader: Callable) -> Callable:
             slime_loader(prefix + source.key, reader, hf_config)
             for source in entry.sources
         ]
-        return _concatenate_shards(entry, entry.to_megatron(pieces))
+        return _to_rank_order(entry, entry.to_megatron(pieces))
 
     return load
 
 
 def _wrap_converter(slime_converter: Callable) -> Callable:
-    """Let slime's converter of parameters into Hugging Face's tensors convert ours
-    too."""
+    """A converter into Hugging Face's tensors that also knows our parameters."""
 
     @wraps(slime_converter)
     def convert(
         args: Namespace, model_name: str, name: str, param: Tensor
     ) -> list[tuple[str, Tensor]]:
-        """Make pairs of name and Hugging Face tensor from ``param``, the parameter
-        ``name``."""
+        """The pairs (Hugging Face name, tensor) of ``param``, the Megatron parameter
+        ``name`` in rank order."""
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
             return slime_converter(args, model_name, name, param)
-        whole = _join_shards(entry, param)
-        # so only the cast below rounds
+        whole = _from_rank_order(entry, param)
+        # A shift is computed in fp32, so that only the cast below rounds.
         if entry.shift:
-            wide = torch.float32
+            dtype = torch.float32
         else:
-            wide = whole.dtype
-        pieces = entry.to_hf(whole, [wide] * len(entry.sources))
+            dtype = whole.dtype
+        pieces = entry.to_hf(whole, [dtype] * len(entry.sources))
         published = _published_dtypes(args.hf_checkpoint)
         return [
             (hf_name, tensor.to(published.get(hf_name, param.dtype)))
@@ -183,8 +181,8 @@ def _wrap_converter(slime_converter: Callable) -> Callable:
 
 
 def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
-    """Wrap slime's quantizer, so that it gets slime's names, by which it chooses
-    tensors."""
+    """A quantizer that calls ``slime_quantizer`` with slime's names of our parameters,
+    since slime chooses by name which tensors it quantises."""
 
     @wraps(slime_quantizer)
     def quantize(
@@ -211,10 +209,17 @@ def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
 
 
 def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
-    """Return ``name`` up to and with "self_attention.", and the map of our parameter or
-    None."""
-    prefix, layer, parameter = name.rpartition(_LAYER_PREFIX)
-    return prefix + layer, _translations(str(folder)).get(parameter) if layer else None
+    """Split ``name`` into the part that ends with "self_attention." and our parameter;
+    return this part and the parameter's map.
+
+    The map is None if the parameter is not one of ours. ``folder`` has the model's
+    Hugging Face files.
+    """
+    before, layer_prefix, parameter = name.rpartition(_LAYER_PREFIX)
+    entry = None
+    if layer_prefix:
+        entry = _translations(str(folder)).get(parameter)
+    return before + layer_prefix, entry
 
 
 @cache
@@ -230,28 +235,27 @@ def _translations(folder: str) -> dict[str, TensorMap]:
 
 @cache
 def _published_dtypes(folder: str) -> dict[str, torch.dtype]:
-    """Dtype of each tensor in ``folder`` except 8-bit tensors, which slime quantises
-    itself."""
+    """The dtype of each tensor in ``folder`` by name, except 8-bit tensors, which slime
+    quantises itself."""
     specs = SafetensorsFolder(folder).specs.items()
     return {
         name: spec.torch_dtype for name, spec in specs if spec.torch_dtype.itemsize > 1
     }
 
 
-def _concatenate_shards(entry: TensorMap, whole: Tensor) -> Tensor:
-    """Reorder ``whole``'s rows by ``entry``: ``[section 0 | ..]`` to
-    ``[rank 0's shard | ..]``."""
-    if entry.sections:
-        return torch.cat(entry.shards(whole, _tensor_parallel_size()))
-    return whole
-
-
-def _join_shards(entry: TensorMap, ranks: Tensor) -> Tensor:
-    """Reorder ``ranks``' rows by ``entry``: ``[rank 0's shard | ..]`` to
+def _to_rank_order(entry: TensorMap, by_section: Tensor) -> Tensor:
+    """The rows of the parameter of ``entry`` as ``[rank 0's shard | ..]``, from
     ``[section 0 | ..]``."""
     if entry.sections:
-        return entry.unshard(ranks.chunk(_tensor_parallel_size()))
-    return ranks
+        return torch.cat(entry.shards(by_section, _tensor_parallel_size()))
+    return by_section
+
+
+def _from_rank_order(entry: TensorMap, by_rank: Tensor) -> Tensor:
+    """The inverse of :func:`_to_rank_order`."""
+    if entry.sections:
+        return entry.unshard(by_rank.chunk(_tensor_parallel_size()))
+    return by_rank
 
 
 def _tensor_parallel_size() -> int:
