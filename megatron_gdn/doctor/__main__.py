@@ -27,15 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "python -m megatron_gdn.doctor", description=_DESCRIPTION, epilog=_EPILOG
     )
     add = parser.add_argument
-    help = "heads of one rank, as 16:32 (2:4)"
-    add("--heads", type=heads, default=(2, 4), metavar="KEY:VALUE", help=help)
+    heads_help = "heads of one rank, as 16:32 (2:4)"
+    add("--heads", type=heads, default=(2, 4), metavar="KEY:VALUE", help=heads_help)
     head_dim = partial(whole_number, most=MOST_HEAD_DIM)
     add("--head-dim", type=head_dim, default=128, help="of keys and values (128)")
     tokens = partial(whole_number, most=_MOST_TOKENS)
     add("--tokens", type=tokens, default=1000, help="of the checks (1000)")
     add("--json", action="store_true", help="a list of findings, for programs")
     options = parser.parse_args(argv)
-    # imported packages warn; problems that matter become findings
+    # Imported packages warn; what matters of it becomes a finding.
     warnings.simplefilter("ignore")
     from ..ops.delta_rule.base import HeadSizes
     from .checks import (
@@ -45,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_rules,
     )
 
-    key, value = options.heads
+    key_heads, value_heads = options.heads
     findings = []
-    sizes = HeadSizes(key, value, options.head_dim, options.head_dim)
+    sizes = HeadSizes(key_heads, value_heads, options.head_dim, options.head_dim)
     for finding in chain(
         check_machine(),
         check_packages(),

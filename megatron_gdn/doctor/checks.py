@@ -35,8 +35,9 @@ from ..ops.rules.fla import why_not_callable
 # Extras with packages that run in training; the other extras are for developers of this
 # project.
 _EXTRAS = ("fla", "te", "hf")
-_HOPPER = 9
-_RESULTS = ("o", "dq", "dk", "dv", "dg", "dbeta")
+_HOPPER_MAJOR = 9  # the major number of Hopper's compute capability
+# the rule's output, and the gradients of its inputs
+_RESULT_NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
 _REPEATS = 10
 
 
@@ -78,20 +79,21 @@ def check_packages() -> Iterator[Finding]:
         why = "runs from a clone, so versions were not checked; pip install -e . there"
         yield Finding("megatron-gdn", "note", why)
         return
-    for extra in (None, *_EXTRAS):
+    for requirement in asked:
+        if requirement.marker is None:
+            yield _check_package(requirement, None)
+    for extra in _EXTRAS:
         for requirement in asked:
             marker = requirement.marker
-            if (
-                marker is None
-                if extra is None
-                else marker and marker.evaluate({"extra": extra})
-            ):
+            if marker is not None and marker.evaluate({"extra": extra}):
                 yield _check_package(requirement, extra)
 
 
 def _check_package(asked: Requirement, extra: str | None) -> Finding:
-    """Check a package against ``asked``, a requirement of ``extra`` (None: of
-    megatron_gdn)."""
+    """Compare the installed version of a package with a requirement of this package.
+
+    ``extra`` is the extra that asks for it; None: it is always required.
+    """
     name = asked.name
     install = f'pip install "{asked.name}{asked.specifier}"'
     installed = installed_version(name)
@@ -109,7 +111,8 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
             name, state, f"{installed} is installed, {asked.specifier} works; {install}"
         )
     try:
-        # it is compiled for one torch version, so import it
+        # Transformer Engine is compiled for one torch version, so its import tells more
+        # than its version.
         if name == "transformer-engine":
             import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken build may raise any exception
@@ -121,89 +124,105 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
 
 
 def _check_tested(name: str, installed: str) -> Finding:
-    """A note if the ``installed`` version of the package ``name`` was not tested."""
+    """The finding about a package whose version ``installed`` should work: a note if it
+    was not tested."""
     why = why_untested(name, installed)
-    return Finding(name, "ok" if why is None else "note", why or installed)
+    if why is None:
+        return Finding(name, "ok", installed)
+    return Finding(name, "note", why)
 
 
 def check_kernel_versions() -> Iterator[Finding]:
-    """Look for faulty versions of the rules' packages; without a GPU these are only
-    notes."""
-    gpu = torch.cuda.is_available()
-    if gpu:
+    """Check whether the kernels of fla and FlashQLA can run here.
+
+    Without a GPU the checks assume a Hopper GPU, and what is wrong is only a note.
+    """
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
         major = torch.cuda.get_device_capability()[0]
     else:
-        major = _HOPPER
-    if triton := installed_version("triton"):
+        major = _HOPPER_MAJOR
+    triton = installed_version("triton")
+    if triton:
         yield Finding("triton", "ok", triton)
     else:
         yield Finding(
             "triton", "note", "not installed: conv, gates and norm run in plain torch"
         )
-    qla = why_not_flash_qla_package()
     tilelang = installed_version("tilelang")
-    if qla is None and tilelang is None:
-        why = (
-            "compiles by tilelang, which is not installed; pip install flash-qla "
-            "brings it"
+    why_not_qla = why_not_flash_qla_package()
+    if why_not_qla is None and tilelang is None:
+        why_not_qla = Obstacle(
+            "flash-qla compiles by tilelang, which is not installed; pip install "
+            "flash-qla brings it"
         )
-        qla = Obstacle(f"flash-qla {why}")
-    fla = why_not_fla_package(major)
-    if fla is None and (why := why_not_callable(FlaGDN)) is not None:
-        fla = Obstacle(why)
+    why_not_fla = why_not_fla_package(major)
+    if why_not_fla is None:
+        why = why_not_callable(FlaGDN)
+        if why is not None:
+            why_not_fla = Obstacle(why)
     for package, module, obstacle in (
-        ("flash-linear-attention", "fla", fla),
-        ("flash-qla", "flash_qla", qla),
+        ("flash-linear-attention", "fla", why_not_fla),
+        ("flash-qla", "flash_qla", why_not_qla),
     ):
         if obstacle is None:
             text = f"{installed_version(package)}, tilelang {tilelang or 'none'}"
             yield Finding(f"rule of {package}", "ok", text)
-        else:
-            if find_spec(module) is not None and gpu:
-                state = "wrong"
-            else:
-                state = "note"
-            where = "" if gpu else "on a Hopper GPU: "
-            yield Finding(f"rule of {package}", state, f"{where}{obstacle.why}")
+            continue
+        state = "note"
+        if find_spec(module) is not None and has_gpu:
+            state = "wrong"
+        where = "" if has_gpu else "on a Hopper GPU: "
+        yield Finding(f"rule of {package}", state, f"{where}{obstacle.why}")
 
 
 def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
-    """Check the usual and the deterministic rule on two documents with ``tokens`` in
-    total."""
-    gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    """Check the rules that a layer takes here, usually and in deterministic mode.
+
+    The findings are the choice of each rule, its errors against fp64, and whether the
+    deterministic rule repeats its bits. The rules run on two documents, of ``tokens``
+    tokens in total, with heads of these ``sizes``.
+    """
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        device = torch.device("cuda")
+        dtype = torch.bfloat16
+    else:
+        device = torch.device("cpu")
+        dtype = torch.float32
     choose = partial(resolve_rule, device=device, dtype=dtype, sizes=sizes)
     choices = {"rule": choose(), "deterministic rule": choose(bits=Bits.DETERMINISTIC)}
     for subject, (rule, reason) in choices.items():
-        slow = gpu and rule.name == "reference"
-        yield Finding(subject, "note" if slow else "ok", f"{rule.name}: {reason}")
-    inputs = _inputs(sizes, tokens, torch.device(device), dtype)
-    documents = Documents((0, tokens // 3, tokens), torch.device(device))
+        is_slow = has_gpu and rule.name == "reference"
+        yield Finding(subject, "note" if is_slow else "ok", f"{rule.name}: {reason}")
+    inputs = _random_inputs(sizes, tokens, device, dtype)
+    documents = Documents((0, tokens // 3, tokens), device)
     exact = _run_rule(
         PlainRule(), RuleInputs._make(x.double() for x in inputs), documents
     )
-    plain = _rms_errors(_run_rule(PlainRule(), inputs, documents), exact)
+    plain_errors = _rms_errors(_run_rule(PlainRule(), inputs, documents), exact)
     for subject, (rule, _) in choices.items():
         if type(rule) is not PlainRule:
             errors = _rms_errors(_run_rule(rule, inputs, documents), exact)
-            yield _compare_errors(subject, errors, plain)
+            yield _compare_errors(subject, errors, plain_errors)
         elif subject == "rule":
-            worst = _largest(plain)
-            text = f"{worst} {plain[worst]:.1e}, of plain torch, against fp64"
-            yield Finding(
-                "rule, errors", "ok" if isfinite(plain[worst]) else "wrong", text
-            )
+            worst = _name_of_largest(plain_errors)
+            error = plain_errors[worst]
+            text = f"{worst} {error:.1e}, of plain torch, against fp64"
+            yield Finding("rule, errors", "ok" if isfinite(error) else "wrong", text)
     yield _check_repeats(choices["deterministic rule"].rule, inputs, documents)
 
 
 def _compare_errors(
     subject: str, errors: dict[str, float], plain: dict[str, float]
 ) -> Finding:
-    """Compare RMS ``errors`` (by tensor) of the rule ``subject`` with those of
-    ``plain`` torch."""
+    """Compare a rule's relative RMS ``errors`` with those of ``plain`` torch.
+
+    Both are by the names in _RESULT_NAMES; ``subject`` names the rule.
+    """
     subject = f"{subject}, errors"
-    ratios = {name: _ratio(errors[name], plain[name]) for name in _RESULTS}
-    worst = _largest(ratios)
+    ratios = {name: _ratio(errors[name], plain[name]) for name in _RESULT_NAMES}
+    worst = _name_of_largest(ratios)
     ratio = ratios[worst]
     text = (
         f"{worst} {errors[worst]:.1e}, {ratio:.2f} of plain torch's error against fp64"
@@ -213,16 +232,15 @@ def _compare_errors(
     return Finding(subject, "wrong", f"{text}: choose another backend, and report this")
 
 
-def _largest(numbers: dict[str, float]) -> str:
+def _name_of_largest(numbers: dict[str, float]) -> str:
     """The name of the largest of ``numbers``; NaN is larger than every number."""
     return max(numbers, key=lambda name: (isnan(numbers[name]), numbers[name]))
 
 
-def _ratio(error: float, of: float) -> float:
-    """``error / of``; of two zeros 0, since an exact result is not worse than
-    another."""
-    if of:
-        return error / of
+def _ratio(error: float, other: float) -> float:
+    """``error / other``; 0 if both are 0, infinite if only ``other`` is."""
+    if other:
+        return error / other
     if error:
         return inf
     return 0.0
@@ -232,23 +250,26 @@ def _check_repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Find
     """Check that _REPEATS runs of ``rule`` give equal bits."""
     first = _run_rule(rule, inputs, documents)
     for repeat in range(1, _REPEATS):
-        now = _run_rule(rule, inputs, documents)
-        if other := [
-            name for name in _RESULTS if not torch.equal(first[name], now[name])
-        ]:
+        results = _run_rule(rule, inputs, documents)
+        different = [
+            name
+            for name in _RESULT_NAMES
+            if not torch.equal(first[name], results[name])
+        ]
+        if different:
             return Finding(
-                "repeats", "wrong", f"{', '.join(other)} differ in repeat {repeat}"
+                "repeats", "wrong", f"{', '.join(different)} differ in repeat {repeat}"
             )
     return Finding(
-        "repeats", "ok", f"{_REPEATS} repeats equal in {len(_RESULTS)} tensors"
+        "repeats", "ok", f"{_REPEATS} repeats equal in {len(_RESULT_NAMES)} tensors"
     )
 
 
 def _run_rule(
     rule: Rule, inputs: RuleInputs, documents: Documents
 ) -> dict[str, Tensor]:
-    """Run ``rule``; return its output and the gradients of ``inputs`` by the names in
-    _RESULTS."""
+    """Run forward and backward of ``rule``; return its output and the gradients of
+    ``inputs`` by the names in _RESULT_NAMES."""
     leaves = RuleInputs._make(x.detach().requires_grad_() for x in inputs)
     with torch.enable_grad():
         out, _ = run_rule(rule, leaves, documents, use_qk_l2norm_in_kernel=True)
@@ -256,24 +277,26 @@ def _run_rule(
         torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
     )
     results = (out.detach(),) + torch.autograd.grad(out, leaves, d_out)
-    return dict(zip(_RESULTS, results, strict=True))
+    return dict(zip(_RESULT_NAMES, results, strict=True))
 
 
 def _rms_errors(
     results: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> dict[str, float]:
-    """The relative RMS error of every tensor in ``results`` against ``exact``, by
+    """The relative RMS error of each tensor in ``results`` against ``exact``, by
     name."""
-    return {
-        name: _ratio((results[name].double() - x).norm().item(), x.norm().item())
-        for name, x in exact.items()
-    }
+    errors = {}
+    for name, expected in exact.items():
+        error = (results[name].double() - expected).norm().item()
+        errors[name] = _ratio(error, expected.norm().item())
+    return errors
 
 
-def _inputs(
+def _random_inputs(
     sizes: HeadSizes, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> RuleInputs:
-    """Random inputs of a rule: one row of ``tokens``, with heads of ``sizes``."""
+    """Random inputs of a rule: one batch row of ``tokens``, with heads of ``sizes``; g
+    and beta are in fp32."""
     generator = torch.Generator().manual_seed(1)
 
     def random_rows(*shape: int) -> Tensor:

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["GenerationGap", "check_generation"]
 
 _aten = torch.ops.aten
-# Functions whose result for a row depends only on this row of the first argument. On a
-# CPU torch rounds the last elements of a buffer differently, so RowByRow calls the
-# functions on single rows.
+# Functions whose result for a row depends only on this row of the first argument. Even
+# these must run on single rows: a CPU rounds the last elements of a buffer differently.
 _ROWWISE_FUNCTIONS = {
     _aten.silu.default,
     _aten.sigmoid.default,
@@ -34,7 +33,8 @@ _ROWWISE_FUNCTIONS = {
 
 
 class RowByRow(TorchDispatchMode):
-    """Compute linear layers and elementwise functions one row at a time, on a CPU.
+    """A mode of torch in which linear layers and elementwise functions compute one row
+    at a time, on a CPU.
 
     A CPU library chooses its kernel by the number of rows, and another kernel would
     give other bits. On a GPU use Megatron's batch-invariant kernels instead of this
@@ -42,8 +42,8 @@ class RowByRow(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Call ``function``, row by row if rows are independent; ``types`` is not
-        used."""
+        """torch calls this method for each operator ``function``; the result is that of
+        the operator, computed row by row if rows are independent."""
         kwargs = kwargs or {}
         if function is _aten.mm.default:
             return _call_on_each_row(lambda row: function(row, args[1]), args[0])
@@ -51,16 +51,16 @@ class RowByRow(TorchDispatchMode):
             return _call_on_each_row(
                 lambda row: function(args[0], row, args[2], **kwargs), args[1]
             )
-        # A softmax can be computed row by row only over the last dimension.
         by_row = function in _ROWWISE_FUNCTIONS and args[0].dim() > 1
-        if by_row and (
-            "softmax" not in str(function) or args[1] in (-1, args[0].dim() - 1)
-        ):
+        if by_row and "softmax" in str(function):
+            # args[1] is the dimension, which must be the last one
+            by_row = args[1] in (-1, args[0].dim() - 1)
+        if by_row:
             flat = args[0].reshape(-1, args[0].shape[-1])
-            made = _call_on_each_row(
+            result = _call_on_each_row(
                 lambda row: function(row, *args[1:], **kwargs), flat
             )
-            return made.view(*args[0].shape)
+            return result.view(*args[0].shape)
         if not _is_composite(function):
             return function(*args, **kwargs)
         with self:  # in inference mode torch has not decomposed ``function`` yet
@@ -150,21 +150,29 @@ def check_generation(
         context = static_context(model, B, S)
         pieces = [tokens[:, :prompt]]
         pieces.extend(tokens[:, prompt:].split(at_once, dim=1))
-        made = [next_logits(model, piece, context) for piece in pieces]
-        generated, trained = (
-            x.float().log_softmax(-1) for x in (torch.cat(made, 1), logits)
+        generated_logits = torch.cat(
+            [next_logits(model, piece, context) for piece in pieces], 1
         )
+        # log-probabilities of the whole vocabulary
+        generated = generated_logits.float().log_softmax(-1)
+        trained = logits.float().log_softmax(-1)
+    # from the prompt's last token on, which predicts the first token after the prompt
     generated = generated[:, prompt - 1 :]
     trained = trained[:, prompt - 1 :]
+    # the tokens after the prompt; the last position predicts a token that is not given
     text = tokens[:, prompt:, None]
     gap = (generated[:, :-1].gather(2, text) - trained[:, :-1].gather(2, text)).abs()
     kl = (trained.exp() * (trained - generated)).sum(-1)
-    layers = [m for m in model.modules() if isinstance(m, RecurrentMixer)]
+    backend = None
+    for module in model.modules():
+        if isinstance(module, RecurrentMixer):
+            backend = module.backend
+            break
     return GenerationGap(
-        gap.max().item(),
-        gap.mean().item(),
-        kl.mean().item(),
-        kl.max().item(),
-        torch.equal(generated, trained),
-        layers[0].backend if layers else None,
+        max_log_prob=gap.max().item(),
+        mean_log_prob=gap.mean().item(),
+        mean_kl=kl.mean().item(),
+        max_kl=kl.max().item(),
+        equal=torch.equal(generated, trained),
+        backend=backend,
     )
