@@ -6,7 +6,8 @@ Public names are imported at first use, so that ``megatron_gdn.ops`` needs only 
 from importlib import import_module
 from typing import Any
 
-_NAMES = {
+# The names that this package offers, by the module that defines them.
+_NAMES_BY_MODULE = {
     "mixers.checkpoint": ("_split_tensor_factory",),
     "context_parallel": (
         "SequenceLayout",
@@ -44,9 +45,11 @@ _NAMES = {
     ),
     "mixers.padding": ("pack_rows", "seqlens_of_mask", "unpack_rows", "unpad_data"),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_OF_NAME = {
+    name: module for module, names in _NAMES_BY_MODULE.items() for name in names
+}
 
-__all__ = sorted(name for name in _HOME if name[0] != "_")  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(name for name in _MODULE_OF_NAME if name[0] != "_")  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def _version() -> str:
@@ -70,10 +73,10 @@ def __getattr__(name: str) -> Any:
     """Import the public object ``name`` at its first use."""
     if name == "__version__":
         return _version()
-    if name not in _HOME:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULE_OF_NAME[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _HOME.keys())
+    return sorted(globals().keys() | _MODULE_OF_NAME.keys())

@@ -16,18 +16,18 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command ``argv[0]``, or print the commands; ``argv``: by default the
-    command line."""
+    """Run the command ``argv[0]`` with the other arguments, or print the list of
+    commands; return the exit status.
+
+    ``argv`` is by default the command line without the program.
+    """
     if argv is None:
-        given = sys.argv[1:]
-    else:
-        given = argv
-    if given and given[0] in COMMANDS:
-        if given[0] == "launch":
-            place = "launch"
-        else:
-            place = f"{given[0]}.__main__"
-        return import_module(f"{__package__}.{place}").main(given[1:])
+        argv = sys.argv[1:]
+    if argv and argv[0] in COMMANDS:
+        module = f"{argv[0]}.__main__"
+        if argv[0] == "launch":
+            module = "launch"
+        return import_module(f"{__package__}.{module}").main(argv[1:])
     lines = (
         f"    python -m megatron_gdn.{name:8}  {about}"
         for name, about in COMMANDS.items()
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "command", nargs="?", help="one of the commands above, and its options"
     )
-    name = parser.parse_args(given[:1]).command
+    name = parser.parse_args(argv[:1]).command
     if name is not None:
         parser.error(f"no command {name!r}{did_you_mean([name], COMMANDS)}")
     print(parser.description)

@@ -1,5 +1,5 @@
-"""Parses the commands' options without torch; suggests right names in place of wrong
-ones."""
+"""What the package's commands need to read their options and to print errors, without
+torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-MOST_HEADS = MOST_HEAD_DIM = 2**14  # the largest numbers that commands take
+# the largest numbers that commands take
+MOST_HEADS = 2**14
+MOST_HEAD_DIM = 2**14
 MOST_RANKS = 2**10
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses a command's options, which may not be abbreviated; prints errors in one
-    line."""
+    """Parses a command's options, which may not be abbreviated.
+
+    An error is one line that suggests known names for unknown ones.
+    """
 
     def __init__(self, prog: str, **settings: Any) -> None:
         """``prog``: the command's name in its messages; ``settings``: as for
@@ -27,12 +31,12 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Iterable[str] | None = None, *others: Any, **named: Any
     ) -> tuple[Any, list[str]]:
-        """Parse ``args`` as argparse does; store ``args`` for suggestions."""
+        """Parse ``args`` as argparse does, and store them for :meth:`_suggestion`."""
         if args is None:
-            self._given = sys.argv[1:]
+            self._arguments = sys.argv[1:]
         else:
-            self._given = list(args)
-        return super().parse_known_args(self._given, *others, **named)
+            self._arguments = list(args)
+        return super().parse_known_args(self._arguments, *others, **named)
 
     def error(self, message: str) -> NoReturn:
         """Print argparse's ``message`` with a suggestion, and exit with status 2."""
@@ -42,33 +46,30 @@ class Parser(argparse.ArgumentParser):
     def _suggestion(self, message: str) -> str:
         """``; did you mean X?`` for the wrong option or value in ``message``, or an
         empty text."""
-        if wrong := re.search(
-            r"invalid choice: '([^']*)' \(choose from (.*)\)", message
-        ):
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if wrong:
             return did_you_mean([wrong[1]], re.findall(r"[\w.-]+", wrong[2]))
         known = self._options()
-        words = [
-            word.partition("=")[0] for word in self._given if word.startswith("--")
+        options = [
+            argument.partition("=")[0]
+            for argument in self._arguments
+            if argument.startswith("--")
         ]
-        return did_you_mean([word for word in words if word not in known], known)
+        return did_you_mean([name for name in options if name not in known], known)
 
     def _options(self) -> list[str]:
-        """Options that ``--help`` shows, such as ``--tokens``, here and in
-        subcommands."""
-        choices = (
-            action.choices
-            for action in self._actions
-            if action.nargs == argparse.PARSER
-        )
-        commands = [
-            command for each in choices for command in dict(each or {}).values()
-        ]
-        return [
-            name
-            for parser in (self, *commands)
-            for name, action in parser._option_string_actions.items()
-            if action.help != argparse.SUPPRESS
-        ]
+        """The names of the options that ``--help`` of this command and of its
+        subcommands shows, such as ``--tokens``."""
+        parsers: list[argparse.ArgumentParser] = [self]
+        for action in self._actions:
+            if action.nargs == argparse.PARSER:
+                parsers.extend(dict(action.choices or {}).values())
+        names = []
+        for parser in parsers:
+            for name, action in parser._option_string_actions.items():
+                if action.help != argparse.SUPPRESS:
+                    names.append(name)
+        return names
 
 
 def heads(text: str) -> tuple[int, int]:
@@ -76,30 +77,33 @@ def heads(text: str) -> tuple[int, int]:
     ``KEY:VALUE``."""
     key, _, value = text.partition(":")
     try:
-        numbers = whole_number(key, MOST_HEADS), whole_number(value, MOST_HEADS)
+        key_heads = whole_number(key, MOST_HEADS)
+        value_heads = whole_number(value, MOST_HEADS)
+        is_legal = value_heads % key_heads == 0
     except argparse.ArgumentTypeError:
-        numbers = 2, 1
-    if numbers[1] % numbers[0]:
+        key_heads = 0
+        value_heads = 0
+        is_legal = False
+    if not is_legal:
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)} is not KEY:VALUE, such as 16:32; key heads must divide "
-            f"value heads, of which there are at most {MOST_HEADS}"
+            f"{_shortened(text)} is not KEY:VALUE, such as 16:32; key heads must "
+            f"divide value heads, of which there are at most {MOST_HEADS}"
         )
-    return numbers
+    return key_heads, value_heads
 
 
 def whole_number(text: str, most: int = 2**31 - 1) -> int:
     """The whole number in ``text``, from 1 to ``most``."""
-    # int() takes no more than some thousand digits, and the number of digits bounds the
-    # number.
-    plain = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
-    if not plain or not 1 <= int(text) <= most:
+    # int() raises an error for a text of several thousand digits.
+    has_few_digits = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
+    if not has_few_digits or not 1 <= int(text) <= most:
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)} is not a whole number from 1 to {most}"
+            f"{_shortened(text)} is not a whole number from 1 to {most}"
         )
     return int(text)
 
 
-def _shown(text: str) -> str:
+def _shortened(text: str) -> str:
     """``text`` for a message, cut if it is long."""
     if len(text) <= 40:
         return text
@@ -107,12 +111,12 @@ def _shown(text: str) -> str:
 
 
 def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:
-    """``; did you mean X, Y?``: the ``known`` words nearest to ``given``; "" if none is
-    near."""
+    """``; did you mean X, Y?``, with the nearest of the ``known`` words for each word of
+    ``given``; "" if none is near."""
     known = list(known)
-    near = [
-        match for word in given for match in difflib.get_close_matches(word, known, 1)
-    ]
+    near = []
+    for word in given:
+        near.extend(difflib.get_close_matches(word, known, 1))
     if near:
         return f"; did you mean {', '.join(near)}?"
     return ""
@@ -121,13 +125,19 @@ def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:
 def one_line(text: object) -> str:
     """``text`` with its control characters escaped.
 
-    A name that comes from a file, a folder or another process can then neither begin a
-    line of its own nor control the terminal.
+    So a name from a file, a folder or another process cannot begin a line of its own or
+    control the terminal.
     """
     characters = str(text)
     if characters.isprintable():
         return characters
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in characters)
+    escaped = []
+    for character in characters:
+        if character.isprintable():
+            escaped.append(character)
+        else:
+            escaped.append(repr(character)[1:-1])  # such as \n
+    return "".join(escaped)
 
 
 def print_error(error: BaseException | str) -> int:

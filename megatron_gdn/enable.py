@@ -19,14 +19,15 @@ from .ops import obstacles
 from .ops.obstacles import warn_once
 
 _LAYERS = ("gdn", "mamba")
-_given = os.environ.get("MEGATRON_GDN") or "gdn"
-_asked = {name.strip() for name in _given.split(",")}
-if not _asked <= set(_LAYERS):
+_setting = os.environ.get("MEGATRON_GDN") or "gdn"
+_layers_to_build = {name.strip() for name in _setting.split(",")}
+if not _layers_to_build <= set(_LAYERS):
     raise ValueError(
-        f"MEGATRON_GDN={_given!r} is not legal; it names the layers that megatron_gdn "
-        "builds: 'gdn', 'mamba' or 'gdn,mamba'. Change it, or unset it for 'gdn'."
+        f"MEGATRON_GDN={_setting!r} is not legal; it names the layers that "
+        "megatron_gdn builds: 'gdn', 'mamba' or 'gdn,mamba'. Change it, or unset it "
+        "for 'gdn'."
     )
-patch_megatron(**{name: name in _asked for name in _LAYERS})
+patch_megatron(**{name: name in _layers_to_build for name in _LAYERS})
 import_module("megatron_gdn.specs")  # makes hybrid patterns accept 'K'
 if torch.cuda.device_count() and obstacles.no_kernels_installed():
     warn_once(obstacles.PLAIN_ON_GPU)

@@ -1,9 +1,9 @@
 """Loads fp32 masters from a checkpoint's optimizer into parameters that the model saved
 in bf16.
 
-Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16, and its optimizer keeps
-fp32 masters. From a checkpoint of Megatron's layer, this package's layer gets these
-values:
+Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16, and its optimizer keeps an
+fp32 copy of each, the *master*. From a checkpoint of Megatron's layer, this package's
+layer gets these values:
 
 | the checkpoint's optimizer               | its state is loaded   | not loaded (finetuning)  |
 |------------------------------------------|-----------------------|--------------------------|
@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Keys of masters: Float16Optimizer names them fp32_param, DistributedOptimizer names
-# them param.
-_MASTER = re.compile(
+# The key of a master: Float16Optimizer calls it fp32_param, DistributedOptimizer param.
+_MASTER_KEY = re.compile(
     r"(chained_\d+\.)?optimizer\.state\.(fp32_param|param)\.(?P<key>.+)"
 )
 
@@ -76,23 +75,25 @@ def load_fp32_masters(
 
     from .compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
 
-    repair_mixed_dtype_optimizers()  # the file reader too
+    repair_mixed_dtype_optimizers()  # it also repairs Megatron's reader of files
     chunks: Any = unwrap_model([model] if isinstance(model, nn.Module) else list(model))
     with untrusted_checkpoint():
         saved: StateDict = dist_checkpointing.load_tensors_metadata(str(folder))
     masters = _masters_by_key(saved)
-    # A parameter that is fp32 in the file is exact already. Its master may be out of
-    # date, because a fused Adam with its own masters does not update the masters of
-    # fp32 parameters.
-    wanted: StateDict = {
-        masters[tensor.key]: tensor
-        for chunk in chunks
-        for tensor in nested_values(chunk.sharded_state_dict(metadata=metadata))
-        if isinstance(tensor, ShardedTensor)
-        and getattr(tensor.data, "keep_in_fp32", False)
-        and tensor.key in masters
-        and saved[tensor.key].dtype != torch.float32
-    }
+    # the parameters to set, by the keys of their masters
+    wanted: StateDict = {}
+    for chunk in chunks:
+        for tensor in nested_values(chunk.sharded_state_dict(metadata=metadata)):
+            if (
+                isinstance(tensor, ShardedTensor)
+                and getattr(tensor.data, "keep_in_fp32", False)
+                and tensor.key in masters
+                # A parameter that is fp32 in the file is exact already. Its master may
+                # be out of date, because a fused Adam with its own masters does not
+                # update the masters of fp32 parameters.
+                and saved[tensor.key].dtype != torch.float32
+            ):
+                wanted[masters[tensor.key]] = tensor
     # The masters are loaded into new tensors, so that a failed load does not change the
     # model.
     state = {
@@ -111,16 +112,22 @@ def load_fp32_masters(
 
 
 def _masters_by_key(saved: Iterable[str]) -> dict[str, str]:
-    """Map a parameter's key to its master's key; ``saved``: all keys of the
-    checkpoint."""
-    found: dict[str, str] = {}
-    for match in filter(None, map(_MASTER.fullmatch, saved)):
+    """The master's key for each parameter's key; ``saved`` has all keys of the
+    checkpoint.
+
+    Raises a ValueError if a parameter has two masters.
+    """
+    masters: dict[str, str] = {}
+    for name in saved:
+        match = _MASTER_KEY.fullmatch(name)
+        if match is None:
+            continue
         key = match["key"]
-        name = match[0]
-        if (other := found.setdefault(key, name)) != name:
+        other = masters.setdefault(key, name)
+        if other != name:
             raise ValueError(
                 f"the checkpoint holds two fp32 masters of {key}: {other} and {name}. "
                 "Two optimizers over the same parameters wrote the checkpoint; load "
                 "the master that you want with the optimizer that wrote it."
             )
-    return found
+    return masters

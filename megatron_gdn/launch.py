@@ -44,7 +44,7 @@ def script_file(script: str) -> Path:
 def main(arguments: list[str]) -> int:
     """Run the script ``arguments[0]`` with the other arguments; return 0, or 2 if it
     cannot run."""
-    # options after SCRIPT belong to the script
+    # Options before SCRIPT are the launcher's, options after it the script's.
     if not arguments or arguments[0].startswith("-"):
         parser = Parser(
             "python -m megatron_gdn.launch",
