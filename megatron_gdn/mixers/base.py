@@ -105,8 +105,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     :meth:`_build` a function that chooses the rule, and one that makes the front. The
     front computes the rule's inputs from projection rows, so a new gate's function goes
     into the mixer's ``front.py``, its parameter into ``fp32`` of the subclass. Document
-    boundaries enter with ``packed_seq_params``, and reach convolution and rule as the
-    ``documents`` of the :class:`.micro_batch.MicroBatch`.
+    boundaries enter :meth:`forward` with ``packed_seq_params``.
+    :meth:`.micro_batch.MicroBatches.of` reads them, and ``passage.sequence_context``
+    brings them to convolution and rule.
 
     ``dims`` are the sizes of the mixer: ``hidden_size``, ``conv_kernel_dim``, the
     ``layout`` of a projection row, the ``state`` of the heads, and the
@@ -179,7 +180,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     def __init_subclass__(cls, **settings: object) -> None:
         super().__init_subclass__(**settings)
-        cls._keep_in_float32_parameter_names = tuple(one.name for one in cls.fp32)
+        cls._keep_in_float32_parameter_names = tuple(x.name for x in cls.fp32)
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     ) -> None:
         super().__init__(config)
         explain_rotary_lengths()
-        mixer = type(self).__name__
+        class_name = type(self).__name__
         low, high = A_init_range
         from_zero = self.allows_zero_rates and low == 0 < high
         if not (0 < low <= high or from_zero):
@@ -213,7 +214,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.recompute_rule = "rule" in recomputed
         self.recompute_qkv = "qkv" in recomputed
         self._recomputes_norm = "norm_out" in recomputed
-        check_config_fields(mixer, self.known_config_fields, config)
+        check_config_fields(class_name, self.known_config_fields, config)
         if self.may_be_captured:
             check_layer_graph(config)
         if pg_collection is None:
@@ -229,7 +230,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.A_init_range = tuple(A_init_range)
         self.conv_init = conv_init
         heads_in_words = self.dims.layout.heads_in_words
-        check_fp8_settings(config, mixer, self._widths_in_fp8(), heads_in_words)
+        check_fp8_settings(config, class_name, self._widths_in_fp8(), heads_in_words)
         self._name_sizes()
 
     def forward(
@@ -448,9 +449,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     ) -> Stages:
         """Front, rule and readout of ``batch`` with this rank's parameters.
 
-        ``rows`` are ``[S, B, p]`` after ``passage.to_stages``; ``gates``: see :meth:`_mix`.
-        Parameters are the convolution's weight and bias, then those that ``fp32``
-        lists. If ranks exchange heads, each parameter is cut to this rank's heads.
+        ``rows`` are ``[S, B, p]`` after ``passage.to_stages``; ``gates``: see
+        :meth:`_mix`. Parameters are the convolution's weight and bias, then those that
+        ``fp32`` lists. If ranks exchange heads, each parameter is cut to the heads of
+        this rank.
         """
         scheme = batch.scheme
         if self.conv_is_module:
