@@ -111,8 +111,8 @@ def _shortened(text: str) -> str:
 
 
 def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:
-    """``; did you mean X, Y?``, with the nearest of the ``known`` words for each word of
-    ``given``; "" if none is near."""
+    """``; did you mean X, Y?``, with the nearest of the ``known`` words for each word
+    of ``given``; "" if none is near."""
     known = list(known)
     near = []
     for word in given:

@@ -237,8 +237,8 @@ class _PatchedClass:
             from megatron.core import __version__
 
             raise TypeError(
-                f"The constructor of {_full_name(self.megatron_class)} in megatron-core "
-                f"{__version__} is not the one that {self.our_name} was written for: "
+                f"The constructor of {_full_name(self.megatron_class)} in "
+                f"megatron-core {__version__} is not the one that {self.our_name} was written for: "
                 f"{'; '.join(wrong)}. Install a tested megatron-core, or put "
                 f"{self.our_name} in your specs."
             )

@@ -46,7 +46,8 @@ def require_causal(
     tokens: int,
     local_positions: Callable[[], Tensor | range],
 ) -> None:
-    """Raise unless ``mask`` is None or hides exactly the future, as a causal layer does.
+    """Raise unless ``mask`` is None or hides exactly the future, as a causal layer
+    does.
 
     Legal masks: None; ones ``[b, S]`` or ``[b, s]``; Megatron's causal bool
     ``[b or 1, 1, s, S]``, True where attention is forbidden; a bool mask of this shape

@@ -340,15 +340,15 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             refilled.drop_until_backward_of(out_sBD)
         if out_bias is not None and not torch.is_grad_enabled():
             # A reentrant checkpoint gives every output a backward. The bias parameter
-            # would then not be a leaf, and the backward would enter the checkpoint again
-            # and again.
+            # would then not be a leaf, and the backward would enter the checkpoint
+            # again and again.
             out_bias = out_bias.detach()
         return out_sBD, out_bias
 
     @property
     def gate_reads_own_rows(self) -> bool:
-        """Whether the output gate is applied after ``passage.from_stages``, with the gate
-        columns of this rank's rows before ``passage.to_stages``."""
+        """Whether the output gate is applied after ``passage.from_stages``, with the
+        gate columns of this rank's rows before ``passage.to_stages``."""
         return False
 
     @property
@@ -380,8 +380,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         if not isinstance(self.in_proj, GatesOutsideFP8):
             return self.project(hidden_states), None
         rows, gates = self.in_proj(hidden_states, together=False)
-        # In FP8 inference Megatron pads the tokens, and cuts the padding from a linear's
-        # first output. The gates are the second output, so their padding is cut here.
+        # In FP8 inference Megatron pads the tokens, and cuts the padding from a
+        # linear's first output. The gates are the second output, so their padding is
+        # cut here.
         if gates is not None:
             gates = gates[: len(rows)]
         return rows, gates

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 # have a row for every row of in_proj.
 _BRIDGE_KEY_ENDS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
 _PEFT_KEY_END = re.compile(r"\.(base_layer|lora_B\.[^.]+)\.(weight|bias)$")
-# Ends of keys of tensors that have in_proj's rows, but that megatron-core's layer stores
-# whole.
+# Ends of keys of tensors that have in_proj's rows, but that megatron-core's layer
+# stores whole.
 _WHOLE_UPSTREAM_KEY_ENDS = ("in_proj.bias",) + _BRIDGE_KEY_ENDS
 
 # The convolution's parameters in a mixer without a conv1d module, each with its key in

@@ -59,7 +59,8 @@ def fill_with_ones(mixer: object, x: Tensor) -> None:
 
 
 def biases_of_time_steps(mixer: Any, dt_bias: Tensor) -> None:
-    """Fill ``dt_bias`` so that softplus(dt_bias) is log-uniform in ``dt_init_range``."""
+    """Fill ``dt_bias`` so that softplus(dt_bias) is log-uniform in
+    ``dt_init_range``."""
     low, high = map(math.log, mixer.dt_init_range)
     dt = dt_bias.uniform_(low, high).exp_().clamp_(min=mixer.dt_init_floor)
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))

@@ -231,8 +231,8 @@ def keep_unquantised_input(linear: Any, config: TransformerConfig) -> bool:
 
 
 class OutsideFP8(nn.Module):
-    """Mixin of a linear whose columns are gates of the rule: it computes in its weight's
-    dtype, even if the config or a quantization recipe asks for FP8."""
+    """Mixin of a linear whose columns are gates of the rule: it computes in its
+    weight's dtype, even if the config or a quantization recipe asks for FP8."""
 
     def finish_init(self, quantization_config: object) -> None:
         """Megatron calls this with the linear's quantization recipe; take none."""
@@ -339,8 +339,9 @@ _NOTES_OF_LATEST_CALL = ("fp8", "fp8_initialized", "fp8_calibration", "fp8_check
 
 
 class SectionOutsideFP8(_SeveralProducts):
-    """Mixin of a column-parallel linear that computes one section of its columns outside
-    of FP8, and the columns before and after this section by an FP8 product each.
+    """Mixin of a column-parallel linear that computes one section of its columns
+    outside of FP8, and the columns before and after this section by an FP8 product
+    each.
 
     Each product is a call of the linear's own forward, which also exchanges tokens and
     adds gradients to ``main_grad``.

@@ -200,7 +200,8 @@ def refuse_packed(config: TransformerConfig, packed: PackedSeqParams) -> None:
             f"packed_seq_params with cuda_graph_impl={impl!r}: a graph would replay "
             "the boundaries of the first micro-batch. Make packed_seq_params with "
             "megatron_gdn.static_packed_seq_params, and write each micro-batch's "
-            f"boundaries with set_documents (docs/cuda_graphs.md); or {_LEAVE_OUT_ADVICE}"
+            "boundaries with set_documents (docs/cuda_graphs.md); or "
+            f"{_LEAVE_OUT_ADVICE}"
         )
 
 

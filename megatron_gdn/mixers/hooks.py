@@ -28,8 +28,8 @@ _FSDP_MODULE_END = "megatron_fsdp.megatron_fsdp"
 
 
 def _waits_for_parameters(hook: Callable) -> bool:
-    """Whether ``hook`` is a pre-hook by which Megatron's data-parallel wrappers wait for
-    gathered parameters."""
+    """Whether ``hook`` is a pre-hook by which Megatron's data-parallel wrappers wait
+    for gathered parameters."""
     module = getattr(hook, "__module__", None) or ""
     if module.endswith(_FSDP_MODULE_END):
         return getattr(hook, "__name__", None) == "_pre_forward_param_unshard"

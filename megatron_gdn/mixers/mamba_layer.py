@@ -30,9 +30,9 @@ class MambaLayerMixer(RecurrentMixer):
 
         out = out_proj(RMSNorm_group(y * SiLU(z)))       y: the recurrence's output
 
-    The sizes are those of the config's ``mamba_*`` fields, and the attributes with sizes
-    have the names of Megatron's mixers. A subclass sets ``rmsnorm`` and ``norm_eps``
-    before :meth:`_build`.
+    The sizes are those of the config's ``mamba_*`` fields, and the attributes with
+    sizes have the names of Megatron's mixers. A subclass sets ``rmsnorm`` and
+    ``norm_eps`` before :meth:`_build`.
     """
 
     use_muon = False  # as in Megatron's mixers

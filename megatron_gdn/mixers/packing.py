@@ -226,9 +226,9 @@ def _require_same_tokens(params: PackedSeqParams, documents: Documents) -> None:
     ):
         raise ValueError(
             f"packed_seq_params has a seq_idx of shape {tuple(seq_idx.shape)} whose "
-            f"documents are not those of cu_seqlens, {shortened(documents.offsets)}. Make "
-            f"it [1, {tokens}] with another number in each document (Megatron does if "
-            "total_tokens is given), or None."
+            "documents are not those of cu_seqlens, "
+            f"{shortened(documents.offsets)}. Make it [1, {tokens}] with another number "
+            "in each document (Megatron does if total_tokens is given), or None."
         )
 
 
@@ -336,8 +336,8 @@ def _read_documents(
     ``sources`` has a tensor of offsets, or None, for each name in _BOUNDARY_FIELDS.
     ``parents`` has the index of each document's parent if the documents are a tree.
     """
-    # Each tensor is read once, since the host waits for a GPU; most fields have the same
-    # tensor.
+    # Each tensor is read once, since the host waits for a GPU; most fields have the
+    # same tensor.
     offsets_by_id = {id(x): offsets_of(x) for x in sources if x is not None}
     q_padded, q, kv_padded, kv = (
         None if x is None else offsets_by_id[id(x)] for x in sources

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The argument `missing_keys` of the last load that warned. torch passes the same list to
-# all modules of one load, so it tells whether this load has warned.
+# The argument `missing_keys` of the last load that warned. torch passes the same list
+# to all modules of one load, so it tells whether this load has warned.
 _missing_keys_of_warned_load: list[str] | None = None
 
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
-    """Set the attribute ``keep_in_fp32``, by which newer Megatrons and optimizers know a
-    parameter that they must not cast."""
+    """Set the attribute ``keep_in_fp32``, by which newer Megatrons and optimizers know
+    a parameter that they must not cast."""
     assert parameter.dtype == torch.float32, parameter.dtype
     vars(parameter)["keep_in_fp32"] = True
     repair_mixed_dtype_optimizers()
@@ -230,7 +230,8 @@ class SeparatelyShardedFp32(Fp32Parameters):
     gather_fp32: Callable[[], tuple[Tensor, ...]] | None = None
 
     def fp32_parameters(self) -> tuple[Tensor, ...]:
-        """The fp32 parameters in the order of their names, gathered if they are sharded.
+        """The fp32 parameters in the order of their names, gathered if they are
+        sharded.
 
         Raises a ValueError if one was rounded.
         """

@@ -45,9 +45,10 @@ class _RowProgress:
 def mix_static(
     rows: Tensor, stages: Stages, context: StaticInferenceContext, layer: int
 ) -> Tensor:
-    """Run the mixer for the next s tokens of B batch rows: ``[s, B, P] -> [s, B, H V]``.
+    """Turn the projection rows ``[s, B, P]`` of the next s tokens of B batch rows into
+    rows ``[s, B, H V]`` for out_proj.
 
-    The B rows are those from ``context.batch_size_offset`` on. The sequences begin if
+    The B batch rows are those from ``context.batch_size_offset`` on. The sequences begin if
     ``context.sequence_len_offset`` is 0, else they continue. Up to :data:`MOST_DECODED`
     continuing tokens run one by one, more tokens run as one prefill. ``layer`` is the
     layer's number, under which the context keeps states and progress.

@@ -1,5 +1,5 @@
-"""How one Megatron tensor is made of Hugging Face tensors, and how tensor-parallel ranks
-share it."""
+"""How one Megatron tensor is made of Hugging Face tensors, and how tensor-parallel
+ranks share it."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class TensorMap:
     megatron = cat(sources)[rows] + shift
     """
 
-    # the tensor's key in a model with Transformer Engine's modules, then, if it differs,
-    # with Megatron's local ones
+    # the tensor's key in a model with Transformer Engine's modules, then, if it
+    # differs, with Megatron's local ones
     names: tuple[str, ...]
     sources: tuple[HFRef, ...]
     rows: Tensor | None = None  # Megatron's row i is rows[i] of cat(sources); None: i
@@ -76,8 +76,8 @@ class TensorMap:
     ) -> None:
         """Raise a ValueError unless the tensor may have ``dtype``.
 
-        Legal are bf16, fp16 and fp32; fp64 only if ``may_round`` or if Megatron's tensor
-        need not be :attr:`fp32`. The error names ``where``.
+        Legal are bf16, fp16 and fp32; fp64 only if ``may_round`` or if Megatron's
+        tensor need not be :attr:`fp32`. The error names ``where``.
         """
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
@@ -145,8 +145,9 @@ class TensorMap:
     ) -> dict[HFRef, Tensor]:
         """:meth:`to_hf` as a dictionary from source to Hugging Face tensor.
 
-        ``originals`` are tensors that were imported, by key. A tensor has the dtype that
-        ``dtypes`` gives for its key, else that of its original, else that of ``full``.
+        ``originals`` are tensors that were imported, by key. A tensor has the dtype
+        that ``dtypes`` gives for its key, else that of its original, else that of
+        ``full``.
         """
         keys = [source.key for source in self.sources]
         imported = None

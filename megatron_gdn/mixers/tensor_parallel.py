@@ -80,8 +80,8 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
 
 
 def mark_heads(weight: nn.Parameter, rows: Sequence[int]) -> None:
-    """Let Megatron's Muon orthogonalise the heads of ``weight`` one by one; ``rows`` has
-    the number of rows of each head of this rank."""
+    """Let Megatron's Muon orthogonalise the heads of ``weight`` one by one; ``rows``
+    has the number of rows of each head of this rank."""
     if not MUON_KNOWS_ATTENTION_ALONE.is_present():
         vars(weight).update(is_qkv=True, qkv_split_shapes=list(rows))
 

@@ -157,7 +157,8 @@ def pack_tree(
             )
         last = len(prompt) - 1
         prompt_document = len(parents)
-        # of each document: its parent, its first position, its tokens and its last label
+        # of each document: its parent, its first position, its tokens and its last
+        # label
         texts = [(-1, 0, prompt)]
         for response in given_responses:
             text = torch.cat([prompt[last:], _on_host(response, index)])
