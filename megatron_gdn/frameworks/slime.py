@@ -89,9 +89,8 @@ def _spec_with_our_layer(
             "scripts/models."
         )
     dims = read_hf_config(args.hf_checkpoint).gdn
-    _published_dtypes(
-        args.hf_checkpoint
-    )  # a wrong file raises now, not after a rollout
+    # a wrong file raises now, not after a rollout
+    _published_dtypes(args.hf_checkpoint)
     plugin = import_module(f"slime_plugins.models.{model}")
     block = getattr(plugin, f"get_{model}_spec")(args, config, vp_stage)
     vars(config).update(dims.config_fields)

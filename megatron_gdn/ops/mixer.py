@@ -12,7 +12,7 @@ gives the front its history and the rule its initial state.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -29,7 +29,7 @@ from .front.table import Front
 from .obstacles import why_not_triton
 from .readout.base import Readout, SplitReadout
 from .recompute import HandOver, RefilledOutput, SecondRun
-from .rules.base import Bits, Inputs, Rule, SavedForBackward
+from .rules.base import Bits, Rule, SavedForBackward
 from .stages import WHOLE_SEQUENCES, SequenceContext, Stages
 from .switches import leaves_memory_unfilled
 from .trees import RuleByLevel, TreeDocuments
@@ -252,6 +252,8 @@ def _forward(
             saved_o = None
             saved_names = ()
             of_rule = rule.kept_to_recompute(of_rule)
+        named_inputs = zip(front.names, inputs, strict=True)
+        saved_inputs = [x if name in saved_names else None for name, x in named_inputs]
         stamp = None
         if context.documents is not None:
             stamp = context.documents.stamp
@@ -260,7 +262,7 @@ def _forward(
             rows,
             saved_o,
             parameters,
-            _only_named(inputs, front.names, saved_names),
+            saved_inputs,
             of_states,
             of_rule.tensors,
         ).flat()
@@ -286,15 +288,6 @@ def _forward(
 
         arguments.refilled.remember(mixed, refill)
     return mixed, saved, values
-
-
-def _only_named(
-    inputs: Inputs, names: Sequence[str], wanted: Container[str]
-) -> list[Tensor | None]:
-    """The rule's ``inputs``, in whose places ``names`` stand; None for each whose name
-    is not in ``wanted``."""
-    named = zip(names, inputs, strict=True)
-    return [x if name in wanted else None for name, x in named]
 
 
 def _backward(

@@ -9,7 +9,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Theirs
 
 from megatron_gdn.frameworks.mcore_bridge import row_order_by_key_head
 from megatron_gdn.frameworks.miles import enable
-from megatron_gdn.frameworks.slime import _concatenate_shards, _join_shards
+from megatron_gdn.frameworks.slime import _from_rank_order, _to_rank_order
 from megatron_gdn.gdn.hf import gdn_layer_maps
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from tests.frameworks.test_patch import is_ours
@@ -29,13 +29,13 @@ def test_equal_parts_are_the_ranks_shares_and_join_to_the_whole(entry, tp, monke
     )
     pieces = [torch.randn(source.shape) for source in entry.sources]
     whole = entry.to_megatron(pieces)
-    ordered = _concatenate_shards(entry, whole)
+    ordered = _to_rank_order(entry, whole)
     if entry.shard_dim is not None:
         for part, share in zip(
             ordered.chunk(tp, entry.shard_dim), entry.shards(whole, tp), strict=True
         ):
             assert torch.equal(part, share)
-    assert torch.equal(_join_shards(entry, ordered), whole)
+    assert torch.equal(_from_rank_order(entry, ordered), whole)
 
 
 @pytest.mark.parametrize("conv", [False, True])

@@ -102,7 +102,7 @@ def test_the_mask_is_that_of_the_definition_token_by_token_and_by_blocks(
 def test_the_mask_has_no_table_of_queries_times_keys():
     documents = Tree((-1, *[0] * 16), (2048, *[256] * 16)).documents
     mask = DocumentMask.of(documents, torch.arange(6144))
-    largest = max(x.numel() for x in (*mask[:3], *mask.blocks))
+    largest = max(x.numel() for x in (*mask[:3], *mask.block_tables))
     assert largest == 6144
 
 

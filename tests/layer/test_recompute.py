@@ -23,7 +23,7 @@ def build_with(modules=(), **options):
 
 
 def parts_of(layer) -> set[str]:
-    names = ("whole", "qkv", "norm_out", "rule")
+    names = ("layer", "qkv", "norm_out", "rule")
     return {name for name in names if getattr(layer, f"recompute_{name}")}
 
 
@@ -38,8 +38,8 @@ ASKED = {
     "gdn_norm_out": ({}, ("gdn_norm_out",), {"norm_out"}),
     "gdn_norm_out and light": ({"recompute": "light"}, ("gdn_norm_out",), LIGHT),
     "gdn_norm_out and full": ({"recompute": "full"}, ("gdn_norm_out",), FULL),
-    "gdn": ({}, ("gdn",), {"whole"}),
-    "gdn and full": ({"recompute": "full"}, ("gdn",), {"whole"}),
+    "gdn": ({}, ("gdn",), {"layer"}),
+    "gdn and full": ({"recompute": "full"}, ("gdn",), {"layer"}),
 }
 
 

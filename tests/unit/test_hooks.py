@@ -14,7 +14,7 @@ def test_gathered_parameters_are_waited_for_once_and_the_hooks_are_back():
     def other(module, inputs):
         calls.append("other")
 
-    waits.__module__ = hooks._MEGATRON_DDP
+    waits.__module__ = hooks._DDP_MODULE
     norm = nn.Identity()
     for hook in (waits, other):
         norm.register_forward_pre_hook(hook)
