@@ -49,8 +49,12 @@ test-kernels: $(VENV)/.ready
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto tests/kernels \
 		tests/hostile/test_offsets.py
 
+# The random searches of hypothesis, of which the other targets try a third (tests/searches.py).
+SEARCHES = $(shell grep -l "^from tests.searches" tests/*/*.py)
+
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
+	ALL_EXAMPLES=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" $(SEARCHES)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto -m nightly tests/kernels
 	$(MAKE) test-shapes SHAPES="gdn gdn2 hf kda layer mamba2 ops precision"
 

@@ -109,7 +109,12 @@ def test_the_exchange_gives_the_product_of_the_maps_before(pools, size, layout):
 
 
 @pytest.mark.parametrize(
-    ("size", "layout"), [(6, "contiguous"), (8, "contiguous"), (4, "zigzag_buffer")]
+    ("size", "layout"),
+    [
+        (6, "contiguous"),
+        pytest.param(8, "contiguous", marks=pytest.mark.slow),
+        (4, "zigzag_buffer"),
+    ],
 )
 @pytest.mark.parametrize("by_flags", [False, True], ids=["host knows", "device knows"])
 def test_no_state_passes_the_end_of_its_path(pools, size, layout, by_flags):
@@ -138,7 +143,7 @@ def test_eight_ranks_of_two_key_heads_equal_one_rank(pools, lengths):
         pytest.param(2, "contiguous", marks=pytest.mark.slow),
         (4, "zigzag"),
         pytest.param(4, "zigzag_buffer", marks=pytest.mark.slow),
-        (4, "contiguous"),
+        pytest.param(4, "contiguous", marks=pytest.mark.slow),
     ],
 )
 def test_chunks_shorter_than_the_taps_equal_one_rank(pools, cp, layout):
@@ -166,6 +171,7 @@ def test_runs_of_several_documents_equal_one_rank(pools, layout, last):
     equal(pools, 1, 2, lengths=(20 - last, last + 3, 0, 17), layout=layout)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "rates", [(1e-4, 2e-4), (16, 20)], ids=["no decay", "strong decay"]
 )

@@ -369,6 +369,7 @@ DOCUMENTS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @each
 @on_ranks(2, tp=1)
@@ -415,6 +416,7 @@ def test_where_rows_must_be_whole_they_are_joined(mixer):
     assert_close("aligned", found, expected, FP32)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @each
 @on_ranks(cp=2)
@@ -470,6 +472,7 @@ def whole_kda(ranks, fp8: bool = True):
     return layer
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 @gates
 @by_tp

@@ -184,7 +184,11 @@ def test_a_model_of_recurrent_layers_alone_generates(pools):
 
 @pytest.mark.parametrize(
     ("tp", "cp", "sp"),
-    [(2, 1, False), (2, 1, True), (1, 2, False)],
+    [
+        pytest.param(2, 1, False, marks=pytest.mark.slow),
+        (2, 1, True),
+        (1, 2, False),
+    ],
     ids=["tp2", "sp2", "cp2"],
 )
 def test_two_ranks_generate_what_one_generates(pools, alone, tp, cp, sp):
@@ -254,8 +258,8 @@ def test_generation_has_the_log_probabilities_of_training(pools):
     [
         pytest.param(1, torch.float32, 1, "M-*-G-", True, marks=pytest.mark.slow),
         (1, torch.float32, 1, "G-G-M-*-", False),
-        (2, torch.bfloat16, 4, "M-*-G-", False),
-        (2, torch.bfloat16, 4, "M-*-G-", True),
+        pytest.param(2, torch.bfloat16, 4, "M-*-G-", False, marks=pytest.mark.nightly),
+        pytest.param(2, torch.bfloat16, 4, "M-*-G-", True, marks=pytest.mark.slow),
     ],
     ids=["greedy", "drawn", "tp2-bf16-drawn", "tp2-bf16-greedy"],
 )

@@ -39,6 +39,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
 @pytest.mark.parametrize("change", ["subclass", "forward", "hook"])
 @on_ranks(2, cp=1)

@@ -22,7 +22,6 @@ QUICK = [
     (LAYOUTS[0], False),
     (LAYOUTS[0], True),
     (LAYOUTS[2], True),
-    (LAYOUTS[4], True),
 ]
 STEPS = [
     pytest.param(

@@ -76,7 +76,7 @@ def _micro_batches(
 
 
 def trained(
-    folder: str, kind: str, tp=1, cp=1, sequence_parallel=False, steps=3, **options
+    folder: str, kind: str, tp=1, cp=1, sequence_parallel=False, steps=2, **options
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of some steps of gradient descent, and every gradient of the first (its
     square, if tensor-parallel ranks share it)."""
@@ -191,9 +191,15 @@ def test_packed_documents_train_heads_as_documents_alone(one_rank):
     assert_same(one_rank["packed"], one_rank["alone"])
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-@pytest.mark.parametrize("kind", ["batch", "packed"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("packed", "chunkwise"),
+        pytest.param("batch", "headwise", marks=pytest.mark.slow),
+        pytest.param("packed", "headwise", marks=pytest.mark.nightly),
+        pytest.param("batch", "chunkwise", marks=pytest.mark.nightly),
+    ],
+)
 def test_two_context_parallel_ranks_equal_one(pools, weights, one_rank, kind, mode):
     for found in pools(2).run(trained, weights, kind, cp=2, linear_cp_mode=mode):
         assert_same(found, one_rank[kind])

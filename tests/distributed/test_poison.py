@@ -66,7 +66,10 @@ def test_headwise(pools, layout):
     pools(2).run(documents_keep_their_bits, 2, "headwise", layout, (16, 8, 0, 24))
 
 
-@layouts
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("zigzag", marks=pytest.mark.slow), "zigzag_buffer", "contiguous"],
+)
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_chunkwise(pools, cp, layout):
     """Documents within one rank, cut once, and across several ranks."""

@@ -151,7 +151,9 @@ def test_a_group_whose_ranks_cannot_share_the_heads_is_refused_by_name():
     layer(torch.randn(4, 1, 24), None)
 
 
-@pytest.mark.parametrize("change", ["replaced", "in place"])
+@pytest.mark.parametrize(
+    "change", ["replaced", pytest.param("in place", marks=pytest.mark.slow)]
+)
 @on_ranks(cp=2)
 def test_layers_follow_the_collection_that_they_hold(change):
     """A model that ran over one rank's groups is given two ranks': every gradient is

@@ -91,7 +91,7 @@ def assert_same(found, expected, lengths, mode: str | None) -> None:
         (1, None, "zigzag", {}),
         nightly(1, None, "zigzag", BF16, id="1-None-zigzag-bf16"),
         nightly(2, "headwise", "zigzag", {}),
-        (2, "headwise", "zigzag_buffer", {}),
+        pytest.param(2, "headwise", "zigzag_buffer", {}, marks=pytest.mark.slow),
         nightly(2, "headwise", "contiguous", {}),
         nightly(4, "headwise", "zigzag", {}),
         nightly(2, "chunkwise", "zigzag", {}),
@@ -111,7 +111,11 @@ def test_many_sets_of_documents_in_one_set_of_buffers(cp, mode, layout, changes)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("ranks", [{}, FULL_GATES], ids=["low rank", "full gates"])
+@pytest.mark.parametrize(
+    "ranks",
+    [{}, pytest.param(FULL_GATES, marks=pytest.mark.slow)],
+    ids=["low rank", "full gates"],
+)
 @pytest.mark.parametrize(
     ("cp", "mode", "layout"),
     [

@@ -285,7 +285,7 @@ def test_all_sections_travel_in_one_message_each_way(groups):
         ("mamba2", 2, 1, (8, 0, 20, 4)),
         ("megatron", 2, 2, (8, 0, 20, 4)),
         ("mamba2", 4, 2, (8, 0, 24, 16)),
-        ("megatron", 4, 4, None),
+        pytest.param("megatron", 4, 4, None, marks=pytest.mark.slow),
     ],
 )
 @on_ranks(cp="cp_size")

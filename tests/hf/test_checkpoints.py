@@ -194,7 +194,11 @@ def megatron_loads(folder, checkpoint, kind: str) -> dict[str, tuple]:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("moe", "hybrid"), ("dense tied", "hybrid"), ("next dense layer", "gpt")],
+    [
+        pytest.param("moe", "hybrid", marks=pytest.mark.slow),
+        ("dense tied", "hybrid"),
+        ("next dense layer", "gpt"),
+    ],
 )
 def test_megatrons_own_loader_takes_an_import_and_our_flags_build_its_model(
     pools, imported, name, kind

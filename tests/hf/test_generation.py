@@ -124,7 +124,7 @@ def _mamba2_model(theirs, theirs_config):
     ("name", "kind"),
     [
         ("next", "hybrid"),
-        ("dense", "hybrid"),
+        pytest.param("dense", "hybrid", marks=pytest.mark.slow),
         ("dense", "gpt"),
         ("kimi", "hybrid"),
         ("", "mamba2"),

@@ -52,7 +52,7 @@ def step_of_transformers(pools, hf_folder, tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "packed", "sizes"),
     [
-        ("kimi", False, {}),
+        slow("kimi", False, {}),
         ("kimi saved", True, {}),
         ("kimi", False, {"tp": 2}),
         ("kimi", True, {"cp": 2}),
@@ -99,7 +99,7 @@ def imported(hf_folder, tmp_path_factory):
     return checkpoint
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"ep": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, slow({"pp": 2}), {"ep": 2}], ids=str)
 def test_every_rank_loads_its_share_and_saves_what_exports(
     pools, hf_folder, imported, tmp_path, sizes
 ):

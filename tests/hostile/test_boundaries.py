@@ -9,6 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_gdn.mixers.packing import resolve_packed_seq_params
 from megatron_gdn.ops.documents import Documents, shortened
+from tests.searches import examples
 
 CPU = torch.device("cpu")
 TOKENS = 16
@@ -103,7 +104,7 @@ NUMBERS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(st.lists(NUMBERS, max_size=6))
 def test_any_integers_are_documents_that_cover_the_buffer_or_are_refused(offsets):
     try:

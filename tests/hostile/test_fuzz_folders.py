@@ -28,12 +28,13 @@ from megatron_gdn.hf.__main__ import main
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder, write_folder
 from tests.hf.test_model_map import CONFIG
 from tests.hostile.test_configs import EXPERTS, NEMOTRON
+from tests.searches import examples
 
 # seconds of the processor for one command; a busy machine may need more by the clock
 LIMIT = 10
 INDEX = "model.safetensors.index.json"
 bounded = settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=timedelta(seconds=12 * LIMIT),
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -17,9 +17,10 @@ from megatron_gdn.doctor.__main__ import main as doctor
 from megatron_gdn.specs.layer import VARIABLE, parse_options
 from megatron_gdn.warm_up.__main__ import parse as parse_warm_up
 from megatron_gdn.warm_up.layers import read_sizes
+from tests.searches import examples
 
 QUICK = 10  # seconds, on a busy machine
-SHORT = {"max_examples": 100, "deadline": None, "derandomize": True}
+SHORT = {"max_examples": examples(100), "deadline": None, "derandomize": True}
 
 
 def refusal(command, *words: str) -> str:

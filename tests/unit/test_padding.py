@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import megatron_gdn
 from megatron_gdn import pack_rows, seqlens_of_mask, unpack_rows, unpad_data
+from tests.searches import examples
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 2, 2]])
 
@@ -97,7 +98,7 @@ def packed_by_a_loop(x_SBD, mask, multiple_of):
     return torch.cat([x_SBD[:0, 0], *rows])[:, None], real, padded
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(masks(), st.integers(1, 6))
 def test_packing_is_what_a_loop_does_and_unpacking_is_its_inverse(mask, multiple_of):
     keep_SB = (mask > 0).T

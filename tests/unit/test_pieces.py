@@ -27,6 +27,7 @@ from megatron_gdn.context_parallel.chunkwise.states import (
     state_table,
 )
 from megatron_gdn.ops import Documents, StaticDocuments
+from tests.searches import examples
 
 CPU = torch.device("cpu")
 MOST = 7  # documents
@@ -125,7 +126,7 @@ def played_out(rows_by_rank, send_counts, size):
     ]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(fills(), st.integers(2, 6))
 def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill, taps):
     sets, cp, layout = fill
@@ -204,7 +205,7 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
         torch.testing.assert_close(total, expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(fills(), st.integers(1, 3))
 def test_states_enter_every_piece_as_one_rank_would_have_them(fill, rows):
     """Scalar states: S_out = a S_in + b per piece; the paths by hand against the

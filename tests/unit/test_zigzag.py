@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import inverse, local_indices, rank_order_of_sequence
 from megatron_gdn.ops.layout import SizeError
+from tests.searches import examples
 
 cp_sizes = st.integers(1, 5) | st.just(8)
 units = st.lists(st.integers(0, 4), min_size=1, max_size=6)
@@ -25,7 +26,7 @@ def zigzag_by_definition(lengths, cp, rank):
     return torch.cat(held)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(100))
 @given(cp=cp_sizes, units=units)
 def test_a_rank_holds_two_opposite_chunks_of_every_document(cp, units):
     lengths = [2 * cp * n for n in units]
@@ -34,7 +35,7 @@ def test_a_rank_holds_two_opposite_chunks_of_every_document(cp, units):
         assert torch.equal(local_indices(lengths, cp, rank), expected)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(100))
 @given(cp=cp_sizes, units=units, data=st.data())
 def test_whole_buffer_layouts_take_documents_of_any_length(cp, units, data):
     total = 2 * cp * sum(units)
@@ -49,7 +50,7 @@ def test_whole_buffer_layouts_take_documents_of_any_length(cp, units, data):
         )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(100))
 @given(cp=cp_sizes, units=units, layout=st.sampled_from(SequenceLayout))
 def test_every_token_is_held_by_exactly_one_rank(cp, units, layout):
     lengths = [2 * cp * n for n in units]

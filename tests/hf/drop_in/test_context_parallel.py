@@ -192,7 +192,7 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
     ("family", "ranks"),
     [
         (DENSE, 2),
-        (KIMI, 2),
+        pytest.param(KIMI, 2, marks=pytest.mark.slow),
         pytest.param(NEXT, 2, marks=pytest.mark.slow),
         pytest.param(MOE, 2, marks=pytest.mark.slow),
         pytest.param(DENSE, 4, marks=pytest.mark.slow),

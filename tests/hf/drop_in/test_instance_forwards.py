@@ -62,6 +62,7 @@ def test_a_model_with_accelerates_hooks_runs_the_mixer(
     assert torch.equal(logits(model)[0], plain)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", ["hooks first", "patch first"])
 @pytest.mark.parametrize("place", [dispatch, offload])
 def test_hooks_that_are_removed_leave_the_patch(fresh, place, order):

@@ -48,7 +48,7 @@ class RowByRow(torch.nn.Linear):
 @pytest.mark.each_value
 @whole_groups()
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", [DENSE, NEXT])
+@pytest.mark.parametrize("family", [DENSE, pytest.param(NEXT, marks=pytest.mark.slow)])
 def test_a_packed_document_has_the_bits_of_the_document_alone(
     patched, family, recompute
 ):
