@@ -8,6 +8,7 @@ import torch
 
 from megatron_gdn.gdn.api import (
     gated_delta_rule,
+    recurrent_gated_delta_rule,
     run_rule,
     torch_chunk_gated_delta_rule,
 )
@@ -247,9 +248,14 @@ def test_the_function_and_the_layer_know_the_same_names():
 
 
 def test_final_states_come_only_if_they_are_asked_for():
-    inputs = make_inputs(1, 10, 2, 4, 8, 6, 1.0)
-    for call in (torch_chunk_gated_delta_rule, gated_delta_rule):
-        assert call(*inputs[:5])[1] is None
+    inputs = make_inputs(1, 10, 2, 4, 8, 6, 1.0)[:5]
+    for call in (
+        gated_delta_rule,
+        torch_chunk_gated_delta_rule,
+        recurrent_gated_delta_rule,
+    ):
+        assert call(*inputs)[1] is None
+    assert run_rule(PlainRule(), RuleInputs(*inputs), None)[1] is None
 
 
 class MapsInBackward(PlainRule):
