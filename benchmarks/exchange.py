@@ -13,20 +13,60 @@ Medians over the repeats, then the slowest rank. Without a GPU bits are compared
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lib.cases import Case
-from lib.layers import DEVICE, Layer, config_of
-from lib.measure import slowest, time_ms
+from lib.model import DEVICE
 from lib.session import Session
-from parallel import start_ranks
+from parallel import bare_exchange, dims_of, start_ranks, times_of
 from torch import Tensor
 
 from megatron_gdn import Documents, GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import Headwise, inverse, rank_order_of_sequence
+
+
+class Plain(torch.autograd.Function):
+    """``there(x)``; the gradient is ``back`` of the output's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Callable, back: Callable) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
+
+
+def received_of(blocks: Tensor) -> Tensor:
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks)
+    return received
+
+
+def to_heads(x: Tensor, ranks: int, sections: tuple[int, ...], order: Tensor) -> Tensor:
+    """This rank's tokens of all heads become all tokens, in ``order``, of its heads.
+
+    Args:
+        sections: widths of the whole row; key heads must divide among the ranks.
+    """
+    parts = [each.unflatten(-1, (ranks, -1)) for each in x.split(sections, dim=-1)]
+    blocks = torch.cat(parts, dim=-1).movedim(2, 0).contiguous()
+    return received_of(blocks).flatten(0, 1).index_select(0, order)
+
+
+def to_tokens(
+    x: Tensor, ranks: int, sections: tuple[int, ...], order: Tensor
+) -> Tensor:
+    """The way back of `to_heads`; ``order`` is the inverse."""
+    blocks = x.index_select(0, order).unflatten(0, (ranks, -1))
+    shares = [section // ranks for section in sections]
+    parts = received_of(blocks).movedim(0, 2).split(shares, dim=-1)
+    return torch.cat([each.flatten(-2) for each in parts], dim=-1)
 
 
 class Exchange:
@@ -34,99 +74,51 @@ class Exchange:
     both."""
 
     def __init__(self, case: Case, dims: GDNDims) -> None:
-        self.size = dist.get_world_size()
-        self.dims = dims
+        ranks = dist.get_world_size()
         self.scheme = Headwise(dims.layout, dist.group.WORLD, SequenceLayout.ZIGZAG)
-        self.lengths = case.lengths or (case.tokens,)
+        self.tokens = case.tokens
         self.documents = None
         if case.offsets is not None:
             self.documents = Documents.from_cu_seqlens(
                 case.offsets, case.tokens, device=DEVICE
             )
-        share = case.tokens // self.size
-        p = self.scheme.layout.width
-        v = dims.v_dim // self.size
-        self.proj = rows(share, 1, dims.layout.width).requires_grad_()
-        self.mixed = rows(case.tokens, 1, v).requires_grad_()
-        self.grads = rows(case.tokens, 1, p), rows(share, 1, dims.v_dim)
-        self.messages = [rows(self.size, share, 1, width) for width in (p, v)]
-        undo = rank_order_of_sequence(self.lengths, self.size)
-        self.undo = undo.to(DEVICE)
-        self.redo = inverse(undo).to(DEVICE)
+        share = case.tokens // ranks
+        self.proj = rows(share, dims.layout.width).requires_grad_()
+        self.mixed = rows(case.tokens, dims.v_dim // ranks).requires_grad_()
+        opened = rows(case.tokens, self.scheme.layout.width)
+        self.grads = opened, rows(share, dims.v_dim)
+        undo = rank_order_of_sequence(case.lengths or (case.tokens,), ranks).to(DEVICE)
+        redo = inverse(undo)
 
-    def raw(self, backward: bool) -> None:
-        for _ in range(2 if backward else 1):
-            for message in self.messages:
-                dist.all_to_all_single(torch.empty_like(message), message)
+        def ways(*sections: int) -> tuple[Callable, Callable]:
+            heads = partial(to_heads, ranks=ranks, sections=sections, order=undo)
+            return heads, partial(to_tokens, ranks=ranks, sections=sections, order=redo)
+
+        self.ways_of_row = ways(*dims.layout.widths)
+        self.ways_of_output = ways(dims.v_dim)[::-1]
 
     def ours(self, backward: bool) -> tuple[Tensor, ...]:
-        tokens = sum(self.lengths)
-        passage = self.scheme.passage(self.documents, tokens, 1, self.proj)
+        passage = self.scheme.passage(self.documents, self.tokens, 1, self.proj)
         opened = passage.to_stages(self.proj)
         closed = passage.from_stages(self.mixed)
-        return self._grads(opened, closed) if backward else (opened, closed)
+        return self.results(opened, closed, backward)
 
     def plain(self, backward: bool) -> tuple[Tensor, ...]:
-        opened = _PlainOpen.apply(self.proj, self)
-        closed = _PlainClose.apply(self.mixed, self)
-        return self._grads(opened, closed) if backward else (opened, closed)
+        opened = Plain.apply(self.proj, *self.ways_of_row)
+        closed = Plain.apply(self.mixed, *self.ways_of_output)
+        return self.results(opened, closed, backward)
 
-    def _grads(self, opened: Tensor, closed: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(
-            (opened, closed), (self.proj, self.mixed), self.grads
-        )
-
-    # Plain torch, for key heads that divide; sections: widths of the whole row.
-
-    def plain_open(self, given: Tensor, sections: tuple[int, ...]) -> Tensor:
-        parts = [
-            x.unflatten(-1, (self.size, -1)) for x in given.split(sections, dim=-1)
-        ]
-        blocks = torch.cat(parts, dim=-1).movedim(2, 0).contiguous()
-        received = torch.empty_like(blocks)
-        dist.all_to_all_single(received, blocks)
-        return received.flatten(0, 1).index_select(0, self.undo)
-
-    def plain_close(self, given: Tensor, sections: tuple[int, ...]) -> Tensor:
-        blocks = given.index_select(0, self.redo).unflatten(0, (self.size, -1))
-        received = torch.empty_like(blocks)
-        dist.all_to_all_single(received, blocks)
-        shares = [section // self.size for section in sections]
-        parts = received.movedim(0, 2).split(shares, dim=-1)
-        return torch.cat([x.flatten(-2) for x in parts], dim=-1)
+    def results(
+        self, opened: Tensor, closed: Tensor, backward: bool
+    ) -> tuple[Tensor, ...]:
+        if not backward:
+            return opened, closed
+        inputs = self.proj, self.mixed
+        return torch.autograd.grad((opened, closed), inputs, self.grads)
 
 
-class _PlainOpen(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, of: Exchange) -> Tensor:
-        ctx.of = of
-        return of.plain_open(given, of.dims.layout.widths)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.of.plain_close(grad, ctx.of.dims.layout.widths), None
-
-
-class _PlainClose(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, of: Exchange) -> Tensor:
-        ctx.of = of
-        return of.plain_close(given, (of.dims.v_dim,))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.of.plain_open(grad, (ctx.of.dims.v_dim,)), None
-
-
-def rows(*shape: int) -> Tensor:
-    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
-
-
-def check(case: Case, of: Exchange) -> None:
-    for backward in (False, True):
-        found = zip(of.ours(backward), of.plain(backward), strict=True)
-        for what, (got, expected) in zip(("open", "close"), found, strict=True):
-            assert torch.equal(got, expected), f"{case.name}: {what}, {backward=}"
+def rows(tokens: int, width: int) -> Tensor:
+    return torch.randn(tokens, 1, width, device=DEVICE, dtype=torch.bfloat16)
 
 
 def exchanges(session: Session) -> None:
@@ -134,25 +126,23 @@ def exchanges(session: Session) -> None:
     session.writes = rank == 0
     session.row["cp"] = cp
     sizes = session.sizes()
-    dims = GDNDims.from_config(config_of(Layer("exchange"), sizes))
-    divides = sizes.heads[0] % cp == 0
+    dims = dims_of(sizes)
     for case in session.cases(multiple=2 * cp):
         torch.manual_seed(rank)
         of = Exchange(case, dims)
-        if divides:
-            check(case, of)
+        runs = {"raw": bare_exchange(dims, cp, case.tokens), "ours": of.ours}
+        if sizes.heads[0] % cp == 0:
+            runs["plain"] = of.plain
+            for backward in (False, True):
+                found = zip(of.ours(backward), of.plain(backward), strict=True)
+                for got, expected in found:
+                    assert torch.equal(got, expected), f"{case.name}: {backward=}"
             session.say(f"{case.name}: ours equals plain bit for bit")
         if DEVICE == "cpu":
             continue
-        runs = {"raw": of.raw, "plain": of.plain, "ours": of.ours}
-        if not divides:
-            del runs["plain"]
         for what, run in runs.items():
-            record: dict[str, Any] = {"case": case.name, "layer": what}
-            for name, backward in (("forward", False), ("forward_backward", True)):
-                timed = time_ms(partial(run, backward), repeats=session.repeats)
-                record[name] = slowest(timed)
-            session.emit(record)
+            times = times_of(session, partial(run, False), partial(run, True))
+            session.emit({"case": case.name, "layer": what, **times})
         del of, runs
         torch.cuda.empty_cache()
     dist.destroy_process_group()

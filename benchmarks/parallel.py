@@ -8,8 +8,6 @@ same tokens; ``off`` is how far a layer's output lies from megatron-core's, as a
 of its size (both are bf16). ``wire`` is the head exchange's bytes through bare
 ``all_to_all_single`` calls. Of several layers in a row (``in_a_row``) the host's times
 are of one, all other times of the row.
-
-Legend: s this rank's tokens.
 """
 
 from __future__ import annotations
@@ -18,15 +16,15 @@ import faulthandler
 import os
 import signal
 import statistics
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from layers import with_backward
+from lib.calls import with_backward
 from lib.cases import Case
 from lib.layers import (
-    DEVICE,
     Layer,
     Sizes,
     build,
@@ -38,15 +36,13 @@ from lib.layers import (
 from lib.measure import (
     captured,
     host_ms,
-    kernel_times,
     memory_mib,
-    print_kernels,
     slowest,
     time_ms,
     time_of,
 )
+from lib.model import DEVICE
 from lib.session import Session
-from torch import Tensor
 
 from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import local_indices
@@ -54,9 +50,9 @@ from megatron_gdn.context_parallel import local_indices
 ROUNDS = 7
 
 
-def start_ranks() -> tuple[int, int]:
-    """Megatron over the ranks of torchrun, all context parallel; this rank, and how
-    many there are."""
+def start_ranks(tp: int = 1) -> tuple[int, int]:
+    """Megatron over the ranks of torchrun, which are context parallel but for ``tp``;
+    this rank, and how many are context parallel."""
     # how torchrun ends a rank: says where it is
     faulthandler.register(signal.SIGTERM, chain=True)
     from megatron.core import parallel_state, tensor_parallel
@@ -70,8 +66,8 @@ def start_ranks() -> tuple[int, int]:
 
         run_megatron_on_cpu()
         dist.init_process_group("gloo")
-    cp = dist.get_world_size()
-    parallel_state.initialize_model_parallel(context_parallel_size=cp)
+    cp = dist.get_world_size() // tp
+    parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     return dist.get_rank(), cp
 
@@ -81,12 +77,21 @@ def schemes(session: Session) -> None:
     session.writes = rank == 0
     session.row["cp"] = cp
     for case in session.cases(multiple=2 * cp):
-        schemes_of_case(session, case, rank, cp)
+        sizes = session.sizes(case)
+        steps = schemes_of_case(session, case, sizes, rank, cp)
+        if DEVICE == "cuda":
+            host_of(session, case, steps)
+            in_rounds(session, case, steps)
+            wire = bare_exchange(dims_of(sizes), cp, case.tokens)
+            times = times_of(session, partial(wire, False), partial(wire, True))
+            session.emit({"case": case.name, "layer": "wire", **times})
     dist.destroy_process_group()
 
 
-def schemes_of_case(session: Session, case: Case, rank: int, cp: int) -> None:
-    sizes = session.sizes(case)
+def schemes_of_case(
+    session: Session, case: Case, sizes: Sizes, rank: int, cp: int
+) -> dict[str, Callable[[], None]]:
+    """Measures every layer; returns the forward and backward of each."""
     layout = SequenceLayout(session.row["layout"])
     torch.manual_seed(1)
     whole = torch.randn(case.tokens, 1, sizes.hidden, dtype=torch.bfloat16)
@@ -103,35 +108,24 @@ def schemes_of_case(session: Session, case: Case, rank: int, cp: int) -> None:
         row.load_state_dict(weights)
         run = partial(through, row, x, thd(case.offsets))
         both = with_backward(run, row, x)
-        if session.args.compile_only:
-            both()
-            continue
         out = run().detach().float()
         truth = out if truth is None else truth
-        off = ((out - truth).norm() / truth.norm()).item()
-        names = {"case": case.name, "layer": layer.name}
-        if DEVICE == "cpu":
-            both()
-            session.emit({**names, "off": off})
-            continue
-        session.emit(names | times_of(session, run, both, x) | {"off": off})
+        record: dict[str, Any] = {"case": case.name, "layer": layer.name}
+        record["off"] = ((out - truth).norm() / truth.norm()).item()
+        both()
+        if DEVICE == "cuda":
+            record |= times_of(session, run, both)
+            x.grad = None
+            record |= memory_mib(run)
+        session.emit(record)
         # documents cannot be captured
-        if "graph" in session.measured and case.offsets is None:
-            graphs = {
-                "forward": replayed(session, run),
-                "forward_backward": replayed(session, both),
-            }
+        if DEVICE == "cuda" and "graph" in session.measured and case.offsets is None:
+            replays = [captured(call)[0].replay for call in (run, both)]
+            graphs = times_of(session, *replays)
             session.emit({"case": case.name, "layer": f"{layer.name}, graph", **graphs})
-        if session.args.kernels:
-            times = kernel_times(both)
-            if rank == 0:
-                print_kernels(f"{case.name} {layer.name}", times, session.args.kernels)
         steps[layer.name] = both
         torch.cuda.empty_cache()
-    if not session.args.compile_only and DEVICE == "cuda":
-        host_of(session, case, steps)
-        in_rounds(session, case, steps)
-        wire(session, case, sizes, cp)
+    return steps
 
 
 def build_scheme(session: Session, layer: Layer, sizes: Sizes, cp: int) -> Any:
@@ -140,19 +134,13 @@ def build_scheme(session: Session, layer: Layer, sizes: Sizes, cp: int) -> Any:
     return build(layer, sizes, session.row["core"], cp=cp, seed=2)
 
 
-def times_of(session: Session, run: Any, both: Any, x: Tensor) -> dict[str, Any]:
+def times_of(session: Session, run: Callable, both: Callable) -> dict[str, Any]:
     """Of the slowest rank."""
-    made: dict[str, Any] = {
-        "forward": slowest(time_ms(run, repeats=session.repeats)),
-        "forward_backward": slowest(time_ms(both, repeats=session.repeats)),
+    calls = {"forward": run, "forward_backward": both}
+    return {
+        name: slowest(time_ms(call, repeats=session.repeats))
+        for name, call in calls.items()
     }
-    x.grad = None
-    return made | memory_mib(run)
-
-
-def replayed(session: Session, run: Any) -> dict[str, float]:
-    replay = captured(run)[0].replay
-    return slowest(time_ms(replay, repeats=session.repeats))
 
 
 def host_of(session: Session, case: Case, steps: dict[str, Any]) -> None:
@@ -186,24 +174,22 @@ def in_rounds(session: Session, case: Case, steps: dict[str, Any]) -> None:
         session.emit({"case": case.name, "layer": name, **record})
 
 
-def wire(session: Session, case: Case, sizes: Sizes, cp: int) -> None:
-    """Both exchanges of a forward, and of a forward and backward, with nothing around
-    them."""
-    dims = GDNDims.from_config(config_of(Layer("wire"), sizes))
-    s = case.tokens // cp
+def dims_of(sizes: Sizes) -> GDNDims:
+    return GDNDims.from_config(config_of(Layer("wire"), sizes))
+
+
+def bare_exchange(dims: GDNDims, cp: int, tokens: int) -> Callable[[bool], None]:
+    """The bytes of both exchanges of a forward, or of a forward and backward, with
+    nothing around them."""
     blocks = [
-        torch.randn(cp, s, width // cp, device=DEVICE).bfloat16()
+        torch.randn(cp, tokens // cp, width // cp, device=DEVICE).bfloat16()
         for width in (dims.layout.width, dims.v_dim)
     ]
     received = [torch.empty_like(x) for x in blocks]
 
-    def exchange(times: int) -> None:
-        for _ in range(times):
+    def exchange(backward: bool) -> None:
+        for _ in range(2 if backward else 1):
             for source, target in zip(blocks, received, strict=True):
                 dist.all_to_all_single(target, source)
 
-    record = {"case": case.name, "layer": "wire"}
-    for name, count in (("forward", 1), ("forward_backward", 2)):
-        run = partial(exchange, count)
-        record[name] = slowest(time_ms(run, repeats=session.repeats))
-    session.emit(record)
+    return exchange

@@ -1,13 +1,15 @@
 """The way of a steady forward stays short in every scheme
-(``benchmarks/count_calls.py``)."""
+(``benchmarks/counts.py``)."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.count_calls import steady_way
 from tests.ranks import on_ranks
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from counts import count, files_of, steady_forward, step_of  # noqa: E402
 
 # Calls and files, measured plus a few, without the arithmetic of the plain twins, which
 # a GPU has no part in. Who passes a bound has put work into every forward of every
@@ -24,14 +26,12 @@ MOST = {
 @pytest.mark.parametrize(("cp", "mode", "packed"), MOST, ids=str)
 @on_ranks(cp="cp")
 def test_a_steady_forward_calls_few_functions(cp, mode, packed):
-    way = steady_way(cp, mode, packed)
+    entries = steady_forward(cp, mode, packed)
     calls, files = MOST[cp, mode, packed]
-    assert way.own <= calls, way.entries
-    assert way.own_files <= files, way.entries
-    checks = {"arguments.py"} | (set() if packed else {"packing.py"})
-    assert not checks & {name.split(":")[0] for name in way.entries}, (
-        "nothing to look at was given"
-    )
+    assert sum(entries.values()) <= calls, entries
+    assert len(files_of(entries)) <= files, entries
+    checks = {"mixers/arguments.py"} | (set() if packed else {"mixers/packing.py"})
+    assert not checks & files_of(entries), "nothing to look at was given"
 
 
 @pytest.mark.slow
@@ -45,10 +45,7 @@ def test_a_steady_forward_calls_few_functions(cp, mode, packed):
 )
 @on_ranks(tp=2, cp=2)
 def test_a_step_sends_what_each_layer_needs_and_is_checked_once(mode, owner, messages):
-    """Forward and backward of two layers, in ``benchmarks/count_step.py``."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    from count_step import count, step_of
-
+    """Forward and backward of two layers."""
     step = step_of(mode, "GG", packed=False)
     step()
     found = count(step)

@@ -12,7 +12,7 @@ from markdown_it.token import Token
 
 _PROGRAM = re.compile(
     r"(\w+=\S+ )*"
-    r"(make|pip|git|test|python3?|torchrun|benchmarks/\w+\.sh|(\./)?\.venv/bin/\w+)( |$)",
+    r"(make|pip|git|test|python3?|torchrun|(\./)?\.venv/bin/\w+)( |$)",
     flags=re.ASCII,
 )
 _MARKDOWN = MarkdownIt("commonmark").enable("table")

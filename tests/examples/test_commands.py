@@ -36,8 +36,8 @@ def test_a_policy_gradient_step_is_the_same_on_trees_and_packed_separately():
 
 @pytest.mark.nightly
 def test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn(tmp_path):
-    flags = "--steps=3", "--rows=2", "--tokens=48", f"--output={tmp_path / 'small'}"
-    python("benchmarks/loss_curves.py", *flags, OMP_NUM_THREADS="1")
+    small = "--set", "steps=3", "rows=2", "tokens=48", "--out", tmp_path / "small"
+    python("benchmarks/run.py", "loss-curves", *small, OMP_NUM_THREADS="1")
     record, *steps = map(
         json.loads, (tmp_path / "small.jsonl").read_text().splitlines()
     )

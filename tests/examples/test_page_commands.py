@@ -11,7 +11,7 @@ from tests.examples.launching import ROOT, TINY, metrics, run
 from tests.processes import python
 
 COMMANDS = commands_of(*pages(ROOT))
-_ON_GPUS = r"(python|torchrun .*|\S+=\S+ python) benchmarks/|benchmarks/on_gpus.sh "
+_ON_GPUS = r"(python|torchrun .*|\S+=\S+ python) benchmarks/"
 HERE = "tests/examples/test_page_commands.py::"
 IN_ORDER = HERE + "test_the_lines_of_the_example_run_in_the_order_in_which_they_stand"
 FRESH = "tests/examples/test_fresh_install.py::"
@@ -46,8 +46,8 @@ RUN_BY = {
         "tests/golden/test_golden.py::test_a_version_writes_a_checkpoint_of_every_mixer"
     ),
     "make test-launches MEGATRON_LM=FOLDER": LAUNCH,
-    "benchmarks/launches.sh MEGATRON_LM": (
-        "tests/launches/test_benchmark.py::test_losses_go_on_after_a_kill"
+    "MEGATRON_LM=CLONES python benchmarks/run.py launches --cases 2x4096": (
+        "tests/launches/test_benchmark.py::test_both_layers_train_with_documents_packed"
     ),
     "python benchmarks/certificate.py --heads 16:32 --cp 2 4": (
         "tests/testing/test_harness.py::test_both_schemes_stay_within_rounding_of_one_rank"
@@ -94,7 +94,7 @@ RUN_BY = {
     "python benchmarks/run.py hf --tiny": (
         "tests/hf/drop_in/test_commands.py::test_the_benchmark_runs_tiny_on_the_cpu"
     ),
-    "python benchmarks/loss_curves.py": (
+    "python benchmarks/run.py loss-curves": (
         "tests/examples/test_commands.py"
         "::test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn"
     ),
@@ -127,10 +127,10 @@ RUN_BY = {
     "python benchmarks/report.py": REPORT.format(
         "the_tables_of_the_pages_are_of_the_results"
     ),
-    "python benchmarks/count_calls.py": (
+    "python benchmarks/run.py calls": (
         "tests/distributed/test_calls.py::test_a_steady_forward_calls_few_functions"
     ),
-    "python benchmarks/count_step.py": (
+    "torchrun --standalone --nproc-per-node 4 benchmarks/run.py step-calls": (
         "tests/distributed/test_calls.py::"
         "test_a_step_sends_what_each_layer_needs_and_is_checked_once"
     ),
@@ -207,11 +207,6 @@ def test_what_runs_a_command_exists(command):
         script = next(ROOT / word for word in command.split() if word.endswith(".py"))
         for flag in re.findall(r"--[\w-]+", command.partition(".py ")[2]):
             assert f'"{flag}"' in script.read_text()
-    elif by == GPU and ".sh" in command:
-        script, part = command.split()
-        assert re.search(
-            rf"^{part}\)$", (ROOT / script).read_text(), flags=re.MULTILINE
-        )
     elif by != GPU:
         path, _, name = by.partition("::")
         defined = ast.walk(ast.parse((ROOT / path).read_text()))

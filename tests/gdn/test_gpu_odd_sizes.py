@@ -1,6 +1,6 @@
 """FlashQLA as the mixer calls it, at sizes that divide nothing: all results are finite.
 
-`benchmarks/sanitize.py` runs these small tests under NVIDIA's compute-sanitizer.
+`benchmarks/run.py sanitize` runs these small tests under NVIDIA's compute-sanitizer.
 """
 
 import pytest

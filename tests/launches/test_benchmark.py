@@ -1,41 +1,38 @@
-"""The benchmark of launches runs in a clone of Megatron-LM, tiny, on a CPU."""
+"""The benchmarks of launches run in a clone of Megatron-LM, tiny, on a CPU."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.examples.launching import ROOT
-from tests.launches.launching import CLONE, in_a_clone
+from tests.launches.launching import in_a_clone
+from tests.processes import python
 
 pytestmark = in_a_clone
 
 
-def test_losses_go_on_after_a_kill(tmp_path):
-    """And both layers train with documents packed."""
-    done = subprocess.run(
-        [
-            str(ROOT / "benchmarks" / "launches.sh"),
-            str(CLONE),
-            "--toy",
-            "--out",
-            str(tmp_path),
-            "--rows",
-            "resumed",
-            "packed",
-        ],
-        env=os.environ | {"PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    records = map(json.loads, (tmp_path / "launches.jsonl").read_text().splitlines())
-    _, resumed, ours, upstream = records
-    assert resumed["first_step"] == 11 and resumed["steps_in_both"] >= 5
-    assert resumed["furthest"] < 1e-6
-    assert ours["losses"]["30"] == pytest.approx(upstream["losses"]["30"], rel=0.05)
-    assert "inter-document-masking` | ours | " in done.stdout
+@pytest.fixture
+def run(tmp_path):
+    """``run(name, *flags)``: the records of a benchmark, by case and layer."""
+
+    def recorded(name, *flags):
+        out = tmp_path / "records.jsonl"
+        flags = (*flags, "--tiny", "--out", out)
+        python("benchmarks/run.py", name, *flags, timeout=550)
+        lines = map(json.loads, out.read_text().splitlines())
+        return {(line["case"], line["layer"]): line for line in lines}
+
+    return recorded
+
+
+def test_both_layers_train_with_documents_packed(run):
+    records = run("launches", "--cases", "packed")
+    theirs, ours = (records["packed", layer] for layer in ("upstream", "ours"))
+    assert ours["losses"]["30"] == pytest.approx(theirs["losses"]["30"], rel=0.05)
+
+
+def test_losses_go_on_after_a_kill(run):
+    cases = ["dense", "upstream", "upstream-tp2", "tp2", "killed", "killed, resumed"]
+    records = run("launch-laws", "--set", "gpus=2", "--cases", *cases)
+    resumed = records["killed, resumed", "ours"]
+    assert resumed["held_to"] == "tp2" and list(resumed["losses"])[-1] == "9"
+    assert resumed["distance"] <= 2 * resumed["spread"]

@@ -196,3 +196,18 @@ def test_every_row_of_the_registry_names_a_function_and_cases_that_are_read(
         if name != "model":
             for case in row.get("cases", []):
                 assert cases.parse(case).tokens, name
+
+
+def test_what_runs_on_gpus_are_rows_with_tests_that_are_there(script):
+    on_gpus = script("on_gpus")
+    rows = script("run").registry()
+    assert on_gpus.ROWS.keys() < rows.keys()
+    for name in on_gpus.ROWS:
+        for command in on_gpus.testing([name]).values():
+            files = [word for word in command if word.startswith("tests/")]
+            assert files and all((ROOT / file).exists() for file in files), name
+        command = on_gpus.measuring(name, ROOT)
+        asked = command[command.index("benchmarks/run.py") + 1 :]
+        assert script("run").arguments(asked).name == name
+    for command in on_gpus.compiling(["grid", "fp8"]).values():
+        assert (ROOT / command[1]).exists() or command[2] == "megatron_gdn.warm_up"
