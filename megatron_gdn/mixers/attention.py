@@ -228,7 +228,8 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         # generator.
         generator: Any = nullcontext()
         if self._dropout and not self.config.sequence_parallel:
-            generator = tensor_parallel.get_cuda_rng_tracker().fork()
+            tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+            generator = tracker.fork()
         with generator:
             out_BHsD = F.scaled_dot_product_attention(
                 query.permute(1, 2, 0, 3),
