@@ -108,7 +108,7 @@ def readout_on_grid(
 def _fill_chunks(
     buffer: Tensor, rows: Tensor, grid: ChunkTable, group: ChunkGroup
 ) -> None:
-    """Write the group's tokens of ``rows [B, S, D]`` to ``buffer [64, n, D]``, and zeros
+    """Write the group's tokens of ``rows [B, S, D]`` to ``buffer [64, n, D]``; zeros
     where a chunk has no token."""
     out = buffer.transpose(0, 1)[:, None]
     grid.to_chunks(rows[:, :, None], group, buffer.dtype, out=out)

@@ -10,7 +10,7 @@ token t, y_t is u_t without the erased value, and S is the state before the chun
 
     (I + A) y = u - e_in S      A_ij = e_i . exp(G_i - G_j) k_j, j < i   e_in = exp(G) e
     o         = q_in S + P y    P_ij = q_i . exp(G_i - G_j) k_j, j <= i  q_in = exp(G) q
-    S_next    = exp(G_C) S + k_out^T y                                   k_out = exp(G_C - G) k
+    S_next    = exp(G_C) S + k_out^T y       k_out = exp(G_C - G) k
 
 (Yang et al. 2024, sections 3.2-3.3.) y and S_next, the state after the chunk, are
 affine in S:
@@ -217,9 +217,9 @@ class _Decays(torch.autograd.Function):
         gamma = g.new_empty(b, C, C)  # exp(G_i - G_j)
         # subtracts in fp64, then rounds
         torch.sub(G[:, :, None], G[:, None, :], out=gamma)
-        # Above the diagonal the exponent is positive, and exp may overflow. So it is set
-        # to 0 before exp, and the result to 0 after it. (It is not set to -inf, since
-        # exp(-inf) takes ten times as long on a CPU.)
+        # Above the diagonal the exponent is positive, and exp may overflow. So the
+        # exponent is set to 0 before exp, and the result to 0 after it. (The exponent
+        # is not set to -inf, since exp(-inf) takes ten times as long on a CPU.)
         gamma.tril_().exp_().tril_()
         decayed = [
             (x[:, None] * gamma.view(len(x), -1, C, C)).flatten(0, 1) for x in pairs

@@ -129,7 +129,8 @@ def decode_on_grid(row: Tensor, stages: Stages, memory: Memory) -> Tensor:
         slots = number
     else:
         slots = memory.slots
-    # the new token's place in its chunk; modulo, since an unused slot may hold any number
+    # the new token's place in its chunk; modulo, since an unused slot may hold any
+    # number
     place = history[:, 0, 0].long() % CHUNK
     history[number, 1 + past + place] = row[0].to(history.dtype)
     rows = history[:, 1:].to(row.dtype)

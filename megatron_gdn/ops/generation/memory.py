@@ -26,16 +26,17 @@ class Memory(NamedTuple):
     """Histories and states of N sequences; both are zero before a sequence's first
     token.
 
-    A history holds the last inputs of the convolution, oldest first: W - 1 inputs, which
-    the next token needs, or W inputs in the buffers of Megatron's inference context. On
-    the grid a history holds whole projection rows, ``[M, 1 + W - 1 + 64, P]``;
-    :mod:`.aligned` gives their order.
+    A history holds the last inputs of the convolution, the oldest first: W - 1 inputs,
+    which the next token needs, or W inputs in the buffers of Megatron's inference
+    context. On the grid a history holds whole projection rows, ``[M, 1 + W - 1 + 64,
+    P]``; :mod:`.aligned` gives their order.
     """
 
     history: Tensor  # [M, C, W - 1 or W], in the dtype of the rows or a wider one
     # [M, H, K, V], or a view of [M, H, V, K]; at least fp32 (fp64 for fp64 rows)
     state: Tensor
-    # integers [N], the slot of each sequence; below 0: none; None: sequence n has slot n
+    # integers [N], the slot of each sequence; below 0: no slot; None: sequence n has
+    # slot n
     slots: Tensor | None = None
 
     def gathered(self) -> tuple[Tensor, Tensor]:

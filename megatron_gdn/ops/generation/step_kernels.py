@@ -1,6 +1,6 @@
 """Decode one token of each of N sequences in two Triton launches.
 
-    conv_step_kernel   row, history           -> q, k, v, and the history moved by one row
+    conv_step_kernel   row, history           -> q, k, v, and the shifted history
     state_step_kernel  q, k, v, gates, state  -> o, and the next state
 
 :mod:`.step` has the twin in plain torch. If sequences have slots, every program loads
@@ -499,8 +499,10 @@ def _compute_gate(
 
 
 def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
-    """``buffer[slots] = values`` without the slots below zero; the values of a slot must
-    be contiguous."""
+    """``buffer[slots] = values`` without the slots below zero.
+
+    The values of a slot must be contiguous.
+    """
     launch = _write_slots_launch(len(values), values[0].numel(), buffer.stride(0))
     launch(buffer, slots, values)
 

@@ -65,8 +65,8 @@ _PACKAGES = (
     "fla.ops.simple_gla",
     "fla.ops.utils",
 )
-# One thread at a time is inside :func:`fixed_configurations`: a thread that leaves gives
-# the kernels their lists back.
+# One thread at a time is inside :func:`fixed_configurations`, since a thread that leaves
+# gives the kernels their lists back.
 _LOCK = RLock()
 
 

@@ -200,7 +200,8 @@ def _build_segments(
 
 
 class _SegmentTables(NamedTuple):
-    """The tensors of :class:`Segments` that are computed from a :class:`SegmentBoundaries`."""
+    """The tensors of :class:`Segments` that are computed from
+    :class:`SegmentBoundaries`."""
 
     offsets: Tensor
     first_segment: Tensor
