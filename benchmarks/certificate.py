@@ -46,7 +46,6 @@ from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.mixers.padding import packed_seq_params_of
 
 sys.path.append(str(Path(__file__).parents[1]))
-from benchmarks.lib.layers import start_megatron  # noqa: E402
 from benchmarks.lib.model import (  # noqa: E402
     DEVICE,
     gdn_sizes,
@@ -134,9 +133,8 @@ def certificate(args: argparse.Namespace) -> list[Row]:
     found = {}
     for cp in (1, *args.cp):
         with tempfile.TemporaryDirectory() as folder:
-            ranks = in_processes(
-                _run_rank, cp, folder, args, processes=cp, timeout=3600
-            )
+            in_processes(_run_rank, cp, folder, args, processes=cp, timeout=3600)
+            ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(cp)]
         for name, mode in ranks[0]:
             of_ranks = [rank[name, mode] for rank in ranks]
             found[name, mode, cp] = _join_ranks(of_ranks, args.lengths)
@@ -197,82 +195,73 @@ def _join_ranks(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str,
     return whole
 
 
-def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> Any:
-    """The results of every precision and scheme on one of ``cp`` ranks."""
+def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
+    """Save the results of every precision and scheme on one of ``cp`` ranks."""
     hide_import_notes()
+    from benchmarks.lib.layers import start_megatron
+
     if not ON_GPU:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // cp))
     store = dist.FileStore(f"{folder}/store", cp)  # pyright: ignore[reportPrivateImportUsage]
     start_megatron(rank, cp, store, context_parallel_size=cp)
-    held = local_indices(args.lengths, cp, rank)
-    packed = packed_seq_params_of("thd", args.lengths, None, max(args.lengths), DEVICE)
     modes = ["one rank", "fp64"] if cp == 1 else args.modes
     made = {}
     for (name, (dtype, operands)), mode in product(PRECISIONS.items(), modes):
-        case = _Case(args, dtype, operands, mode, cp, held, packed)
-        made[name, mode] = _run_layer(case) | _run_policy(case)
-    dist.destroy_process_group()
-    return made
-
-
-class _Case(NamedTuple):
-    """One precision and scheme to run on one rank; ``held``: the indices of this rank's
-    tokens."""
-
-    args: argparse.Namespace
-    dtype: torch.dtype
-    operands: str
-    mode: str
-    cp: int
-    held: Tensor
-    packed: Any
-
-    def config(self) -> Any:
-        return transformer_config(
-            self.args.hidden,
-            self.dtype,
+        config = transformer_config(
+            args.hidden,
+            dtype,
             num_layers=len(PATTERN),
             activation_func=torch.nn.functional.gelu,
-            context_parallel_size=self.cp,
+            context_parallel_size=cp,
             cp_comm_type="p2p",
             init_method_std=0.1,
             calculate_per_token_loss=True,
             use_cpu_initialization=True,
-            **gdn_sizes(*self.args.heads, self.args.head_dim),
+            **gdn_sizes(*args.heads, args.head_dim),
         )
-
-    def options(self) -> dict[str, Any]:
-        options = {"rule_operands": self.operands}
-        if self.cp > 1:
-            options["linear_cp_mode"] = self.mode
-        return options
-
-    def prepare(self, module: nn.Module) -> nn.Module:
-        """Move ``module`` to the device; in mode "fp64" cast its rounded parameters to
-        fp64."""
-        module = module.to(DEVICE)
-        if self.mode == "fp64":
-            for parameter in module.parameters():
-                parameter.data = parameter.data.double()
-        return module
+        options = {"rule_operands": operands}
+        if cp > 1:
+            options["linear_cp_mode"] = mode
+        given = (config, options, args.lengths, mode == "fp64")
+        made[name, mode] = _run_layer(*given) | _run_policy(*given)
+    # not returned: unpickling tensors of here imports Megatron, which warns
+    torch.save(made, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
 
 
-def _run_layer(case: _Case) -> dict[str, Tensor]:
+def _prepared(module: nn.Module, fp64: bool) -> Any:
+    """``module`` on the device; its rounded parameters in fp64, if asked for."""
+    module = module.to(DEVICE)
+    if fp64:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.double()
+    return module
+
+
+def _tokens(lengths: list[int]) -> tuple[Tensor, Any]:
+    """Where this rank's tokens are, and their documents."""
+    held = local_indices(lengths, dist.get_world_size(), dist.get_rank())
+    return held, packed_seq_params_of("thd", lengths, None, max(lengths), DEVICE)
+
+
+def _run_layer(
+    config: Any, options: dict[str, Any], lengths: list[int], fp64: bool
+) -> dict[str, Tensor]:
     """Output and gradients of one layer, on this rank's tokens."""
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_gdn.specs import gated_delta_net_spec
 
+    held, packed = _tokens(lengths)
     torch.manual_seed(1)
-    spec = gated_delta_net_spec("local", **case.options())
-    layer = case.prepare(build_module(spec, case.config(), layer_number=1))
-    shape = (2, sum(case.args.lengths), 1, case.args.hidden)
-    both = torch.randn(shape).to(case.dtype)
-    if case.mode == "fp64":
+    spec = gated_delta_net_spec("local", **options)
+    layer = _prepared(build_module(spec, config, layer_number=1), fp64)
+    both = torch.randn(2, sum(lengths), 1, config.hidden_size).to(config.params_dtype)
+    if fp64:
         both = both.double()
-    x, d_out = both[:, case.held].to(DEVICE)
+    x, d_out = both[:, held].to(DEVICE)
     x.requires_grad_()
-    out, _ = layer(x, None, packed_seq_params=case.packed)
+    out, _ = layer(x, None, packed_seq_params=packed)
     out.backward(d_out)
     assert x.grad is not None
     made = {"output": out.detach().cpu(), "input gradient": x.grad.cpu()}
@@ -283,26 +272,22 @@ def _run_layer(case: _Case) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _run_policy(case: _Case) -> dict[str, Tensor]:
+def _run_policy(
+    config: Any, options: dict[str, Any], lengths: list[int], fp64: bool
+) -> dict[str, Tensor]:
     """Logits of a model with attention, and the tokens to predict."""
     from megatron_gdn.specs import hybrid_stack_spec
 
+    held, packed = _tokens(lengths)
     torch.manual_seed(2)
-    lengths = case.args.lengths
-    held = case.held
-    model = hybrid_model(
-        case.config(),
-        hybrid_stack_spec("local", **case.options()),
-        PATTERN,
-        VOCABULARY,
-        max(lengths),
-        share_embeddings_and_output_weights=False,
-    )
-    model = case.prepare(model)
+    spec = hybrid_stack_spec("local", **options)
+    own_output = {"share_embeddings_and_output_weights": False}
+    model = hybrid_model(config, spec, PATTERN, VOCABULARY, max(lengths), **own_output)
+    model = _prepared(model, fp64)
     tokens = torch.randint(VOCABULARY, (1, sum(lengths) + 1))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     shown, places = (x[:, held].to(DEVICE) for x in (tokens[:, :-1], positions))
-    logits = model(shown, places, None, packed_seq_params=case.packed)
+    logits = model(shown, places, None, packed_seq_params=packed)
     return {"logits": logits[0].float().cpu(), "token": tokens[0, 1:][held]}
 
 
