@@ -32,7 +32,7 @@ def test_both_layers_train_with_documents_packed(run):
 
 def test_losses_go_on_after_a_kill(run):
     cases = ["dense", "upstream", "upstream-tp2", "tp2", "killed", "killed, resumed"]
-    records = run("launch-laws", "--set", "gpus=2", "--cases", *cases)
+    records = run("launch-laws", "--set", "gpus=2", "limit=500", "--cases", *cases)
     resumed = records["killed, resumed", "ours"]
     assert resumed["held_to"] == "tp2" and list(resumed["losses"])[-1] == "9"
     assert resumed["distance"] <= 2 * resumed["spread"]
