@@ -24,7 +24,7 @@ class AutogradFront:
     def __init__(self, layout, make, inputs, convolved):
         self.layout = layout
         self.names = inputs._fields
-        self.convolved = convolved
+        self.convolved_inputs = convolved
         self._make = make
 
     def forward(self, proj, parameters, documents, only=None, history=None):
@@ -33,7 +33,9 @@ class AutogradFront:
                 _wide(proj), [_wide(x) for x in parameters], documents, history
             )
         kept = {
-            name: (x.to(proj.dtype) if name in self.convolved else x).contiguous()
+            name: (
+                x.to(proj.dtype) if name in self.convolved_inputs else x
+            ).contiguous()
             if only is None or name in only
             else None
             for name, x in made._asdict().items()

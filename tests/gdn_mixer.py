@@ -7,7 +7,7 @@ from megatron_gdn.inference import gdn_rows
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents, require_one_row
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.readout.base import PassThrough, SplitReadout, heads_of
+from megatron_gdn.ops.readout.base import PassThroughReadout, SplitReadout, view_heads
 from megatron_gdn.ops.recompute import RefilledOutput
 from megatron_gdn.ops.rules.base import Rule
 from megatron_gdn.ops.stages import WHOLE_SEQUENCES, GatedNorm, SequenceContext
@@ -48,7 +48,7 @@ def gated_delta_mixer(
         raise ValueError("refilled repeats the gated norm, so it needs norm.")
     gate = sizes.layout.gate_columns
     heads = sizes.value_heads
-    plain = SplitReadout(PassThrough(gate, heads), lambda o, _: o)
+    plain = SplitReadout(PassThroughReadout(gate, heads), lambda o, _: o)
     stages = gdn_rows(
         proj,
         conv_weight,
@@ -77,5 +77,5 @@ def gated_delta_mixer(
         refilled,
     )
     if norm is None:
-        return heads_of(mixed, heads), heads_of(proj[..., gate], heads)
+        return view_heads(mixed, heads), view_heads(proj[..., gate], heads)
     return mixed

@@ -62,7 +62,9 @@ def written_out(
         for u_SD in u_SBD.unbind(1):
             y_SD = reference(u_SD, p, mixer.dims, **options)
             if added is not None:
-                o, z = mamba2_reference.recurrence(u_SD, p, mixer.dims, mixer.dt_limit)
+                o, z = mamba2_reference.recurrence_and_gate(
+                    u_SD, p, mixer.dims, mixer.dt_limit
+                )
                 y_SD = y_SD + F.linear(added(o, z), p["out_proj.weight"])
             rows.append(y_SD)
         outputs.append(torch.stack(rows, dim=1))

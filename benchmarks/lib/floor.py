@@ -66,7 +66,7 @@ def rule_alone(call: Call, rows: Tensor) -> tuple[Callable[[bool], Any], Tensor]
     rule = stages.rule
     readout = stages.readout
     if isinstance(readout, SplitReadout):
-        readout = readout.inside
+        readout = readout.first_step
     *of_front, gamma = stages.parameters
     inputs = stages.front.forward(rows, of_front, context.documents)
     o, _, _ = rule.begin(inputs, context.rule_documents).run()

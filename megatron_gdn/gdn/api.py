@@ -15,6 +15,7 @@ from ..ops.documents import Documents
 from ..ops.elementwise import l2norm
 from ..ops.rules.base import Bits, Rule, SavedForBackward
 from ..ops.rules.token_rule import recurrence
+from ..ops.state_maps.state_map import StateMap
 from .rule import RULES, resolve_rule
 
 
@@ -202,7 +203,8 @@ def run_rule(
     use_qk_l2norm_in_kernel: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result of :func:`gated_delta_rule`, computed by ``rule``."""
+    """The result of :func:`gated_delta_rule`, computed by ``rule``; the keywords are
+    arguments of that function."""
     q, k, v, g, beta = inputs
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
@@ -227,10 +229,10 @@ def run_rule(
     )
     if final is None or filled is None or documents is None:
         return o, final
-    whole = final.new_zeros((len(documents.lengths),) + final.shape[1:])
+    final_states = final.new_zeros((len(documents.lengths),) + final.shape[1:])
     if initial_state is not None:
-        whole = initial_state.to(final.dtype)
-    return o, whole.index_copy(0, filled, final[: len(filled)])
+        final_states = initial_state.to(final.dtype)
+    return o, final_states.index_copy(0, filled, final[: len(filled)])
 
 
 class _RunRule(torch.autograd.Function):
@@ -262,19 +264,18 @@ class _RunRule(torch.autograd.Function):
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         inputs = RuleInputs(q, k, v, g, beta)
         saved = SavedForBackward(tuple(kept), ctx.plan)
-        needed = inputs._replace(
-            **{
-                name: None
-                for name in RuleInputs._fields
-                if name not in ctx.rule.backward_reads
-            }
-        )
+        unread = set(RuleInputs._fields) - ctx.rule.backward_reads
+        read_inputs = inputs._replace(**dict.fromkeys(unread))
         rule_backward = ctx.rule.begin_backward(
-            d_o.contiguous(), needed, saved, ctx.documents
+            d_o.contiguous(), read_inputs, saved, ctx.documents
         )
-        if ctx.needs_input_grad[8]:
-            maps = lambda: ctx.rule.begin(inputs, ctx.documents).state_map()  # noqa: E731
-            grads, d_initial = rule_backward.run_to_states(initial, d_final, maps)
+        initial_needs_gradient = ctx.needs_input_grad[8]  # the last argument of forward
+        if initial_needs_gradient:
+
+            def state_map() -> StateMap:
+                return ctx.rule.begin(inputs, ctx.documents).state_map()
+
+            grads, d_initial = rule_backward.run_to_states(initial, d_final, state_map)
         else:
             grads = rule_backward.run(initial, d_final)
             d_initial = None
@@ -291,11 +292,15 @@ def gradients_of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ..
         dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))
         dg = dg * factor
         dbeta = dbeta * factor
-    wide = torch.promote_types(dq.dtype, torch.float32)
-    dq, dk = (
-        x
-        if x.shape[2] == key_heads
-        else x.unflatten(2, (key_heads, -1)).sum(3, dtype=wide)
-        for x in (dq, dk)
-    )
+    dq = _sum_to_key_heads(dq, key_heads)
+    dk = _sum_to_key_heads(dk, key_heads)
     return dq, dk, dv, dg, dbeta
+
+
+def _sum_to_key_heads(gradient: Tensor, key_heads: int) -> Tensor:
+    """Sum ``gradient [B, S, H, K]`` over the value heads of each key head, in fp32 or
+    wider; unchanged if H is the number of key heads."""
+    if gradient.shape[2] == key_heads:
+        return gradient
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient.unflatten(2, (key_heads, -1)).sum(3, dtype=wide)

@@ -1,8 +1,10 @@
 """The front table of a Gated DeltaNet.
 
 q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
-g    = -exp(A_log) * softplus(alpha + dt_bias)
+g    = -exp(A_log) * softplus(a + dt_bias)
 beta = sigmoid(b), or 2 sigmoid(b) with ``allow_neg_eigval``
+
+a is the section "alpha" of a projection row, b the section "beta".
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from functools import lru_cache
 from ..ops.delta_rule.base import HeadSizes, RuleInputs, require_whole_groups
 from ..ops.elementwise import largest_beta
 from ..ops.front.gates import decay, strength
-from ..ops.front.table import FrontTable, Gate, delta_sections
+from ..ops.front.table import FrontTable, GateSection, delta_sections
 from ..ops.layout import Layout
 
 
@@ -34,14 +36,14 @@ def gdn_table(
     """
     sizes = HeadSizes.of(layout)
     require_whole_groups(sizes.key_heads, sizes.value_heads)
-    g = Gate("alpha", ("g",), decay, rated=True)
-    beta = Gate("beta", ("beta",), strength, high=largest_beta(allow_neg_eigval))
+    g = GateSection("alpha", ("g",), decay, has_rate=True)
+    beta = GateSection("beta", ("beta",), strength, high=largest_beta(allow_neg_eigval))
     return FrontTable(
         layout,
-        RuleInputs,
-        sizes.state,
-        delta_sections(normalise_qk),
-        (g, beta),
+        inputs_class=RuleInputs,
+        state=sizes.state,
+        convolved_sections=delta_sections(normalise_qk),
+        gate_sections=(g, beta),
         scale=sizes.key_dim**-0.5,
         # q costs least to recompute
         recomputed=("q", "k", "v") if recompute_qkv else ("q",),

@@ -1,4 +1,5 @@
-"""Rounds operands of the delta rule to fp16 in a bf16 layer (docs/precision.md).
+"""Rounds the operands of the delta rule's products to fp16 in a bf16 layer
+(docs/precision.md).
 
 Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 keeps 8
 bits. fp16 keeps 11 bits at the same speed, but only for numbers of 2^-14 to 65504:
@@ -32,8 +33,8 @@ from ..ops.documents import Documents
 from ..ops.rules.base import Rule, RuleBackward, SavedForBackward
 from . import half_torch
 
-LARGEST_D_O = 0  # after scaling, |d_o| is below 2^LARGEST_D_O
-LARGEST_D_FINAL = 5  # after scaling, |d_final| is below 2^LARGEST_D_FINAL
+LOG2_BOUND_OF_D_O = 0  # after scaling, |d_o| is below 2^0
+LOG2_BOUND_OF_D_FINAL = 5  # after scaling, |d_final| is below 2^5
 
 
 class HalfBackward(RuleBackward):
@@ -49,33 +50,43 @@ class HalfBackward(RuleBackward):
         documents: Documents | None,
     ) -> None:
         self._key_heads = inputs.k.shape[2]
-        self._half, self._up, self._down = _scaler(d_o).to_half(
-            d_o, self._key_heads, LARGEST_D_O
+        # d_o times the powers, in fp16; the powers and the inverse powers, fp32 [H]
+        self._scaled_d_o, self._powers, self._inverse_powers = _scaling_of(d_o).to_half(
+            d_o, self._key_heads, LOG2_BOUND_OF_D_O
         )
         del d_o  # frees d_o's memory if the caller keeps no reference
-        self._backward = rule.rule.begin_backward(self._half, inputs, saved, documents)
+        self._backward = rule.rule.begin_backward(
+            self._scaled_d_o, inputs, saved, documents
+        )
 
     def d_initial(self) -> Tensor:
-        return self._backward.d_initial() * _as_state_factor(self._down)
+        return self._backward.d_initial() * _as_state_factor(self._inverse_powers)
 
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> RuleGrads:
         if d_final is not None:
-            ratio, self._up, self._down = _scaler(self._half).lower_powers(
-                self._half, self._up, d_final, self._key_heads, LARGEST_D_FINAL
+            scaling = _scaling_of(self._scaled_d_o)
+            ratio, self._powers, self._inverse_powers = scaling.lower_powers(
+                self._scaled_d_o,
+                self._powers,
+                d_final,
+                self._key_heads,
+                LOG2_BOUND_OF_D_FINAL,
             )
             self._backward.d_o_was_scaled(_as_state_factor(ratio))
-            d_final = d_final * _as_state_factor(self._up)
+            d_final = d_final * _as_state_factor(self._powers)
         grads = self._backward.run(initial, d_final)
-        return RuleGrads(grads.q, grads.k, grads.v, grads.g, grads.beta, self._down)
+        return RuleGrads(
+            grads.q, grads.k, grads.v, grads.g, grads.beta, self._inverse_powers
+        )
 
 
 class HalfOperands(Rule):
-    """Wraps a rule, which then gets fp16 operands in a layer of another dtype.
+    """Wraps a rule, which then gets fp16 operands in a bf16 layer.
 
-    This rule is not batch-invariant: the powers of two depend on all documents of a
-    batch.
+    The front makes the operands, since it reads :attr:`operand_dtype`. This rule is not
+    batch-invariant: the powers of two depend on all documents of a batch.
     """
 
     operand_dtype = torch.float16
@@ -96,9 +107,9 @@ class HalfOperands(Rule):
         return HalfOperands(wrapper(self.rule))
 
 
-def _scaler(x: Tensor) -> ModuleType:
-    """The module that scales ``x``: Triton kernels, or plain torch on a CPU and for
-    fp64."""
+def _scaling_of(x: Tensor) -> ModuleType:
+    """The module whose functions ``to_half`` and ``lower_powers`` scale ``x``: Triton
+    kernels, or plain torch on a CPU and for fp64."""
     if not x.is_cuda or x.dtype == torch.float64:
         return half_torch
     from . import half_kernels

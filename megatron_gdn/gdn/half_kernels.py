@@ -3,9 +3,10 @@ then scale.
 
 :mod:`.half_torch` is the plain-torch twin.
 
-Legend: x gradients of tokens or of states; G key heads; T rows of x per key head
-(tokens, or rows of states); C columns of such a row; N tiles of rows. x has RUN
-neighbouring rows of one key head (1 for tokens), then RUN rows of the next one.
+Legend: x gradients of tokens or of states; G key heads; H value heads; T rows of x per
+key head (tokens, or rows of states); C columns of such a row; N tiles of rows; R rows
+of a tile. x has RUN neighbouring rows of one key head (1 for tokens), then RUN rows of
+the next one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops.kernels.launch import MOST_PLANS, Launch
+from ..ops.kernels.launch import LAUNCH_CACHE_SIZE, Launch
 from ..ops.kernels.tiles import block_dim, require_32_bits
 from .half_torch import BIAS, MANTISSA
 
@@ -38,12 +39,12 @@ def _largest_kernel(
     BLOCK_C: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Grid (N, G): store the fp32 bits of a key head's largest |x| in a tile of
-    ``tokens`` rows.
+    """Store the fp32 bits of a key head's largest |x| in a tile of ``tokens`` rows;
+    grid (N, G).
 
     x is ``[T / RUN, G, RUN, C]``, ``largest`` int32 ``[N, G]``. A program loads
-    ``[ROWS, BLOCK_C]`` elements at a time, and skips inf and NaN, whose bits as
-    integers exceed all finite numbers'.
+    ``[ROWS, BLOCK_C]`` elements at a time. It skips inf and NaN, whose bits, read as
+    integers, are larger than those of all finite numbers.
     """
     INFINITY: tl.constexpr = 0x7F800000
     g = tl.program_id(1)
@@ -85,14 +86,15 @@ def _scale_kernel(
     BLOCK_C: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Grid (tiles of ROWS tokens, G): write x times a power of two, in fp16, to
-    ``out``.
+    """Write x times a power of two, in fp16, to ``out``; grid (tiles of ROWS tokens,
+    G).
 
-    ``largest`` has N <= TILES maxima of a key head. The power's exponent is EXPONENT
-    minus the exponent of the largest. ``up`` gets the power, ``down`` its inverse, for
-    the head's RATIO value heads. With LOWER, x was scaled by ``old`` before: the power
-    is at most ``old``, and x is scaled by power / old, which ``ratio`` gets. BIAS,
-    MANTISSA: fp32's exponent bias, mantissa bits.
+    ``largest`` has the N <= TILES maxima of a key head. The power's exponent is
+    EXPONENT minus the exponent of the largest maximum. ``up`` gets the power, ``down``
+    the inverse power, for each of the head's RATIO value heads. With LOWER, x was
+    scaled by the power ``old`` before. Then the new power is at most ``old``, x is
+    scaled by new / old, and ``ratio`` gets this quotient. BIAS, MANTISSA: fp32's
+    exponent bias, and its number of mantissa bits.
     """
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
@@ -126,8 +128,10 @@ def _scale_kernel(
 def _largest_of(
     x: Tensor, key_heads: int, columns: int, run: int = 1
 ) -> tuple[Tensor, int]:
-    """fp32 bits ``[N, G]`` of tiles' largest |x| per head, and N; x:
-    ``[.., G, run, columns]``."""
+    """The fp32 bits ``[N, G]`` of each key head's largest |x| in each tile, and N.
+
+    x is ``[.., G, run, columns]``; ``run`` is RUN, ``columns`` is C.
+    """
     tiles, launch = _largest_launch(
         x.numel() // (key_heads * columns), key_heads, columns, run
     )
@@ -136,12 +140,12 @@ def _largest_of(
     return largest, tiles
 
 
-@lru_cache(maxsize=MOST_PLANS)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _largest_launch(
     T: int, key_heads: int, columns: int, run: int
 ) -> tuple[int, Launch]:
-    """N, the number of tiles, and `_largest_kernel`'s launch; ``columns``: C, ``run``:
-    RUN."""
+    """The number N of tiles, and the launch of `_largest_kernel`; ``columns`` is C,
+    ``run`` is RUN."""
     block = block_dim(columns)
     rows = max(1, _ELEMENTS // block)
     tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
@@ -161,7 +165,7 @@ def _largest_launch(
     )
 
 
-@lru_cache(maxsize=MOST_PLANS)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _scale_launch(
     T: int,
     tiles: int,
@@ -171,8 +175,8 @@ def _scale_launch(
     columns: int,
     lower: bool,
 ) -> Launch:
-    """`_scale_kernel`'s launch for |x| < 2^log2_bound; ``ratio``: RATIO, ``lower``:
-    LOWER."""
+    """The launch of `_scale_kernel` that brings |x| below 2^log2_bound; ``tiles`` is N,
+    ``ratio`` RATIO, ``columns`` C, ``lower`` LOWER."""
     block = block_dim(columns)
     rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
     require_32_bits("the number of rows of a key head", T + rows)
@@ -223,8 +227,11 @@ def lower_powers(
 def to_half(
     x: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale ``x`` (not fp64) to fp16; return the result, the powers of two, 1 / powers
-    ``[H]``."""
+    """Scale ``x [B, S, H, V]``, which is not fp64, to fp16.
+
+    Returns the result, the powers of two and the inverse powers, each ``[H]`` fp32, as
+    :func:`.half_torch.to_half` does.
+    """
     x = x.contiguous()
     B, S, H, V = x.shape
     ratio = H // key_heads

@@ -28,17 +28,17 @@ def to_half(
 def lower_powers(
     half: Tensor, up: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower the powers of :func:`to_half`, so that powers times ``states`` are below
-    2^log2_bound.
+    """Lower the powers ``up [H]`` of :func:`to_half`, so that powers times ``states``
+    ``[N, H, K, V]`` are below 2^log2_bound.
 
-    ``half`` is changed in place; elements that become smaller than fp16's normal
-    numbers are rounded again. Returns ratios new / old, the new powers and their
-    inverses, each ``[H]`` fp32.
+    ``half``, the result of `to_half`, is multiplied in place by new / old powers;
+    elements that become smaller than fp16's normal numbers are rounded again. Returns
+    the ratios new / old, the new powers and the inverse powers, each ``[H]`` fp32.
     """
-    ceiling = power_exponent(states, key_heads, log2_bound, (0, 2, 3))
+    largest_exponent = power_exponent(states, key_heads, log2_bound, (0, 2, 3))
     H = len(up)
     old_exponent = up.view(torch.int32)[:: H // key_heads] >> MANTISSA
-    new_exponent = torch.minimum(old_exponent, ceiling)
+    new_exponent = torch.minimum(old_exponent, largest_exponent)
     # If ``change`` is 0, ``ratio`` is 0: every element of ``half`` would underflow in
     # fp16.
     change = (new_exponent - old_exponent + BIAS).clamp(min=0)
@@ -52,13 +52,14 @@ def lower_powers(
 def power_exponent(
     x: Tensor, key_heads: int, log2_bound: int, dims: tuple[int, ...]
 ) -> Tensor:
-    """Biased exponents ``[G]`` int32 of powers of two that bring |x| below
-    ``2^log2_bound``.
+    """The fp32 exponents ``[G]`` int32, with their bias, of powers of two that bring
+    |x| below ``2^log2_bound``.
 
     ``dims`` are all dimensions of x except the dimension of the value heads. After
     scaling, the largest |x| of a key head is in ``[2^(log2_bound - 1), 2^log2_bound)``,
     or below 2^2 if |x| is near fp32's largest number. inf and NaN in one document count
-    as zero, so that other documents keep their power. The powers lie in 2^-126 .. 2^126.
+    as zero, so that other documents keep their power. The powers lie in 2^-126 ..
+    2^126.
     """
     if x.numel() == 0:
         most_G = torch.zeros(key_heads, device=x.device)
@@ -71,8 +72,8 @@ def power_exponent(
 
 
 def _power(exponent: Tensor, value_heads: int) -> Tensor:
-    """Turn biased exponents ``[G]`` into fp32 powers of two, repeated for value heads:
-    ``[H]``."""
+    """Turn exponents ``[G]``, with their bias, into fp32 powers of two, repeated for
+    value heads: ``[H]``."""
     power = (exponent << MANTISSA).view(torch.float32)
     return power.repeat_interleave(
         value_heads // len(exponent), output_size=value_heads

@@ -4,8 +4,9 @@ Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugg
 stores the projections "interleaved" (Qwen3-Next: for each key head [q | k | v of its
 value heads | z]), "flat" (Qwen3.5, 3.6, 3.8, Qwen4-Exp) or "separate" (OLMo Hybrid). b
 is the write strength (beta), a the decay input (alpha). Convolution channels are [q | k
-| v]. Files of "separate" layers have three convolutions, which transformers joins, and
-o_norm and o_proj in place of norm and out_proj.
+| v]. Files of "separate" layers have three convolutions, which transformers' module
+joins ("separate, one conv"). Their norm and output projection are named o_norm and
+o_proj.
 
 Qwen4-Exp's layers need the config's ``output_gate_type`` as the option
 `output_gate_activation`, OLMo Hybrid's layers need `allow_neg_eigval` and
@@ -22,6 +23,7 @@ from torch import Tensor
 from ..mixers.tensor_map import TensorMap, conv_map, rows_by_group, tensor_map
 from .sizes import GDNDims
 
+# how files or modules of Hugging Face store the projections
 Storage = Literal["interleaved", "flat", "separate", "separate, one conv"]
 
 _SEPARATE = {
@@ -32,8 +34,8 @@ _SEPARATE = {
     "b_proj": ("beta",),
     "a_proj": ("alpha",),
 }
-# For each storage: its tensors, and the sections of the fused projection that a tensor
-# holds.
+# For each storage: the names of its tensors, and the sections of the fused projection
+# that each tensor holds.
 PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
     "interleaved": {
         "in_proj_qkvz": ("query", "key", "value", "z"),
@@ -65,8 +67,9 @@ def interleaved_rows(dims: GDNDims) -> Tensor:
     """For each row of the fused projection, its index in
     ``cat(in_proj_qkvz, in_proj_ba)``."""
     G = dims.num_key_heads
-    widths = dims.layout.widths
-    qkvz, ba = (rows_by_group(part, G).argsort() for part in (widths[:4], widths[4:]))
+    widths = dims.layout.widths  # of query, key, value, z, beta, alpha
+    qkvz = rows_by_group(widths[:4], G).argsort()
+    ba = rows_by_group(widths[4:], G).argsort()
     return torch.cat([qkvz, len(qkvz) + ba])
 
 
@@ -77,13 +80,14 @@ def gdn_layer_maps(
     storage: Storage,
     zero_centered_gamma: bool = True,
 ) -> list[TensorMap]:
-    """Maps of a layer's tensors but the input norm; ``storage``: a key of
-    `PROJECTIONS`.
+    """The maps between the two formats, for every tensor of one layer except its input
+    norm.
 
     Args:
         prefix: start of Megatron's keys, such as ``decoder.layers.0.self_attention.``.
         hf_prefix: start of Hugging Face's keys, such as
             ``model.layers.0.linear_attn.``.
+        storage: a key of `PROJECTIONS`.
         zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron
             model. If True, Megatron's ``out_norm.weight`` is ``norm.weight - 1``.
     """
@@ -91,14 +95,17 @@ def gdn_layer_maps(
     hf = hf_prefix
     D = dims.hidden_size
     H = dims.num_value_heads
-    norm, out = (
-        ("o_norm", "o_proj") if storage.startswith("separate") else ("norm", "out_proj")
-    )
-    width = dict(zip(dims.layout.names, dims.layout.widths, strict=True))
-    projections = {
-        f"{hf}{name}.weight": (sum(width[section] for section in sections), D)
-        for name, sections in PROJECTIONS[storage].items()
-    }
+    if storage.startswith("separate"):
+        norm = "o_norm"
+        out = "o_proj"
+    else:
+        norm = "norm"
+        out = "out_proj"
+    width_of = dict(zip(dims.layout.names, dims.layout.widths, strict=True))
+    projections = {}  # shapes by Hugging Face's keys
+    for name, sections in PROJECTIONS[storage].items():
+        rows_of_tensor = sum(width_of[section] for section in sections)
+        projections[f"{hf}{name}.weight"] = (rows_of_tensor, D)
     # In all storages but "interleaved", the concatenated tensors are the fused
     # projection.
     if storage == "interleaved":
@@ -107,7 +114,7 @@ def gdn_layer_maps(
         rows = None
     taps = dims.conv_kernel_dim
     in_three = storage == "separate"
-    gain = {f"{hf}{norm}.weight": (dims.value_head_dim,)}
+    norm_weight = {f"{hf}{norm}.weight": (dims.value_head_dim,)}
     return [
         tensor_map(
             f"{p}in_proj.weight", projections, 0, rows=rows, sections=dims.layout.widths
@@ -115,6 +122,8 @@ def gdn_layer_maps(
         conv_map(f"{p}conv1d.weight", hf, dims.layout, taps, in_three),
         tensor_map(f"{p}A_log", {f"{hf}A_log": (H,)}, 0, fp32=True),
         tensor_map(f"{p}dt_bias", {f"{hf}dt_bias": (H,)}, 0, fp32=True),
-        tensor_map(f"{p}out_norm.weight", gain, shift=-float(zero_centered_gamma)),
+        tensor_map(
+            f"{p}out_norm.weight", norm_weight, shift=-float(zero_centered_gamma)
+        ),
         tensor_map(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, dims.v_dim)}, 1),
     ]

@@ -79,11 +79,16 @@ class GatedDeltaNet(UpstreamNames):
     2024.) :mod:`megatron_gdn.gdn.reference` is this equation as code. Constructor,
     parameters and checkpoint keys are those of ``megatron.core.ssm.gated_delta_net``.
 
+    :class:`megatron_gdn.mixers.base.RecurrentMixer` has the forward, with the
+    documents' boundaries and the exchanges of context parallelism. The gates' functions
+    stand in :mod:`megatron_gdn.ops.front.gates`; :mod:`megatron_gdn.gdn.front` names
+    the function of each gate.
+
     Args:
         config: has ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes.
         layer_number: number of this layer in the model, from 1.
-        bias, conv_bias: whether the projections have biases, whether the convolution
-            has one.
+        bias, conv_bias: whether the projections, and whether the convolution, have a
+            bias.
         conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 /
             sqrt(W).
         use_qk_l2norm: scale query and key heads to unit length.
@@ -120,8 +125,8 @@ class GatedDeltaNet(UpstreamNames):
         "use_qk_l2norm",
         "A_init_range",
     )
-    # One value per value head. The sections "alpha" and "beta" of a projection row are a
-    # and b in the equation.
+    # One value per value head. The sections "alpha" and "beta" of a projection row are
+    # a and b in the equation.
     fp32 = (
         Fp32Parameter(name="A_log", section="alpha", first_values=log_of_rates),
         Fp32Parameter(
@@ -174,13 +179,15 @@ class GatedDeltaNet(UpstreamNames):
         self.bias = bias
         self.conv_bias = conv_bias
         self.use_qk_l2norm = use_qk_l2norm
-        by_config = getattr(config, "gdn_output_gate_activation", None) or "silu"
-        self.output_gate_activation = given.output_gate_activation or by_config
+        of_config = getattr(config, "gdn_output_gate_activation", None)
+        self.output_gate_activation = (
+            given.output_gate_activation or of_config or "silu"
+        )
         _require_activation(self.output_gate_activation)
-        negative = given.allow_neg_eigval
-        if negative is None:
-            negative = getattr(config, "linear_allow_neg_eigval", False)
-        self.allow_neg_eigval = bool(negative)
+        allow_neg_eigval = given.allow_neg_eigval
+        if allow_neg_eigval is None:
+            allow_neg_eigval = getattr(config, "linear_allow_neg_eigval", False)
+        self.allow_neg_eigval = bool(allow_neg_eigval)
         choose_rule = partial(
             resolve_rule,
             given.backend,

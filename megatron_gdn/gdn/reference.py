@@ -2,8 +2,8 @@
 paper's order.
 
 Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule",
-2024. The layer computes this function in fewer passes; ``tests/layer/test_equation.py``
-compares the two in fp64.
+2024. The layer computes this function for each document of a batch, in fewer passes;
+``tests/layer/test_equation.py`` compares the two in fp64.
 
 Legend: T tokens, D hidden size, G key heads, H value heads, K key dim, V value dim, C
 channels of the convolution, P columns of in_proj. Each key head serves H / G
@@ -42,7 +42,8 @@ def gated_delta_net(
         dims: the sizes of the layer.
         norm_eps: the eps of ``out_norm``.
         zero_centered_norm: whether the norm multiplies by 1 + weight.
-        others: as in :class:`megatron_gdn.GatedDeltaNet`.
+        use_qk_l2norm, output_gate_activation, allow_neg_eigval: as in
+            :class:`megatron_gdn.GatedDeltaNet`.
     """
     p = parameters
     # dtype of q, k, v, the gates and the state

@@ -23,7 +23,7 @@ from .half import HalfOperands
 
 __all__ = ["RULES", "Choice", "Rule", "RuleGrads", "RuleInputs", "resolve_rule"]
 
-_HOME = "fla.ops.gated_delta_rule.chunk"
+_FLA_MODULE = "fla.ops.gated_delta_rule.chunk"
 
 
 class FlaGDN(FlaDeltaRule):
@@ -33,11 +33,11 @@ class FlaGDN(FlaDeltaRule):
     backward_reads = frozenset({"q", "k", "v", "beta"})
     fla_functions = {
         **STATE_KERNELS,
-        f"{_HOME} chunk_gated_delta_rule_fwd_intra": f"k v g beta {BOUNDARY_ARGUMENTS}",
-        f"{_HOME} chunk_fwd_o": f"q k v h g scale {BOUNDARY_ARGUMENTS}",
-        f"{_HOME} recompute_w_u_fwd": f"k v beta A g {BOUNDARY_ARGUMENTS}",
-        f"{_HOME} chunk_bwd_dv_local": f"q k g do scale {BOUNDARY_ARGUMENTS}",
-        f"{_HOME} chunk_gated_delta_rule_bwd": (
+        f"{_FLA_MODULE} chunk_gated_delta_rule_fwd_intra": f"k v g beta {BOUNDARY_ARGUMENTS}",
+        f"{_FLA_MODULE} chunk_fwd_o": f"q k v h g scale {BOUNDARY_ARGUMENTS}",
+        f"{_FLA_MODULE} recompute_w_u_fwd": f"k v beta A g {BOUNDARY_ARGUMENTS}",
+        f"{_FLA_MODULE} chunk_bwd_dv_local": f"q k g do scale {BOUNDARY_ARGUMENTS}",
+        f"{_FLA_MODULE} chunk_gated_delta_rule_bwd": (
             f"q k v g beta A scale initial_state do dht {BOUNDARY_ARGUMENTS}"
         ),
     }

@@ -14,4 +14,5 @@ class GDNDims(LinearDims):
 
     @property
     def layout(self) -> Layout:
+        """The columns query | key | value | z | beta | alpha of a projection row."""
         return self.heads.layout

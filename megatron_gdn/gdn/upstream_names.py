@@ -52,7 +52,8 @@ class UpstreamNames(RecurrentMixer):
         self.v_dim_local_tp = local.v_dim
         self.conv_dim_local_tp = local.layout.conv_width
         self.num_v_heads_local_tp = local.num_value_heads
-        # The widths of qkv, z, beta and alpha on a rank after a head exchange.
+        # The widths of qkv, z, beta and alpha on a context-parallel rank after a head
+        # exchange.
         widths = (
             self.conv_dim_local_tp,
             self.v_dim_local_tp,
@@ -92,8 +93,8 @@ class UpstreamNames(RecurrentMixer):
     def _prepare_input_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor
     ) -> tuple[Tensor, ...]:
-        """Normalised q and k, repeated for every value head; v; ``gate`` and ``gates``
-        unchanged.
+        """q and k in unit length, repeated for every value head; v; ``gate`` and
+        ``gates`` unchanged. q, k and v are ``[batch, seq_len, H, K or V]``.
 
         ``qkv`` is ``[batch, seq_len, C]``, with C columns of this tensor-parallel rank,
         or of one rank after a head exchange.

@@ -10,31 +10,32 @@ from functools import lru_cache
 
 from ..ops.delta_rule.base import HeadSizes
 from ..ops.front.gates import decay, strength
-from ..ops.front.table import FrontTable, Gate, delta_sections
+from ..ops.front.table import FrontTable, GateSection, delta_sections
 from ..ops.layout import Layout
 from .rule import GDN2Inputs
 
-GATES = ("g", "b", "w")
+GATE_INPUTS = ("g", "b", "w")  # the rule's inputs that are gates
 
 
 @lru_cache(maxsize=64)
 def gdn2_table(
     layout: Layout, normalise_qk: bool = True, recompute_qkv: bool = False
 ) -> FrontTable:
-    """The front table for rows of this layout; the backward always computes the gates
-    again.
+    """The front table for rows of :func:`.sizes.gdn2_layout`.
 
-    ``normalise_qk`` and ``recompute_qkv`` are as in :func:`..gdn.front.gdn_table`.
+    The backward always computes the gates again. ``normalise_qk`` and
+    ``recompute_qkv`` are as in :func:`..gdn.front.gdn_table`.
     """
     sizes = HeadSizes.of(layout)
-    g = Gate("f", ("g",), decay, rated=True, channels=True)
-    b, w = (Gate(name, (name,), strength, channels=True) for name in ("b", "w"))
+    g = GateSection("f", ("g",), decay, has_rate=True, per_channel=True)
+    b = GateSection("b", ("b",), strength, per_channel=True)
+    w = GateSection("w", ("w",), strength, per_channel=True)
     return FrontTable(
         layout,
-        GDN2Inputs,
-        sizes.state,
-        delta_sections(normalise_qk),
-        (g, b, w),
+        inputs_class=GDN2Inputs,
+        state=sizes.state,
+        convolved_sections=delta_sections(normalise_qk),
+        gate_sections=(g, b, w),
         scale=sizes.key_dim**-0.5,
-        recomputed=GDN2Inputs._fields if recompute_qkv else GATES,
+        recomputed=GDN2Inputs._fields if recompute_qkv else GATE_INPUTS,
     )

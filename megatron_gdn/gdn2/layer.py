@@ -40,16 +40,17 @@ class GatedDeltaNet2(RecurrentMixer):
         q, k    = q / |q|, k / |k|                            per head
         g_t     = -exp(A_log) softplus(f_t + dt_bias)         log-decay per key channel,
                                                               fp32
-        b_t, w_t = sigmoid(b_t), sigmoid(w_t)            erase and write gate, per
-                                                         channel
+        b_t, w_t = sigmoid(b_t), sigmoid(w_t)                 erase and write gate, per
+                                                              channel
         S_t     = Diag(exp(g_t)) S_{t-1}
         S_t    += k_t (w_t * v_t - S_t^T (b_t * k_t))^T
         o_t     = S_t^T q_t / sqrt(K)
         y       = out_proj(RMSNorm(o) * SiLU(z))
 
     Each key head, with its decay and its erase gate, serves the same number of
-    neighbouring value heads. Constructor, parameters and checkpoint keys are those of
-    ``GatedDeltaNet2`` in ``megatron.core.ssm.gated_delta_net``.
+    neighbouring value heads. :mod:`megatron_gdn.gdn2.reference` is this equation as
+    code. Constructor, parameters and checkpoint keys are those of ``GatedDeltaNet2`` in
+    ``megatron.core.ssm.gated_delta_net``.
 
     Args:
         options: the fields of :class:`.mixers.options.MixerOptions`, without
@@ -120,13 +121,14 @@ class GatedDeltaNet2(RecurrentMixer):
             conv_init,
         )
         self.use_qk_l2norm = use_qk_l2norm
-        front = fronts_of(
+        choose_rule = partial(choose_gdn2, given.backend, self.dims.state)
+        make_front = fronts_of(
             gdn2_table, normalise_qk=use_qk_l2norm, recompute_qkv=self.recompute_qkv
         )
         self._build(
             submodules,
-            partial(choose_gdn2, given.backend, self.dims.state),
-            front,
+            choose_rule,
+            make_front,
             name=name,
             bias=bias,
             conv_bias=conv_bias,

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from ..ops.delta_rule.base import RuleInputs
 from ..ops.front.gates import decay, strength
-from ..ops.front.table import Convolved, FrontTable, Gate
+from ..ops.front.table import ConvolvedSection, FrontTable, GateSection
 from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape
 
@@ -22,16 +22,24 @@ def gdp_table(layout: Layout, recompute_qkv: bool = False) -> FrontTable:
 
     ``recompute_qkv``: as in :func:`..gdn.front.gdn_table`.
     """
-    _, rows = layout.shape_of("Q")
-    heads_of_steps, columns = layout.shape_of("V")
+    _, key_dim = layout.shape_of("Q")
+    # the run V has the heads of all updates
+    heads_of_updates, value_dim = layout.shape_of("V")
     return FrontTable(
         layout,
-        RuleInputs,
-        StateShape(layout.state_heads, rows, columns),
-        (Convolved("V", "v"), Convolved("K", "k", True), Convolved("Q", "q", True)),
-        (Gate("a", ("g",), decay, rated=True), Gate("b", ("beta",), strength)),
-        step_sections=("Q", "K", "V"),
-        scale=rows**-0.5,
-        steps=heads_of_steps // layout.state_heads,
+        inputs_class=RuleInputs,
+        state=StateShape(layout.state_heads, key_dim, value_dim),
+        convolved_sections=(
+            ConvolvedSection("V", "v"),
+            ConvolvedSection("K", "k", unit_length=True),
+            ConvolvedSection("Q", "q", unit_length=True),
+        ),
+        gate_sections=(
+            GateSection("a", ("g",), decay, has_rate=True),
+            GateSection("b", ("beta",), strength),
+        ),
+        qkv_sections=("Q", "K", "V"),
+        scale=key_dim**-0.5,
+        steps=heads_of_updates // layout.state_heads,
         recomputed=("q", "k", "v") if recompute_qkv else ("q",),
     )

@@ -101,8 +101,8 @@ class GatedDeltaProduct(MambaLayerMixer):
         rmsnorm, norm_before_gate: must be True and False.
         dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between
             ``dt_min`` and ``dt_max``, but not below ``dt_init_floor``.
-        chunk_size: Megatron's dynamic context may cut prompts at multiples of it; any
-            is correct.
+        chunk_size: Megatron's dynamic context may cut prompts at multiples of this
+            number; results do not depend on it.
         options: the fields of :class:`.mixers.options.MixerOptions` and
             :class:`GDPOptions`, without ``rule_operands``; ``backend`` is as in
             :class:`megatron_gdn.GatedDeltaNet`, whose rules run over n rows per token.
@@ -163,12 +163,12 @@ class GatedDeltaProduct(MambaLayerMixer):
             )
         given = GDPOptions.of(options)
         check_time_steps((dt_min, dt_max), dt_init_floor)
-        steps = given.num_householder
-        if steps is None:
-            steps = getattr(config, "gdp_num_householder", 3)
+        num_householder = given.num_householder
+        if num_householder is None:
+            num_householder = getattr(config, "gdp_num_householder", 3)
         super().__init__(
             config,
-            GDPDims.from_config(config, d_model, d_conv, steps),
+            GDPDims.from_config(config, d_model, d_conv, num_householder),
             given,
             layer_number,
             pg_collection,
@@ -183,10 +183,10 @@ class GatedDeltaProduct(MambaLayerMixer):
         self.dt_init_range = (dt_min, dt_max)
         self.dt_init_floor = dt_init_floor
         self.chunk_size = chunk_size
-        self.num_householder = steps
+        self.num_householder = num_householder
         self._build(
             submodules,
-            partial(choose_gdp, given.backend, self.dims.heads, steps),
+            partial(choose_gdp, given.backend, self.dims.heads, num_householder),
             fronts_of(gdp_table, recompute_qkv=self.recompute_qkv),
             name=name,
             bias=bias,
@@ -202,7 +202,8 @@ def choose_gdp(
     dtype: torch.dtype,
     bits: Bits = Bits.FREE,
 ) -> Choice:
-    """Choose the rule: one of a Gated DeltaNet's, which runs ``steps`` rows per token."""
+    """Choose the rule: a rule of Gated DeltaNet, which then runs over ``steps`` rows
+    for each token, one row for each update."""
     rule, reason = choose(
         backend,
         "Gated DeltaProduct",

@@ -36,7 +36,8 @@ class GDPDims:
     def from_config(
         cls, config: Any, d_model: int, d_conv: int, num_householder: int
     ) -> GDPDims:
-        """The sizes in the ``mamba_*`` fields of a ``TransformerConfig``."""
+        """The sizes in the ``mamba_*`` fields of a ``TransformerConfig``; the others
+        are arguments of the mixer's constructor."""
         if config.mamba_num_heads is None:
             raise SizeError(
                 "mamba_num_heads is None: a GatedDeltaProduct needs the number of its "
@@ -80,9 +81,10 @@ class GDPDims:
 
 @lru_cache(maxsize=64)
 def gdp_layout(sizes: HeadSizes, steps: int) -> Layout:
-    """The columns z | V0 .. | K0 .. | Q | b0 .. | a, with V, K and b of each step.
+    """The columns z | V0 V1 .. | K0 K1 .. | Q | b0 b1 .. | a.
 
-    The sections of the steps are the runs V, K and b.
+    V, K and b have a section for each of the ``steps`` updates; a front reads each of
+    the three as one run of sections.
     """
     state_dim = sizes.key_dim
     head_dim = sizes.value_dim

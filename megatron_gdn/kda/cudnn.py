@@ -1,18 +1,19 @@
 """cuDNN's Hopper kernels of Kimi Delta Attention as a rule: cudnn-frontend's
 ``kda_hopper_cuda``.
 
-    q, k, v, o and their gradients  bf16, as many key as value heads, K = V = 128, normed q and k
+    q, k, v, o and their gradients  bf16, as many key as value heads, K = V = 128, q and
+                                    k of unit length
     g, beta and their gradients     fp32; 16-bit g gives wrong results (cudnn-frontend
                                     issue 1130)
     states                          fp32, ``[N, H, V, K]``, transposed at each call
 
-The kernels cut a sequence into stretches and start each from a zero state, not from the
-true state. So before each stretch the kernels run so many earlier tokens that at most
-2^-20 of the state before these tokens would be left (keys of length 1, beta up to 1):
-with slow decay, all earlier tokens.
+The kernels cut a sequence into segments and start each segment from a zero state
+instead of the true state. To make up for this, they run earlier tokens before each
+segment: so many that at most 2^-20 of the state before these tokens would be left (keys
+of length 1, beta up to 1). With slow decay these are all earlier tokens.
 
 cuDNN builds and keeps a graph for each number of tokens and of sequences. In version
-1.32.0 a graph keeps a buffer for every state that a call leaves out, so each call
+1.32.0 a graph keeps a buffer for every state that a call does not pass, so each call
 passes all states.
 
 The kernels divide by the decay of 16 tokens. If each log-decay is below about -5.5,
@@ -48,12 +49,13 @@ from .sizes import KDARuleSizes
 HEAD_DIM = 128
 LEAST_LOG_DECAY = -5.0
 _SUPPORTED_VERSION = (1, 32)
-_PLAN = "kda_hopper_cuda"
+_PLAN_NAME = "kda_hopper_cuda"  # of the kernels, in cudnn-frontend
 
 
 @cache
 def _why_not_package() -> Obstacle | None:
-    """Why the installed cudnn-frontend cannot be used, and the fix; None if it can."""
+    """Why the installed cudnn-frontend cannot be used, with the remedy; None if it can
+    be used."""
     hint = "pip install 'nvidia-cudnn-frontend==1.32.*'"
     installed = installed_version("nvidia-cudnn-frontend")
     if find_spec("cudnn") is None or installed is None:
@@ -74,8 +76,11 @@ def _cudnn_functions() -> Any:
 
 
 class _CudnnArguments:
-    """The arguments of cuDNN's calls: inputs ``[T, H, ...]`` and the sequences'
-    offsets."""
+    """The arguments of cuDNN's calls: inputs ``[T, H, ...]`` of all batch rows end to
+    end, and the offsets of the sequences.
+
+    Raises a NotImplementedError for inputs that cuDNN does not take.
+    """
 
     def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
         if documents is not None and not documents.known_on_host:
@@ -95,7 +100,7 @@ class _CudnnArguments:
                 "cuDNN computes a wrong output from 16-bit g on Hopper. Give "
                 "g.float(), or use backend='fla'."
             )
-        self.rows = inputs.v.shape[:2]
+        self.rows = inputs.v.shape[:2]  # (B, S)
         B, S = self.rows
         device = inputs.v.device
         if documents is None:
@@ -104,17 +109,18 @@ class _CudnnArguments:
             )
         else:
             self.offsets = documents.cu_seqlens
-        self.heads, _ = inputs.v.shape[2:]
+        self.heads = inputs.v.shape[2]
         self.scale = inputs.k.shape[-1] ** -0.5
-        self.tokens = tuple(x[0].contiguous() for x in in_one_row(inputs))
+        # in the order of cuDNN's arguments
+        self.tokens = RuleInputs._make(x[0].contiguous() for x in in_one_row(inputs))
 
-    def states(self, rows: Tensor | None = None) -> Tensor:
-        """Transpose the states ``rows [..., K, V]`` of all sequences and heads; zeros
-        for None."""
+    def states(self, states: Tensor | None = None) -> Tensor:
+        """The states ``[..., K, V]`` as cuDNN takes them: ``[N, H, V, K]`` of all
+        sequences and heads, in g's dtype; zeros for None."""
         shape = len(self.offsets) - 1, self.heads, HEAD_DIM, HEAD_DIM
-        if rows is None:
-            return self.tokens[3].new_zeros(shape)
-        return rows.to(self.tokens[3].dtype).mT.expand(shape).contiguous()
+        if states is None:
+            return self.tokens.g.new_zeros(shape)
+        return states.to(self.tokens.g.dtype).mT.expand(shape).contiguous()
 
 
 class CudnnForward(RuleForward):
@@ -123,47 +129,46 @@ class CudnnForward(RuleForward):
     def __init__(
         self, rule: Rule, inputs: RuleInputs, documents: Documents | None
     ) -> None:
-        self._call = _CudnnArguments(inputs, documents)
+        self._arguments = _CudnnArguments(inputs, documents)
 
     def _run(self, v: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        call = self._call
-        q, k, _, g, beta = call.tokens
+        """The output ``[T, H, V]`` and the final states ``[N, H, K, V]`` with the
+        values ``v``; ``initial``: the initial states, transposed."""
+        arguments = self._arguments
+        tokens = arguments.tokens
         o, last, _ = _cudnn_functions().kda_fwd(
-            q,
-            k,
+            tokens.q,
+            tokens.k,
             v,
-            g,
-            beta,
-            call.offsets,
-            call.scale,
+            tokens.g,
+            tokens.beta,
+            arguments.offsets,
+            arguments.scale,
             initial_state=initial,
             output_final_state=True,
-            plan_name=_PLAN,
+            plan_name=_PLAN_NAME,
         )
         return o, last.mT.contiguous()
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """``local`` is the final state from zeros, ``through`` that from unit matrices
-        if v = 0."""
-        v = self._call.tokens[2]
-        states = self._call.states
-        _, local = self._run(v, states())
-        _, through = self._run(
-            torch.zeros_like(v), states(torch.eye(HEAD_DIM, device=v.device))
-        )
+        """``local`` is the final state if the initial state is zero. ``through`` is the
+        final state if the initial state is the unit matrix and all values are zero."""
+        v = self._arguments.tokens.v
+        zeros = self._arguments.states()
+        _, local = self._run(v, zeros)
+        unit = self._arguments.states(torch.eye(HEAD_DIM, device=v.device))
+        _, through = self._run(torch.zeros_like(v), unit)
         return StateMap(local, through)
 
     @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        o, last = self._run(self._call.tokens[2], self._call.states(initial))
-        return RuleOutput(
-            in_rows(o[None], self._call.rows),
-            last if final else None,
-            SavedForBackward(),
-        )
+        arguments = self._arguments
+        o, last = self._run(arguments.tokens.v, arguments.states(initial))
+        o = in_rows(o[None], arguments.rows)
+        return RuleOutput(o, last if final else None, SavedForBackward())
 
 
 class CudnnBackward(RuleBackward):
@@ -177,37 +182,38 @@ class CudnnBackward(RuleBackward):
         saved: SavedForBackward,
         documents: Documents | None,
     ) -> None:
-        self._call, self._d_o = (
-            _CudnnArguments(inputs, documents),
-            in_one_row(d_o)[0].contiguous(),
-        )
+        self._arguments = _CudnnArguments(inputs, documents)
+        self._d_o = in_one_row(d_o)[0].contiguous()
 
     def _run(
         self, initial: Tensor | None, d_final: Tensor | None
     ) -> tuple[Tensor, ...]:
-        call = self._call
+        """The gradients of q, k, v, g and beta, ``[T, H, ...]``, then that of the
+        initial states, transposed."""
+        arguments = self._arguments
         return _cudnn_functions().kda_bwd(
             self._d_o,
-            *call.tokens,
-            call.offsets,
-            call.scale,
-            initial_state=call.states(initial),
-            d_final_state=call.states(d_final),
-            plan_name=_PLAN,
+            *arguments.tokens,
+            arguments.offsets,
+            arguments.scale,
+            initial_state=arguments.states(initial),
+            d_final_state=arguments.states(d_final),
+            plan_name=_PLAN_NAME,
         )
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        # does not depend on initial states
-        return self._run(None, None)[5].mT.contiguous()
+        # The gradient does not depend on the initial states.
+        gradients = self._run(initial=None, d_final=None)
+        return gradients[5].mT.contiguous()
 
     @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> RuleGrads:
-        grads = self._run(initial, d_final)[:5]
-        rows = self._call.rows
-        return RuleGrads(*(in_rows(x[None], rows) for x in grads))
+        of_inputs = self._run(initial, d_final)[:5]
+        rows = self._arguments.rows
+        return RuleGrads(*(in_rows(x[None], rows) for x in of_inputs))
 
 
 class CudnnKDA(Rule):
@@ -226,7 +232,8 @@ class CudnnKDA(Rule):
     def why_not(
         cls, device: torch.device, dtype: torch.dtype, sizes: KDARuleSizes
     ) -> Obstacle | None:
-        """Why cuDNN cannot train heads of these sizes, and the fix; None if it can."""
+        """Why cuDNN cannot train heads of these sizes, with the remedy; None if it
+        can."""
         if device.type != "cuda":
             return Obstacle(f"cuDNN runs on a GPU, not on {device}")
         if dtype != torch.bfloat16:

@@ -5,6 +5,8 @@ q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
 g    = -exp(A_log) softplus(f + dt_bias)
 g    = lower_bound sigmoid(exp(A_log) (f + dt_bias))          with a lower bound
 beta = sigmoid(b)
+
+f is the section "g" of a projection row, b the section "beta".
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from functools import lru_cache
 
 from ..ops.delta_rule.base import HeadSizes, RuleInputs
 from ..ops.front.gates import bounded_decay, decay, strength
-from ..ops.front.table import FrontTable, Gate, delta_sections
+from ..ops.front.table import FrontTable, GateSection, delta_sections
 from ..ops.layout import Layout
 
 
@@ -21,18 +23,21 @@ from ..ops.layout import Layout
 def kda_table(
     layout: Layout, lower_bound: float | None = None, normalise_qk: bool = True
 ) -> FrontTable:
-    """The front table for rows of this layout; ``lower_bound`` is a lower bound of g,
-    or None."""
+    """The front table for rows of :func:`.sizes.kda_layout`.
+
+    ``lower_bound`` is the lower bound of g, or None. ``normalise_qk`` is as in
+    :func:`..gdn.front.gdn_table`. The backward always computes g again.
+    """
     sizes = HeadSizes.of(layout)
-    g = Gate("g", ("g",), decay, rated=True, channels=True)
+    g = GateSection("g", ("g",), decay, has_rate=True, per_channel=True)
     if lower_bound is not None:
         g = g._replace(function=bounded_decay, low=lower_bound)
     return FrontTable(
         layout,
-        RuleInputs,
-        sizes.state,
-        delta_sections(normalise_qk),
-        (g, Gate("beta", ("beta",), strength)),
+        inputs_class=RuleInputs,
+        state=sizes.state,
+        convolved_sections=delta_sections(normalise_qk),
+        gate_sections=(g, GateSection("beta", ("beta",), strength)),
         scale=sizes.key_dim**-0.5,
         recomputed=("g",),
     )

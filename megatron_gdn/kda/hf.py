@@ -44,49 +44,50 @@ def kda_layer_maps(
     V = dims.value_head_dim
     layout = dims.in_proj_layout
     if in_files:
-        gate = hf
+        forget_gate = hf  # start of the keys of the forget gate's tensors
     else:
-        gate = f"{hf}forget_gate."
+        forget_gate = f"{hf}forget_gate."
     if in_files and family == "bailing_hybrid":
         out = "dense"
     else:
         out = "o_proj"
-    named = {
+    name_of = {
         "query": f"{hf}q_proj",
         "key": f"{hf}k_proj",
         "value": f"{hf}v_proj",
-        "g": f"{gate}f_proj",
+        "g": f"{forget_gate}f_proj",
         "gate": f"{hf}g_proj",
     }
     projections = {
-        f"{named[section]}.weight": (width, D)
+        f"{name_of[section]}.weight": (width, D)
         for section, width in zip(layout.names, layout.widths, strict=True)
     }
     if family == "kimi_linear":
-        rates = (1, 1, H, 1)
+        A_log_shape = (1, 1, H, 1)
     else:
-        rates = (H,)
+        A_log_shape = (H,)
     shift = -float(zero_centered_gamma)
     maps = [
         tensor_map(f"{p}in_proj.weight", projections, 0, sections=layout.widths),
         tensor_map(f"{p}beta_proj.weight", {f"{hf}b_proj.weight": (H, D)}),
         conv_map(f"{p}conv1d.weight", hf, dims.layout, dims.conv_kernel_dim, in_files),
-        tensor_map(f"{p}A_log", {f"{gate}A_log": rates}, 0, fp32=True),
-        tensor_map(f"{p}dt_bias", {f"{gate}dt_bias": (H * K,)}, 0, fp32=True),
+        tensor_map(f"{p}A_log", {f"{forget_gate}A_log": A_log_shape}, 0, fp32=True),
+        tensor_map(f"{p}dt_bias", {f"{forget_gate}dt_bias": (H * K,)}, 0, fp32=True),
         tensor_map(f"{p}out_norm.weight", {f"{hf}o_norm.weight": (V,)}, shift=shift),
         tensor_map(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, H * V)}, 1),
     ]
     if dims.gates_in_in_proj:
         return maps
-    for place, letter, rank, width in (
-        (gate, "f", dims.forget_rank, H * K),
+    for gate_prefix, letter, rank, width in (
+        (forget_gate, "f", dims.forget_rank, H * K),
         (hf, "g", dims.output_rank, H * V),
     ):
         shapes = {f"{letter}_proj": (width, D)}
         if rank:
             shapes = {f"{letter}_a_proj": (rank, D), f"{letter}_b_proj": (width, rank)}
         for name, shape in shapes.items():
-            source = {f"{place}{name}.weight": shape}
-            split = None if name.endswith("_a_proj") else 0
-            maps.append(tensor_map(f"{p}{name}.weight", source, split))
+            source = {f"{gate_prefix}{name}.weight": shape}
+            # every tensor-parallel rank has the narrow half whole
+            split_dim = None if name.endswith("_a_proj") else 0
+            maps.append(tensor_map(f"{p}{name}.weight", source, split_dim))
     return maps

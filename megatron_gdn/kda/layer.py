@@ -1,11 +1,14 @@
 """The Kimi Delta Attention layer for Megatron-Core.
 
-Legend: R columns of a gate's narrow half, C columns of a gate on this rank.
+The projection of a gate has full width (one linear), or low rank: a *narrow* linear
+``*_a_proj`` to R columns, then a linear ``*_b_proj`` to the gate's width.
+
+Legend: R columns of a gate's narrow linear, C columns of a gate on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -49,7 +52,7 @@ from .rule import RULES, choose_kda
 from .sizes import KDADims
 
 # The fields of newer Megatrons' configs about this layer.
-_FIELDS = (
+_KDA_FIELDS = (
     "kda_f_lora_rank",
     "kda_gate_lora_rank",
     "kda_lower_bound",
@@ -61,30 +64,31 @@ _FIELDS = (
 class KimiDeltaAttentionSubmodules(MixerSubmodules):
     """Specs of the modules inside a :class:`KimiDeltaAttention`.
 
-    ``in_proj`` must not begin with a norm, since all projections of the layer's input
-    read the same rows. A class with the argument ``parallel_mode``, such as Megatron's
-    ``TELinear``, has its whole weight on every tensor-parallel rank; ``f_a_proj`` and
-    ``g_a_proj`` must be such a class. All others are column-parallel linears.
+    ``in_proj`` must not begin with a norm, since other projections read the same input.
+    ``f_a_proj`` and ``g_a_proj`` must be of a class with the argument
+    ``parallel_mode``, such as Megatron's ``TELinear``, which has its whole weight on
+    every tensor-parallel rank. ``beta_proj`` may be of such a class. All others are
+    column-parallel linears.
     """
 
-    beta_proj: ModuleSpec | type = IdentityOp  # hidden -> H
+    beta_proj: ModuleSpec | type = IdentityOp  # hidden -> H, write strength
     f_proj: ModuleSpec | type = IdentityOp  # hidden -> H * K, forget gate
-    f_a_proj: ModuleSpec | type = IdentityOp  # hidden -> R, its narrow half
+    f_a_proj: ModuleSpec | type = IdentityOp  # hidden -> R, forget gate of low rank
     f_b_proj: ModuleSpec | type = IdentityOp  # R -> H * K
     g_proj: ModuleSpec | type = IdentityOp  # hidden -> H * V, output gate
-    g_a_proj: ModuleSpec | type = IdentityOp  # hidden -> R, its narrow half
+    g_a_proj: ModuleSpec | type = IdentityOp  # hidden -> R, output gate of low rank
     g_b_proj: ModuleSpec | type = IdentityOp  # R -> H * V
 
 
 @dataclass(frozen=True, kw_only=True)
 class KDAOptions(MixerOptions):
-    """The options of a :class:`KimiDeltaAttention`; ``"light"`` recomputes only
-    ``out_norm``.
+    """The options of a :class:`KimiDeltaAttention`. With ``recompute="light"`` only
+    ``out_norm`` is recomputed.
 
     Args:
-        forget_rank, output_rank: columns of the narrow half of the forget gate and of
-            the output gate; default ``config.kda_f_lora_rank`` and
-            ``config.kda_gate_lora_rank``. 0 or None in the config: the gate has full
+        forget_rank, output_rank: the rank of the forget gate's and of the output gate's
+            projection; default ``config.kda_f_lora_rank`` and
+            ``config.kda_gate_lora_rank``. 0, or None in the config: the gate has full
             width.
         gate_lower_bound: a number below 0 for the gate
             ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``; default
@@ -136,7 +140,8 @@ class KimiDeltaAttention(RecurrentMixer):
         y       = out_proj(RMSNorm(o) * sigmoid(z))
 
     (Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.)
-    Constructor, parameters and checkpoint keys are those of ``KimiDeltaAttention`` in
+    :mod:`megatron_gdn.kda.reference` is this equation as code. Constructor, parameters
+    and checkpoint keys are those of ``KimiDeltaAttention`` in
     ``megatron.core.ssm.gated_delta_net`` of newer Megatrons.
 
     Args:
@@ -164,7 +169,7 @@ class KimiDeltaAttention(RecurrentMixer):
     beta_proj: Any
     global_dims: KDADims
     dims: KDADims
-    # the projections whose weight every tensor-parallel rank has whole
+    # names of the projections whose whole weight is on every tensor-parallel rank
     _duplicated: set[str]
 
     options_class = KDAOptions
@@ -177,7 +182,7 @@ class KimiDeltaAttention(RecurrentMixer):
     )
     known_config_fields: ClassVar[KnownConfigFields] = GDN_CONFIG_FIELDS._replace(
         prefixes=GDN_CONFIG_FIELDS.prefixes + ("kda_",),
-        with_effect=GDN_CONFIG_FIELDS.with_effect + _FIELDS,
+        with_effect=GDN_CONFIG_FIELDS.with_effect + _KDA_FIELDS,
     )
     recurrence: ClassVar[str] = "KDA"
     fp32 = (
@@ -219,12 +224,14 @@ class KimiDeltaAttention(RecurrentMixer):
         **options: object,
     ) -> None:
         given = KDAOptions.of(options)
-        asked = {field: _field(config, field) for field in _FIELDS}
+        kda_fields = {
+            field: _config_field_or_flag(config, field) for field in _KDA_FIELDS
+        }
         bound = given.gate_lower_bound
         if bound is None:
-            bound = asked["kda_lower_bound"]
+            bound = kda_fields["kda_lower_bound"]
             _check_bound("kda_lower_bound", bound)
-        if asked["kda_safe_gate"] and bound is None:
+        if kda_fields["kda_safe_gate"] and bound is None:
             raise ValueError(
                 "kda_safe_gate=True bounds the forget gate, and no bound is given. Set "
                 "kda_lower_bound (--kda-lower-bound -5), or leave kda_safe_gate out."
@@ -237,10 +244,10 @@ class KimiDeltaAttention(RecurrentMixer):
             )
         forget_rank = given.forget_rank
         if forget_rank is None:
-            forget_rank = asked["kda_f_lora_rank"] or 0
+            forget_rank = kda_fields["kda_f_lora_rank"] or 0
         output_rank = given.output_rank
         if output_rank is None:
-            output_rank = asked["kda_gate_lora_rank"] or 0
+            output_rank = kda_fields["kda_gate_lora_rank"] or 0
         super().__init__(
             config,
             KDADims.of(config, forget_rank, output_rank),
@@ -265,8 +272,8 @@ class KimiDeltaAttention(RecurrentMixer):
         )
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Rows query | key | value | g | gate | beta ``[s, B, P]``, with gates in full
-        width."""
+        """Rows query | key | value | g | gate | beta ``[s, B, P]``: g is the forget
+        gate, gate the output gate, both in full width."""
         return torch.cat(self._sections(hidden_states), dim=-1)
 
     def project_rows_and_gates(
@@ -281,33 +288,38 @@ class KimiDeltaAttention(RecurrentMixer):
         return torch.cat(sections, dim=-1), None
 
     def _sections(self, x: Tensor) -> list[Tensor]:
-        """The columns of a row, as the projections made them, in order."""
-        made, _ = self.in_proj(x)
-        sections = [made]
+        """The columns of a row in order, as one tensor per projection of the layer's
+        input ``x [s, B, D]``: in_proj, the gates unless in_proj makes them, beta."""
+        rows, _ = self.in_proj(x)
+        sections = [rows]
         if not self.dims.gates_in_in_proj:
-            sections.append(self._gate("f", x))
-            sections.append(self._gate("g", x))
-        sections.append(self._beta(x))
+            sections.append(self._project_gate("f", x))
+            sections.append(self._project_gate("g", x))
+        sections.append(self._project_beta(x))
         return sections
 
-    def _gate(self, letter: str, x: Tensor) -> Tensor:
-        """The forget gate ("f") or output gate ("g") of this rank's heads ``[S, B,
-        C]``."""
+    def _project_gate(self, letter: str, x: Tensor) -> Tensor:
+        """The forget gate ("f") or output gate ("g") of this rank's heads, ``[S, B,
+        C]``, from the layer's input."""
         if hasattr(self, f"{letter}_proj"):
             return getattr(self, f"{letter}_proj")(x)[0]
         narrow_sBR, _ = getattr(self, f"{letter}_a_proj")(x)
         return getattr(self, f"{letter}_b_proj")(narrow_sBR)[0]
 
-    def _beta(self, x: Tensor) -> Tensor:
-        """The write strengths of this rank's heads ``[S, B, H]``, before the
-        sigmoid."""
+    def _project_beta(self, x: Tensor) -> Tensor:
+        """The write strengths of this rank's heads, ``[S, B, H]``, before the sigmoid,
+        from the layer's input.
+
+        If every tensor-parallel rank has the whole weight, this rank's heads are cut
+        out of the product.
+        """
         beta, _ = self.beta_proj(x)
         if "beta_proj" not in self._duplicated:
             return beta
         if self.config.sequence_parallel and self.tp_size > 1:
             # all heads of some tokens become some heads of all tokens
-            exchanged = all_to_all_sp2hp(beta, self.tp_group)
-            return exchanged.unflatten(0, (-1, x.shape[1]))
+            beta_TH = all_to_all_sp2hp(beta, self.tp_group)
+            return beta_TH.unflatten(0, (-1, x.shape[1]))
         return scatter_to_tensor_model_parallel_region(beta, self.tp_group)
 
     @property
@@ -318,7 +330,8 @@ class KimiDeltaAttention(RecurrentMixer):
         return ""
 
     def _widths_in_fp8(self) -> dict[str, int]:
-        """The forget gate and the write strengths are outside of FP8."""
+        """Columns that must fit FP8, by the names of what has them. The forget gate and
+        the write strengths are computed outside of FP8."""
         layout = self.dims.layout
         widths = {
             "query, key and value of in_proj": layout.conv_width,
@@ -327,7 +340,7 @@ class KimiDeltaAttention(RecurrentMixer):
         if self.dims.gates_in_in_proj:
             widths["the output gate of in_proj"] = layout.mixed_width
         if self.dims.output_rank:
-            # on every rank
+            # the whole weight, which is on every rank
             widths["g_a_proj (output_rank)"] = self.dims.output_rank
         return widths
 
@@ -379,24 +392,35 @@ class KimiDeltaAttention(RecurrentMixer):
             self._mark_heads()
 
     def _mark_heads(self) -> None:
-        """Let Muon update each head of this rank by itself."""
+        """Mark the weights whose rows belong to heads, so that Muon updates the rows of
+        each head by themselves."""
         layout = self.dims.layout
-        of_linears = {"in_proj": self.dims.in_proj_layout.names}
-        of_linears |= dict.fromkeys(("f_proj", "f_b_proj"), ("g",))
-        of_linears |= dict.fromkeys(("g_proj", "g_b_proj"), ("gate",))
+        # the sections that the rows of each weight make
+        sections_of = {
+            "in_proj": self.dims.in_proj_layout.names,
+            "f_proj": ("g",),
+            "f_b_proj": ("g",),
+            "g_proj": ("gate",),
+            "g_b_proj": ("gate",),
+        }
         linears = self._projections()
-        for name, sections in of_linears.items():
+        for name, sections in sections_of.items():
             if name not in linears:
                 continue
-            rows: list[int] = []
+            rows_of_heads: list[int] = []
             for section in sections:
                 heads, width = layout.shape_of(section)
-                rows += [width] * heads
-            mark_heads(linears[name].weight, rows)
+                rows_of_heads += [width] * heads
+            mark_heads(linears[name].weight, rows_of_heads)
 
-    def _add_gate(self, add: Any, letter: str, rank: int, width: int) -> None:
-        """Add the projections of a gate of this width; ``rank``: the columns of its
-        narrow half, or 0."""
+    def _add_gate(
+        self, add: Callable[..., None], letter: str, rank: int, width: int
+    ) -> None:
+        """Add the projections of the forget gate ("f") or output gate ("g") of this
+        ``width``; a ``rank`` of 0 means full rank.
+
+        ``add(name, columns, rows)`` is :meth:`_add_projection`.
+        """
         D = self.global_dims.hidden_size
         if not rank:
             add(f"{letter}_proj", D, width)
@@ -413,7 +437,8 @@ class KimiDeltaAttention(RecurrentMixer):
         rows: int,
         bias: bool = False,
     ) -> None:
-        """Add the linear ``name`` with a weight ``[rows, columns]``."""
+        """Build the linear ``name``, whose whole weight is ``[rows, columns]``, and add
+        it to this module."""
         spec = getattr(submodules, name)
         if spec is IdentityOp:
             raise ValueError(
@@ -431,12 +456,12 @@ class KimiDeltaAttention(RecurrentMixer):
                 "Transformer Engine megatron_gdn.compat.torch_linear.DuplicatedLinear."
             )
         if duplicated:
-            how: dict[str, Any] = {
+            parallelism: dict[str, Any] = {
                 "parallel_mode": "duplicated",
                 "skip_weight_param_allocation": False,
             }
         else:
-            how = {
+            parallelism = {
                 "gather_output": False,
                 "tp_comm_buffer_name": name,
                 "tp_group": self.tp_group,
@@ -451,22 +476,24 @@ class KimiDeltaAttention(RecurrentMixer):
             skip_bias_add=False,
             is_expert=False,
             name=f"{path}{name}" if path else None,
-            **how,
+            **parallelism,
         )
         if duplicated:
             self._duplicated.add(name)
-            # Each rank has its own tokens' gradient, and Megatron sums these.
+            # Each rank has the gradient of its own tokens; Megatron sums the ranks'
+            # gradients of parameters with this mark.
             for parameter in linear.parameters():
                 parameter.sequence_parallel = self.config.sequence_parallel
         self.add_module(name, linear)
 
     def _projections(self) -> dict[str, Any]:
         """All projections but out_proj, by name."""
-        names = ("in_proj", "beta_proj") + _GATES
+        names = ("in_proj", "beta_proj") + _GATE_PROJECTIONS
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def _init_others(self) -> None:
-        """Fill the weights that `_add_projections` added by the config's ``init_method``."""
+        """Fill the weights that `_add_projections` added by the config's
+        ``init_method``."""
         method = self.config.init_method
         assert method is not None
         if not self.config.perform_initialization:
@@ -503,12 +530,12 @@ class KimiDeltaAttention(RecurrentMixer):
             linear.backward_dw()
 
 
-_GATES = ("f_proj", "f_a_proj", "f_b_proj", "g_proj", "g_a_proj", "g_b_proj")
+_GATE_PROJECTIONS = ("f_proj", "f_a_proj", "f_b_proj", "g_proj", "g_a_proj", "g_b_proj")
 
 
-def _field(config: Any, name: str) -> Any:
+def _config_field_or_flag(config: Any, name: str) -> Any:
     """A field of Megatron's config; if the config lacks the field, the flag of the
-    launch."""
+    launch with this name, or None."""
     if hasattr(config, name):
         return getattr(config, name)
     return launch_arguments().get(name)
@@ -516,14 +543,18 @@ def _field(config: Any, name: str) -> Any:
 
 def _has_whole_weight(spec: ModuleSpec | type) -> bool:
     """Whether the linear of ``spec`` has its whole weight on every tensor-parallel
-    rank: its constructor, or the next one that it passes arguments on to, says so."""
-    made: Any = spec
+    rank.
+
+    Such a class has the constructor argument ``parallel_mode``; a column-parallel class
+    has ``gather_output``. A class that passes arguments on is judged by its base class.
+    """
+    cls: Any = spec
     if isinstance(spec, ModuleSpec):
-        made = spec.module
-    for kind in made.__mro__:
-        names = signature(kind.__init__).parameters
-        if "parallel_mode" in names:
+        cls = spec.module
+    for base in cls.__mro__:
+        arguments = signature(base.__init__).parameters
+        if "parallel_mode" in arguments:
             return True
-        if "gather_output" in names:
+        if "gather_output" in arguments:
             return False
     return False

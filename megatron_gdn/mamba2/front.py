@@ -3,7 +3,8 @@
     x, B, C = SiLU(conv(x, B, C))
     dt      = clamp(softplus(dt + dt_bias), *dt_limit);    g = -exp(A_log) dt
 
-Bt is the number of batch rows, since B is an input of the rule.
+B, C and dt are sections of a projection row. D is the parameter of the skip
+connection, an input of the rule that all tokens share.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..ops.front.gates import time_step
-from ..ops.front.table import Convolved, FrontTable, Gate
+from ..ops.front.table import ConvolvedSection, FrontTable, GateSection
 from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape
 from .rule import UNLIMITED, SSDInputs
@@ -21,17 +22,23 @@ from .rule import UNLIMITED, SSDInputs
 def mamba2_table(
     layout: Layout, dt_limit: tuple[float, float] = UNLIMITED
 ) -> FrontTable:
-    """The front table for rows of this layout; ``dt_limit`` bounds the time step dt."""
-    heads, columns = layout.shape_of("x")
-    _, rows = layout.shape_of("B")
+    """The front table for rows of :attr:`.sizes.Mamba2Dims.layout`; ``dt_limit`` is
+    the least and the greatest time step dt."""
+    heads, head_dim = layout.shape_of("x")
+    _, state_dim = layout.shape_of("B")
     low, high = dt_limit
+    dt = GateSection("dt", ("g", "dt"), time_step, has_rate=True, low=low, high=high)
     return FrontTable(
         layout,
-        SSDInputs,
-        StateShape(heads, rows, columns, diagonal=True),
-        (Convolved("x", "x"), Convolved("B", "B"), Convolved("C", "C")),
-        (Gate("dt", ("g", "dt"), time_step, rated=True, low=low, high=high),),
-        shared="D",
-        step_sections=("C", "B", "x"),
+        inputs_class=SSDInputs,
+        state=StateShape(heads, state_dim, head_dim, diagonal=True),
+        convolved_sections=(
+            ConvolvedSection("x", "x"),
+            ConvolvedSection("B", "B"),
+            ConvolvedSection("C", "C"),
+        ),
+        gate_sections=(dt,),
+        shared_input="D",
+        qkv_sections=("C", "B", "x"),
         erases=False,
     )

@@ -20,6 +20,7 @@ def mamba2_layer_maps(
 
     ``prefix`` starts Megatron's keys, for example ``decoder.layers.0.mixer.``;
     ``hf_prefix`` starts Hugging Face's keys, for example ``backbone.layers.0.mixer.``.
+    ``conv_bias``: whether the convolution has a bias.
     """
     p = prefix
     hf = hf_prefix

@@ -73,14 +73,16 @@ class Mamba2Mixer(MambaLayerMixer):
 
         z, x, B, C, dt = in_proj(u)
         x, B, C        = SiLU(causal_conv1d(x, B, C))
-        dt             = softplus(dt + dt_bias)                     time steps, fp32
+        dt             = softplus(dt + dt_bias)                     time steps, fp32,
+                                                                    clamped to dt_limit
         S_t            = exp(-exp(A_log) dt_t) S_{t-1} + dt_t B_t x_t^T
         y_t            = S_t^T C_t + D x_t
         out            = out_proj(RMSNorm_group(y * SiLU(z)))
 
-    (Dao, Gu, "Transformers are SSMs", 2024.) The constructor, parameters and checkpoint
-    keys are as in ``megatron.core.ssm.mamba_mixer.MambaMixer``; ``A_log``, ``dt_bias``
-    and ``D`` are fp32 in memory, in optimizers and in files.
+    (Dao, Gu, "Transformers are SSMs", 2024.) :mod:`megatron_gdn.mamba2.reference` is
+    this equation as code. The constructor, parameters and checkpoint keys are as in
+    ``megatron.core.ssm.mamba_mixer.MambaMixer``; ``A_log``, ``dt_bias`` and ``D`` are
+    fp32 in memory, in optimizers and in files.
 
     Args:
         config: gives the ``mamba_*`` sizes.
@@ -93,8 +95,8 @@ class Mamba2Mixer(MambaLayerMixer):
             False.
         dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between
             ``dt_min`` and ``dt_max``, but not below ``dt_init_floor``.
-        chunk_size: Megatron's dynamic context may cut prompts at multiples of it; any
-            is correct.
+        chunk_size: Megatron's dynamic context may cut prompts at multiples of this
+            number; results do not depend on it.
         options: the fields of :class:`.mixers.options.MixerOptions` and
             :class:`Mamba2Options`, without ``rule_operands`` and ``recompute``;
             ``backend`` is ``"fla"``, ``"reference"`` or ``"auto"``, see

@@ -37,7 +37,7 @@ def mamba2(
         norm_eps, rmsnorm, dt_limit: as in :class:`megatron_gdn.Mamba2Mixer`.
     """
     p = parameters
-    o_TC, z_TC = recurrence(x_TD, p, dims, dt_limit)
+    o_TC, z_TC = recurrence_and_gate(x_TD, p, dims, dt_limit)
 
     # Gate, then norm over each group, then project back.
     y_TC = o_TC * F.silu(z_TC)
@@ -48,13 +48,14 @@ def mamba2(
     return F.linear(y_TC, p["out_proj.weight"], p.get("out_proj.bias"))
 
 
-def recurrence(
+def recurrence_and_gate(
     x_TD: Tensor,
     parameters: Mapping[str, Tensor],
     dims: Mamba2Dims,
     dt_limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence's output and the gate's row z, each ``[T, H V]``."""
+    """The recurrence's output with the skip connection, and the output gate z before
+    its activation, each ``[T, H V]``."""
     p = parameters
     # the dtype of time steps and state
     wide = torch.promote_types(x_TD.dtype, torch.float32)

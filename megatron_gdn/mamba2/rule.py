@@ -7,13 +7,14 @@ Each head is linear attention with a scalar decay (Dao, Gu, *Transformers are SS
 2024). The H / G neighbouring heads of a group use the same B and C.
 
 fla's ``simple_gla`` gets q = C, k = B and v = dt x, with B and C repeated for the heads
-of a group; the skip D x is added afterwards. If documents are packed, fla reads a
-length on the host.
+of a group; the skip D x is added afterwards. If documents are packed, fla reads their
+lengths on the host.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -35,19 +36,21 @@ from ..ops.rules.fla import (
 )
 from ..ops.state_maps.state_map import StateMap, StateShape
 
-UNLIMITED = (0.0, math.inf)
-_HOME = "fla.ops.simple_gla.chunk"
+UNLIMITED = (0.0, math.inf)  # the default ``dt_limit``, which clamps no time step
+_FLA_MODULE = "fla.ops.simple_gla.chunk"
 
 
 class SSDInputs(NamedTuple):
     """Inputs of the rule, or gradients in the same shapes."""
 
-    x: Tensor  # [B, S, H, V]
+    x: Tensor  # [B, S, H, V], the values
     B: Tensor  # [B, S, G, K], the keys
     C: Tensor  # [B, S, G, K], the queries
     dt: Tensor  # [B, S, H] fp32 time steps, >= 0
     g: Tensor  # [B, S, H] fp32 log-decay, <= 0
     D: Tensor  # [B, S, H, 1 or V] fp32; a parameter, expanded with stride 0 over tokens
+
+    # Code of all rules reads the sizes of k and v.
 
     @property
     def k(self) -> Tensor:
@@ -95,19 +98,19 @@ class FlaSSD(FlaRule):
     repeatable_setups = (tested_on_h200((128, 64)),)
     reads_boundaries = True
     fla_functions = {
-        f"{_HOME} chunk_local_cumsum": (
+        f"{_FLA_MODULE} chunk_local_cumsum": (
             "g scale reverse chunk_indices cu_seqlens chunk_size"
         ),
-        f"{_HOME} chunk_fwd_h": (
+        f"{_FLA_MODULE} chunk_fwd_h": (
             "k v g h0 output_final_state states_in_fp32 cu_seqlens chunk_size"
         ),
-        f"{_HOME} chunk_bwd_dh": (
+        f"{_FLA_MODULE} chunk_bwd_dh": (
             "q k v g do h0 dht scale states_in_fp32 cu_seqlens chunk_size"
         ),
-        f"{_HOME} chunk_bwd_dqkwg": (
+        f"{_FLA_MODULE} chunk_bwd_dqkwg": (
             "q k v g h do dh scale chunk_indices cu_seqlens chunk_size"
         ),
-        f"{_HOME} chunk_bwd_dv": (
+        f"{_FLA_MODULE} chunk_bwd_dv": (
             "q k g do dh scale chunk_indices cu_seqlens chunk_size"
         ),
         "fla.ops.common.chunk_o chunk_fwd_kernel_o": (
@@ -121,9 +124,9 @@ class FlaSSD(FlaRule):
         """Why fla's kernels cannot compute states of this shape; None if they can."""
         if state.rows > 256:
             return f"fla takes a state dim up to 256, not {state.rows}"
-        for name, size in (("state", state.rows), ("head", state.columns)):
-            if size % 2:
-                return f"fla's backward takes an even {name} dim, not {size}"
+        for name, dim in (("state", state.rows), ("head", state.columns)):
+            if dim % 2:
+                return f"fla's backward takes an even {name} dim, not {dim}"
         return None
 
     def chunk_products(self, call: FlaForward) -> ChunkProducts:
@@ -160,8 +163,8 @@ class FlaSSD(FlaRule):
         initial: Tensor | None,
         final: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The states before each chunk, the written values v, and the last states if
-        ``final``."""
+        """The states before each chunk, the written values (here v), and the final
+        states if ``final``."""
         states, last = self.fla.chunk_fwd_h(
             **products.walk_arguments,
             h0=initial,
@@ -174,9 +177,12 @@ class FlaSSD(FlaRule):
     def output(
         self, call: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
-        """Call fla's kernel, since fla's function would round o before the skip is
-        added."""
-        k, v, g_sum = products.walk_arguments.values()
+        """The output ``S^T C + D x``, from ``states`` before chunks.
+
+        This method calls fla's kernel, since fla's function would round o before the
+        skip is added.
+        """
+        v = products.walk_arguments["v"]
         B, S, H, V = v.shape
         o = v.new_empty(B, S, H, V, dtype=torch.float32)
         indices = call.boundaries["chunk_indices"]
@@ -184,12 +190,18 @@ class FlaSSD(FlaRule):
             chunks = -(-S // CHUNK)
         else:
             chunks = len(indices)
-        self.fla.chunk_fwd_kernel_o[lambda meta: (-(-V // meta["BV"]) * chunks, B * H)](
+
+        def grid(constants: Mapping[str, int]) -> tuple[int, int]:
+            """The kernel's grid; fla chooses BV, the columns of a program."""
+            return -(-V // constants["BV"]) * chunks, B * H
+
+        k = products.walk_arguments["k"]
+        self.fla.chunk_fwd_kernel_o[grid](
             q=products.scores,
             k=k,
             v=v,
             h=states,
-            g=g_sum,
+            g=products.walk_arguments["g"],
             g_gamma=None,
             o=o,
             **call.boundaries,
@@ -205,13 +217,15 @@ class FlaSSD(FlaRule):
         return o.addcmul_(call.inputs.x, call.inputs.D).to(call.inputs.x.dtype)
 
     def kept_for_backward(self, call: FlaBackward) -> tuple[Tensor, ...]:
-        """The saved tensors, then q, k and v of `_operands`, which are computed again
-        here."""
+        """The saved tensors (g_sum), then q, k and v of `_operands`, which are computed
+        again here."""
         return call.saved.tensors + _operands(call.inputs)
 
     def d_states(self, call: FlaBackward, any_states: Tensor) -> Tensor:
-        """Gradients of initial states; ``any_states`` has their shape, its values are
-        not read."""
+        """The gradients of the initial states, with zero gradients of the final states.
+
+        ``any_states`` has the shape of the initial states; its values are not read.
+        """
         g_sum, q, k, v = call.kept
         _, d_local = self.fla.chunk_bwd_dh(
             q=q,
@@ -239,6 +253,7 @@ class FlaSSD(FlaRule):
             "states_in_fp32": not fla_needs_tilelang(q.device),
             **_chunk_arguments(call.boundaries),
         }
+        # h and d_h: the states before chunks and their gradients
         h, _ = fla.chunk_fwd_h(
             k=k, v=v, g=g_sum, h0=initial, output_final_state=False, **states
         )

@@ -1,4 +1,5 @@
-"""Every size of a Mamba2 mixer, and checks of its constructor's arguments."""
+"""The sizes of a Mamba2 mixer and of one rank's share of the mixer, and a check of the
+constructor's arguments."""
 
 from __future__ import annotations
 
@@ -34,8 +35,14 @@ class Mamba2Dims:
     def from_config(
         cls, config: Any, d_model: int, d_conv: int, expand: int | float
     ) -> Mamba2Dims:
-        """The sizes of a ``TransformerConfig``; sizes that do not fit each other are
-        refused."""
+        """The sizes in the ``mamba_*`` fields of a ``TransformerConfig``.
+
+        ``d_model``, ``d_conv``, ``expand``: arguments of the mixer's constructor.
+        ``expand`` gives the number of heads if the config does not.
+
+        Raises:
+            SizeError: sizes that do not fit each other.
+        """
         heads = config.mamba_num_heads
         if heads is None:
             inner = int(expand * d_model)

@@ -441,8 +441,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
                 # out_proj saves these rows
                 refilled.remember_sent(mixed, batch.passage.from_stages)
         readout = stages.readout
-        if isinstance(readout, SplitReadout) and readout.closed:
-            mixed = readout.call(mixed, rows if own_rows is None else own_rows)
+        if isinstance(readout, SplitReadout) and readout.after_exchange:
+            mixed = readout.second_step(mixed, rows if own_rows is None else own_rows)
         return mixed, refilled
 
     def stages(

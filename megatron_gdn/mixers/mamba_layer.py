@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 from ..context_parallel import Scheme
 from ..ops.aligned import apply_token_by_token
-from ..ops.readout.base import PassThrough, PlainReadout, SplitReadout, grouped_rms_norm
+from ..ops.readout.base import (
+    PassThroughReadout,
+    PlainReadout,
+    SplitReadout,
+    grouped_rms_norm,
+)
 from ..ops.stages import GatedNorm
 from .base import RecurrentMixer
 from .hooks import only_waits_for_parameters, wait_for_parameters
@@ -138,9 +143,9 @@ class MambaLayerMixer(RecurrentMixer):
         if self.gate_reads_own_rows:
             gate = self.layout.gate_columns
             return SplitReadout(
-                PassThrough(layout.gate_columns, layout.state_heads),
+                PassThroughReadout(layout.gate_columns, layout.state_heads),
                 lambda o, rows: self.norm(o, rows[..., gate]).contiguous(),
-                closed=True,
+                after_exchange=True,
             )
         wait_for_parameters(self.norm)
         weight = self.norm.weight
@@ -157,7 +162,7 @@ class MambaLayerMixer(RecurrentMixer):
         if self.config.batch_invariant_mode:
             norm = partial(apply_token_by_token, norm)
         return SplitReadout(
-            PlainReadout(layout.gate_columns), lambda u, _: norm(u), closed=True
+            PlainReadout(layout.gate_columns), lambda u, _: norm(u), after_exchange=True
         )
 
 

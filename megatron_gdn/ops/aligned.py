@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .documents import Documents, documents_of_rows, one_document
 from .front.history import History
-from .front.table import Front, Parameters
+from .front.table import Front, FrontParameterList
 from .readout.base import Readout
 from .rules.base import Inputs, map_inputs
 from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
@@ -43,7 +43,7 @@ def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable
 
 def front_on_grid(
     front: Front,
-    parameters: Parameters,
+    parameters: FrontParameterList,
     rows: Tensor,
     grid: ChunkTable,
     rows_before: Tensor | None = None,
@@ -88,7 +88,7 @@ def readout_on_grid(
 ) -> Tensor:
     """Rows for out_proj ``[B, S, H V]``, which ``readout`` computes chunk by chunk from
     ``o [B, S, H, V]`` and ``rows [B, S, P]``."""
-    gate = readout.gate
+    gate = readout.gate_columns
     results = None
     for group in grid.groups:
         n = grid.chunks_in(group)
@@ -177,14 +177,14 @@ class AlignedFront:
         self.layout = front.layout
         self.names = front.names
         self._front = front
-        self.convolved = front.convolved
+        self.convolved_inputs = front.convolved_inputs
         self.recomputed = front.recomputed
         self.backward = front.backward
 
     def forward(
         self,
         proj: Tensor,
-        parameters: Parameters,
+        parameters: FrontParameterList,
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
         history: History | None = None,
@@ -214,7 +214,7 @@ class AlignedReadout:
     def __init__(self, readout: Readout, documents: Documents | None) -> None:
         self._readout = readout
         self.backward = readout.backward
-        self.gate = readout.gate
+        self.gate_columns = readout.gate_columns
         self._documents = documents
 
     def forward(
@@ -226,7 +226,7 @@ class AlignedReadout:
         out: Tensor | None = None,
     ) -> Tensor:
         """Rows for out_proj ``[S, B, H V]``, written to ``out`` if it is given."""
-        if getattr(self._readout, "by_row", False):
+        if getattr(self._readout, "is_rowwise", False):
             return self._readout.forward(o, rows, gamma, out=out)
         rows = rows.transpose(0, 1)
         grid = grid_of(rows, self._documents, o.shape[2])

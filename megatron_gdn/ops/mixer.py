@@ -50,8 +50,8 @@ def mix(
         refilled: frees the result after out_proj's forward, and fills it again before
             out_proj's backward; None: the result is kept.
 
-    If the readout is a ``closed`` :class:`SplitReadout`, the caller must run its
-    ``call`` after the exchange of heads.
+    If the readout is a :class:`SplitReadout` with ``after_exchange``, the caller must
+    run its ``second_step`` after the exchange of heads.
     """
     rule = stages.rule
     parameters = stages.parameters
@@ -60,7 +60,7 @@ def mix(
     split_readout = None
     if isinstance(readout, SplitReadout):
         split_readout = readout
-        readout = split_readout.inside
+        readout = split_readout.first_step
     if rule.bits is Bits.ON_GRID:
         front = cast(Front, AlignedFront(front))
         if readout.reads_o:
@@ -97,33 +97,38 @@ def mix(
     else:
         # No rank of the group has rows of these sequences. So no rank waits for this
         # one, and front, rule and readout do not run.
-        width = readout.gate.stop - readout.gate.start
+        width = readout.gate_columns.stop - readout.gate_columns.start
         mixed = output_without_tokens(rows, *parameters, width=width)
-    if split_readout is None or split_readout.closed:
+    if split_readout is None or split_readout.after_exchange:
         return mixed
     if refilled is None:
-        return split_readout.call(mixed, rows)
+        return split_readout.second_step(mixed, rows)
     return _checkpoint_readout(split_readout, mixed, rows, refilled)
 
 
 def _checkpoint_readout(
     split_readout: SplitReadout, mixed: Tensor, rows: Tensor, refilled: RefilledOutput
 ) -> Tensor:
-    """The result of ``split_readout.call`` on ``mixed [S, B, H V]``, which is not kept.
+    """The result of the second step of ``split_readout`` on ``mixed [S, B, H V]``,
+    which is not kept.
 
-    ``call`` runs three times: here, when ``refilled`` fills the result again, and in
-    ``call``'s backward. Megatron's checkpoint is not used, since it compiles a C++
+    The step runs three times: here, when ``refilled`` fills the result again, and in
+    the step's backward. Megatron's checkpoint is not used, since it compiles a C++
     extension in the first backward.
     """
     result = checkpoint(
-        split_readout.call, mixed, rows, use_reentrant=False, preserve_rng_state=False
+        split_readout.second_step,
+        mixed,
+        rows,
+        use_reentrant=False,
+        preserve_rng_state=False,
     )
     assert isinstance(result, Tensor)
     mixed = mixed.detach()
     rows = rows.detach()
 
     def refill(out: Tensor) -> None:
-        out.copy_(split_readout.call(mixed, rows))
+        out.copy_(split_readout.second_step(mixed, rows))
 
     refilled.remember(result, refill)
     return result

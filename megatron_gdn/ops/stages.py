@@ -149,7 +149,7 @@ def front_by_table(
     """
     table = make_table(layout)
     operands = rule.operand_dtype
-    if operands is not None and not table.unit_length:
+    if operands is not None and not table.normalises_qk:
         raise ValueError(
             f"this rule takes q and k in {operands}, but without unit length they may "
             "overflow; pass normalise_qk=False to resolve_rule too, or choose "

@@ -85,7 +85,7 @@ def want(folder: Path, quick: float, slow: float, wanted: str) -> None:
 def rank(tmp_path, monkeypatch):
     keep_cache_in(tmp_path, monkeypatch)
     monkeypatch.delenv("MEGATRON_GDN_COMPILE_AHEAD", raising=False)
-    monkeypatch.setattr(builds, "_started", {})
+    monkeypatch.setattr(builds, "_started_commands", {})
     started = []
 
     def start(*args):

@@ -83,7 +83,9 @@ class Compiled:
 def tilelang(monkeypatch):
     hooks = {}
     callback = ModuleType("tilelang.engine.callback")
-    callback.register_cuda_postproc = lambda hook: hooks.update({fences._HOOK: hook})
+    callback.register_cuda_postproc = lambda hook: hooks.update(
+        {fences._POSTPROCESSING_HOOK: hook}
+    )
     ffi = ModuleType("tvm_ffi")
     ffi.get_global_func = lambda name, allow_missing: hooks.get(name)
     monkeypatch.setitem(sys.modules, "tilelang", ModuleType("tilelang"))
@@ -98,7 +100,7 @@ def test_the_kernels_of_flash_qla_are_compiled_with_fences(tilelang):
     module = SimpleNamespace(backward=Compiled(configs))
     module.backward.cache["unfenced"] = "kernel"
     fences.fence_bulk_stores.__wrapped__((module, "backward"))
-    hook = tilelang[fences._HOOK]
+    hook = tilelang[fences._POSTPROCESSING_HOOK]
     assert hook(source(), "cuda") == source(FENCE, FENCE)
     other = source(
         head=HEAD.replace("tilelang_fused_chunk_gdr_bwd_kernel", "somebody_elses")
@@ -108,7 +110,7 @@ def test_the_kernels_of_flash_qla_are_compiled_with_fences(tilelang):
     assert module.backward.cache == {}
     assert module.backward.pass_configs == {
         "tl.enable_fast_math": True,
-        "tl.device_compile_flags": ["-O3", fences._MARK],
+        "tl.device_compile_flags": ["-O3", fences._FENCED_FLAG],
     }
 
 
@@ -136,11 +138,13 @@ def test_stores_that_nobody_can_read_are_announced(tilelang, caplog):
 
 
 def test_a_hook_that_was_there_before_still_runs_first(tilelang):
-    tilelang[fences._HOOK] = lambda text, target: f"// for {target}\n{text}"
-    fences.fence_bulk_stores.__wrapped__()
-    assert tilelang[fences._HOOK](source(), "cuda") == "// for cuda\n" + source(
-        FENCE, FENCE
+    tilelang[fences._POSTPROCESSING_HOOK] = lambda text, target: (
+        f"// for {target}\n{text}"
     )
+    fences.fence_bulk_stores.__wrapped__()
+    assert tilelang[fences._POSTPROCESSING_HOOK](
+        source(), "cuda"
+    ) == "// for cuda\n" + source(FENCE, FENCE)
 
 
 HEADS = Heads(16, 32, torch.float16)
@@ -171,7 +175,7 @@ def cache(tmp_path, monkeypatch):
     keep_cache_in(tmp_path, monkeypatch)
     monkeypatch.setattr(flash_qla_builds, "_capability", lambda: (9, 0))
     monkeypatch.setenv("MEGATRON_GDN_COMPILE_AHEAD", "0")
-    monkeypatch.setattr(flash_qla_builds, "_started", {})
+    monkeypatch.setattr(flash_qla_builds, "_started_commands", {})
     set_next_calls(HEADS, "cut")
     return tmp_path
 

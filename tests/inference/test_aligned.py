@@ -286,17 +286,17 @@ def test_a_readout_by_row_or_by_a_module_reads_the_new_rows_alone(kind):
     read = []
 
     class ByRow(type(plain)):
-        by_row = True
+        is_rowwise = True
 
         def forward(self, o, rows, gamma, **more):
             read.append(rows.shape[:2])
             return super().forward(o, rows, gamma, **more)
 
-    by_row = copy.copy(plain)
-    object.__setattr__(by_row, "__class__", ByRow)
-    by_module = SplitReadout(by_row, lambda mixed, _: mixed)
+    is_rowwise = copy.copy(plain)
+    object.__setattr__(is_rowwise, "__class__", ByRow)
+    by_module = SplitReadout(is_rowwise, lambda mixed, _: mixed)
     expected = None
-    for readout in (plain, by_row, by_module):
+    for readout in (plain, is_rowwise, by_module):
         memory = mixer.memory_shape.zeros(3, rows.dtype, rows.device)
         noted = mixer._replace(readout=readout)
         read.clear()

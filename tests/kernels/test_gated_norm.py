@@ -46,8 +46,10 @@ def assert_twins(ours, plain, o, proj, gamma, d_out, **options):
     exact = plain.backward(d_out.double(), *wide, exact_d_proj)
     for name, a, b in zip(("d_o", "d_gamma"), got, exact, strict=True):
         assert_close(name, a, b)
-    assert_close("d_z", d_proj[..., ours.gate], exact_d_proj[..., ours.gate])
-    d_proj[..., ours.gate] = torch.nan
+    assert_close(
+        "d_z", d_proj[..., ours.gate_columns], exact_d_proj[..., ours.gate_columns]
+    )
+    d_proj[..., ours.gate_columns] = torch.nan
     assert d_proj.isnan().all(), "only z's columns are the norm's to write"
 
 

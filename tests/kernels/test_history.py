@@ -99,7 +99,7 @@ def compare(front, plain, history, returned, proj, parameters, grads, documents,
         right = plain.forward(
             exact_proj, exact_parameters, documents, names, exact_history
         )
-        for name in front.convolved:
+        for name in front.convolved_inputs:
             x, y = getattr(made, name), getattr(right, name)
             assert (x is None) == (y is None)
             if x is not None:

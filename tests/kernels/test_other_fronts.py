@@ -170,7 +170,7 @@ def test_a_front_and_its_gradients_equal_the_twins(name, device):
         for field, a, b in zip(made._fields, made, exact, strict=True):
             assert a.is_contiguous() or field == "D"
             assert_close(field, a, b)
-        one = front.convolved[1]
+        one = front.convolved_inputs[1]
         some = front.forward(proj, given, documents, (one,))
         assert torch.equal(getattr(some, one), getattr(made, one))
         assert [

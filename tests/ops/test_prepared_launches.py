@@ -80,7 +80,7 @@ def sums_of(kernel, x, ordinary=False):
         BLOCK_M=128,
         num_warps=4,
     )
-    launch._ordinary = ordinary
+    launch._never_prepared = ordinary
 
     def run(y):
         launch(y, out := torch.full((1, M), 7.0, device="cuda"), None, None, None)

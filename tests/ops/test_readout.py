@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.readout.base import (
-    PassThrough,
+    PassThroughReadout,
     PlainReadout,
     SplitReadout,
     readout_by_module,
@@ -107,9 +107,9 @@ def test_a_module_is_one_more_readout(activation):
 def test_a_call_that_waits_for_all_heads_is_not_made_by_the_mixer():
     layout = toy_mixer.LAYOUT
     never = SplitReadout(
-        PassThrough(layout.gate_columns, layout.state_heads),
+        PassThroughReadout(layout.gate_columns, layout.state_heads),
         lambda *_: 1 / 0,
-        closed=True,
+        after_exchange=True,
     )
     weight = torch.randn(layout.conv_width, 1, toy_mixer.TAPS)
     stages = toy_stages(

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.kernels.launch import MOST_PLANS, Launch
+from ...ops.kernels.launch import LAUNCH_CACHE_SIZE, Launch
 from ...ops.kernels.tiles import require_32_bits
 from .shares import HeadShares, Strip, alignment, strips_of
 
@@ -144,7 +144,7 @@ def _launch_copy(
     launch(cp_rows, rank_rows, hp_rows, positions)
 
 
-@lru_cache(maxsize=MOST_PLANS)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _copy_launch(
     tokens: int,
     batch: int,
@@ -291,7 +291,7 @@ def unpack_peers(
         launch(cp_rows, messages, hp_rows, positions)
 
 
-@lru_cache(maxsize=MOST_PLANS)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _sum_launches(
     tokens: int,
     batch: int,

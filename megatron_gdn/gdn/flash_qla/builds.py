@@ -34,10 +34,11 @@ logger = logging.getLogger(__name__)
 HOPPER = (9, 0)
 # With this variable set to 0, a process compiles missing kernels itself, one after the
 # other.
-_SWITCH = "MEGATRON_GDN_COMPILE_AHEAD"
-# Groups of kernels: "cut" is for a long sequence in segments, "rows" for a batch, "uncut"
-# for short documents. Some runs also need "states" (chunkwise context parallelism),
-# "whole" (batch-invariant mode) and "recompute" (a second run of the forward).
+_COMPILE_AHEAD_VARIABLE = "MEGATRON_GDN_COMPILE_AHEAD"
+# Names of groups of kernels, the option ``--uses`` of the warm-up command: "cut" is for
+# a long sequence in segments, "rows" for a batch, "uncut" for short documents. Some
+# runs also need "states" (chunkwise context parallelism), "whole" (batch-invariant
+# mode) and "recompute" (a second run of the forward).
 USUAL_USES = ("cut", "rows", "uncut")
 
 
@@ -72,15 +73,17 @@ class Heads(NamedTuple):
         return f"{self.key}:{self.value} heads in {self.operands}"
 
 
-_heads, _use = Heads(0, 0, torch.bfloat16), "cut"  # set_next_calls sets both
+# What FlashQLA's next calls need; `set_next_calls` sets both.
+_heads = Heads(0, 0, torch.bfloat16)
+_use = "cut"
 # Warm-up commands that this process has started. Dropping a Popen object would close
 # the command's standard input, and the command would end.
-_started: dict[Heads, subprocess.Popen] = {}
+_started_commands: dict[Heads, subprocess.Popen] = {}
 
 
 def set_next_calls(heads: Heads, use: str) -> None:
-    """Store what FlashQLA's next calls need: ``heads`` and the group of kernels,
-    ``use``."""
+    """Store which ``heads`` and which group of kernels, ``use``, FlashQLA's next calls
+    need."""
     global _heads, _use
     _heads = heads
     _use = use
@@ -92,7 +95,8 @@ def expected_heads() -> Heads:
 
 
 def compile_once_per_machine(kernels: list[Any]) -> None:
-    """Make ``kernels`` (tilelang's kernel objects) compile only once per machine."""
+    """Make ``kernels`` (tilelang's kernel objects) compile only once per machine, by
+    replacing their method ``compile``."""
     for kernel in kernels:
         # The warm-up command calls tilelang's own ``compile`` as ``__wrapped__``.
         compile_once = partial(_compile_once, kernel, kernel.compile)
@@ -110,7 +114,7 @@ def _compile_once(
     if not entry.exists():
         description = f"FlashQLA's {kernel_of(entry)} for {_heads}"
         with build_lock(_heads.lock, description, entry.exists) as lock:
-            if lock is not None and _may_start():
+            if lock is not None and _may_start_command():
                 process = _start_command(lock)
                 while not entry.exists() and process.poll() is None:
                     time.sleep(0.1)
@@ -124,12 +128,13 @@ def _compile_once(
     return compile_here(*args, **kwargs)  # here tilelang loads the kernel from disk
 
 
-def _may_start() -> bool:
-    """Whether this process may start the warm-up command for :func:`expected_heads`."""
-    switched_on = os.environ.get(_SWITCH, "1") != "0"
+def _may_start_command() -> bool:
+    """Whether this process may start the warm-up command for the heads of the next
+    call."""
+    switched_on = os.environ.get(_COMPILE_AHEAD_VARIABLE, "1") != "0"
     return (
         _heads.key > 0
-        and _heads not in _started
+        and _heads not in _started_commands
         and switched_on
         and _capability() == HOPPER
     )
@@ -146,7 +151,7 @@ def _start_command(lock: int) -> subprocess.Popen:
         str(tilelang_env().TILELANG_CACHE_DIR),
         _heads.flags,
     )
-    _started[_heads] = subprocess.Popen(
+    _started_commands[_heads] = subprocess.Popen(
         # When this process ends, the system closes the pipe, and the command ends too.
         warm_up_command(_heads, _use),
         stdin=subprocess.PIPE,
@@ -158,7 +163,7 @@ def _start_command(lock: int) -> subprocess.Popen:
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         },
     )
-    return _started[_heads]
+    return _started_commands[_heads]
 
 
 def warm_up_command(heads: Heads, use: str) -> list[str]:
@@ -183,8 +188,8 @@ def _capability() -> tuple[int, int]:
 
 
 def multiprocessors() -> int:
-    """The GPU's number of multiprocessors; FlashQLA uses it to choose kernels and
-    cuts."""
+    """The GPU's number of multiprocessors, by which FlashQLA chooses kernels and cuts
+    sequences."""
     return torch.cuda.get_device_properties().multi_processor_count
 
 

@@ -18,20 +18,23 @@ from types import ModuleType
 
 from ...ops.obstacles import log_obstacle_once
 
+# The next patterns and names are of the CUDA source that tilelang generates: a bulk
+# store (group 1 is its buffer), a signal to other threads, a fence, and the head of a
+# kernel whose source gets fences.
 _BULK_STORE = re.compile(r"\btl::tma_store\(\w+, \(?&\(\(\(\w+\s?\*\)(\w+)\)")
-_SIGNAL = re.compile(
+_SIGNAL_TO_THREADS = re.compile(
     r"\.arrive\w*\(|\b__syncthreads\(|\b__sync_thread_partial\b|\btl::tma_store\("
 )
 _FENCE = "tl::fence_proxy_async();"
-_KERNELS = re.compile(
+_KERNELS_TO_FENCE = re.compile(
     r"__global__ void .*\btilelang_(?:kkt_solve|fused_chunk_gdr_(?:fwd|bwd))_kernel"
 )
-# This flag is part of a kernel's key in tilelang's cache, so kernels compiled without
-# fences are not found. Raise the flag's number when ``missing_fences`` is changed to
-# find more fences.
-_MARK = "-DMEGATRON_GDN_PROXY_FENCES=1"
-_FLAGS = "tl.device_compile_flags"
-_HOOK = "tilelang_callback_cuda_postproc"
+# This flag is part of a kernel's key in tilelang's cache. So a kernel that was compiled
+# without fences is not taken from the cache. Raise the flag's number when
+# ``missing_fences`` is changed to find more fences.
+_FENCED_FLAG = "-DMEGATRON_GDN_PROXY_FENCES=1"
+_COMPILE_FLAGS = "tl.device_compile_flags"
+_POSTPROCESSING_HOOK = "tilelang_callback_cuda_postproc"
 
 
 def missing_fences(source: str) -> list[int]:
@@ -50,15 +53,15 @@ def missing_fences(source: str) -> list[int]:
         rf"stmatrix\w*\(.*{target}|{target}[^=;]*\)? = |{target}\[.*\] = "
     )
     missing = []
-    pending = False
+    needs_fence = False  # after a write, until the next fence
     for number, line in enumerate(lines):
         if _FENCE in line:
-            pending = False
-        elif pending and _SIGNAL.search(line):
+            needs_fence = False
+        elif needs_fence and _SIGNAL_TO_THREADS.search(line):
             missing.append(number)
-            pending = False
+            needs_fence = False
         if "tma_" not in line and write.search(line):
-            pending = True
+            needs_fence = True
     return missing
 
 
@@ -73,19 +76,19 @@ def with_fences(source: str) -> str:
 
 @cache
 def fence_bulk_stores(*kernels: tuple[ModuleType, str]) -> None:
-    """Make this process compile ``kernels``, pairs of module and name, with all
-    fences."""
+    """Make this process compile ``kernels``, pairs of module and name, with all fences:
+    register a hook with tilelang, and replace the kernels in their modules."""
     import tvm_ffi  # pyright: ignore[reportMissingImports]
     from tilelang.engine.callback import register_cuda_postproc  # pyright: ignore[reportMissingImports]
 
-    earlier_hook = tvm_ffi.get_global_func(_HOOK, allow_missing=True)
+    earlier_hook = tvm_ffi.get_global_func(_POSTPROCESSING_HOOK, allow_missing=True)
 
     def hook(source: str, target: object) -> str:
         """Add fences to a kernel's CUDA ``source``; tilelang passes the ``target``
         GPU."""
         if earlier_hook is not None:
             source = earlier_hook(source, target)
-        if _KERNELS.search(source):
+        if _KERNELS_TO_FENCE.search(source):
             return with_fences(source)
         return source
 
@@ -93,7 +96,7 @@ def fence_bulk_stores(*kernels: tuple[ModuleType, str]) -> None:
     for module, name in kernels:
         kernel = getattr(module, name)
         configs = dict(kernel.pass_configs or {})
-        configs[_FLAGS] = list(configs.get(_FLAGS, ())) + [_MARK]
+        configs[_COMPILE_FLAGS] = list(configs.get(_COMPILE_FLAGS, ())) + [_FENCED_FLAG]
         # The old kernel object may hold code that this process compiled without fences.
         fenced = dataclasses.replace(kernel, pass_configs=configs)
         # Another package may have replaced the hook, so every compiled source is

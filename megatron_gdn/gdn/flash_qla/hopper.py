@@ -2,8 +2,13 @@
 
 FlashQLA's own functions look a kernel up by some twenty arguments in each call and
 allocate memory for every argument; tilelang then checks and repacks all arguments. This
-module calls the compiled functions directly. Names of kernels and arguments are those of
-flash-qla 0.1.3, in ``flash_qla/ops/gated_delta_rule/chunk``. P is the number of segments.
+module calls the compiled functions directly. Names of kernels and arguments are those
+of flash-qla 0.1.3, in ``flash_qla/ops/gated_delta_rule/chunk``: ``g`` are sums of the
+log-decay within chunks, ``b`` the write strengths, ``a`` the inverses A of the chunks'
+triangular systems, ``h`` the states before every chunk.
+
+Legend: P segments; N sequences, or segments if sequences are cut; other letters as in
+``docs/glossary.md``.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +26,21 @@ from ...ops.state_maps.segments import CHUNK
 _F32 = torch.float32
 
 
+class _Places(NamedTuple):
+    """Where sequences and their chunks of 64 tokens are."""
+
+    sequences: int  # their number; segments, if sequences are cut
+    boundaries: Tensor  # [N + 1], first tokens of sequences, and the end of the last
+    first_chunks: Tensor  # [N + 1], the number of each sequence's first chunk
+    chunks: int  # per batch row
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
 class HopperKernels:
-    """FlashQLA's functions, each of which launches one kernel, on Hopper in less host
-    time."""
+    """FlashQLA's functions on Hopper; each method launches one kernel."""
 
     def __init__(self, library: ModuleType, modules: dict[str, ModuleType]) -> None:
         """``library``: FlashQLA's module ``chunk``; ``modules``: the module of each
@@ -37,14 +54,14 @@ class HopperKernels:
         self._kernel = lru_cache(maxsize=256)(self._find_kernel)
         # Tensors for arguments that a kernel neither reads nor writes, by shape, dtype
         # and device.
-        self._unread = lru_cache(maxsize=64)(
-            lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
-        )
+        self._unread = lru_cache(maxsize=64)(_zeros)
 
     def _find_kernel(
-        self, kernel: str, factory: str, *args: object
+        self, function: str, factory: str, *args: object
     ) -> Callable[..., None]:
-        return compiled_function(getattr(self._modules[kernel], factory)(*args))
+        """The compiled kernel of FlashQLA's ``function``: its ``factory`` makes the
+        kernel for ``args``, such as sizes and dtypes."""
+        return compiled_function(getattr(self._modules[function], factory)(*args))
 
     @cached_property
     def _index(self) -> ModuleType:
@@ -53,17 +70,20 @@ class HopperKernels:
 
         return index
 
-    def _sequences_and_chunks(
-        self, like: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[int, Tensor, Tensor, int]:
-        """Of ``like [B, S, ..]``: number, offsets, first chunks of sequences; chunks
-        per row."""
+    def _places_of(self, like: Tensor, cu_seqlens: Tensor | None) -> _Places:
+        """The boundaries and chunks of ``like [B, S, ..]``; without ``cu_seqlens`` each
+        batch row is one sequence."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
             unread = self._unread((rows + 1,), torch.int32, like.device)
-            return rows, unread, unread, -(-tokens // CHUNK)
-        offsets, chunks = self._index.prepare_chunk_offsets(cu_seqlens, CHUNK)
-        return cu_seqlens.shape[0] - 1, cu_seqlens, offsets.to(cu_seqlens.dtype), chunks
+            return _Places(rows, unread, unread, -(-tokens // CHUNK))
+        first_chunks, chunks = self._index.prepare_chunk_offsets(cu_seqlens, CHUNK)
+        return _Places(
+            cu_seqlens.shape[0] - 1,
+            cu_seqlens,
+            first_chunks.to(cu_seqlens.dtype),
+            chunks,
+        )
 
     def _chunk_states(self, wanted: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
         """Memory for states at ``chunks`` chunks per row; without elements if not
@@ -84,8 +104,8 @@ class HopperKernels:
         """Running sums of ``g`` in chunks, fp32 ``[B, S, H]``; ``reverse``: from a
         chunk's end.
 
-        Sequences must cover all S tokens; ``zero_last_chunk`` writes zeros after the
-        last sequence.
+        Sequences must cover all S tokens. With ``zero_last_chunk`` the kernel writes
+        zeros after the last sequence.
         """
         B, S, H = g.shape
         out = torch.empty_like(g)
@@ -157,13 +177,17 @@ class HopperKernels:
         ht_mask_bwd: Tensor,
         threshold: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """How many chunks of each segment matter for states, and which segments states pass.
+        """How many chunks of each segment matter for states, and which segments states
+        pass.
 
-        Returns four tensors ``[P, H]``: how many of a segment's last chunks its map needs;
-        how many of its first chunks S_in reaches; whether S passes the segment; whether dS
-        does. S reaches a chunk if the log-decay up to it sums to more than
-        ``threshold``. Where ``ht_mask_fwd`` (``ht_mask_bwd``), bool ``[P]``, is True, S
-        (dS) need not pass the segment.
+        S reaches a chunk if the log-decay up to the chunk sums to more than
+        ``threshold``. Where ``ht_mask_fwd``, bool ``[P]``, is True, S need not pass the
+        segment; where ``ht_mask_bwd`` is True, dS need not.
+
+        Returns:
+            four tensors ``[P, H]``: the number of a segment's last chunks that its map
+            needs; the number of its first chunks that S_in reaches; whether S passes
+            the segment; whether dS passes the segment.
         """
         P, H = ht_mask_fwd.shape[0], g.shape[2]
         run = self._kernel(
@@ -204,21 +228,23 @@ class HopperKernels:
         num_warmup_chunks: Tensor | None = None,
         final_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """States at chunks if ``output_h``, final states and ``through``, both in
-        ``final_dtype``.
+        """The states before every chunk if ``output_h``, else None; the final states
+        ``[N, H, K, V]`` and ``through [N, H, K, K]`` if ``output_final_state``, else
+        None.
 
-        With ``num_warmup_chunks [P, H]`` final states count only so many last chunks of
-        a segment.
+        Final states and ``through`` have ``final_dtype``. With
+        ``num_warmup_chunks [P, H]`` only so many last chunks of a segment count for its
+        final states.
         """
         G, K = k.shape[2:]
         H, V = v.shape[2:]
-        warm = num_warmup_chunks is not None
-        N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
+        has_warmup = num_warmup_chunks is not None
+        N, boundaries, first_chunks, chunks = self._places_of(k, cu_seqlens)
         if final_dtype is None:
-            final_dtype = k.dtype if warm else _F32
-        upto = num_warmup_chunks
-        if not warm and cu_seqlens is not None:
-            upto = self._unread((N, H), boundaries.dtype, k.device)
+            final_dtype = k.dtype if has_warmup else _F32
+        warmup_chunks = num_warmup_chunks
+        if not has_warmup and cu_seqlens is not None:
+            warmup_chunks = self._unread((N, H), boundaries.dtype, k.device)
         h = self._chunk_states(output_h, k, v, chunks)
         final = None
         if output_final_state:
@@ -226,17 +252,13 @@ class HopperKernels:
         # The kernel always writes ``through``: zeros if the caller did not ask for the
         # maps.
         through = k.new_empty(N, H, K, K, dtype=final_dtype)
-        start = initial_state
-        # the kernel reads no initial states; any tensor of this shape will do
-        if start is None:
-            if final_dtype is _F32:
-                unread = final
+        initial = initial_state
+        if initial is None:
+            # The kernel reads no initial states; any fp32 tensor of this shape will do.
+            if final is not None and final_dtype is _F32:
+                initial = final
             else:
-                unread = None
-            if unread is None:
-                start = k.new_empty(N, H, K, V, dtype=_F32)
-            else:
-                start = unread
+                initial = k.new_empty(N, H, K, V, dtype=_F32)
         run = self._kernel(
             "fused_gdr_h",
             "tilelang_prepare_h",
@@ -249,7 +271,7 @@ class HopperKernels:
             k.dtype,
             g.dtype,
             b.dtype,
-            start.dtype,
+            initial.dtype,
             final_dtype,
             k.dtype,
             boundaries.dtype,
@@ -257,7 +279,7 @@ class HopperKernels:
             output_final_state,
             output_h,
             cu_seqlens is not None,
-            warm,
+            has_warmup,
             False,
         )
         # Without ``output_final_state`` the kernel does not write final states.
@@ -267,12 +289,12 @@ class HopperKernels:
             a,
             g,
             b,
-            start,
+            initial,
             boundaries,
-            first,
-            upto,
+            first_chunks,
+            warmup_chunks,
             h,
-            start if final is None else final,
+            initial if final is None else final,
             through,
         )
         return h if output_h else None, final, through if output_final_state else None
@@ -286,11 +308,12 @@ class HopperKernels:
         passes: Tensor,
         first: Tensor,
     ) -> Tensor:
-        """States that enter segments or, if ``backward``, dS of states that leave segments:
-        [P, H, K, V].
+        """The states ``[P, H, K, V]`` that enter segments or, if ``backward``, the
+        gradients of the states that leave segments.
 
-        ``states`` enter sequences or, if ``backward``, are dS of states that leave
-        sequences; None: zero. ``first``, int32 ``[N + 1]``: the number of every
+        ``states`` enter sequences or, if ``backward``, are gradients of the states that
+        leave sequences; None: zero. ``passes``, bool ``[P, H]``: whether the state (or
+        gradient) passes the segment. ``first``, int32 ``[N + 1]``: the number of every
         sequence's first segment, and P.
         """
         P, H, K, V = local.shape
@@ -341,41 +364,41 @@ class HopperKernels:
         """The output, the states at chunks and the final states; states not asked for
         are None.
 
-        ``cu_seqlens`` bounds segments, ``raw_cu_seqlens`` sequences; ``cp_seq_map``:
-        segments' sequences.
+        ``cu_seqlens`` are the offsets of segments, ``raw_cu_seqlens`` those of
+        sequences; ``cp_seq_map`` has the sequence of each segment.
         """
         G, K = k.shape[2:]
         H, V = v.shape[2:]
-        N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
+        P, boundaries, first_chunks, chunks = self._places_of(k, cu_seqlens)
         if raw_cu_seqlens is None:
             sequences = boundaries
         else:
             sequences = raw_cu_seqlens
-        whole = sequences.shape[0] - 1
+        N = sequences.shape[0] - 1
         if cp_seq_map is None:
-            owner = self._unread((N,), boundaries.dtype, k.device)
+            owner = self._unread((P,), boundaries.dtype, k.device)
         else:
             owner = cp_seq_map
         final = None
         if output_final_state or initial_state is None:
-            final = k.new_empty(whole, H, K, V, dtype=_F32)
-        start = initial_state
-        if start is None:  # the kernel reads no initial states
-            unread = final if whole == N else None
-            if unread is None:
-                start = k.new_empty(N, H, K, V, dtype=_F32)
+            final = k.new_empty(N, H, K, V, dtype=_F32)
+        initial = initial_state
+        if initial is None:
+            # The kernel reads no initial states; any tensor of this shape will do.
+            if final is not None and N == P:
+                initial = final
             else:
-                start = unread
-        if final is None:
-            ending = start[:whole]
-        else:
-            ending = final
-        programs = N * H
+                initial = k.new_empty(P, H, K, V, dtype=_F32)
+        # Without ``output_final_state`` the kernel does not write final states.
+        to_final = initial[:N] if final is None else final
+        programs = P * H
         target = self._modules["fused_gdr_fwd"].TARGET_NUM_CTAS
         if programs >= target:
             block = 128
+        elif programs * 2 >= target:
+            block = 64
         else:
-            block = 64 if programs * 2 >= target else 32
+            block = 32
         o = torch.empty_like(v)
         run = self._kernel(
             "fused_gdr_fwd",
@@ -390,7 +413,7 @@ class HopperKernels:
             q.dtype,
             g.dtype,
             b.dtype,
-            start.dtype,
+            initial.dtype,
             _F32,
             k.dtype,
             o.dtype,
@@ -405,7 +428,22 @@ class HopperKernels:
             block,
         )
         h = self._chunk_states(output_h, k, v, chunks)
-        run(q, k, v, a, g, b, start, boundaries, first, owner, sequences, o, h, ending)
+        run(
+            q,
+            k,
+            v,
+            a,
+            g,
+            b,
+            initial,
+            boundaries,
+            first_chunks,
+            owner,
+            sequences,
+            o,
+            h,
+            to_final,
+        )
         return o, h if output_h else None, final if output_final_state else None
 
     def fused_gdr_dh(
@@ -421,12 +459,13 @@ class HopperKernels:
         num_warmup_chunks: Tensor,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
-        """None, and dS at segments' starts if dS at their ends is 0; ``output_dh`` must be
+        """None, and the gradients ``[P, H, K, V]`` of states that enter segments, with
+        zero gradients of the states that leave segments; ``output_dh`` must be
         False."""
         assert not output_dh
         G, K = k.shape[2:]
         H, V = do.shape[2:]
-        N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)
+        P, boundaries, first_chunks, _ = self._places_of(k, cu_seqlens)
         run = self._kernel(
             "fused_gdr_dh",
             "tilelang_prepare_dh_ws",
@@ -451,8 +490,10 @@ class HopperKernels:
             True,
             False,
         )
-        d_first = k.new_empty(N, H, K, V, dtype=_F32)
-        d_states = self._chunk_states(False, k, do, 0)
+        d_states_in = k.new_empty(P, H, K, V, dtype=_F32)
+        d_states_at_chunks = self._chunk_states(False, k, do, 0)
+        # The first ``d_states_in`` is passed in place of the gradients of final states,
+        # which the kernel does not read.
         run(
             q,
             k,
@@ -460,14 +501,14 @@ class HopperKernels:
             g,
             b,
             do,
-            d_first,
+            d_states_in,
             boundaries,
-            first,
+            first_chunks,
             num_warmup_chunks,
-            d_states,
-            d_first,
+            d_states_at_chunks,
+            d_states_in,
         )
-        return None, d_first
+        return None, d_states_in
 
     def fused_gdr_bwd(
         self,
@@ -484,24 +525,25 @@ class HopperKernels:
         cu_seqlens: Tensor | None = None,
         overwrite_dht: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Gradients of the inputs and of the states that enter segments or uncut
-        sequences.
+        """The gradients of q, k, v, g and b, and those of the states that enter
+        segments or uncut sequences. dq and dk have H heads.
 
-        ``dht``: gradients of the states that leave. With ``overwrite_dht`` the entering
-        states' gradients overwrite ``dht``; each program reads its values of ``dht``
-        before it writes.
+        ``dht``: gradients of the states that leave segments or uncut sequences; None:
+        zero. With ``overwrite_dht`` the entering states' gradients overwrite ``dht``;
+        each program reads its values of ``dht`` before it writes.
         """
         G, K = k.shape[2:]
         H, V = v.shape[2:]
-        N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)
+        N, boundaries, first_chunks, _ = self._places_of(k, cu_seqlens)
         dq = torch.empty_like(v)
         dk = torch.empty_like(v)
         dv = torch.empty_like(v)
-        dg, db = torch.empty_like(g), torch.empty_like(b)
+        dg = torch.empty_like(g)
+        db = torch.empty_like(b)
         if overwrite_dht and dht is not None:
-            d_first = dht
+            dh0 = dht
         else:
-            d_first = k.new_empty(N, H, K, V, dtype=_F32 if dht is None else dht.dtype)
+            dh0 = k.new_empty(N, H, K, V, dtype=_F32 if dht is None else dht.dtype)
         run = self._kernel(
             "fused_gdr_bwd",
             "tilelang_fused_chunk_gdr_bwd",
@@ -522,10 +564,9 @@ class HopperKernels:
             dht is not None,
             False,
         )
-        d_last = d_first if dht is None else dht
         run(
             do,
-            d_last,
+            dh0 if dht is None else dht,
             q,
             k,
             v,
@@ -534,15 +575,15 @@ class HopperKernels:
             b,
             h,
             boundaries,
-            first,
+            first_chunks,
             dq,
             dk,
             dv,
             dg,
             db,
-            d_first,
+            dh0,
         )
-        return dq, dk, dv, dg, db, d_first
+        return dq, dk, dv, dg, db, dh0
 
 
 def compiled_function(kernel: Any) -> Callable:

@@ -1,9 +1,9 @@
 """How FlashQLA cuts the sequences of a batch into segments that run side by side.
 
 For documents in fixed buffers, the host knows only the largest number of segments and
-chunks. How such a sequence is cut depends on its length and the number of heads alone.
-Kernels are launched for the largest numbers, and a thread block without tokens writes
-nothing.
+chunks. So how such a sequence is cut depends on its length and the number of heads
+alone. Kernels are launched for the largest numbers, and a thread block without tokens
+writes nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .builds import compile_once_per_machine, multiprocessors
 from .fences import fence_bulk_stores
 from .hopper import HopperKernels
 
+# the functions of FlashQLA's module ``chunk`` that this package calls
 _FUNCTIONS = (
     "build_cp_context",
     "chunk_local_cumsum",
@@ -41,7 +42,7 @@ _FUNCTIONS = (
     "fused_gdr_dh",
     "fused_gdr_bwd",
 )
-# The functions whose kernels lack fences, and what tilelang compiles for each.
+# The functions whose kernels lack fences, and the tilelang kernel of each function.
 UNFENCED = {
     "kkt_solve": "tilelang_kkt_solve",
     "fused_gdr_fwd": "tilelang_fused_chunk_gdr_fwd",
@@ -51,15 +52,15 @@ UNFENCED = {
 
 @cache
 def kernels() -> Any:
-    """FlashQLA's functions, each of which launches one kernel: :class:`HopperKernels` on
-    Hopper, on other GPUs FlashQLA's own module."""
+    """FlashQLA's functions, each of which launches one kernel: :class:`HopperKernels`
+    on Hopper, on other GPUs FlashQLA's own module."""
     chunk = own_kernels()
-    if _for_hopper(chunk):
+    if _is_for_hopper(chunk):
         return HopperKernels(chunk, _modules_of_kernels(chunk))
     return chunk
 
 
-def _for_hopper(chunk: ModuleType) -> bool:
+def _is_for_hopper(chunk: ModuleType) -> bool:
     return ".hopper." in chunk.fused_gdr_fwd.__module__
 
 
@@ -75,7 +76,7 @@ def own_kernels() -> ModuleType:
 
     try:
         modules = _modules_of_kernels(chunk)
-        if _for_hopper(chunk):
+        if _is_for_hopper(chunk):
             fence_bulk_stores(
                 *((modules[name], kernel) for name, kernel in UNFENCED.items())
             )
@@ -114,17 +115,17 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
 def plan_of_rows(
     rows: int, tokens: int, value_heads: int, device: torch.device
 ) -> Segments | None:
-    """The segments of ``rows`` batch rows without initial states; None if several rows run
-    uncut.
+    """The segments of ``rows`` batch rows of ``tokens`` tokens without initial states;
+    None if several rows run uncut.
 
     Several rows are cut only if rows times heads are fewer than the GPU's
     multiprocessors.
     """
     documents = documents_of_rows((rows, tokens), device)
-    full = rows * value_heads >= multiprocessors()
-    if rows > 1 and (full or _cut_by_cost(documents, value_heads) is None):
+    rows_fill_gpu = rows * value_heads >= multiprocessors()
+    if rows > 1 and (rows_fill_gpu or _cut_by_cost(documents, value_heads) is None):
         return None
-    return plan_of(documents, value_heads, False, False)
+    return plan_of(documents, value_heads, batch_invariant=False, with_states=False)
 
 
 def plan_of(
@@ -132,9 +133,8 @@ def plan_of(
 ) -> Segments:
     """The segments of ``documents``, shared by all layers and their backward.
 
-    If ``batch_invariant``, how a sequence is cut depends on its length and the number of
-    heads alone.
-    ``with_states``: whether documents have initial states.
+    If ``batch_invariant``, how a sequence is cut depends on its length and the number
+    of heads alone. ``with_states``: whether documents have initial states.
     """
     return documents.keep(_make_plan, value_heads, batch_invariant, with_states)
 
@@ -142,35 +142,36 @@ def plan_of(
 def _make_plan(
     documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
 ) -> Segments:
-    if not documents.known_on_host and (
-        with_states
-        or not (batch_invariant or largest_number_of_cuts(documents, value_heads))
-    ):
-        return plan_of_whole(documents)
     if documents.known_on_host and not batch_invariant:
         offsets = _cut_by_cost(documents, value_heads)
         if offsets is None:
-            return plan_of_whole(documents)
+            return plan_without_cuts(documents)
         segments = Segments.of(documents, cut_at, tuple(offsets))
-    else:
-        segments = Segments.of(documents, cut_by_length, value_heads)
+        return _store_chunk_tables(segments, documents)
+    if not documents.known_on_host:
+        # In fixed buffers sequences with initial states must not be cut.
+        if with_states:
+            return plan_without_cuts(documents)
+        if not batch_invariant and not largest_number_of_cuts(documents, value_heads):
+            return plan_without_cuts(documents)
+    segments = Segments.of(documents, cut_by_length, value_heads)
     return _store_chunk_tables(segments, documents)
 
 
-def plan_of_whole(documents: Documents) -> Segments:
+def plan_without_cuts(documents: Documents) -> Segments:
     """The plan that cuts no sequence: each sequence is one segment."""
-    return documents.keep(_make_plan_of_whole)
+    return documents.keep(_make_plan_without_cuts)
 
 
-def _make_plan_of_whole(documents: Documents) -> Segments:
+def _make_plan_without_cuts(documents: Documents) -> Segments:
     return _store_chunk_tables(
         Segments.of(documents, one_segment_per_sequence), documents
     )
 
 
 def _store_chunk_tables(segments: Segments, documents: Documents) -> Segments:
-    """Attach chunk tables to the offsets in ``segments``, so that FlashQLA need not make
-    them."""
+    """Attach tables of chunks to the offsets of sequences and of segments, where
+    FlashQLA looks for them before it makes its own; return ``segments``."""
     if not documents.known_on_host and documents.total_tokens < CHUNK:
         # A thread block without tokens reads the buffer's last 64 tokens, so the buffer
         # needs 64.
@@ -183,7 +184,8 @@ def _store_chunk_tables(segments: Segments, documents: Documents) -> Segments:
         (segments.sequence_offsets, documents.chunks(CHUNK)),
         (segments.offsets, segments.chunk_places),
     ):
-        # FlashQLA's ``prepare_varlen_metadata`` stores its table in the same attribute.
+        # FlashQLA's ``prepare_varlen_metadata`` stores the same tuple in this
+        # attribute.
         table = CHUNK, places.offsets, len(places.indices), places.indices
         offsets._flash_qla_prepared_varlen = table  # pyright: ignore[reportAttributeAccessIssue]
     return segments

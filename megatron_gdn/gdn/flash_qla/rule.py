@@ -1,8 +1,10 @@
 """FlashQLA as a rule that calls FlashQLA's kernels one by one.
 
-FlashQLA's own entry function waits for sequence lengths from the GPU. FlashQLA also
-sums dq and dk over value heads in an extra pass. This module cuts sequences by offsets
-on the host, and the backward of the front sums dq and dk over value heads.
+FlashQLA's own entry function waits for sequence lengths from the GPU, and sums dq and
+dk over value heads in an extra pass. This module cuts sequences by offsets on the host,
+and the backward of the front sums dq and dk over value heads.
+
+Legend: P segments; other letters as in ``docs/glossary.md``.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from ...ops.rules.repeatable import RepeatableSetup
 from ...ops.state_maps.segments import Segments, compose, initial_gradients
 from ...ops.state_maps.state_map import StateMap
 from .builds import Heads, set_next_calls
-from .plan import kernels, plan_of, plan_of_rows, plan_of_whole
+from .plan import kernels, plan_of, plan_of_rows, plan_without_cuts
 from .states import (
-    Kept,
+    SavedTensors,
     SegmentMaps,
     gradients,
     initial_or_zero,
@@ -48,7 +50,7 @@ class FlashQlaForward(RuleForward):
     _maps: SegmentMaps | None = None
 
     def _segment_maps(self) -> SegmentMaps:
-        """The state map of every part of the cut sequences, computed once."""
+        """The state map of every segment of the sequences, computed once."""
         if self._maps is None:
             segments = self.rule.plan(self.inputs, self.documents, states=True)
             self._maps = segment_maps(in_one_row(self.inputs), segments)
@@ -61,8 +63,8 @@ class FlashQlaForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output; also the final states if ``final``, and what the backward reads if
-        ``keep``."""
+        """The output; also the final states if ``final``, and what the backward reads
+        if ``keep``."""
         on_grid = self.rule.bits is Bits.ON_GRID
         maps = self._maps
         if on_grid:
@@ -85,30 +87,33 @@ class FlashQlaForward(RuleForward):
         else:
             inputs = in_one_row(self.inputs)
         if maps is None:
-            entering = initial
+            states_in = initial
             g_sum, A = sums_and_inverses(inputs, segments)
-            kept = Kept(g_sum, A)
+            tensors = SavedTensors(g_sum, A)
         else:
-            entering = maps.entering(initial)
-            kept = maps.saved(entering)
+            states_in = maps.states_in(initial)
+            tensors = maps.saved_with(states_in)
         o, _, last = run_forward(
             inputs,
-            kept,
-            entering,
+            tensors.g_sum,
+            tensors.A,
+            states_in,
             segments,
             output_h=False,
             output_final_state=final or on_grid,
         )
-        saved = SavedForBackward(tuple(kept) if keep else (), segments)
+        saved = SavedForBackward(tuple(tensors) if keep else (), segments)
         return RuleOutput(in_rows(o, self.rows), last if final else None, saved)
 
 
 class FlashQlaBackward(RuleBackward):
     """The backward of one call of FlashQLA's rule."""
 
-    _maps: SegmentMaps | None = None  # None unless this backward cuts sequences itself
-    # [P, H, K, V], the result of _d_entering_states
-    _d_entering: Any = None
+    # The segments' state maps, if this backward computed them; None: the forward saved
+    # what the backward needs.
+    _maps: SegmentMaps | None = None
+    # [P, H, K, V], the result of `_d_states_in_of_d_o`; None: not computed yet
+    _d_states_in: Any = None
 
     def __init__(
         self,
@@ -120,102 +125,107 @@ class FlashQlaBackward(RuleBackward):
     ) -> None:
         super().__init__(rule, d_o, inputs, saved, documents)
         self._segments = saved.plan
-        self._kept = Kept._make(saved.tensors)
-        self._at_chunks = saved.intermediates
+        self._saved_tensors = SavedTensors._make(saved.tensors)
+        self._states_at_chunks = saved.intermediates
         del self.saved  # each saved tensor is freed after its last use
         if self._segments is not None:
-            self.d_o, self.inputs = in_one_row(self.d_o), in_one_row(self.inputs)
+            self.d_o = in_one_row(self.d_o)
+            self.inputs = in_one_row(self.inputs)
         if rule.bits is Bits.ON_GRID:
             self._cut_again()
 
     def _cut_again(self) -> None:
-        """Cut sequences as a forward with initial states does; compute the segments' state
-        maps."""
+        """Cut sequences as a forward with initial states does; compute the segments'
+        state maps."""
         documents = self.documents
         if documents is None:
             documents = documents_of_rows(self.rows, self.d_o.device)
-        self.d_o, self.inputs, self._at_chunks = (
-            in_one_row(self.d_o),
-            in_one_row(self.inputs),
-            None,
-        )
+        self.d_o = in_one_row(self.d_o)
+        self.inputs = in_one_row(self.inputs)
+        self._states_at_chunks = None
         heads = self.inputs.v.shape[2]
-        g_sum = in_one_row(self._kept.g_sum)
-        A = self._kept.A
+        g_sum = in_one_row(self._saved_tensors.g_sum)
+        A = in_one_row(self._saved_tensors.A)
         with_states = True
         self._segments = plan_of(
             documents, heads, self.rule.batch_invariant, with_states
         )
-        self._maps = segment_maps(self.inputs, self._segments, (g_sum, in_one_row(A)))
-        self._kept = self._maps.saved(entering=None)
+        self._maps = segment_maps(self.inputs, self._segments, (g_sum, A))
+        self._saved_tensors = self._maps.saved_with(states_in=None)
 
-    def _d_entering_states(self) -> Tensor:
-        """Gradients of states that enter segments, if those of states that leave segments are
-        zero."""
-        if self._d_entering is None:
+    def _d_states_in_of_d_o(self) -> Tensor:
+        """The gradients of states that enter segments, from d_o alone: with zero
+        gradients of the states that leave segments."""
+        if self._d_states_in is None:
             q, k, _, _, beta = self.inputs
-            _, self._d_entering = kernels().fused_gdr_dh(
+            _, self._d_states_in = kernels().fused_gdr_dh(
                 q=q,
                 k=k,
-                a=self._kept.A,
-                g=self._kept.g_sum,
+                a=self._saved_tensors.A,
+                g=self._saved_tensors.g_sum,
                 b=beta,
                 do=self.d_o,
                 output_dh=False,
                 scale=k.shape[-1] ** -0.5,
                 cu_seqlens=self._segments.offsets,
-                num_warmup_chunks=self._kept.chunks_back,
+                num_warmup_chunks=self._saved_tensors.chunks_after_S_in,
             )
-        return self._d_entering
+        return self._d_states_in
 
     def d_initial(self) -> Tensor:
         """The gradient of the initial states, if the final states have zero
         gradients."""
-        if self._kept.chunks_back is None or self._kept.passes_back is not None:
+        tensors = self._saved_tensors
+        if tensors.chunks_after_S_in is None or tensors.dS_passes is not None:
             self._cut_again()  # a forward without initial states saves no maps
         return initial_gradients(
-            self._d_entering_states(), self._kept.through, self._segments
+            self._d_states_in_of_d_o(), self._saved_tensors.through, self._segments
         )
 
     def d_o_was_scaled(self, factor: Tensor) -> None:
         """Scale the gradients computed so far by ``factor``, as the caller has scaled
         ``d_o``."""
-        if self._d_entering is not None:
-            self._d_entering = self._d_entering * factor
+        if self._d_states_in is not None:
+            self._d_states_in = self._d_states_in * factor
 
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> RuleGrads:
-        kept = self._kept
-        first = initial
-        last_grad = d_final
-        if kept.through is not None:
+        tensors = self._saved_tensors
+        states_in = initial
+        d_states_out = d_final
+        if tensors.through is not None:
             if self._maps is None:
-                first = kept.entering
+                states_in = tensors.states_in
             else:
-                first = self._maps.entering(initial)
-            last_grad = kept.leaving(self._d_entering_states(), self._segments, d_final)
-        g_sum = kept.g_sum
-        A = kept.A
-        del kept, self._kept
-        self._maps = self._d_entering = None
-        states = self._at_chunks
-        self._at_chunks = None
+                states_in = self._maps.states_in(initial)
+            d_states_out = tensors.d_states_out(
+                self._d_states_in_of_d_o(), self._segments, d_final
+            )
+        g_sum = tensors.g_sum
+        A = tensors.A
+        states_at_chunks = self._states_at_chunks
+        # Nothing else keeps these tensors alive during the kernel.
+        del tensors, self._saved_tensors
+        self._maps = None
+        self._d_states_in = None
+        self._states_at_chunks = None
         grads = gradients(
             self.d_o,
             self.inputs,
             g_sum,
             A,
             self._segments,
-            first,
-            last_grad,
-            states,
-            overwrite_last=last_grad is not d_final,
+            states_in,
+            d_states_out,
+            states_at_chunks,
+            overwrite_d_states_out=d_states_out is not d_final,
         )
         return RuleGrads(*(in_rows(x, self.rows) for x in grads))
 
 
-# What `benchmarks/run.py repeats` tested; sizes are value heads per key head.
+# What `benchmarks/run.py repeats` tested; ``sizes`` are the tested numbers of value
+# heads per key head.
 REPEATABLE_SETUPS: tuple[RepeatableSetup, ...] = (
     RepeatableSetup(
         (9, 0),
@@ -238,9 +248,9 @@ def _why_not_heads(heads: int) -> str | None:
 class FlashQlaRule(Rule):
     """FlashQLA's gated delta rule for bf16 or fp16 heads of 128.
 
-    Long sequences are cut into segments that run side by side. Once the log-decay within a
-    segment falls below -10, the state that entered the segment counts as zero (e^-10 =
-    4.5e-5, a hundredth of a bf16 rounding).
+    Long sequences are cut into segments that run side by side. Once the log-decay
+    within a segment falls below -10, the state that entered the segment counts as zero
+    (e^-10 = 4.5e-5, a hundredth of a bf16 rounding).
 
     Args:
         bits: By default FlashQLA's cost model cuts sequences by all lengths of the
@@ -296,8 +306,11 @@ class FlashQlaRule(Rule):
     def plan(
         self, inputs: RuleInputs, documents: Documents | None, states: bool
     ) -> Segments | None:
-        """The segments in which the rule runs; ``states``: whether sequences have initial
-        states."""
+        """The segments in which the rule runs; None: each batch row is one sequence,
+        uncut. ``states``: whether sequences have initial states.
+
+        The method also tells :mod:`.builds` which group of kernels the next calls need.
+        """
         rows, tokens = inputs.k.shape[:2]
         heads = inputs.v.shape[2]
         device = inputs.k.device
@@ -306,7 +319,7 @@ class FlashQlaRule(Rule):
         if documents is None:
             segments = plan_of_rows(rows, tokens, heads, device)
         elif self.bits is Bits.ON_GRID:
-            segments = plan_of_whole(documents)
+            segments = plan_without_cuts(documents)
         else:
             segments = plan_of(documents, heads, self.batch_invariant, states)
         if self.bits is Bits.ON_GRID:
@@ -315,11 +328,10 @@ class FlashQlaRule(Rule):
             use = "states"
         elif segments is None:
             use = "rows"
+        elif segments.are_sequences:
+            use = "uncut"
         else:
-            if segments.are_sequences:
-                use = "uncut"
-            else:
-                use = "cut"
+            use = "cut"
         set_next_calls(Heads(inputs.k.shape[2], heads, inputs.k.dtype), use)
         return segments
 
@@ -327,7 +339,8 @@ class FlashQlaRule(Rule):
         return _why_not_heads(heads)
 
     def kept_to_recompute(self, saved: SavedForBackward) -> SavedForBackward:
-        """``saved`` without g_sum and A, which the second run computes again."""
+        """``saved`` without g_sum and A, which the second run computes again. They are
+        the first two tensors, see :class:`.states.SavedTensors`."""
         return SavedForBackward(saved.tensors[2:], saved.plan)
 
     def recompute(
@@ -352,23 +365,21 @@ class FlashQlaRule(Rule):
         if segments is not None:
             inputs = in_one_row(inputs)
         g_sum, A = sums_and_inverses(inputs, segments)
-        recomputed = Kept(g_sum, A, *kept.tensors)
-        if recomputed.entering is None:
-            entering = initial
+        tensors = SavedTensors(g_sum, A, *kept.tensors)
+        if tensors.states_in is None:
+            states_in = initial
         else:
-            entering = recomputed.entering
+            states_in = tensors.states_in
         if on_grid:
-            entering = initial_or_zero(initial, inputs, segments)
-        o, at_chunks, _ = run_forward(
+            states_in = initial_or_zero(initial, inputs, segments)
+        o, states_at_chunks, _ = run_forward(
             inputs,
-            recomputed,
-            entering,
+            g_sum,
+            A,
+            states_in,
             segments,
             output_h=not on_grid,
             output_final_state=on_grid,
         )
-        return RuleOutput(
-            in_rows(o, rows),
-            None,
-            SavedForBackward(tuple(recomputed), segments, at_chunks),
-        )
+        saved = SavedForBackward(tuple(tensors), segments, states_at_chunks)
+        return RuleOutput(in_rows(o, rows), None, saved)

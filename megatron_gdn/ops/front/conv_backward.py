@@ -56,14 +56,18 @@ def _walk_one_token(
     """d(pre-activation) of one token per segment, and dx of the token W - 1 tokens
     earlier.
 
+    Returns the token's input x, its d(pre-activation), the earlier token's dx, the
+    token's row in the lead-in, its place in its document, and the next ``history`` and
+    ``partial_dx``.
+
     ``t_R``: one token of each segment; ``real_R``: whether it exists. ``d_1D``: the
     channels; if PADDED, only ``real_1D`` exist. ``position_*``: tokens' places in
     documents. ``history``: the last W - 1 inputs, newest first; ``partial_dx``: the
     unfinished dx of these tokens. If HAS_HISTORY, the lead-in is at ``lead_ptr``, and
-    ``place_ptr`` has tokens' rows in it. MASKED: a sequence or, if MASK_DOCUMENTS, a
-    document may end nearby. ``grad_ptr``: gradients of GROUP copies of the output,
-    which are summed and, if SCALED, multiplied by ``factor``. NORMALISE: outputs have
-    unit length. ``stride_s``, ``*_stride``: elements from token to token.
+    ``place_ptr`` has tokens' rows in the lead-in. MASKED: a sequence or, if
+    MASK_DOCUMENTS, a document may end nearby. ``grad_ptr``: gradients of GROUP copies
+    of the output, which are summed and, if SCALED, multiplied by ``factor``. NORMALISE:
+    outputs have unit length. ``stride_s``, ``*_stride``: elements from token to token.
     """
     x_RD = load_row(
         x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED
@@ -99,19 +103,19 @@ def _walk_one_token(
         dact_RD = dact_RD * r_R[:, None] - act_RD * along_R[:, None]
     dpre_RD = dact_RD * (sig_RD + act_RD * (1.0 - sig_RD))
 
-    # Terms that token t adds to dx of token t - delay; a token of another document gets
-    # no term.
-    waiting = (taps[W - 1] * dpre_RD,)
+    # dx of the tokens t, t - 1, .., t - (W - 1), with the terms of token t. A token of
+    # another document gets no term. Only the last sum is finished.
+    sums = (taps[W - 1] * dpre_RD,)
     for delay in tl.static_range(1, W):
-        sent_RD = dpre_RD
+        term_RD = dpre_RD
         if MASK_DOCUMENTS:
             # The mask comes before the product, so that the compiler fuses product and
             # sum as in code without masks: a document's bits must not depend on a
             # boundary nearby.
-            sent_RD = tl.where((position_R >= delay)[:, None], dpre_RD, 0.0)
-        waiting = waiting + (partial_dx[delay - 1] + taps[W - 1 - delay] * sent_RD,)
-    partial_dx = push_row(waiting[0], waiting[1:W], W - 1)
-    return x_RD, dpre_RD, waiting[W - 1], place_R, position_R, history, partial_dx
+            term_RD = tl.where((position_R >= delay)[:, None], dpre_RD, 0.0)
+        sums = sums + (partial_dx[delay - 1] + taps[W - 1 - delay] * term_RD,)
+    partial_dx = push_row(sums[0], sums[1:W], W - 1)
+    return x_RD, dpre_RD, sums[W - 1], place_R, position_R, history, partial_dx
 
 
 @triton.jit(noinline=True)  # because Triton compiles small functions faster
@@ -150,15 +154,14 @@ def walk_head_backward(
     NORMALISE: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Gradients of one head in ROWS segments of ``steps`` tokens; a step takes a token
-    of each.
+    """Gradients of one head in ROWS segments of ``steps`` tokens; a step computes one
+    token of every segment.
 
-    ``proj_ptr``: rows. ``weight_ptr``, ``bias_ptr``: the convolution's. Writes dx to
-    ``d_proj_ptr`` (token stride ``d_stride_s``), d(lead-in) to ``d_lead_ptr``, and sums
-    of d(weight) and d(bias) over the segments to ``partial_ptr``. ``column``: the
-    head's first of the CHANNELS channels.
-    STAGES: ``num_stages``. PACKED: several documents. BLOCK_D: D rounded up to a power
-    of two.
+    Writes dx to ``d_proj_ptr`` (token stride ``d_stride_s``), d(lead-in) to
+    ``d_lead_ptr``, and sums of d(weight) and d(bias) over the segments to
+    ``partial_ptr``. ``column``: the head's first of the CHANNELS channels. PACKED:
+    several documents. The other arguments are as in :func:`.conv_forward.walk_head` and
+    :func:`_walk_one_token`.
 
     A token's dx is a sum over d(pre-activation) of this token and of the next W - 1
     tokens. The loop keeps unfinished sums in registers, so it loads every input once;
@@ -183,61 +186,63 @@ def walk_head_backward(
 
     if MASK_DOCUMENTS:
         position_ptr += start
-        seen_R = tl.load(position_ptr + first_R, mask=room_R > 0, other=0)
+        position_R = tl.load(position_ptr + first_R, mask=room_R > 0, other=0)
     else:
-        seen_R = start + first_R
+        position_R = start + first_R
     x_at_RD = x_ptr + first_R[:, None] * stride_s + d_1D
     history = load_history(
-        x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, MASKED
+        x_at_RD, stride_s, position_R, room_R > 0, real_1D, W, PADDED, MASKED
     )
     if HAS_HISTORY:
         place_ptr += start
         lead_ptr += column
-    pending = ()
+    partial_dx = ()
     for _delay in tl.static_range(1, W):
-        pending = pending + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
+        partial_dx = partial_dx + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
     d_taps = ()
     for _tap in tl.static_range(W):
         d_taps = d_taps + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
     d_bias_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
 
-    # The unrolled loop shifts ``history`` and ``pending`` by renaming registers,
+    # The unrolled loop shifts ``history`` and ``partial_dx`` by renaming registers,
     # without copies. The loop's stages prefetch later steps to shared memory, since
-    # registers are too few.
+    # there are too few registers.
     for lap in tl.range(0, steps, UNROLL, num_stages=STAGES):
         for turn in tl.static_range(UNROLL):
             step = lap + turn
             t_R = first_R + step
-            x_RD, dpre_RD, dx_RD, place_R, seen_R, history, pending = _walk_one_token(
-                x_ptr,
-                grad_ptr,
-                position_ptr,
-                lead_ptr,
-                place_ptr,
-                t_R,
-                room_R > step,
-                d_1D,
-                real_1D,
-                factor,
-                seen_R,
-                bias_1D,
-                taps,
-                history,
-                pending,
-                stride_s,
-                lead_stride,
-                grad_stride,
-                eps,
-                D,
-                W,
-                GROUP,
-                HAS_BIAS,
-                MASK_DOCUMENTS,
-                HAS_HISTORY,
-                NORMALISE,
-                SCALED,
-                PADDED,
-                MASKED,
+            x_RD, dpre_RD, dx_RD, place_R, position_R, history, partial_dx = (
+                _walk_one_token(
+                    x_ptr,
+                    grad_ptr,
+                    position_ptr,
+                    lead_ptr,
+                    place_ptr,
+                    t_R,
+                    room_R > step,
+                    d_1D,
+                    real_1D,
+                    factor,
+                    position_R,
+                    bias_1D,
+                    taps,
+                    history,
+                    partial_dx,
+                    stride_s,
+                    lead_stride,
+                    grad_stride,
+                    eps,
+                    D,
+                    W,
+                    GROUP,
+                    HAS_BIAS,
+                    MASK_DOCUMENTS,
+                    HAS_HISTORY,
+                    NORMALISE,
+                    SCALED,
+                    PADDED,
+                    MASKED,
+                )
             )
             if HAS_HISTORY:
                 at_RD = d_lead_ptr + tl.cast(place_R, tl.int64)[:, None] * lead_stride
@@ -258,7 +263,7 @@ def walk_head_backward(
     for past in tl.static_range(W - 1):
         step = steps + past
         t_R = first_R + step
-        x_RD, _, dx_RD, _, seen_R, history, pending = _walk_one_token(
+        x_RD, _, dx_RD, _, position_R, history, partial_dx = _walk_one_token(
             x_ptr,
             grad_ptr,
             position_ptr,
@@ -269,11 +274,11 @@ def walk_head_backward(
             d_1D,
             real_1D,
             factor,
-            seen_R,
+            position_R,
             bias_1D,
             taps,
             history,
-            pending,
+            partial_dx,
             stride_s,
             lead_stride,
             grad_stride,

@@ -1,12 +1,13 @@
 """Conv, SiLU and an optional l2norm of one head along the sequence (Triton).
 
-The time of the coalescing pass of Triton 3.6 grows with the cube of a function's size.
-So each walk along the sequence is a function that is not inlined, and constants are
+A program computes R segments of ``steps`` successive tokens side by side, token by
+token. The time of the coalescing pass of Triton 3.6 grows with the cube of a function's
+size. So each loop over tokens is a function that is not inlined, and constants are
 computed before the loop. The number of steps is a launch argument, so all sequence
 lengths share one compilation.
 
-Legend: D channels of the head, R segments of the sequence that one program computes
-side by side.
+Legend: D channels of the head, R segments. ``*at_RD`` are pointers, ``real_*`` masks of
+the elements that exist.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import triton.language as tl
 
 from ..kernels.elementwise import sigmoid
 
-# steps per loop iteration; every walk has a multiple of UNROLL steps
+# steps per loop iteration; the number of steps is a multiple of UNROLL
 UNROLL = tl.constexpr(4)
 
 
 @triton.jit
 def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Load a row per segment at ``at_RD``; masks: ``real_R`` if MASKED, ``real_1D`` if
-    PADDED."""
+    """Load a row of every segment at ``at_RD``. The masks are ``real_R`` of segments if
+    MASKED, and ``real_1D`` of channels if PADDED."""
     if MASKED and PADDED:
         return tl.load(at_RD, mask=real_R[:, None] & real_1D, other=0.0)
     elif MASKED:
@@ -50,8 +51,8 @@ def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.con
 
 @triton.jit
 def push_row(newest, rows, COUNT: tl.constexpr):
-    """Put ``newest`` in front of the tuple ``rows`` of COUNT rows; drop the last,
-    oldest row."""
+    """The tuple ``rows`` of COUNT rows, newest first, with ``newest`` in front and
+    without the oldest row."""
     pushed = (newest,)
     for age in tl.static_range(1, COUNT):
         pushed = pushed + (rows[age - 1],)
@@ -93,11 +94,11 @@ def load_history(
     PADDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load the W - 1 inputs before ``x_at_RD``, newest first; 0 where these are another
-    document's.
+    """Load the W - 1 inputs before ``x_at_RD``, newest first, in fp32; 0 for inputs of
+    another document.
 
-    ``stride``: elements between tokens. ``position_R``: each token's place in its
-    document.
+    ``stride``: elements from token to token. ``position_R``: the place in its document
+    of the token at ``x_at_RD``.
     """
     history = ()
     for delay in tl.static_range(1, W):
@@ -123,8 +124,8 @@ def drop_other_document(history, position_R, W: tl.constexpr):
 
 @triton.jit
 def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Convolve one token ``x_RD`` per segment; ``history``: the W - 1 inputs before
-    x."""
+    """The convolution of one token ``x_RD`` per segment, before the activation;
+    ``history``: the W - 1 inputs before x, newest first."""
     pre_RD = taps[W - 1] * x_RD
     if HAS_BIAS:
         pre_RD += bias_1D
@@ -135,8 +136,8 @@ def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constex
 
 @triton.jit
 def load_lead_in(lead_at_1D, place_R, real_1D, stride):
-    """For each segment, load row ``place_R`` of the lead-ins at ``lead_at_1D``; 0 if it
-    is < 0."""
+    """For each segment, row ``place_R`` of the lead-in (:mod:`.history`) at
+    ``lead_at_1D``; zeros if ``place_R`` is negative."""
     at_RD = lead_at_1D + tl.cast(place_R, tl.int64)[:, None] * stride
     return tl.load(at_RD, mask=(place_R >= 0)[:, None] & real_1D, other=0.0)
 
@@ -145,18 +146,18 @@ def load_lead_in(lead_at_1D, place_R, real_1D, stride):
 def meets_a_boundary(
     position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Whether a walk over ``tokens`` tokens, or one of its taps, leaves a document or
-    the sequence.
+    """Whether the tokens of a tile, or the W - 1 tokens on either side of it, are of
+    more than one document or outside the sequence.
 
-    A walk that meets no boundary needs no masks. In a long sequence few walks meet a
-    boundary.
+    The tile has ``tokens`` tokens from ``start`` on. Its code needs no masks if it
+    meets no boundary; in a long sequence few tiles meet one.
     """
-    # one past the last token that a walk or its taps read
+    # one past the last token that the tile reads
     end = start + tokens + (W - 1)
     meets = (start < W - 1) | (end > S)
     if PACKED:
-        # The last token's position shows whether all taps of ``start`` are in its
-        # document.
+        # The last token's position in its document shows whether the document begins
+        # W - 1 tokens before ``start`` or earlier.
         last = tl.load(position_ptr + end - 1, mask=end <= S, other=0)
         meets = meets | (last - (end - 1 - start) < W - 1)
     return meets
@@ -192,9 +193,15 @@ def walk_head(
 ):
     """Compute one head in ROWS segments of ``steps`` tokens: y = l2norm(silu(conv(x))).
 
-    ``proj_ptr`` points at token 0 of a batch row. Each input is loaded once; a tiled
-    convolution would load each input W times. ``out_stride``: elements from one output
-    token to the next.
+    ``proj_ptr`` points at token 0 of a batch row, ``column`` is the head's first
+    channel. ``stride_s``, ``out_stride``, ``lead_stride``: elements from token to token
+    of the
+    rows and of the output, and from row to row of the lead-in. NORMALISE: apply the
+    l2norm. MASKED: a document or the sequence may end nearby. BLOCK_D: D rounded up to
+    a
+    power of two. STAGES: ``num_stages`` of the loop.
+
+    Each input is loaded once; a tiled convolution would load each input W times.
     """
     MASK_DOCUMENTS: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
@@ -212,12 +219,12 @@ def walk_head(
     taps = load_taps(weight_ptr, column, d_D, real_D, W)
     bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
     if MASK_DOCUMENTS:
-        seen_R = tl.load(position_ptr + start + first_R, mask=room_R > 0, other=0)
+        position_R = tl.load(position_ptr + start + first_R, mask=room_R > 0, other=0)
     else:
-        seen_R = start + first_R
+        position_R = start + first_R
     x_at_RD = x_ptr + first_R[:, None] * stride_s + d_1D
     history = load_history(
-        x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, MASKED
+        x_at_RD, stride_s, position_R, room_R > 0, real_1D, W, PADDED, MASKED
     )
 
     # The unrolled loop shifts ``history`` by renaming registers, without copies. The
@@ -229,10 +236,10 @@ def walk_head(
             x_at_RD = x_ptr + t_R[:, None] * stride_s + d_1D
             x_RD = load_row(x_at_RD, room_R > step, real_1D, PADDED, MASKED)
             if MASK_DOCUMENTS:
-                seen_R = tl.load(
+                position_R = tl.load(
                     position_ptr + start + t_R, mask=room_R > step, other=0
                 )
-                history = drop_other_document(history, seen_R, W)
+                history = drop_other_document(history, position_R, W)
             x_RD = x_RD.to(tl.float32)
             pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
             if HAS_HISTORY:

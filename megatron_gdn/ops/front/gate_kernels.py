@@ -3,9 +3,10 @@
     function(x, A_log, low, high)                             -> first, second
     function_backward(x, A_log, d_first, d_second, low, high) -> d_x, d_A_log
 
-All arithmetic is elementwise in fp32. A gate with one result returns it twice, and its
-backward ignores ``d_same``, the second gradient. If a gate has no A_log, the caller
-ignores d_A_log.
+``x``, ``A_log``, ``low`` and ``high`` are as in :mod:`.gates`. All arithmetic is
+elementwise in fp32. A function with one result returns it twice, and its backward
+ignores ``d_same``, the second gradient. If a gate has no A_log, the caller ignores
+d_A_log.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ def _log_decay_backward(dt, A_log, d_g):
     """Gradients of dt and A_log from ``d_g`` of the log-decay; 0 where it is
     LEAST_LOG_DECAY."""
     rate = minus_rate(A_log)
-    held = rate * dt < LEAST_LOG_DECAY
-    d_g = tl.where(held, 0.0, d_g)  # masked before the products: inf * 0 would be NaN
-    d_A_log = d_g * rate * tl.where(held, 0.0, dt)
+    clamped = rate * dt < LEAST_LOG_DECAY
+    # masked before the products: inf * 0 would be NaN
+    d_g = tl.where(clamped, 0.0, d_g)
+    d_A_log = d_g * rate * tl.where(clamped, 0.0, dt)
     return d_g * rate, tl.where(A_log > LARGEST_A_LOG, 0.0, d_A_log)
 
 
@@ -87,11 +89,11 @@ def time_step(x, A_log, low, high):
 def time_step_backward(x, A_log, d_g, d_dt, low, high):
     """Gradients of x (0 if dt is clamped) and A_log from ``d_g`` (log-decay) and
     ``d_dt`` (dt)."""
-    free = softplus(x)
+    unclamped = softplus(x)
     _, dt = time_step(x, A_log, low, high)
-    of_decay, d_A_log = _log_decay_backward(dt, A_log, d_g)
-    d_x = (d_dt + of_decay) * sigmoid(x)
-    return tl.where((free < low) | (free > high), 0.0, d_x), d_A_log
+    d_dt_of_decay, d_A_log = _log_decay_backward(dt, A_log, d_g)
+    d_x = (d_dt + d_dt_of_decay) * sigmoid(x)
+    return tl.where((unclamped < low) | (unclamped > high), 0.0, d_x), d_A_log
 
 
 @triton.jit

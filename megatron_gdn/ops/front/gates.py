@@ -2,12 +2,15 @@
 Triton.
 
     function(x, A_log, low, high)  x [B, S, heads, width] in fp32 or wider, A_log
-                                   [heads, 1]
+                                   [heads, 1] or None
 
-x is the gate's columns, plus ``dt_bias`` if the gate has a rate (:class:`.table.Gate`).
+x is the gate's columns, plus ``dt_bias`` if the gate has a rate. ``low`` and ``high``
+are those of the :class:`.table.GateSection`. Each function returns a tuple of one or
+two tensors in the shape of x, the rule's inputs.
+
 Log-decays are clamped at :func:`..elementwise.least_log_decay`, ``A_log`` at
-:func:`..elementwise.largest_A_log`. The clamps change neither the decay exp(g) nor its
-gradient, since both are exactly 0 wherever a clamp acts, with or without the clamp.
+:func:`..elementwise.largest_A_log`. Where a clamp acts, the decay exp(g) and its
+gradient are exactly 0 with and without the clamp, so the clamps change neither.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ a separate sum, the *lead-in*:
     lead_in[p] = sum of tap[W - 1 - p - age] * row[age] over 1 <= age < W - p
 
 Legend: s tokens of the batch, N pieces with a history, R rows of history, M tokens
-whose rows this rank sent.
+whose rows this rank sent, A the age of a row, P the N (W - 1) tokens of all edges.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from ..host_tables import cached_by_stream, to_device
 
 @dataclass(frozen=True, eq=False)
 class HistoryTable:
-    """Indices of the rows of history; int32 on the device.
+    """Which rows are the history of which tokens, for N pieces; int32 on the device.
 
-    In fixed buffers, unused pieces have indices -1, unused lines of ``additions`` have
-    token -1.
+    In fixed buffers, unused pieces have indices -1, and unused lines of ``additions``
+    have token -1.
     """
 
-    # [N, W - 1]: indices of the rows 1, 2, .. tokens before a piece; -1: none
+    # [N, W - 1]: in `History.rows`, the indices of the rows 1, 2, .. tokens before a
+    # piece; -1: there is no such row
     before: Tensor
-    # [N, W - 1]: indices of each piece's first tokens; -1 past a short piece's end
+    # [N, W - 1]: the indices of each piece's first tokens; -1 past a short piece's end
     edge: Tensor
-    # [s]: each token's index in the flattened ``edge``, -1 outside the edges
+    # [s]: each token's index in the flattened ``edge``; -1 for tokens outside the edges
     place: Tensor
-    # [M, 1 + most]: one line per token whose row was sent: the token's index, then the
-    # indices of the returned gradients that are added to the token's gradient, in this
-    # order, then -1.
+    # [M, 1 + most]: one line for each token whose row was sent. A line has the token's
+    # index, then the indices of the returned gradients that are added to the
+    # token's gradient in this order, then -1.
     additions: Tensor
 
     @classmethod
@@ -53,27 +54,30 @@ class HistoryTable:
         tokens: int,
         device: torch.device,
     ) -> HistoryTable:
-        """The table from host tensors; ``first``, ``count``: a piece's first token and
-        token count.
+        """The table from tensors on the host, for ``tokens`` tokens.
 
-        ``before``: indices of the rows before a piece, newest first; ``sent``: the
-        tokens whose rows were sent, in the order in which their gradients return.
+        ``first``, ``count`` ``[N]``: each piece's first token and number of tokens.
+        ``before`` ``[N, W - 1]``: the field. ``sent``: the tokens whose rows were sent,
+        in the order in which their gradients return; a token may occur several times.
         """
         ahead = torch.arange(before.shape[1], device="cpu")
         edge = torch.where(ahead < count[:, None], first[:, None] + ahead, -1)
-        flat = edge.flatten()
+        flat_edge = edge.flatten()
+        in_piece = flat_edge >= 0
         place = torch.full((tokens,), -1, dtype=torch.int32, device="cpu")
-        place[flat[flat >= 0]] = (flat >= 0).nonzero().flatten().int()
+        place[flat_edge[in_piece]] = in_piece.nonzero().flatten().int()
+        # the returned gradients in the order of tokens
         order = sent.argsort(stable=True)
-        sent_once, returns = sent[order].unique_consecutive(return_counts=True)
+        token, returns = sent[order].unique_consecutive(return_counts=True)
         if len(returns):
-            most = int(returns.max())
+            most_returns = int(returns.max())
         else:
-            most = 0
-        sources = sent.new_full((len(returns), most), -1)
+            most_returns = 0
+        sources = sent.new_full((len(returns), most_returns), -1)
         line = torch.arange(len(returns), device="cpu").repeat_interleave(returns)
-        sources[line, ranges(torch.zeros_like(returns), returns)] = order
-        additions = torch.cat([sent_once[:, None], sources], dim=1)
+        column = ranges(torch.zeros_like(returns), returns)
+        sources[line, column] = order
+        additions = torch.cat([token[:, None], sources], dim=1)
         return cls(
             before=to_device(before.int(), device),
             edge=to_device(edge.int(), device),
@@ -85,9 +89,8 @@ class HistoryTable:
 def ranges(start: Tensor, count: Tensor) -> Tensor:
     """``start[n] .. start[n] + count[n] - 1`` for every n, joined into one tensor."""
     first = count.cumsum(0) - count
-    return torch.arange(int(count.sum()), device="cpu") + (
-        start - first
-    ).repeat_interleave(count)
+    shift = (start - first).repeat_interleave(count)
+    return torch.arange(int(count.sum()), device="cpu") + shift
 
 
 class History(NamedTuple):
@@ -102,25 +105,24 @@ class History(NamedTuple):
         """The same history with a buffer of zeros as ``d_rows``."""
         wide = torch.promote_types(self.rows.dtype, torch.float32)
         # zeros, since a backward skips unused rows of fixed buffers
-        shape = self.rows.shape
-        return self._replace(
-            d_rows=torch.zeros(shape, dtype=wide, device=self.rows.device)
-        )
+        d_rows = torch.zeros(self.rows.shape, dtype=wide, device=self.rows.device)
+        return self._replace(d_rows=d_rows)
 
     def add_lead_in_to(self, pre_BsC: Tensor, weight_CW: Tensor) -> Tensor:
         """The pre-activations ``pre [B, s, C]`` plus the lead-in; differentiable."""
         before = self.table.before
         edge = self.table.edge.flatten()
         past = before.shape[1]
-        # Absent rows are masked before any product, because 0 * NaN is NaN.
+        # rows_NABC[:, age - 1] is the row ``age`` tokens before each piece. Absent rows
+        # are masked before any product, because 0 * NaN is NaN.
         rows_NABC = self.rows[before.clamp(min=0)].to(pre_BsC.dtype)
         rows_NABC = rows_NABC.masked_fill((before < 0)[..., None, None], 0)
         # taps_WC[d] is the tap of the row that is d tokens before the output's token.
         taps_WC = weight_CW.to(pre_BsC.dtype).T.flip(0)
-        lead_in = [
-            (rows_NABC[:, : past - p] * taps_WC[p + 1 :, None]).sum(1)
-            for p in range(past)
-        ]
+        lead_in = []  # of the tokens p = 0 .. W - 2 of all pieces, [N, B, C] each
+        for p in range(past):
+            products = rows_NABC[:, : past - p] * taps_WC[p + 1 :, None]
+            lead_in.append(products.sum(1))
         lead_BPC = torch.stack(lead_in, 1).flatten(0, 1).transpose(0, 1)
         lead_BPC = lead_BPC.masked_fill((edge < 0)[:, None], 0)
         return pre_BsC.index_add(1, edge.clamp(min=0), lead_BPC)
@@ -129,76 +131,90 @@ class History(NamedTuple):
 def history_of(
     history_NCW: Tensor, documents: Documents | None, tokens: int
 ) -> History:
-    """The `History` of sequences that follow rows ``history_NCW [N, C, W - 1]``, oldest
-    first."""
-    packed = documents is not None
-    device = history_NCW.device
-    rows = history_NCW.permute(2, 0, 1)
-    if packed:
-        rows = history_NCW.transpose(1, 2).flatten(0, 1)[:, None]
+    """The `History` of N sequences from the rows before each, ``history_NCW``
+    ``[N, C, W - 1]``, oldest first.
+
+    The sequences are N batch rows of ``tokens`` tokens, or ``documents`` in one batch
+    row.
+    """
     if documents is None:
+        rows_RBC = history_NCW.permute(2, 0, 1)
         lengths = (tokens,)
     else:
+        rows_RBC = history_NCW.transpose(1, 2).flatten(0, 1)[:, None]
         lengths = documents.lengths
-    return History(rows, _history_table(lengths, history_NCW.shape[2], device))
+    table = _history_table(lengths, history_NCW.shape[2], history_NCW.device)
+    return History(rows_RBC, table)
 
 
 @cached_by_stream(32)
 def _history_table(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> HistoryTable:
-    """The table of sequences with ``lengths``, each with ``past`` = W - 1 rows
-    before."""
+    """The table of sequences with ``lengths``, each with ``past`` = W - 1 rows before
+    it; no row is sent."""
     counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     oldest = torch.arange(len(lengths), device="cpu") * past
     before = oldest[:, None] + torch.arange(past - 1, -1, -1, device="cpu")
-    nothing = counts[:0]
+    sent = counts[:0]
     first = counts.cumsum(0) - counts
-    return HistoryTable.build(first, counts, before, nothing, sum(lengths), device)
+    return HistoryTable.build(first, counts, before, sent, sum(lengths), device)
+
+
+class _LastRows(NamedTuple):
+    """Where the last p rows of N sequences are, as flat tensors ``[N p]``.
+
+    A sequence's old rows are the p rows before its new tokens.
+    """
+
+    is_new: Tensor  # bool, whether the row is a new token's row
+    new_index: Tensor  # the row's index among the new rows, if it is new
+    old_index: Tensor  # the row's index among the old rows, if it is old
 
 
 @cached_by_stream(32)
 def _last_row_indices(
     lengths: tuple[int, ...], past: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For each sequence's last ``past`` rows: indices in new rows, in old rows; which
-    are new."""
+) -> _LastRows:
+    """Where the last ``past`` rows of each sequence are, after ``lengths`` new
+    tokens."""
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
     # The place of each last row in its sequence; a negative place means an old row.
     place = length - past + torch.arange(past, device="cpu")
-    token = (start + place.clamp(min=0)).clamp(max=max(sum(lengths) - 1, 0))
+    new_index = (start + place.clamp(min=0)).clamp(max=max(sum(lengths) - 1, 0))
     first_old = torch.arange(len(lengths), device="cpu")[:, None] * past
-    old = first_old + (place + past).clamp(max=past - 1)
-    token, old, fresh = (
-        to_device(x.flatten(), device) for x in (token, old, place >= 0)
+    old_index = first_old + (place + past).clamp(max=past - 1)
+    is_new = place >= 0
+    return _LastRows(
+        to_device(is_new.flatten(), device),
+        to_device(new_index.flatten(), device),
+        to_device(old_index.flatten(), device),
     )
-    return token, old, fresh
 
 
 def last_rows(
     rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None
 ) -> Tensor:
-    """The last p rows ``[N, C, p]`` of each sequence: first ``before_NCp``, then
-    ``rows_sBC``."""
+    """The last p rows ``[N, C, p]`` of each sequence, whose rows are ``before_NCp``,
+    then ``rows_sBC``."""
     N, _, past = before_NCp.shape
     if documents is None or not len(rows_sBC):
         # Copy no more than the last p of the new rows.
-        tail = (
-            rows_sBC[max(rows_sBC.shape[0] - past, 0) :]
-            .permute(1, 2, 0)
-            .expand(N, -1, -1)
-        )
-        return torch.cat([before_NCp, tail], dim=2)[..., tail.shape[2] :].contiguous()
-    token, old, fresh = _last_row_indices(documents.lengths, past, rows_sBC.device)
-    before = before_NCp.transpose(1, 2).flatten(0, 1).index_select(0, old)
-    last = torch.where(fresh[:, None], rows_sBC[:, 0].index_select(0, token), before)
+        newest = rows_sBC[max(rows_sBC.shape[0] - past, 0) :]
+        newest_NCp = newest.permute(1, 2, 0).expand(N, -1, -1)
+        joined = torch.cat([before_NCp, newest_NCp], dim=2)
+        return joined[..., newest_NCp.shape[2] :].contiguous()
+    where = _last_row_indices(documents.lengths, past, rows_sBC.device)
+    old_rows = before_NCp.transpose(1, 2).flatten(0, 1).index_select(0, where.old_index)
+    new_rows = rows_sBC[:, 0].index_select(0, where.new_index)
+    last = torch.where(where.is_new[:, None], new_rows, old_rows)
     return last.unflatten(0, (N, past)).transpose(1, 2).contiguous()
 
 
 class HistoryLink(Protocol):
-    """Fetches the history of a batch; sends the gradient to the pieces whose rows these
-    are."""
+    """How the pieces of a batch get the rows of the pieces before them, from other
+    ranks or from other documents of the batch."""
 
     def fetch(self, rows_sBC: Tensor) -> History:
         """Send the rows that other pieces need; wait for and return the history of this
@@ -206,6 +222,6 @@ class HistoryLink(Protocol):
         ...
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
-        """Send ``d_rows`` of the history; return the gradients of the rows that
-        ``fetch`` sent."""
+        """Send ``History.d_rows`` to the pieces whose rows these are; return the
+        gradients of the rows that ``fetch`` sent, in the order of ``fetch``."""
         ...

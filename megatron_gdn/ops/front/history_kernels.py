@@ -1,7 +1,8 @@
-"""The lead-in of :mod:`.history`, the lead-in's backward, and sums of returned
-gradients (Triton).
+"""The lead-in of :mod:`.history`, its backward, and the sums of returned gradients, in
+Triton.
 
 The letters are those of :mod:`.history`; in tile names C is the channels of a block.
+``real_*`` is the mask of a tile's elements that exist.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.launch import MOST_PLANS, Launch
+from ..kernels.launch import LAUNCH_CACHE_SIZE, Launch
 from ..kernels.tiles import require_32_bits, require_rows_within_grid
 from .conv_forward import load_taps
 from .history import History
@@ -22,20 +23,19 @@ _CHANNELS = 256  # per program
 
 
 @triton.jit
-def _rows_before(rows_ptr, before_ptr, stride_r, at_1C, real_1C, W: tl.constexpr):
-    """Load the W - 1 rows before a piece, newest first, by indices at ``before_ptr``;
-    -1 gives 0.
+def _load_rows_before(rows_ptr, before_ptr, stride_r, at_1C, real_1C, W: tl.constexpr):
+    """Load the W - 1 rows before a piece, newest first, as a tuple of fp32 rows.
 
-    Rows lie ``stride_r`` elements apart. ``at_1C`` are channels' offsets, ``real_1C``
-    their mask.
+    The rows' indices are at ``before_ptr``; index -1 gives zeros. Rows lie ``stride_r``
+    elements apart. ``at_1C`` are the channels' offsets in a row, ``real_1C`` their
+    mask.
     """
     rows = ()
     for age in tl.static_range(1, W):
-        row = tl.load(before_ptr + age - 1)
-        at = rows_ptr + tl.cast(row, tl.int64) * stride_r + at_1C
-        rows = rows + (
-            tl.load(at, mask=real_1C & (row >= 0), other=0.0).to(tl.float32),
-        )
+        index = tl.load(before_ptr + age - 1)
+        row_at_1C = rows_ptr + tl.cast(index, tl.int64) * stride_r + at_1C
+        row_1C = tl.load(row_at_1C, mask=real_1C & (index >= 0), other=0.0)
+        rows = rows + (row_1C.to(tl.float32),)
     return rows
 
 
@@ -52,10 +52,11 @@ def lead_in_kernel(
     W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """grid (N, blocks of channels, B): write the lead-in ``[N, W - 1, B, C]`` to
-    ``lead_ptr``.
+    """Write the lead-in ``[N, W - 1, B, C]`` to ``lead_ptr``; grid (N, blocks of
+    channels, B).
 
-    The rows ``[R, B, C]`` have the three strides. A block has BLOCK of the CHANNELS.
+    The history's rows ``[R, B, C]`` have the three strides. ``before_ptr``: the field
+    `HistoryTable.before`. A block has BLOCK of the CHANNELS.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -65,7 +66,7 @@ def lead_in_kernel(
     real_1C = real_C[None, :]
     rows_ptr += b * stride_b
     taps = load_taps(weight_ptr, 0, c_C, real_C, W)
-    rows = _rows_before(
+    rows = _load_rows_before(
         rows_ptr, before_ptr + n * (W - 1), stride_r, c_1C * stride_c, real_1C, W
     )
     for p in tl.static_range(W - 1):
@@ -93,11 +94,13 @@ def lead_in_backward_kernel(
     W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """grid (N, blocks of channels, B): write ``d_rows_ptr [R, B, C]``, and sums for
-    d(weight).
+    """Write the gradients of the history's rows, and a part of the gradient of the conv
+    weight; grid (N, blocks of channels, B).
 
-    Sums go to columns [0, C W) of ``partial_ptr [N B, columns]``; at ``edge_ptr`` -1 is
-    no token.
+    Reads the lead-in's gradient ``d_lead_ptr [N, W - 1, B, C]``. Writes
+    ``d_rows_ptr [R, B, C]``, and for each piece and batch row partial sums of d(weight)
+    to the columns [0, C W) of ``partial_ptr [N B, columns]``. ``edge_ptr``: the field
+    `HistoryTable.edge`. The other arguments are those of :func:`lead_in_kernel`.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -109,7 +112,9 @@ def lead_in_backward_kernel(
     rows_ptr += b * stride_b
     before_ptr += n * (W - 1)
     taps = load_taps(weight_ptr, 0, c_C, real_C, W)
-    rows = _rows_before(rows_ptr, before_ptr, stride_r, c_1C * stride_c, real_1C, W)
+    rows = _load_rows_before(
+        rows_ptr, before_ptr, stride_r, c_1C * stride_c, real_1C, W
+    )
     d_leads = ()
     for p in tl.static_range(W - 1):
         token = tl.load(edge_ptr + n * (W - 1) + p)
@@ -121,9 +126,9 @@ def lead_in_backward_kernel(
         d_row_1C = tl.zeros((1, BLOCK), tl.float32)
         for p in tl.static_range(W - age):
             d_row_1C += taps[W - 1 - p - age] * d_leads[p]
-        row = tl.load(before_ptr + age - 1)
-        at = d_rows_ptr + (tl.cast(row, tl.int64) * B + b) * CHANNELS
-        tl.store(at + c_1C, d_row_1C, mask=real_1C & (row >= 0))
+        index = tl.load(before_ptr + age - 1)
+        at = d_rows_ptr + (tl.cast(index, tl.int64) * B + b) * CHANNELS
+        tl.store(at + c_1C, d_row_1C, mask=real_1C & (index >= 0))
     partial_ptr += (n * B + b) * columns
     for tap in tl.static_range(W):
         d_tap_1C = tl.zeros((1, BLOCK), tl.float32)
@@ -143,11 +148,11 @@ def add_rows_kernel(
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """grid (M, blocks of channels, B): add gradients at ``returned_ptr`` to
-    ``d_rows_ptr``.
+    """Add returned gradients ``returned_ptr [., B, C]`` to the tokens' gradients
+    ``d_rows_ptr [s, B, C]``; grid (M, blocks of channels, B).
 
-    Line m at ``additions_ptr`` has a token to add to, then ``most`` indices of
-    gradients or -1.
+    ``additions_ptr``: the field `HistoryTable.additions`, ``[M, 1 + most]``. A program
+    adds the gradients of one line, in the line's order.
     """
     line_ptr = additions_ptr + tl.cast(tl.program_id(0), tl.int64) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -167,59 +172,69 @@ def lead_in(
     history: History | None, weight: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """The fp32 lead-in ``[N, W - 1, B, C]`` and ``table.place``; both None without
-    history."""
+    history. ``weight``: ``[C, 1, W]``."""
     if history is None or not len(history.table.before):
         return None, None
     rows = history.rows
     table = history.table
     B, C = rows.shape[1:]
-    made = rows.new_empty(table.before.shape + (B, C), dtype=torch.float32)
+    lead = rows.new_empty(table.before.shape + (B, C), dtype=torch.float32)
     launch = _launch(
-        lead_in_kernel, len(made), B, C, *rows.stride(), W=weight.shape[-1]
+        lead_in_kernel,
+        len(lead),
+        B,
+        C,
+        rows.stride(2),
+        *rows.stride(),
+        W=weight.shape[-1],
     )
-    launch(rows, weight, table.before, made)
-    return made, table.place
+    launch(rows, weight, table.before, lead)
+    return lead, table.place
 
 
 def lead_in_backward(
     history: History, weight: Tensor, d_lead: Tensor, partial: Tensor
 ) -> None:
-    """From ``d_lead`` compute ``history.d_rows``, and sums of d(weight) into
-    ``partial``."""
+    """Write ``history.d_rows`` from ``d_lead``, the lead-in's gradient.
+
+    Also fills ``partial`` ``[N B, columns]``: partial sums of d(weight) in the first
+    C W columns, zeros in the others.
+    """
     rows, table, d_rows = history
     columns = partial.shape[1]
     partial.zero_()
     N, _ = table.before.shape
     B, C = rows.shape[1:]
-    scalars = rows.stride() + (columns,)
+    numbers = rows.stride() + (columns,)
     W = weight.shape[-1]
-    launch = _launch(lead_in_backward_kernel, N, B, C, *scalars, W=W)
+    launch = _launch(lead_in_backward_kernel, N, B, C, rows.stride(2), *numbers, W=W)
     launch(rows, weight, table.before, table.edge, d_lead, d_rows, partial)
 
 
 def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
-    """Add ``returned [., B, C]`` to ``d_rows`` by ``HistoryTable.additions``, in
-    fp32."""
+    """Add the gradients ``returned [., B, C]`` to ``d_rows [s, B, C]``, as
+    ``additions`` of :class:`.history.HistoryTable` says; sums are fp32."""
     M, columns = additions.shape
     B, C = returned.shape[1:]
-    launch = _launch(add_rows_kernel, M, B, C, columns - 1, *d_rows.stride()[:2])
+    launch = _launch(add_rows_kernel, M, B, C, 1, columns - 1, *d_rows.stride()[:2])
     launch(returned, additions, d_rows)
 
 
-@lru_cache(maxsize=MOST_PLANS)
-def _launch(kernel, N: int, B: int, C: int, *scalars: int, **constants: int) -> Launch:
-    """A launch of ``kernel`` with these arguments on the grid (N, blocks of channels,
-    B)."""
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
+def _launch(
+    kernel, lines: int, B: int, C: int, stride_c: int, *numbers: int, **constants: int
+) -> Launch:
+    """A launch of ``kernel`` with the arguments ``numbers`` and ``constants``, on the
+    grid (lines, blocks of channels, B).
+
+    ``stride_c``: the distance of channels, from which offsets are checked.
+    """
     require_rows_within_grid(B)
-    if kernel is not add_rows_kernel:
-        stride_c = scalars[2]
-    else:
-        stride_c = 1
     require_32_bits(
         "the number of channels times their distance", (C + _CHANNELS) * stride_c
     )
     require_32_bits("the number of batch rows times channels", B * (C + _CHANNELS))
-    grid = N, triton.cdiv(C, _CHANNELS), B
+    grid = lines, triton.cdiv(C, _CHANNELS), B
     return Launch(
-        kernel, grid, *scalars, CHANNELS=C, BLOCK=_CHANNELS, num_warps=4, **constants
+        kernel, grid, *numbers, CHANNELS=C, BLOCK=_CHANNELS, num_warps=4, **constants
     )

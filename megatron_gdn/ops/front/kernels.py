@@ -3,18 +3,18 @@ row.
 
 Element (t, b, column) of the rows is at ``t * stride_s + b * stride_b + column``.
 Arithmetic is fp32, with one rounding at the store. The backward computes activations
-again from the rows. :mod:`.launches` passes the front's table as two constant tuples:
+again from the rows. A program computes, for one tile of tokens, one head of a convolved
+section or some columns of a gate. :mod:`.launches` passes the front's table as two
+constants, tuples of tuples:
 
-    CONVOLVED  for each of three sections: first slot, heads, first channel, dim, block,
-               unit length or not, gradients summed per head
-    GATES      for each gate: first slot, programs, first column, columns of a program,
-               block, per channel or not, number of results, rate or not, low, high,
-               gradients summed, whether its columns are in rows of their own
+    CONVOLVED  for each of three sections, a `.launches.ConvolvedConstants`
+    GATES      for each gate section, a `.launches.GateConstants`
 
 Each gate's function is a separate constant, because Triton's cache key contains the
-source of a function only if the function itself is a constant. In names of tiles T is
-tokens, D is columns. A *slot* is a program's number in its token tile; a program
-computes a head or columns of a gate.
+source of a function only if the function itself is a constant.
+
+Legend: in names of tiles T is tokens, D is columns. ``program`` numbers the programs of
+one tile of tokens.
 """
 
 from __future__ import annotations
@@ -25,19 +25,29 @@ import triton.language as tl
 from .conv_backward import walk_head_backward
 from .conv_forward import meets_a_boundary, walk_head
 
-# Places in a section's tuple of CONVOLVED and in a gate's tuple of GATES; the first
-# five are equal.
-AT_SLOT, AT_COUNT, AT_COLUMN, AT_WIDTH, AT_BLOCK = map(tl.constexpr, range(5))
-AT_UNIT, AT_SUMMED = map(tl.constexpr, (5, 6))  # of CONVOLVED
-AT_CHANNELS, AT_RESULTS, AT_RATED, AT_LOW, AT_HIGH, AT_GATE_SUMMED, AT_APART = map(
-    tl.constexpr, range(5, 12)
-)
+# The places of the fields of both kinds of constants.
+FIRST_PROGRAM_INDEX = tl.constexpr(0)
+PROGRAMS_INDEX = tl.constexpr(1)
+COLUMN_INDEX = tl.constexpr(2)
+WIDTH_INDEX = tl.constexpr(3)
+BLOCK_INDEX = tl.constexpr(4)
+# The places of further fields of `.launches.ConvolvedConstants`.
+UNIT_LENGTH_INDEX = tl.constexpr(5)
+SUMMED_INDEX = tl.constexpr(6)
+# The places of further fields of `.launches.GateConstants`.
+PER_CHANNEL_INDEX = tl.constexpr(5)
+RESULTS_INDEX = tl.constexpr(6)
+HAS_RATE_INDEX = tl.constexpr(7)
+LOW_INDEX = tl.constexpr(8)
+HIGH_INDEX = tl.constexpr(9)
+GATE_SUMMED_INDEX = tl.constexpr(10)
+IN_GATE_ROWS_INDEX = tl.constexpr(11)
 # elements (tokens times columns) of a gate's tile, at most 8 per thread
-_SPAN = tl.constexpr(1024)
+_GATE_TILE_ELEMENTS = tl.constexpr(1024)
 
 
 @triton.jit
-def _convolve_slot(
+def _convolve_section(
     rows_ptr,
     weight_ptr,
     bias_ptr,
@@ -45,7 +55,7 @@ def _convolve_slot(
     lead_ptr,
     place_ptr,
     out_ptr,
-    slot,
+    program,
     b,
     start,
     S,
@@ -60,25 +70,24 @@ def _convolve_slot(
     PACKED: tl.constexpr,
     HAS_HISTORY: tl.constexpr,
     ALWAYS_MASKED: tl.constexpr,
-    TABLE: tl.constexpr,
+    CONVOLVED: tl.constexpr,
     SECTION_INDEX: tl.constexpr,
 ):
-    """If ``slot`` belongs to a head of section SECTION_INDEX of TABLE, convolve this
-    head.
+    """Convolve one head of section SECTION_INDEX, if ``program`` is one of this
+    section's programs.
 
-    ``slot``: this program's number within the tile. TABLE: CONVOLVED, with one tuple
-    per section. ``b``, ``start``: batch row and first token of the tile. ALWAYS_MASKED:
-    run the code with masks in every tile, not only in a tile that meets an end of a
-    document or of the sequence.
+    ``b``, ``start``: batch row and first token of the tile. ``out_ptr``: the section's
+    output. ALWAYS_MASKED: run the code with masks in every tile, not only in a tile
+    that meets an end of a document or of the sequence.
     """
-    FIRST: tl.constexpr = TABLE[SECTION_INDEX][AT_SLOT]
-    HEADS: tl.constexpr = TABLE[SECTION_INDEX][AT_COUNT]
-    CHANNEL: tl.constexpr = TABLE[SECTION_INDEX][AT_COLUMN]
-    D: tl.constexpr = TABLE[SECTION_INDEX][AT_WIDTH]
-    BLOCK: tl.constexpr = TABLE[SECTION_INDEX][AT_BLOCK]
-    UNIT: tl.constexpr = TABLE[SECTION_INDEX][AT_UNIT]
-    if (slot >= FIRST) & (slot < FIRST + HEADS):
-        head = slot - FIRST
+    FIRST_PROGRAM: tl.constexpr = CONVOLVED[SECTION_INDEX][FIRST_PROGRAM_INDEX]
+    HEADS: tl.constexpr = CONVOLVED[SECTION_INDEX][PROGRAMS_INDEX]
+    CHANNEL: tl.constexpr = CONVOLVED[SECTION_INDEX][COLUMN_INDEX]
+    D: tl.constexpr = CONVOLVED[SECTION_INDEX][WIDTH_INDEX]
+    BLOCK: tl.constexpr = CONVOLVED[SECTION_INDEX][BLOCK_INDEX]
+    UNIT_LENGTH: tl.constexpr = CONVOLVED[SECTION_INDEX][UNIT_LENGTH_INDEX]
+    if (program >= FIRST_PROGRAM) & (program < FIRST_PROGRAM + HEADS):
+        head = program - FIRST_PROGRAM
         out_ptr += b * S * (HEADS * D) + head * D
         column = CHANNEL + head * D
         if ALWAYS_MASKED or meets_a_boundary(
@@ -109,7 +118,7 @@ def _convolve_slot(
                 PACKED,
                 HAS_HISTORY,
                 True,
-                UNIT,
+                UNIT_LENGTH,
             )
         else:
             walk_head(
@@ -137,79 +146,82 @@ def _convolve_slot(
                 PACKED,
                 False,
                 False,
-                UNIT,
+                UNIT_LENGTH,
             )
 
 
 @triton.jit
-def _gate_slot(
+def _compute_gate_section(
     rows_ptr,
     A_log_ptr,
     dt_bias_ptr,
     first_ptr,
     second_ptr,
-    slot,
+    program,
     b,
     start,
     S,
     tokens,
     stride_s,
     FUNCTION: tl.constexpr,
-    TABLE: tl.constexpr,
+    GATES: tl.constexpr,
     GATE_INDEX: tl.constexpr,
 ):
-    """Write FUNCTION's results for one tile of tokens, if ``slot`` is one of the slots
-    of gate GATE_INDEX. TABLE is the tuple GATES of the module's docstring.
+    """Write FUNCTION's results for one tile of tokens, if ``program`` is one of the
+    programs of gate GATE_INDEX.
 
     ``first_ptr``, ``second_ptr``: receive the first and, if there is one, the second
-    result. ``A_log_ptr``, ``dt_bias_ptr``: parameters A_log and dt_bias, read if the
-    gate has a rate.
+    result. ``A_log_ptr``, ``dt_bias_ptr``: the parameters, read if the gate has a rate.
+    ``b``, ``start``, ``tokens``: batch row, first token and number of tokens of the
+    tile.
     """
-    FIRST: tl.constexpr = TABLE[GATE_INDEX][AT_SLOT]
-    PROGRAMS: tl.constexpr = TABLE[GATE_INDEX][AT_COUNT]
-    COLUMN: tl.constexpr = TABLE[GATE_INDEX][AT_COLUMN]
-    D: tl.constexpr = TABLE[GATE_INDEX][AT_WIDTH]
-    BLOCK: tl.constexpr = TABLE[GATE_INDEX][AT_BLOCK]
-    CHANNELS: tl.constexpr = TABLE[GATE_INDEX][AT_CHANNELS]
-    MAKES: tl.constexpr = TABLE[GATE_INDEX][AT_RESULTS]
-    RATED: tl.constexpr = TABLE[GATE_INDEX][AT_RATED]
-    LOW: tl.constexpr = TABLE[GATE_INDEX][AT_LOW]
-    HIGH: tl.constexpr = TABLE[GATE_INDEX][AT_HIGH]
-    SPAN: tl.constexpr = _SPAN // BLOCK if BLOCK < _SPAN else 1
-    if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
-        program = slot - FIRST
-        end = min(start + tokens, S) - start
+    FIRST_PROGRAM: tl.constexpr = GATES[GATE_INDEX][FIRST_PROGRAM_INDEX]
+    PROGRAMS: tl.constexpr = GATES[GATE_INDEX][PROGRAMS_INDEX]
+    COLUMN: tl.constexpr = GATES[GATE_INDEX][COLUMN_INDEX]
+    D: tl.constexpr = GATES[GATE_INDEX][WIDTH_INDEX]
+    BLOCK: tl.constexpr = GATES[GATE_INDEX][BLOCK_INDEX]
+    PER_CHANNEL: tl.constexpr = GATES[GATE_INDEX][PER_CHANNEL_INDEX]
+    RESULTS: tl.constexpr = GATES[GATE_INDEX][RESULTS_INDEX]
+    HAS_RATE: tl.constexpr = GATES[GATE_INDEX][HAS_RATE_INDEX]
+    LOW: tl.constexpr = GATES[GATE_INDEX][LOW_INDEX]
+    HIGH: tl.constexpr = GATES[GATE_INDEX][HIGH_INDEX]
+    TILE_TOKENS: tl.constexpr = (
+        _GATE_TILE_ELEMENTS // BLOCK if BLOCK < _GATE_TILE_ELEMENTS else 1
+    )
+    if (program >= FIRST_PROGRAM) & (program < FIRST_PROGRAM + PROGRAMS):
+        head = program - FIRST_PROGRAM  # 0 if the gate has a value per head
+        end = min(start + tokens, S) - start  # tokens of the tile within the sequence
         d_D = tl.arange(0, BLOCK)
         real_D = d_D < D
         A_log_1D = 0.0
-        bias_1D = 0.0
-        if RATED:
-            head_D = program + 0 * d_D if CHANNELS else d_D
+        dt_bias_1D = 0.0
+        if HAS_RATE:
+            head_D = head + 0 * d_D if PER_CHANNEL else d_D
             A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(
                 tl.float32
             )[None, :]
-            bias_D = tl.load(dt_bias_ptr + program * D + d_D, mask=real_D, other=0.0)
-            bias_1D = bias_D.to(tl.float32)[None, :]
+            dt_bias_D = tl.load(dt_bias_ptr + head * D + d_D, mask=real_D, other=0.0)
+            dt_bias_1D = dt_bias_D.to(tl.float32)[None, :]
         base = tl.cast(start, tl.int64)
-        rows_ptr += base * stride_s + (COLUMN + program * D)
-        out = (b * S + base) * (PROGRAMS * D) + program * D
-        for span in tl.range(0, end, SPAN):
-            t_T = span + tl.arange(0, SPAN)
+        rows_ptr += base * stride_s + (COLUMN + head * D)
+        out = (b * S + base) * (PROGRAMS * D) + head * D
+        for first_token in tl.range(0, end, TILE_TOKENS):
+            t_T = first_token + tl.arange(0, TILE_TOKENS)
             real_TD = (t_T < end)[:, None] & real_D[None, :]
             x_TD = tl.load(
                 rows_ptr + t_T[:, None] * stride_s + d_D[None, :], real_TD, 0.0
             )
             x_TD = x_TD.to(tl.float32)
-            if RATED:
-                x_TD += bias_1D
-            y_TD, other_TD = FUNCTION(x_TD, A_log_1D, LOW, HIGH)
+            if HAS_RATE:
+                x_TD += dt_bias_1D
+            first_TD, second_TD = FUNCTION(x_TD, A_log_1D, LOW, HIGH)
             out_TD = out + t_T[:, None] * (PROGRAMS * D) + d_D[None, :]
-            tl.store(first_ptr + out_TD, y_TD, mask=real_TD)
-            if MAKES == 2:
-                tl.store(second_ptr + out_TD, other_TD, mask=real_TD)
+            tl.store(first_ptr + out_TD, first_TD, mask=real_TD)
+            if RESULTS == 2:
+                tl.store(second_ptr + out_TD, second_TD, mask=real_TD)
 
 
-@triton.jit(do_not_specialize=["S", "steps", "first_slot"])
+@triton.jit(do_not_specialize=["S", "steps", "first_program"])
 def front_forward_kernel(
     rows_ptr,
     gates_ptr,
@@ -220,15 +232,15 @@ def front_forward_kernel(
     position_ptr,
     lead_ptr,
     place_ptr,
-    x_ptr,
-    y_ptr,
-    z_ptr,
-    g_ptr,
-    h_ptr,
-    i_ptr,
+    conv0_ptr,
+    conv1_ptr,
+    conv2_ptr,
+    gate0_ptr,
+    gate1_ptr,
+    gate2_ptr,
     S,
     steps,
-    first_slot,
+    first_program,
     stride_s,
     stride_b,
     gates_stride_s,
@@ -236,10 +248,10 @@ def front_forward_kernel(
     eps,
     CONVOLVED: tl.constexpr,
     GATES: tl.constexpr,
-    GATE: tl.constexpr,
-    SECOND_GATE: tl.constexpr,
-    THIRD_GATE: tl.constexpr,
-    FIRST: tl.constexpr,
+    FIRST_FUNCTION: tl.constexpr,
+    SECOND_FUNCTION: tl.constexpr,
+    THIRD_FUNCTION: tl.constexpr,
+    FIRST_CONV_COLUMN: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
     ROWS: tl.constexpr,
@@ -249,47 +261,53 @@ def front_forward_kernel(
     HAS_HISTORY: tl.constexpr,
     ALWAYS_MASKED: tl.constexpr,
 ):
-    """The front's forward. Grid: (slots of heads, then of gates; token tiles; B).
+    """The front's forward. Grid: (programs of a tile of tokens; tiles; B).
 
-    Writes the convolved sections to ``x_ptr``, ``y_ptr``, ``z_ptr`` and the gates to
-    ``g_ptr``, ``h_ptr``, ``i_ptr``; a table's only gate may write a second result, to
-    ``h_ptr``. ``gates_ptr``: rows with the columns of the gates that are not in
-    ``rows_ptr``. ``*stride_s``, ``*stride_b``: elements from a token or batch row to the
-    next. GATE, SECOND_GATE, THIRD_GATE: the gates' functions. FIRST: first convolved
-    column. ``first_slot``: the slot of program 0. Programs of neighbouring heads run at
-    the same time, so together they read whole rows.
+    The programs of a tile are those of the convolved heads, then those of the gates.
+    The launch may leave some out: its program 0 is ``first_program`` of the tables.
+    Programs of neighbouring heads run at the same time, so together they read whole
+    rows.
+
+    Writes the convolved sections to ``conv0_ptr``, ``conv1_ptr``, ``conv2_ptr`` and the
+    gates to ``gate0_ptr``, ``gate1_ptr``, ``gate2_ptr``. A table's only gate may write
+    a second result, to ``gate1_ptr``. ``gates_ptr``: rows with the columns of the gates
+    that are not in ``rows_ptr``. ``position_ptr``: each token's place in its document.
+    ``lead_ptr``, ``place_ptr``: the lead-in of :mod:`.history`, and each token's row in
+    it. ``*stride_s``, ``*stride_b``: elements from a token or batch row to the next.
+    ``*_FUNCTION``: the gates' functions. FIRST_CONV_COLUMN: the first column of a row
+    that the convolution reads.
     """
-    slot = tl.program_id(0) + first_slot
+    program = tl.program_id(0) + first_program
     tokens = ROWS * steps
     start = tl.program_id(1) * tokens
     b = tl.cast(tl.program_id(2), tl.int64)
-    own_ptr = rows_ptr + b * stride_b
-    rows_ptr = own_ptr + FIRST
+    row_ptr = rows_ptr + b * stride_b
+    rows_ptr = row_ptr + FIRST_CONV_COLUMN
     gates_ptr += b * gates_stride_b
     lead_stride = tl.num_programs(2) * C
     if HAS_HISTORY:
         lead_ptr += b * C
-    gates = (g_ptr, h_ptr, i_ptr)
+    gates = (gate0_ptr, gate1_ptr, gate2_ptr)
     for n in tl.static_range(len(GATES)):
-        _gate_slot(
-            gates_ptr if GATES[n][AT_APART] else own_ptr,
+        _compute_gate_section(
+            gates_ptr if GATES[n][IN_GATE_ROWS_INDEX] else row_ptr,
             A_log_ptr,
             dt_bias_ptr,
             gates[n],
-            h_ptr,
-            slot,
+            gate1_ptr,
+            program,
             b,
             start,
             S,
             tokens,
-            gates_stride_s if GATES[n][AT_APART] else stride_s,
-            (GATE, SECOND_GATE, THIRD_GATE)[n],
+            gates_stride_s if GATES[n][IN_GATE_ROWS_INDEX] else stride_s,
+            (FIRST_FUNCTION, SECOND_FUNCTION, THIRD_FUNCTION)[n],
             GATES,
             n,
         )
-    outs = (x_ptr, y_ptr, z_ptr)
+    outs = (conv0_ptr, conv1_ptr, conv2_ptr)
     for n in tl.static_range(3):
-        _convolve_slot(
+        _convolve_section(
             rows_ptr,
             weight_ptr,
             bias_ptr,
@@ -297,7 +315,7 @@ def front_forward_kernel(
             lead_ptr,
             place_ptr,
             outs[n],
-            slot,
+            program,
             b,
             start,
             S,
@@ -318,7 +336,7 @@ def front_forward_kernel(
 
 
 @triton.jit
-def _convolve_slot_backward(
+def _convolve_section_backward(
     rows_ptr,
     weight_ptr,
     bias_ptr,
@@ -330,7 +348,7 @@ def _convolve_slot_backward(
     d_rows_ptr,
     partial_ptr,
     d_lead_ptr,
-    slot,
+    program,
     b,
     start,
     S,
@@ -349,20 +367,24 @@ def _convolve_slot_backward(
     HAS_HISTORY: tl.constexpr,
     ALWAYS_MASKED: tl.constexpr,
     SCALED: tl.constexpr,
-    TABLE: tl.constexpr,
+    CONVOLVED: tl.constexpr,
     SECTION_INDEX: tl.constexpr,
 ):
-    """Backward of :func:`_convolve_slot`; if SCALED, ``factor_ptr [H]`` multiplies
-    gradients."""
-    FIRST: tl.constexpr = TABLE[SECTION_INDEX][AT_SLOT]
-    HEADS: tl.constexpr = TABLE[SECTION_INDEX][AT_COUNT]
-    CHANNEL: tl.constexpr = TABLE[SECTION_INDEX][AT_COLUMN]
-    D: tl.constexpr = TABLE[SECTION_INDEX][AT_WIDTH]
-    BLOCK: tl.constexpr = TABLE[SECTION_INDEX][AT_BLOCK]
-    UNIT: tl.constexpr = TABLE[SECTION_INDEX][AT_UNIT]
-    GROUP: tl.constexpr = TABLE[SECTION_INDEX][AT_SUMMED]
-    if (slot >= FIRST) & (slot < FIRST + HEADS):
-        head = slot - FIRST
+    """Backward of :func:`_convolve_section`.
+
+    ``grad_ptr``: the output's gradient, whose heads are GROUP times as many as the
+    output's; the GROUP gradients of a head are summed. If SCALED, ``factor_ptr [H]``
+    has a factor of gradients for each head of the state.
+    """
+    FIRST_PROGRAM: tl.constexpr = CONVOLVED[SECTION_INDEX][FIRST_PROGRAM_INDEX]
+    HEADS: tl.constexpr = CONVOLVED[SECTION_INDEX][PROGRAMS_INDEX]
+    CHANNEL: tl.constexpr = CONVOLVED[SECTION_INDEX][COLUMN_INDEX]
+    D: tl.constexpr = CONVOLVED[SECTION_INDEX][WIDTH_INDEX]
+    BLOCK: tl.constexpr = CONVOLVED[SECTION_INDEX][BLOCK_INDEX]
+    UNIT_LENGTH: tl.constexpr = CONVOLVED[SECTION_INDEX][UNIT_LENGTH_INDEX]
+    GROUP: tl.constexpr = CONVOLVED[SECTION_INDEX][SUMMED_INDEX]
+    if (program >= FIRST_PROGRAM) & (program < FIRST_PROGRAM + HEADS):
+        head = program - FIRST_PROGRAM
         column = CHANNEL + head * D
         grad_ptr += (b * S * HEADS + head) * (GROUP * D)
         factor = tl.load(factor_ptr + head * (H // HEADS)) if SCALED else 1.0
@@ -401,7 +423,7 @@ def _convolve_slot_backward(
                 PACKED,
                 HAS_HISTORY,
                 True,
-                UNIT,
+                UNIT_LENGTH,
                 SCALED,
             )
         else:
@@ -437,13 +459,13 @@ def _convolve_slot_backward(
                 PACKED,
                 False,
                 False,
-                UNIT,
+                UNIT_LENGTH,
                 SCALED,
             )
 
 
 @triton.jit
-def _gate_slot_backward(
+def _compute_gate_section_backward(
     rows_ptr,
     A_log_ptr,
     dt_bias_ptr,
@@ -452,7 +474,7 @@ def _gate_slot_backward(
     factor_ptr,
     d_rows_ptr,
     partial_ptr,
-    slot,
+    program,
     b,
     start,
     S,
@@ -463,94 +485,104 @@ def _gate_slot_backward(
     SCALED: tl.constexpr,
     RATE_COLUMN: tl.constexpr,
     FUNCTION: tl.constexpr,
-    TABLE: tl.constexpr,
+    GATES: tl.constexpr,
     GATE_INDEX: tl.constexpr,
 ):
-    """Backward of :func:`_gate_slot`; ``d_first_ptr``, ``d_second_ptr``: the results'
-    gradients.
+    """Backward of :func:`_compute_gate_section`.
 
-    RATE_COLUMN: the column of ``partial_ptr`` where the sums for A_log and dt_bias
-    begin.
+    ``d_first_ptr``, ``d_second_ptr``: the gradients of the first and of the second
+    result. RATE_COLUMN: the column of ``partial_ptr`` where the sums for A_log and
+    dt_bias begin. The other arguments are as in :func:`_convolve_section_backward`.
     """
-    FIRST: tl.constexpr = TABLE[GATE_INDEX][AT_SLOT]
-    PROGRAMS: tl.constexpr = TABLE[GATE_INDEX][AT_COUNT]
-    COLUMN: tl.constexpr = TABLE[GATE_INDEX][AT_COLUMN]
-    D: tl.constexpr = TABLE[GATE_INDEX][AT_WIDTH]
-    BLOCK: tl.constexpr = TABLE[GATE_INDEX][AT_BLOCK]
-    CHANNELS: tl.constexpr = TABLE[GATE_INDEX][AT_CHANNELS]
-    MAKES: tl.constexpr = TABLE[GATE_INDEX][AT_RESULTS]
-    RATED: tl.constexpr = TABLE[GATE_INDEX][AT_RATED]
-    LOW: tl.constexpr = TABLE[GATE_INDEX][AT_LOW]
-    HIGH: tl.constexpr = TABLE[GATE_INDEX][AT_HIGH]
-    GROUP: tl.constexpr = TABLE[GATE_INDEX][AT_GATE_SUMMED]
-    HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
-    SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
-    # GROUP gradients are summed, which are D elements apart if the gate is per channel,
-    # else 1.
-    MEMBER: tl.constexpr = D if CHANNELS else 1
-    APART: tl.constexpr = 1 if CHANNELS else GROUP
-    if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
-        program = slot - FIRST
-        end = min(start + tokens, S) - start
+    FIRST_PROGRAM: tl.constexpr = GATES[GATE_INDEX][FIRST_PROGRAM_INDEX]
+    PROGRAMS: tl.constexpr = GATES[GATE_INDEX][PROGRAMS_INDEX]
+    COLUMN: tl.constexpr = GATES[GATE_INDEX][COLUMN_INDEX]
+    D: tl.constexpr = GATES[GATE_INDEX][WIDTH_INDEX]
+    BLOCK: tl.constexpr = GATES[GATE_INDEX][BLOCK_INDEX]
+    PER_CHANNEL: tl.constexpr = GATES[GATE_INDEX][PER_CHANNEL_INDEX]
+    RESULTS: tl.constexpr = GATES[GATE_INDEX][RESULTS_INDEX]
+    HAS_RATE: tl.constexpr = GATES[GATE_INDEX][HAS_RATE_INDEX]
+    LOW: tl.constexpr = GATES[GATE_INDEX][LOW_INDEX]
+    HIGH: tl.constexpr = GATES[GATE_INDEX][HIGH_INDEX]
+    GROUP: tl.constexpr = GATES[GATE_INDEX][GATE_SUMMED_INDEX]
+    HEADS: tl.constexpr = PROGRAMS if PER_CHANNEL else D
+    TILE_TOKENS: tl.constexpr = (
+        _GATE_TILE_ELEMENTS // 2 // BLOCK if BLOCK < _GATE_TILE_ELEMENTS // 2 else 1
+    )
+    # The GROUP gradients of a value lie COPY_DISTANCE elements apart, and the first
+    # gradients of two columns COLUMN_DISTANCE elements apart.
+    COPY_DISTANCE: tl.constexpr = D if PER_CHANNEL else 1
+    COLUMN_DISTANCE: tl.constexpr = 1 if PER_CHANNEL else GROUP
+    if (program >= FIRST_PROGRAM) & (program < FIRST_PROGRAM + PROGRAMS):
+        head = program - FIRST_PROGRAM  # 0 if the gate has a value per head
+        end = min(start + tokens, S) - start  # tokens of the tile within the sequence
         d_D = tl.arange(0, BLOCK)
         real_D = d_D < D
-        head_D = program + 0 * d_D if CHANNELS else d_D
+        head_D = head + 0 * d_D if PER_CHANNEL else d_D
         A_log_1D = 0.0
-        bias_1D = 0.0
-        if RATED:
+        dt_bias_1D = 0.0
+        if HAS_RATE:
             A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(
                 tl.float32
             )[None, :]
-            bias_D = tl.load(dt_bias_ptr + program * D + d_D, mask=real_D, other=0.0)
-            bias_1D = bias_D.to(tl.float32)[None, :]
+            dt_bias_D = tl.load(dt_bias_ptr + head * D + d_D, mask=real_D, other=0.0)
+            dt_bias_1D = dt_bias_D.to(tl.float32)[None, :]
         factor_1D = 1.0
         if SCALED:
             factor_1D = tl.load(factor_ptr + head_D * (H // HEADS), real_D, 0.0)[
                 None, :
             ]
         base = tl.cast(start, tl.int64)
-        rows_ptr += base * stride_s + (COLUMN + program * D)
-        d_rows_ptr += base * d_stride_s + (COLUMN + program * D)
-        grad = ((b * S + base) * (PROGRAMS * D) + program * D) * GROUP
-        d_A_TD = tl.zeros((SPAN, BLOCK), tl.float32)
-        d_bias_TD = tl.zeros((SPAN, BLOCK), tl.float32)
-        for span in tl.range(0, end, SPAN):
-            t_T = span + tl.arange(0, SPAN)
+        rows_ptr += base * stride_s + (COLUMN + head * D)
+        d_rows_ptr += base * d_stride_s + (COLUMN + head * D)
+        grad = ((b * S + base) * (PROGRAMS * D) + head * D) * GROUP
+        d_A_log_TD = tl.zeros((TILE_TOKENS, BLOCK), tl.float32)
+        d_dt_bias_TD = tl.zeros((TILE_TOKENS, BLOCK), tl.float32)
+        for first_token in tl.range(0, end, TILE_TOKENS):
+            t_T = first_token + tl.arange(0, TILE_TOKENS)
             real_TD = (t_T < end)[:, None] & real_D[None, :]
             x_TD = tl.load(
                 rows_ptr + t_T[:, None] * stride_s + d_D[None, :], real_TD, 0.0
             )
             x_TD = x_TD.to(tl.float32)
-            if RATED:
-                x_TD += bias_1D
-            at_TD = grad + t_T[:, None] * (PROGRAMS * D * GROUP) + d_D[None, :] * APART
-            d_y_TD = tl.zeros((SPAN, BLOCK), tl.float32)
-            d_other_TD = d_y_TD
+            if HAS_RATE:
+                x_TD += dt_bias_1D
+            at_TD = (
+                grad
+                + t_T[:, None] * (PROGRAMS * D * GROUP)
+                + d_D[None, :] * COLUMN_DISTANCE
+            )
+            d_first_TD = tl.zeros((TILE_TOKENS, BLOCK), tl.float32)
+            d_second_TD = d_first_TD
             for member in tl.static_range(GROUP):
-                d_y_TD += tl.load(d_first_ptr + at_TD + member * MEMBER, real_TD, 0.0)
-                if MAKES == 2:
-                    d_other_TD += tl.load(
-                        d_second_ptr + at_TD + member * MEMBER, real_TD, 0.0
+                d_first_TD += tl.load(
+                    d_first_ptr + at_TD + member * COPY_DISTANCE, real_TD, 0.0
+                )
+                if RESULTS == 2:
+                    d_second_TD += tl.load(
+                        d_second_ptr + at_TD + member * COPY_DISTANCE, real_TD, 0.0
                     )
             if SCALED:
                 # Rules with gradients in fp16 have gates of one output.
-                tl.static_assert(MAKES == 1)
-                d_y_TD = d_y_TD * factor_1D
-            d_x_TD, d_rate_TD = FUNCTION(x_TD, A_log_1D, d_y_TD, d_other_TD, LOW, HIGH)
-            if RATED:
-                d_A_TD += tl.where(real_TD, d_rate_TD, 0.0)
-                d_bias_TD += tl.where(real_TD, d_x_TD, 0.0)
+                tl.static_assert(RESULTS == 1)
+                d_first_TD = d_first_TD * factor_1D
+            d_x_TD, d_A_log_term_TD = FUNCTION(
+                x_TD, A_log_1D, d_first_TD, d_second_TD, LOW, HIGH
+            )
+            if HAS_RATE:
+                d_A_log_TD += tl.where(real_TD, d_A_log_term_TD, 0.0)
+                d_dt_bias_TD += tl.where(real_TD, d_x_TD, 0.0)
             out_TD = d_rows_ptr + t_T[:, None] * d_stride_s + d_D[None, :]
             tl.store(out_TD, d_x_TD.to(d_rows_ptr.dtype.element_ty), mask=real_TD)
-        if RATED:
-            d_A_D = tl.sum(d_A_TD, axis=0)
+        if HAS_RATE:
+            d_A_log_D = tl.sum(d_A_log_TD, axis=0)
             partial_ptr += RATE_COLUMN
-            if CHANNELS:
-                tl.store(partial_ptr + program, tl.sum(d_A_D, axis=0))
+            if PER_CHANNEL:
+                tl.store(partial_ptr + head, tl.sum(d_A_log_D, axis=0))
             else:
-                tl.store(partial_ptr + d_D, d_A_D, mask=real_D)
-            of_bias_ptr = partial_ptr + HEADS + program * D
-            tl.store(of_bias_ptr + d_D, tl.sum(d_bias_TD, axis=0), mask=real_D)
+                tl.store(partial_ptr + d_D, d_A_log_D, mask=real_D)
+            d_dt_bias_ptr = partial_ptr + HEADS + head * D
+            tl.store(d_dt_bias_ptr + d_D, tl.sum(d_dt_bias_TD, axis=0), mask=real_D)
 
 
 @triton.jit(do_not_specialize=["S", "steps"])
@@ -564,12 +596,12 @@ def front_backward_kernel(
     position_ptr,
     lead_ptr,
     place_ptr,
-    dx_ptr,
-    dy_ptr,
-    dz_ptr,
-    dg_ptr,
-    dh_ptr,
-    di_ptr,
+    d_conv0_ptr,
+    d_conv1_ptr,
+    d_conv2_ptr,
+    d_gate0_ptr,
+    d_gate1_ptr,
+    d_gate2_ptr,
     factor_ptr,
     d_rows_ptr,
     d_gates_ptr,
@@ -588,10 +620,10 @@ def front_backward_kernel(
     eps,
     CONVOLVED: tl.constexpr,
     GATES: tl.constexpr,
-    GATE: tl.constexpr,
-    SECOND_GATE: tl.constexpr,
-    THIRD_GATE: tl.constexpr,
-    FIRST: tl.constexpr,
+    FIRST_FUNCTION: tl.constexpr,
+    SECOND_FUNCTION: tl.constexpr,
+    THIRD_FUNCTION: tl.constexpr,
+    FIRST_CONV_COLUMN: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
     ROWS: tl.constexpr,
@@ -605,25 +637,30 @@ def front_backward_kernel(
     COLUMNS: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """The front's backward. Grid: (slots of gates, then of heads; token tiles; B).
+    """The front's backward. Grid: (programs of a tile of tokens; tiles; B).
 
-    Reads the gradients of the convolved sections (``dx_ptr``, ``dy_ptr``, ``dz_ptr``)
-    and of the gates (``dg_ptr``, ``dh_ptr``, ``di_ptr``). Writes the gradients of the
-    rows to ``d_rows_ptr``, of ``gates_ptr`` to ``d_gates_ptr``. Strides are as in
-    the forward. Each tile has a row of COLUMNS partial sums in ``partial_ptr`` for the
-    gradients of conv weight [C, W], conv bias [C] and, from column RATE_COLUMN on,
-    A_log and dt_bias. Each program writes some columns of its tile's row; a second
-    launch adds the rows of all tiles in a fixed order.
+    The programs of a tile are those of the gates, then those of the convolved heads.
+
+    Reads the gradients of the convolved sections (``d_conv0_ptr``, ``d_conv1_ptr``,
+    ``d_conv2_ptr``) and of the gates (``d_gate0_ptr``, ``d_gate1_ptr``,
+    ``d_gate2_ptr``). Writes the gradients of the rows to ``d_rows_ptr``, of
+    ``gates_ptr`` to ``d_gates_ptr``, of the lead-in to ``d_lead_ptr``. The other
+    arguments are as in the forward.
+
+    Each tile has a row of COLUMNS partial sums in ``partial_ptr`` for the gradients of
+    conv weight [C, W], conv bias [C] and, from column RATE_COLUMN on, A_log and
+    dt_bias. Each program writes some columns of its tile's row; a second launch adds
+    the rows of all tiles in a fixed order.
     """
-    slot = tl.program_id(0)
+    program = tl.program_id(0)
     tile = tl.program_id(1)
     tokens = ROWS * steps
     start = tile * tokens
     b = tl.cast(tl.program_id(2), tl.int64)
-    own_ptr = rows_ptr + b * stride_b
-    d_own_ptr = d_rows_ptr + b * d_stride_b
-    rows_ptr = own_ptr + FIRST
-    d_rows_ptr = d_own_ptr + FIRST
+    row_ptr = rows_ptr + b * stride_b
+    d_row_ptr = d_rows_ptr + b * d_stride_b
+    rows_ptr = row_ptr + FIRST_CONV_COLUMN
+    d_rows_ptr = d_row_ptr + FIRST_CONV_COLUMN
     gates_ptr += b * gates_stride_b
     d_gates_ptr += b * d_gates_stride_b
     partial_ptr += (b * tl.num_programs(1) + tile) * COLUMNS
@@ -631,34 +668,34 @@ def front_backward_kernel(
     if HAS_HISTORY:
         lead_ptr += b * C
         d_lead_ptr += b * C
-    gates = (dg_ptr, dh_ptr, di_ptr)
+    gates = (d_gate0_ptr, d_gate1_ptr, d_gate2_ptr)
     for n in tl.static_range(len(GATES)):
-        _gate_slot_backward(
-            gates_ptr if GATES[n][AT_APART] else own_ptr,
+        _compute_gate_section_backward(
+            gates_ptr if GATES[n][IN_GATE_ROWS_INDEX] else row_ptr,
             A_log_ptr,
             dt_bias_ptr,
             gates[n],
-            dh_ptr,
+            d_gate1_ptr,
             factor_ptr,
-            d_gates_ptr if GATES[n][AT_APART] else d_own_ptr,
+            d_gates_ptr if GATES[n][IN_GATE_ROWS_INDEX] else d_row_ptr,
             partial_ptr,
-            slot,
+            program,
             b,
             start,
             S,
             tokens,
-            gates_stride_s if GATES[n][AT_APART] else stride_s,
-            d_gates_stride_s if GATES[n][AT_APART] else d_stride_s,
+            gates_stride_s if GATES[n][IN_GATE_ROWS_INDEX] else stride_s,
+            d_gates_stride_s if GATES[n][IN_GATE_ROWS_INDEX] else d_stride_s,
             H,
             SCALED,
             RATE_COLUMN,
-            (GATE, SECOND_GATE, THIRD_GATE)[n],
+            (FIRST_FUNCTION, SECOND_FUNCTION, THIRD_FUNCTION)[n],
             GATES,
             n,
         )
-    grads = (dx_ptr, dy_ptr, dz_ptr)
+    grads = (d_conv0_ptr, d_conv1_ptr, d_conv2_ptr)
     for n in tl.static_range(3):
-        _convolve_slot_backward(
+        _convolve_section_backward(
             rows_ptr,
             weight_ptr,
             bias_ptr,
@@ -670,7 +707,7 @@ def front_backward_kernel(
             d_rows_ptr,
             partial_ptr,
             d_lead_ptr,
-            slot,
+            program,
             b,
             start,
             S,

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from ..kernels.launch import MOST_PLANS, Launch
+from ..kernels.launch import LAUNCH_CACHE_SIZE, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import (
     SegmentTile,
@@ -27,23 +27,26 @@ from ..kernels.tiles import (
 from . import gate_kernels
 from . import gates as plain_gates
 from .history_kernels import lead_in, lead_in_backward
-from .kernels import (
-    AT_BLOCK,
-    AT_COUNT,
-    AT_SUMMED,
-    front_backward_kernel,
-    front_forward_kernel,
-)
-from .table import Batch, Front, FrontTable
+from .kernels import front_backward_kernel, front_forward_kernel
+from .table import Front, FrontArguments, FrontTable
 
 _EPS = 1e-6  # as in :func:`..elementwise.l2norm`
-_MOST_GATES = 3
+_CONVOLVED_SECTIONS = 3  # of every table; each makes one input of the rule
+# the kernels' number of arguments for gates' results; a table may need fewer
+_MOST_GATE_RESULTS = 3
+
+
+class SectionOutput(NamedTuple):
+    """The rule's inputs that one section makes."""
+
+    names: tuple[str, ...]  # two if the section is a gate with two results
+    shape: tuple[int, ...]  # of one token: [heads] or [heads, dim]
 
 
 @dataclass(frozen=True, eq=False)
 class TritonFront(Front):
-    """The front in Triton. Rows and the conv weight must be contiguous; W is at least
-    2.
+    """The front in Triton. The columns of a row lie side by side, the conv weight is
+    contiguous, and W is at least 2.
 
     With ``batch_invariant``, packed rows take one code path without fused
     multiply-adds, since a compiler may fuse a product and a sum in one copy of a loop
@@ -55,111 +58,119 @@ class TritonFront(Front):
     triton: ClassVar[bool] = True
 
     @cached_property
-    def outputs(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        """Names and shape (``[heads]``, ``[heads, dim]``) of the rule inputs of each
-        section."""
-        shape_of = self.layout.shape_of
-        table = self.table
-        made: list[tuple[tuple[str, ...], tuple[int, ...]]] = [
-            ((part.rule_input,), shape_of(part.section)) for part in table.convolved
-        ]
-        for gate in table.gates:
-            heads, width = shape_of(gate.section)
-            made.append(
-                (gate.rule_input, (heads, width) if gate.channels else (heads,))
-            )
+    def section_outputs(self) -> tuple[SectionOutput, ...]:
+        """The rule's inputs that each section makes: of convolved sections, then of
+        gate sections."""
+        layout = self.layout
+        made = []
+        for part in self.table.convolved_sections:
+            made.append(SectionOutput(part.rule_inputs, layout.shape_of(part.section)))
+        for gate in self.table.gate_sections:
+            heads, width = layout.shape_of(gate.section)
+            shape = (heads, width) if gate.per_channel else (heads,)
+            made.append(SectionOutput(gate.rule_inputs, shape))
         return tuple(made)
 
     def _make_inputs(
-        self, batch: Batch, wanted: tuple[str, ...]
+        self, arguments: FrontArguments, wanted: tuple[str, ...]
     ) -> dict[str, Tensor | None]:
         """Compute the rule's inputs that ``wanted`` names, in one launch."""
-        proj, given, documents, history = batch
+        proj, parameters, documents, history = arguments
         S, B, _ = proj.shape
         made: dict[str, Tensor | None] = {}
-        wanted_outputs = [
-            any(name in wanted for name in names) for names, _ in self.outputs
+        # for each section, whether at least one of its inputs is wanted
+        is_wanted = [
+            any(name in wanted for name in output.names)
+            for output in self.section_outputs
         ]
-        if not any(wanted_outputs):
+        if not any(is_wanted):
             return made
-        for index, (names, shape) in enumerate(self.outputs):
-            if index < 3:
+        for index, output in enumerate(self.section_outputs):
+            if index < _CONVOLVED_SECTIONS:
                 dtype = self.dtype
             else:
                 dtype = torch.float32
-            for name in names:
-                if wanted_outputs[index]:
-                    x = proj.new_empty((B, S) + shape, dtype=dtype)
+            for name in output.names:
+                if is_wanted[index]:
+                    x = proj.new_empty((B, S) + output.shape, dtype=dtype)
                 else:
                     x = None
                 made[name] = x
-        if given.apart is None:
+        if parameters.gate_rows is None:
             gate_rows = proj
         else:
-            gate_rows = given.apart
-        lead, place = lead_in(
-            history if any(wanted_outputs[:3]) else None, given.weight
-        )
+            gate_rows = parameters.gate_rows
+        convolves = any(is_wanted[:_CONVOLVED_SECTIONS])
+        lead, place = lead_in(history if convolves else None, parameters.weight)
         launch = _forward_launch(
             self,
             S,
             B,
-            given.weight.shape[-1],
+            parameters.weight.shape[-1],
             proj.stride()[:2],
             gate_rows.stride()[:2],
-            tuple(wanted_outputs),
-            given.apart is not None,
-            given.bias is not None,
+            tuple(is_wanted),
+            parameters.gate_rows is not None,
+            parameters.bias is not None,
             documents is not None,
             lead is not None,
         )
         # For an output that is not wanted, the kernel gets a pointer to another tensor
         # of the same dtype and does not use the pointer. So all choices of outputs
         # share one compilation.
-        outs = list(made.values())
-        stand_in = next((x for x in outs[:3] if x is not None), proj)
-        outs = [stand_in if x is None else x for x in outs[:3]] + [
-            given.A_log if x is None else x for x in _padded(outs[3:], None)
-        ]
+        outputs = list(made.values())
+        convolved = outputs[:_CONVOLVED_SECTIONS]
+        gates = _with_three_results(outputs[_CONVOLVED_SECTIONS:], None)
+        stand_in = next((x for x in convolved if x is not None), proj)
+        convolved = [stand_in if x is None else x for x in convolved]
+        gates = [parameters.A_log if x is None else x for x in gates]
         launch(
             proj,
             gate_rows,
-            given.weight,
-            given.bias,
-            given.A_log,
-            given.dt_bias,
+            parameters.weight,
+            parameters.bias,
+            parameters.A_log,
+            parameters.dt_bias,
             None if documents is None else documents.position_T,
             lead,
             place,
-            *outs,
+            *(convolved + gates),
         )
         return made
 
     def _compute_gradients(
-        self, batch: Batch, grads: object, d_proj: Tensor, d_apart: Tensor | None
+        self,
+        arguments: FrontArguments,
+        grads: object,
+        d_proj: Tensor,
+        d_gate_rows: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Return gradients of the parameters; write those of rows to ``d_proj`` and
-        ``d_apart``."""
-        proj, given, documents, history = batch
+        ``d_gate_rows``."""
+        proj, given, documents, history = arguments
         S, B, _ = proj.shape
-        d_made = [
+        d_inputs = [
             getattr(grads, name).contiguous()
-            for names, _ in self.outputs
-            for name in names
+            for output in self.section_outputs
+            for name in output.names
         ]
-        d_inputs = d_made[:3] + _padded(d_made[3:], given.A_log)
+        d_convolved = d_inputs[:_CONVOLVED_SECTIONS]
+        d_gates = _with_three_results(d_inputs[_CONVOLVED_SECTIONS:], given.A_log)
         factor = getattr(grads, "factor", None)
         weight, bias, A_log, dt_bias = given[:4]
-        gate_rows, d_gate_rows = (
-            (proj, d_proj) if d_apart is None else (given.apart, d_apart)
-        )
+        has_gate_rows = d_gate_rows is not None
+        if d_gate_rows is None:
+            gate_rows = proj
+            d_gate_rows = d_proj
+        else:
+            gate_rows = given.gate_rows
         assert gate_rows is not None
         lead, place = lead_in(history, weight)
         if lead is None:
             d_lead = None
         else:
             d_lead = torch.empty_like(lead)
-        launch, (tiles, columns) = _backward_plan(
+        plan = _backward_plan(
             self,
             S,
             B,
@@ -168,19 +179,25 @@ class TritonFront(Front):
             + gate_rows.stride()[:2]
             + d_proj.stride()[:2]
             + d_gate_rows.stride()[:2],
-            tuple([x.shape[2] for x in d_made]),
-            (proj.element_size(), d_made[2].element_size()),
-            d_apart is not None,
+            tuple([x.shape[2] for x in d_inputs]),
+            (proj.element_size(), d_convolved[2].element_size()),
+            has_gate_rows,
             bias is not None,
             documents is not None,
             factor is not None,
             lead is not None,
         )
-        # The lead-in's backward adds a row of partial sums for each piece of each batch
-        # row.
-        rows = B * (tiles + (0 if lead is None else len(lead)))
-        partial = torch.empty(rows, columns, dtype=torch.float32, device=proj.device)
-        launch(
+        # The front's backward writes one row of partial sums for each tile of each
+        # batch row. The lead-in's backward adds one for each piece of each batch row.
+        rows_of_tiles = B * plan.tiles
+        rows_of_pieces = 0 if lead is None else B * len(lead)
+        partial = torch.empty(
+            rows_of_tiles + rows_of_pieces,
+            plan.columns,
+            dtype=torch.float32,
+            device=proj.device,
+        )
+        plan.launch(
             proj,
             gate_rows,
             weight,
@@ -190,7 +207,7 @@ class TritonFront(Front):
             None if documents is None else documents.position_T,
             lead,
             place,
-            *d_inputs,
+            *(d_convolved + d_gates),
             factor,
             d_proj,
             d_gate_rows,
@@ -198,17 +215,17 @@ class TritonFront(Front):
             d_lead,
         )
         if history is not None and d_lead is not None:
-            lead_in_backward(history, weight, d_lead, partial[B * tiles :])
-        made = [None if x is None else torch.empty_like(x) for x in given[:4]]
-        sum_rows(partial, *[x for x in made if x is not None])
-        return tuple(made)
+            lead_in_backward(history, weight, d_lead, partial[rows_of_tiles:])
+        found = [None if x is None else torch.empty_like(x) for x in given[:4]]
+        sum_rows(partial, *[x for x in found if x is not None])
+        return tuple(found)
 
 
 def gates_without_kernels(table: FrontTable) -> tuple[str, ...]:
     """The sections whose gate is no function of :mod:`.gates` with a twin in
     `.gate_kernels`."""
     lacking = []
-    for gate in table.gates:
+    for gate in table.gate_sections:
         name = getattr(gate.function, "__name__", "")
         ours = gate.function is getattr(plain_gates, name, None)
         if not ours or not hasattr(gate_kernels, f"{name}_backward"):
@@ -216,13 +233,13 @@ def gates_without_kernels(table: FrontTable) -> tuple[str, ...]:
     return tuple(lacking)
 
 
-def _padded[Item](per_gate: list[Item], absent: Item) -> list[Item]:
-    """The list ``per_gate``, one element for each gate, filled up to three with
-    ``absent``."""
-    return per_gate + [absent] * (_MOST_GATES - len(per_gate))
+def _with_three_results[Item](results: list[Item], absent: Item) -> list[Item]:
+    """The list ``results``, one element for each result of a gate, filled up to three
+    with ``absent``."""
+    return results + [absent] * (_MOST_GATE_RESULTS - len(results))
 
 
-@lru_cache(maxsize=MOST_PLANS)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _forward_launch(
     front: TritonFront,
     S: int,
@@ -230,18 +247,19 @@ def _forward_launch(
     W: int,
     strides: tuple[int, int],
     gate_strides: tuple[int, int],
-    wanted_outputs: tuple[bool, ...],
-    gates_apart: bool,
+    is_wanted: tuple[bool, ...],
+    has_gate_rows: bool,
     has_bias: bool,
     packed: bool,
     has_history: bool,
 ) -> Launch:
-    """The forward's launch; ``wanted_outputs``: for each section, whether its output is
-    computed.
+    """The forward's launch.
 
-    ``gates_apart``: the layout's gates have rows of their own. ``gate_strides``:
-    strides of S and B in these rows. ``has_bias``: the convolution has a bias.
-    ``has_history``: history is given.
+    ``strides``: the strides of S and B in the projection rows; ``gate_strides``: in the
+    rows with the gates. ``is_wanted``: for each section, whether its inputs of the rule
+    are computed. ``has_gate_rows``: the layout's gates have rows of their own.
+    ``has_bias``: the convolution has a bias. ``packed``: the rows are of several
+    documents. ``has_history``: there are rows before the first tokens.
     """
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
     tile = tile_of_32_bit_offsets(
@@ -251,30 +269,36 @@ def _forward_launch(
         [strides[0], gate_strides[0]] + _elements_per_token(front),
     )
     require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
-    convolved, gates, functions = kernel_tables(front, gates_apart)
-    slots = [of[AT_COUNT] for of in convolved + gates]
-    first = wanted_outputs.index(True)
-    last = len(wanted_outputs) - wanted_outputs[::-1].index(True)
-    assert all(wanted_outputs[first:last]), "wanted sections must be adjacent"
+    tables = kernel_tables(front, has_gate_rows)
+    programs = [section.programs for section in tables.convolved + tables.gates]
+    first = is_wanted.index(True)
+    end = len(is_wanted) - is_wanted[::-1].index(True)
+    assert all(is_wanted[first:end]), "wanted sections must be adjacent"
     return Launch(
         front_forward_kernel,
-        (sum(slots[first:last]), triton.cdiv(S, tile.tokens), B),
+        (sum(programs[first:end]), triton.cdiv(S, tile.tokens), B),
         S,
         tile.steps,
-        sum(slots[:first]),
+        sum(programs[:first]),
         strides[0],
         strides[1],
         gate_strides[0],
         gate_strides[1],
         _EPS,
-        CONVOLVED=convolved,
-        GATES=gates,
-        **functions,
+        **tables.constants(),
         **_constants(front, tile, W, has_bias, packed, has_history),
     )
 
 
-@lru_cache(maxsize=MOST_PLANS)
+class _BackwardPlan(NamedTuple):
+    """The backward's launch, and the shape of the partial sums that it writes."""
+
+    launch: Launch
+    tiles: int  # rows of partial sums for each batch row, one for each tile of tokens
+    columns: int  # columns of partial sums, for the gradients of all parameters
+
+
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _backward_plan(
     front: TritonFront,
     S: int,
@@ -283,142 +307,211 @@ def _backward_plan(
     strides: tuple[int, ...],
     d_heads: tuple[int, ...],
     element_bytes: tuple[int, int],
-    gates_apart: bool,
+    has_gate_rows: bool,
     has_bias: bool,
     packed: bool,
     has_factor: bool,
     has_history: bool,
-) -> tuple[Launch, tuple[int, int]]:
-    """The backward's launch, and the numbers of tiles and of columns of the partial
-    sums.
+) -> _BackwardPlan:
+    """The backward's launch and the shape of its partial sums.
 
-    ``d_heads``: the number of heads of each gradient. ``element_bytes``: the bytes of
-    an element of the rows, of a gradient. ``has_factor``: gradients get a factor per
-    head.
+    ``strides``: the strides of S and B in the projection rows, the rows with the gates,
+    and the gradients of both. ``d_heads``: for each input of the rule, the number of
+    heads of its gradient. ``element_bytes``: the bytes of an element of the rows, and
+    of a gradient. ``has_factor``: gradients get a factor per head. The others are as in
+    :func:`_forward_launch`.
     """
     layout = front.layout
-    heads = [shape[0] for names, shape in front.outputs for _ in names]
-    assert all(of % n == 0 for of, n in zip(d_heads, heads, strict=True)), (
-        d_heads,
-        heads,
-    )
-    groups = [of // n for of, n in zip(d_heads, heads, strict=True)]
+    heads = [output.shape[0] for output in front.section_outputs for _ in output.names]
+    # how many heads of an input's gradient are summed for one head of the input
+    summed_heads = []
+    for of_gradient, of_input in zip(d_heads, heads, strict=True):
+        assert of_gradient % of_input == 0, (d_heads, heads)
+        summed_heads.append(of_gradient // of_input)
     tile = front.tile or front_backward_tile(S * B, _widest_head(front))
     tile = within_grid(tile, S, B)
-    widths = [
-        group * width
-        for group, width in zip(groups, _elements_per_token(front), strict=True)
+    gradient_widths = [
+        summed * width
+        for summed, width in zip(summed_heads, _elements_per_token(front), strict=True)
     ]
-    tile = tile_of_32_bit_offsets(tile, S, W, list(strides[::2]) + widths)
+    tile = tile_of_32_bit_offsets(tile, S, W, list(strides[::2]) + gradient_widths)
     require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
-    convolved, gates, functions = kernel_tables(front, gates_apart, "_backward", groups)
-    copied = [
-        of[AT_BLOCK] * (element_bytes[0] + of[AT_SUMMED] * element_bytes[1])
-        for of in convolved
+    tables = kernel_tables(
+        front, has_gate_rows, backward=True, summed_heads=summed_heads
+    )
+    row_bytes, gradient_bytes = element_bytes
+    prefetched_bytes = [
+        part.block * (row_bytes + part.summed_heads * gradient_bytes)
+        for part in tables.convolved
     ]
-    tile = within_shared_memory(tile, max(copied))
+    tile = within_shared_memory(tile, max(prefetched_bytes))
     assert tile.steps >= W - 1, "a segment must have at least W - 1 steps"
     tiles = triton.cdiv(S, tile.tokens)
     rate_column = layout.conv_width * (W + has_bias)
-    (rated,) = (gate for gate in front.table.gates if gate.rated)
-    n, width = layout.shape_of(rated.section)
-    columns = rate_column + n + n * width
+    (rated,) = (gate for gate in front.table.gate_sections if gate.has_rate)
+    rates, biases_per_rate = layout.shape_of(rated.section)
+    columns = rate_column + rates + rates * biases_per_rate
+    programs = sum(section.programs for section in tables.gates + tables.convolved)
     launch = Launch(
         front_backward_kernel,
-        (sum(of[AT_COUNT] for of in gates + convolved), tiles, B),
+        (programs, tiles, B),
         S,
         tile.steps,
         *strides,
         _EPS,
-        CONVOLVED=convolved,
-        GATES=gates,
-        **functions,
+        **tables.constants(),
         **_constants(front, tile, W, has_bias, packed, has_history),
         H=layout.state_heads,
         RATE_COLUMN=rate_column,
         COLUMNS=columns,
         SCALED=has_factor,
     )
-    return launch, (tiles, columns)
+    return _BackwardPlan(launch, tiles, columns)
 
 
 def _widest_head(front: TritonFront) -> int:
-    return max(front.layout.shape_of(part.section)[1] for part in front.table.convolved)
+    """The number of columns of the widest convolved head."""
+    widths = []
+    for part in front.table.convolved_sections:
+        _, width = front.layout.shape_of(part.section)
+        widths.append(width)
+    return max(widths)
 
 
 def _elements_per_token(front: TritonFront) -> list[int]:
-    """The number of elements per token of every input of the rule."""
-    made = [(names, torch.Size(shape).numel()) for names, shape in front.outputs]
-    return [width for names, width in made for _ in names]
+    """For each input of the rule, the number of its elements per token."""
+    return [
+        torch.Size(output.shape).numel()
+        for output in front.section_outputs
+        for _ in output.names
+    ]
+
+
+class ConvolvedConstants(NamedTuple):
+    """A section's tuple in the kernels' argument CONVOLVED; the kernels read it by the
+    indices of :mod:`.kernels`."""
+
+    first_program: int
+    programs: int  # one for each head
+    first_channel: int
+    head_dim: int
+    block: int  # head_dim rounded up to a power of two
+    unit_length: bool
+    summed_heads: int  # heads of the gradient that are summed for one head
+
+
+class GateConstants(NamedTuple):
+    """A gate's tuple in the kernels' argument GATES; the kernels read it by the indices
+    of :mod:`.kernels`."""
+
+    first_program: int
+    programs: int  # one for each head if the gate is per channel, else one
+    first_column: int
+    columns: int  # of one program
+    block: int  # columns rounded up to a power of two
+    per_channel: bool
+    results: int  # 1 or 2
+    has_rate: bool
+    low: float
+    high: float
+    summed_heads: int  # heads of the gradient that are summed for one head
+    in_gate_rows: bool  # whether the columns are in the gates' own rows
+
+
+class KernelTables(NamedTuple):
+    """A front's table as constants of the kernels."""
+
+    convolved: tuple[ConvolvedConstants, ...]
+    gates: tuple[GateConstants, ...]
+    functions: dict[str, object]  # the gates' functions by the kernels' argument names
+
+    def constants(self) -> dict[str, object]:
+        """All constants by the kernels' argument names, as plain tuples for Triton."""
+        convolved = tuple(tuple(part) for part in self.convolved)
+        return {"CONVOLVED": convolved} | self.gate_constants()
+
+    def gate_constants(self) -> dict[str, object]:
+        """The constants of the gates alone."""
+        gates = tuple(tuple(gate) for gate in self.gates)
+        return {"GATES": gates} | self.functions
 
 
 def kernel_tables(
     front: Front,
-    gates_apart: bool = False,
-    suffix: str = "",
-    groups: Sequence[int] | None = None,
-) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, object]]:
-    """The kernels' arguments CONVOLVED and GATES, and the gates' functions by argument
-    name.
+    has_gate_rows: bool = False,
+    *,
+    backward: bool = False,
+    summed_heads: Sequence[int] | None = None,
+) -> KernelTables:
+    """The table of ``front`` as constants of the forward's or ``backward``'s kernel.
 
-    ``suffix``: end of the functions' names, "" or "_backward". ``groups``: for each
-    input, how many heads of its gradient are summed for one head. ``gates_apart``: the
-    layout's gates have their own rows.
+    ``has_gate_rows``: the layout's gates have rows of their own. ``summed_heads``: for
+    each input of the rule, how many heads of its gradient are summed for one head;
+    None: 1.
     """
     layout = front.layout
-    convolved = []
-    gates = []
-    place = 3
-    if groups is None:
-        groups = [1] * len(front.names)
-    # The gates' programs take the last slots in the forward and the first slots in the
+    table = front.table
+    if summed_heads is None:
+        summed_heads = [1] * len(front.names)
+    # The gates' programs are the last ones in the forward and the first ones in the
     # backward.
-    if suffix:
-        slot = 0
-    else:
-        slot = sum(layout.shape_of(x.section)[0] for x in front.table.convolved)
-    for gate in front.table.gates:
+    first_program = 0
+    if not backward:
+        for part in table.convolved_sections:
+            heads, _ = layout.shape_of(part.section)
+            first_program += heads
+    gates = []
+    input_index = _CONVOLVED_SECTIONS  # of the gate's first input of the rule
+    for gate in table.gate_sections:
         heads, width = layout.shape_of(gate.section)
-        programs, columns = (heads, width) if gate.channels else (1, heads)
-        first = layout.columns(gate.section).start
-        apart = gates_apart and first >= layout.main_width
-        if apart:
-            first -= layout.main_width
+        programs, columns = (heads, width) if gate.per_channel else (1, heads)
+        first_column = layout.columns(gate.section).start
+        in_gate_rows = has_gate_rows and first_column >= layout.main_width
+        if in_gate_rows:
+            first_column -= layout.main_width
         gates.append(
-            (
-                slot,
+            GateConstants(
+                first_program,
                 programs,
-                first,
+                first_column,
                 columns,
                 block_dim(columns),
-                gate.channels,
-                len(gate.rule_input),
-                gate.rated,
+                gate.per_channel,
+                len(gate.rule_inputs),
+                gate.has_rate,
                 float(gate.low),
                 float(gate.high),
-                groups[place],
-                apart,
+                summed_heads[input_index],
+                in_gate_rows,
             )
         )
-        slot = slot + programs
-        place = place + len(gate.rule_input)
-    if not suffix:
-        slot = 0
-    for part, group in zip(front.table.convolved, groups, strict=False):
-        heads, dim = layout.shape_of(part.section)
-        channel = front.channels[part.section].start
-        unit = part.unit_length
-        convolved.append((slot, heads, channel, dim, block_dim(dim), unit, group))
-        slot += heads
+        first_program += programs
+        input_index += len(gate.rule_inputs)
+    if not backward:
+        first_program = 0
+    convolved = []
+    for part, summed in zip(table.convolved_sections, summed_heads, strict=False):
+        heads, head_dim = layout.shape_of(part.section)
+        convolved.append(
+            ConvolvedConstants(
+                first_program,
+                heads,
+                front.conv_channels[part.section].start,
+                head_dim,
+                block_dim(head_dim),
+                part.unit_length,
+                summed,
+            )
+        )
+        first_program += heads
+    suffix = "_backward" if backward else ""
     functions = [
-        getattr(gate_kernels, x.function.__name__ + suffix) for x in front.table.gates
+        getattr(gate_kernels, gate.function.__name__ + suffix)
+        for gate in table.gate_sections
     ]
-    names = ("GATE", "SECOND_GATE", "THIRD_GATE")
-    return (
-        tuple(convolved),
-        tuple(gates),
-        dict(zip(names, _padded(functions, None), strict=True)),
-    )
+    arguments = ("FIRST_FUNCTION", "SECOND_FUNCTION", "THIRD_FUNCTION")
+    by_argument = zip(arguments, _with_three_results(functions, None), strict=True)
+    return KernelTables(tuple(convolved), tuple(gates), dict(by_argument))
 
 
 def _constants(
@@ -429,13 +522,16 @@ def _constants(
     packed: bool,
     has_history: bool,
 ) -> dict[str, object]:
-    """Constexpr arguments and compile options of both kernels; ``tile``: how tokens are
-    cut."""
+    """The other constexpr arguments, and the compile options, of both kernels.
+
+    ``tile``: how many tokens a program computes. The others are as in
+    :func:`_forward_launch`.
+    """
     assert tile.steps % 4 == 0, "the loop is unrolled four times"
     always_masked = front.batch_invariant and packed
     layout = front.layout
     return {
-        "FIRST": layout.conv_columns.start,
+        "FIRST_CONV_COLUMN": layout.conv_columns.start,
         "C": layout.conv_width,
         "W": W,
         "ROWS": tile.rows,

@@ -16,7 +16,7 @@ from ..conv import convolve_rows
 from ..elementwise import l2norm
 from ..obstacles import log_obstacle_once, why_not_triton
 from ..rules.base import Bits
-from .table import Batch, Front, FrontParameters, FrontTable
+from .table import Front, FrontArguments, FrontParameters, FrontTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,97 +24,105 @@ class PlainFront(Front):
     """A :class:`Front` in plain torch; autograd computes its backward."""
 
     @torch.no_grad()
-    def _make_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
-        made = self._differentiable_inputs(batch, wanted)
-        kind = self.dtype or batch.proj.dtype
+    def _make_inputs(
+        self, arguments: FrontArguments, wanted: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        made = self._differentiable_inputs(arguments, wanted)
+        dtype = self.dtype or arguments.proj.dtype
         return {
-            name: (x.to(kind) if name in self.convolved else x).contiguous()
+            name: (x.to(dtype) if name in self.convolved_inputs else x).contiguous()
             for name, x in made.items()
         }
 
     def _differentiable_inputs(
-        self, batch: Batch, wanted: tuple[str, ...]
+        self, arguments: FrontArguments, wanted: tuple[str, ...]
     ) -> dict[str, Tensor]:
         """The ``wanted`` inputs of the rule by name, in fp32 or wider."""
-        proj, given, documents, history = batch
+        proj, parameters, documents, history = arguments
         wide = torch.promote_types(proj.dtype, torch.float32)
         made = {}
         rows_BSP = proj.transpose(0, 1)
-        bias = given.bias
-        for part in self.table.convolved:
+        for part in self.table.convolved_sections:
             if part.rule_input not in wanted:
                 continue
-            channels = self.channels[part.section]
+            channels = self.conv_channels[part.section]
+            bias = parameters.bias
+            if bias is not None:
+                bias = bias[channels].to(wide)
+            history_of_section = history
+            if history is not None:
+                history_of_section = history._replace(rows=history.rows[..., channels])
             x = convolve_rows(
                 rows_BSP[..., self.layout.columns(part.section)].to(wide),
-                given.weight.flatten(1)[channels].to(wide),
-                None if bias is None else bias[channels].to(wide),
+                parameters.weight.flatten(1)[channels].to(wide),
+                bias,
                 documents,
-                None
-                if history is None
-                else history._replace(rows=history.rows[..., channels]),
+                history_of_section,
             )
             x = x.unflatten(-1, self.layout.shape_of(part.section))
             made[part.rule_input] = l2norm(x) if part.unit_length else x
         return made | self.gates_of(
-            proj, given.A_log, given.dt_bias, given.apart, wanted
+            proj, parameters.A_log, parameters.dt_bias, parameters.gate_rows, wanted
         )
 
     def _compute_gradients(
-        self, batch: Batch, grads: object, d_proj: Tensor, d_apart: Tensor | None
+        self,
+        arguments: FrontArguments,
+        grads: object,
+        d_proj: Tensor,
+        d_gate_rows: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        proj, given, documents, history = batch
+        proj, given, documents, history = arguments
         wide = torch.promote_types(proj.dtype, torch.float32)
 
-        def run(
+        def inputs_from(
             proj: Tensor,
-            before: Tensor | None,
-            apart: Tensor | None,
+            history_rows: Tensor | None,
+            gate_rows: Tensor | None,
             *parameters: Tensor,
-        ):
-            """The rule's inputs; ``before``: history rows; ``apart``: the gates' own
-            rows."""
+        ) -> list[Tensor]:
+            """All inputs of the rule, as a function of each tensor that has a
+            gradient."""
             weight, bias, A_log, dt_bias = parameters
-            of = FrontParameters(weight, bias, A_log, dt_bias, None, apart)
-            inner = Batch(
-                proj, of, documents, history and history._replace(rows=before)
-            )
-            return list(self._differentiable_inputs(inner, self.names).values())
+            named = FrontParameters(weight, bias, A_log, dt_bias, None, gate_rows)
+            before = history and history._replace(rows=history_rows)
+            differentiated = FrontArguments(proj, named, documents, before)
+            made = self._differentiable_inputs(differentiated, self.names)
+            return list(made.values())
 
-        d_made = []
-        sections = self.table.convolved + self.table.gates
+        d_inputs = []
+        sections = self.table.convolved_sections + self.table.gate_sections
         factor = getattr(grads, "factor", None)
         for part in sections:
-            heads = self.layout.shape_of(part.section)[0]
-            for name in (
-                (part.rule_input,)
-                if isinstance(part.rule_input, str)
-                else part.rule_input
-            ):
-                d = getattr(grads, name).to(wide).unflatten(2, (heads, -1))
+            heads, _ = self.layout.shape_of(part.section)
+            for name in part.rule_inputs:
+                d_input = getattr(grads, name).to(wide).unflatten(2, (heads, -1))
                 # sum over the value heads that share one head of this input
-                d = d.sum(3)
+                d_input = d_input.sum(3)
                 if factor is not None:
-                    d = d * factor.view(heads, -1)[:, 0].view(
-                        (heads,) + (1,) * (d.dim() - 3)
-                    )
-                d_made.append(d)
+                    # the value heads of one head have equal factors
+                    factor_of_head = factor.view(heads, -1)[:, 0]
+                    trailing = (1,) * (d_input.dim() - 3)
+                    d_input = d_input * factor_of_head.view((heads,) + trailing)
+                d_inputs.append(d_input)
         if history is None:
-            before = None
+            history_rows = None
         else:
-            before = history.rows
-        inputs = (proj, before, given.apart) + given[:4]
-        inputs = [None if x is None else x.to(wide) for x in inputs]
-        d_rows, d_before, d_gates, *of_parameters = gradients(run, inputs, d_made)
+            history_rows = history.rows
+        tensors = (proj, history_rows, given.gate_rows) + given[:4]
+        tensors = [None if x is None else x.to(wide) for x in tensors]
+        d_rows, d_history_rows, d_gates, *d_parameters = gradients(
+            inputs_from, tensors, d_inputs
+        )
         for part in sections:
             columns = self.layout.columns(part.section)
             if columns.start < d_proj.shape[-1]:
                 d_proj[..., columns] = d_rows[..., columns]
-        if d_apart is not None:
-            d_apart.copy_(d_gates)
+        if d_gate_rows is not None:
+            d_gate_rows.copy_(d_gates)
         if history is not None and history.d_rows is not None:
-            history.d_rows.copy_(d_before)
-        pairs = zip(of_parameters, given, strict=False)
+            history.d_rows.copy_(d_history_rows)
+        pairs = zip(d_parameters, given, strict=False)
         return tuple(None if x is None else d.to(x.dtype) for d, x in pairs)
 
 
@@ -132,6 +140,8 @@ def front_of(
     ``bits``.
 
     Args:
+        device: the type of the device, ``"cuda"`` or ``"cpu"``.
+        taps: W, the taps of the convolution.
         kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps, any dtype but fp64, and
             gates whose functions have Triton twins), ``"triton"`` or ``"torch"``.
         operands: the dtype of the q, k and v that the rule gets; None: ``rows_dtype``.

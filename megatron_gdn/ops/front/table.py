@@ -1,7 +1,12 @@
-"""The front of all mixers, which turns projection rows into a rule's inputs by a table.
+"""The front of all mixers: it turns projection rows into a rule's inputs, as a table
+says.
 
 convolved sections      SiLU(conv(x)), scaled to unit length if the table says so
-gates                   elementwise functions of :mod:`.gates`, per head or per channel
+gate sections           elementwise functions of :mod:`.gates`, per head or per channel
+
+A mixer's ``front.py`` makes its :class:`FrontTable`. A new gate needs a
+:class:`GateSection` there, a function in :mod:`.gates`, and for Triton the function
+with its gradient in :mod:`.gate_kernels`.
 """
 
 from __future__ import annotations
@@ -19,38 +24,52 @@ from ..layout import Layout
 from ..state_maps.state_map import StateShape
 from .history import History
 
-# The parameters of a front, in the order that Front's docstring lists.
-Parameters = Sequence[Any]
+# A front's parameters as a list, in the order of the docstring of :class:`Front`.
+FrontParameterList = Sequence[Any]
 
 
-class Convolved(NamedTuple):
-    """A section, or a run of sections, of convolved columns, which becomes a rule's
-    input ``[B, S, heads, width]``."""
+class ConvolvedSection(NamedTuple):
+    """A section, or a run of sections, of convolved columns. It becomes one input of
+    the rule, ``[B, S, heads, width]``."""
 
-    section: str
-    rule_input: str  # name of the rule's input
-    unit_length: bool = False
+    section: str  # the section's name in the layout
+    rule_input: str  # the name of the rule's input
+    unit_length: bool = False  # whether each head's vector is scaled to unit length
 
-
-def delta_sections(normalise_qk: bool = True) -> tuple[Convolved, Convolved, Convolved]:
-    """The delta rule's sections query, key, value; ``normalise_qk``: q and k have unit
-    length."""
-    q, k = Convolved("query", "q", normalise_qk), Convolved("key", "k", normalise_qk)
-    return q, k, Convolved("value", "v")
+    @property
+    def rule_inputs(self) -> tuple[str, ...]:
+        """The one name, as a tuple like :attr:`GateSection.rule_inputs`."""
+        return (self.rule_input,)
 
 
-class Gate(NamedTuple):
-    """A section of gate columns, which gives a rule fp32 inputs
+# The convolved sections of a table, in the order of a row's columns.
+ConvolvedSections = tuple[ConvolvedSection, ConvolvedSection, ConvolvedSection]
+
+
+def delta_sections(normalise_qk: bool = True) -> ConvolvedSections:
+    """The delta rule's sections query, key and value; ``normalise_qk``: q and k have
+    unit length."""
+    return (
+        ConvolvedSection("query", "q", normalise_qk),
+        ConvolvedSection("key", "k", normalise_qk),
+        ConvolvedSection("value", "v"),
+    )
+
+
+class GateSection(NamedTuple):
+    """A section of gate columns. Its function makes fp32 inputs of the rule,
     ``[B, S, heads(, width)]``."""
 
-    section: str
-    # names of the rule's inputs, one for each result of the function
-    rule_input: tuple[str, ...]
+    section: str  # the section's name in the layout
+    # the names of the rule's inputs, one for each result of ``function``
+    rule_inputs: tuple[str, ...]
     function: Callable[..., tuple[Tensor, ...]]  # of :mod:`.gates`
-    # if it uses A_log [heads], dt_bias [columns]; in a table one gate does
-    rated: bool = False
-    channels: bool = False  # a value per channel of each head, not a value per head
-    low: float = 0.0
+    # Whether the gate uses A_log [heads] and dt_bias [columns]. Exactly one gate of a
+    # table does.
+    has_rate: bool = False
+    # True: a value for each channel of a head. False: one value per head.
+    per_channel: bool = False
+    low: float = 0.0  # the arguments ``low`` and ``high`` of ``function``
     high: float = 1.0
 
 
@@ -59,87 +78,103 @@ class FrontTable:
     """The sections of a row that a mixer's front reads, and the rule's inputs that the
     front makes.
 
-    A decode step updates the state S of each head. The sections ``step_sections`` give
-    q, k and v. The first gate is the log-decay g, the last the write strength w; of
-    three the second is b:
+    A decode step also reads the table. For each head the step updates the state S; the
+    sections ``qkv_sections`` give q, k and v. The first gate is the log-decay g, and
+    the last gate is the write strength w. With three gates, the second is the erase
+    gate b:
 
         S = exp(g) S
         S = S + w k (v - S^T k)^T  or  S + k (w v - S^T (b k))^T  with b,  if ``erases``
         S = S + w k v^T                                                    otherwise
-        o = scale S^T q,  plus D v if tokens share a parameter D
+        o = scale S^T q,  plus D v if all tokens share an input D
 
-    With ``steps`` n > 1 a token updates the state n times before it reads the state:
-    the sections of k, v and w are runs of n sections, one for each update, and only the
+    With ``steps`` n > 1 a token updates the state n times before it reads the state.
+    Then k, v and w come from runs of n sections, one for each update, and only the
     first update decays (:mod:`..rules.steps`).
     """
 
     layout: Layout
-    # NamedTuple of the rule's inputs: convolved, gates, then ``shared``
-    inputs: type[Any]
+    # The NamedTuple of the rule's inputs. Its fields are the inputs of the convolved
+    # sections, those of the gate sections, and ``shared_input``, in this order.
+    inputs_class: type[Any]
     state: StateShape
-    convolved: tuple[Convolved, Convolved, Convolved]  # in the order of a row's columns
-    gates: tuple[Gate, ...]
-    # name of an input that all tokens share, a parameter [H] or [H V]
-    shared: str | None = None
-    step_sections: tuple[str, str, str] = ("query", "key", "value")
+    convolved_sections: ConvolvedSections
+    gate_sections: tuple[GateSection, ...]
+    # the name of an input that is equal for all tokens: a parameter [H] or [H V]
+    shared_input: str | None = None
+    qkv_sections: tuple[str, str, str] = ("query", "key", "value")
     scale: float = 1.0
     erases: bool = True
     steps: int = 1
-    # Inputs that are not saved, adjacent in ``inputs``: the backward computes them from
-    # the rows.
+    # Names of inputs that are not saved: the backward computes them again from the
+    # rows. The names must be adjacent in ``inputs_class``.
     recomputed: tuple[str, ...] = ()
 
     @cached_property
-    def unit_length(self) -> bool:
-        """Whether at least one convolved section (q, k) is scaled to unit length."""
-        return any(part.unit_length for part in self.convolved)
+    def normalises_qk(self) -> bool:
+        """Whether q and k are scaled to unit length."""
+        return any(part.unit_length for part in self.convolved_sections)
 
 
 class FrontParameters(NamedTuple):
     """The parameters of a front by name; a parameter that the front does not have is
     None."""
 
-    weight: Tensor  # [C, 1, W]
-    bias: Tensor | None  # [C]
+    weight: Tensor  # [C, 1, W], of the convolution
+    bias: Tensor | None  # [C], of the convolution
     A_log: Tensor  # [heads], fp32
     dt_bias: Tensor  # [heads * width], fp32
-    shared: Tensor | None  # the rule's input that all tokens share
-    # the sections that the layout calls gates [S, B, .] if the rows lack them
-    apart: Tensor | None
+    shared: Tensor | None  # [H] or [H V], the rule's input that all tokens share
+    # [S, B, .]: the columns of the layout's gates, if the projection rows lack them
+    gate_rows: Tensor | None
 
 
-class Batch(NamedTuple):
-    """Rows, parameters, documents and history, which a front's forward and backward
-    both read."""
+class FrontArguments(NamedTuple):
+    """What the forward and the backward of a front both read, for one batch."""
 
-    proj: Tensor  # [S, B, P]
-    given: FrontParameters
-    documents: Documents | None
-    history: History | None
+    proj: Tensor  # projection rows [S, B, P]
+    parameters: FrontParameters
+    documents: Documents | None  # None: each batch row is one sequence
+    history: History | None  # None: zeros before each sequence
 
 
 @dataclass(frozen=True, eq=False)
 class Front:
     """Computes a rule's inputs from projection rows ``[S, B, P]``; ``table`` says how.
 
-    ``parameters``: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log,
-    dt_bias; the shared parameter, if the table has one; the gates' sections
-    ``[S, B, .]``, if rows do not contain them.
+    The argument ``parameters`` of :meth:`forward` and :meth:`backward` lists the conv
+    weight ``[C, 1, W]``, the conv bias ``[C]`` or None, A_log and dt_bias. Then come
+    the shared input, if the table has one, and the columns ``[S, B, .]`` of the
+    layout's gates, if the rows do not contain them.
     """
 
     table: FrontTable
     # dtype of the convolved inputs; None: the rows' dtype
     dtype: torch.dtype | None = None
-    # whether bits must not depend on places in the buffer
+    # whether a token's bits must not depend on the token's place in the buffer
     batch_invariant: bool = False
 
-    triton: ClassVar[bool] = False
-    # Takes a Batch and names of inputs; returns these inputs by name, without the
-    # shared parameter.
-    _make_inputs: ClassVar[Callable[..., Mapping[str, Tensor | None]]]
-    # Takes a Batch, the rule's gradients, d_proj and d_apart; returns the gradients of
-    # weight, bias, A_log and dt_bias; writes d_proj, d_apart and ``history.d_rows``.
-    _compute_gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
+    triton: ClassVar[bool] = False  # whether the front runs in Triton
+
+    def _make_inputs(
+        self, arguments: FrontArguments, wanted: tuple[str, ...]
+    ) -> Mapping[str, Tensor | None]:
+        """The inputs that ``wanted`` names, by name, without the shared input."""
+        raise NotImplementedError
+
+    def _compute_gradients(
+        self,
+        arguments: FrontArguments,
+        grads: Any,
+        d_proj: Tensor,
+        d_gate_rows: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of weight, bias, A_log and dt_bias from ``grads``, those of the
+        rule's inputs.
+
+        Writes ``d_proj``, ``d_gate_rows`` and ``history.d_rows``.
+        """
+        raise NotImplementedError
 
     @cached_property
     def layout(self) -> Layout:
@@ -153,131 +188,136 @@ class Front:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the rule's inputs, in the order of the NamedTuple."""
-        return self.table.inputs._fields
+        return self.table.inputs_class._fields
 
     @cached_property
-    def convolved(self) -> tuple[str, ...]:
-        return tuple(part.rule_input for part in self.table.convolved)
+    def convolved_inputs(self) -> tuple[str, ...]:
+        """The names of the rule's inputs that are convolved."""
+        return tuple(part.rule_input for part in self.table.convolved_sections)
 
     @cached_property
-    def channels(self) -> dict[str, slice]:
-        """For each convolved section's name, the slice of its channels in the
-        convolution."""
-        found = {}
-        first = self.layout.conv_columns.start
-        for part in self.table.convolved:
+    def conv_channels(self) -> dict[str, slice]:
+        """The channels ``0 .. C - 1`` of the convolution that each convolved section
+        has, by the section's name."""
+        channels_of = {}
+        first_column = self.layout.conv_columns.start
+        for part in self.table.convolved_sections:
             columns = self.layout.columns(part.section)
-            found[part.section] = slice(columns.start - first, columns.stop - first)
-        return found
+            channels_of[part.section] = slice(
+                columns.start - first_column, columns.stop - first_column
+            )
+        return channels_of
 
     def gates_of(
         self,
         proj: Tensor,
         A_log: Tensor,
         dt_bias: Tensor,
-        apart: Tensor | None = None,
+        gate_rows: Tensor | None = None,
         wanted: tuple[str, ...] | None = None,
     ) -> dict[str, Tensor]:
-        """The gates' values by names of the rule's inputs; differentiable, in fp32 or
-        wider.
+        """The gates' values ``[B, S, heads(, width)]`` by names of the rule's inputs;
+        differentiable, in fp32 or wider.
 
-        ``apart``: gate columns if ``proj`` lacks them. ``wanted``: names to compute;
-        None: all.
+        ``gate_rows``: the columns of the layout's gates, if ``proj`` lacks them.
+        ``wanted``: names to compute; None: all.
         """
         wide = torch.promote_types(
             torch.promote_types(proj.dtype, A_log.dtype), torch.float32
         )
         made: dict[str, Tensor] = {}
-        for gate in self.table.gates:
-            if wanted is not None and not any(
-                name in wanted for name in gate.rule_input
-            ):
+        for gate in self.table.gate_sections:
+            names = gate.rule_inputs
+            if wanted is not None and not any(name in wanted for name in names):
                 continue
             columns = self.layout.columns(gate.section)
             rows = proj
-            first = 0
-            if apart is not None and columns.start >= self.layout.main_width:
-                rows = apart
-                first = self.layout.main_width
-            x_SBC = rows[..., columns.start - first : columns.stop - first]
+            first_column = 0
+            if gate_rows is not None and columns.start >= self.layout.main_width:
+                rows = gate_rows
+                first_column = self.layout.main_width
+            x_SBC = rows[
+                ..., columns.start - first_column : columns.stop - first_column
+            ]
             x = x_SBC.transpose(0, 1).to(wide)
             x = x.unflatten(-1, self.layout.shape_of(gate.section))
             rate = None
-            if gate.rated:
+            if gate.has_rate:
                 x = x + dt_bias.to(wide).view(x.shape[2:])
                 rate = A_log.to(wide)[:, None]
             values = gate.function(x, rate, gate.low, gate.high)
-            for name, y in zip(gate.rule_input, values, strict=True):
-                made[name] = y if gate.channels else y.squeeze(-1)
+            for name, y in zip(names, values, strict=True):
+                made[name] = y if gate.per_channel else y.squeeze(-1)
         return made
 
     def forward(
         self,
         proj: Tensor,
-        parameters: Parameters,
+        parameters: FrontParameterList,
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
-        """The rule's inputs from rows ``proj``, whose dimensions S and B may have any
-        strides.
+        """The rule's inputs, a ``table.inputs_class``, from rows ``proj [S, B, P]``,
+        whose dimensions S and B may have any strides.
 
         ``only``: the names to compute, adjacent in :attr:`names`; all other inputs are
         None.
         """
-        given = self._named_parameters(parameters)
+        named = self._named_parameters(parameters)
+        arguments = FrontArguments(proj, named, documents, history)
         if only is None:
             wanted = self.names
         else:
             wanted = only
         made: dict[str, Tensor | None] = dict.fromkeys(self.names)
-        made.update(self._make_inputs(Batch(proj, given, documents, history), wanted))
-        if given.shared is not None and self.table.shared in wanted:
-            wide = torch.promote_types(given.shared.dtype, torch.float32)
-            shared = given.shared.to(wide).view(self.layout.state_heads, -1)
+        made.update(self._make_inputs(arguments, wanted))
+        if named.shared is not None and self.table.shared_input in wanted:
+            wide = torch.promote_types(named.shared.dtype, torch.float32)
+            shared = named.shared.to(wide).view(self.layout.state_heads, -1)
             made[self.names[-1]] = shared.expand(proj.shape[1], proj.shape[0], -1, -1)
-        return self.table.inputs(
+        return self.table.inputs_class(
             **{name: made[name] if name in wanted else None for name in made}
         )
 
     def backward(
         self,
         proj: Tensor,
-        parameters: Parameters,
+        parameters: FrontParameterList,
         grads: object,
         d_proj: Tensor,
         documents: Documents | None,
         history: History | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of the parameters, in their shapes and dtypes, from the rule's
-        ``grads``.
+        """The gradients of the parameters, in the parameters' order, shapes and dtypes.
 
-        Writes ``history.d_rows``, and every column of ``d_proj`` ``[S, B, P]`` once,
+        ``grads`` has the gradients of the rule's inputs as attributes. The method
+        writes ``history.d_rows``, and every column of ``d_proj`` ``[S, B, P]`` once,
         except the output gate's columns, which the readout writes.
         """
-        given = self._named_parameters(parameters)
-        if given.apart is None:
-            d_apart = None
+        named = self._named_parameters(parameters)
+        arguments = FrontArguments(proj, named, documents, history)
+        if named.gate_rows is None:
+            d_gate_rows = None
         else:
-            d_apart = torch.empty_like(given.apart)
-        batch = Batch(proj, given, documents, history)
-        found = self._compute_gradients(batch, grads, d_proj, d_apart)
-        if given.shared is not None:
-            shared = given.shared
+            d_gate_rows = torch.empty_like(named.gate_rows)
+        found = self._compute_gradients(arguments, grads, d_proj, d_gate_rows)
+        if named.shared is not None:
+            shared = named.shared
             d_shared = getattr(grads, self.names[-1]).sum((0, 1))
             found += (d_shared.to(shared.dtype).view(shared.shape),)
-        if d_apart is None:
+        if d_gate_rows is None:
             return found
-        return found + (d_apart,)
+        return found + (d_gate_rows,)
 
-    def _named_parameters(self, parameters: Parameters) -> FrontParameters:
+    def _named_parameters(self, parameters: FrontParameterList) -> FrontParameters:
         """The list ``parameters``, in the order of the class's docstring, by name."""
         weight, bias, A_log, dt_bias = parameters[:4]
         others = list(parameters[4:])
         shared = None
-        if self.table.shared is not None:
+        if self.table.shared_input is not None:
             shared = others.pop(0)
-        apart = None
+        gate_rows = None
         if others:
-            (apart,) = others
-        return FrontParameters(weight, bias, A_log, dt_bias, shared, apart)
+            (gate_rows,) = others
+        return FrontParameters(weight, bias, A_log, dt_bias, shared, gate_rows)

@@ -199,7 +199,7 @@ def _read_out_tokens(
     readout = stages.readout
     gamma = stages.parameters[-1]
     s, B, _ = new_rows.shape
-    if isinstance(readout, SplitReadout) or getattr(readout, "by_row", False):
+    if isinstance(readout, SplitReadout) or getattr(readout, "is_rowwise", False):
         new_o = o.flatten(0, 1).index_select(0, token_indices)
         return readout.forward(new_o.unflatten(0, (B, s)), new_rows, gamma)
     mixed = readout_on_grid(readout, o, rows, gamma, grid).flatten(0, 1)

@@ -207,14 +207,14 @@ def _decode_token_in_torch(
     pre = (window[..., -weight.shape[-1] :].to(wide) * weight.flatten(1)).sum(-1)
     convolved = silu(pre if bias is None else pre + bias)[:, None]
     q, k, v = [
-        convolved[..., front.channels[name]].unflatten(-1, layout.shape_of(name))
-        for name in table.step_sections
+        convolved[..., front.conv_channels[name]].unflatten(-1, layout.shape_of(name))
+        for name in table.qkv_sections
     ]
-    if table.unit_length:
+    if table.normalises_qk:
         q, k = l2norm(q), l2norm(k)
     g, *erase, write = front.gates_of(row, A_log, dt_bias).values()
     if table.steps > 1:  # several updates per token: a row for each of them
-        one_token = table.inputs(q=q, k=k, v=v, g=g, beta=write)
+        one_token = table.inputs_class(q=q, k=k, v=v, g=g, beta=write)
         q, k, v, g, write = spread_steps(one_token, table.steps)
     if erase:
         o, state = recurrence(

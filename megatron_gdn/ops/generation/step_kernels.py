@@ -23,18 +23,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..front.kernels import (
-    AT_CHANNELS,
-    AT_COLUMN,
-    AT_COUNT,
-    AT_HIGH,
-    AT_LOW,
-    AT_RATED,
-    AT_WIDTH,
+    COLUMN_INDEX,
+    HAS_RATE_INDEX,
+    HIGH_INDEX,
+    LOW_INDEX,
+    PER_CHANNEL_INDEX,
+    PROGRAMS_INDEX,
+    WIDTH_INDEX,
 )
 from ..front.launches import kernel_tables
-from ..front.table import Front, Parameters
+from ..front.table import Front, FrontParameterList
 from ..kernels.elementwise import sigmoid
-from ..kernels.launch import MOST_PLANS, Launch
+from ..kernels.launch import LAUNCH_CACHE_SIZE, Launch
 from ..kernels.tiles import MOST_PROGRAMS, block_dim, require_32_bits
 
 # history, state and slots: a :class:`.memory.Memory`
@@ -48,7 +48,7 @@ _EPS = 1e-6  # the same as in :func:`..elementwise.l2norm`
 def decode_token_in_slots(
     row: Tensor,
     front: Front,
-    parameters: Parameters,
+    parameters: FrontParameterList,
     memory: MemoryTensors,
     after: MemoryTensors | None,
 ) -> Tensor:
@@ -96,7 +96,7 @@ def decode_token_in_slots(
     return o
 
 
-@lru_cache(maxsize=MOST_PLANS)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _step_launches(
     front: Front,
     N: int,
@@ -131,9 +131,9 @@ def _step_launches(
     require_32_bits(
         "the number of inputs of a history", layout.conv_width * (history_rows + taps)
     )
-    starts = [front.channels[name].start for name in table.step_sections]
-    _, gates, functions = kernel_tables(front)
-    G, _ = layout.shape_of(table.step_sections[0])
+    starts = [front.conv_channels[name].start for name in table.qkv_sections]
+
+    G, _ = layout.shape_of(table.qkv_sections[0])
     shape = {
         "G": G,
         "H": H,
@@ -161,7 +161,7 @@ def _step_launches(
         HELD=history_rows,
         BLOCK_V=block_dim(V),
         HAS_BIAS=has_bias,
-        UNIT=table.unit_length,
+        UNIT=table.normalises_qk,
         num_warps=1,
         **shape,
     )
@@ -173,8 +173,7 @@ def _step_launches(
         strides[1],
         after_strides[1],
         table.scale,
-        GATES=gates,
-        **functions,
+        **kernel_tables(front).gate_constants(),
         BLOCK_V=block_v,
         SKIPS=D_size // H,
         ERASES=table.erases,
@@ -355,9 +354,9 @@ def state_step_kernel(
     state_stride,
     after_stride,
     scale,
-    GATE: tl.constexpr,
-    SECOND_GATE: tl.constexpr,
-    THIRD_GATE: tl.constexpr,
+    FIRST_FUNCTION: tl.constexpr,
+    SECOND_FUNCTION: tl.constexpr,
+    THIRD_FUNCTION: tl.constexpr,
     GATES: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
@@ -408,7 +407,7 @@ def state_step_kernel(
     there_V = real_V & (slot >= 0)
     row_ptr += n * stride_n
     g_K, other_K = _compute_gate(
-        row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, GATE, GATES, 0, H, K
+        row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FIRST_FUNCTION, GATES, 0, H, K
     )
     S_KV = tl.load(at_KV, mask=real_KV, other=0.0).to(tl.float32) * tl.exp(g_K)[:, None]
     value_V = tl.zeros((BLOCK_V,), tl.float32)
@@ -418,7 +417,7 @@ def state_step_kernel(
         value_at = V_AT + (step * H + h) * V
         value_V = tl.load(convolved_ptr + value_at + v_V, mask=there_V, other=0.0)
         write_K = other_K
-        if SECOND_GATE is not None:
+        if SECOND_FUNCTION is not None:
             write_K, _ = _compute_gate(
                 row_ptr,
                 A_log_ptr,
@@ -426,14 +425,14 @@ def state_step_kernel(
                 step * H + h,
                 k_K,
                 real_K,
-                SECOND_GATE,
+                SECOND_FUNCTION,
                 GATES,
                 1,
                 STEPS * H,
                 K,
             )
         x_V = value_V
-        if THIRD_GATE is not None:
+        if THIRD_FUNCTION is not None:
             write_V, _ = _compute_gate(
                 row_ptr,
                 A_log_ptr,
@@ -441,7 +440,7 @@ def state_step_kernel(
                 step * H + h,
                 v_V,
                 real_V,
-                THIRD_GATE,
+                THIRD_FUNCTION,
                 GATES,
                 2,
                 STEPS * H,
@@ -485,17 +484,19 @@ def _compute_gate(
     ``real_K`` is the mask k_K < K. TABLE has the columns and settings of all gates, as
     ``GATES`` in :mod:`..front.kernels`.
     """
-    COLUMN: tl.constexpr = TABLE[N][AT_COLUMN]
-    CHANNELS: tl.constexpr = TABLE[N][AT_CHANNELS]
-    HEADS: tl.constexpr = TABLE[N][AT_COUNT] if CHANNELS else TABLE[N][AT_WIDTH]
+    COLUMN: tl.constexpr = TABLE[N][COLUMN_INDEX]
+    CHANNELS: tl.constexpr = TABLE[N][PER_CHANNEL_INDEX]
+    HEADS: tl.constexpr = (
+        TABLE[N][PROGRAMS_INDEX] if CHANNELS else TABLE[N][WIDTH_INDEX]
+    )
     h = h // (H // HEADS)  # several heads of the state may share one head of the gate
     column_K = h * K + k_K if CHANNELS else h + 0 * k_K
     x_K = tl.load(row_ptr + COLUMN + column_K, mask=real_K, other=0.0).to(tl.float32)
     A_log_K = 0.0
-    if TABLE[N][AT_RATED]:
+    if TABLE[N][HAS_RATE_INDEX]:
         A_log_K = tl.load(A_log_ptr + h + 0 * k_K).to(tl.float32)
         x_K += tl.load(dt_bias_ptr + column_K, mask=real_K, other=0.0).to(tl.float32)
-    return FUNCTION(x_K, A_log_K, TABLE[N][AT_LOW], TABLE[N][AT_HIGH])
+    return FUNCTION(x_K, A_log_K, TABLE[N][LOW_INDEX], TABLE[N][HIGH_INDEX])
 
 
 def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -507,7 +508,7 @@ def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
     launch(buffer, slots, values)
 
 
-@lru_cache(maxsize=MOST_PLANS)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _write_slots_launch(N: int, size: int, stride: int) -> Launch:
     """The launch of :func:`write_slots_kernel` for N sequences."""
     _require_sequences_within_grid(N)

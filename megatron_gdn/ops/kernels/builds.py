@@ -33,23 +33,23 @@ _SECONDS_BEFORE_LOG = 0.5
 
 def compile_in_one_process(kernel: Any) -> None:
     """Let only one process of a machine at a time compile a variant of this Triton
-    kernel."""
+    kernel, by replacing the kernel's method ``_do_compile``."""
     # Triton calls _do_compile for each variant that the process has not loaded yet.
-    compile = getattr(kernel, "_do_compile", None)
-    if compile is None or hasattr(compile, "__wrapped__"):
+    compile_here = getattr(kernel, "_do_compile", None)
+    if compile_here is None or hasattr(compile_here, "__wrapped__"):
         return
 
-    @wraps(compile)
+    @wraps(compile_here)
     def compile_under_lock(key: object, *args: object, **kwargs: object) -> object:
         """Compile the variant ``key`` of the kernel while this process holds its
-        lock."""
+        lock; log a compilation that takes long."""
         import triton
 
         name = kernel.__name__
         variant = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         path = Path(triton.knobs.cache.dir) / "megatron_gdn" / f"{name}-{variant}.lock"
         with build_lock(path, f"Triton's {name}", patience=_SECONDS_BEFORE_LOG):
-            say = threading.Timer(
+            delayed_log = threading.Timer(
                 _SECONDS_BEFORE_LOG,
                 logger.warning,
                 (
@@ -58,12 +58,12 @@ def compile_in_one_process(kernel: Any) -> None:
                     name,
                 ),
             )
-            say.daemon = True
-            say.start()
+            delayed_log.daemon = True
+            delayed_log.start()
             try:
-                return compile(key, *args, **kwargs)
+                return compile_here(key, *args, **kwargs)
             finally:
-                say.cancel()
+                delayed_log.cancel()
 
     kernel._do_compile = compile_under_lock
 
@@ -90,9 +90,13 @@ def build_lock(
     if file is None:
         yield None
         return
-    taken = said = False
+    holds_lock = False
+    logged = False
     try:
-        while not (there := is_built()) and not (taken := _try_to_lock(file)):
+        while not is_built():
+            holds_lock = _try_to_lock(file)
+            if holds_lock:
+                break
             waited = time.monotonic() - began
             if waited >= longest_wait:
                 logger.warning(
@@ -103,19 +107,22 @@ def build_lock(
                     _holder_of(file),
                 )
                 break
-            if not said and waited >= patience:
-                said = True
+            if not logged and waited >= patience:
+                logged = True
                 logger.warning(
                     "waits for %s, which is being compiled by %s",
                     what,
                     _holder_of(file),
                 )
             time.sleep(0.1)
-        if said:
+        if logged:
             logger.warning("waited %.0f s for %s", time.monotonic() - began, what)
         # Another process may have built ``what`` between the last is_built() and the
         # lock.
-        yield file if not there and taken and not is_built() else None
+        if holds_lock and not is_built():
+            yield file
+        else:
+            yield None
     finally:
         os.close(file)
 

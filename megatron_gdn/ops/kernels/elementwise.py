@@ -22,8 +22,7 @@ def sigmoid(x):
     """1 / (1 + exp(-x)) in fp32, to about 3 ulp; 0 or 1 for very large abs(x), NaN only
     for NaN.
 
-    The sigmoid takes four instructions; Triton's own exp and division take ten and
-    would be slower.
+    This sigmoid takes four instructions. Triton's own exp and division would take ten.
     """
     if _PTX:
         e = tl.inline_asm_elementwise(

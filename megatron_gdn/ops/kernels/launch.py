@@ -23,8 +23,8 @@ from .tiles import MOST_PROGRAMS
 _LARGEST_GRID = 2**31 - 1, MOST_PROGRAMS, MOST_PROGRAMS  # of CUDA, by axis
 # bytes; if a pointer is no multiple of 16, Triton compiles another variant
 _ALIGNED = 16
-# size of a cache of launches, whose keys are shapes, strides and options
-MOST_PLANS = 256
+# the size of each `lru_cache` of launches, whose keys are shapes, strides and options
+LAUNCH_CACHE_SIZE = 256
 
 
 def pointers_and_key(
@@ -34,7 +34,7 @@ def pointers_and_key(
     no GPU."""
     pointers: list[int | None] = []
     key: list[torch.dtype | bool | None] = []
-    low = 0
+    all_bits = 0  # its low bits are 0 if all pointers are aligned
     for x in tensors:
         if x is None:
             pointers.append(None)
@@ -45,8 +45,8 @@ def pointers_and_key(
         pointer = x.data_ptr()
         pointers.append(pointer)
         key.append(x.dtype)
-        low |= pointer
-    if low % _ALIGNED:
+        all_bits |= pointer
+    if all_bits % _ALIGNED:
         key.extend(
             pointer is not None and pointer % _ALIGNED == 0 for pointer in pointers
         )
@@ -57,9 +57,9 @@ class _Prepared(NamedTuple):
     """A launch by Triton's launcher; a call adds the grid, the stream and pointers."""
 
     launch: Callable[..., None]  # Triton's launcher, in C
-    before: tuple  # its arguments before the pointers
-    after: tuple  # and behind them
-    compiled: object  # keeps the GPU function loaded
+    before: tuple  # the launcher's arguments before the pointers
+    after: tuple  # the launcher's arguments after the pointers
+    compiled: object  # a reference that keeps the GPU function loaded
 
 
 class Launch:
@@ -91,14 +91,15 @@ class Launch:
             )
         self._numbers = numbers
         self._constants = constants
+        # by device and key of `pointers_and_key`
         self._prepared: dict[tuple, _Prepared] = {}
-        self._ordinary = not isinstance(kernel, JITFunction)
-        if not self._ordinary:
+        # whether every call runs `kernel[grid]`, as in Triton's interpreter
+        self._never_prepared = not isinstance(kernel, JITFunction)
+        if not self._never_prepared:
             compile_in_one_process(kernel)
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        hooked = self._ordinary or _has_launch_hooks(self._kernel)
-        if hooked:
+        if self._never_prepared or _has_launch_hooks(self._kernel):
             found = None
         else:
             found = pointers_and_key(tensors)
@@ -114,7 +115,7 @@ class Launch:
             )
             prepared = self._prepare(compiled, len(tensors))
             if prepared is None:
-                self._ordinary = True
+                self._never_prepared = True
             else:
                 self._prepared[device, key] = prepared
             return

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import MOST_PLANS, Launch
+from .launch import LAUNCH_CACHE_SIZE, Launch
 from .tiles import MOST_PROGRAMS, require_32_bits
 
-_ROWS_AT_ONCE = 8
-# per program; if there are more rows, a further launch adds the programs' sums
+_ROWS_AT_ONCE = 8  # the rows that a program adds at a time
+# of one program; if there are more rows, a further launch adds the programs' sums
 _MOST_ROWS = 256
-_COLUMNS = 128
+_COLUMNS = 128  # of one program
 _MAX_OUTPUTS = 4
+
+
+class _Stage(NamedTuple):
+    """One launch of a sum of rows."""
+
+    rows_written: int  # 1 for the last stage, which writes the outputs
+    launch: Launch
 
 
 @triton.jit
@@ -84,49 +92,51 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
     """
     sizes = tuple([out.numel() for out in outs])
     N, M = partial_NM.shape
-    launches = _reduction_launches(N, M, sizes)
-    for groups, launch in launches[:-1]:
-        sums_NM = partial_NM.new_empty(groups, M)
-        launch(partial_NM, sums_NM, None, None, None)
+    stages = _stages_of_sum(N, M, sizes)
+    for stage in stages[:-1]:
+        sums_NM = partial_NM.new_empty(stage.rows_written, M)
+        stage.launch(partial_NM, sums_NM, None, None, None)
         partial_NM = sums_NM
-    _, last = launches[-1]
     absent = (None,) * (_MAX_OUTPUTS - len(outs))
-    last(partial_NM, *(outs + absent))
+    stages[-1].launch(partial_NM, *(outs + absent))
 
 
-@lru_cache(maxsize=MOST_PLANS)
-def _reduction_launches(
-    N: int, M: int, sizes: tuple[int, ...]
-) -> tuple[tuple[int, Launch], ...]:
-    """The launches that sum N rows, as pairs (rows written, launch); the last writes
-    one row."""
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
+def _stages_of_sum(N: int, M: int, sizes: tuple[int, ...]) -> tuple[_Stage, ...]:
+    """The launches that sum N rows of M columns; the last writes outputs of ``sizes``
+    columns."""
     assert sum(sizes) == M and 1 <= len(sizes) <= _MAX_OUTPUTS
     require_32_bits("the number of columns of partial sums", M + _COLUMNS)
-    ends = tuple(accumulate(sizes)) + (M, M, M)
+    ends_of_outputs = tuple(accumulate(sizes)) + (M, M, M)
     stages = []
     while True:
-        span = N
+        rows_of_program = N
         if N > _MOST_ROWS:
-            span = max(64, triton.cdiv(N, MOST_PROGRAMS))
-        require_32_bits("the number of rows of partial sums", N + span + _ROWS_AT_ONCE)
-        repeats = triton.cdiv(span, _ROWS_AT_ONCE)
+            rows_of_program = max(64, triton.cdiv(N, MOST_PROGRAMS))
+        require_32_bits(
+            "the number of rows of partial sums", N + rows_of_program + _ROWS_AT_ONCE
+        )
+        repeats = triton.cdiv(rows_of_program, _ROWS_AT_ONCE)
         groups = max(1, triton.cdiv(N, _ROWS_AT_ONCE * max(1, repeats)))
-        # The last launch writes the outputs, the others whole rows.
-        first, second, third = ends[:3] if groups == 1 else (M, M, M)
+        # Only the last launch writes the outputs; the others write rows of M columns.
+        if groups == 1:
+            a_end, b_end, c_end = ends_of_outputs[:3]
+        else:
+            a_end, b_end, c_end = M, M, M
         launch = Launch(
             _sum_rows_kernel,
             (triton.cdiv(M, _COLUMNS), groups),
             N,
             M,
-            first,
-            second,
-            third,
+            a_end,
+            b_end,
+            c_end,
             ROWS=_ROWS_AT_ONCE,
             REPEATS=repeats,
             BLOCK_M=_COLUMNS,
             num_warps=4,
         )
-        stages.append((groups, launch))
+        stages.append(_Stage(groups, launch))
         if groups == 1:
             return tuple(stages)
         N = groups

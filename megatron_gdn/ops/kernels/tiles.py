@@ -15,16 +15,16 @@ _FEWEST_STEPS = 8  # fewest tokens of a segment; a convolution has at most 8 tap
 _STEPS_OF_A_STAGE = 4
 # The most bytes of shared memory for a program's prefetched rows. Two such programs fit
 # on a multiprocessor of Hopper, one on that of a small GPU. A launch fails if a program
-# asks for more.
-_MOST_COPIED = 96 << 10
+# asks for more shared memory than the GPU has.
+_MOST_PREFETCHED_BYTES = 96 << 10
 
 
 class SegmentTile(NamedTuple):
-    """A program computes ``rows`` segments of ``steps`` tokens; ``steps`` is a multiple
-    of 4."""
+    """The tile of a front's program: ``rows`` segments of ``steps`` tokens, computed
+    side by side."""
 
     rows: int
-    steps: int
+    steps: int  # a multiple of 4
     warps: int
     # registers per thread; None leaves the number to the compiler
     registers: int | None = None
@@ -36,7 +36,8 @@ class SegmentTile(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """A program computes ``repeats`` tiles of ``rows`` rows, one after the other."""
+    """The tile of a readout's program: ``repeats`` times ``rows`` rows, one after the
+    other."""
 
     rows: int
     repeats: int
@@ -70,14 +71,12 @@ def front_backward_tile(tokens: int, widest_head: int) -> SegmentTile:
     """
     if tokens >= 32768:
         steps = 128
+    elif tokens >= 8192:
+        steps = 64
+    elif tokens >= 2048:
+        steps = 32
     else:
-        if tokens >= 8192:
-            steps = 64
-        else:
-            if tokens >= 2048:
-                steps = 32
-            else:
-                steps = 16
+        steps = 16
     return SegmentTile(_segments_of(widest_head), steps, warps=4, registers=96)
 
 
@@ -94,9 +93,12 @@ def tile_of_32_bit_offsets(
     bits.
 
     A program also reads ``taps - 1`` tokens on either side of its tile, within the
-    ``tokens`` of a row. ``strides`` has, for each tensor, the number of elements from
-    one token to the next. A stride of more than 32 bits is skipped, since its offsets
-    are computed with 64 bits.
+    ``tokens`` of a batch row. ``strides`` has, for each tensor, the number of elements
+    from one token to the next. A stride of more than 32 bits is skipped, since Triton
+    computes its offsets with 64 bits.
+
+    Raises:
+        ValueError: the offsets of the smallest tile do not fit.
     """
     stride = max((x for x in strides if x < 2**31), default=0)
 
@@ -120,7 +122,7 @@ def tile_of_32_bit_offsets(
 
 def within_grid(tile: SegmentTile, tokens: int, batch: int) -> SegmentTile:
     """``tile``, with more steps if a batch row would have more tiles than a grid's axis
-    takes."""
+    takes; a ValueError if ``batch`` has too many rows."""
     require_rows_within_grid(batch)
     while -(-tokens // tile.tokens) > MOST_PROGRAMS:
         tile = tile._replace(steps=2 * tile.steps)
@@ -177,8 +179,9 @@ def within_shared_memory(tile: SegmentTile, row_bytes: int) -> SegmentTile:
     head with 32 value heads in bf16 would need 264 KiB with all stages. Results do not
     depend on the stages.
     """
-    copied = _STEPS_OF_A_STAGE * tile.rows * row_bytes
-    return tile._replace(stages=max(1, min(tile.stages, 1 + _MOST_COPIED // copied)))
+    stage_bytes = _STEPS_OF_A_STAGE * tile.rows * row_bytes
+    most_stages = 1 + _MOST_PREFETCHED_BYTES // stage_bytes
+    return tile._replace(stages=max(1, min(tile.stages, most_stages)))
 
 
 def norm_forward_tile(width: int) -> RowTile:

@@ -1,18 +1,18 @@
-"""Readouts compute the rows for out_proj from the output of a rule.
+"""Readouts compute the rows for out_proj from the output o of a rule.
 
-    per head    y = o * rsqrt(mean_head(o^2) + eps) * gamma * act(gate)      gamma [V]
-    per group   y = u * rsqrt(mean_group(u^2) + eps) * gamma                 gamma [H V]
-    gate alone  u = o * act(gate)
-    a module    y = norm(o, gate)                               :class:`SplitReadout`
+    norm per head    y = o * rsqrt(mean_head(o^2) + eps) * gamma * act(z)    gamma [V]
+    norm per group   y = u * rsqrt(mean_group(u^2) + eps) * gamma            gamma [H V]
+    gate alone       u = o * act(z)
+    a module         y = norm(o, z)                             :class:`SplitReadout`
 
-The gate is a section of the projection rows. Arithmetic is fp32 (fp64 for fp64
+The output gate z is a section of the projection rows. Arithmetic is fp32 (fp64 for fp64
 tensors), and the result is rounded once. :mod:`.kernels` has the norms per head and per
 group in Triton.
 
 A group is ``H / groups`` adjacent heads, and a norm per group needs all heads of the
-group on one rank. If ranks share a group's heads, only the gate runs with the
-recurrence, and :func:`grouped_rms_norm` runs after an exchange that brings the heads
-together.
+group on one rank. If a head exchange puts a group's heads on several ranks, these ranks
+apply the gate alone. :func:`grouped_rms_norm` runs after the exchange that brings the
+heads together.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Readout(Protocol):
     reads_o: ClassVar[bool]  # whether the backward reads o
 
     @property
-    # the H * V columns of a projection row that hold the gate
-    def gate(self) -> slice: ...
+    def gate_columns(self) -> slice:
+        """The H * V columns of a projection row that hold the output gate."""
+        ...
 
     def forward(
         self,
@@ -73,7 +74,7 @@ class Readout(Protocol):
         ...
 
 
-def heads_of(mixed: Tensor, heads: int) -> Tensor:
+def view_heads(mixed: Tensor, heads: int) -> Tensor:
     """View rows ``mixed`` ``[S, B, H * V]`` as ``[B, S, H, V]``; ``heads`` is H."""
     return mixed.unflatten(-1, (heads, -1)).transpose(0, 1)
 
@@ -83,7 +84,7 @@ class PlainReadout:
     """A :class:`Readout` in plain torch on any device; fp64 tensors are computed in
     fp64."""
 
-    gate: slice  # the H * V columns of a projection row that hold the gate
+    gate_columns: slice  # the H * V columns of a projection row that hold the gate
     # the gate's activation; the other legal value is "sigmoid"
     activation: str = "silu"
     eps: float = 1e-6  # added to the mean square
@@ -96,12 +97,13 @@ class PlainReadout:
     def _norm_and_gate(
         self, o: Tensor, gate: Tensor, gamma: Tensor | None = None
     ) -> Tensor:
-        """Norm ``o [B, S, H, V]`` and gate it by ``gate [S, B, H V]``; result
-        ``[S, B, H V]``."""
+        """Norm ``o [B, S, H, V]`` and multiply by ``act(gate)``, ``gate [S, B, H V]``;
+        result ``[S, B, H V]``."""
         act = ACTIVATIONS[self.activation]
         if self.groups is None and gamma is not None:
             normed = rms_norm(o, gamma, self.eps, self.zero_centered)
-            y = normed * act(gate.unflatten(-1, o.shape[2:]).transpose(0, 1))
+            gate_BSHV = gate.unflatten(-1, o.shape[2:]).transpose(0, 1)
+            y = normed * act(gate_BSHV)
             return y.transpose(0, 1).flatten(2)
         u = o.flatten(2).transpose(0, 1) * act(gate)
         if gamma is None:
@@ -115,7 +117,11 @@ class PlainReadout:
         """``o``, the gate's columns of ``rows``, and ``gamma`` unless None, in fp32 or
         fp64."""
         wide = torch.promote_types(rows.dtype, torch.float32)
-        return [x.to(wide) for x in (o, rows[..., self.gate], gamma) if x is not None]
+        return [
+            x.to(wide)
+            for x in (o, rows[..., self.gate_columns], gamma)
+            if x is not None
+        ]
 
     def forward(
         self,
@@ -138,16 +144,13 @@ class PlainReadout:
         gamma: Tensor | None,
         d_rows: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        given = self._wide_inputs(o, rows, gamma)
-        d_o, d_gate, *d_gamma = gradients(
-            self._norm_and_gate, given, d_out.to(given[0].dtype)
-        )
-        d_rows[..., self.gate] = d_gate
+        inputs = self._wide_inputs(o, rows, gamma)
+        found = gradients(self._norm_and_gate, inputs, d_out.to(inputs[0].dtype))
+        d_o = found[0].to(rows.dtype).contiguous()
+        d_rows[..., self.gate_columns] = found[1]
         if gamma is None:
-            of_norm = None
-        else:
-            of_norm = d_gamma[0].to(gamma.dtype)
-        return d_o.to(rows.dtype).contiguous(), of_norm
+            return d_o, None
+        return d_o, found[2].to(gamma.dtype)
 
 
 def _norm_per_group(u: Tensor, gamma: Tensor, groups: int, eps: float) -> Tensor:
@@ -181,11 +184,11 @@ def grouped_rms_norm(
 
 
 @dataclass(frozen=True)
-class PassThrough:
+class PassThroughReadout:
     """A readout that only reshapes ``o`` to rows; the gradient of the gate's columns is
     zero."""
 
-    gate: slice
+    gate_columns: slice
     heads: int
 
     reads_o: ClassVar[bool] = False
@@ -211,27 +214,28 @@ class PassThrough:
         gamma: Tensor | None,
         d_rows: Tensor,
     ) -> tuple[Tensor, None]:
-        d_rows[..., self.gate].zero_()
-        return heads_of(d_out, self.heads).contiguous(), None
+        d_rows[..., self.gate_columns].zero_()
+        return view_heads(d_out, self.heads).contiguous(), None
 
 
 @dataclass(frozen=True, eq=False)
 class SplitReadout:
-    """A readout in two steps: ``inside`` in the mixer's autograd function, ``call``
-    after it.
+    """A readout in two steps: the first runs in the mixer's autograd function, the
+    second after this function.
 
-    If ``closed``, ``call`` runs after an exchange that gives this rank all heads of its
-    tokens. Autograd differentiates ``call``.
+    Autograd differentiates the second step.
     """
 
-    inside: Readout
+    first_step: Readout
     # (mixed [S, B, H V], rows [S, B, P]) -> [S, B, H V]
-    call: Callable[[Tensor, Tensor], Tensor]
-    closed: bool = False
+    second_step: Callable[[Tensor, Tensor], Tensor]
+    # Whether the second step runs after an exchange that gives this rank all heads of
+    # its tokens.
+    after_exchange: bool = False
 
     @property
-    def gate(self) -> slice:
-        return self.inside.gate
+    def gate_columns(self) -> slice:
+        return self.first_step.gate_columns
 
     def forward(
         self,
@@ -242,19 +246,20 @@ class SplitReadout:
         out: Tensor | None = None,
     ) -> Tensor:
         """Run both steps; all heads must be on this rank."""
-        y = self.call(self.inside.forward(o, rows, gamma), rows)
+        y = self.second_step(self.first_step.forward(o, rows, gamma), rows)
         if out is None:
             return y
         return out.copy_(y)
 
 
 def readout_by_module(
-    gate: slice, heads: int, norm: Callable[[Tensor, Tensor], Tensor]
+    gate_columns: slice, heads: int, norm: Callable[[Tensor, Tensor], Tensor]
 ) -> SplitReadout:
     """The readout that calls a module ``norm(o, z)`` with tensors ``[B, S, H, V]``."""
 
-    def call(mixed: Tensor, rows: Tensor) -> Tensor:
-        y = norm(heads_of(mixed, heads), heads_of(rows[..., gate], heads))
-        return y.flatten(2).transpose(0, 1).contiguous()
+    def call_norm(mixed: Tensor, rows: Tensor) -> Tensor:
+        o = view_heads(mixed, heads)
+        z = view_heads(rows[..., gate_columns], heads)
+        return norm(o, z).flatten(2).transpose(0, 1).contiguous()
 
-    return SplitReadout(PassThrough(gate, heads), call)
+    return SplitReadout(PassThroughReadout(gate_columns, heads), call_norm)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.elementwise import gate_activation, gate_activation_slope, sigmoid
-from ..kernels.launch import MOST_PLANS, Launch
+from ..kernels.launch import LAUNCH_CACHE_SIZE, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import (
     RowTile,
@@ -39,7 +39,7 @@ class TritonReadout(PlainReadout):
 
     # A row's bits depend on that row alone, since the tile shape is the same for all
     # batches.
-    by_row: ClassVar[bool] = True
+    is_rowwise: ClassVar[bool] = True
 
     def forward(
         self,
@@ -53,7 +53,7 @@ class TritonReadout(PlainReadout):
         S, B, _ = rows.shape
         H, V = o.shape[2:]
         assert o.is_contiguous() and o.shape[:2] == (B, S)
-        assert self.gate.stop - self.gate.start == H * V
+        assert self.gate_columns.stop - self.gate_columns.start == H * V
         if out is None:
             out = rows.new_empty(S, B, H * V)
         launch = _forward_launch(self, S, B, H, V, rows.stride()[:2], out.stride()[:2])
@@ -89,9 +89,9 @@ class TritonReadout(PlainReadout):
         return d_o, d_gamma
 
 
-@lru_cache(maxsize=MOST_PLANS)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _forward_launch(
-    norm: TritonReadout,
+    readout: TritonReadout,
     S: int,
     B: int,
     H: int,
@@ -102,26 +102,26 @@ def _forward_launch(
     """The forward's launch; ``strides`` of S and B in the rows, ``out_strides`` in the
     output."""
     require_rows_within_grid(B)
-    G, H, V = _groups_heads_columns(norm, H, V)
+    G, H, V = _groups_heads_columns(readout, H, V)
     tile = norm_forward_tile(V)
-    wide = rows_need_64_bits(tile.rows, S * H, H, (strides[0], out_strides[0]), G * V)
+    int64 = rows_need_64_bits(tile.rows, S * H, H, (strides[0], out_strides[0]), G * V)
     return Launch(
         gated_norm_forward_kernel,
         (triton.cdiv(S * H, tile.rows) * G, B),
         S * H,
-        norm.gate.start,
+        readout.gate_columns.start,
         strides[0],
         strides[1],
         out_strides[0],
         out_strides[1],
-        norm.eps,
-        **_constants(norm, G, H, V, tile, wide),
+        readout.eps,
+        **_constants(readout, G, H, V, tile, int64),
     )
 
 
-@lru_cache(maxsize=MOST_PLANS)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _backward_launch(
-    norm: TritonReadout,
+    readout: TritonReadout,
     S: int,
     B: int,
     H: int,
@@ -129,85 +129,94 @@ def _backward_launch(
     strides: tuple[int, ...],
     tile: RowTile | None,
 ) -> tuple[int, Launch]:
-    """The number of partial rows of d_gamma per batch row, and the launch of the
-    backward."""
+    """The number of rows of partial sums of d_gamma per batch row, and the launch of
+    the backward.
+
+    ``strides``: of S and B in the rows, in their gradient and in the output's gradient.
+    """
     require_rows_within_grid(B)
-    G, H, V = _groups_heads_columns(norm, H, V)
+    G, H, V = _groups_heads_columns(readout, H, V)
     if tile is None:
         tile = norm_backward_tile(S * H * G * B, V)
     tiles = triton.cdiv(S * H, tile.rows * tile.repeats)
-    wide = rows_need_64_bits(tile.rows * tile.repeats, S * H, H, strides[::2], G * V)
+    int64 = rows_need_64_bits(tile.rows * tile.repeats, S * H, H, strides[::2], G * V)
     return tiles, Launch(
         gated_norm_backward_kernel,
         (tiles * G, B),
         S * H,
-        norm.gate.start,
+        readout.gate_columns.start,
         *strides,
-        norm.eps,
+        readout.eps,
         REPEATS=tile.repeats,
-        **_constants(norm, G, H, V, tile, wide),
+        **_constants(readout, G, H, V, tile, int64),
     )
 
 
-def _groups_heads_columns(norm: TritonReadout, H: int, V: int) -> tuple[int, int, int]:
+def _groups_heads_columns(
+    readout: TritonReadout, H: int, V: int
+) -> tuple[int, int, int]:
     """The kernels' G, H and V, for a rule's output that has ``H`` heads of ``V``
     columns."""
-    if norm.groups is None:
+    if readout.groups is None:
         return (1, H, V)
-    return (norm.groups, 1, H * V // norm.groups)
+    return (readout.groups, 1, H * V // readout.groups)
 
 
 def _constants(
-    norm: TritonReadout, G: int, H: int, V: int, tile: RowTile, wide: bool
+    readout: TritonReadout, G: int, H: int, V: int, tile: RowTile, int64: bool
 ) -> dict[str, object]:
+    """Constexpr arguments and compile options of both kernels; G, H, V are those of
+    :func:`_groups_heads_columns`."""
     return {
         "G": G,
         "H": H,
         "V": V,
         "ROWS": tile.rows,
         "BLOCK_V": block_dim(V),
-        "WIDE": wide,
-        "GATE_FIRST": norm.groups is not None,
-        "ZERO_CENTERED": norm.zero_centered,
-        "SIGMOID": norm.activation == "sigmoid",
+        "INT64": int64,
+        "GATE_BEFORE_NORM": readout.groups is not None,
+        "ZERO_CENTERED": readout.zero_centered,
+        "SIGMOID": readout.activation == "sigmoid",
         "num_warps": tile.warps,
     }
 
 
 @triton.jit
-def _rows_of_tile(
-    tile, ROWS: tl.constexpr, ROWS_OF_TILE: tl.constexpr, WIDE: tl.constexpr
+def _first_row_and_places(
+    tile, ROWS: tl.constexpr, ROWS_OF_TILE: tl.constexpr, INT64: tl.constexpr
 ):
-    """The first row of ``tile``, and the numbers 0 to ROWS - 1. A tile has
-    ROWS_OF_TILE rows and is computed ROWS rows at a time.
+    """The first row of ``tile``, and the numbers 0 to ROWS - 1, the places of rows in
+    the tile. A tile has ROWS_OF_TILE rows and is computed ROWS rows at a time.
 
-    If WIDE, both have 64 bits, and so has every offset that is computed from them.
+    If INT64, both have 64 bits, and so has every offset that is computed from them.
     """
     row_R = tl.arange(0, ROWS)
-    if WIDE:
+    if INT64:
         tile = tl.cast(tile, tl.int64)
         row_R = tl.cast(row_R, tl.int64)
     return tile * ROWS_OF_TILE, row_R
 
 
 @triton.jit
-def _row_offsets(row_R, first, H: tl.constexpr, V: tl.constexpr, stride_s):
-    """Offsets, in elements, of the rows ``first + row_R``; row s H + h is head h of
+def _row_offsets(row_R, first_row, H: tl.constexpr, V: tl.constexpr, stride_s):
+    """Offsets, in elements, of the rows ``first_row + row_R``; row s H + h is head h of
     token s.
 
     Tokens are ``stride_s`` elements apart. Offsets count from the token of row
-    ``first``, so they fit into 32 bits at any length, if tokens lie close together;
+    ``first_row``, so they fit into 32 bits at any length, if tokens lie close together;
     else the rows have 64 bits.
     """
-    return ((first + row_R) // H - first // H) * stride_s + (first + row_R) % H * V
+    return ((first_row + row_R) // H - first_row // H) * stride_s + (
+        first_row + row_R
+    ) % H * V
 
 
 @triton.jit
-def _pointer_to_token(ptr, first, stride_s, stride_b, H: tl.constexpr):
-    """``ptr`` plus the offset of the token of row ``first``, in this program's batch
-    row."""
+def _pointer_to_token(ptr, first_row, stride_s, stride_b, H: tl.constexpr):
+    """``ptr`` plus the offset of the token of row ``first_row``, in this program's
+    batch row."""
     b = tl.cast(tl.program_id(1), tl.int64)
-    return ptr + b * stride_b + tl.cast(first // H, tl.int64) * stride_s
+    return ptr + b * stride_b + tl.cast(first_row // H, tl.int64) * stride_s
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -217,7 +226,7 @@ def gated_norm_forward_kernel(
     gamma_ptr,
     out_ptr,
     rows,
-    z,
+    gate_column,
     stride_s,
     stride_b,
     out_stride_s,
@@ -228,32 +237,35 @@ def gated_norm_forward_kernel(
     V: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    WIDE: tl.constexpr,
-    GATE_FIRST: tl.constexpr,
+    INT64: tl.constexpr,
+    GATE_BEFORE_NORM: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
     """Norm and gate of ROWS rows in one group; grid (tiles * G, B), with ``rows`` = S
     H.
 
-    ``z``: the gate's first column in ``proj_ptr``. GATE_FIRST: the gate comes before
-    the norm.
-    ZERO_CENTERED: the norm is scaled by 1 + gamma. ``gamma_ptr``: [G V].
-    ``out_stride_s``,
-    ``out_stride_b``: elements of the output from token to token and from batch row to
-    batch row.
-    WIDE: offsets inside a tile need 64 bits.
+    ``o_ptr`` has the rule's output, ``proj_ptr`` the projection rows, and
+    ``gate_column`` is the gate's first column in a projection row. ``gamma_ptr``:
+    [G V]. ``*stride_s``, ``*stride_b``: elements from token to token and from batch row
+    to batch row. GATE_BEFORE_NORM: the gate comes before the norm. ZERO_CENTERED: the
+    norm is scaled by 1 + gamma. SIGMOID: the activation, else SiLU. INT64: offsets
+    inside a tile need 64 bits.
     """
     column = tl.program_id(0) % G * V
-    first, row_R = _rows_of_tile(tl.program_id(0) // G, ROWS, ROWS, WIDE)
+    first_row, row_R = _first_row_and_places(tl.program_id(0) // G, ROWS, ROWS, INT64)
     d_V = tl.arange(0, BLOCK_V)
     real_V = d_V < V
-    real_RV = (first + row_R < rows)[:, None] & real_V[None, :]
-    o_ptr += (tl.cast(tl.program_id(1), tl.int64) * rows + first) * (G * V) + column
-    z_ptr = _pointer_to_token(proj_ptr + z + column, first, stride_s, stride_b, H)
-    out_ptr = _pointer_to_token(out_ptr + column, first, out_stride_s, out_stride_b, H)
-    z_R = _row_offsets(row_R, first, H, V, stride_s)
-    out_R = _row_offsets(row_R, first, H, V, out_stride_s)
+    real_RV = (first_row + row_R < rows)[:, None] & real_V[None, :]
+    o_ptr += (tl.cast(tl.program_id(1), tl.int64) * rows + first_row) * (G * V) + column
+    z_ptr = _pointer_to_token(
+        proj_ptr + gate_column + column, first_row, stride_s, stride_b, H
+    )
+    out_ptr = _pointer_to_token(
+        out_ptr + column, first_row, out_stride_s, out_stride_b, H
+    )
+    z_R = _row_offsets(row_R, first_row, H, V, stride_s)
+    out_R = _row_offsets(row_R, first_row, H, V, out_stride_s)
     o_RV = tl.load(
         o_ptr + row_R[:, None] * (G * V) + d_V[None, :], mask=real_RV, other=0.0
     )
@@ -264,11 +276,11 @@ def gated_norm_forward_kernel(
     o_RV = o_RV.to(tl.float32)
     z_RV = z_RV.to(tl.float32)
     act_RV = gate_activation(z_RV, sigmoid(z_RV), SIGMOID)
-    if GATE_FIRST:
+    if GATE_BEFORE_NORM:
         o_RV = o_RV * act_RV
     r_R = tl.rsqrt(tl.sum(o_RV * o_RV, axis=1) * (1.0 / V) + eps)
     y_RV = o_RV * r_R[:, None] * gamma_V[None, :]
-    if not GATE_FIRST:
+    if not GATE_BEFORE_NORM:
         y_RV = y_RV * act_RV
     out_at_RV = out_ptr + out_R[:, None] + d_V[None, :]
     tl.store(out_at_RV, y_RV.to(out_ptr.dtype.element_ty), mask=real_RV)
@@ -284,7 +296,7 @@ def gated_norm_backward_kernel(
     d_proj_ptr,
     partial_ptr,
     rows,
-    z,
+    gate_column,
     stride_s,
     stride_b,
     d_stride_s,
@@ -298,18 +310,19 @@ def gated_norm_backward_kernel(
     ROWS: tl.constexpr,
     REPEATS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    WIDE: tl.constexpr,
-    GATE_FIRST: tl.constexpr,
+    INT64: tl.constexpr,
+    GATE_BEFORE_NORM: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
     """Gradients of ROWS * REPEATS rows in one of G norm groups; grid (tiles * G, B),
     rows = S H.
 
-    ``dy_ptr`` is the output's gradient, with strides ``dy_stride_s`` and
-    ``dy_stride_b``; ``do_ptr`` gets the gradient of o. ``z`` is the gate's first
-    column. Below, s = act(z), the norm n = u r, r = rsqrt(mean(u^2) + eps), and du = r
-    (dn - n mean(dn n)). GATE_FIRST uses line 2:
+    ``dy_ptr`` is the output's gradient; ``do_ptr`` gets the gradient of o,
+    ``d_proj_ptr`` that of the gate's columns, ``partial_ptr`` a row of partial sums of
+    d_gamma for each tile. The other arguments are as in the forward. Below, s = act(z),
+    the norm n = u r, r = rsqrt(mean(u^2) + eps), and du = r (dn - n mean(dn n)).
+    GATE_BEFORE_NORM uses line 2:
 
         u = o    d_gamma = sum dy n s  dn = dy gamma s  do = du    dz = dy n gamma act'(z)
         u = o s  d_gamma = sum dy n    dn = dy gamma    do = du s  dz = du o act'(z)
@@ -322,20 +335,22 @@ def gated_norm_backward_kernel(
     if ZERO_CENTERED:
         gamma_V += 1.0
     d_gamma_RV = tl.zeros((ROWS, BLOCK_V), tl.float32)
-    first, row_R = _rows_of_tile(tile, ROWS, ROWS * REPEATS, WIDE)
+    first_row, row_R = _first_row_and_places(tile, ROWS, ROWS * REPEATS, INT64)
     b = tl.cast(tl.program_id(1), tl.int64)
-    base = (b * rows + first) * (G * V) + column
+    base = (b * rows + first_row) * (G * V) + column
     o_ptr += base
     do_ptr += base
-    z_ptr = _pointer_to_token(proj_ptr + z + column, first, stride_s, stride_b, H)
-    dz_ptr = _pointer_to_token(
-        d_proj_ptr + z + column, first, d_stride_s, d_stride_b, H
+    z_ptr = _pointer_to_token(
+        proj_ptr + gate_column + column, first_row, stride_s, stride_b, H
     )
-    dy_ptr = _pointer_to_token(dy_ptr + column, first, dy_stride_s, dy_stride_b, H)
+    dz_ptr = _pointer_to_token(
+        d_proj_ptr + gate_column + column, first_row, d_stride_s, d_stride_b, H
+    )
+    dy_ptr = _pointer_to_token(dy_ptr + column, first_row, dy_stride_s, dy_stride_b, H)
 
-    real_RV = (first + row_R < rows)[:, None] & real_V[None, :]
-    z_at_RV = _row_offsets(row_R, first, H, V, stride_s)[:, None] + d_V[None, :]
-    dy_at_RV = _row_offsets(row_R, first, H, V, dy_stride_s)[:, None] + d_V[None, :]
+    real_RV = (first_row + row_R < rows)[:, None] & real_V[None, :]
+    z_at_RV = _row_offsets(row_R, first_row, H, V, stride_s)[:, None] + d_V[None, :]
+    dy_at_RV = _row_offsets(row_R, first_row, H, V, dy_stride_s)[:, None] + d_V[None, :]
     o_RV = tl.load(
         o_ptr + row_R[:, None] * (G * V) + d_V[None, :], mask=real_RV, other=0.0
     )
@@ -344,11 +359,13 @@ def gated_norm_backward_kernel(
     for _repeat in tl.range(0, REPEATS):
         # Load the next rows before computing with the current rows.
         next_R = row_R + ROWS
-        inside_R = (first + next_R < rows) & (next_R < ROWS * REPEATS)
+        inside_R = (first_row + next_R < rows) & (next_R < ROWS * REPEATS)
         real_next_RV = inside_R[:, None] & real_V[None, :]
-        z_at_RV = _row_offsets(next_R, first, H, V, stride_s)[:, None] + d_V[None, :]
+        z_at_RV = (
+            _row_offsets(next_R, first_row, H, V, stride_s)[:, None] + d_V[None, :]
+        )
         dy_at_RV = (
-            _row_offsets(next_R, first, H, V, dy_stride_s)[:, None] + d_V[None, :]
+            _row_offsets(next_R, first_row, H, V, dy_stride_s)[:, None] + d_V[None, :]
         )
         o_next_RV = tl.load(
             o_ptr + next_R[:, None] * (G * V) + d_V[None, :],
@@ -363,11 +380,11 @@ def gated_norm_backward_kernel(
         dy_RV = dy_RV.to(tl.float32)
         sig_RV = sigmoid(z_RV)
         act_RV = gate_activation(z_RV, sig_RV, SIGMOID)
-        u_RV = o_RV * act_RV if GATE_FIRST else o_RV
+        u_RV = o_RV * act_RV if GATE_BEFORE_NORM else o_RV
         r_R = tl.rsqrt(tl.sum(u_RV * u_RV, axis=1) * (1.0 / V) + eps)
         n_RV = u_RV * r_R[:, None]
         dyn_RV = dy_RV * n_RV
-        if GATE_FIRST:
+        if GATE_BEFORE_NORM:
             d_gamma_RV += dyn_RV
             dn_RV = dy_RV * gamma_V[None, :]
         else:
@@ -375,7 +392,7 @@ def gated_norm_backward_kernel(
             dn_RV = dy_RV * gamma_V[None, :] * act_RV
         mean_R = tl.sum(dn_RV * n_RV, axis=1) * (1.0 / V)
         do_RV = r_R[:, None] * (dn_RV - n_RV * mean_R[:, None])
-        if GATE_FIRST:
+        if GATE_BEFORE_NORM:
             dz_RV = do_RV * o_RV * gate_activation_slope(act_RV, sig_RV, SIGMOID)
             do_RV = do_RV * act_RV
         else:
@@ -389,7 +406,9 @@ def gated_norm_backward_kernel(
             do_RV.to(do_ptr.dtype.element_ty),
             mask=real_RV,
         )
-        dz_at_RV = _row_offsets(row_R, first, H, V, d_stride_s)[:, None] + d_V[None, :]
+        dz_at_RV = (
+            _row_offsets(row_R, first_row, H, V, d_stride_s)[:, None] + d_V[None, :]
+        )
         tl.store(dz_ptr + dz_at_RV, dz_RV.to(dz_ptr.dtype.element_ty), mask=real_RV)
         row_R = next_R
         real_RV = real_next_RV

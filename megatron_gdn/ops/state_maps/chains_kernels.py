@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.launch import MOST_PLANS, Launch
+from ..kernels.launch import LAUNCH_CACHE_SIZE, Launch
 from ..kernels.tiles import block_dim, require_32_bits
 
 _COLUMNS = 64  # columns of a state per program
@@ -142,7 +142,7 @@ def follow_chains_on_gpu(
     return out
 
 
-@lru_cache(maxsize=MOST_PLANS)
+@lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _follow_launch(
     N: int,
     L: int,
