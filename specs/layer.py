@@ -53,7 +53,7 @@ from megatron_gdn.mixers.latent_attention import LatentAttention
 from megatron_gdn.mixers.loader_layout import AUTO
 
 MODULES = ("auto", "local", "te")
-VARIABLE = "MEGATRON_GDN_OPTIONS"
+OPTIONS_VARIABLE = "MEGATRON_GDN_OPTIONS"
 _MOST_CHARACTERS = 2000  # of MEGATRON_GDN_OPTIONS
 # For fields of specs that are annotated as a class; Megatron calls their value, which
 # may be a function.
@@ -320,12 +320,12 @@ def with_launch_options(
 @cache
 def _launch_options() -> dict[str, Any]:
     """The options in the environment, parsed and logged once."""
-    options = parse_options(os.environ.get(VARIABLE, ""))
+    options = parse_options(os.environ.get(OPTIONS_VARIABLE, ""))
     if options:
         said = ", ".join(f"{name}={value!r}" for name, value in options.items())
         log_once(
-            f"{VARIABLE}: layers are built with {said}, each with the options that it "
-            "has"
+            f"{OPTIONS_VARIABLE}: layers are built with {said}, each with the options "
+            "that it has"
         )
     return options
 
@@ -342,15 +342,15 @@ def parse_options(text: str) -> dict[str, Any]:
     legal = frozenset[str]().union(*map(launch_options_of, mixers))
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(
-            f"{VARIABLE} has {len(text)} characters, and at most {_MOST_CHARACTERS} "
-            "are legal."
+            f"{OPTIONS_VARIABLE} has {len(text)} characters, and at most "
+            f"{_MOST_CHARACTERS} are legal."
         )
     options = {}
     for part in filter(None, re.split(r"[,\s]+(?=\w+\s*=)|^\s+|[,\s]+$", text)):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in legal:
             raise ValueError(
-                f"{VARIABLE}={text[:200]!r} has {part[:80]!r}; it must be "
+                f"{OPTIONS_VARIABLE}={text[:200]!r} has {part[:80]!r}; it must be "
                 f"name=value,name=value with the names {', '.join(sorted(legal))}."
             )
         options[name] = value
@@ -359,11 +359,12 @@ def parse_options(text: str) -> dict[str, Any]:
             options[name] = ast.literal_eval(value)
         if value.lower() in ("true", "false") and not isinstance(options[name], bool):
             raise ValueError(
-                f"{VARIABLE} has {name}={value[:80]!r}; it must be True or False."
+                f"{OPTIONS_VARIABLE} has {name}={value[:80]!r}; it must be True or "
+                "False."
             )
     return options
 
 
 def launch_options_of(mixer: type[RecurrentMixer]) -> frozenset[str]:
-    """The names of the options that ``VARIABLE`` may set for this mixer."""
+    """The names of the options that ``OPTIONS_VARIABLE`` may set for this mixer."""
     return mixer.options_class.names() | set(mixer.launch_arguments)

@@ -46,7 +46,7 @@ _GATE_KEYS = (
         "kda_gate_lora_rank",
     ),
 )
-_CONVERTED = (
+_CONVERTED_MESSAGE = (
     "this checkpoint's layers of Kimi Delta Attention were written by megatron_gdn 0.1 "
     "and are read under their old names. The next checkpoint has Megatron's names."
 )
@@ -107,7 +107,7 @@ def load_old_names(
             _require_same_rank(tensor.key, stored)
     if not renamed:
         return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    log_once(_CONVERTED)
+    log_once(_CONVERTED_MESSAGE)
     # Entries of Transformer Engine for projections that version 0.1 did not have.
     absent, others = extract_matching_values(
         sharded_state_dict,
@@ -192,7 +192,7 @@ def convert_state_dict(mixer: Any, state_dict: StateDict, prefix: str) -> None:
             "only. Load it with tensor_model_parallel_size=1, or save it as a "
             "distributed checkpoint (--ckpt-format torch_dist) with version 0.1."
         )
-    log_once(_CONVERTED)
+    log_once(_CONVERTED_MESSAGE)
     sections = dict(zip(names, weight.split(widths), strict=True))
     # The sections that in_proj has today come first, in the same order.
     state_dict[key] = weight[: dims.in_proj_layout.width]

@@ -189,7 +189,7 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
 
 
 # The functions of torch that Megatron calls with ``device="cuda"``.
-_CREATORS = (
+_TENSOR_CREATORS = (
     "tensor",
     "zeros",
     "ones",
@@ -206,7 +206,7 @@ class _TorchOnCPU:
     pinned."""
 
     def __init__(self) -> None:
-        for name in _CREATORS:
+        for name in _TENSOR_CREATORS:
             setattr(self, name, partial(_create_on_cpu, getattr(torch, name)))
 
     def __getattr__(self, name: str) -> Any:

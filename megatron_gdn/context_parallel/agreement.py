@@ -33,11 +33,11 @@ from ..ops.documents import Documents, shortened
 from ..ops.host_tables import to_device
 from .layouts import SequenceLayout
 
-SWITCH = "MEGATRON_GDN_CHECK_RANKS"
+CHECK_RANKS_VARIABLE = "MEGATRON_GDN_CHECK_RANKS"
 _LAYOUTS = tuple(SequenceLayout)
 # Micro-batches that are remembered per group; a pipeline has fewer in flight.
 _MOST_REMEMBERED = 256
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 _latest_built = 0  # the number of the layer that was built last
 
@@ -132,10 +132,10 @@ def require_agreement(
 def _all_ranks_compare(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the ranks' environments ask them to compare micro-batches; a collective.
 
-    Raises a ValueError on all ranks if SWITCH differs between them. Without this
-    check, a rank that compares would wait forever for one that does not.
+    Raises a ValueError on all ranks if CHECK_RANKS_VARIABLE differs between them.
+    Without this check, a rank that compares would wait forever for one that does not.
     """
-    own = os.environ.get(SWITCH, "1") != "0"
+    own = os.environ.get(CHECK_RANKS_VARIABLE, "1") != "0"
     of_ranks = _gather((int(own),), group, device).flatten().tolist()
     if len(set(of_ranks)) == 1:
         return own
@@ -143,9 +143,9 @@ def _all_ranks_compare(group: dist.ProcessGroup, device: torch.device) -> bool:
         str(rank) for rank, switched_on in enumerate(of_ranks) if not switched_on
     )
     raise ValueError(
-        f"{SWITCH} differs between the ranks of a context-parallel group: it is 0 on "
-        f"rank(s) {off} and not on the others. Set it to 0 on all ranks, or unset it "
-        "on all ranks."
+        f"{CHECK_RANKS_VARIABLE} differs between the ranks of a context-parallel "
+        f"group: it is 0 on rank(s) {off} and not on the others. Set it to 0 on all "
+        "ranks, or unset it on all ranks."
     )
 
 
@@ -297,8 +297,8 @@ def _hosts(
 def _own_host() -> str:
     """The host's name and boot id (containers on two machines may have the same
     name)."""
-    if _BOOT_ID.exists():
-        boot = _BOOT_ID.read_text()
+    if _BOOT_ID_FILE.exists():
+        boot = _BOOT_ID_FILE.read_text()
     else:
         boot = ""
     return f"{socket.gethostname()} {boot}"

@@ -77,7 +77,7 @@ class Price(NamedTuple):
     chunkwise: float
 
     @property
-    def cheaper(self) -> LinearCpMode:
+    def cheaper_mode(self) -> LinearCpMode:
         """The scheme with the lower price; headwise if both are equal."""
         chunkwise = self.chunkwise < self.headwise
         if chunkwise:

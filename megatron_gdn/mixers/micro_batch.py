@@ -410,7 +410,7 @@ class MicroBatches:
                 proj_sBP.dtype.itemsize,
                 per_machine,
             )
-            scheme = next(each for each in schemes if each.name == cost.cheaper)
+            scheme = next(each for each in schemes if each.name == cost.cheaper_mode)
             why = (
                 f"the cheaper for {tokens} tokens in {sequences} sequences over "
                 f"{group.size()} ranks, {per_machine} per machine: exchanges add to a "

@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
-ARCH = "9.0"  # Hopper's compute capability, as tilelang writes it
+HOPPER_ARCH = "9.0"  # Hopper's compute capability, as tilelang writes it
 
 
 @contextmanager
 def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
-    """In this context torch reports a Hopper GPU with so many ``multiprocessors``, and
-    Triton and tilelang compile for Hopper."""
+    """In this context torch reports a Hopper GPU with that number of multiprocessors,
+    and Triton and tilelang compile for Hopper."""
     properties = SimpleNamespace(
         major=9,
         minor=0,
@@ -65,7 +65,7 @@ def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
             from tilelang.contrib import nvcc  # pyright: ignore[reportMissingImports]
 
             version = patch.object(
-                nvcc, "get_target_compute_version", lambda target=None: ARCH
+                nvcc, "get_target_compute_version", lambda target=None: HOPPER_ARCH
             )
             patches.enter_context(version)
         yield

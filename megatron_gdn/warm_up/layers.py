@@ -40,14 +40,14 @@ from .tasks import Task, recorded_kernels
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-# numbers of tokens; FlashQLA cuts sequences of _LONG, not of _SHORT
-_SHORT = 208
-_LONG = 9216
+# numbers of tokens; FlashQLA cuts sequences of _LONG_TOKENS, not of _SHORT_TOKENS
+_SHORT_TOKENS = 208
+_LONG_TOKENS = 9216
 # FlashQLA has three forward kernels: one if sequences * heads is at least this share of
 # the GPU's multiprocessors, another if it is at least half of this share, and a third
 # for less.
 _FULL_SHARE = 0.7
-_SIZES = (
+_SIZE_NAMES = (
     "num_key_heads",
     "num_value_heads",
     "key_head_dim",
@@ -71,7 +71,7 @@ def sizes_from_options(arguments: argparse.Namespace) -> LayerSizes:
     those in the file of ``--config``."""
     if arguments.config is None:
         # All published models have heads of 128 dims and convolutions of 4 taps.
-        sizes = dict(zip(_SIZES, (*arguments.heads, 128, 128, 4), strict=True))
+        sizes = dict(zip(_SIZE_NAMES, (*arguments.heads, 128, 128, 4), strict=True))
         sizes = LayerSizes(GDNDims(hidden_size=_HIDDEN_SIZE, **sizes))
     else:
         sizes = read_sizes(arguments.config)
@@ -110,7 +110,7 @@ def read_sizes(path: str | Path) -> LayerSizes:
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{path} gives {argument}, and {error}.") from None
 
-    sizes = {name: number_after(f"linear_{name}", MOST_HEADS) for name in _SIZES}
+    sizes = {name: number_after(f"linear_{name}", MOST_HEADS) for name in _SIZE_NAMES}
     if missing := [f"linear_{name}" for name, size in sizes.items() if size is None]:
         raise ValueError(
             f"{path} does not name {', '.join(missing)}; add them, or give --heads and "
@@ -185,15 +185,15 @@ def layer_calls(
         full = math.ceil(_FULL_SHARE * multiprocessors)
         counts = sorted({1, math.ceil(full / 2 / heads), math.ceil(full / heads)})
         if use in ("cut", "recompute"):
-            add_call(use, _LONG)
-            add_call(use, _LONG, documents=3)
+            add_call(use, _LONG_TOKENS)
+            add_call(use, _LONG_TOKENS, documents=3)
         for count in counts:
             if use in ("rows", "recompute"):
-                add_call(use, _SHORT, rows=max(2, count))
+                add_call(use, _SHORT_TOKENS, rows=max(2, count))
             if use in ("uncut", "states", "recompute"):
-                add_call(use, _SHORT, documents=count)
+                add_call(use, _SHORT_TOKENS, documents=count)
             if use == "whole":
-                add_call(use, _LONG, documents=count)
+                add_call(use, _LONG_TOKENS, documents=count)
     return found
 
 

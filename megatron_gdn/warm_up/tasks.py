@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TextIO
 from unittest.mock import patch
 
 from ..gdn.flash_qla.builds import cache_entry, expected_heads, kernel_of, remember
-from .absent_gpu import ARCH
+from .absent_gpu import HOPPER_ARCH
 
 _FORK = multiprocessing.get_context("fork")
 _PRINT_EVERY = 5.0  # seconds between two lines of progress
@@ -115,7 +115,7 @@ def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
     def record_tilelang(kernel: Any, *args: object, **kwargs: object) -> Callable:
         """Record a variant of a FlashQLA kernel; return a kernel that does nothing."""
         kernel.target = _TARGET
-        entry = cache_entry(kernel, args, kwargs, ARCH)
+        entry = cache_entry(kernel, args, kwargs, HOPPER_ARCH)
         compile = partial(_compile_tilelang, entry, kernel, args, kwargs)
         name = f"{kernel_of(entry)}, {expected_heads()}"
         recorded.setdefault(entry, Task(name, compile, "flash_qla"))

@@ -16,7 +16,7 @@ from megatron_gdn import (
 )
 from megatron_gdn.context_parallel import Headwise, local_indices
 from megatron_gdn.context_parallel.headwise import exchange
-from megatron_gdn.context_parallel.headwise.exchange import Exchange
+from megatron_gdn.context_parallel.headwise.exchange import HeadExchange
 from megatron_gdn.context_parallel.layouts import units_of_layout
 from megatron_gdn.mixers.tensor_map import take_share
 from tests.distributed.mixer_laws import parallel_equals_one_rank
@@ -111,7 +111,7 @@ def _open_gives_every_rank_its_heads(
     gradients = torch.randn(size, tokens, batch, scheme.layout.width, device=device)
     with travelling(waves, direct, own):
         cut = units_of_layout(SequenceLayout(layout), documents, tokens, device)
-        made = Exchange.of(
+        made = HeadExchange.of(
             dist.group.WORLD,
             scheme._row_shares,
             cut,

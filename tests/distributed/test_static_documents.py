@@ -23,7 +23,7 @@ from megatron_gdn import (
     static_packed_seq_params,
 )
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.context_parallel.agreement import SWITCH
+from megatron_gdn.context_parallel.agreement import CHECK_RANKS_VARIABLE
 from megatron_gdn.mixers.packing import static_documents_of
 from tests.distributed.layer_laws import (
     forward_backward,
@@ -55,7 +55,7 @@ def nightly(*values, id=None):
 @contextmanager
 def documents_of_the_device() -> Iterator[None]:
     """Ranks do not compare, which reads; products have one shape for any documents."""
-    with patch.dict(os.environ, {SWITCH: "0"}), whole_groups(32):
+    with patch.dict(os.environ, {CHECK_RANKS_VARIABLE: "0"}), whole_groups(32):
         yield
 
 
@@ -230,7 +230,7 @@ def test_a_number_that_is_not_finite_stays_in_its_document(mode, layout, start):
     broken[start : start + 8] = torch.nan
     packed = static_packed_seq_params(TOKENS, MOST, device="cpu")
     set_documents(packed, offsets_of(lengths))
-    with patch.dict(os.environ, {SWITCH: "0"}):
+    with patch.dict(os.environ, {CHECK_RANKS_VARIABLE: "0"}):
         expected, found = (
             forward_backward(layer, y[mine], packed, weight=weight[mine])
             for y in (x, broken)

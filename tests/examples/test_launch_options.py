@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gdn.specs.layer import VARIABLE, parse_options
+from megatron_gdn.specs.layer import OPTIONS_VARIABLE, parse_options
 from tests.examples.launching import ROOT, free_port
 from tests.processes import python
 
@@ -43,7 +43,7 @@ def test_names_and_values_are_read(text, options):
     ],
 )
 def test_what_is_no_option_is_refused_and_the_legal_names_are_said(text, said):
-    with pytest.raises(ValueError, match=VARIABLE) as error:
+    with pytest.raises(ValueError, match=OPTIONS_VARIABLE) as error:
         parse_options(text)
     assert said in str(error.value)
 
@@ -78,7 +78,7 @@ print(of_k(hybrid_stack_spec("local", recompute="none")))
 @pytest.mark.slow
 def test_the_specs_of_a_launch_take_them_and_calls_go_before_them(monkeypatch):
     monkeypatch.setenv(
-        VARIABLE,
+        OPTIONS_VARIABLE,
         "linear_cp_mode=chunkwise,recompute=full,gate_lower_bound=-5.0,backend=flash_qla",
     )
     ran = python("-c", SCRIPT)
@@ -92,7 +92,10 @@ def test_the_specs_of_a_launch_take_them_and_calls_go_before_them(monkeypatch):
         f"{of_k | {'gate_lower_bound': -5.0}} {of_k | {'gate_lower_bound': -4.0}}",
         f"{chunkwise | {'gate_lower_bound': -5.0}}",
     ]
-    assert f"{VARIABLE}: layers are built with linear_cp_mode='chunkwise'" in ran.stderr
+    assert (
+        f"{OPTIONS_VARIABLE}: layers are built with linear_cp_mode='chunkwise'"
+        in ran.stderr
+    )
 
 
 FILES = sorted((ROOT / "examples/launch").glob("*.sh"))

@@ -14,7 +14,7 @@ from benchmarks import certificate
 from megatron_gdn.command_line import Parser, heads, one_line, whole_number
 from megatron_gdn.compat import observe
 from megatron_gdn.doctor.__main__ import main as doctor
-from megatron_gdn.specs.layer import VARIABLE, parse_options
+from megatron_gdn.specs.layer import OPTIONS_VARIABLE, parse_options
 from megatron_gdn.warm_up.__main__ import parse as parse_warm_up
 from megatron_gdn.warm_up.layers import read_sizes
 from tests.searches import examples
@@ -143,7 +143,7 @@ def test_any_text_is_options_or_is_refused(text):
     try:
         parse_options(text)
     except ValueError as error:
-        assert str(error).startswith(VARIABLE) and len(str(error)) < 2000
+        assert str(error).startswith(OPTIONS_VARIABLE) and len(str(error)) < 2000
         assert "\n" not in str(error)
     assert time.monotonic() - began < QUICK
 

@@ -29,16 +29,19 @@ def refusal(layer) -> str:
 def test_a_switch_on_one_rank_alone_is_told_by_all():
     """The rank that compares would wait without end for the one that does not."""
     layer = over_ranks()
-    with patch.dict(os.environ, {agreement.SWITCH: str(dist.get_rank())}):
+    with patch.dict(os.environ, {agreement.CHECK_RANKS_VARIABLE: str(dist.get_rank())}):
         message = refusal(layer)
-    assert f"{agreement.SWITCH} differs" in message and "0 on rank(s) 0 and" in message
+    assert (
+        f"{agreement.CHECK_RANKS_VARIABLE} differs" in message
+        and "0 on rank(s) 0 and" in message
+    )
     run(layer)  # the ranks ask each other again
 
 
 @on_ranks(cp=2)
 def test_a_switch_on_all_ranks_compares_nothing():
     layer = over_ranks()
-    with patch.dict(os.environ, {agreement.SWITCH: "0"}):
+    with patch.dict(os.environ, {agreement.CHECK_RANKS_VARIABLE: "0"}):
         run(layer)
         with patch.object(agreement, "_gather", side_effect=AssertionError("compared")):
             run(layer)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 # Their backwards are made of differentiable operations. The law of each:
 EXCHANGES = "tests/distributed/test_exchange.py"
 DIFFERENTIABLE = {
-    "_HeadExchange": EXCHANGES,
+    "_ExchangeFunction": EXCHANGES,
     "_StoreGradient": "hands the gradient on to a backward that refuses it",
 }
 

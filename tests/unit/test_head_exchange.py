@@ -35,7 +35,7 @@ def test_every_rank_finds_the_same_mean_fragment():
         route_of((64,) * 3, 4, rank, SequenceLayout.ZIGZAG)[0] for rank in range(4)
     ]
     assert [len(held) for held in waves[0].fragments] == [4, 6, 6, 3]
-    assert {wave.mean_fragment for wave in waves} == {8.0}
+    assert {wave.mean_fragment_tokens for wave in waves} == {8.0}
 
 
 def test_a_route_is_built_once_for_the_same_values():

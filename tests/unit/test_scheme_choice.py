@@ -72,9 +72,11 @@ def test_a_map_of_a_rule_that_mixes_no_rows_has_one_column_beside_the_state():
 
 
 def test_long_sequences_go_chunkwise_and_many_short_documents_headwise():
-    assert priced(4, 131072).cheaper is LinearCpMode.CHUNKWISE
-    assert priced(4, 2048).cheaper is LinearCpMode.HEADWISE
-    assert priced(4, 131072, lengths=(1024,) * 128).cheaper is LinearCpMode.HEADWISE
+    assert priced(4, 131072).cheaper_mode is LinearCpMode.CHUNKWISE
+    assert priced(4, 2048).cheaper_mode is LinearCpMode.HEADWISE
+    assert (
+        priced(4, 131072, lengths=(1024,) * 128).cheaper_mode is LinearCpMode.HEADWISE
+    )
 
 
 def by_hand(s, cp, n, heads, layout):
@@ -115,7 +117,7 @@ def test_auto_takes_the_cheaper_over_machines_of_eight(cp, layout):
             found = priced(cp, cp * s, dims=dims, n=8, layout=layout)
             assert found == pytest.approx((headwise, chunkwise), rel=1e-12)
             cheaper = "chunkwise" if chunkwise < headwise else "headwise"
-            assert found.cheaper == cheaper, (s, cp, heads, found)
+            assert found.cheaper_mode == cheaper, (s, cp, heads, found)
             taken.add(cheaper)
     assert taken == {"headwise", "chunkwise"}
 
@@ -125,7 +127,7 @@ def test_auto_takes_the_cheaper_over_machines_of_eight(cp, layout):
 def test_headwise_is_not_taken_where_a_layer_is_faster_chunkwise(s, cp):
     """By the formula of a whole layer in ``docs/context_parallel.md`` 1.39 times at
     least, over machines of 8."""
-    assert priced(cp, cp * s, n=8).cheaper is LinearCpMode.CHUNKWISE
+    assert priced(cp, cp * s, n=8).cheaper_mode is LinearCpMode.CHUNKWISE
 
 
 def test_a_mode_comes_from_the_argument_then_the_config_then_is_auto():

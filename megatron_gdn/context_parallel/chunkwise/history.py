@@ -56,8 +56,11 @@ class _CandidateRows(NamedTuple):
 
 
 class _RouteTables(NamedTuple):
-    """The tensors of a :class:`HistoryRoute`; unlike there, of all candidate rows if
-    the host does not know the documents."""
+    """The tensors of a :class:`HistoryRoute`.
+
+    They have the needed rows; all candidate rows if the host does not know the
+    documents.
+    """
 
     send_rows: Tensor
     # the fields of HistoryTable

@@ -54,15 +54,15 @@ class Paths(NamedTuple):
         return tuple(sorted(j for path in self.nodes for j in path[1:]))
 
     @property
-    def direct(self) -> bool:
+    def is_direct(self) -> bool:
         """Whether every path has two nodes, so that no ``through`` is needed."""
         return all(len(path) == 2 for path in self.nodes)
 
     def sent_by(self, rank: int) -> tuple[int, ...]:
         """The nodes of ``rank`` that a state leaves, in the order in which ``rank``
-        sends their maps; ``direct`` paths are sorted by the receiving rank."""
+        sends their maps; ``is_direct`` paths are sorted by the receiving rank."""
         own_nodes = [j for j in self.sending if self.ranks[j] == rank]
-        if self.direct:
+        if self.is_direct:
             receiving_rank = {path[0]: self.ranks[path[1]] for path in self.nodes}
             own_nodes.sort(key=receiving_rank.__getitem__)
         return tuple(own_nodes)
@@ -73,30 +73,32 @@ class Paths(NamedTuple):
         return self.reversed().sent_by(rank)
 
 
-class _Route(NamedTuple):
+class _MapRoute(NamedTuple):
     """What a rank sends and receives for M states.
 
     A count tells how many maps, or states, of one head go to or come from each rank.
     """
 
-    direct: bool  # `Paths.direct`: states are sent in place of maps, and not returned
+    is_direct: (
+        bool  # `Paths.is_direct`: states are sent in place of maps, and not returned
+    )
     # how many of the M states each rank computes
     shares: tuple[int, ...]
-    maps_sent: tuple[int, ...]  # counts; if ``direct``, of states
+    maps_sent: tuple[int, ...]  # counts; if ``is_direct``, of states
     maps_received: tuple[int, ...]
     states_sent: tuple[int, ...]  # counts
     states_received: tuple[int, ...]
-    # How to apply the received maps; None if this rank's share is empty, or ``direct``.
+    # How to apply the received maps; None if ``is_direct``, or this rank has no share.
     steps: ChainSteps | None
 
 
 @cached_by_stream(64)
 def _route_of(
     paths: Paths, M: int, ranks: int, rank: int, device: torch.device
-) -> _Route:
+) -> _MapRoute:
     """The route of ``rank``, one of ``ranks``, for M states; ``steps`` are on
     ``device``."""
-    if paths.direct:
+    if paths.is_direct:
         to_rank = [0] * ranks
         from_rank = [0] * ranks
         for source, target in paths.nodes:
@@ -104,8 +106,8 @@ def _route_of(
             target_rank = paths.ranks[target]
             to_rank[target_rank] += M * (source_rank == rank)
             from_rank[source_rank] += M * (target_rank == rank)
-        return _Route(
-            direct=True,
+        return _MapRoute(
+            is_direct=True,
             shares=(),
             maps_sent=tuple(to_rank),
             maps_received=tuple(from_rank),
@@ -121,8 +123,8 @@ def _route_of(
     steps = None
     if m:
         steps = _steps_of(paths, ranks, device)
-    return _Route(
-        direct=False,
+    return _MapRoute(
+        is_direct=False,
         shares=shares,
         maps_sent=tuple(sending_nodes[rank] * share for share in shares),
         maps_received=tuple(nodes * m for nodes in sending_nodes),
@@ -160,14 +162,14 @@ def states_entering_nodes(
     in this order; a collective over ``group``.
 
     ``local``, ``through``: the maps ``[h, M, K, .]`` of the nodes
-    ``paths.sent_by(rank)``; ``through`` is not read if ``paths.direct``. ``cuts``:
+    ``paths.sent_by(rank)``; ``through`` is not read if ``paths.is_direct``. ``cuts``:
     int32 ``[nodes]`` on the device, for a single path: 1 at each node that no state
     passes.
     """
     _, M, K, V = local.shape
     rank = group.rank()
     route = _route_of(paths, M, group.size(), rank, local.device)
-    if route.direct:
+    if route.is_direct:
         rows = local.flatten(0, 1)
         states = exchange_rows(rows, route.maps_sent, route.maps_received, group)
         return states.unflatten(0, (-1, M))

@@ -70,7 +70,7 @@ class StateTable:
     # documents, else None.
     cuts: tuple[Tensor | None, Tensor | None]
     chains: int  # over all batch rows
-    direct: bool  # whether every path has two nodes, so that no ``through`` is read
+    is_direct: bool  # whether every path has two nodes, so that no ``through`` is read
 
 
 class Masks(NamedTuple):
@@ -156,7 +156,7 @@ def _make_state_table(
         entered_to_left=_entered_to_left(sending, receiving, chains, documents.device),
         masks=masks,
         cuts=cuts,
-        direct=paths.direct,
+        is_direct=paths.is_direct,
         chains=chains,
     )
 
@@ -321,7 +321,7 @@ class StateExchange:
             leaves = table.masks.leaves
             passes = table.masks.passes
         local = _select_pieces(local, left, leaves)
-        if table.direct:
+        if table.is_direct:
             return StateMap(local, through)  # ``through`` is not read
         return StateMap(local, _select_pieces(through, left, passes))
 
@@ -350,7 +350,7 @@ class StateExchange:
         :meth:`backward_states`."""
         table = self._table
         maps = self._maps_of_nodes(rule, forward, inputs)
-        if table.direct:
+        if table.is_direct:
             kept = (self._exchange(maps.local, None, table.paths, None),)
         else:
             entering = self._exchange(
@@ -376,7 +376,7 @@ class StateExchange:
             if table.masks is not None:
                 enters = table.masks.enters
             d_local = _select_pieces(backward.d_initial(), table.entered_pieces, enters)
-        if table.direct:
+        if table.is_direct:
             leaving = self._exchange(d_local, None, self._reversed_paths, None)
         else:
             through = self._through_of_entered_pieces(kept[1])

@@ -44,7 +44,7 @@ OWN_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class HeadExchange:
     """A head exchange of rows of one shape: its ranks, each rank's columns, its
     waves."""
 
@@ -67,7 +67,7 @@ class Exchange:
         units: Documents,
         layout: SequenceLayout,
         rows: Tensor,
-    ) -> Exchange:
+    ) -> HeadExchange:
         """The exchange of rows like ``rows [s or S, B, .]``, whose columns are divided
         by ``shares``.
 
@@ -95,7 +95,7 @@ class Exchange:
 
     def sends_fragments(self, wave: Wave) -> bool:
         """Whether every fragment of ``wave`` travels as a message of its own."""
-        return wave.mean_fragment >= self.least_fragment_tokens
+        return wave.mean_fragment_tokens >= self.least_fragment_tokens
 
 
 @cache
@@ -111,7 +111,7 @@ def _packing_module(gpu: bool) -> ModuleType:
 
 
 def _exchange_messages(
-    exchange: Exchange, messages: Tensor
+    exchange: HeadExchange, messages: Tensor
 ) -> tuple[list[dist.Work], Tensor]:
     """All-to-all of ``messages [ranks - 1, s, B, p]``, one for each peer.
 
@@ -132,7 +132,11 @@ def _exchange_messages(
 
 
 def _send_fragments(
-    exchange: Exchange, wave: Wave, messages: Tensor, hp_rows: Tensor, to_heads: bool
+    exchange: HeadExchange,
+    wave: Wave,
+    messages: Tensor,
+    hp_rows: Tensor,
+    to_heads: bool,
 ) -> list[dist.Work]:
     """Send every fragment as a message of its own.
 
@@ -162,7 +166,7 @@ def _send_fragments(
     return dist.batch_isend_irecv(operations)
 
 
-def _to_heads(cp_rows: Tensor, exchange: Exchange) -> Tensor:
+def _to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange ``[s, B, P]`` to ``[S, B, p]``, without autograd."""
     pack = _packing_module(cp_rows.is_cuda)
     shares = exchange.shares
@@ -212,7 +216,7 @@ def _to_heads(cp_rows: Tensor, exchange: Exchange) -> Tensor:
     return hp_rows
 
 
-def _to_sequence(hp_rows: Tensor, exchange: Exchange) -> Tensor:
+def _to_sequence(hp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange ``[S, B, p]`` to ``[s, B, P]``, without autograd."""
     pack = _packing_module(hp_rows.is_cuda)
     shares = exchange.shares
@@ -259,12 +263,12 @@ def _to_sequence(hp_rows: Tensor, exchange: Exchange) -> Tensor:
     return cp_rows
 
 
-class _HeadExchange(torch.autograd.Function):
+class _ExchangeFunction(torch.autograd.Function):
     """:func:`to_heads` or :func:`to_sequence` for autograd; the backward of each is the
     other."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
+    def forward(ctx, rows: Tensor, exchange: HeadExchange, to_heads: bool) -> Tensor:
         ctx.exchange = exchange
         ctx.to_heads = to_heads
         if to_heads:
@@ -275,7 +279,7 @@ class _HeadExchange(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor):
         (grad,) = gradients
         if torch.is_grad_enabled():  # the caller wants second derivatives
-            d_rows = _HeadExchange.apply(grad, ctx.exchange, not ctx.to_heads)
+            d_rows = _ExchangeFunction.apply(grad, ctx.exchange, not ctx.to_heads)
         elif ctx.to_heads:
             d_rows = _to_sequence(grad, ctx.exchange)
         else:
@@ -284,17 +288,17 @@ class _HeadExchange(torch.autograd.Function):
 
 
 @uncompiled  # Dynamo mistakes the handles of point-to-point messages for tensors
-def to_heads(cp_rows: Tensor, exchange: Exchange) -> Tensor:
+def to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     """``[s, B, P] -> [S, B, p]``: this rank's columns of all tokens, in sequence order.
 
     If several ranks hold a column, its gradients are summed in fp32, in the order of
     the ranks.
     """
-    return _HeadExchange.apply(cp_rows, exchange, True)
+    return _ExchangeFunction.apply(cp_rows, exchange, True)
 
 
 @uncompiled
-def to_sequence(hp_rows: Tensor, exchange: Exchange) -> Tensor:
+def to_sequence(hp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     """``[S, B, p] -> [s, B, P]``: the inverse of :func:`to_heads` if ranks share no
     column."""
-    return _HeadExchange.apply(hp_rows, exchange, False)
+    return _ExchangeFunction.apply(hp_rows, exchange, False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...ops.documents import Documents, one_document
 from ...ops.layout import Layout, Section, SizeError
 from ..layouts import SequenceLayout
-from .exchange import Exchange, to_heads, to_sequence
+from .exchange import HeadExchange, to_heads, to_sequence
 from .scheme import Headwise
 from .shares import HeadShares
 
@@ -101,7 +101,7 @@ def tensor_a2a_cp2hp(
     shares = _even_shares("tensor_a2a_cp2hp", tensor.shape[2], split_sections, cp_size)
     units = one_document(tensor.shape[0] * cp_size, tensor.device)
     layout = _layout_of(undo_attention_load_balancing)
-    return to_heads(tensor, Exchange.of(cp_group, shares, units, layout, tensor))
+    return to_heads(tensor, HeadExchange.of(cp_group, shares, units, layout, tensor))
 
 
 def tensor_a2a_hp2cp(
@@ -165,7 +165,7 @@ def tensor_a2a_hp2cp(
     shares = HeadShares.even(cp_size, [section * cp_size for section in sections])
     layout = _layout_of(redo_attention_load_balancing)
     units = one_document(S, tensor.device)
-    return to_sequence(tensor, Exchange.of(cp_group, shares, units, layout, tensor))
+    return to_sequence(tensor, HeadExchange.of(cp_group, shares, units, layout, tensor))
 
 
 def get_parameter_local_cp(

@@ -107,11 +107,13 @@ def _launch_copy(
 ) -> None:
     """If ``pack``, copy columns of ``cp_rows`` to ``rank_rows``, else copy them back.
 
-    ``rank_rows`` has a message for each rank from ``first_rank`` on, without
-    ``skipped_rank``. If ``kept_rows``, (hp_rows, positions), is given, columns of
+    ``rank_rows`` has a message for each of the ``message_count`` ranks from
+    ``first_rank`` on, without ``skipped_rank``. If ``positions`` is given,
+    ``rank_rows`` is the hp_rows of ``first_rank`` alone.
+
+    ``kept_rows`` is (hp_rows, positions) or None. If it is given, the columns of
     ``skipped_rank`` are copied to (or from) these rows, and ``message_count`` counts
-    ``skipped_rank`` too. If ``positions`` is given, ``rank_rows`` is the hp_rows of
-    ``first_rank`` alone.
+    this rank too.
     """
     tokens, batch, _ = cp_rows.shape
     if not tokens * batch or not message_count or not strips:

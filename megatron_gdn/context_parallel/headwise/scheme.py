@@ -16,7 +16,7 @@ from ...ops.layout import Layout
 from ...ops.stages import SequenceContext
 from ..layouts import SequenceLayout, units_of_layout
 from ..scheme import Passage, Scheme
-from .exchange import Exchange, to_heads, to_sequence
+from .exchange import HeadExchange, to_heads, to_sequence
 from .shares import ColumnBlock, HeadShares
 
 
@@ -57,8 +57,10 @@ class Headwise(Scheme):
         # Only the shape and the dtype of this tensor are read.
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
         layout = self.sequence_layout
-        row_exchange = Exchange.of(self.group, self._row_shares, units, layout, local)
-        output_exchange = Exchange.of(
+        row_exchange = HeadExchange.of(
+            self.group, self._row_shares, units, layout, local
+        )
+        output_exchange = HeadExchange.of(
             self.group, self._output_shares, units, layout, local
         )
         return Passage(

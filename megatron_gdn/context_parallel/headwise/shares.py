@@ -176,7 +176,7 @@ class Wave:
         return self.tokens.stop - self.tokens.start
 
     @cached_property
-    def mean_fragment(self) -> float:
+    def mean_fragment_tokens(self) -> float:
         """The mean number of tokens of a fragment, on the rank with the most fragments.
 
         0 if the host knows no positions. All ranks compute the same number, so they
