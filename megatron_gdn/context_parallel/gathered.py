@@ -94,12 +94,12 @@ def gather_in_order(
     if group is None or group.size() == 1:
         return x
     place = rank_order_of_sequence(lengths, group.size(), layout)
-    return _Gather.apply(x, group).index_select(
+    return _AllGather.apply(x, group).index_select(
         0, place.to(x.device, non_blocking=True)
     )
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     """All-gathers ``x`` in the order of the ranks; the backward reduce-scatters the
     gradient."""
 

@@ -13,7 +13,7 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import agreement, rank_order_of_sequence
 from megatron_gdn.context_parallel.chunkwise.fragments import SequencePartition
 from megatron_gdn.context_parallel.chunkwise.map_exchange import (
-    Paths,
+    StatePaths,
     states_entering_nodes,
 )
 from megatron_gdn.gdn import layer as layer_module
@@ -54,7 +54,7 @@ def states_equal_products(
     every = tuple(range(n))
     stops = sorted({0, n - 1, *ends})
     stretches = tuple(every[a : b + 1] for a, b in pairwise(stops))
-    paths = Paths(hosts, (every,) if by_flags else stretches)
+    paths = StatePaths(hosts, (every,) if by_flags else stretches)
     cuts = None
     if by_flags:
         cuts = torch.tensor([j in ends for j in every], dtype=torch.int32)

@@ -4,7 +4,7 @@ fp64."""
 import pytest
 import torch
 
-from megatron_gdn.context_parallel.chunkwise.map_exchange import Paths, _steps_of
+from megatron_gdn.context_parallel.chunkwise.map_exchange import StatePaths, _steps_of
 from megatron_gdn.ops.state_maps import chains_kernels
 from megatron_gdn.ops.state_maps.state_map import (
     NO_INDEX,
@@ -148,9 +148,9 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
 # buffers, where the device knows the nodes that no state passes.
 UP_AND_DOWN = (0, 1, 2, 3, 3, 2, 1, 0)
 PATHS = {
-    "whole": (Paths(UP_AND_DOWN, (tuple(range(8)),)), ()),
-    "apart": (Paths((0, 1, 2, 3, 2, 1, 0), ((0, 1, 2), (3, 4), (4, 5, 6))), ()),
-    "cut": (Paths((0, 1, 2, 3), ((0, 1, 2, 3),)), (2,)),
+    "whole": (StatePaths(UP_AND_DOWN, (tuple(range(8)),)), ()),
+    "apart": (StatePaths((0, 1, 2, 3, 2, 1, 0), ((0, 1, 2), (3, 4), (4, 5, 6))), ()),
+    "cut": (StatePaths((0, 1, 2, 3), ((0, 1, 2, 3),)), (2,)),
 }
 
 

@@ -29,7 +29,7 @@ from ...ops.host_tables import cached_by_stream
 from ...ops.state_maps.state_map import NO_INDEX, ChainSteps, follow_chains
 
 
-class Paths(NamedTuple):
+class StatePaths(NamedTuple):
     """The nodes between which states travel, in every chain.
 
     A state begins at the first node of a path, changes at the nodes between and ends at
@@ -39,9 +39,9 @@ class Paths(NamedTuple):
     ranks: tuple[int, ...]  # the rank of each node of a chain
     nodes: tuple[tuple[int, ...], ...]  # of each path, in order, at least two
 
-    def reversed(self) -> Paths:
+    def reversed(self) -> StatePaths:
         """The paths of the states' gradients, from the last node to the first."""
-        return Paths(self.ranks, tuple(path[::-1] for path in self.nodes))
+        return StatePaths(self.ranks, tuple(path[::-1] for path in self.nodes))
 
     @property
     def sending(self) -> tuple[int, ...]:
@@ -79,9 +79,8 @@ class _MapRoute(NamedTuple):
     A count tells how many maps, or states, of one head go to or come from each rank.
     """
 
-    is_direct: (
-        bool  # `Paths.is_direct`: states are sent in place of maps, and not returned
-    )
+    # `StatePaths.is_direct`: states are sent in place of maps, and none are returned
+    is_direct: bool
     # how many of the M states each rank computes
     shares: tuple[int, ...]
     maps_sent: tuple[int, ...]  # counts; if ``is_direct``, of states
@@ -94,7 +93,7 @@ class _MapRoute(NamedTuple):
 
 @cached_by_stream(64)
 def _route_of(
-    paths: Paths, M: int, ranks: int, rank: int, device: torch.device
+    paths: StatePaths, M: int, ranks: int, rank: int, device: torch.device
 ) -> _MapRoute:
     """The route of ``rank``, one of ``ranks``, for M states; ``steps`` are on
     ``device``."""
@@ -134,11 +133,11 @@ def _route_of(
     )
 
 
-def _steps_of(paths: Paths, ranks: int, device: torch.device) -> ChainSteps:
+def _steps_of(paths: StatePaths, ranks: int, device: torch.device) -> ChainSteps:
     """The steps that apply all ranks' maps along the paths.
 
-    Maps are indexed by rank and then by `Paths.sent_by`, states by rank and then by
-    `Paths.received_by`.
+    Maps are indexed by rank, then by `StatePaths.sent_by`; states by rank, then by
+    `StatePaths.received_by`.
     """
     maps = [j for r in range(ranks) for j in paths.sent_by(r)]
     states = [j for r in range(ranks) for j in paths.received_by(r)]
@@ -154,7 +153,7 @@ def _steps_of(paths: Paths, ranks: int, device: torch.device) -> ChainSteps:
 def states_entering_nodes(
     local: Tensor,
     through: Tensor | None,
-    paths: Paths,
+    paths: StatePaths,
     group: dist.ProcessGroup,
     cuts: Tensor | None = None,
 ) -> Tensor:

@@ -26,7 +26,7 @@ from ...ops.rules.base import Rule, RuleBackward, RuleForward, map_inputs
 from ...ops.state_maps.state_map import StateMap
 from ..layouts import SequenceLayout
 from .fragments import SequencePartition, any_document_is_cut, fragments_of, pieces_of
-from .map_exchange import Paths, states_entering_nodes
+from .map_exchange import StatePaths, states_entering_nodes
 
 
 class GatheredPieces(NamedTuple):
@@ -49,7 +49,7 @@ class StateTable:
 
     # boundaries of all N pieces of this rank, batch rows laid end to end
     sequences: Documents
-    paths: Paths  # the nodes that states leave and enter, the same in every chain
+    paths: StatePaths  # the nodes that states leave and enter, the same in every chain
     # of this rank's nodes, those that a state leaves, and those that a state enters
     sending: tuple[int, ...]
     receiving: tuple[int, ...]
@@ -181,13 +181,13 @@ def _entered_to_left(
     return to_device(places.flatten(), device)
 
 
-def _paths_of(documents: Documents, partition: SequencePartition) -> Paths:
+def _paths_of(documents: Documents, partition: SequencePartition) -> StatePaths:
     """The paths of states along a chain; if the host does not know them, one path
     through all nodes."""
     ranks = partition.nodes.ranks
     every_node = tuple(range(len(ranks)))
     if not documents.known_on_host or partition.layout is SequenceLayout.ZIGZAG:
-        return Paths(ranks, (every_node,))
+        return StatePaths(ranks, (every_node,))
     fragments = fragments_of(documents, partition)
     paths: list[list[int]] = []
     for j in fragments.state_enters[:, 0].nonzero().flatten().tolist():
@@ -195,7 +195,7 @@ def _paths_of(documents: Documents, partition: SequencePartition) -> Paths:
             paths[-1].append(j)
         else:
             paths.append([j - 1, j])
-    return Paths(ranks, tuple(tuple(path) for path in paths))
+    return StatePaths(ranks, tuple(tuple(path) for path in paths))
 
 
 def _node_tensors(
@@ -326,7 +326,11 @@ class StateExchange:
         return StateMap(local, _select_pieces(through, left, passes))
 
     def _exchange(
-        self, local: Tensor, through: Tensor | None, paths: Paths, cuts: Tensor | None
+        self,
+        local: Tensor,
+        through: Tensor | None,
+        paths: StatePaths,
+        cuts: Tensor | None,
     ) -> Tensor:
         """Exchange maps along ``paths``, for the states that enter this rank's nodes.
 
