@@ -25,7 +25,7 @@ from transformers import Qwen3_5TextConfig  # which imports fla
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in, resolve_batch
-from megatron_gdn.hf.drop_in.sources import Sources
+from megatron_gdn.hf.drop_in.sources import BoundarySources
 
 
 def patched(theirs: torch.nn.Module, config: Any, **options: Any) -> torch.nn.Module:
@@ -53,7 +53,7 @@ def resolved(layer: Any, x: torch.Tensor, told: dict[str, Any]) -> dict[str, Any
     """What a patched model hands to this layer instead."""
     if not told:
         return told
-    sources = Sources(None, None, told["cu_seq_lens_q"], None)
+    sources = BoundarySources(None, None, told["cu_seq_lens_q"], None)
     return {"gdn_batch": resolve_batch(layer.drop_in.options, sources, x, None)}
 
 

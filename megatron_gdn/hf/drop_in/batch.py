@@ -1,7 +1,8 @@
-"""The batch of one forward: where documents, padding and each rank's tokens lie.
+"""The batch of one forward: where its documents, its padding and each rank's tokens
+are.
 
-The text model's forward computes a :class:`ModelBatch` once (resolves the batch), so
-all layers and recomputations see the same boundaries.
+The text model's forward makes one :class:`ModelBatch` (:func:`resolve_batch`) for all
+layers, so that layers and recomputations see the same boundaries.
 
 Legend: B batch, S tokens of the whole sequence, s this rank's share (S on one rank), H
 hidden size.
@@ -28,18 +29,24 @@ from ...mixers.padding import read_mask
 from ...ops.documents import Documents
 from ...ops.host_tables import to_device
 from ...ops.layout import SizeError
-from .sources import Sources, document_ids, starts_of, text_positions, to_host
+from .sources import (
+    BoundarySources,
+    copy_to_host,
+    document_ids,
+    document_starts,
+    text_positions,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_OFFSET_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
-    """The process group of a one-dimensional device mesh; None without mesh or with one
-    rank."""
+    """The process group of the one-dimensional device mesh ``mesh``; None if there is no
+    mesh or the mesh has one rank. Another mesh is a ValueError."""
     if mesh is not None and not hasattr(mesh, "get_group"):
         raise ValueError(
             f"cp_mesh={mesh!r} is no device mesh; give the one-dimensional DeviceMesh "
@@ -60,77 +67,90 @@ def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
 class ModelBatch:
     """The documents and the padding in the batch of one forward.
 
-    ``share.documents`` are the documents of all ranks' tokens, row after row; None:
-    each row is one sequence. Padding counts as a document, so its state reaches no
-    other document. ``ids``, int64 ``[B, S]`` on the host: the document number of every
-    token of all ranks; 0 is padding. ``keep``, bool ``[B, s]``, is False at padding,
-    where the output is exactly zero.
+    ``share.documents`` are the documents of all ranks' tokens, row after row. They are
+    None if each row is one sequence. A stretch of padding counts as a document, so that
+    no state of padding reaches another document.
     """
 
     share: MicroBatchShare
-    ids: Tensor | None = None
-    keep: Tensor | None = None
+    # int64 [B, S] on the host: ids of all ranks' tokens, 0 at padding; None: no ids
+    document_ids: Tensor | None = None
+    # bool [B, s]: False at padding, where the output is exactly zero; None: no padding
+    is_token: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether each row is one sequence on one rank, as transformers' own forward
-        needs."""
+        """Whether transformers' own forward can run the batch: one rank, and each row is
+        one sequence."""
         return self.share.documents is None and self.share.group is None
 
     @property
-    def kind(self) -> str:
-        """The feature of this batch that transformers' own forward lacks, for error
-        messages."""
+    def unsupported_feature(self) -> str:
+        """What transformers' own forward does not support in a batch that is not plain,
+        for errors."""
         if self.share.group is None:
             return "packed documents"
         return "context parallelism"
 
     @property
     def positions(self) -> Tensor:
-        """Positions of tokens in documents, 0 at padding; int64 ``[B or 1, s]`` on the
-        host."""
+        """The position of each of this rank's tokens in its document, 0 at padding; int64
+        ``[B or 1, s]`` on the host."""
         documents = self.share.documents
-        ids = self.ids
+        ids = self.document_ids
         if documents is None or ids is None:
             return self.share.positions[None]
-        positions = documents.position_T.long().view_as(ids).masked_fill(ids == 0, 0)
+        positions_BS = documents.position_T.long().view_as(ids)
+        positions_BS = positions_BS.masked_fill(ids == 0, 0)
         if self.share.group is None:
-            return positions
-        return positions[:, self.share.positions]
+            return positions_BS
+        return positions_BS[:, self.share.positions]
 
-    def enter(self, x_BsH: Tensor) -> Tensor:
-        """Reshape hidden states for the mixer: ``[1, B s, H]`` if packed, else
-        ``[B, s, H]``."""
+    def to_mixer_rows(self, x_BsH: Tensor) -> Tensor:
+        """Hidden states in the shape for the mixer, with zeros at padding:
+        ``[1, B s, H]`` if documents are packed, else ``[B, s, H]``."""
         x_BsH = self._zero_padding(x_BsH)
         if self.share.documents is None:
             return x_BsH
         return x_BsH.flatten(0, 1).unsqueeze(0)
 
-    def leave(self, y: Tensor, like_BsH: Tensor) -> Tensor:
-        """Undo :meth:`enter`: reshape ``y`` like ``like_BsH``; padding is exactly
-        zero."""
+    def from_mixer_rows(self, y: Tensor, like_BsH: Tensor) -> Tensor:
+        """Undo :meth:`to_mixer_rows`: ``y`` as ``[B, s, -1]``, with B and s of
+        ``like_BsH`` and zeros at padding."""
         return self._zero_padding(y.reshape(like_BsH.shape[:2] + (-1,)))
 
     def _zero_padding(self, x_BsH: Tensor) -> Tensor:
-        """Set padding tokens to zero; their gradients are zero too."""
-        if self.keep is None:
+        """``x_BsH`` with zeros at padding; gradients are zero there too."""
+        if self.is_token is None:
             return x_BsH
-        # a model's layers may lie on several devices
-        padding = ~self.keep.to(x_BsH.device)
+        # a model's layers may be on several devices
+        padding = ~self.is_token.to(x_BsH.device)
         return x_BsH.masked_fill(padding[..., None], 0)
 
 
 @torch.compiler.disable  # the host reads boundaries
 def resolve_batch(
-    options: Any, sources: Sources, x_BsH: Tensor, cache: Any, fills_cache: bool = False
+    options: Any,
+    sources: BoundarySources,
+    x_BsH: Tensor,
+    cache: Any,
+    fills_cache: bool = False,
 ) -> ModelBatch | None:
-    """Resolve one forward's batch; None if transformers' own forward continues from a
-    cache.
+    """The :class:`ModelBatch` of one forward; None if transformers' own forward continues
+    from a cache.
 
-    ``x_BsH`` may be token ids ``[B, s]``; ``cache`` is transformers'; ``fills_cache``:
-    the forward makes a new cache. With context parallelism, ``sources`` has masks, ids
-    and positions of this rank's tokens and offsets of the whole buffer; all ranks must
-    give the same kinds of sources.
+    Args:
+        options: the `DropInOptions` of the model.
+        sources: with context parallelism, masks, ids and positions of this rank's
+            tokens, but offsets of the whole buffer; all ranks must give the same kinds
+            of sources.
+        x_BsH: hidden states ``[B, s, H]`` or token ids ``[B, s]``.
+        cache: transformers' cache, or None.
+        fills_cache: whether the forward makes a new cache.
+
+    Raises:
+        ValueError: sources do not fit or contradict each other, ranks have different
+            batches, or a cache comes with packed documents or context parallelism.
     """
     rows, tokens = x_BsH.shape[:2]
     group = group_of(options.cp_mesh)
@@ -143,54 +163,65 @@ def resolve_batch(
                 "cache."
             )
         return None
-    size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    whole = (tokens * size,)
-    layout = options.cp_layout
-    share = MicroBatchShare(None, group, size, rank, layout, whole, x_BsH.device)
+    size = 1
+    rank = 0
+    if group is not None:
+        size = group.size()
+        rank = group.rank()
+    share = MicroBatchShare(
+        documents=None,
+        group=group,
+        size=size,
+        rank=rank,
+        layout=options.cp_layout,
+        lengths=(tokens * size,),
+        device=x_BsH.device,
+    )
     batch = _find_documents(sources, rows, share)
     if (cache is not None or fills_cache) and not batch.is_plain:
         raise ValueError(
-            f"a cache cannot be filled with {batch.kind}: it holds one state per row. "
-            "Pass use_cache=False and no cache; generate on one rank, one sequence per "
-            "row."
+            f"a cache cannot be filled with {batch.unsupported_feature}: it holds one "
+            "state per row. Pass use_cache=False and no cache; generate on one rank, "
+            "one sequence per row."
         )
     return batch
 
 
-def _find_documents(sources: Sources, rows: int, share: MicroBatchShare) -> ModelBatch:
-    """Find documents and padding of ``rows`` rows; this rank's ``share`` has no
-    documents yet."""
-    _require_agreement(sources, rows, share)
-    share = _with_layout(sources, rows, share)
-    sources = _in_sequence_order(sources, rows, share)
+def _find_documents(
+    sources: BoundarySources, rows: int, share: MicroBatchShare
+) -> ModelBatch:
+    """The batch of ``rows`` rows. ``share`` has no documents, and the sequence layout of
+    the options; the batch's share has the documents and the layout that were found."""
+    _require_one_batch(sources, rows, share)
+    share = _with_sequence_layout(sources, rows, share)
+    sources = _gather_sources(sources, rows, share)
     ids = document_ids(sources, rows, sum(share.lengths))
     mask = sources.attention_mask
-    if (
-        share.group is not None
-        and ids is None
-        and mask is not None
-        and bool((mask == 0).any())
-    ):
-        ids = (mask != 0).long()
+    if ids is None and share.group is not None and mask is not None:
+        is_token_BS = mask != 0
+        if not bool(is_token_BS.all()):
+            ids = is_token_BS.long()
     if ids is None:
-        padded = share.group is None and mask is not None and mask.dim() == 2
-        return ModelBatch(share, keep=mask != 0 if padded else None)
+        is_token = None
+        if share.group is None and mask is not None and mask.dim() == 2:
+            is_token = mask != 0
+        return ModelBatch(share, is_token=is_token)
     read_mask(ids)  # raises if padding is inside a document or ids decrease
     if share.group is None:
-        own_Bs = ids
+        own_ids_Bs = ids
     else:
-        own_Bs = ids[:, share.positions]
+        own_ids_Bs = ids[:, share.positions]
     if bool((ids > 0).all()):
-        keep = None
+        is_token = None
     else:
-        keep = to_device(own_Bs > 0, share.device)
+        is_token = to_device(own_ids_Bs > 0, share.device)
     if share.group is not None:
-        one_each = bool((ids.amax(-1) <= 1).all())
-        # each row: one document, then padding
-        if one_each and not bool((ids.diff() > 0).any()):
-            return ModelBatch(share, ids, keep)
+        one_document_per_row = bool((ids.amax(-1) <= 1).all())
+        padding_before_tokens = bool((ids.diff() > 0).any())
+        if one_document_per_row and not padding_before_tokens:
+            return ModelBatch(share, ids, is_token)
         if rows > 1:
-            if one_each:
+            if one_document_per_row:
                 refused = "padding before tokens"
             else:
                 refused = "packed documents"
@@ -198,31 +229,41 @@ def _find_documents(sources: Sources, rows: int, share: MicroBatchShare) -> Mode
                 f"context parallelism takes {refused} in one row only, got {rows} "
                 "rows. Lay the rows end to end (megatron_gdn.hf.PackingCollator does)."
             )
-    starts = starts_of(ids).flatten().nonzero().flatten().tolist()
+    starts = document_starts(ids).flatten().nonzero().flatten().tolist()
     documents = Documents.from_cu_seqlens(starts + [ids.numel()], ids.numel())
-    return ModelBatch(
-        share._replace(documents=documents, lengths=documents.lengths), ids, keep
-    )
+    share = share._replace(documents=documents, lengths=documents.lengths)
+    return ModelBatch(share, ids, is_token)
 
 
-def _require_agreement(sources: Sources, rows: int, share: MicroBatchShare) -> None:
-    """Raise on every rank if a data loader gave the ranks different batches."""
+def _require_one_batch(
+    sources: BoundarySources, rows: int, share: MicroBatchShare
+) -> None:
+    """Raise a ValueError on every rank if the ranks were not given shares of one batch.
+
+    Compared are the shape of the rows, the number of dimensions of each source, and the
+    offsets.
+    """
     if share.group is None:
         return
     if sources.cu_seqlens is None:
         offsets = b""
     else:
         offsets = sources.cu_seqlens.long().numpy().tobytes()
-    facts = {"rows": rows, "tokens": sum(share.lengths)}
-    for name, x in sources._asdict().items():
-        facts[f"kinds of {name}"] = x.dim() if isinstance(x, Tensor) else 0
-    facts |= {"numbers of offsets": len(offsets), "offsets": zlib.crc32(offsets)}
-    all_cT = _gather(torch.tensor(list(facts.values()), device="cpu"), share)
-    differs = (all_cT != all_cT[0]).any(0).tolist()
+    compared = {"rows": rows, "tokens": sum(share.lengths)}
+    for name, source in sources._asdict().items():
+        dimensions = 0
+        if isinstance(source, Tensor):
+            dimensions = source.dim()
+        compared[f"kinds of {name}"] = dimensions
+    compared["numbers of offsets"] = len(offsets)
+    compared["offsets"] = zlib.crc32(offsets)
+    # [cp, number of compared values]
+    of_ranks = _gather(torch.tensor(list(compared.values()), device="cpu"), share)
+    differs = (of_ranks != of_ranks[0]).any(0).tolist()
     if any(differs):
         raise ValueError(
             f"the {share.size} context-parallel ranks were given different "
-            f"{', '.join(compress(facts, differs))}: they must have shares of one "
+            f"{', '.join(compress(compared, differs))}: they must have shares of one "
             "batch. Give all of them the same batches "
             "(megatron_gdn.hf.ContextParallelTrainerMixin does in transformers' "
             "Trainer) and cut each by context_parallel_share."
@@ -236,7 +277,7 @@ def _require_agreement(sources: Sources, rows: int, share: MicroBatchShare) -> N
 
 
 def _gather(tensor: Tensor, share: MicroBatchShare) -> Tensor:
-    """Gather all ranks' tensors, which have one shape, into ``[cp, ...]`` on the
+    """The tensors of all ranks, which must have one shape, as ``[cp, ...]`` on the
     host."""
     if share.group is None:
         return tensor[None].cpu()
@@ -246,26 +287,33 @@ def _gather(tensor: Tensor, share: MicroBatchShare) -> Tensor:
     return gathered.cpu()
 
 
-def _with_layout(
-    sources: Sources, rows: int, share: MicroBatchShare
+def _with_sequence_layout(
+    sources: BoundarySources, rows: int, share: MicroBatchShare
 ) -> MicroBatchShare:
-    """``share`` with its layout (from any ``seq_index``) and the lengths that this
-    layout cuts."""
-    whole = share.lengths
+    """``share`` with the sequence layout in which the row was cut, and the lengths that
+    were cut: of the whole row, or in ``zigzag`` of each document.
+
+    The layout is found by ``sources.seq_index``. Without it, the layout of the options is
+    taken; ``zigzag`` without the offsets of documents becomes ``zigzag_buffer``.
+    """
     total = sum(share.lengths)
     index = sources.seq_index
     tokens = total // share.size
-    cut = {SequenceLayout.ZIGZAG_BUFFER: whole, SequenceLayout.CONTIGUOUS: whole}
+    lengths_of_layout = {
+        SequenceLayout.ZIGZAG_BUFFER: share.lengths,
+        SequenceLayout.CONTIGUOUS: share.lengths,
+    }
     if sources.cu_seqlens is not None and sources.indices is None and rows == 1:
         documents = Documents.from_cu_seqlens(sources.cu_seqlens, total)
-        cut[SequenceLayout.ZIGZAG] = documents.lengths
+        lengths_of_layout[SequenceLayout.ZIGZAG] = documents.lengths
     if index is None:
-        if share.layout in cut:
+        if share.layout in lengths_of_layout:
             layout = share.layout
         else:
             layout = SequenceLayout.ZIGZAG_BUFFER
-        check_lengths(cut[layout], share.size, layout)
-        return share._replace(layout=layout, lengths=cut[layout])
+        lengths = lengths_of_layout[layout]
+        check_lengths(lengths, share.size, layout)
+        return share._replace(layout=layout, lengths=lengths)
     if index.dim() not in (1, 2) or index.shape[-1] != tokens:
         raise ValueError(
             f"seq_index has shape {tuple(index.shape)}; it must be [{tokens}] or "
@@ -277,26 +325,29 @@ def _with_layout(
             "the rows of seq_index differ; all rows of a batch must be cut alike for "
             "context parallelism. Pass one row."
         )
-    positions = _gather(index[0], share)
-    for layout, lengths in cut.items():
+    index_of_ranks = _gather(index[0], share)  # [cp, s]
+    for layout, lengths in lengths_of_layout.items():
         # positions_of raises if the layout cannot cut the lengths
         with suppress(SizeError):
-            if torch.equal(positions, positions_of(lengths, share.size, layout)):
+            if torch.equal(index_of_ranks, positions_of(lengths, share.size, layout)):
                 return share._replace(layout=layout, lengths=lengths)
     raise ValueError(
-        f"seq_index {positions[share.rank].tolist()[:8]} ... is no share of {total} "
+        f"seq_index {index_of_ranks[share.rank].tolist()[:8]} ... is no share of {total} "
         f"tokens in zigzag of the row (two of {2 * share.size} pieces), in zigzag of "
         f"every document of cu_seq_lens_q, or contiguous (one of {share.size}). Cut "
         "the row by megatron_gdn.hf.context_parallel_share."
     )
 
 
-def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> Sources:
-    """Gather all ranks' masks, ids and positions in sequence order; offsets do not
-    change."""
+def _gather_sources(
+    sources: BoundarySources, rows: int, share: MicroBatchShare
+) -> BoundarySources:
+    """The sources of all ranks' tokens: masks, ids and positions ``[B, s]`` of each rank
+    become ``[B, S]`` in sequence order. Offsets, which are of the whole buffer, stay."""
     if share.group is None:
         return sources
-    mask, ids, offsets, position_ids = sources[:4]
+    mask = sources.attention_mask
+    position_ids = sources.position_ids
     tokens = sum(share.lengths) // share.size
     text_position = text_positions(position_ids)
     if mask is not None and mask.dim() != 2:
@@ -312,17 +363,17 @@ def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> S
             "them from the whole sequence and give this rank's columns as "
             f"[4, {rows}, {tokens}], text positions first."
         )
-    if offsets is not None:
+    if sources.cu_seqlens is not None:
         text_position = None
     elif text_position is not None and text_position.shape[0] == 1:
         text_position = text_position.expand(rows, -1)
-    tables = {
+    gathered = {
         "attention_mask": mask,
-        "_packed_seq_ids": ids,
+        "_packed_seq_ids": sources.packed_seq_ids,
         "position_ids": text_position,
     }
-    for name, x_Bs in tables.items():
-        if x_Bs is None:
+    for name, own_Bs in gathered.items():
+        if own_Bs is None:
             continue
         if share.layout is SequenceLayout.ZIGZAG:
             raise ValueError(
@@ -331,9 +382,9 @@ def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> S
                 "cu_seq_lens_q of the whole buffer, or cut the buffer as "
                 "'zigzag_buffer' or 'contiguous'."
             )
-        own_sB = to_host(name, x_Bs, rows, tokens).long().T
-        tables[name] = share.gather(own_sB.to(share.device)).T.cpu()
-    mask, ids, position_BS = tables.values()
+        own_sB = copy_to_host(name, own_Bs, rows, tokens).long().T
+        gathered[name] = share.gather(own_sB.to(share.device)).T.cpu()
+    position_BS = gathered["position_ids"]
     if position_BS is not None:
         position = position_BS[:, :-1]
         next_position = position_BS[:, 1:]
@@ -347,7 +398,12 @@ def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> S
                 f"{share.layout.value!r} (or name another cp_layout), or give "
                 "seq_index (docs/transformers.md)."
             )
-    return Sources(mask, ids, offsets, position_BS)
+    return BoundarySources(
+        attention_mask=gathered["attention_mask"],
+        packed_seq_ids=gathered["_packed_seq_ids"],
+        cu_seqlens=sources.cu_seqlens,
+        position_ids=position_BS,
+    )
 
 
 def context_parallel_share(
@@ -355,16 +411,18 @@ def context_parallel_share(
     cp_mesh: Any,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
 ) -> dict[str, Any]:
-    """Cut a packed batch to this rank's tokens: every tensor keeps only these tokens'
-    columns.
+    """Cut a packed batch to this rank's tokens.
 
     Args:
         batch: as :class:`.training.PackingCollator` makes it, the same on all ranks.
             Tensors ``[1, S]``, ``[1, S, ...]`` and ``[n, 1, S]`` (positions of a
             vision-language model) are cut along S; offsets and values without S are not
             cut.
-        cp_mesh, layout: mesh of the ranks and how to cut the row, as in
-            :func:`.patching.patch`.
+        cp_mesh: one-dimensional device mesh of the ranks, as in :func:`.patching.patch`.
+        layout: how the row is cut, as ``cp_layout`` in :func:`.patching.patch`.
+
+    Returns:
+        A batch with the same names.
 
     Raises:
         ValueError: the layout cannot cut the tokens evenly; pad with
@@ -383,16 +441,17 @@ def context_parallel_share(
         lengths, cp_mesh.size(), cp_mesh.get_local_rank(), layout
     )
     share = {}
-    for name, x in batch.items():
-        if not isinstance(x, Tensor) or name in _OFFSETS or tokens not in x.shape:
-            share[name] = x
-        elif x.shape[:2] == (rows, tokens):
-            share[name] = x[:, own_indices.to(x.device)]
-        elif x.dim() == 3 and x.shape[1:] == (rows, tokens):
-            share[name] = x[..., own_indices.to(x.device)]
+    for name, value in batch.items():
+        is_offsets = name in _OFFSET_NAMES
+        if not isinstance(value, Tensor) or is_offsets or tokens not in value.shape:
+            share[name] = value
+        elif value.shape[:2] == (rows, tokens):
+            share[name] = value[:, own_indices.to(value.device)]
+        elif value.dim() == 3 and value.shape[1:] == (rows, tokens):
+            share[name] = value[..., own_indices.to(value.device)]
         else:
             raise ValueError(
-                f"{name} of shape {tuple(x.shape)} beside input_ids [{rows}, "
+                f"{name} of shape {tuple(value.shape)} beside input_ids [{rows}, "
                 f"{tokens}]: it is not known how ranks share it. Leave it out, or cut "
                 "it and add it to the share."
             )

@@ -1,4 +1,5 @@
-"""Describe transformers' linear-attention modules as mixers of this package.
+"""Describes transformers' linear-attention modules, so that mixers of this package can
+run them.
 
 Modules are found by the names of their classes, so transformers is not imported.
 """
@@ -32,29 +33,36 @@ from .sources import CACHE_NAMES
 LinearAttention = Any
 
 
-class Mixer(NamedTuple):
-    """This package's mixer for one linear-attention module of transformers."""
+class DropInMixer(NamedTuple):
+    """What runs one linear-attention module of transformers: sizes, rule and front."""
 
-    dims: Any
-    rule: ChooseRule
-    front: MakeFront
-    # ``mixer`` and ``recurrence`` of MicroBatches, for error messages
+    dims: Any  # the mixer's sizes, such as GDNDims
+    choose_rule: ChooseRule
+    make_front: MakeFront
+    # keywords ``mixer`` and ``recurrence`` of MicroBatches, for error messages
     names: dict[str, str]
 
 
-def _gdn_mixer(module: LinearAttention, config: Any, options: Any) -> Mixer:
-    """The `Mixer` of a module of transformers that computes Gated DeltaNet."""
+def _gdn_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixer:
+    """The mixer of ``module``, which computes Gated DeltaNet.
+
+    ``config``: the model's text config; ``options``: `DropInOptions`.
+    """
     dims = GDNDims.from_config(config)
-    rule = partial(
+    choose_rule = partial(
         resolve_rule, options.backend, sizes=dims.heads, operands=options.rule_operands
     )
-    negative = getattr(module, "allow_neg_eigval", False)
-    settings = {"allow_neg_eigval": negative, "recompute_qkv": options.recompute_qkv}
-    return Mixer(dims, rule, fronts_of(gdn_table, **settings), {})
+    make_front = fronts_of(
+        gdn_table,
+        allow_neg_eigval=getattr(module, "allow_neg_eigval", False),
+        recompute_qkv=options.recompute_qkv,
+    )
+    return DropInMixer(dims, choose_rule, make_front, names={})
 
 
-def _kda_mixer(module: LinearAttention, config: Any, options: Any) -> Mixer:
-    """The `Mixer` of a module of transformers that computes Kimi Delta Attention."""
+def _kda_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixer:
+    """The mixer of ``module``, which computes Kimi Delta Attention; arguments as in
+    `_gdn_mixer`."""
     if options.rule_operands != "fp16" or options.recompute_qkv:
         raise ValueError(
             f"rule_operands={options.rule_operands!r}, "
@@ -62,34 +70,35 @@ def _kda_mixer(module: LinearAttention, config: Any, options: Any) -> Mixer:
             "option. Leave both out."
         )
     heads = config.linear_num_heads
-    width = config.linear_head_dim
-    gate = module.forget_gate
-    # The rows hold both gates in full width, because `project` applies both low-rank
-    # factors.
+    head_dim = config.linear_head_dim
+    # The ranks are 0 because `project_rows` computes both gates in full width.
     dims = KDADims(
         hidden_size=config.hidden_size,
         num_key_heads=heads,
         num_value_heads=heads,
-        key_head_dim=width,
-        value_head_dim=width,
+        key_head_dim=head_dim,
+        value_head_dim=head_dim,
         conv_kernel_dim=config.linear_conv_kernel_dim,
         forget_rank=0,
         output_rank=0,
     )
-    bound = getattr(gate, "safe_gate_lower_bound", None)  # None, except in GLM 5 next
-    if getattr(gate, "safe_gate", False):  # Bailing Hybrid
-        bound = gate.lower_bound
-    rule = partial(choose_kda, options.backend, dims.state, bound)
+    forget_gate = module.forget_gate
+    # the lower bound of the log-decay: in GLM 5 next and Bailing Hybrid, else None
+    lower_bound = getattr(forget_gate, "safe_gate_lower_bound", None)
+    if getattr(forget_gate, "safe_gate", False):
+        lower_bound = forget_gate.lower_bound
+    choose_rule = partial(choose_kda, options.backend, dims.state, lower_bound)
+    make_front = fronts_of(kda_table, lower_bound=lower_bound)
     names = {"mixer": "KimiDeltaAttention", "recurrence": "KDA"}
-    return Mixer(dims, rule, fronts_of(kda_table, lower_bound=bound), names)
+    return DropInMixer(dims, choose_rule, make_front, names)
 
 
-_GDN_FIELDS = (
+_GDN_CONFIG_FIELDS = (
     "hidden_size",
     "rms_norm_eps",
     *(f"linear_{name}" for name in LINEAR_SIZES),
 )
-_KDA_FIELDS = (
+_KDA_CONFIG_FIELDS = (
     "hidden_size",
     "rms_norm_eps",
     "linear_num_heads",
@@ -98,12 +107,13 @@ _KDA_FIELDS = (
 )
 
 
-class Family(NamedTuple):
-    """A family of models in transformers, with the names of its linear attention's
-    submodules.
+class ModelFamily(NamedTuple):
+    """The linear attention of one family of models in transformers, and the names of
+    its submodules.
 
-    The concatenated outputs of ``projections`` are the mixer's rows; "a > b" calls
-    module b on the output of a. If ``projections`` is empty, the module has
+    ``projections`` names the submodules whose concatenated outputs are the projection
+    rows of this package's mixer, section by section. "a > b" means that submodule b is
+    called on the output of submodule a. If ``projections`` is empty, the module has
     Qwen3-Next's two projections:
 
         in_proj_qkvz: per key head [q | k | v of its value heads | z of its value heads]
@@ -113,24 +123,25 @@ class Family(NamedTuple):
     # package in transformers.models: the config's model_type without "_text"
     package: str
     projections: tuple[str, ...] = ()
-    norm: str = "norm"
-    out: str = "out_proj"
-    gate: str = ""  # submodule with A_log and dt_bias; empty: the module itself
-    # called with module, config, options
-    mixer: Callable[..., Mixer] = _gdn_mixer
-    fields: tuple[str, ...] = _GDN_FIELDS  # fields of the config that the layer reads
+    norm: str = "norm"  # the gated norm after the rule
+    out_proj: str = "out_proj"
+    gate_owner: str = ""  # submodule with A_log and dt_bias; "": the module itself
+    # (module, config, options) -> the mixer
+    make_mixer: Callable[..., DropInMixer] = _gdn_mixer
+    config_fields: tuple[str, ...] = _GDN_CONFIG_FIELDS  # that the layer reads
 
 
-_FLAT = tuple(PROJECTIONS["flat"])
-_SEPARATE = tuple(PROJECTIONS["separate"])
-_KDA: dict[str, Any] = {
+_FLAT_PROJECTIONS = tuple(PROJECTIONS["flat"])
+_SEPARATE_PROJECTIONS = tuple(PROJECTIONS["separate"])
+# the fields of each `ModelFamily` with Kimi Delta Attention
+_KDA_FAMILY_FIELDS: dict[str, Any] = {
     "norm": "o_norm",
-    "out": "o_proj",
-    "gate": "forget_gate",
-    "mixer": _kda_mixer,
-    "fields": _KDA_FIELDS,
+    "out_proj": "o_proj",
+    "gate_owner": "forget_gate",
+    "make_mixer": _kda_mixer,
+    "config_fields": _KDA_CONFIG_FIELDS,
 }
-_LOW_RANK = (
+_LOW_RANK_PROJECTIONS = (
     "q_proj",
     "k_proj",
     "v_proj",
@@ -138,34 +149,47 @@ _LOW_RANK = (
     "g_a_proj > g_b_proj",
     "b_proj",
 )
-_FULL_RANK = ("q_proj", "k_proj", "v_proj", "forget_gate.f_proj", "g_proj", "b_proj")
+_FULL_RANK_PROJECTIONS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "forget_gate.f_proj",
+    "g_proj",
+    "b_proj",
+)
 
 FAMILIES = {  # keys are names of transformers' classes
-    "Qwen3NextGatedDeltaNet": Family("qwen3_next"),
-    "Qwen3_5GatedDeltaNet": Family("qwen3_5", _FLAT),
-    "Qwen3_5MoeGatedDeltaNet": Family("qwen3_5_moe", _FLAT),
-    "Qwen4ExpTextGatedDeltaNet": Family("qwen4_exp", _FLAT),
-    "OlmoHybridGatedDeltaNet": Family(
-        "olmo_hybrid", _SEPARATE, norm="o_norm", out="o_proj"
+    "Qwen3NextGatedDeltaNet": ModelFamily("qwen3_next"),
+    "Qwen3_5GatedDeltaNet": ModelFamily("qwen3_5", _FLAT_PROJECTIONS),
+    "Qwen3_5MoeGatedDeltaNet": ModelFamily("qwen3_5_moe", _FLAT_PROJECTIONS),
+    "Qwen4ExpTextGatedDeltaNet": ModelFamily("qwen4_exp", _FLAT_PROJECTIONS),
+    "OlmoHybridGatedDeltaNet": ModelFamily(
+        "olmo_hybrid", _SEPARATE_PROJECTIONS, norm="o_norm", out_proj="o_proj"
     ),
-    "KimiLinearDeltaAttention": Family("kimi_linear", _LOW_RANK, **_KDA),
-    "Glm5NextTextLinearAttention": Family("glm5_next", _LOW_RANK, **_KDA),
-    "BailingHybridDeltaAttention": Family("bailing_hybrid", _FULL_RANK, **_KDA),
+    "KimiLinearDeltaAttention": ModelFamily(
+        "kimi_linear", _LOW_RANK_PROJECTIONS, **_KDA_FAMILY_FIELDS
+    ),
+    "Glm5NextTextLinearAttention": ModelFamily(
+        "glm5_next", _LOW_RANK_PROJECTIONS, **_KDA_FAMILY_FIELDS
+    ),
+    "BailingHybridDeltaAttention": ModelFamily(
+        "bailing_hybrid", _FULL_RANK_PROJECTIONS, **_KDA_FAMILY_FIELDS
+    ),
 }
-LEGAL = ", ".join(repr(family.package) for family in FAMILIES.values())
+LEGAL_PACKAGES = ", ".join(repr(family.package) for family in FAMILIES.values())
 
 
 def transformers_class(module: nn.Module) -> type | None:
-    """The linear-attention class of transformers that ``module`` is an instance of, or
-    None."""
+    """The linear-attention class of transformers of which ``module`` is an instance;
+    None for other modules."""
     for cls in type(module).__mro__:
         if cls.__name__ in FAMILIES and cls.__module__.startswith("transformers."):
             return cls
     return None
 
 
-def family_of(module: nn.Module) -> Family:
-    """The :class:`Family` of ``module``, a linear attention of transformers."""
+def family_of(module: nn.Module) -> ModelFamily:
+    """The :class:`ModelFamily` of ``module``, a linear attention of transformers."""
     cls = transformers_class(module)
     assert cls is not None
     return FAMILIES[cls.__name__]
@@ -179,81 +203,84 @@ def linear_attentions(module: nn.Module) -> Iterator[LinearAttention]:
 
 
 def class_for_config(config: object) -> type:
-    """The linear-attention class of transformers for a text config, whose fields are
-    checked."""
-    kind = str(getattr(config, "model_type", ""))
-    for name, family in FAMILIES.items():
-        if family.package == kind.removesuffix("_text"):
-            check_config(config, family.fields)
-            package = f"transformers.models.{family.package}"
-            return getattr(import_module(f"{package}.modeling_{family.package}"), name)
+    """The linear-attention class of transformers for the text config ``config``; a
+    ValueError if the family is unknown or a field is illegal."""
+    model_type = str(getattr(config, "model_type", ""))
+    for class_name, family in FAMILIES.items():
+        package = family.package
+        if package == model_type.removesuffix("_text"):
+            check_config(config, family.config_fields)
+            modeling = f"transformers.models.{package}.modeling_{package}"
+            return getattr(import_module(modeling), class_name)
     raise ValueError(
-        f"a config with model_type={kind!r} has no linear attention that is known "
-        f"here; legal are {LEGAL}."
+        f"a config with model_type={model_type!r} has no linear attention that is known "
+        f"here; legal are {LEGAL_PACKAGES}."
     )
 
 
 @lru_cache
-def subclass(prefix: str, mixin: type, cls: type) -> type[Any]:
-    """A class with the bases ``mixin`` and ``cls``, named ``prefix`` + the name of
-    ``cls``."""
+def class_with_mixin(prefix: str, mixin: type, cls: type) -> type[Any]:
+    """The class with the bases ``mixin`` and ``cls``; its name is ``prefix`` + the name
+    of ``cls``."""
     return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__})
 
 
 @lru_cache
 def cache_parameter(function: Callable) -> str:
-    """The name under which transformers' ``function`` takes the cache."""
+    """The name of the argument in which transformers' ``function`` takes the cache."""
     known = inspect.signature(function).parameters
     return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[-1])
 
 
-def project(module: LinearAttention, x_BSH: Tensor, dims: Any) -> Tensor:
-    """Project ``x_BSH`` to rows ``[B, S, P]`` with the sections of ``dims.layout``."""
+def project_rows(module: LinearAttention, x_BSH: Tensor, dims: Any) -> Tensor:
+    """The projection rows ``[B, S, P]`` of hidden states ``[B, S, H]``, with the sections
+    of ``dims.layout``."""
     sections = []
-    if chains := family_of(module).projections:
-        for chain in chains:
-            y = x_BSH
-            for name in chain.split(" > "):
-                y = module.get_submodule(name)(y)
-            sections.append(y)
+    projections = family_of(module).projections
+    if projections:
+        for names in projections:
+            section = x_BSH
+            for name in names.split(" > "):
+                section = module.get_submodule(name)(section)
+            sections.append(section)
     else:
-        for name, rows in (
-            ("in_proj_qkvz", qkvz_rows(dims)),
-            ("in_proj_ba", ba_rows(dims)),
-        ):
-            y = module.get_submodule(name)(x_BSH).unflatten(
-                -1, (dims.num_key_heads, -1)
-            )
-            sections += [section.flatten(-2) for section in y.split(rows, -1)]
+        widths_of = {"in_proj_qkvz": qkvz_rows(dims), "in_proj_ba": ba_rows(dims)}
+        for name, widths in widths_of.items():
+            projected = module.get_submodule(name)(x_BSH)
+            # [B, S, key heads, widths of one key head]
+            by_head = projected.unflatten(-1, (dims.num_key_heads, -1))
+            for section in by_head.split(widths, -1):
+                sections.append(section.flatten(-2))
     return torch.cat(sections, dim=-1)
 
 
-def refuse_modules_that_mix(config: Any, feature: str) -> None:
-    """Raise if one of the model's other modules does not support ``feature``, such as
-    packing."""
+def refuse_unsupported_modules(config: Any, feature: str) -> None:
+    """Raise if a module of the model, other than linear attention, does not support
+    ``feature``: "packed documents" or "context parallelism"."""
     indexed = "indexed_attention" in config.layer_types
-    why = ""
+    reason = ""
     if getattr(config, "ple_layer_ids", None):
-        why = (
+        reason = (
             f"per-layer embeddings (ple_layer_ids={config.ple_layer_ids}), whose "
             "n-grams and convolution run over the whole row that a rank is given, "
             "across documents"
         )
     elif indexed and feature != "packed documents":
-        why = (
+        reason = (
             "indexed attention: its indexer ranks the keys of the tokens that a rank "
             "holds, not those of the sequence"
         )
     elif indexed and config.model_type.startswith("glm5_next"):
-        why = "GLM 5's indexed attention, which takes a mask of padding only"
-    if why:
+        reason = "GLM 5's indexed attention, which takes a mask of padding only"
+    if reason:
         raise NotImplementedError(
-            f"{feature} in a model with {why}. Give one document per row, on one rank; "
+            f"{feature} in a model with {reason}. Give one document per row, on one rank; "
             f"a layer of its own (CPAwareGatedDeltaNet) takes {feature}."
         )
 
 
-_KERNELS = (
+# Functions in transformers' modeling files that may be kernels of another package.
+_KERNEL_FUNCTIONS = (
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "torch_chunk_gated_delta_rule",
@@ -268,36 +295,43 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
     installed.
 
     Without this call CPU tensors fail with ``0 active drivers ([])`` if
-    flash-linear-attention is installed; :func:`.patching.patch` calls this too.
-    Functions of transformers' modeling files are replaced in this process; tensors on
+    flash-linear-attention is installed; :func:`.patching.patch` calls this function too.
+    It replaces functions of transformers' modeling files in this process. Tensors on
     other devices run the same functions as before. Functions that the package
     ``kernels`` has replaced by modules stay unless ``USE_HUB_KERNELS=NO`` is set.
     """
-    for cls in filter(None, map(transformers_class, model.modules())):
-        source = sys.modules[cls.__module__]
-        for name in _KERNELS:
-            chosen = getattr(source, name, None)
+    for module in model.modules():
+        cls = transformers_class(module)
+        if cls is None:
+            continue
+        modeling = sys.modules[cls.__module__]
+        for name in _KERNEL_FUNCTIONS:
+            chosen = getattr(modeling, name, None)
             if inspect.isfunction(chosen) and hasattr(chosen, "__wrapped__"):
                 plain = inspect.unwrap(chosen)
-                known = frozenset(inspect.signature(plain).parameters)
-                call_by_device = partial(_call_by_device, chosen, plain, known)
-                setattr(source, name, update_wrapper(call_by_device, chosen))
+                plain_arguments = frozenset(inspect.signature(plain).parameters)
+                call_by_device = partial(
+                    _call_by_device, chosen, plain, plain_arguments
+                )
+                setattr(modeling, name, update_wrapper(call_by_device, chosen))
 
 
 def _call_by_device(
     chosen: Callable,
     plain: Callable,
-    known: frozenset[str],
+    plain_arguments: frozenset[str],
     x: Tensor,
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Call ``plain``, whose arguments are ``known``, if ``x`` is on the CPU, else
-    ``chosen``."""
+    """Call ``plain``, transformers' function in plain torch, if ``x`` is on the CPU, else
+    ``chosen``, the function that transformers chose.
+
+    ``plain`` gets only those of the ``kwargs`` that are in ``plain_arguments``.
+    """
     # ``plain`` would ignore boundaries of documents; ``chosen`` refuses them on a CPU.
     packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
     if packed or x.device.type != "cpu":
         return chosen(x, *args, **kwargs)
-    return plain(
-        x, *args, **{name: value for name, value in kwargs.items() if name in known}
-    )
+    known = {name: kwargs[name] for name in kwargs if name in plain_arguments}
+    return plain(x, *args, **known)

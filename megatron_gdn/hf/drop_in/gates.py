@@ -1,8 +1,9 @@
 """``A_log`` and ``dt_bias`` of a transformers module, kept in fp32.
 
-A replaced module keeps both parameters, under transformers' names and in transformers'
-order. Its child module ``_fp32_params``, the *holder*, shows the same two parameters,
-so that sharded data parallelism can shard them as a group of their own.
+The *owner* of the two parameters is the linear-attention module or its forget gate. A
+patched owner keeps both, under transformers' names and in transformers' order. Its
+child module ``_fp32_params``, the *holder*, gives access to the same two parameters, so
+that torch's ``fully_shard`` can shard them as a group of their own.
 """
 
 from __future__ import annotations
@@ -20,24 +21,23 @@ from torch.distributed.fsdp import FSDPModule
 from ...mixers.precision import Fp32Parameters
 from ...ops.front.gates import decay_and_write_gates
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES, HOLDER_NAME
-from .families import LinearAttention, family_of, subclass
+from .families import LinearAttention, class_with_mixin, family_of
 
 if TYPE_CHECKING:
     from ...compat.state_dict import StateDict
 
 
 class SSMGate(Fp32Parameters, nn.Module):
-    """Holds ``A_log`` and ``dt_bias``; casts of the outer module do not change their
-    dtype.
+    """Holds ``A_log`` and ``dt_bias``, whose dtype stays when an outer module is cast.
 
     ``A_log`` and ``dt_bias`` are ``[num_v_heads]`` in a Gated DeltaNet, whose gate
     :meth:`forward` computes:
 
         g = -exp(A_log) * softplus(a + dt_bias)
 
-    g is clamped at -104 (-746 in fp64), below which exp(g) is 0 anyway. The initial
-    values are 0 for ``A_log`` and 1 for ``dt_bias``. Another ``dtype`` than fp32 or
-    fp64 raises a ValueError.
+    g is clamped at -104 (-746 in fp64); for every lower g, exp(g) is 0. The initial
+    values are 0 for ``A_log`` and 1 for ``dt_bias``. A ``dtype`` other than fp32 or fp64
+    raises a ValueError.
     """
 
     _keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
@@ -54,10 +54,10 @@ class SSMGate(Fp32Parameters, nn.Module):
         self.dt_bias = nn.Parameter(torch.ones(num_v_heads, dtype=dtype))
 
     def forward(self, a: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The gate g for ``a``; g and a are ``[..., num_v_heads]``, g in the
+        """The log-decay g ``[..., num_v_heads]`` for ``a`` of the same shape, in the
         parameters' dtype.
 
-        Without ``a``, returns copies of ``A_log`` and ``dt_bias``, because torch's
+        Without ``a``, the pair ``A_log``, ``dt_bias``. They are copies, because torch's
         ``fully_shard`` frees the gathered parameters after the call. A ValueError is
         raised if a parameter was rounded, or if ``a`` is given in a Kimi Delta
         Attention.
@@ -81,19 +81,18 @@ class SSMGate(Fp32Parameters, nn.Module):
         super()._save_to_state_dict(destination, bare, keep_vars)
 
 
-class OwnersGate(SSMGate):
-    """The holder of a replaced module: an :class:`SSMGate` with the parameters of its
-    *owner*.
+class GateHolder(SSMGate):
+    """The holder of a patched owner: an :class:`SSMGate` without parameters of its own,
+    which reads and sets those of the owner.
 
-    The owner's ``_parameters`` has the two parameters and this module's has none. So a
-    model that contains both lists, saves, loads and casts each parameter once, as a
-    parameter of the owner.
+    A model contains owner and holder, and must list, save, load and cast each parameter
+    once. So the parameters are in the owner's ``_parameters`` alone.
     """
 
-    _owner: HoldsGates
+    _owner: GateOwner
 
-    def __init__(self, owner: HoldsGates) -> None:
-        nn.Module.__init__(self)
+    def __init__(self, owner: GateOwner) -> None:
+        nn.Module.__init__(self)  # SSMGate's would make new parameters
         # not as a submodule: the owner already contains this module
         vars(self)["_owner"] = owner
 
@@ -103,7 +102,7 @@ class OwnersGate(SSMGate):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the owner's parameter; sharded data parallelism does so for each
+        """Set the owner's parameter, as torch's ``fully_shard`` does in each
         forward."""
         if name in FP32_GDN_PARAM_NAMES:
             self._owner._parameters[name] = value
@@ -119,23 +118,27 @@ class OwnersGate(SSMGate):
 
     def _apply(
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
-    ) -> OwnersGate:
+    ) -> GateHolder:
         """Apply ``fn`` to the owner's two parameters."""
         Fp32Parameters._apply(self._owner, fn, recurse=False)
         return self
 
-    def _save_to_state_dict(self, *args: object, **keywords: object) -> None: ...
+    def _save_to_state_dict(self, *args: object, **keywords: object) -> None:
+        """Save nothing: the owner saves its parameters."""
 
-    def _load_from_state_dict(self, *args: object, **keywords: object) -> None: ...
+    def _load_from_state_dict(self, *args: object, **keywords: object) -> None:
+        """Load nothing: the owner loads its parameters."""
 
 
-class HoldsGates(Fp32Parameters):
-    """Mixin of a module with ``A_log`` and ``dt_bias``, the owner of a holder."""
+class GateOwner(Fp32Parameters):
+    """Mixin of the module that has ``A_log`` and ``dt_bias``, and a holder as a
+    child."""
 
     _modules: dict[str, Any]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse pickle, which finds a class by its name; the patch made this one."""
+        """Refuse to be pickled: pickle finds a class by its name in a module, and the
+        patch made this class at run time."""
         raise NotImplementedError(
             f"{type(self).__name__} is patched by megatron_gdn.hf.patch, and a patched "
             "model is not pickled. Save model.state_dict() or call save_pretrained; or "
@@ -154,8 +157,8 @@ class HoldsGates(Fp32Parameters):
         return copied
 
     @property
-    def _gates(self) -> OwnersGate:
-        """The child module that shows ``A_log`` and ``dt_bias``."""
+    def _gate_holder(self) -> GateHolder:
+        """The holder of ``A_log`` and ``dt_bias``."""
         return self._modules[HOLDER_NAME]
 
     @property
@@ -164,9 +167,9 @@ class HoldsGates(Fp32Parameters):
         return isinstance(self._modules.get(HOLDER_NAME), FSDPModule)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """As torch does, but without the holder, unless it is a group of its own.
+        """The children without the holder, unless the holder is sharded by itself.
 
-        Code that walks through the children would handle the two parameters twice.
+        Code that visits each child's parameters would see the two parameters twice.
         """
         for name, child in super().named_children():
             if name != HOLDER_NAME or self._gates_are_sharded:
@@ -175,32 +178,34 @@ class HoldsGates(Fp32Parameters):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As torch does; what this module has without its children excludes sharded
-        gates.
+        """torch's ``named_parameters``; without children (``recurse=False``), sharded
+        gates are left out.
 
-        ``fully_shard`` of an outer module would shard these a second time.
+        ``fully_shard`` of an outer module asks without children, and would shard the
+        gates a second time.
         """
-        own_only = self._gates_are_sharded and not recurse
+        leave_out_gates = self._gates_are_sharded and not recurse
         for name, parameter in super().named_parameters(
             prefix, recurse, remove_duplicate
         ):
-            if not own_only or name.rpartition(".")[2] not in FP32_GDN_PARAM_NAMES:
+            is_gate = name.rpartition(".")[2] in FP32_GDN_PARAM_NAMES
+            if not (is_gate and leave_out_gates):
                 yield name, parameter
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells torch's distributed checkpoints that parameter names leave out the
-        holder."""
+        """For torch's distributed checkpoints: name of a parameter -> the component of
+        its path, the holder, that the keys of state dicts do not have."""
         if self._gates_are_sharded:
             return dict.fromkeys(FP32_GDN_PARAM_NAMES, HOLDER_NAME)
         return {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply ``fn`` as torch does; casts keep ``A_log`` and ``dt_bias`` fp32 or
-        wider."""
+        """Apply ``fn`` to all parameters, as torch does; a cast leaves ``A_log`` and
+        ``dt_bias`` in fp32 or fp64."""
         super()._apply(fn, recurse)
         if self._gates_are_sharded:
-            # `fully_shard` reads the new addresses
-            self._gates._apply(lambda tensor: tensor)
+            # the holder's `_apply` lets `fully_shard` read the new addresses
+            self._gate_holder._apply(lambda tensor: tensor)
         return self
 
     def _save_to_state_dict(self, *args: object, **keywords: object) -> None:
@@ -211,7 +216,8 @@ class HoldsGates(Fp32Parameters):
     def _load_from_state_dict(
         self, state_dict: StateDict, prefix: str, *args: Any, **keywords: Any
     ) -> None:
-        """Load as torch does; keys of the gate parameters may name the holder."""
+        """Load as torch does; keys of the gate parameters may contain the holder's
+        name."""
         self._reshard_gates()
         for name in FP32_GDN_PARAM_NAMES:
             in_holder = f"{prefix}{HOLDER_NAME}.{name}"
@@ -220,15 +226,16 @@ class HoldsGates(Fp32Parameters):
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
 
     def _reshard_gates(self) -> None:
-        """Free the gathered ``A_log`` and ``dt_bias``, if they are sharded and
-        gathered."""
+        """Free the gathered copies of ``A_log`` and ``dt_bias``, if the two are
+        sharded."""
         if self._gates_are_sharded:
-            cast(FSDPModule, self._gates).reshard()
+            cast(FSDPModule, self._gate_holder).reshard()
 
 
 def gate_owner(module: LinearAttention) -> LinearAttention:
-    """The module that has ``A_log`` and ``dt_bias``: ``module`` or its forget gate."""
-    name = family_of(module).gate
+    """The module that has ``A_log`` and ``dt_bias``: the linear attention ``module`` or
+    its forget gate."""
+    name = family_of(module).gate_owner
     if name:
         return module._modules[name]
     return module
@@ -247,36 +254,36 @@ def install_ssm_gate(
     holder = SSMGate(len(module._parameters["A_log"]), fp32_dtype)
     for name in FP32_GDN_PARAM_NAMES:
         parameter = module._parameters.pop(name)
-        _cast(parameter, torch.promote_types(parameter.dtype, fp32_dtype))
+        _cast_in_place(parameter, torch.promote_types(parameter.dtype, fp32_dtype))
         holder.register_parameter(name, parameter)
     module.add_module(HOLDER_NAME, holder)
     return holder
 
 
-def hold_gates(owner: LinearAttention) -> None:
-    """Make ``owner`` an owner of a holder in place; 16-bit gate parameters become
-    fp32."""
-    if not isinstance(owner, HoldsGates):
-        owner.__class__ = subclass("Holding", HoldsGates, type(owner))
+def add_gate_holder(owner: LinearAttention) -> None:
+    """Give ``owner`` the class :class:`GateOwner` and a holder, in place; 16-bit gate
+    parameters become fp32."""
+    if not isinstance(owner, GateOwner):
+        owner.__class__ = class_with_mixin("Holding", GateOwner, type(owner))
     parameters: StateDict = owner._parameters
     for name in FP32_GDN_PARAM_NAMES:
         parameter = parameters[name]
-        _cast(parameter, torch.promote_types(parameter.dtype, torch.float32))
-    owner.add_module(HOLDER_NAME, OwnersGate(owner))
+        _cast_in_place(parameter, torch.promote_types(parameter.dtype, torch.float32))
+    owner.add_module(HOLDER_NAME, GateHolder(owner))
     owner._keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
 
 
-def release_gates(owner: LinearAttention, dtypes: dict[str, torch.dtype]) -> None:
-    """Undo :func:`hold_gates` on ``owner``; cast the parameters back to ``dtypes``."""
+def remove_gate_holder(owner: LinearAttention, dtypes: dict[str, torch.dtype]) -> None:
+    """Undo :func:`add_gate_holder` on ``owner``; cast the parameters back to ``dtypes``."""
     del owner._modules[HOLDER_NAME]
     del owner._keep_in_float32_parameter_names
     for name, dtype in dtypes.items():
-        _cast(owner._parameters[name], dtype)
-    if type(owner).__bases__[0] is HoldsGates:
+        _cast_in_place(owner._parameters[name], dtype)
+    if type(owner).__bases__[0] is GateOwner:
         owner.__class__ = type(owner).__bases__[1]
 
 
-def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+def _cast_in_place(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Cast the values and the gradient of ``parameter`` in place."""
     if parameter.dtype != dtype:
         parameter.data = parameter.data.to(dtype)
@@ -285,9 +292,11 @@ def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def shard_gates(model: nn.Module, **options: Any) -> None:
-    """Give the fp32 gates of every replaced module a ``fully_shard`` group of its own.
+    """Call ``fully_shard`` for the fp32 gates of each linear attention of a patched
+    model.
 
-    Call this function before ``fully_shard`` of the layers, which refuses mixed dtypes:
+    Call this function before ``fully_shard`` of the layers, which refuses a group of
+    parameters with mixed dtypes:
 
         shard_gates(model, mesh=mesh)
         for layer in model.model.layers:
@@ -331,7 +340,7 @@ def gates_in_fp32() -> Iterator[None]:
 
     @wraps(post_init)
     def post_init_with_gates(self: Any) -> None:
-        """Build the model; add the gates to those names of its class that stay fp32."""
+        """Run ``post_init``; add the gates to the parameters that stay fp32."""
         post_init(self)
         names = self._keep_in_fp32_modules_strict or ()
         self._keep_in_fp32_modules_strict = set(names).union(FP32_GDN_PARAM_NAMES)

@@ -31,16 +31,16 @@ from ..config_fields import check_config
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES
 from . import families
 from .batch import ModelBatch, group_of, resolve_batch
-from .gates import HoldsGates, gate_owner, hold_gates, release_gates
-from .sources import Sources, cache_in
+from .gates import GateOwner, add_gate_holder, gate_owner, remove_gate_holder
+from .sources import BoundarySources, find_cache
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# Keywords that transformers' own forward does not get; :class:`ModelBatch` has their
-# content.
-_NOT_PASSED_ON = (
+# Keywords that are read into a :class:`ModelBatch`. transformers' own forward does not
+# get them.
+_BATCH_KEYWORDS = (
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
@@ -54,8 +54,8 @@ _NOT_PASSED_ON = (
 
 @dataclass(kw_only=True, eq=False)
 class DropInOptions:
-    """The options of :func:`.patching.patch`, in one object for all layers of a patched
-    model."""
+    """The options of :func:`.patching.patch`; all layers of a patched model have the
+    same object."""
 
     cp_mesh: DeviceMesh | None = None
     cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER
@@ -67,8 +67,7 @@ class DropInOptions:
 
     @classmethod
     def from_keywords(cls, **options: Any) -> DropInOptions:
-        """The options that a caller gave; a ValueError names an option that does not
-        exist."""
+        """Make the options that a caller gave; an unknown option is a ValueError."""
         legal = [field.name for field in fields(cls)]
         if unknown := [name for name in options if name not in legal]:
             raise ValueError(
@@ -92,37 +91,37 @@ class DropInOptions:
             )
 
     def __deepcopy__(self, memo: dict) -> DropInOptions:
-        """Copy the options; the copy has the same mesh, since process groups cannot be
+        """A copy of the options with the same mesh, since process groups cannot be
         copied."""
         return replace(self)
 
 
 @dataclass(eq=False)
 class _DropInState:
-    """Options, mixer, micro-batches and old gate dtypes of a module that became a
+    """What a module has, beside transformers' own attributes, after it became a
     drop-in."""
 
     options: DropInOptions
-    mixer: families.Mixer
+    mixer: families.DropInMixer
     micro_batches: MicroBatches
     loader_layout: LoaderLayout  # the sequence layout of ``micro_batches``
     # dtypes of A_log and dt_bias before they became fp32
-    stored: dict[str, torch.dtype]
-    cache_name: str  # the name under which transformers' own forward takes the cache
+    original_gate_dtypes: dict[str, torch.dtype]
+    cache_name: str  # the argument in which transformers' own forward takes the cache
 
     def micro_batch(self, batch: ModelBatch, proj_TBP: Tensor) -> MicroBatch:
-        """The :class:`MicroBatch` of ``batch``; ``proj_TBP``: the projections of its
-        tokens."""
-        # another layer has set cp_mesh
+        """The :class:`MicroBatch` of ``batch``, whose projection rows are ``proj_TBP``
+        (T tokens, B rows)."""
+        # cp_mesh may have been set in another layer
         if batch.share.group is not self.micro_batches.group:
             self.micro_batches.use_group(batch.share.group)
         self.loader_layout.option = batch.share.layout
         return self.micro_batches.of(None, proj_TBP, documents=batch.share.documents)
 
 
-class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
-    """transformers' Gated DeltaNet or Kimi Delta Attention, packed or over
-    context-parallel ranks.
+class CPAwareGatedDeltaNet(GateOwner, nn.Module):
+    """transformers' Gated DeltaNet or Kimi Delta Attention, with packed documents and
+    context parallelism.
 
         q, k, v, z, b, a = projections(x);  y = out_proj(RMSNorm(rule(conv(q, k, v))) * act(z))
 
@@ -148,7 +147,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     def __new__(cls, config: object = None, *args: object, **kwargs: object):
         if cls is CPAwareGatedDeltaNet:
             original = families.class_for_config(config)
-            return super().__new__(families.subclass("CPAware", cls, original))
+            return super().__new__(families.class_with_mixin("CPAware", cls, original))
         return super().__new__(cls)
 
     def __init__(self, config: object, layer_idx: int, **options: object) -> None:
@@ -171,7 +170,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     def _compute_gate(self, a: Tensor) -> Tensor:
         """The log-decay g = -exp(A_log) * softplus(a + dt_bias) of ``a``
         ``[..., num_v_heads]``."""
-        return self._gates(a)
+        return self._gate_holder(a)
 
     def forward(
         self,
@@ -194,8 +193,8 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
                 5.24.
             attention_mask: ``[B, S]``, 0 at padding, or document ids 1, 2, ... if
                 packed.
-            gdn_batch: the batch's boundaries; a patched model finds them once for all
-                layers.
+            gdn_batch: the batch's documents and padding, which a patched model finds
+                once for all layers; None: the layer finds them itself.
             kwargs: ``position_ids``, ``cu_seqlens`` (or ``cu_seq_lens_q``),
                 ``_packed_seq_ids``: other sources of documents (:mod:`.sources`).
                 ``indices``: int ``[T]``, which of the ``B * S`` tokens ``cu_seqlens``
@@ -213,37 +212,39 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         """
         batch = gdn_batch
         options = self.drop_in.options
-        cache = cache_in({"cache": cache, "cache_params": cache_params})
+        cache = find_cache({"cache": cache, "cache_params": cache_params})
         if batch is None:
-            sources = Sources.from_keywords(attention_mask, kwargs)
+            sources = BoundarySources.from_keywords(attention_mask, kwargs)
             batch = cast(Any, resolve_batch)(options, sources, hidden_states, cache)
-        for name in _NOT_PASSED_ON:
+        for name in _BATCH_KEYWORDS:
             kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = None  # the batch holds the mask's documents and padding
-        original = cache is not None or options.unpacked == "transformers"
-        if batch is None or (batch.is_plain and original):
+        prefers_original = cache is not None or options.unpacked == "transformers"
+        if batch is None or (batch.is_plain and prefers_original):
             return self._run_original(hidden_states, cache, attention_mask, kwargs)
-        proj_BTP = families.project(
-            self, batch.enter(hidden_states), self.drop_in.mixer.dims
+        proj_BTP = families.project_rows(
+            self, batch.to_mixer_rows(hidden_states), self.drop_in.mixer.dims
         )
         mixed = cast(Any, self._mix)(proj_BTP.transpose(0, 1), batch)
-        out_proj = self._modules[families.family_of(self).out]
-        return batch.leave(out_proj(mixed.transpose(0, 1)), hidden_states)
+        out_proj = self._modules[families.family_of(self).out_proj]
+        return batch.from_mixer_rows(out_proj(mixed.transpose(0, 1)), hidden_states)
 
     def _run_original(
         self, hidden_states: Tensor, cache: object, mask: object, kwargs: dict
     ) -> Tensor:
-        """Run transformers' own forward, with ``A_log`` and ``dt_bias`` gathered if
-        sharded."""
+        """Run transformers' own forward on ``hidden_states`` ``[B, S, D]``.
+
+        ``kwargs``: further keywords of this forward, which get ``cache``. If ``A_log``
+        and ``dt_bias`` are sharded, they are gathered before the forward.
+        """
         owner = gate_owner(self)
         kwargs[self.drop_in.cache_name] = cache
         owner.require_fp32_parameters()
         if owner._gates_are_sharded:
-            gathered = owner._gates()
-        else:
-            gathered = ()
-        vars(owner).update(zip(FP32_GDN_PARAM_NAMES, gathered, strict=False))
+            # attributes of the instance, which the forward reads before parameters
+            gathered = owner._gate_holder()
+            vars(owner).update(zip(FP32_GDN_PARAM_NAMES, gathered, strict=True))
         try:
             return super().forward(hidden_states, attention_mask=mask, **kwargs)
         finally:
@@ -253,29 +254,32 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     # the host computes tables, which torch.compile cannot trace
     @torch.compiler.disable
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
-        """Run conv, rule and norm on the projections ``proj_TBP`` of the batch
-        ``model_batch``."""
+        """Run convolution, rule and norm on projection rows; return the rows for the
+        output projection, ``[T, B, H V]``."""
+        # accelerate loads the parameters of modules when they are called. The forward
+        # reads parameters of these modules without a call.
         owner = gate_owner(self)
-        if owner is self:
-            not_called = [self.conv1d]
-        else:
-            not_called = [self.conv1d, owner]
-        with loaded_by_accelerate(*not_called):
-            return self._mix_loaded(proj_TBP, model_batch)
+        modules = [self.conv1d]
+        if owner is not self:
+            modules.append(owner)
+        with loaded_by_accelerate(*modules):
+            return self._mix_on_device(proj_TBP, model_batch)
 
-    def _mix_loaded(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
-        """:meth:`_mix` while the parameters that it reads are on the device of
-        ``proj_TBP``."""
+    def _mix_on_device(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
+        """:meth:`_mix`, if all parameters are on the device of ``proj_TBP``."""
         batch = self.drop_in.micro_batch(model_batch, proj_TBP)
         scheme = batch.scheme
+        layout = scheme.layout
         conv = self.conv1d
         rows = batch.passage.to_stages(proj_TBP)
-        layout = batch.scheme.layout
-        A_log, dt_bias = gate_owner(self)._gates()
+        A_log, dt_bias = gate_owner(self)._gate_holder()
         _require_silu_and_plain_conv(self)
-        run_pre_hooks(
-            conv, lambda: rows.detach()[..., layout.conv_columns].permute(1, 2, 0)
-        )
+
+        def conv_input() -> Tensor:
+            """What transformers would give to ``conv1d``: ``[B, C, T]``."""
+            return rows.detach()[..., layout.conv_columns].permute(1, 2, 0)
+
+        run_pre_hooks(conv, conv_input)
         parameters = conv.weight, conv.bias, A_log.flatten(), dt_bias
         if scheme.exchanges_heads:
             per_head = [scheme.local_parameter(x) for x in parameters[2:]]
@@ -283,17 +287,16 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
             parameters = own_conv + tuple(per_head)
         norm = _gated_norm(self._modules[families.family_of(self).norm], layout)
         stages = stages_of(batch.front, batch.rule, rows, parameters, norm)
-        return batch.passage.from_stages(
-            mix(rows, stages, batch.passage.sequence_context)
-        )
+        mixed = mix(rows, stages, batch.passage.sequence_context)
+        return batch.passage.from_stages(mixed)
 
 
 def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
-    """The fused norm if ``norm`` is transformers' unpatched norm, else a readout that
-    calls it."""
+    """The readout of the module ``norm``: this package's fused norm if ``norm`` is
+    transformers' own and unchanged, else a readout that calls ``norm``."""
     cls = type(norm)
     activation = getattr(norm, "activation", None)
-    plain = (
+    is_unchanged = (
         cls.__name__.endswith("RMSNormGated")
         and cls.__module__.startswith("transformers.")
         and cls.forward.__module__.startswith("transformers.")
@@ -301,14 +304,15 @@ def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
         and runs_class_forward(norm)
         and not has_hooks(norm)
     )
-    if plain and activation in ACTIVATIONS:
+    if is_unchanged and activation in ACTIVATIONS:
         return GatedNorm(norm.weight, norm.variance_epsilon, activation=activation)
 
     def call_norm(o: Tensor, z: Tensor) -> Tensor:
-        """Call ``norm`` on outputs ``o`` and gates ``z`` with one row per head."""
-        return norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1])).view(
-            o.shape
-        )
+        """Call ``norm`` on outputs ``o`` and gates ``z`` ``[..., V]`` as rows
+        ``[N, V]``; return the shape of ``o``."""
+        o_rows = o.reshape(-1, o.shape[-1])
+        z_rows = z.reshape(-1, z.shape[-1])
+        return norm(o_rows, z_rows).view(o.shape)
 
     return readout_by_module(layout.gate_columns, layout.state_heads, call_norm)
 
@@ -328,8 +332,12 @@ def _require_silu_and_plain_conv(module: families.LinearAttention) -> None:
 def become_drop_in(
     module: families.LinearAttention, config: object, options: DropInOptions
 ) -> CPAwareGatedDeltaNet:
-    """Turn transformers' ``module`` into a drop-in in place; its parameters stay the
-    same."""
+    """Turn transformers' ``module`` into a :class:`CPAwareGatedDeltaNet` in place; its
+    parameters stay the same objects.
+
+    ``config``: the model's text config. Raises a ValueError if this package cannot
+    compute what the module computes.
+    """
     for package in ("python", "torch", "transformers"):
         warn_of_untested(package)
     _require_silu_and_plain_conv(module)
@@ -342,10 +350,10 @@ def become_drop_in(
         )
     family = families.family_of(module)
     owner = gate_owner(module)
-    check_config(config, family.fields)
-    dtype = module._modules[family.out].weight.dtype
-    mixer = family.mixer(module, config, options)
-    # fields of the config that MicroBatches reads
+    check_config(config, family.config_fields)
+    dtype = module._modules[family.out_proj].weight.dtype
+    mixer = family.make_mixer(module, config, options)
+    # the fields of Megatron's config that MicroBatches and LoaderLayout read
     megatron_config: Any = SimpleNamespace(
         deterministic_mode=False,
         batch_invariant_mode=False,
@@ -353,7 +361,9 @@ def become_drop_in(
         fp16=dtype == torch.float16,
         params_dtype=dtype,
     )
-    stored = {name: owner._parameters[name].dtype for name in FP32_GDN_PARAM_NAMES}
+    original_gate_dtypes = {
+        name: owner._parameters[name].dtype for name in FP32_GDN_PARAM_NAMES
+    }
     loader_layout = LoaderLayout(options.cp_layout, megatron_config)
     micro_batches = MicroBatches(
         megatron_config,
@@ -363,20 +373,25 @@ def become_drop_in(
         group_of(options.cp_mesh),
         loader_layout,
         MixerOptions(linear_cp_mode=options.linear_cp_mode),
-        mixer.rule,
-        mixer.front,
+        mixer.choose_rule,
+        mixer.make_front,
         **mixer.names,
     )
     original: Any = families.transformers_class(module)
     if not isinstance(module, CPAwareGatedDeltaNet):
         _change_class(
-            module, families.subclass("CPAware", CPAwareGatedDeltaNet, original)
+            module, families.class_with_mixin("CPAware", CPAwareGatedDeltaNet, original)
         )
     families.plain_functions_on_cpu(module)
-    hold_gates(owner)
+    add_gate_holder(owner)
     cache_name = families.cache_parameter(original.forward)
     module.drop_in = _DropInState(
-        options, mixer, micro_batches, loader_layout, stored, cache_name
+        options,
+        mixer,
+        micro_batches,
+        loader_layout,
+        original_gate_dtypes,
+        cache_name,
     )
     return module
 
@@ -384,16 +399,20 @@ def become_drop_in(
 def undo_drop_in(module: CPAwareGatedDeltaNet) -> None:
     """Undo :func:`become_drop_in`; cast ``A_log`` and ``dt_bias`` back to their old
     dtypes."""
-    release_gates(gate_owner(module), module.drop_in.stored)
+    remove_gate_holder(gate_owner(module), module.drop_in.original_gate_dtypes)
     del module.drop_in
     _change_class(module, type(module).__bases__[1])
 
 
 def _change_class(module: nn.Module, cls: type) -> None:
-    """Give ``module`` the class ``cls``; a bound ``forward`` of its own becomes that of
-    ``cls``."""
-    before = type(module).forward
-    slot = forward_name(module)
+    """Give ``module`` the class ``cls``.
+
+    If the instance has its class's ``forward`` bound as an attribute (accelerate leaves
+    it there), the attribute becomes the bound ``forward`` of ``cls``.
+    """
+    old_forward = type(module).forward
+    attribute = forward_name(module)
     module.__class__ = cls
-    if getattr(vars(module).get(slot), "__func__", None) is before:
-        vars(module)[slot] = MethodType(cls.forward, module)
+    bound = vars(module).get(attribute)
+    if getattr(bound, "__func__", None) is old_forward:
+        vars(module)[attribute] = MethodType(cls.forward, module)

@@ -1,7 +1,7 @@
-"""Replace the linear-attention modules of a transformers model in place; undo the
-replacement.
+"""Patch a transformers model: turn its linear-attention modules into drop-ins, in place.
 
-The text model's forward finds the documents of the batch once, for all layers. Under
+The patched forward of the text model finds the documents of the batch once, for all
+layers. Under
 context parallelism, ``attention="gathered"`` lets softmax attention gather the keys and
 values of all ranks and attend with this rank's queries, document by document.
 
@@ -26,25 +26,27 @@ from ...mixers.hooks import forward_name, runs_class_forward
 from ...ops.host_tables import to_device
 from .batch import ModelBatch, group_of, resolve_batch
 from .families import (
-    LEGAL,
+    LEGAL_PACKAGES,
     cache_parameter,
     linear_attentions,
-    refuse_modules_that_mix,
+    refuse_unsupported_modules,
     transformers_class,
 )
 from .gates import gate_owner
 from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, undo_drop_in
-from .sources import Sources, cache_in, split_masks, text_positions
+from .sources import BoundarySources, find_cache, split_masks, text_positions
 
-# A text model of transformers; its attributes depend on its class.
+# A text model of transformers: the module with `layers`. Its attributes depend on its
+# class.
 TextModel = Any
 # Keyword arguments of a forward.
 Keywords = dict[str, Any]
 
+# the name of `gathered_attention` in transformers' AttentionInterface
 GATHERED = "megatron_gdn_gathered"
-# Under this name a patched text model keeps the forward that another tool had set, or
-# None.
-_FORWARD_BEFORE = "_megatron_gdn_forward_before"
+# The attribute in which a patched text model keeps the forward that another tool had set
+# on the instance; None if there was none.
+_WRAPPED_FORWARD = "_megatron_gdn_forward_before"
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +78,14 @@ def patch(
         cp_layout: how sequences are cut, if there is no ``seq_index``:
             ``"zigzag_buffer"`` (DualChunkSwap of the whole row), ``"contiguous"``, or
             ``"zigzag"`` (of every document).
-        linear_cp_mode: ranks send rows (``"headwise"``), states (``"chunkwise"``), or
-            ``"auto"``.
+        linear_cp_mode: whether ranks exchange projection rows (``"headwise"``) or states
+            (``"chunkwise"``); ``"auto"`` chooses.
         backend, rule_operands, recompute_qkv: as in
             :class:`megatron_gdn.GatedDeltaNet`; a Kimi Delta Attention takes only
             `backend`.
-        unpacked: what runs a batch that is not packed, on one rank: ``"transformers"``
-            for transformers' own forward, bit for bit, ``"fused"`` for this package's
-            mixer.
+        unpacked: what runs a batch without packed documents on one rank:
+            ``"transformers"`` for transformers' own forward, bit for bit, ``"fused"`` for
+            this package's mixer.
         attention: ``"gathered"`` lets softmax attention gather all ranks' keys and
             values, also for packed documents. If None, the caller must run softmax
             attention under context parallelism (torch's ``context_parallel``, ring
@@ -100,50 +102,54 @@ def patch(
         raise ValueError(
             f"attention={attention!r} is not known; use 'gathered' or None."
         )
-    known = DropInOptions.from_keywords(cp_mesh=cp_mesh, **options)
+    drop_in_options = DropInOptions.from_keywords(cp_mesh=cp_mesh, **options)
     if attention is not None:
         from transformers import AttentionInterface
 
         AttentionInterface.register(GATHERED, gathered_attention)
-    patched = Patch(model, known, attention is not None)
-    logger.info("%s", patched)
-    return patched
+    handle = Patch(model, drop_in_options, gathers_keys=attention is not None)
+    logger.info("%s", handle)
+    return handle
 
 
 class Patch(AbstractContextManager):
-    """A patched model; ``layers`` has the replaced modules by name."""
+    """The handle of a patched model, which undoes the patch.
 
-    def __init__(self, model: nn.Module, options: DropInOptions, gathers: bool) -> None:
-        """Patch ``model``; if ``gathers``, softmax attention gathers all ranks' keys
-        and values."""
+    ``layers``: name in ``model`` -> patched linear-attention module.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: DropInOptions, gathers_keys: bool
+    ) -> None:
+        """Patch ``model``. If ``gathers_keys``, softmax attention gathers the keys and
+        values of all ranks."""
         self.model = model
         self.layers: dict[str, CPAwareGatedDeltaNet] = {}
-        self._changes = ExitStack()  # callbacks that undo the patch
-        self._forwards: dict[nn.Module, Any] = {}
-        texts = {
-            name: cast(Any, one)
-            for name, one in model.named_modules()
-            if isinstance(getattr(one, "layers", None), nn.ModuleList)
-            and any(linear_attentions(one))
-        }
-        if not texts:
+        self._undo_callbacks = ExitStack()
+        # text model -> the function that is its forward while it is patched
+        self._wrappers: dict[nn.Module, Any] = {}
+        text_models: dict[str, TextModel] = {}
+        for name, module in model.named_modules():
+            has_layers = isinstance(getattr(module, "layers", None), nn.ModuleList)
+            if has_layers and any(linear_attentions(module)):
+                text_models[name] = module
+        if not text_models:
             raise ValueError(
                 f"{type(model).__name__} has no linear-attention modules that are "
-                f"known here: legal are transformers' models of {LEGAL}, and their "
+                f"known here: legal are transformers' models of {LEGAL_PACKAGES}, and their "
                 "text models."
             )
-        for name, layer in (
-            one for text in texts.values() for one in text.named_modules()
-        ):
-            if isinstance(layer, CPAwareGatedDeltaNet):
-                raise ValueError(
-                    f"{name} is replaced already; undo the first patch before another "
-                    "one."
-                )
+        for text in text_models.values():
+            for name, module in text.named_modules():
+                if isinstance(module, CPAwareGatedDeltaNet):
+                    raise ValueError(
+                        f"{name} is replaced already; undo the first patch before "
+                        "another one."
+                    )
         try:
-            for prefix, text in texts.items():
+            for prefix, text in text_models.items():
                 self._replace_modules(prefix, text, options)
-                self._wrap_forward(text, gathers)
+                self._wrap_forward(text, gathers_keys)
         except Exception:
             self.undo()
             raise
@@ -153,21 +159,23 @@ class Patch(AbstractContextManager):
         count = len(self.layers)
         if not count:
             return f"Patch of {name}: undone"
-        first, layer = next(iter(self.layers.items()))
+        first_name, layer = next(iter(self.layers.items()))
         options = layer.drop_in.options
         group = group_of(options.cp_mesh)
         if group is None:
             ranks = "one rank"
         else:
             ranks = f"{group.size()} context-parallel ranks"
-        runs = "every batch runs this package's mixer"
+        what_runs = "every batch runs this package's mixer"
         if group is None and options.unpacked == "transformers":
-            runs = (
+            what_runs = (
                 "packed batches run this package's mixer, others transformers' own "
                 "forward"
             )
-        summary = f"{count} linear-attention modules ({first} is the first) on {ranks}"
-        return f"Patch of {name}: {summary}; {runs}"
+        return (
+            f"Patch of {name}: {count} linear-attention modules ({first_name} is the "
+            f"first) on {ranks}; {what_runs}"
+        )
 
     def undo(self) -> None:
         """Put back transformers' own classes and the dtypes of ``A_log`` and
@@ -178,12 +186,13 @@ class Patch(AbstractContextManager):
                 ``fully_shard``), or a text model's ``forward`` was replaced.
         """
         for name, layer in self.layers.items():
-            is_replaced = type(layer).__mro__[1] is CPAwareGatedDeltaNet
-            if not is_replaced or gate_owner(layer)._gates_are_sharded:
+            # a wrapper such as `fully_shard` puts a class before the patch's class
+            is_unwrapped = type(layer).__mro__[1] is CPAwareGatedDeltaNet
+            if not is_unwrapped or gate_owner(layer)._gates_are_sharded:
                 raise RuntimeError(
                     f"{name} has become a {type(layer).__name__} since it was replaced "
-                    "(sharded?), so the patch cannot be undone. Undo a patch before "
-                    "wrapping the model."
+                    "(perhaps it was sharded), so the patch cannot be undone. Undo a "
+                    "patch before wrapping the model."
                 )
             if not runs_class_forward(layer):
                 raise RuntimeError(
@@ -191,18 +200,16 @@ class Patch(AbstractContextManager):
                     "call the patched forward. Restore that forward before undoing the "
                     "patch."
                 )
-        for text, forward in self._forwards.items():
-            if (
-                getattr(vars(text).get(forward_name(text)), "__func__", None)
-                is not forward
-            ):
+        for text, wrapper in self._wrappers.items():
+            bound = vars(text).get(forward_name(text))
+            if getattr(bound, "__func__", None) is not wrapper:
                 raise RuntimeError(
                     f"the forward of {type(text).__name__} was replaced since it was "
                     "patched, and may call the patched forward. Restore that forward "
                     "before undoing the patch."
                 )
-        self._changes.close()
-        self._forwards = {}
+        self._undo_callbacks.close()
+        self._wrappers = {}
         self.layers = {}
 
     def __exit__(self, *_: object) -> None:
@@ -211,16 +218,18 @@ class Patch(AbstractContextManager):
     def _replace_modules(
         self, prefix: str, text: TextModel, options: DropInOptions
     ) -> None:
-        """Replace the linear attentions of the text model ``text``, whose name is
-        ``prefix``."""
+        """Turn the linear attentions of ``text`` into drop-ins; ``prefix``: the name of
+        ``text`` in the model."""
         for name, module in text.named_modules(prefix=prefix):
             if transformers_class(module) is not None:
-                layer = self.layers[name] = become_drop_in(module, text.config, options)
-                self._changes.callback(undo_drop_in, layer)
-        stored = {
-            name: layer.drop_in.stored["A_log"] for name, layer in self.layers.items()
-        }
-        if rounded := [name for name, dtype in stored.items() if dtype.itemsize == 2]:
+                layer = become_drop_in(module, text.config, options)
+                self.layers[name] = layer
+                self._undo_callbacks.callback(undo_drop_in, layer)
+        rounded = []
+        for name, layer in self.layers.items():
+            if layer.drop_in.original_gate_dtypes["A_log"].itemsize == 2:
+                rounded.append(name)
+        if rounded:
             logger.warning(
                 "A_log and dt_bias of %d layers (%s, ...) were loaded in 16 bits and "
                 "are fp32 from here on, with the rounded values. Load within "
@@ -229,67 +238,68 @@ class Patch(AbstractContextManager):
                 rounded[0],
             )
 
-    def _wrap_forward(self, text: TextModel, gathers: bool) -> None:
-        """Find documents before each forward of ``text``; ``gathers``: as in
-        :meth:`__init__`."""
+    def _wrap_forward(self, text: TextModel, gathers_keys: bool) -> None:
+        """Let :func:`prepare_forward` find the documents before each forward of ``text``;
+        ``gathers_keys``: as in :meth:`__init__`."""
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
-        before_patch = text.config._attn_implementation
+        old_attention = text.config._attn_implementation
 
         @torch.compiler.disable  # the host reads boundaries
         def prepare(module: Any, arguments: Keywords) -> Keywords:
-            """The arguments of the model's forward, with documents and padding
-            resolved."""
+            """Choose the attention for the current mesh; prepare ``arguments``."""
             options = next(linear_attentions(module)).drop_in.options
             config = module.config
-            if gathers and config._attn_implementation in (GATHERED, before_patch):
-                alone = group_of(options.cp_mesh) is None
-                if alone:
-                    config._attn_implementation = before_patch
+            # Another value was set after the patch by the user, and stays.
+            may_choose = config._attn_implementation in (GATHERED, old_attention)
+            if gathers_keys and may_choose:
+                if group_of(options.cp_mesh) is None:
+                    config._attn_implementation = old_attention
                 else:
                     config._attn_implementation = GATHERED
             return prepare_forward(module, options, arguments)
 
         @wraps(type(text).forward)
         def forward(module: nn.Module, *args: object, **kwargs: object) -> object:
-            arguments = cast(Any, prepare)(
-                module, dict(zip(names, args, strict=False)) | kwargs
-            )
-            wrapped = vars(module)[_FORWARD_BEFORE] or MethodType(
-                type(module).forward, module
-            )
+            given = dict(zip(names, args, strict=False)) | kwargs
+            arguments = cast(Any, prepare)(module, given)
+            wrapped = vars(module)[_WRAPPED_FORWARD]
+            if wrapped is None:
+                wrapped = MethodType(type(module).forward, module)
             return wrapped(**arguments)
 
-        if gathers:
-            self._changes.callback(
-                setattr, text.config, "_attn_implementation", before_patch
+        if gathers_keys:
+            self._undo_callbacks.callback(
+                setattr, text.config, "_attn_implementation", old_attention
             )
         for layer in text.layers:
             if not any(linear_attentions(layer)):
                 hook = layer.register_forward_pre_hook(
                     _drop_resolved_batch, with_kwargs=True
                 )
-                self._changes.callback(hook.remove)
-        slot = forward_name(text)
-        vars(text)[_FORWARD_BEFORE] = vars(text).get(slot)
-        # deepcopy binds a method to the copy
-        vars(text)[slot] = MethodType(forward, text)
-        self._forwards[text] = forward
-        self._changes.callback(_restore_forward, text)
+                self._undo_callbacks.callback(hook.remove)
+        attribute = forward_name(text)
+        vars(text)[_WRAPPED_FORWARD] = vars(text).get(attribute)
+        # a bound method, which deepcopy of the model binds to the copy
+        vars(text)[attribute] = MethodType(forward, text)
+        self._wrappers[text] = forward
+        self._undo_callbacks.callback(_restore_forward, text)
 
 
 def _restore_forward(text: TextModel) -> None:
-    """Remove the wrapper of ``text.forward``."""
-    slot = forward_name(text)
-    wrapped = vars(text).pop(_FORWARD_BEFORE)
-    if wrapped is None and slot == "forward":
+    """Give ``text`` the forward that it had before `Patch._wrap_forward`."""
+    attribute = forward_name(text)
+    wrapped = vars(text).pop(_WRAPPED_FORWARD)
+    if wrapped is not None:
+        vars(text)[attribute] = wrapped
+    elif attribute == "forward":
         del vars(text)["forward"]
     else:
-        vars(text)[slot] = wrapped or MethodType(type(text).forward, text)
+        vars(text)[attribute] = MethodType(type(text).forward, text)
 
 
 def _drop_resolved_batch(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Pre-hook: drop ``gdn_batch``, an argument that transformers' own attention does
-    not have."""
+    """Pre-hook of a layer with softmax attention: drop the argument ``gdn_batch``, which
+    only :func:`gathered_attention` takes."""
     if layer.self_attn.config._attn_implementation != GATHERED:
         kwargs.pop("gdn_batch", None)
     return args, kwargs
@@ -298,21 +308,30 @@ def _drop_resolved_batch(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, 
 def prepare_forward(
     text: TextModel, options: DropInOptions, kwargs: Keywords
 ) -> Keywords:
-    """Add ``gdn_batch`` (documents, padding) and masks to the text model's
-    ``kwargs``."""
+    """The arguments with which the text model's own forward is called.
+
+    ``kwargs``, the caller's arguments, are changed in place. They get ``gdn_batch``, the
+    batch's documents and padding for all layers. If transformers' own linear attention
+    cannot run the batch, they also get ``position_ids`` and a dict of masks, by kind of
+    layer.
+    """
     kwargs.pop("gdn_batch", None)
     mask = kwargs.get("attention_mask")
     one_rank = group_of(options.cp_mesh) is None
-    of_linear = mask
-    others = {}
+    linear_mask = mask
+    other_masks = {}
     if one_rank:
-        of_linear, others = split_masks(mask)
+        linear_mask, other_masks = split_masks(mask)
     elif isinstance(mask, dict):
-        of_linear = mask.get("linear_attention")
-    read = {kind: other for kind, other in others.items() if isinstance(other, Tensor)}
-    sources = Sources.from_keywords(of_linear, kwargs)._replace(other_masks=read)
+        linear_mask = mask.get("linear_attention")
+    # masks of kinds that are not known here are not read
+    tensor_masks = {
+        kind: other for kind, other in other_masks.items() if isinstance(other, Tensor)
+    }
+    sources = BoundarySources.from_keywords(linear_mask, kwargs)
+    sources = sources._replace(other_masks=tensor_masks)
     x = kwargs.get("input_ids")
-    cache = cache_in(kwargs)
+    cache = find_cache(kwargs)
     if x is None:
         x = kwargs.get("inputs_embeds")
     if x is None:  # no input, so the model's forward will raise an error
@@ -324,65 +343,69 @@ def prepare_forward(
     if batch is None:
         return kwargs
     kwargs["gdn_batch"] = batch
-    if _has_four_dimensions(of_linear):
-        of_linear = None  # ``batch`` has the mask's documents and padding
+    if _is_4d(linear_mask):
+        linear_mask = None  # ``batch`` has the mask's documents and padding
     if one_rank:
-        kwargs["attention_mask"] = of_linear
+        kwargs["attention_mask"] = linear_mask
         if isinstance(mask, dict):
-            kwargs["attention_mask"] = {**mask, "linear_attention": of_linear}
+            kwargs["attention_mask"] = {**mask, "linear_attention": linear_mask}
     if batch.is_plain:
         return kwargs
     kwargs["use_cache"] = False
     if kwargs.get("position_ids") is None:
         positions = to_device(batch.positions.contiguous(), x.device)
         kwargs["position_ids"] = positions.expand(len(x), -1)
-    refuse_modules_that_mix(text.config, batch.kind)
+    refuse_unsupported_modules(text.config, batch.unsupported_feature)
     masks: Keywords = {"linear_attention": None}
     for kind in set(text.config.layer_types) - {"linear_attention"}:
-        if _is_for_the_callers_attention(mask, kind, batch, others.get(kind)):
+        if _keeps_callers_mask(mask, kind, batch, other_masks.get(kind)):
             masks[kind] = cast(Any, mask)[kind]
         else:
-            masks[kind] = _attention_mask(text, batch, x, kwargs["position_ids"])
+            masks[kind] = _mask_of_documents(text, batch, x, kwargs["position_ids"])
     kwargs["attention_mask"] = masks
     return kwargs
 
 
 def _refuse_unread_cache(text: TextModel, kwargs: Keywords) -> None:
-    """Raise if ``kwargs`` name the cache as only transformers 5.24 and later versions
-    do."""
-    known = inspect.signature(type(text).forward).parameters
-    if kwargs.get("cache") is not None and "cache" not in known:
+    """Raise if the cache is given as ``cache=``, the name of transformers 5.24, to a
+    text model of an older version, which would ignore it."""
+    parameters = inspect.signature(type(text).forward).parameters
+    if kwargs.get("cache") is not None and "cache" not in parameters:
         raise ValueError(
             f"cache= is the name of transformers 5.24; the installed version's "
             f"{type(text).__name__} would ignore it. Pass the cache as past_key_values."
         )
 
 
-def _is_for_the_callers_attention(
-    mask: object, kind: str, batch: ModelBatch, read: object
+def _keeps_callers_mask(
+    mask: object, kind: str, batch: ModelBatch, dense_mask: object
 ) -> bool:
-    """Whether ``mask[kind]`` is passed on with packed documents, and not made from
-    them.
+    """Whether the layers of ``kind`` get ``mask[kind]`` as the caller gave it, and not a
+    mask that is made from packed documents.
 
-    ``read`` is that entry as the documents were read from it. On one rank it is passed
-    on if it is no mask that is known here, under context parallelism always.
+    ``dense_mask``: ``mask[kind]`` as :func:`.sources.split_masks` gives it. Under context
+    parallelism the caller's mask is always kept. On one rank it is kept only if it is no
+    tensor, since documents are read from a tensor.
     """
     if not isinstance(mask, dict) or kind not in mask:
         return False
-    return batch.share.group is not None or not (
-        read is None or isinstance(read, Tensor)
-    )
+    if batch.share.group is not None:
+        return True
+    return dense_mask is not None and not isinstance(dense_mask, Tensor)
 
 
-def _has_four_dimensions(mask: object) -> bool:
+def _is_4d(mask: object) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 4
 
 
-def _attention_mask(
+def _mask_of_documents(
     text: TextModel, batch: ModelBatch, x: Tensor, position_ids: Tensor
 ) -> Any:
-    """The mask that keeps documents apart; None if attention reads positions or
-    ``batch``."""
+    """The mask of softmax attention that separates the documents of ``batch``; None if
+    attention separates them by ``position_ids`` or reads ``batch`` itself.
+
+    ``x``: token ids or embeddings of the batch.
+    """
     implementation = text.config._attn_implementation
     if batch.share.group is not None:
         if batch.share.documents is not None and implementation != GATHERED:
@@ -393,15 +416,17 @@ def _attention_mask(
                 "as a dict whose 'full_attention' is what your attention takes."
             )
         return None
-    assert batch.ids is not None
+    assert batch.document_ids is not None
     # flash attention finds the documents of one row by positions
     if "flash" in implementation:
         positions = text_positions(position_ids)
-        starts = batch.ids.diff(dim=-1) != 0
-        positions_restart = positions is not None and bool(
-            ((positions.cpu().diff(dim=-1) != 1) == starts).all()
-        )
-        if len(batch.ids) > 1 or batch.keep is not None or not positions_restart:
+        document_changes = batch.document_ids.diff(dim=-1) != 0
+        positions_restart = False
+        if positions is not None:
+            jumps = positions.cpu().diff(dim=-1) != 1
+            positions_restart = bool((jumps == document_changes).all())
+        is_one_row = len(batch.document_ids) == 1
+        if not is_one_row or batch.is_token is not None or not positions_restart:
             raise ValueError(
                 f"{implementation!r} keeps packed documents apart only in one row "
                 "without padding whose position_ids start again at every document. Lay "
@@ -422,8 +447,10 @@ def _attention_mask(
         inputs_embeds=torch.empty(
             x.shape[:2] + (1,), dtype=weight.dtype, device=x.device
         ),
-        attention_mask=batch.keep,
-        and_mask_function=packed_sequence_mask_function(to_device(batch.ids, x.device)),
+        attention_mask=batch.is_token,
+        and_mask_function=packed_sequence_mask_function(
+            to_device(batch.document_ids, x.device)
+        ),
     )
 
 
@@ -438,20 +465,27 @@ def gathered_attention(
     gdn_batch: ModelBatch | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention of ``query [B, H, s, D]``, as ``[B, s, H, D]``; ``scaling``
-    scales q . k."""
+    """Causal attention over the keys of all ranks, as a function of transformers'
+    AttentionInterface.
+
+    ``query [B, H, s, D]``, ``key`` and ``value`` ``[B, G, s, D]`` are of this rank's
+    tokens; ``scaling`` is the factor of q . k. Returns the pair ``[B, s, H, D]``, None.
+    """
     if attention_mask is not None or gdn_batch is None:
         raise ValueError(
             f"{GATHERED!r} attention runs inside a model that megatron_gdn.hf.patch "
             "has patched for context parallelism, and takes no attention_mask."
         )
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    k, v = (gdn_batch.share.gather(x.transpose(0, 1)) for x in (k, v))
+    share = gdn_batch.share
+    # keys and values of all ranks
+    k_SBGD = share.gather(key.permute(2, 0, 1, 3))
+    v_SBGD = share.gather(value.permute(2, 0, 1, 3))
     attended = []
-    for document in gdn_batch.share.local_documents:
-        q_BHsD = q[:, document.first_row : document.end_row].transpose(1, 2)
-        k_BGSD, v_BGSD = (document.keys(x).permute(1, 2, 0, 3) for x in (k, v))
-        mask = document.mask(q.device)
+    for document in share.local_documents:
+        q_BHsD = query[:, :, document.first_row : document.end_row]
+        k_BGSD = document.keys(k_SBGD).permute(1, 2, 0, 3)
+        v_BGSD = document.keys(v_SBGD).permute(1, 2, 0, 3)
+        mask = document.mask(query.device)
         out = F.scaled_dot_product_attention(
             q_BHsD,
             k_BGSD,

@@ -1,4 +1,4 @@
-"""Reads document boundaries in any form that a trainer passes; makes one table of
+"""Reads document boundaries in each form that a trainer may pass; makes one tensor of
 document ids.
 
 | source                                        | who gives it                                    |
@@ -12,9 +12,9 @@ document ids.
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
 | ``position_ids`` ``[3, B, S]``, all 0 again   | vision-language models                          |
 
-Ids count documents from 1 along each row; 0 is padding. The table is on the host. A 4-D
-mask is 1 or True where a token sees another token; a float mask, which is added to
-scores, is 0 there.
+Ids are int64 ``[B, S]`` on the host; they count the documents of a row from 1, and 0 is
+padding. A 4-D mask is 1 or True at [.., i, j] if token i attends to token j; a float
+mask, which is added to scores, is 0 there.
 
 Legend: B batch, S tokens of a row, N documents, T tokens without padding.
 """
@@ -22,6 +22,7 @@ Legend: B batch, S tokens of a row, N documents, T tokens without padding.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -30,74 +31,80 @@ from torch import Tensor
 from ...ops.documents import Documents
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-_BLOCKS = "attention_mask (4-D)"
-# the entry of linear attentions in a dict of masks
+_BLOCK_MASK_NAME = "attention_mask (4-D)"
+# the key of linear attentions in a dict of masks
 _LINEAR_ATTENTION = "linear_attention"
-# a score plus this number, or plus a lower one, gives the attention weight 0
-_EXCLUDED = -1e4
+# A float mask of this value or less, added to a score, makes the attention weight 0.
+_EXCLUDED_SCORE = -1e4
 
 
-class Sources(NamedTuple):
-    """Arguments of one forward that give document boundaries or the places of a rank's
-    tokens."""
+class BoundarySources(NamedTuple):
+    """The arguments of one forward that tell where documents start, or which tokens of
+    the sequence a rank has. None: the argument is not given."""
 
     attention_mask: Tensor | None = None
     packed_seq_ids: Tensor | None = None
-    # offsets of documents, in tokens of ``indices`` if given
+    # offsets of documents [N + 1]; with ``indices`` they count its T tokens
     cu_seqlens: Tensor | None = None
     position_ids: Tensor | None = None
-    # places of tokens in flattened [B * S]; other places are padding
+    # [T]: which of the B * S tokens are no padding
     indices: Tensor | None = None
+    # positions in the sequence of this rank's tokens, with context parallelism
     seq_index: Tensor | None = None
-    # the masks of other layers, if the model made a dict of masks
+    # kind of layer -> its mask, for kinds other than linear attention
     other_masks: Mapping[str, Tensor] = {}
 
     @classmethod
-    def from_keywords(cls, mask: Tensor | None, keywords: dict) -> Sources:
-        """Read a forward's ``keywords``, and remove keywords that transformers does not
-        take."""
-        names = ("_packed_seq_ids", "cu_seqlens", "indices", "seq_index")
-        ids, offsets, indices, seq_index = (keywords.pop(name, None) for name in names)
-        same = keywords.get("cu_seq_lens_q")
-        if (
-            offsets is not None
-            and same is not None
-            and offsets.tolist() != same.tolist()
-        ):
+    def from_keywords(cls, mask: Tensor | None, keywords: dict) -> BoundarySources:
+        """The sources among a forward's ``keywords``, with ``mask`` as the attention
+        mask. Keywords that transformers does not take are removed from ``keywords``."""
+        packed_seq_ids = keywords.pop("_packed_seq_ids", None)
+        offsets = keywords.pop("cu_seqlens", None)
+        indices = keywords.pop("indices", None)
+        seq_index = keywords.pop("seq_index", None)
+        flash_offsets = keywords.get("cu_seq_lens_q")
+        if offsets is None:
+            offsets = flash_offsets
+        elif flash_offsets is not None and offsets.tolist() != flash_offsets.tolist():
             raise ValueError(
                 f"cu_seqlens={offsets.tolist()[:8]} and "
-                f"cu_seq_lens_q={same.tolist()[:8]} differ; they are two names of one "
-                "thing, the offsets. Give one of them."
+                f"cu_seq_lens_q={flash_offsets.tolist()[:8]} differ; they are two names "
+                "of one thing, the offsets. Give one of them."
             )
-        if offsets is None:
-            offsets = same
         if offsets is not None:
             offsets = torch.as_tensor(offsets, device="cpu").detach()
-        return cls(mask, ids, offsets, keywords.get("position_ids"), indices, seq_index)
+        return cls(
+            attention_mask=mask,
+            packed_seq_ids=packed_seq_ids,
+            cu_seqlens=offsets,
+            position_ids=keywords.get("position_ids"),
+            indices=indices,
+            seq_index=seq_index,
+        )
 
 
 def split_masks(mask: object) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The mask of linear attentions and the masks of the other layers, whether in a
-    dict or not.
+    """The mask of linear attentions, and kind of layer -> mask of the other layers.
 
-    A dict without a mask of linear attentions has the ``[B, S]`` mask of the other
-    layers for them. torch's BlockMask becomes a 4-D bool mask.
+    ``mask``: one mask of all layers, or a dict: kind of layer -> mask. If the dict has no
+    mask of linear attentions, they get a ``[B, S]`` mask of the other layers. torch's
+    BlockMask becomes a 4-D bool mask.
     """
     if not isinstance(mask, dict):
-        return _dense(mask), {}
-    others = {
-        kind: _dense(one) for kind, one in mask.items() if kind != _LINEAR_ATTENTION
-    }
-    of_linear = _dense(mask.get(_LINEAR_ATTENTION))
-    if of_linear is None:
-        two_dimensional = (
-            x for x in others.values() if isinstance(x, Tensor) and x.dim() == 2
-        )
-        of_linear = next(two_dimensional, None)
-    return of_linear, others
+        return _dense_mask(mask), {}
+    linear_mask = _dense_mask(mask.get(_LINEAR_ATTENTION))
+    other_masks = {}
+    for kind, other in mask.items():
+        if kind != _LINEAR_ATTENTION:
+            other_masks[kind] = _dense_mask(other)
+    if linear_mask is None:
+        for other in other_masks.values():
+            if isinstance(other, Tensor) and other.dim() == 2:
+                return other, other_masks
+    return linear_mask, other_masks
 
 
-def _dense(mask: Any) -> Any:
+def _dense_mask(mask: Any) -> Any:
     """``mask``, or a 4-D bool mask if it is torch's BlockMask."""
     if not hasattr(mask, "mask_mod"):
         return mask
@@ -108,12 +115,12 @@ def _dense(mask: Any) -> Any:
     return create_mask(mask.mask_mod, rows, heads, *mask.seq_lengths, device=device)
 
 
-def cache_in(keywords: dict) -> Any:
-    """transformers' cache among the ``keywords`` of a forward, under any of its names;
-    or None.
+def find_cache(keywords: dict) -> Any:
+    """transformers' cache among the ``keywords`` of a forward; None if there is none.
 
-    Models of transformers 5.24 take the cache as ``cache``; models of earlier versions
-    take it as ``past_key_values``, and their linear attentions as ``cache_params``.
+    Models of transformers 5.24 take the cache as ``cache``. Models of earlier versions
+    take it as ``past_key_values``, and their linear attentions as ``cache_params``. Two
+    different caches are a ValueError.
     """
     given = {
         name: keywords[name] for name in CACHE_NAMES if keywords.get(name) is not None
@@ -130,16 +137,16 @@ def cache_in(keywords: dict) -> Any:
 
 
 def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:
-    """Whether a mask ``[B, S]`` holds document ids: some value is above 1. Waits for
-    the GPU."""
+    """Whether ``mask`` is a mask ``[B, S]`` of document ids: some value is above 1. The
+    host waits for the GPU."""
     if not isinstance(mask, Tensor) or mask.dtype == torch.bool or mask.dim() != 2:
         return False
     return bool((mask > 1).any())
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """Text positions ``[B or 1, S]``: 2-D ``position_ids``, table 0 of ``[4, B, S]``,
-    or None."""
+    """Text positions ``[B or 1, S]``: ``position_ids`` if 2-D, ``position_ids[0]`` of
+    ``[4, B, S]``; None for other shapes."""
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
     if position_ids.dim() == 3 and position_ids.shape[0] == 4:
@@ -148,56 +155,68 @@ def text_positions(position_ids: Tensor | None) -> Tensor | None:
 
 
 def _positions_in_documents(position_ids: Tensor | None) -> Tensor | None:
-    """:func:`text_positions`, or for ``[3, B, S]`` positions that start again where
-    those do.
+    """Positions ``[B or 1, S]`` that are 0 at the first token of each document; None for
+    unknown shapes.
 
-    Three equal tables are text positions. Three other tables are of images: a document
-    starts where all three are 0, as only a document's first token has them.
+    ``position_ids`` ``[3, B, S]`` are three axes of positions. If all are equal, they
+    are text positions. Otherwise the row has images, and a document starts where all
+    three axes are 0, since no later token of a document has three zeros. Other shapes
+    are read by :func:`text_positions`.
     """
     if position_ids is None or position_ids.dim() != 3 or position_ids.shape[0] != 3:
         return text_positions(position_ids)
-    first_table = position_ids[0]
-    if bool((position_ids == first_table).all()):
-        return first_table
-    place = torch.arange(first_table.shape[-1], device=first_table.device)
-    start = torch.where((position_ids == 0).all(0), place, 0).cummax(-1).values
-    return place - start
+    first_axis = position_ids[0]
+    if bool((position_ids == first_axis).all()):
+        return first_axis
+    column = torch.arange(first_axis.shape[-1], device=first_axis.device)
+    is_start = (position_ids == 0).all(0)
+    document_start = torch.where(is_start, column, 0).cummax(-1).values
+    return column - document_start
 
 
-def starts_of(ids_BS: Tensor) -> Tensor:
-    """bool ``[B, S]``: True where a document of ``ids_BS`` or a run of padding
-    begins."""
+def document_starts(ids_BS: Tensor) -> Tensor:
+    """bool ``[B, S]``: True at the first token of each document of ``ids_BS``, and at
+    the first token of each stretch of padding."""
     starts = torch.ones_like(ids_BS, dtype=torch.bool)
     starts[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
     return starts
 
 
-def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
-    """Document ids, int64 ``[B, S]`` on the host; None when every row is one sequence.
+def document_ids(sources: BoundarySources, rows: int, tokens: int) -> Tensor | None:
+    """Document ids, int64 ``[B, S]`` on the host, of ``rows`` rows with ``tokens`` tokens
+    each; None if every row is one sequence without padding.
 
-    If no other source names documents, ``position_ids`` are read: a token whose
+    ``position_ids`` are read only if no other source gives documents: a token whose
     position is not the previous token's plus 1 starts a document (as in transformers'
-    attention masks). Tokens with 0 in a 0/1 ``attention_mask`` are padding, whichever
-    source names the documents.
+    attention masks). A token with 0 in a 0/1 ``attention_mask`` is padding in every
+    case.
+
+    Raises:
+        ValueError: a source has a wrong shape or content, or two sources differ.
     """
-    mask, packed_seq_ids, cu_seqlens, position_ids, indices, _, other_masks = sources
+    mask = sources.attention_mask
+    packed_seq_ids = sources.packed_seq_ids
+    cu_seqlens = sources.cu_seqlens
+    indices = sources.indices
+    # name of a source -> the ids that it gives
     ids_of: dict[str, Tensor] = {}
     if mask is not None and mask.dim() == 4:
-        ids_of[_BLOCKS] = _ids_from_block_mask(mask, rows, tokens)
+        ids_of[_BLOCK_MASK_NAME] = _ids_from_block_causal_mask(mask, rows, tokens)
         mask = None
     elif mask is not None:
-        mask = to_host("attention_mask", mask, rows, tokens)
+        mask = copy_to_host("attention_mask", mask, rows, tokens)
         if is_indexed_packed_mask(mask):
             ids_of["attention_mask"] = mask.long()
-    for kind, other in other_masks.items():
+    for kind, other in sources.other_masks.items():
         name = f"attention_mask[{kind!r}]"
         if other.dim() == 4:
-            ids = _ids_of_documents_kept_apart(other, mask, rows, tokens)
-            ids_of |= {} if ids is None else {name: ids}
+            ids = _ids_from_softmax_mask(other, mask, rows, tokens)
+            if ids is not None:
+                ids_of[name] = ids
         elif is_indexed_packed_mask(other):
-            ids_of[name] = to_host(name, other, rows, tokens).long()
+            ids_of[name] = copy_to_host(name, other, rows, tokens).long()
     if packed_seq_ids is not None:
-        ids = to_host("_packed_seq_ids", packed_seq_ids, rows, tokens)
+        ids = copy_to_host("_packed_seq_ids", packed_seq_ids, rows, tokens)
         ids_of["_packed_seq_ids"] = ids.long()
     if cu_seqlens is not None:
         ids_of["cu_seq_lens_q"] = _ids_from_offsets(cu_seqlens, indices, rows, tokens)
@@ -207,21 +226,22 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             "documents among these tokens. Give both, or the ids of documents as "
             "attention_mask."
         )
-    # A 4-D mask in which each row is one document names no boundaries, so positions are
-    # read too.
-    unnamed = set(ids_of) <= {_BLOCKS} and all(
-        bool((ids <= 1).all()) for ids in ids_of.values()
-    )
-    positions = _positions_in_documents(position_ids)
-    if unnamed and positions is not None:
-        ids = _document_ids_from_positions(
-            positions, ids_of.get(_BLOCKS, mask), rows, tokens
-        )
-        ids_of |= {} if ids is None else {"position_ids": ids}
+    # Positions are read if no source gives boundaries. A 4-D mask gives none if each of
+    # its rows is one document.
+    other_sources = ids_of.keys() - {_BLOCK_MASK_NAME}
+    mask_ids = ids_of.get(_BLOCK_MASK_NAME)
+    mask_has_boundaries = mask_ids is not None and bool((mask_ids > 1).any())
+    positions = _positions_in_documents(sources.position_ids)
+    if not other_sources and not mask_has_boundaries and positions is not None:
+        keep = mask if mask_ids is None else mask_ids
+        ids = _ids_from_positions(positions, keep, rows, tokens)
+        if ids is not None:
+            ids_of["position_ids"] = ids
     if not ids_of:
         return None
-    (first, ids), *others = ids_of.items()
-    for name, other_ids in others:
+    first = next(iter(ids_of))
+    ids = ids_of[first]
+    for name, other_ids in ids_of.items():
         if not torch.equal(_renumber(ids), _renumber(other_ids)):
             raise ValueError(
                 f"{first} and {name} put the boundaries of documents in different "
@@ -238,19 +258,17 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
                 "make them agree."
             )
         ids = ids.masked_fill(padding_BS, 0)
-    # Ids are needed if the mask gave them, or if a row has several documents or
-    # padding.
-    packed = "attention_mask" in ids_of or bool(
-        ((ids == 0) | (ids != ids[:, :1])).any()
-    )
-    if packed:
+    if "attention_mask" in ids_of:
+        return ids
+    has_padding_or_boundary = (ids == 0) | (ids != ids[:, :1])
+    if bool(has_padding_or_boundary.any()):
         return ids
     return None
 
 
 def _renumber(ids_BS: Tensor) -> Tensor:
-    """Renumber ids to 1, 2, ... along each row; padding stays 0."""
-    return (starts_of(ids_BS) & (ids_BS > 0)).cumsum(-1) * (ids_BS > 0)
+    """Renumber the ids of each row to 1, 2, ...; padding stays 0."""
+    return (document_starts(ids_BS) & (ids_BS > 0)).cumsum(-1) * (ids_BS > 0)
 
 
 def _describe_documents(ids_BS: Tensor) -> str:
@@ -262,9 +280,9 @@ def _describe_documents(ids_BS: Tensor) -> str:
     )
 
 
-def to_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
-    """Copy ``x [rows, tokens]`` to the host; raise if the argument ``name`` has another
-    shape."""
+def copy_to_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
+    """Copy the argument ``name``, ``x [rows, tokens]``, to the host; raise a ValueError
+    if it has another shape."""
     if x.shape != (rows, tokens):
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}, the hidden states have {rows} rows of "
@@ -276,19 +294,18 @@ def to_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
 def _ids_from_offsets(
     cu_seqlens: Tensor, indices: Tensor | None, rows: int, tokens: int
 ) -> Tensor:
-    """Document ids from ``cu_seqlens``, which counts tokens at ``indices`` (None: all
-    tokens)."""
-    slots = rows * tokens
-    token_T = torch.arange(slots, device="cpu")
+    """Document ids ``[rows, tokens]`` from offsets, which count the tokens at
+    ``indices``; None: all tokens."""
+    total = rows * tokens
+    token_T = torch.arange(total, device="cpu")
     if indices is not None:
         token_T = indices.detach().to("cpu", torch.int64)
-        ends = [-1] + token_T.flatten().tolist() + [slots]
-        if token_T.dim() != 1 or any(
-            b <= a for a, b in zip(ends, ends[1:], strict=False)
-        ):
+        with_ends = [-1] + token_T.flatten().tolist() + [total]
+        increases = all(left < right for left, right in pairwise(with_ends))
+        if token_T.dim() != 1 or not increases:
             raise ValueError(
                 f"indices of shape {tuple(token_T.shape)} must be [T] and increase "
-                f"from 0 or more to at most {slots - 1}: the places of the tokens that "
+                f"from 0 or more to at most {total - 1}: the places of the tokens that "
                 "are not padding, in the flattened rows (megatron_gdn.unpad_data makes "
                 "them of a mask)."
             )
@@ -298,53 +315,63 @@ def _ids_from_offsets(
         row_T = token_T // tokens
     else:
         row_T = token_T
-    if bool(((id_T[1:] == id_T[:-1]) & (row_T[1:] != row_T[:-1])).any()):
+    same_document = id_T[1:] == id_T[:-1]
+    other_row = row_T[1:] != row_T[:-1]
+    if bool((same_document & other_row).any()):
         raise ValueError(
             f"cu_seq_lens_q={list(documents.offsets)[:20]} has a document that goes on "
             f"from one row of {tokens} tokens into the next; each of {rows} rows must "
             "start a document."
         )
-    ids = torch.zeros(slots, dtype=torch.int64, device="cpu")
+    ids = torch.zeros(total, dtype=torch.int64, device="cpu")
     ids[token_T] = id_T
     return ids.view(rows, tokens)
 
 
-def _document_ids_from_positions(
+def _ids_from_positions(
     positions: Tensor, keep: Tensor | None, rows: int, tokens: int
 ) -> Tensor | None:
-    """Ids of documents, which start where ``positions`` jump; None if each row is one
-    document."""
+    """Document ids ``[rows, tokens]`` from ``positions`` ``[rows or 1, tokens]``; None if
+    each row is one document.
+
+    A token whose position is not the previous token's plus 1 starts a document. Tokens
+    with 0 in ``keep`` ``[rows, tokens]`` are padding, and not read.
+    """
     if positions.shape[0] == 1:
         positions = positions.expand(rows, -1)
-    position_BS = to_host("position_ids", positions, rows, tokens).long()
+    position_BS = copy_to_host("position_ids", positions, rows, tokens).long()
     if keep is None:
         keep_BS = torch.ones_like(position_BS, dtype=torch.bool)
     else:
         keep_BS = keep != 0
     row_T, column_T = keep_BS.nonzero(as_tuple=True)
     position_T = position_BS[row_T, column_T]
-    starts = torch.ones_like(row_T, dtype=torch.bool)
-    starts[1:] = (row_T[1:] != row_T[:-1]) | (position_T[1:] != position_T[:-1] + 1)
-    if int(starts.sum()) == int(keep_BS.any(-1).sum()):
+    other_row = row_T[1:] != row_T[:-1]
+    jumps = position_T[1:] != position_T[:-1] + 1
+    starts_T = torch.ones_like(row_T, dtype=torch.bool)
+    starts_T[1:] = other_row | jumps
+    rows_with_tokens = int(keep_BS.any(-1).sum())
+    if int(starts_T.sum()) == rows_with_tokens:
         return None
     ids = torch.zeros_like(position_BS)
-    ids[row_T, column_T] = starts.cumsum(0)
+    ids[row_T, column_T] = starts_T.cumsum(0)
     return ids
 
 
-def _ids_of_documents_kept_apart(
+def _ids_from_softmax_mask(
     mask: Tensor, padding: Tensor | None, rows: int, tokens: int
 ) -> Tensor | None:
-    """Ids from the mask ``[B, 1, S, S]`` of softmax attention; None if it keeps none
-    apart.
+    """Document ids from ``mask`` ``[B, 1, S, S]`` of softmax attention; None if the mask
+    does not separate documents.
 
-    Such a mask may be of another kind (causal, a window, another treatment of padding).
-    Only if no token from some place on sees a token before that place, it must be
-    block-causal. Where ``padding`` ``[B, S]`` is 0, the mask is not read. Columns after
-    the S-th are a cache's.
+    A mask of softmax attention may be of several kinds: causal, of a window, with padding
+    in its own way. It separates documents if there is a token such that neither this nor
+    any later token attends to an earlier one. Then the mask must be block-causal, else a
+    ValueError is raised. Where ``padding`` ``[B, S]`` is 0, the mask is not read. Columns
+    after the S-th belong to a cache.
     """
     if mask.is_floating_point():
-        sees = mask > _EXCLUDED
+        sees = mask > _EXCLUDED_SCORE
     else:
         sees = mask != 0
     sees = sees.any(1)[..., :tokens].cpu()
@@ -357,20 +384,23 @@ def _ids_of_documents_kept_apart(
     if padding is not None and padding.dim() == 2:
         keep_BS = padding.cpu() != 0
         sees = sees & keep_BS[:, :, None] & keep_BS[:, None]
-    place = torch.arange(tokens, device="cpu")
+    column = torch.arange(tokens, device="cpu")
     keep_BS = sees.diagonal(dim1=-2, dim2=-1)
     first_seen_BS = torch.where(sees.any(-1), sees.int().argmax(-1), tokens)
-    seen_later_BS = first_seen_BS.flip(-1).cummin(-1).values.flip(-1)
-    starts_BS = (seen_later_BS >= place) & keep_BS
-    padding_first = bool((keep_BS.diff(dim=-1, prepend=keep_BS[:, :1]) & keep_BS).any())
-    if int(starts_BS.sum(-1).max()) < 2 and not (padding is None and padding_first):
+    # the first token that this or a later token attends to
+    first_seen_from_here_BS = first_seen_BS.flip(-1).cummin(-1).values.flip(-1)
+    starts_BS = (first_seen_from_here_BS >= column) & keep_BS
+    padding_before_tokens = keep_BS[:, 1:] & ~keep_BS[:, :-1]
+    gives_padding = padding is None and bool(padding_before_tokens.any())
+    if int(starts_BS.sum(-1).max()) < 2 and not gives_padding:
         return None
-    return _ids_from_block_mask(sees[:, None], rows, tokens)
+    return _ids_from_block_causal_mask(sees[:, None], rows, tokens)
 
 
-def _ids_from_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
-    """Ids from a mask ``[B, 1, S, S]``; a token that no token sees is padding, with id
-    0."""
+def _ids_from_block_causal_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
+    """Document ids from a block-causal mask ``[B, 1, S, S]``: a token attends to the
+    tokens of its document up to itself. A token that does not attend to itself is
+    padding. Another mask is a ValueError."""
     if mask.shape[0] not in (1, rows) or mask.shape[1:] != (1, tokens, tokens):
         raise ValueError(
             f"a 4-D attention_mask of shape {tuple(mask.shape)} does not fit {rows} "
@@ -379,27 +409,30 @@ def _ids_from_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
     sees = mask != 0
     if mask.is_floating_point():
         sees = mask == 0
-        if not bool((sees | (mask <= _EXCLUDED)).all()):
+        if not bool((sees | (mask <= _EXCLUDED_SCORE)).all()):
             raise ValueError(
                 f"a 4-D attention_mask of {mask.dtype} is added to scores: it holds 0 "
-                f"where a token sees another, and {_EXCLUDED:g} or less where not; "
-                f"this one has {mask[~sees & (mask > _EXCLUDED)][0].item()}. Pass a "
+                f"where a token sees another, and {_EXCLUDED_SCORE:g} or less where not; "
+                f"this one has {mask[~sees & (mask > _EXCLUDED_SCORE)][0].item()}. Pass a "
                 "bool mask, True where a token sees another."
             )
     sees = sees[:, 0].expand(rows, -1, -1)
     keep_BS = sees.diagonal(dim1=-2, dim2=-1)
-    token = torch.arange(tokens, device=mask.device)
+    column = torch.arange(tokens, device=mask.device)
     # A document's first token sees no earlier token.
-    first_BS = (sees.int().argmax(-1) == token) & keep_BS
-    ids = first_BS.cumsum(-1) * keep_BS
-    expected = (ids[:, :, None] == ids[:, None]) & (token[:, None] >= token)
-    wrong = torch.where(keep_BS, (sees != expected).any(-1), sees.any(-2)).nonzero()
+    is_first_BS = (sees.int().argmax(-1) == column) & keep_BS
+    ids = is_first_BS.cumsum(-1) * keep_BS
+    same_document = ids[:, :, None] == ids[:, None]
+    block_causal = same_document & (column[:, None] >= column)
+    differs_BS = (sees != block_causal).any(-1)
+    padding_is_seen_BS = sees.any(-2)
+    wrong = torch.where(keep_BS, differs_BS, padding_is_seen_BS).nonzero()
     if len(wrong):
         row, token = wrong[0].tolist()
         raise ValueError(
             f"the 4-D attention_mask is not block-causal: token {token} of row {row} "
-            "does not see exactly its document's tokens up to itself (inverted?). "
-            "Give True where a token sees another (0 if added to scores), nothing at "
-            "padding, or use _packed_seq_ids."
+            "does not see exactly its document's tokens up to itself. The mask may be "
+            "inverted. Give True where a token sees another (0 if added to scores), "
+            "nothing at padding, or use _packed_seq_ids."
         )
     return ids.cpu()

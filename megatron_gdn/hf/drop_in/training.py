@@ -1,5 +1,5 @@
-"""Pack documents, train on packed batches over ranks, and test models for packing
-leaks."""
+"""Pack documents; train on packed batches with context parallelism; check that packed
+documents do not change each other's outputs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 else:
     Trainer = object  # the user's class lists transformers' Trainer as the second base
 
-IGNORED = -100
-_COLUMNS = ("input_ids", "labels", "attention_mask")
+IGNORED_LABEL = -100
+_PACKED_COLUMNS = ("input_ids", "labels", "attention_mask")
 
 logger = logging.getLogger(__name__)
 
 
-# A document or a batch: lists or tensors by the names of columns.
+# A document or a batch: name of a column -> list or tensor.
 Columns = Mapping[str, Any]
 
 
@@ -37,15 +37,16 @@ class PackingCollator:
     """Lay documents end to end in one row:
     ``collator([{"input_ids": [...]}, ...]) -> batch``.
 
-    The batch has ``input_ids``, ``position_ids`` (from 0 in every document), ``labels``
-    (ignored at the start of a document, which no token predicts), ``shift_labels``
-    (what the token at each position must predict; ignored at the end of a document) and
-    ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. With
-    ``shift_labels`` transformers' losses shift no labels, because a shift would be
-    wrong inside a rank's share of a row.
+    The columns of the batch are ``[1, S]``: ``input_ids``; ``position_ids``, from 0 in
+    every document; ``labels``, ignored (-100) at the first token of a document, which no
+    token predicts; ``shift_labels``, at each token the label of the next token, ignored
+    at the last token of a document. The batch also has ``cu_seq_lens_q``,
+    ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``. Given ``shift_labels``,
+    transformers' losses do not shift ``labels``, which would be wrong inside a rank's
+    share of a row.
 
-    ``labels`` of a document (its ``input_ids`` if left out) are transformers' labels:
-    at each token what this token is, or -100; the collator shifts them.
+    ``labels`` of a document (its ``input_ids`` if left out) are transformers' labels: at
+    each token this token itself, or -100; the collator shifts them.
 
     Args:
         pad_to_multiple_of: the row is padded to a multiple of this number, by a
@@ -63,10 +64,11 @@ class PackingCollator:
             raise ValueError(
                 f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1."
             )
-        self.multiple = pad_to_multiple_of
-        self.pad = pad_token_id
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.pad_token_id = pad_token_id
 
     def __call__(self, documents: Sequence[Columns]) -> dict[str, Any]:
+        """The batch of ``documents``."""
         if not documents:
             raise ValueError("there are no documents to pack.")
         rows = []
@@ -78,9 +80,10 @@ class PackingCollator:
             _refuse_shifted_labels(number, rows[-1], labels[-1])
         if not any(rows):
             raise ValueError(f"the {len(rows)} documents have no tokens.")
-        if gap := -sum(map(len, rows)) % self.multiple:
-            rows.append([self.pad] * gap)
-            labels.append([IGNORED] * gap)
+        missing = -sum(map(len, rows)) % self.pad_to_multiple_of
+        if missing:
+            rows.append([self.pad_token_id] * missing)
+            labels.append([IGNORED_LABEL] * missing)
         labels = [row for row in labels if row]
         lengths = [len(row) for row in rows]
 
@@ -93,8 +96,8 @@ class PackingCollator:
         )
         return {
             "input_ids": one_row(rows),
-            "labels": one_row([IGNORED] + row[1:] for row in labels),
-            "shift_labels": one_row(row[1:] + [IGNORED] for row in labels),
+            "labels": one_row([IGNORED_LABEL] + row[1:] for row in labels),
+            "shift_labels": one_row(row[1:] + [IGNORED_LABEL] for row in labels),
             "position_ids": one_row(map(range, lengths)),
             "cu_seq_lens_q": offsets,
             "cu_seq_lens_k": offsets,
@@ -104,14 +107,14 @@ class PackingCollator:
 
 
 def _require_packable(number: int, document: Columns) -> None:
-    """Raise if ``document`` (number ``number``) has padding, unknown columns or unequal
-    lengths."""
+    """Raise a ValueError if document ``number`` has padding, unknown columns, or columns
+    of unequal lengths."""
     count = len(document["input_ids"])
     for name, column in document.items():
-        if name not in _COLUMNS:
+        if name not in _PACKED_COLUMNS:
             raise ValueError(
                 f"document {number} has {name!r}, which would be lost: "
-                f"{', '.join(_COLUMNS)} are packed. Take it out of the dataset "
+                f"{', '.join(_PACKED_COLUMNS)} are packed. Take it out of the dataset "
                 "(remove_columns)."
             )
         if len(column) != count:
@@ -127,19 +130,21 @@ def _require_packable(number: int, document: Columns) -> None:
 
 
 def _refuse_shifted_labels(number: int, tokens: list[int], labels: list[int]) -> None:
-    """Raise if the labels of document ``number`` are the next tokens, not the tokens
-    themselves."""
-    given = [place for place, label in enumerate(labels[:-1]) if label != IGNORED]
-    shifted = bool(given) and all(labels[place] == tokens[place + 1] for place in given)
-    if shifted and any(labels[place] != tokens[place] for place in given):
+    """Raise a ValueError if the labels of document ``number`` are its next tokens, and
+    not the tokens themselves."""
+    labelled = [i for i, label in enumerate(labels[:-1]) if label != IGNORED_LABEL]
+    are_next = all(labels[i] == tokens[i + 1] for i in labelled)
+    are_same = all(labels[i] == tokens[i] for i in labelled)
+    if are_next and not are_same:
         raise ValueError(
             f"the labels of document {number} are its input_ids one token ahead. The "
             "collator shifts labels itself: give at each token the token itself, or "
-            f"{IGNORED} where the loss ignores it, or leave labels out."
+            f"{IGNORED_LABEL} where the loss ignores it, or leave labels out."
         )
 
 
 def _to_list(x: Any) -> list[int]:
+    """The numbers of ``x``: a list, a torch tensor or a numpy array."""
     if hasattr(x, "tolist"):
         return x.tolist()
     return list(x)
@@ -156,10 +161,10 @@ class ContextParallelTrainerMixin(Trainer):
         CPTrainer(model, args, train_dataset=dataset, data_collator=collator).train()
 
     The ranks of one ``cp_mesh`` get the same batches, and ``compute_loss`` gives the
-    model this rank's share of them. Gradients equal those of a single rank with the
-    whole batch: ``Trainer`` divides every rank's sum by the number of labels on all
-    ranks. List the mixin before ``Trainer``, or before a subclass whose methods pass
-    their arguments to ``super()``.
+    model this rank's share of each batch. Gradients equal those of one rank with the
+    whole batch, because ``Trainer`` divides every rank's sum by the number of labels on
+    all ranks. List the mixin before ``Trainer``, or before a subclass of ``Trainer``
+    whose methods pass their arguments to ``super()``.
 
     Raises:
         ValueError: the model is not patched; or, with context parallelism, the dataset
@@ -180,24 +185,24 @@ class ContextParallelTrainerMixin(Trainer):
         )
 
     def get_cp_size(self) -> int:
-        """How many processes share a batch; ``Trainer`` divides their total by this
-        number."""
-        if self._group is None:
+        """The number of processes that share a batch; ``Trainer`` divides the number of
+        all processes by it."""
+        if self._cp_group is None:
             return 1
-        return self._group.size()
+        return self._cp_group.size()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor | tuple[Tensor, Any]:
-        """The loss of this rank's share of ``inputs``; without gradients, the mean over
-        ranks."""
-        options = self._options()
-        if self._group is None:
+        """The loss of this rank's share of ``inputs``; in evaluation (without gradients)
+        the mean of all ranks' losses."""
+        options = self._drop_in_options()
+        if self._cp_group is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        self._require_shifted(inputs)
-        trains = torch.is_grad_enabled()
-        unwrapped = self.model is model and not isinstance(self.model, FSDPModule)
-        if trains and unwrapped:
+        self._require_loss_of_shares(inputs)
+        is_training = torch.is_grad_enabled()
+        is_unwrapped = self.model is model and not isinstance(self.model, FSDPModule)
+        if is_training and is_unwrapped:
             raise RuntimeError(
                 f"the trainer runs {type(model).__name__} unwrapped, so its gradients "
                 "are not summed over the ranks. Trainer leaves a model unwrapped if "
@@ -205,14 +210,17 @@ class ContextParallelTrainerMixin(Trainer):
             )
         share = context_parallel_share(inputs, options.cp_mesh, options.cp_layout)
         result = super().compute_loss(model, share, *args, **kwargs)
-        if trains:
+        if is_training:
             return result
-        loss, *outputs = result if isinstance(result, tuple) else (result,)
-        loss = loss.clone()
+        # the loss, or a tuple of the loss and the model's outputs
+        if isinstance(result, tuple):
+            loss = result[0].clone()
+        else:
+            loss = result.clone()
         dist.all_reduce(loss)
         loss /= dist.get_world_size()
-        if outputs:
-            return (loss, *outputs)
+        if isinstance(result, tuple) and len(result) > 1:
+            return (loss,) + result[1:]
         return loss
 
     def prediction_step(
@@ -225,7 +233,7 @@ class ContextParallelTrainerMixin(Trainer):
     ) -> Any:
         """Evaluate a batch; under context parallelism ``prediction_loss_only`` must be
         True."""
-        if not prediction_loss_only and self._group is not None:
+        if not prediction_loss_only and self._cp_group is not None:
             raise NotImplementedError(
                 "every context-parallel rank has the predictions of its share of the "
                 "tokens, so metrics and predict() cannot be computed from them here. "
@@ -236,7 +244,8 @@ class ContextParallelTrainerMixin(Trainer):
             model, inputs, prediction_loss_only, *args, **kwargs
         )
 
-    def _options(self) -> DropInOptions:
+    def _drop_in_options(self) -> DropInOptions:
+        """The options of the patched model; a ValueError if the model is not patched."""
         assert self.model is not None
         for module in self.model.modules():
             if isinstance(module, CPAwareGatedDeltaNet):
@@ -247,14 +256,14 @@ class ContextParallelTrainerMixin(Trainer):
         )
 
     @property
-    def _group(self) -> dist.ProcessGroup | None:
+    def _cp_group(self) -> dist.ProcessGroup | None:
         """The process group of the model's ``cp_mesh``; None on one rank."""
-        return group_of(self._options().cp_mesh)
+        return group_of(self._drop_in_options().cp_mesh)
 
     def _share_batches_in_group(self, loader: DataLoader) -> DataLoader:
-        """Let ``loader`` give the same batches to all ranks of a context-parallel
-        group."""
-        group = self._group
+        """``loader``, changed in place so that all ranks of a context-parallel group get
+        the same batches."""
+        group = self._cp_group
         if group is None:
             return loader
         sampler = getattr(loader, "batch_sampler", None)
@@ -269,18 +278,18 @@ class ContextParallelTrainerMixin(Trainer):
                 "share. Give a dataset with __len__ and __getitem__, and neither "
                 "dispatch_batches nor split_batches."
             )
-        # The sampler counts each group of ranks as one process; groups are sorted by
-        # first rank.
-        first = [0] * dist.get_world_size()
-        dist.all_gather_object(first, min(dist.get_process_group_ranks(group)))
-        groups = sorted(set(first))
+        # The sampler must count each context-parallel group as one process. A group is
+        # known by its first rank.
+        first_ranks = [0] * dist.get_world_size()
+        dist.all_gather_object(first_ranks, min(dist.get_process_group_ranks(group)))
+        groups = sorted(set(first_ranks))
         sampler.num_processes = len(groups)
-        sampler.process_index = groups.index(first[dist.get_rank()])
+        sampler.process_index = groups.index(first_ranks[dist.get_rank()])
         return loader
 
-    def _require_shifted(self, inputs: Columns) -> None:
-        """Refuse inputs or options with which the loss of a rank's share would be
-        wrong."""
+    def _require_loss_of_shares(self, inputs: Columns) -> None:
+        """Raise a ValueError if the loss of a rank's share would be wrong with these
+        ``inputs`` or with the trainer's options."""
         owners = {"label_smoothing_factor": self.args, "compute_loss_func": self}
         for name, owner in owners.items():
             if getattr(owner, name):
@@ -305,12 +314,14 @@ class ContextParallelTrainerMixin(Trainer):
 
 
 class PackingLeak(AssertionError):
-    """Raised by :func:`assert_no_packing_leak`; ``leaks``: pairs (changing, changed
-    document)."""
+    """Raised by :func:`assert_no_packing_leak` if documents change each other's
+    outputs.
+
+    ``leaks``: pairs (i, j) of numbers of documents; document i changes the output of
+    document j.
+    """
 
     def __init__(self, message: str, leaks: list[tuple[int, int]]) -> None:
-        """``leaks``: the pairs (changing, changed document) that ``message``
-        describes."""
         super().__init__(message)
         self.leaks = leaks
 
@@ -318,13 +329,14 @@ class PackingLeak(AssertionError):
 class PackingReach(NamedTuple):
     """How much N packed documents change each other's outputs."""
 
-    # fp32 [N, N]; [i, j]: how much output j changes if document i is replaced
+    # fp32 [N, N]; [i, j]: the largest change of document j's output if document i is
+    # replaced
     change: Tensor
-    largest: Tensor  # fp32 [N]: the largest output of each document
+    largest: Tensor  # fp32 [N]: the largest absolute output of each document
 
     def leaks(self, tolerance: float = 1e-5) -> list[tuple[int, int]]:
-        """Pairs (i, j): document i changes output j by over ``tolerance`` * the largest
-        output."""
+        """The pairs (i, j), i != j, for which replacing document i changes the output of
+        document j by more than ``tolerance`` times the largest output."""
         bound = tolerance * self.largest.max()
         leaks = ~(self.change <= bound)  # NaN counts as a leak
         return [(i, j) for i, j in leaks.nonzero().tolist() if i != j]
@@ -338,8 +350,8 @@ def packing_reach(
     seed: int = 0,
     **kwargs: object,
 ) -> PackingReach:
-    """Measure how documents change each other's outputs, as `assert_no_packing_leak`
-    does."""
+    """Measure how much packed documents change each other's outputs; the arguments are
+    those of `assert_no_packing_leak`, and ``seed`` for the random documents."""
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(
             f"lengths={tuple(lengths)} must name two documents or more, of a token or "
@@ -348,52 +360,55 @@ def packing_reach(
     device = next(module.parameters()).device
     if device.type == "cpu":
         plain_functions_on_cpu(module)
-    row = PackingCollator()([{"input_ids": [i] * n} for i, n in enumerate(lengths, 1)])
-    sources = {
+    # The token ids of document i are i, so that `input_ids` are document ids too.
+    documents = [{"input_ids": [i] * n} for i, n in enumerate(lengths, 1)]
+    row = PackingCollator()(documents)
+    flash_keywords = {
+        name: row[name]
+        for name in row
+        if name.startswith(("cu_seq_lens", "max_length"))
+    }
+    keywords_of_source = {
         "position_ids": {"position_ids": row["position_ids"]},
-        "cu_seq_lens_q": {
-            x: row[x] for x in row if x.startswith(("cu_seq_lens", "max_length"))
-        },
+        "cu_seq_lens_q": flash_keywords,
         "packed_seq_ids": {"_packed_seq_ids": row["input_ids"]},
         "indexed_mask": {"attention_mask": row["input_ids"]},
     }
-    if source not in sources:
+    if source not in keywords_of_source:
         raise ValueError(
-            f"source={source!r} is not known; use one of {', '.join(sources)}."
+            f"source={source!r} is not known; use one of "
+            f"{', '.join(keywords_of_source)}."
         )
-    keywords = {
-        k: x.to(device) if isinstance(x, Tensor) else x
-        for k, x in sources[source].items()
-    }
+    keywords = {}
+    for name, value in keywords_of_source[source].items():
+        if isinstance(value, Tensor):
+            value = value.to(device)
+        keywords[name] = value
     keywords |= kwargs
     if hasattr(module, "get_input_embeddings"):
         keywords.setdefault("use_cache", False)
-    spans = [
-        slice(start, end) for start, end in pairwise(row["cu_seq_lens_q"].tolist())
-    ]
+    offsets = row["cu_seq_lens_q"].tolist()
+    columns = [slice(start, end) for start, end in pairwise(offsets)]
     generator = torch.Generator("cpu").manual_seed(seed)
-    inputs, others = (
-        _draw_inputs(module, sum(lengths), generator).to(device) for _ in range(2)
-    )
+    inputs = _draw_inputs(module, sum(lengths), generator).to(device)
+    replacements = _draw_inputs(module, sum(lengths), generator).to(device)
     training = module.training
     module.eval()
     try:
         with torch.no_grad():
             reference = _output_tensor(module(inputs, **keywords))
-            change = torch.empty(len(spans), len(spans), device="cpu")
-            for origin, replaced in enumerate(spans):
-                changed = inputs.clone()
-                changed[:, replaced] = others[:, replaced]
-                difference = (
-                    _output_tensor(module(changed, **keywords)) - reference
-                ).abs()
-                for into, span in enumerate(spans):
-                    change[origin, into] = difference[:, span].max()
+            change = torch.empty(len(columns), len(columns), device="cpu")
+            for i, replaced in enumerate(columns):
+                changed_inputs = inputs.clone()
+                changed_inputs[:, replaced] = replacements[:, replaced]
+                output = _output_tensor(module(changed_inputs, **keywords))
+                difference = (output - reference).abs()
+                for j, observed in enumerate(columns):
+                    change[i, j] = difference[:, observed].max()
     finally:
         module.train(training)
-    return PackingReach(
-        change, torch.stack([reference[:, span].abs().max() for span in spans]).cpu()
-    )
+    largest = torch.stack([reference[:, document].abs().max() for document in columns])
+    return PackingReach(change, largest.cpu())
 
 
 def assert_no_packing_leak(
@@ -406,10 +421,9 @@ def assert_no_packing_leak(
 ) -> str:
     """Raise if a packed document changes the output of another document.
 
-    The check lays documents of random tokens (or hidden states) in one row, replaces
-    each document by another of the same length, and compares the other documents'
-    outputs. The check needs no knowledge of the module, so unpatched transformers
-    models can be checked too.
+    The check packs documents of random tokens (or hidden states) in one row. It replaces
+    one document after the other by a document of the same length, and compares the
+    outputs of the other documents. Unpatched models of transformers can be checked too.
 
     Args:
         module: a model with ``get_input_embeddings`` and logits or
@@ -420,15 +434,16 @@ def assert_no_packing_leak(
             ``"cu_seq_lens_q"`` (flash attention's keywords, which transformers refuses
             without flash kernels), ``"packed_seq_ids"`` or ``"indexed_mask"``.
         tolerance: changes up to this fraction of the largest output are not leaks. With
-            0 the bits must be equal; in an MoE the rounding of a token's output may
-            depend on other tokens.
+            0 the outputs must be equal. In a model with experts, the rounding of a
+            token's output may depend on other tokens.
         kwargs: other keywords of the module, and ``seed`` for the random documents.
 
     Returns:
         one line that says what was found; the line is also logged.
 
     Raises:
-        PackingLeak: a document changed another; the message names both and the change.
+        PackingLeak: a document changed another document's output; the message has the
+            numbers of both and the change.
         ValueError: fewer than two documents, or an unknown source.
     """
     reach = packing_reach(module, lengths, source=source, **kwargs)
@@ -442,10 +457,10 @@ def assert_no_packing_leak(
                 f"(its largest output is {reach.largest[j]:.3e})"
             )
         raise PackingLeak(message, leaks)
-    others = reach.change.fill_diagonal_(0)
+    changes_of_others = reach.change.fill_diagonal_(0)
     line = (
         f"{name}: no packed document of {lengths} tokens, told by {source}, reaches "
-        f"another (largest change {others.max().item():.1e}, largest output "
+        f"another (largest change {changes_of_others.max().item():.1e}, largest output "
         f"{reach.largest.max().item():.1e})"
     )
     logger.info(line)
@@ -469,8 +484,11 @@ def _draw_inputs(module: Any, tokens: int, generator: torch.Generator) -> Tensor
 
 
 def _output_tensor(returned: Any) -> Tensor:
-    """The logits or hidden states in what a module returned, in fp32."""
+    """The logits or hidden states in fp32, of what a module returned: transformers'
+    output object, a tuple or a tensor."""
     for name in ("logits", "last_hidden_state"):
         if getattr(returned, name, None) is not None:
             return getattr(returned, name).float()
-    return (returned[0] if isinstance(returned, tuple) else returned).float()
+    if isinstance(returned, tuple):
+        return returned[0].float()
+    return returned.float()

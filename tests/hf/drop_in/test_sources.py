@@ -6,7 +6,7 @@ import torch
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel.layouts import positions
 from megatron_gdn.hf.drop_in import batch, is_indexed_packed_mask
-from megatron_gdn.hf.drop_in.sources import Sources, document_ids
+from megatron_gdn.hf.drop_in.sources import BoundarySources, document_ids
 from megatron_gdn.mixers.packing import MicroBatchShare
 
 LENGTHS = (3, 1, 4)
@@ -21,7 +21,7 @@ def block_mask(ids) -> torch.Tensor:
 
 
 def read(rows=1, tokens=8, **sources):
-    found = document_ids(Sources(**sources), rows, tokens)
+    found = document_ids(BoundarySources(**sources), rows, tokens)
     return None if found is None else found.tolist()
 
 
@@ -72,12 +72,12 @@ def test_positions_of_images_start_documents_where_all_three_are_0():
 def test_two_names_of_offsets_must_agree():
     one = torch.tensor([0, 2, 4])
     other = torch.tensor([0, 1, 4])
-    told = Sources.from_keywords(
+    told = BoundarySources.from_keywords(
         None, {"cu_seqlens": one, "cu_seq_lens_q": one.clone()}
     )
     assert torch.equal(told.cu_seqlens, one)
     with pytest.raises(ValueError, match="two names of one thing"):
-        Sources.from_keywords(None, {"cu_seqlens": one, "cu_seq_lens_q": other})
+        BoundarySources.from_keywords(None, {"cu_seqlens": one, "cu_seq_lens_q": other})
 
 
 def test_one_sequence_per_row_is_not_packed():
@@ -236,8 +236,8 @@ def test_places_of_tokens_give_the_layout_and_what_it_cuts(layout, monkeypatch):
     cut = (8, 16) if layout is SequenceLayout.ZIGZAG else (24,)
     places = positions(cut, 2, layout)
     monkeypatch.setattr(batch, "_gather", lambda index, share: places)
-    sources = Sources(cu_seqlens=torch.tensor([0, 8, 24]), seq_index=places[0])
+    sources = BoundarySources(cu_seqlens=torch.tensor([0, 8, 24]), seq_index=places[0])
     cpu = torch.device("cpu")
     share = MicroBatchShare(None, None, 2, 0, SequenceLayout.ZIGZAG, (24,), cpu)
-    found = batch._with_layout(sources, 1, share)
+    found = batch._with_sequence_layout(sources, 1, share)
     assert (found.layout, tuple(found.lengths)) == (layout, cut)
