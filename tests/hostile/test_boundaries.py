@@ -102,10 +102,11 @@ def test_a_buffer_of_2_to_the_31_tokens_is_refused():
 NUMBERS = st.one_of(
     st.integers(-2, TOKENS + 2), st.sampled_from([2**31, 2**63, -(2**63), 2**64])
 )
+INSIDE = st.lists(st.integers(-2, TOKENS + 2), max_size=4)
 
 
 @settings(max_examples=examples(200), deadline=None, derandomize=True)
-@given(st.lists(NUMBERS, max_size=6))
+@given(st.lists(NUMBERS, max_size=6) | INSIDE.map(lambda x: [0, *x, TOKENS]))
 def test_any_integers_are_documents_that_cover_the_buffer_or_are_refused(offsets):
     try:
         found = Documents.from_cu_seqlens(offsets, TOKENS)
