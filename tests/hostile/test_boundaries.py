@@ -113,4 +113,6 @@ def test_any_integers_are_documents_that_cover_the_buffer_or_are_refused(offsets
     except ValueError:
         return
     assert list(found.offsets) == offsets and sum(found.lengths) == TOKENS
-    assert min(found.lengths) >= 0 and found.cu_seqlens.tolist() == offsets
+    assert min(found.lengths) >= 0
+    # kernels see no document without tokens
+    assert found.cu_seqlens.tolist() == sorted(set(offsets))

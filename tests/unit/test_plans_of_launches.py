@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_gdn.context_parallel.headwise import pack
-from megatron_gdn.ops.kernels.launch import MOST_PLANS
+from megatron_gdn.ops.kernels.launch import LAUNCH_CACHE_SIZE
 
 WITH_PLANS = (
     "context_parallel.headwise.pack",
@@ -26,7 +26,7 @@ def test_as_many_plans_are_kept_as_is_said(name):
     caches = [x for x in known.values() if hasattr(x, "cache_parameters")]
     own = [x for x in caches if x.__module__ == f"megatron_gdn.{name}"]
     sizes = {x.cache_parameters()["maxsize"] for x in own}
-    assert MOST_PLANS in sizes and sizes <= {MOST_PLANS, None}
+    assert LAUNCH_CACHE_SIZE in sizes and sizes <= {LAUNCH_CACHE_SIZE, None}
 
 
 @pytest.mark.parametrize(("rows", "share"), [(4095, 4), (4096, 1)])
