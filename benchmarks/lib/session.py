@@ -105,7 +105,17 @@ class Session:
     @cached_property
     def setting(self) -> dict[str, Any]:
         """What all records have."""
-        names = ("core", "mixer", "hidden", "heads", "cp", "layout", "in_a_row")
+        names = (
+            "core",
+            "mixer",
+            "hidden",
+            "heads",
+            "lower_bound",
+            "configurations",
+            "cp",
+            "layout",
+            "in_a_row",
+        )
         found = {name: self.row[name] for name in names if name in self.row}
         found["environment"] = environment()
         found["date"] = datetime.date.today().isoformat()
