@@ -54,7 +54,7 @@ def test_what_no_package_mends_is_not_told_so():
 
 def test_doctor_gives_the_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for made in ("_inputs", "Documents"):
+    for made in ("_random_inputs", "Documents"):
         monkeypatch.setattr(checks, made, lambda *_: None)
     finding = next(checks.check_rules(SIZES, 100))
     assert finding.state == "note" and obstacles.PLAIN_ON_GPU in finding.text

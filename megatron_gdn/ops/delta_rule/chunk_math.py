@@ -320,12 +320,12 @@ def _products_per_channel(x: ChunkValues, output: bool) -> _Products:
         queries.append(q)
     if e is not None:
         queries.append(e)
-    pairs = ()
+    pairs: list[Tensor] = []
     if queries:
         # The halves' tensors take twice the memory of P and A, so the backward makes
         # them again.
         products = run_saving_inputs(_decayed_products, torch.stack(queries, 2), k, g)
-        pairs = products.unbind(2)
+        pairs = list(products.unbind(2))
     start = _sum_tokens(g, 0, earlier=True).exp()  # exp(G)
     end = _sum_tokens(g, 1, earlier=False).exp()  # exp(G_C - G)
     per_g_head = _Products(
