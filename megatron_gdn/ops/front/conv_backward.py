@@ -60,14 +60,17 @@ def _walk_one_token(
     token's row in the lead-in, its place in its document, and the next ``history`` and
     ``partial_dx``.
 
-    ``t_R``: one token of each segment; ``real_R``: whether it exists. ``d_1D``: the
-    channels; if PADDED, only ``real_1D`` exist. ``position_*``: tokens' places in
-    documents. ``history``: the last W - 1 inputs, newest first; ``partial_dx``: the
-    unfinished dx of these tokens. If HAS_HISTORY, the lead-in is at ``lead_ptr``, and
-    ``place_ptr`` has tokens' rows in the lead-in. MASKED: a sequence or, if
-    MASK_DOCUMENTS, a document may end nearby. ``grad_ptr``: gradients of GROUP copies
-    of the output, which are summed and, if SCALED, multiplied by ``factor``. NORMALISE:
-    outputs have unit length. ``stride_s``, ``*_stride``: elements from token to token.
+    ``x_ptr``, ``grad_ptr``, ``position_ptr`` and ``place_ptr`` point at the tile's
+    first token, ``lead_ptr`` at the lead-in's row 0. ``t_R``: one token of each
+    segment, counted from the tile's first token; ``real_R``: whether it exists.
+    ``d_1D``: the channels; if PADDED, only ``real_1D`` exist. ``position_*``: tokens'
+    places in documents. ``history``: the last W - 1 inputs, newest first;
+    ``partial_dx``: the unfinished dx of these tokens. If HAS_HISTORY, the lead-in is at
+    ``lead_ptr``, and ``place_ptr`` has tokens' rows in the lead-in. MASKED: a sequence
+    or, if MASK_DOCUMENTS, a document may end nearby. ``grad_ptr``: gradients of GROUP
+    copies of the output, which are summed and, if SCALED, multiplied by ``factor``.
+    NORMALISE: outputs have unit length. ``stride_s``, ``*_stride``: elements from token
+    to token.
     """
     x_RD = load_row(
         x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED
@@ -159,8 +162,10 @@ def walk_head_backward(
 
     Writes dx to ``d_proj_ptr`` (token stride ``d_stride_s``), d(lead-in) to
     ``d_lead_ptr``, and sums of d(weight) and d(bias) over the segments to
-    ``partial_ptr``. ``column``: the head's first of the CHANNELS channels. PACKED:
-    several documents. The other arguments are as in :func:`.conv_forward.walk_head` and
+    ``partial_ptr``, the tile's row of sums. ``column``: the head's first of the
+    CHANNELS channels. ``grad_ptr``, ``d_proj_ptr``, ``d_lead_ptr`` are those of a batch
+    row; ``grad_ptr`` points at the head's gradients. PACKED: several documents. The
+    other arguments are as in :func:`.conv_forward.walk_head` and
     :func:`_walk_one_token`.
 
     A token's dx is a sum over d(pre-activation) of this token and of the next W - 1
@@ -260,6 +265,8 @@ def walk_head_backward(
             store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), ready_1D, True, MASKED)
             history = push_row(x_RD, history, W - 1)
 
+    # The W - 1 tokens after a segment finish the dx of the segment's last tokens. Their
+    # terms of d(weight), d(bias) and d(lead-in) belong to the segment that holds them.
     for past in tl.static_range(W - 1):
         step = steps + past
         t_R = first_R + step

@@ -23,8 +23,11 @@ UNROLL = tl.constexpr(4)
 
 @triton.jit
 def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Load a row of every segment at ``at_RD``. The masks are ``real_R`` of segments if
-    MASKED, and ``real_1D`` of channels if PADDED."""
+    """Load a row of every segment at ``at_RD``, in the dtype of the pointer.
+
+    The masks are ``real_R`` of segments if MASKED, and ``real_1D`` of channels if
+    PADDED; masked elements are 0.
+    """
     if MASKED and PADDED:
         return tl.load(at_RD, mask=real_R[:, None] & real_1D, other=0.0)
     elif MASKED:
@@ -61,8 +64,11 @@ def push_row(newest, rows, COUNT: tl.constexpr):
 
 @triton.jit
 def load_taps(weight_ptr, column, d_D, real_D, W: tl.constexpr):
-    """Load the W taps of channels ``column + d_D`` in fp32, oldest first; 0 if not
-    ``real_D``."""
+    """Load the W taps of channels ``column + d_D`` from the conv weight [C, 1, W].
+
+    Returns a tuple of fp32 rows [1, D], the tap of the oldest input first; 0 if not
+    ``real_D``.
+    """
     taps = ()
     for tap in tl.static_range(W):
         tap_D = tl.load(weight_ptr + (column + d_D) * W + tap, mask=real_D, other=0.0)
@@ -115,7 +121,11 @@ def load_history(
 
 @triton.jit
 def drop_other_document(history, position_R, W: tl.constexpr):
-    """Zero the ``history`` of segments whose token is the first of a document."""
+    """Zero the ``history`` of segments whose token is the first of a document.
+
+    ``position_R``: the token's place in its document. ``history``: the W - 1 inputs
+    before the token, which then are of another document.
+    """
     kept = ()
     for delay in tl.static_range(1, W):
         kept = kept + (tl.where((position_R == 0)[:, None], 0.0, history[delay - 1]),)
@@ -150,7 +160,8 @@ def meets_a_boundary(
     more than one document or outside the sequence.
 
     The tile has ``tokens`` tokens from ``start`` on. Its code needs no masks if it
-    meets no boundary; in a long sequence few tiles meet one.
+    meets no boundary; in a long sequence few tiles meet one. ``position_ptr`` [S], read
+    if PACKED: each token's place in its document.
     """
     # one past the last token that the tile reads
     end = start + tokens + (W - 1)
@@ -193,13 +204,15 @@ def walk_head(
 ):
     """Compute one head in ROWS segments of ``steps`` tokens: y = l2norm(silu(conv(x))).
 
-    ``proj_ptr`` points at token 0 of a batch row, ``column`` is the head's first
-    channel. ``stride_s``, ``out_stride``, ``lead_stride``: elements from token to token
-    of the
-    rows and of the output, and from row to row of the lead-in. NORMALISE: apply the
-    l2norm. MASKED: a document or the sequence may end nearby. BLOCK_D: D rounded up to
-    a
-    power of two. STAGES: ``num_stages`` of the loop.
+    ``proj_ptr`` points at channel 0 of token 0 of a batch row; ``column`` is the head's
+    first channel. ``start`` is the first segment's first token, and S the number of
+    tokens of the batch row. ``out_ptr`` points at the head's output of token 0.
+    ``position_ptr``: each token's place in its document, read if PACKED. If
+    HAS_HISTORY, ``lead_ptr`` is the lead-in of this batch row, and ``place_ptr`` each
+    token's row in it (-1: none). ``stride_s``, ``out_stride``, ``lead_stride``:
+    elements from token to token of the rows and of the output, and from row to row of
+    the lead-in. NORMALISE: apply the l2norm. MASKED: a document or the sequence may end
+    nearby. BLOCK_D: D rounded up to a power of two. STAGES: ``num_stages`` of the loop.
 
     Each input is loaded once; a tiled convolution would load each input W times.
     """

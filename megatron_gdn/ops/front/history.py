@@ -73,6 +73,7 @@ class HistoryTable:
             most_returns = int(returns.max())
         else:
             most_returns = 0
+        # for each such token, the indices of its returned gradients
         sources = sent.new_full((len(returns), most_returns), -1)
         line = torch.arange(len(returns), device="cpu").repeat_interleave(returns)
         column = ranges(torch.zeros_like(returns), returns)
@@ -109,7 +110,10 @@ class History(NamedTuple):
         return self._replace(d_rows=d_rows)
 
     def add_lead_in_to(self, pre_BsC: Tensor, weight_CW: Tensor) -> Tensor:
-        """The pre-activations ``pre [B, s, C]`` plus the lead-in; differentiable."""
+        """The pre-activations ``pre [B, s, C]`` plus the lead-in; differentiable.
+
+        ``weight_CW``: the taps of the convolution, the tap of the oldest row first.
+        """
         before = self.table.before
         edge = self.table.edge.flatten()
         past = before.shape[1]
@@ -176,8 +180,11 @@ class _LastRows(NamedTuple):
 def _last_row_indices(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> _LastRows:
-    """Where the last ``past`` rows of each sequence are, after ``lengths`` new
-    tokens."""
+    """Where the last ``past`` rows of each sequence are, after ``lengths`` new tokens.
+
+    Of ``new_index`` and ``old_index`` only one counts for a row. The other is clamped,
+    since ``index_select`` needs legal indices.
+    """
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
     # The place of each last row in its sequence; a negative place means an old row.
@@ -200,7 +207,8 @@ def last_rows(
     then ``rows_sBC``."""
     N, _, past = before_NCp.shape
     if documents is None or not len(rows_sBC):
-        # Copy no more than the last p of the new rows.
+        # Copy no more than the last p of the new rows. Without new rows, ``expand``
+        # makes N empty sequences from one batch row.
         newest = rows_sBC[max(rows_sBC.shape[0] - past, 0) :]
         newest_NCp = newest.permute(1, 2, 0).expand(N, -1, -1)
         joined = torch.cat([before_NCp, newest_NCp], dim=2)

@@ -171,8 +171,11 @@ def add_rows_kernel(
 def lead_in(
     history: History | None, weight: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The fp32 lead-in ``[N, W - 1, B, C]`` and ``table.place``; both None without
-    history. ``weight``: ``[C, 1, W]``."""
+    """The fp32 lead-in ``[N, W - 1, B, C]`` and ``table.place``, for the front's
+    kernels.
+
+    Both are None if no piece has a history. ``weight``: ``[C, 1, W]``.
+    """
     if history is None or not len(history.table.before):
         return None, None
     rows = history.rows
@@ -195,7 +198,8 @@ def lead_in(
 def lead_in_backward(
     history: History, weight: Tensor, d_lead: Tensor, partial: Tensor
 ) -> None:
-    """Write ``history.d_rows`` from ``d_lead``, the lead-in's gradient.
+    """Write ``history.d_rows`` from ``d_lead [N, W - 1, B, C]``, the lead-in's
+    gradient.
 
     Also fills ``partial`` ``[N B, columns]``: partial sums of d(weight) in the first
     C W columns, zeros in the others.

@@ -76,9 +76,14 @@ def _convolve_section(
     """Convolve one head of section SECTION_INDEX, if ``program`` is one of this
     section's programs.
 
-    ``b``, ``start``: batch row and first token of the tile. ``out_ptr``: the section's
-    output. ALWAYS_MASKED: run the code with masks in every tile, not only in a tile
-    that meets an end of a document or of the sequence.
+    ``rows_ptr`` points at channel 0 of batch row ``b``, ``lead_ptr`` at row 0 of the
+    lead-in of ``b``. ``start``: the tile's first token. ``out_ptr``: the section's
+    output [B, S, HEADS, D]. ALWAYS_MASKED: run the code with masks in every tile, not
+    only in a tile that meets an end of a document or of the sequence. The other
+    arguments are as in :func:`front_forward_kernel`.
+
+    Edge tokens lie in tiles that meet a boundary, so the code without masks reads no
+    lead-in.
     """
     FIRST_PROGRAM: tl.constexpr = CONVOLVED[SECTION_INDEX][FIRST_PROGRAM_INDEX]
     HEADS: tl.constexpr = CONVOLVED[SECTION_INDEX][PROGRAMS_INDEX]
@@ -170,10 +175,11 @@ def _compute_gate_section(
     """Write FUNCTION's results for one tile of tokens, if ``program`` is one of the
     programs of gate GATE_INDEX.
 
+    ``rows_ptr`` points at batch row ``b`` of the rows with the gate's columns.
     ``first_ptr``, ``second_ptr``: receive the first and, if there is one, the second
-    result. ``A_log_ptr``, ``dt_bias_ptr``: the parameters, read if the gate has a rate.
-    ``b``, ``start``, ``tokens``: batch row, first token and number of tokens of the
-    tile.
+    result, [B, S, PROGRAMS D] each. ``A_log_ptr``, ``dt_bias_ptr``: the parameters,
+    read if the gate has a rate. ``start``, ``tokens``: first token and number of tokens
+    of the tile.
     """
     FIRST_PROGRAM: tl.constexpr = GATES[GATE_INDEX][FIRST_PROGRAM_INDEX]
     PROGRAMS: tl.constexpr = GATES[GATE_INDEX][PROGRAMS_INDEX]
@@ -263,8 +269,9 @@ def front_forward_kernel(
 ):
     """The front's forward. Grid: (programs of a tile of tokens; tiles; B).
 
-    The programs of a tile are those of the convolved heads, then those of the gates.
-    The launch may leave some out: its program 0 is ``first_program`` of the tables.
+    A tile has ROWS segments of ``steps`` tokens, of the S tokens of a batch row. The
+    programs of a tile are those of the convolved heads, then those of the gates. The
+    launch may leave some out: its program 0 is ``first_program`` of the tables.
     Programs of neighbouring heads run at the same time, so together they read whole
     rows.
 
@@ -275,7 +282,9 @@ def front_forward_kernel(
     ``lead_ptr``, ``place_ptr``: the lead-in of :mod:`.history`, and each token's row in
     it. ``*stride_s``, ``*stride_b``: elements from a token or batch row to the next.
     ``*_FUNCTION``: the gates' functions. FIRST_CONV_COLUMN: the first column of a row
-    that the convolution reads.
+    that the convolution reads. ``weight_ptr`` [C, 1, W], ``bias_ptr`` [C],
+    ``A_log_ptr`` and ``dt_bias_ptr``: the front's parameters. HAS_HISTORY: rows precede
+    the pieces. ALWAYS_MASKED: every tile runs the same code, for batch invariance.
     """
     program = tl.program_id(0) + first_program
     tokens = ROWS * steps
@@ -373,8 +382,12 @@ def _convolve_section_backward(
     """Backward of :func:`_convolve_section`.
 
     ``grad_ptr``: the output's gradient, whose heads are GROUP times as many as the
-    output's; the GROUP gradients of a head are summed. If SCALED, ``factor_ptr [H]``
-    has a factor of gradients for each head of the state.
+    output's; the GROUP gradients of a head are summed. If SCALED, the true gradient of
+    head h of the state is the given one times ``factor_ptr [H]`` at h. State heads that
+    share a head of this section have equal factors.
+
+    ``d_rows_ptr`` and ``d_lead_ptr`` point where ``rows_ptr`` and ``lead_ptr`` do, and
+    ``partial_ptr`` at the tile's row of partial sums.
     """
     FIRST_PROGRAM: tl.constexpr = CONVOLVED[SECTION_INDEX][FIRST_PROGRAM_INDEX]
     HEADS: tl.constexpr = CONVOLVED[SECTION_INDEX][PROGRAMS_INDEX]

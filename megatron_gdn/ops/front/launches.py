@@ -74,7 +74,11 @@ class TritonFront(Front):
     def _make_inputs(
         self, arguments: FrontArguments, wanted: tuple[str, ...]
     ) -> dict[str, Tensor | None]:
-        """Compute the rule's inputs that ``wanted`` names, in one launch."""
+        """Compute the rule's inputs that ``wanted`` names, in one launch.
+
+        Returns inputs ``[B, S, heads(, width)]`` by name, without the shared input. The
+        inputs of a section that makes no wanted input are None or missing.
+        """
         proj, parameters, documents, history = arguments
         S, B, _ = proj.shape
         made: dict[str, Tensor | None] = {}
@@ -146,7 +150,12 @@ class TritonFront(Front):
         d_gate_rows: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Return gradients of the parameters; write those of rows to ``d_proj`` and
-        ``d_gate_rows``."""
+        ``d_gate_rows``.
+
+        Each gradient in ``grads`` is ``[B, S, heads of the gradient(, width)]``. The
+        true gradient of head h is the given one times ``grads.factor[h]``, if there is
+        such a factor.
+        """
         proj, given, documents, history = arguments
         S, B, _ = proj.shape
         d_inputs = [
@@ -223,7 +232,7 @@ class TritonFront(Front):
 
 def gates_without_kernels(table: FrontTable) -> tuple[str, ...]:
     """The sections whose gate is no function of :mod:`.gates` with a twin in
-    `.gate_kernels`."""
+    `.gate_kernels`. A table with such a section runs in plain torch."""
     lacking = []
     for gate in table.gate_sections:
         name = getattr(gate.function, "__name__", "")
@@ -273,6 +282,7 @@ def _forward_launch(
     programs = [section.programs for section in tables.convolved + tables.gates]
     first = is_wanted.index(True)
     end = len(is_wanted) - is_wanted[::-1].index(True)
+    # the grid counts one range of programs
     assert all(is_wanted[first:end]), "wanted sections must be adjacent"
     return Launch(
         front_forward_kernel,
@@ -334,6 +344,7 @@ def _backward_plan(
         summed * width
         for summed, width in zip(summed_heads, _elements_per_token(front), strict=True)
     ]
+    # strides[::2]: from token to token, without the strides of B
     tile = tile_of_32_bit_offsets(tile, S, W, list(strides[::2]) + gradient_widths)
     require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
     tables = kernel_tables(
@@ -447,7 +458,7 @@ def kernel_tables(
 
     ``has_gate_rows``: the layout's gates have rows of their own. ``summed_heads``: for
     each input of the rule, how many heads of its gradient are summed for one head;
-    None: 1.
+    None: 1. A decode step takes the gates' constants alone.
     """
     layout = front.layout
     table = front.table
@@ -525,7 +536,8 @@ def _constants(
     """The other constexpr arguments, and the compile options, of both kernels.
 
     ``tile``: how many tokens a program computes. The others are as in
-    :func:`_forward_launch`.
+    :func:`_forward_launch`. For packed rows, a batch-invariant front runs the code with
+    masks in every tile, without fused multiply-adds; :class:`TritonFront` says why.
     """
     assert tile.steps % 4 == 0, "the loop is unrolled four times"
     always_masked = front.batch_invariant and packed

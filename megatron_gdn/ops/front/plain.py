@@ -27,6 +27,11 @@ class PlainFront(Front):
     def _make_inputs(
         self, arguments: FrontArguments, wanted: tuple[str, ...]
     ) -> dict[str, Tensor]:
+        """The ``wanted`` inputs by name, contiguous ``[B, S, heads(, width)]``.
+
+        Convolved inputs get the dtype of the rule's operands; gates stay in fp32 or
+        wider. A gate with one wanted result gives both of its results.
+        """
         made = self._differentiable_inputs(arguments, wanted)
         dtype = self.dtype or arguments.proj.dtype
         return {
@@ -37,7 +42,8 @@ class PlainFront(Front):
     def _differentiable_inputs(
         self, arguments: FrontArguments, wanted: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        """The ``wanted`` inputs of the rule by name, in fp32 or wider."""
+        """The ``wanted`` inputs ``[B, S, heads(, width)]`` by name, in fp32 or wider;
+        differentiable."""
         proj, parameters, documents, history = arguments
         wide = torch.promote_types(proj.dtype, torch.float32)
         made = {}
@@ -72,6 +78,12 @@ class PlainFront(Front):
         d_proj: Tensor,
         d_gate_rows: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
+        """Run the forward again and let autograd compute all gradients.
+
+        Each gradient in ``grads`` is ``[B, S, heads of the gradient(, width)]``. The
+        true gradient of head h is the given one times ``grads.factor[h]``, if there is
+        such a factor.
+        """
         proj, given, documents, history = arguments
         wide = torch.promote_types(proj.dtype, torch.float32)
 
@@ -116,6 +128,7 @@ class PlainFront(Front):
         )
         for part in sections:
             columns = self.layout.columns(part.section)
+            # gate columns past the end of ``d_proj`` are in ``d_gate_rows``
             if columns.start < d_proj.shape[-1]:
                 d_proj[..., columns] = d_rows[..., columns]
         if d_gate_rows is not None:

@@ -172,7 +172,10 @@ class Front:
         """The gradients of weight, bias, A_log and dt_bias from ``grads``, those of the
         rule's inputs.
 
-        Writes ``d_proj``, ``d_gate_rows`` and ``history.d_rows``.
+        A gradient may have a multiple of its input's heads; the front then sums over
+        the heads that share one head of the input. ``grads`` may have a ``factor [H]``
+        by which a head's gradients must still be multiplied. Writes ``d_proj``,
+        ``d_gate_rows`` and ``history.d_rows``.
         """
         raise NotImplementedError
 
