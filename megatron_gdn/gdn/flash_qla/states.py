@@ -137,7 +137,7 @@ def segment_maps(
             )
         # FlashQLA's own function rounds the maps to k's dtype; HopperKernels can return
         # fp32.
-        if isinstance(flash_qla, HopperKernels):
+        if isinstance(kernels(), HopperKernels):
             options["final_dtype"] = torch.float32
     _, local, through = flash_qla.fused_gdr_h(
         k=inputs.k,
@@ -258,7 +258,7 @@ def gradients(
     """
     flash_qla = kernels()
     boundaries = _boundaries_of(segments)
-    if isinstance(flash_qla, HopperKernels):
+    if isinstance(kernels(), HopperKernels):
         options = {"overwrite_dht": overwrite_d_states_out}
     else:
         options = {}
