@@ -30,4 +30,4 @@ if not _layers_to_build <= set(_LAYERS):
 patch_megatron(**{name: name in _layers_to_build for name in _LAYERS})
 import_module("megatron_gdn.specs")  # makes hybrid patterns accept 'K'
 if torch.cuda.device_count() and obstacles.no_kernels_installed():
-    warn_once(obstacles.PLAIN_ON_GPU)
+    warn_once(obstacles.PLAIN_ON_GPU_WARNING)

@@ -204,7 +204,7 @@ def _check_form(metadata: object, path: Path) -> None:
                 f"{path} names the file {name!r}; legal are names inside the folder"
             )
         if not _is_storage_entry(index, entry):
-            raise ValueError(f"{path} has a place in {name} that is none")
+            raise ValueError(f"{path} has an invalid place in {name}")
 
 
 def _is_tensor(entry: object) -> bool:

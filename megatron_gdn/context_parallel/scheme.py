@@ -67,7 +67,7 @@ class Scheme:
         ``documents`` are packed into one row; None: not packed. ``tokens`` is the
         number of tokens of a batch row, over all ranks. ``like``, any tensor, has the
         dtype and device of the projection rows. Raises a ValueError for a length that
-        ``sequence_layout`` cannot units.
+        ``sequence_layout`` cannot cut.
         """
         raise NotImplementedError
 

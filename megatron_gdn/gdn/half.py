@@ -74,7 +74,7 @@ class HalfBackward(RuleBackward):
                 self._key_heads,
                 LOG2_BOUND_OF_D_FINAL,
             )
-            self._backward.d_o_was_scaled(_as_state_factor(ratio))
+            self._backward.scale_with_d_o(_as_state_factor(ratio))
             d_final = d_final * _as_state_factor(self._powers)
         grads = self._backward.run(initial, d_final)
         return RuleGrads(

@@ -90,12 +90,12 @@ def gdp_layout(sizes: HeadSizes, steps: int) -> Layout:
     head_dim = sizes.value_dim
     sections = [Section("z", "head", head_dim)]
     for n in range(steps):
-        sections.append(Section(f"V{n}", "head", head_dim, conv=True, run="V"))
+        sections.append(Section(f"V{n}", "head", head_dim, conv=True, run_name="V"))
     for n in range(steps):
-        sections.append(Section(f"K{n}", "group", state_dim, conv=True, run="K"))
+        sections.append(Section(f"K{n}", "group", state_dim, conv=True, run_name="K"))
     sections.append(Section("Q", "group", state_dim, conv=True))
     for n in range(steps):
-        sections.append(Section(f"b{n}", "head", 1, gates=True, run="b"))
+        sections.append(Section(f"b{n}", "head", 1, gates=True, run_name="b"))
     sections.append(Section("a", "head", 1, gates=True))
     counts = (("head", sizes.value_heads), ("group", sizes.key_heads))
     return Layout(tuple(sections), counts)

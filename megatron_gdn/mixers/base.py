@@ -103,8 +103,11 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     A subclass's ``__init__`` calls this ``__init__``, sets options, and gives
     :meth:`_build` a function that chooses the rule, and one that makes the front. The
-    front computes the rule's inputs from projection rows, so a new gate's function goes
-    into the mixer's ``front.py``, its parameter into ``fp32`` of the subclass. Document
+    front computes the rule's inputs from projection rows. So a new gate's function goes
+    into ``ops/front/gates.py`` (its Triton twin into ``gate_kernels.py``), its line into
+    the mixer's ``front.py``, its columns into the layout, its parameter into ``fp32`` of
+    the subclass. One gate of a front may have ``A_log`` and ``dt_bias``.
+    ``docs/life_of_a_micro_batch.md`` lists all files of such a change. Document
     boundaries enter :meth:`forward` with ``packed_seq_params``.
     :meth:`.micro_batch.MicroBatches.of` reads them, and ``passage.sequence_context``
     brings them to convolution and rule.
@@ -427,12 +430,13 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             self.norm_out_checkpoint = refilled
         stages = self.stages(rows, batch, gates)
         # Chunkwise exchanges inside `mix`, by `history` and `states` of
-        # `sequence_context`. Forward: `history.fetch` gets the W - 1 rows before each
-        # piece, for the front; `states.forward_states` exchanges the maps of all
-        # pieces, for the rule. Backward: `states.backward_states` exchanges gradients
-        # of states, and `history.give_back` those of the rows. Headwise, and on one
-        # rank, `history` and `states` are None. `sequence_context.documents` has the
-        # boundaries of the rows that the rule sees.
+        # `sequence_context`, by all-to-all. Forward: `history.fetch` gets the W - 1 rows
+        # before each piece, for the front; `states.forward_states` sends each rank the
+        # maps for its share of the states, and returns the states, for the rule.
+        # Backward: `states.backward_states` exchanges gradients of states, and
+        # `history.give_back` those of the rows. Headwise, and on one rank, `history`
+        # and `states` are None. `sequence_context.documents` has the boundaries of the
+        # rows that the rule sees.
         sequence_context = batch.passage.sequence_context
         mixed = mix(rows, stages, sequence_context, refilled)
         if batch.scheme.exchanges_heads:

@@ -343,8 +343,8 @@ class SectionOutsideFP8(_SeveralProducts):
     outside of FP8, and the columns before and after this section by an FP8 product
     each.
 
-    Each product is a call of the linear's own forward, which also exchanges tokens and
-    adds gradients to ``main_grad``.
+    Each product is a call of the linear's own forward. So the linear itself gathers the
+    tokens of sequence parallelism, and its backward adds gradients to ``main_grad``.
     """
 
     section: slice  # the rows of the weight that are never quantised

@@ -68,7 +68,7 @@ class Section(NamedTuple):
     # The name of the run of sections that this section belongs to, or "". The sections
     # of a run are neighbours of one shape. Ranks and checkpoints split each section by
     # itself; a front may read the run as one section with the heads of all.
-    run: str = ""
+    run_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Layout:
         """The sections of each run, by the run's name."""
         runs: dict[str, list[Section]] = {}
         for section in self.sections:
-            if section.run:
-                runs.setdefault(section.run, []).append(section)
+            if section.run_name:
+                runs.setdefault(section.run_name, []).append(section)
         return runs
 
     def shape_of(self, name: str) -> tuple[int, int]:

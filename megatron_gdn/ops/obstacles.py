@@ -15,7 +15,7 @@ import torch
 FLA_INSTALL_HINT = 'pip install "megatron-gdn[fla]"'
 # The times are from docs/determinism.md: 34.73 ms in plain torch and 3.51 ms in kernels
 # per layer.
-PLAIN_ON_GPU = (
+PLAIN_ON_GPU_WARNING = (
     "On this GPU the recurrence runs in plain torch, since its kernels are not "
     "installed: a Gated DeltaNet layer took 34.7 ms in place of 3.5 (one H200, "
     "deterministic mode). Install them: "
@@ -49,8 +49,8 @@ def advice_about_plain_rule(
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:
         return ""
-    warn_once(PLAIN_ON_GPU)
-    return f". {PLAIN_ON_GPU}"
+    warn_once(PLAIN_ON_GPU_WARNING)
+    return f". {PLAIN_ON_GPU_WARNING}"
 
 
 def no_kernels_installed() -> bool:

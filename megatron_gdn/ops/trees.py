@@ -48,20 +48,20 @@ class TreeLevel(NamedTuple):
     neighbours."""
 
     # indices of the level's tokens in the buffer, document after document
-    tokens: slice | Tensor
-    documents: Documents  # boundaries of the documents among ``tokens``
+    token_indices: slice | Tensor
+    documents: Documents  # boundaries of the documents among these tokens
     parents: Tensor  # int64 [n], the index of each document's parent in the level above
     # for each document, how many documents with tokens continue it
     child_counts: tuple[int, ...]
 
     def rows_of(self, x: Tensor) -> Tensor:
         """The rows of ``x [1, T, ...]`` at this level's tokens."""
-        if isinstance(self.tokens, slice):
-            rows = x[:, self.tokens]
+        if isinstance(self.token_indices, slice):
+            rows = x[:, self.token_indices]
             if rows.data_ptr() % ALIGNMENT == 0:
                 return rows
             return rows.clone()
-        return x.index_select(1, self.tokens)
+        return x.index_select(1, self.token_indices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +184,7 @@ class TreeDocuments(Documents):
             return first
         buffer = first.new_zeros((1, self.total_tokens) + first.shape[2:])
         for rows, level in zip(rows_by_level, self.levels, strict=True):
-            buffer[:, level.tokens] = rows
+            buffer[:, level.token_indices] = rows
         return buffer
 
     def history(self, past: int) -> HistoryOfParents | None:

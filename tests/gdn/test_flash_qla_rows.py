@@ -223,7 +223,7 @@ def test_gradients_follow_a_d_o_that_was_scaled(rule, begun_first):
     if begun_first:
         backward.d_initial()
     backward.d_o = backward.d_o * factor[..., 0]
-    backward.d_o_was_scaled(factor)
+    backward.scale_with_d_o(factor)
     for got, exact in zip(backward.run(initial, d_final), expected, strict=True):
         if exact is not None:
             torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)

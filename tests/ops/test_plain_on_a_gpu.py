@@ -57,7 +57,7 @@ def test_doctor_gives_the_line(monkeypatch):
     for made in ("_random_inputs", "Documents"):
         monkeypatch.setattr(checks, made, lambda *_: None)
     finding = next(checks.check_rules(SIZES, 100))
-    assert finding.state == "note" and obstacles.PLAIN_ON_GPU in finding.text
+    assert finding.state == "note" and obstacles.PLAIN_ON_GPU_WARNING in finding.text
 
 
 def test_enable_tells_it_without_waking_cuda(monkeypatch):
@@ -80,5 +80,5 @@ def test_the_line_asks_for_what_the_extra_does():
         "megatron-gdn[fla,te]"
     ]
     asked = {Requirement(each) for each in [*extras["hopper"][1:], *extras["fla"]]}
-    line = obstacles.PLAIN_ON_GPU.partition("pip install ")[2]
+    line = obstacles.PLAIN_ON_GPU_WARNING.partition("pip install ")[2]
     assert {Requirement(each.strip('"')) for each in line.split(" ")} == asked

@@ -20,7 +20,7 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices, rank_order_of_sequence
 from megatron_gdn.context_parallel.chunkwise.fragments import SequencePartition
 from megatron_gdn.context_parallel.chunkwise.history import history_route
-from megatron_gdn.context_parallel.chunkwise.map_exchange import rows_by_rank
+from megatron_gdn.context_parallel.chunkwise.map_exchange import pack_maps_by_rank
 from megatron_gdn.context_parallel.chunkwise.states import (
     _fill_pieces,
     _select_pieces,
@@ -321,7 +321,7 @@ class CopyCount(TorchDispatchMode):
 def test_the_two_parts_of_one_tensor_are_not_copied():
     whole = torch.randn(1, 6, 4, 9)
     local, through = whole.split([5, 4], dim=-1)
-    rows = rows_by_rank(local, through, (3, 3))
+    rows = pack_maps_by_rank(local, through, (3, 3))
     assert torch.equal(rows, whole[0])
     assert rows.data_ptr() == whole.data_ptr() and rows.is_contiguous()
 
@@ -355,6 +355,6 @@ def test_whatever_else_they_are_each_rank_gets_its_share(split, equal):
     shares = (M // 2, M // 2) if equal and M > 1 else (M, 0)
     expected = torch.cat([x.flatten(0, 1) for x in joined.split(shares, dim=1)])
     with CopyCount() as copies:
-        rows = rows_by_rank(local, through, shares)
+        rows = pack_maps_by_rank(local, through, shares)
     assert torch.equal(rows, expected) and rows.is_contiguous()
     assert copies.count <= (1 if equal else 2)

@@ -31,7 +31,8 @@ def test_a_run_is_one_section_of_all_heads_and_each_member_is_split_by_itself():
 )
 def test_a_run_has_neighbours_of_one_shape(sections):
     made = tuple(
-        Section(name, heads, width, run=run) for name, heads, width, run in sections
+        Section(name, heads, width, run_name=run)
+        for name, heads, width, run in sections
     )
     with pytest.raises(AssertionError, match="run r must be neighbours of one shape"):
         Layout(made, (("h", 1),))

@@ -79,7 +79,8 @@ class _MapRoute(NamedTuple):
     A count tells how many maps, or states, of one head go to or come from each rank.
     """
 
-    # `StatePaths.is_direct`: states are sent in place of maps, and none are returned
+    # `StatePaths.is_direct`: one exchange sends the states themselves. No maps are
+    # sent, and no second exchange follows.
     is_direct: bool
     # how many of the M states each rank computes
     shares: tuple[int, ...]
@@ -173,7 +174,7 @@ def states_entering_nodes(
         states = exchange_rows(rows, route.maps_sent, route.maps_received, group)
         return states.unflatten(0, (-1, M))
     assert through is not None
-    rows = rows_by_rank(local, through, route.shares)
+    rows = pack_maps_by_rank(local, through, route.shares)
     maps = exchange_rows(rows, route.maps_sent, route.maps_received, group)
     states = local.new_empty(sum(route.states_sent), K, V)
     if route.steps is not None:
@@ -194,7 +195,7 @@ def states_entering_nodes(
     return torch.cat(shaped, dim=1)
 
 
-def rows_by_rank(local: Tensor, through: Tensor, shares: Sequence[int]) -> Tensor:
+def pack_maps_by_rank(local: Tensor, through: Tensor, shares: Sequence[int]) -> Tensor:
     """Lay ``local`` beside ``through``, maps ``[h, M, K, .]``, in the order of the
     receiving ranks: the maps of rank 0's ``shares[0]`` states, for all h nodes, then the
     maps of rank 1's ``shares[1]`` states, and so on.

@@ -182,7 +182,7 @@ class FlashQlaBackward(RuleBackward):
             self._d_states_in_of_d_o(), self._saved_tensors.through, self._segments
         )
 
-    def d_o_was_scaled(self, factor: Tensor) -> None:
+    def scale_with_d_o(self, factor: Tensor) -> None:
         """Scale the gradients computed so far by ``factor``, as the caller has scaled
         ``d_o``."""
         if self._d_states_in is not None:

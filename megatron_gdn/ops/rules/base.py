@@ -139,7 +139,7 @@ class RuleBackward(_RuleCall):
         """
         raise NotImplementedError
 
-    def d_o_was_scaled(self, factor: Tensor) -> None:
+    def scale_with_d_o(self, factor: Tensor) -> None:
         """Tell this backward that d_o was scaled in place by ``factor [H, 1, 1]``: it
         scales what it has computed from d_o before."""
 

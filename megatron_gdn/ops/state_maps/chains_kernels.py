@@ -154,8 +154,9 @@ def _follow_launch(
     kind: int,
     cut: bool,
 ) -> Launch:
-    """The kernel's launch. ``kind``: _ZERO, _GIVEN or _IDENTITY; ``cut``: whether there
-    are cuts; ``strides``: the kernel's arguments from ``local_p`` to ``out_i``."""
+    """The kernel's launch. ``kind``: _ZERO, _GIVEN or _IDENTITY; ``cut``: whether the
+    argument ``cuts`` of :func:`.state_map.follow_chains` is given; ``strides``: the
+    kernel's arguments from ``local_p`` to ``out_i``."""
     local_i = strides[2]
     through_i, through_j = strides[5:7]
     start_i = strides[9]

@@ -69,9 +69,9 @@ class InHalf(PlainRule):
 
 
 class InHalfBackward(PlainBackward):
-    def d_o_was_scaled(self, factor):
+    def scale_with_d_o(self, factor):
         assert torch.equal(factor.log2(), factor.log2().round())
-        super().d_o_was_scaled(factor)
+        super().scale_with_d_o(factor)
 
     def run(self, initial=None, d_final=None):
         d_o = self.d_o
