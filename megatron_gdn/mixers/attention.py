@@ -70,6 +70,8 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
+        """Build Megatron's attention for one context-parallel rank; the class describes
+        the arguments."""
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         # DotProductAttention refuses a context_parallel_size above 1.
@@ -91,6 +93,7 @@ class TorchAttention(HasCpLayout, DotProductAttention):
 
     @cp_group.setter
     def cp_group(self, group: Any) -> None:
+        """Use ``group`` in later forwards; None: this rank has whole sequences."""
         if group is not self.pg_collection.cp:
             # other modules share the old object
             self.pg_collection = copy.copy(self.pg_collection)
@@ -209,6 +212,8 @@ class TorchAttention(HasCpLayout, DotProductAttention):
     ) -> Tensor:
         """The attention output ``[n, B, H, D]`` of this rank's n queries of one document.
 
+        ``query_sBHD`` has this rank's queries. ``key_SBGD`` and ``value_SBGD`` have the
+        tokens of all ranks in sequence order. ``document`` names the rows and the keys.
         ``query_by_query``: compute one query at a time, for ``batch_invariant_mode``.
         """
         query = query_sBHD[document.first_row : document.end_row]
@@ -246,8 +251,9 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         """The output ``[s, B, H * D]`` of attention, computed for one query after the
         other (slow).
 
-        So the bits of a query's result do not depend on the other queries. The queries
-        are the last of the tokens that the keys belong to.
+        So the bits of a query's result do not depend on the other queries. ``query`` is
+        ``[s, B, H, D]``, ``key`` and ``value`` are ``[S, B, G, D]``. The queries are
+        those of the last s of the S tokens.
         """
         self._require_plain("batch_invariant_mode")
         earlier_keys = key.shape[0] - query.shape[0]
@@ -291,8 +297,11 @@ class TorchAttention(HasCpLayout, DotProductAttention):
 
 
 def _shared_mask(share: MicroBatchShare) -> DocumentMask:
-    """The mask of this rank's queries over the keys of all ranks; made once for all
-    layers."""
+    """The mask of this rank's queries over the keys of all ranks.
+
+    ``Documents.keep`` stores the mask on the documents, where later layers find it. A
+    batch that is not packed counts as one document.
+    """
     documents = share.documents or one_document(sum(share.lengths), share.device)
     return documents.keep(_mask_of_rank, share.size, share.rank, share.layout)
 
@@ -300,13 +309,14 @@ def _shared_mask(share: MicroBatchShare) -> DocumentMask:
 def _mask_of_rank(
     documents: Documents, size: int, rank: int, layout: SequenceLayout
 ) -> DocumentMask:
+    """The mask of the queries that rank ``rank`` of ``size`` holds in ``layout``."""
     query_positions = positions(documents.lengths, size, layout)[rank]
     return DocumentMask.of(documents, query_positions)
 
 
 def _config_of_one_rank(config: TransformerConfig) -> TransformerConfig:
-    """``config`` if its context_parallel_size is 1, else a copy of it with this
-    size."""
+    """``config`` if its context_parallel_size is 1, else a copy with size 1, since
+    DotProductAttention refuses larger sizes."""
     if config.context_parallel_size == 1:
         alone = config
     else:
@@ -322,12 +332,17 @@ def _is_tree(packed: PackedSeqParams | None) -> bool:
 @cache
 def class_with_tree_attention(theirs: type) -> type:
     """A subclass of the attention class ``theirs`` in which trees of documents run in a
-    `TorchAttention`."""
+    `TorchAttention`.
+
+    ``theirs``, such as Transformer Engine's attention, refuses trees.
+    """
 
     class WithTreeAttention(theirs):
         """``theirs``, but a tree of documents runs in a `TorchAttention`."""
 
         def __init__(self, *args: object, cp_layout: object, **kwargs: object) -> None:
+            """Build ``theirs``; only the `TorchAttention` for trees takes
+            ``cp_layout``."""
             super().__init__(*args, **kwargs)
             # The first tree builds it, since TorchAttention refuses some configs that
             # run without trees.
@@ -344,6 +359,8 @@ def class_with_tree_attention(theirs: type) -> type:
             packed_seq_params: PackedSeqParams | None = None,
             **kwargs: Any,
         ) -> Tensor:
+            """The output of ``theirs``, or of `TorchAttention` for a tree, which the
+            same arguments call."""
             kwargs["packed_seq_params"] = packed_seq_params
             if not _is_tree(packed_seq_params):
                 return super().forward(*args, **kwargs)
@@ -369,6 +386,8 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
     def __init__(
         self, *args: Any, cp_layout: str | SequenceLayout = AUTO, **kwargs: Any
     ) -> None:
+        """Build Megatron's ``SelfAttention``; ``cp_layout`` says how the loader cuts
+        sequences."""
         super().__init__(*args, **kwargs)
         explain_rotary_lengths()
         self.loader_layout = LoaderLayout(cp_layout, self.config)
@@ -387,6 +406,12 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """``[s, B, hidden] -> [s, B, hidden]``, and the output bias, as Megatron's.
+
+        If Megatron would rotate by wrong positions, this method sets ``_angles``.
+        :meth:`get_query_key_value_tensors` then rotates in place of Megatron.
+        ``rotary_pos_emb`` has the model's angles: one tensor, or those of q and of k.
+        """
         kwargs.update(
             attention_mask=attention_mask, packed_seq_params=packed_seq_params
         )
@@ -439,7 +464,8 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Run Megatron's forward with an inference context, which stores k and v.
 
-        Under context parallelism every rank runs whole sequences.
+        Under context parallelism every rank runs whole sequences. The model cuts its
+        angles over the ranks all the same, so they are gathered first.
         """
         if self.pg_collection.cp.size() == 1:
             return super().forward(
@@ -459,7 +485,7 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
             )
             rotary_pos_emb = q_angles, k_angles
         core = self.core_attention
-        groups = self.core_attention.pg_collection
+        groups = self.core_attention.pg_collection  # cp_group's setter replaces it
         core.cp_group = None  # each rank has queries and keys of whole sequences
         try:
             return super().forward(

@@ -196,6 +196,19 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         A_init_range: tuple[float, float] = (1, 16),
         conv_init: float | None = None,
     ) -> None:
+        """Check the settings and set sizes and groups; :meth:`_build` makes parameters.
+
+        Args:
+            dims: the sizes of the mixer over all tensor-parallel ranks.
+            options: what the options of this package are set to.
+            layer_number: the layer's number in the model, from 1 on.
+            pg_collection: has the groups ``tp`` and ``cp``; None: Megatron's global
+                groups.
+            pp_layer_offset: the number of layers on earlier pipeline stages.
+            A_init_range: the interval of the first decay rates exp(A_log).
+            conv_init: the first weights of the convolution are U(-conv_init,
+                conv_init); None: 1 / sqrt(W).
+        """
         super().__init__(config)
         explain_rotary_lengths()
         class_name = type(self).__name__
@@ -491,7 +504,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
         """The output norm and gate for rows of this scheme, as ``stages_of`` takes it;
         None: a gate without a norm."""
-        group = None
+        group = None  # over which our backward sums the norm's gradients
         if self.tp_size > 1:
             group = self.norm_group
         activation = self.output_gate_activation
@@ -681,6 +694,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     @pg_collection.setter
     def pg_collection(self, groups: ProcessGroupCollection) -> None:
+        """Use ``groups.cp`` from the next micro-batch on; ``groups.tp`` must have the
+        old ranks."""
         require_same_tensor_ranks(self.tp_group, groups)
         self.micro_batches.use_group(groups.cp)
         self._pg_collection = groups
@@ -693,6 +708,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     @cp_size.setter
     def cp_size(self, size: int) -> None:
+        """Accept only the present size, since ``pg_collection`` sets the size."""
         if size != self.cp_size:
             raise ValueError(
                 f"cp_size={size} and a context-parallel group of {self.cp_size} ranks: "
@@ -722,13 +738,14 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         metadata: dict | None = None,
         tp_group: ProcessGroup | None = None,
     ) -> StateDict:
-        """Megatron's method: the parameters for distributed checkpoints, with
-        Megatron's keys."""
+        """Megatron's method, with its arguments: the parameters for distributed
+        checkpoints, by Megatron's keys."""
         return sharded_state_dict(self, prefix, sharded_offsets, metadata, tp_group)
 
     def _save_to_state_dict(
         self, destination: StateDict, prefix: str, keep_vars: bool
     ) -> None:
+        """Save as torch does; under Megatron-FSDP add the order of in_proj's rows."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         add_row_order(self, destination, prefix)
 
@@ -745,7 +762,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     def mamba_state_shapes_per_request(
         self,
     ) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """The shapes of a request's conv window and of its states."""
+        """The shapes of a request's conv window ``[C, W]`` and of its states
+        ``[H, K, V]``, see :func:`.generation.state_shapes_per_request`."""
         return state_shapes_per_request(self)
 
     def ssm_decode(
@@ -757,7 +775,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         intermediate_conv_state: Tensor | None = None,
         intermediate_ssm_state: Tensor | None = None,
     ) -> Tensor:
-        """The next tokens of N requests, see :func:`.generation.decode_requests`."""
+        """Turn rows ``[N, s, P]`` of the next s tokens of N requests into
+        ``[N, s, H V]``, see :func:`.generation.decode_requests`."""
         return decode_requests(
             self,
             projected,
@@ -771,18 +790,20 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     def ssm_prefill(
         self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: object
     ) -> Tensor:
-        """Prompts or chunks of prompts, see :func:`.generation.prefill_requests`."""
+        """Turn rows ``[t, 1, P]`` of prompts or chunks of prompts into ``[t, 1, H V]``,
+        see :func:`.generation.prefill_requests`."""
         return prefill_requests(self, projected, conv_state, ssm_state, context)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Let in_proj save its input unquantised, since the norm before in_proj is
-        recomputed."""
+        """Megatron calls this if the norm before in_proj is recomputed: let in_proj save
+        its input unquantised."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
         set_save_original_input(self.in_proj)
 
     def backward_dw(self) -> None:
-        """Compute the delayed weight gradients of both projections."""
+        """Megatron calls this under ``delay_wgrad_compute``: compute the delayed weight
+        gradients of both projections."""
         self._backward_in_proj()
         self._backward_out_proj()
 

@@ -179,7 +179,10 @@ def require_row_order(mixer: Mixer, state_dict: StateDict, prefix: str) -> None:
 
 
 def _row_order(mixer: Mixer) -> int:
-    """The order in which this launch stores in_proj's rows, as the entry tells it."""
+    """The order in which this launch stores in_proj's rows, as the entry tells it.
+
+    A script that has ``handle_gdn_in_state_dict`` stores each section by itself.
+    """
     imported = [name for name in _CHECKPOINT_SCRIPTS if name in sys.modules]
     split = any(
         vars(sys.modules[name]).get("handle_gdn_in_state_dict") for name in imported
@@ -191,7 +194,11 @@ def _row_order(mixer: Mixer) -> int:
 
 def _let_planner_load_files_without_entry() -> None:
     """Change torch's DefaultLoadPlanner, so that a file may lack the entry that tells
-    the order of in_proj's rows."""
+    the order of in_proj's rows.
+
+    The class gets the attribute ``_asks_for_stored_rows``, so a second call does
+    nothing.
+    """
     if hasattr(DefaultLoadPlanner, "_asks_for_stored_rows"):
         return
     set_up = DefaultLoadPlanner.set_up_planner

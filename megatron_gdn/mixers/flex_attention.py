@@ -102,7 +102,10 @@ def _compiled_attention() -> Callable[..., Tensor]:
         query: Tensor, key: Tensor, value: Tensor, scale: str, *tables: Any
     ) -> Any:
         """Attention over the keys that the `DocumentMask` with the fields ``tables``
-        allows."""
+        allows.
+
+        ``query`` is ``[B, H, s, D]``; ``key`` and ``value`` are ``[B, G, S, D]``.
+        """
         mask = DocumentMask._make(tables)
         lengths = (query.shape[2], key.shape[2])
         of_block_mask: Any = (lengths, *mask.block_tables, (BLOCK, BLOCK), mask.sees)

@@ -358,7 +358,10 @@ class SectionOutsideFP8(_SeveralProducts):
     # Dynamo would lose the gradients of the weight's views
     @uncompiled
     def _three_products(self, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
-        """The columns of the three products in order, ``[S, B, P]``."""
+        """The columns of the three products in order, ``[S, B, P]``.
+
+        ``args`` and ``kwargs`` are the arguments of the linear's forward after ``x``.
+        """
         linear: Any = self
         weight = self._parameters["weight"]
         bias = self._parameters.get("bias")
@@ -460,7 +463,12 @@ class GatesOutsideFP8(_SeveralProducts):
         self, x: Tensor, args: tuple, kwargs: dict
     ) -> tuple[Any, Tensor]:
         """The columns before the gates from an FP8 product, and the gates in the
-        weight's dtype."""
+        weight's dtype.
+
+        The gates are ``[S, B, p]``. If an adapter makes the linear return more than its
+        columns, the first result is the linear's tuple. ``args`` and ``kwargs`` are the
+        arguments of the linear's forward after ``x``.
+        """
         weight = self._parameters["weight"]
         bias = self._parameters.get("bias")
         assert weight is not None

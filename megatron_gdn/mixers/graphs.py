@@ -154,7 +154,11 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
 
 def _captures_mixers(config: TransformerConfig) -> bool:
-    """Whether Megatron captures mixers in CUDA graphs of layers."""
+    """Whether Megatron captures mixers in CUDA graphs of layers.
+
+    Without names in ``cuda_graph_modules`` it captures whole layers, but none with
+    "local" and the inference scope "block".
+    """
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
     modules = {module.name for module in cast(Iterable[Any], config.cuda_graph_modules)}

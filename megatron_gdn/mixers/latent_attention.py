@@ -58,6 +58,8 @@ class LatentAttention(MLASelfAttention):
         norm_epsilon: float | None = None,
         **kwargs: Any,
     ) -> None:
+        """Build Megatron's layer without rotation; the class describes the
+        arguments."""
         if config.cache_mla_latents:
             raise NotImplementedError(
                 "cache_mla_latents=True: generation from cached latents rotates "
@@ -178,6 +180,7 @@ def _with_epsilon(norm: Any, epsilon: float | None) -> Callable[..., nn.Module]:
     Megatron gives."""
 
     def build(config: Any, hidden_size: int, eps: float) -> nn.Module:
+        """Build the norm over ``hidden_size`` columns; ``epsilon`` replaces ``eps``."""
         if epsilon is not None:
             eps = epsilon
         return norm(config=config, hidden_size=hidden_size, eps=eps)

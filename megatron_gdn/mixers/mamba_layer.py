@@ -182,6 +182,8 @@ class GroupedRMSNorm(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        """Make ``weight`` ``[channels]``, filled with 1 and marked as split over
+        tensor-parallel ranks."""
         super().__init__()
         self.groups = groups
         self.eps = eps
@@ -234,6 +236,8 @@ def pass_masks_to_mixers() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
+        """Megatron's forward; while it runs, the mixer has the mask as
+        ``mask_of_layer``."""
         if attention_mask is None or not isinstance(self.mixer, MambaLayerMixer):
             return theirs(self, hidden_states, attention_mask, *args, **kwargs)
         self.mixer.mask_of_layer = attention_mask

@@ -122,6 +122,8 @@ class MicroBatches:
         mixer: str = "GatedDeltaNet",
         recurrence: str = "delta rule",
     ) -> None:
+        """Store the settings, choose a rule for the guessed device and dtype, and check
+        ``group``; the class describes the arguments."""
         self._config = config
         self._layout = layout
         self._state = state
@@ -220,7 +222,9 @@ class MicroBatches:
         if tokens != s:
             layout = self._loader_layout.of(None if documents is None else packed)
             assert group is not None
+            # compare the ranks' documents; raise if they differ
             require_agreement(self._layer, group, tokens, B, documents, layout, device)
+        # A CUDA stream has tables of its own, so the stream is part of the key.
         # Documents are compared by identity: to hash lengths takes longer than a kernel
         # launch.
         key = (

@@ -78,6 +78,7 @@ class MixerOptions:
     recompute: str | None = None
 
     def __post_init__(self) -> None:
+        """Raise a ValueError if an option has an illegal value."""
         if self.rules:
             require_known(self.backend, self.mixer, self.rules)
         check_cp_layout(self.cp_layout)

@@ -34,7 +34,11 @@ FORWARDS_OF_PLAIN_NORMS: dict[type, Callable] = {
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether the norm ``module`` is a plain RMSNorm, which the kernels compute."""
+    """Whether the norm ``module`` is a plain RMSNorm, which the kernels compute.
+
+    Plain are the classes in FORWARDS_OF_PLAIN_NORMS and Transformer Engine's RMSNorm,
+    each with the forward of its class.
+    """
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
         return False
@@ -60,7 +64,8 @@ def readout_norm(
 ) -> GatedNorm | SplitReadout:
     """The norm ``module`` in the form that :func:`..ops.stages.stages_of` takes.
 
-    It is a GatedNorm if the module is a plain RMSNorm, else a readout that calls the
+    A plain RMSNorm gives a GatedNorm. Its hooks that wait for gathered parameters run
+    here. Any other norm, or a norm with other hooks, gives a readout that calls the
     module.
 
     Args:

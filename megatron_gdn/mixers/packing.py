@@ -148,6 +148,7 @@ def _resolve(
     ):
         stream = stream_of_tables()
         if stream not in known.by_stream:
+            # The copy has no tables yet; those of another stream may not be ready.
             known.by_stream[stream] = replace(known.documents)
         return known.by_stream[stream]
     if not _is_packed(params):

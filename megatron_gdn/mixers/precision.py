@@ -197,6 +197,7 @@ class Fp32Group(nn.Module):
     _mixer: Fp32Parameters
 
     def __init__(self, mixer: Fp32Parameters) -> None:
+        """Share the parameters in ``mixer._keep_in_float32_parameter_names``."""
         super().__init__()
         # not as a submodule: the mixer already contains this group
         vars(self)["_mixer"] = mixer
@@ -204,7 +205,8 @@ class Fp32Group(nn.Module):
             self._parameters[name] = mixer._parameters[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP2 sets its sharded parameters here; the mixer gets the same ones
+        """Set an attribute; a parameter is set in the mixer too, since FSDP2 sets its
+        sharded parameters here."""
         if name in vars(self).get("_parameters", ()):
             self._parameters[name] = value
             self._mixer._parameters[name] = value

@@ -35,6 +35,11 @@ def explain_rotary_lengths() -> None:
         packed_seq_params: PackedSeqParams | None = None,
         **others: Any,
     ) -> int:
+        """Megatron's number of rows of the table of angles, after the checks.
+
+        ``others`` has Megatron's keyword ``inference_params``, the old name of
+        ``inference_context``.
+        """
         _require_max_seqlen(packed_seq_params)
         length = theirs(
             self,

@@ -63,7 +63,9 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
     """Mark the parameters of a column-parallel linear whose rows form several sections.
 
     Megatron's resharding reads ``partition_sizes``, and Megatron's Muon
-    ``qkv_split_shapes``. ``use_muon``: whether Muon, and not Adam, updates the linear.
+    ``qkv_split_shapes``. Muon before 0.19 would ignore these sizes and cut in_proj in
+    those of attention's heads, so it gets no such mark. ``use_muon``: whether Muon, and
+    not Adam, updates the linear. ``sections`` are this rank's rows of each section.
     """
     sizes = list(sections)
     muon_splits = not MUON_KNOWS_ATTENTION_ALONE.is_present()
@@ -81,7 +83,10 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
 
 def mark_heads(weight: nn.Parameter, rows: Sequence[int]) -> None:
     """Let Megatron's Muon orthogonalise the heads of ``weight`` one by one; ``rows``
-    has the number of rows of each head of this rank."""
+    has the number of rows of each head of this rank.
+
+    Muon before 0.19 cuts in the sizes of attention's heads only, so it gets no mark.
+    """
     if not MUON_KNOWS_ATTENTION_ALONE.is_present():
         vars(weight).update(is_qkv=True, qkv_split_shapes=list(rows))
 
@@ -254,7 +259,11 @@ def add_conv(mixer: Mixer, bias: bool) -> None:
 
 
 def add_fp32(mixer: Mixer) -> None:
-    """Add this rank's share of the fp32 parameters that ``mixer.fp32`` lists."""
+    """Add this rank's share of the fp32 parameters that ``mixer.fp32`` lists.
+
+    Torch's ``fully_shard`` gathers a group in one dtype, so ``--use-torch-fsdp2`` gets
+    :func:`.precision.fully_shard` instead.
+    """
     replace_fully_shard_in_megatron()
     for record in sorted(mixer.fp32, key=lambda x: not x.registered_first):
         count = record.count(mixer.dims.layout)
