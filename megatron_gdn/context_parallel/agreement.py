@@ -116,7 +116,7 @@ def require_agreement(
     if documents is None:
         packed = (-1, 0)
     else:
-        packed = documents.fingerprint
+        packed = documents.fingerprint  # number and hash; see `_description`
     integers = (tokens, rows) + packed + (_LAYOUTS.index(layout),)
     gathered = _gather(integers, group, device)
     if integers in agreement.agreed and device.type == "cuda":
@@ -278,6 +278,7 @@ def _hosts(
 
     Raises a ValueError on all ranks if ``configured`` differs between them.
     """
+    # signed, so that the 8 bytes fit the int64 tensor of `_gather`
     host = int.from_bytes(
         blake2b(_own_host().encode(), digest_size=8).digest(), signed=True
     )

@@ -105,6 +105,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """``x [s, ...]`` of all ranks, rank 0's first: ``[S, ...]``."""
         ctx.group = group
         out = x.new_empty((len(x) * group.size(),) + x.shape[1:])
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
@@ -113,6 +114,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        """Sum ``grad [S, ...]`` over the ranks; return this rank's ``[s, ...]``."""
         out = grad.new_empty((len(grad) // ctx.group.size(),) + grad.shape[1:])
         dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
         return out, None

@@ -112,7 +112,7 @@ def rank_order_of_sequence(
         lengths: tokens of each document of the buffer, in order; zero is allowed. One
             entry if nothing is packed.
         cp_size: number of context-parallel ranks.
-        layout: how the buffer was units.
+        layout: how the buffer was cut.
 
     Returns:
         int64 ``[T]`` on the CPU, a permutation of ``0 .. T-1`` with
@@ -210,7 +210,7 @@ def positions_of(units: Documents, cp_size: int, layout: SequenceLayout) -> Tens
     """int64 ``[R, s]``: :func:`positions` for ``units`` of :func:`units_of_layout`.
 
     The result is on the CPU; for fixed buffers, whose lengths the host does not know,
-    it is on their device.
+    it is on their device. Fixed buffers are units in ``zigzag`` only.
     """
     if units.known_on_host:
         return positions(units.lengths, cp_size, layout)
@@ -234,7 +234,8 @@ def require_divisible_lengths(
 
 
 def _zigzag_positions(documents: Documents, cp_size: int) -> tuple[Tensor]:
-    """:func:`positions` for ZIGZAG, computed on the device of fixed buffers."""
+    """:func:`positions` for ZIGZAG, computed on the device of fixed buffers; a tuple
+    of one tensor, as `Documents.keep_tensors` needs."""
     start = documents.cu_seqlens.long()
     document_T = documents.document_T()
     length = start.diff()

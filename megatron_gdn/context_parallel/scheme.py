@@ -51,6 +51,7 @@ class Scheme:
     def __init__(
         self, layout: Layout, group: Any, sequence_layout: SequenceLayout
     ) -> None:
+        """The arguments are as in the class; ``group`` None means one rank."""
         self.layout = layout
         self.group = group
         self.sequence_layout = sequence_layout
@@ -106,6 +107,7 @@ class WholeSequences(Scheme):
     name = "whole"
 
     def __init__(self, layout: Layout) -> None:
+        # Nothing is cut, so no method reads the sequence layout.
         super().__init__(layout, None, SequenceLayout.ZIGZAG)
 
     def passage(

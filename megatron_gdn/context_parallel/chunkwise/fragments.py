@@ -130,7 +130,8 @@ def _cut_fragments(documents: Documents, partition: SequencePartition) -> Fragme
     starts = documents.starts.long()
     cp_size = partition.cp_size
     if partition.layout is SequenceLayout.ZIGZAG:
-        chain_bounds = starts[: documents.max_filled + 1]  # [C + 1]
+        # [C + 1]; in fixed buffers without the last sequence, which is always empty
+        chain_bounds = starts[: documents.max_filled + 1]
         require_divisible_on_device(documents, chain_bounds.diff(), cp_size)
     else:
         chain_bounds = torch.cat([starts[:1], starts[-1:]])

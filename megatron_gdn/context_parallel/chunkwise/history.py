@@ -84,6 +84,11 @@ def history_route(
 def _make_history_route(
     documents: Documents, partition: SequencePartition, taps: int
 ) -> HistoryRoute | None:
+    """Compute :func:`history_route`.
+
+    The host must know the counts of rows. For fixed buffers it takes all candidate
+    rows, because only the device knows which of them are needed.
+    """
     history_len = taps - 1
     if not (history_len and any_document_is_cut(documents, partition)):
         return None

@@ -142,6 +142,7 @@ def _steps_of(paths: StatePaths, ranks: int, device: torch.device) -> ChainSteps
     """
     maps = [j for r in range(ranks) for j in paths.sent_by(r)]
     states = [j for r in range(ranks) for j in paths.received_by(r)]
+    # A step is (index of the state to write, index of the map to apply after it).
     chains = []
     for first, *between, last in paths.nodes:
         chain = [(NO_INDEX, maps.index(first))]
@@ -221,7 +222,8 @@ def pack_maps_by_rank(local: Tensor, through: Tensor, shares: Sequence[int]) -> 
 
 def joined_view(local: Tensor, through: Tensor) -> Tensor | None:
     """A view ``[h, M, K, X]`` of ``local`` beside ``through``; None if they are not the
-    columns of one contiguous tensor."""
+    columns of one contiguous tensor. A rule may write both into one tensor, which then
+    needs no copy."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):

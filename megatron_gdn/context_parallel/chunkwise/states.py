@@ -105,6 +105,11 @@ def state_table(
 def _make_state_table(
     documents: Documents, partition: SequencePartition, rows: int
 ) -> StateTable | None:
+    """Compute :func:`state_table`.
+
+    If the host knows the documents, the table has only nodes between which states
+    travel; for fixed buffers it has all nodes, and masks.
+    """
     if not any_document_is_cut(documents, partition):
         return None
     pieces = pieces_of(documents, partition)
@@ -372,7 +377,11 @@ class StateExchange:
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """The states that entered pieces, and the gradients of the states that leave
-        pieces, ``[N, H, K, V]`` each."""
+        pieces, ``[N, H, K, V]`` each.
+
+        ``backward.d_initial()``, computed without gradients from later pieces, is
+        ``local`` of the maps of gradients. ``kept``: as :meth:`forward_states` gave it.
+        """
         table = self._table
         d_local = self._no_maps.local
         if table.receiving:

@@ -113,13 +113,15 @@ def _packing_module(gpu: bool) -> ModuleType:
 def _exchange_messages(
     exchange: HeadExchange, messages: Tensor
 ) -> tuple[list[dist.Work], Tensor]:
-    """All-to-all of ``messages [ranks - 1, s, B, p]``, one for each peer.
+    """All-to-all of one wave's ``messages [ranks - 1, tokens, B, p]``, one for each
+    peer.
 
-    Returns the transfers to wait for, and the peers' messages in the same shape.
+    Returns the transfers to wait for, and the peers' messages in the same shape. If
+    ``exchange.packs_kept_rows``, no work overlaps the transfer: the call itself waits.
     """
     received = torch.empty_like(messages)
     rows = [messages.shape[1]] * messages.shape[0]
-    rows.insert(exchange.rank, 0)
+    rows.insert(exchange.rank, 0)  # a rank sends itself nothing
     work = dist.all_to_all_single(
         received.flatten(0, 1),
         messages.flatten(0, 1),
@@ -140,6 +142,7 @@ def _send_fragments(
 ) -> list[dist.Work]:
     """Send every fragment as a message of its own.
 
+    ``messages``: ``[ranks - 1, tokens of the wave, B, p]``; ``hp_rows``: ``[S, B, p]``.
     With ``to_heads``, send the fragments in ``messages`` to the peers and receive the
     peers' fragments into ``hp_rows``. Otherwise send from ``hp_rows`` and receive into
     ``messages``. Returns the transfers to wait for.
@@ -269,6 +272,7 @@ class _ExchangeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows: Tensor, exchange: HeadExchange, to_heads: bool) -> Tensor:
+        """With ``to_heads``, ``rows [s, B, P] -> [S, B, p]``; else back."""
         ctx.exchange = exchange
         ctx.to_heads = to_heads
         if to_heads:
@@ -277,6 +281,7 @@ class _ExchangeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
+        """Exchange the output's gradient in the other direction."""
         (grad,) = gradients
         if torch.is_grad_enabled():  # the caller wants second derivatives
             d_rows = _ExchangeFunction.apply(grad, ctx.exchange, not ctx.to_heads)

@@ -265,6 +265,10 @@ class MambaContextParallel:
         d_state: int,
         mixer: Any,
     ) -> None:
+        """Compute the sizes of this rank's heads; the arguments are as in the class.
+
+        ``mixer``'s parameters are not read here.
+        """
         self.cp_group = cp_group
         self.mixer = mixer
         self.cp_size, self.cp_rank = cp_group.size(), cp_group.rank()
@@ -412,9 +416,10 @@ def _documents_of(
 
     They are kept as an attribute of the tensor until the tensor's values change.
     """
+    # An inference tensor has no version, so its documents are not kept.
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
         return Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
-    key = (cu_seqlens._version, device)
+    key = (cu_seqlens._version, device)  # torch counts changes in place
     kept_key, kept = getattr(cu_seqlens, _DOCUMENTS_ATTRIBUTE, (None, cu_seqlens))
     if key == kept_key:
         return Documents.from_cu_seqlens(kept, tokens)

@@ -56,7 +56,7 @@ class _RowStrides(NamedTuple):
 def _program_count(tiles: int, device: torch.device, beside_transfer: bool) -> int:
     """The number of programs of a kernel for ``tiles`` tiles; fewer if the kernel runs
     while NCCL sends messages (``beside_transfer``)."""
-    if device.type != "cuda":
+    if device.type != "cuda":  # Triton's interpreter, in tests
         return min(tiles, 3)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if beside_transfer:
@@ -67,6 +67,7 @@ def _program_count(tiles: int, device: torch.device, beside_transfer: bool) -> i
 def _rows_per_tile(rows: int, element_size: int, strips: tuple[Strip, ...]) -> int:
     """How many of ``rows`` a tile has, so that one block of a tile has at most
     _TILE_BYTES bytes."""
+    # With fewer rows, smaller tiles let more programs run at one time.
     if rows >= 4096:
         tile = _TILE_BYTES
     else:

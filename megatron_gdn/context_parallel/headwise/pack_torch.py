@@ -18,6 +18,8 @@ def pack_peers(
     kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
+    """Copy every peer's columns of ``cp_rows [s, B, P]`` to the peer's message in
+    ``messages [ranks - 1, s, B, p]``; ``beside_transfer`` is not read."""
     if kept_rows is not None:
         hp_rows, positions = kept_rows
         copy_kept_rows(cp_rows, hp_rows, shares, rank, positions, to_hp=True)
@@ -35,6 +37,8 @@ def copy_kept_rows(
     *,
     to_hp: bool,
 ) -> None:
+    """If ``to_hp``, copy ``rank``'s columns of ``cp_rows [s, B, P]`` to
+    ``hp_rows[positions]``; else copy back those that ``rank`` alone holds."""
     for block in shares.blocks(rank):
         if to_hp:
             hp_rows[positions, :, block.rank_columns] = cp_rows[..., block.columns]
@@ -53,6 +57,11 @@ def unpack_peers(
     with_kept_rows: bool = False,
     beside_transfer: bool = False,
 ) -> None:
+    """Write the columns of the peers' ``messages`` to ``cp_rows [s, B, P]``.
+
+    Columns of several ranks are summed in rank order, in fp32 or wider; this rank's
+    term is in ``hp_rows[positions]``. ``beside_transfer`` is not read.
+    """
     if with_kept_rows:
         copy_kept_rows(cp_rows, hp_rows, shares, rank, positions, to_hp=False)
     wide = torch.promote_types(cp_rows.dtype, torch.float32)
@@ -85,6 +94,8 @@ def move_rows(
     to_hp: bool,
     beside_transfer: bool = False,
 ) -> None:
+    """If ``to_hp``, copy row t of the joined ``messages`` to ``hp_rows[positions[t]]``,
+    else copy it back; ``beside_transfer`` is not read."""
     if to_hp:
         hp_rows[positions] = messages.flatten(0, 1)
     else:

@@ -37,6 +37,7 @@ class Headwise(Scheme):
     def __init__(
         self, layout: Layout, group: dist.ProcessGroup, sequence_layout: SequenceLayout
     ) -> None:
+        """Divide the heads of ``layout`` among the ranks of ``group``."""
         super().__init__(layout.share(group.size()), group, sequence_layout)
         copies = layout.copies(self.size)
         self._row_shares = HeadShares(self.size, layout.widths, copies)
@@ -92,7 +93,8 @@ class Headwise(Scheme):
         self, length: int, names: tuple[str, ...] | None
     ) -> tuple[HeadShares, ColumnBlock | None]:
         """The shares of a parameter with ``length`` entries for the sections ``names``,
-        and this rank's block, or None if this rank has several blocks."""
+        and this rank's block, or None if this rank has several blocks. They are stored
+        for :meth:`local_parameter`."""
         if names is None:
             shares = HeadShares.even(self.size, (length,))
         else:

@@ -124,6 +124,7 @@ def strips_of(shares: HeadShares, largest_block: int) -> tuple[Strip, ...]:
     columns."""
     # Blocks are powers of two and cover the columns exactly, so kernels mask no
     # columns.
+    # Rank 0's blocks stand for all ranks': a `Strip` has the step between ranks.
     strips = []
     for section in shares.blocks(0):
         width = section.width
@@ -223,6 +224,7 @@ def waves_of(
 def _make_waves(
     units: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int
 ) -> tuple[Wave, ...]:
+    """Compute :func:`waves_of`; for fixed buffers each `Wave.positions` is None."""
     positions_Rs = positions_of(units, cp_size, layout)
     slices = _tokens_of_waves(units.total_tokens // cp_size, waves)
     of_waves = units.keep_tensors(_positions_of_waves, cp_size, cp_rank, layout, waves)
@@ -251,7 +253,7 @@ def _positions_of_waves(
     units: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int
 ) -> tuple[Tensor, ...]:
     """For each wave two int32 tensors, which :class:`Wave` describes: its
-    ``own_positions``, then its ``peer_positions``."""
+    ``own_positions``, then its ``peer_positions`` (peers in rank order)."""
     positions_Rs = positions_of(units, cp_size, layout)
     of_waves = []
     for tokens in _tokens_of_waves(units.total_tokens // cp_size, waves):
