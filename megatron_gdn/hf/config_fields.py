@@ -57,6 +57,7 @@ def _number_field(
     legal = f"a number {'from' if with_low else 'above'} {low:g}, up to {high:g}"
 
     def is_legal(value: Any) -> bool:
+        """Whether ``value`` is a finite number in the range."""
         if not _is_number(value) or value > high:
             return False
         if with_low:
@@ -71,6 +72,7 @@ def _setting_field(meaning: str, *values: object) -> Field:
     built model assumes."""
 
     def is_legal(value: object) -> bool:
+        """Whether ``value`` is one of ``values``, with its type: 1 is not True."""
         return any(type(value) is type(legal) and value == legal for legal in values)
 
     return Field(meaning, " or ".join(map(shown, values)), is_legal, is_setting=True)

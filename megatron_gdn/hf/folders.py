@@ -107,6 +107,7 @@ def import_folder(
         "checkpoint_version": 3.0,
         "iteration": 0,
     }
+    # in_one_process: Megatron's parallel state of one rank, also without torchrun
     with new_folder(target) as folder, in_one_process():
         built: Any = build_model(config, model, **_CPU_BUILD_OPTIONS)[0]
         load_hf_weights(built, source, keep_dtypes=True)
@@ -206,7 +207,11 @@ def _add_extra_states_of_te(state: StateDict) -> StateDict:
 
 def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     """Build the model of the Hugging Face folder ``like`` on the CPU, and fill it from
-    the newest checkpoint in ``source``, in the checkpoint's dtypes."""
+    the newest checkpoint in ``source``, in the checkpoint's dtypes.
+
+    The checkpoint may come from anyone: within `untrusted_checkpoint` torch runs no code
+    from its pickles.
+    """
     folder = find_checkpoint(source)
     # Megatron's reader refuses the metadata of torch 2.15
     repair_mixed_dtype_optimizers()
@@ -249,6 +254,7 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
             entry.dtype = entry.data.dtype
     with untrusted_checkpoint(), _one_line_errors(lambda: _describe_damage(folder)):
         loaded = dist_checkpointing.load(state, str(folder))
+    # ``loaded`` has no _extra_state, so not all keys; assign keeps its dtypes.
     model.load_state_dict(loaded, strict=False, assign=True)
     return model
 

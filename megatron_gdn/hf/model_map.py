@@ -3,6 +3,10 @@ each of the model's tensors.
 
 A GPTModel has one layer for each layer of the config, a HybridModel has two (mixer,
 then MLP).
+
+In ``tensor_map(names, sources, dim)``, ``sources`` has shapes by keys in the files, and
+``dim`` is the dimension that tensor-parallel ranks share (none: every rank has the whole
+tensor).
 """
 
 from __future__ import annotations

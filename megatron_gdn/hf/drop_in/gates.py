@@ -43,6 +43,7 @@ class SSMGate(Fp32Parameters, nn.Module):
     _keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
 
     def __init__(self, num_v_heads: int, dtype: torch.dtype = torch.float32) -> None:
+        """Make the two parameters, ``[num_v_heads]`` of ``dtype``."""
         super().__init__()
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
@@ -71,6 +72,7 @@ class SSMGate(Fp32Parameters, nn.Module):
                 "for each channel; call it without a tensor and compute the gate from "
                 "A_log and dt_bias."
             )
+        # the second ``a`` stands for b, whose write strength is not used
         return decay_and_write_gates(a, a, self.A_log, self.dt_bias)[0]
 
     def _save_to_state_dict(
@@ -97,6 +99,7 @@ class GateHolder(SSMGate):
         vars(self)["_owner"] = owner
 
     def __getattr__(self, name: str) -> Any:
+        """The owner's ``A_log`` or ``dt_bias``; other names as torch does."""
         if name in FP32_GDN_PARAM_NAMES:
             return self._owner._parameters[name]
         return super().__getattr__(name)
@@ -119,7 +122,8 @@ class GateHolder(SSMGate):
     def _apply(
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> GateHolder:
-        """Apply ``fn`` to the owner's two parameters."""
+        """Apply ``fn`` to the owner's own parameters, among them ``A_log`` and
+        ``dt_bias``; ``recurse`` is not read."""
         Fp32Parameters._apply(self._owner, fn, recurse=False)
         return self
 
@@ -146,11 +150,16 @@ class GateOwner(Fp32Parameters):
         )
 
     def __copy__(self) -> Self:
+        """A shallow copy; ``copy.copy`` would call ``__reduce_ex__``, which raises."""
         copied: Any = object.__new__(type(self))
         copied.__setstate__(vars(self))
         return copied
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """A deep copy; ``copy.deepcopy`` would call ``__reduce_ex__``, which raises.
+
+        ``memo``: id of an object -> its copy, as `copy` passes it.
+        """
         copied: Any = object.__new__(type(self))
         memo[id(self)] = copied  # children may refer to this module
         copied.__setstate__(deepcopy(vars(self), memo))
@@ -245,7 +254,8 @@ def install_ssm_gate(
     module: LinearAttention, fp32_dtype: torch.dtype = torch.float32
 ) -> SSMGate:
     """Move ``A_log`` and ``dt_bias`` of ``module`` into a new holder; return the
-    holder.
+    holder. `patch` does not call this: it is for modules of classes that `patch` does
+    not know.
 
     The parameters stay the same objects. 16-bit parameters become ``fp32_dtype``; fp64
     parameters stay fp64. Missing parameters raise a KeyError, a 16-bit ``fp32_dtype``
@@ -279,6 +289,7 @@ def remove_gate_holder(owner: LinearAttention, dtypes: dict[str, torch.dtype]) -
     del owner._keep_in_float32_parameter_names
     for name, dtype in dtypes.items():
         _cast_in_place(owner._parameters[name], dtype)
+    # A CPAwareGatedDeltaNet is a GateOwner without the class of add_gate_holder.
     if type(owner).__bases__[0] is GateOwner:
         owner.__class__ = type(owner).__bases__[1]
 

@@ -77,7 +77,9 @@ class DropInOptions:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        group_of(self.cp_mesh)
+        """Check ``cp_mesh``, ``recompute_qkv`` and ``unpacked``, and make ``cp_layout``
+        a `SequenceLayout`; an illegal value is a ValueError."""
+        group_of(self.cp_mesh)  # raises for an illegal mesh
         if not isinstance(self.recompute_qkv, bool):
             raise ValueError(
                 f"recompute_qkv={self.recompute_qkv!r} must be True or False."
@@ -145,6 +147,8 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
     conv1d: nn.Conv1d
 
     def __new__(cls, config: object = None, *args: object, **kwargs: object):
+        """An instance of the class that inherits from this one and from transformers'
+        class for ``config``, so that ``isinstance`` sees both."""
         if cls is CPAwareGatedDeltaNet:
             original = families.class_for_config(config)
             return super().__new__(families.class_with_mixin("CPAware", cls, original))
@@ -280,6 +284,7 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
             return rows.detach()[..., layout.conv_columns].permute(1, 2, 0)
 
         run_pre_hooks(conv, conv_input)
+        # Kimi Linear's A_log is [1, 1, H, 1]
         parameters = conv.weight, conv.bias, A_log.flatten(), dt_bias
         if scheme.exchanges_heads:
             per_head = [scheme.local_parameter(x) for x in parameters[2:]]

@@ -155,6 +155,7 @@ class Patch(AbstractContextManager):
             raise
 
     def __repr__(self) -> str:
+        """In words: the patched modules, the ranks and what runs; `patch` logs this."""
         name = type(self.model).__name__
         count = len(self.layers)
         if not count:
@@ -260,6 +261,8 @@ class Patch(AbstractContextManager):
 
         @wraps(type(text).forward)
         def forward(module: nn.Module, *args: object, **kwargs: object) -> object:
+            """Call the forward that ``module`` had before the patch with the prepared
+            arguments."""
             given = dict(zip(names, args, strict=False)) | kwargs
             arguments = cast(Any, prepare)(module, given)
             wrapped = vars(module)[_WRAPPED_FORWARD]
@@ -469,7 +472,8 @@ def gathered_attention(
     AttentionInterface.
 
     ``query [B, H, s, D]``, ``key`` and ``value`` ``[B, G, s, D]`` are of this rank's
-    tokens; ``scaling`` is the factor of q . k. Returns the pair ``[B, s, H, D]``, None.
+    tokens; ``scaling`` is the factor of q . k. Other keywords of transformers are not read.
+    Returns the pair ``[B, s, H, D]``, None.
     """
     if attention_mask is not None or gdn_batch is None:
         raise ValueError(

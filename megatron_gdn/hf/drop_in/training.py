@@ -60,6 +60,7 @@ class PackingCollator:
     """
 
     def __init__(self, pad_to_multiple_of: int = 1, pad_token_id: int = 0) -> None:
+        """The arguments are as in the class."""
         if pad_to_multiple_of < 1:
             raise ValueError(
                 f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1."
@@ -177,9 +178,11 @@ class ContextParallelTrainerMixin(Trainer):
     """
 
     def get_train_dataloader(self) -> DataLoader:
+        """``Trainer``'s loader, with the same batches on all ranks of a ``cp_mesh``."""
         return self._share_batches_in_group(super().get_train_dataloader())
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        """``Trainer``'s loader, with the same batches on all ranks of a ``cp_mesh``."""
         return self._share_batches_in_group(
             super().get_eval_dataloader(*args, **kwargs)
         )
