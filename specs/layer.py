@@ -203,7 +203,8 @@ def norms_before(**linears: str) -> dict[str, Any]:
 
 
 def local_mlp_builder():
-    """Return a function that builds a dense MLP of Megatron's own linears."""
+    """Return a function that builds a dense MLP of Megatron's own linears; a layer
+    calls the function with its config."""
     return partial(
         MLP.as_mlp_submodule,
         submodules=MLPSubmodules(
@@ -287,6 +288,7 @@ class LocalMoELayer(MoETransformerLayer):
         submodules: TransformerLayerSubmodules,
         **others: Any,
     ) -> None:
+        """Megatron's arguments; ``submodules.mlp`` is replaced by the experts' spec."""
         if config.num_moe_experts is None:
             UnavailableLayer(symbol="E")  # raises
         mlp = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)

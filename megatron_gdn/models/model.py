@@ -69,7 +69,8 @@ class Model:
         """The legal tensor-parallel sizes: those that divide the heads of all layers and
         the width of MLPs and shared experts. Routed experts are not split."""
         sizes = self.hf.sizes
-        key_heads = self.dims.layout.counts[-1][1]  # in Mamba2, groups
+        # the last pair (name, number) of counts: key heads; in Mamba2, groups
+        key_heads = self.dims.layout.counts[-1][1]
         heads = sizes.num_attention_heads
         groups = getattr(sizes, "num_query_groups", heads)
         split_sizes = [heads, key_heads]

@@ -405,6 +405,7 @@ def count_flops_in_megatron() -> None:
     megatron_count = training.num_floating_point_operations
 
     def count(args: Namespace, *others: Any, **named: Any) -> float:
+        """FLOPs of a training step, for the arguments of Megatron's function."""
         try:
             return num_floating_point_operations(args, *others, **named)
         # AttributeError: another version of Megatron may lack an argument
@@ -412,5 +413,5 @@ def count_flops_in_megatron() -> None:
             log_once(f"Megatron's own count of FLOPs is used: {error}")
             return megatron_count(args, *others, **named)
 
-    if megatron_count.__module__ != __name__:
+    if megatron_count.__module__ != __name__:  # else an earlier call has replaced it
         training.num_floating_point_operations = count
