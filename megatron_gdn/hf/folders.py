@@ -209,8 +209,8 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     """Build the model of the Hugging Face folder ``like`` on the CPU, and fill it from
     the newest checkpoint in ``source``, in the checkpoint's dtypes.
 
-    The checkpoint may come from anyone: within `untrusted_checkpoint` torch runs no code
-    from its pickles.
+    The checkpoint may come from anyone: within `untrusted_checkpoint`, torch runs no
+    code from its pickles.
     """
     folder = find_checkpoint(source)
     # Megatron's reader refuses the metadata of torch 2.15

@@ -5,8 +5,8 @@ A HybridModel has 'K' (Kimi Delta Attention) or '+' (latent attention without po
 embedding) for each layer, then '-' (MLP) or 'E' (experts).
 
 In ``tensor_map(names, sources, dim)``, ``sources`` has shapes by keys in the files, and
-``dim`` is the dimension that tensor-parallel ranks share (none: every rank has the whole
-tensor).
+``dim`` is the dimension that tensor-parallel ranks share. Without ``dim`` every rank
+has the whole tensor.
 """
 
 from __future__ import annotations
