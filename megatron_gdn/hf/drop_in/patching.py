@@ -472,7 +472,9 @@ def gathered_attention(
     AttentionInterface.
 
     ``query [B, H, s, D]``, ``key`` and ``value`` ``[B, G, s, D]`` are of this rank's
-    tokens; ``scaling`` is the factor of q . k. Other keywords are not read. Returns the pair ``[B, s, H, D]``, None.
+    tokens; ``scaling`` is the factor of q . k. Other keywords are not read.
+
+    Returns the pair ``[B, s, H, D]``, None.
     """
     if attention_mask is not None or gdn_batch is None:
         raise ValueError(
