@@ -25,15 +25,20 @@ from ..kernels.elementwise import (
 
 @triton.jit
 def _log_decay(dt, A_log):
-    """The log-decay ``-exp(A_log) dt``, at least LEAST_LOG_DECAY."""
+    """The log-decay ``-exp(A_log) dt``, at least LEAST_LOG_DECAY, whose exp is 0.
+
+    The limit keeps sums of log-decays finite.
+    """
     g = minus_rate(A_log) * dt
     return tl.where(g < LEAST_LOG_DECAY, LEAST_LOG_DECAY, g)  # NaN stays NaN
 
 
 @triton.jit
 def _log_decay_backward(dt, A_log, d_g):
-    """Gradients of dt and A_log from ``d_g`` of the log-decay; 0 where it is
-    LEAST_LOG_DECAY."""
+    """Gradients of dt and A_log from ``d_g``, the gradient of :func:`_log_decay`.
+
+    Both are 0 where the log-decay is clamped; that of A_log also where A_log is.
+    """
     rate = minus_rate(A_log)
     clamped = rate * dt < LEAST_LOG_DECAY
     # masked before the products: inf * 0 would be NaN
