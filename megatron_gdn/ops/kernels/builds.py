@@ -33,7 +33,11 @@ _SECONDS_BEFORE_LOG = 0.5
 
 def compile_in_one_process(kernel: Any) -> None:
     """Let only one process of a machine at a time compile a variant of this Triton
-    kernel, by replacing the kernel's method ``_do_compile``."""
+    kernel, by replacing the kernel's method ``_do_compile``.
+
+    Without this, all ranks of a machine would compile the same variant at the same
+    time. The others wait and load the variant from Triton's cache on disk.
+    """
     # Triton calls _do_compile for each variant that the process has not loaded yet.
     compile_here = getattr(kernel, "_do_compile", None)
     if compile_here is None or hasattr(compile_here, "__wrapped__"):
@@ -138,8 +142,11 @@ def lock_file(path: Path) -> Path:
 
 
 def _open_lock(path: Path) -> int | None:
-    """Open the user's lock file for ``path``; None, with a warning, if others could
-    change it."""
+    """Open the user's lock file for ``path``, which need not exist; return its
+    descriptor.
+
+    None, with a warning, if the file cannot be opened or other users could change it.
+    """
     own = lock_file(path)
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     folder = None
@@ -173,8 +180,11 @@ def _open_lock(path: Path) -> int | None:
 
 
 def _require_own(descriptor: int, regular: bool = False) -> None:
-    """Raise an OSError unless this user owns the file; ``regular``: it must be an
-    ordinary file."""
+    """Raise an OSError unless this user owns the open file or folder.
+
+    ``regular``: it must also be an ordinary file with one name. The lock's holder
+    overwrites the file, which a second name could make another file of the user.
+    """
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}")
@@ -202,7 +212,11 @@ def _host() -> str:
 
 def _try_to_lock(file: int) -> bool:
     """Try to lock the descriptor ``file``; False only if another process holds the
-    lock."""
+    lock.
+
+    True also if the file system has no locks; then every process compiles. The file
+    then names this process, for :func:`_holder_of`.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

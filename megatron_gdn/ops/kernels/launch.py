@@ -31,7 +31,11 @@ def pointers_and_key(
     tensors: Sequence[Tensor | None],
 ) -> tuple[list[int | None], tuple] | None:
     """The tensors' pointers, and a key of the compiled variant; None if a tensor is on
-    no GPU."""
+    no GPU.
+
+    The key has the dtypes (None: no tensor), and the alignments unless all tensors are
+    aligned.
+    """
     pointers: list[int | None] = []
     key: list[torch.dtype | bool | None] = []
     all_bits = 0  # its low bits are 0 if all pointers are aligned
@@ -78,6 +82,14 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], *numbers: object, **constants: object
     ) -> None:
+        """Keep the arguments; nothing is compiled before the first call.
+
+        Args:
+            kernel: a function with ``@triton.jit``.
+            grid: the number of programs on one to three axes.
+            numbers: the kernel's arguments after the tensors, in order.
+            constants: its constexpr arguments and compile options, by name.
+        """
         self._kernel = kernel
         self._grid = grid
         self._axes = (grid + (1, 1))[:3]
@@ -99,6 +111,12 @@ class Launch:
             compile_in_one_process(kernel)
 
     def __call__(self, *tensors: Tensor | None) -> None:
+        """Run the kernel on the current stream; ``tensors``: its first arguments, in
+        order.
+
+        The first call on a device with new dtypes, absent tensors or alignments runs
+        `kernel[grid]`, which may compile.
+        """
         if self._never_prepared or _has_launch_hooks(self._kernel):
             found = None
         else:
@@ -124,10 +142,10 @@ class Launch:
         launch(*self._axes, stream, *before, *pointers, *after)
 
     def _prepare(self, compiled: Any, tensors: int) -> _Prepared | None:
-        """Prepare the launch of ``compiled`` with ``tensors`` pointers.
+        """Prepare later launches of ``compiled``, which ``kernel[grid](...)`` returned.
 
-        Returns None if Triton's launcher needs scratch memory or lacks an attribute
-        that this method reads.
+        ``tensors``: the number of the kernel's pointers. Returns None if Triton's
+        launcher needs scratch memory or lacks an attribute that this method reads.
         """
         try:
             launcher = compiled.run

@@ -34,7 +34,10 @@ class _Stage(NamedTuple):
 @triton.jit
 def _store_columns(out_ptr, sum_M, m_M, first_column, end_column):
     """Store ``sum_M``, the sums of columns ``m_M``, for ``first_column`` <= m <
-    ``end_column``."""
+    ``end_column``.
+
+    ``out_ptr`` is the output of these columns, in any dtype; None: there is no output.
+    """
     if out_ptr is not None:
         rounded_M = sum_M.to(out_ptr.dtype.element_ty)
         kept_M = (m_M >= first_column) & (m_M < end_column)
@@ -104,7 +107,11 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _stages_of_sum(N: int, M: int, sizes: tuple[int, ...]) -> tuple[_Stage, ...]:
     """The launches that sum N rows of M columns; the last writes outputs of ``sizes``
-    columns."""
+    columns.
+
+    A launch sums the rows in groups, one program per group and block of columns. If
+    there are several groups, the next launch sums their sums.
+    """
     assert sum(sizes) == M and 1 <= len(sizes) <= _MAX_OUTPUTS
     require_32_bits("the number of columns of partial sums", M + _COLUMNS)
     ends_of_outputs = tuple(accumulate(sizes)) + (M, M, M)
@@ -112,6 +119,7 @@ def _stages_of_sum(N: int, M: int, sizes: tuple[int, ...]) -> tuple[_Stage, ...]
     while True:
         rows_of_program = N
         if N > _MOST_ROWS:
+            # so many that the groups fit on the grid's second axis
             rows_of_program = max(64, triton.cdiv(N, MOST_PROGRAMS))
         require_32_bits(
             "the number of rows of partial sums", N + rows_of_program + _ROWS_AT_ONCE

@@ -53,8 +53,9 @@ def front_forward_tile(tokens: int, widest_head: int) -> SegmentTile:
     """The tile of the front's forward; ``widest_head`` is the number of columns of the
     widest head.
 
-    A thread computes four channels with few registers, so nine programs share a
-    multiprocessor.
+    ``tokens``: S times B. If there are few tokens, short segments give a GPU more
+    programs. A thread computes four channels with few registers, so nine programs share
+    a multiprocessor.
     """
     return SegmentTile(
         _segments_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4
@@ -63,7 +64,7 @@ def front_forward_tile(tokens: int, widest_head: int) -> SegmentTile:
 
 def front_backward_tile(tokens: int, widest_head: int) -> SegmentTile:
     """The tile of the front's backward, where a thread needs some twenty registers per
-    channel.
+    channel; arguments as in :func:`front_forward_tile`.
 
     With 96 registers per thread, five programs of four warps fit on a multiprocessor,
     else four. Long segments compute fewer tokens twice; short segments give a GPU more
@@ -175,9 +176,10 @@ def within_shared_memory(tile: SegmentTile, row_bytes: int) -> SegmentTile:
     """``tile``, with fewer stages if the prefetched rows would not fit into shared
     memory.
 
-    A segment prefetches ``row_bytes`` per token. For example, the backward of a key
-    head with 32 value heads in bf16 would need 264 KiB with all stages. Results do not
-    depend on the stages.
+    Triton keeps the loads of ``tile.stages - 1`` stages in shared memory. A segment
+    prefetches ``row_bytes`` per token. For example, the backward of a key head with 32
+    value heads in bf16 would need 264 KiB with all stages. Results do not depend on the
+    stages.
     """
     stage_bytes = _STEPS_OF_A_STAGE * tile.rows * row_bytes
     most_stages = 1 + _MOST_PREFETCHED_BYTES // stage_bytes
@@ -192,8 +194,11 @@ def norm_forward_tile(width: int) -> RowTile:
 
 
 def norm_backward_tile(rows: int, width: int) -> RowTile:
-    """The tile of a norm's backward; all repeats of a program add to one row of partial
-    d_gamma."""
+    """The tile of a norm's backward for ``rows`` rows of ``width`` columns.
+
+    All repeats of a program add to one row of partial d_gamma, so more repeats make
+    fewer partial rows.
+    """
     block = block_dim(width)
     size = max(1, 2048 // block)
     repeats = max(8 if rows >= 1 << 17 else 4, 16 // size)
