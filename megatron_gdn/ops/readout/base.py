@@ -66,10 +66,11 @@ class Readout(Protocol):
         gamma: Tensor | None,
         d_rows: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of o, in the dtype of ``rows``, and of gamma.
+        """Gradients of o ``[B, S, H, V]``, in the dtype of ``rows``, and of gamma.
 
-        Writes the gate's gradient to the gate's columns of ``d_rows`` ``[S, B, P]``, to
-        no others.
+        ``d_out [S, B, H * V]`` is the gradient of the forward's result; the others are
+        the forward's arguments. Writes the gate's gradient to the gate's columns of
+        ``d_rows`` ``[S, B, P]``, to no others.
         """
         ...
 
@@ -131,6 +132,8 @@ class PlainReadout:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
+        """Norm and gate ``o [B, S, H, V]`` to ``[S, B, H V]``, as
+        :meth:`Readout.forward`; without gamma only the gate acts."""
         y = self._norm_and_gate(*self._wide_inputs(o, rows, gamma))
         if out is None:
             return y.to(rows.dtype).contiguous()
@@ -144,6 +147,8 @@ class PlainReadout:
         gamma: Tensor | None,
         d_rows: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of o and gamma from ``d_out [S, B, H V]``, as
+        :meth:`Readout.backward`; the forward runs again under autograd."""
         inputs = self._wide_inputs(o, rows, gamma)
         found = gradients(self._norm_and_gate, inputs, d_out.to(inputs[0].dtype))
         d_o = found[0].to(rows.dtype).contiguous()
@@ -154,7 +159,7 @@ class PlainReadout:
 
 
 def _norm_per_group(u: Tensor, gamma: Tensor, groups: int, eps: float) -> Tensor:
-    """RMS norm over each of the ``groups`` of ``u`` ``[..., C]``, times gamma;
+    """RMS norm over each of the ``groups`` of ``u [..., C]``, times ``gamma [C]``;
     differentiable."""
     return rms_norm(u.unflatten(-1, (groups, -1)), None, eps).flatten(-2) * gamma
 
@@ -186,7 +191,10 @@ def grouped_rms_norm(
 @dataclass(frozen=True)
 class PassThroughReadout:
     """A readout that only reshapes ``o`` to rows; the gradient of the gate's columns is
-    zero."""
+    zero.
+
+    It is the first step of a :class:`SplitReadout` whose second step has norm and gate.
+    """
 
     gate_columns: slice
     heads: int
@@ -201,6 +209,8 @@ class PassThroughReadout:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
+        """``o [B, S, H, V]`` as contiguous rows ``[S, B, H V]`` in the dtype of
+        ``rows``, or copied to ``out``; ``gamma`` is ignored."""
         y = o.to(rows.dtype).flatten(2).transpose(0, 1)
         if out is None:
             return y.contiguous()
@@ -214,6 +224,11 @@ class PassThroughReadout:
         gamma: Tensor | None,
         d_rows: Tensor,
     ) -> tuple[Tensor, None]:
+        """``d_out [S, B, H V]`` as ``[B, S, H, V]``, and None for gamma.
+
+        Sets the gate's columns of ``d_rows`` to zero, since `Readout.backward` must
+        write them.
+        """
         d_rows[..., self.gate_columns].zero_()
         return view_heads(d_out, self.heads).contiguous(), None
 
@@ -245,7 +260,8 @@ class SplitReadout:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Run both steps; all heads must be on this rank."""
+        """Run both steps, as :meth:`Readout.forward`; all heads must be on this
+        rank."""
         y = self.second_step(self.first_step.forward(o, rows, gamma), rows)
         if out is None:
             return y
@@ -255,9 +271,14 @@ class SplitReadout:
 def readout_by_module(
     gate_columns: slice, heads: int, norm: Callable[[Tensor, Tensor], Tensor]
 ) -> SplitReadout:
-    """The readout that calls a module ``norm(o, z)`` with tensors ``[B, S, H, V]``."""
+    """The readout that calls a module ``norm(o, z)`` with tensors ``[B, S, H, V]``.
+
+    ``gate_columns``: the columns of z in a projection row. ``heads`` is H.
+    """
 
     def call_norm(mixed: Tensor, rows: Tensor) -> Tensor:
+        """The second step: from ``mixed [S, B, H V]``, the reshaped o, and
+        ``rows [S, B, P]`` to ``[S, B, H V]``."""
         o = view_heads(mixed, heads)
         z = view_heads(rows[..., gate_columns], heads)
         return norm(o, z).flatten(2).transpose(0, 1).contiguous()

@@ -49,6 +49,8 @@ class TritonReadout(PlainReadout):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
+        """Norm and gate ``o [B, S, H, V]`` to ``[S, B, H V]`` in one launch, as
+        :meth:`.base.Readout.forward`."""
         assert gamma is not None
         S, B, _ = rows.shape
         H, V = o.shape[2:]
@@ -70,7 +72,13 @@ class TritonReadout(PlainReadout):
         *,
         tile: RowTile | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``tile`` replaces the tile of :mod:`..kernels.tiles` in tuning and tests."""
+        """Gradients of o and gamma from ``d_out [S, B, H V]``, as
+        :meth:`.base.Readout.backward`.
+
+        One launch writes d_o, the gate's columns of ``d_rows`` and partial sums of
+        d_gamma; :func:`sum_rows` adds these. ``tile`` replaces the tile of
+        :mod:`..kernels.tiles` in tuning and tests.
+        """
         assert gamma is not None
         S, B, _ = rows.shape
         if d_out.stride(2) != 1:
@@ -133,6 +141,7 @@ def _backward_launch(
     the backward.
 
     ``strides``: of S and B in the rows, in their gradient and in the output's gradient.
+    ``tile``: None for the tile of :mod:`..kernels.tiles`.
     """
     require_rows_within_grid(B)
     G, H, V = _groups_heads_columns(readout, H, V)
@@ -213,8 +222,11 @@ def _row_offsets(row_R, first_row, H: tl.constexpr, V: tl.constexpr, stride_s):
 
 @triton.jit
 def _pointer_to_token(ptr, first_row, stride_s, stride_b, H: tl.constexpr):
-    """``ptr`` plus the offset of the token of row ``first_row``, in this program's
-    batch row."""
+    """``ptr``, at token 0 of batch row 0, plus the offset of the token of row
+    ``first_row`` in this program's batch row.
+
+    Row s H + h is head h of token s. The offset has 64 bits.
+    """
     b = tl.cast(tl.program_id(1), tl.int64)
     return ptr + b * stride_b + tl.cast(first_row // H, tl.int64) * stride_s
 
