@@ -52,9 +52,10 @@ def prefill_on_grid(
     """Mix the tokens ``proj`` [s, B, P]; return the output, the next histories and the
     next states.
 
-    ``history`` and ``state`` are the memory of N sequences before these tokens. With
-    ``begins`` the sequences are new; else the host waits for the GPU to read the token
-    counts in ``history``.
+    ``history [N, 1 + W - 1 + 64, P]`` and ``state [N, H, K, V]`` are the memory of N
+    sequences before these tokens. ``documents``: the boundaries of the new tokens, if N
+    sequences lie in one batch row. With ``begins`` the sequences are new; else the host
+    waits for the GPU to read the token counts in ``history``.
     """
     new_rows = proj.transpose(0, 1)
     past = stages.history_length
@@ -192,9 +193,11 @@ def _read_out_tokens(
 ) -> Tensor:
     """The readout ``[s, B, H * V]`` of the new tokens.
 
-    ``o`` and ``rows`` are those of all tokens. ``token_indices`` are the indices of the
-    new tokens among them, counted across batch rows, and ``new_rows [s, B, P]`` their
-    projection rows.
+    ``o [., ., H, V]`` and ``rows [., ., P]`` are those of all tokens since the starts
+    of the current chunks; ``grid`` is their grid. ``token_indices [B s]`` are the
+    indices of the new tokens among them, counted across batch rows.
+    ``new_rows [s, B, P]`` are the new tokens' projection rows. If the readout needs the
+    grid, it computes all tokens.
     """
     readout = stages.readout
     gamma = stages.parameters[-1]

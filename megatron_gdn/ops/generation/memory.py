@@ -88,8 +88,12 @@ class Memory(NamedTuple):
 
 
 def _empty_steps(x: Tensor, count: int) -> Tensor:
-    """An uninitialised buffer ``[N, count, ...]``, transposed in memory if
-    ``x [N, ...]`` is."""
+    """An uninitialised buffer ``[N, count, ...]`` for ``count`` copies of
+    ``x [N, ...]``.
+
+    If x is a view of ``[N, H, V, K]``, so is each copy, since decode writes a state and
+    its copy with the same offsets.
+    """
     if x.stride(-1) == 1:
         return x.new_empty((len(x), count) + x.shape[1:])
     return x.new_empty((len(x), count) + x.mT.shape[1:]).mT
@@ -111,13 +115,18 @@ def choose(memory: Memory, steps: Memory, accepted: Tensor) -> None:
 
 def write_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
     """``buffer[slots] = values`` without the slots below zero; the host does not wait
-    for a GPU."""
+    for a GPU.
+
+    ``buffer [M, ...]``, ``slots [N]``, ``values [N, ...]``. A mask of the slots would
+    make the host wait, so on a GPU a kernel skips the slots below zero.
+    """
     if not buffer.is_cuda:
         real = slots >= 0
         buffer[slots[real].long()] = values[real].to(buffer.dtype)
         return
     from .step_kernels import write_slots_on_gpu
 
+    # a state may be a view of [V, K]; the kernel copies contiguous slots
     if not buffer[0].is_contiguous():
         buffer = buffer.mT
         values = values.mT
@@ -173,7 +182,11 @@ class MemoryShape(NamedTuple):
         return self.heads, self.rows, self.columns
 
     def zeros(self, sequences: int, dtype: torch.dtype, device: torch.device) -> Memory:
-        """The memory of new sequences; ``dtype`` is that of the projection rows."""
+        """The memory of new sequences, without slots; ``dtype`` is that of the
+        projection rows.
+
+        States are in fp32, or in fp64 for fp64 rows.
+        """
         wide = torch.promote_types(dtype, torch.float32)
         return Memory(
             torch.zeros((sequences,) + self.history, dtype=dtype, device=device),
@@ -184,8 +197,8 @@ class MemoryShape(NamedTuple):
         """Raise a ValueError unless ``memory`` fits ``sequences`` sequences of rows in
         ``dtype``.
 
-        A memory with slots may have more slots than sequences, histories of W inputs,
-        and wider dtypes.
+        A memory with slots may have more slots than sequences, wider dtypes, and
+        histories of W inputs, as in Megatron's inference context.
         """
         wide = torch.promote_types(dtype, torch.float32)
         slots = memory.slots

@@ -103,7 +103,12 @@ def _prefill_in_chunks(
     begins: bool,
 ) -> tuple[Tensor, Tensor]:
     """:func:`prefill` for a mixer that is not on the grid: the output ``[s, B, H * V]``
-    and the next states."""
+    and the next states ``[N, H, K, V]``.
+
+    ``history [N, C, W - 1 or W]`` and ``state [N, H, K, V]`` are those before the
+    tokens ``proj [s, B, P]``. With ``begins`` both are zero, so front and rule get
+    neither.
+    """
     past = None  # the rows before each sequence, for the front
     if stages.history_length and not begins:
         newest = history[..., history.shape[-1] - stages.history_length :].to(
@@ -194,7 +199,11 @@ def _decode_token_in_torch(
     memory: Memory,
     after: Memory | None,
 ) -> Tensor:
-    """The twin of :func:`.step_kernels.decode_token_in_slots` in plain torch."""
+    """The twin of :func:`.step_kernels.decode_token_in_slots` in plain torch.
+
+    From ``row [1, N, P]`` to o ``[N, 1, H, V]``; overwrites ``memory``, and writes the
+    new memory to ``after`` too. ``parameters``: as in :class:`..front.table.Front`.
+    """
     table = front.table
     layout = front.layout
     wide = torch.promote_types(row.dtype, torch.float32)

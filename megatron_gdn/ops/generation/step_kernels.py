@@ -302,9 +302,10 @@ def conv_head_step(
     """Convolve the D channels of one head of one row, and shift the HELD inputs of the
     head's history by one input.
 
-    The program is one warp, so all its lanes load an input before a lane overwrites it.
-    If ``has_slot`` is False, the sequence has no slot, and the program neither loads
-    nor stores.
+    ``row_ptr``, ``history_ptr``, ``after_ptr`` and ``out_ptr`` point at channel 0 of
+    the sequence. ``column`` is the head's first channel. The program is one warp, so
+    all its lanes load an input before a lane overwrites it. If ``has_slot`` is False,
+    the sequence has no slot, and the program neither loads nor stores.
     """
     d_D = tl.arange(0, BLOCK_D)
     real_D = (d_D < D) & has_slot
@@ -378,13 +379,19 @@ def state_step_kernel(
     """Compute BLOCK_V columns of a head's next state and of its o; grid
     (ceil(V / BLOCK_V), H, N).
 
-    The state decays, then gets STEPS updates, then is read. ``convolved_ptr``: q, k, v
-    from `conv_step_kernel`. ``state_ptr``: the states, overwritten, ``state_stride``
-    elements from slot to slot. TRANSPOSED: a state is [V, K] in memory. ``o_ptr``: the
-    output [N, H, V]. ``D_ptr``: the parameter D, SKIPS elements per head (0, 1 or V).
-    ERASES: S^T k is subtracted from v, as in the delta rule. The first gate is the
-    decay, the second the write strength. If there is a third gate, it is the write
-    strength of each column, and the second only scales the subtracted S^T k.
+    The state decays, then gets STEPS updates, then is read. ``row_ptr``: the projection
+    rows, ``stride_n`` elements apart. ``A_log_ptr``, ``dt_bias_ptr``: the parameters of
+    the gate with a rate. ``convolved_ptr``: q, k, v [N, C] from `conv_step_kernel`.
+    ``state_ptr``: the states, overwritten, ``state_stride`` elements from slot to slot.
+    TRANSPOSED: a state is [V, K] in memory. ``o_ptr``: the output [N, H, V]. ``D_ptr``:
+    the parameter D, SKIPS elements per head (0, 1 or V). ERASES: S^T k is subtracted
+    from v, as in the delta rule. The first gate is the decay, the second the write
+    strength. If there is a third gate, it is the write strength of each column, and the
+    second only scales the subtracted S^T k. Without a second gate, the decay's second
+    result is the write strength.
+
+    If HAS_AFTER, the next state is also written to ``after_ptr``. A sequence whose slot
+    is below zero gets o = 0. The other arguments are as in `conv_step_kernel`.
     """
     h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = n
@@ -479,10 +486,12 @@ def _compute_gate(
     K: tl.constexpr,
 ):
     """Both results of FUNCTION, the function of gate number N, for channels ``k_K`` of
-    head h.
+    head h, as fp32 vectors.
 
-    ``real_K`` is the mask k_K < K. TABLE has the columns and settings of all gates, as
-    ``GATES`` in :mod:`..front.kernels`.
+    ``row_ptr`` points at the sequence's projection row. ``h`` is one of H heads: those
+    of the state, or those of all its updates. ``real_K`` is the mask k_K < K. K is the
+    number of a state's rows, or of its columns for the third gate. TABLE has the
+    columns and settings of all gates, as ``GATES`` in :mod:`..front.kernels`.
     """
     COLUMN: tl.constexpr = TABLE[N][COLUMN_INDEX]
     CHANNELS: tl.constexpr = TABLE[N][PER_CHANNEL_INDEX]
@@ -502,7 +511,8 @@ def _compute_gate(
 def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
     """``buffer[slots] = values`` without the slots below zero.
 
-    The values of a slot must be contiguous.
+    ``buffer [M, ...]``, ``slots [N]`` integers, ``values [N, ...]`` contiguous. The
+    values of one slot must be contiguous in ``buffer``.
     """
     launch = _write_slots_launch(len(values), values[0].numel(), buffer.stride(0))
     launch(buffer, slots, values)
@@ -510,7 +520,10 @@ def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
 def _write_slots_launch(N: int, size: int, stride: int) -> Launch:
-    """The launch of :func:`write_slots_kernel` for N sequences."""
+    """The launch of :func:`write_slots_kernel` for N sequences.
+
+    ``size``: elements of a slot. ``stride``: elements from slot to slot.
+    """
     _require_sequences_within_grid(N)
     require_32_bits("the number of elements of a slot", size + 4096)
     grid = triton.cdiv(size, 4096), N
