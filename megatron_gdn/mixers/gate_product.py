@@ -48,7 +48,11 @@ class SplitRows(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, *d_views: Tensor | None):
-        """The weight's gradient from the gradients of the views; None means zero."""
+        """The weight's gradient from the gradients of the views; None means zero.
+
+        With ``adds_to_main_grad`` the products have added the gradients already. The
+        weight then gets Megatron's mark of this, and a gradient that is not read.
+        """
         weight = ctx.weight
         if not ctx.adds_to_main_grad:
             gradients = [
@@ -113,6 +117,7 @@ class GateProduct(torch.autograd.Function):
                 x_TD, dim=-1, keepdim=True, dtype=_wide_dtype(x)
             ).square()
             r_T1 = (squares / x.shape[-1] + eps).rsqrt()
+        # the gates of all ranks' weights, for the tokens of x
         y = _wide_product(x_TD, factor.t())
         y = (y if r_T1 is None else y * r_T1).to(weight.dtype).unflatten(0, x.shape[:2])
         ctx.save_for_backward(x, whole, factor, gamma, r_T1, y)

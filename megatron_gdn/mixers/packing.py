@@ -237,6 +237,8 @@ def _check_recomputation(documents: Documents) -> None:
     """In a checkpoint's first run, store the stamp of ``documents``; in its
     recomputation, raise a RuntimeError if ``documents`` have no stored stamp.
 
+    A stamp is a tensor on the host with numbers that tell the boundaries.
+
     Other micro-batches may run between a forward and its recomputation, and a reentrant
     checkpoint passes no saved tensor to the recomputation. Both runs know the
     checkpoint's autograd context: in the first run it is the argument ``ctx`` of a
@@ -260,7 +262,11 @@ def _check_recomputation(documents: Documents) -> None:
 
 def _contexts_of_callers() -> Iterator[FunctionCtx]:
     """The contexts of the autograd functions whose forward or backward runs at the
-    moment."""
+    moment.
+
+    torch has no list of them, so the walk over callers looks for functions whose first
+    argument is called ``ctx``.
+    """
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("ctx",):
