@@ -84,7 +84,11 @@ def store_empty_shares(
 
 def _with_padding(optimizer: DistributedOptimizer, state: dict) -> dict:
     """Add an entry to ``state`` for each bucket in which this rank has no parameter;
-    return ``state``."""
+    return ``state``.
+
+    ``state`` has, by the buffer's index and by dtype, a list for each bucket. This list
+    has a dictionary of states for each parameter in this rank's share.
+    """
     group = optimizer.data_parallel_group
     for index, buffer in enumerate(optimizer.buffers):
         for entries_of_buckets in state[index].values():
@@ -202,9 +206,10 @@ def make_states_to_load(
 ) -> object:
     """Let ``ChainedOptimizer.state_dict`` (``state_dict``) make states before a load.
 
-    A load of the format torch_dcp fills the states that exist. Megatron's method
-    ignores ``is_loading`` and makes none. If ``is_loading``, this wrapper first makes
-    the states of each optimizer in ``chained``.
+    A load of the format torch_dcp fills the states that exist. It passes
+    ``is_loading``, which Megatron 0.19's method does not take, and no states exist yet.
+    If ``is_loading``, this wrapper first makes the states of each optimizer in
+    ``chained``.
     """
     if is_loading:
         for member in chained.chained_optimizers:
@@ -349,7 +354,11 @@ _section_rows: dict[str, _SectionRows] = {}  # by the section's key
 
 def register_sections_of_upstream(build: Callable) -> Callable:
     """Wrap ``build(key, ...)``, which divides the tensor of ``key`` into a
-    ShardedTensor per section, so that a load finds each section's rows."""
+    ShardedTensor per section, so that a load finds each section's rows.
+
+    The rows are stored in _section_rows; :func:`load_sections_from_whole_tensor` reads
+    them.
+    """
 
     def build_sections(key: str, *args: object) -> list[ShardedTensor]:
         """Call ``build`` for ``key``, and keep the rows of each section."""
@@ -373,7 +382,10 @@ def load_sections_from_whole_tensor(
     **kwargs: object,
 ) -> StateDict:
     """Call Megatron's ``load``; a section that the checkpoint lacks is read from the
-    whole tensor that Megatron stores."""
+    whole tensor that Megatron stores.
+
+    ``load`` is ``TorchDistLoadShardedStrategy.load``; the other arguments are its own.
+    """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import (
         dict_list_map_inplace,
@@ -383,6 +395,7 @@ def load_sections_from_whole_tensor(
     )
 
     def is_section(value: object) -> bool:
+        """Whether ``value`` is a section whose rows are in _section_rows."""
         return isinstance(value, ShardedTensor) and value.key in _section_rows
 
     if not any(map(is_section, nested_values(sharded_state_dict))):
@@ -392,6 +405,8 @@ def load_sections_from_whole_tensor(
     )
 
     def is_stored_whole(value: Any) -> bool:
+        """Whether the checkpoint lacks the section ``value`` and has the whole
+        tensor."""
         if not is_section(value) or value.key in stored:
             return False
         return _section_rows[value.key].whole_key in stored
@@ -400,6 +415,8 @@ def load_sections_from_whole_tensor(
 
     @cache
     def whole_tensor(key: str) -> Tensor:
+        """The tensor ``key`` of the checkpoint, on the CPU; each rank reads all of
+        it."""
         metadata = stored[key]
         state = {key: torch.empty(metadata.size, dtype=metadata.properties.dtype)}
         load_tensors(
@@ -408,6 +425,7 @@ def load_sections_from_whole_tensor(
         return state[key]
 
     def read(section: ShardedTensor) -> Tensor:
+        """The rows of ``section`` on this rank."""
         key = _section_rows[section.key].whole_key
         return _rows_of(section, whole_tensor(key), stored[key])
 

@@ -72,6 +72,9 @@ def load_old_names(
     """Call Megatron's ``load``; tensors that the checkpoint lacks are read by their
     keys of version 0.1.
 
+    ``load`` is ``TorchDistLoadShardedStrategy.load``; the other arguments are its own.
+    A tensor has its old key only during the call.
+
     Raises:
         ValueError: the checkpoint's gates have another rank than the model's.
     """

@@ -132,6 +132,8 @@ def repair_mixed_dtype_optimizers() -> None:
 
 
 def _wrap(owner: type, name: str, wrapper: Callable) -> None:
+    """Replace the method ``name`` of the class ``owner``; keep the original in
+    _originals."""
     original = getattr(owner, name)
     _originals.append((owner, name, original))
     setattr(owner, name, _wrapped(original, wrapper))
@@ -165,7 +167,8 @@ def _order_as_adam(
     """Run ``__init__`` (``init``), then correct ``model_param_group_index_map``.
 
     Megatron numbers parameters in the order of its buffers; in Adam the fp32 parameters
-    come first.
+    come first. With Megatron's numbers a file would have, for a parameter, the states
+    of another one.
     """
     init(optimizer, *args, **kwargs)
     places = _places_in_adam(optimizer)
@@ -212,7 +215,12 @@ def _load_equal_replicas(
     **kwargs: object,
 ) -> None:
     """Call ``load``, then all-gather the shards of fp32 parameters, so that all
-    data-parallel replicas are equal."""
+    data-parallel replicas are equal.
+
+    ``load`` is a method by which a rank loads the optimizer's shard. The shard of an
+    fp32 parameter is a view of the parameter. So a rank loads only its own shard, and
+    keeps the model file's values, which may be rounded, in the other shards.
+    """
     load(optimizer, *args, **kwargs)
     buffers = getattr(optimizer, "buffers", ())
     if len({buffer.param_dtype for buffer in buffers}) < 2:
@@ -225,7 +233,11 @@ def _load_equal_replicas(
 
 def _lend_main_grads(copy_grads: Callable, optimizer: HalfOptimizer) -> None:
     """Call Megatron's ``copy_grads``; during the call ``main_grad`` of an fp32
-    parameter is its ``grad``, since torch's FSDP2 sets no ``main_grad``."""
+    parameter is its ``grad``.
+
+    ``copy_grads`` reads ``main_grad`` of every fp32 parameter, and torch's FSDP2 sets
+    none.
+    """
     without_main_grad = [
         p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")
     ]
@@ -245,7 +257,12 @@ def _store_all_parameters(
     is_loading: bool = False,
     metadata: object = None,
 ) -> StateDict:
-    """Wrap ``sharded_state_dict`` (``original``), to store fp32 parameters too."""
+    """Wrap ``sharded_state_dict`` (``original``), to store fp32 parameters too.
+
+    Megatron's method lists 16-bit parameters only. The result has the masters of 16-bit
+    parameters by group under _HALF_KEY, as Megatron's. Under _FP32_KEY it has the
+    master of each fp32 parameter by the parameter's index in Adam.
+    """
     if not _mixes_dtypes(optimizer):
         return original(optimizer, model_sharded_state_dict, is_loading, metadata)
     with _fp32_parameters_as_their_own_masters(optimizer):
@@ -279,7 +296,11 @@ def _mixes_dtypes(optimizer: object) -> bool:
 @contextmanager
 def _fp32_parameters_as_their_own_masters(optimizer: HalfOptimizer) -> Iterator[None]:
     """In this context ``optimizer`` lists fp32 parameters among the 16-bit ones, and
-    each as its own master."""
+    each as its own master.
+
+    The order is that of Adam's groups, in which ``sharded_state_dict`` numbers
+    parameters.
+    """
     half_parameters = optimizer.float16_groups
     masters = optimizer.fp32_from_float16_groups
     model_of = {
@@ -302,7 +323,11 @@ def _load_fp32_masters(
     load: Callable, optimizer: HalfOptimizer, state_dict: StateDict
 ) -> None:
     """Call ``load``, then copy the masters of fp32 parameters from ``state_dict`` into
-    the parameters."""
+    the parameters.
+
+    The masters are under _FP32_KEY, or among those under _HALF_KEY. ``load`` knows
+    neither, so they are removed from ``state_dict`` first.
+    """
     masters = state_dict.pop(_FP32_KEY, {}) or _take_fp32_masters(optimizer, state_dict)
     load(optimizer, state_dict)
     parameters = list(_flat(g["params"] for g in optimizer.param_groups))
@@ -317,7 +342,11 @@ def _list_every_master(
     *args: object,
     **kwargs: object,
 ) -> StateDict:
-    """Wrap ``state_dict``: list fp32 parameters too, as their own masters."""
+    """Wrap ``state_dict``: list fp32 parameters too, as their own masters.
+
+    The entry _HALF_KEY has the masters of all parameters by Adam's groups, as files of
+    a layer with 16-bit parameters alone have.
+    """
     state = state_dict(optimizer, *args, **kwargs)
     if _mixes_dtypes(optimizer):
         state[_HALF_KEY] = [list(group["params"]) for group in optimizer.param_groups]
@@ -332,6 +361,7 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
     """
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
+        """The shapes of the parameters in each group."""
         return [[p.shape for p in group] for group in groups]
 
     saved = state.get(_HALF_KEY)
@@ -368,7 +398,11 @@ def _gather_by_dtype(
     allgather_params: Callable, optimizer: LayerWiseDistributedOptimizer
 ) -> None:
     """Broadcast fp32 parameters one by one; Megatron's ``allgather_params`` gathers the
-    other parameters."""
+    other parameters.
+
+    Megatron flattens all parameters of a rank into one tensor, which needs one dtype.
+    During the call the optimizer's lists lack the parameters that were broadcast.
+    """
     groups = optimizer.pg_collection
     before = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
     try:
@@ -391,7 +425,8 @@ def _broadcast_fp32(
     ``params_by_rank``; return the parameters of other dtypes by rank.
 
     If rank 0 of the group has fp32 parameters only, parameters of other dtypes are
-    broadcast too, and None is returned.
+    broadcast too, and None is returned: Megatron reads the dtype from rank 0's first
+    parameter.
     """
     others = [[p for p in ps if p.dtype != torch.float32] for ps in params_by_rank]
     for rank, parameters in enumerate(params_by_rank):

@@ -356,6 +356,8 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     def set_states_without_step(
         self, model_param: torch.Tensor, tensors: StateDict
     ) -> None:
+        """Call ``_set_main_param_and_optimizer_states``, but copy no "step" from
+        ``tensors``, which have none."""
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: StateDict) -> None:

@@ -72,6 +72,8 @@ def warn_of_untested(package: str, installed: str | None = None) -> None:
 
 
 def _installed_version(package: str) -> str | None:
+    """The version of ``package``, which may be "python"; None if it is not
+    installed."""
     if package == "python":
         return platform.python_version()
     return installed_version(package)

@@ -41,6 +41,8 @@ class DuplicatedLinear(nn.Module):
         skip_bias_add: bool = False,
         **options: object,
     ) -> None:
+        """Make ``weight`` ``[output_size, input_size]`` and, if ``bias``, a bias of
+        zeros; ``options`` are ignored."""
         super().__init__()
         if parallel_mode != "duplicated" or (bias and skip_bias_add):
             raise ValueError(

@@ -23,6 +23,8 @@ class TorchRMSNorm(nn.Module):
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
     ) -> None:
+        """Make ``weight`` ``[hidden_size]`` with gamma 1 on the current GPU, or on the
+        CPU."""
         super().__init__()
         if config.normalization != "RMSNorm":
             raise ValueError(
@@ -58,6 +60,7 @@ class TorchRMSNorm(nn.Module):
         ).to(x.dtype)
 
     def extra_repr(self) -> str:
+        """The sizes that torch prints in the module's ``repr``."""
         return (
             f"{self.hidden_size}, eps={self.eps}, "
             f"zero_centered_gamma={self.zero_centered_gamma}"

@@ -80,6 +80,11 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles the classes that a ``.metadata`` file needs, and no others."""
 
     def find_class(self, module_name: str, name: str, /) -> object:
+        """The object ``name`` of the module if it is in _LEGAL_NAMES or is a dtype of
+        torch; else raise an UnpicklingError.
+
+        pickle calls this method for each global that the file names.
+        """
         if name in _LEGAL_NAMES.get(module_name, ()):
             return super().find_class(module_name, name)
         if module_name == "torch" and isinstance(
