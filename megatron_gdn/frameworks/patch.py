@@ -149,6 +149,8 @@ def add_flags_of_kda() -> None:
         return  # this function has run before
 
     def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
+        """Add Megatron's flags to ``parser``, then those of _FLAGS_OF_KDA that it
+        lacks."""
         parser = add_megatrons_arguments(parser)
         group = parser.add_argument_group("Kimi Delta Attention, by megatron_gdn")
         for flag, settings in _FLAGS_OF_KDA.items():
@@ -166,6 +168,7 @@ class _PatchedClass:
     """
 
     def __init__(self, megatron_path: str, our_path: str, options: Options) -> None:
+        """Import both classes; ``options``: an argument of :func:`patch_megatron`."""
         self.megatron_class = resolve_name(megatron_path)
         self.our_class = resolve_name(our_path)
         self.our_name = our_path.replace(":", ".")
@@ -278,6 +281,8 @@ def _make_new(
     None: it builds Megatron's layer."""
 
     def __new__(cls, *args, **kwargs):
+        """Build ``our_class``; a subclass of ``megatron_class``, except mcore-bridge's,
+        is built as it is."""
         # copy and pickle call __new__ without arguments, then fill the layer
         is_constructor_call = bool(args or kwargs)
         if our_class is not None and is_constructor_call:
@@ -295,6 +300,7 @@ def _make_new(
 
 @cache
 def _warn_of_subclass(cls: type, megatron_class: type) -> None:
+    """Warn once that ``cls``, a subclass of ``megatron_class``, is not replaced."""
     logger.warning(
         f"{_full_name(cls)} is a subclass of Megatron's {megatron_class.__name__} and "
         "is built as it is, not as megatron_gdn's layer."

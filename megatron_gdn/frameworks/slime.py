@@ -134,8 +134,8 @@ def _wrap_loader(slime_loader: Callable) -> Callable:
 
     @wraps(slime_loader)
     def load(name: str, reader: Any, hf_config: object) -> Tensor:
-        """The whole Megatron parameter ``name``; ``reader`` reads Hugging Face's
-        files."""
+        """The whole Megatron parameter ``name``, ours in rank order; ``reader`` reads
+        Hugging Face's files."""
         prefix, entry = _translation(name, reader.path)
         if entry is None:
             return slime_loader(name, reader, hf_config)
@@ -192,7 +192,7 @@ def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
         **options: object,
     ) -> list:
         """Quantize the pairs of name and tensor that ``convert`` returned for
-        ``name``."""
+        ``name``: of our parameters one pair for each parameter of slime's layer."""
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
             return slime_quantizer(args, name, converted, *settings, **options)
