@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         subcommands shows, such as ``--tokens``."""
         parsers: list[argparse.ArgumentParser] = [self]
         for action in self._actions:
-            if action.nargs == argparse.PARSER:
+            if action.nargs == argparse.PARSER:  # its choices are the subcommands
                 parsers.extend(dict(action.choices or {}).values())
         names = []
         for parser in parsers:
@@ -74,7 +74,10 @@ class Parser(argparse.ArgumentParser):
 
 def heads(text: str) -> tuple[int, int]:
     """The numbers of key heads and of value heads in ``text``, which is
-    ``KEY:VALUE``."""
+    ``KEY:VALUE``.
+
+    For any other text raise argparse's ArgumentTypeError, which a `Parser` prints.
+    """
     key, _, value = text.partition(":")
     try:
         key_heads = whole_number(key, MOST_HEADS)
@@ -93,7 +96,8 @@ def heads(text: str) -> tuple[int, int]:
 
 
 def whole_number(text: str, most: int = 2**31 - 1) -> int:
-    """The whole number in ``text``, from 1 to ``most``."""
+    """The whole number in ``text``, from 1 to ``most``; another text is an
+    ArgumentTypeError."""
     # int() raises an error for a text of several thousand digits.
     has_few_digits = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
     if not has_few_digits or not 1 <= int(text) <= most:

@@ -23,6 +23,11 @@ computes wrong values. The exit status is 1 if a finding is wrong, else 0.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Print each finding when its check ends; return 1 if a finding is wrong, else 0.
+
+    ``argv`` has the options; None: those of the command line. With ``--json`` all
+    findings are printed at the end.
+    """
     parser = Parser(
         "python -m megatron_gdn.doctor", description=_DESCRIPTION, epilog=_EPILOG
     )

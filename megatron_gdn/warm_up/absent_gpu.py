@@ -124,6 +124,8 @@ class _FakeGpuTensors(TorchDispatchMode):
         self._fake = _FakeModeWithoutDevice(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """torch calls this method for each operator ``function``; with a GPU tensor or
+        device among the arguments, the result is fake."""
         kwargs = kwargs or {}
         if function is torch.ops.aten._pin_memory.default:
             return args[0]

@@ -113,7 +113,11 @@ def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
     run = JITFunction.run
 
     def record_tilelang(kernel: Any, *args: object, **kwargs: object) -> Callable:
-        """Record a variant of a FlashQLA kernel; return a kernel that does nothing."""
+        """Record a variant of a FlashQLA kernel; return a kernel that does nothing.
+
+        The call replaces that of tilelang's ``JITImpl``: ``args`` and ``kwargs`` name
+        the variant.
+        """
         kernel.target = _TARGET
         entry = cache_entry(kernel, args, kwargs, HOPPER_ARCH)
         compile = partial(_compile_tilelang, entry, kernel, args, kwargs)
@@ -134,7 +138,11 @@ def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
 
         def record_variant(key: object, *more: object) -> None:
             """Record a task that compiles this variant of the kernel, in place of
-            compiling it."""
+            compiling it.
+
+            ``key`` is Triton's key of the variant; ``more`` are the other arguments of
+            its ``_do_compile``.
+            """
             task = Task(kernel.__name__, partial(_compile_triton, compile, key, *more))
             recorded.setdefault((kernel, repr(key)), task)
 
@@ -169,13 +177,14 @@ def _compile_tilelang(
 
 
 def _compile_triton(compile: Callable, *variant: object) -> bool:
-    """Compile the variant by ``compile``; return False if Triton's disk cache had
-    it."""
+    """Call ``compile(*variant)``, the kernel's ``_do_compile``; return False if
+    Triton's disk cache had the variant."""
     import triton
 
     found: list[bool] = []
 
     def record(**event: Any) -> None:
+        """Triton calls this after a compilation or a hit in its cache."""
         found.append(event["cache_hit"])
 
     with patch.object(triton.knobs.compilation, "listener", record):
