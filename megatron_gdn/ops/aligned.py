@@ -148,6 +148,8 @@ class _GroupResults:
     """
 
     def __init__(self, grid: ChunkTable, like: Tensor) -> None:
+        """Make rows for all tokens of ``grid``, with the heads and dtype of
+        ``like``."""
         self._grid = grid
         self._shared = None
         if like.stride()[:2] == (0, 0):
@@ -174,6 +176,7 @@ class AlignedFront:
     ``front``, which is not on the grid."""
 
     def __init__(self, front: Front) -> None:
+        """Take over what callers read of ``front``; only :meth:`forward` differs."""
         self.layout = front.layout
         self.names = front.names
         self._front = front
@@ -189,10 +192,12 @@ class AlignedFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Inputs:
-        """The rule's inputs from rows ``proj [S, B, P]``.
+        """The rule's inputs ``[B, S, ...]`` from rows ``proj [S, B, P]``; ``only`` as
+        in :func:`front_on_grid`.
 
         With ``history`` the rows may begin inside a chunk of the grid, so ``front``
-        computes them without the grid.
+        computes them without the grid. Triton's front needs no grid either: with
+        documents, it computes every token by the same code.
         """
         if history is not None or (only is not None and not only):
             return self._front.forward(proj, parameters, documents, only, history)
@@ -212,6 +217,8 @@ class AlignedReadout:
     reads_o: ClassVar[bool] = True
 
     def __init__(self, readout: Readout, documents: Documents | None) -> None:
+        """Take over what callers read of ``readout``; only :meth:`forward` differs.
+        ``documents`` are the boundaries of each batch row."""
         self._readout = readout
         self.backward = readout.backward
         self.gate_columns = readout.gate_columns
@@ -225,7 +232,11 @@ class AlignedReadout:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Rows for out_proj ``[S, B, H V]``, written to ``out`` if it is given."""
+        """Rows for out_proj ``[S, B, H V]``, written to ``out`` if it is given, from
+        ``o [B, S, H, V]`` and ``rows [S, B, P]``.
+
+        A readout that ``is_rowwise`` computes each token by itself and needs no grid.
+        """
         if getattr(self._readout, "is_rowwise", False):
             return self._readout.forward(o, rows, gamma, out=out)
         rows = rows.transpose(0, 1)
@@ -238,6 +249,9 @@ class AlignedReadout:
 
 def apply_token_by_token(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply ``function`` to one token of ``x [S, B, C]`` after another, each as
-    ``[1, 1, C]``; differentiable."""
+    ``[1, 1, C]``; differentiable.
+
+    So in batch-invariant mode a token's bits do not depend on the number of tokens.
+    """
     tokens = x.flatten(0, 1).split(1)
     return torch.cat([function(token[None]) for token in tokens], 1).view(x.shape)

@@ -74,6 +74,7 @@ class _SavingInputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+        """Return ``function(*inputs)``; save ``inputs`` and nothing else."""
         ctx.function = function
         ctx.save_for_backward(*inputs)
         return function(*inputs)
@@ -104,7 +105,8 @@ def output_without_tokens(
     """
 
     def empty_output(*rows_and_parameters: Tensor | None) -> Tensor:
-        """An output without tokens that depends on every given tensor."""
+        """A tensor ``[S, B, width]`` without elements. It depends on every given
+        tensor, so autograd gives each a zero gradient."""
         sums = [x.sum().to(rows.dtype) for x in rows_and_parameters if x is not None]
         return torch.stack(sums).sum().expand(rows.shape[:2] + (width,))
 

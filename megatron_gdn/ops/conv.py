@@ -130,7 +130,8 @@ def convolve_rows(
     """The convolution and ``activation`` of each batch row, ``[B, S, C]``.
 
     ``documents`` are the boundaries in every batch row, ``history`` the rows before
-    each sequence (None: zeros). Of the intermediates autograd saves none.
+    each sequence (None: zeros). Of the intermediates autograd saves none: the backward
+    computes them again.
     """
     position_T = None
     if documents is not None:
@@ -148,7 +149,11 @@ def convolve_rows(
     def convolved(
         x: Tensor, weight: Tensor, bias: Tensor | None, rows_before: Tensor | None
     ) -> Tensor:
-        """The result for given tensors, which autograd can differentiate."""
+        """The result for given tensors, which autograd can differentiate.
+
+        ``add_lead_in_to`` adds what the first W - 1 tokens of each sequence read from
+        ``rows_before``.
+        """
         y = _pre_activation(x, weight, bias, position_T)
         if rows_before is not None and table is not None:
             y = History(rows_before, table).add_lead_in_to(y, weight)

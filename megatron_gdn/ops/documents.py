@@ -58,6 +58,8 @@ class Documents:
     known_on_host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        """Raise a ValueError unless the offsets start at 0, never decrease and end
+        below 2^31."""
         offsets = self.offsets
         if len(offsets) < 2:
             raise ValueError(
@@ -207,7 +209,11 @@ class Documents:
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         """Raise if ``saved``, the stamp that autograd gives the backward, is not the
-        forward's ``stamp``."""
+        forward's ``stamp``.
+
+        Under activation checkpointing, a second forward made ``saved``. It may have run
+        with other boundaries.
+        """
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(
                 changed_boundaries_message("those of another micro-batch")
@@ -290,8 +296,10 @@ class Documents:
         """Other documents, with the offsets ``make(self, *arguments)``, stored as
         :meth:`keep` does.
 
+        For example ``make`` may count boundaries in rows, if a token has several rows.
         The offsets run from 0 to ``tokens``. Documents without tokens are left out; at
-        most ``max_filled`` remain.
+        most ``max_filled`` remain. Only fixed buffers read ``tokens`` and
+        ``max_filled``, as the sizes of their tables.
         """
         return self.keep(_documents_with_offsets, make, *arguments)
 

@@ -68,8 +68,8 @@ def stream_of_tables() -> int:
 
 
 def keep_if_captured[Made](tables: Made) -> Made:
-    """Return ``tables``; if a CUDA graph is being captured, the tables are never
-    freed."""
+    """Return ``tables``; if a CUDA graph is being captured, the tables are never freed,
+    since each replay reads the same addresses."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         _read_by_graphs[id(tables)] = tables
     return tables
@@ -80,7 +80,8 @@ def cached_by_stream[**Arguments, Made](
 ) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
     """A decorator like ``lru_cache``, with separate results for each CUDA stream.
 
-    It keeps ``maxsize`` results, over all streams together.
+    The results have tensors. Another stream could read a tensor before its copy to the
+    device is done. The cache keeps ``maxsize`` results, over all streams together.
     """
 
     def decorate(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:

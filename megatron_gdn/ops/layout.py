@@ -87,6 +87,8 @@ class Layout:
     gate: str = "z"
 
     def __post_init__(self) -> None:
+        """Assert that convolved sections are neighbours, that gates come last, and that
+        each run has neighbours of one shape."""
         convolved = [section.conv for section in self.sections]
         if any(convolved):
             first = convolved.index(True)
@@ -252,8 +254,8 @@ class Layout:
         return replace(self, counts=tuple(counts))
 
     def copies(self, ranks: int) -> tuple[int, ...]:
-        """For each section, how many ranks hold the same columns after
-        :meth:`share`."""
+        """For each section, how many ranks hold the same columns after :meth:`share`:
+        more than 1 if there are fewer heads than ``ranks``."""
         return tuple(
             max(1, ranks // self.heads(section.heads)) for section in self.sections
         )

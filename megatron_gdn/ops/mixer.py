@@ -199,6 +199,8 @@ class MixerFunction(torch.autograd.Function):
     def forward(
         ctx, arguments: MixerArguments, rows: Tensor, *parameters: Tensor | None
     ):
+        """The output ``[S, B, H V]`` from ``rows`` and ``parameters``; with
+        ``arguments.keep`` tensors are saved for the backward."""
         out, saved, ctx.values = _forward(arguments, rows, parameters)
         if arguments.keep:
             ctx.save_for_backward(*saved)

@@ -100,7 +100,10 @@ def why_not_flash_qla(
 
 @cache
 def why_not_flash_qla_package() -> Obstacle | None:
-    """Why the installed flash-qla cannot be used, and the fix; None when it can."""
+    """Why the installed flash-qla cannot be used, and the fix; None when it can.
+
+    A source tree on the path can be imported, but has no version.
+    """
     installed = installed_version("flash-qla")
     if find_spec("flash_qla") is None:
         why = "flash-qla is not installed (pip install 'flash-qla>=0.1.3')"
@@ -122,7 +125,11 @@ def why_not_flash_qla_package() -> Obstacle | None:
 @cache
 def _needs_tilelang(major: int) -> bool:
     """Whether Triton miscompiles fla's backward on GPUs of compute capability
-    ``major``.x."""
+    ``major``.x.
+
+    With Triton 3.4.0 up to, not including, 3.7.1, dg and db are wrong on Hopper (fla
+    issue 640).
+    """
     triton = installed_version("triton")
     return (
         major == 9

@@ -144,6 +144,8 @@ class _StoreGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
+        """Store the gradient of ``out`` under the number of this backward pass. Pass on
+        one element, expanded to the same shape."""
         (gradient,) = gradients
         # create_graph=True; the mixer's backward will refuse it
         if torch.is_grad_enabled():
@@ -167,6 +169,7 @@ class SecondRun:
     def __init__(
         self, front: Front, rule: Rule, sequence_context: SequenceContext
     ) -> None:
+        """``front``, ``rule`` and ``sequence_context`` are those of the forward."""
         self._front = front
         self._rule = rule
         self._sequence_context = sequence_context

@@ -65,6 +65,8 @@ class StaticDocuments(Documents):
         device: torch.device | str = "cpu",
         longest: int | None = None,
     ) -> None:
+        """Make buffers for at most ``max_documents`` documents of at most ``longest``
+        tokens each (None: no limit), ``total_tokens`` together."""
         if longest is None:
             longest = total_tokens
         if min(total_tokens, max_documents, longest) < 1:
@@ -161,8 +163,9 @@ class StaticDocuments(Documents):
         self._checks[key] = check
 
     def refresh(self, check: bool = True) -> None:
-        """Compute all tables again, in place; with ``check``, check the boundaries on
-        the device. A CUDA graph can capture this call."""
+        """Compute all tables again, in place, and set a new :attr:`stamp`; with
+        ``check``, check the boundaries on the device. A CUDA graph can capture this
+        call."""
         with torch.inference_mode(False), torch.no_grad():
             self._stamps["fill"] = torch.empty(0, device="cpu")
             if check:
@@ -186,8 +189,11 @@ class StaticDocuments(Documents):
         return self._stamps["fill"]
 
     def record_forward(self, recomputed: bool) -> None:
-        """Store which fill a forward reads; raise if a ``recomputed`` forward reads
-        another fill than the forward did."""
+        """Store which fill a forward reads.
+
+        Activation checkpointing runs a forward again, ``recomputed``. Such a forward
+        raises if ``fill`` ran after the first forward.
+        """
         if not recomputed:
             self._stamps["read"] = self.stamp
         elif self._stamps["read"] is not self.stamp:
@@ -212,7 +218,8 @@ class StaticDocuments(Documents):
         """The tensors ``make(self, *arguments)``, which :meth:`refresh` overwrites.
 
         The first call for a table raises an error if a CUDA graph is being captured.
-        ``move`` is not read: the tensors are on the device.
+        Documents that :meth:`keep_documents` derived share ``_tables``; ``_key`` tells
+        them apart. ``move`` is not read: the tensors are on the device.
         """
         key = self._key, (make, arguments)
         if key not in self._tables:
@@ -249,6 +256,7 @@ class StaticDocuments(Documents):
 
     @property
     def offsets(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Raise an error: the host does not know the boundaries."""
         raise NotImplementedError(
             "the host needs the boundaries here, and those in fixed buffers "
             "(StaticDocuments, for CUDA graphs) are on the device alone. Use a "
@@ -275,6 +283,8 @@ class StaticDocuments(Documents):
         return -2, self.max_filled
 
     def max_chunks(self, size: int) -> int:
+        """The most chunks of ``size`` tokens that T tokens in at most ``max_filled``
+        documents can have."""
         return (
             self.total_tokens + (size - 1) * min(self.max_filled, self.total_tokens)
         ) // size

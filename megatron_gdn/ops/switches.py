@@ -23,18 +23,22 @@ class _ProcessWideSetting:
     """
 
     def __init__(self, change: Callable[[], Callable[[], None] | None]) -> None:
+        """``change`` changes the setting, and returns the function that undoes the
+        change, or None."""
         self._change = change
         self._undo = None
         self._threads_inside = 0
         self._lock = threading.Lock()
 
     def __enter__(self) -> None:
+        """Change the setting, unless another thread is inside already."""
         with self._lock:
             if self._threads_inside == 0:
                 self._undo = self._change()
             self._threads_inside += 1
 
     def __exit__(self, *_error: object) -> None:
+        """Undo the change if no other thread is inside."""
         with self._lock:
             self._threads_inside -= 1
             if self._threads_inside == 0 and self._undo is not None:
@@ -103,8 +107,8 @@ def _old_switch() -> str | None:
 
 
 def _restore_old_switch(precision: str) -> None:
-    """Set the old switch, float32_matmul_precision, to ``precision``; leave the new
-    switch of the CPU as it is."""
+    """Set the old switch, float32_matmul_precision, to ``precision``. Then give the
+    CPU's new switch its value back, which the old switch may have changed."""
     host: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch declares no type
     kept_host = host.fp32_precision
     torch.set_float32_matmul_precision(precision)
@@ -135,6 +139,7 @@ def leaves_memory_unfilled[**Arguments, Made](
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        """Run ``function``; torch does not fill new memory until it returns."""
         if not torch.are_deterministic_algorithms_enabled():
             return function(*args, **kwargs)
         with _memory_unfilled:

@@ -55,7 +55,11 @@ class TreeLevel(NamedTuple):
     child_counts: tuple[int, ...]
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """The rows of ``x [1, T, ...]`` at this level's tokens."""
+        """The rows of ``x [1, T, ...]`` at this level's tokens.
+
+        A slice is copied if its address is not a multiple of ALIGNMENT bytes, as
+        kernels require.
+        """
         if isinstance(self.token_indices, slice):
             rows = x[:, self.token_indices]
             if rows.data_ptr() % ALIGNMENT == 0:
@@ -82,6 +86,8 @@ class TreeDocuments(Documents):
     lengths_without_padding: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        """Raise a ValueError unless each document has a parent before it, or none
+        (-1)."""
         super().__post_init__()
         if len(self.parents) != len(self.lengths):
             raise ValueError(
@@ -115,6 +121,8 @@ class TreeDocuments(Documents):
         return tuple(ancestors)
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
+        """The tokens of the ancestors of the document that begins at token ``start``:
+        one slice of the buffer per ancestor with tokens, the oldest first."""
         document = bisect_right(self.offsets, start) - 1
         return tuple(self._tokens_of(i) for i in self.ancestors[document])
 
@@ -137,6 +145,8 @@ class TreeDocuments(Documents):
 
     @cached_property
     def position_in_sequence_T(self) -> Tensor:
+        """int32 ``[T]``: how many tokens come before each token, in its document and in
+        all ancestors of this document."""
         before_N = torch.tensor(self._count_before, dtype=torch.int32, device="cpu")
         before_T = before_N.repeat_interleave(torch.tensor(self.lengths, device="cpu"))
         return self.position_T + to_device(before_T, self.device)
@@ -259,6 +269,13 @@ class ForwardByLevel(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
+        """The output ``o [1, T, H, V]``, with zeros at padding.
+
+        ``initial`` must be None and ``final`` False. Level 0 starts from zeros, a later
+        level from its parents' final states. With ``keep``, the backward gets for each
+        level the entering states, ``through`` and the inner rule's tensors. The first
+        and the last level need no ``through``.
+        """
         assert initial is None and not final
         inner = self.rule.rule
         outputs = []
@@ -305,6 +322,11 @@ class BackwardByLevel(RuleBackward):
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> Gradients:
+        """The gradients of the inputs, ``[1, T, ...]``, with zeros at padding.
+
+        ``initial`` and ``d_final`` must be None. In the loop ``d_final`` holds dS_out
+        of one level's documents, None for the last level.
+        """
         assert initial is None and d_final is None
         inner = self.rule.rule
         tensors = list(self.saved.tensors)
@@ -352,6 +374,7 @@ class RuleByLevel(Rule):
     backward = BackwardByLevel
 
     def __init__(self, rule: Rule) -> None:
+        """``rule`` runs the documents of one level as packed documents."""
         self.rule = rule
         self.name = rule.name
         self.bits = rule.bits

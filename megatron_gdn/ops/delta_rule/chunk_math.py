@@ -167,7 +167,8 @@ def _zero_tokens(x: Tensor, selected: Tensor) -> None:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value (or NaN) of each row."""
+    """The largest absolute value (or NaN) of each row: ``[m, C]`` from
+    ``x [m, C, D]``."""
     if x.is_cuda:
         return torch.linalg.vector_norm(x, float("inf"), dim=-1)
     return x.abs().amax(-1)  # on a CPU vector_norm is slow
@@ -183,8 +184,8 @@ def ones_from_diagonal(
 
 
 def sum_to_diagonal(x: Tensor, diagonal: int) -> Tensor:
-    """Column i of the result is the sum of the columns j of ``x`` with i - j >=
-    ``diagonal``.
+    """Column i of the result is the sum of the columns j of ``x [..., C]`` with i - j
+    >= ``diagonal``.
 
     A batched product computes the sums: on a GPU ``cumsum`` has no fixed order, and
     Megatron's batch-invariant mode replaces ``mm`` by a kernel with TF32 precision.
@@ -205,6 +206,9 @@ class _Decays(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, g: Tensor, *pairs: Tensor) -> tuple[Tensor, ...]:
+        """Return exp(G) and exp(G_C - G), each ``[b, C]``, then the decayed pairs, each
+        ``[b, C, C]``. Rows i b / m to (i + 1) b / m - 1 of ``g`` share matrix i of a
+        pair."""
         # Sums and differences of g are in fp64: after a strong decay G is in the
         # thousands, and the difference of two such fp32 numbers lacks the digits that
         # exp() magnifies. g is clamped, since (-inf) - (-inf) would be NaN.

@@ -81,6 +81,9 @@ class FlaDeltaRule(FlaRule):
         initial: Tensor | None,
         final: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Pass the states from chunk to chunk, from ``initial`` (None: zeros). Returns
+        the states before chunks, the written values ``u - w S``, and the final states
+        if ``final``."""
         return self.fla.chunk_gated_delta_rule_fwd_h(
             **products.walk_arguments,
             initial_state=initial,
@@ -89,6 +92,8 @@ class FlaDeltaRule(FlaRule):
         )
 
     def state_map(self, call: FlaForward, products: ChunkProducts) -> StateMap:
+        """The maps ``[N, H, K, .]`` of the sequences, composed of their segments' maps.
+        Sequences are cut so that their segments run in parallel."""
         segments = segments_of(call.inputs, call.documents)
         u = products.walk_arguments["u"]
         if len(segments.offsets) > MOST_PROGRAMS:
@@ -118,6 +123,8 @@ class FlaDeltaRule(FlaRule):
         return compose(local.contiguous(), through.contiguous(), segments)
 
     def d_states(self, call: FlaBackward, any_states: Tensor) -> Tensor:
+        """The gradients ``[N, H, K, V]`` of the initial states, with zero gradients of
+        the final states. Values of ``any_states`` are not read."""
         _, d_local, _ = self.fla.chunk_gated_delta_rule_bwd_dhu(
             **self.backward_arguments(call),
             do=call.d_o,
@@ -162,6 +169,7 @@ class FlaChannelRule(FlaDeltaRule):
         )
 
     def chunk_products(self, call: FlaForward) -> ChunkProducts:
+        """The products inside each chunk; Aqk is also what the output needs."""
         g_sum = self.decay_sums(call)
         scale = call.inputs.k.shape[-1] ** -0.5
         w, u, _, k, Aqk, Akk = self.call_fla(
@@ -172,6 +180,8 @@ class FlaChannelRule(FlaDeltaRule):
     def output(
         self, call: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
+        """The output ``[B, S, H, V]`` from ``states`` before chunks and ``written``
+        values."""
         return self.fla.chunk_gla_fwd_o_gk(
             q=call.inputs.q,
             v=written,
@@ -186,6 +196,8 @@ class FlaChannelRule(FlaDeltaRule):
         return self.decay_sums(call), *call.saved.tensors
 
     def backward_arguments(self, call: FlaBackward) -> dict[str, Tensor]:
+        """The arguments that :attr:`FlaDeltaRule.backward_arguments` lists, computed
+        again from the sums of g, Aqk and Akk."""
         g_sum, Aqk, Akk = call.kept
         w, u, q, k = self.call_fla(self.recompute_function, call, gk=g_sum, A=Akk)
         _, dv = self.fla.chunk_kda_bwd_dAv(
@@ -202,6 +214,8 @@ class FlaChannelRule(FlaDeltaRule):
     def gradients(
         self, call: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> Gradients:
+        """The gradients of the inputs; ``initial`` and ``d_final`` are ``[N, H, K, V]``
+        or None (zeros)."""
         g_sum, Aqk, Akk = call.kept
         dq, dk, dv, *d_gates_and_dg = self.call_fla(
             self.backward_function,

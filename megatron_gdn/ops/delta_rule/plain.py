@@ -146,6 +146,8 @@ class PlainForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
+        """The output and the final states, one group of chunks after another. The
+        backward gets no tensors: it runs the groups again."""
         chunks = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID)
         v = self.inputs.v
         table = chunks.table
@@ -267,6 +269,8 @@ class PlainRule(Rule):
         chunk_size: int = CHUNK,
         scale: float | None = None,
     ) -> None:
+        """``bits`` is raised to ``DETERMINISTIC``, which this rule always keeps.
+        ``chunk_size`` is in tokens."""
         self.bits = max(bits, self.bits)
         self.chunk_size = chunk_size
         self.scale = scale

@@ -83,6 +83,8 @@ class _RuleCall:
     """
 
     def __init__(self, rule: Any, inputs: Inputs, documents: Documents | None) -> None:
+        """Store the call's arguments; with ``documents``, view the inputs of all batch
+        rows as one row."""
         self.rule = rule
         self.documents = documents
         given = [x for x in inputs if x is not None]
@@ -124,6 +126,8 @@ class RuleBackward(_RuleCall):
         saved: SavedForBackward,
         documents: Documents | None,
     ) -> None:
+        """Store the call's arguments: ``d_o [B, S, H, V]``, and ``saved`` from the
+        forward's output. With ``documents``, view ``d_o`` and the inputs as one row."""
         super().__init__(rule, inputs, documents)
         self.saved = saved
         if documents is not None:

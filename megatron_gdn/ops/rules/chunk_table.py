@@ -200,11 +200,15 @@ class GroupOnDevice(ChunkGroup):
     has_last_chunk: Tensor
 
     def select_states(self, states: Tensor, *, ends: bool = False) -> Tensor:
+        """All of ``states [N, ...]``: the host does not know which sequences begin
+        here."""
         return states
 
     def write_states(
         self, states: Tensor, new: Tensor, *, begins: bool = False
     ) -> None:
+        """Write ``new [N, ...]`` to ``states`` for the sequences that end in the group
+        (with ``begins``, begin in it)."""
         if begins:
             is_here = self.has_first_chunk
         else:
@@ -219,6 +223,12 @@ class GroupOnDevice(ChunkGroup):
         given: Tensor,
         back: bool = False,
     ) -> WalkedStates:
+        """As :meth:`ChunkGroup.walk`, for ``given`` states ``[N, H, K, V]`` of all
+        sequences.
+
+        The third result has one state for each of the N sequences. It is meaningful
+        only for the sequences that end in the group (with ``back``, begin in it).
+        """
         if back:
             leaving = states[:-1]
             starts = self.ends_sequence

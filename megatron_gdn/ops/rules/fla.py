@@ -95,6 +95,8 @@ class FlaForward(RuleForward):
     def __init__(
         self, rule: FlaRule, inputs: Inputs, documents: Documents | None
     ) -> None:
+        """Refuse calls that fla's kernels cannot run, and make their arguments for
+        boundaries."""
         super().__init__(rule, inputs, documents)
         if (
             rule.reads_boundaries
@@ -134,6 +136,8 @@ class FlaForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
+        """The output from ``initial`` states; ``keep`` is not read. The products of
+        :meth:`state_map` are used again, then freed."""
         with self.rule.configurations():
             products = self._chunk_products()
             self._products = None
@@ -161,6 +165,8 @@ class FlaBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
+        """``[N, H, K, V]``: the gradient of the initial states, with zero gradients of
+        the final states."""
         # fla computes this gradient only if it gets initial states. It does not read
         # their values, so they are left uninitialised.
         B, _, H, V = self.d_o.shape
@@ -178,6 +184,8 @@ class FlaBackward(RuleBackward):
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> Gradients:
+        """The gradients of the inputs ``[B, S, ...]``; ``initial`` and ``d_final`` are
+        ``[N, H, K, V]`` or None (zeros)."""
         with self.rule.configurations():
             grads = self.rule.gradients(
                 self, contiguous_state(initial), contiguous_state(d_final)

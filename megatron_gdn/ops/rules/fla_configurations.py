@@ -112,8 +112,8 @@ def tuned_kernels() -> tuple[_Tuned, ...]:
 
 
 def _configuration_of(kernel: Any) -> Any:
-    """The entry of the kernel's list that ``FIXED`` names; the first entry if there is
-    none."""
+    """The entry of ``kernel.configs`` that ``FIXED`` names; the first entry if there is
+    none. ``kernel`` is a Triton ``Autotuner``."""
     fixed = FIXED.get(kernel.base_fn.__name__)
     for entry in kernel.configs:
         configuration = Configuration(entry.num_warps, entry.num_stages, entry.kwargs)

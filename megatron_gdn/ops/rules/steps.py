@@ -36,11 +36,13 @@ def spread_steps(inputs: Inputs, steps: int) -> Inputs:
     """
 
     def heads_to_rows(x: Tensor | None) -> Tensor | None:
+        """``[B, n S, H, ...]`` from ``x [B, S, n H, ...]``; None stays None."""
         if x is None:
             return None
         return x.unflatten(2, (steps, -1)).flatten(1, 2)
 
     def to_row(x: Tensor | None, row: int) -> Tensor | None:
+        """``[B, n S, ...]``: ``x [B, S, ...]`` in row number ``row`` of each token."""
         if x is None:
             return None
         return _with_zero_rows(x, row, steps)
@@ -92,6 +94,8 @@ class StepsForward(RuleForward):
     def __init__(
         self, rule: RuleOfSteps, inputs: Inputs, documents: Documents | None
     ) -> None:
+        """Begin the inner rule's forward over ``n S`` rows for the S tokens of
+        ``inputs [B, S, ...]``."""
         steps = rule.steps
         self._steps = steps
         rows = documents_of_steps(documents, steps)
@@ -103,6 +107,7 @@ class StepsForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
+        """The inner rule's output at the last row of each token: ``o [B, S, H, V]``."""
         output = self._inner.run(initial, keep=keep, final=final)
         return output._replace(o=_row_of_each_token(output.o, -1, self._steps))
 
@@ -119,6 +124,8 @@ class StepsBackward(RuleBackward):
         saved: SavedForBackward,
         documents: Documents | None,
     ) -> None:
+        """Begin the inner rule's backward; ``d_o`` is ``[B, S, H, V]``, ``saved`` is
+        from the inner rule's forward."""
         steps = rule.steps
         self._steps = steps
         self._inner = rule.rule.begin_backward(
@@ -151,6 +158,7 @@ class StepsBackward(RuleBackward):
         steps = self._steps
 
         def rows_to_heads(x: Tensor) -> Tensor:
+            """``[B, S, n H, ...]`` from ``x [B, n S, H, ...]``."""
             return x.unflatten(1, (-1, steps)).flatten(2, 3)
 
         return grads._replace(
@@ -169,6 +177,8 @@ class RuleOfSteps(Rule):
     backward = StepsBackward
 
     def __init__(self, rule: Rule, steps: int) -> None:
+        """Wrap ``rule``. What it says about bits, heads and saved tensors holds for its
+        rows too."""
         # A rule with fp16 operands scales its gradients by one factor per head. Here it
         # would need one factor per head and step.
         assert rule.operand_dtype is None
@@ -187,6 +197,8 @@ class RuleOfSteps(Rule):
         documents: Documents | None,
         initial: Tensor | None,
     ) -> RuleOutput:
+        """Run the inner rule's forward again over rows; return ``o`` of each token's
+        last row."""
         steps = self.steps
         rows = documents_of_steps(documents, steps)
         output = self.rule.recompute(spread_steps(inputs, steps), kept, rows, initial)

@@ -169,7 +169,11 @@ class Segments:
 def _build_segments(
     documents: Documents, cut: Callable[..., SegmentBoundaries], *arguments: object
 ) -> Segments:
-    """Compute the tables for the segments of ``cut(documents, *arguments)``."""
+    """The :class:`Segments` of ``cut(documents, *arguments)``, with tables on the
+    device.
+
+    In fixed buffers the host does not know the chains, so their steps are empty.
+    """
     made = documents.keep_tensors(_compute_tables, cut, *arguments, move=False)
     device = documents.device
     tables = _SegmentTables._make(to_device(x, device) for x in made)
