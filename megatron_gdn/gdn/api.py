@@ -260,6 +260,12 @@ class _RunRule(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_o: Tensor, d_final: Tensor | None):
+        """The gradients of q, k, v, g and beta, in the dtypes of these inputs, and of
+        the initial states, or None.
+
+        The forward's state maps are computed only if the initial states need a
+        gradient.
+        """
         # Under activation checkpointing, ctx.saved_tensors may be read only once.
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         inputs = RuleInputs(q, k, v, g, beta)

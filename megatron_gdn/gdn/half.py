@@ -49,6 +49,8 @@ class HalfBackward(RuleBackward):
         saved: SavedForBackward,
         documents: Documents | None,
     ) -> None:
+        """Scale ``d_o [B, S, H, V]`` to fp16, and begin the backward of the wrapped
+        rule with it."""
         self._key_heads = inputs.k.shape[2]
         # d_o times the powers, in fp16; the powers and the inverse powers, fp32 [H]
         self._scaled_d_o, self._powers, self._inverse_powers = _scaling_of(d_o).to_half(
@@ -65,6 +67,12 @@ class HalfBackward(RuleBackward):
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> RuleGrads:
+        """The gradients of the inputs, times the powers of two; ``factor`` has the
+        inverse powers ``[H]``.
+
+        If ``d_final`` times the powers is 2^5 or more, the powers are lowered, and
+        ``d_o`` is scaled again in place.
+        """
         if d_final is not None:
             scaling = _scaling_of(self._scaled_d_o)
             ratio, self._powers, self._inverse_powers = scaling.lower_powers(
@@ -93,6 +101,7 @@ class HalfOperands(Rule):
     backward = HalfBackward
 
     def __init__(self, rule: Rule) -> None:
+        """Wrap ``rule``, whose forward runs unchanged; only the backward scales."""
         assert not rule.batch_invariant
         self.name = rule.name
         self.backward_reads = rule.backward_reads

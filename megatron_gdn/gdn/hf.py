@@ -65,7 +65,11 @@ def ba_rows(dims: GDNDims) -> list[int]:
 
 def interleaved_rows(dims: GDNDims) -> Tensor:
     """For each row of the fused projection, its index in
-    ``cat(in_proj_qkvz, in_proj_ba)``."""
+    ``cat(in_proj_qkvz, in_proj_ba)``.
+
+    `rows_by_group` gives the fused projection's row for each interleaved row;
+    ``argsort`` inverts this permutation.
+    """
     G = dims.num_key_heads
     widths = dims.layout.widths  # of query, key, value, z, beta, alpha
     qkvz = rows_by_group(widths[:4], G).argsort()

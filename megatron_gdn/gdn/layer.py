@@ -45,6 +45,7 @@ class GDNOptions(MixerOptions):
     allow_neg_eigval: bool | None = None
 
     def __post_init__(self) -> None:
+        """Raise a ValueError for unknown operands or an unknown activation."""
         super().__post_init__()
         require_operands(self.rule_operands)
         if self.output_gate_activation is not None:
@@ -158,6 +159,8 @@ class GatedDeltaNet(UpstreamNames):
         is_mtp_layer: bool = False,
         **options: object,
     ) -> None:
+        """Read sizes and options, then build the projections and parameters; arguments
+        as in the class."""
         if config.experimental_attention_variant == "gdn2":
             raise ValueError(
                 "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and "

@@ -46,16 +46,19 @@ class FlaGDN(FlaDeltaRule):
     def why_not(
         cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
     ) -> Obstacle | None:
+        """As :meth:`FlaRule.why_not`, which takes the states' shape."""
         return super().why_not(device, dtype, sizes.state)
 
     @classmethod
     def repeats(
         cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
     ) -> RepeatResult:
+        """As :meth:`FlaRule.repeats`, which takes the states' shape."""
         return super().repeats(device, dtype, sizes.state)
 
     def chunk_products(self, call: FlaForward) -> ChunkProducts:
-        """The products inside each chunk, which need no state."""
+        """The products inside each chunk, which need no state: w and u of
+        :class:`FlaDeltaRule`, and for the backward the inverse A."""
         _, k, v, _, beta = call.inputs
         g_sum = self.decay_sums(call)
         w, u, A = self.fla.chunk_gated_delta_rule_fwd_intra(
@@ -96,6 +99,8 @@ class FlaGDN(FlaDeltaRule):
     def gradients(
         self, call: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> RuleGrads:
+        """The gradients of the inputs; ``initial`` and ``d_final`` are ``[N, H, K, V]``
+        or None (zeros). fla returns dbeta before dg."""
         q, k, v, _, beta = call.inputs
         g_sum, A = call.kept
         grads = self.fla.chunk_gated_delta_rule_bwd(

@@ -588,7 +588,8 @@ class HopperKernels:
 
 def compiled_function(kernel: Any) -> Callable:
     """The compiled function in a tilelang ``kernel``, or ``kernel`` if its form is
-    unknown."""
+    unknown. Unlike the kernel object, the function neither checks nor repacks
+    arguments."""
     adapter = getattr(kernel, "adapter", None)
     if adapter is None or getattr(adapter, "result_idx", True):
         return kernel

@@ -71,7 +71,11 @@ def _modules_of_kernels(chunk: ModuleType) -> dict[str, ModuleType]:
 
 @cache
 def own_kernels() -> ModuleType:
-    """FlashQLA's own module, which has the kernels for this GPU's architecture."""
+    """FlashQLA's own module, which has the kernels for this GPU's architecture.
+
+    On Hopper its kernels get the fences that they lack (:mod:`.fences`). Every kernel
+    is compiled once per machine (:mod:`.builds`).
+    """
     from flash_qla.ops.gated_delta_rule import chunk  # pyright: ignore[reportMissingImports]
 
     try:
@@ -97,7 +101,11 @@ def own_kernels() -> ModuleType:
 
 def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
     """Offsets of segments by FlashQLA's cost model for ``value_heads``; None if no
-    sequence is cut."""
+    sequence is cut.
+
+    The default device is the CPU meanwhile, so FlashQLA makes its tensors beside
+    ``documents.starts``.
+    """
     with torch.device("cpu"):
         context = kernels().build_cp_context(
             documents.starts,
@@ -142,6 +150,8 @@ def plan_of(
 def _make_plan(
     documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
 ) -> Segments:
+    """Compute :func:`plan_of`: by FlashQLA's cost model if the host knows the
+    boundaries and bits may vary, else by each sequence's length."""
     if documents.known_on_host and not batch_invariant:
         offsets = _cut_by_cost(documents, value_heads)
         if offsets is None:
@@ -149,7 +159,8 @@ def _make_plan(
         segments = Segments.of(documents, cut_at, tuple(offsets))
         return _store_chunk_tables(segments, documents)
     if not documents.known_on_host:
-        # In fixed buffers sequences with initial states must not be cut.
+        # In fixed buffers the host does not know the chains of segments, so sequences
+        # with initial states must not be cut.
         if with_states:
             return plan_without_cuts(documents)
         if not batch_invariant and not largest_number_of_cuts(documents, value_heads):
@@ -164,6 +175,7 @@ def plan_without_cuts(documents: Documents) -> Segments:
 
 
 def _make_plan_without_cuts(documents: Documents) -> Segments:
+    """Compute :func:`plan_without_cuts`, with the tables that FlashQLA looks for."""
     return _store_chunk_tables(
         Segments.of(documents, one_segment_per_sequence), documents
     )

@@ -123,6 +123,8 @@ class FlashQlaBackward(RuleBackward):
         saved: SavedForBackward,
         documents: Documents | None,
     ) -> None:
+        """Take the segments and tensors from ``saved``. After a forward on the grid,
+        which cut nothing, cut the sequences now."""
         super().__init__(rule, d_o, inputs, saved, documents)
         self._segments = saved.plan
         self._saved_tensors = SavedTensors._make(saved.tensors)
@@ -191,6 +193,12 @@ class FlashQlaBackward(RuleBackward):
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> RuleGrads:
+        """The gradients of the inputs; ``initial`` and ``d_final`` are ``[N, H, K, V]``
+        or None (zeros).
+
+        If ``through`` is saved, the kernel gets the segments' entering states and
+        leaving gradients in place of these. All saved tensors are freed.
+        """
         tensors = self._saved_tensors
         states_in = initial
         d_states_out = d_final
@@ -280,6 +288,8 @@ class FlashQlaRule(Rule):
     def why_not(
         cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
     ) -> Obstacle | None:
+        """Why FlashQLA cannot train these heads here; its kernels need an even number
+        of value heads."""
         obstacle = why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim)
         heads = _why_not_heads(sizes.value_heads)
         if obstacle is None and heads is not None:

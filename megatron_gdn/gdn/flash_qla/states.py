@@ -170,6 +170,7 @@ class _Boundaries(NamedTuple):
 
 
 def _boundaries_of(segments: Segments | None) -> _Boundaries:
+    """The offsets that FlashQLA's functions take; without ``segments`` all are None."""
     if segments is None:
         return _Boundaries()
     return _Boundaries(
