@@ -109,6 +109,8 @@ class GatedDeltaNet2(RecurrentMixer):
         is_mtp_layer: bool = False,
         **options: object,
     ) -> None:
+        """Read sizes and options, then build the projections and parameters; arguments
+        as in the class."""
         given = GDN2Options.of(options)
         super().__init__(
             config,

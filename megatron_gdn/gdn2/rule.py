@@ -44,6 +44,8 @@ class PlainGDN2(PlainRule):
     grads = GDN2Inputs
 
     def values(self, chunks: GDN2Inputs) -> ChunkValues:
+        """The values for :func:`.chunk_math.run_group`; ``chunks`` are the inputs'
+        chunks ``[n heads, C, ...]``."""
         q, k, v, g, b, w = chunks
         if self.scale is None:
             scale = k.shape[-1] ** -0.5
@@ -88,12 +90,13 @@ class FlaGDN2(FlaChannelRule):
         saved: SavedForBackward,
         documents: Documents | None,
     ) -> RuleBackward:
+        """Begin a backward with the repeated tensors that the forward read."""
         return super().begin_backward(d_o, _repeat_key_heads(inputs), saved, documents)
 
 
 def _repeat_key_heads(inputs: GDN2Inputs) -> GDN2Inputs:
-    """Repeat q, k, g and b for the value heads, and convert the gates to the dtype of k
-    and v."""
+    """Repeat q, k, g and b ``[B, S, G, K]`` for the value heads; convert the gates to
+    the dtype of k and v."""
     k, v = inputs.k, inputs.v
     inputs = inputs._replace(b=inputs.b.to(k.dtype), w=inputs.w.to(v.dtype))
     if k.shape[2] == v.shape[2]:
@@ -115,8 +118,8 @@ def choose_gdn2(
     dtype: torch.dtype,
     bits: Bits = Bits.FREE,
 ) -> Choice:
-    """Choose the rule of a Gated DeltaNet-2: ``"fla"``, ``"reference"`` or
-    ``"auto"``."""
+    """Choose the rule of a Gated DeltaNet-2 for heads with this ``state``: ``"fla"``,
+    ``"reference"`` or ``"auto"``."""
     return choose(
         backend,
         "Gated DeltaNet-2",
