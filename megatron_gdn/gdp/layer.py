@@ -156,6 +156,8 @@ class GatedDeltaProduct(MambaLayerMixer):
         name: str | None = None,
         **options: object,
     ) -> None:
+        """Read sizes and options, then build the projections and parameters; arguments
+        as in the class."""
         if not rmsnorm or norm_before_gate:
             raise ValueError(
                 f"rmsnorm={rmsnorm}, norm_before_gate={norm_before_gate}: a "

@@ -24,6 +24,8 @@ class GDPDims:
     num_householder: int  # updates of the state per token
 
     def __post_init__(self) -> None:
+        """Raise an error unless all sizes are at least 1, and groups divide the
+        heads."""
         require_sizes(self)
         if self.num_heads % self.num_groups:
             raise SizeError(
