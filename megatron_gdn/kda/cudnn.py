@@ -83,6 +83,7 @@ class _CudnnArguments:
     """
 
     def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
+        """Check ``inputs``, lay their batch rows end to end, and make the offsets."""
         if documents is not None and not documents.known_on_host:
             raise NotImplementedError(
                 "backend='cudnn' does not take documents in fixed buffers, whose "
@@ -129,6 +130,8 @@ class CudnnForward(RuleForward):
     def __init__(
         self, rule: Rule, inputs: RuleInputs, documents: Documents | None
     ) -> None:
+        """Make the arguments of cuDNN's calls; they depend only on ``inputs`` and
+        ``documents``."""
         self._arguments = _CudnnArguments(inputs, documents)
 
     def _run(self, v: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,6 +168,8 @@ class CudnnForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
+        """The output ``[B, S, H, V]`` and, with ``final``, the final states; the
+        backward needs no saved tensors."""
         arguments = self._arguments
         o, last = self._run(arguments.tokens.v, arguments.states(initial))
         o = in_rows(o[None], arguments.rows)
@@ -182,6 +187,8 @@ class CudnnBackward(RuleBackward):
         saved: SavedForBackward,
         documents: Documents | None,
     ) -> None:
+        """Make the arguments of cuDNN's calls from ``inputs`` and ``d_o [B, S, H, V]``;
+        ``saved`` is empty."""
         self._arguments = _CudnnArguments(inputs, documents)
         self._d_o = in_one_row(d_o)[0].contiguous()
 
@@ -203,6 +210,8 @@ class CudnnBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
+        """``[N, H, K, V]``: the gradient of the initial states, with zero gradients of
+        the final states."""
         # The gradient does not depend on the initial states.
         gradients = self._run(initial=None, d_final=None)
         return gradients[5].mT.contiguous()
@@ -211,6 +220,8 @@ class CudnnBackward(RuleBackward):
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> RuleGrads:
+        """The gradients of the inputs; ``initial`` and ``d_final`` are ``[N, H, K, V]``
+        or None (zeros)."""
         of_inputs = self._run(initial, d_final)[:5]
         rows = self._arguments.rows
         return RuleGrads(*(in_rows(x[None], rows) for x in of_inputs))

@@ -223,6 +223,8 @@ class KimiDeltaAttention(RecurrentMixer):
         is_mtp_layer: bool = False,
         **options: object,
     ) -> None:
+        """Read sizes and options, then build the projections and parameters; arguments
+        as in the class."""
         given = KDAOptions.of(options)
         kda_fields = {
             field: _config_field_or_flag(config, field) for field in _KDA_FIELDS
@@ -493,7 +495,10 @@ class KimiDeltaAttention(RecurrentMixer):
 
     def _init_others(self) -> None:
         """Fill the weights that `_add_projections` added by the config's
-        ``init_method``."""
+        ``init_method``.
+
+        A whole weight is filled without a group: each rank draws the same values.
+        """
         method = self.config.init_method
         assert method is not None
         if not self.config.perform_initialization:

@@ -46,6 +46,8 @@ class FlaKDA(FlaChannelRule):
     def __init__(
         self, lower_bound: float | None = None, bits: Bits = Bits.FREE
     ) -> None:
+        """``lower_bound`` is the least log-decay; None: there is no bound.
+        ``safe_gate`` selects fla's faster kernels."""
         super().__init__(bits)
         safe = lower_bound is not None and lower_bound >= _SAFE_LOWER_BOUND
         self.extra_arguments = {"safe_gate": safe}
@@ -54,12 +56,14 @@ class FlaKDA(FlaChannelRule):
     def why_not(
         cls, device: torch.device, dtype: torch.dtype, sizes: KDARuleSizes
     ) -> Obstacle | None:
+        """As :meth:`FlaRule.why_not`, which takes the states' shape."""
         return super().why_not(device, dtype, sizes.state)
 
     @classmethod
     def repeats(
         cls, device: torch.device, dtype: torch.dtype, sizes: KDARuleSizes
     ) -> RepeatResult:
+        """As :meth:`FlaRule.repeats`, which takes the states' shape."""
         return super().repeats(device, dtype, sizes.state)
 
     @classmethod
