@@ -154,6 +154,8 @@ class Mamba2Mixer(MambaLayerMixer):
         name: str | None = None,
         **options: object,
     ) -> None:
+        """Read sizes and options, then build the projections and parameters; arguments
+        as in the class."""
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         given = Mamba2Options.of(options)
         check_time_steps((dt_min, dt_max), dt_init_floor, given.dt_limit)

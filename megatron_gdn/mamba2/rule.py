@@ -69,6 +69,8 @@ class PlainSSD(PlainRule):
     erases = False
 
     def values(self, chunks: SSDInputs) -> ChunkValues:
+        """The values for :func:`.chunk_math.run_group`; ``chunks`` are the inputs'
+        chunks ``[n heads, C, ...]``. ``e`` is None: nothing is erased."""
         x, B, C, dt, g, D = chunks
         return ChunkValues(C, B, None, dt[..., None] * x, g, skip=D * x)
 
@@ -130,6 +132,8 @@ class FlaSSD(FlaRule):
         return None
 
     def chunk_products(self, call: FlaForward) -> ChunkProducts:
+        """q, k, v and the sums of g within chunks, divided by ln 2, since fla computes
+        2^x. No other products are needed."""
         g_sum = self.fla.chunk_local_cumsum(
             call.inputs.g.contiguous(),
             chunk_size=CHUNK,
@@ -140,6 +144,12 @@ class FlaSSD(FlaRule):
         return ChunkProducts({"k": k, "v": v, "g": g_sum}, (g_sum,), q)
 
     def state_map(self, call: FlaForward, products: ChunkProducts) -> StateMap:
+        """The maps ``[N, H, K, V]`` and ``[N, H, K, 1]``: the final states from zeros,
+        and the decay of all tokens.
+
+        ``unsafe=True`` leaves out torch's check of the lengths, for which the host
+        would wait.
+        """
         _, local = self.fla.chunk_fwd_h(
             **products.walk_arguments,
             h0=None,
@@ -243,6 +253,12 @@ class FlaSSD(FlaRule):
     def gradients(
         self, call: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> SSDInputs:
+        """The gradients of the inputs, in the shapes of :class:`SSDInputs`; ``initial``
+        and ``d_final`` are ``[N, H, K, V]`` or None (zeros).
+
+        fla gives the gradients of q, k and v of `_operands`. dC and dB are sums over
+        the heads of a group. dD keeps the token dimension: the front sums over tokens.
+        """
         inputs = call.inputs
         g_sum, q, k, v = call.kept
         fla = self.fla

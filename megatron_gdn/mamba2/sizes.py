@@ -23,6 +23,8 @@ class Mamba2Dims:
     conv_kernel_dim: int
 
     def __post_init__(self) -> None:
+        """Raise an error unless all sizes are at least 1, and groups divide the
+        heads."""
         require_sizes(self)
         if self.num_heads % self.num_groups:
             raise SizeError(
