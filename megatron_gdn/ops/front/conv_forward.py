@@ -55,7 +55,7 @@ def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.con
 @triton.jit
 def push_row(newest, rows, COUNT: tl.constexpr):
     """The tuple ``rows`` of COUNT rows, newest first, with ``newest`` in front and
-    without the oldest row."""
+    without the oldest row. The result also has COUNT rows."""
     pushed = (newest,)
     for age in tl.static_range(1, COUNT):
         pushed = pushed + (rows[age - 1],)
@@ -134,8 +134,11 @@ def drop_other_document(history, position_R, W: tl.constexpr):
 
 @triton.jit
 def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The convolution of one token ``x_RD`` per segment, before the activation;
-    ``history``: the W - 1 inputs before x, newest first."""
+    """The convolution of one token ``x_RD`` per segment, before the activation.
+
+    ``history``: the W - 1 inputs before x, newest first. ``taps``: of
+    :func:`load_taps`, the tap of x last.
+    """
     pre_RD = taps[W - 1] * x_RD
     if HAS_BIAS:
         pre_RD += bias_1D
@@ -147,7 +150,11 @@ def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constex
 @triton.jit
 def load_lead_in(lead_at_1D, place_R, real_1D, stride):
     """For each segment, row ``place_R`` of the lead-in (:mod:`.history`) at
-    ``lead_at_1D``; zeros if ``place_R`` is negative."""
+    ``lead_at_1D``; zeros if ``place_R`` is negative.
+
+    ``lead_at_1D`` points at the head's channels of row 0. ``stride``: elements from row
+    to row.
+    """
     at_RD = lead_at_1D + tl.cast(place_R, tl.int64)[:, None] * stride
     return tl.load(at_RD, mask=(place_R >= 0)[:, None] & real_1D, other=0.0)
 

@@ -156,7 +156,11 @@ def _history_table(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> HistoryTable:
     """The table of sequences with ``lengths``, each with ``past`` = W - 1 rows before
-    it; no row is sent."""
+    it; no row is sent.
+
+    Row ``n * past + i`` of the history is row i of sequence n; its oldest is row 0. If
+    the sequences are batch rows, ``lengths`` has one number, which all share.
+    """
     counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     oldest = torch.arange(len(lengths), device="cpu") * past
     before = oldest[:, None] + torch.arange(past - 1, -1, -1, device="cpu")

@@ -504,8 +504,9 @@ def _compute_gate_section_backward(
     """Backward of :func:`_compute_gate_section`.
 
     ``d_first_ptr``, ``d_second_ptr``: the gradients of the first and of the second
-    result. RATE_COLUMN: the column of ``partial_ptr`` where the sums for A_log and
-    dt_bias begin. The other arguments are as in :func:`_convolve_section_backward`.
+    result, with GROUP gradients per value that are summed. RATE_COLUMN: the column of
+    ``partial_ptr`` where the sums for A_log and dt_bias begin. The other arguments are
+    as in :func:`_convolve_section_backward`.
     """
     FIRST_PROGRAM: tl.constexpr = GATES[GATE_INDEX][FIRST_PROGRAM_INDEX]
     PROGRAMS: tl.constexpr = GATES[GATE_INDEX][PROGRAMS_INDEX]

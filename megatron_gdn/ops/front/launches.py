@@ -390,7 +390,8 @@ def _widest_head(front: TritonFront) -> int:
 
 
 def _elements_per_token(front: TritonFront) -> list[int]:
-    """For each input of the rule, the number of its elements per token."""
+    """For each input of the rule, the number of its elements per token: the distance of
+    tokens in a contiguous ``[B, S, ...]``."""
     return [
         torch.Size(output.shape).numel()
         for output in front.section_outputs

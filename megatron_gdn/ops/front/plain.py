@@ -93,8 +93,8 @@ class PlainFront(Front):
             gate_rows: Tensor | None,
             *parameters: Tensor,
         ) -> list[Tensor]:
-            """All inputs of the rule, as a function of each tensor that has a
-            gradient."""
+            """All inputs of the rule, as a function of each tensor that has a gradient;
+            ``parameters``: weight, bias, A_log and dt_bias."""
             weight, bias, A_log, dt_bias = parameters
             named = FrontParameters(weight, bias, A_log, dt_bias, None, gate_rows)
             before = history and history._replace(rows=history_rows)

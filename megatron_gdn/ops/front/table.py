@@ -236,6 +236,7 @@ class Front:
             columns = self.layout.columns(gate.section)
             rows = proj
             first_column = 0
+            # the columns of the layout's gates begin at ``main_width``
             if gate_rows is not None and columns.start >= self.layout.main_width:
                 rows = gate_rows
                 first_column = self.layout.main_width
