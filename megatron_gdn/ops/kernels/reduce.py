@@ -63,11 +63,12 @@ def _sum_rows_kernel(
     """Sum each group of ROWS * REPEATS rows; grid (blocks of BLOCK_M columns, groups of
     rows).
 
-    A program adds ROWS rows at a time. If there are several groups, each writes one row
-    of M columns to ``a_ptr``. A single group writes up to four outputs: ``a_ptr`` gets
-    the columns before ``a_end``, ``b_ptr`` those from ``a_end`` to ``b_end``, ``c_ptr``
-    those from ``b_end`` to ``c_end``, ``d_ptr`` those from ``c_end`` on. The pointer of
-    an absent output is None.
+    ``partial_ptr``: the N rows of M columns. A program adds ROWS rows at a time. If
+    there are several groups, each writes one row of M columns to ``a_ptr``. A single
+    group writes up to four outputs: ``a_ptr`` gets the columns before ``a_end``,
+    ``b_ptr`` those from ``a_end`` to ``b_end``, ``c_ptr`` those from ``b_end`` to
+    ``c_end``, ``d_ptr`` those from ``c_end`` on. The pointer of an absent output is
+    None.
     """
     m_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * (ROWS * REPEATS)
