@@ -165,7 +165,10 @@ def _groups_heads_columns(
     readout: TritonReadout, H: int, V: int
 ) -> tuple[int, int, int]:
     """The kernels' G, H and V, for a rule's output that has ``H`` heads of ``V``
-    columns."""
+    columns.
+
+    A norm per group takes a group of heads as one wide head of each of G groups.
+    """
     if readout.groups is None:
         return (1, H, V)
     return (readout.groups, 1, H * V // readout.groups)
@@ -257,12 +260,12 @@ def gated_norm_forward_kernel(
     """Norm and gate of ROWS rows in one group; grid (tiles * G, B), with ``rows`` = S
     H.
 
-    ``o_ptr`` has the rule's output, ``proj_ptr`` the projection rows, and
-    ``gate_column`` is the gate's first column in a projection row. ``gamma_ptr``:
-    [G V]. ``*stride_s``, ``*stride_b``: elements from token to token and from batch row
-    to batch row. GATE_BEFORE_NORM: the gate comes before the norm. ZERO_CENTERED: the
-    norm is scaled by 1 + gamma. SIGMOID: the activation, else SiLU. INT64: offsets
-    inside a tile need 64 bits.
+    ``o_ptr`` has the rule's output [B, S, H, V] (per group [B, S, G V]), ``proj_ptr``
+    the projection rows, and ``gate_column`` is the gate's first column in a projection
+    row. ``gamma_ptr``: [G V]. ``*stride_s``, ``*stride_b``: elements from token to
+    token and from batch row to batch row. GATE_BEFORE_NORM: the gate comes before the
+    norm. ZERO_CENTERED: the norm is scaled by 1 + gamma. SIGMOID: the activation, else
+    SiLU. INT64: offsets inside a tile need 64 bits.
     """
     column = tl.program_id(0) % G * V
     first_row, row_R = _first_row_and_places(tl.program_id(0) // G, ROWS, ROWS, INT64)
