@@ -57,10 +57,11 @@ class Memory(NamedTuple):
                 buffer.copy_(values)
 
     def after(self, token: int, slots: Tensor | None) -> Memory:
-        """The memory after token number ``token``.
+        """The memory after token number ``token``; a negative number counts from the
+        end.
 
-        This object's buffers are ``[M, s, ...]``: they hold the memory after each of s
-        tokens.
+        ``slots``: of the returned memory. This object's buffers are ``[M, s, ...]``:
+        they hold the memory after each of s tokens.
         """
         return Memory(self.history[:, token], self.state[:, token], slots)
 

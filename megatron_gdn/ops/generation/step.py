@@ -225,6 +225,7 @@ def _decode_token_in_torch(
     if table.steps > 1:  # several updates per token: a row for each of them
         one_token = table.inputs_class(q=q, k=k, v=v, g=g, beta=write)
         q, k, v, g, write = spread_steps(one_token, table.steps)
+    # the three forms of the update in the docstring of FrontTable
     if erase:
         o, state = recurrence(
             table.scale * q, k, write * v, g, None, state, erased=erase[0] * k

@@ -110,10 +110,12 @@ def _step_launches(
     strides: tuple[int, int],
     after_strides: tuple[int, int] | None,
 ) -> tuple[Launch, Launch]:
-    """The launches of :func:`conv_step_kernel` and :func:`state_step_kernel`.
+    """The launches of :func:`conv_step_kernel` and :func:`state_step_kernel`, for one
+    token of N sequences.
 
     Args:
         row_stride: elements from row to row.
+        taps: W.
         history_rows: inputs per channel in a history.
         D_size: elements of the parameter D; 0 without D.
         transposed: whether a state is [V, K] in memory.
@@ -547,6 +549,7 @@ def write_slots_kernel(
     (ceil(size / BLOCK), N).
 
     ``values_ptr``: [N, size]. ``buffer_ptr``: the slots, ``stride`` elements apart.
+    ``slot_ptr`` [N]: the slots' numbers; values of a slot below zero are not copied.
     """
     n = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ptr + n).to(tl.int64)
