@@ -215,7 +215,7 @@ def _te_submodules(
     gdn: ModuleSpec, mamba_mixer: ModuleSpec, qk_layernorm: bool, cp_layout: str
 ) -> HybridStackSubmodules:
     """Megatron's hybrid stack with the mixers ``gdn`` for 'G' and ``mamba_mixer`` for
-    'M', and with our attention."""
+    'M', and with our attention, which takes trees and ``cp_layout``."""
     layer = cast(Any, _upstream().attention_layer)
     upstream_attention = layer.submodules.self_attention
     core_class = class_with_tree_attention(upstream_attention.submodules.core_attention)
@@ -395,6 +395,7 @@ class _GDNOrKDALayer:
         submodules: Any,
         **others: Any,
     ) -> Any:
+        """Build layer ``layer_number``, from 1 in the whole model or in an MTP head."""
         if layer_number in kda_numbers:
             spec = kda
         else:

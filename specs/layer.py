@@ -348,6 +348,7 @@ def parse_options(text: str) -> dict[str, Any]:
             f"{_MOST_CHARACTERS} are legal."
         )
     options = {}
+    # A comma splits only before the next "name=", so a value may be a tuple.
     for part in filter(None, re.split(r"[,\s]+(?=\w+\s*=)|^\s+|[,\s]+$", text)):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in legal:

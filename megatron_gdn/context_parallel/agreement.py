@@ -274,7 +274,7 @@ def largest_shared_run(machines: Sequence[Hashable]) -> int:
 def _hosts(
     group: dist.ProcessGroup, configured: int | None, device: torch.device
 ) -> list[int]:
-    """For each rank a hash of its host; a collective.
+    """For each rank a hash of its host, equal on ranks of one host; a collective.
 
     Raises a ValueError on all ranks if ``configured`` differs between them.
     """

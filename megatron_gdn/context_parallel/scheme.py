@@ -113,6 +113,7 @@ class WholeSequences(Scheme):
     def passage(
         self, documents: Documents | None, tokens: int, rows: int, like: Tensor
     ) -> Passage:
+        """A passage that leaves rows in place and gives the stages the boundaries."""
         return Passage(keep_in_place, keep_in_place, SequenceContext(documents))
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:

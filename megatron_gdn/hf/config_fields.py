@@ -36,6 +36,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
+    """Whether ``value`` is a finite number; True and False are none."""
     if isinstance(value, float):
         return math.isfinite(value)
     return _is_integer(value)
@@ -93,6 +94,7 @@ def _is_mapping(value: object) -> bool:
 
 
 def _is_nemotron_pattern(value: object) -> bool:
+    """Whether ``value`` is a text of layer symbols, one for each layer."""
     if not isinstance(value, str) or not 1 <= len(value) <= _MAX_LAYERS:
         return False
     return set(value) <= set("M*-E")

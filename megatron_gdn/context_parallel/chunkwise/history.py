@@ -131,7 +131,11 @@ def _candidate_rows(
     partition: SequencePartition, chains: int, history_len: int, sending: bool
 ) -> _CandidateRows:
     """The rows that this rank may send (if ``sending``) or receive, on the CPU, sorted
-    by the other rank."""
+    by the other rank.
+
+    They do not depend on the documents' lengths; :func:`_build_tables` finds which of
+    these rows are needed.
+    """
     nodes = partition.nodes
     rank = partition.rank
     # for each other rank, the rows of one chain, as the fields after ``chain``
@@ -171,8 +175,9 @@ def _build_tables(
 ) -> _RouteTables:
     """Compute which candidate rows are needed, and the tables of the needed rows.
 
-    If the host knows the documents, the tables leave out rows and pieces that need
-    nothing.
+    ``sendable``, ``receivable``: :func:`_candidate_rows` of this rank; ``history_len``:
+    W - 1. If the host knows the documents, the tables leave out rows and pieces that
+    need nothing.
     """
     fragments = fragments_of(documents, partition)
     own = partition.own_nodes

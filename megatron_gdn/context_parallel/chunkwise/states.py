@@ -212,7 +212,7 @@ def _node_tensors(
     receiving: tuple[int, ...],
 ) -> _NodeTensors:
     """Compute the tensors of this rank's nodes from its ``pieces``, for ``rows`` batch
-    rows."""
+    rows; ``sending`` and ``receiving`` are as in :class:`StateTable`."""
     fragments = fragments_of(documents, partition)
     N = pieces.sequences
     # indices, among this rank's tokens, of each fragment's first and last token

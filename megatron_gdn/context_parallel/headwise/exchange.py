@@ -69,7 +69,7 @@ class HeadExchange:
         rows: Tensor,
     ) -> HeadExchange:
         """The exchange of rows like ``rows [s or S, B, .]``, whose columns are divided
-        by ``shares``.
+        by ``shares``; only B and the dtype of ``rows`` are read.
 
         ``units`` are what ``layout`` divides among ranks: documents or the buffer.
         """
@@ -170,7 +170,11 @@ def _send_fragments(
 
 
 def _to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
-    """Exchange ``[s, B, P]`` to ``[S, B, p]``, without autograd."""
+    """Exchange ``[s, B, P]`` to ``[S, B, p]``, without autograd.
+
+    All waves are packed and sent, then kept rows are copied while messages travel. Rows
+    that arrive in one message per peer are put in sequence order at the end.
+    """
     pack = _packing_module(cp_rows.is_cuda)
     shares = exchange.shares
     rank = exchange.rank
@@ -220,7 +224,11 @@ def _to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
 
 
 def _to_sequence(hp_rows: Tensor, exchange: HeadExchange) -> Tensor:
-    """Exchange ``[S, B, p]`` to ``[s, B, P]``, without autograd."""
+    """Exchange ``[S, B, p]`` to ``[s, B, P]``, without autograd.
+
+    All waves are sent, then kept rows are copied while messages travel. Received
+    columns are written to their places; those of several ranks are summed.
+    """
     pack = _packing_module(hp_rows.is_cuda)
     shares = exchange.shares
     rank = exchange.rank

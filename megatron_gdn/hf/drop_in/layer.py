@@ -270,7 +270,11 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
             return self._mix_on_device(proj_TBP, model_batch)
 
     def _mix_on_device(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
-        """:meth:`_mix`, if all parameters are on the device of ``proj_TBP``."""
+        """:meth:`_mix`, if all parameters are on the device of ``proj_TBP``.
+
+        The scheme's passage exchanges the rows. A rank that runs only some heads takes
+        their part of each parameter.
+        """
         batch = self.drop_in.micro_batch(model_batch, proj_TBP)
         scheme = batch.scheme
         layout = scheme.layout

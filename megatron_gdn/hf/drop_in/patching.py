@@ -289,7 +289,10 @@ class Patch(AbstractContextManager):
 
 
 def _restore_forward(text: TextModel) -> None:
-    """Give ``text`` the forward that it had before `Patch._wrap_forward`."""
+    """Give ``text`` the forward that it had before `Patch._wrap_forward`.
+
+    If accelerate's hooks call ``_old_forward``, this attribute must stay.
+    """
     attribute = forward_name(text)
     wrapped = vars(text).pop(_WRAPPED_FORWARD)
     if wrapped is not None:
@@ -447,6 +450,7 @@ def _mask_of_documents(
     return create_causal_mask(
         **no_cache,
         config=text.config,
+        # only B, S, the dtype and the device of this tensor are read
         inputs_embeds=torch.empty(
             x.shape[:2] + (1,), dtype=weight.dtype, device=x.device
         ),

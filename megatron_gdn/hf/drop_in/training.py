@@ -281,6 +281,7 @@ class ContextParallelTrainerMixin(Trainer):
                 "share. Give a dataset with __len__ and __getitem__, and neither "
                 "dispatch_batches nor split_batches."
             )
+        # accelerate's sampler deals each num_processes-th batch to one process.
         # The sampler must count each context-parallel group as one process. A group is
         # known by its first rank.
         first_ranks = [0] * dist.get_world_size()
