@@ -156,7 +156,8 @@ def _wrap_converter(slime_converter: Callable) -> Callable:
         args: Namespace, model_name: str, name: str, param: Tensor
     ) -> list[tuple[str, Tensor]]:
         """The pairs (Hugging Face name, tensor) of ``param``, the Megatron parameter
-        ``name`` in rank order."""
+        ``name`` in rank order; tensors of ours get the dtypes of the published
+        files."""
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
             return slime_converter(args, model_name, name, param)
@@ -224,7 +225,11 @@ def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
 @cache
 def _translations(folder: str) -> dict[str, TensorMap]:
     """For each name of our parameters, the map between our parameter and slime's
-    parameters."""
+    parameters.
+
+    Names begin after ``self_attention.`` on both sides; ``folder`` has the model's
+    ``config.json``.
+    """
     model = read_hf_config(folder)
     norm = HFRef("input_layernorm.weight", (model.sizes.hidden_size,))
     maps = gdn_layer_maps("", "linear_attn.", model.gdn, model.storage)

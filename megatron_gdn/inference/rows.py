@@ -51,8 +51,12 @@ def gdn_rows(
     recompute: bool = False,
     kernels: str = "auto",
 ) -> Stages:
-    """The stages of a Gated DeltaNet; :func:`..gdn.front.gdn_table` explains
-    ``normalise_qk``, ``allow_neg_eigval`` and ``recompute_qkv``.
+    """The stages of a Gated DeltaNet, with ``A_log`` and ``dt_bias`` ``[H]``.
+
+    Args:
+        normalise_qk: scale q and k to unit length.
+        allow_neg_eigval: write strengths beta in (0, 2), not in (0, 1).
+        recompute_qkv: a backward computes q, k and v again, and none of them is saved.
 
     Raises:
         ValueError: also if ``rule`` has fp16 operands without ``normalise_qk``.
@@ -77,7 +81,10 @@ def gdn2_rows(
     recompute: bool = False,
     kernels: str = "auto",
 ) -> Stages:
-    """The stages of a Gated DeltaNet-2, with ``A_log [G]`` and ``dt_bias [G K]``."""
+    """The stages of a Gated DeltaNet-2, with ``A_log [G]`` and ``dt_bias [G K]``.
+
+    ``normalise_qk`` and ``recompute_qkv`` are as in :func:`gdn_rows`.
+    """
     table = gdn2_table(layout, normalise_qk, recompute_qkv)
     parameters = conv_weight, conv_bias, A_log, dt_bias
     return _stages_from_table(table, rows, parameters, rule, norm, recompute, kernels)
@@ -98,7 +105,10 @@ def gdp_rows(
     kernels: str = "auto",
 ) -> Stages:
     """The stages of a Gated DeltaProduct, with a norm per group; the norm's gamma is
-    ``[H V]``."""
+    ``[H V]``, and ``A_log`` and ``dt_bias`` are ``[H]``.
+
+    ``recompute_qkv`` is as in :func:`gdn_rows`.
+    """
     table = gdp_table(layout, recompute_qkv)
     parameters = conv_weight, conv_bias, A_log, dt_bias
     norm = _norm_per_group(norm, layout)
@@ -119,8 +129,11 @@ def kda_rows(
     recompute: bool = False,
     kernels: str = "auto",
 ) -> Stages:
-    """The stages of a Kimi Delta Attention; ``lower_bound``, if given, is a lower bound
-    of the log-decays."""
+    """The stages of a Kimi Delta Attention, with ``A_log [H]`` and ``dt_bias [H K]``.
+
+    ``lower_bound`` is a lower bound of the log-decays, which changes their function;
+    None: no bound.
+    """
     table = kda_table(layout, lower_bound)
     parameters = conv_weight, conv_bias, A_log, dt_bias
     return _stages_from_table(table, rows, parameters, rule, norm, recompute, kernels)

@@ -70,8 +70,11 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Build Megatron's attention for one context-parallel rank; the class describes
-        the arguments."""
+        """Build Megatron's attention for one context-parallel rank.
+
+        ``cp_layout`` says how the loader cuts sequences. ``v_channels`` are the columns
+        of a head's value; None: those of its query. ``k_channels`` is not read.
+        """
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         # DotProductAttention refuses a context_parallel_size above 1.

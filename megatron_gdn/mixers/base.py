@@ -467,8 +467,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     ) -> Stages:
         """Front, rule and readout of ``batch`` with this rank's parameters.
 
-        ``rows`` are ``[S, B, p]`` after ``passage.to_stages``; ``gates``: see
-        :meth:`_mix`. Parameters are the convolution's weight and bias, then those that
+        ``rows`` are ``[S, B, p]`` after ``passage.to_stages``; ``gates`` are the gate
+        columns ``[S, B, .]`` if ``rows`` lacks them, else None. Parameters are the convolution's weight and bias, then those that
         ``fp32`` lists. If ranks exchange heads, each parameter is cut to the heads of
         this rank.
         """

@@ -360,6 +360,7 @@ class SectionOutsideFP8(_SeveralProducts):
     def _three_products(self, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
         """The columns of the three products in order, ``[S, B, P]``.
 
+        Only the product of the section's columns is computed outside of FP8.
         ``args`` and ``kwargs`` are the arguments of the linear's forward after ``x``.
         """
         linear: Any = self

@@ -204,6 +204,7 @@ def read_conv_module(
     """Run the forward pre-hooks of the module ``conv``; return its weight ``[C, 1, W]``
     and bias ``[C]`` or None.
 
+    The mixer computes the convolution itself, so nothing calls ``conv`` and its hooks.
     ``rows [S, B, P]`` of this ``layout`` have the convolution's input.
     """
     require_plain_conv(conv)

@@ -58,8 +58,10 @@ class LatentAttention(MLASelfAttention):
         norm_epsilon: float | None = None,
         **kwargs: Any,
     ) -> None:
-        """Build Megatron's layer without rotation; the class describes the
-        arguments."""
+        """Build Megatron's layer without rotation.
+
+        ``norm_epsilon`` is the epsilon of the two norms; None: that of the config.
+        """
         if config.cache_mla_latents:
             raise NotImplementedError(
                 "cache_mla_latents=True: generation from cached latents rotates "

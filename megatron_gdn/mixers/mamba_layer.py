@@ -135,7 +135,8 @@ class MambaLayerMixer(RecurrentMixer):
 
         The norm needs all heads of a group. If a head exchange puts these heads on
         several ranks, the gate is applied before ``passage.from_stages``, and the norm
-        after ``passage.from_stages``.
+        after ``passage.from_stages``. With :attr:`gate_reads_own_rows` both come after
+        it, in a call of the module ``norm``.
         """
         if not self.rmsnorm:
             return None

@@ -295,7 +295,8 @@ def _fully_shard_for_a_launch(
 ) -> fsdp.FSDPModule | list[fsdp.FSDPModule]:
     """:func:`fully_shard` for a launch of Megatron's scripts.
 
-    Raises a ValueError if the launch saves checkpoints in the format torch_dist.
+    Raises a ValueError if the launch saves checkpoints in the format torch_dist, which
+    stores sections of in_proj, and a rank's shard is no section.
     """
     arguments = launch_arguments()
     if arguments.get("save") and arguments.get("ckpt_format") == "torch_dist":

@@ -93,7 +93,11 @@ def mark_heads(weight: nn.Parameter, rows: Sequence[int]) -> None:
 
 def check_muon_of_heads(tp_size: int) -> None:
     """Raise a ValueError if the launch's settings of Muon contradict
-    :func:`mark_heads`; without a launch, log what to set."""
+    :func:`mark_heads`; without a launch, log what to set.
+
+    A mixer with the option ``muon_per_head`` calls this; ``tp_size`` is its number of
+    tensor-parallel ranks.
+    """
     launch = launch_arguments()
     if "muon" not in str(launch.get("optimizer", "muon")):
         return
