@@ -196,7 +196,8 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         return 0.0
 
     def _runs_flex(self, query: Tensor) -> bool:
-        """Whether ``flex_attention`` can compute the attention of ``query``."""
+        """Whether ``flex_attention`` can compute the attention of ``query`` (any
+        tensor ``[..., D]``); else plain torch runs document by document."""
         return (
             query.is_cuda
             and query.dtype is not torch.float64

@@ -468,9 +468,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         """Front, rule and readout of ``batch`` with this rank's parameters.
 
         ``rows`` are ``[S, B, p]`` after ``passage.to_stages``; ``gates`` are the gate
-        columns ``[S, B, .]`` if ``rows`` lacks them, else None. Parameters are the convolution's weight and bias, then those that
-        ``fp32`` lists. If ranks exchange heads, each parameter is cut to the heads of
-        this rank.
+        columns ``[S, B, .]`` if ``rows`` lacks them, else None. Parameters are the
+        convolution's weight and bias, then those that ``fp32`` lists. If ranks exchange
+        heads, each parameter is cut to the heads of this rank.
         """
         scheme = batch.scheme
         if self.conv_is_module:

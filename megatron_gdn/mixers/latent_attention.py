@@ -87,7 +87,7 @@ class LatentAttention(MLASelfAttention):
     def forward(
         self, *args: Any, inference_context: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """``[s, B, D] -> [s, B, D]``, as Megatron's."""
+        """``[s, B, hidden] -> [s, B, hidden]`` and the output bias, as Megatron's."""
         ranks = self.pg_collection.cp.size()
         if inference_context is not None and ranks > 1:
             raise NotImplementedError(
