@@ -156,7 +156,7 @@ def price(
 
     ``state`` has the shape of a tensor-parallel rank's states, ``rank_layout`` the
     projection columns of one rank's heads in the head exchange. ``lengths`` are those
-    of packed documents; ``element_size`` is in bytes.
+    of packed documents, None if not packed; ``element_size`` is in bytes.
     """
     local = tokens // cp_size * rows
     received = row_bytes(rank_layout, cp_size, local, element_size)

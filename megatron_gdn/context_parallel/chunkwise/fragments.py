@@ -116,8 +116,11 @@ class Fragments(NamedTuple):
 
 
 def fragments_of(documents: Documents, partition: SequencePartition) -> Fragments:
-    """The fragments of ``documents`` on all ranks; errors as in
-    :func:`..layouts.check_lengths`."""
+    """The fragments of ``documents`` on all ranks, stored on ``documents``.
+
+    Their tensors are on the host; those of fixed buffers are on the device. Errors are
+    those of :func:`..layouts.check_lengths`.
+    """
     require_divisible_lengths(documents, partition.cp_size, partition.layout)
     return documents.keep_tensors(_cut_fragments, partition, move=False)
 
@@ -146,7 +149,8 @@ def _cut_fragments(documents: Documents, partition: SequencePartition) -> Fragme
     if partition.joins_middle:
         begin = begin + second * length
         end = end + (node >= cp_size - 1) * length
-    # the index of the document that holds each fragment's first and last token
+    # The index of the document that holds each fragment's first and last token. An
+    # empty fragment may begin after the last token, so indices are clamped.
     first, last = (
         torch.searchsorted(starts[1:], token, right=True).clamp(max=len(starts) - 2)
         for token in (begin, end - 1)
@@ -171,7 +175,7 @@ def any_document_is_cut(documents: Documents, partition: SequencePartition) -> b
 
 def pieces_of(documents: Documents, partition: SequencePartition) -> Documents:
     """Boundaries of the pieces that ``partition.rank`` holds, as offsets in this rank's
-    tokens."""
+    tokens. They are stored on ``documents``."""
     # A rank has at most two fragments of the buffer, and at most one document is in
     # both fragments.
     most = documents.max_filled + 1

@@ -77,7 +77,7 @@ def history_route(
     documents: Documents, partition: SequencePartition, taps: int
 ) -> HistoryRoute | None:
     """The rows to exchange for a convolution of ``taps`` taps; None if no rank needs
-    any row."""
+    any row. The result is stored on ``documents``, for all layers."""
     return documents.keep(_make_history_route, partition, taps)
 
 

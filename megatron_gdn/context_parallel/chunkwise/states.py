@@ -98,7 +98,7 @@ def state_table(
     documents: Documents, partition: SequencePartition, rows: int
 ) -> StateTable | None:
     """The table of a micro-batch of ``rows`` batch rows; None if no state goes from
-    node to node."""
+    node to node. The table is stored on ``documents``, for all layers."""
     return documents.keep(_make_state_table, partition, rows)
 
 

@@ -216,7 +216,8 @@ def waves_of(
     """The waves in which rank ``cp_rank`` exchanges tokens: at most ``waves``, of about
     equal size.
 
-    ``units`` are what ``layout`` divides among ranks: documents or the buffer.
+    ``units`` are what ``layout`` divides among ranks: documents or the buffer. The
+    waves are stored on ``units``, for all layers.
     """
     return units.keep(_make_waves, cp_size, cp_rank, layout, waves)
 

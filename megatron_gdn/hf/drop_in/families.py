@@ -307,6 +307,7 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
         modeling = sys.modules[cls.__module__]
         for name in _KERNEL_FUNCTIONS:
             chosen = getattr(modeling, name, None)
+            # a chosen kernel wraps transformers' function in plain torch
             if inspect.isfunction(chosen) and hasattr(chosen, "__wrapped__"):
                 plain = inspect.unwrap(chosen)
                 plain_arguments = frozenset(inspect.signature(plain).parameters)

@@ -118,6 +118,7 @@ class _DropInState:
         if batch.share.group is not self.micro_batches.group:
             self.micro_batches.use_group(batch.share.group)
         self.loader_layout.option = batch.share.layout
+        # None: there are no PackedSeqParams of Megatron
         return self.micro_batches.of(None, proj_TBP, documents=batch.share.documents)
 
 
