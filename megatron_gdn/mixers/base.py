@@ -795,8 +795,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         return prefill_requests(self, projected, conv_state, ssm_state, context)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Megatron calls this if the norm before in_proj is recomputed: let in_proj save
-        its input unquantised."""
+        """Megatron calls this if the norm before in_proj is recomputed: let in_proj
+        save its input unquantised."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
         set_save_original_input(self.in_proj)
