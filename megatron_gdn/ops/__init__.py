@@ -31,6 +31,8 @@ __all__ = sorted(_MODULE_OF_NAME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
+    """Import the public ``name`` at its first use; Python calls this for missing
+    names."""
     if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULE_OF_NAME[name], __name__), name)

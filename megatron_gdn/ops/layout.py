@@ -263,5 +263,8 @@ class Layout:
 
 def layout_of_in_proj(dims: Any) -> Layout:
     """The layout of in_proj's rows: ``dims.in_proj_layout`` if it exists, else
-    ``dims.layout``."""
+    ``dims.layout``.
+
+    In Kimi Delta Attention other linears than in_proj make some columns of a row.
+    """
     return getattr(dims, "in_proj_layout", dims.layout)

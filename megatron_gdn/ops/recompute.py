@@ -210,7 +210,8 @@ class SecondRun:
         return self.compute_once(*arguments).o
 
     def take(self, *arguments: Any) -> SecondRunResult:
-        """The result of :meth:`compute_once`, which is no longer stored.
+        """The result of :meth:`compute_once` for its ``arguments``; the result is no
+        longer stored.
 
         Inputs that the rule's backward does not read are None.
         """

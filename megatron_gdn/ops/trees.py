@@ -185,7 +185,8 @@ class TreeDocuments(Documents):
         return tuple(levels)
 
     def to_buffer(self, rows_by_level: Sequence[Tensor]) -> Tensor:
-        """Join the rows of all levels to ``[1, T, ...]``, with zeros at padding.
+        """Join the rows of all levels, ``[1, t, ...]`` for a level of t tokens, to
+        ``[1, T, ...]``, with zeros at padding.
 
         If the rule has no such gradient, all entries are None, and the result is None.
         """

@@ -87,7 +87,8 @@ class _ChunkedInputs:
     def run(
         self, group: ChunkGroup, *chunks_and_states: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """:func:`.chunk_math.run_group` of the inputs' chunks and the two states."""
+        """The result of :func:`.chunk_math.run_group`. ``chunks_and_states`` are the
+        chunks of every input, then the carried state and the initial states."""
         *chunks, carried, initial = chunks_and_states
         values = self.to_values(self.inputs._make(chunks))
         return run_group(group, values, carried, initial)
@@ -187,12 +188,15 @@ class PlainBackward(RuleBackward):
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> Gradients:
+        """The gradients of the inputs; ``initial`` and ``d_final`` are ``[N, H, K, V]``
+        or None (zeros)."""
         return self._run(initial, d_final)[0]
 
     def run_to_states(
         self, initial: Tensor | None, d_final: Tensor | None, maps: object
     ) -> tuple[Gradients, Tensor]:
-        """Gradients of the inputs and of the initial states; ``maps`` is not used."""
+        """The gradients of the inputs and of the initial states; ``maps`` is not
+        called, since one pass gives both."""
         return self._run(initial, d_final)
 
     @torch.no_grad()

@@ -46,7 +46,7 @@ class LinearDims:
     @classmethod
     def from_config(cls, config: Any, **others: int) -> Self:
         """The sizes in a Megatron ``TransformerConfig``; ValueError if a size is
-        invalid."""
+        invalid. ``others`` are the sizes that a subclass adds."""
         sizes = {name: getattr(config, f"linear_{name}") for name in LINEAR_SIZES}
         return cls(hidden_size=config.hidden_size, **sizes, **others)
 

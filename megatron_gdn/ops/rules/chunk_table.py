@@ -37,7 +37,7 @@ def chunks_at_once(heads: int) -> int:
 
 def fills_last_group(device: torch.device) -> bool:
     """Whether on ``device`` empty chunks give the last group the size of the other
-    groups."""
+    groups, as :class:`ChunkTable` explains."""
     return device.type == "cuda"
 
 

@@ -141,6 +141,8 @@ class StepsBackward(RuleBackward):
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> Gradients:
+        """The gradients of the tokens' inputs; ``initial`` and ``d_final`` are
+        ``[N, H, K, V]`` or None (zeros)."""
         return self._of_tokens(self._inner.run(initial, d_final))
 
     def run_to_states(
@@ -149,6 +151,8 @@ class StepsBackward(RuleBackward):
         d_final: Tensor | None,
         maps: Callable[[], StateMap],
     ) -> tuple[Gradients, Tensor]:
+        """The gradients of the tokens' inputs, and of the initial states; ``maps()``
+        gives the forward's state maps."""
         grads, d_initial = self._inner.run_to_states(initial, d_final, maps)
         return self._of_tokens(grads), d_initial
 

@@ -249,7 +249,8 @@ def _compute_tables(
 
 
 def _steps_to_ends(chains: Sequence[range], device: torch.device) -> ChainSteps:
-    """Steps that write the state at the end of chain n to index n of the output."""
+    """Steps ``(target, map)`` that write the state at the end of chain n to index n of
+    the output."""
     steps = []
     for n, chain in enumerate(chains):
         steps.append([(NO_INDEX, segment) for segment in chain] + [(n, NO_INDEX)])
@@ -257,7 +258,8 @@ def _steps_to_ends(chains: Sequence[range], device: torch.device) -> ChainSteps:
 
 
 def _steps_to_segments(chains: Sequence[range], device: torch.device) -> ChainSteps:
-    """Steps that write the state before each segment to the segment's index."""
+    """Steps ``(target, map)`` that write the state before each segment to the segment's
+    index. The last segment's map is not applied."""
     steps = []
     for chain in chains:
         writes = [(segment, segment) for segment in chain[:-1]]
