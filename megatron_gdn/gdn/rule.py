@@ -69,8 +69,8 @@ class FlaGDN(FlaDeltaRule):
     def output(
         self, call: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
-        """The output from ``products``, ``states`` before chunks and ``written``
-        values."""
+        """The output ``[B, S, H, V]``, from ``states`` before chunks, ``written``
+        values, and the sums of g in ``products``."""
         q = call.inputs.q
         k = call.inputs.k
         return self.fla.chunk_fwd_o(

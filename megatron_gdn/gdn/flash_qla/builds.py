@@ -107,7 +107,12 @@ def _compile_once(
     kernel: object, compile_here: Callable, *args: object, **kwargs: object
 ) -> object:
     """Load ``kernel`` if any process has compiled it; else compile it with
-    ``compile_here``."""
+    ``compile_here``.
+
+    ``args`` and ``kwargs`` are those of tilelang's ``compile``. The process with the
+    lock of these heads compiles, the others wait. A process that gets no lock compiles
+    too.
+    """
     if not tilelang_env().is_cache_enabled():
         return compile_here(*args, **kwargs)
     entry = cache_entry(kernel, args, kwargs, ".".join(map(str, _capability())))
