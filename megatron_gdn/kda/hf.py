@@ -33,8 +33,9 @@ def kda_layer_maps(
     """The maps between the two formats, for every parameter of one layer except its
     input norm.
 
-    ``family`` is the ``model_type`` of the model. Hugging Face names are those
-    of files, or of transformers' module if ``in_files`` is False.
+    ``family`` is the ``model_type`` of the model. Hugging Face names are those of
+    files, or of transformers' module if ``in_files`` is False. ``prefix``,
+    ``hf_prefix`` and ``zero_centered_gamma`` are as in :func:`..gdn.hf.gdn_layer_maps`.
     """
     p = prefix
     hf = hf_prefix

@@ -326,7 +326,8 @@ class KimiDeltaAttention(RecurrentMixer):
 
     @property
     def section_outside_fp8(self) -> str:
-        """The forget gate, if in_proj makes it."""
+        """The name "g" of the forget gate's section, if in_proj makes the forget gate;
+        else ""."""
         if self.dims.gates_in_in_proj:
             return "g"
         return ""
@@ -440,7 +441,10 @@ class KimiDeltaAttention(RecurrentMixer):
         bias: bool = False,
     ) -> None:
         """Build the linear ``name``, whose whole weight is ``[rows, columns]``, and add
-        it to this module."""
+        it to this module.
+
+        If the model may use FP8, only the output gate's linears (``g_*``) do.
+        """
         spec = getattr(submodules, name)
         if spec is IdentityOp:
             raise ValueError(
@@ -522,7 +526,10 @@ class KimiDeltaAttention(RecurrentMixer):
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Let every projection of the layer's input save it unquantised, since the norm
-        before them is recomputed."""
+        before them is recomputed.
+
+        The input of ``*_b_proj`` is the narrow linear's output, not that of the norm.
+        """
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
         for name, linear in self._projections().items():
