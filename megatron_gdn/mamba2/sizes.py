@@ -71,6 +71,7 @@ class Mamba2Dims:
 
     @property
     def layout(self) -> Layout:
+        """The columns z | x | B | C | dt of a projection row."""
         return mamba_layout(
             self.num_heads, self.num_groups, self.head_dim, self.state_dim
         )
