@@ -434,7 +434,7 @@ def copy_columns_kernel(
     ``message_ptr``, else back. A tile has ROWS rows; the programs share the ``tiles``.
     With HAS_POSITIONS there is one message, whose row ``positions[t]`` holds token t.
     With KEPT columns of ``skipped_rank`` are copied too: row ``positions[t]`` of
-    hp_rows holds token t.
+    hp_rows holds token t. ``stride_s``, ``stride_b``: of cp_rows, in ALIGN elements.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
@@ -530,6 +530,7 @@ def sum_copies_kernel(
 
     A peer's rows are in the peer's message. Token t of this rank (``own_rank``) is row
     ``positions[t]`` of hp_rows. Programs share the ``tiles`` of all groups of ranks.
+    ``stride_s``, ``stride_b``: of cp_rows, to which sums go, in ALIGN elements.
     """
     rows = tokens * batch
     tiles_per_group = tl.cdiv(rows, ROWS)

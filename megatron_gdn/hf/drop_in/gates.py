@@ -94,6 +94,7 @@ class GateHolder(SSMGate):
     _owner: GateOwner
 
     def __init__(self, owner: GateOwner) -> None:
+        """``owner``: the module that has the two parameters."""
         nn.Module.__init__(self)  # SSMGate's would make new parameters
         # not as a submodule: the owner already contains this module
         vars(self)["_owner"] = owner
