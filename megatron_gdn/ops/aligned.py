@@ -87,7 +87,8 @@ def readout_on_grid(
     readout: Readout, o: Tensor, rows: Tensor, gamma: Tensor | None, grid: ChunkTable
 ) -> Tensor:
     """Rows for out_proj ``[B, S, H V]``, which ``readout`` computes chunk by chunk from
-    ``o [B, S, H, V]`` and ``rows [B, S, P]``."""
+    ``o [B, S, H, V]`` and ``rows [B, S, P]``. ``gamma`` is the norm's weight or None,
+    ``grid`` is from :func:`grid_of`."""
     gate = readout.gate_columns
     results = None
     for group in grid.groups:

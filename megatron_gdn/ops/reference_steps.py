@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def causal_conv1d(x_TC: Tensor, weight_C1W: Tensor, bias_C: Tensor | None) -> Tensor:
-    """``y_t = sum_j weight_j x_{t - W + 1 + j}`` for each channel; zeros before the
-    sequence."""
+    """``y_t = bias + sum_j weight_j x_{t - W + 1 + j}`` for each channel, ``[T, C]``; x
+    is zero before the sequence."""
     C, _, W = weight_C1W.shape
     padded_CT = F.pad(x_TC.T, (W - 1, 0))
     return F.conv1d(padded_CT, weight_C1W, bias_C, groups=C).T

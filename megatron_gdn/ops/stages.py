@@ -52,7 +52,11 @@ def _readout_with_norm(
     triton: bool,
 ) -> PlainReadout:
     """The readout with norm and gate, in Triton kernels if ``triton``, else in plain
-    torch; ``gate`` are the gate's columns of a row."""
+    torch.
+
+    ``gate`` are the gate's columns of a row; the others are fields of
+    :class:`GatedNorm`. Equal arguments share one readout.
+    """
     readout_class = PlainReadout
     if triton:
         from .readout.kernels import TritonReadout
@@ -260,7 +264,7 @@ class StateLink(Protocol):
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
         """The initial states and the gradients of the final states, ``[N, H, K, V]``
-        each; None means zeros."""
+        each; None means zeros. ``kept`` is from :meth:`forward_states`."""
         ...
 
 

@@ -256,7 +256,7 @@ class _Decays(torch.autograd.Function):
 
 
 def _products_per_head(x: ChunkValues, output: bool) -> _Products:
-    """The products if g is per head.
+    """The products if g is per head; P and q_in only if ``output``.
 
     The value heads of a key head share the products q k^T and e k^T.
     """
@@ -307,7 +307,8 @@ def _products_per_channel(x: ChunkValues, output: bool) -> _Products:
     """
 
     def repeated(t: Tensor | None, count: int) -> Tensor | None:
-        """``t [m, ...]`` as ``[count, ...]``, each key head once per value head."""
+        """``t [m, ...]`` as ``[count, ...]``: each key head once for each of its heads
+        in g or u. None stays None."""
         if t is None or len(t) == count:
             return t
         return t.repeat_interleave(count // len(t), 0)

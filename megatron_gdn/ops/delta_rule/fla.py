@@ -81,9 +81,11 @@ class FlaDeltaRule(FlaRule):
         initial: Tensor | None,
         final: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Pass the states from chunk to chunk, from ``initial`` (None: zeros). Returns
-        the states before chunks, the written values ``u - w S``, and the final states
-        if ``final``."""
+        """Pass the states from chunk to chunk, from ``initial`` (None: zeros).
+
+        Returns the states before chunks, the written values ``u - w S``, and the final
+        states if ``final``. ``products`` has k, w, u and the sums of g.
+        """
         return self.fla.chunk_gated_delta_rule_fwd_h(
             **products.walk_arguments,
             initial_state=initial,
@@ -181,7 +183,7 @@ class FlaChannelRule(FlaDeltaRule):
         self, call: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
         """The output ``[B, S, H, V]`` from ``states`` before chunks and ``written``
-        values."""
+        values. ``products`` has Aqk as ``scores``, and the sums of g."""
         return self.fla.chunk_gla_fwd_o_gk(
             q=call.inputs.q,
             v=written,

@@ -121,7 +121,8 @@ def _require_named_rule(
     sizes: object,
     bits: Bits,
 ) -> str:
-    """The reason for the log, for a rule that the user asked for by name.
+    """The reason for the log, for a ``rule`` that the user asked for by name; other
+    arguments as in :func:`choose`.
 
     Raises:
         ValueError, ImportError: as :func:`choose` does.

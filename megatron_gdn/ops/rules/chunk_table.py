@@ -279,9 +279,11 @@ class ChunkTable:
         heads: int,
         one_chunk_groups: bool = False,
     ) -> ChunkTable:
-        """The table of ``documents``, kept on ``documents``.
+        """The table of ``documents`` in chunks of ``chunk_size`` tokens, kept on
+        ``documents``.
 
-        With ``one_chunk_groups`` a group on a CPU has one chunk.
+        The number of ``heads`` decides how many chunks a group has. With
+        ``one_chunk_groups`` a group on a CPU has one chunk.
         """
         fill_up = fills_last_group(documents.device)
         if one_chunk_groups and not fill_up:
@@ -301,8 +303,8 @@ class ChunkTable:
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Copy the group's tokens of ``x [B, T, H, ...]`` to chunks
-        ``[n, H, C, ...]``."""
+        """Copy the group's tokens of ``x [B, T, H, ...]`` to chunks ``[n, H, C, ...]``
+        in ``dtype``, or to ``out``; empty places get zeros."""
         rows = x.flatten(0, 1)[group.token_of_place]
         if group.empty_places is not None:  # zeros neither change nor decay a state
             one_per_row = (-1,) + (1,) * (rows.dim() - 1)
@@ -433,7 +435,8 @@ def _group(
     device: torch.device,
 ) -> ChunkGroup:
     """The group of chunks ``start`` to ``stop``, for documents that the host knows;
-    chunks number ``first_empty`` and on are empty."""
+    chunks number ``first_empty`` and on are empty. ``places`` are those of all
+    chunks."""
     of_group = slice(start * C, stop * C)
     token = places.token_of_place[of_group]
     empty = places.empty_places[of_group]
@@ -482,7 +485,11 @@ def _sequences_of_group(
     documents: Documents, C: int, chunk_count: int, start: int, stop: int
 ) -> tuple[Tensor, ...]:
     """The fields ``first_chunk``, ``last_chunk``, ``has_first_chunk`` and
-    ``has_last_chunk`` of a group in fixed buffers."""
+    ``has_last_chunk`` of a group in fixed buffers.
+
+    This is a function for ``keep_tensors``, so that a new fill computes the fields
+    again.
+    """
     places = documents.keep_tensors(_token_places, C, chunk_count, move=False)
     clamped = []
     is_here = []
@@ -501,7 +508,8 @@ def _group_on_device(
     start: int,
     stop: int,
 ) -> ChunkGroup:
-    """The group of chunks ``start`` to ``stop`` in fixed buffers."""
+    """The group of chunks ``start`` to ``stop`` in fixed buffers, with views of
+    ``places``, the tensors of all ``chunk_count`` chunks."""
     of_group = slice(start * C, stop * C)
     chunks = slice(start, stop)
     first_chunk, last_chunk, has_first_chunk, has_last_chunk = documents.keep_tensors(

@@ -25,7 +25,8 @@ class RepeatableSetup(NamedTuple):
     evidence: str  # the test in words, for the log
 
     def covers(self, device: torch.device, dtype: torch.dtype, size: object) -> bool:
-        """Whether the rule was tested on such a device with the installed versions."""
+        """Whether the rule was tested on such a device with the installed versions,
+        this ``dtype`` and this ``size`` of heads."""
         return (
             device.type == "cuda"
             and torch.cuda.get_device_capability(device) == self.capability

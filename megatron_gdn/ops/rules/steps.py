@@ -107,7 +107,8 @@ class StepsForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The inner rule's output at the last row of each token: ``o [B, S, H, V]``."""
+        """The inner rule's output at the last row of each token: ``o [B, S, H, V]``.
+        The arguments are those of :meth:`RuleForward.run`."""
         output = self._inner.run(initial, keep=keep, final=final)
         return output._replace(o=_row_of_each_token(output.o, -1, self._steps))
 
