@@ -85,7 +85,7 @@ class FlaGDN(FlaDeltaRule):
 
     def backward_arguments(self, call: FlaBackward) -> dict[str, Tensor]:
         """Arguments of fla's kernel of state gradients; :class:`FlaDeltaRule` lists
-        them."""
+        them. ``call.kept`` has the sums of g and the inverse A."""
         q, k, v, _, beta = call.inputs
         g_sum, A = call.kept
         w, _ = self.fla.recompute_w_u_fwd(
