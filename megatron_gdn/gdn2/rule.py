@@ -80,7 +80,7 @@ class FlaGDN2(FlaChannelRule):
 
     def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> RuleForward:
         """Begin a forward, in which each value head has a copy of its key head's
-        tensors."""
+        tensors, as fla's kernels require."""
         return super().begin(_repeat_key_heads(inputs), documents)
 
     def begin_backward(
@@ -118,8 +118,11 @@ def choose_gdn2(
     dtype: torch.dtype,
     bits: Bits = Bits.FREE,
 ) -> Choice:
-    """Choose the rule of a Gated DeltaNet-2 for heads with this ``state``: ``"fla"``,
-    ``"reference"`` or ``"auto"``."""
+    """Choose the rule of a Gated DeltaNet-2 for heads with this ``state``.
+
+    ``backend`` is ``"fla"``, ``"reference"`` or ``"auto"``; the others are as in
+    :func:`choose`.
+    """
     return choose(
         backend,
         "Gated DeltaNet-2",
