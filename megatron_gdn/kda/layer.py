@@ -372,8 +372,9 @@ class KimiDeltaAttention(RecurrentMixer):
     def _add_projections(
         self, submodules: KimiDeltaAttentionSubmodules, path: str
     ) -> None:
-        """Add beta_proj and, unless in_proj makes both gates, the gates'
-        projections."""
+        """Add beta_proj and, unless in_proj makes both gates, the gates' projections;
+        with ``muon_per_head`` mark the rows of heads. ``path`` is this module's
+        path."""
         if hasattr(self.in_proj, "layer_norm_weight"):
             raise ValueError(
                 "in_proj of KimiDeltaAttention begins with a norm, whose output "
