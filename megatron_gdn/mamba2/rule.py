@@ -311,7 +311,11 @@ def choose_ssd(
     dtype: torch.dtype,
     bits: Bits = Bits.FREE,
 ) -> Choice:
-    """Choose the rule of a Mamba2 mixer: ``"fla"``, ``"reference"`` or ``"auto"``."""
+    """Choose the rule of a Mamba2 mixer for heads with this ``state``.
+
+    ``backend`` is ``"fla"``, ``"reference"`` or ``"auto"``; the others are as in
+    :func:`choose`.
+    """
     return choose(
         backend, "Mamba2", RULES, device=device, dtype=dtype, sizes=state, bits=bits
     )
