@@ -102,7 +102,8 @@ def why_not_flash_qla(
 def why_not_flash_qla_package() -> Obstacle | None:
     """Why the installed flash-qla cannot be used, and the fix; None when it can.
 
-    A source tree on the path can be imported, but has no version.
+    Versions before 0.1.3 have data races. A source tree on the path can be imported,
+    but has no version.
     """
     installed = installed_version("flash-qla")
     if find_spec("flash_qla") is None:
