@@ -243,8 +243,12 @@ class _RunRule(torch.autograd.Function):
     def forward(
         ctx, rule: Rule, documents, with_final: bool, q, k, v, g, beta, initial
     ):
-        """The output, and the final states if ``with_final``; ``initial`` may be None
-        (zeros)."""
+        """The output ``[B, S, H, V]``, and the final states if ``with_final``;
+        ``initial`` may be None (zeros).
+
+        Only :class:`PlainRule` gets q, k and v with other strides than those of
+        contiguous tensors.
+        """
         ctx.dtypes = [x.dtype for x in (q, k, v, g, beta)]
         if not isinstance(rule, PlainRule):
             q, k, v = (x.contiguous() for x in (q, k, v))
@@ -291,8 +295,8 @@ class _RunRule(torch.autograd.Function):
 
 
 def gradients_of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
-    """The gradients times ``grads.factor``, with dq and dk summed to ``key_heads``
-    heads."""
+    """The gradients of q, k, v, g and beta, times ``grads.factor``. dq and dk, which
+    may have H heads, are summed to ``key_heads`` heads."""
     dq, dk, dv, dg, dbeta, factor = grads
     if factor is not None:
         dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))

@@ -124,7 +124,8 @@ RULES = (FlashQlaRule, FlaGDN, PlainRule)  # in the order of preference
 
 
 def require_operands(operands: str) -> None:
-    """Raise a ValueError for other operands than "fp16" and "bf16"."""
+    """Raise a ValueError for other ``operands`` than "fp16" and "bf16", the dtypes to
+    which a layer may round the operands of the rule's products."""
     if operands not in ("fp16", "bf16"):
         raise ValueError(
             f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or "

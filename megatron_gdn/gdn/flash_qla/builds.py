@@ -83,7 +83,7 @@ _started_commands: dict[Heads, subprocess.Popen] = {}
 
 def set_next_calls(heads: Heads, use: str) -> None:
     """Store which ``heads`` and which group of kernels, ``use``, FlashQLA's next calls
-    need."""
+    need; :func:`_compile_once` reads both."""
     global _heads, _use
     _heads = heads
     _use = use
@@ -135,7 +135,8 @@ def _compile_once(
 
 def _may_start_command() -> bool:
     """Whether this process may start the warm-up command for the heads of the next
-    call."""
+    call: on Hopper, once for these heads, and only if the user did not switch this
+    off."""
     switched_on = os.environ.get(_COMPILE_AHEAD_VARIABLE, "1") != "0"
     return (
         _heads.key > 0
