@@ -281,8 +281,8 @@ class KimiDeltaAttention(RecurrentMixer):
     def project_rows_and_gates(
         self, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The rows of :meth:`project`; if in_proj makes both gates, beta comes as a
-        second tensor."""
+        """The rows of :meth:`project`. If in_proj makes both gates, beta ``[s, B, H]``
+        comes as a second tensor, so that the rows are not copied."""
         sections = self._sections(hidden_states)
         if self.dims.gates_in_in_proj:
             rows, beta = sections
