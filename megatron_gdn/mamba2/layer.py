@@ -60,7 +60,7 @@ class Mamba2Options(MixerOptions):
         norm_eps: epsilon of the output norm.
     """
 
-    absent = ("rule_operands", "recompute")
+    absent_options = ("rule_operands", "recompute")
     mixer = "Mamba2"
     rules = RULES
 

@@ -1,6 +1,8 @@
 """A layer built in one place and dtype and run in another; a model that calls its
 spec."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -8,6 +10,7 @@ from megatron.core.transformer import transformer_block
 from megatron.core.transformer.module import Float16Module
 from megatron.training.utils import to_empty_if_meta_device
 
+import megatron_gdn
 from megatron_gdn import GatedDeltaNet
 from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.mixers.attention import TorchSelfAttention
@@ -190,3 +193,22 @@ def test_it_hands_on_the_stages_that_the_function_takes():
 def test_what_is_no_spec_is_refused_as_before():
     with pytest.raises(Exception, match="specialize for int"):
         mixers(3)
+
+
+LACKS = {
+    "GatedDeltaNet": set(),
+    "GatedDeltaNet2": {"rule_operands"},
+    "GatedDeltaProduct": {"rule_operands"},
+    "KimiDeltaAttention": {"rule_operands"},
+    "Mamba2Mixer": {"rule_operands", "recompute"},
+}
+
+
+@pytest.mark.parametrize("mixer", LACKS)
+def test_an_option_that_a_mixer_lacks_is_refused(mixer):
+    options = getattr(megatron_gdn, mixer).options_class
+    every = {field.name for field in fields(options)}
+    assert every - options.names() == LACKS[mixer]
+    for name in LACKS[mixer]:
+        with pytest.raises(TypeError, match=f"unknown arguments {name}"):
+            options.of({name: None})
