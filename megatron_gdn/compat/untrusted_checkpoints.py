@@ -132,7 +132,8 @@ def untrusted_checkpoint() -> Iterator[None]:
     def read_metadata(
         reader: filesystem.FileSystemReader, *args: object, **kwargs: object
     ) -> Metadata:
-        """Call `_read_metadata`, and keep its error."""
+        """Call `_read_metadata`; keep its error in ``refusals``, since torch hides the
+        error from its callers."""
         try:
             return _read_metadata(reader, *args, **kwargs)
         except (pickle.UnpicklingError, ValueError) as error:

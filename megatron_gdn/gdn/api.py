@@ -246,8 +246,8 @@ class _RunRule(torch.autograd.Function):
         """The output ``[B, S, H, V]``, and the final states if ``with_final``;
         ``initial`` may be None (zeros).
 
-        Only :class:`PlainRule` gets q, k and v with other strides than those of
-        contiguous tensors.
+        Only :class:`PlainRule` takes q, k and v that are not contiguous. For other
+        rules they are copied.
         """
         ctx.dtypes = [x.dtype for x in (q, k, v, g, beta)]
         if not isinstance(rule, PlainRule):

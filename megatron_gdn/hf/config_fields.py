@@ -112,7 +112,7 @@ def _is_zero_to_infinity(value: object) -> bool:
     return _is_number(low) and low == 0 and value[1] in spellings_of_infinity
 
 
-_LAYER_NUMBERS_FIELD = _list_field(
+_LAYER_NUMBERS = _list_field(
     "the numbers of layers, from 1",
     "whole numbers from 1",
     lambda value: _is_integer(value) and value >= 1,
@@ -172,8 +172,8 @@ FIELD_TABLE: dict[str, Field] = {
     "linear_attn_config": Field(
         "layers and sizes of Kimi Delta Attention", "an object", _is_mapping
     ),
-    "kda_layers": _LAYER_NUMBERS_FIELD,
-    "full_attn_layers": _LAYER_NUMBERS_FIELD,
+    "kda_layers": _LAYER_NUMBERS,
+    "full_attn_layers": _LAYER_NUMBERS,
     # Sizes.
     "vocab_size": _integer_field("rows of the embedding"),
     "hidden_size": _integer_field("width of the model"),

@@ -376,7 +376,8 @@ def write_folder(
     """Write the new folder ``target`` with the files of ``like``, in which each tensor
     ``key`` is replaced by ``read(key)``.
 
-    Files that may hold other weights are left out, with a warning.
+    The other files of ``like`` are copied, except those that may hold the old weights;
+    a warning counts these.
     """
     from safetensors.torch import save_file
 

@@ -365,8 +365,9 @@ class KimiDeltaAttention(RecurrentMixer):
         self.conv_dim_local_tp = local.layout.conv_width
         self.in_proj_split_names = local.in_proj_layout.names
         self.in_proj_split_sections = local.in_proj_layout.widths
+        # Megatron's FSDP checkpoints cut the in_proj of a module with this attribute.
+        # Older Megatrons would cut it as Gated DeltaNet's.
         if self.scripts_split_in_proj:
-            # Older Megatrons would cut a mixer with this attribute as Gated DeltaNet.
             self.in_proj_dim = whole.in_proj_layout.width
 
     def _add_projections(

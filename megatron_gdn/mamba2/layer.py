@@ -73,8 +73,7 @@ class Mamba2Mixer(MambaLayerMixer):
 
         z, x, B, C, dt = in_proj(u)
         x, B, C        = SiLU(causal_conv1d(x, B, C))
-        dt             = softplus(dt + dt_bias)                     time steps, fp32,
-                                                                    clamped to dt_limit
+        dt             = softplus(dt + dt_bias)           fp32, clamped to dt_limit
         S_t            = exp(-exp(A_log) dt_t) S_{t-1} + dt_t B_t x_t^T
         y_t            = S_t^T C_t + D x_t
         out            = out_proj(RMSNorm_group(y * SiLU(z)))

@@ -111,8 +111,8 @@ def forward_name(module: nn.Module) -> str:
 
 
 def runs_class_forward(module: nn.Module) -> bool:
-    """Whether a call of ``module`` runs its class's ``forward``, even if accelerate's
-    hooks run around it."""
+    """Whether a call of ``module`` runs its class's ``forward``; True also if only
+    accelerate's hooks run around it."""
     if "forward" not in vars(module):
         return True
     forward = vars(module).get(forward_name(module))

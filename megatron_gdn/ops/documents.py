@@ -122,19 +122,19 @@ class Documents:
         return documents
 
     @property
-    def boundary_numbers(self) -> tuple[int, ...]:
+    def boundary_key(self) -> tuple[int, ...]:
         """Integers that say where the documents lie: two buffers of T tokens have equal
         numbers only if they have equal boundaries."""
         return self.offsets
 
     @cached_property
     def fingerprint(self) -> tuple[int, int]:
-        """The number of documents and a hash of :attr:`boundary_numbers`.
+        """The number of documents and a hash of :attr:`boundary_key`.
 
         Ranks compare these two numbers to see whether all have the same documents.
         """
         digest = blake2b(
-            array("q", self.boundary_numbers).tobytes(), digest_size=7
+            array("q", self.boundary_key).tobytes(), digest_size=7
         ).digest()
         return len(self.lengths), int.from_bytes(digest, "little")
 
@@ -188,12 +188,12 @@ class Documents:
 
     @cached_property
     def stamp(self) -> Tensor:
-        """:attr:`boundary_numbers` as int64 on the host.
+        """:attr:`boundary_key` as int64 on the host.
 
         A forward saves this tensor, so that its backward can compare the boundaries.
         """
         with torch.inference_mode(False):  # autograd cannot save an inference tensor
-            return torch.tensor(self.boundary_numbers, device="cpu")
+            return torch.tensor(self.boundary_key, device="cpu")
 
     def has_stamp(self, stamp: Tensor) -> bool:
         """Whether documents with this :attr:`stamp` have the boundaries of these

@@ -103,7 +103,7 @@ class TreeDocuments(Documents):
                 )
 
     @property
-    def boundary_numbers(self) -> tuple[int, ...]:
+    def boundary_key(self) -> tuple[int, ...]:
         return self.offsets + self.parents + self.lengths_without_padding
 
     @cached_property

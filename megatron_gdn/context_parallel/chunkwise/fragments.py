@@ -87,18 +87,18 @@ class Fragments(NamedTuple):
     end: Tensor
     # index of the fragment's first token among the tokens of the fragment's rank
     local_begin: Tensor
-    # the document that holds the fragment's first token
-    first_document: Tensor
+    # where the document with the fragment's first token begins and ends
+    first_document_begin: Tensor
     first_document_end: Tensor
-    # the document that holds the fragment's last token
-    last_document: Tensor
+    # the same of the document with the fragment's last token
+    last_document_begin: Tensor
     last_document_end: Tensor
 
     @property
     def state_enters(self) -> Tensor:
         """bool ``[n, C]``: whether the fragment begins inside a document, so that a
         state enters."""
-        return (self.first_document < self.begin) & (self.begin < self.end)
+        return (self.first_document_begin < self.begin) & (self.begin < self.end)
 
     @property
     def state_leaves(self) -> Tensor:
@@ -111,7 +111,7 @@ class Fragments(NamedTuple):
         """bool ``[n, C]``: whether the state that leaves depends on the one that
         enters. Then one document covers the whole fragment and goes on at both
         ends."""
-        one_document = self.first_document == self.last_document
+        one_document = self.first_document_begin == self.last_document_begin
         return self.state_enters & self.state_leaves & one_document
 
 
@@ -159,9 +159,9 @@ def _cut_fragments(documents: Documents, partition: SequencePartition) -> Fragme
         begin=begin,
         end=end,
         local_begin=chain_bounds[:-1] // cp_size + second * length,
-        first_document=starts[first],
+        first_document_begin=starts[first],
         first_document_end=starts[first + 1],
-        last_document=starts[last],
+        last_document_begin=starts[last],
         last_document_end=starts[last + 1],
     )
 

@@ -184,7 +184,7 @@ def _build_tables(
     rank = partition.rank
     # [n, C]: how many rows of history the first piece of each fragment has
     history_tokens = torch.where(
-        fragments.state_enters, fragments.begin - fragments.first_document, 0
+        fragments.state_enters, fragments.begin - fragments.first_document_begin, 0
     ).clamp(max=history_len)
     length = fragments.end - fragments.begin
     local_begin = fragments.local_begin[own]

@@ -199,7 +199,7 @@ def get_parameter_local_cp(
     cp_size = cp_group.size()
     shares = _even_shares("get_parameter_local_cp", width, split_sections, cp_size)
     blocks = [
-        param.narrow(dim, block.first, block.width)
+        param.narrow(dim, block.first_column, block.width)
         for block in shares.blocks(cp_group.rank())
     ]
     if len(blocks) == 1:

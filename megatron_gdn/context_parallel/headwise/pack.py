@@ -37,8 +37,8 @@ _PROGRAMS_PER_PROCESSOR = 2  # programs that fit on a multiprocessor at the same
 # A kernel beside a transfer leaves 32 multiprocessors to NCCL, which takes up to 32.
 _PROCESSORS_FOR_NCCL = 32
 # The index of each field of a `Strip`, since kernels read a strip as a plain tuple.
-STRIP_FIRST = tl.constexpr(Strip._fields.index("first"))
-STRIP_RANK_FIRST = tl.constexpr(Strip._fields.index("rank_first"))
+STRIP_FIRST = tl.constexpr(Strip._fields.index("first_column"))
+STRIP_RANK_FIRST = tl.constexpr(Strip._fields.index("rank_first_column"))
 STRIP_RANK_STEP = tl.constexpr(Strip._fields.index("rank_step"))
 STRIP_COPIES = tl.constexpr(Strip._fields.index("copies"))
 STRIP_BLOCK_WIDTH = tl.constexpr(Strip._fields.index("block_width"))

@@ -80,7 +80,7 @@ def unpack_peers(
             if block.copies == 1:
                 cp_rows[..., block.columns] = rows
             else:
-                key = block.first, block.width
+                key = block.first_column, block.width
                 totals[key] = totals.get(key, 0) + rows.to(wide)
     for (first, width), total in totals.items():
         cp_rows[..., first : first + width] = total

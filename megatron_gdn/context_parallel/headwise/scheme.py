@@ -86,7 +86,7 @@ class Headwise(Scheme):
         known = self._parameter_shares.get((length, key_names))
         shares, block = known or self._shares_of_parameter(length, key_names)
         if block is not None:
-            return param.narrow(0, block.first, block.width)
+            return param.narrow(0, block.first_column, block.width)
         return param.index_select(0, _own_indices(shares, self._rank, param.device))
 
     def _shares_of_parameter(
@@ -117,5 +117,5 @@ def _own_indices(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
     ``rank``."""
     indices = []
     for block in shares.blocks(rank):
-        indices += range(block.first, block.first + block.width)
+        indices += range(block.first_column, block.first_column + block.width)
     return to_device(torch.tensor(indices, device="cpu"), device)

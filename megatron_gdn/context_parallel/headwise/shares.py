@@ -25,8 +25,8 @@ class ColumnBlock(NamedTuple):
     """The columns of one section that a rank holds; ``copies`` ranks hold the same
     columns."""
 
-    first: int  # the first column in the whole row
-    rank_first: int  # the first column in the rank's row
+    first_column: int  # in the whole row
+    rank_first_column: int  # in the rank's row
     width: int
     copies: int
     columns: slice  # of the whole row
@@ -88,8 +88,8 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
     ):
         first = section_first + rank // copies * width
         block = ColumnBlock(
-            first=first,
-            rank_first=rank_first,
+            first_column=first,
+            rank_first_column=rank_first,
             width=width,
             copies=copies,
             columns=slice(first, first + width),
@@ -106,12 +106,12 @@ class Strip(NamedTuple):
     rank but for their place in a whole row.
 
     ``block_width``, the number of columns that a kernel copies at a time, is a power of
-    two. The first column of ``rank`` is ``first + (rank // copies) * rank_step`` in a
-    whole row, ``rank_first`` in the rank's row.
+    two. The first column of ``rank`` is ``first_column + (rank // copies) * rank_step`` in a
+    whole row, ``rank_first_column`` in the rank's row.
     """
 
-    first: int
-    rank_first: int
+    first_column: int
+    rank_first_column: int
     rank_step: int
     copies: int
     block_width: int
@@ -135,8 +135,8 @@ def strips_of(shares: HeadShares, largest_block: int) -> tuple[Strip, ...]:
                 block_width //= 2
             repeats = (width - done) // block_width
             strip = Strip(
-                first=section.first + done,
-                rank_first=section.rank_first + done,
+                first_column=section.first_column + done,
+                rank_first_column=section.rank_first_column + done,
                 rank_step=width,
                 copies=section.copies,
                 block_width=block_width,

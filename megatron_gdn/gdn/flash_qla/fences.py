@@ -96,6 +96,8 @@ def fence_bulk_stores(*kernels: tuple[ModuleType, str]) -> None:
     for module, name in kernels:
         kernel = getattr(module, name)
         configs = dict(kernel.pass_configs or {})
+        # The flag changes the key in tilelang's cache, so that no kernel without fences
+        # is taken from the cache.
         configs[_COMPILE_FLAGS] = list(configs.get(_COMPILE_FLAGS, ())) + [_FENCED_FLAG]
         # The old kernel object may hold code that this process compiled without fences.
         fenced = dataclasses.replace(kernel, pass_configs=configs)

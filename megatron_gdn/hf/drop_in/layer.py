@@ -225,6 +225,8 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
             kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = None  # the batch holds the mask's documents and padding
+        # No batch: the forward continues from a filled cache. A plain batch: one rank,
+        # and each row is one sequence.
         prefers_original = cache is not None or options.unpacked == "transformers"
         if batch is None or (batch.is_plain and prefers_original):
             return self._run_original(hidden_states, cache, attention_mask, kwargs)

@@ -386,8 +386,9 @@ def _convolve_section_backward(
     head h of the state is the given one times ``factor_ptr [H]`` at h. State heads that
     share a head of this section have equal factors.
 
-    ``d_rows_ptr`` and ``d_lead_ptr`` point where ``rows_ptr`` and ``lead_ptr`` do, and
-    ``partial_ptr`` at the tile's row of partial sums.
+    ``d_rows_ptr`` and ``d_lead_ptr`` point at the gradients of the elements at which
+    ``rows_ptr`` and ``lead_ptr`` point. ``partial_ptr`` points at the tile's row of
+    partial sums.
     """
     FIRST_PROGRAM: tl.constexpr = CONVOLVED[SECTION_INDEX][FIRST_PROGRAM_INDEX]
     HEADS: tl.constexpr = CONVOLVED[SECTION_INDEX][PROGRAMS_INDEX]
