@@ -106,8 +106,9 @@ class Strip(NamedTuple):
     rank but for their place in a whole row.
 
     ``block_width``, the number of columns that a kernel copies at a time, is a power of
-    two. The first column of ``rank`` is ``first_column + (rank // copies) * rank_step`` in a
-    whole row, ``rank_first_column`` in the rank's row.
+    two. The first column of ``rank`` in a whole row is
+    ``first_column + (rank // copies) * rank_step``, in the rank's row
+    ``rank_first_column``.
     """
 
     first_column: int
