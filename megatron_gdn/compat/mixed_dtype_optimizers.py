@@ -218,8 +218,8 @@ def _load_equal_replicas(
     data-parallel replicas are equal.
 
     ``load`` is a method by which a rank loads the optimizer's shard. The shard of an
-    fp32 parameter is a view of the parameter. So a rank loads only its own shard, and
-    keeps the model file's values, which may be rounded, in the other shards.
+    fp32 parameter is a view of the parameter, so the load changes only this shard. The
+    parameter's other shards keep the values of the model file, which may be rounded.
     """
     load(optimizer, *args, **kwargs)
     buffers = getattr(optimizer, "buffers", ())

@@ -361,7 +361,11 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: StateDict) -> None:
-        """Load ``state_dict``, then give each parameter a step tensor of its own."""
+        """Load ``state_dict``, then give each parameter a step tensor of its own.
+
+        Megatron gives all parameters one tensor, which torch's Adam would count up
+        once per parameter.
+        """
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):

@@ -695,7 +695,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     @pg_collection.setter
     def pg_collection(self, groups: ProcessGroupCollection) -> None:
         """Use ``groups.cp`` from the next micro-batch on; ``groups.tp`` must have the
-        old ranks."""
+        old ranks. The attributes with Megatron's names of sizes are set again."""
         require_same_tensor_ranks(self.tp_group, groups)
         self.micro_batches.use_group(groups.cp)
         self._pg_collection = groups

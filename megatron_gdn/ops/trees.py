@@ -326,7 +326,9 @@ class BackwardByLevel(RuleBackward):
         """The gradients of the inputs, ``[1, T, ...]``, with zeros at padding.
 
         ``initial`` and ``d_final`` must be None. In the loop ``d_final`` holds dS_out
-        of one level's documents, None for the last level.
+        of one level's documents, None for the last level. ``d_initial()`` gives dS_in
+        for dS_out = 0; the state map adds ``through^T dS_out``, one document at a time,
+        so that no document changes another one's bits.
         """
         assert initial is None and d_final is None
         inner = self.rule.rule

@@ -1,9 +1,8 @@
 """Runs the layer on a simulated GPU and records a task for each kernel that the layer
 launches.
 
-The layer, FlashQLA and torch then choose kernels as in a run. These are the calls of
-the layer that a rank of a run can make, in groups that use FlashQLA in different ways
-(option ``--uses``):
+The layer, FlashQLA and torch then choose kernels as in a run. A rank of a run can make
+the following calls of the layer, grouped by how they use FlashQLA (option ``--uses``):
 
 cut        one long sequence, and long documents, which FlashQLA cuts into segments that
            run in parallel
@@ -160,8 +159,10 @@ def layer_calls(
     def add_call(
         use: str, tokens: int, rows: int = 1, documents: int | None = None
     ) -> None:
-        """Add a call of ``use``, with ``tokens`` rounded up. For "states", ``tokens``
-        and ``documents`` are the tokens and the pieces of one rank."""
+        """Add a call of ``use`` to ``found``. ``tokens``, of all ranks, are rounded up,
+        so that each rank has a multiple of 16 tokens of every document or row. For
+        "states", ``tokens`` and ``documents`` are the tokens and the pieces of one
+        rank."""
         cp = headwise_ranks
         layout = "zigzag"
         if use == "states":

@@ -43,7 +43,12 @@ class SequencePartition(NamedTuple):
 
     @property
     def nodes(self) -> Nodes:
-        """The nodes of a chain; they are the same in every chain."""
+        """The nodes of a chain, the same in every chain.
+
+        In zigzag ranks 0 .. cp - 1 hold their first fragments, then ranks cp - 1 .. 0
+        their second ones. With ``joins_middle`` the two middle fragments, both of the
+        last rank, are one node.
+        """
         up = tuple(range(self.cp_size))
         down = up[::-1]
         if self.layout is SequenceLayout.CONTIGUOUS:

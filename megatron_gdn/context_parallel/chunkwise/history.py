@@ -6,7 +6,8 @@ fragments (nodes) of a chain:
 
     node j - k sends its last W - k rows to node j,   k = 1 .. W - 1
 
-The gradients of the sent rows travel back. If the host knows the documents, only the
+Each of the k - 1 nodes between has at least one row, so node j reads at most W - k rows
+of node j - k. The gradients of the sent rows travel back. If the host knows the documents, only the
 rows that pieces need are sent, else all rows of the formula above.
 
 Legend: n nodes of a chain, h of them on this rank, C chains (in ``rows_sBC``:

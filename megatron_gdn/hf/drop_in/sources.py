@@ -10,7 +10,7 @@ document ids.
 | ``cu_seq_lens_q`` ``[N + 1]``                 | flash-attention kwargs, padding-free collators  |
 | ``cu_seqlens`` with ``indices`` ``[T]``       | flash-attention kwargs without padding tokens   |
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
-| ``position_ids`` ``[3, B, S]``, all 0 again   | vision-language models                          |
+| ``position_ids`` ``[3, B, S]``, 0 at starts   | vision-language models                          |
 
 Ids are int64 ``[B, S]`` on the host; they count the documents of a row from 1, and 0 is
 padding. A 4-D mask is 1 or True at [.., i, j] if token i attends to token j; a float
