@@ -306,9 +306,10 @@ def conv_head_step(
 
     ``row_ptr``, ``history_ptr``, ``after_ptr`` and ``out_ptr`` point at channel 0 of
     the sequence. If HAS_AFTER, the shifted history is also written to ``after_ptr``; if
-    UNIT, the result gets unit length. ``column`` is the head's first channel. The program is one warp, so
-    all its lanes load an input before a lane overwrites it. If ``has_slot`` is False,
-    the sequence has no slot, and the program neither loads nor stores.
+    UNIT, the result gets unit length. ``column`` is the head's first channel. The
+    program is one warp, so all its lanes load an input before a lane overwrites it. If
+    ``has_slot`` is False, the sequence has no slot, and the program neither loads nor
+    stores.
     """
     d_D = tl.arange(0, BLOCK_D)
     real_D = (d_D < D) & has_slot
