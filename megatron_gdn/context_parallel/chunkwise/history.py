@@ -7,8 +7,8 @@ fragments (nodes) of a chain:
     node j - k sends its last W - k rows to node j,   k = 1 .. W - 1
 
 Each of the k - 1 nodes between has at least one row, so node j reads at most W - k rows
-of node j - k. The gradients of the sent rows travel back. If the host knows the documents, only the
-rows that pieces need are sent, else all rows of the formula above.
+of node j - k. The gradients of the sent rows travel back. If the host knows the
+documents, only the rows that pieces need are sent, else all rows of the formula above.
 
 Legend: n nodes of a chain, h of them on this rank, C chains (in ``rows_sBC``:
 channels), R rows from other ranks, s tokens of this rank.
