@@ -300,8 +300,8 @@ class FlashQlaRule(Rule):
     def repeats(
         cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
     ) -> RepeatResult:
-        """Whether ``REPEATABLE_SETUPS`` covers this GPU, dtype, ratio of heads and installed
-        versions."""
+        """Whether ``REPEATABLE_SETUPS`` covers this GPU, dtype, ratio of heads and the
+        installed versions."""
         ratio = sizes.value_heads // sizes.key_heads
         for known in REPEATABLE_SETUPS:
             if known.covers(device, dtype, ratio):
