@@ -35,4 +35,5 @@ def test_losses_go_on_after_a_kill(run):
     records = run("launch-laws", "--set", "gpus=2", "limit=500", "--cases", *cases)
     resumed = records["killed, resumed", "ours"]
     assert resumed["held_to"] == "tp2" and list(resumed["losses"])[-1] == "9"
-    assert resumed["distance"] <= 2 * resumed["spread"]
+    # the same launch on a CPU, whose sums have one order: only printed digits round
+    assert resumed["distance"] < 1e-6
