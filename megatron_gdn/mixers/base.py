@@ -62,7 +62,7 @@ from .generation import (
 from .graphs import check_layer_graph, refuse_packed
 from .hooks import read_conv_module
 from .loader_layout import LoaderLayout
-from .micro_batch import ChooseRule, MicroBatch, MicroBatches
+from .micro_batch import ChooseRule, MicroBatch, MicroBatchPlanner
 from .options import MixerOptions
 from .out_norm import readout_norm
 from .precision import SeparatelyShardedFp32
@@ -109,7 +109,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     the subclass. One gate of a front may have ``A_log`` and ``dt_bias``.
     ``docs/life_of_a_micro_batch.md`` lists all files of such a change. Document
     boundaries enter :meth:`forward` with ``packed_seq_params``.
-    :meth:`.micro_batch.MicroBatches.of` reads them, and ``passage.sequence_context``
+    :meth:`.micro_batch.MicroBatchPlanner.of` reads them, and ``passage.sequence_context``
     brings them to convolution and rule.
 
     ``dims`` are the sizes of the mixer: ``hidden_size``, ``conv_kernel_dim``, the
@@ -134,7 +134,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     conv1d: nn.Conv1d
     conv1d_weight: nn.Parameter
     conv1d_bias: nn.Parameter | None
-    micro_batches: MicroBatches
+    micro_batches: MicroBatchPlanner
     options_class: ClassVar[type[MixerOptions]] = MixerOptions
     # Arguments of Megatron's constructor that a launch may set by MEGATRON_GDN_OPTIONS
     # too.
@@ -559,7 +559,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         """
         config = self.config
         dims = self.dims
-        self.micro_batches = MicroBatches(
+        self.micro_batches = MicroBatchPlanner(
             config,
             dims.layout,
             dims.state,

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch.distributed import ProcessGroup
 
-_MOST_SCHEMES = 16  # the largest number of entries in MicroBatches._schemes
-_MOST_MICRO_BATCHES = 32  # the largest number of entries in MicroBatches._batches
+_MOST_SCHEMES = 16  # the largest number of entries in MicroBatchPlanner._schemes
+_MOST_MICRO_BATCHES = 32  # the largest number of entries in MicroBatchPlanner._batches
 _ANY_LAYOUT = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
 # ``choose_rule(device=..., dtype=..., bits=...)`` returns the rule for rows of this
 # device and dtype, and the reason in words.
@@ -82,7 +82,7 @@ class MicroBatch:
         return self.scheme.local_positions(self.documents, self.tokens)
 
 
-class MicroBatches:
+class MicroBatchPlanner:
     """Decides how one layer runs each micro-batch, and keeps the decisions.
 
     Rules are deterministic while ``config.deterministic_mode`` or
@@ -147,7 +147,7 @@ class MicroBatches:
         self.latest_rule = guessed.rule
         self.use_group(group)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> MicroBatches:
+    def __deepcopy__(self, memo: dict[int, object]) -> MicroBatchPlanner:
         """A copy for a copied layer: the same groups, but no stored schemes and
         micro-batches."""
         other = copy.copy(self)

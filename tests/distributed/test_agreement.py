@@ -14,7 +14,7 @@ from megatron_gdn.context_parallel import agreement
 from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.mixers.loader_layout import LoaderLayout
-from megatron_gdn.mixers.micro_batch import MicroBatches
+from megatron_gdn.mixers.micro_batch import MicroBatchPlanner
 from megatron_gdn.mixers.options import MixerOptions
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.stages import fronts_of
@@ -118,7 +118,7 @@ def test_schemes_of_groups_that_went_are_not_kept():
     one scheme."""
     sizes = HeadSizes(2, 4, 4, 4)
     config = make_config()
-    chooser = MicroBatches(
+    chooser = MicroBatchPlanner(
         config,
         sizes.layout,
         sizes.state,

@@ -39,7 +39,7 @@ class DropInMixer(NamedTuple):
     dims: Any  # the mixer's sizes, such as GDNDims
     choose_rule: ChooseRule
     make_front: MakeFront
-    # keywords ``mixer`` and ``recurrence`` of MicroBatches, for error messages
+    # keywords ``mixer`` and ``recurrence`` of MicroBatchPlanner, for the log
     names: dict[str, str]
 
 

@@ -21,7 +21,7 @@ from ...mixers.hooks import (
     runs_class_forward,
 )
 from ...mixers.loader_layout import LoaderLayout
-from ...mixers.micro_batch import MicroBatch, MicroBatches
+from ...mixers.micro_batch import MicroBatch, MicroBatchPlanner
 from ...mixers.options import MixerOptions
 from ...ops.layout import Layout
 from ...ops.mixer import mix
@@ -105,7 +105,7 @@ class _DropInState:
 
     options: DropInOptions
     mixer: families.DropInMixer
-    micro_batches: MicroBatches
+    micro_batches: MicroBatchPlanner
     loader_layout: LoaderLayout  # the sequence layout of ``micro_batches``
     # dtypes of A_log and dt_bias before they became fp32
     original_gate_dtypes: dict[str, torch.dtype]
@@ -365,7 +365,7 @@ def become_drop_in(
     check_config(config, family.config_fields)
     dtype = module._modules[family.out_proj].weight.dtype
     mixer = family.make_mixer(module, config, options)
-    # the fields of Megatron's config that MicroBatches and LoaderLayout read
+    # the fields of Megatron's config that MicroBatchPlanner and LoaderLayout read
     megatron_config: Any = SimpleNamespace(
         deterministic_mode=False,
         batch_invariant_mode=False,
@@ -377,7 +377,7 @@ def become_drop_in(
         name: owner._parameters[name].dtype for name in FP32_GDN_PARAM_NAMES
     }
     loader_layout = LoaderLayout(options.cp_layout, megatron_config)
-    micro_batches = MicroBatches(
+    micro_batches = MicroBatchPlanner(
         megatron_config,
         mixer.dims.layout,
         mixer.dims.state,
