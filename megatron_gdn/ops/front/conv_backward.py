@@ -86,7 +86,7 @@ def _walk_one_token(
         position_R = tl.load(position_ptr + t_R, mask=real_R, other=0)
         history = drop_other_document(history, position_R, W)
     pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
-    place_R = position_R
+    place_R = position_R  # not read without a history; a Triton result needs a value
     if HAS_HISTORY:
         place_R = tl.load(place_ptr + t_R, mask=real_R, other=-1)
         pre_RD += load_lead_in(lead_ptr + d_1D, place_R, real_1D, lead_stride)
@@ -260,6 +260,8 @@ def walk_head_backward(
             if HAS_BIAS:
                 d_bias_RD += dpre_RD
             dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D
+            # The first W - 1 steps finish no token of this segment. They must store
+            # nothing, so the mask of channels is used even if no channel is padding.
             ready_1D = (step >= W - 1) & real_1D
             dx_RD = dx_RD.to(dx_at_RD.dtype.element_ty)
             store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), ready_1D, True, MASKED)

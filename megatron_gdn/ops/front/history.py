@@ -5,7 +5,7 @@ tokens of a piece, its *edge*, need rows from another rank, a cache or a parent 
 and the front waits for these rows. The part of the convolution that reads these rows is
 a separate sum, the *lead-in*:
 
-    pre[p]     = bias + the taps over the piece's own rows + lead_in[p]        0 <= p < W - 1
+    pre[p]     = bias + taps over the piece's own rows + lead_in[p]    0 <= p < W - 1
     lead_in[p] = sum of tap[W - 1 - p - age] * row[age] over 1 <= age < W - p
 
 Legend: s tokens of the batch, N pieces with a history, R rows of history, M tokens
@@ -66,7 +66,8 @@ class HistoryTable:
         in_piece = flat_edge >= 0
         place = torch.full((tokens,), -1, dtype=torch.int32, device="cpu")
         place[flat_edge[in_piece]] = in_piece.nonzero().flatten().int()
-        # the returned gradients in the order of tokens
+        # the returned gradients, grouped by their tokens; stable, so that a token's
+        # gradients are added in the order of ``sent``
         order = sent.argsort(stable=True)
         token, returns = sent[order].unique_consecutive(return_counts=True)
         if len(returns):
@@ -116,7 +117,7 @@ class History(NamedTuple):
         """
         before = self.table.before
         edge = self.table.edge.flatten()
-        past = before.shape[1]
+        past = before.shape[1]  # W - 1
         # rows_NABC[:, age - 1] is the row ``age`` tokens before each piece. Absent rows
         # are masked before any product, because 0 * NaN is NaN.
         rows_NABC = self.rows[before.clamp(min=0)].to(pre_BsC.dtype)
@@ -229,8 +230,8 @@ class HistoryLink(Protocol):
     ranks or from other documents of the batch."""
 
     def fetch(self, rows_sBC: Tensor) -> History:
-        """Send the rows that other pieces need; wait for and return the history of this
-        batch."""
+        """Send those of ``rows_sBC``, the convolution's columns of this batch's rows,
+        that other pieces need; wait for and return the history of this batch."""
         ...
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def lead_in_kernel(
         tl.store(at + c_1C, lead_1C, mask=real_1C)
 
 
-@triton.jit(do_not_specialize=["columns"])
+@triton.jit(do_not_specialize=["columns"])  # one variant for all numbers of columns
 def lead_in_backward_kernel(
     rows_ptr,
     weight_ptr,
@@ -117,6 +117,7 @@ def lead_in_backward_kernel(
     )
     d_leads = ()
     for p in tl.static_range(W - 1):
+        # No token wrote its gradient here if the piece has p tokens or fewer.
         token = tl.load(edge_ptr + n * (W - 1) + p)
         at = d_lead_ptr + ((n * (W - 1) + p) * B + b) * CHANNELS
         d_leads = d_leads + (
@@ -137,7 +138,7 @@ def lead_in_backward_kernel(
         tl.store(partial_ptr + c_1C * W + tap, d_tap_1C, mask=real_1C)
 
 
-@triton.jit(do_not_specialize=["most"])
+@triton.jit(do_not_specialize=["most"])  # one variant for all tables
 def add_rows_kernel(
     returned_ptr,
     additions_ptr,
@@ -151,8 +152,9 @@ def add_rows_kernel(
     """Add returned gradients ``returned_ptr [., B, C]`` to the tokens' gradients
     ``d_rows_ptr [s, B, C]``; grid (M, blocks of channels, B).
 
-    ``additions_ptr``: the field `HistoryTable.additions`, ``[M, 1 + most]``. A program
-    adds the gradients of one line, in the line's order.
+    ``additions_ptr``: the field `HistoryTable.additions`, ``[M, 1 + most]``; ``most``
+    is the largest number of gradients of a token. A program adds the gradients of one
+    line, in the line's order.
     """
     line_ptr = additions_ptr + tl.cast(tl.program_id(0), tl.int64) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -206,6 +208,7 @@ def lead_in_backward(
     """
     rows, table, d_rows = history
     columns = partial.shape[1]
+    # The kernel writes the columns of d(weight) alone, and a sum reads all of them.
     partial.zero_()
     N, _ = table.before.shape
     B, C = rows.shape[1:]
@@ -220,6 +223,7 @@ def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
     ``additions`` of :class:`.history.HistoryTable` says; sums are fp32."""
     M, columns = additions.shape
     B, C = returned.shape[1:]
+    # the channels of a row are adjacent: stride 1
     launch = _launch(add_rows_kernel, M, B, C, 1, columns - 1, *d_rows.stride()[:2])
     launch(returned, additions, d_rows)
 
@@ -228,10 +232,12 @@ def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
 def _launch(
     kernel, lines: int, B: int, C: int, stride_c: int, *numbers: int, **constants: int
 ) -> Launch:
-    """A launch of ``kernel`` with the arguments ``numbers`` and ``constants``, on the
-    grid (lines, blocks of channels, B).
+    """A launch of ``kernel``, one of this file's, on the grid (lines, blocks of
+    channels, B).
 
-    ``stride_c``: the distance of channels, from which offsets are checked.
+    ``lines``: pieces, or lines of a table. ``stride_c``: elements from channel to
+    channel; a ValueError if offsets of channels need more than 32 bits. ``numbers``,
+    ``constants``: the kernel's arguments after its tensors, without CHANNELS and BLOCK.
     """
     require_rows_within_grid(B)
     require_32_bits(

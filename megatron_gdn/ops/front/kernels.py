@@ -82,8 +82,8 @@ def _convolve_section(
     only in a tile that meets an end of a document or of the sequence. The other
     arguments are as in :func:`front_forward_kernel`.
 
-    Edge tokens lie in tiles that meet a boundary, so the code without masks reads no
-    lead-in.
+    Most tiles meet no boundary, and run the faster copy of the code, without masks.
+    Edge tokens lie in tiles that meet a boundary, so this copy reads no lead-in.
     """
     FIRST_PROGRAM: tl.constexpr = CONVOLVED[SECTION_INDEX][FIRST_PROGRAM_INDEX]
     HEADS: tl.constexpr = CONVOLVED[SECTION_INDEX][PROGRAMS_INDEX]
@@ -177,9 +177,9 @@ def _compute_gate_section(
 
     ``rows_ptr`` points at batch row ``b`` of the rows with the gate's columns.
     ``first_ptr``, ``second_ptr``: receive the first and, if there is one, the second
-    result, [B, S, PROGRAMS D] each. ``A_log_ptr``, ``dt_bias_ptr``: the parameters,
-    read if the gate has a rate. ``start``, ``tokens``: first token and number of tokens
-    of the tile.
+    result, fp32 [B, S, PROGRAMS D] each. ``A_log_ptr``, ``dt_bias_ptr``: the
+    parameters, read if the gate has a rate. ``start``, ``tokens``: first token and
+    number of tokens of the tile. FUNCTION: one of :mod:`.gate_kernels`.
     """
     FIRST_PROGRAM: tl.constexpr = GATES[GATE_INDEX][FIRST_PROGRAM_INDEX]
     PROGRAMS: tl.constexpr = GATES[GATE_INDEX][PROGRAMS_INDEX]
@@ -202,6 +202,7 @@ def _compute_gate_section(
         A_log_1D = 0.0
         dt_bias_1D = 0.0
         if HAS_RATE:
+            # a vector in both cases: all channels of a head share its A_log
             head_D = head + 0 * d_D if PER_CHANNEL else d_D
             A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(
                 tl.float32
@@ -227,6 +228,7 @@ def _compute_gate_section(
                 tl.store(second_ptr + out_TD, second_TD, mask=real_TD)
 
 
+# one variant for all lengths: Triton would compile others for multiples of 16
 @triton.jit(do_not_specialize=["S", "steps", "first_program"])
 def front_forward_kernel(
     rows_ptr,
@@ -283,8 +285,10 @@ def front_forward_kernel(
     it. ``*stride_s``, ``*stride_b``: elements from a token or batch row to the next.
     ``*_FUNCTION``: the gates' functions. FIRST_CONV_COLUMN: the first column of a row
     that the convolution reads. ``weight_ptr`` [C, 1, W], ``bias_ptr`` [C],
-    ``A_log_ptr`` and ``dt_bias_ptr``: the front's parameters. HAS_HISTORY: rows precede
-    the pieces. ALWAYS_MASKED: every tile runs the same code, for batch invariance.
+    ``A_log_ptr`` and ``dt_bias_ptr``: the front's parameters. ``eps``: added to a
+    head's sum of squares before its root is taken. STAGES: stages of loads that are
+    prefetched. HAS_HISTORY: rows precede the pieces. ALWAYS_MASKED: every tile runs the
+    same code, for batch invariance.
     """
     program = tl.program_id(0) + first_program
     tokens = ROWS * steps
@@ -293,7 +297,7 @@ def front_forward_kernel(
     row_ptr = rows_ptr + b * stride_b
     rows_ptr = row_ptr + FIRST_CONV_COLUMN
     gates_ptr += b * gates_stride_b
-    lead_stride = tl.num_programs(2) * C
+    lead_stride = tl.num_programs(2) * C  # the lead-in is [N, W - 1, B, C]
     if HAS_HISTORY:
         lead_ptr += b * C
     gates = (gate0_ptr, gate1_ptr, gate2_ptr)
@@ -383,8 +387,9 @@ def _convolve_section_backward(
 
     ``grad_ptr``: the output's gradient, whose heads are GROUP times as many as the
     output's; the GROUP gradients of a head are summed. If SCALED, the true gradient of
-    head h of the state is the given one times ``factor_ptr [H]`` at h. State heads that
-    share a head of this section have equal factors.
+    head h of the state is the given one times ``factor_ptr [H]`` at h: a rule in fp16
+    scales gradients into fp16's range. State heads that share a head of this section
+    have equal factors.
 
     ``d_rows_ptr`` and ``d_lead_ptr`` point at the gradients of the elements at which
     ``rows_ptr`` and ``lead_ptr`` point. ``partial_ptr`` points at the tile's row of
@@ -521,6 +526,7 @@ def _compute_gate_section_backward(
     HIGH: tl.constexpr = GATES[GATE_INDEX][HIGH_INDEX]
     GROUP: tl.constexpr = GATES[GATE_INDEX][GATE_SUMMED_INDEX]
     HEADS: tl.constexpr = PROGRAMS if PER_CHANNEL else D
+    # half of the forward's tile, since the backward keeps more values per element
     TILE_TOKENS: tl.constexpr = (
         _GATE_TILE_ELEMENTS // 2 // BLOCK if BLOCK < _GATE_TILE_ELEMENTS // 2 else 1
     )
@@ -533,6 +539,7 @@ def _compute_gate_section_backward(
         end = min(start + tokens, S) - start  # tokens of the tile within the sequence
         d_D = tl.arange(0, BLOCK)
         real_D = d_D < D
+        # a vector in both cases: all channels of a head share A_log and factor
         head_D = head + 0 * d_D if PER_CHANNEL else d_D
         A_log_1D = 0.0
         dt_bias_1D = 0.0
@@ -578,7 +585,7 @@ def _compute_gate_section_backward(
                         d_second_ptr + at_TD + member * COPY_DISTANCE, real_TD, 0.0
                     )
             if SCALED:
-                # Rules with gradients in fp16 have gates of one output.
+                # Only a rule in fp16 scales gradients, and its gates have one result.
                 tl.static_assert(RESULTS == 1)
                 d_first_TD = d_first_TD * factor_1D
             d_x_TD, d_A_log_term_TD = FUNCTION(
@@ -600,7 +607,7 @@ def _compute_gate_section_backward(
             tl.store(d_dt_bias_ptr + d_D, tl.sum(d_dt_bias_TD, axis=0), mask=real_D)
 
 
-@triton.jit(do_not_specialize=["S", "steps"])
+@triton.jit(do_not_specialize=["S", "steps"])  # one variant for all lengths
 def front_backward_kernel(
     rows_ptr,
     gates_ptr,
@@ -660,7 +667,7 @@ def front_backward_kernel(
     ``d_conv2_ptr``) and of the gates (``d_gate0_ptr``, ``d_gate1_ptr``,
     ``d_gate2_ptr``). Writes the gradients of the rows to ``d_rows_ptr``, of
     ``gates_ptr`` to ``d_gates_ptr``, of the lead-in to ``d_lead_ptr``. The other
-    arguments are as in the forward.
+    arguments are as in the forward and in :func:`_convolve_section_backward`.
 
     Each tile has a row of COLUMNS partial sums in ``partial_ptr`` for the gradients of
     conv weight [C, W], conv bias [C] and, from column RATE_COLUMN on, A_log and
@@ -679,7 +686,7 @@ def front_backward_kernel(
     gates_ptr += b * gates_stride_b
     d_gates_ptr += b * d_gates_stride_b
     partial_ptr += (b * tl.num_programs(1) + tile) * COLUMNS
-    lead_stride = tl.num_programs(2) * C
+    lead_stride = tl.num_programs(2) * C  # the lead-in is [N, W - 1, B, C]
     if HAS_HISTORY:
         lead_ptr += b * C
         d_lead_ptr += b * C

@@ -158,17 +158,19 @@ class TritonFront(Front):
         """
         proj, given, documents, history = arguments
         S, B, _ = proj.shape
+        # The kernel takes no strides of gradients, so each is contiguous.
         d_inputs = [
             getattr(grads, name).contiguous()
             for output in self.section_outputs
             for name in output.names
         ]
         d_convolved = d_inputs[:_CONVOLVED_SECTIONS]
+        # A_log stands for absent gradients, which the kernel does not read.
         d_gates = _with_three_results(d_inputs[_CONVOLVED_SECTIONS:], given.A_log)
         factor = getattr(grads, "factor", None)
         weight, bias, A_log, dt_bias = given[:4]
         has_gate_rows = d_gate_rows is not None
-        if d_gate_rows is None:
+        if d_gate_rows is None:  # the projection rows have the gates' columns
             gate_rows = proj
             d_gate_rows = d_proj
         else:
@@ -225,14 +227,15 @@ class TritonFront(Front):
         )
         if history is not None and d_lead is not None:
             lead_in_backward(history, weight, d_lead, partial[rows_of_tiles:])
+        # ``partial`` has the columns of weight, bias, A_log and dt_bias, in this order.
         found = [None if x is None else torch.empty_like(x) for x in given[:4]]
         sum_rows(partial, *[x for x in found if x is not None])
         return tuple(found)
 
 
 def gates_without_kernels(table: FrontTable) -> tuple[str, ...]:
-    """The sections whose gate is no function of :mod:`.gates` with a twin in
-    `.gate_kernels`. A table with such a section runs in plain torch."""
+    """The names of the sections whose gate is no function of :mod:`.gates`, or has no
+    twin in `.gate_kernels`. A table with such a section runs in plain torch."""
     lacking = []
     for gate in table.gate_sections:
         name = getattr(gate.function, "__name__", "")
@@ -262,7 +265,7 @@ def _forward_launch(
     packed: bool,
     has_history: bool,
 ) -> Launch:
-    """The forward's launch.
+    """The forward's launch for S tokens of B batch rows and a convolution of W taps.
 
     ``strides``: the strides of S and B in the projection rows; ``gate_strides``: in the
     rows with the gates. ``is_wanted``: for each section, whether its inputs of the rule
@@ -271,6 +274,8 @@ def _forward_launch(
     documents. ``has_history``: there are rows before the first tokens.
     """
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
+    # Triton computes offsets inside a tile with 32 bits. They must fit for the rows and
+    # for every output.
     tile = tile_of_32_bit_offsets(
         within_grid(tile, S, B),
         S,
@@ -280,6 +285,7 @@ def _forward_launch(
     require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
     tables = kernel_tables(front, has_gate_rows)
     programs = [section.programs for section in tables.convolved + tables.gates]
+    # the first wanted section, and one past the last
     first = is_wanted.index(True)
     end = len(is_wanted) - is_wanted[::-1].index(True)
     # the grid counts one range of programs
@@ -327,9 +333,9 @@ def _backward_plan(
 
     ``strides``: the strides of S and B in the projection rows, the rows with the gates,
     and the gradients of both. ``d_heads``: for each input of the rule, the number of
-    heads of its gradient. ``element_bytes``: the bytes of an element of the rows, and
-    of a gradient. ``has_factor``: gradients get a factor per head. The others are as in
-    :func:`_forward_launch`.
+    heads of its gradient, a multiple of the input's heads. ``element_bytes``: the bytes
+    of an element of the rows, and of a convolved input's gradient. ``has_factor``:
+    gradients get a factor per head. The others are as in :func:`_forward_launch`.
     """
     layout = front.layout
     heads = [output.shape[0] for output in front.section_outputs for _ in output.names]
@@ -351,15 +357,18 @@ def _backward_plan(
         front, has_gate_rows, backward=True, summed_heads=summed_heads
     )
     row_bytes, gradient_bytes = element_bytes
+    # per token of a head: the row's channels, and the gradients that are summed
     prefetched_bytes = [
         part.block * (row_bytes + part.summed_heads * gradient_bytes)
         for part in tables.convolved
     ]
     tile = within_shared_memory(tile, max(prefetched_bytes))
+    # In a shorter segment the kernel would also store tokens of the segment before.
     assert tile.steps >= W - 1, "a segment must have at least W - 1 steps"
     tiles = triton.cdiv(S, tile.tokens)
     rate_column = layout.conv_width * (W + has_bias)
     (rated,) = (gate for gate in front.table.gate_sections if gate.has_rate)
+    # A_log has an element per head, dt_bias one per column of the gate.
     rates, biases_per_rate = layout.shape_of(rated.section)
     columns = rate_column + rates + rates * biases_per_rate
     programs = sum(section.programs for section in tables.gates + tables.convolved)
@@ -460,6 +469,8 @@ def kernel_tables(
     ``has_gate_rows``: the layout's gates have rows of their own. ``summed_heads``: for
     each input of the rule, how many heads of its gradient are summed for one head;
     None: 1. A decode step takes the gates' constants alone.
+
+    A section's programs are numbered after those of the sections before it.
     """
     layout = front.layout
     table = front.table

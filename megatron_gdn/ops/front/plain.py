@@ -21,7 +21,10 @@ from .table import Front, FrontArguments, FrontParameters, FrontTable
 
 @dataclass(frozen=True, eq=False)
 class PlainFront(Front):
-    """A :class:`Front` in plain torch; autograd computes its backward."""
+    """A :class:`Front` in plain torch; autograd computes its backward.
+
+    The forward keeps no autograd graph. The backward runs it again, as Triton's does.
+    """
 
     @torch.no_grad()
     def _make_inputs(
@@ -135,6 +138,7 @@ class PlainFront(Front):
             d_gate_rows.copy_(d_gates)
         if history is not None and history.d_rows is not None:
             history.d_rows.copy_(d_history_rows)
+        # weight, bias, A_log, dt_bias; ``given`` has more fields
         pairs = zip(d_parameters, given, strict=False)
         return tuple(None if x is None else d.to(x.dtype) for d, x in pairs)
 
@@ -163,6 +167,7 @@ def front_of(
         raise ValueError(
             f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'."
         )
+    # In deterministic mode too, a sequence's bits must not depend on other sequences.
     deterministic = bits >= Bits.DETERMINISTIC
     if kernels == "torch":
         return PlainFront(table, operands, deterministic)

@@ -159,7 +159,8 @@ class Front:
     def _make_inputs(
         self, arguments: FrontArguments, wanted: tuple[str, ...]
     ) -> Mapping[str, Tensor | None]:
-        """The inputs that ``wanted`` names, by name, without the shared input."""
+        """The inputs ``[B, S, heads(, width)]`` that ``wanted`` names, by name; the
+        shared input is left out, since :meth:`forward` adds it. Others may be None."""
         raise NotImplementedError
 
     def _compute_gradients(
@@ -245,11 +246,11 @@ class Front:
             ]
             x = x_SBC.transpose(0, 1).to(wide)
             x = x.unflatten(-1, self.layout.shape_of(gate.section))
-            rate = None
+            A_log_H1 = None
             if gate.has_rate:
                 x = x + dt_bias.to(wide).view(x.shape[2:])
-                rate = A_log.to(wide)[:, None]
-            values = gate.function(x, rate, gate.low, gate.high)
+                A_log_H1 = A_log.to(wide)[:, None]
+            values = gate.function(x, A_log_H1, gate.low, gate.high)
             for name, y in zip(names, values, strict=True):
                 made[name] = y if gate.per_channel else y.squeeze(-1)
         return made
@@ -278,6 +279,7 @@ class Front:
         made.update(self._make_inputs(arguments, wanted))
         if named.shared is not None and self.table.shared_input in wanted:
             wide = torch.promote_types(named.shared.dtype, torch.float32)
+            # the last field of the NamedTuple, expanded to all tokens without a copy
             shared = named.shared.to(wide).view(self.layout.state_heads, -1)
             made[self.names[-1]] = shared.expand(proj.shape[1], proj.shape[0], -1, -1)
         return self.table.inputs_class(
