@@ -150,8 +150,8 @@ def _all_ranks_compare(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _cannot_compare(device: torch.device) -> bool:
-    """Whether no collective can run: on the meta device, and while a CUDA graph is
-    captured."""
+    """Whether the host cannot compare numbers of ranks: on the meta device, and while a
+    CUDA graph is captured."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return device.type == "meta" or capturing
 
@@ -252,14 +252,14 @@ def ranks_per_machine(
     if configured in known:
         return known[configured]
     can_ask = not _cannot_compare(device)
-    if can_ask:
+    if can_ask:  # also with ``configured``, to see that all ranks have the same number
         machines = _hosts(group, configured, device)
     else:
         machines = [0] * group.size()
     if configured is not None:
         machines = [rank // configured for rank in range(group.size())]
     number = largest_shared_run(machines)
-    if can_ask:
+    if can_ask:  # without an answer of the ranks, a later call asks again
         known[configured] = number
     return number
 

@@ -64,10 +64,11 @@ def local_documents_of(
     offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
     row_bounds = torch.searchsorted(own_positions, offsets).tolist()
     found = []
+    # there is one more offset than there are documents
     for first_key, (first_row, end_row) in zip(
         offsets.tolist(), pairwise(row_bounds), strict=False
     ):
-        if first_row == end_row:
+        if first_row == end_row:  # this rank has no token of the document
             continue
         row_positions = own_positions[first_row:end_row] - first_key
         seen_keys = int(row_positions[-1]) + 1

@@ -248,10 +248,11 @@ def require_divisible_on_device(
     documents: Documents, length: Tensor, cp_size: int
 ) -> None:
     """In fixed buffers, check that ``2 * cp_size`` divides each document's ``length``,
-    an int64 tensor ``[N]``.
+    an int64 tensor ``[N]`` on the device.
 
-    `StaticDocuments.fill` repeats the check whenever it writes other lengths. Documents
-    that the host knows were checked by :func:`require_divisible_lengths`.
+    `StaticDocuments.fill` repeats the check whenever it writes other lengths, on the
+    host if it is given lengths there. Documents that the host knows were checked by
+    :func:`require_divisible_lengths`.
     """
     if isinstance(documents, StaticDocuments):
         demand = partial(check_lengths, cp_size=cp_size, layout=SequenceLayout.ZIGZAG)

@@ -73,8 +73,8 @@ class Scheme:
         raise NotImplementedError
 
     def needs_exchange(self, documents: Documents) -> bool:
-        """Whether ranks exchange anything for these documents; True if the host does
-        not know."""
+        """Whether ranks exchange anything for these documents; True for fixed buffers,
+        whose documents the host does not know."""
         return self.size > 1
 
     def local_parameter(

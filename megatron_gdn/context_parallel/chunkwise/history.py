@@ -47,9 +47,8 @@ class _CandidateRows(NamedTuple):
     """
 
     chain: Tensor
-    own_fragment: (
-        Tensor  # of this rank's fragments of the chain: 0 the first, 1 the second
-    )
+    # of this rank's fragments of the chain: 0 the first, 1 the second
+    own_fragment: Tensor
     hops: Tensor  # k above: the receiving node is so many nodes after the sending node
     from_end: Tensor  # 1: the last row of the sending node, 2: the row before, ...
     receiver: Tensor  # the node that needs the row
@@ -90,7 +89,7 @@ def _make_history_route(
     The host must know the counts of rows. For fixed buffers it takes all candidate
     rows, because only the device knows which of them are needed.
     """
-    history_len = taps - 1
+    history_len = taps - 1  # W - 1
     if not (history_len and any_document_is_cut(documents, partition)):
         return None
     if partition.layout is SequenceLayout.ZIGZAG:
@@ -281,6 +280,7 @@ def _build_tables(
 def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
     """A table ``[size]`` of -1, with ``values[i]`` at ``indices[i]`` for every index
     but -1."""
+    # One more entry takes the values of index -1: a mask would make the host wait.
     table = torch.full((size + 1,), -1, dtype=torch.int64, device=indices.device)
     table[torch.where(indices < 0, size, indices)] = values
     return table[:size]

@@ -97,7 +97,10 @@ def _route_of(
     paths: StatePaths, M: int, ranks: int, rank: int, device: torch.device
 ) -> _MapRoute:
     """The route of ``rank``, one of ``ranks``, for M states; ``steps`` are on
-    ``device``."""
+    ``device``.
+
+    Rank r applies the maps of the r-th of ``ranks`` shares of the M states.
+    """
     if paths.is_direct:
         to_rank = [0] * ranks
         from_rank = [0] * ranks
@@ -186,7 +189,7 @@ def states_entering_nodes(
         follow_chains(all_local, all_through, route.steps, out, None, cuts)
     returned = exchange_rows(states, route.states_sent, route.states_received, group)
     h = len(returned) // M
-    if h == 1:
+    if h == 1:  # the shares, in rank order, are the M states
         return returned[None]
     # Each rank returns its share of the M states, for all h nodes.
     by_rank = returned.split(list(route.states_received))
@@ -198,8 +201,8 @@ def states_entering_nodes(
 
 def pack_maps_by_rank(local: Tensor, through: Tensor, shares: Sequence[int]) -> Tensor:
     """Lay ``local`` beside ``through``, maps ``[h, M, K, .]``, in the order of the
-    receiving ranks: the maps of rank 0's ``shares[0]`` states, for all h nodes, then the
-    maps of rank 1's ``shares[1]`` states, and so on.
+    receiving ranks: the maps of rank 0's ``shares[0]`` states, for all h nodes, then
+    the maps of rank 1's ``shares[1]`` states, and so on.
 
     The result ``[h * M, K, X]`` is contiguous. It takes one copy if the shares are
     equal, and none if h is 1 and :func:`joined_view` gives a view.
@@ -223,7 +226,7 @@ def pack_maps_by_rank(local: Tensor, through: Tensor, shares: Sequence[int]) -> 
 def joined_view(local: Tensor, through: Tensor) -> Tensor | None:
     """A view ``[h, M, K, X]`` of ``local`` beside ``through``; None if they are not the
     columns of one contiguous tensor. A rule may write both into one tensor, which then
-    needs no copy."""
+    needs no copy before it is sent."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):

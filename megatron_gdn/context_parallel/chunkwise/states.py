@@ -108,7 +108,8 @@ def _make_state_table(
     """Compute :func:`state_table`.
 
     If the host knows the documents, the table has only nodes between which states
-    travel; for fixed buffers it has all nodes, and masks.
+    travel. For fixed buffers it has all nodes, and masks and cuts that new boundaries
+    overwrite.
     """
     if not any_document_is_cut(documents, partition):
         return None
@@ -117,6 +118,7 @@ def _make_state_table(
     paths = _paths_of(documents, partition)
     sending = paths.sent_by(partition.rank)
     receiving = paths.received_by(partition.rank)
+    # on the host, which compares them below; for fixed buffers on the device
     tensors = documents.keep_tensors(
         _node_tensors, pieces, partition, rows, sending, receiving, move=False
     )
@@ -125,9 +127,11 @@ def _make_state_table(
     cuts = None, None
     if not documents.known_on_host:
         masks = Masks(on_device.leaves, on_device.enters, on_device.passes)
+        # In zigzag a chain is one document, so every state passes every inner node.
         if partition.layout is not SequenceLayout.ZIGZAG:
             cuts = on_device.cuts, on_device.reversed_cuts
     gathered_left = None
+    # only for one batch row, to whose tokens the indices refer
     if documents.known_on_host and rows == 1 and sending:
         gathered_left = _gather_pieces(pieces, tensors.left_pieces)
     chains = rows * fragments_of(documents, partition).begin.shape[1]
@@ -136,7 +140,7 @@ def _make_state_table(
         if rows:
             ends = accumulate(pieces.lengths * rows)
         else:
-            ends = (0,)
+            ends = (0,)  # one empty document, since `Documents` needs one
         sequences = Documents((0, *ends), pieces.device)
 
     def unless_all_pieces(indices: Tensor, on_device: Tensor) -> Tensor | None:
@@ -175,8 +179,9 @@ def _entered_to_left(
     """Compute :attr:`StateTable.entered_to_left` for nodes ``sending`` and
     ``receiving``.
 
-    A node that does not send has no piece in ``left_pieces``. It gets the first node's:
-    its ``through`` is not read, since it is the first of its path in the backward.
+    A node that does not send has no piece in ``left_pieces``, and gets the index of the
+    first piece. The ``through`` there is not read: such a node is the first of its path
+    in the backward.
     """
     index = [sending.index(j) if j in sending else 0 for j in receiving]
     if index == list(range(len(sending))):
@@ -235,6 +240,8 @@ def _node_tensors(
         return (indices.clamp(max=N - 1) + row * N).flatten()
 
     def mask(x: Tensor, nodes: tuple[int, ...]) -> Tensor:
+        """Rows ``nodes`` of ``x``, bool ``[n, chains]``, in the shape of
+        :class:`Masks`."""
         return of_nodes(x, nodes).reshape(-1, 1, 1, 1)
 
     cuts = (~fragments.state_passes[:, 0]).int()
@@ -250,8 +257,8 @@ def _node_tensors(
 
 
 def _gather_pieces(pieces: Documents, indices: Tensor) -> GatheredPieces | None:
-    """The pieces with these ``indices``; None if they have half of the tokens or
-    more."""
+    """The pieces with these ``indices``; None if they have half of the tokens or more:
+    then the shorter buffer would save less than half of the work."""
     begin = pieces.starts[indices].long()
     length = pieces.starts.diff()[indices].long()
     if 2 * int(length.sum()) >= pieces.total_tokens:
@@ -315,7 +322,7 @@ class StateExchange:
             return self._no_maps
         left = table.left_pieces
         gathered = table.gathered_left
-        if gathered is not None:
+        if gathered is not None:  # a second, shorter forward for the maps alone
             inputs = map_inputs(inputs, lambda x: x.index_select(1, gathered.tokens))
             forward = rule.begin(inputs, gathered.documents)
             left = None  # the gathered pieces are all wanted, in order

@@ -75,7 +75,8 @@ class HeadExchange:
         """
         rank = group.rank()
         rank_width = shares.rank_width
-        local = units.total_tokens // shares.ranks
+        local = units.total_tokens // shares.ranks  # tokens of this rank
+        # of all batch rows of a token; at least 1, since it is a divisor
         row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
         wave_count = min(
             MOST_WAVES, max(1, local * (shares.ranks - 1) * row_bytes // WAVE_BYTES)
@@ -100,7 +101,8 @@ class HeadExchange:
 
 @cache
 def _packing_module(gpu: bool) -> ModuleType:
-    """The module that packs messages: Triton kernels if ``gpu``, else plain torch."""
+    """The module that packs messages: Triton kernels if ``gpu``, else plain torch. Both
+    modules have the same functions."""
     if gpu and find_spec("triton") is not None:
         from . import pack
 
@@ -117,7 +119,8 @@ def _exchange_messages(
     peer.
 
     Returns the transfers to wait for, and the peers' messages in the same shape. If
-    ``exchange.packs_kept_rows``, no work overlaps the transfer: the call itself waits.
+    ``exchange.packs_kept_rows``, no work overlaps the transfer: the call itself waits,
+    and torch returns None for the transfer.
     """
     received = torch.empty_like(messages)
     rows = [messages.shape[1]] * messages.shape[0]
@@ -178,7 +181,7 @@ def _to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     pack = _packing_module(cp_rows.is_cuda)
     shares = exchange.shares
     rank = exchange.rank
-    if cp_rows.stride(-1) != 1:
+    if cp_rows.stride(-1) != 1:  # a kernel takes any other strides
         cp_rows = cp_rows.contiguous()
     s, B, _ = cp_rows.shape
     hp_rows = cp_rows.new_empty(s * shares.ranks, B, exchange.rank_width)
@@ -289,7 +292,7 @@ class _ExchangeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
-        """Exchange the output's gradient in the other direction."""
+        """Exchange the one gradient, the output's, in the other direction."""
         (grad,) = gradients
         if torch.is_grad_enabled():  # the caller wants second derivatives
             d_rows = _ExchangeFunction.apply(grad, ctx.exchange, not ctx.to_heads)
@@ -310,7 +313,7 @@ def to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     return _ExchangeFunction.apply(cp_rows, exchange, True)
 
 
-@uncompiled
+@uncompiled  # for the same reason
 def to_sequence(hp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     """``[S, B, p] -> [s, B, P]``: the inverse of :func:`to_heads` if ranks share no
     column."""

@@ -335,17 +335,21 @@ class MambaContextParallel:
         return self._share(bias, _CONVOLVED)
 
     def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
-        """This rank's part of ``dt_bias`` [heads], or of ``whole``, which the caller
-        gathered."""
+        """This rank's part of ``dt_bias`` [heads].
+
+        ``whole`` takes its place if the mixer holds a shard of it and the caller
+        gathered the shards.
+        """
         return self._share(self.mixer.dt_bias if whole is None else whole)
 
     def get_A_log(self, whole: Tensor | None = None) -> Tensor:
-        """This rank's part of ``A_log`` [heads], or of ``whole``, which the caller
-        gathered."""
+        """This rank's part of ``A_log`` [heads]; ``whole`` as in
+        :meth:`get_dt_bias`."""
         return self._share(self.mixer.A_log if whole is None else whole)
 
     def get_D(self, whole: Tensor | None = None) -> Tensor:
-        """This rank's part of D (per head or channel), or of a gathered ``whole``."""
+        """This rank's part of D, [heads] or [channels]; ``whole`` as in
+        :meth:`get_dt_bias`."""
         return self._share(self.mixer.D if whole is None else whole)
 
     def _conv_parameter(self, name: str) -> Tensor:
@@ -357,8 +361,8 @@ class MambaContextParallel:
         return getattr(conv, name)
 
     def _share(self, param: Tensor, sections: Sequence[str] | None = None) -> Tensor:
-        """This rank's part of ``param``, which has an entry per head or per column of
-        ``sections``."""
+        """This rank's part of ``param``, whose dimension 0 has an entry per column of
+        ``sections``; None: an entry per head, or per column of the heads."""
         if self.cp_size == 1:
             return param
         return self._scheme.local_parameter(param, sections)
@@ -414,7 +418,8 @@ def _documents_of(
 ) -> Documents:
     """The documents with offsets ``cu_seqlens`` in ``tokens`` tokens.
 
-    They are kept as an attribute of the tensor until the tensor's values change.
+    They are kept as an attribute of the tensor until the tensor's values change, so
+    that the host waits for a GPU only at the first of several calls.
     """
     # An inference tensor has no version, so its documents are not kept.
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():

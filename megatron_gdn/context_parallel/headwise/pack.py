@@ -56,7 +56,8 @@ class _RowStrides(NamedTuple):
 def _program_count(tiles: int, device: torch.device, beside_transfer: bool) -> int:
     """The number of programs of a kernel for ``tiles`` tiles; fewer if the kernel runs
     while NCCL sends messages (``beside_transfer``)."""
-    if device.type != "cuda":  # Triton's interpreter, in tests
+    if device.type != "cuda":
+        # Triton's interpreter, in tests: few programs, so that each has several tiles
         return min(tiles, 3)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if beside_transfer:
@@ -84,7 +85,10 @@ def _require_32_bits(rows: int, tiles: int) -> None:
 
 
 def _strides_of(cp_rows: Tensor) -> _RowStrides:
-    """The strides of ``cp_rows``, in units that tell Triton how rows are aligned."""
+    """The strides of ``cp_rows``, in units that tell Triton how rows are aligned.
+
+    A dimension of size 1 counts as stride 0, since torch gives it any stride.
+    """
     assert cp_rows.stride(2) == 1 or cp_rows.shape[2] == 1
     token, batch_row = (
         cp_rows.stride(d) if cp_rows.shape[d] > 1 else 0 for d in (0, 1)
@@ -106,11 +110,13 @@ def _launch_copy(
     kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """If ``pack``, copy columns of ``cp_rows`` to ``rank_rows``, else copy them back.
+    """If ``pack``, copy the columns ``strips`` of ``cp_rows`` to ``rank_rows``, else
+    copy them back.
 
     ``rank_rows`` has a message for each of the ``message_count`` ranks from
     ``first_rank`` on, without ``skipped_rank``. If ``positions`` is given,
-    ``rank_rows`` is the hp_rows of ``first_rank`` alone.
+    ``rank_rows`` is the hp_rows of ``first_rank`` alone. ``beside_transfer``: whether
+    messages travel meanwhile; then fewer programs run.
 
     ``kept_rows`` is (hp_rows, positions) or None. If it is given, the columns of
     ``skipped_rank`` are copied to (or from) these rows, and ``message_count`` counts
@@ -210,6 +216,7 @@ def pack_peers(
         messages,
         None,
         strips_of(shares, _LARGEST_BLOCK),
+        # the kept rows count as this rank's message
         message_count=shares.ranks - (kept_rows is None),
         skipped_rank=rank,
         pack=True,
@@ -236,7 +243,8 @@ def copy_kept_rows(
     to_hp: bool,
 ) -> None:
     """If ``to_hp``, copy ``rank``'s columns of ``cp_rows`` to ``hp_rows[positions]``,
-    else copy back the columns that ``rank`` alone holds."""
+    else copy back the columns that ``rank`` alone holds. :func:`unpack_peers` sums the
+    columns of several ranks."""
     _launch_copy(
         cp_rows,
         hp_rows,
@@ -272,6 +280,7 @@ def unpack_peers(
         messages,
         None,
         _unshared_strips(shares),
+        # the kept rows count as this rank's message
         message_count=shares.ranks - (not with_kept_rows),
         skipped_rank=rank,
         pack=False,
@@ -306,8 +315,13 @@ def _sum_launches(
     rank_width: int,
     beside_transfer: bool,
 ) -> tuple[Launch, ...]:
-    """The launches of `sum_copies_kernel`: one for each number of copies that a section
-    has."""
+    """The launches of `sum_copies_kernel`: one for each number of ranks above 1 that
+    hold the same columns of a section.
+
+    The other arguments describe :func:`unpack_peers`'s: ``tokens``, ``batch``,
+    ``strides`` and ``dtype`` those of ``cp_rows``, ``rank_width`` the columns p of
+    ``hp_rows``.
+    """
     rows = tokens * batch
     launches = []
     for copies in sorted(set(shares.copies) - {1}):
@@ -353,8 +367,9 @@ def move_rows(
     beside_transfer: bool = False,
 ) -> None:
     """If ``to_hp``, copy row t of the joined ``messages`` to ``hp_rows[positions[t]]``,
-    else copy it back."""
+    else copy it back. ``positions`` are here those of all peers' tokens."""
     rows = messages.flatten(0, 1)
+    # whole rows are copied, as if one rank had all columns
     strips = strips_of(HeadShares.even(1, messages.shape[-1:]), _LARGEST_BLOCK)
     _launch_copy(
         rows,
@@ -406,6 +421,7 @@ def _copy_strip(
             )
 
 
+# one variant for all lengths and ranks
 @triton.jit(do_not_specialize=["first_rank", "skipped_rank", "tokens", "tiles"])
 def copy_columns_kernel(
     cp_ptr,
@@ -441,7 +457,7 @@ def copy_columns_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         message = tile // tiles_per_rank
         rank = first_rank + message
-        if not KEPT:
+        if not KEPT:  # no message is the skipped rank's
             rank += (rank >= skipped_rank).to(tl.int32)
         row_R = tile % tiles_per_rank * ROWS + tl.arange(0, ROWS)
         mask_R = (row_R < rows)[:, None]
@@ -451,7 +467,7 @@ def copy_columns_kernel(
             position_R = tl.load(positions_ptr + t_R, mask=row_R < rows, other=0)
             message_row_R = tl.cast(position_R, tl.int64) * batch + b_R
         else:
-            if KEPT:
+            if KEPT:  # ``message`` counts the skipped rank, but the messages lack it
                 message -= (rank > skipped_rank).to(tl.int32)
             message_row_R = tl.cast(message, tl.int64) * rows + row_R
         cp_R = _row_pointers(cp_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
@@ -506,6 +522,7 @@ def _sum_strip(
         tl.store(cp_R + column_D, total_RD.to(cp_R.dtype.element_ty), mask=mask_R)
 
 
+# one variant for all lengths and ranks
 @triton.jit(do_not_specialize=["own_rank", "tokens", "tiles"])
 def sum_copies_kernel(
     cp_ptr,

@@ -79,7 +79,7 @@ class HeadShares(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
-    """Compute :meth:`HeadShares.blocks`."""
+    """Compute :meth:`HeadShares.blocks`; cached, since each exchange needs them."""
     blocks = []
     section_first = 0
     rank_first = 0
@@ -181,8 +181,8 @@ class Wave:
     def mean_fragment_tokens(self) -> float:
         """The mean number of tokens of a fragment, on the rank with the most fragments.
 
-        0 if the host knows no positions. All ranks compute the same number, so they
-        choose the same messages.
+        0, so that no fragment becomes a message, if the host knows no positions. All
+        ranks compute the same number, so they choose the same messages.
         """
         if self.positions is None:
             return 0.0
@@ -214,8 +214,8 @@ def consecutive_runs(positions_s: Tensor) -> tuple[Fragment, ...]:
 def waves_of(
     units: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
 ) -> tuple[Wave, ...]:
-    """The waves in which rank ``cp_rank`` exchanges tokens: at most ``waves``, of about
-    equal size.
+    """The waves in which rank ``cp_rank`` of ``cp_size`` exchanges its tokens: at most
+    ``waves``, of about equal size.
 
     ``units`` are what ``layout`` divides among ranks: documents or the buffer. The
     waves are stored on ``units``, for all layers.
@@ -229,6 +229,7 @@ def _make_waves(
     """Compute :func:`waves_of`; for fixed buffers each `Wave.positions` is None."""
     positions_Rs = positions_of(units, cp_size, layout)
     slices = _tokens_of_waves(units.total_tokens // cp_size, waves)
+    # on the device, two tensors per wave; new boundaries overwrite them
     of_waves = units.keep_tensors(_positions_of_waves, cp_size, cp_rank, layout, waves)
     made = []
     for number, tokens in enumerate(slices):
@@ -246,7 +247,8 @@ def _make_waves(
 
 
 def _tokens_of_waves(tokens: int, waves: int) -> list[slice]:
-    """Divide ``tokens`` of a rank into slices, one per wave; no slice is empty."""
+    """Divide the ``tokens`` tokens of a rank into slices, one per wave. Empty slices
+    are left out, so there may be fewer than ``waves``."""
     bounds = [tokens * wave // waves for wave in range(waves + 1)]
     return [slice(a, b) for a, b in pairwise(bounds) if a < b]
 

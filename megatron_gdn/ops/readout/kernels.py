@@ -339,8 +339,8 @@ def gated_norm_backward_kernel(
     the norm n = u r, r = rsqrt(mean(u^2) + eps), and du = r (dn - n mean(dn n)).
     GATE_BEFORE_NORM uses line 2:
 
-        u = o    d_gamma = sum dy n s  dn = dy gamma s  do = du    dz = dy n gamma act'(z)
-        u = o s  d_gamma = sum dy n    dn = dy gamma    do = du s  dz = du o act'(z)
+        u = o   d_gamma = sum dy n s  dn = dy gamma s  do = du   dz = dy n gamma act'(z)
+        u = o s d_gamma = sum dy n    dn = dy gamma    do = du s dz = du o act'(z)
     """
     column = tl.program_id(0) % G * V
     tile = tl.program_id(0) // G
