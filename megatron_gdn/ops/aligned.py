@@ -200,6 +200,7 @@ class AlignedFront:
         computes them without the grid. Triton's front needs no grid either: with
         documents, it computes every token by the same code.
         """
+        # an empty ``only``: there is nothing to compute
         if history is not None or (only is not None and not only):
             return self._front.forward(proj, parameters, documents, only, history)
         if getattr(self._front, "triton", False):

@@ -131,7 +131,8 @@ class Documents:
     def fingerprint(self) -> tuple[int, int]:
         """The number of documents and a hash of :attr:`boundary_key`.
 
-        Ranks compare these two numbers to see whether all have the same documents.
+        Ranks compare these two numbers to see whether all have the same documents. The
+        hash has 7 bytes, so that int64 holds it.
         """
         digest = blake2b(
             array("q", self.boundary_key).tobytes(), digest_size=7
@@ -345,8 +346,8 @@ class Documents:
 def _documents_with_offsets(
     documents: Documents, make: Callable[..., tuple[Tensor]], *arguments: object
 ) -> Documents:
-    """Documents with the offsets ``make(documents, *arguments)``; those without tokens
-    are left out."""
+    """Documents with the offsets ``make(documents, *arguments)``, one tensor; those
+    without tokens are left out, but one empty document remains of an empty buffer."""
     (offset_tensor,) = make(documents, *arguments)
     # a document without tokens repeats an offset, and a dict keeps each once, in order
     offsets = tuple(dict.fromkeys(offset_tensor.tolist()))
@@ -354,7 +355,7 @@ def _documents_with_offsets(
 
 
 def _positions_in_documents(documents: Documents) -> tuple[Tensor]:
-    """int64 ``[T]``: how many tokens of the same document come before each token."""
+    """int32 ``[T]``: how many tokens of the same document come before each token."""
     return (_tokens_of(documents) - documents.starts[documents.document_T()],)
 
 

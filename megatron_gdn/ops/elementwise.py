@@ -94,15 +94,17 @@ def least_log_decay(dtype: torch.dtype) -> float:
     difference of two sums would be -inf - (-inf) = NaN.
     """
     numbers = torch.finfo(dtype)
-    smallest = numbers.tiny * numbers.eps
+    smallest = numbers.tiny * numbers.eps  # the smallest positive number
+    # exp of the result is below half of it, so it is rounded to 0
     return float(math.floor(math.log(smallest) - math.log(2)))
 
 
 def largest_A_log(dtype: torch.dtype) -> float:
     """The number to which larger A_log are clamped: 66 in fp32, 532 in fp64.
 
-    With it exp(A_log) times a gradient is finite. The decay is exactly 0 for every
-    softplus above 2e-27 (fp32).
+    With it exp(A_log) is at most max^0.75 of the dtype's largest number max, and times
+    a gradient up to max^0.25 it is finite. The decay is exactly 0 for every softplus
+    above 2e-27 (fp32).
     """
     return float(math.floor(0.75 * math.log(torch.finfo(dtype).max)))
 

@@ -255,7 +255,7 @@ def _forward(
     if arguments.keep:
         saved_o = o if readout.reads_o else None
         saved_names = rule.backward_reads.difference(front.recomputed)
-        if second_run is not None:
+        if second_run is not None:  # it computes o and all inputs again
             saved_o = None
             saved_names = ()
             of_rule = rule.kept_to_recompute(of_rule)
@@ -280,7 +280,7 @@ def _forward(
         if second_run is None:
             rule_output = o.detach  # gives o
         else:
-            # o is not kept, but computed again
+            # o is not kept, but computed again: a function that holds no reference to o
             rule_output = partial(
                 second_run.rule_output,
                 rows,
@@ -372,6 +372,7 @@ def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> N
     """
     if not table.additions.numel():
         return
+    # W, the taps of the convolution, is one more than the rows before a piece
     if (
         why_not_triton(
             d_conv_sBC.device.type, d_conv_sBC.dtype, table.before.shape[1] + 1

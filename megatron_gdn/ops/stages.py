@@ -225,7 +225,7 @@ def stages_of(
             norm.groups,
             front.triton,
         )
-    if gates is not None:
+    if gates is not None:  # the front's last parameter, which kernels read by columns
         parameters += (gates.contiguous(),)
     return Stages(
         front,

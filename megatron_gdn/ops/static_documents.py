@@ -152,6 +152,7 @@ class StaticDocuments(Documents):
         with torch.inference_mode(False), torch.no_grad():
             self.boundaries[: given + 1].copy_(to_device(offsets, self.device))
             self.boundaries[given + 1 :].fill_(self.total_tokens)
+        # offsets that the host knows were checked above
         self.refresh(check=offsets is cu_seqlens)
 
     def add_check(self, key: Hashable, check: Callable[[Sequence[int]], None]) -> None:

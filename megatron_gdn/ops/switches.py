@@ -73,7 +73,9 @@ def _outside_autocast(device_type: str, switch: _ProcessWideSetting) -> Iterator
 def _set_full_fp32(cuda: bool) -> Callable[[], None] | None:
     """Set full fp32 for products on a GPU (``cuda``) or on a CPU.
 
-    Returns a function that restores the setting; None if nothing was changed.
+    torch has an old switch, float32_matmul_precision, which also sets the new ones.
+    Since 2.9 it has a new switch for each backend, ``matmul.fp32_precision``. Returns a
+    function that restores the setting; None if nothing was changed.
     """
     if cuda:
         backend = torch.backends.cuda

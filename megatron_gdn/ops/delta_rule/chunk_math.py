@@ -178,7 +178,10 @@ def _largest(x: Tensor) -> Tensor:
 def ones_from_diagonal(
     C: int, diagonal: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A matrix ``[C, C]`` with ones where column - row >= ``diagonal``, else zeros."""
+    """A matrix ``[C, C]`` with ones where column - row >= ``diagonal``, else zeros.
+
+    It is no inference tensor, since a later call may be under autograd.
+    """
     with torch.inference_mode(False):
         return torch.ones(C, C, dtype=dtype, device=device).triu(diagonal)
 
@@ -410,7 +413,8 @@ class _SolveAndPassStates(torch.autograd.Function):
         group: ChunkGroup,
         pass_states: bool,
     ):
-        """Tensors and flags as in :class:`_Products` and :func:`run_group`."""
+        """Tensors and flags as in :class:`_Products` and :func:`run_group`; ``u`` is
+        ``[b, C, V]``. The letters are those of the module's docstring."""
         H, K, V = initial.shape[1:]
         y = u
         states = u.new_empty(len(u) // H + 1, H, K, V)
@@ -419,16 +423,16 @@ class _SolveAndPassStates(torch.autograd.Function):
         if A is not None:
             inverse = unit_lower_inverse(A)
             assert e_in is not None
-            y = torch.bmm(inverse, u)
+            y = torch.bmm(inverse, u)  # U; W S is added below
             W = _minus_bmm(inverse, e_in)
         if pass_states:
-            torch.bmm(k_out.mT, y, out=states[1:].flatten(0, 1))
-            if W is not None:
+            torch.bmm(k_out.mT, y, out=states[1:].flatten(0, 1))  # Z
+            if W is not None:  # M
                 through = torch.bmm(k_out.mT, W)
                 through.diagonal(dim1=-2, dim2=-1).add_(decay[..., 0])
             through_nH = through.unflatten(0, (-1, H))
             S, carried, final = group.walk(through_nH, states, carried, initial)
-        else:
+        else:  # every chunk starts from the initial state of its sequence, or is empty
             S = states[:-1].zero_()
             final = initial[:0]
             assert group.beginnings is not None
@@ -459,7 +463,7 @@ class _SolveAndPassStates(torch.autograd.Function):
         after, d_carried, d_initial = ctx.group.walk(
             through_nH, states, d_carried, d_final, back=True
         )
-        if not ctx.needs_input_grad[5]:
+        if not ctx.needs_input_grad[5]:  # ``carried``
             d_carried = None
         if not any(ctx.needs_input_grad[:5]):  # only the states need a gradient
             return (None,) * 5 + (d_carried, d_initial, None, None)
@@ -475,6 +479,6 @@ class _SolveAndPassStates(torch.autograd.Function):
             de_in = _minus_bmm(du, S.mT)
             dA.diagonal(dim1=-2, dim2=-1).zero_()
         d_decay = (S * after).sum(-1, keepdim=True)
-        if d_decay.shape != ctx.shape_of_decay:
+        if d_decay.shape != ctx.shape_of_decay:  # all rows share one decay
             d_decay = d_decay.sum(1, keepdim=True)
         return dA, du, de_in, dk_out, d_decay, d_carried, d_initial, None, None

@@ -163,7 +163,7 @@ class FlaChannelRule(FlaDeltaRule):
         self, function: str, call: FlaForward | FlaBackward, **others: object
     ) -> tuple[Tensor, ...]:
         """Call fla's ``function`` with q, k, v, the gates, ``others`` and the
-        boundaries."""
+        boundaries. g is left out, since fla's functions take its sums."""
         q, k, v, _, *gates = call.inputs
         gates_by_name = dict(zip(self.gate_arguments, gates, strict=True))
         return getattr(self.fla, function)(

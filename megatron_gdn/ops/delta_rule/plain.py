@@ -218,7 +218,8 @@ class PlainBackward(RuleBackward):
         d_initial = d_final.clone()
         d_carried = torch.zeros_like(d_final[0])
         with full_fp32_matmul(self.d_o.device.type):
-            # the state before each group; None before the first
+            # The state before each group; None before the first. Without ``of_inputs``
+            # zeros stand for states, which are not needed.
             carried: list[Tensor | None] = [d_carried] * len(table.groups)
             carried[0] = None
             if of_inputs:

@@ -45,6 +45,7 @@ def _invert_by_growing_blocks(L: Tensor) -> Tensor:
     C = L.shape[-1]
     identity, corners = _identity_and_corners(C, L.dtype, L.device)
     matrices = L.flatten(0, -3)
+    # the blocks of two rows: I minus their corners
     inverse = torch.addcmul(identity, matrices, corners[0], value=-1)
     for corner in corners[1:]:
         inverse = torch.baddbmm(
@@ -58,7 +59,8 @@ def _identity_and_corners(
     C: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """The identity ``[C, C]``, and for each block size a 0/1 mask of the corners,
-    ``[sizes, C, C]``."""
+    ``[sizes, C, C]``, at least one. They are no inference tensors, since a later call
+    may be under autograd."""
     with torch.inference_mode(False):
         number = torch.arange(C, device="cpu")
         block_size = 1

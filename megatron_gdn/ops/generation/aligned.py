@@ -64,7 +64,7 @@ def prefill_on_grid(
     history = history[:, 1:].to(proj.dtype)
     if begins:
         old_counts = [0] * len(history)
-    else:
+    else:  # modulo, since an unused slot may hold any number
         old_counts = (count_row[:, 0, 0].long() % CHUNK).tolist()
     if documents is None:
         new_counts = (new_rows.shape[1],) * new_rows.shape[0]
@@ -202,6 +202,7 @@ def _read_out_tokens(
     readout = stages.readout
     gamma = stages.parameters[-1]
     s, B, _ = new_rows.shape
+    # These readouts compute each token by itself, so they need no grid.
     if isinstance(readout, SplitReadout) or getattr(readout, "is_rowwise", False):
         new_o = o.flatten(0, 1).index_select(0, token_indices)
         return readout.forward(new_o.unflatten(0, (B, s)), new_rows, gamma)
@@ -215,7 +216,7 @@ def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
 
 
 def _indices_of_nonempty(counts: Sequence[int], device: torch.device) -> Tensor:
-    """The indices n (int64) with ``counts[n]`` not zero."""
+    """The indices n with ``counts[n]`` not zero, int64 on ``device``."""
     index = [n for n, count in enumerate(counts) if count]
     return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), device)
 

@@ -66,7 +66,7 @@ def prefill(
                 "packed sequences need a batch of 1, got projection rows "
                 f"{tuple(proj.shape)}; lay them end to end and extend the boundaries."
             )
-        Documents.from_cu_seqlens(documents, s)
+        Documents.from_cu_seqlens(documents, s)  # raises unless they cover s tokens
     if documents is None:
         N = B
     else:
@@ -221,6 +221,7 @@ def _decode_token_in_torch(
     ]
     if table.normalises_qk:
         q, k = l2norm(q), l2norm(k)
+    # in the order of the table's gates
     g, *erase, write = front.gates_of(row, A_log, dt_bias).values()
     if table.steps > 1:  # several updates per token: a row for each of them
         one_token = table.inputs_class(q=q, k=k, v=v, g=g, beta=write)

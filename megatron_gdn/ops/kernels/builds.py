@@ -41,7 +41,7 @@ def compile_in_one_process(kernel: Any) -> None:
     # Triton calls _do_compile for each variant that the process has not loaded yet.
     compile_here = getattr(kernel, "_do_compile", None)
     if compile_here is None or hasattr(compile_here, "__wrapped__"):
-        return
+        return  # another version of Triton, or the method was replaced before
 
     @wraps(compile_here)
     def compile_under_lock(key: object, *args: object, **kwargs: object) -> object:
@@ -148,6 +148,7 @@ def _open_lock(path: Path) -> int | None:
     None, with a warning, if the file cannot be opened or other users could change it.
     """
     own = lock_file(path)
+    # no link to another file is followed, and no child process inherits the file
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     folder = None
     try:

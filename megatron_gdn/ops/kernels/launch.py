@@ -125,6 +125,7 @@ class Launch:
             self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
             return
         pointers, key = found
+        # Private functions of torch, since the public ones take the host longer.
         device = torch._C._cuda_getDevice()
         prepared = self._prepared.get((device, key))
         if prepared is None:

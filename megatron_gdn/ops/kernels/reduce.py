@@ -101,7 +101,7 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
         sums_NM = partial_NM.new_empty(stage.rows_written, M)
         stage.launch(partial_NM, sums_NM, None, None, None)
         partial_NM = sums_NM
-    absent = (None,) * (_MAX_OUTPUTS - len(outs))
+    absent = (None,) * (_MAX_OUTPUTS - len(outs))  # the kernel has four pointers
     stages[-1].launch(partial_NM, *(outs + absent))
 
 

@@ -188,7 +188,7 @@ def within_shared_memory(tile: SegmentTile, row_bytes: int) -> SegmentTile:
 
 def norm_forward_tile(width: int) -> RowTile:
     """The tile of a norm's forward; a row of ``width`` columns is one head or group of
-    heads."""
+    heads. A tile has 4096 elements, 32 for each thread of four warps."""
     block = block_dim(width)
     return RowTile(rows=max(1, 4096 // block), repeats=1, warps=_norm_warps(block))
 
@@ -197,7 +197,7 @@ def norm_backward_tile(rows: int, width: int) -> RowTile:
     """The tile of a norm's backward for ``rows`` rows of ``width`` columns.
 
     All repeats of a program add to one row of partial d_gamma, so more repeats make
-    fewer partial rows.
+    fewer partial rows. If there are few rows, fewer repeats give a GPU more programs.
     """
     block = block_dim(width)
     size = max(1, 2048 // block)

@@ -109,8 +109,8 @@ class RuleForward(_RuleCall):
     ) -> RuleOutput:
         """The output from the ``initial`` states.
 
-        With ``keep`` the result also has tensors for a backward, with ``final`` the
-        final states.
+        ``initial`` are ``[N, H, K, V]``; None means zeros. With ``keep`` the result
+        also has tensors for a backward, with ``final`` the final states.
         """
         raise NotImplementedError
 
@@ -145,7 +145,8 @@ class RuleBackward(_RuleCall):
 
     def scale_with_d_o(self, factor: Tensor) -> None:
         """Tell this backward that d_o was scaled in place by ``factor [H, 1, 1]``: it
-        scales what it has computed from d_o before."""
+        scales what it has computed from d_o before. A rule in fp16 does so if d_final
+        is too large. By default nothing was computed."""
 
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
@@ -153,7 +154,7 @@ class RuleBackward(_RuleCall):
         """The gradients of the inputs, in a NamedTuple of the rule's own type.
 
         ``initial`` are the initial states of the forward, ``d_final`` the gradients of
-        the final states; None means zeros.
+        the final states, ``[N, H, K, V]`` each; None means zeros.
         """
         raise NotImplementedError
 

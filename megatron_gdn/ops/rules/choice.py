@@ -72,7 +72,7 @@ def choose(
             continue
         words = rule.why_chosen
         obstacle = rule.why_not(device, dtype, sizes)
-        if bits and obstacle is None:
+        if bits and obstacle is None:  # ``bits`` is true unless it is FREE
             repeats, words = rule.repeats(device, dtype, sizes)
             if repeats:
                 obstacle = None
@@ -127,7 +127,7 @@ def _require_named_rule(
     Raises:
         ValueError, ImportError: as :func:`choose` does.
     """
-    if rule.name == "reference":
+    if rule.name == "reference":  # it runs everywhere and keeps every promise
         return "requested"
     asked = f"backend={rule.name!r}"
     if bits is Bits.ON_GRID:

@@ -119,7 +119,8 @@ class ChunkGroup:
         through the group.
 
         Args:
-            through: ``[n, H, K, K]``; or ``[n, H, K or 1, 1]``, a factor of each row.
+            through: ``[n, H, K, K]``; or ``[n, H, K or 1, 1]``, a factor of each row or
+                of the whole state.
             states: ``[n + 1, H, K, V]``, overwritten. At first ``states[1:]`` holds
                 ``added`` of the chunks; with ``back`` ``states[:-1]`` does.
             carried: ``[H, K, V]``, the state from the group before; with ``back`` from
@@ -224,7 +225,8 @@ class GroupOnDevice(ChunkGroup):
         back: bool = False,
     ) -> WalkedStates:
         """As :meth:`ChunkGroup.walk`, for ``given`` states ``[N, H, K, V]`` of all
-        sequences.
+        sequences. The device chooses in each chunk between the carried and the given
+        state.
 
         The third result has one state for each of the N sequences. It is meaningful
         only for the sequences that end in the group (with ``back``, begin in it).
@@ -283,7 +285,8 @@ class ChunkTable:
         ``documents``.
 
         The number of ``heads`` decides how many chunks a group has. With
-        ``one_chunk_groups`` a group on a CPU has one chunk.
+        ``one_chunk_groups`` a group on a CPU has one chunk. There the rounding of one
+        matrix in a batched product depends on its address, so on the other chunks.
         """
         fill_up = fills_last_group(documents.device)
         if one_chunk_groups and not fill_up:
@@ -320,6 +323,7 @@ class ChunkTable:
         count = 0
         if self.groups:
             last = self.groups[-1]
+            # rows of tokens, or of places if only the device knows the tokens
             count = (last.tokens or last.places).stop
         return x.new_empty((count,) + x.shape[2:])
 
@@ -376,10 +380,10 @@ def _token_places(documents: Documents, C: int, chunk_count: int) -> _TokenPlace
     offset, indices = (x.long() for x in chunk_places_of(documents, C))
     device = starts.device
     T = documents.total_tokens
-    missing = chunk_count - len(indices)
+    missing = chunk_count - len(indices)  # chunks that only fill up the last group
     sequence, number_in_sequence = F.pad(indices, (0, 0, 0, missing)).unbind(1)
     number = torch.arange(chunk_count, device=device)
-    real = number < offset[-1]
+    real = number < offset[-1]  # whether the chunk has tokens
     sequence = torch.where(real, sequence, documents.sequences - 1)
     first_token = starts[sequence] + number_in_sequence * C
     token = first_token[:, None] + torch.arange(C, device=device)
@@ -441,7 +445,7 @@ def _group(
     token = places.token_of_place[of_group]
     empty = places.empty_places[of_group]
     place_of_token = (~empty).nonzero()[:, 0]
-    first = int(token[0])
+    first = int(token[0])  # a group begins with a chunk that has tokens
     tokens = slice(first, first + len(place_of_token))
     begin_chunks, beginnings = _chunks_where(
         places.begins_sequence, places, start, stop, device

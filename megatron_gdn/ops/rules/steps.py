@@ -95,7 +95,7 @@ class StepsForward(RuleForward):
         self, rule: RuleOfSteps, inputs: Inputs, documents: Documents | None
     ) -> None:
         """Begin the inner rule's forward over ``n S`` rows for the S tokens of
-        ``inputs [B, S, ...]``."""
+        ``inputs [B, S, ...]``. Only the inner forward keeps inputs."""
         steps = rule.steps
         self._steps = steps
         rows = documents_of_steps(documents, steps)
@@ -184,8 +184,8 @@ class RuleOfSteps(Rule):
     def __init__(self, rule: Rule, steps: int) -> None:
         """Wrap ``rule``. What it says about bits, heads and saved tensors holds for its
         rows too."""
-        # A rule with fp16 operands scales its gradients by one factor per head. Here it
-        # would need one factor per head and step.
+        # A rule with fp16 operands scales its gradients by one factor per head
+        # (`RuleGrads.factor`). Here it would need one factor per head and step.
         assert rule.operand_dtype is None
         self.rule = rule
         self.steps = steps

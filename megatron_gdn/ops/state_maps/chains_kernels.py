@@ -99,6 +99,7 @@ def _follow_kernel(
                     )
                 else:
                     through_KK = tl.load(through_ptr + p * through_p + at_KK)
+                # three TF32 products: nearly fp32, on tensor cores
                 state_KC = tl.dot(through_KK, state_KC, input_precision="tf32x3")
                 if CUT:
                     state_KC = tl.where(tl.load(cuts_ptr + step) > 0, 0.0, state_KC)
@@ -138,6 +139,7 @@ def follow_chains_on_gpu(
         local.stride()[:3] + through.stride() + given.stride()[:3] + out.stride()[:3]
     )
     launch = _follow_launch(N, L, H, K, V, X, strides, kind, cut is not None)
+    # ``table`` stands for absent cuts, which the kernel does not read
     launch(local, through, given, out, table, table if cut is None else cut)
     return out
 

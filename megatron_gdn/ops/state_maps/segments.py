@@ -27,6 +27,7 @@ CHUNK = 64  # tokens
 # the 132 multiprocessors of an H200. It is the same on every GPU, since the cut decides
 # rounding.
 PROGRAMS_OF_A_FULL_GPU = 128
+# of a segment, with 32 heads or more; :func:`cut_by_length` has the rule for fewer
 _FEWEST_CHUNKS = 32
 
 
@@ -137,7 +138,8 @@ class Segments:
     sequence_of_segment: Tensor  # int32 [P]
     begins_sequence: Tensor  # bool [P], whether the segment is its sequence's first
     ends_sequence: Tensor  # bool [P], whether the segment is its sequence's last
-    no_segment: Tensor  # bool [P], False everywhere: a mask that selects no segment
+    # bool [P], False everywhere: a mask that selects no segment, for FlashQLA's kernels
+    no_segment: Tensor
     chunk_counts: Tensor  # int32 [P, 1], chunks of 64 tokens per segment, rounded up
     # bool [P, 1], whether the segment ends inside a chunk; None if no segment does
     ends_inside_chunk: Tensor | None
