@@ -83,7 +83,7 @@ class FlaGDN(FlaDeltaRule):
             **call.boundaries,
         )
 
-    def backward_arguments(self, call: FlaBackward) -> dict[str, Tensor]:
+    def d_states_arguments(self, call: FlaBackward) -> dict[str, Tensor]:
         """Arguments of fla's kernel of state gradients; :class:`FlaDeltaRule` lists
         them. ``call.kept`` has the sums of g and the inverse A."""
         q, k, v, _, beta = call.inputs

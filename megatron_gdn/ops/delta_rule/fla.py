@@ -60,10 +60,10 @@ class FlaDeltaRule(FlaRule):
     """fla's delta rule. The ``walk_arguments`` of its :class:`ChunkProducts` are k, w,
     u and the sums of g: ``g``, or ``gk`` if g has a value per channel."""
 
-    # A method of each subclass. It returns arguments for fla's kernel of the states'
-    # gradients: q, k, w, the sums of g, and dv. dv is the part of the gradient of the
-    # written values that comes from d_o of the same chunk.
-    backward_arguments: Callable[..., dict[str, Tensor]]
+    # A method of each subclass, called with a FlaBackward. It returns arguments for
+    # fla's kernel of the states' gradients: q, k, w, the sums of g, and dv. dv is the
+    # part of the gradient of the written values that comes from d_o of the same chunk.
+    d_states_arguments: Callable[..., dict[str, Tensor]]
 
     def decay_sums(self, call: FlaForward | FlaBackward) -> Tensor:
         """The sums of g from each chunk's start, divided by ln 2, in the shape of g.
@@ -128,7 +128,7 @@ class FlaDeltaRule(FlaRule):
         """The gradients ``[N, H, K, V]`` of the initial states, with zero gradients of
         the final states. Values of ``any_states`` are not read."""
         _, d_local, _ = self.fla.chunk_gated_delta_rule_bwd_dhu(
-            **self.backward_arguments(call),
+            **self.d_states_arguments(call),
             do=call.d_o,
             h0=any_states,
             dht=None,
@@ -197,8 +197,8 @@ class FlaChannelRule(FlaDeltaRule):
     def kept_for_backward(self, call: FlaBackward) -> tuple[Tensor, ...]:
         return self.decay_sums(call), *call.saved.tensors
 
-    def backward_arguments(self, call: FlaBackward) -> dict[str, Tensor]:
-        """The arguments that :attr:`FlaDeltaRule.backward_arguments` lists, computed
+    def d_states_arguments(self, call: FlaBackward) -> dict[str, Tensor]:
+        """The arguments that :attr:`FlaDeltaRule.d_states_arguments` lists, computed
         again from the sums of g, Aqk and Akk."""
         g_sum, Aqk, Akk = call.kept
         w, u, q, k = self.call_fla(self.recompute_function, call, gk=g_sum, A=Akk)

@@ -74,8 +74,8 @@ def prefill_on_grid(
     counts = [old + new for old, new in zip(old_counts, new_counts, strict=True)]
     on_host = _PrefillIndices.build(old_counts, counts, past)
     indices = _PrefillIndices._make(to_device(x, device) for x in on_host)
-    known_rows = torch.cat([history.flatten(0, 1), new_rows.flatten(0, 1)])
-    rows = known_rows.index_select(0, indices.known_row)[None]
+    source_rows = torch.cat([history.flatten(0, 1), new_rows.flatten(0, 1)])
+    rows = source_rows.index_select(0, indices.source_row)[None]
     grid = grid_of(rows, _documents(counts, device), stages.state.heads)
     before = history[:, :past].index_select(0, _indices_of_nonempty(counts, device))
     inputs = front_on_grid(stages.front, stages.front_parameters, rows, grid, before)
@@ -84,8 +84,8 @@ def prefill_on_grid(
     # after the last full chunk.
     o = None
     for tokens, counts_here, is_full in (
-        (indices.full, [n // CHUNK * CHUNK for n in counts], True),
-        (indices.tail, [n % CHUNK for n in counts], False),
+        (indices.full_chunk_token, [n // CHUNK * CHUNK for n in counts], True),
+        (indices.tail_token, [n % CHUNK for n in counts], False),
     ):
         sequences = _indices_of_nonempty(counts_here, device)
         if not len(sequences):
@@ -105,8 +105,8 @@ def prefill_on_grid(
     assert o is not None, "there are tokens"
 
     mixed = _read_out_tokens(stages, o, rows, grid, indices.new_token, proj)
-    next_rows = known_rows.index_select(0, indices.next_known_row)
-    next_rows.masked_fill_(indices.next_is_empty[:, None], 0)
+    next_rows = source_rows.index_select(0, indices.next_source_row)
+    next_rows.masked_fill_(indices.next_is_zero[:, None], 0)
     count_row[:, 0, 0] = to_device(torch.tensor(counts, device="cpu") % CHUNK, device)
     next_history = (
         count_row.to(next_rows.dtype),
@@ -225,17 +225,18 @@ class _PrefillIndices(NamedTuple):
     """Index tables of a prefill.
 
     The T tokens are those of the N sequences, each from the start of its current chunk.
-    The *known rows* are the rows of the N histories, and then the new rows.
+    The *source rows* are the rows of the N histories, and then the new rows; the tables
+    choose among them.
     """
 
-    known_row: Tensor  # int64 [T], the known row of each token
+    source_row: Tensor  # int64 [T], the source row of each token
     new_token: Tensor  # int64, the indices of the new tokens among the T tokens
-    full: Tensor  # int64, the indices of the tokens in full chunks
-    tail: Tensor  # int64, the indices of the tokens after the last full chunk
-    # int64 [N * (W - 1 + 64)], for each row of the next histories its known row
-    next_known_row: Tensor
+    full_chunk_token: Tensor  # int64, the indices of the tokens in full chunks
+    tail_token: Tensor  # int64, the indices of the tokens after the last full chunk
+    # int64 [N * (W - 1 + 64)], for each row of the next histories its source row
+    next_source_row: Tensor
     # bool [N * (W - 1 + 64)], True for rows of the next histories that are set to zero
-    next_is_empty: Tensor
+    next_is_zero: Tensor
 
     @classmethod
     def build(
@@ -251,11 +252,11 @@ class _PrefillIndices(NamedTuple):
         old, count = torch.tensor([old_counts, counts], dtype=torch.int64, device="cpu")
         size = past + CHUNK
         new_count = count - old
-        # the known row of each sequence's first new token
+        # the source row of each sequence's first new token
         start = len(counts) * size + new_count.cumsum(0) - new_count
 
-        def known_row_of(n: Tensor, token: Tensor) -> Tensor:
-            """The known row of sequence n's ``token``, counted from the start of its
+        def source_row_of(n: Tensor, token: Tensor) -> Tensor:
+            """The source row of sequence n's ``token``, counted from the start of its
             current chunk."""
             in_history = n * size + past + token
             in_new_rows = start[n] + token - old[n]
@@ -269,17 +270,17 @@ class _PrefillIndices(NamedTuple):
         # the token of each row of the next histories: they begin W - 1 tokens before
         # the next current chunk
         next_token = in_full_chunks[:, None] - past + torch.arange(size, device="cpu")
-        next_is_empty = next_token >= count[:, None]
+        next_is_zero = next_token >= count[:, None]
         next_token = torch.minimum(next_token, count[:, None] - 1)
-        # A sequence without tokens may copy any known row, since the copy is set to
+        # A sequence without tokens may copy any source row, since the copy is set to
         # zero.
-        last_known_row = len(counts) * size + int(new_count.sum()) - 1
-        next_known_row = known_row_of(number[:, None], next_token)
+        last_source_row = len(counts) * size + int(new_count.sum()) - 1
+        next_source_row = source_row_of(number[:, None], next_token)
         return cls(
-            known_row=known_row_of(n, token),
+            source_row=source_row_of(n, token),
             new_token=(token >= old[n]).nonzero()[:, 0],
-            full=is_full.nonzero()[:, 0],
-            tail=(~is_full).nonzero()[:, 0],
-            next_known_row=next_known_row.clamp(0, last_known_row).flatten(),
-            next_is_empty=next_is_empty.flatten(),
+            full_chunk_token=is_full.nonzero()[:, 0],
+            tail_token=(~is_full).nonzero()[:, 0],
+            next_source_row=next_source_row.clamp(0, last_source_row).flatten(),
+            next_is_zero=next_is_zero.flatten(),
         )
