@@ -21,6 +21,7 @@ _NO_RANGE = nullcontext()
 def nvtx_range_of(mixer: object, name: str) -> AbstractContextManager[None]:
     """A context whose body runs in the NVTX range ``<class of mixer>.<name>``, if
     Megatron's profiling is on."""
+    # A Megatron without the flag always makes ranges.
     utils = sys.modules.get("megatron.core.utils")
     if utils is None or not getattr(utils, "_nvtx_enabled", True):
         return _NO_RANGE

@@ -202,8 +202,8 @@ _TENSOR_CREATORS = (
 
 
 class _TorchOnCPU:
-    """Replaces ``torch`` in Megatron's files: "cuda" means the CPU, and no memory is
-    pinned."""
+    """Replaces the module ``torch`` in Megatron's files: functions that make tensors
+    take "cuda" for the CPU, and pin no memory; all else is torch's."""
 
     def __init__(self) -> None:
         for name in _TENSOR_CREATORS:
@@ -327,8 +327,8 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     set_states = optimizer_class._set_main_param_and_optimizer_states
 
     def state_dict_with_a_step(self) -> StateDict:
-        """Call ``state_dict``; during the call, an Adam without parameters has a step
-        of 0."""
+        """Call ``state_dict``, which reads a step from the states of any parameter;
+        during the call, an Adam without parameters has a step of 0."""
         adam = self.optimizer
         if any(group["params"] for group in adam.param_groups):
             return state_dict(self)

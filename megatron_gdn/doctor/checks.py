@@ -269,7 +269,8 @@ def _run_rule(
     rule: Rule, inputs: RuleInputs, documents: Documents
 ) -> dict[str, Tensor]:
     """Run forward and backward of ``rule``; return its output and the gradients of
-    ``inputs`` by the names in _RESULT_NAMES."""
+    ``inputs`` by the names in _RESULT_NAMES. The output's gradient rises from -1 to
+    1."""
     leaves = RuleInputs._make(x.detach().requires_grad_() for x in inputs)
     with torch.enable_grad():
         out, _ = run_rule(rule, leaves, documents, use_qk_l2norm_in_kernel=True)

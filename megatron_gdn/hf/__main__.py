@@ -43,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _message_with_folder(error: Exception, options: dict[str, Any]) -> str:
-    """The message of ``error`` in one line; it names a folder of the ``options``."""
+    """The message of ``error`` in one line; it names a folder of the ``options``.
+
+    A folder's name may hold line breaks, so these are escaped before the message is cut
+    to its first line.
+    """
     message = str(error) or type(error).__name__
     folders = []
     for name in ("source", "left", "right", "target"):
@@ -65,7 +69,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(required=True, dest="command", metavar=metavar)
 
     def add(name: str, help_text: str) -> Callable[..., Any]:
-        """Add the command ``name``; return its ``add_argument``."""
+        """Add the command ``name``; return its parser's method ``add_argument``."""
         return commands.add_parser(name, help=help_text).add_argument
 
     argument = add("import", "Hugging Face folder to a Megatron checkpoint")

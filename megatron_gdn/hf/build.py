@@ -89,6 +89,7 @@ def build_model(
     config = transformer_config(hf, model, modules=resolved, dtype=dtype, **changes)
     multiple = vocab_divisible_by * config.tensor_model_parallel_size
     added_rows = -hf.vocab_size % multiple
+    # Unless told to ignore virtual stages, Megatron asserts that it is given one.
     stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     arguments: dict[str, Any] = {
         "vocab_size": hf.vocab_size + added_rows,
@@ -133,8 +134,11 @@ def build_model(
 
 
 def _kimi_stack_spec(hf: HFModelConfig, modules: str, options: dict[str, Any]) -> Any:
-    """The spec of a HybridStack for a Kimi Linear; ``options`` are those of its 'K'
-    layers."""
+    """The spec of a HybridStack for a Kimi Linear.
+
+    ``modules``: "te" or "local". ``options``: options of its 'K' layers. Its '+' layers
+    are latent attention without position embedding.
+    """
     from ..specs import hybrid_stack_spec
     from ..specs.hybrid import KIMI_LATENT
 
@@ -200,6 +204,7 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "use_cpu_initialization": not has_gpu,
+        # the fusion needs a compiled extension of Apex
         "gradient_accumulation_fusion": False,
     }
     if parallel_state.model_parallel_is_initialized():
@@ -218,7 +223,8 @@ def transformer_config(
     return TransformerConfig(**settings)
 
 
-# Names of arguments -> names of their flags, where the two differ.
+# Names of arguments -> names of their flags, where the two differ. The flags that begin
+# with "disable" or "no" stand for the value False.
 _FLAGS_WITH_OTHER_NAMES = {
     "layernorm_epsilon": "norm_epsilon",
     "add_bias_linear": "disable_bias_linear",
@@ -246,7 +252,7 @@ def megatron_flags(
         flags.append(f"--{_FLAGS_WITH_OTHER_NAMES.get(name, name).replace('_', '-')}")
         if isinstance(value, tuple):  # a flag with several values
             flags += value
-        elif not isinstance(value, bool):
+        elif not isinstance(value, bool):  # the flag of a bool has no value
             flags.append(str(value))
     return flags
 
@@ -268,7 +274,7 @@ def megatron_arguments(
         no_save_rng=True,
     )
     vars(args).update(_launch_arguments(config, model))
-    del vars(args)["spec"]
+    del vars(args)["spec"]  # Megatron takes no spec from a checkpoint
     return args
 
 
@@ -276,7 +282,12 @@ def _launch_arguments(
     config: HFModelConfig, model: MegatronModelKind
 ) -> dict[str, Any]:
     """Names of Megatron's launch arguments -> their values for the model, in the order
-    of `megatron_flags`. The value of ``spec`` is a pair: module, name."""
+    of `megatron_flags`.
+
+    The value of ``spec`` is a pair: module, name. A bool is in the dict only if its
+    flag must be given. ``activation_func`` holds a function, which
+    no flag takes: the activation's name is the flag.
+    """
     settings = config.megatron_settings(model)
     if settings.pop("gated_linear_unit"):
         activation = "swiglu"
@@ -295,6 +306,7 @@ def _launch_arguments(
         del settings["num_layers"], settings["is_hybrid_model"]
         settings = {"hybrid_layer_pattern": config.hybrid_layer_pattern} | settings
     arguments: dict[str, Any] = {"spec": ("megatron_gdn.specs", spec)}
+    # the ranks of the gates of 'K' layers, by the config's fields
     for option, value in config.kda_options.items():
         settings[RANK_FIELDS[option]] = value
     for name, value in settings.items():

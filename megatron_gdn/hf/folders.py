@@ -104,6 +104,7 @@ def import_folder(
     config = _read_checked_config(source, model)
     common_state = {
         "args": megatron_arguments(config, model),
+        # of files whose attention rows need no reordering by a load
         "checkpoint_version": 3.0,
         "iteration": 0,
     }
@@ -188,8 +189,8 @@ def _read_checked_config(folder: str | Path, model: MegatronModelKind) -> HFMode
 def _add_extra_states_of_te(state: StateDict) -> StateDict:
     """``state`` and empty ``_extra_state`` entries.
 
-    ``state``: the sharded state dict of a model of local modules. A model of Transformer
-    Engine's modules, which loads the checkpoint, looks for these entries.
+    ``state``: name -> ShardedTensor, of a model of local modules. A model of
+    Transformer Engine's modules, which loads the checkpoint, looks for these entries.
     """
     modules = [tensor.key.removesuffix(".weight") for tensor in state.values()]
     # core_attention has no weight; its name is that of linear_proj beside it.
@@ -201,6 +202,7 @@ def _add_extra_states_of_te(state: StateDict) -> StateDict:
     extra_states = {}
     for name in with_extra_state:
         key = f"{name}._extra_state"
+        # None, as one object that is not divided: part 0 of 1
         extra_states[key] = mapping.ShardedObject(key, None, (1,), (0,))
     return state | extra_states
 
@@ -281,7 +283,9 @@ def _one_line_errors(describe: Callable[[], str]) -> Iterator[None]:
     """Turn an error of torch or Megatron inside the context into a ValueError of one
     line, "``describe()``: cause".
 
-    Errors of the code (`_CODE_ERRORS`) are raised as they are.
+    Errors of the code (`_CODE_ERRORS`) are raised as they are. ``describe`` is called
+    after an error only, since it may read files. torch's CheckpointException, which
+    holds the errors of the ranks, is no Exception but a BaseException.
     """
     try:
         yield
@@ -298,7 +302,7 @@ def _one_line_errors(describe: Callable[[], str]) -> Iterator[None]:
 
 def _require_format(file: Path) -> None:
     """Raise a ValueError unless ``file``, which names the checkpoint's format, names
-    torch_dist."""
+    torch_dist. The error does not name the file: `_one_line_errors` does."""
     backend = read_object(file).get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(
@@ -308,7 +312,11 @@ def _require_format(file: Path) -> None:
 
 def _load_common_state(folder: Path) -> StateDict:
     """The dict that Megatron stored beside the tensors, with the arguments of the run as
-    "args"; a ValueError if it has another form."""
+    "args".
+
+    A ValueError if it has another form; Megatron's own errors would count as errors of
+    the code (`_CODE_ERRORS`).
+    """
     try:
         common = dist_checkpointing.load_common_state_dict(folder)
     except (TypeError, AttributeError, LookupError) as error:

@@ -56,7 +56,7 @@ def layer_from_hf(
             the wrong shape or dtype, or ``tp_size`` does not divide the heads or
             groups.
     """
-    dims.shard(tp_size)
+    dims.shard(tp_size)  # raises if tp_size does not divide the heads or groups
     refuse_quantised({key: TensorSpec.of(tensor) for key, tensor in hf_state.items()})
     maps = _layer_maps(dims, stored)
     sources = {source.key: source for entry in maps for source in entry.sources}
@@ -76,6 +76,7 @@ def layer_from_hf(
     ranks: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
     for entry in maps:
         for source in entry.sources:
+            # may_round: fp64 too, of which fp32 parameters keep rounded values
             entry.check_dtype(hf_state[source.key].dtype, source.key, may_round=True)
         full = entry.to_megatron([hf_state[source.key] for source in entry.sources])
         for state, shard in zip(ranks, entry.shards(full, tp_size), strict=True):

@@ -4,9 +4,12 @@ each of the model's tensors.
 A GPTModel has one layer for each layer of the config, a HybridModel has two (mixer,
 then MLP).
 
-In ``tensor_map(names, sources, dim)``, ``sources`` has shapes by keys in the files, and
-``dim`` is the dimension that tensor-parallel ranks share. Without ``dim`` every rank
-has the whole tensor.
+In ``tensor_map(names, sources, dim)``, ``names`` are Megatron's, ``sources`` has shapes
+by keys in the files, and ``dim`` is the dimension that tensor-parallel ranks share.
+Without ``dim`` every rank has the whole tensor. A ``prefix`` is of Megatron's names, an
+``hf_prefix`` of keys in the files. ``zero_centred``: Megatron stores the gains of norms
+minus 1. Transformer Engine fuses a norm into the linear after it, so such a norm has
+two possible names in Megatron.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ _SIZE_FIELDS = {
         "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
         "moe_router_topk": "num_experts_per_tok",
     },
+    # comes after "E", since an MLP's width counts if a model has MLPs and experts
     "-": {"ffn_hidden_size": "intermediate_size"},
 }
 # Class in transformers of a model whose layers convert one by one -> why the whole model
@@ -278,7 +282,7 @@ def _sizes_of(fields: ConfigFields, pattern: str) -> SimpleNamespace:
     """
     sizes = SimpleNamespace()
     for symbol, names in _SIZE_FIELDS.items():
-        if symbol in pattern:
+        if symbol in pattern:  # "" is in every pattern
             for megatron_name, hf_name in names.items():
                 setattr(sizes, megatron_name, fields[hf_name])
     fields.require_multiple("num_attention_heads", "num_key_value_heads")
@@ -412,8 +416,8 @@ def _qwen_mixer_maps(
     config: HFModelConfig,
     zero_centred: bool,
 ) -> Iterator[TensorMap]:
-    """Yield the maps of a mixer of Qwen, "G" or "*", and of the norm before it;
-    ``prefix`` and ``hf_prefix``: of the layer's keys in Megatron and in the files."""
+    """Yield the maps of a mixer of Qwen, "G" or "*", and of the norms inside and before
+    it."""
     attention = f"{prefix}self_attention."
     if symbol == "G":
         fused_norm = f"{attention}in_proj.layer_norm_weight"
@@ -453,7 +457,7 @@ def _qwen_mlp_maps(
     zero_centred: bool,
 ) -> Iterator[TensorMap]:
     """Yield the maps of an MLP ("-") or experts ("E") of Qwen, and of the norm before
-    them; the prefixes are as in `_qwen_mixer_maps`."""
+    them; ``keys``: all keys of the files."""
     sizes = config.sizes
     norm_names = (f"{prefix}pre_mlp_layernorm.weight",)
     if symbol == "E":

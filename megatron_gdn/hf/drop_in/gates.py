@@ -40,6 +40,7 @@ class SSMGate(Fp32Parameters, nn.Module):
     raises a ValueError.
     """
 
+    # read by Fp32Parameters: the parameters that keep their dtype
     _keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
 
     def __init__(self, num_v_heads: int, dtype: torch.dtype = torch.float32) -> None:
@@ -78,7 +79,8 @@ class SSMGate(Fp32Parameters, nn.Module):
     def _save_to_state_dict(
         self, destination: StateDict, prefix: str, keep_vars: bool
     ) -> None:
-        """Save as torch does, under keys without the holder's name."""
+        """Save as torch does, but under keys without the holder's name
+        ``_fp32_params``, as files have them. ``destination`` is filled in place."""
         bare = prefix.removesuffix(f"{HOLDER_NAME}.")
         super()._save_to_state_dict(destination, bare, keep_vars)
 
@@ -116,7 +118,8 @@ class GateHolder(SSMGate):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The owner's two parameters, for callers that ask this module itself."""
+        """The owner's two parameters, for callers that ask this module itself, such as
+        ``fully_shard``. A model's list has them once, as the owner's."""
         for name in FP32_GDN_PARAM_NAMES:
             yield f"{prefix}.{name}" if prefix else name, getattr(self, name)
 
@@ -352,7 +355,8 @@ def gates_in_fp32() -> Iterator[None]:
 
     @wraps(post_init)
     def post_init_with_gates(self: Any) -> None:
-        """Run ``post_init``; add the gates to the parameters that stay fp32."""
+        """Run ``post_init``; add the gates to the parameters that ``from_pretrained``
+        keeps in fp32."""
         post_init(self)
         names = self._keep_in_fp32_modules_strict or ()
         self._keep_in_fp32_modules_strict = set(names).union(FP32_GDN_PARAM_NAMES)
