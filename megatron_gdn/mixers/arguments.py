@@ -27,7 +27,8 @@ _ATTENTION_KEYWORDS = (
     "rotary_pos_emb",
     "rotary_pos_sin",
 )
-# the attribute of a mask whose values are checked: the sizes that it was checked for
+# The attribute of a mask that was checked: the number of writes to the mask before the
+# check, and the rows and tokens that the mask was checked for.
 _CHECKED_ATTRIBUTE = "_megatron_gdn_causal"
 _MASK_HELP = (
     "This layer is causal and reads document boundaries from packed_seq_params "
@@ -78,6 +79,7 @@ def require_causal(
     if mask.is_inference():
         checked_for = None
     else:
+        # torch counts the writes to a tensor in `_version`
         checked_for = (mask._version, rows, tokens)
     if (
         checked_for is not None
@@ -220,6 +222,7 @@ def recomputed_parts(
             )
         if name in modules:
             asked.add(modules[name])
+        # a name in RECOMPUTE_MODULES has an effect on other mixers of the model
         elif name.startswith("gdn") and name not in RECOMPUTE_MODULES:
             log_once(
                 f"GatedDeltaNet: --recompute-modules {name} has no effect here. 'gdn' "
@@ -245,6 +248,7 @@ def check_config_fields(
     Raises a NotImplementedError if the config cuts weights further than tensor
     parallelism does.
     """
+    # Megatron computes this field from --tensor-parallel-num-weight-shards
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
             "--tensor-parallel-num-weight-shards "
@@ -260,6 +264,7 @@ def check_config_fields(
             continue
         default = defaults.get(name, MISSING)
         if default is MISSING:
+            # The name is no field of the config, or a factory makes its default.
             is_set = bool(value)
         else:
             is_set = value != default

@@ -84,6 +84,7 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         self.config = config
         if v_channels is not None:
             heads = self.num_attention_heads_per_partition
+            # the columns of the output; Megatron takes those of the queries
             self.hidden_size_per_partition = heads * v_channels
         self.loader_layout = LoaderLayout(cp_layout, config)
         if config.context_parallel_size > 1:
@@ -184,7 +185,11 @@ class TorchAttention(HasCpLayout, DotProductAttention):
 
     @property
     def _scale(self) -> float:
-        """The factor of q . k before the softmax."""
+        """The factor of q . k before the softmax.
+
+        With ``apply_query_key_layer_scaling`` Megatron divides ``softmax_scale`` by the
+        layer's number, and its softmax multiplies by this number again.
+        """
         return self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
 
     @property
@@ -232,7 +237,7 @@ class TorchAttention(HasCpLayout, DotProductAttention):
             key, value = (
                 x.repeat_interleave(queries_per_key, dim=2) for x in (key, value)
             )
-        mask = document.mask(query.device)
+        mask = document.mask(query.device)  # None: query i sees keys 0 to i
         # Tensor-parallel ranks hold different heads, so each draws dropout from its own
         # generator.
         generator: Any = nullcontext()
@@ -271,6 +276,7 @@ class TorchAttention(HasCpLayout, DotProductAttention):
                     for x in (key, value)
                 )
                 q_H1D = query[s, b][:, None]
+                # contiguous, since the order of torch's sums depends on strides
                 scores = (q_H1D * k_HSD.contiguous()).sum(-1, keepdim=True)
                 weights = (scores * self._scale).softmax(1)
                 outputs.append((weights * v_HSD.contiguous()).sum(1).flatten())
@@ -370,6 +376,7 @@ def class_with_tree_attention(theirs: type) -> type:
                 return super().forward(*args, **kwargs)
             if not self._tree_attention:
                 self._tree_attention = [self._make_tree_attention()]
+            # `train()` of the model does not reach the hidden module
             return self._tree_attention[0].train(self.training)(*args, **kwargs)
 
     return WithTreeAttention

@@ -182,6 +182,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     norm_out_checkpoint: RefilledOutput | None = None
 
     def __init_subclass__(cls, **settings: object) -> None:
+        """List the names in ``fp32`` for :class:`.precision.Fp32Parameters`, and for
+        Megatron-Bridge."""
         super().__init_subclass__(**settings)
         cls._keep_in_float32_parameter_names = tuple(x.name for x in cls.fp32)
 
@@ -210,6 +212,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
                 conv_init); None: 1 / sqrt(W).
         """
         super().__init__(config)
+        # the first mixer changes Megatron's errors about rotary positions
         explain_rotary_lengths()
         class_name = type(self).__name__
         low, high = A_init_range
@@ -306,7 +309,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config, packed_seq_params)
         # If the input needed no gradient, a checkpoint would give the parameters no
-        # gradient.
+        # gradient. Inside of a checkpoint the layer is computed again anyway.
         trains = self.training and hidden_states.requires_grad
         if (
             self.recompute_layer
@@ -319,7 +322,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
                 "pg_collection": pg_collection,
             }
             rerun = partial(self.forward, attention_mask=attention_mask, **keywords)
-            return checkpoint(rerun, False, hidden_states)
+            distribute_saved_activations = False
+            return checkpoint(rerun, distribute_saved_activations, hidden_states)
         gates = None
         with nvtx_range_of(self, "in_proj"):
             if context is None:
@@ -521,6 +525,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     @config.setter
     def config(self, config: TransformerConfig) -> None:
         self._config = config
+        # Megatron's __init__ sets the config before _build makes micro_batches
         if "micro_batches" in vars(self):
             self.micro_batches.use_config(config)
 
@@ -592,7 +597,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             init_method=config.init_method,
             gather_output=False,
             skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
+            tp_comm_buffer_name="fc1",  # as in Megatron's mixers: TE knows four names
             name=f"{path}in_proj" if path else None,
             **common_settings,
         )
@@ -617,6 +622,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             **common_settings,
         )
         self._add_projections(submodules, path)
+        # store the attributes by which Megatron knows how parameters are split
         self.remember_marks()
         if self._recomputes_norm:
             self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
@@ -633,6 +639,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             hidden_size=width,
             eps=config.layernorm_epsilon,
         )
+        # Megatron sums the gradients of a parameter with this mark over
+        # tensor-parallel ranks, see `norm_group`.
         for parameter in self.out_norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 
@@ -643,7 +651,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         """
 
     def _init_others(self) -> None:
-        """A subclass with more parameters fills them here, by `fill_share`."""
+        """A subclass with more parameters fills them here, by
+        :func:`.tensor_parallel.fill_share`."""
 
     def _widths_in_fp8(self) -> dict[str, int]:
         """The widths of the matrices that FP8 products read: a name in words for the
@@ -806,6 +815,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         gradients of both projections."""
         self._backward_in_proj()
         self._backward_out_proj()
+
+    # The names of Megatron's own mixers; Kimi Delta Attention has more projections.
 
     def _backward_in_proj(self) -> None:
         self.in_proj.backward_dw()

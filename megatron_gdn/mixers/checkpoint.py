@@ -128,6 +128,7 @@ def sharded_state_dict(
             names = layout.names
         else:
             continue
+        # an entry of another kind, such as a factory of tensors, is left as it is
         if isinstance(tensor, ShardedTensor):
             by_section = _split_tensor_factory(tensor, list(widths), list(names), 0)
             if name.endswith(_WHOLE_UPSTREAM_KEY_ENDS):

@@ -66,7 +66,9 @@ class DocumentMask(NamedTuple):
         block_mask = BlockMask.from_kv_blocks(
             *_list_blocks(some_IJ & ~all_IJ), *_list_blocks(all_IJ)
         )
-        return cls(query_s, key_S, end_S, block_mask.as_tuple()[2:10])
+        # without the lengths, block sizes and function, which `_compiled_attention` adds
+        block_tables = block_mask.as_tuple()[2:10]
+        return cls(query_s, key_S, end_S, block_tables)
 
     def sees(self, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """Whether query ``i`` sees key ``j``, in every ``batch`` row and ``head``.
@@ -87,7 +89,9 @@ def attend(
     """The output ``[s, B, H, D]`` of attention under ``mask``, with the softmax's
     ``scale``."""
     heads_first = (x.permute(1, 2, 0, 3) for x in (query_sBHD, key_SBGD, value_SBGD))
-    return _compiled_attention()(*heads_first, repr(scale), *mask).permute(2, 0, 1, 3)
+    scale_in_text = repr(scale)  # torch would trace a number as a symbol
+    out_BHsD = _compiled_attention()(*heads_first, scale_in_text, *mask)
+    return out_BHsD.permute(2, 0, 1, 3)
 
 
 @cache

@@ -44,7 +44,8 @@ def log_of_rates(mixer: Any, A_log: Tensor) -> None:
     """Fill ``A_log`` with logarithms of decay rates drawn from U(A_init_range)."""
     low, high = mixer.A_init_range
     A_log.uniform_(low, high)
-    if low == 0:  # a draw may be 0, whose logarithm is -inf
+    if low == 0:
+        # A draw may be 0, whose logarithm is -inf. The next larger draw is high 2^-24.
         A_log.clamp_(min=high * 2**-24)
     A_log.log_()
 
@@ -63,4 +64,5 @@ def biases_of_time_steps(mixer: Any, dt_bias: Tensor) -> None:
     ``dt_init_range``."""
     low, high = map(math.log, mixer.dt_init_range)
     dt = dt_bias.uniform_(low, high).exp_().clamp_(min=mixer.dt_init_floor)
+    # the inverse of softplus
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))

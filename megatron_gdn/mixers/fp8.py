@@ -157,7 +157,7 @@ def set_gate_columns(
     :func:`with_gates_outside_fp8`. A log line says so if FP8 has no effect on this
     linear.
     """
-    if not hasattr(in_proj, "fp8_meta"):
+    if not hasattr(in_proj, "fp8_meta"):  # an attribute of Transformer Engine's linears
         log_once(
             f"FP8 has no effect on projections of {type(in_proj).__name__}: they "
             "compute in the weights' dtype. Build the model with Transformer Engine's "
@@ -206,6 +206,7 @@ def build_linear(
 
 def runs_in_fp8(linear: Any) -> bool:
     """Whether a call of ``linear`` would run in FP8 now."""
+    # Megatron imports this class only if Transformer Engine is installed
     manager = getattr(fp8_utils, "FP8GlobalStateManager", None)
     is_on = manager is not None and manager.is_fp8_enabled()
     return hasattr(linear, "fp8_meta") and linear.will_execute_quantized(is_on)
@@ -298,6 +299,7 @@ class _SeveralProducts(nn.Module):
         stand_ins = {"weight": weight}
         if bias is not None:
             stand_ins["bias"] = bias
+        # torch refuses to assign a view to the attribute of a parameter
         parameters: StateDict = self._parameters
         own = {name: parameters[name] for name in stand_ins}
         parameters.update(stand_ins)
@@ -328,6 +330,8 @@ class _SeveralProducts(nn.Module):
         views = SplitRows.apply(weight, ends, adds_to_main_grad)
         if adds_to_main_grad:
             main_grad: Any = getattr(weight, "main_grad")  # noqa: B009 - Megatron's, undeclared
+            # The linear's backward looks for both attributes, as Megatron's parameters
+            # have them, and sets the second to True.
             for view, grad in zip(views, main_grad.tensor_split(ends), strict=True):
                 vars(view).update(main_grad=grad, grad_added_to_main_grad=False)
         return views

@@ -126,6 +126,7 @@ class GateProduct(torch.autograd.Function):
         ctx.main_grad = getattr(weight, "main_grad", None)
         view_of_x = x.view_as(x)
         if not x.requires_grad:
+            # else the view would need a gradient if the weight needs one
             ctx.mark_non_differentiable(view_of_x)
         if sequence_parallel and group.size() > 1:
             # all gates of this rank's tokens become this rank's gates of all tokens
@@ -147,6 +148,7 @@ class GateProduct(torch.autograd.Function):
         if d_gates is None:
             return d_x, None, None, None, None, None
         x, whole, factor, gamma, r_T1, y = ctx.saved_tensors
+        needs_d_x, needs_d_weight, needs_d_gamma = ctx.needs_input_grad[:3]
         group = ctx.group
         tokens_are_split = ctx.sequence_parallel and ctx.group.size() > 1
         x_TD = x.flatten(0, 1)
@@ -162,7 +164,7 @@ class GateProduct(torch.autograd.Function):
         else:
             d_scaled = (d_y * r_T1).to(d_y.dtype)
         d_weight = d_gamma = None
-        if ctx.needs_input_grad[0]:
+        if needs_d_x:
             if d_x is None:
                 d_TD = d_scaled @ factor
             else:
@@ -173,11 +175,11 @@ class GateProduct(torch.autograd.Function):
                 along = (dot * r_T1.square() / x.shape[-1]).to(x.dtype)
                 d_TD.addcmul_(along, x_TD, value=-1)
             d_x = d_TD.view(x.shape)
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+        if needs_d_weight or needs_d_gamma:
             outer = _wide_product(d_scaled.t(), x_TD)
-            if ctx.needs_input_grad[2]:
+            if needs_d_gamma:
                 d_gamma = (whole * outer).sum(0).to(gamma.dtype)
-            if ctx.needs_input_grad[1]:
+            if needs_d_weight:
                 if gamma is None:
                     d_own = outer
                 else:

@@ -156,8 +156,8 @@ def _dynamic_step(mixer: Mixer, rows: Tensor, context: InferenceContext) -> Tens
     if decoded is not None and decoded_tokens == len(rows):
         mixed = decoded
     else:
-        heads, _, columns, _ = mixer.dims.state
-        mixed = rows.new_zeros(rows.shape[0], 1, heads * columns)
+        state = mixer.dims.state
+        mixed = rows.new_zeros(rows.shape[0], 1, state.heads * state.columns)
         if decoded is not None:
             mixed[:decoded_tokens] = decoded
     if padded_counts.prefill_req_count:
@@ -177,11 +177,11 @@ def state_shapes_per_request(
     the window is larger, as described in :class:`..ops.generation.memory.Memory`.
     """
     dims = mixer.dims
-    heads, rows, columns, _ = dims.state
+    state = dims.state
     if mixer.state_transposed:
-        states = (heads, columns, rows)
+        states = (state.heads, state.columns, state.rows)
     else:
-        states = (heads, rows, columns)
+        states = (state.heads, state.rows, state.columns)
     shape = MemoryShape.of(
         dims.layout,
         dims.state,

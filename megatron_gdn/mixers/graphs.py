@@ -45,6 +45,7 @@ class FixedBuffers:
     documents: ClassVar[StaticDocuments]
 
     def __init__(self, documents: StaticDocuments) -> None:
+        # a frozen dataclass refuses ``self.documents = documents``
         vars(self).update(documents=documents, number=next(_buffer_numbers))
 
 
@@ -224,5 +225,6 @@ def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Modul
         and isinstance(getattr(layer, "self_attention", None), Attention)
     ]
     for layer in left_out:
+        # Megatron runs a layer without this attribute eagerly
         del layer.cudagraph_manager
     return left_out

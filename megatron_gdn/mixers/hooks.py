@@ -71,7 +71,7 @@ def wait_for_parameters(module: nn.Module) -> None:
     """
     for hook in list(module._forward_pre_hooks.values()):
         if _waits_for_parameters(hook):
-            hook(module, ())
+            hook(module, ())  # these hooks read no inputs
 
 
 @contextmanager
@@ -180,6 +180,7 @@ def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
     for key, hook in list(module._forward_pre_hooks.items()):
         new_inputs: Any
         new_keywords: dict = {}
+        # a hook that returns None changes nothing
         if key in module._forward_pre_hooks_with_kwargs:
             new_inputs, new_keywords = hook(module, inputs, {}) or (inputs, {})
         else:
@@ -210,5 +211,6 @@ def read_conv_module(
     require_plain_conv(conv)
     if has_hooks(conv):  # hooks may change parameters, so they run first
         columns = layout.conv_columns
+        # [B, C, S], as a call of ``conv`` would get it
         run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
     return conv.weight, conv.bias

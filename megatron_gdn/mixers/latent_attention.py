@@ -164,7 +164,11 @@ class _NoAngles(nn.Module):
         transformer_config: Any,
         *others: Any,
     ) -> int:
-        """The number of rows of the table, at least the number of tokens."""
+        """The number of rows of the table, at least the number of tokens.
+
+        Megatron's method, with its arguments: ``transformer_input`` is
+        ``[s, B, hidden]``; ``transformer`` is not read.
+        """
         if inference_context is not None:
             return inference_context.max_sequence_length
         tokens = transformer_input.shape[0]

@@ -143,6 +143,7 @@ class MambaLayerMixer(RecurrentMixer):
         layout = scheme.layout
         if self.gate_reads_own_rows:
             gate = self.layout.gate_columns
+            # the first step only reshapes; the second gets this rank's own rows
             return SplitReadout(
                 PassThroughReadout(layout.gate_columns, layout.state_heads),
                 lambda o, rows: self.norm(o, rows[..., gate]).contiguous(),
@@ -200,6 +201,7 @@ class GroupedRMSNorm(nn.Module):
         return grouped_rms_norm(u, self.weight, self.groups, self.eps).to(x.dtype)
 
 
+# `is_plain` now knows the class: kernels may compute this norm
 FORWARDS_OF_PLAIN_NORMS[GroupedRMSNorm] = GroupedRMSNorm.forward
 
 

@@ -129,7 +129,7 @@ class _SumGradient(torch.autograd.Function):
 
 def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A view of a replicated parameter whose gradient is summed over the ranks of
-    ``group``."""
+    ``group``; without a group or a gradient, the parameter itself."""
     if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
         return parameter
     return _SumGradient.apply(parameter, group)

@@ -189,7 +189,8 @@ def _resolve(
 
 
 def _is_recomputed() -> bool:
-    """Whether this forward is a recomputation, which runs inside a backward."""
+    """Whether this forward is a recomputation, which runs inside a backward: outside
+    of one, torch's number of the running backward is -1."""
     return torch._C._current_graph_task_id() != -1
 
 

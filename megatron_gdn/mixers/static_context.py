@@ -74,6 +74,7 @@ def mix_static(
     if offset == 0 or s > MOST_DECODED:
         mixed = prefill(rows, stages, memory, begins=offset == 0)
     else:
+        # buffers for the memory after each token, for `roll_back`
         steps = memory.steps(s) if s > 1 else None
         mixed = decode(rows, stages, memory, steps)
     if offset == 0:  # forget the progress in ranges of rows that overlap this range
