@@ -134,7 +134,7 @@ class GatedDeltaNet(UpstreamNames):
             name="dt_bias",
             section="alpha",
             first_values=fill_with_ones,
-            registered_first=True,
+            is_registered_first=True,
         ),
     )
     may_be_captured: ClassVar[bool] = True

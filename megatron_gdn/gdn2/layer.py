@@ -82,8 +82,8 @@ class GatedDeltaNet2(RecurrentMixer):
             name="dt_bias",
             section="f",
             first_values=biases_of_time_steps,
-            per_column=True,
-            registered_first=True,
+            has_value_per_column=True,
+            is_registered_first=True,
         ),
     )
     may_be_captured: ClassVar[bool] = True

@@ -123,7 +123,7 @@ class GatedDeltaProduct(MambaLayerMixer):
             name="dt_bias",
             section="a",
             first_values=biases_of_time_steps,
-            registered_first=True,
+            is_registered_first=True,
         ),
     )
     options_class = GDPOptions

@@ -117,7 +117,7 @@ class Mamba2Mixer(MambaLayerMixer):
             name="dt_bias",
             section="dt",
             first_values=biases_of_time_steps,
-            registered_first=True,
+            is_registered_first=True,
         ),
         Fp32Parameter(name="D", section="x", first_values=1.0),
     )
@@ -174,7 +174,7 @@ class Mamba2Mixer(MambaLayerMixer):
         self.D_has_hdim = D_has_hdim
         if D_has_hdim:
             A_log, dt_bias, D = self.fp32
-            self.fp32 = A_log, dt_bias, replace(D, per_column=True)
+            self.fp32 = A_log, dt_bias, replace(D, has_value_per_column=True)
         self.rmsnorm = rmsnorm
         self.norm_before_gate = norm_before_gate
         self.dt_init_range = (dt_min, dt_max)

@@ -29,7 +29,7 @@ _ATTENTION_KEYWORDS = (
 )
 # The attribute of a mask that was checked: the number of writes to the mask before the
 # check, and the rows and tokens that the mask was checked for.
-_CHECKED_ATTRIBUTE = "_megatron_gdn_causal"
+_CAUSAL_CHECK_ATTRIBUTE = "_megatron_gdn_causal"
 _MASK_HELP = (
     "This layer is causal and reads document boundaries from packed_seq_params "
     "(qkv_format='thd', cu_seqlens_q) only. Pass attention_mask=None or a causal mask; "
@@ -83,7 +83,7 @@ def require_causal(
         checked_for = (mask._version, rows, tokens)
     if (
         checked_for is not None
-        and getattr(mask, _CHECKED_ATTRIBUTE, None) == checked_for
+        and getattr(mask, _CAUSAL_CHECK_ATTRIBUTE, None) == checked_for
     ):
         return
     if mask.is_meta or mask.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -125,7 +125,7 @@ def require_causal(
             f"{_MASK_HELP}"
         )
     if checked_for is not None:
-        setattr(mask, _CHECKED_ATTRIBUTE, checked_for)
+        setattr(mask, _CAUSAL_CHECK_ATTRIBUTE, checked_for)
 
 
 def refuse_unsupported(sequence_len_offset: object, keywords: dict[str, Any]) -> None:

@@ -232,7 +232,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.recompute_layer = "layer" in recomputed
         self.recompute_rule = "rule" in recomputed
         self.recompute_qkv = "qkv" in recomputed
-        self._recomputes_norm = "norm_out" in recomputed
+        self._wants_norm_out_recompute = "norm_out" in recomputed
         check_config_fields(class_name, self.known_config_fields, config)
         if self.may_be_captured:
             check_layer_graph(config)
@@ -624,7 +624,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self._add_projections(submodules, path)
         # store the attributes by which Megatron knows how parameters are split
         self.remember_marks()
-        if self._recomputes_norm:
+        if self._wants_norm_out_recompute:
             self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
         self.reset_parameters()
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.checkpoints import register_sections_of_upstream
 from ..ops.layout import layout_of_in_proj
-from .precision import NOT_BY_SECTION
+from .precision import FSDP2_CHECKPOINT_ADVICE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,7 +79,7 @@ def sharded_state_dict(
     method of this name.
     """
     if any(isinstance(parameter, DTensor) for parameter in mixer.parameters()):
-        raise ValueError(f"{prefix}in_proj.weight: {NOT_BY_SECTION}")
+        raise ValueError(f"{prefix}in_proj.weight: {FSDP2_CHECKPOINT_ADVICE}")
     layout = layout_of_in_proj(mixer.dims)
     metadata = ensure_metadata_has_dp_cp_group(metadata)
     if tp_group is None:
@@ -197,10 +197,10 @@ def _let_planner_load_files_without_entry() -> None:
     """Change torch's DefaultLoadPlanner, so that a file may lack the entry that tells
     the order of in_proj's rows.
 
-    The class gets the attribute ``_asks_for_stored_rows``, so a second call does
+    The class gets the attribute ``_may_lack_row_order``, so a second call does
     nothing.
     """
-    if hasattr(DefaultLoadPlanner, "_asks_for_stored_rows"):
+    if hasattr(DefaultLoadPlanner, "_may_lack_row_order"):
         return
     set_up = DefaultLoadPlanner.set_up_planner
 
@@ -225,7 +225,7 @@ def _let_planner_load_files_without_entry() -> None:
 
     planner: Any = DefaultLoadPlanner
     planner.set_up_planner = set_up_planner
-    planner._asks_for_stored_rows = True
+    planner._may_lack_row_order = True
 
 
 def _order_in_words(row_order: int) -> str:

@@ -27,15 +27,16 @@ class Fp32Parameter:
     # tensor-parallel ranks; or a number that all values get, for which no random number
     # is drawn.
     first_values: Callable[..., object] | float
-    per_column: bool = False  # whether every column of a head has a value of its own
+    # whether every column of a head has a value of its own
+    has_value_per_column: bool = False
     # Megatron's layers register this parameter before the others. Optimizers number
     # parameters in this order, so it is part of checkpoints.
-    registered_first: bool = False
+    is_registered_first: bool = False
 
     def count(self, layout: Layout) -> int:
         """The number of values for the heads of ``layout``."""
         heads, width = layout.shape_of(self.section)
-        if self.per_column:
+        if self.has_value_per_column:
             return heads * width
         return heads
 

@@ -129,12 +129,12 @@ class MicroBatchPlanner:
         self._state = state
         self._taps = taps
         self._loader_layout = loader_layout
-        self._mode = LinearCpMode.of(options.linear_cp_mode, config)
+        self._cp_mode = LinearCpMode.of(options.linear_cp_mode, config)
         self._ranks_per_machine = options.cp_ranks_per_machine
         self._choose_rule = choose_rule
         self._make_front = make_front
-        self._layer = number_of_new_layer()
-        self._mixer = mixer
+        self._layer_number = number_of_new_layer()
+        self._mixer_name = mixer
         self._recurrence = recurrence
         # by the key that :meth:`of_whole_sequences` makes
         self._whole_sequences: dict[tuple, MicroBatch] = {}
@@ -153,7 +153,7 @@ class MicroBatchPlanner:
         other = copy.copy(self)
         other._config = copy.deepcopy(self._config, memo)
         other._loader_layout = copy.deepcopy(self._loader_layout, memo)
-        other._layer = number_of_new_layer()
+        other._layer_number = number_of_new_layer()
         other._whole_sequences = {}
         other._schemes = {}
         other._batches = {}
@@ -223,7 +223,9 @@ class MicroBatchPlanner:
             layout = self._loader_layout.of(None if documents is None else packed)
             assert group is not None
             # compare the ranks' documents; raise if they differ
-            require_agreement(self._layer, group, tokens, B, documents, layout, device)
+            require_agreement(
+                self._layer_number, group, tokens, B, documents, layout, device
+            )
         # A CUDA stream has tables of its own, so the stream is part of the key.
         # Documents are compared by identity: to hash lengths takes longer than a kernel
         # launch.
@@ -277,7 +279,7 @@ class MicroBatchPlanner:
         if key not in self._whole_sequences:
             rule, reason = self._choose_rule(device=device, dtype=dtype, bits=bits)
             log_once(
-                f"{self._mixer}: {self._recurrence} backend {rule.name!r} ({reason})"
+                f"{self._mixer_name}: {self._recurrence} backend {rule.name!r} ({reason})"
             )
             passage = Passage(keep_in_place, keep_in_place, WHOLE_SEQUENCES)
             front = self._make_front(self._layout, rule, device, dtype, self._taps)
@@ -322,10 +324,10 @@ class MicroBatchPlanner:
         if group is None or group.size() == 1:
             return (WholeSequences(self._layout),)
         chunkwise = Chunkwise(self._layout, self._state, self._taps, group, layout)
-        if self._mode is LinearCpMode.CHUNKWISE:
+        if self._cp_mode is LinearCpMode.CHUNKWISE:
             return (chunkwise,)
         why = self._why_not_headwise(group.size(), rule)
-        if self._mode is LinearCpMode.HEADWISE:
+        if self._cp_mode is LinearCpMode.HEADWISE:
             if why is not None:
                 raise SizeError(f"{why} Or set linear_cp_mode='chunkwise'.")
             return (Headwise(self._layout, group, layout),)
@@ -421,10 +423,14 @@ class MicroBatchPlanner:
                 f"forward {cost.headwise:.2f} ms headwise, {cost.chunkwise:.2f} ms "
                 "chunkwise"
             )
-        if self._mode is LinearCpMode.AUTO and scheme.size > 1 and not scheme.is_logged:
+        if (
+            self._cp_mode is LinearCpMode.AUTO
+            and scheme.size > 1
+            and not scheme.is_logged
+        ):
             scheme.is_logged = True
             log_once(
-                f"{self._mixer}: linear_cp_mode 'auto' takes {scheme.name!r} ({why})"
+                f"{self._mixer_name}: linear_cp_mode 'auto' takes {scheme.name!r} ({why})"
             )
         return scheme
 

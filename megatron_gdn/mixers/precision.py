@@ -178,7 +178,7 @@ def guard_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> None:
 
 
 # The end of an error: in_proj is sharded so that checkpoints cannot store its sections.
-NOT_BY_SECTION = (
+FSDP2_CHECKPOINT_ADVICE = (
     "Under torch's FSDP2 a rank holds a run of in_proj's rows, which --ckpt-format "
     "torch_dist cannot store section by section (nor does it load the optimizer's step "
     "there). Give --ckpt-format torch_dcp, or with tensor parallelism "
@@ -300,7 +300,7 @@ def _fully_shard_for_a_launch(
     """
     arguments = launch_arguments()
     if arguments.get("save") and arguments.get("ckpt_format") == "torch_dist":
-        raise ValueError(f"--save {arguments['save']}: {NOT_BY_SECTION}")
+        raise ValueError(f"--save {arguments['save']}: {FSDP2_CHECKPOINT_ADVICE}")
     return fully_shard(module, **options)
 
 

@@ -269,7 +269,7 @@ def add_fp32(mixer: Mixer) -> None:
     :func:`.precision.fully_shard` instead.
     """
     replace_fully_shard_in_megatron()
-    for record in sorted(mixer.fp32, key=lambda x: not x.registered_first):
+    for record in sorted(mixer.fp32, key=lambda x: not x.is_registered_first):
         count = record.count(mixer.dims.layout)
         add_parameter(mixer, record.name, (count,), dtype=torch.float32)
         mark_keep_in_fp32(mixer.get_parameter(record.name))
