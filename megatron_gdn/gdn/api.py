@@ -100,7 +100,7 @@ def gated_delta_rule(
         dtype=value.dtype,
         sizes=HeadSizes(key.shape[2], value.shape[2], key.shape[3], value.shape[3]),
         bits=Bits.DETERMINISTIC if deterministic else Bits.FREE,
-        operands="bf16",
+        operands="bf16",  # fp16 operands are made by a layer's front
     ).rule
     if rule.name == "reference":
         return torch_chunk_gated_delta_rule(
@@ -209,6 +209,7 @@ def run_rule(
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
     if scale is not None:
+        # a rule itself multiplies by 1 / sqrt(K)
         q = q * (scale * k.shape[-1] ** 0.5)
     # A rule gets the states of non-empty documents only; an empty document's state
     # stays as it was.
@@ -232,6 +233,7 @@ def run_rule(
     final_states = final.new_zeros((len(documents.lengths),) + final.shape[1:])
     if initial_state is not None:
         final_states = initial_state.to(final.dtype)
+    # the slice drops the state of the one empty sequence, if no document has a token
     return o, final_states.index_copy(0, filled, final[: len(filled)])
 
 
@@ -274,6 +276,8 @@ class _RunRule(torch.autograd.Function):
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         inputs = RuleInputs(q, k, v, g, beta)
         saved = SavedForBackward(tuple(kept), ctx.plan)
+        # as in a layer: None in place of each input that the rule's backward does not
+        # read
         unread = set(RuleInputs._fields) - ctx.rule.backward_reads
         read_inputs = inputs._replace(**dict.fromkeys(unread))
         rule_backward = ctx.rule.begin_backward(
@@ -295,8 +299,8 @@ class _RunRule(torch.autograd.Function):
 
 
 def gradients_of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, g and beta, times ``grads.factor``. dq and dk, which
-    may have H heads, are summed to ``key_heads`` heads."""
+    """The gradients of q, k, v, g and beta, times ``grads.factor`` (``[H]``, or None).
+    dq and dk, which may have H heads, are summed to ``key_heads`` heads."""
     dq, dk, dv, dg, dbeta, factor = grads
     if factor is not None:
         dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))

@@ -82,6 +82,7 @@ class HalfBackward(RuleBackward):
                 self._key_heads,
                 LOG2_BOUND_OF_D_FINAL,
             )
+            # the wrapped backward may have gradients of states from the old d_o
             self._backward.scale_with_d_o(_as_state_factor(ratio))
             d_final = d_final * _as_state_factor(self._powers)
         grads = self._backward.run(initial, d_final)

@@ -43,8 +43,8 @@ def _largest_kernel(
     grid (N, G).
 
     x is ``[T / RUN, G, RUN, C]``, ``largest`` int32 ``[N, G]``. A program loads
-    ``[ROWS, BLOCK_C]`` elements at a time. It skips inf and NaN, whose bits, read as
-    integers, are larger than those of all finite numbers.
+    ``[ROWS, BLOCK_C]`` elements at a time. Bits without the sign, read as integers, are
+    in the order of |x|. Those of inf and NaN are the largest, and are skipped.
     """
     INFINITY: tl.constexpr = 0x7F800000
     g = tl.program_id(1)
@@ -90,11 +90,12 @@ def _scale_kernel(
     G).
 
     ``largest`` has the N <= TILES maxima of a key head. The power's exponent is
-    EXPONENT minus the exponent of the largest maximum. ``up`` gets the power, ``down``
-    the inverse power, for each of the head's RATIO value heads. With LOWER, x was
-    scaled by the power ``old`` before. Then the new power is at most ``old``, x is
-    scaled by new / old, and ``ratio`` gets this quotient. BIAS, MANTISSA: fp32's
-    exponent bias, and its number of mantissa bits.
+    EXPONENT minus the exponent of the largest maximum, in the range in which the power
+    and its inverse are normal numbers. ``up`` gets the power, ``down`` the inverse
+    power, for each of the head's RATIO value heads. With LOWER, x was scaled by the
+    power ``old`` before. Then the new power is at most ``old``, x is scaled by new /
+    old, and ``ratio`` gets this quotient; x is neither read nor written if the power
+    stays. BIAS, MANTISSA: fp32's exponent bias, and its number of mantissa bits.
     """
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
@@ -178,6 +179,7 @@ def _scale_launch(
     """The launch of `_scale_kernel` that brings |x| below 2^log2_bound; ``tiles`` is N,
     ``ratio`` RATIO, ``columns`` C, ``lower`` LOWER."""
     block = block_dim(columns)
+    # Most programs of LOWER read nothing, so they are fewer and larger.
     rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
     require_32_bits("the number of rows of a key head", T + rows)
     require_32_bits("the number of elements of a tile", rows * key_heads * columns)
@@ -186,6 +188,7 @@ def _scale_launch(
         (max(1, triton.cdiv(T, rows)), key_heads),
         T,
         tiles,
+        # as in `half_torch.power_exponent`
         EXPONENT=2 * BIAS - 1 + log2_bound,
         BIAS=BIAS,
         MANTISSA=MANTISSA,
@@ -219,7 +222,9 @@ def lower_powers(
     ratio_H, up_H, down_H = torch.empty(
         3, H, dtype=torch.float32, device=half.device
     ).unbind()
-    launch = _scale_launch(B * S, tiles, log2_bound, key_heads, ratio, ratio * V, True)
+    launch = _scale_launch(
+        B * S, tiles, log2_bound, key_heads, ratio, ratio * V, lower=True
+    )
     launch(half, half, largest, up, ratio_H, up_H, down_H)
     return ratio_H, up_H, down_H
 
@@ -239,7 +244,9 @@ def to_half(
     largest, tiles = _largest_of(x, key_heads, ratio * V)
     half = torch.empty_like(x, dtype=torch.float16)
     up, down = torch.empty(2, H, dtype=torch.float32, device=x.device).unbind()
-    launch = _scale_launch(B * S, tiles, log2_bound, key_heads, ratio, ratio * V, False)
+    launch = _scale_launch(
+        B * S, tiles, log2_bound, key_heads, ratio, ratio * V, lower=False
+    )
     # None: only LOWER has old powers and ratios
     launch(x, half, largest, None, None, up, down)
     return half, up, down

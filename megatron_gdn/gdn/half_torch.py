@@ -37,6 +37,7 @@ def lower_powers(
     """
     largest_exponent = power_exponent(states, key_heads, log2_bound, (0, 2, 3))
     H = len(up)
+    # the value heads of a key head have the same power
     old_exponent = up.view(torch.int32)[:: H // key_heads] >> MANTISSA
     new_exponent = torch.minimum(old_exponent, largest_exponent)
     # If ``change`` is 0, ``ratio`` is 0: every element of ``half`` would underflow in
@@ -68,6 +69,7 @@ def power_exponent(
         most_H = torch.linalg.vector_norm(finite, float("inf"), dim=dims)
         most_G = most_H.float().view(key_heads, -1).amax(1)
     exponent = most_G.view(torch.int32) >> MANTISSA & 0xFF
+    # |x| is below 2^(exponent - BIAS + 1)
     return (2 * BIAS - 1 + log2_bound - exponent).clamp(1, 2 * BIAS - 1)
 
 

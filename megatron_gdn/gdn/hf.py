@@ -121,13 +121,19 @@ def gdn_layer_maps(
     norm_weight = {f"{hf}{norm}.weight": (dims.value_head_dim,)}
     return [
         tensor_map(
-            f"{p}in_proj.weight", projections, 0, rows=rows, sections=dims.layout.widths
+            f"{p}in_proj.weight",
+            projections,
+            shard_dim=0,
+            rows=rows,
+            sections=dims.layout.widths,
         ),
         conv_map(f"{p}conv1d.weight", hf, dims.layout, taps, in_three),
-        tensor_map(f"{p}A_log", {f"{hf}A_log": (H,)}, 0, fp32=True),
-        tensor_map(f"{p}dt_bias", {f"{hf}dt_bias": (H,)}, 0, fp32=True),
+        tensor_map(f"{p}A_log", {f"{hf}A_log": (H,)}, shard_dim=0, fp32=True),
+        tensor_map(f"{p}dt_bias", {f"{hf}dt_bias": (H,)}, shard_dim=0, fp32=True),
         tensor_map(
             f"{p}out_norm.weight", norm_weight, shift=-float(zero_centered_gamma)
         ),
-        tensor_map(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, dims.v_dim)}, 1),
+        tensor_map(
+            f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, dims.v_dim)}, shard_dim=1
+        ),
     ]

@@ -100,7 +100,7 @@ class FlaGDN(FlaDeltaRule):
         self, call: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> RuleGrads:
         """The gradients of the inputs; ``initial`` and ``d_final`` are ``[N, H, K, V]``
-        or None (zeros). fla returns dbeta before dg."""
+        or None (zeros). fla returns dbeta before dg; what follows dg is not read."""
         q, k, v, _, beta = call.inputs
         g_sum, A = call.kept
         grads = self.fla.chunk_gated_delta_rule_bwd(

@@ -72,6 +72,7 @@ class FlaGDN2(FlaChannelRule):
         ),
     }
 
+    # what each names: see `FlaChannelRule`
     chunk_function = "chunk_gdn2_fwd_intra"
     recompute_function = "recompute_w_u_fwd_gdn2"
     backward_function = "chunk_gdn2_bwd"

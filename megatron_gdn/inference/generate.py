@@ -69,6 +69,7 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
                 f"built with context_parallel_size={cp}. Load the checkpoint into a "
                 "model without context parallelism, or use the local attention spec."
             )
+        # mixers and `TorchAttention` look for this mark
         vars(context)["whole_on_every_rank"] = True
     return context
 
@@ -84,12 +85,13 @@ def next_logits(
     """
     start = context.sequence_len_offset
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+    attention_mask = None
     logits = model(
         tokens,
         positions.expand_as(tokens),
-        None,
+        attention_mask,
         inference_context=context,
-        runtime_gather_output=True,
+        runtime_gather_output=True,  # the columns of all tensor-parallel ranks
     )
     context.increment_sequence_len_offset(tokens.shape[1])
     return logits
@@ -153,6 +155,7 @@ def generate(
                 ended |= picked == stop
                 if bool(ended.all()):
                     break
+    # the tokens are an inference tensor; the clone, made outside of that mode, is none
     return tokens.clone()
 
 

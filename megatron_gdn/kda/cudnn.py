@@ -131,7 +131,11 @@ class CudnnForward(RuleForward):
         self, rule: Rule, inputs: RuleInputs, documents: Documents | None
     ) -> None:
         """Make the arguments of cuDNN's calls; they depend only on ``inputs`` and
-        ``documents``."""
+        ``documents``.
+
+        The base's ``__init__`` is not called: it would keep ``inputs`` in memory beside
+        their copies in the arguments, and no method here reads what it stores.
+        """
         self._arguments = _CudnnArguments(inputs, documents)
 
     def _run(self, v: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +192,8 @@ class CudnnBackward(RuleBackward):
         documents: Documents | None,
     ) -> None:
         """Make the arguments of cuDNN's calls from ``inputs`` and ``d_o [B, S, H, V]``;
-        ``saved`` is empty."""
+        ``saved`` is empty. The base's ``__init__`` is not called, as in
+        :class:`CudnnForward`."""
         self._arguments = _CudnnArguments(inputs, documents)
         self._d_o = in_one_row(d_o)[0].contiguous()
 

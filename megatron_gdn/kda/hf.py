@@ -69,13 +69,21 @@ def kda_layer_maps(
         A_log_shape = (H,)
     shift = -float(zero_centered_gamma)
     maps = [
-        tensor_map(f"{p}in_proj.weight", projections, 0, sections=layout.widths),
+        tensor_map(
+            f"{p}in_proj.weight", projections, shard_dim=0, sections=layout.widths
+        ),
         tensor_map(f"{p}beta_proj.weight", {f"{hf}b_proj.weight": (H, D)}),
         conv_map(f"{p}conv1d.weight", hf, dims.layout, dims.conv_kernel_dim, in_files),
-        tensor_map(f"{p}A_log", {f"{forget_gate}A_log": A_log_shape}, 0, fp32=True),
-        tensor_map(f"{p}dt_bias", {f"{forget_gate}dt_bias": (H * K,)}, 0, fp32=True),
+        tensor_map(
+            f"{p}A_log", {f"{forget_gate}A_log": A_log_shape}, shard_dim=0, fp32=True
+        ),
+        tensor_map(
+            f"{p}dt_bias", {f"{forget_gate}dt_bias": (H * K,)}, shard_dim=0, fp32=True
+        ),
         tensor_map(f"{p}out_norm.weight", {f"{hf}o_norm.weight": (V,)}, shift=shift),
-        tensor_map(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, H * V)}, 1),
+        tensor_map(
+            f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, H * V)}, shard_dim=1
+        ),
     ]
     if dims.gates_in_in_proj:
         return maps
@@ -89,6 +97,6 @@ def kda_layer_maps(
         for name, shape in shapes.items():
             source = {f"{gate_prefix}{name}.weight": shape}
             # every tensor-parallel rank has the narrow half whole
-            split_dim = None if name.endswith("_a_proj") else 0
-            maps.append(tensor_map(f"{p}{name}.weight", source, split_dim))
+            shard_dim = None if name.endswith("_a_proj") else 0
+            maps.append(tensor_map(f"{p}{name}.weight", source, shard_dim))
     return maps

@@ -387,6 +387,7 @@ class KimiDeltaAttention(RecurrentMixer):
         H, K, V = dims.state[:3]
         self._duplicated = set()
         add = partial(self._add_projection, submodules, path)
+        # Optimizers number parameters in this order, so it is part of checkpoints.
         if not dims.gates_in_in_proj:
             self._add_gate(add, "f", dims.forget_rank, H * K)
         add("beta_proj", D, H, bias=self.bias)
@@ -549,7 +550,10 @@ _GATE_PROJECTIONS = ("f_proj", "f_a_proj", "f_b_proj", "g_proj", "g_a_proj", "g_
 
 def _config_field_or_flag(config: Any, name: str) -> Any:
     """A field of Megatron's config; if the config lacks the field, the flag of the
-    launch with this name, or None."""
+    launch with this name, or None.
+
+    ``megatron_gdn.launch`` adds these flags to the scripts of older Megatrons.
+    """
     if hasattr(config, name):
         return getattr(config, name)
     return launch_arguments().get(name)

@@ -38,6 +38,7 @@ class FlaKDA(FlaChannelRule):
         ),
     }
 
+    # what each names: see `FlaChannelRule`
     chunk_function = "chunk_kda_fwd_intra"
     recompute_function = "recompute_w_u_fwd"
     backward_function = "chunk_kda_bwd"

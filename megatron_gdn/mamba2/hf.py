@@ -28,16 +28,25 @@ def mamba2_layer_maps(
     D = dims.hidden_size
     in_proj = {f"{hf}in_proj.weight": (layout.width, D)}
     maps = [
-        tensor_map(f"{p}in_proj.weight", in_proj, 0, sections=layout.widths),
+        tensor_map(f"{p}in_proj.weight", in_proj, shard_dim=0, sections=layout.widths),
         conv_map(f"{p}conv1d_weight", hf, layout, dims.conv_kernel_dim, in_three=False),
-        tensor_map(f"{p}norm.weight", {f"{hf}norm.weight": (dims.d_inner,)}, 0),
         tensor_map(
-            f"{p}out_proj.weight", {f"{hf}out_proj.weight": (D, dims.d_inner)}, 1
+            f"{p}norm.weight", {f"{hf}norm.weight": (dims.d_inner,)}, shard_dim=0
+        ),
+        tensor_map(
+            f"{p}out_proj.weight",
+            {f"{hf}out_proj.weight": (D, dims.d_inner)},
+            shard_dim=1,
         ),
     ]
     for name in ("A_log", "dt_bias", "D"):
-        maps.append(tensor_map(p + name, {hf + name: (dims.num_heads,)}, 0, fp32=True))
+        source = {f"{hf}{name}": (dims.num_heads,)}
+        maps.append(tensor_map(f"{p}{name}", source, shard_dim=0, fp32=True))
     if conv_bias:
         bias = {f"{hf}conv1d.bias": (layout.conv_width,)}
-        maps.append(tensor_map(f"{p}conv1d_bias", bias, 0, sections=layout.conv_widths))
+        maps.append(
+            tensor_map(
+                f"{p}conv1d_bias", bias, shard_dim=0, sections=layout.conv_widths
+            )
+        )
     return maps

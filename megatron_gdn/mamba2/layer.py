@@ -179,6 +179,7 @@ class Mamba2Mixer(MambaLayerMixer):
         self.norm_before_gate = norm_before_gate
         self.dt_init_range = (dt_min, dt_max)
         self.dt_init_floor = dt_init_floor
+        # a tuple, since front tables are cached by it
         self.dt_limit = given.dt_limit[0], given.dt_limit[1]
         self.norm_eps = given.norm_eps
         self.chunk_size = chunk_size

@@ -283,4 +283,4 @@ def conv_map(
         f"{hf_prefix}{start}conv1d.weight": (count, 1, taps)
         for start, count in channels.items()
     }
-    return tensor_map(name, sources, 0, sections=layout.conv_widths)
+    return tensor_map(name, sources, shard_dim=0, sections=layout.conv_widths)

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
     """The flags of a Megatron launch of ``model``: model, precision, length and parallel
-    sizes, but no data. ``options``: as `parse` gives them."""
+    sizes, but no data. ``options`` are those of the command line."""
     from ..hf.build import megatron_flags
 
     flags = "--bf16 --use-distributed-optimizer"

@@ -136,7 +136,7 @@ def _compile_once(
 def _may_start_command() -> bool:
     """Whether this process may start the warm-up command for the heads of the next
     call: on Hopper, once for these heads, and only if the user did not switch this
-    off."""
+    off. Without a call of :func:`set_next_calls` the heads are not known."""
     switched_on = os.environ.get(_COMPILE_AHEAD_VARIABLE, "1") != "0"
     return (
         _heads.key > 0
@@ -161,9 +161,11 @@ def _start_command(lock: int) -> subprocess.Popen:
         # When this process ends, the system closes the pipe, and the command ends too.
         warm_up_command(_heads, _use),
         stdin=subprocess.PIPE,
-        stdout=2,
+        stdout=2,  # this process's standard error
         pass_fds=[lock],
+        # an interrupt from the keyboard reaches this process alone
         start_new_session=True,
+        # the command imports the packages that this process imports
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

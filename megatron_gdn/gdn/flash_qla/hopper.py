@@ -24,6 +24,9 @@ from torch import Tensor
 from ...ops.state_maps.segments import CHUNK
 
 _F32 = torch.float32
+# arguments of FlashQLA's factories of kernels, which are equal in all calls
+_ACCUM_DTYPE = "float32"
+_STATE_V_FIRST = False  # states are [.., K, V], not [.., V, K]
 
 
 class _Places(NamedTuple):
@@ -47,20 +50,24 @@ class HopperKernels:
         function."""
         self._modules = modules
         self.build_cp_context = library.build_cp_context
-        self.correct_initial_states = partial(self._correct_states, False)
-        self.correct_terminal_states = partial(self._correct_states, True)
+        self.correct_initial_states = partial(self._correct_states, backward=False)
+        self.correct_terminal_states = partial(self._correct_states, backward=True)
         # Each object has its own caches, so kernels and tensors are freed with the
         # object.
         self._kernel = lru_cache(maxsize=256)(self._find_kernel)
         # Tensors for arguments that a kernel neither reads nor writes, by shape, dtype
         # and device.
-        self._unread = lru_cache(maxsize=64)(_zeros)
+        self._unread_tensor = lru_cache(maxsize=64)(_zeros)
 
     def _find_kernel(
         self, function: str, factory: str, *args: object
     ) -> Callable[..., None]:
         """The compiled kernel of FlashQLA's ``function``: its ``factory`` makes the
-        kernel for ``args``, such as sizes and dtypes."""
+        kernel for ``args``, such as sizes and dtypes.
+
+        ``args`` are given by position, though the factory knows names: the file's name
+        in :func:`.builds.cache_entry` depends on the form of the call.
+        """
         return compiled_function(getattr(self._modules[function], factory)(*args))
 
     @cached_property
@@ -75,7 +82,7 @@ class HopperKernels:
         batch row is one sequence."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
-            unread = self._unread((rows + 1,), torch.int32, like.device)
+            unread = self._unread_tensor((rows + 1,), torch.int32, like.device)
             return _Places(rows, unread, unread, -(-tokens // CHUNK))
         first_chunks, chunks = self._index.prepare_chunk_offsets(cu_seqlens, CHUNK)
         return _Places(
@@ -85,14 +92,16 @@ class HopperKernels:
             chunks,
         )
 
-    def _chunk_states(self, wanted: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
-        """Memory for states at ``chunks`` chunks per row; without elements if not
-        ``wanted``."""
+    def _chunk_states(
+        self, is_needed: bool, k: Tensor, v: Tensor, chunks: int
+    ) -> Tensor:
+        """Memory ``[B, chunks, H, K, V]`` for the states at a row's chunks; without
+        elements unless ``is_needed``."""
         B, _, _, K = k.shape
         H, V = v.shape[2:]
-        if wanted:
+        if is_needed:
             return k.new_empty(B, chunks, H, K, V)
-        return self._unread((B, 0, H, K, V), k.dtype, k.device)
+        return self._unread_tensor((B, 0, H, K, V), k.dtype, k.device)
 
     def chunk_local_cumsum(
         self,
@@ -109,19 +118,20 @@ class HopperKernels:
         """
         B, S, H = g.shape
         out = torch.empty_like(g)
+        is_varlen = cu_seqlens is not None
         if cu_seqlens is None:
-            lengths = "int32"
+            seqlen_dtype = "int32"
         else:
-            lengths = cu_seqlens.dtype
+            seqlen_dtype = cu_seqlens.dtype
         run = self._kernel(
             "chunk_local_cumsum",
             "tilelang_chunk_local_cumsum",
             H,
             CHUNK,
-            "float32",
+            _ACCUM_DTYPE,
             g.dtype,
-            lengths,
-            cu_seqlens is not None,
+            seqlen_dtype,
+            is_varlen,
             reverse,
             zero_last_chunk,
         )
@@ -140,10 +150,11 @@ class HopperKernels:
         B, S, G, K = k.shape
         H = b.shape[2]
         a = k.new_empty(B, S, H, CHUNK)
+        is_varlen = cu_seqlens is not None
         if cu_seqlens is None:
-            lengths = "int32"
+            seqlen_dtype = "int32"
         else:
-            lengths = cu_seqlens.dtype
+            seqlen_dtype = cu_seqlens.dtype
         run = self._kernel(
             "kkt_solve",
             "tilelang_kkt_solve",
@@ -151,11 +162,11 @@ class HopperKernels:
             G,
             K,
             CHUNK,
-            "float32",
+            _ACCUM_DTYPE,
             k.dtype,
             b.dtype,
-            lengths,
-            cu_seqlens is not None,
+            seqlen_dtype,
+            is_varlen,
         )
         if cu_seqlens is None:
             run(k, b, a, B * -(-S // CHUNK))
@@ -190,17 +201,18 @@ class HopperKernels:
             the segment; whether dS passes the segment.
         """
         P, H = ht_mask_fwd.shape[0], g.shape[2]
+        force_inter_boundaries = False  # no rank holds a part of a sequence
         run = self._kernel(
             "get_warmup_chunks_bidi",
             "tilelang_get_warmup_chunks_bidi",
             H,
             CHUNK,
             threshold,
-            "float32",
+            _ACCUM_DTYPE,
             g.dtype,
             ht_mask_fwd.dtype,
             cu_seqlens.dtype,
-            False,
+            force_inter_boundaries,
         )
         results = (
             cu_seqlens.new_empty(P, H),
@@ -244,7 +256,7 @@ class HopperKernels:
             final_dtype = k.dtype if has_warmup else _F32
         warmup_chunks = num_warmup_chunks
         if not has_warmup and cu_seqlens is not None:
-            warmup_chunks = self._unread((N, H), boundaries.dtype, k.device)
+            warmup_chunks = self._unread_tensor((N, H), boundaries.dtype, k.device)
         h = self._chunk_states(output_h, k, v, chunks)
         final = None
         if output_final_state:
@@ -259,6 +271,9 @@ class HopperKernels:
                 initial = final
             else:
                 initial = k.new_empty(N, H, K, V, dtype=_F32)
+        use_initial_state = initial_state is not None
+        is_varlen = cu_seqlens is not None
+        is_cp = has_warmup
         run = self._kernel(
             "fused_gdr_h",
             "tilelang_prepare_h",
@@ -267,7 +282,7 @@ class HopperKernels:
             K,
             V,
             CHUNK,
-            "float32",
+            _ACCUM_DTYPE,
             k.dtype,
             g.dtype,
             b.dtype,
@@ -275,12 +290,12 @@ class HopperKernels:
             final_dtype,
             k.dtype,
             boundaries.dtype,
-            initial_state is not None,
+            use_initial_state,
             output_final_state,
             output_h,
-            cu_seqlens is not None,
-            has_warmup,
-            False,
+            is_varlen,
+            is_cp,
+            _STATE_V_FIRST,
         )
         # Without ``output_final_state`` the kernel does not write final states.
         run(
@@ -301,12 +316,13 @@ class HopperKernels:
 
     def _correct_states(
         self,
-        backward: bool,
         states: Tensor | None,
         local: Tensor,
         through: Tensor,
         passes: Tensor,
         first: Tensor,
+        *,
+        backward: bool,
     ) -> Tensor:
         """The states ``[P, H, K, V]`` that enter segments or, if ``backward``, the
         gradients of the states that leave segments.
@@ -317,10 +333,14 @@ class HopperKernels:
         sequence's first segment, and P.
         """
         P, H, K, V = local.shape
+        use_raw_h0 = states is not None
         if states is None:
             dtype = _F32
         else:
             dtype = states.dtype
+        # gradients pass the segments in reverse order, through the transposed maps
+        reverse = backward
+        transpose_m = backward
         run = self._kernel(
             "correct_initial_states",
             "tilelang_correct_h0",
@@ -328,15 +348,15 @@ class HopperKernels:
             K,
             V,
             dtype,
-            "float32",
+            _ACCUM_DTYPE,
             local.dtype,
             through.dtype,
             first.dtype,
             passes.dtype,
-            states is not None,
-            False,
-            backward,
-            backward,
+            use_raw_h0,
+            _STATE_V_FIRST,
+            reverse,
+            transpose_m,
         )
         out = local.new_empty(P, H, K, V, dtype=dtype)
         tensors = (local, through, passes, first, out)
@@ -376,7 +396,7 @@ class HopperKernels:
             sequences = raw_cu_seqlens
         N = sequences.shape[0] - 1
         if cp_seq_map is None:
-            owner = self._unread((P,), boundaries.dtype, k.device)
+            owner = self._unread_tensor((P,), boundaries.dtype, k.device)
         else:
             owner = cp_seq_map
         final = None
@@ -391,15 +411,20 @@ class HopperKernels:
                 initial = k.new_empty(P, H, K, V, dtype=_F32)
         # Without ``output_final_state`` the kernel does not write final states.
         to_final = initial[:N] if final is None else final
+        # As in FlashQLA: too few programs for the GPU get fewer value columns each.
         programs = P * H
         target = self._modules["fused_gdr_fwd"].TARGET_NUM_CTAS
         if programs >= target:
-            block = 128
+            block_DV = 128
         elif programs * 2 >= target:
-            block = 64
+            block_DV = 64
         else:
-            block = 32
+            block_DV = 32
         o = torch.empty_like(v)
+        use_initial_state = initial_state is not None
+        store_o = True
+        is_varlen = cu_seqlens is not None
+        is_cp = cp_seq_map is not None
         run = self._kernel(
             "fused_gdr_fwd",
             "tilelang_fused_chunk_gdr_fwd",
@@ -409,7 +434,7 @@ class HopperKernels:
             V,
             CHUNK,
             scale,
-            "float32",
+            _ACCUM_DTYPE,
             q.dtype,
             g.dtype,
             b.dtype,
@@ -418,14 +443,14 @@ class HopperKernels:
             k.dtype,
             o.dtype,
             boundaries.dtype,
-            initial_state is not None,
+            use_initial_state,
             output_final_state,
             output_h,
-            True,
-            cu_seqlens is not None,
-            cp_seq_map is not None,
-            False,
-            block,
+            store_o,
+            is_varlen,
+            is_cp,
+            _STATE_V_FIRST,
+            block_DV,
         )
         h = self._chunk_states(output_h, k, v, chunks)
         run(
@@ -466,6 +491,10 @@ class HopperKernels:
         G, K = k.shape[2:]
         H, V = do.shape[2:]
         P, boundaries, first_chunks, _ = self._places_of(k, cu_seqlens)
+        use_dht = False
+        store_dh0 = True
+        is_varlen = True
+        is_cp = True
         run = self._kernel(
             "fused_gdr_dh",
             "tilelang_prepare_dh_ws",
@@ -475,7 +504,7 @@ class HopperKernels:
             V,
             CHUNK,
             scale,
-            "float32",
+            _ACCUM_DTYPE,
             k.dtype,
             g.dtype,
             b.dtype,
@@ -483,15 +512,15 @@ class HopperKernels:
             k.dtype,
             do.dtype,
             boundaries.dtype,
-            False,
-            True,
-            False,
-            True,
-            True,
-            False,
+            use_dht,
+            store_dh0,
+            output_dh,
+            is_varlen,
+            is_cp,
+            _STATE_V_FIRST,
         )
         d_states_in = k.new_empty(P, H, K, V, dtype=_F32)
-        d_states_at_chunks = self._chunk_states(False, k, do, 0)
+        d_states_at_chunks = self._chunk_states(output_dh, k, do, chunks=0)
         # The first ``d_states_in`` is passed in place of the gradients of final states,
         # which the kernel does not read.
         run(
@@ -544,6 +573,8 @@ class HopperKernels:
             dh0 = dht
         else:
             dh0 = k.new_empty(N, H, K, V, dtype=_F32 if dht is None else dht.dtype)
+        is_varlen = cu_seqlens is not None
+        use_dht = dht is not None
         run = self._kernel(
             "fused_gdr_bwd",
             "tilelang_fused_chunk_gdr_bwd",
@@ -553,16 +584,16 @@ class HopperKernels:
             V,
             CHUNK,
             scale,
-            "float32",
+            _ACCUM_DTYPE,
             q.dtype,
             g.dtype,
             b.dtype,
             h.dtype,
             do.dtype,
             boundaries.dtype,
-            cu_seqlens is not None,
-            dht is not None,
-            False,
+            is_varlen,
+            use_dht,
+            _STATE_V_FIRST,
         )
         run(
             do,

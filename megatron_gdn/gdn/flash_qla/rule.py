@@ -236,11 +236,11 @@ class FlashQlaBackward(RuleBackward):
 # heads per key head.
 REPEATABLE_SETUPS: tuple[RepeatableSetup, ...] = (
     RepeatableSetup(
-        (9, 0),
-        {"flash-qla": "0.1.3", "tilelang": "0.1.15"},
-        (torch.bfloat16,),
-        (1, 2, 4),
-        "2 x 200 repeats of 8192 tokens were equal on an H200",
+        capability=(9, 0),
+        versions={"flash-qla": "0.1.3", "tilelang": "0.1.15"},
+        dtypes=(torch.bfloat16,),
+        sizes=(1, 2, 4),
+        evidence="2 x 200 repeats of 8192 tokens were equal on an H200",
     ),
 )
 
