@@ -45,7 +45,7 @@ from .layer import (
 # Gated DeltaNet's names in experimental_attention_variant: in Megatron 0.19 and in
 # later versions.
 GDN_VARIANTS = ("gated_delta_net", "gdn")
-_SPECS = {
+_SPEC_OF_VARIANT = {
     **dict.fromkeys(GDN_VARIANTS, gated_delta_net_spec),
     "gdn2": gated_delta_net2_spec,
 }
@@ -103,7 +103,7 @@ def gpt_block_spec(
         ImportError: ``"transformer_engine"`` without Transformer Engine.
     """
     config = getattr(config, "transformer", config)
-    if config.experimental_attention_variant not in _SPECS:
+    if config.experimental_attention_variant not in _SPEC_OF_VARIANT:
         raise ValueError(
             "gpt_block_spec builds Gated DeltaNet layers, but "
             "experimental_attention_variant is "
@@ -127,7 +127,7 @@ def gpt_block_spec(
 
 def _mixer_spec(config: Any, modules: str, **options: Any) -> ModuleSpec:
     """The spec of the mixer that ``config.experimental_attention_variant`` names."""
-    return _SPECS[config.experimental_attention_variant](modules, **options)
+    return _SPEC_OF_VARIANT[config.experimental_attention_variant](modules, **options)
 
 
 def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):

@@ -64,15 +64,15 @@ from .layer import (
     with_launch_options,
 )
 
-KDA = "K"  # the letter of Kimi Delta Attention in layer patterns
-GDN2 = "gdn2"  # the value of config.experimental_attention_variant
+KDA_LETTER = "K"  # the letter of Kimi Delta Attention in layer patterns
+GDN2_VARIANT = "gdn2"  # the value of config.experimental_attention_variant
 # Options of 'G' layers that mean the same in 'M' and 'K' layers.
 _SHARED_OPTIONS = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine", "backend")
 # Legal values of the option ``backend`` in 'M' and 'K' layers.
 _MAMBA_BACKENDS = ("fla", "reference")
 _KDA_BACKENDS = ("fla", "cudnn", "reference")
 # Megatron's fields for layers that the local spec lacks -> their letters.
-_LETTERS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
+_LETTER_OF_FIELD = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
 class HybridStackSpec(ModuleSpec):
@@ -160,7 +160,7 @@ def _hybrid_stack_spec(
     cp_layout = gdn_options.get("cp_layout", AUTO)
     if modules == "te":
         normed_linear = None  # Transformer Engine fuses the norm into in_proj
-        mtp_spec = cast(ModuleSpec, _upstream().mtp_block_spec)
+        mtp_spec = cast(ModuleSpec, _upstream_submodules().mtp_block_spec)
         submodules = _te_submodules(gdn, mamba_mixer, qk_layernorm, cp_layout)
     else:
         normed_linear = "in_proj"
@@ -175,8 +175,8 @@ def _hybrid_stack_spec(
     kda_mixer = kimi_delta_attention_spec(modules, **kda_options | (kda or {}))
     gdn2 = gated_delta_net2_spec(modules, **gdn2_options)
     layers = {
-        KDA: _layer_after_norm(modules, kda_mixer),
-        GDN2: _layer(gdn2, normed_linear),
+        KDA_LETTER: _layer_after_norm(modules, kda_mixer),
+        GDN2_VARIANT: _mixer_layer(gdn2, normed_linear),
     }
     mtp_spec = checked_mtp_spec(mtp_spec, layers=layers, cp_layout=cp_layout)
     submodules = replace(submodules, mtp_block_spec=mtp_spec)
@@ -206,7 +206,7 @@ def _own_launch_options(
     return {name: value for name, value in launched if name not in overridden}
 
 
-def _upstream() -> HybridStackSubmodules:
+def _upstream_submodules() -> HybridStackSubmodules:
     """The submodules of Megatron's own hybrid stack, with Transformer Engine."""
     return cast(HybridStackSubmodules, hybrid_layer_specs.hybrid_stack_spec.submodules)
 
@@ -216,7 +216,7 @@ def _te_submodules(
 ) -> HybridStackSubmodules:
     """Megatron's hybrid stack with the mixers ``gdn`` for 'G' and ``mamba_mixer`` for
     'M', and with our attention, which takes trees and ``cp_layout``."""
-    layer = cast(Any, _upstream().attention_layer)
+    layer = cast(Any, _upstream_submodules().attention_layer)
     upstream_attention = layer.submodules.self_attention
     core_class = class_with_tree_attention(upstream_attention.submodules.core_attention)
     core = partial(core_class, cp_layout=cp_layout)
@@ -233,8 +233,8 @@ def _te_submodules(
         submodules=replace(upstream_attention.submodules, core_attention=core, **norms),
     )
     return replace(
-        _upstream(),
-        gdn_layer=_layer(gdn),
+        _upstream_submodules(),
+        gdn_layer=_mixer_layer(gdn),
         mamba_layer=_mamba_layer(mamba_mixer),
         attention_layer=replace(
             layer, submodules=replace(layer.submodules, self_attention=attention)
@@ -256,9 +256,9 @@ def _local_submodules(
         pre_mlp_layernorm=TorchRMSNorm, mlp_bda=BIAS_DROPOUT_ADD
     )
     layers = {
-        "gdn_layer": _layer(gdn, "in_proj"),
+        "gdn_layer": _mixer_layer(gdn, "in_proj"),
         "mamba_layer": _mamba_layer(mamba_mixer, **norms_before(norm="mixer.in_proj")),
-        "attention_layer": _layer(attention, "linear_qkv"),
+        "attention_layer": _mixer_layer(attention, "linear_qkv"),
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
         "moe_layer": ModuleSpec(module=LocalMoELayer, submodules=experts),
     }
@@ -266,12 +266,12 @@ def _local_submodules(
     # layer that returns its input.
     for field in fields(HybridStackSubmodules):
         if field.name.endswith("_layer") and field.name not in layers:
-            symbol = {"symbol": _LETTERS.get(field.name, field.name)}
+            symbol = {"symbol": _LETTER_OF_FIELD.get(field.name, field.name)}
             layers[field.name] = ModuleSpec(module=UnavailableLayer, params=symbol)
     return HybridStackSubmodules(**layers)
 
 
-def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
+def _mixer_layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
     """Spec of a TransformerLayer with ``mixer`` in the place of attention; with a norm
     before the mixer's submodule ``linear``, or without a norm if that is None."""
     if linear is None:
@@ -336,7 +336,7 @@ class KDAHybridStack(HybridStack):
         """Besides Megatron's arguments: ``layers``, the specs of 'K' and "gdn2"
         layers. ``layer_type_list``: the letters of this pipeline stage's layers."""
         KDAHybridStack.kda_options = cast(
-            Any, layers[KDA].submodules
+            Any, layers[KDA_LETTER].submodules
         ).self_attention.params
         submodules, letters = _with_kda_and_gdn2(
             submodules, layers, config, layer_type_list, pp_layer_offset
@@ -365,20 +365,20 @@ def _with_kda_and_gdn2(
     """
     letters = list(letters)
     numbers = {
-        n for n, letter in enumerate(letters, layers_before + 1) if letter == KDA
+        n for n, letter in enumerate(letters, layers_before + 1) if letter == KDA_LETTER
     }
     variant = config.experimental_attention_variant
-    if variant == GDN2:
-        gdn = layers[GDN2]
+    if variant == GDN2_VARIANT:
+        gdn = layers[GDN2_VARIANT]
     else:
         gdn = submodules.gdn_layer
-    params = {"gdn": gdn, "kda": layers[KDA], "kda_numbers": numbers}
+    params = {"gdn": gdn, "kda": layers[KDA_LETTER], "kda_numbers": numbers}
     # For "gdn2" Megatron's main branch sets the attribute submodules.self_attention of
     # the spec, so the spec has submodules that nobody reads.
     unread = SimpleNamespace(self_attention=SimpleNamespace())
     gdn_layer = ModuleSpec(module=_GDNOrKDALayer, params=params, submodules=unread)
     submodules = replace(submodules, gdn_layer=gdn_layer)
-    return submodules, ["G" if letter == KDA else letter for letter in letters]
+    return submodules, ["G" if letter == KDA_LETTER else letter for letter in letters]
 
 
 class _GDNOrKDALayer:
@@ -539,10 +539,12 @@ def checked_mtp_spec(block_spec: ModuleSpec, **options: Any) -> ModuleSpec:
     return replace(block_spec, submodules=submodules)
 
 
-if KDA not in Symbols.VALID_LAYERS:  # a later Megatron may know the letter 'K' already
+if (
+    KDA_LETTER not in Symbols.VALID_LAYERS
+):  # a later Megatron may know the letter 'K' already
     symbols: Any = Symbols
-    symbols.KDA = KDA
-    symbols.VALID_LAYERS = set(Symbols.VALID_LAYERS) | {KDA}
+    symbols.KDA = KDA_LETTER
+    symbols.VALID_LAYERS = set(Symbols.VALID_LAYERS) | {KDA_LETTER}
 # Megatron's `--spec` finds the next specs by name and does not call them.
 hybrid_stack_spec = _hybrid_stack_spec("auto")
 gdn_hybrid_stack_spec = hybrid_stack_spec

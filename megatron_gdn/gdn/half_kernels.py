@@ -23,8 +23,8 @@ from ..ops.kernels.tiles import block_dim, require_32_bits
 from .half_torch import BIAS, MANTISSA
 
 # the largest number of tiles; the second launch reads the maxima of all tiles
-_TILES = 64
-_ELEMENTS = 4096  # the number of elements that a program loads at a time
+_MOST_TILES = 64
+_ELEMENTS_PER_LOAD = 4096  # the number of elements that a program loads at a time
 
 
 @triton.jit
@@ -148,8 +148,8 @@ def _largest_launch(
     """The number N of tiles, and the launch of `_largest_kernel`; ``columns`` is C,
     ``run`` is RUN."""
     block = block_dim(columns)
-    rows = max(1, _ELEMENTS // block)
-    tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
+    rows = max(1, _ELEMENTS_PER_LOAD // block)
+    tokens = triton.cdiv(triton.cdiv(T, _MOST_TILES), rows) * rows
     tiles = triton.cdiv(T, max(1, tokens))
     require_32_bits("the number of rows of a key head", T + tokens + rows)
     return tiles, Launch(
@@ -180,7 +180,7 @@ def _scale_launch(
     ``ratio`` RATIO, ``columns`` C, ``lower`` LOWER."""
     block = block_dim(columns)
     # Most programs of LOWER read nothing, so they are fewer and larger.
-    rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
+    rows = max(1, (4 if lower else 1) * _ELEMENTS_PER_LOAD // block)
     require_32_bits("the number of rows of a key head", T + rows)
     require_32_bits("the number of elements of a tile", rows * key_heads * columns)
     return Launch(
@@ -198,7 +198,7 @@ def _scale_launch(
         C=columns,
         ROWS=rows,
         BLOCK_C=block,
-        TILES=_TILES,
+        TILES=_MOST_TILES,
         num_warps=4,
     )
 

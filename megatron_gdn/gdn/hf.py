@@ -26,7 +26,7 @@ from .sizes import GDNDims
 # how files or modules of Hugging Face store the projections
 Storage = Literal["interleaved", "flat", "separate", "separate, one conv"]
 
-_SEPARATE = {
+_SEPARATE_PROJECTIONS = {
     "q_proj": ("query",),
     "k_proj": ("key",),
     "v_proj": ("value",),
@@ -47,8 +47,8 @@ PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
         "in_proj_b": ("beta",),
         "in_proj_a": ("alpha",),
     },
-    "separate": _SEPARATE,
-    "separate, one conv": _SEPARATE,
+    "separate": _SEPARATE_PROJECTIONS,
+    "separate, one conv": _SEPARATE_PROJECTIONS,
 }
 
 

@@ -28,7 +28,7 @@ from ..ops.stages import fronts_of
 from .front import gdp_table
 from .sizes import GDPDims
 
-GDP_FIELDS = KnownConfigFields(
+GDP_CONFIG_FIELDS = KnownConfigFields(
     prefixes=("gdp_", "mamba_"),
     with_effect=(
         "gdp_num_householder",
@@ -127,7 +127,7 @@ class GatedDeltaProduct(MambaLayerMixer):
         ),
     )
     options_class = GDPOptions
-    known_config_fields = GDP_FIELDS
+    known_config_fields = GDP_CONFIG_FIELDS
     recompute_modules = RECOMPUTE_MODULES
     allows_zero_rates = True
     conv_is_module = True

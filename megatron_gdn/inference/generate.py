@@ -21,13 +21,13 @@ from ..mixers.attention import TorchAttention
 
 # Attribute -> the value that switches off sequence parallelism or FP8, since neither
 # can run single tokens.
-_OFF_IN_MODULES = {
+_OFF_VALUES_OF_MODULES = {
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
     "reduce_scatter_embeddings": False,
     "te_quant_params": None,  # a quantization recipe sets this attribute
 }
-_OFF_IN_CONFIGS = {"sequence_parallel": False, "fp8": None}
+_OFF_VALUES_OF_CONFIGS = {"sequence_parallel": False, "fp8": None}
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -183,9 +183,9 @@ def ready_for_single_tokens(model: nn.Module) -> Iterator[None]:
     before: list[tuple[object, str, object]] = []
     for owner in owners:
         if isinstance(owner, nn.Module):
-            off_values = _OFF_IN_MODULES
+            off_values = _OFF_VALUES_OF_MODULES
         else:
-            off_values = _OFF_IN_CONFIGS
+            off_values = _OFF_VALUES_OF_CONFIGS
         for name, off in off_values.items():
             if value := getattr(owner, name, None):
                 before.append((owner, name, value))

@@ -27,7 +27,7 @@ from ..gdn2.front import gdn2_table
 from ..gdp.front import gdp_table
 from ..kda.front import kda_table
 from ..mamba2.front import mamba2_table
-from ..mamba2.rule import UNLIMITED
+from ..mamba2.rule import UNLIMITED_TIME_STEPS
 from ..ops.front.table import FrontTable
 from ..ops.layout import Layout
 from ..ops.readout.base import SplitReadout
@@ -150,7 +150,7 @@ def mamba2_rows(
     *,
     rule: Rule,
     norm: GatedNorm | SplitReadout | None,
-    dt_limit: tuple[float, float] = UNLIMITED,
+    dt_limit: tuple[float, float] = UNLIMITED_TIME_STEPS,
     recompute: bool = False,
     kernels: str = "auto",
 ) -> Stages:

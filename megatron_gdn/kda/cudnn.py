@@ -113,15 +113,17 @@ class _CudnnArguments:
         self.heads = inputs.v.shape[2]
         self.scale = inputs.k.shape[-1] ** -0.5
         # in the order of cuDNN's arguments
-        self.tokens = RuleInputs._make(x[0].contiguous() for x in in_one_row(inputs))
+        self.token_inputs = RuleInputs._make(
+            x[0].contiguous() for x in in_one_row(inputs)
+        )
 
-    def states(self, states: Tensor | None = None) -> Tensor:
+    def transposed_states(self, states: Tensor | None = None) -> Tensor:
         """The states ``[..., K, V]`` as cuDNN takes them: ``[N, H, V, K]`` of all
         sequences and heads, in g's dtype; zeros for None."""
         shape = len(self.offsets) - 1, self.heads, HEAD_DIM, HEAD_DIM
         if states is None:
-            return self.tokens.g.new_zeros(shape)
-        return states.to(self.tokens.g.dtype).mT.expand(shape).contiguous()
+            return self.token_inputs.g.new_zeros(shape)
+        return states.to(self.token_inputs.g.dtype).mT.expand(shape).contiguous()
 
 
 class CudnnForward(RuleForward):
@@ -142,7 +144,7 @@ class CudnnForward(RuleForward):
         """The output ``[T, H, V]`` and the final states ``[N, H, K, V]`` with the
         values ``v``; ``initial``: the initial states, transposed."""
         arguments = self._arguments
-        tokens = arguments.tokens
+        tokens = arguments.token_inputs
         o, last, _ = _cudnn_functions().kda_fwd(
             tokens.q,
             tokens.k,
@@ -161,10 +163,10 @@ class CudnnForward(RuleForward):
     def state_map(self) -> StateMap:
         """``local`` is the final state if the initial state is zero. ``through`` is the
         final state if the initial state is the unit matrix and all values are zero."""
-        v = self._arguments.tokens.v
-        zeros = self._arguments.states()
+        v = self._arguments.token_inputs.v
+        zeros = self._arguments.transposed_states()
         _, local = self._run(v, zeros)
-        unit = self._arguments.states(torch.eye(HEAD_DIM, device=v.device))
+        unit = self._arguments.transposed_states(torch.eye(HEAD_DIM, device=v.device))
         _, through = self._run(torch.zeros_like(v), unit)
         return StateMap(local, through)
 
@@ -175,7 +177,9 @@ class CudnnForward(RuleForward):
         """The output ``[B, S, H, V]`` and, with ``final``, the final states; the
         backward needs no saved tensors."""
         arguments = self._arguments
-        o, last = self._run(arguments.tokens.v, arguments.states(initial))
+        o, last = self._run(
+            arguments.token_inputs.v, arguments.transposed_states(initial)
+        )
         o = in_rows(o[None], arguments.rows)
         return RuleOutput(o, last if final else None, SavedForBackward())
 
@@ -205,11 +209,11 @@ class CudnnBackward(RuleBackward):
         arguments = self._arguments
         return _cudnn_functions().kda_bwd(
             self._d_o,
-            *arguments.tokens,
+            *arguments.token_inputs,
             arguments.offsets,
             arguments.scale,
-            initial_state=arguments.states(initial),
-            d_final_state=arguments.states(d_final),
+            initial_state=arguments.transposed_states(initial),
+            d_final_state=arguments.transposed_states(d_final),
             plan_name=_PLAN_NAME,
         )
 

@@ -52,7 +52,7 @@ from .rule import RULES, choose_kda
 from .sizes import KDADims
 
 # The fields of newer Megatrons' configs about this layer.
-_KDA_FIELDS = (
+_KDA_CONFIG_FIELDS = (
     "kda_f_lora_rank",
     "kda_gate_lora_rank",
     "kda_lower_bound",
@@ -170,7 +170,7 @@ class KimiDeltaAttention(RecurrentMixer):
     global_dims: KDADims
     dims: KDADims
     # names of the projections whose whole weight is on every tensor-parallel rank
-    _duplicated: set[str]
+    _duplicated_projections: set[str]
 
     options_class = KDAOptions
     launch_arguments = (
@@ -182,7 +182,7 @@ class KimiDeltaAttention(RecurrentMixer):
     )
     known_config_fields: ClassVar[KnownConfigFields] = GDN_CONFIG_FIELDS._replace(
         prefixes=GDN_CONFIG_FIELDS.prefixes + ("kda_",),
-        with_effect=GDN_CONFIG_FIELDS.with_effect + _KDA_FIELDS,
+        with_effect=GDN_CONFIG_FIELDS.with_effect + _KDA_CONFIG_FIELDS,
     )
     recurrence: ClassVar[str] = "KDA"
     fp32 = (
@@ -227,7 +227,7 @@ class KimiDeltaAttention(RecurrentMixer):
         as in the class."""
         given = KDAOptions.of(options)
         kda_fields = {
-            field: _config_field_or_flag(config, field) for field in _KDA_FIELDS
+            field: _config_field_or_flag(config, field) for field in _KDA_CONFIG_FIELDS
         }
         bound = given.gate_lower_bound
         if bound is None:
@@ -316,7 +316,7 @@ class KimiDeltaAttention(RecurrentMixer):
         out of the product.
         """
         beta, _ = self.beta_proj(x)
-        if "beta_proj" not in self._duplicated:
+        if "beta_proj" not in self._duplicated_projections:
             return beta
         if self.config.sequence_parallel and self.tp_size > 1:
             # all heads of some tokens become some heads of all tokens
@@ -385,7 +385,7 @@ class KimiDeltaAttention(RecurrentMixer):
         dims = self.global_dims
         D = dims.hidden_size
         H, K, V = dims.state[:3]
-        self._duplicated = set()
+        self._duplicated_projections = set()
         add = partial(self._add_projection, submodules, path)
         # Optimizers number parameters in this order, so it is part of checkpoints.
         if not dims.gates_in_in_proj:
@@ -488,7 +488,7 @@ class KimiDeltaAttention(RecurrentMixer):
             **parallelism,
         )
         if duplicated:
-            self._duplicated.add(name)
+            self._duplicated_projections.add(name)
             # Each rank has the gradient of its own tokens; Megatron sums the ranks'
             # gradients of parameters with this mark.
             for parameter in linear.parameters():
@@ -514,7 +514,7 @@ class KimiDeltaAttention(RecurrentMixer):
             weight = getattr(linear, "weight", None)
             if name == "in_proj" or weight is None:
                 continue
-            if name in self._duplicated:
+            if name in self._duplicated_projections:
                 fill_share(None, weight, method, 0, (len(weight),))
             else:
                 rows = len(weight) * self.tp_size

@@ -43,7 +43,7 @@ class KDADims(LinearDims):
         """The sizes in a ``TransformerConfig``. If a rank is None, it is the config's
         ``kda_f_lora_rank`` or ``kda_gate_lora_rank``, or else 0."""
         ranks = {"forget_rank": forget_rank, "output_rank": output_rank}
-        for name, field in RANK_FIELDS.items():
+        for name, field in CONFIG_FIELD_OF_RANK.items():
             if ranks[name] is None:
                 ranks[name] = getattr(config, field, None)
         ranks_or_zero = {name: rank or 0 for name, rank in ranks.items()}
@@ -73,7 +73,7 @@ class KDADims(LinearDims):
 
 
 # The fields of newer Megatrons' configs with the two ranks, by our names.
-RANK_FIELDS = {
+CONFIG_FIELD_OF_RANK = {
     "forget_rank": "kda_f_lora_rank",
     "output_rank": "kda_gate_lora_rank",
 }

@@ -15,12 +15,12 @@ from ..ops.front.gates import time_step
 from ..ops.front.table import ConvolvedSection, FrontTable, GateSection
 from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape
-from .rule import UNLIMITED, SSDInputs
+from .rule import UNLIMITED_TIME_STEPS, SSDInputs
 
 
 @lru_cache(maxsize=64)
 def mamba2_table(
-    layout: Layout, dt_limit: tuple[float, float] = UNLIMITED
+    layout: Layout, dt_limit: tuple[float, float] = UNLIMITED_TIME_STEPS
 ) -> FrontTable:
     """The front table for rows of :attr:`.sizes.Mamba2Dims.layout`; ``dt_limit`` is
     the least and the greatest time step dt."""

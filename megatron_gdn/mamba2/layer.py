@@ -21,10 +21,10 @@ from ..mixers.mamba_layer import MambaLayerMixer, check_time_steps
 from ..mixers.options import MixerOptions
 from ..ops.stages import fronts_of
 from .front import mamba2_table
-from .rule import RULES, UNLIMITED, choose_ssd
+from .rule import RULES, UNLIMITED_TIME_STEPS, choose_ssd
 from .sizes import Mamba2Dims, refuse_unsupported_arguments
 
-MAMBA2_FIELDS = KnownConfigFields(
+MAMBA2_CONFIG_FIELDS = KnownConfigFields(
     prefixes=("mamba_", "use_mamba_"),
     with_effect=(
         "mamba_head_dim",
@@ -64,7 +64,7 @@ class Mamba2Options(MixerOptions):
     mixer = "Mamba2"
     rules = RULES
 
-    dt_limit: tuple[float, float] = UNLIMITED
+    dt_limit: tuple[float, float] = UNLIMITED_TIME_STEPS
     norm_eps: float = 1e-5
 
 
@@ -122,7 +122,7 @@ class Mamba2Mixer(MambaLayerMixer):
         Fp32Parameter(name="D", section="x", first_values=1.0),
     )
     options_class = Mamba2Options
-    known_config_fields = MAMBA2_FIELDS
+    known_config_fields = MAMBA2_CONFIG_FIELDS
     recurrence = "SSD"
     state_transposed = True
     D: Tensor

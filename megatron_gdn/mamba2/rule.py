@@ -36,7 +36,8 @@ from ..ops.rules.fla import (
 )
 from ..ops.state_maps.state_map import StateMap, StateShape
 
-UNLIMITED = (0.0, math.inf)  # the default ``dt_limit``, which clamps no time step
+# the default ``dt_limit``, which clamps no time step
+UNLIMITED_TIME_STEPS = (0.0, math.inf)
 _FLA_MODULE = "fla.ops.simple_gla.chunk"
 
 
@@ -75,7 +76,7 @@ class PlainSSD(PlainRule):
         return ChunkValues(C, B, None, dt[..., None] * x, g, skip=D * x)
 
 
-def _operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
+def _simple_gla_operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of ``simple_gla``: ``[B, S, H, K]`` twice and ``[B, S, H, V]``,
     contiguous."""
     heads = inputs.x.shape[2]
@@ -140,7 +141,7 @@ class FlaSSD(FlaRule):
             scale=self.fla.RCP_LN2,
             **call.boundaries,
         )
-        q, k, v = _operands(call.inputs)
+        q, k, v = _simple_gla_operands(call.inputs)
         return ChunkProducts({"k": k, "v": v, "g": g_sum}, (g_sum,), q)
 
     def state_map(self, call: FlaForward, products: ChunkProducts) -> StateMap:
@@ -227,9 +228,9 @@ class FlaSSD(FlaRule):
         return o.addcmul_(call.inputs.x, call.inputs.D).to(call.inputs.x.dtype)
 
     def kept_for_backward(self, call: FlaBackward) -> tuple[Tensor, ...]:
-        """The saved tensors (g_sum), then q, k and v of `_operands`, which are computed
-        again here."""
-        return call.saved.tensors + _operands(call.inputs)
+        """The saved tensors (g_sum), then q, k and v of `_simple_gla_operands`, which
+        are computed again here."""
+        return call.saved.tensors + _simple_gla_operands(call.inputs)
 
     def d_states(self, call: FlaBackward, any_states: Tensor) -> Tensor:
         """The gradients of the initial states, with zero gradients of the final states.
@@ -256,8 +257,9 @@ class FlaSSD(FlaRule):
         """The gradients of the inputs, in the shapes of :class:`SSDInputs`; ``initial``
         and ``d_final`` are ``[N, H, K, V]`` or None (zeros).
 
-        fla gives the gradients of q, k and v of `_operands`. dC and dB are sums over
-        the heads of a group. dD keeps the token dimension: the front sums over tokens.
+        fla gives the gradients of q, k and v of `_simple_gla_operands`. dC and dB are
+        sums over the heads of a group. dD keeps the token dimension: the front sums
+        over tokens.
         """
         inputs = call.inputs
         g_sum, q, k, v = call.kept

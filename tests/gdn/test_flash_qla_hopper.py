@@ -56,7 +56,7 @@ def test_what_a_kernel_writes_is_no_state_that_entered(final):
     """FlashQLA's kernel of states writes ``through`` also where nobody asks for it."""
     calls = []
     kernels = flash_qla_hopper.HopperKernels(SimpleNamespace(build_cp_context=None), {})
-    kernels._index = SimpleNamespace(
+    kernels._chunk_table_module = SimpleNamespace(
         prepare_chunk_offsets=lambda cu, size: (torch.tensor([0, 2]), 3)
     )
     kernels._kernel = lambda stage, *key: lambda *args: calls.append(args)
@@ -141,7 +141,7 @@ def test_the_same_bits(case, monkeypatch):
     rule = FlashQlaRule()
     runs = [list(all_of(rule, inputs, d_o, documents)) for _ in range(2)]
 
-    own = flash_qla_plan.own_kernels()
+    own = flash_qla_plan.flash_qla_module()
 
     class Own:
         """FlashQLA's functions, and its kernel of states as context parallelism has it,

@@ -239,8 +239,10 @@ def test_a_new_packed_batch_does_not_wait_either():
 def test_no_kernel_of_flash_qla_sends_out_memory_unfenced(rule):
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES["long"])
     run(sizes, leaves, d_out, documents, rule_named(rule, sizes))
-    for stage, name in flash_qla_plan.UNFENCED.items():
-        module = sys.modules[getattr(flash_qla_plan.own_kernels(), stage).__module__]
+    for stage, name in flash_qla_plan.KERNELS_WITHOUT_FENCES.items():
+        module = sys.modules[
+            getattr(flash_qla_plan.flash_qla_module(), stage).__module__
+        ]
         kernels = getattr(module, name)._kernel_cache.values()
         assert kernels, name
         for kernel in kernels:

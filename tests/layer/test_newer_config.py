@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_gdn
 from megatron_gdn import specs
-from megatron_gdn.mamba2.layer import MAMBA2_FIELDS
+from megatron_gdn.mamba2.layer import MAMBA2_CONFIG_FIELDS
 from megatron_gdn.mixers.arguments import GDN_CONFIG_FIELDS
 from megatron_gdn.specs import gated_delta_net_spec, gpt_block_spec, mamba2_spec
 from tests.megatron_sources import SOURCES, choices_of, config_fields
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 OURS = tuple(
     str(Path(module.__file__).resolve().parent) for module in (megatron_gdn, specs)
 )
-ABOUT = {"GatedDeltaNet": GDN_CONFIG_FIELDS, "Mamba2Mixer": MAMBA2_FIELDS}
+ABOUT = {"GatedDeltaNet": GDN_CONFIG_FIELDS, "Mamba2Mixer": MAMBA2_CONFIG_FIELDS}
 MIXERS = pytest.mark.parametrize("mixer", ABOUT)
 
 

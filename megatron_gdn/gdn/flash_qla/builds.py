@@ -74,8 +74,8 @@ class Heads(NamedTuple):
 
 
 # What FlashQLA's next calls need; `set_next_calls` sets both.
-_heads = Heads(0, 0, torch.bfloat16)
-_use = "cut"
+_next_heads = Heads(0, 0, torch.bfloat16)
+_next_use = "cut"
 # Warm-up commands that this process has started. Dropping a Popen object would close
 # the command's standard input, and the command would end.
 _started_commands: dict[Heads, subprocess.Popen] = {}
@@ -84,14 +84,14 @@ _started_commands: dict[Heads, subprocess.Popen] = {}
 def set_next_calls(heads: Heads, use: str) -> None:
     """Store which ``heads`` and which group of kernels, ``use``, FlashQLA's next calls
     need; :func:`_compile_once` reads both."""
-    global _heads, _use
-    _heads = heads
-    _use = use
+    global _next_heads, _next_use
+    _next_heads = heads
+    _next_use = use
 
 
 def expected_heads() -> Heads:
     """The heads that :func:`set_next_calls` has stored for FlashQLA's next call."""
-    return _heads
+    return _next_heads
 
 
 def compile_once_per_machine(kernels: list[Any]) -> None:
@@ -117,8 +117,8 @@ def _compile_once(
         return compile_here(*args, **kwargs)
     entry = cache_entry(kernel, args, kwargs, ".".join(map(str, _capability())))
     if not entry.exists():
-        description = f"FlashQLA's {kernel_of(entry)} for {_heads}"
-        with build_lock(_heads.lock, description, entry.exists) as lock:
+        description = f"FlashQLA's {kernel_of(entry)} for {_next_heads}"
+        with build_lock(_next_heads.lock, description, entry.exists) as lock:
             if lock is not None and _may_start_command():
                 process = _start_command(lock)
                 while not entry.exists() and process.poll() is None:
@@ -139,8 +139,8 @@ def _may_start_command() -> bool:
     off. Without a call of :func:`set_next_calls` the heads are not known."""
     switched_on = os.environ.get(_COMPILE_AHEAD_VARIABLE, "1") != "0"
     return (
-        _heads.key > 0
-        and _heads not in _started_commands
+        _next_heads.key > 0
+        and _next_heads not in _started_commands
         and switched_on
         and _capability() == HOPPER
     )
@@ -152,14 +152,14 @@ def _start_command(lock: int) -> subprocess.Popen:
     logger.warning(
         "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d "
         "cores, into %r. `python -m megatron_gdn.warm_up %s` does this before a run.",
-        _heads,
+        _next_heads,
         len(os.sched_getaffinity(0)),
         str(tilelang_env().TILELANG_CACHE_DIR),
-        _heads.flags,
+        _next_heads.flags,
     )
-    _started_commands[_heads] = subprocess.Popen(
+    _started_commands[_next_heads] = subprocess.Popen(
         # When this process ends, the system closes the pipe, and the command ends too.
-        warm_up_command(_heads, _use),
+        warm_up_command(_next_heads, _next_use),
         stdin=subprocess.PIPE,
         stdout=2,  # this process's standard error
         pass_fds=[lock],
@@ -171,7 +171,7 @@ def _start_command(lock: int) -> subprocess.Popen:
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         },
     )
-    return _started_commands[_heads]
+    return _started_commands[_next_heads]
 
 
 def warm_up_command(heads: Heads, use: str) -> list[str]:

@@ -71,7 +71,7 @@ class HopperKernels:
         return compiled_function(getattr(self._modules[function], factory)(*args))
 
     @cached_property
-    def _index(self) -> ModuleType:
+    def _chunk_table_module(self) -> ModuleType:
         """FlashQLA's module that makes tables of chunks."""
         from flash_qla.utils import index  # pyright: ignore[reportMissingImports]
 
@@ -84,7 +84,9 @@ class HopperKernels:
             rows, tokens = like.shape[:2]
             unread = self._unread_tensor((rows + 1,), torch.int32, like.device)
             return _Places(rows, unread, unread, -(-tokens // CHUNK))
-        first_chunks, chunks = self._index.prepare_chunk_offsets(cu_seqlens, CHUNK)
+        first_chunks, chunks = self._chunk_table_module.prepare_chunk_offsets(
+            cu_seqlens, CHUNK
+        )
         return _Places(
             cu_seqlens.shape[0] - 1,
             cu_seqlens,
@@ -139,7 +141,10 @@ class HopperKernels:
             run(g, out, B * -(-S // CHUNK))
         else:
             run(
-                g, cu_seqlens, self._index.prepare_chunk_indices(cu_seqlens, CHUNK), out
+                g,
+                cu_seqlens,
+                self._chunk_table_module.prepare_chunk_indices(cu_seqlens, CHUNK),
+                out,
             )
         return out
 
@@ -175,7 +180,7 @@ class HopperKernels:
                 k,
                 b,
                 cu_seqlens,
-                self._index.prepare_chunk_indices(cu_seqlens, CHUNK),
+                self._chunk_table_module.prepare_chunk_indices(cu_seqlens, CHUNK),
                 a,
             )
         return a

@@ -30,7 +30,7 @@ from .fences import fence_bulk_stores
 from .hopper import HopperKernels
 
 # the functions of FlashQLA's module ``chunk`` that this package calls
-_FUNCTIONS = (
+_FLASH_QLA_FUNCTIONS = (
     "build_cp_context",
     "chunk_local_cumsum",
     "kkt_solve",
@@ -43,7 +43,7 @@ _FUNCTIONS = (
     "fused_gdr_bwd",
 )
 # The functions whose kernels lack fences, and the tilelang kernel of each function.
-UNFENCED = {
+KERNELS_WITHOUT_FENCES = {
     "kkt_solve": "tilelang_kkt_solve",
     "fused_gdr_fwd": "tilelang_fused_chunk_gdr_fwd",
     "fused_gdr_bwd": "tilelang_fused_chunk_gdr_bwd",
@@ -54,7 +54,7 @@ UNFENCED = {
 def kernels() -> Any:
     """FlashQLA's functions, each of which launches one kernel: :class:`HopperKernels`
     on Hopper, on other GPUs FlashQLA's own module."""
-    chunk = own_kernels()
+    chunk = flash_qla_module()
     if _is_for_hopper(chunk):
         return HopperKernels(chunk, _modules_of_kernels(chunk))
     return chunk
@@ -66,11 +66,14 @@ def _is_for_hopper(chunk: ModuleType) -> bool:
 
 def _modules_of_kernels(chunk: ModuleType) -> dict[str, ModuleType]:
     """FlashQLA's module that defines each function, by the function's name."""
-    return {name: sys.modules[getattr(chunk, name).__module__] for name in _FUNCTIONS}
+    return {
+        name: sys.modules[getattr(chunk, name).__module__]
+        for name in _FLASH_QLA_FUNCTIONS
+    }
 
 
 @cache
-def own_kernels() -> ModuleType:
+def flash_qla_module() -> ModuleType:
     """FlashQLA's own module, which has the kernels for this GPU's architecture.
 
     On Hopper its kernels get the fences that they lack (:mod:`.fences`). Every kernel
@@ -82,7 +85,10 @@ def own_kernels() -> ModuleType:
         modules = _modules_of_kernels(chunk)
         if _is_for_hopper(chunk):
             fence_bulk_stores(
-                *((modules[name], kernel) for name, kernel in UNFENCED.items())
+                *(
+                    (modules[name], kernel)
+                    for name, kernel in KERNELS_WITHOUT_FENCES.items()
+                )
             )
     except (AttributeError, TypeError, ImportError) as error:
         raise ImportError(
