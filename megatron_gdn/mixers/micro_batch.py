@@ -133,6 +133,7 @@ class MicroBatchPlanner:
         self._ranks_per_machine = options.cp_ranks_per_machine
         self._choose_rule = choose_rule
         self._make_front = make_front
+        # one layer of each group compares documents between ranks; a number names it
         self._layer_number = number_of_new_layer()
         self._mixer_name = mixer
         self._recurrence = recurrence
@@ -375,7 +376,7 @@ class MicroBatchPlanner:
         batch_invariant = self._config.batch_invariant_mode
         why = ""  # the reason for the choice, for the log
         if documents is not None:
-            why = documents.why_headwise
+            why = documents.why_headwise  # "" if these documents may run chunkwise
             if batch_invariant and documents.why_not_on_grid:
                 raise NotImplementedError(documents.why_not_on_grid)
             if documents.may_have_parents and first.name == LinearCpMode.CHUNKWISE:

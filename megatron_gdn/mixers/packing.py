@@ -485,6 +485,7 @@ class MicroBatchShare(NamedTuple):
         documents = self.documents
         if documents is None:
             return found
+        # in a tree, rows also attend to the tokens of their document's ancestors
         return tuple(
             x._replace(earlier_keys=documents.tokens_before(x.first_key)) for x in found
         )

@@ -346,6 +346,7 @@ def stack_of_arguments(args: Namespace) -> Stack:
 
     pattern = getattr(args, "hybrid_layer_pattern", None)
     unknown_options = ["moe_latent_size"]
+    # a launch with '+' layers has this option for them; without, it concerns '*' layers
     if "+" not in (pattern or ""):
         unknown_options.append("multi_latent_attention")
     for name in unknown_options:
@@ -353,6 +354,7 @@ def stack_of_arguments(args: Namespace) -> Stack:
             raise ValueError(f"{name}: FLOPs of layers with this option are not known.")
     variant = args.experimental_attention_variant
     spec = " ".join(args.spec or ())
+    # specs of Gated DeltaProduct, ours and Megatron's, have one of these words
     if variant not in (None, *GDN_VARIANTS) or "gdp" in spec or "product" in spec:
         raise ValueError(f"FLOPs of layers of {variant or spec} are not known.")
     config = SimpleNamespace(**vars(args))

@@ -257,7 +257,7 @@ class HopperKernels:
         H, V = v.shape[2:]
         has_warmup = num_warmup_chunks is not None
         N, boundaries, first_chunks, chunks = self._places_of(k, cu_seqlens)
-        if final_dtype is None:
+        if final_dtype is None:  # as in FlashQLA's own function
             final_dtype = k.dtype if has_warmup else _F32
         warmup_chunks = num_warmup_chunks
         if not has_warmup and cu_seqlens is not None:
@@ -569,6 +569,7 @@ class HopperKernels:
         G, K = k.shape[2:]
         H, V = v.shape[2:]
         N, boundaries, first_chunks, _ = self._places_of(k, cu_seqlens)
+        # [B, S, H, K] has the shape of v, since K is V
         dq = torch.empty_like(v)
         dk = torch.empty_like(v)
         dv = torch.empty_like(v)
