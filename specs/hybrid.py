@@ -554,5 +554,5 @@ gdp_stack_spec = _hybrid_stack_spec("auto", gdp={})
 # For models with --qk-layernorm, such as Qwen3-Next and Qwen3.5.
 gdn_qk_norm_hybrid_stack_spec = _hybrid_stack_spec("auto", qk_layernorm=True)
 # For Kimi Linear. The norms inside its latent attention have an epsilon of their own.
-KIMI_LATENT = {"norm_epsilon": 1e-6}
-kimi_linear_stack_spec = _hybrid_stack_spec("auto", mla=KIMI_LATENT)
+KIMI_LATENT_OPTIONS = {"norm_epsilon": 1e-6}
+kimi_linear_stack_spec = _hybrid_stack_spec("auto", mla=KIMI_LATENT_OPTIONS)

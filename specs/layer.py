@@ -52,7 +52,7 @@ from megatron_gdn.mixers.base import RecurrentMixer
 from megatron_gdn.mixers.latent_attention import LatentAttention
 from megatron_gdn.mixers.loader_layout import AUTO
 
-MODULES = ("auto", "local", "te")
+LEGAL_MODULES = ("auto", "local", "te")
 OPTIONS_VARIABLE = "MEGATRON_GDN_OPTIONS"
 _MOST_CHARACTERS = 2000  # of MEGATRON_GDN_OPTIONS
 # For fields of specs that are annotated as a class; Megatron calls their value, which
@@ -68,10 +68,10 @@ def resolve_modules(modules: str) -> Literal["te", "local"]:
         ValueError: unknown ``modules``.
         ImportError: ``"te"`` without Transformer Engine.
     """
-    if modules not in MODULES:
+    if modules not in LEGAL_MODULES:
         raise ValueError(
-            f"unknown modules {modules!r}; use one of {', '.join(MODULES)}. (The delta "
-            "rule is chosen by the keyword backend.)"
+            f"unknown modules {modules!r}; use one of {', '.join(LEGAL_MODULES)}. (The "
+            "delta rule is chosen by the keyword backend.)"
         )
     if modules == "auto":
         if te.HAVE_TE:
@@ -100,13 +100,13 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
         ValueError: unknown ``modules``.
         ImportError: ``"te"`` without Transformer Engine.
     """
-    return _spec(GatedDeltaNet, GatedDeltaNetSubmodules, modules, options)
+    return _spec_of_mixer(GatedDeltaNet, GatedDeltaNetSubmodules, modules, options)
 
 
 def gated_delta_net2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
     """Spec of `megatron_gdn.GatedDeltaNet2`; ``modules`` is as in
     `gated_delta_net_spec`."""
-    return _spec(GatedDeltaNet2, GatedDeltaNetSubmodules, modules, options)
+    return _spec_of_mixer(GatedDeltaNet2, GatedDeltaNetSubmodules, modules, options)
 
 
 def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
@@ -155,16 +155,18 @@ def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
     ``modules`` is as in `gated_delta_net_spec`. With ``"local"`` there is no norm
     before the mixer, so set the MambaLayer's ``norm``.
     """
-    return _spec(Mamba2Mixer, Mamba2MixerSubmodules, modules, options)
+    return _spec_of_mixer(Mamba2Mixer, Mamba2MixerSubmodules, modules, options)
 
 
 def gated_delta_product_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
     """Spec of `megatron_gdn.GatedDeltaProduct`, with its options, for the ``mixer`` of a
     MambaLayer; ``modules`` is as in `mamba2_spec`."""
-    return _spec(GatedDeltaProduct, GatedDeltaProductSubmodules, modules, options)
+    return _spec_of_mixer(
+        GatedDeltaProduct, GatedDeltaProductSubmodules, modules, options
+    )
 
 
-def _spec(
+def _spec_of_mixer(
     mixer: type, submodules_class: Any, modules: str, options: dict[str, Any]
 ) -> ModuleSpec:
     """The spec of ``mixer``; ``submodules_class``, a dataclass, has some of the fields

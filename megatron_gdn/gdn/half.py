@@ -53,7 +53,8 @@ class HalfBackward(RuleBackward):
         rule with it."""
         self._key_heads = inputs.k.shape[2]
         # d_o times the powers, in fp16; the powers and the inverse powers, fp32 [H]
-        self._scaled_d_o, self._powers, self._inverse_powers = _scaling_of(d_o).to_half(
+        scaling = _scaling_module_for(d_o)
+        self._scaled_d_o, self._powers, self._inverse_powers = scaling.to_half(
             d_o, self._key_heads, LOG2_BOUND_OF_D_O
         )
         del d_o  # frees d_o's memory if the caller keeps no reference
@@ -74,7 +75,7 @@ class HalfBackward(RuleBackward):
         ``d_o`` is scaled again in place.
         """
         if d_final is not None:
-            scaling = _scaling_of(self._scaled_d_o)
+            scaling = _scaling_module_for(self._scaled_d_o)
             ratio, self._powers, self._inverse_powers = scaling.lower_powers(
                 self._scaled_d_o,
                 self._powers,
@@ -117,7 +118,7 @@ class HalfOperands(Rule):
         return HalfOperands(wrapper(self.rule))
 
 
-def _scaling_of(x: Tensor) -> ModuleType:
+def _scaling_module_for(x: Tensor) -> ModuleType:
     """The module whose functions ``to_half`` and ``lower_powers`` scale ``x``: Triton
     kernels, or plain torch on a CPU and for fp64."""
     if not x.is_cuda or x.dtype == torch.float64:

@@ -20,7 +20,7 @@ def to_half(
         ``[H]`` fp32.
     """
     exponent = power_exponent(x, key_heads, log2_bound, (0, 1, 3))
-    up, down = (_power(e, x.shape[2]) for e in (exponent, 2 * BIAS - exponent))
+    up, down = (_powers_of_two(e, x.shape[2]) for e in (exponent, 2 * BIAS - exponent))
     half = torch.empty(x.shape, dtype=torch.float16, device=x.device)
     return torch.mul(x, up[:, None], out=half), up, down
 
@@ -44,7 +44,7 @@ def lower_powers(
     # fp16.
     change = (new_exponent - old_exponent + BIAS).clamp(min=0)
     ratio, up, down = (
-        _power(e, H) for e in (change, new_exponent, 2 * BIAS - new_exponent)
+        _powers_of_two(e, H) for e in (change, new_exponent, 2 * BIAS - new_exponent)
     )
     half.mul_(ratio[:, None])
     return ratio, up, down
@@ -73,7 +73,7 @@ def power_exponent(
     return (2 * BIAS - 1 + log2_bound - exponent).clamp(1, 2 * BIAS - 1)
 
 
-def _power(exponent: Tensor, value_heads: int) -> Tensor:
+def _powers_of_two(exponent: Tensor, value_heads: int) -> Tensor:
     """Turn exponents ``[G]``, with their bias, into fp32 powers of two, repeated for
     value heads: ``[H]``."""
     power = (exponent << MANTISSA).view(torch.float32)

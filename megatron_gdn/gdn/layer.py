@@ -38,7 +38,7 @@ class GDNOptions(MixerOptions):
             ``config.linear_allow_neg_eigval`` or False.
     """
 
-    mixer = "Gated DeltaNet"
+    mixer_name = "Gated DeltaNet"
     rules = RULES
 
     output_gate_activation: str | None = None

@@ -28,7 +28,7 @@ class GDN2Options(MixerOptions):
     """The options of a :class:`GatedDeltaNet2`."""
 
     absent_options = ("rule_operands",)
-    mixer = "Gated DeltaNet-2"
+    mixer_name = "Gated DeltaNet-2"
     rules = RULES
 
 

@@ -67,7 +67,7 @@ class GDPOptions(MixerOptions):
     """
 
     absent_options = ("rule_operands",)
-    mixer = "Gated DeltaProduct"
+    mixer_name = "Gated DeltaProduct"
     rules = RULES
 
     num_householder: int | None = None

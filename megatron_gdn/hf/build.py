@@ -140,7 +140,7 @@ def _kimi_stack_spec(hf: HFModelConfig, modules: str, options: dict[str, Any]) -
     are latent attention without position embedding.
     """
     from ..specs import hybrid_stack_spec
-    from ..specs.hybrid import KIMI_LATENT
+    from ..specs.hybrid import KIMI_LATENT_OPTIONS
 
     # The '+' layers need the sequence layout of the 'K' layers.
     shared_options = {}
@@ -148,7 +148,7 @@ def _kimi_stack_spec(hf: HFModelConfig, modules: str, options: dict[str, Any]) -
         shared_options["cp_layout"] = options["cp_layout"]
     kda_options = hf.kda_options | options
     return hybrid_stack_spec(
-        modules, kda=kda_options, mla=KIMI_LATENT, **shared_options
+        modules, kda=kda_options, mla=KIMI_LATENT_OPTIONS, **shared_options
     )
 
 

@@ -32,7 +32,7 @@ from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.fp8 import (
     build_linear,
     may_use_fp8,
-    outside_fp8,
+    spec_outside_fp8,
 )
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
@@ -100,7 +100,7 @@ class KDAOptions(MixerOptions):
     """
 
     absent_options = ("rule_operands",)
-    mixer = "Kimi Delta Attention"
+    mixer_name = "Kimi Delta Attention"
     rules = RULES
 
     forget_rank: int | None = None
@@ -457,7 +457,7 @@ class KimiDeltaAttention(RecurrentMixer):
             )
         duplicated = _has_whole_weight(spec)
         if may_use_fp8(self.config) and not name.startswith("g_"):
-            spec = outside_fp8(spec)
+            spec = spec_outside_fp8(spec)
         if name.endswith("_a_proj") and not duplicated:
             raise ValueError(
                 f"{name} of KimiDeltaAttention must have its whole weight on every "

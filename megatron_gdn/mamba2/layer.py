@@ -61,7 +61,7 @@ class Mamba2Options(MixerOptions):
     """
 
     absent_options = ("rule_operands", "recompute")
-    mixer = "Mamba2"
+    mixer_name = "Mamba2"
     rules = RULES
 
     dt_limit: tuple[float, float] = UNLIMITED_TIME_STEPS

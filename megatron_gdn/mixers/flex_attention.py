@@ -26,7 +26,7 @@ from ..ops.documents import Documents
 from ..ops.host_tables import to_device
 from ..ops.trees import TreeDocuments
 
-BLOCK = 128  # queries, and keys, of a block
+BLOCK_SIZE = 128  # queries, and keys, of a block
 
 
 class DocumentMask(NamedTuple):
@@ -61,8 +61,8 @@ class DocumentMask(NamedTuple):
         )
         # The kernels check the sequence's end only in blocks that are not in
         # ``all_IJ``.
-        all_IJ[-1] &= len(query_s) % BLOCK == 0
-        all_IJ[:, -1] &= len(key_S) % BLOCK == 0
+        all_IJ[-1] &= len(query_s) % BLOCK_SIZE == 0
+        all_IJ[:, -1] &= len(key_S) % BLOCK_SIZE == 0
         block_mask = BlockMask.from_kv_blocks(
             *_list_blocks(some_IJ & ~all_IJ), *_list_blocks(all_IJ)
         )
@@ -112,7 +112,8 @@ def _compiled_attention() -> Callable[..., Tensor]:
         """
         mask = DocumentMask._make(tables)
         lengths = (query.shape[2], key.shape[2])
-        of_block_mask: Any = (lengths, *mask.block_tables, (BLOCK, BLOCK), mask.sees)
+        block_sizes = (BLOCK_SIZE, BLOCK_SIZE)
+        of_block_mask: Any = (lengths, *mask.block_tables, block_sizes, mask.sees)
         return flex_attention(
             query,
             key,
@@ -166,10 +167,10 @@ def _key_places_and_ends(documents: Documents) -> tuple[Tensor, Tensor]:
 def _block_min_max(x: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the greatest value of ``x`` in every block of tokens, ``[blocks]``
     each."""
-    tokens = -(-len(x) // BLOCK) * BLOCK
+    tokens = -(-len(x) // BLOCK_SIZE) * BLOCK_SIZE
     # the last token fills the last block
     token = torch.arange(tokens, device=x.device).clamp(max=len(x) - 1)
-    return x[token].view(-1, BLOCK).aminmax(dim=1)
+    return x[token].view(-1, BLOCK_SIZE).aminmax(dim=1)
 
 
 def _list_blocks(dense_IJ: Tensor) -> tuple[Tensor, Tensor]:

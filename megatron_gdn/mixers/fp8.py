@@ -131,7 +131,7 @@ def with_gates_outside_fp8(
     return _with_mixin(spec, GatesOutsideFP8)
 
 
-def outside_fp8(spec: ModuleSpec | type) -> ModuleSpec | type:
+def spec_outside_fp8(spec: ModuleSpec | type) -> ModuleSpec | type:
     """``spec``, changed so that the linear always computes in its weight's dtype."""
     return _with_mixin(spec, OutsideFP8)
 

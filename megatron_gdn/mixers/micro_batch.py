@@ -138,7 +138,7 @@ class MicroBatchPlanner:
         self._mixer_name = mixer
         self._recurrence = recurrence
         # by the key that :meth:`of_whole_sequences` makes
-        self._whole_sequences: dict[tuple, MicroBatch] = {}
+        self._whole_sequence_batches: dict[tuple, MicroBatch] = {}
         # by group, rule and sequence layout
         self._schemes: dict[tuple, tuple[Scheme, ...]] = {}
         # by the key that :meth:`of` makes
@@ -155,7 +155,7 @@ class MicroBatchPlanner:
         other._config = copy.deepcopy(self._config, memo)
         other._loader_layout = copy.deepcopy(self._loader_layout, memo)
         other._layer_number = number_of_new_layer()
-        other._whole_sequences = {}
+        other._whole_sequence_batches = {}
         other._schemes = {}
         other._batches = {}
         return other
@@ -277,7 +277,7 @@ class MicroBatchPlanner:
         """
         bits = self._bits()
         key = device.type, dtype, bits
-        if key not in self._whole_sequences:
+        if key not in self._whole_sequence_batches:
             rule, reason = self._choose_rule(device=device, dtype=dtype, bits=bits)
             log_once(
                 f"{self._mixer_name}: {self._recurrence} backend {rule.name!r} ({reason})"
@@ -286,8 +286,8 @@ class MicroBatchPlanner:
             front = self._make_front(self._layout, rule, device, dtype, self._taps)
             scheme = WholeSequences(self._layout)
             batch = MicroBatch(None, 0, rule, front, scheme, passage)
-            self._whole_sequences[key] = batch
-        return self._whole_sequences[key]
+            self._whole_sequence_batches[key] = batch
+        return self._whole_sequence_batches[key]
 
     def _schemes_of(
         self, group: ProcessGroup | None, rule: Rule, layout: SequenceLayout

@@ -66,7 +66,7 @@ class MixerOptions:
 
     # names of fields of this class that are no options of the mixer
     absent_options: ClassVar[tuple[str, ...]] = ()
-    mixer: ClassVar[str] = "the mixer"  # the mixer's name in errors
+    mixer_name: ClassVar[str] = "the mixer"  # the mixer's name in errors
     # the rules whose names are legal for ``backend``; (): every name is
     rules: ClassVar[Sequence[type[Rule]]] = ()
 
@@ -80,7 +80,7 @@ class MixerOptions:
     def __post_init__(self) -> None:
         """Raise a ValueError if an option has an illegal value."""
         if self.rules:
-            require_known(self.backend, self.mixer, self.rules)
+            require_known(self.backend, self.mixer_name, self.rules)
         check_cp_layout(self.cp_layout)
         if self.linear_cp_mode is not None:
             parse_member(LinearCpMode, self.linear_cp_mode, "linear_cp_mode")

@@ -54,21 +54,22 @@ class _ResolvedDocuments(NamedTuple):
     key: tuple
     # the tensors of offsets, one for each name in _BOUNDARY_FIELDS; kept alive, so that
     # no new tensor gets the id of one of them
-    sources: tuple[Tensor | None, ...]
-    fingerprint: list[object]  # the result of :func:`_fingerprint_of` for the sources
+    offset_tensors: tuple[Tensor | None, ...]
+    # the result of :func:`_fingerprint_of` for the offset_tensors
+    fingerprint: list[object]
     documents: Documents
     # for each CUDA stream, its own copy of ``documents``
-    by_stream: dict[int, Documents]
+    documents_by_stream: dict[int, Documents]
 
 
-def _fingerprint_of(sources: Sequence[Tensor | None]) -> list[object]:
+def _fingerprint_of(offset_tensors: Sequence[Tensor | None]) -> list[object]:
     """A value for each tensor of offsets that changes if the tensor is written to.
 
     On a CPU it is the list of offsets, on a GPU torch's version counter, for which the
     host does not wait.
     """
     values: list[object] = []
-    for offsets in sources:
+    for offsets in offset_tensors:
         if offsets is None:
             values.append(None)
         elif offsets.is_cuda:
@@ -126,7 +127,7 @@ def _resolve(
         _require_same_tokens(params, documents)
         return documents
     is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    sources = tuple(getattr(params, name) for name in _BOUNDARY_FIELDS)
+    offset_tensors = tuple(getattr(params, name) for name in _BOUNDARY_FIELDS)
     parents = params.__dict__.get(PARENTS_ATTRIBUTE)
     key = (
         params.qkv_format,
@@ -135,7 +136,7 @@ def _resolve(
         device,
         params.total_tokens,
         id(params.seq_idx),
-        tuple(map(id, sources)),
+        tuple(map(id, offset_tensors)),
     )
     # what an earlier layer stored
     known: _ResolvedDocuments | None = None
@@ -144,13 +145,13 @@ def _resolve(
     if (
         known is not None
         and known.key == key
-        and known.fingerprint == _fingerprint_of(sources)
+        and known.fingerprint == _fingerprint_of(offset_tensors)
     ):
         stream = stream_of_tables()
-        if stream not in known.by_stream:
+        if stream not in known.documents_by_stream:
             # The copy has no tables yet; those of another stream may not be ready.
-            known.by_stream[stream] = replace(known.documents)
-        return known.by_stream[stream]
+            known.documents_by_stream[stream] = replace(known.documents)
+        return known.documents_by_stream[stream]
     if not _is_packed(params):
         return None
     if is_capturing:
@@ -160,7 +161,7 @@ def _resolve(
             "megatron_gdn.static_packed_seq_params(...) (docs/cuda_graphs.md), leave "
             "this layer out of the graphs, or train on unpacked sequences."
         )
-    for name, offsets in zip(_BOUNDARY_FIELDS, sources, strict=True):
+    for name, offsets in zip(_BOUNDARY_FIELDS, offset_tensors, strict=True):
         if offsets is not None and not isinstance(offsets, Tensor):
             raise TypeError(
                 f"packed_seq_params.{name} is a {type(offsets).__name__}; it must be a "
@@ -168,10 +169,10 @@ def _resolve(
                 "dtype=torch.int32)."
             )
     documents = _read_documents(
-        params.qkv_format, parents, sources, total_tokens, device
+        params.qkv_format, parents, offset_tensors, total_tokens, device
     )
     _require_same_tokens(params, documents)
-    if any(source is not None and source.is_inference() for source in sources):
+    if any(source is not None and source.is_inference() for source in offset_tensors):
         # not stored, since torch does not count writes to inference tensors
         return documents
     if known is not None and _is_recomputed():
@@ -181,9 +182,13 @@ def _resolve(
     if not torch.equal(documents.stamp, before.stamp):
         change = f"{shortened(documents.offsets)} after {shortened(before.offsets)}"
         raise RuntimeError(changed_boundaries_message(change))
-    by_stream = {stream_of_tables(): documents}
+    documents_by_stream = {stream_of_tables(): documents}
     params.__dict__[_RESOLVED_ATTRIBUTE] = _ResolvedDocuments(
-        key, sources, _fingerprint_of(sources), documents, by_stream
+        key,
+        offset_tensors,
+        _fingerprint_of(offset_tensors),
+        documents,
+        documents_by_stream,
     )
     return documents
 
@@ -336,20 +341,21 @@ def _is_packed(params: PackedSeqParams) -> bool:
 def _read_documents(
     qkv_format: str | None,
     parents: tuple[int, ...] | None,
-    sources: Sequence[Tensor | None],
+    offset_tensors: Sequence[Tensor | None],
     total_tokens: int,
     device: torch.device,
 ) -> Documents:
     """Read and check the offsets, and make the documents.
 
-    ``sources`` has a tensor of offsets, or None, for each name in _BOUNDARY_FIELDS.
+    ``offset_tensors`` has a tensor of offsets, or None, for each name in
+    _BOUNDARY_FIELDS.
     ``parents`` has the index of each document's parent if the documents are a tree.
     """
     # Each tensor is read once, since the host waits for a GPU; most fields have the
     # same tensor.
-    offsets_by_id = {id(x): offsets_of(x) for x in sources if x is not None}
+    offsets_by_id = {id(x): offsets_of(x) for x in offset_tensors if x is not None}
     q_padded, q, kv_padded, kv = (
-        None if x is None else offsets_by_id[id(x)] for x in sources
+        None if x is None else offsets_by_id[id(x)] for x in offset_tensors
     )
     if q_padded is None:
         boundaries = q

@@ -24,7 +24,12 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple, TextIO
 from unittest.mock import patch
 
-from ..gdn.flash_qla.builds import cache_entry, expected_heads, kernel_of, remember
+from ..gdn.flash_qla.builds import (
+    cache_entry,
+    expected_heads,
+    kernel_name_of,
+    mark_as_cached,
+)
 from .absent_gpu import HOPPER_ARCH
 
 _FORK = multiprocessing.get_context("fork")
@@ -121,7 +126,7 @@ def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
         kernel.target = _TARGET
         entry = cache_entry(kernel, args, kwargs, HOPPER_ARCH)
         compile = partial(_compile_tilelang, entry, kernel, args, kwargs)
-        name = f"{kernel_of(entry)}, {expected_heads()}"
+        name = f"{kernel_name_of(entry)}, {expected_heads()}"
         recorded.setdefault(entry, Task(name, compile, "flash_qla"))
         return lambda *tensors, **named: None
 
@@ -172,7 +177,7 @@ def _compile_tilelang(
     exists)."""
     if cache_file.exists():
         return False
-    remember(cache_file, kernel.compile.__wrapped__(*args, **kwargs))
+    mark_as_cached(cache_file, kernel.compile.__wrapped__(*args, **kwargs))
     return True
 
 

@@ -62,7 +62,7 @@ class Kernel:
 
 def call(folder: Path, wanted: str) -> Kernel:
     kernel = Kernel(folder / f"{wanted}-digest")
-    builds._capability = lambda: builds.HOPPER
+    builds._capability = lambda: builds.HOPPER_CAPABILITY
     builds.cache_entry = lambda *call: kernel.entry
     builds.set_next_calls(HEADS, "cut")
     builds.compile_once_per_machine([kernel])

@@ -14,7 +14,7 @@ from megatron_gdn.gdn.flash_qla.builds import (
     Heads,
     cache_entry,
     compile_once_per_machine,
-    remember,
+    mark_as_cached,
     set_next_calls,
 )
 from megatron_gdn.ops.obstacles import log_obstacle_once
@@ -245,9 +245,9 @@ def test_a_kernel_that_tilelang_has_not_kept_is_not_there(cache):
         SimpleNamespace(),
         SimpleNamespace(_tilelang_cache_path=str(cache / "lost")),
     ):
-        remember(entry, unkept)
+        mark_as_cached(entry, unkept)
         assert not entry.exists()
-    remember(entry, kernel.compile(32))
+    mark_as_cached(entry, kernel.compile(32))
     assert entry.exists()
 
 
@@ -255,7 +255,7 @@ def test_a_copy_of_the_cache_elsewhere_has_its_kernels(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     kernel = Kernel(tmp_path / "here")
     keep_cache_in(tmp_path / "here", monkeypatch)
-    remember(cache_entry(kernel, (32,), {}, "9.0"), kernel.compile(32))
+    mark_as_cached(cache_entry(kernel, (32,), {}, "9.0"), kernel.compile(32))
     (tmp_path / "here").rename(tmp_path / "there")
     keep_cache_in(tmp_path / "there", monkeypatch)
     assert cache_entry(kernel, (32,), {}, "9.0").exists()

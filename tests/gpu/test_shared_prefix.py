@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
-from megatron_gdn.mixers.flex_attention import BLOCK
+from megatron_gdn.mixers.flex_attention import BLOCK_SIZE
 from tests.distributed.layer_laws import thd
 from tests.gpu.parallel_laws import rms
 from tests.parallel import alone, hybrid_model, make_config, model_config
@@ -86,12 +86,14 @@ def test_packed_documents_round_as_bf16_does():
 
 def test_a_branch_has_the_same_bits_whatever_its_siblings_in_slots_of_whole_blocks():
     """Its rows of output and gradients; and two runs have the same bits."""
-    own = make_rows(2 * BLOCK + 9 + 190, torch.bfloat16)
+    own = make_rows(2 * BLOCK_SIZE + 9 + 190, torch.bfloat16)
     d_own = torch.randn(190, HEADS * SIZE, device="cuda")
     found = []
     for siblings in ((), (), (1,), (500, 0, 3)):
         tree = Tree(
-            (-1, *[0] * len(siblings), 0), (2 * BLOCK + 9, *siblings, 190), BLOCK
+            (-1, *[0] * len(siblings), 0),
+            (2 * BLOCK_SIZE + 9, *siblings, 190),
+            BLOCK_SIZE,
         )
         rows = [*tree.tokens(0), *tree.tokens(len(siblings) + 1)]
         qkv = [

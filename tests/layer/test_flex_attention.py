@@ -13,7 +13,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from megatron_gdn.context_parallel.layouts import positions
 from megatron_gdn.mixers import flex_attention
 from megatron_gdn.mixers.attention import TorchAttention
-from megatron_gdn.mixers.flex_attention import BLOCK, DocumentMask, attend
+from megatron_gdn.mixers.flex_attention import BLOCK_SIZE, DocumentMask, attend
 from megatron_gdn.mixers.packing import resolve_packed_seq_params
 from megatron_gdn.ops.documents import Documents
 from tests.distributed.layer_laws import thd
@@ -23,11 +23,11 @@ from tests.trees import Tree, random_tree
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 CPU = torch.device("cpu")
-ANSWERS = Tree((-1, *[0] * 4), (2 * BLOCK + 9, 3 * BLOCK, 40, 41, BLOCK))
+ANSWERS = Tree((-1, *[0] * 4), (2 * BLOCK_SIZE + 9, 3 * BLOCK_SIZE, 40, 41, BLOCK_SIZE))
 # Not in the order of a walk, with empty documents and padding: 2 and 4 continue 0, 5
 # continues 4.
-MIXED = Tree((-1, -1, 0, 1, 0, 4, 5), (2 * BLOCK, 70, 0, 300, 130, 0, 200), 8)
-PACKED = Documents((0, *accumulate((3, 0, 2 * BLOCK, 129, 1))), CPU)
+MIXED = Tree((-1, -1, 0, 1, 0, 4, 5), (2 * BLOCK_SIZE, 70, 0, 300, 130, 0, 200), 8)
+PACKED = Documents((0, *accumulate((3, 0, 2 * BLOCK_SIZE, 129, 1))), CPU)
 WALKS = [ANSWERS.documents, PACKED]  # each document directly behind what it continues
 
 
@@ -87,9 +87,15 @@ def test_the_mask_is_that_of_the_definition_token_by_token_and_by_blocks(
     mask = DocumentMask.of(documents, rows)
     right = seen_by_definition(documents)[rows]
     assert torch.equal(dense(mask), right)
-    padded = right.new_zeros(-(-len(rows) // BLOCK) * BLOCK, -(-S // BLOCK) * BLOCK)
+    padded = right.new_zeros(
+        -(-len(rows) // BLOCK_SIZE) * BLOCK_SIZE, -(-S // BLOCK_SIZE) * BLOCK_SIZE
+    )
     padded[: len(rows), :S] = right
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).transpose(1, 2)
+    blocks = (
+        padded.unflatten(1, (-1, BLOCK_SIZE))
+        .unflatten(0, (-1, BLOCK_SIZE))
+        .transpose(1, 2)
+    )
     some = blocks.flatten(2).any(2)
     every = blocks.flatten(2).all(2)
     partly, fully = (listed(mask, which, *some.shape) for which in (0, 2))

@@ -31,7 +31,7 @@ from ...ops.obstacles import installed_version
 logger = logging.getLogger(__name__)
 
 # Compute capability of every Hopper GPU. Processes that see no GPU compile for Hopper.
-HOPPER = (9, 0)
+HOPPER_CAPABILITY = (9, 0)
 # With this variable set to 0, a process compiles missing kernels itself, one after the
 # other.
 _COMPILE_AHEAD_VARIABLE = "MEGATRON_GDN_COMPILE_AHEAD"
@@ -117,7 +117,7 @@ def _compile_once(
         return compile_here(*args, **kwargs)
     entry = cache_entry(kernel, args, kwargs, ".".join(map(str, _capability())))
     if not entry.exists():
-        description = f"FlashQLA's {kernel_of(entry)} for {_next_heads}"
+        description = f"FlashQLA's {kernel_name_of(entry)} for {_next_heads}"
         with build_lock(_next_heads.lock, description, entry.exists) as lock:
             if lock is not None and _may_start_command():
                 process = _start_command(lock)
@@ -128,7 +128,7 @@ def _compile_once(
                     "compiles %s in this process; takes up to a minute", description
                 )
                 compiled = compile_here(*args, **kwargs)
-                remember(entry, compiled)
+                mark_as_cached(entry, compiled)
                 return compiled
     return compile_here(*args, **kwargs)  # here tilelang loads the kernel from disk
 
@@ -142,7 +142,7 @@ def _may_start_command() -> bool:
         _next_heads.key > 0
         and _next_heads not in _started_commands
         and switched_on
-        and _capability() == HOPPER
+        and _capability() == HOPPER_CAPABILITY
     )
 
 
@@ -228,12 +228,12 @@ def cache_entry(kernel: Any, args: tuple, kwargs: dict[str, object], arch: str) 
     )
 
 
-def kernel_of(entry: Path) -> str:
+def kernel_name_of(entry: Path) -> str:
     """The name of the kernel for which :func:`cache_entry` returned ``entry``."""
     return entry.name.rpartition("-")[0]
 
 
-def remember(entry: Path, compiled: object) -> None:
+def mark_as_cached(entry: Path, compiled: object) -> None:
     """Create the file ``entry`` if tilelang has stored the ``compiled`` kernel on
     disk."""
     if os.path.isdir(getattr(compiled, "_tilelang_cache_path", None) or ""):

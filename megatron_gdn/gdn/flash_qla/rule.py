@@ -36,11 +36,11 @@ from .plan import kernels, plan_of, plan_of_rows, plan_without_cuts
 from .states import (
     SavedTensors,
     SegmentMaps,
+    decay_sums_and_inverses,
     gradients,
     initial_or_zero,
     run_forward,
     segment_maps,
-    sums_and_inverses,
 )
 
 
@@ -88,11 +88,11 @@ class FlashQlaForward(RuleForward):
             inputs = in_one_row(self.inputs)
         if maps is None:
             states_in = initial
-            g_sum, A = sums_and_inverses(inputs, segments)
+            g_sum, A = decay_sums_and_inverses(inputs, segments)
             tensors = SavedTensors(g_sum, A)
         else:
             states_in = maps.states_in(initial)
-            tensors = maps.saved_with(states_in)
+            tensors = maps.saved_tensors_with(states_in)
         o, _, last = run_forward(
             inputs,
             tensors.g_sum,
@@ -153,7 +153,7 @@ class FlashQlaBackward(RuleBackward):
             documents, heads, self.rule.batch_invariant, with_states
         )
         self._maps = segment_maps(self.inputs, self._segments, (g_sum, A))
-        self._saved_tensors = self._maps.saved_with(states_in=None)
+        self._saved_tensors = self._maps.saved_tensors_with(states_in=None)
 
     def _d_states_in_of_d_o(self) -> Tensor:
         """The gradients of states that enter segments, from d_o alone: with zero
@@ -374,7 +374,7 @@ class FlashQlaRule(Rule):
         on_grid = self.bits is Bits.ON_GRID
         if segments is not None:
             inputs = in_one_row(inputs)
-        g_sum, A = sums_and_inverses(inputs, segments)
+        g_sum, A = decay_sums_and_inverses(inputs, segments)
         tensors = SavedTensors(g_sum, A, *kept.tensors)
         if tensors.states_in is None:
             states_in = initial

@@ -68,7 +68,8 @@ class SegmentMaps(NamedTuple):
     through: Tensor  # [P, H, K, K]
     # bool [P, H], whether S_out depends on S_in; None: use ``through``
     S_passes: Tensor | None
-    saved: SavedTensors  # for the backward, without ``states_in`` and ``through``
+    # for the backward, without ``states_in`` and ``through``
+    saved_tensors: SavedTensors
 
     def states_in(self, initial: Tensor | None) -> Tensor | None:
         """The states ``[P, H, K, V]`` that enter segments; None: all are zero."""
@@ -82,15 +83,15 @@ class SegmentMaps(NamedTuple):
             self.segments.first_segment,
         )
 
-    def saved_with(self, states_in: Tensor | None) -> SavedTensors:
+    def saved_tensors_with(self, states_in: Tensor | None) -> SavedTensors:
         """The tensors for the backward, after a forward with these ``states_in``.
 
         If each sequence is one segment and ``S_passes`` is None, the backward needs
         neither ``states_in`` nor ``through``.
         """
         if self.segments.are_sequences and self.S_passes is None:
-            return self.saved
-        return self.saved._replace(states_in=states_in, through=self.through)
+            return self.saved_tensors
+        return self.saved_tensors._replace(states_in=states_in, through=self.through)
 
 
 def segment_maps(
@@ -107,7 +108,7 @@ def segment_maps(
     and the map of a sequence that is one segment is not computed, as in FlashQLA.
     """
     flash_qla = kernels()
-    g_sum, A = sums_and_inverses(inputs, segments) if known is None else known
+    g_sum, A = decay_sums_and_inverses(inputs, segments) if known is None else known
     if from_zero:
         no_S_passes = segments.ends_sequence
         no_dS_passes = segments.begins_sequence
@@ -178,7 +179,7 @@ def _boundaries_of(segments: Segments | None) -> _Boundaries:
     )
 
 
-def sums_and_inverses(
+def decay_sums_and_inverses(
     inputs: RuleInputs, segments: Segments | None
 ) -> tuple[Tensor, Tensor]:
     """``g_sum`` and ``A`` (see :class:`SavedTensors`) of the sequences or batch
