@@ -55,7 +55,7 @@ class _ResolvedDocuments(NamedTuple):
     # the tensors of offsets, one for each name in _BOUNDARY_FIELDS; kept alive, so that
     # no new tensor gets the id of one of them
     offset_tensors: tuple[Tensor | None, ...]
-    # the result of :func:`_fingerprint_of` for the offset_tensors
+    # the result of :func:`_fingerprint_of` for ``offset_tensors``
     fingerprint: list[object]
     documents: Documents
     # for each CUDA stream, its own copy of ``documents``
