@@ -5,10 +5,10 @@ Mamba2, or Gated DeltaProduct in ``gdp_stack_spec``.
     --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
 
 A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2".
-Megatron's patterns have no letter for Kimi Delta Attention (0.19; pull request 6556 adds
-one), so this file passes 'G' for each 'K' to Megatron and builds 'K' layers from their
-own spec. ``"M*G-/M*/M*"`` is the model ``M*G-`` with two heads of
-multi-token prediction, each with layers ``M*``.
+Megatron's patterns have no letter for Kimi Delta Attention (0.19; pull request 6556
+adds one), so this file passes 'G' for each 'K' to Megatron and builds 'K' layers from
+their own spec. ``"M*G-/M*/M*"`` is the model ``M*G-`` with two heads of multi-token
+prediction, each with layers ``M*``.
 """
 
 from __future__ import annotations
@@ -318,7 +318,8 @@ class KDAHybridStack(HybridStack):
     'G'.
 
     ``kda_options`` are the options of 'K' layers in the last stack that this process
-    built.
+    built. :func:`megatron_gdn.models.stack.stack_of_arguments`, which counts FLOPs,
+    sees the launch's arguments alone, and reads the options here.
     """
 
     kda_options: ClassVar[dict[str, Any]] = {}

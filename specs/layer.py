@@ -159,8 +159,8 @@ def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 
 
 def gated_delta_product_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.GatedDeltaProduct`, with its options, for the ``mixer`` of a
-    MambaLayer; ``modules`` is as in `mamba2_spec`."""
+    """Spec of `megatron_gdn.GatedDeltaProduct`, with its options, for the ``mixer`` of
+    a MambaLayer; ``modules`` is as in `mamba2_spec`."""
     return _spec_of_mixer(
         GatedDeltaProduct, GatedDeltaProductSubmodules, modules, options
     )

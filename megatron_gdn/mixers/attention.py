@@ -219,7 +219,8 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         value_SBGD: Tensor,
         query_by_query: bool,
     ) -> Tensor:
-        """The attention output ``[n, B, H, D]`` of this rank's n queries of one document.
+        """The attention output ``[n, B, H, D]`` of this rank's n queries of one
+        document.
 
         ``query_sBHD`` has this rank's queries. ``key_SBGD`` and ``value_SBGD`` have the
         tokens of all ranks in sequence order. ``document`` names the rows and the keys.

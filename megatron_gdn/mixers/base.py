@@ -104,13 +104,13 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     A subclass's ``__init__`` calls this ``__init__``, sets options, and gives
     :meth:`_build` a function that chooses the rule, and one that makes the front. The
     front computes the rule's inputs from projection rows. So a new gate's function goes
-    into ``ops/front/gates.py`` (its Triton twin into ``gate_kernels.py``), its line into
-    the mixer's ``front.py``, its columns into the layout, its parameter into ``fp32`` of
-    the subclass. One gate of a front may have ``A_log`` and ``dt_bias``.
+    into ``ops/front/gates.py`` (its Triton twin into ``gate_kernels.py``), its line
+    into the mixer's ``front.py``, its columns into the layout, its parameter into
+    ``fp32`` of the subclass. One gate of a front may have ``A_log`` and ``dt_bias``.
     ``docs/life_of_a_micro_batch.md`` lists all files of such a change. Document
     boundaries enter :meth:`forward` with ``packed_seq_params``.
-    :meth:`.micro_batch.MicroBatchPlanner.of` reads them, and ``passage.sequence_context``
-    brings them to convolution and rule.
+    :meth:`.micro_batch.MicroBatchPlanner.of` reads them, and
+    ``passage.sequence_context`` brings them to convolution and rule.
 
     ``dims`` are the sizes of the mixer: ``hidden_size``, ``conv_kernel_dim``, the
     ``layout`` of a projection row, the ``state`` of the heads, and the

@@ -66,7 +66,7 @@ class DocumentMask(NamedTuple):
         block_mask = BlockMask.from_kv_blocks(
             *_list_blocks(some_IJ & ~all_IJ), *_list_blocks(all_IJ)
         )
-        # without the lengths, block sizes and function, which `_compiled_attention` adds
+        # `_compiled_attention` adds the lengths, the block sizes and the function.
         block_tables = block_mask.as_tuple()[2:10]
         return cls(query_s, key_S, end_S, block_tables)
 

@@ -70,6 +70,7 @@ class StaticPackedSeqParams(PackedSeqParams):
                 if fields[f"{field}_padded"] is not None:
                     field = f"{field}_padded"
                 given = fields[field]
+                # the boundaries of keys may be left out
                 missing = given is None and side == "q"
                 if missing or (isinstance(given, Tensor) and given is not boundaries):
                     raise ValueError(

@@ -222,6 +222,7 @@ def _require_same_tokens(params: PackedSeqParams, documents: Documents) -> None:
             "packed_seq_params with fixed buffers has a seq_idx, which set_documents "
             "would not change. Leave total_tokens and seq_idx None."
         )
+    # entry i: whether token i + 1 begins a document
     changes = seq_idx.flatten().diff() != 0
     starts = torch.tensor(
         documents.filled_offsets[1:-1], dtype=torch.int64, device="cpu"

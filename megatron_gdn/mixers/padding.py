@@ -257,7 +257,7 @@ def _packing_of(mask: Tensor, multiple_of: int, device: torch.device) -> _Packin
     """The `_Packing` of ``mask`` into slots of a multiple of ``multiple_of`` rows, with
     tensors on ``device``."""
     token_T, document_T, lengths = read_mask(mask)
-    lengths = lengths or (0,)
+    lengths = lengths or (0,)  # a mask without tokens: one empty document
     slots = padded_lengths(lengths, multiple_of)
     padding_N = torch.tensor(slots, device="cpu") - torch.tensor(lengths, device="cpu")
     padding_before_N = padding_N.cumsum(0) - padding_N
@@ -267,7 +267,7 @@ def _packing_of(mask: Tensor, multiple_of: int, device: torch.device) -> _Packin
     if S:
         padded_T = token_T % S * B + token_T // S
     else:
-        padded_T = token_T
+        padded_T = token_T  # no token, and no division by 0
     return _Packing(
         lengths, slots, to_device(padded_T, device), to_device(packed_T, device)
     )

@@ -48,10 +48,11 @@ def mix_static(
     """Turn the projection rows ``[s, B, P]`` of the next s tokens of B batch rows into
     rows ``[s, B, H V]`` for out_proj.
 
-    The B batch rows are those from ``context.batch_size_offset`` on. The sequences begin if
-    ``context.sequence_len_offset`` is 0, else they continue. Up to :data:`MOST_DECODED`
-    continuing tokens run one by one, more tokens run as one prefill. ``layer`` is the
-    layer's number, under which the context keeps states and progress.
+    The B batch rows are those from ``context.batch_size_offset`` on. The sequences
+    begin if ``context.sequence_len_offset`` is 0, else they continue. Up to
+    :data:`MOST_DECODED` continuing tokens run one by one, more tokens run as one
+    prefill. ``layer`` is the layer's number, under which the context keeps states and
+    progress.
     """
     s, B = rows.shape[:2]
     start = context.batch_size_offset
@@ -145,6 +146,7 @@ def _tokens_of_last_step(progress: _RowProgress) -> int:
     forward."""
     if progress.steps is None:
         return 0
+    # without the memory before this forward
     return progress.steps.history.shape[1] - 1
 
 

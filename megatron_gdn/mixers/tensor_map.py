@@ -274,7 +274,8 @@ def conv_map(
 ) -> TensorMap:
     """The map of the convolution's weight ``[C, 1, W]``, which Megatron calls ``name``.
 
-    ``in_three``: files have one tensor each for q, k and v, not one for all.
+    ``hf_prefix`` starts Hugging Face's keys; ``taps`` is W. ``in_three``: files have
+    one tensor each for q, k and v, not one for all.
     """
     channels = {"": layout.conv_width}  # by the beginning of the tensor's name
     if in_three:

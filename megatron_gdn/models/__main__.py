@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
-    """The flags of a Megatron launch of ``model``: model, precision, length and parallel
-    sizes, but no data. ``options`` are those of the command line."""
+    """The flags of a Megatron launch of ``model``: model, precision, length and
+    parallel sizes, but no data. ``options`` are those of the command line."""
     from ..hf.build import megatron_flags
 
     flags = "--bf16 --use-distributed-optimizer"
@@ -91,8 +91,8 @@ def _flag_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
 
 
 def _figure_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the printed lines of one model: parameters, FLOPs, memory and legal parallel
-    sizes."""
+    """Yield the printed lines of one model: parameters, FLOPs, memory and legal
+    parallel sizes."""
     tp = options.tp
     cp = options.cp
     length = options.length

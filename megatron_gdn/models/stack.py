@@ -69,8 +69,8 @@ class Flops(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCounts:
-    """Parameters and multiply-adds of one layer of a hybrid pattern, with the norm before
-    it."""
+    """Parameters and multiply-adds of one layer of a hybrid pattern, with the norm
+    before it."""
 
     matrix_weights: int  # elements of the matrices that multiply a token's row
     vector_weights: int  # elements of other parameters: norms, convolutions, gates
@@ -196,7 +196,7 @@ class Stack:
             projections=2 * tokens * self._sum("matrix_weights"),
             convolution=2 * tokens * self._sum("convolution"),
             rule=2 * tokens * self._sum("rule"),
-            # 2 FLOPs for each pair (query, key), of which causal attention computes half
+            # 2 FLOPs for each pair (query, key); causal attention computes half of them
             attention=squares * self._sum("attention"),
             output=2 * tokens * self.outputs * self.hidden_size * self.vocab_size,
         )
@@ -233,8 +233,9 @@ def _recurrent_layer(
 ) -> LayerCounts:
     """The parameters and multiply-adds of a recurrent layer.
 
-    ``maps``: the maps of its weights, which have the shapes of all parameters; ``rule``:
-    the multiply-adds of its rule per token.
+    ``maps``: the maps of its weights, which have the shapes of all parameters.
+    ``rule``: the multiply-adds of its rule per token, those of a chunk (the module's
+    docstring lists them) divided by C.
     """
     shapes = [source.shape for entry in maps for source in entry.sources]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)

@@ -628,9 +628,12 @@ def compiled_function(kernel: Any) -> Callable:
     unknown. Unlike the kernel object, the function neither checks nor repacks
     arguments."""
     adapter = getattr(kernel, "adapter", None)
+    # If a kernel has results, the kernel object allocates them.
     if adapter is None or getattr(adapter, "result_idx", True):
         return kernel
     try:
+        # compiled in this process: an object whose ``jit`` gives the module; loaded
+        # from tilelang's cache: the module
         executable = adapter.get_exportable_executable()
         if "jit" in dir(type(executable)):
             module = executable.jit()
