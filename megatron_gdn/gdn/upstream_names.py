@@ -29,7 +29,7 @@ class UpstreamNames(RecurrentMixer):
     use_qk_l2norm: bool
     allow_neg_eigval: bool
 
-    def _name_sizes(self) -> None:
+    def _set_size_attributes(self) -> None:
         """Set sizes under megatron-core's names; ``*_local_tp``: on one tensor-parallel
         rank."""
         whole = self.global_dims
@@ -75,7 +75,7 @@ class UpstreamNames(RecurrentMixer):
         return "silu"
 
     # Megatron-Bridge calls this name after changing groups
-    _setup_variant_attrs = _name_sizes
+    _setup_variant_attrs = _set_size_attributes
 
     @property
     def gated_delta_rule(self) -> Callable:

@@ -347,7 +347,7 @@ class KimiDeltaAttention(RecurrentMixer):
             widths["g_a_proj (output_rank)"] = self.dims.output_rank
         return widths
 
-    def _name_sizes(self) -> None:
+    def _set_size_attributes(self) -> None:
         """Set sizes under megatron-core's names; ``*_local_tp``: on one tensor-parallel
         rank."""
         whole = self.global_dims
@@ -500,7 +500,7 @@ class KimiDeltaAttention(RecurrentMixer):
         names = ("in_proj", "beta_proj") + _GATE_PROJECTIONS
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
-    def _init_others(self) -> None:
+    def _init_further_parameters(self) -> None:
         """Fill the weights that `_add_projections` added by the config's
         ``init_method``.
 

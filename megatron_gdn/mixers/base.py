@@ -250,7 +250,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.conv_init = conv_init
         heads_in_words = self.dims.layout.heads_in_words
         check_fp8_settings(config, class_name, self._widths_in_fp8(), heads_in_words)
-        self._name_sizes()
+        self._set_size_attributes()
 
     def forward(
         self,
@@ -650,7 +650,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         ``path`` is the module's path in the model with a dot at its end, or "".
         """
 
-    def _init_others(self) -> None:
+    def _init_further_parameters(self) -> None:
         """A subclass with more parameters fills them here, by
         :func:`.tensor_parallel.fill_share`."""
 
@@ -659,7 +659,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         error, and the number of columns on this rank."""
         return widths_in_fp8(self.dims.layout)
 
-    def _name_sizes(self) -> None:
+    def _set_size_attributes(self) -> None:
         """A subclass sets its sizes here, under the attribute names of Megatron's
         mixer."""
 
@@ -708,7 +708,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         require_same_tensor_ranks(self.tp_group, groups)
         self.micro_batches.use_group(groups.cp)
         self._pg_collection = groups
-        self._name_sizes()
+        self._set_size_attributes()
 
     @property
     def cp_size(self) -> int:

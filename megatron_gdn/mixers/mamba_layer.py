@@ -53,7 +53,7 @@ class MambaLayerMixer(RecurrentMixer):
         pass_masks_to_mixers()
         super().__init__(*args, **kwargs)
 
-    def _name_sizes(self) -> None:
+    def _set_size_attributes(self) -> None:
         """Set attributes with sizes, named as in Megatron's mixer, for code that reads
         them."""
         whole = self.global_dims
@@ -116,7 +116,7 @@ class MambaLayerMixer(RecurrentMixer):
             )
 
     @torch.no_grad()
-    def _init_others(self) -> None:
+    def _init_further_parameters(self) -> None:
         if self.rmsnorm:
             self.norm.weight.fill_(1)
 

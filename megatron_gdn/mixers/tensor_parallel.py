@@ -318,7 +318,7 @@ def reset_parameters(mixer: Mixer) -> None:
     weight, bias = mixer.conv_parameters
     fill(weight, lambda x: x.uniform_(-weight_bound, weight_bound), 0, channels)
     fill(bias, lambda x: x.uniform_(-bias_bound, bias_bound), 0, channels)
-    mixer._init_others()
+    mixer._init_further_parameters()
     for record in mixer.fp32:
         parameter = getattr(mixer, record.name)
         first_values = record.first_values
