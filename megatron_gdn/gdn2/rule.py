@@ -96,8 +96,9 @@ class FlaGDN2(FlaChannelRule):
 
 
 def _repeat_key_heads(inputs: GDN2Inputs) -> GDN2Inputs:
-    """Repeat q, k, g and b ``[B, S, G, K]`` for the value heads; convert the gates to
-    the dtype of k and v."""
+    """Repeat q, k, g and b ``[B, S, G, K]`` for the value heads. Convert the gates b
+    and w, which the front makes in fp32, to the dtype of k and v, as fla's kernels take
+    them."""
     k, v = inputs.k, inputs.v
     inputs = inputs._replace(b=inputs.b.to(k.dtype), w=inputs.w.to(v.dtype))
     if k.shape[2] == v.shape[2]:

@@ -178,6 +178,7 @@ def ready_for_single_tokens(model: nn.Module) -> Iterator[None]:
     """In this context sequence parallelism and FP8 are off in modules and
     configurations."""
     owners: list = list(model.modules())
+    # modules share configs, and each config is changed once
     owners += {id(m.config): m.config for m in owners if hasattr(m, "config")}.values()
     # (owner, name of the attribute, its value), to be set again
     before: list[tuple[object, str, object]] = []

@@ -132,6 +132,7 @@ def _dynamic_step(mixer: Mixer, rows: Tensor, context: InferenceContext) -> Tens
             "prefixes; set prefix_caching_mamba_gb=None."
         )
     assert mixer.layer_number is not None
+    # the context has buffers for the layers of this pipeline stage alone
     number_on_stage = mixer.layer_number - mixer.pp_layer_offset
     conv_state, ssm_state = context.mamba_states_cache(number_on_stage)
     s = 1 + context.num_speculative_tokens

@@ -35,6 +35,7 @@ def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
     a parameter that they must not cast."""
     assert parameter.dtype == torch.float32, parameter.dtype
     vars(parameter)["keep_in_fp32"] = True
+    # older optimizers of Megatron fail on models that mix fp32 with 16-bit parameters
     repair_mixed_dtype_optimizers()
 
 

@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     from ..compat.observe import hide_import_notes
 
+    # the import of Megatron and fla would print warnings between the lines
     hide_import_notes()
     from .model import ENTRIES, find
 

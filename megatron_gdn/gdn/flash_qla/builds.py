@@ -176,7 +176,7 @@ def _start_command(lock: int) -> subprocess.Popen:
 
 def warm_up_command(heads: Heads, use: str) -> list[str]:
     """The command line that compiles kernels for ``heads``, those of the group ``use``
-    first."""
+    first. ``--for-a-run`` tells the command that this process holds the lock."""
     uses = [use] + [other for other in USUAL_USES if other != use]
     return [
         sys.executable,

@@ -178,8 +178,10 @@ class FlashQlaBackward(RuleBackward):
         """The gradient of the initial states, if the final states have zero
         gradients."""
         tensors = self._saved_tensors
+        # A forward without initial states made no maps, or maps that take the sequences'
+        # initial states for zero.
         if tensors.chunks_after_S_in is None or tensors.dS_passes is not None:
-            self._cut_again()  # a forward without initial states saves no maps
+            self._cut_again()
         return initial_gradients(
             self._d_states_in_of_d_o(), self._saved_tensors.through, self._segments
         )
