@@ -95,8 +95,6 @@ def gdn_layer_maps(
         zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron
             model. If True, Megatron's ``out_norm.weight`` is ``norm.weight - 1``.
     """
-    p = prefix
-    hf = hf_prefix
     D = dims.hidden_size
     H = dims.num_value_heads
     if storage.startswith("separate"):
@@ -109,7 +107,7 @@ def gdn_layer_maps(
     projections = {}  # shapes by Hugging Face's keys
     for name, sections in PROJECTIONS[storage].items():
         rows_of_tensor = sum(width_of[section] for section in sections)
-        projections[f"{hf}{name}.weight"] = (rows_of_tensor, D)
+        projections[f"{hf_prefix}{name}.weight"] = (rows_of_tensor, D)
     # In all storages but "interleaved", the concatenated tensors are the fused
     # projection.
     if storage == "interleaved":
@@ -118,22 +116,28 @@ def gdn_layer_maps(
         rows = None
     taps = dims.conv_kernel_dim
     in_three = storage == "separate"
-    norm_weight = {f"{hf}{norm}.weight": (dims.value_head_dim,)}
+    norm_weight = {f"{hf_prefix}{norm}.weight": (dims.value_head_dim,)}
     return [
         tensor_map(
-            f"{p}in_proj.weight",
+            f"{prefix}in_proj.weight",
             projections,
             shard_dim=0,
             rows=rows,
             sections=dims.layout.widths,
         ),
-        conv_map(f"{p}conv1d.weight", hf, dims.layout, taps, in_three),
-        tensor_map(f"{p}A_log", {f"{hf}A_log": (H,)}, shard_dim=0, fp32=True),
-        tensor_map(f"{p}dt_bias", {f"{hf}dt_bias": (H,)}, shard_dim=0, fp32=True),
+        conv_map(f"{prefix}conv1d.weight", hf_prefix, dims.layout, taps, in_three),
         tensor_map(
-            f"{p}out_norm.weight", norm_weight, shift=-float(zero_centered_gamma)
+            f"{prefix}A_log", {f"{hf_prefix}A_log": (H,)}, shard_dim=0, fp32=True
         ),
         tensor_map(
-            f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, dims.v_dim)}, shard_dim=1
+            f"{prefix}dt_bias", {f"{hf_prefix}dt_bias": (H,)}, shard_dim=0, fp32=True
+        ),
+        tensor_map(
+            f"{prefix}out_norm.weight", norm_weight, shift=-float(zero_centered_gamma)
+        ),
+        tensor_map(
+            f"{prefix}out_proj.weight",
+            {f"{hf_prefix}{out}.weight": (D, dims.v_dim)},
+            shard_dim=1,
         ),
     ]

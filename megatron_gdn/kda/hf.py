@@ -37,27 +37,25 @@ def kda_layer_maps(
     files, or of transformers' module if ``in_files`` is False. ``prefix``,
     ``hf_prefix`` and ``zero_centered_gamma`` are as in :func:`..gdn.hf.gdn_layer_maps`.
     """
-    p = prefix
-    hf = hf_prefix
     D = dims.hidden_size
     H = dims.num_value_heads
     K = dims.key_head_dim
     V = dims.value_head_dim
     layout = dims.in_proj_layout
     if in_files:
-        forget_gate = hf  # start of the keys of the forget gate's tensors
+        forget_gate = hf_prefix  # start of the keys of the forget gate's tensors
     else:
-        forget_gate = f"{hf}forget_gate."
+        forget_gate = f"{hf_prefix}forget_gate."
     if in_files and family == "bailing_hybrid":
         out = "dense"
     else:
         out = "o_proj"
     name_of = {
-        "query": f"{hf}q_proj",
-        "key": f"{hf}k_proj",
-        "value": f"{hf}v_proj",
+        "query": f"{hf_prefix}q_proj",
+        "key": f"{hf_prefix}k_proj",
+        "value": f"{hf_prefix}v_proj",
         "g": f"{forget_gate}f_proj",
-        "gate": f"{hf}g_proj",
+        "gate": f"{hf_prefix}g_proj",
     }
     projections = {
         f"{name_of[section]}.weight": (width, D)
@@ -70,26 +68,42 @@ def kda_layer_maps(
     shift = -float(zero_centered_gamma)
     maps = [
         tensor_map(
-            f"{p}in_proj.weight", projections, shard_dim=0, sections=layout.widths
+            f"{prefix}in_proj.weight", projections, shard_dim=0, sections=layout.widths
         ),
-        tensor_map(f"{p}beta_proj.weight", {f"{hf}b_proj.weight": (H, D)}),
-        conv_map(f"{p}conv1d.weight", hf, dims.layout, dims.conv_kernel_dim, in_files),
-        tensor_map(
-            f"{p}A_log", {f"{forget_gate}A_log": A_log_shape}, shard_dim=0, fp32=True
+        tensor_map(f"{prefix}beta_proj.weight", {f"{hf_prefix}b_proj.weight": (H, D)}),
+        conv_map(
+            f"{prefix}conv1d.weight",
+            hf_prefix,
+            dims.layout,
+            dims.conv_kernel_dim,
+            in_files,
         ),
         tensor_map(
-            f"{p}dt_bias", {f"{forget_gate}dt_bias": (H * K,)}, shard_dim=0, fp32=True
+            f"{prefix}A_log",
+            {f"{forget_gate}A_log": A_log_shape},
+            shard_dim=0,
+            fp32=True,
         ),
-        tensor_map(f"{p}out_norm.weight", {f"{hf}o_norm.weight": (V,)}, shift=shift),
         tensor_map(
-            f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, H * V)}, shard_dim=1
+            f"{prefix}dt_bias",
+            {f"{forget_gate}dt_bias": (H * K,)},
+            shard_dim=0,
+            fp32=True,
+        ),
+        tensor_map(
+            f"{prefix}out_norm.weight", {f"{hf_prefix}o_norm.weight": (V,)}, shift=shift
+        ),
+        tensor_map(
+            f"{prefix}out_proj.weight",
+            {f"{hf_prefix}{out}.weight": (D, H * V)},
+            shard_dim=1,
         ),
     ]
     if dims.gates_in_in_proj:
         return maps
     for gate_prefix, letter, rank, width in (
         (forget_gate, "f", dims.forget_rank, H * K),
-        (hf, "g", dims.output_rank, H * V),
+        (hf_prefix, "g", dims.output_rank, H * V),
     ):
         shapes = {f"{letter}_proj": (width, D)}
         if rank:
@@ -98,5 +112,5 @@ def kda_layer_maps(
             source = {f"{gate_prefix}{name}.weight": shape}
             # every tensor-parallel rank has the narrow half whole
             shard_dim = None if name.endswith("_a_proj") else 0
-            maps.append(tensor_map(f"{p}{name}.weight", source, shard_dim))
+            maps.append(tensor_map(f"{prefix}{name}.weight", source, shard_dim))
     return maps

@@ -22,31 +22,39 @@ def mamba2_layer_maps(
     ``hf_prefix`` starts Hugging Face's keys, for example ``backbone.layers.0.mixer.``.
     ``conv_bias``: whether the convolution has a bias.
     """
-    p = prefix
-    hf = hf_prefix
     layout = dims.layout
     D = dims.hidden_size
-    in_proj = {f"{hf}in_proj.weight": (layout.width, D)}
+    in_proj = {f"{hf_prefix}in_proj.weight": (layout.width, D)}
     maps = [
-        tensor_map(f"{p}in_proj.weight", in_proj, shard_dim=0, sections=layout.widths),
-        conv_map(f"{p}conv1d_weight", hf, layout, dims.conv_kernel_dim, in_three=False),
         tensor_map(
-            f"{p}norm.weight", {f"{hf}norm.weight": (dims.d_inner,)}, shard_dim=0
+            f"{prefix}in_proj.weight", in_proj, shard_dim=0, sections=layout.widths
+        ),
+        conv_map(
+            f"{prefix}conv1d_weight",
+            hf_prefix,
+            layout,
+            dims.conv_kernel_dim,
+            in_three=False,
         ),
         tensor_map(
-            f"{p}out_proj.weight",
-            {f"{hf}out_proj.weight": (D, dims.d_inner)},
+            f"{prefix}norm.weight",
+            {f"{hf_prefix}norm.weight": (dims.d_inner,)},
+            shard_dim=0,
+        ),
+        tensor_map(
+            f"{prefix}out_proj.weight",
+            {f"{hf_prefix}out_proj.weight": (D, dims.d_inner)},
             shard_dim=1,
         ),
     ]
     for name in ("A_log", "dt_bias", "D"):
-        source = {f"{hf}{name}": (dims.num_heads,)}
-        maps.append(tensor_map(f"{p}{name}", source, shard_dim=0, fp32=True))
+        source = {f"{hf_prefix}{name}": (dims.num_heads,)}
+        maps.append(tensor_map(f"{prefix}{name}", source, shard_dim=0, fp32=True))
     if conv_bias:
-        bias = {f"{hf}conv1d.bias": (layout.conv_width,)}
+        bias = {f"{hf_prefix}conv1d.bias": (layout.conv_width,)}
         maps.append(
             tensor_map(
-                f"{p}conv1d_bias", bias, shard_dim=0, sections=layout.conv_widths
+                f"{prefix}conv1d_bias", bias, shard_dim=0, sections=layout.conv_widths
             )
         )
     return maps

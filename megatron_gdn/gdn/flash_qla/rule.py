@@ -178,8 +178,8 @@ class FlashQlaBackward(RuleBackward):
         """The gradient of the initial states, if the final states have zero
         gradients."""
         tensors = self._saved_tensors
-        # A forward without initial states made no maps, or maps that take the sequences'
-        # initial states for zero.
+        # A forward without initial states made no maps, or maps for which the sequences
+        # begin with zero states.
         if tensors.chunks_after_S_in is None or tensors.dS_passes is not None:
             self._cut_again()
         return initial_gradients(
