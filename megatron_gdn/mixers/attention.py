@@ -401,6 +401,7 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
         """Build Megatron's ``SelfAttention``; ``cp_layout`` says how the loader cuts
         sequences."""
         super().__init__(*args, **kwargs)
+        # the first layer changes Megatron's errors about rotary positions
         explain_rotary_lengths()
         self.loader_layout = LoaderLayout(cp_layout, self.config)
         # The rotary angles of q and of k while a forward runs in which this class

@@ -50,6 +50,7 @@ class MambaLayerMixer(RecurrentMixer):
     mask_of_layer: Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # the first mixer changes Megatron's MambaLayer
         pass_masks_to_mixers()
         super().__init__(*args, **kwargs)
 

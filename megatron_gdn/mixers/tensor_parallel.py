@@ -295,7 +295,8 @@ def reset_parameters(mixer: Mixer) -> None:
     global_dims = mixer.global_dims
     config = mixer.config
     group = mixer.tp_group
-    # fill(parameter, method, dim, sections)
+    # fill(parameter, method, dim, sections); each call draws a seed, so the order of
+    # the calls decides the values
     fill = partial(fill_share, group)
     if config.perform_initialization:
         assert config.init_method is not None
@@ -353,7 +354,8 @@ def fill_share(
     if parameter is None:
         return
     # The seed is from the CPU's generator, which Megatron keeps equal on
-    # tensor-parallel ranks.
+    # tensor-parallel ranks. It is drawn for a parameter on the meta device too, so
+    # later parameters get the same values.
     seed = int(torch.randint(2**62, (), device="cpu"))
     if parameter.is_meta:
         return
@@ -391,7 +393,7 @@ def copy_with_same_groups[Module: nn.Module](
                 memo[id(value)] = value
     cls = type(module)
     copied = cls.__new__(cls)
-    memo[id(module)] = copied
+    memo[id(module)] = copied  # a part may refer to the module
     copied.__setstate__(copy.deepcopy(module.__dict__, memo))
     return copied
 
