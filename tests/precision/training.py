@@ -25,7 +25,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_gdn.compat.checkpoints import leave_strides_out
 from megatron_gdn.specs import hybrid_stack_spec
-from megatron_gdn.specs.hybrid import GDN2
+from megatron_gdn.specs.hybrid import GDN2_VARIANT
 from tests import upstream
 from tests.parallel import VOCABULARY, hybrid_model, in_ddp, model_config, run_schedule
 
@@ -152,7 +152,10 @@ def stack_of(upstream_layer: bool, spec_options: dict | None = None):
     theirs = getattr(upstream.upstream_on_cpu(), "GatedDeltaNet2", None)
     if theirs is not None:
         parts = replace(layer.submodules, self_attention=replace(mixer, module=theirs))
-        layers = {**stack.params["layers"], GDN2: replace(layer, submodules=parts)}
+        layers = {
+            **stack.params["layers"],
+            GDN2_VARIANT: replace(layer, submodules=parts),
+        }
         stack = replace(stack, params={"layers": layers})
     return stack
 
