@@ -77,7 +77,8 @@ def lead_in_kernel(
         tl.store(at + c_1C, lead_1C, mask=real_1C)
 
 
-@triton.jit(do_not_specialize=["columns"])  # one variant for all numbers of columns
+# one variant for all numbers of columns
+@triton.jit(do_not_specialize=["columns"])
 def lead_in_backward_kernel(
     rows_ptr,
     weight_ptr,
@@ -138,7 +139,8 @@ def lead_in_backward_kernel(
         tl.store(partial_ptr + c_1C * W + tap, d_tap_1C, mask=real_1C)
 
 
-@triton.jit(do_not_specialize=["most"])  # one variant for all tables
+# one variant for all tables
+@triton.jit(do_not_specialize=["most"])
 def add_rows_kernel(
     returned_ptr,
     additions_ptr,

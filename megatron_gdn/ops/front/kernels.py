@@ -607,7 +607,8 @@ def _compute_gate_section_backward(
             tl.store(d_dt_bias_ptr + d_D, tl.sum(d_dt_bias_TD, axis=0), mask=real_D)
 
 
-@triton.jit(do_not_specialize=["S", "steps"])  # one variant for all lengths
+# one variant for all lengths
+@triton.jit(do_not_specialize=["S", "steps"])
 def front_backward_kernel(
     rows_ptr,
     gates_ptr,

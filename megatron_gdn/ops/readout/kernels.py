@@ -234,7 +234,8 @@ def _pointer_to_token(ptr, first_row, stride_s, stride_b, H: tl.constexpr):
     return ptr + b * stride_b + tl.cast(first_row // H, tl.int64) * stride_s
 
 
-@triton.jit(do_not_specialize=["rows"])  # one variant for all lengths
+# one variant for all lengths
+@triton.jit(do_not_specialize=["rows"])
 def gated_norm_forward_kernel(
     o_ptr,
     proj_ptr,
@@ -301,7 +302,8 @@ def gated_norm_forward_kernel(
     tl.store(out_at_RV, y_RV.to(out_ptr.dtype.element_ty), mask=real_RV)
 
 
-@triton.jit(do_not_specialize=["rows"])  # one variant for all lengths
+# one variant for all lengths
+@triton.jit(do_not_specialize=["rows"])
 def gated_norm_backward_kernel(
     o_ptr,
     proj_ptr,
