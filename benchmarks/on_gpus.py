@@ -1,7 +1,7 @@
 """Rows of the registry on a machine with GPUs, in a call of less than ten minutes.
 
     python3 benchmarks/on_gpus.py fp8
-    python3 benchmarks/on_gpus.py parallel exchange    # four GPUs
+    python3 benchmarks/on_gpus.py parallel    # four GPUs
 
 First the kernels of all these rows are compiled side by side (on_gpus.toml says which),
 then their tests run side by side, then each row measures alone. Records and a log of

@@ -113,12 +113,6 @@ def context_parallel_table() -> str:
     return markdown(beside_table(head, of, ("upstream", *schemes)))
 
 
-def exchange_table() -> str:
-    head = ["tokens", "raw ms", "plain", "ours"]
-    of = read("exchange.jsonl")
-    return markdown(beside_table(head, of, ("raw", "plain", "ours")))
-
-
 def model_table() -> str:
     head = ["micro-batches", "graphs", "GDN layer", "step ms", "", "host ms"]
     rows = [[*head, "peak MiB"]]
@@ -186,7 +180,6 @@ def pages() -> dict[Path, dict[str, str]]:
             "shapes": shapes_table(),
             "kernels": kernel_table(),
             "context parallel": context_parallel_table(),
-            "exchange": exchange_table(),
             "model": model_table(),
         },
         HERE.parent / "README.md": {"figures table": figures_table(beside())},
