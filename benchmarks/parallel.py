@@ -50,9 +50,9 @@ from megatron_gdn.context_parallel import local_indices
 ROUNDS = 7
 
 
-def start_ranks(tp: int = 1) -> tuple[int, int]:
-    """Megatron over the ranks of torchrun, which are context parallel but for ``tp``;
-    this rank, and how many are context parallel."""
+def start_ranks() -> tuple[int, int]:
+    """Megatron over the ranks of torchrun, all context parallel: this rank, and how
+    many there are."""
     # how torchrun ends a rank: says where it is
     faulthandler.register(signal.SIGTERM, chain=True)
     from megatron.core import parallel_state, tensor_parallel
@@ -66,8 +66,8 @@ def start_ranks(tp: int = 1) -> tuple[int, int]:
 
         run_megatron_on_cpu()
         dist.init_process_group("gloo")
-    cp = dist.get_world_size() // tp
-    parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
+    cp = dist.get_world_size()
+    parallel_state.initialize_model_parallel(context_parallel_size=cp)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     return dist.get_rank(), cp
 

@@ -127,13 +127,6 @@ RUN_BY = {
     "python benchmarks/report.py": REPORT.format(
         "the_tables_of_the_pages_are_of_the_results"
     ),
-    "python benchmarks/run.py calls": (
-        "tests/distributed/test_calls.py::test_a_steady_forward_calls_few_functions"
-    ),
-    "torchrun --standalone --nproc-per-node 4 benchmarks/run.py step-calls": (
-        "tests/distributed/test_calls.py::"
-        "test_a_step_sends_what_each_layer_needs_and_is_checked_once"
-    ),
     "python -m megatron_gdn.warm_up --heads 16:32 --tp 2 --cp 2": WARM_UP,
     "git clone --branch core_r0.19.0 https://github.com/NVIDIA/Megatron-LM": GPU,
     "python -m megatron_gdn.doctor --heads 16:32": DOCTOR,
