@@ -29,7 +29,7 @@ def flags_of(row: dict[str, Any], kind: dict[str, str]) -> list[str]:
     batch, length, in_a_step = row.get("tokens", (2, 4096, 4))
     steps = row.get("steps", 30)
     flags = f"""
-        {FLAGS["base"]} {DATA["data"]["mock"]} {DATA["hidden"][row.get("hidden", "2048")]}
+        {FLAGS["base"]} {FLAGS["mock"]} {DATA["hidden"][row.get("hidden", "2048")]}
         --micro-batch-size {batch} --global-batch-size {in_a_step}
         --seq-length {length} --max-position-embeddings {length}
         --train-iters {steps} --log-memory-interval {steps}

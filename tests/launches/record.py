@@ -20,7 +20,7 @@ from tests.launches.launching import CLONE
 RECORDS = ROOT / "docs" / "launches.jsonl"
 PAGE = ROOT / "docs" / "support.md"
 KEY = ("script", "processes", "launch", "held to", "branch")
-ON_GPUS = " on H200"  # the end of such a branch (benchmarks/launch_laws.py)
+ON_GPUS = " on H200"  # the end of such a branch (divided_launches.py)
 USUAL_SCRIPT = "pretrain_hybrid.py"  # the tables name any other
 # Columns of the tables.
 # "kda" is the branch of pull request 6556.

@@ -188,7 +188,8 @@ def test_every_row_of_the_registry_names_a_function_and_cases_that_are_read(
 ):
     for name, row in script("run").registry().items():
         module, function = row["run"].split(":")
-        source = (ROOT / "benchmarks" / f"{module}.py").read_text()
+        folder = ROOT if module.startswith("tests.") else ROOT / "benchmarks"
+        source = (folder / f"{module.replace('.', '/')}.py").read_text()
         assert f"\ndef {function}(session: Session) -> None:" in source, name
         for case in row.get("cases", []):
             assert cases.parse(case).tokens, name

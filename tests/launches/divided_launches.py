@@ -2,7 +2,7 @@
 checkpoint, and what is continued from what another launch saved.
 
     MEGATRON_LM=CLONES python benchmarks/run.py launch-laws --set gpus=2
-    python benchmarks/launch_laws.py RECORDS     the records in docs/support.md
+    python -m tests.launches.divided_launches RECORDS     the records in docs/support.md
 
 One GPU trains each small model and saves it with its optimizer at step 3; every other
 launch goes on from that file. How far losses are apart when nothing but the order of
@@ -17,15 +17,16 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.launching import (
-    DATA,
+import torch
+
+from benchmarks.lib.launching import (
     FLAGS,
-    ROOT,
     SPECS,
     chosen,
     clone_of,
@@ -34,18 +35,21 @@ from lib.launching import (
     note_megatron,
     on_cpu,
 )
+from tests.launches import real_data
+from tests.launches.record import KEY, write
 
 if TYPE_CHECKING:
-    from lib.session import Session
+    from benchmarks.lib.session import Session
 
 BRANCHES = {"core": "core_r0.19.0", "main": "main"}
+DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 MODELS = DATA["models"]
 HELD_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """One launch of a small model; launches.toml says what the fields mean."""
+    """One launch of a small model; the TOML file says what the fields mean."""
 
     gpus: int
     model: str = "dense"
@@ -101,7 +105,7 @@ def each_of(row: dict[str, Any], ways: dict[str, Any]) -> list[str]:
 
 
 def in_words(value: Any, words: dict[str, Any]) -> Any:
-    """A row of launches.toml with what ``{word}`` stands for in every text of it."""
+    """A row of the TOML file with what ``{word}`` stands for in every text of it."""
     if isinstance(value, str):
         return value.format(**words)
     if isinstance(value, list):
@@ -122,8 +126,6 @@ class Launches:
     """Runs launches, and keeps which folders they saved to and what they printed."""
 
     def __init__(self, session: Session, cases: dict[str, Case], folder: Path) -> None:
-        import torch
-
         self.session = session
         self.cases = cases
         self.folder = folder
@@ -138,8 +140,10 @@ class Launches:
         return [i % self.gpus_here for i in range(first, first + count)]
 
     def flags(self, name: str, case: Case) -> list[str]:
-        data = DATA["data"][MODELS[case.model].get("data", "mock")]
-        flags = f"{FLAGS['base']} {FLAGS['small']}".split()
+        data = FLAGS["mock"]
+        if "data" in MODELS[case.model]:
+            data = DATA["data"][MODELS[case.model]["data"]]
+        flags = f"{FLAGS['base']} {DATA['small']}".split()
         flags += data.format(data=self.folder / "data").split()
         flags += f"{case.model_flags} {case.flags} --spec {SPECS[case.layer]}".split()
         if "--use-torch-fsdp2" in flags:
@@ -243,8 +247,6 @@ def held_to_of(name: str, case: Case) -> str:
 
 def prepare_data(folder: Path) -> None:
     """Text and chats of the tests' launches, made by the clone's own tool."""
-    from tests.launches import real_data
-
     folder.mkdir()
     real_data.CLONE = str(clone_of())
     real_data.save_tokenizer(folder)
@@ -306,9 +308,6 @@ def result_in_words(record: dict[str, Any]) -> str:
 def table(records: Path) -> int:
     """Writes records of `laws` to docs/launches.jsonl, and the table of
     docs/support.md."""
-    sys.path.append(str(ROOT))
-    from tests.launches.record import KEY, write
-
     for line in records.read_text().splitlines():
         record = json.loads(line)
         cases = CASES[record["divide"]]
