@@ -46,12 +46,7 @@ from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.mixers.padding import packed_seq_params_of
 
 sys.path.append(str(Path(__file__).parents[1]))
-from benchmarks.lib.model import (  # noqa: E402
-    DEVICE,
-    gdn_sizes,
-    hybrid_model,
-    transformer_config,
-)
+from benchmarks.lib.model import DEVICE, transformer_config  # noqa: E402
 from benchmarks.lib.pages import markdown  # noqa: E402
 from benchmarks.lib.processes import in_processes  # noqa: E402
 
@@ -217,7 +212,10 @@ def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None
             init_method_std=0.1,
             calculate_per_token_loss=True,
             use_cpu_initialization=True,
-            **gdn_sizes(*args.heads, args.head_dim),
+            linear_num_key_heads=args.heads[0],
+            linear_num_value_heads=args.heads[1],
+            linear_key_head_dim=args.head_dim,
+            linear_value_head_dim=args.head_dim,
         )
         options = {"rule_operands": operands}
         if cp > 1:
@@ -276,13 +274,22 @@ def _run_policy(
     config: Any, options: dict[str, Any], lengths: list[int], fp64: bool
 ) -> dict[str, Tensor]:
     """Logits of a model with attention, and the tokens to predict."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
     from megatron_gdn.specs import hybrid_stack_spec
 
     held, packed = _tokens(lengths)
     torch.manual_seed(2)
     spec = hybrid_stack_spec("local", **options)
-    own_output = {"share_embeddings_and_output_weights": False}
-    model = hybrid_model(config, spec, PATTERN, VOCABULARY, max(lengths), **own_output)
+    model = HybridModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=max(lengths),
+        hybrid_layer_pattern=PATTERN,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
     model = _prepared(model, fp64)
     tokens = torch.randint(VOCABULARY, (1, sum(lengths) + 1))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]

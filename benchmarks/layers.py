@@ -138,8 +138,7 @@ def host(session: Session) -> None:
     """What the host takes to issue a forward and backward behind a kernel that sleeps.
 
     The layers take turns. A backward through several layers (``in_a_row``) wakes
-    autograd's thread once. ``host_in_one_thread`` has the backward in the calling
-    thread: what it is less by goes into autograd's own thread.
+    autograd's thread once.
     """
     start_megatron()
     several = session.row["in_a_row"]
@@ -156,14 +155,11 @@ def host(session: Session) -> None:
             boths[layer.name] = with_backward(forward, row, x)
         of_forward = host_ms(list(forwards.values()), in_a_row=several)
         of_both = host_ms(list(boths.values()), in_a_row=several)
-        with torch.autograd.set_multithreading_enabled(False):
-            alone = host_ms(list(boths.values()), in_a_row=several)
         for n, name in enumerate(boths):
             record = {
                 "case": case.name,
                 "layer": name,
                 "host_forward": of_forward[n],
                 "host_forward_backward": of_both[n],
-                "host_in_one_thread": alone[n],
             }
             session.emit(record)

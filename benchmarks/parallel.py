@@ -145,14 +145,10 @@ def times_of(session: Session, run: Callable, both: Callable) -> dict[str, Any]:
 
 def host_of(session: Session, case: Case, steps: dict[str, Any]) -> None:
     """The host's time of every layer, in turns."""
-    several = session.row["in_a_row"]
-    runs = list(steps.values())
-    issued = [slowest(found) for found in host_ms(runs, in_a_row=several)]
-    with torch.autograd.set_multithreading_enabled(False):
-        alone = [slowest(found) for found in host_ms(runs, in_a_row=several)]
-    for name, host, one in zip(steps, issued, alone, strict=True):
-        record = {"host_forward_backward": host, "host_in_one_thread": one}
-        session.emit({"case": case.name, "layer": name, **record})
+    found = host_ms(list(steps.values()), in_a_row=session.row["in_a_row"])
+    for name, times in zip(steps, found, strict=True):
+        record = {"case": case.name, "layer": name}
+        session.emit(record | {"host_forward_backward": slowest(times)})
 
 
 def in_rounds(session: Session, case: Case, steps: dict[str, Any]) -> None:

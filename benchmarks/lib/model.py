@@ -1,4 +1,4 @@
-"""Megatron's configs and hybrid models, as all benchmarks build them."""
+"""Megatron's config, as the benchmarks build it."""
 
 from __future__ import annotations
 
@@ -32,30 +32,3 @@ def transformer_config(hidden: int, dtype: torch.dtype, **fields: Any) -> Any:
         bf16=dtype == torch.bfloat16,
         **(common | fields),
     )
-
-
-def hybrid_model(
-    config: Any, spec: Any, pattern: str, vocabulary: int, tokens: int, **more: Any
-) -> Any:
-    """A HybridModel with random weights; ``tokens``: of its longest sequence."""
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    return HybridModel(
-        config,
-        spec,
-        vocab_size=vocabulary,
-        max_sequence_length=tokens,
-        hybrid_layer_pattern=pattern,
-        position_embedding_type="rope",
-        **more,
-    )
-
-
-def gdn_sizes(key_heads: int, value_heads: int, head_dim: int) -> dict[str, int]:
-    """A Gated DeltaNet's fields of Megatron's config."""
-    return {
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": value_heads,
-        "linear_key_head_dim": head_dim,
-        "linear_value_head_dim": head_dim,
-    }
