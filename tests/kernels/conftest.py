@@ -2,6 +2,7 @@
 ``TRITON_INTERPRET=1`` is set."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,8 +73,61 @@ def _language_patched_once_a_launch() -> None:
     interpreter.GridExecutor.__call__ = launch_and_forget
 
 
+def _types_made_once() -> None:
+    """Triton's interpreter makes the type of each tensor anew, its shape, its text and
+    a table of numpy's dtypes, for a third of its time.
+
+    The name of a type says all of it.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    make_type = core.block_type.__init__
+    make_tensor = core.tensor.__init__
+    find_dtype = interpreter._get_np_dtype
+    types = {}
+    tensors = {}
+    dtypes = {}
+
+    def type_of(self, element_ty, shape):
+        sizes = tuple(getattr(size, "value", size) for size in shape)
+        key = element_ty.name, sizes
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key])
+
+    def tensor_of(self, handle, type):
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = dict(vars(self))
+        vars(self).update(tensors[type.name])
+        self.handle = handle
+
+    def dtype_of(type):
+        if type.name not in dtypes:
+            dtypes[type.name] = find_dtype(type)
+        return dtypes[type.name]
+
+    core.block_type.__init__ = type_of
+    core.tensor.__init__ = tensor_of
+    interpreter._get_np_dtype = dtype_of
+
+
+def _unread_checks_left_out() -> None:
+    """Triton's interpreter computes whether an integer overflows, for a fifth of its
+    time, and asserts it in debug mode alone."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 if INTERPRETED:
     _language_patched_once_a_launch()
+    _unread_checks_left_out()
+    _types_made_once()
     _numpy_scalars_as_indices()
     _masks_of_bools()
 
