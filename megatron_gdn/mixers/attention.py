@@ -329,11 +329,10 @@ def _config_of_one_rank(config: TransformerConfig) -> TransformerConfig:
     """``config`` if its context_parallel_size is 1, else a copy with size 1, since
     DotProductAttention refuses larger sizes."""
     if config.context_parallel_size == 1:
-        alone = config
-    else:
-        alone = copy.copy(config)
-    alone.context_parallel_size = 1
-    return alone
+        return config
+    config_of_one_rank = copy.copy(config)
+    config_of_one_rank.context_parallel_size = 1
+    return config_of_one_rank
 
 
 def _is_tree(packed: PackedSeqParams | None) -> bool:

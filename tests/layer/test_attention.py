@@ -40,6 +40,28 @@ def test_over_one_rank_megatrons_own_forward_reads_no_context_parallelism(monkey
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("context_parallel_size", [1, 2])
+def test_attention_writes_nothing_to_the_callers_config(
+    monkeypatch, context_parallel_size
+):
+    config = make_config(context_parallel_size=context_parallel_size)
+    written = []
+
+    def record(self, name, value):
+        if self is config:
+            written.append(name)
+        object.__setattr__(self, name, value)
+
+    monkeypatch.setattr(type(config), "__setattr__", record)
+    attention = TorchAttention(
+        config, 1, AttnMaskType.causal, "self", pg_collection=alone()
+    )
+    q, k, v = torch.randn(3, 5, 1, 4, 6)
+    attention(q, k, v, None)
+    assert written == []
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_documents_in_fixed_buffers_are_read_by_attention_outside_of_graphs():
     config = make_config(hidden_size=16, num_attention_heads=2, attention_dropout=0.0)
     layer = TorchAttention(
