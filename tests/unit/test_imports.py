@@ -33,6 +33,13 @@ def test_the_layer_needs_torch_and_megatron_alone_and_touches_no_gpu(tmp_path):
     assert python_without(others, LAYER, tmp_path) == "False"
 
 
+def test_the_drop_in_does_not_load_the_compiler():
+    """torch's Dynamo takes seconds to import; only ``torch.compile`` needs it."""
+    drop_in = "import sys, megatron_gdn.hf.drop_in.patching"
+    done = python("-c", f"{drop_in}; print('torch._dynamo' in sys.modules)")
+    assert done.stdout.strip() == "False", done.stderr
+
+
 @pytest.mark.parametrize(
     "name",
     [

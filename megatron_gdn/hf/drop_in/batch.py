@@ -26,6 +26,7 @@ from ...context_parallel.layouts import check_lengths
 from ...context_parallel.layouts import positions as positions_of
 from ...mixers.packing import MicroBatchShare
 from ...mixers.padding import read_mask
+from ...ops.autograd import uncompiled
 from ...ops.documents import Documents
 from ...ops.host_tables import to_device
 from ...ops.layout import SizeError
@@ -128,7 +129,7 @@ class ModelBatch:
         return x_BsH.masked_fill(padding[..., None], 0)
 
 
-@torch.compiler.disable  # the host reads boundaries
+@uncompiled  # the host reads boundaries
 def resolve_batch(
     options: Any,
     sources: BoundarySources,
@@ -155,6 +156,7 @@ def resolve_batch(
     rows, tokens = x_BsH.shape[:2]
     group = group_of(options.cp_mesh)
     if group is None and cache is not None and cache.get_seq_length() > 0:
+        # attention_mask and position_ids come with every step of a generation
         names = ("packed_seq_ids", "cu_seqlens", "indices", "seq_index")
         if given := [name for name in names if getattr(sources, name) is not None]:
             raise ValueError(
@@ -190,8 +192,13 @@ def resolve_batch(
 def _find_documents(
     sources: BoundarySources, rows: int, share: MicroBatchShare
 ) -> ModelBatch:
-    """The batch of ``rows`` rows. ``share`` has no documents, and the sequence layout of
-    the options; the batch's share has the documents and the layout that were found."""
+    """The batch of ``rows`` rows, whose documents ``sources`` tell.
+
+    ``share`` has no documents, and the sequence layout of the options; the batch's
+    share has the documents and the layout that were found. It has no documents if each
+    row is one sequence. On one rank a 0/1 mask is padding alone. Under context
+    parallelism padding is document 0, so that a rank knows the padding of the others.
+    """
     _require_one_batch(sources, rows, share)
     share = _with_sequence_layout(sources, rows, share)
     sources = _gather_sources(sources, rows, share)
@@ -256,7 +263,7 @@ def _require_one_batch(
             dimensions = source.dim()
         compared[f"kinds of {name}"] = dimensions
     compared["numbers of offsets"] = len(offsets)
-    compared["offsets"] = zlib.crc32(offsets)
+    compared["offsets"] = zlib.crc32(offsets)  # one number for any number of offsets
     # [cp, number of compared values]
     of_ranks = _gather(torch.tensor(list(compared.values()), device="cpu"), share)
     differs = (of_ranks != of_ranks[0]).any(0).tolist()
@@ -343,7 +350,12 @@ def _gather_sources(
     sources: BoundarySources, rows: int, share: MicroBatchShare
 ) -> BoundarySources:
     """The sources of all ranks' tokens: masks, ids and positions ``[B, s]`` of each rank
-    become ``[B, S]`` in sequence order. Offsets, which are of the whole buffer, stay."""
+    become ``[B, S]`` in sequence order.
+
+    Offsets, which are of the whole buffer, stay. `_require_one_batch` has refused
+    ``indices``, `_with_sequence_layout` has read ``seq_index``, and masks of other
+    layers are read on one rank only, so these sources are left out.
+    """
     if share.group is None:
         return sources
     mask = sources.attention_mask
@@ -364,7 +376,7 @@ def _gather_sources(
             f"[4, {rows}, {tokens}], text positions first."
         )
     if sources.cu_seqlens is not None:
-        text_position = None
+        text_position = None  # the offsets give the documents
     elif text_position is not None and text_position.shape[0] == 1:
         text_position = text_position.expand(rows, -1)
     gathered = {

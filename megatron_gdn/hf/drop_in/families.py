@@ -40,7 +40,7 @@ class DropInMixer(NamedTuple):
     choose_rule: ChooseRule
     make_front: MakeFront
     # keywords ``mixer`` and ``recurrence`` of MicroBatchPlanner, for the log
-    names: dict[str, str]
+    names_in_log: dict[str, str]
 
 
 def _gdn_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixer:
@@ -57,7 +57,7 @@ def _gdn_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixe
         allow_neg_eigval=getattr(module, "allow_neg_eigval", False),
         recompute_qkv=options.recompute_qkv,
     )
-    return DropInMixer(dims, choose_rule, make_front, names={})
+    return DropInMixer(dims, choose_rule, make_front, names_in_log={})
 
 
 def _kda_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixer:
@@ -196,7 +196,8 @@ def family_of(module: nn.Module) -> ModelFamily:
 
 
 def linear_attentions(module: nn.Module) -> Iterator[LinearAttention]:
-    """All linear-attention modules of transformers in ``module``."""
+    """Yield all linear-attention modules of transformers in ``module``, patched or
+    not."""
     return (
         found for found in module.modules() if transformers_class(found) is not None
     )
@@ -221,13 +222,17 @@ def class_for_config(config: object) -> type:
 @lru_cache
 def class_with_mixin(prefix: str, mixin: type, cls: type) -> type[Any]:
     """The class with the bases ``mixin`` and ``cls``; its name is ``prefix`` + the name
-    of ``cls``."""
+    of ``cls``.
+
+    The same arguments give the same class, so modules of one class stay of one class.
+    """
     return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__})
 
 
 @lru_cache
 def cache_parameter(function: Callable) -> str:
-    """The name of the argument in which transformers' ``function`` takes the cache."""
+    """The name of the argument in which transformers' ``function`` takes the cache; it
+    depends on transformers' version (:func:`.sources.find_cache`)."""
     known = inspect.signature(function).parameters
     return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[-1])
 
@@ -307,7 +312,8 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
         modeling = sys.modules[cls.__module__]
         for name in _KERNEL_FUNCTIONS:
             chosen = getattr(modeling, name, None)
-            # a chosen kernel wraps transformers' function in plain torch
+            # A chosen kernel wraps transformers' function in plain torch. The partial
+            # that an earlier call has set is no function, and stays.
             if inspect.isfunction(chosen) and hasattr(chosen, "__wrapped__"):
                 plain = inspect.unwrap(chosen)
                 plain_arguments = frozenset(inspect.signature(plain).parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from types import MethodType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from ...mixers.hooks import (
 from ...mixers.loader_layout import LoaderLayout
 from ...mixers.micro_batch import MicroBatch, MicroBatchPlanner
 from ...mixers.options import MixerOptions
+from ...ops.autograd import uncompiled
 from ...ops.layout import Layout
 from ...ops.mixer import mix
 from ...ops.readout.base import ACTIVATIONS, SplitReadout, readout_by_module
@@ -149,7 +150,10 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
 
     def __new__(cls, config: object = None, *args: object, **kwargs: object):
         """An instance of the class that inherits from this one and from transformers'
-        class for ``config``, so that ``isinstance`` sees both."""
+        class for ``config``, so that ``isinstance`` sees both.
+
+        Python then calls :meth:`__init__` with the same arguments.
+        """
         if cls is CPAwareGatedDeltaNet:
             original = families.class_for_config(config)
             return super().__new__(families.class_with_mixin("CPAware", cls, original))
@@ -220,7 +224,7 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
         cache = find_cache({"cache": cache, "cache_params": cache_params})
         if batch is None:
             sources = BoundarySources.from_keywords(attention_mask, kwargs)
-            batch = cast(Any, resolve_batch)(options, sources, hidden_states, cache)
+            batch = resolve_batch(options, sources, hidden_states, cache)
         for name in _BATCH_KEYWORDS:
             kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
@@ -233,7 +237,7 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
         proj_BTP = families.project_rows(
             self, batch.to_mixer_rows(hidden_states), self.drop_in.mixer.dims
         )
-        mixed = cast(Any, self._mix)(proj_BTP.transpose(0, 1), batch)
+        mixed = self._mix(proj_BTP.transpose(0, 1), batch)
         out_proj = self._modules[families.family_of(self).out_proj]
         return batch.from_mixer_rows(out_proj(mixed.transpose(0, 1)), hidden_states)
 
@@ -242,8 +246,9 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
     ) -> Tensor:
         """Run transformers' own forward on ``hidden_states`` ``[B, S, D]``.
 
-        ``kwargs``: further keywords of this forward, which get ``cache``. If ``A_log``
-        and ``dt_bias`` are sharded, they are gathered before the forward.
+        ``mask``: its ``attention_mask``. ``kwargs``: further keywords of this forward,
+        which get ``cache``. If ``A_log`` and ``dt_bias`` are sharded, they are gathered
+        before the forward.
         """
         owner = gate_owner(self)
         kwargs[self.drop_in.cache_name] = cache
@@ -258,8 +263,7 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
             for name in FP32_GDN_PARAM_NAMES:
                 vars(owner).pop(name, None)
 
-    # the host computes tables, which torch.compile cannot trace
-    @torch.compiler.disable
+    @uncompiled  # the host computes tables, which torch.compile cannot trace
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
         """Run convolution, rule and norm on projection rows; return the rows for the
         output projection, ``[T, B, H V]``."""
@@ -290,6 +294,8 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
             """What transformers would give to ``conv1d``: ``[B, C, T]``."""
             return rows.detach()[..., layout.conv_columns].permute(1, 2, 0)
 
+        # The front reads conv1d's weight without calling the module, and a hook may
+        # load or change this weight.
         run_pre_hooks(conv, conv_input)
         # Kimi Linear's A_log is [1, 1, H, 1]
         parameters = conv.weight, conv.bias, A_log.flatten(), dt_bias
@@ -305,14 +311,17 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
 
 def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
     """The readout of the module ``norm``: this package's fused norm if ``norm`` is
-    transformers' own and unchanged, else a readout that calls ``norm``."""
+    transformers' own and unchanged, else a readout that calls ``norm``.
+
+    ``layout``: the columns of the gate z, and the heads of the output, on this rank.
+    """
     cls = type(norm)
     activation = getattr(norm, "activation", None)
     is_unchanged = (
         cls.__name__.endswith("RMSNormGated")
         and cls.__module__.startswith("transformers.")
         and cls.forward.__module__.startswith("transformers.")
-        and "_hf_hook" not in vars(norm)
+        and "_hf_hook" not in vars(norm)  # of accelerate
         and runs_class_forward(norm)
         and not has_hooks(norm)
     )
@@ -387,7 +396,7 @@ def become_drop_in(
         MixerOptions(linear_cp_mode=options.linear_cp_mode),
         mixer.choose_rule,
         mixer.make_front,
-        **mixer.names,
+        **mixer.names_in_log,
     )
     original: Any = families.transformers_class(module)
     if not isinstance(module, CPAwareGatedDeltaNet):

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...mixers.hooks import forward_name, runs_class_forward
+from ...ops.autograd import uncompiled
 from ...ops.host_tables import to_device
 from .batch import ModelBatch, group_of, resolve_batch
 from .families import (
@@ -43,10 +44,10 @@ TextModel = Any
 Keywords = dict[str, Any]
 
 # the name of `gathered_attention` in transformers' AttentionInterface
-GATHERED = "megatron_gdn_gathered"
+GATHERED_ATTENTION = "megatron_gdn_gathered"
 # The attribute in which a patched text model keeps the forward that another tool had set
 # on the instance; None if there was none.
-_WRAPPED_FORWARD = "_megatron_gdn_forward_before"
+_WRAPPED_FORWARD_NAME = "_megatron_gdn_forward_before"
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def patch(
     if attention is not None:
         from transformers import AttentionInterface
 
-        AttentionInterface.register(GATHERED, gathered_attention)
+        AttentionInterface.register(GATHERED_ATTENTION, gathered_attention)
     handle = Patch(model, drop_in_options, gathers_keys=attention is not None)
     logger.info("%s", handle)
     return handle
@@ -127,7 +128,7 @@ class Patch(AbstractContextManager):
         self.layers: dict[str, CPAwareGatedDeltaNet] = {}
         self._undo_callbacks = ExitStack()
         # text model -> the function that is its forward while it is patched
-        self._wrappers: dict[nn.Module, Any] = {}
+        self._forward_wrappers: dict[nn.Module, Any] = {}
         text_models: dict[str, TextModel] = {}
         for name, module in model.named_modules():
             has_layers = isinstance(getattr(module, "layers", None), nn.ModuleList)
@@ -201,7 +202,7 @@ class Patch(AbstractContextManager):
                     "call the patched forward. Restore that forward before undoing the "
                     "patch."
                 )
-        for text, wrapper in self._wrappers.items():
+        for text, wrapper in self._forward_wrappers.items():
             bound = vars(text).get(forward_name(text))
             if getattr(bound, "__func__", None) is not wrapper:
                 raise RuntimeError(
@@ -210,7 +211,7 @@ class Patch(AbstractContextManager):
                     "before undoing the patch."
                 )
         self._undo_callbacks.close()
-        self._wrappers = {}
+        self._forward_wrappers = {}
         self.layers = {}
 
     def __exit__(self, *_: object) -> None:
@@ -242,21 +243,26 @@ class Patch(AbstractContextManager):
     def _wrap_forward(self, text: TextModel, gathers_keys: bool) -> None:
         """Let :func:`prepare_forward` find the documents before each forward of ``text``;
         ``gathers_keys``: as in :meth:`__init__`."""
+        # of the forward's arguments after self, for those given by position
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
         old_attention = text.config._attn_implementation
 
-        @torch.compiler.disable  # the host reads boundaries
+        @uncompiled  # the host reads boundaries
         def prepare(module: Any, arguments: Keywords) -> Keywords:
-            """Choose the attention for the current mesh; prepare ``arguments``."""
+            """Choose the attention for the current mesh; return the ``arguments`` as
+            :func:`prepare_forward` changes them. ``module``: the text model."""
             options = next(linear_attentions(module)).drop_in.options
             config = module.config
             # Another value was set after the patch by the user, and stays.
-            may_choose = config._attn_implementation in (GATHERED, old_attention)
+            may_choose = config._attn_implementation in (
+                GATHERED_ATTENTION,
+                old_attention,
+            )
             if gathers_keys and may_choose:
                 if group_of(options.cp_mesh) is None:
                     config._attn_implementation = old_attention
                 else:
-                    config._attn_implementation = GATHERED
+                    config._attn_implementation = GATHERED_ATTENTION
             return prepare_forward(module, options, arguments)
 
         @wraps(type(text).forward)
@@ -264,8 +270,8 @@ class Patch(AbstractContextManager):
             """Call the forward that ``module`` had before the patch with the prepared
             arguments."""
             given = dict(zip(names, args, strict=False)) | kwargs
-            arguments = cast(Any, prepare)(module, given)
-            wrapped = vars(module)[_WRAPPED_FORWARD]
+            arguments = prepare(module, given)
+            wrapped = vars(module)[_WRAPPED_FORWARD_NAME]
             if wrapped is None:
                 wrapped = MethodType(type(module).forward, module)
             return wrapped(**arguments)
@@ -281,10 +287,10 @@ class Patch(AbstractContextManager):
                 )
                 self._undo_callbacks.callback(hook.remove)
         attribute = forward_name(text)
-        vars(text)[_WRAPPED_FORWARD] = vars(text).get(attribute)
+        vars(text)[_WRAPPED_FORWARD_NAME] = vars(text).get(attribute)
         # a bound method, which deepcopy of the model binds to the copy
         vars(text)[attribute] = MethodType(forward, text)
-        self._wrappers[text] = forward
+        self._forward_wrappers[text] = forward
         self._undo_callbacks.callback(_restore_forward, text)
 
 
@@ -294,7 +300,7 @@ def _restore_forward(text: TextModel) -> None:
     If accelerate's hooks call ``_old_forward``, this attribute must stay.
     """
     attribute = forward_name(text)
-    wrapped = vars(text).pop(_WRAPPED_FORWARD)
+    wrapped = vars(text).pop(_WRAPPED_FORWARD_NAME)
     if wrapped is not None:
         vars(text)[attribute] = wrapped
     elif attribute == "forward":
@@ -306,7 +312,7 @@ def _restore_forward(text: TextModel) -> None:
 def _drop_resolved_batch(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Pre-hook of a layer with softmax attention: drop the argument ``gdn_batch``, which
     only :func:`gathered_attention` takes."""
-    if layer.self_attn.config._attn_implementation != GATHERED:
+    if layer.self_attn.config._attn_implementation != GATHERED_ATTENTION:
         kwargs.pop("gdn_batch", None)
     return args, kwargs
 
@@ -342,9 +348,8 @@ def prepare_forward(
         x = kwargs.get("inputs_embeds")
     if x is None:  # no input, so the model's forward will raise an error
         return kwargs
-    batch = cast(Any, resolve_batch)(
-        options, sources, x, cache, bool(kwargs.get("use_cache"))
-    )
+    fills_cache = bool(kwargs.get("use_cache"))
+    batch = resolve_batch(options, sources, x, cache, fills_cache)
     _refuse_unread_cache(text, kwargs)
     if batch is None:
         return kwargs
@@ -373,8 +378,8 @@ def prepare_forward(
 
 
 def _refuse_unread_cache(text: TextModel, kwargs: Keywords) -> None:
-    """Raise if the cache is given as ``cache=``, the name of transformers 5.24, to a
-    text model of an older version, which would ignore it."""
+    """Raise a ValueError if the cache is given as ``cache=``, the name of transformers
+    5.24, to a text model of an older version, which would ignore it."""
     parameters = inspect.signature(type(text).forward).parameters
     if kwargs.get("cache") is not None and "cache" not in parameters:
         raise ValueError(
@@ -414,7 +419,7 @@ def _mask_of_documents(
     """
     implementation = text.config._attn_implementation
     if batch.share.group is not None:
-        if batch.share.documents is not None and implementation != GATHERED:
+        if batch.share.documents is not None and implementation != GATHERED_ATTENTION:
             raise ValueError(
                 "documents are packed and the model's attention is "
                 f"{implementation!r}, which does not take them under context "
@@ -482,8 +487,9 @@ def gathered_attention(
     """
     if attention_mask is not None or gdn_batch is None:
         raise ValueError(
-            f"{GATHERED!r} attention runs inside a model that megatron_gdn.hf.patch "
-            "has patched for context parallelism, and takes no attention_mask."
+            f"{GATHERED_ATTENTION!r} attention runs inside a model that "
+            "megatron_gdn.hf.patch has patched for context parallelism, and takes no "
+            "attention_mask."
         )
     share = gdn_batch.share
     # keys and values of all ranks
@@ -494,6 +500,7 @@ def gathered_attention(
         q_BHsD = query[:, :, document.first_row : document.end_row]
         k_BGSD = document.keys(k_SBGD).permute(1, 2, 0, 3)
         v_BGSD = document.keys(v_SBGD).permute(1, 2, 0, 3)
+        # None if query i attends to the keys 0 to i
         mask = document.mask(query.device)
         out = F.scaled_dot_product_attention(
             q_BHsD,

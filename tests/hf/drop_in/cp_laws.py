@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.hf.drop_in import patch, shard_gates
 from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in
-from megatron_gdn.hf.drop_in.patching import GATHERED
+from megatron_gdn.hf.drop_in.patching import GATHERED_ATTENTION
 from tests.hf.drop_in.conftest import in_float64, mixer_of, results
 from tests.hf.tiny_models import build, cache_name
 from tests.parallel import assert_close
@@ -169,7 +169,7 @@ def a_mesh_set_on_a_patched_model_counts() -> None:
         given = slice(None) if cp_mesh is None else mine
         local = many(tokens[:, given], use_cache=False, cu_seq_lens_q=offsets).logits
         assert_close(f"logits over {cp_mesh}", local, logits[:, given], 1e-5)
-    assert many.config._attn_implementation == GATHERED
+    assert many.config._attn_implementation == GATHERED_ATTENTION
     next(iter(patched.layers.values()))._cp_mesh = None
     assert {layer._cp_mesh for layer in patched.layers.values()} == {None}
     patched.undo()

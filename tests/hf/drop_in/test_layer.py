@@ -237,3 +237,15 @@ def test_a_patched_model_can_be_compiled_around(fresh):
     layer = torch.compile(mixer_of(model), backend="eager")
     x = torch.randn(1, 6, 24)
     assert_close("output", layer(x), before.model.layers[0].linear_attn(x), 1e-5)
+
+
+def test_a_compiled_model_still_keeps_documents_apart(fresh):
+    """``torch.compile`` leaves the steps that read boundaries out of its graphs."""
+    model = fresh(DENSE)
+    patch(model)
+    tokens = torch.arange(1, 13)[None]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    options = {"position_ids": positions, "use_cache": False}
+    expected = model(tokens, **options).logits
+    compiled = torch.compile(model, backend="eager")
+    assert_close("logits", compiled(tokens, **options).logits, expected, 1e-5)
