@@ -38,8 +38,8 @@ from megatron_gdn.command_line import (
     MOST_HEAD_DIM,
     MOST_RANKS,
     Parser,
-    heads,
-    whole_number,
+    parse_heads,
+    parse_whole_number,
 )
 from megatron_gdn.compat.observe import hide_import_notes
 from megatron_gdn.context_parallel import local_indices
@@ -99,12 +99,18 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         description="What context parallelism changes in a layer and in a policy step.",
     )
     add = parser.add_argument
-    add("--heads", type=heads, default=(16, 32), metavar="KEY:VALUE", help="as 16:32")
-    add("--head-dim", type=partial(whole_number, most=MOST_HEAD_DIM), default=128)
-    add("--hidden", type=partial(whole_number, most=_MOST_HIDDEN), default=256)
-    lengths = {"type": whole_number, "nargs": "+", "default": [512, 256, 256]}
+    add(
+        "--heads",
+        type=parse_heads,
+        default=(16, 32),
+        metavar="KEY:VALUE",
+        help="as 16:32",
+    )
+    add("--head-dim", type=partial(parse_whole_number, most=MOST_HEAD_DIM), default=128)
+    add("--hidden", type=partial(parse_whole_number, most=_MOST_HIDDEN), default=256)
+    lengths = {"type": parse_whole_number, "nargs": "+", "default": [512, 256, 256]}
     add("--lengths", **lengths, help="of the packed documents")
-    ranks = partial(whole_number, most=MOST_RANKS)
+    ranks = partial(parse_whole_number, most=MOST_RANKS)
     add("--cp", type=ranks, nargs="+", default=[2, 4], help="numbers of ranks")
     add("--modes", nargs="+", default=SCHEMES, choices=SCHEMES)
     add("--json", action="store_true", help="one JSON line a row in place of a table")

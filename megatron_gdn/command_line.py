@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         return names
 
 
-def heads(text: str) -> tuple[int, int]:
+def parse_heads(text: str) -> tuple[int, int]:
     """The numbers of key heads and of value heads in ``text``, which is
     ``KEY:VALUE``.
 
@@ -80,8 +80,8 @@ def heads(text: str) -> tuple[int, int]:
     """
     key, _, value = text.partition(":")
     try:
-        key_heads = whole_number(key, MOST_HEADS)
-        value_heads = whole_number(value, MOST_HEADS)
+        key_heads = parse_whole_number(key, MOST_HEADS)
+        value_heads = parse_whole_number(value, MOST_HEADS)
         is_legal = value_heads % key_heads == 0
     except argparse.ArgumentTypeError:
         key_heads = 0
@@ -95,7 +95,7 @@ def heads(text: str) -> tuple[int, int]:
     return key_heads, value_heads
 
 
-def whole_number(text: str, most: int = 2**31 - 1) -> int:
+def parse_whole_number(text: str, most: int = 2**31 - 1) -> int:
     """The whole number in ``text``, from 1 to ``most``; another text is an
     ArgumentTypeError."""
     # int() raises an error for a text of several thousand digits.

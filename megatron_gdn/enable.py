@@ -18,16 +18,16 @@ from .frameworks.patch import patch_megatron
 from .ops import obstacles
 from .ops.obstacles import warn_once
 
-_LAYERS = ("gdn", "mamba")
-_setting = os.environ.get("MEGATRON_GDN") or "gdn"
-_layers_to_build = {name.strip() for name in _setting.split(",")}
-if not _layers_to_build <= set(_LAYERS):
+_LAYER_NAMES = ("gdn", "mamba")
+_given_names = os.environ.get("MEGATRON_GDN") or "gdn"
+_layers_to_build = {name.strip() for name in _given_names.split(",")}
+if not _layers_to_build <= set(_LAYER_NAMES):
     raise ValueError(
-        f"MEGATRON_GDN={_setting!r} is not legal; it names the layers that "
+        f"MEGATRON_GDN={_given_names!r} is not legal; it names the layers that "
         "megatron_gdn builds: 'gdn', 'mamba' or 'gdn,mamba'. Change it, or unset it "
         "for 'gdn'."
     )
-patch_megatron(**{name: name in _layers_to_build for name in _LAYERS})
+patch_megatron(**{name: name in _layers_to_build for name in _LAYER_NAMES})
 import_module("megatron_gdn.specs")  # makes hybrid patterns accept 'K'
 if torch.cuda.device_count() and obstacles.no_kernels_installed():
     warn_once(obstacles.PLAIN_ON_GPU_WARNING)

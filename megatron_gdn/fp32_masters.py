@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # The key of a master: Float16Optimizer calls it fp32_param, DistributedOptimizer param.
-_MASTER_KEY = re.compile(
+_MASTER_KEY_PATTERN = re.compile(
     r"(chained_\d+\.)?optimizer\.state\.(fp32_param|param)\.(?P<key>.+)"
 )
 
@@ -119,7 +119,7 @@ def _masters_by_key(saved: Iterable[str]) -> dict[str, str]:
     """
     masters: dict[str, str] = {}
     for name in saved:
-        match = _MASTER_KEY.fullmatch(name)
+        match = _MASTER_KEY_PATTERN.fullmatch(name)
         if match is None:
             continue
         key = match["key"]

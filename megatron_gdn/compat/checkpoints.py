@@ -134,7 +134,7 @@ def _padding_entry(
     return place
 
 
-def cut_without_padding(
+def slice_without_padding(
     shard_state: Callable,
     optimizer: Any,
     /,
@@ -181,7 +181,11 @@ def cut_without_padding(
 
 def _without_padding(buffer: _ParamAndGradBuffer) -> SimpleNamespace:
     """The attributes of a gradient ``buffer`` that Megatron reads to slice states, with
-    the values that they have without padding."""
+    the values that they have without padding.
+
+    ``param_index_map``: parameter -> its first element in the buffer, the end of its
+    elements, the number of its bucket.
+    """
     buckets = []
     start = 0
     moves = []  # for each bucket, what is added to the offsets of its parameters
@@ -302,7 +306,10 @@ def warn_on_torch_file(save: Callable, optimizer: object, filename: str) -> None
 
 def _warn_of_fp32_parameters(optimizer: object, file_format: str, flags: str) -> None:
     """If ``optimizer`` has fp32 parameters, warn that Megatron's own layer does not
-    load ``file_format``, and advise to save with ``flags``."""
+    load ``file_format``, and advise to save with ``flags``.
+
+    Only a DistributedOptimizer has gradient buffers, so others give no warning.
+    """
     if any(
         buffer.param_dtype == torch.float32
         for buffer in getattr(optimizer, "buffers", ())
@@ -318,7 +325,8 @@ def _warn_of_fp32_parameters(optimizer: object, file_format: str, flags: str) ->
 def _add_note(
     pattern: re.Pattern, note: str, load: Callable, /, *args: object, **kwargs: object
 ) -> object:
-    """Call ``load``; add ``note`` to an error whose message matches ``pattern``."""
+    """Call ``load``, a method of Megatron, with its arguments; add ``note`` to an error
+    whose message matches ``pattern``."""
     try:
         return load(*args, **kwargs)
     except BaseException as error:  # CheckpointException of torch is a BaseException
@@ -345,7 +353,7 @@ class _SectionRows(NamedTuple):
 
     whole_key: str  # the key of Megatron's tensor
     whole_rows: int  # the number of rows of that tensor
-    first: int  # the section's first row
+    first_row: int  # the section's first row
     rows: int  # the section's number of rows
 
 
@@ -415,8 +423,8 @@ def load_sections_from_whole_tensor(
 
     @cache
     def whole_tensor(key: str) -> Tensor:
-        """The tensor ``key`` of the checkpoint, on the CPU; each rank reads all of
-        it."""
+        """The tensor ``key`` of the checkpoint, on the CPU. Each rank reads all of it,
+        once for all of its sections."""
         metadata = stored[key]
         state = {key: torch.empty(metadata.size, dtype=metadata.properties.dtype)}
         load_tensors(
@@ -461,10 +469,11 @@ def _rows_of(
             "shards of equal size. Build the layer with the checkpoint's sizes."
         )
     ranks = whole_rows // shard_rows
+    # the axes before ``axis``, if there are any, number the layers
     of_layer = whole_tensor[tuple(section.global_offset[:axis])]
     by_rank = of_layer.unflatten(0, (ranks, shard_rows))
-    first = place.first // ranks
-    end = (place.first + place.rows) // ranks
+    first = place.first_row // ranks
+    end = (place.first_row + place.rows) // ranks
     section_rows = by_rank[:, first:end].flatten(0, 1)
     local_first = section.global_offset[axis]
     rows = section_rows[local_first : local_first + section.local_shape[0]]

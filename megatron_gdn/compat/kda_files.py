@@ -52,7 +52,7 @@ _CONVERTED_MESSAGE = (
 )
 
 
-def _other_end(key: str, ends: Mapping[str, str]) -> tuple[str, str] | None:
+def _stem_and_other_end(key: str, ends: Mapping[str, str]) -> tuple[str, str] | None:
     """If ``key`` ends in a key of ``ends``: ``key`` without that end, and the end's
     value in ``ends``. Else None."""
     for end, other in ends.items():
@@ -90,7 +90,8 @@ def load_old_names(
     tensors = [
         value
         for value in nested_values(sharded_state_dict)
-        if isinstance(value, ShardedTensor) and _other_end(value.key, _OLD_ENDS)
+        if isinstance(value, ShardedTensor)
+        and _stem_and_other_end(value.key, _OLD_ENDS)
     ]
     if not tensors:
         return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -99,7 +100,7 @@ def load_old_names(
     )
     renamed = []  # (tensor, its key today, its key of version 0.1)
     for tensor in tensors:
-        found = _other_end(tensor.key, _OLD_ENDS)
+        found = _stem_and_other_end(tensor.key, _OLD_ENDS)
         assert found is not None
         old = "".join(found)
         if tensor.key in stored:
@@ -138,8 +139,9 @@ def _require_same_rank(key: str, stored: StateDict) -> None:
     ``key`` is not in the checkpoint; ``stored`` are the checkpoint's entries by key.
     """
     for low, full, setting in _GATE_KEYS:
-        of_low = _other_end(key, dict.fromkeys(low, ""))
-        of_full = _other_end(key, dict.fromkeys(full, ""))
+        # (key without its end, "") if the end is that of the gate, else None
+        of_low = _stem_and_other_end(key, dict.fromkeys(low, ""))
+        of_full = _stem_and_other_end(key, dict.fromkeys(full, ""))
         # ``others``: the keys that the gate has with the other kind of rank
         if of_low is not None:
             others = [f"{of_low[0]}{end}" for end in full]
@@ -187,7 +189,7 @@ def convert_state_dict(mixer: Any, state_dict: StateDict, prefix: str) -> None:
     widths.append(H)
     weight = state_dict[key]
     if len(weight) != sum(widths):
-        return
+        return  # of other sizes, which torch's load refuses
     if mixer.tp_size > 1:
         raise ValueError(
             f"{key} is a weight of megatron_gdn 0.1 on one of {mixer.tp_size} "

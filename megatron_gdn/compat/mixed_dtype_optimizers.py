@@ -26,13 +26,13 @@ from torch import Tensor
 
 from . import versions
 from .checkpoints import (
-    cut_without_padding,
     explain_bucket_sizes,
     explain_file_sizes,
     leave_strides_out,
     load_sections_from_whole_tensor,
     log_repair,
     make_states_to_load,
+    slice_without_padding,
     store_empty_shares,
     warn_on_dp_reshardable,
     warn_on_torch_file,
@@ -52,22 +52,22 @@ if TYPE_CHECKING:
     from .state_dict import StateDict
 
 # Our key for the masters of fp32 parameters in a Float16Optimizer's state dict
-_FP32_KEY = "fp32_params"
+_FP32_MASTERS_KEY = "fp32_params"
 # Megatron's key for the masters of 16-bit parameters
-_HALF_KEY = "fp32_from_fp16_params"
-# LayerWiseDistributedOptimizer's attributes with parameters by rank, and the name of
-# each attribute's process group.
-_PARAMS_LISTS = {"dp_cp_params_list": "dp_cp", "expt_dp_params_list": "expt_dp"}
+_HALF_MASTERS_KEY = "fp32_from_fp16_params"
+# LayerWiseDistributedOptimizer's attributes with lists of parameters by rank -> the
+# name of the process group over these ranks.
+_GROUP_OF_PARAMS_LIST = {"dp_cp_params_list": "dp_cp", "expt_dp_params_list": "expt_dp"}
 
-_flat = chain.from_iterable
+_flatten = chain.from_iterable
 # The wrapped methods: class, name and Megatron's own method.
-_originals: list[tuple[type, str, Callable]] = []
+_wrapped_methods: list[tuple[type, str, Callable]] = []
 
 
 def repair_mixed_dtype_optimizers() -> None:
     """Wrap methods of Megatron's optimizers and of its reader of checkpoints, once per
     process; no GPU is used."""
-    if _originals:
+    if _wrapped_methods:
         return
     from megatron.core.dist_checkpointing.strategies.torch import (
         TorchDistLoadShardedStrategy,
@@ -99,7 +99,11 @@ def repair_mixed_dtype_optimizers() -> None:
             (ChainedOptimizer, "state_dict", make_states_to_load)
         ],
         versions.PADDING_BEFORE_STATES: [
-            (distributed, "sharded_param_state_fully_reshardable", cut_without_padding)
+            (
+                distributed,
+                "sharded_param_state_fully_reshardable",
+                slice_without_padding,
+            )
         ],
         versions.STATES_OF_HALF_PARAMETERS: [
             (half, "state_dict", _list_every_master),
@@ -133,14 +137,15 @@ def repair_mixed_dtype_optimizers() -> None:
 
 def _wrap(owner: type, name: str, wrapper: Callable) -> None:
     """Replace the method ``name`` of the class ``owner``; keep the original in
-    _originals."""
+    _wrapped_methods."""
     original = getattr(owner, name)
-    _originals.append((owner, name, original))
-    setattr(owner, name, _wrapped(original, wrapper))
+    _wrapped_methods.append((owner, name, original))
+    setattr(owner, name, _method_with_wrapper(original, wrapper))
 
 
-def _wrapped(original: Callable, wrapper: Callable) -> Callable:
-    """A method that calls ``wrapper(original, self, ...)``."""
+def _method_with_wrapper(original: Callable, wrapper: Callable) -> Callable:
+    """A method with the name of ``original`` that calls ``wrapper(original, self,
+    ...)``, where ``self`` is the optimizer or the reader of checkpoints."""
 
     @wraps(original)
     def call_wrapper(self, *args: object, **kwargs: object) -> object:
@@ -152,8 +157,8 @@ def _wrapped(original: Callable, wrapper: Callable) -> Callable:
 def restore_mixed_dtype_optimizers() -> None:
     """Put Megatron's methods back, until the next layer with fp32 parameters wraps them
     again."""
-    while _originals:
-        owner, name, original = _originals.pop()
+    while _wrapped_methods:
+        owner, name, original = _wrapped_methods.pop()
         setattr(owner, name, original)
 
 
@@ -198,7 +203,7 @@ def _places_in_adam(
         # of an Adam that updates 16-bit parameters themselves, without masters
         (optimizer.model_float16_groups, optimizer.shard_float16_groups),
     ):
-        for model, shard in zip(_flat(models), _flat(shards), strict=True):
+        for model, shard in zip(_flatten(models), _flatten(shards), strict=True):
             if id(shard) in place_in_adam:
                 places[model] = place_in_adam[id(shard)]
     if places.keys() == optimizer.model_param_group_index_map.keys():
@@ -226,7 +231,9 @@ def _load_equal_replicas(
     if len({buffer.param_dtype for buffer in buffers}) < 2:
         return
     group = optimizer.data_parallel_group
-    for bucket in _flat(b.buckets for b in buffers if b.param_dtype == torch.float32):
+    for bucket in _flatten(
+        b.buckets for b in buffers if b.param_dtype == torch.float32
+    ):
         shard = bucket.param_data.chunk(group.size())[group.rank()]
         dist.all_gather_into_tensor(bucket.param_data, shard.clone(), group=group)
 
@@ -239,7 +246,9 @@ def _lend_main_grads(copy_grads: Callable, optimizer: HalfOptimizer) -> None:
     none.
     """
     without_main_grad = [
-        p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")
+        p
+        for p in _flatten(optimizer.fp32_from_fp32_groups)
+        if not hasattr(p, "main_grad")
     ]
     for parameter in without_main_grad:
         parameter.main_grad = parameter.grad
@@ -260,29 +269,32 @@ def _store_all_parameters(
     """Wrap ``sharded_state_dict`` (``original``), to store fp32 parameters too.
 
     Megatron's method lists 16-bit parameters only. The result has the masters of 16-bit
-    parameters by group under _HALF_KEY, as Megatron's. Under _FP32_KEY it has the
-    master of each fp32 parameter by the parameter's index in Adam.
+    parameters by group under _HALF_MASTERS_KEY, as Megatron's. Under _FP32_MASTERS_KEY
+    it has the master of each fp32 parameter by the parameter's index in Adam.
     """
     if not _mixes_dtypes(optimizer):
         return original(optimizer, model_sharded_state_dict, is_loading, metadata)
     with _fp32_parameters_as_their_own_masters(optimizer):
         state = original(optimizer, model_sharded_state_dict, is_loading, metadata)
     log_repair("fp32 parameters were added to Float16Optimizer's checkpoint.")
-    fp32_ids = {id(parameter) for parameter in _flat(optimizer.fp32_from_fp32_groups)}
-    parameters = _flat(group["params"] for group in optimizer.optimizer.param_groups)
-    state[_FP32_KEY] = {}
+    fp32_ids = {
+        id(parameter) for parameter in _flatten(optimizer.fp32_from_fp32_groups)
+    }
+    parameters = _flatten(group["params"] for group in optimizer.optimizer.param_groups)
+    state[_FP32_MASTERS_KEY] = {}
     half_masters = []
-    masters = _flat(state[_HALF_KEY])
+    masters = _flatten(state[_HALF_MASTERS_KEY])
     for index, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
         if id(parameter) not in fp32_ids:
             half_masters.append(master)
         elif is_loading:
             # The model's entry loads into the parameter, the master's into a copy.
-            state[_FP32_KEY][index] = replace(master, data=master.data.clone())
+            state[_FP32_MASTERS_KEY][index] = replace(master, data=master.data.clone())
         else:
-            state[_FP32_KEY][index] = master
+            state[_FP32_MASTERS_KEY][index] = master
+    # by the groups that Megatron's load expects
     rest = iter(half_masters)
-    state[_HALF_KEY] = [
+    state[_HALF_MASTERS_KEY] = [
         [next(rest) for _ in group] for group in optimizer.fp32_from_float16_groups
     ]
     return state
@@ -304,7 +316,8 @@ def _fp32_parameters_as_their_own_masters(optimizer: HalfOptimizer) -> Iterator[
     half_parameters = optimizer.float16_groups
     masters = optimizer.fp32_from_float16_groups
     model_of = {
-        id(m): p for p, m in zip(_flat(half_parameters), _flat(masters), strict=True)
+        id(m): p
+        for p, m in zip(_flatten(half_parameters), _flatten(masters), strict=True)
     }
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
     optimizer.float16_groups = [
@@ -325,12 +338,14 @@ def _load_fp32_masters(
     """Call ``load``, then copy the masters of fp32 parameters from ``state_dict`` into
     the parameters.
 
-    The masters are under _FP32_KEY, or among those under _HALF_KEY. ``load`` knows
-    neither, so they are removed from ``state_dict`` first.
+    The masters are under _FP32_MASTERS_KEY, or among those under _HALF_MASTERS_KEY.
+    ``load`` knows neither, so they are removed from ``state_dict`` first.
     """
-    masters = state_dict.pop(_FP32_KEY, {}) or _take_fp32_masters(optimizer, state_dict)
+    masters = state_dict.pop(_FP32_MASTERS_KEY, {}) or _take_fp32_masters(
+        optimizer, state_dict
+    )
     load(optimizer, state_dict)
-    parameters = list(_flat(g["params"] for g in optimizer.param_groups))
+    parameters = list(_flatten(g["params"] for g in optimizer.param_groups))
     for index, master in masters.items():
         parameters[int(index)].copy_(master)
 
@@ -344,12 +359,14 @@ def _list_every_master(
 ) -> StateDict:
     """Wrap ``state_dict``: list fp32 parameters too, as their own masters.
 
-    The entry _HALF_KEY has the masters of all parameters by Adam's groups, as files of
-    a layer with 16-bit parameters alone have.
+    The entry _HALF_MASTERS_KEY has the masters of all parameters by Adam's groups, as
+    files of a layer with 16-bit parameters alone have.
     """
     state = state_dict(optimizer, *args, **kwargs)
     if _mixes_dtypes(optimizer):
-        state[_HALF_KEY] = [list(group["params"]) for group in optimizer.param_groups]
+        state[_HALF_MASTERS_KEY] = [
+            list(group["params"]) for group in optimizer.param_groups
+        ]
     return state
 
 
@@ -364,7 +381,7 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
         """The shapes of the parameters in each group."""
         return [[p.shape for p in group] for group in groups]
 
-    saved = state.get(_HALF_KEY)
+    saved = state.get(_HALF_MASTERS_KEY)
     if saved is None or shapes(saved) == shapes(optimizer.fp32_from_float16_groups):
         return {}
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
@@ -376,7 +393,7 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
             "alone (--no-load-optim), or save it with "
             "--dist-ckpt-optim-fully-reshardable (docs/precision.md)."
         )
-    half_ids = {id(master) for master in _flat(optimizer.fp32_from_float16_groups)}
+    half_ids = {id(master) for master in _flatten(optimizer.fp32_from_float16_groups)}
     half_masters: list[list[Tensor]] = []
     fp32_masters: dict[int, Tensor] = {}
     index = 0
@@ -389,7 +406,7 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
                 fp32_masters[index] = master
             index += 1
         half_masters.append(of_group)
-    state[_HALF_KEY] = half_masters
+    state[_HALF_MASTERS_KEY] = half_masters
     return fp32_masters
 
 
@@ -404,13 +421,13 @@ def _gather_by_dtype(
     During the call the optimizer's lists lack the parameters that were broadcast.
     """
     groups = optimizer.pg_collection
-    before = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
+    before = {name: getattr(optimizer, name, None) for name in _GROUP_OF_PARAMS_LIST}
     try:
-        for name, group_name in _PARAMS_LISTS.items():
+        for name, group_name in _GROUP_OF_PARAMS_LIST.items():
             params_by_rank = before[name]
             if groups is None or not params_by_rank:
                 continue
-            if len({p.dtype for p in _flat(params_by_rank)}) > 1:
+            if len({p.dtype for p in _flatten(params_by_rank)}) > 1:
                 group = getattr(groups, group_name)
                 setattr(optimizer, name, _broadcast_fp32(params_by_rank, group))
         allgather_params(optimizer)

@@ -171,7 +171,7 @@ def _read_metadata(
         except Exception as error:  # unpickling raises what the bytes make it raise
             raise ValueError(f"{path} is no pickle of a table: {error}") from error
     try:
-        _check_form(metadata, path)
+        _check_metadata(metadata, path)
     except AttributeError as error:
         raise ValueError(
             f"{path} has an object without one of its fields: {error}"
@@ -182,7 +182,7 @@ def _read_metadata(
     return metadata
 
 
-def _check_form(metadata: object, path: Path) -> None:
+def _check_metadata(metadata: object, path: Path) -> None:
     """Raise a ValueError unless ``metadata``, the content of ``path``, has the fields
     that torch reads, with values of legal types.
 

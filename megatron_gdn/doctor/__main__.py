@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
-from ..command_line import MOST_HEAD_DIM, Parser, heads, whole_number
+from ..command_line import MOST_HEAD_DIM, Parser, parse_heads, parse_whole_number
 
 _DESCRIPTION = """\
 Print this machine's GPU and packages, the delta rule that a Gated DeltaNet layer takes and why,
@@ -33,10 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     heads_help = "heads of one rank, as 16:32 (2:4)"
-    add("--heads", type=heads, default=(2, 4), metavar="KEY:VALUE", help=heads_help)
-    head_dim = partial(whole_number, most=MOST_HEAD_DIM)
+    add(
+        "--heads",
+        type=parse_heads,
+        default=(2, 4),
+        metavar="KEY:VALUE",
+        help=heads_help,
+    )
+    head_dim = partial(parse_whole_number, most=MOST_HEAD_DIM)
     add("--head-dim", type=head_dim, default=128, help="of keys and values (128)")
-    tokens = partial(whole_number, most=_MOST_TOKENS)
+    tokens = partial(parse_whole_number, most=_MOST_TOKENS)
     add("--tokens", type=tokens, default=1000, help="of the checks (1000)")
     add("--json", action="store_true", help="a list of findings, for programs")
     options = parser.parse_args(argv)

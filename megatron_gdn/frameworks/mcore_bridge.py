@@ -32,13 +32,13 @@ from ..ops.layout import Layout
 logger = logging.getLogger(__name__)
 
 TESTED_VERSION = "1.6.5"
-_QUANTISED = "stores quantised blocks of rows, whose order we cannot change"
+_WHY_NOT_QUANTISED = "stores quantised blocks of rows, whose order we cannot change"
 # Fields of the configuration that split or quantise mcore-bridge's in_proj, each with
 # the end of the error.
 _UNSUPPORTED_FIELDS = {
     "linear_decoupled_in_proj": "splits in_proj in two linears, and our layer has one",
-    "fp8_param": _QUANTISED,
-    "fp4_param": _QUANTISED,
+    "fp8_param": _WHY_NOT_QUANTISED,
+    "fp4_param": _WHY_NOT_QUANTISED,
 }
 
 
@@ -113,7 +113,7 @@ def _reorder_in_the_bridge() -> None:
         self: object, mg_attn: object, *args: object, **kwargs: object
     ) -> object:
         """Load or save the layer ``mg_attn``; our layer's rows are put in the bridge's
-        order."""
+        order meanwhile. ``self`` is the bridge; the other arguments are its own."""
         # mg_attn is None if another stage has it
         if not isinstance(mg_attn, GatedDeltaNet):
             return convert(self, mg_attn, *args, **kwargs)

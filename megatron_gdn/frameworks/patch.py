@@ -23,37 +23,40 @@ from ..compat.observe import log_single_rank
 logger = logging.getLogger(__name__)
 
 # Pairs of a class of Megatron and the class of this package that replaces it.
-_GDN = "megatron.core.ssm.gated_delta_net:GatedDeltaNet", "megatron_gdn:GatedDeltaNet"
-_GDN2 = (
+_GDN_PATHS = (
+    "megatron.core.ssm.gated_delta_net:GatedDeltaNet",
+    "megatron_gdn:GatedDeltaNet",
+)
+_GDN2_PATHS = (
     "megatron.core.ssm.gated_delta_net:GatedDeltaNet2",
     "megatron_gdn:GatedDeltaNet2",
 )
-_KDA = (
+_KDA_PATHS = (
     "megatron.core.ssm.gated_delta_net:KimiDeltaAttention",
     "megatron_gdn:KimiDeltaAttention",
 )
-_GDP = (
+_GDP_PATHS = (
     "megatron.core.ssm.gated_delta_product:GatedDeltaProductMixer",
     "megatron_gdn:GatedDeltaProduct",
 )
-_MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
+_MAMBA_PATHS = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
 # mcore-bridge's subclass of Megatron's GatedDeltaNet, which orders weights in another
 # way. `.mcore_bridge` builds our layer in its place.
 _MCORE_BRIDGE_CLASS = "mcore_bridge.model.modules.gated_delta_net.GatedDeltaNet"
 
 # What a class builds: True: our layer, False: Megatron's, a mapping: our layer with
 # these options.
-Options = bool | Mapping[str, Any]
-Arguments = dict[str, inspect.Parameter]  # a constructor's arguments by name
+LayerOptions = bool | Mapping[str, Any]
+ConstructorArguments = dict[str, inspect.Parameter]  # a constructor's arguments by name
 
 
 def patch_megatron(
     *,
-    gdn: Options = True,
-    mamba: Options = False,
-    gdn2: Options | None = None,
-    kda: Options | None = None,
-    gdp: Options | None = None,
+    gdn: LayerOptions = True,
+    mamba: LayerOptions = False,
+    gdn2: LayerOptions | None = None,
+    kda: LayerOptions | None = None,
+    gdp: LayerOptions | None = None,
 ) -> None:
     """Let all later calls of Megatron's classes (``gdn``, ``mamba``, ``gdn2``, ``kda``,
     ``gdp``) build our layers.
@@ -86,13 +89,15 @@ def patch_megatron(
             and Megatron has no such class.
         RuntimeError: other code has replaced ``__new__`` of Megatron's class.
     """
-    classes = [_PatchedClass(*_GDN, gdn), _PatchedClass(*_MAMBA, mamba)]
+    classes = [_PatchedClass(*_GDN_PATHS, gdn), _PatchedClass(*_MAMBA_PATHS, mamba)]
     by_default = gdn is not False
     if has_gdn2():
-        classes.insert(1, _PatchedClass(*_GDN2, by_default if gdn2 is None else gdn2))
+        classes.insert(
+            1, _PatchedClass(*_GDN2_PATHS, by_default if gdn2 is None else gdn2)
+        )
     for name, (megatron_path, our_path), given in (
-        ("kda", _KDA, kda),
-        ("gdp", _GDP, gdp),
+        ("kda", _KDA_PATHS, kda),
+        ("gdp", _GDP_PATHS, gdp),
     ):
         if _megatron_has(megatron_path):
             options = by_default if given is None else given
@@ -115,13 +120,13 @@ def patch_megatron(
 def has_gdn2() -> bool:
     """Whether the installed Megatron has Gated DeltaNet-2 (main branch has it, 0.19 has
     not)."""
-    return _megatron_has(_GDN2[0])
+    return _megatron_has(_GDN2_PATHS[0])
 
 
 def has_kda() -> bool:
     """Whether the installed Megatron has a class of Kimi Delta Attention (pull request
     6556 has it, 0.19 has not)."""
-    return _megatron_has(_KDA[0])
+    return _megatron_has(_KDA_PATHS[0])
 
 
 def _megatron_has(path: str) -> bool:
@@ -167,7 +172,9 @@ class _PatchedClass:
     The paths of both classes are ``"module:name"``.
     """
 
-    def __init__(self, megatron_path: str, our_path: str, options: Options) -> None:
+    def __init__(
+        self, megatron_path: str, our_path: str, options: LayerOptions
+    ) -> None:
         """Import both classes; ``options``: an argument of :func:`patch_megatron`."""
         self.megatron_class = resolve_name(megatron_path)
         self.our_class = resolve_name(our_path)
@@ -267,6 +274,7 @@ class _PatchedClass:
             f"{option}={value!r}" for option, value in self.options.items()
         )
         subclass_clause = ""
+        # mcore-bridge's subclass has the name of Megatron's class
         if _MCORE_BRIDGE_CLASS.endswith(name) and find_spec("mcore_bridge"):
             subclass_clause = ", mcore-bridge's subclass of it too"
         return (
@@ -307,7 +315,7 @@ def _warn_of_subclass(cls: type, megatron_class: type) -> None:
     )
 
 
-def _constructor_arguments(cls: type) -> Arguments:
+def _constructor_arguments(cls: type) -> ConstructorArguments:
     """The arguments of ``cls.__init__`` by name, without ``self``."""
     arguments = dict(inspect.signature(cls.__init__).parameters)
     arguments.pop("self", None)

@@ -136,7 +136,7 @@ def _wrap_loader(slime_loader: Callable) -> Callable:
     def load(name: str, reader: Any, hf_config: object) -> Tensor:
         """The whole Megatron parameter ``name``, ours in rank order; ``reader`` reads
         Hugging Face's files."""
-        prefix, entry = _translation(name, reader.path)
+        prefix, entry = _prefix_and_map(name, reader.path)
         if entry is None:
             return slime_loader(name, reader, hf_config)
         pieces = [
@@ -149,7 +149,8 @@ def _wrap_loader(slime_loader: Callable) -> Callable:
 
 
 def _wrap_converter(slime_converter: Callable) -> Callable:
-    """A converter into Hugging Face's tensors that also knows our parameters."""
+    """A converter into Hugging Face's tensors that also knows our parameters, and
+    leaves all others to ``slime_converter``."""
 
     @wraps(slime_converter)
     def convert(
@@ -158,7 +159,7 @@ def _wrap_converter(slime_converter: Callable) -> Callable:
         """The pairs (Hugging Face name, tensor) of ``param``, the Megatron parameter
         ``name`` in rank order; tensors of ours get the dtypes of the published
         files."""
-        prefix, entry = _translation(name, args.hf_checkpoint)
+        prefix, entry = _prefix_and_map(name, args.hf_checkpoint)
         if entry is None:
             return slime_converter(args, model_name, name, param)
         whole = _from_rank_order(entry, param)
@@ -194,7 +195,7 @@ def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
     ) -> list:
         """Quantize the pairs of name and tensor that ``convert`` returned for
         ``name``: of our parameters one pair for each parameter of slime's layer."""
-        prefix, entry = _translation(name, args.hf_checkpoint)
+        prefix, entry = _prefix_and_map(name, args.hf_checkpoint)
         if entry is None:
             return slime_quantizer(args, name, converted, *settings, **options)
         return [
@@ -208,7 +209,7 @@ def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
     return quantize
 
 
-def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
+def _prefix_and_map(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
     """Split ``name`` into the part that ends with "self_attention." and our parameter;
     return this part and the parameter's map.
 
@@ -218,12 +219,12 @@ def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
     before, layer_prefix, parameter = name.rpartition(_LAYER_PREFIX)
     entry = None
     if layer_prefix:
-        entry = _translations(str(folder)).get(parameter)
+        entry = _maps_by_name(str(folder)).get(parameter)
     return before + layer_prefix, entry
 
 
 @cache
-def _translations(folder: str) -> dict[str, TensorMap]:
+def _maps_by_name(folder: str) -> dict[str, TensorMap]:
     """For each name of our parameters, the map between our parameter and slime's
     parameters.
 

@@ -26,7 +26,7 @@ class Field(NamedTuple):
     """
 
     meaning: str  # in words, for errors
-    legal: str  # the legal values in words, for errors
+    legal_values: str  # in words, for errors
     is_legal: Callable[[Any], bool]  # whether a value of the field is legal
     is_setting: bool = False
 
@@ -43,7 +43,8 @@ def _is_number(value: object) -> bool:
 
 
 def _integer_field(meaning: str, low: int = 1, high: int = _MAX_INT32) -> Field:
-    """A whole number from ``low`` to ``high``."""
+    """The `Field` of a whole number from ``low`` to ``high``; ``meaning``: the field's
+    meaning in words."""
     legal = f"a whole number from {low} to {high}"
     return Field(
         meaning, legal, lambda value: _is_integer(value) and low <= value <= high
@@ -53,8 +54,8 @@ def _integer_field(meaning: str, low: int = 1, high: int = _MAX_INT32) -> Field:
 def _number_field(
     meaning: str, low: float, high: float, with_low: bool = False
 ) -> Field:
-    """A finite number up to ``high`` and above ``low``; with ``with_low``, ``low`` is
-    legal too."""
+    """The `Field` of a finite number up to ``high`` and above ``low``; with
+    ``with_low``, ``low`` is legal too. ``meaning``: the field's meaning in words."""
     legal = f"a number {'from' if with_low else 'above'} {low:g}, up to {high:g}"
 
     def is_legal(value: Any) -> bool:
@@ -69,8 +70,8 @@ def _number_field(
 
 
 def _setting_field(meaning: str, *values: object) -> Field:
-    """A setting, as in `Field`; the ``values`` are spellings of the value that the
-    built model assumes."""
+    """The `Field` of a setting; the ``values`` are spellings of the one value that the
+    built model assumes. ``meaning``: the field's meaning in words."""
 
     def is_legal(value: object) -> bool:
         """Whether ``value`` is one of ``values``, with its type: 1 is not True."""
@@ -80,10 +81,11 @@ def _setting_field(meaning: str, *values: object) -> Field:
 
 
 def _list_field(meaning: str, legal: str, is_legal: Callable[[Any], bool]) -> Field:
-    """A list whose elements are all legal by ``is_legal``; ``legal``: these elements
-    in words."""
+    """The `Field` of a list whose elements are all legal by ``is_legal``; ``legal``:
+    the legal elements in words."""
 
     def are_legal(value: object) -> bool:
+        """Whether ``value`` is a list of legal elements."""
         return isinstance(value, list | tuple) and all(map(is_legal, value))
 
     return Field(meaning, f"a list of {legal}", are_legal)
@@ -94,13 +96,14 @@ def _is_mapping(value: object) -> bool:
 
 
 def _is_nemotron_pattern(value: object) -> bool:
-    """Whether ``value`` is a text of layer symbols, one for each layer."""
+    """Whether ``value`` is a text of NemotronH's symbols, one for each layer: M is
+    Mamba2, * attention, - an MLP, E experts."""
     if not isinstance(value, str) or not 1 <= len(value) <= _MAX_LAYERS:
         return False
     return set(value) <= set("M*-E")
 
 
-_ROTARY_SETTINGS = Field("settings of the rotary embedding", "an object", _is_mapping)
+_ROTARY_FIELD = Field("settings of the rotary embedding", "an object", _is_mapping)
 
 
 def _is_zero_to_infinity(value: object) -> bool:
@@ -112,7 +115,7 @@ def _is_zero_to_infinity(value: object) -> bool:
     return _is_number(low) and low == 0 and value[1] in spellings_of_infinity
 
 
-_LAYER_NUMBERS = _list_field(
+_LAYER_NUMBERS_FIELD = _list_field(
     "the numbers of layers, from 1",
     "whole numbers from 1",
     lambda value: _is_integer(value) and value >= 1,
@@ -172,8 +175,8 @@ FIELD_TABLE: dict[str, Field] = {
     "linear_attn_config": Field(
         "layers and sizes of Kimi Delta Attention", "an object", _is_mapping
     ),
-    "kda_layers": _LAYER_NUMBERS,
-    "full_attn_layers": _LAYER_NUMBERS,
+    "kda_layers": _LAYER_NUMBERS_FIELD,
+    "full_attn_layers": _LAYER_NUMBERS_FIELD,
     # Sizes.
     "vocab_size": _integer_field("rows of the embedding"),
     "hidden_size": _integer_field("width of the model"),
@@ -215,8 +218,8 @@ FIELD_TABLE: dict[str, Field] = {
     "shared_experts": _integer_field("experts of every token", high=_MAX_EXPERTS),
     # Numbers of the computation.
     "rms_norm_eps": _number_field("epsilon of the norms", 0, 1),
-    "rope_parameters": _ROTARY_SETTINGS,
-    "rope_scaling": _ROTARY_SETTINGS,
+    "rope_parameters": _ROTARY_FIELD,
+    "rope_scaling": _ROTARY_FIELD,
     "rope_theta": _number_field("base of the rotary embedding", 0, 1e18),
     "partial_rotary_factor": _number_field(
         "share of a head's dims that rotate", 0, 1, with_low=True
@@ -296,12 +299,12 @@ def check_field(
     if field.is_setting:
         raise ValueError(
             f"{where}: {name}={shown(value)} is not supported in whole models; it must "
-            f"be {field.legal}. Layers convert one by one, see layer_from_hf of "
+            f"be {field.legal_values}. Layers convert one by one, see layer_from_hf of "
             "megatron_gdn.hf."
         )
     raise ValueError(
         f"{where}: {name}={shown(value)} is not legal; {name} ({field.meaning}) must "
-        f"be {field.legal}."
+        f"be {field.legal_values}."
     )
 
 
@@ -363,15 +366,13 @@ class ConfigFields:
         file has no such field; raise a ValueError if the value is illegal."""
         file_name = self._file_names.get(name, name)
         value = self._values.get(file_name)
-        if value is None and file_name != name:
-            file_name = name
-            value = self._values.get(name)
         if value is None:
             return default
         return check_field(file_name, value, self.where, name)
 
     def require_multiple(self, name: str, divisor: str) -> None:
-        """Raise unless the field ``name`` is a multiple of the field ``divisor``."""
+        """Raise a ValueError unless the field ``name`` is a multiple of the field
+        ``divisor``."""
         if self[name] % self[divisor]:
             raise ValueError(
                 f"{self.where}: {name}={self[name]} must be a multiple of "
@@ -379,7 +380,8 @@ class ConfigFields:
             )
 
     def require_at_most(self, name: str, limit: str) -> None:
-        """Raise if the field ``name`` is larger than the field ``limit``."""
+        """Raise a ValueError if the field ``name`` is larger than the field
+        ``limit``."""
         if self[name] > self[limit]:
             raise ValueError(
                 f"{self.where}: {name}={self[name]} must be at most "
@@ -387,8 +389,8 @@ class ConfigFields:
             )
 
     def require_several_experts_per_token(self) -> None:
-        """Raise if the router chooses one expert for each token: Megatron does not
-        normalise the sigmoid score of a single expert, transformers does."""
+        """Raise a ValueError if the router chooses one expert for each token: Megatron
+        does not normalise the sigmoid score of a single expert, transformers does."""
         if self["num_experts_per_tok"] == 1:
             raise ValueError(
                 f"{self.where}: num_experts_per_tok=1 is not supported: Megatron does "

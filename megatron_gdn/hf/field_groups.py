@@ -15,7 +15,7 @@ from .json_files import shown
 
 # Reason -> fields of every model of transformers that change no number of a built
 # model for this reason.
-_OF_EVERY_MODEL = {
+_WITHOUT_EFFECT_IN_EVERY_MODEL = {
     "it is about files or the library": """
         _name_or_path auto_map dtype model_type quantization_config torch_dtype transformers_version
     """,
@@ -33,25 +33,25 @@ _OF_EVERY_MODEL = {
 def fields_without_effect(more: Mapping[str, str]) -> dict[str, str]:
     """The fields without effect of one family, each with its reason.
 
-    They are the fields of `_OF_EVERY_MODEL` and of ``more`` (reason -> field names, with
-    spaces between).
+    They are the fields of `_WITHOUT_EFFECT_IN_EVERY_MODEL` and of ``more`` (reason ->
+    field names, with spaces between).
     """
     # A union of the two dicts would lose fields if both have the same reason.
-    reasons = list(_OF_EVERY_MODEL.items()) + list(more.items())
+    reasons = list(_WITHOUT_EFFECT_IN_EVERY_MODEL.items()) + list(more.items())
     return {name: reason for reason, names in reasons for name in names.split()}
 
 
 class FieldGroups(NamedTuple):
     """The fields that one family of models may have.
 
-    The three groups have the *canonical* names of fields: those of the family's config
-    class in transformers.
+    The three groups, ``read_fields``, ``setting_fields`` and ``without_effect``, have
+    the *canonical* names of fields: those of the family's config class in transformers.
     """
 
-    model: str  # the family's name, for errors
-    read: frozenset[str]  # fields that `ConfigFields` reads
+    model_name: str  # the family's name, for errors
+    read_fields: frozenset[str]  # fields that `ConfigFields` reads
     # fields with one legal value, which the built model assumes (see `Field`)
-    settings: frozenset[str]
+    setting_fields: frozenset[str]
     without_effect: Mapping[str, str]  # field -> why it changes no number
     # other names of fields that files may have -> canonical names
     other_names: Mapping[str, str] = {}
@@ -75,19 +75,20 @@ class FieldGroups(NamedTuple):
                 raise ValueError(
                     f"{where}: {name}={shown(value)} and "
                     f"{canonical}={shown(found[canonical])} are one setting of a "
-                    f"{self.model}; give one value."
+                    f"{self.model_name}; give one value."
                 )
         found = {
             name: value
             for name, value in found.items()
             if name not in self.without_effect
         }
-        unknown = sorted(found.keys() - self.read - self.settings)
+        unknown = sorted(found.keys() - self.read_fields - self.setting_fields)
         if unknown:
             raise ValueError(
-                f"{where}: {shown(unknown)} are not known as fields of a {self.model}, "
-                "and could change the model. Remove them if they do not."
+                f"{where}: {shown(unknown)} are not known as fields of a "
+                f"{self.model_name}, and could change the model. Remove them if they "
+                "do not."
             )
-        for name in sorted(self.settings & found.keys()):
+        for name in sorted(self.setting_fields & found.keys()):
             check_field(name, found[name], where, self.table_names.get(name))
         return found

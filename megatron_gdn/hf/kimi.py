@@ -4,9 +4,11 @@ its weights.
 A HybridModel has 'K' (Kimi Delta Attention) or '+' (latent attention without position
 embedding) for each layer, then '-' (MLP) or 'E' (experts).
 
-In ``tensor_map(names, sources, dim)``, ``sources`` has shapes by keys in the files, and
-``dim`` is the dimension that tensor-parallel ranks share. Without ``dim`` every rank
-has the whole tensor.
+In ``tensor_map(names, sources, dim)``, ``names`` are Megatron's, ``sources`` has shapes
+by keys in the files, and ``dim`` is the dimension that tensor-parallel ranks share.
+Without ``dim`` every rank has the whole tensor. A ``prefix`` is of Megatron's names, an
+``hf_prefix`` of keys in the files. ``zero_centred``: Megatron stores the gains of norms
+minus 1.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ _NAMES_OUTSIDE_LINEAR_ATTN_CONFIG = {
     "full_attn_layers": "full_attn_layers",
 }
 KIMI_FIELDS = FieldGroups(
-    model="Kimi Linear",
-    read=frozenset(
+    model_name="Kimi Linear",
+    read_fields=frozenset(
         {
             "architectures",
             "first_k_dense_replace",
@@ -78,7 +80,7 @@ KIMI_FIELDS = FieldGroups(
             "vocab_size",
         }
     ),
-    settings=frozenset(
+    setting_fields=frozenset(
         {
             "attention_bias",
             "hidden_act",
@@ -164,6 +166,7 @@ def pattern_of(fields: ConfigFields) -> str:
         by_number = (["dense"] * dense + ["sparse"] * count)[:count]
     mlps = _layer_symbols("mlp_layer_types", _MLP_SYMBOLS, fields, by_number)
     if mlps is None:
+        # transformers' default, too: experts in every layer but the first
         mlps = ["-"] + ["E"] * (count - 1)
     return "".join(mixer + mlp for mixer, mlp in zip(mixers, mlps, strict=True))
 
@@ -272,10 +275,13 @@ def _latent_sizes(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _expert_sizes(fields: ConfigFields) -> dict[str, Any]:
-    """The ``TransformerConfig`` fields of router and experts."""
+    """The ``TransformerConfig`` fields of router and experts.
+
+    Megatron gets no groups if all groups are chosen, since then groups change nothing.
+    """
     fields.require_at_most("num_experts_per_tok", "num_experts")
     fields.require_several_experts_per_token()
-    used = fields["num_experts_per_tok"]
+    experts_per_token = fields["num_experts_per_tok"]
     width = fields["moe_intermediate_size"]
     sizes = {
         # Megatron needs it also without "-" layers
@@ -283,25 +289,30 @@ def _expert_sizes(fields: ConfigFields) -> dict[str, Any]:
         "num_moe_experts": fields["num_experts"],
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": width * fields.get("shared_experts", 1),
-        "moe_router_topk": used,
+        "moe_router_topk": experts_per_token,
         "moe_router_topk_scaling_factor": fields.get("routed_scaling_factor", 2.446),
     }
     groups = fields.get("expert_groups", 1)
-    chosen = fields.get("chosen_expert_groups", 1)
-    if chosen == groups:
+    chosen_groups = fields.get("chosen_expert_groups", 1)
+    if chosen_groups == groups:
         return sizes
-    if fields["num_experts"] % groups or chosen > groups:
+    if fields["num_experts"] % groups or chosen_groups > groups:
         raise ValueError(
             f"{fields.where}: n_group={groups} must divide num_experts="
-            f"{fields['num_experts']}, and topk_group={chosen} be at most n_group."
+            f"{fields['num_experts']}, and topk_group={chosen_groups} be at most "
+            "n_group."
         )
-    if used // chosen != 2:
+    if experts_per_token // chosen_groups != 2:
         raise ValueError(
-            f"{fields.where}: num_experts_per_tok={used} over topk_group={chosen} is "
-            "not supported: Megatron scores a group by its best num_experts_per_tok // "
-            "topk_group experts, the model by its best 2. Only a quotient of 2 is built."
+            f"{fields.where}: num_experts_per_tok={experts_per_token} over "
+            f"topk_group={chosen_groups} is not supported: Megatron scores a group by "
+            "its best num_experts_per_tok // topk_group experts, the model by its best "
+            "2. Only a quotient of 2 is built."
         )
-    return sizes | {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    return sizes | {
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": chosen_groups,
+    }
 
 
 def settings_of(pattern: str) -> dict[str, Any]:
@@ -309,6 +320,8 @@ def settings_of(pattern: str) -> dict[str, Any]:
     sizes."""
     settings: dict[str, Any] = {}
     if "+" in pattern:
+        # `LatentAttention` rotates nothing, but Megatron's class makes a rotary
+        # embedding; that of "rope" needs no other settings.
         settings |= {
             "multi_latent_attention": True,
             "qk_layernorm": True,
@@ -347,7 +360,7 @@ def layer_maps(
 
     Args:
         symbols: the symbols of mixer and MLP in the pattern, such as "KE".
-        mixer_prefix, mlp_prefix: prefixes of their keys in Megatron.
+        mixer_prefix, mlp_prefix: prefixes of their names in Megatron.
         hf_prefix: prefix of the layer's keys in the files.
         sizes: as `sizes_of` gives them.
         keys: all keys of the files.
@@ -364,7 +377,7 @@ def _mixer_maps(
     sizes: SimpleNamespace,
     zero_centred: bool,
 ) -> Iterator[TensorMap]:
-    """Yield the maps of a layer's mixer and of the norm before it."""
+    """Yield the maps of a layer's mixer, "K" or "+", and of the norm before it."""
     yield _norm_map(
         f"{prefix}input_layernorm.weight",
         f"{hf_prefix}input_layernorm.weight",
@@ -428,7 +441,12 @@ def _mlp_maps(
     keys: Collection[str],
     zero_centred: bool,
 ) -> Iterator[TensorMap]:
-    """Yield the maps of a layer's MLP or experts and of the norm before them."""
+    """Yield the maps of a layer's MLP ("-") or experts ("E") and of the norm before
+    them.
+
+    ``keys``: all keys of the files. Transformer Engine fuses the norm into an MLP's
+    first linear, so that norm has two possible names in Megatron.
+    """
     D = sizes.hidden_size
     # transformers saves dense MLPs under the name that published files have for experts
     mlp_hf_prefix = f"{hf_prefix}block_sparse_moe."

@@ -40,8 +40,8 @@ from .tensor_plan import TensorPlan, and_others, plan_tensors
 
 logger = logging.getLogger(__name__)
 
-_LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EXPERT_NUMBER = re.compile(
+_LAYER_NUMBER_PATTERN = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT_NUMBER_PATTERN = re.compile(
     r"(?<=\.experts\.linear_fc[12]\.weight)\d+|(?<=\.local_experts\.)\d+"
 )
 # The one buffer that a file's tensor fills; other buffers are no weights.
@@ -94,19 +94,20 @@ def load_hf_weights(
             param = params[name]
             shard = _local_shard(entry, hf_tensors, param)
             if not isinstance(param, nn.Parameter):
-                # Megatron makes experts' biases fp32 again, but only in the first step.
+                # An expert's bias, a buffer, which Megatron's Float16Module has cast.
+                # Megatron makes it fp32 again, but only in the first step.
                 param.data = param.data.float()
             if keep_dtypes:
                 param.data = shard
             elif not _copy_values(param, shard):
                 rounded.append(name)
-    if plan.passthrough:
+    if plan.passthrough_keys:
         logger.warning(
             "%d tensors of the %s are not part of a Megatron text model and were not "
             "loaded, the first %s; an export copies them from the source folder.",
-            len(plan.passthrough),
+            len(plan.passthrough_keys),
             config.architecture,
-            plan.passthrough[0],
+            plan.passthrough_keys[0],
         )
     if rounded:
         logger.warning(
@@ -168,13 +169,13 @@ def save_hf_weights(
             exported.read(key)
         return
     write_folder(folder, like_files, exported.read)
-    if exported.rounded:
+    if exported.rounded_keys:
         logger.warning(
             "rounded from fp32 to the dtype that the source files have: %s. A_log and "
             "dt_bias are in the exponent of a decay, and experts' biases choose "
             "experts; to keep the trained values, export with fp32_gates=True "
             "(--fp32-gates on the command line).",
-            ", ".join(sorted(exported.rounded)),
+            ", ".join(sorted(exported.rounded_keys)),
         )
 
 
@@ -182,8 +183,8 @@ class _ExportedTensors:
     """The tensors of an export: `read` computes the tensor of a key in the files.
 
     `read` is a collective: all tensor-parallel ranks must read the same keys in the same
-    order. ``rounded`` has the keys of the fp32 tensors, such as ``A_log``, that lost
-    bits.
+    order. ``rounded_keys`` has the keys of the fp32 tensors, such as ``A_log``, that
+    lost bits.
     """
 
     def __init__(
@@ -192,9 +193,9 @@ class _ExportedTensors:
         """``like``, ``fp32_gates``: as for `save_hf_weights`."""
         plan, self._params = _plan_model(model, read_hf_config(like.folder), like)
         self._wrappers = _adapter_wrappers(_unwrap_model(model))
-        self._like = like
+        self._like_files = like
         self._fp32_gates = fp32_gates
-        self.rounded: set[str] = set()
+        self.rounded_keys: set[str] = set()
         # key in the files -> its map and its place there; several if experts are stacked
         self._maps_of_key: dict[str, list[tuple[TensorMap, HFRef]]] = {}
         for entry in plan.maps:
@@ -210,7 +211,7 @@ class _ExportedTensors:
         """Compute the tensor ``key`` of the written files; experts are stacked as in
         ``like``. Raise a ValueError if a value is NaN or inf."""
         if key not in self._maps_of_key:
-            return self._like.read(key)
+            return self._like_files.read(key)
         computed = self._compute(key)
         # Every tensor-parallel rank computes the full tensor, so all ranks raise.
         require_finite(computed, f"the model's {key}", "Export other weights")
@@ -222,7 +223,7 @@ class _ExportedTensors:
         entry, source = maps[0]
         if source.expert is None:
             return self._cached_hf_tensors(entry)[source]
-        shape = self._like.specs[key].shape
+        shape = self._like_files.specs[key].shape
         stacked = torch.empty(shape, dtype=self._dtype_of(key), device="cpu")
         for entry, source in maps:
             stacked[source.expert] = self._hf_tensors(entry)[source]
@@ -233,23 +234,29 @@ class _ExportedTensors:
         entry, _ = self._maps_of_key[key][0]
         if self._fp32_gates and entry.fp32:
             return torch.float32
-        return self._like.specs[key].torch_dtype
+        return self._like_files.specs[key].torch_dtype
 
     def _hf_tensors(self, entry: TensorMap) -> dict[HFRef, Tensor]:
         """The Hugging Face tensors of the map ``entry``, in the dtypes of the written
-        files."""
+        files.
+
+        If an fp32 tensor loses bits in these dtypes, its keys are added to
+        ``rounded_keys``. All tensor-parallel ranks must call this together.
+        """
         full = entry.unshard(self._gather_shards(entry))
         dtypes = {source.key: self._dtype_of(source.key) for source in entry.sources}
         # Megatron may store a norm's gain minus 1. Rounding that would lose bits of the
         # gain in the file, so `exported` keeps the file's bits of unchanged gains.
         original_gains = {
-            key: self._like.read(key) for key in dtypes if key.endswith("norm.weight")
+            key: self._like_files.read(key)
+            for key in dtypes
+            if key.endswith("norm.weight")
         }
         hf_tensors = entry.exported(full, dtypes, original_gains)
         if entry.fp32:
             imported = entry.to_megatron(list(hf_tensors.values()))
             if not torch.equal(imported.to(full), full):
-                self.rounded.update(dtypes)
+                self.rounded_keys.update(dtypes)
         return hf_tensors
 
     @torch.no_grad()
@@ -288,8 +295,8 @@ def _unwrap_model(model: Any) -> Any:
 def _plan_model(
     model: nn.Module, config: HFModelConfig, files: SafetensorsFolder
 ) -> tuple[TensorPlan, dict[str, Tensor]]:
-    """The plan for ``model`` and ``files``, and the model's parameters by their global
-    names (`_global_parameters`).
+    """The plan for ``model`` and ``files``, and the model's parameters and experts'
+    biases by their global names (`_global_parameters`).
 
     Raises a ValueError if the model computes something else than the published model.
     """
@@ -314,8 +321,11 @@ def _plan_model(
 def _require_published_options(
     name: str, module: nn.Module, config: HFModelConfig
 ) -> None:
-    """Raise if the module ``name`` was built with other options than the published
-    model's (`HFModelConfig.published_options`)."""
+    """Raise a ValueError if the module ``name`` was built with other options than the
+    published model's (`HFModelConfig.published_options`).
+
+    Options are attributes of layers; a module without the attribute passes.
+    """
     if isinstance(module, MLASelfAttention) and not isinstance(module, LatentAttention):
         raise ValueError(
             f"{name} is a {type(module).__name__}, which rotates queries and keys, but "
@@ -345,9 +355,11 @@ def _global_parameters(model: Any) -> dict[str, Tensor]:
     first_expert = _parallel_rank("expert_model") * experts_per_rank
 
     def global_layer(match: re.Match) -> str:
+        """The prefix that ``match`` found, with the layer's number in the model."""
         return f"decoder.layers.{layer_numbers[int(match[1])]}."
 
     def global_expert(match: re.Match) -> str:
+        """The expert's number in the model, for the number that ``match`` found."""
         return str(int(match[0]) + first_expert)
 
     tensors = list(model.named_parameters())
@@ -356,19 +368,19 @@ def _global_parameters(model: Any) -> dict[str, Tensor]:
             tensors.append((name, buffer))
     parameters = {}
     for name, tensor in tensors:
-        owner, of_adapter, _ = name.partition(".adapter.")
-        if of_adapter and _is_adapter_wrapper(model.get_submodule(owner)):
+        owner, separator, _ = name.partition(".adapter.")
+        if separator and _is_adapter_wrapper(model.get_submodule(owner)):
             continue
         name = name.replace(".to_wrap.", ".")
-        name = _LAYER_NUMBER.sub(global_layer, name, count=1)
-        name = _EXPERT_NUMBER.sub(global_expert, name)
+        name = _LAYER_NUMBER_PATTERN.sub(global_layer, name, count=1)
+        name = _EXPERT_NUMBER_PATTERN.sub(global_expert, name)
         parameters[name] = tensor
     return parameters
 
 
 def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
-    """Raise if an imported tensor has an illegal dtype, or if an alias (a tied model's
-    output layer) differs from the tensor that it stands for."""
+    """Raise a ValueError if a tensor of the files has an illegal dtype, or if an alias
+    (a tied model's output layer) differs from the tensor that it stands for."""
     for key, same_as in plan.aliases.items():
         if folder.specs[key] != folder.specs[same_as] or not torch.equal(
             folder.read(key), folder.read(same_as)

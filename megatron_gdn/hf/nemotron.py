@@ -95,9 +95,9 @@ FIELDS_WITHOUT_EFFECT = fields_without_effect(
     }
 )
 NEMOTRON_FIELDS = FieldGroups(
-    model="NemotronH",
-    read=frozenset(READ_FIELDS),
-    settings=frozenset(SETTING_FIELDS),
+    model_name="NemotronH",
+    read_fields=frozenset(READ_FIELDS),
+    setting_fields=frozenset(SETTING_FIELDS),
     without_effect=FIELDS_WITHOUT_EFFECT,
     other_names=_OTHER_NAMES,
     table_names=TABLE_NAMES,

@@ -12,7 +12,7 @@ from .json_files import shown
 
 # Fields that are read: of every model, of models with experts, and of Qwen3-Next, whose
 # layers have MLPs or experts.
-_READ_OF_ALL = {
+_READ_FIELDS = {
     "architectures",
     "full_attention_interval",
     "head_dim",
@@ -35,14 +35,18 @@ _READ_OF_ALL = {
     "tie_word_embeddings",
     "vocab_size",
 }
-_READ_WITH_EXPERTS = {
+_EXPERT_READ_FIELDS = {
     "moe_intermediate_size",
     "num_experts",
     "num_experts_per_tok",
     "shared_expert_intermediate_size",
 }
-_READ_OF_QWEN3_NEXT = {"decoder_sparse_step", "intermediate_size", "mlp_only_layers"}
-_SETTINGS = {
+_QWEN3_NEXT_READ_FIELDS = {
+    "decoder_sparse_step",
+    "intermediate_size",
+    "mlp_only_layers",
+}
+_SETTING_FIELDS = {
     "attention_bias",
     "attn_output_gate",
     "hidden_act",
@@ -52,7 +56,7 @@ _SETTINGS = {
     "use_sliding_window",
 }
 # Reason -> fields that change no number of a built model.
-_WITHOUT_EFFECT = {
+_FIELDS_WITHOUT_EFFECT = {
     "it is a loss, which a launch's flags choose": "router_aux_loss_coef",
     "gates are fp32": "mamba_ssm_dtype",
     "attention sees all tokens": "max_window_layers sliding_window",
@@ -60,7 +64,7 @@ _WITHOUT_EFFECT = {
         mtp_num_hidden_layers mtp_use_dedicated_embeddings
     """,
 }
-_VISION_WITHOUT_EFFECT = {
+_VISION_FIELDS_WITHOUT_EFFECT = {
     "the vision encoder is not built": """
         image_token_id language_model_only video_token_id vision_config vision_end_token_id
         vision_start_token_id
@@ -68,18 +72,18 @@ _VISION_WITHOUT_EFFECT = {
 }
 # Each layer has an MLP or experts.
 QWEN3_NEXT_FIELDS = FieldGroups(
-    model="Qwen3-Next",
-    read=frozenset(_READ_OF_ALL | _READ_WITH_EXPERTS | _READ_OF_QWEN3_NEXT),
-    settings=frozenset(_SETTINGS),
-    without_effect=fields_without_effect(_WITHOUT_EFFECT),
+    model_name="Qwen3-Next",
+    read_fields=frozenset(_READ_FIELDS | _EXPERT_READ_FIELDS | _QWEN3_NEXT_READ_FIELDS),
+    setting_fields=frozenset(_SETTING_FIELDS),
+    without_effect=fields_without_effect(_FIELDS_WITHOUT_EFFECT),
 )
 # Each layer has an MLP.
-DENSE_FIELDS = FieldGroups(
-    model="dense Qwen3.5",
-    read=frozenset(_READ_OF_ALL | {"intermediate_size"}),
-    settings=frozenset(_SETTINGS | {"num_experts"}),
+QWEN3_5_FIELDS = FieldGroups(
+    model_name="dense Qwen3.5",
+    read_fields=frozenset(_READ_FIELDS | {"intermediate_size"}),
+    setting_fields=frozenset(_SETTING_FIELDS | {"num_experts"}),
     without_effect=fields_without_effect(
-        _WITHOUT_EFFECT
+        _FIELDS_WITHOUT_EFFECT
         | {
             "the model has no experts": """
                 decoder_sparse_step mlp_only_layers moe_intermediate_size num_experts_per_tok
@@ -90,12 +94,14 @@ DENSE_FIELDS = FieldGroups(
     table_names={"num_experts": "no_experts"},
 )
 # Each layer has experts.
-EXPERT_FIELDS = FieldGroups(
-    model="Qwen3.5 with experts",
-    read=frozenset(_READ_OF_ALL | _READ_WITH_EXPERTS),
-    settings=frozenset(_SETTINGS | {"decoder_sparse_step", "mlp_only_layers"}),
+QWEN3_5_MOE_FIELDS = FieldGroups(
+    model_name="Qwen3.5 with experts",
+    read_fields=frozenset(_READ_FIELDS | _EXPERT_READ_FIELDS),
+    setting_fields=frozenset(
+        _SETTING_FIELDS | {"decoder_sparse_step", "mlp_only_layers"}
+    ),
     without_effect=fields_without_effect(
-        _WITHOUT_EFFECT | {"the model has no MLP": "intermediate_size"}
+        _FIELDS_WITHOUT_EFFECT | {"the model has no MLP": "intermediate_size"}
     ),
     table_names={
         "decoder_sparse_step": "every_layer_sparse",
@@ -103,25 +109,26 @@ EXPERT_FIELDS = FieldGroups(
     },
 )
 # The top level of a file whose text model has a config of its own, ``text_config``.
-TEXT_CONFIG_FIELDS = FieldGroups(
-    model="Qwen3.5 with a text_config",
-    read=frozenset({"architectures", "text_config", "tie_word_embeddings"}),
-    settings=frozenset(),
-    without_effect=fields_without_effect(_VISION_WITHOUT_EFFECT),
+TOP_LEVEL_FIELDS = FieldGroups(
+    model_name="Qwen3.5 with a text_config",
+    read_fields=frozenset({"architectures", "text_config", "tie_word_embeddings"}),
+    setting_fields=frozenset(),
+    without_effect=fields_without_effect(_VISION_FIELDS_WITHOUT_EFFECT),
 )
-# Fields that stand in the text_config and at the file's top level. transformers reads
-# the top level: `tie_word_embeddings` of some published text_configs is wrong.
-_READ_AT_TOP_LEVEL = ("architectures", "tie_word_embeddings")
+# Fields that stand in the text_config and at the file's top level. As transformers,
+# `parse_hf_config` reads the top level: `tie_word_embeddings` of some published
+# text_configs is wrong.
+_FIELDS_OF_BOTH_LEVELS = ("architectures", "tie_word_embeddings")
 FIELDS_OF_ARCHITECTURE = {
     "Qwen3NextForCausalLM": QWEN3_NEXT_FIELDS,
-    "Qwen3_5ForCausalLM": DENSE_FIELDS,
-    "Qwen3_5ForConditionalGeneration": DENSE_FIELDS,
-    "Qwen3_5MoeForCausalLM": EXPERT_FIELDS,
-    "Qwen3_5MoeForConditionalGeneration": EXPERT_FIELDS,
+    "Qwen3_5ForCausalLM": QWEN3_5_FIELDS,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5_FIELDS,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE_FIELDS,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE_FIELDS,
 }
 _ROPE_FIELDS = ("rope_type", "rope_theta", "partial_rotary_factor")
 # Fields for the three positions of a token, which are equal for tokens of text.
-_ROPE_WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved")
+_ROPE_FIELDS_WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved")
 
 
 def canonical_fields(
@@ -134,11 +141,11 @@ def canonical_fields(
     itself if it has none. Raises as `FieldGroups.canonical_fields`.
     """
     if text is not values:
-        TEXT_CONFIG_FIELDS.canonical_fields(values, where)
+        TOP_LEVEL_FIELDS.canonical_fields(values, where)  # only checks the top level
         text = {
             name: value
             for name, value in text.items()
-            if name not in _READ_AT_TOP_LEVEL
+            if name not in _FIELDS_OF_BOTH_LEVELS
         }
     return FIELDS_OF_ARCHITECTURE[architecture].canonical_fields(
         _with_rotary_fields(text, where), where
@@ -162,10 +169,11 @@ def _with_rotary_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]
         )
     for name, given in ropes.items():
         rope = {key: value for key, value in given.items() if value is not None}
-        kind = rope.pop("type", None)  # the older name
+        kind = rope.pop("type", None)  # the older name of "rope_type"
         if kind is not None:
             rope.setdefault("rope_type", kind)
-        unknown = sorted(rope.keys() - set(_ROPE_FIELDS + _ROPE_WITHOUT_EFFECT))
+        # Another rope_type, which has more fields, is refused as a setting later.
+        unknown = sorted(rope.keys() - set(_ROPE_FIELDS + _ROPE_FIELDS_WITHOUT_EFFECT))
         if rope.get("rope_type", "default") == "default" and unknown:
             raise ValueError(
                 f"{where}: {name}={shown(given)} is not legal; its fields must be "
@@ -190,7 +198,7 @@ def pattern_of(fields: ConfigFields, architecture: str) -> str:
     MLP."""
     count = fields["num_hidden_layers"]
     interval = fields.get("full_attention_interval", None)
-    step = interval or 4
+    step = interval or 4  # transformers' default
     by_interval = ["linear_attention"] * count
     for layer in range(step - 1, count, step):
         by_interval[layer] = "full_attention"
@@ -216,7 +224,7 @@ def _mlp_symbols(fields: ConfigFields, architecture: str, count: int) -> str:
     """A string of ``count`` symbols, one for each layer: '-' (an MLP) or 'E'
     (experts)."""
     if (
-        FIELDS_OF_ARCHITECTURE[architecture] is DENSE_FIELDS
+        FIELDS_OF_ARCHITECTURE[architecture] is QWEN3_5_FIELDS
         or fields["num_experts"] == 0
     ):
         return "-" * count

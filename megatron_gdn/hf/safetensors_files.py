@@ -115,6 +115,7 @@ class SafetensorsFolder:
             names = sorted(set(index.values()))
         self._refuse_other_weights(names)
         self.files = {name: self._open_file(name) for name in names}
+        # offset_keys: the keys of a file in the order of its tensors
         pairs = [
             (key, name) for name in names for key in self.files[name].offset_keys()
         ]
@@ -244,25 +245,25 @@ class SafetensorsFolder:
                 f"{self.folder} has no weights: neither {INDEX_FILE} nor {SINGLE_FILE}."
             )
         index = read_object(path)
-        table = index.get("weight_map")
-        if not isinstance(table, dict) or not table:
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(
                 f"{path} is not an index of weights: it needs a 'weight_map' of keys "
-                f"and file names, but has {shown(table)}."
+                f"and file names, but has {shown(weight_map)}."
             )
         if not isinstance(index.get("metadata", {}), dict):
             raise ValueError(
                 f"{path}: 'metadata' must be an object such as {{'total_size': 1234}}, "
                 f"but is {shown(index['metadata'])}."
             )
-        for key, name in table.items():
+        for key, name in weight_map.items():
             if not _is_plain_name(name):
                 raise ValueError(
                     f"{path} says that {shown(key)} is in {shown(name)}; legal are "
                     "names of .safetensors files inside the folder, without a path. "
                     "Download the index again."
                 )
-        return table
+        return weight_map
 
     def _require_index_matches(
         self, index: dict[str, str], pairs: list[tuple[str, str]]
@@ -406,6 +407,7 @@ def write_folder(
                 tensors[key] = tensor.clone(memory_format=torch.contiguous_format)
                 total_bytes += tensor.nbytes
             save_file(tensors, folder / name, metadata=file.metadata() or None)
+        # The copied index has the size of the old tensors; fp32 gates may be larger.
         index = folder / INDEX_FILE
         if index.is_file():
             content = read_object(index)

@@ -25,7 +25,7 @@ from .safetensors_files import TensorSpec
 _PASSTHROUGH_PREFIXES = ("mtp.", "model.visual.", "visual.")
 # Matches a key of a layer's weight, from the end of the text model's prefix on; group
 # "expert" is None outside of experts.
-_LAYER_KEY = re.compile(
+_LAYER_KEY_PATTERN = re.compile(
     r"layers\.(?P<layer>[0-9]+)\."
     r"(?:(?:mlp|block_sparse_moe)\.experts\.(?P<expert>[0-9]+)\.)?"
 )
@@ -35,7 +35,7 @@ class TensorPlan(NamedTuple):
     """What an import and an export do with every tensor of a folder."""
 
     maps: list[TensorMap]
-    passthrough: list[str]  # keys that an export copies unchanged
+    passthrough_keys: list[str]  # keys that an export copies unchanged
     # key -> key of the equal tensor (a tied model's output layer)
     aliases: dict[str, str]
 
@@ -51,7 +51,8 @@ def and_others(names: list[str]) -> str:
 def _require_config_of_files(
     config: HFModelConfig, specs: Mapping[str, TensorSpec], model_text: str
 ) -> None:
-    """Raise if the config has other numbers of layers, experts or rows than the files.
+    """Raise a ValueError if the files have other numbers of layers, experts or rows
+    than the config.
 
     `model_maps` makes maps for each layer and expert, and tables of rows, and a model
     is built by the config's sizes. A wrong number in a config.json must not fill the
@@ -75,7 +76,7 @@ def _require_config_of_files(
             f"config.json says num_experts={config_experts}, but the files have weights "
             f"of {experts} experts."
         )
-    # The first layer of each kind stands for the others.
+    # The first layer of each kind stands for the others, which `plan_tensors` checks.
     if "*" in mixers:
         prefix = f"{text_prefix}layers.{mixers.index('*')}.self_attn."
         width = sizes.num_attention_heads * sizes.kv_channels
@@ -114,7 +115,7 @@ def _count_layers_and_experts(
     for key, spec in specs.items():
         if not key.startswith(text_prefix):
             continue
-        found = _LAYER_KEY.match(key, len(text_prefix))
+        found = _LAYER_KEY_PATTERN.match(key, len(text_prefix))
         if found is None:
             continue
         layers.add(found["layer"])
@@ -144,7 +145,8 @@ def plan_tensors(
     model: MegatronModelKind,
     zero_centred: bool,
 ) -> TensorPlan:
-    """Assign every tensor of the files to a map, to passthrough or to an alias.
+    """Assign every tensor of the files to a map, to the passthrough keys or to an
+    alias.
 
     Args:
         config: the model's config.
@@ -181,7 +183,7 @@ def plan_tensors(
     for key, shape in shapes.items():
         _require_shape(key, shape, specs, model_text)
     if config.tied and LM_HEAD in specs:
-        aliases = {LM_HEAD: maps[0].sources[0].key}
+        aliases = {LM_HEAD: maps[0].sources[0].key}  # the first map is the embedding's
     else:
         aliases = {}
     unmapped = [key for key in specs if key not in shapes and key not in aliases]

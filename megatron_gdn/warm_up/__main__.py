@@ -18,7 +18,13 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from ..command_line import MOST_RANKS, Parser, heads, print_error, whole_number
+from ..command_line import (
+    MOST_RANKS,
+    Parser,
+    parse_heads,
+    parse_whole_number,
+    print_error,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _exit_when_run_exits() -> None:
     """Kill this process group as soon as the run that started it closes its standard
-    input."""
+    input; the system closes it too if the run is killed."""
 
     def kill_group_at_end_of_input() -> None:
         """Wait for the end of standard input; then kill this process, its forks and
@@ -129,15 +135,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "Megatron's linear_* arguments, and parallel sizes if it has them",
     )
     model.add_argument(
-        "--heads", type=heads, metavar="KEY:VALUE", help="of the whole layer, as 16:32"
+        "--heads",
+        type=parse_heads,
+        metavar="KEY:VALUE",
+        help="of the whole layer, as 16:32",
     )
 
     def number(name: str, most: int, **about: Any) -> None:
         """Add an option whose value is a whole number from 1 to ``most``."""
-        of_option = partial(whole_number, most=most)
+        of_option = partial(parse_whole_number, most=most)
         parser.add_argument(name, type=of_option, metavar="N", **about)
 
-    several = partial(parser.add_argument, nargs="+")
+    several = partial(parser.add_argument, nargs="+")  # an option with several values
     number("--tp", MOST_RANKS, help="tensor parallel ranks (1)")
     number("--cp", MOST_RANKS, help="context parallel ranks (1)")
     parser.add_argument(

@@ -30,7 +30,10 @@ HOPPER_ARCH = "9.0"  # Hopper's compute capability, as tilelang writes it
 @contextmanager
 def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
     """In this context torch reports a Hopper GPU with that number of multiprocessors,
-    and Triton and tilelang compile for Hopper."""
+    and Triton and tilelang compile for Hopper.
+
+    Functions of ``torch.cuda`` and of both compilers are replaced in this process.
+    """
     properties = SimpleNamespace(
         major=9,
         minor=0,
@@ -96,7 +99,8 @@ def without_computing() -> Iterator[None]:
     values."""
 
     def address(tensor: Tensor) -> int:
-        """``data_ptr`` of a fake tensor, as if its storage were at address 0."""
+        """``data_ptr`` of a fake tensor, as if its storage were at address 0. Triton
+        reads from an address whether it is aligned, and compiles for that."""
         return int(tensor.storage_offset()) * tensor.element_size()
 
     with (
@@ -121,16 +125,16 @@ class _FakeGpuTensors(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._fake = _FakeModeWithoutDevice(allow_non_fake_inputs=True)
+        self._fake_mode = _FakeModeWithoutDevice(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """torch calls this method for each operator ``function``; with a GPU tensor or
         device among the arguments, the result is fake."""
         kwargs = kwargs or {}
         if function is torch.ops.aten._pin_memory.default:
-            return args[0]
+            return args[0]  # to pin memory, torch would call the GPU's driver
         if any(_is_on_gpu(x) for x in tree_leaves((args, kwargs))):
-            with self._fake:
+            with self._fake_mode:
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -154,9 +158,9 @@ def _run_backward(
     """Replaces autograd's engine (same arguments), which would ask the GPU for streams.
 
     Each backward written in Python runs once, with gradients of zero, under autograd if
-    ``create_graph``. torch's own backwards launch no kernels that need compiling, so
-    they are skipped. Returns zeros as the gradients of ``inputs``; ignores
-    ``keep_graph``.
+    ``create_graph``. The backward of the last forward comes first, as in autograd.
+    torch's own backwards launch no kernels that need compiling, so they are skipped.
+    Returns zeros as the gradients of ``inputs``; ignores ``keep_graph``.
     """
     nodes: set = set()
     waiting: list = [output.grad_fn for output in outputs]

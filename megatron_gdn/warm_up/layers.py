@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..command_line import MOST_HEADS, MOST_RANKS, whole_number
+from ..command_line import MOST_HEADS, MOST_RANKS, parse_whole_number
 from ..context_parallel import agreement
 from ..gdn.flash_qla.builds import USUAL_USES, Heads, expected_heads
 from ..gdn.sizes import GDNDims
@@ -42,10 +42,14 @@ if TYPE_CHECKING:
 # numbers of tokens; FlashQLA cuts sequences of _LONG_TOKENS, not of _SHORT_TOKENS
 _SHORT_TOKENS = 208
 _LONG_TOKENS = 9216
+# The tokens of a rank are a multiple of this number, as those of most runs are: Triton
+# compiles a variant of its own for integers that 16 divides.
+_MULTIPLE_OF_TOKENS = 16
 # FlashQLA has three forward kernels: one if sequences * heads is at least this share of
 # the GPU's multiprocessors, another if it is at least half of this share, and a third
 # for less.
-_FULL_SHARE = 0.7
+_FULL_GPU_SHARE = 0.7
+# fields of `GDNDims`; with "linear_" before it, fields of Megatron's config
 _SIZE_NAMES = (
     "num_key_heads",
     "num_value_heads",
@@ -105,7 +109,7 @@ def read_sizes(path: str | Path) -> LayerSizes:
         if not found:
             return None
         try:
-            return whole_number(found.pop(), most)
+            return parse_whole_number(found.pop(), most)
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{path} gives {argument}, and {error}.") from None
 
@@ -159,10 +163,12 @@ def layer_calls(
     def add_call(
         use: str, tokens: int, rows: int = 1, documents: int | None = None
     ) -> None:
-        """Add a call of ``use`` to ``found``. ``tokens``, of all ranks, are rounded up,
-        so that each rank has a multiple of 16 tokens of every document or row. For
-        "states", ``tokens`` and ``documents`` are the tokens and the pieces of one
-        rank."""
+        """Add a call of ``use`` to ``found``.
+
+        ``tokens``, of all ranks, are rounded up, so that each rank has a multiple of
+        _MULTIPLE_OF_TOKENS tokens of every document or row. For "states", ``tokens``
+        and ``documents`` are the tokens and the pieces of one rank.
+        """
         cp = headwise_ranks
         layout = "zigzag"
         if use == "states":
@@ -174,7 +180,7 @@ def layer_calls(
             documents = max(1, (documents or 1) // 2)
             tokens = tokens * cp
         # Every document or row gives each rank an equal share of its tokens.
-        multiple = 16 * cp * (documents or rows)
+        multiple = _MULTIPLE_OF_TOKENS * cp * (documents or rows)
         tokens = -(-tokens // multiple) * multiple
         found.append(LayerCall(use, cp, tokens, rows, documents, layout))
 
@@ -183,7 +189,7 @@ def layer_calls(
         if use != "states":
             heads = heads // headwise_ranks
         # the numbers of sequences for which FlashQLA takes each of its three kernels
-        full = math.ceil(_FULL_SHARE * multiprocessors)
+        full = math.ceil(_FULL_GPU_SHARE * multiprocessors)
         counts = sorted({1, math.ceil(full / 2 / heads), math.ceil(full / heads)})
         if use in ("cut", "recompute"):
             add_call(use, _LONG_TOKENS)
@@ -207,7 +213,9 @@ def tasks_of(
     Must run in `simulated_hopper`. FlashQLA's kernels take longest to compile, so their
     tasks come first.
     """
-    torch.set_num_threads(1)  # forked processes lack torch's other threads
+    # A fork has only the thread that forks. Work that torch gives to other threads
+    # would never end.
+    torch.set_num_threads(1)
     if "flash_qla" in arguments.kernels:
         backend = "flash_qla"
     else:
@@ -229,8 +237,13 @@ def tasks_of(
 def run_layer(sizes: LayerSizes, call: LayerCall, **options: object) -> None:
     """Run the layer forward and backward as one of the call's ranks; nothing is sent.
 
-    ``options`` are keyword arguments of the GatedDeltaNet constructor. Must run in
-    `simulated_hopper` and `without_computing`.
+    A call outside of `simulated_hopper` and `without_computing` would compute on a real
+    GPU.
+
+    Args:
+        sizes: the sizes of the layer on all ranks together.
+        call: the tokens, documents and ranks of the forward.
+        options: keyword arguments of the GatedDeltaNet constructor.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.spec_utils import build_module
@@ -295,7 +308,10 @@ def run_layer(sizes: LayerSizes, call: LayerCall, **options: object) -> None:
 @contextmanager
 def _fake_groups(tp: int, cp: int) -> Iterator[ProcessGroupCollection]:
     """In this context torch.distributed runs as rank 0 of ``tp * cp`` ranks, of which
-    the others do not exist; gives the process groups."""
+    the others do not exist; gives the process groups ``tp`` and ``cp``.
+
+    torch's backend "fake" sends nothing and returns at once.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -33,8 +33,8 @@ from ..gdn.flash_qla.builds import (
 from .absent_gpu import HOPPER_ARCH
 
 _FORK = multiprocessing.get_context("fork")
-_PRINT_EVERY = 5.0  # seconds between two lines of progress
-_TARGET = {"kind": "cuda", "arch": "sm_90a"}  # tilelang's name for Hopper
+_SECONDS_BETWEEN_LINES = 5.0  # seconds between two lines of progress
+_TILELANG_TARGET = {"kind": "cuda", "arch": "sm_90a"}  # tilelang's name for Hopper
 _ALREADY_COMPILED = 3  # exit status of a fork whose kernel was in the cache already
 
 
@@ -68,7 +68,8 @@ def run_tasks(
     try:
         while waiting or running:
             while waiting and len(running) < limit:
-                task, output = waiting.popleft(), TemporaryFile("w+")  # noqa: SIM115 - closed below
+                task = waiting.popleft()
+                output = TemporaryFile("w+")  # noqa: SIM115 - closed below
                 process = _FORK.Process(target=_run_in_fork, args=(task, output))
                 process.start()
                 running[process.sentinel] = task.name, process, output
@@ -82,7 +83,7 @@ def run_tasks(
                 output.close()
                 now = time.monotonic()
                 done = count - len(waiting) - len(running)
-                if now - printed >= _PRINT_EVERY or done == count:
+                if now - printed >= _SECONDS_BETWEEN_LINES or done == count:
                     printed = now
                     print(
                         f"{done} of {count} kernels after {now - began:.0f} s ({name})",
@@ -96,7 +97,10 @@ def run_tasks(
 
 def _run_in_fork(task: Task, output: TextIO) -> None:
     """Run ``task`` with ``output`` as stdout and stderr; exit with 0 or
-    _ALREADY_COMPILED."""
+    _ALREADY_COMPILED.
+
+    Ctrl-C kills this fork at once, so that no traceback of it is printed.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout = sys.stderr = output
     for stream in (1, 2):  # compilers write to these file descriptors
@@ -115,19 +119,19 @@ def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
     from ..ops.kernels import launch
 
     recorded: dict[Hashable, Task] = {}
-    run = JITFunction.run
+    triton_run = JITFunction.run
 
     def record_tilelang(kernel: Any, *args: object, **kwargs: object) -> Callable:
         """Record a variant of a FlashQLA kernel; return a kernel that does nothing.
 
-        The call replaces that of tilelang's ``JITImpl``: ``args`` and ``kwargs`` name
-        the variant.
+        This function replaces the call of tilelang's ``JITImpl``, here ``kernel``:
+        ``args`` and ``kwargs`` name the variant.
         """
-        kernel.target = _TARGET
-        entry = cache_entry(kernel, args, kwargs, HOPPER_ARCH)
-        compile = partial(_compile_tilelang, entry, kernel, args, kwargs)
-        name = f"{kernel_name_of(entry)}, {expected_heads()}"
-        recorded.setdefault(entry, Task(name, compile, "flash_qla"))
+        kernel.target = _TILELANG_TARGET
+        cache_file = cache_entry(kernel, args, kwargs, HOPPER_ARCH)
+        compile_variant = partial(_compile_tilelang, cache_file, kernel, args, kwargs)
+        name = f"{kernel_name_of(cache_file)}, {expected_heads()}"
+        recorded.setdefault(cache_file, Task(name, compile_variant, "flash_qla"))
         return lambda *tensors, **named: None
 
     def record_triton(
@@ -137,9 +141,13 @@ def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
         warmup: bool = False,
         **kwargs: object,
     ) -> None:
-        """Record a variant of a Triton kernel without a launch; ``warmup`` is
-        ignored."""
-        compile = kernel._do_compile
+        """Record a variant of a Triton kernel without a launch.
+
+        This function replaces ``JITFunction.run``, with the same arguments. Triton's
+        own ``run`` with ``warmup=True`` finds the variant and would compile it, but
+        launch nothing; ``warmup`` of the caller is ignored.
+        """
+        do_compile = kernel._do_compile
 
         def record_variant(key: object, *more: object) -> None:
             """Record a task that compiles this variant of the kernel, in place of
@@ -148,11 +156,12 @@ def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
             ``key`` is Triton's key of the variant; ``more`` are the other arguments of
             its ``_do_compile``.
             """
-            task = Task(kernel.__name__, partial(_compile_triton, compile, key, *more))
+            compile_variant = partial(_compile_triton, do_compile, key, *more)
+            task = Task(kernel.__name__, compile_variant)
             recorded.setdefault((kernel, repr(key)), task)
 
         with patch.object(kernel, "_do_compile", record_variant):
-            run(kernel, *args, grid=grid, warmup=True, **kwargs)
+            triton_run(kernel, *args, grid=grid, warmup=True, **kwargs)
 
     with (
         patch.object(JITFunction, "run", record_triton),
@@ -173,16 +182,18 @@ def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
 def _compile_tilelang(
     cache_file: Path, kernel: Any, args: tuple, kwargs: dict[str, object]
 ) -> bool:
-    """Compile ``kernel``; return False if tilelang's cache has it (``cache_file``
-    exists)."""
+    """Compile the variant of tilelang's ``kernel`` that ``args`` and ``kwargs`` name;
+    return False if tilelang's cache has it (``cache_file`` exists)."""
     if cache_file.exists():
         return False
+    # tilelang's own method. The one that a run puts in its place takes the lock of
+    # these heads, which the run or this command holds.
     mark_as_cached(cache_file, kernel.compile.__wrapped__(*args, **kwargs))
     return True
 
 
-def _compile_triton(compile: Callable, *variant: object) -> bool:
-    """Call ``compile(*variant)``, the kernel's ``_do_compile``; return False if
+def _compile_triton(do_compile: Callable, *variant: object) -> bool:
+    """Call ``do_compile(*variant)``, the kernel's ``_do_compile``; return False if
     Triton's disk cache had the variant."""
     import triton
 
@@ -193,5 +204,5 @@ def _compile_triton(compile: Callable, *variant: object) -> bool:
         found.append(event["cache_hit"])
 
     with patch.object(triton.knobs.compilation, "listener", record):
-        compile(*variant)
+        do_compile(*variant)
     return not all(found)

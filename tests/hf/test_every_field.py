@@ -101,8 +101,8 @@ FILES = {
 }
 GROUPS = {
     "Qwen3-Next": qwen_fields.QWEN3_NEXT_FIELDS,
-    "Qwen3.5": qwen_fields.DENSE_FIELDS,
-    "Qwen3.5 with experts": qwen_fields.EXPERT_FIELDS,
+    "Qwen3.5": qwen_fields.QWEN3_5_FIELDS,
+    "Qwen3.5 with experts": qwen_fields.QWEN3_5_MOE_FIELDS,
     "Kimi Linear": KIMI_FIELDS,
     "NemotronH": NEMOTRON_FIELDS,
 }
@@ -160,7 +160,7 @@ def may_change_nothing(change: Change, file: dict, pattern: str) -> bool:
         return change.name.startswith("mrope_")
     groups = group_of(file)
     if "text_config" in file and len(change.path) == 1:
-        groups = qwen_fields.TEXT_CONFIG_FIELDS
+        groups = qwen_fields.TOP_LEVEL_FIELDS
     usual = groups.other_names.get(change.name, change.name)
     in_text = change.path[0] == "text_config"
     if in_text and change.name in ("architectures", "tie_word_embeddings"):
@@ -209,9 +209,18 @@ def test_a_field_that_no_group_has_is_refused(name):
 @pytest.mark.parametrize("name", GROUPS)
 def test_no_field_is_in_two_groups(name):
     groups = GROUPS[name]
-    parts = groups.read, groups.settings, groups.without_effect.keys()
+    parts = groups.read_fields, groups.setting_fields, groups.without_effect.keys()
     assert sum(map(len, parts)) == len(frozenset().union(*parts))
     assert {*groups.other_names.values()} <= frozenset().union(*parts)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_field_has_one_name_in_the_file(name):
+    """So `ConfigFields` looks for a field by its name in the file alone."""
+    groups = GROUPS[name]
+    legal = groups.read_fields | groups.setting_fields
+    assert groups.table_names.keys() <= legal
+    assert not legal & set(groups.table_names.values())
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -107,7 +107,7 @@ def test_a_folder_without_one_text_model_is_refused():
         plan_tensors(config, {}, "hybrid", True)
     sources = (source for entry in model_maps(config, []) for source in entry.sources)
     files = {source.key: TensorSpec("BF16", source.shape) for source in sources}
-    assert plan_tensors(config, files, "hybrid", True).passthrough == []
+    assert plan_tensors(config, files, "hybrid", True).passthrough_keys == []
     with pytest.raises(ValueError, match=f"unknown key '{second}'"):
         plan_tensors(
             config, files | {second: files["model.embed_tokens.weight"]}, "hybrid", True

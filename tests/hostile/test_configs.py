@@ -329,4 +329,4 @@ def test_the_drop_in_reads_a_config_by_the_same_table(field, value):
 
 def test_every_field_says_what_it_means():
     for name, field in FIELD_TABLE.items():
-        assert field.meaning and field.legal, name
+        assert field.meaning and field.legal_values, name

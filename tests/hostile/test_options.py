@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import certificate
-from megatron_gdn.command_line import Parser, heads, one_line, whole_number
+from megatron_gdn.command_line import Parser, one_line, parse_heads, parse_whole_number
 from megatron_gdn.compat import observe
 from megatron_gdn.doctor.__main__ import main as doctor
 from megatron_gdn.specs.layer import OPTIONS_VARIABLE, parse_options
@@ -97,8 +97,8 @@ def test_heads_that_are_none_are_refused(text):
 @example("1_0")
 def test_any_text_is_a_number_or_is_refused(text):
     parser = Parser("x")
-    parser.add_argument("--number", type=whole_number)
-    parser.add_argument("--heads", type=heads)
+    parser.add_argument("--number", type=parse_whole_number)
+    parser.add_argument("--heads", type=parse_heads)
     for option in ("--number", "--heads"):
         with contextlib.redirect_stderr(io.StringIO()) as said:
             try:

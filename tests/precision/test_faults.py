@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-from megatron_gdn.compat.checkpoints import cut_without_padding, store_empty_shares
+from megatron_gdn.compat.checkpoints import slice_without_padding, store_empty_shares
 from megatron_gdn.compat.mixed_dtype_optimizers import (
     repair_mixed_dtype_optimizers,
     restore_mixed_dtype_optimizers,
@@ -267,7 +267,7 @@ def test_a_repaired_optimizer_is_left_alone():
 
 
 def test_a_repaired_optimizer_gets_states_without_padding():
-    saved = partial(cut_without_padding, _cut_without_padding)
+    saved = partial(slice_without_padding, _cut_without_padding)
     kind = (torch.float32, torch.float32)
     sizes = {"a": (0, 3, 0), "b": (128, 130, 1)}
     buckets = [
@@ -314,7 +314,7 @@ def test_a_save_leaves_the_optimizer_as_it_was(fails):
 
     optimizer = Optimizer()
     with pytest.raises(OSError) if fails else nullcontext():
-        cut_without_padding(shard_state, optimizer)
+        slice_without_padding(shard_state, optimizer)
     assert "get_parameter_state_dp_zero" not in vars(optimizer)
     assert (
         optimizer.get_parameter_state_dp_zero()[0] is buffer
