@@ -234,6 +234,7 @@ def _load_equal_replicas(
     for bucket in _flatten(
         b.buckets for b in buffers if b.param_dtype == torch.float32
     ):
+        # a copy, since the gather writes over the bucket, of which the shard is a part
         shard = bucket.param_data.chunk(group.size())[group.rank()]
         dist.all_gather_into_tensor(bucket.param_data, shard.clone(), group=group)
 

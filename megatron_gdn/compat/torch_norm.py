@@ -42,6 +42,7 @@ class TorchRMSNorm(nn.Module):
             device = torch.cuda.current_device()
         empty = torch.empty(hidden_size, dtype=config.params_dtype, device=device)
         self.weight = nn.Parameter(empty)
+        # Megatron sums the gradients of marked parameters over tensor-parallel ranks.
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
         self.reset_parameters()
 

@@ -176,6 +176,7 @@ def _read_metadata(
         raise ValueError(
             f"{path} has an object without one of its fields: {error}"
         ) from error
+    # as torch's own method does at its end
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     cast(StorageMeta, metadata.storage_meta).load_id = reader.load_id

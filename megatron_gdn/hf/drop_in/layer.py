@@ -291,7 +291,8 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
         _require_silu_and_plain_conv(self)
 
         def conv_input() -> Tensor:
-            """What transformers would give to ``conv1d``: ``[B, C, T]``."""
+            """What transformers would give to ``conv1d``: ``[B, C, T]``, without a
+            graph, since hooks may only look at it."""
             return rows.detach()[..., layout.conv_columns].permute(1, 2, 0)
 
         # The front reads conv1d's weight without calling the module, and a hook may

@@ -215,7 +215,8 @@ class ContextParallelTrainerMixin(Trainer):
         result = super().compute_loss(model, share, *args, **kwargs)
         if is_training:
             return result
-        # the loss, or a tuple of the loss and the model's outputs
+        # The loss, or a tuple of the loss and the model's outputs. The sum over ranks
+        # is written into a copy, since the outputs may hold the loss too.
         if isinstance(result, tuple):
             loss = result[0].clone()
         else:
