@@ -36,18 +36,18 @@ from .layouts import SequenceLayout
 CHECK_RANKS_VARIABLE = "MEGATRON_GDN_CHECK_RANKS"
 _LAYOUTS = tuple(SequenceLayout)
 # Micro-batches that are remembered per group; a pipeline has fewer in flight.
-_MOST_REMEMBERED = 256
+_MOST_REMEMBERED_MICRO_BATCHES = 256
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
-_latest_built = 0  # the number of the layer that was built last
+_latest_layer = 0  # the number of the layer that was built last
 
 
 def number_of_new_layer() -> int:
     """A number for a new layer: 1, 2, ... Each group then chooses its comparing layer
     again."""
-    global _latest_built
-    _latest_built += 1
-    return _latest_built
+    global _latest_layer
+    _latest_layer += 1
+    return _latest_layer
 
 
 @dataclass
@@ -55,21 +55,23 @@ class _Agreement:
     """The micro-batches that one group's ranks have agreed on, and the layer that
     compares them."""
 
-    chosen_after: int = -1  # _latest_built when `comparing_layer` was chosen
+    # _latest_layer when `comparing_layer` was chosen
+    latest_layer_when_chosen: int = -1
     comparing_layer: int = 0
-    is_on: bool = True  # False if the ranks' environments switch the comparison off
+    # False if the ranks' environments switch the comparison off
+    is_comparing: bool = True
     # the five integers of each micro-batch that all ranks had alike
-    agreed: set[tuple[int, ...]] = field(default_factory=set)
+    agreed_micro_batches: set[tuple[int, ...]] = field(default_factory=set)
     # The value of the option cp_ranks_per_machine -> how many successive ranks share a
     # machine.
-    per_machine: dict[int | None, int] = field(default_factory=dict)
+    ranks_per_machine: dict[int | None, int] = field(default_factory=dict)
 
 
-_groups: WeakKeyDictionary[dist.ProcessGroup, _Agreement] = WeakKeyDictionary()
+_agreements: WeakKeyDictionary[dist.ProcessGroup, _Agreement] = WeakKeyDictionary()
 
 
 def _agreement_of(group: dist.ProcessGroup) -> _Agreement:
-    return _groups.get(group) or _groups.setdefault(group, _Agreement())
+    return _agreements.get(group) or _agreements.setdefault(group, _Agreement())
 
 
 def require_agreement(
@@ -97,36 +99,36 @@ def require_agreement(
     """
     if group is None or group.size() == 1:
         return
-    agreement = _groups.get(group)
+    agreement = _agreements.get(group)
     if (
         agreement is not None
-        and agreement.chosen_after == _latest_built
+        and agreement.latest_layer_when_chosen == _latest_layer
         and agreement.comparing_layer != layer
     ):
         return  # another layer compares for this group
     if _cannot_compare(device):
         return
     agreement = _agreement_of(group)
-    if agreement.chosen_after != _latest_built:
-        agreement.is_on = _all_ranks_compare(group, device)
-        agreement.chosen_after = _latest_built
+    if agreement.latest_layer_when_chosen != _latest_layer:
+        agreement.is_comparing = _all_ranks_compare(group, device)
+        agreement.latest_layer_when_chosen = _latest_layer
         agreement.comparing_layer = layer
-    if not agreement.is_on:
+    if not agreement.is_comparing:
         return
     if documents is None:
         packed = (-1, 0)
     else:
-        packed = documents.fingerprint  # number and hash; see `_description`
+        packed = documents.fingerprint  # number and hash; see `_describe`
     integers = (tokens, rows) + packed + (_LAYOUTS.index(layout),)
     gathered = _gather(integers, group, device)
-    if integers in agreement.agreed and device.type == "cuda":
+    if integers in agreement.agreed_micro_batches and device.type == "cuda":
         return
     integers_by_rank = [tuple(row) for row in gathered.tolist()]
     if integers_by_rank.count(integers) != len(integers_by_rank):
         raise ValueError(_disagreement_message(integers_by_rank, documents))
-    if len(agreement.agreed) == _MOST_REMEMBERED:
-        agreement.agreed.clear()
-    agreement.agreed.add(integers)
+    if len(agreement.agreed_micro_batches) == _MOST_REMEMBERED_MICRO_BATCHES:
+        agreement.agreed_micro_batches.clear()
+    agreement.agreed_micro_batches.add(integers)
 
 
 def _all_ranks_compare(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -178,13 +180,13 @@ def _disagreement_message(
     by_rank: list[tuple[int, ...]], documents: Documents | None
 ) -> str:
     """The text of the error; ``by_rank[r]`` are rank r's five integers, as in
-    :func:`_description`."""
+    :func:`_describe`."""
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, integers in enumerate(by_rank):
         ranks.setdefault(integers, []).append(rank)
     descriptions = "; ".join(
         f"rank{'s' * (len(members) > 1)} {', '.join(map(str, members))}: "
-        f"{_description(*integers)}"
+        f"{_describe(*integers)}"
         for integers, members in ranks.items()
     )
     boundaries = ""
@@ -198,9 +200,7 @@ def _disagreement_message(
     )
 
 
-def _description(
-    tokens: int, rows: int, count: int, fingerprint: int, layout: int
-) -> str:
+def _describe(tokens: int, rows: int, count: int, fingerprint: int, layout: int) -> str:
     """One rank's five integers in words.
 
     ``count``: number of documents, -1 if not packed, -2 for fixed buffers;
@@ -248,7 +248,7 @@ def ranks_per_machine(
     if their values differ. On the meta device and while a CUDA graph is captured, None
     means that all ranks are on one machine.
     """
-    known = _agreement_of(group).per_machine
+    known = _agreement_of(group).ranks_per_machine
     if configured in known:
         return known[configured]
     can_ask = not _cannot_compare(device)

@@ -24,7 +24,7 @@ from tests.ranks import on_ranks
 
 
 def _layers(count: int) -> list:
-    agreement._groups.clear()  # groups are kept from test to test
+    agreement._agreements.clear()  # groups are kept from test to test
     return [over_ranks() for _ in range(count)]
 
 
@@ -97,7 +97,10 @@ def test_one_layer_compares_and_knows_contents_that_it_has_seen():
         return gather_before(mine, *rest)
 
     def known() -> int:
-        return sum(len(of_group.agreed) for of_group in agreement._groups.values())
+        return sum(
+            len(of_group.agreed_micro_batches)
+            for of_group in agreement._agreements.values()
+        )
 
     with patch.object(agreement, "_gather", gather):
         layers = _layers(3)

@@ -71,7 +71,11 @@ def travelling(waves: int, direct: bool, own: int = 0):
     """The smallest exchange travels in ``waves`` too; up to ``own`` bytes are carried
     along."""
     message = 0 if direct else 1 << 40
-    sizes = {"WAVE_BYTES": 1, "MESSAGE_BYTES": message, "OWN_BYTES": own}
+    sizes = {
+        "LEAST_WAVE_BYTES": 1,
+        "LEAST_FRAGMENT_BYTES": message,
+        "MOST_KEPT_BYTES": own,
+    }
     return patch.multiple(exchange, MOST_WAVES=waves, **sizes)
 
 

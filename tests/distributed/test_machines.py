@@ -107,7 +107,7 @@ def test_ranks_of_two_machines_equal_one_rank(pools, ranks):
 def test_the_hosts_say_how_many_ranks_a_machine_has():
     """They are exchanged once."""
     group = dist.group.WORLD
-    agreement._groups.pop(group, None)
+    agreement._agreements.pop(group, None)
     with patch.object(
         agreement, "_own_host", lambda: "one" if dist.get_rank() < 2 else "other"
     ):
@@ -116,7 +116,7 @@ def test_the_hosts_say_how_many_ranks_a_machine_has():
         dist, "all_gather_into_tensor", side_effect=AssertionError("asked again")
     ):
         assert ranks_per_machine(group, None, CPU) == 2
-    agreement._groups.pop(group)
+    agreement._agreements.pop(group)
     assert ranks_per_machine(group, None, CPU) == 4  # this host's real name
 
 
@@ -154,7 +154,7 @@ def test_what_is_no_number_of_ranks_is_refused():
 def test_ranks_that_are_told_different_numbers_refuse():
     """On every rank: one rank alone would wait."""
     for told in (3 if dist.get_rank() else None, 5 + dist.get_rank()):
-        agreement._groups.pop(dist.group.WORLD, None)
+        agreement._agreements.pop(dist.group.WORLD, None)
         with pytest.raises(
             ValueError, match="different cp_ranks_per_machine: .*by rank"
         ):

@@ -84,4 +84,4 @@ def test_a_collective_that_fails_says_what_was_asked():
 @pytest.mark.parametrize("layout", [*range(len(SequenceLayout)), 99, -1])
 def test_every_row_of_numbers_has_words(layout):
     for count in (-2, -1, 0, 3, 2**62):
-        assert agreement._description(1, -5, count, 2**62, layout)
+        assert agreement._describe(1, -5, count, 2**62, layout)

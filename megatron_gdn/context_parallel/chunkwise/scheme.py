@@ -37,7 +37,7 @@ class Chunkwise(Scheme):
         """``state``: the shape of the states of this rank's heads; ``taps``: W, the
         number of taps of the convolution."""
         super().__init__(layout, group, sequence_layout)
-        self._state = state
+        self._state_shape = state
         self._taps = taps
 
     def needs_exchange(self, documents: Documents) -> bool:
@@ -60,7 +60,7 @@ class Chunkwise(Scheme):
         if table is None:
             states = None
         else:
-            states = StateExchange(table, self.group, self._state.no_maps(like))
+            states = StateExchange(table, self.group, self._state_shape.no_maps(like))
         route = history_route(documents, partition, self._taps)
         if route is None:
             history = None

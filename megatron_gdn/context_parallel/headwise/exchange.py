@@ -27,20 +27,20 @@ from ...ops.documents import Documents
 from ..layouts import SequenceLayout
 from .shares import HeadShares, Wave, waves_of
 
-# Rows travel in waves of at least WAVE_BYTES: a wave is packed (or unpacked) while
-# another travels. On 4 H200, two waves take 0.75 times as long as one wave at 600 MB,
-# 1.3 times at 150 MB.
+# Rows travel in waves of at least LEAST_WAVE_BYTES: a wave is packed (or unpacked)
+# while another travels. On 4 H200, two waves take 0.75 times as long as one wave at
+# 600 MB, 1.3 times at 150 MB.
 MOST_WAVES = 2
-WAVE_BYTES = 96 << 20
-# Fragments below MESSAGE_BYTES travel in one message per peer, since a message costs
-# the host some 30 microseconds; a second copy orders the rows. On 4 H200, one message
-# per fragment takes 0.85 times as long as one per peer with fragments of 30 to 100 MB,
-# 3.5 times with those of 3 MB.
-MESSAGE_BYTES = 28 << 20
+LEAST_WAVE_BYTES = 96 << 20
+# Fragments below LEAST_FRAGMENT_BYTES travel in one message per peer, since a message
+# costs the host some 30 microseconds; a second copy orders the rows. On 4 H200, one
+# message per fragment takes 0.85 times as long as one per peer with fragments of 30 to
+# 100 MB, 3.5 times with those of 3 MB.
+LEAST_FRAGMENT_BYTES = 28 << 20
 # A rank copies its own columns of its own tokens, the kept rows, without a message. A
 # separate kernel copies these rows while messages travel. If they have at most
-# OWN_BYTES, the packing kernel copies them, because a launch would take longer.
-OWN_BYTES = 16 << 20
+# MOST_KEPT_BYTES, the packing kernel copies them, because a launch would take longer.
+MOST_KEPT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +79,11 @@ class HeadExchange:
         # of all batch rows of a token; at least 1, since it is a divisor
         row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
         wave_count = min(
-            MOST_WAVES, max(1, local * (shares.ranks - 1) * row_bytes // WAVE_BYTES)
+            MOST_WAVES,
+            max(1, local * (shares.ranks - 1) * row_bytes // LEAST_WAVE_BYTES),
         )
         waves = waves_of(units, shares.ranks, rank, layout, wave_count)
-        packs_kept_rows = wave_count == 1 and local * row_bytes <= OWN_BYTES
+        packs_kept_rows = wave_count == 1 and local * row_bytes <= MOST_KEPT_BYTES
         return cls(
             group,
             rank,
@@ -90,7 +91,7 @@ class HeadExchange:
             rank_width,
             shares.width,
             waves,
-            least_fragment_tokens=MESSAGE_BYTES / row_bytes,
+            least_fragment_tokens=LEAST_FRAGMENT_BYTES / row_bytes,
             packs_kept_rows=packs_kept_rows,
         )
 
@@ -162,17 +163,17 @@ def _send_fragments(
     operations = []
     for peer, message in zip(exchange.shares.peers(rank), messages, strict=True):
         for fragment in wave.fragments[rank]:
-            tokens = message[fragment.in_wave]
+            tokens = message[fragment.wave_slice]
             transfer = dist.P2POp(start_own, tokens, group=group, group_peer=peer)
             operations.append(transfer)
         for fragment in wave.fragments[peer]:
-            tokens = hp_rows[fragment.in_sequence]
+            tokens = hp_rows[fragment.sequence_slice]
             transfer = dist.P2POp(start_peers, tokens, group=group, group_peer=peer)
             operations.append(transfer)
     return dist.batch_isend_irecv(operations)
 
 
-def _to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
+def _exchange_to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange ``[s, B, P]`` to ``[S, B, p]``, without autograd.
 
     All waves are packed and sent, then kept rows are copied while messages travel. Rows
@@ -226,7 +227,7 @@ def _to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     return hp_rows
 
 
-def _to_sequence(hp_rows: Tensor, exchange: HeadExchange) -> Tensor:
+def _exchange_to_sequence(hp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange ``[S, B, p]`` to ``[s, B, P]``, without autograd.
 
     All waves are sent, then kept rows are copied while messages travel. Received
@@ -287,8 +288,8 @@ class _ExchangeFunction(torch.autograd.Function):
         ctx.exchange = exchange
         ctx.to_heads = to_heads
         if to_heads:
-            return _to_heads(rows, exchange)
-        return _to_sequence(rows, exchange)
+            return _exchange_to_heads(rows, exchange)
+        return _exchange_to_sequence(rows, exchange)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
@@ -297,9 +298,9 @@ class _ExchangeFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # the caller wants second derivatives
             d_rows = _ExchangeFunction.apply(grad, ctx.exchange, not ctx.to_heads)
         elif ctx.to_heads:
-            d_rows = _to_sequence(grad, ctx.exchange)
+            d_rows = _exchange_to_sequence(grad, ctx.exchange)
         else:
-            d_rows = _to_heads(grad, ctx.exchange)
+            d_rows = _exchange_to_heads(grad, ctx.exchange)
         return d_rows, None, None
 
 

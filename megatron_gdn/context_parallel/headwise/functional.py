@@ -54,7 +54,7 @@ def _even_shares(
     return HeadShares.even(cp_size, sections)
 
 
-def _layout_of(is_balanced: bool) -> SequenceLayout:
+def _sequence_layout_of(is_balanced: bool) -> SequenceLayout:
     """Zigzag if the tokens are balanced for causal attention, else contiguous."""
     if is_balanced:
         return SequenceLayout.ZIGZAG
@@ -100,7 +100,7 @@ def tensor_a2a_cp2hp(
     _check_dimensions("tensor_a2a_cp2hp", tensor, seq_dim, head_dim)
     shares = _even_shares("tensor_a2a_cp2hp", tensor.shape[2], split_sections, cp_size)
     units = one_document(tensor.shape[0] * cp_size, tensor.device)
-    layout = _layout_of(undo_attention_load_balancing)
+    layout = _sequence_layout_of(undo_attention_load_balancing)
     return to_heads(tensor, HeadExchange.of(cp_group, shares, units, layout, tensor))
 
 
@@ -163,7 +163,7 @@ def tensor_a2a_hp2cp(
             f"{cp_size}."
         )
     shares = HeadShares.even(cp_size, [section * cp_size for section in sections])
-    layout = _layout_of(redo_attention_load_balancing)
+    layout = _sequence_layout_of(redo_attention_load_balancing)
     units = one_document(S, tensor.device)
     return to_sequence(tensor, HeadExchange.of(cp_group, shares, units, layout, tensor))
 
@@ -207,7 +207,7 @@ def get_parameter_local_cp(
     return torch.cat(blocks, dim=dim)
 
 
-_CONVOLVED = ("x", "B", "C")
+_CONVOLVED_SECTIONS = ("x", "B", "C")
 
 
 def mamba_layout(heads: int, groups: int, head_dim: int, state_dim: int) -> Layout:
@@ -290,7 +290,7 @@ class MambaContextParallel:
         self.group_repeat_count = max(1, self.cp_size // n_groups)
         self.d_inner = num_heads * head_dim
         self.d_inner_local = self.num_heads_local * head_dim
-        self._width = layout.width
+        self._row_width = layout.width
 
     def pre_conv_ssm(
         self, projected_states: Tensor, cu_seqlens: Tensor | Documents | None = None
@@ -308,7 +308,7 @@ class MambaContextParallel:
                 no multiple of 2 cp.
         """
         return self._exchange_rows(
-            projected_states, "projected_states", self._width, cu_seqlens
+            projected_states, "projected_states", self._row_width, cu_seqlens
         )
 
     def post_conv_ssm(
@@ -324,7 +324,9 @@ class MambaContextParallel:
     def get_conv1d_weight(self) -> Tensor:
         """This rank's rows of the convolution's weight:
         ``[channels of this rank, taps]``."""
-        return self._share(self._conv_parameter("weight"), _CONVOLVED).squeeze(1)
+        return self._share(self._conv_parameter("weight"), _CONVOLVED_SECTIONS).squeeze(
+            1
+        )
 
     def get_conv1d_bias(self) -> Tensor | None:
         """This rank's part of the convolution's bias, ``[channels of this rank]``, or
@@ -332,7 +334,7 @@ class MambaContextParallel:
         bias = self._conv_parameter("bias")
         if bias is None:
             return None
-        return self._share(bias, _CONVOLVED)
+        return self._share(bias, _CONVOLVED_SECTIONS)
 
     def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
         """This rank's part of ``dt_bias`` [heads].

@@ -31,18 +31,18 @@ from ...ops.kernels.tiles import require_32_bits
 from .shares import HeadShares, Strip, alignment, strips_of
 
 _WARPS = 8
-_LARGEST_BLOCK = 1024  # columns that a program copies at a time
+_LARGEST_BLOCK_WIDTH = 1024  # columns that a program copies at a time
 _TILE_BYTES = 32 << 10  # a tile takes eight 16-byte loads per thread
 _PROGRAMS_PER_PROCESSOR = 2  # programs that fit on a multiprocessor at the same time
 # A kernel beside a transfer leaves 32 multiprocessors to NCCL, which takes up to 32.
 _PROCESSORS_FOR_NCCL = 32
 # The index of each field of a `Strip`, since kernels read a strip as a plain tuple.
-STRIP_FIRST = tl.constexpr(Strip._fields.index("first_column"))
-STRIP_RANK_FIRST = tl.constexpr(Strip._fields.index("rank_first_column"))
+STRIP_FIRST_COLUMN = tl.constexpr(Strip._fields.index("first_column"))
+STRIP_RANK_FIRST_COLUMN = tl.constexpr(Strip._fields.index("rank_first_column"))
 STRIP_RANK_STEP = tl.constexpr(Strip._fields.index("rank_step"))
 STRIP_COPIES = tl.constexpr(Strip._fields.index("copies"))
 STRIP_BLOCK_WIDTH = tl.constexpr(Strip._fields.index("block_width"))
-STRIP_REPEATS = tl.constexpr(Strip._fields.index("repeats"))
+STRIP_BLOCK_COUNT = tl.constexpr(Strip._fields.index("block_count"))
 
 
 class _RowStrides(NamedTuple):
@@ -166,12 +166,12 @@ def _copy_launch(
     first_rank: int,
     skipped_rank: int,
     has_positions: bool,
-    kept: bool,
+    has_kept_rows: bool,
     pack: bool,
     beside_transfer: bool,
 ) -> Launch:
-    """The launch of `copy_columns_kernel` for tensors of these sizes; ``kept``: whether
-    `_launch_copy` has ``kept_rows``."""
+    """The launch of `copy_columns_kernel` for tensors of these sizes;
+    ``has_kept_rows``: whether `_launch_copy` has ``kept_rows``."""
     tile_rows = _rows_per_tile(tokens * batch, element_size, strips)
     tiles = triton.cdiv(tokens * batch, tile_rows) * message_count
     programs = _program_count(tiles, device, beside_transfer)
@@ -191,7 +191,7 @@ def _copy_launch(
         ALIGN=strides.alignment,
         ROWS=tile_rows,
         HAS_POSITIONS=has_positions,
-        KEPT=kept,
+        HAS_KEPT_ROWS=has_kept_rows,
         PACK=pack,
         num_warps=_WARPS,
     )
@@ -215,7 +215,7 @@ def pack_peers(
         cp_rows,
         messages,
         None,
-        strips_of(shares, _LARGEST_BLOCK),
+        strips_of(shares, _LARGEST_BLOCK_WIDTH),
         # the kept rows count as this rank's message
         message_count=shares.ranks - (kept_rows is None),
         skipped_rank=rank,
@@ -229,7 +229,7 @@ def pack_peers(
 def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
     """The strips of columns that one rank alone holds."""
     return tuple(
-        strip for strip in strips_of(shares, _LARGEST_BLOCK) if strip.copies == 1
+        strip for strip in strips_of(shares, _LARGEST_BLOCK_WIDTH) if strip.copies == 1
     )
 
 
@@ -249,7 +249,7 @@ def copy_kept_rows(
         cp_rows,
         hp_rows,
         positions,
-        strips_of(shares, _LARGEST_BLOCK) if to_hp else _unshared_strips(shares),
+        strips_of(shares, _LARGEST_BLOCK_WIDTH) if to_hp else _unshared_strips(shares),
         message_count=1,
         first_rank=rank,
         pack=to_hp,
@@ -327,7 +327,7 @@ def _sum_launches(
     for copies in sorted(set(shares.copies) - {1}):
         strips = tuple(
             strip
-            for strip in strips_of(shares, _LARGEST_BLOCK)
+            for strip in strips_of(shares, _LARGEST_BLOCK_WIDTH)
             if strip.copies == copies
         )
         # Sums are in a wider dtype than rows, so a tile of sums has half as many rows.
@@ -370,7 +370,7 @@ def move_rows(
     else copy it back. ``positions`` are here those of all peers' tokens."""
     rows = messages.flatten(0, 1)
     # whole rows are copied, as if one rank had all columns
-    strips = strips_of(HeadShares.even(1, messages.shape[-1:]), _LARGEST_BLOCK)
+    strips = strips_of(HeadShares.even(1, messages.shape[-1:]), _LARGEST_BLOCK_WIDTH)
     _launch_copy(
         rows,
         hp_rows,
@@ -406,10 +406,12 @@ def _copy_strip(
     ``cp_R``, ``message_R``: pointers to R rows ``[R, 1]``, of which ``mask_R`` exist.
     """
     rank_group = rank // STRIPS[INDEX][STRIP_COPIES]
-    cp_R += STRIPS[INDEX][STRIP_FIRST] + rank_group * STRIPS[INDEX][STRIP_RANK_STEP]
-    message_R += STRIPS[INDEX][STRIP_RANK_FIRST]
+    cp_R += (
+        STRIPS[INDEX][STRIP_FIRST_COLUMN] + rank_group * STRIPS[INDEX][STRIP_RANK_STEP]
+    )
+    message_R += STRIPS[INDEX][STRIP_RANK_FIRST_COLUMN]
     BLOCK: tl.constexpr = STRIPS[INDEX][STRIP_BLOCK_WIDTH]
-    for repeat in tl.range(0, STRIPS[INDEX][STRIP_REPEATS]):
+    for repeat in tl.range(0, STRIPS[INDEX][STRIP_BLOCK_COUNT]):
         column_D = repeat * BLOCK + tl.arange(0, BLOCK)[None, :]
         if PACK:
             tl.store(
@@ -440,7 +442,7 @@ def copy_columns_kernel(
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
-    KEPT: tl.constexpr,
+    HAS_KEPT_ROWS: tl.constexpr,
     PACK: tl.constexpr,
 ):
     """Copy the STRIPS of ranks ``first_rank``, ``first_rank + 1``, ... without
@@ -449,15 +451,15 @@ def copy_columns_kernel(
     With PACK columns go from cp_rows to messages of RANK_WIDTH columns at
     ``message_ptr``, else back. A tile has ROWS rows; the programs share the ``tiles``.
     With HAS_POSITIONS there is one message, whose row ``positions[t]`` holds token t.
-    With KEPT columns of ``skipped_rank`` are copied too: row ``positions[t]`` of
-    hp_rows holds token t. ``stride_s``, ``stride_b``: of cp_rows, in ALIGN elements.
+    With HAS_KEPT_ROWS columns of ``skipped_rank`` are copied too: row ``positions[t]``
+    of hp_rows holds token t. ``stride_s``, ``stride_b``: of cp_rows, in ALIGN elements.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         message = tile // tiles_per_rank
         rank = first_rank + message
-        if not KEPT:  # no message is the skipped rank's
+        if not HAS_KEPT_ROWS:  # no message is the skipped rank's
             rank += (rank >= skipped_rank).to(tl.int32)
         row_R = tile % tiles_per_rank * ROWS + tl.arange(0, ROWS)
         mask_R = (row_R < rows)[:, None]
@@ -467,12 +469,14 @@ def copy_columns_kernel(
             position_R = tl.load(positions_ptr + t_R, mask=row_R < rows, other=0)
             message_row_R = tl.cast(position_R, tl.int64) * batch + b_R
         else:
-            if KEPT:  # ``message`` counts the skipped rank, but the messages lack it
+            if HAS_KEPT_ROWS:
+                # ``message`` counts the skipped rank, but the messages lack it.
                 message -= (rank > skipped_rank).to(tl.int32)
             message_row_R = tl.cast(message, tl.int64) * rows + row_R
         cp_R = _row_pointers(cp_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
         message_R = message_ptr + message_row_R * RANK_WIDTH
-        if KEPT:  # noqa: SIM102 - a constant, and a number that only the GPU knows
+        # a constant, and a number that only the GPU knows
+        if HAS_KEPT_ROWS:  # noqa: SIM102
             if rank == skipped_rank:
                 position_R = tl.load(positions_ptr + t_R, mask=row_R < rows, other=0)
                 message_R = (
@@ -504,11 +508,13 @@ def _sum_strip(
     ``mask_R`` exist. ``hp_R`` has ``own_rank``'s term, ``message_R`` points into the
     first message; a message has ``message_size`` elements. The sum is in dtype WIDE.
     """
-    cp_R += STRIPS[INDEX][STRIP_FIRST] + rank_group * STRIPS[INDEX][STRIP_RANK_STEP]
-    message_R += STRIPS[INDEX][STRIP_RANK_FIRST]
-    hp_R += STRIPS[INDEX][STRIP_RANK_FIRST]
+    cp_R += (
+        STRIPS[INDEX][STRIP_FIRST_COLUMN] + rank_group * STRIPS[INDEX][STRIP_RANK_STEP]
+    )
+    message_R += STRIPS[INDEX][STRIP_RANK_FIRST_COLUMN]
+    hp_R += STRIPS[INDEX][STRIP_RANK_FIRST_COLUMN]
     BLOCK: tl.constexpr = STRIPS[INDEX][STRIP_BLOCK_WIDTH]
-    for repeat in tl.range(0, STRIPS[INDEX][STRIP_REPEATS]):
+    for repeat in tl.range(0, STRIPS[INDEX][STRIP_BLOCK_COUNT]):
         column_D = repeat * BLOCK + tl.arange(0, BLOCK)[None, :]
         total_RD = tl.zeros((mask_R.shape[0], BLOCK), WIDE)
         for copy in tl.static_range(COPIES):

@@ -102,7 +102,7 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
 
 
 class Strip(NamedTuple):
-    """Adjacent columns of one section: ``repeats * block_width``, the same on every
+    """Adjacent columns of one section: ``block_count * block_width``, the same on every
     rank but for their place in a whole row.
 
     ``block_width``, the number of columns that a kernel copies at a time, is a power of
@@ -116,7 +116,7 @@ class Strip(NamedTuple):
     rank_step: int
     copies: int
     block_width: int
-    repeats: int
+    block_count: int
 
 
 @lru_cache(maxsize=64)
@@ -134,17 +134,17 @@ def strips_of(shares: HeadShares, largest_block: int) -> tuple[Strip, ...]:
         while done < width:
             while block_width > width - done:
                 block_width //= 2
-            repeats = (width - done) // block_width
+            block_count = (width - done) // block_width
             strip = Strip(
                 first_column=section.first_column + done,
                 rank_first_column=section.rank_first_column + done,
                 rank_step=width,
                 copies=section.copies,
                 block_width=block_width,
-                repeats=repeats,
+                block_count=block_count,
             )
             strips.append(strip)
-            done += repeats * block_width
+            done += block_count * block_width
     return tuple(strips)
 
 
@@ -156,8 +156,8 @@ def alignment(*strides: int) -> int:
 class Fragment(NamedTuple):
     """Tokens that lie side by side both in a rank's wave and in the sequence."""
 
-    in_wave: slice
-    in_sequence: slice
+    wave_slice: slice
+    sequence_slice: slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,8 +206,8 @@ def consecutive_runs(positions_s: Tensor) -> tuple[Fragment, ...]:
     first_positions = positions_s[bounds[:-1]].tolist()
     fragments = []
     for (start, end), first in zip(pairwise(bounds), first_positions, strict=True):
-        in_sequence = slice(first, first + end - start)
-        fragments.append(Fragment(slice(start, end), in_sequence))
+        sequence_slice = slice(first, first + end - start)
+        fragments.append(Fragment(slice(start, end), sequence_slice))
     return tuple(fragments)
 
 
