@@ -368,23 +368,23 @@ def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> N
     pieces have of these rows.
 
     ``returned [R, B, C]`` are the gradients of the R rows that were read as history;
-    ``table.additions`` says to which token each is added.
+    ``table.gradient_additions`` says to which token each is added.
     """
-    if not table.additions.numel():
+    if not table.gradient_additions.numel():
         return
     # W, the taps of the convolution, is one more than the rows before a piece
     if (
         why_not_triton(
-            d_conv_sBC.device.type, d_conv_sBC.dtype, table.before.shape[1] + 1
+            d_conv_sBC.device.type, d_conv_sBC.dtype, table.rows_before.shape[1] + 1
         )
         is None
     ):
         from .front.history_kernels import add_rows
 
-        add_rows(d_conv_sBC, returned, table.additions)
+        add_rows(d_conv_sBC, returned, table.gradient_additions)
         return
-    tokens = table.additions[:, 0]
-    sources = table.additions[:, 1:]
+    tokens = table.gradient_additions[:, 0]
+    sources = table.gradient_additions[:, 1:]
     # index -1 (no source) selects this row of zeros
     zeros = returned.new_zeros((1,) + returned.shape[1:])
     added = torch.cat([returned, zeros])[sources.long()].sum(1)

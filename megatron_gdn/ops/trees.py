@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .documents import Documents
-from .front.history import History, HistoryTable, ranges
+from .front.history import History, HistoryTable, join_ranges
 from .host_tables import to_device
 from .rules.base import (
     Gradients,
@@ -170,7 +170,7 @@ class TreeDocuments(Documents):
         while members := list(chain.from_iterable(families)):
             starts = torch.tensor([self.offsets[i] for i in members], device="cpu")
             counts = [length[i] for i in members]
-            tokens = ranges(starts, torch.tensor(counts, device="cpu"))
+            tokens = join_ranges(starts, torch.tensor(counts, device="cpu"))
             side_by_side = bool((tokens.diff() == 1).all())
             if side_by_side:
                 tokens = slice(int(tokens[0]), int(tokens[-1]) + 1)

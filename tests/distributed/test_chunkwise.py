@@ -71,8 +71,8 @@ def states_equal_products(
     for j in order:
         entering[j] = state
         state = local[j].double() + (0 if j in ends else through[j].double() @ state)
-    sent = list(paths.sent_by(rank))
-    received = paths.received_by(rank)
+    sent = list(paths.sending_nodes_of(rank))
+    received = paths.receiving_nodes_of(rank)
     last = max((order.index(j) for j in ends), default=-1)
     ill = [j for j in sent if order.index(j) < last]
 

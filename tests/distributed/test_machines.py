@@ -43,7 +43,7 @@ def test_collectives_and_steps_are_those_that_are_priced(size, told, layout):
     layout = SequenceLayout.parse(layout)
     hosts = SequencePartition(size, layout, rank).nodes.ranks
     paths = map_exchange.StatePaths(hosts, (tuple(range(len(hosts))),))
-    maps = torch.randn(len(paths.sent_by(rank)), heads, K, V + K)
+    maps = torch.randn(len(paths.sending_nodes_of(rank)), heads, K, V + K)
     bytes_priced, steps = map_exchange_traffic(
         StateShape(heads, K, V), size, layout, 1, None
     )

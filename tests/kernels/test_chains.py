@@ -158,13 +158,13 @@ PATHS = {
 def test_states_along_paths_are_the_twins(paths, cuts, device):
     """Maps lie by sender, states by receiver."""
     H, K, V = SIZES[1]
-    P = len(paths.sending)
+    P = len(paths.sending_nodes)
     make = torch.Generator().manual_seed(0)
     links = torch.randn(P, H, K, V + K, generator=make).to(device) / K**0.5
     steps = _steps_of(paths, 4, links.device)
     flags = cuts_at(cuts, 4, links.device) if cuts else None
     local, through = links.split([V, K], dim=-1)
-    got, exact = both(steps, local, through, len(paths.receiving), None, flags)
+    got, exact = both(steps, local, through, len(paths.receiving_nodes), None, flags)
     assert exact.isfinite().all(), "every node that a state enters gets one"
     assert_fp32(got, exact, steps)
 

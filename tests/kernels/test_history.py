@@ -66,7 +66,7 @@ def history_of(cut, taps, batch, channels, device, normal):
         link = tree.history(taps - 1)
         assert link is not None
         table = link.table
-        count = int(table.before.max()) + 1
+        count = int(table.rows_before.max()) + 1
         rows = normal(count, batch, channels)
         returned = normal(count, batch, channels)
         return tree, History(rows, table), returned
@@ -128,8 +128,8 @@ def compare(front, plain, history, returned, proj, parameters, grads, documents,
         assert (x is None) == (y is None)
         if x is not None:
             assert_close(f"parameter {number}", x, y)
-    if history.table.additions.numel():
-        add_rows(d_proj, returned, history.table.additions)
+    if history.table.gradient_additions.numel():
+        add_rows(d_proj, returned, history.table.gradient_additions)
         add_returned(exact_d_proj, returned.double(), history.table)
         assert_close("d_proj and what came back", d_proj, exact_d_proj)
 

@@ -157,11 +157,11 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
             # Every piece that continues a document: the rows before it, and its first
             # ones.
             continued = [p for p in pieces.held_by(rank).tolist() if pieces.seen[p]]
-            there = (table.edge[:, 0] >= 0).nonzero().flatten()
+            there = (table.edge_tokens[:, 0] >= 0).nonzero().flatten()
             assert len(there) == len(continued)
-            assert (table.before[table.edge[:, 0] < 0] == -1).all()
-            assert (table.edge[table.edge[:, 0] < 0] == -1).all()
-            assert len(table.edge) == len(there) or not known
+            assert (table.rows_before[table.edge_tokens[:, 0] < 0] == -1).all()
+            assert (table.edge_tokens[table.edge_tokens[:, 0] < 0] == -1).all()
+            assert len(table.edge_tokens) == len(there) or not known
             # newest history first
             gradient = torch.rand(len(there), past, dtype=torch.float64)
             back = torch.full((len(received[rank]),), torch.nan, dtype=torch.float64)
@@ -169,8 +169,8 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
             for line, piece, of_piece in zip(
                 there.tolist(), continued, gradient, strict=True
             ):
-                history = table.before[line].tolist()
-                edge = table.edge[line].tolist()
+                history = table.rows_before[line].tolist()
+                edge = table.edge_tokens[line].tolist()
                 start, seen, length = (
                     int(x[piece]) for x in (pieces.start, pieces.seen, pieces.length)
                 )
@@ -189,14 +189,14 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
                     back[row] = of_piece[age]
                     expected[start - 1 - age] += of_piece[age]
             assert not (known and back.isnan().any()), "every row that arrives is read"
-            assert torch.equal(table.place, place.int())
+            assert torch.equal(table.edge_index, place.int())
             returning.append(back)
         returned = played_out(returning, receives, cp)
         total = torch.zeros(sum(lengths), dtype=torch.float64)
         for rank, table in enumerate(route.table for route in routes):
             pool = torch.cat([returned[rank], torch.zeros(1)])
-            lines = table.additions[table.additions[:, 0] >= 0]
-            assert len(lines) == len(table.additions) or not known
+            lines = table.gradient_additions[table.gradient_additions[:, 0] >= 0]
+            assert len(lines) == len(table.gradient_additions) or not known
             tokens = lines[:, 0]
             sources = lines[:, 1:]
             assert len(tokens) == len(tokens.unique())
@@ -226,7 +226,7 @@ def test_states_enter_every_piece_as_one_rank_would_have_them(fill, rows):
 def along_paths(paths, a, b, cuts):
     """The state at every node that gets one; ``a``, ``b`` of the nodes that send."""
     entering = {}
-    for path in paths.nodes:
+    for path in paths.nodes_of_paths:
         state = 0
         for step, j in enumerate(path):
             if step:
@@ -256,9 +256,9 @@ def require_states(lengths, cp, layout, tables, rows, known):
     if known:
         # Nothing is sent but what a piece needs.
         continued = int((pieces.seen > 0).sum())
-        assert continued == len(paths.receiving) * tables[0].chains // rows
+        assert continued == len(paths.receiving_nodes) * tables[0].chain_count // rows
     held = [pieces.held_by(rank) for rank in range(cp)]
-    counts = [t.sequences.sequences // rows for t in tables]
+    counts = [t.pieces.sequences // rows for t in tables]
     a, b, d = {}, {}, {}
     for table, count, h in zip(tables, counts, held, strict=True):
         # Nobody writes the maps of pieces that are not there.
@@ -270,16 +270,17 @@ def require_states(lengths, cp, layout, tables, rows, known):
         assert (masks is None) == known
 
         def by_node(x, nodes, table=table):
-            return dict(zip(nodes, x.view(len(nodes), table.chains), strict=True))
+            return dict(zip(nodes, x.view(len(nodes), table.chain_count), strict=True))
 
         a |= by_node(
-            _select_pieces(mine[:, 0], table.left_pieces, passes), table.sending
+            _select_pieces(mine[:, 0], table.exit_pieces, passes), table.sending_nodes
         )
         b |= by_node(
-            _select_pieces(mine[:, 1], table.left_pieces, leaves), table.sending
+            _select_pieces(mine[:, 1], table.exit_pieces, leaves), table.sending_nodes
         )
         d |= by_node(
-            _select_pieces(mine[:, 1], table.entered_pieces, enters), table.receiving
+            _select_pieces(mine[:, 1], table.entry_pieces, enters),
+            table.receiving_nodes,
         )
     cuts = tables[0].cuts
     assert layout is SequenceLayout.ZIGZAG or known or cuts[0] is not None
@@ -290,16 +291,16 @@ def require_states(lengths, cp, layout, tables, rows, known):
         here = len(held[rank])
         assert len(table.sequences.cu_seqlens) - 1 == rows * count
         assert count == here if known else count > here
-        if table.gathered_left is not None:
-            tokens, pieces_alone = table.gathered_left
+        if table.gathered_exit_pieces is not None:
+            tokens, pieces_alone = table.gathered_exit_pieces
             stretches = torch.arange(pieces.tokens).split(list(table.sequences.lengths))
-            left = [stretches[i] for i in table.left_pieces.tolist()]
+            left = [stretches[i] for i in table.exit_pieces.tolist()]
             assert torch.equal(tokens, torch.cat(left))
             assert list(pieces_alone.lengths) == [len(x) for x in left]
             assert 2 * len(tokens) < pieces.tokens
         for states, nodes, index, right in (
-            (forward, table.receiving, table.entered_pieces, entering),
-            (backward, table.sending, table.left_pieces, leaving),
+            (forward, table.receiving_nodes, table.entry_pieces, entering),
+            (backward, table.sending_nodes, table.exit_pieces, leaving),
         ):
             at_nodes = torch.cat([states[j] for j in nodes] or [maps.new_zeros(0)])
             got = _fill_pieces(at_nodes, index, rows * count).view(rows, count)

@@ -50,9 +50,10 @@ class _CandidateRows(NamedTuple):
     # of this rank's fragments of the chain: 0 the first, 1 the second
     own_fragment: Tensor
     hops: Tensor  # k above: the receiving node is so many nodes after the sending node
-    from_end: Tensor  # 1: the last row of the sending node, 2: the row before, ...
-    receiver: Tensor  # the node that needs the row
-    peer: Tensor  # the rank that receives the row from this rank, or sends it
+    # 1: the last row of the sending node, 2: the row before, ...
+    number_from_end: Tensor
+    receiving_node: Tensor  # the node that needs the row
+    peer_rank: Tensor  # the rank that receives the row from this rank, or sends it
 
 
 class _RouteTables(NamedTuple):
@@ -64,10 +65,10 @@ class _RouteTables(NamedTuple):
 
     send_rows: Tensor
     # the fields of HistoryTable
-    before: Tensor
-    edge: Tensor
-    place: Tensor
-    additions: Tensor
+    rows_before: Tensor
+    edge_tokens: Tensor
+    edge_index: Tensor
+    gradient_additions: Tensor
     # bool, for each candidate that this rank may send or receive: whether it is needed
     is_sent: Tensor
     is_received: Tensor
@@ -107,8 +108,8 @@ def _make_history_route(
         _CandidateRows._make(to_device(x, tables_device) for x in receivable),
         move=False,
     )
-    to_ranks = sendable.peer
-    from_ranks = receivable.peer
+    to_ranks = sendable.peer_rank
+    from_ranks = receivable.peer_rank
     if documents.known_on_host:
         to_ranks = to_ranks[tables.is_sent]
         from_ranks = from_ranks[tables.is_received]
@@ -119,10 +120,10 @@ def _make_history_route(
         send_counts=tuple(to_ranks.bincount(minlength=cp_size).tolist()),
         receive_counts=tuple(from_ranks.bincount(minlength=cp_size).tolist()),
         table=HistoryTable(
-            before=to_device(tables.before, device),
-            edge=to_device(tables.edge, device),
-            place=to_device(tables.place, device),
-            additions=to_device(tables.additions, device),
+            rows_before=to_device(tables.rows_before, device),
+            edge_tokens=to_device(tables.edge_tokens, device),
+            edge_index=to_device(tables.edge_index, device),
+            gradient_additions=to_device(tables.gradient_additions, device),
         ),
     )
 
@@ -193,15 +194,15 @@ def _build_tables(
     def needed_rows(rows: _CandidateRows) -> tuple[Tensor, Tensor, Tensor]:
         """Per row: whether it is needed, its index among the exchanged rows or -1, and
         by how many tokens it is before the piece."""
-        sender = rows.receiver - rows.hops
+        sender = rows.receiving_node - rows.hops
         sender_tokens = length[sender, rows.chain]
         between = (
-            fragments.begin[rows.receiver, rows.chain]
+            fragments.begin[rows.receiving_node, rows.chain]
             - fragments.end[sender, rows.chain]
         )
-        distance = between + rows.from_end
-        is_needed = (rows.from_end <= sender_tokens) & (
-            distance <= history_tokens[rows.receiver, rows.chain]
+        distance = between + rows.number_from_end
+        is_needed = (rows.number_from_end <= sender_tokens) & (
+            distance <= history_tokens[rows.receiving_node, rows.chain]
         )
         number = torch.arange(len(sender_tokens), device=sender_tokens.device)
         if documents.known_on_host:
@@ -214,7 +215,7 @@ def _build_tables(
         with_history = x[1:] if rank == 0 else x
         return with_history.T.flatten()
 
-    # HistoryTable.before: where each piece finds its rows among the received ones
+    # HistoryTable.rows_before: where each piece finds its rows among the received ones
     h, C = local_begin.shape
     is_received, number, distance = needed_rows(receivable)
     pieces_per_chain = h
@@ -229,7 +230,7 @@ def _build_tables(
         C * pieces_per_chain * history_len,
     ).view(-1, history_len)
 
-    # HistoryTable.edge: the first W - 1 tokens of these pieces
+    # HistoryTable.edge_tokens: the first W - 1 tokens of these pieces
     ahead = torch.arange(history_len, device=local_begin.device)
     first_piece_end = torch.minimum(fragments.end, fragments.first_document_end)[own]
     local_end = first_piece_end - fragments.begin[own] + local_begin
@@ -238,17 +239,19 @@ def _build_tables(
     inside_piece = token < of_pieces(local_end)[:, None]
     edge = torch.where(has_history[:, None] & inside_piece, token, -1)
 
-    # HistoryTable.additions: for each of the last W - 1 rows of this rank's fragments,
-    # the returned gradients that are added to its gradient
+    # HistoryTable.gradient_additions: for each of the last W - 1 rows of this rank's
+    # fragments, the returned gradients that are added to its gradient
     is_sent, number, _ = needed_rows(sendable)
     chain = sendable.chain
     fragment = sendable.own_fragment
-    sender = sendable.receiver - sendable.hops
-    row = local_begin[fragment, chain] + length[sender, chain] - sendable.from_end
+    sender = sendable.receiving_node - sendable.hops
+    row = (
+        local_begin[fragment, chain] + length[sender, chain] - sendable.number_from_end
+    )
     send_rows = row.clamp(0, max(tokens - 1, 0))
     W = history_len + 1
     # index in a table [C, h, W, W] by chain, fragment, from_end and hops
-    target = ((chain * h + fragment) * W + sendable.from_end) * W + sendable.hops
+    target = ((chain * h + fragment) * W + sendable.number_from_end) * W + sendable.hops
     sources = _scatter(target, number, C * h * W * W).view(C * h, W, W)[:, 1:, 1:]
     # Sort the sources, so that the gradients of a row are added in a fixed order.
     sources = torch.where(sources < 0, len(target), sources).sort(-1).values
@@ -268,10 +271,10 @@ def _build_tables(
     )
     return _RouteTables(
         send_rows=send_rows,
-        before=before.int(),
-        edge=edge.int(),
-        place=place.int(),
-        additions=additions.int(),
+        rows_before=before.int(),
+        edge_tokens=edge.int(),
+        edge_index=place.int(),
+        gradient_additions=additions.int(),
         is_sent=is_sent,
         is_received=is_received,
     )

@@ -37,40 +37,42 @@ class StatePaths(NamedTuple):
     """
 
     ranks: tuple[int, ...]  # the rank of each node of a chain
-    nodes: tuple[tuple[int, ...], ...]  # of each path, in order, at least two
+    nodes_of_paths: tuple[tuple[int, ...], ...]  # of each path, in order, at least two
 
     def reversed(self) -> StatePaths:
         """The paths of the states' gradients, from the last node to the first."""
-        return StatePaths(self.ranks, tuple(path[::-1] for path in self.nodes))
+        return StatePaths(self.ranks, tuple(path[::-1] for path in self.nodes_of_paths))
 
     @property
-    def sending(self) -> tuple[int, ...]:
+    def sending_nodes(self) -> tuple[int, ...]:
         """All nodes that a state leaves, in ascending order."""
-        return tuple(sorted(j for path in self.nodes for j in path[:-1]))
+        return tuple(sorted(j for path in self.nodes_of_paths for j in path[:-1]))
 
     @property
-    def receiving(self) -> tuple[int, ...]:
+    def receiving_nodes(self) -> tuple[int, ...]:
         """All nodes that a state enters, in ascending order."""
-        return tuple(sorted(j for path in self.nodes for j in path[1:]))
+        return tuple(sorted(j for path in self.nodes_of_paths for j in path[1:]))
 
     @property
     def is_direct(self) -> bool:
         """Whether every path has two nodes, so that no ``through`` is needed."""
-        return all(len(path) == 2 for path in self.nodes)
+        return all(len(path) == 2 for path in self.nodes_of_paths)
 
-    def sent_by(self, rank: int) -> tuple[int, ...]:
+    def sending_nodes_of(self, rank: int) -> tuple[int, ...]:
         """The nodes of ``rank`` that a state leaves, in the order in which ``rank``
         sends their maps; ``is_direct`` paths are sorted by the receiving rank."""
-        own_nodes = [j for j in self.sending if self.ranks[j] == rank]
+        own_nodes = [j for j in self.sending_nodes if self.ranks[j] == rank]
         if self.is_direct:
-            receiving_rank = {path[0]: self.ranks[path[1]] for path in self.nodes}
+            receiving_rank = {
+                path[0]: self.ranks[path[1]] for path in self.nodes_of_paths
+            }
             own_nodes.sort(key=receiving_rank.__getitem__)
         return tuple(own_nodes)
 
-    def received_by(self, rank: int) -> tuple[int, ...]:
+    def receiving_nodes_of(self, rank: int) -> tuple[int, ...]:
         """The nodes of ``rank`` that a state enters, in the order in which ``rank``
         receives the states."""
-        return self.reversed().sent_by(rank)
+        return self.reversed().sending_nodes_of(rank)
 
 
 class _MapRoute(NamedTuple):
@@ -83,20 +85,20 @@ class _MapRoute(NamedTuple):
     # sent, and no second exchange follows.
     is_direct: bool
     # how many of the M states each rank computes
-    shares: tuple[int, ...]
-    maps_sent: tuple[int, ...]  # counts; if ``is_direct``, of states
-    maps_received: tuple[int, ...]
-    states_sent: tuple[int, ...]  # counts
-    states_received: tuple[int, ...]
+    states_per_rank: tuple[int, ...]
+    map_send_counts: tuple[int, ...]  # counts; if ``is_direct``, of states
+    map_receive_counts: tuple[int, ...]
+    state_send_counts: tuple[int, ...]  # counts
+    state_receive_counts: tuple[int, ...]
     # How to apply the received maps; None if ``is_direct``, or this rank has no share.
-    steps: ChainSteps | None
+    chain_steps: ChainSteps | None
 
 
 @cached_by_stream(64)
 def _route_of(
     paths: StatePaths, M: int, ranks: int, rank: int, device: torch.device
 ) -> _MapRoute:
-    """The route of ``rank``, one of ``ranks``, for M states; ``steps`` are on
+    """The route of ``rank``, one of ``ranks``, for M states; ``chain_steps`` are on
     ``device``.
 
     Rank r applies the maps of the r-th of ``ranks`` shares of the M states.
@@ -104,50 +106,50 @@ def _route_of(
     if paths.is_direct:
         to_rank = [0] * ranks
         from_rank = [0] * ranks
-        for source, target in paths.nodes:
+        for source, target in paths.nodes_of_paths:
             source_rank = paths.ranks[source]
             target_rank = paths.ranks[target]
             to_rank[target_rank] += M * (source_rank == rank)
             from_rank[source_rank] += M * (target_rank == rank)
         return _MapRoute(
             is_direct=True,
-            shares=(),
-            maps_sent=tuple(to_rank),
-            maps_received=tuple(from_rank),
-            states_sent=(),
-            states_received=(),
-            steps=None,
+            states_per_rank=(),
+            map_send_counts=tuple(to_rank),
+            map_receive_counts=tuple(from_rank),
+            state_send_counts=(),
+            state_receive_counts=(),
+            chain_steps=None,
         )
     shares = tuple(M // ranks + (r < M % ranks) for r in range(ranks))
     m = shares[rank]
     # the number of nodes of each rank
-    sending_nodes = [len(paths.sent_by(r)) for r in range(ranks)]
-    receiving_nodes = [len(paths.received_by(r)) for r in range(ranks)]
+    sending_nodes = [len(paths.sending_nodes_of(r)) for r in range(ranks)]
+    receiving_nodes = [len(paths.receiving_nodes_of(r)) for r in range(ranks)]
     steps = None
     if m:
         steps = _steps_of(paths, ranks, device)
     return _MapRoute(
         is_direct=False,
-        shares=shares,
-        maps_sent=tuple(sending_nodes[rank] * share for share in shares),
-        maps_received=tuple(nodes * m for nodes in sending_nodes),
-        states_sent=tuple(nodes * m for nodes in receiving_nodes),
-        states_received=tuple(receiving_nodes[rank] * share for share in shares),
-        steps=steps,
+        states_per_rank=shares,
+        map_send_counts=tuple(sending_nodes[rank] * share for share in shares),
+        map_receive_counts=tuple(nodes * m for nodes in sending_nodes),
+        state_send_counts=tuple(nodes * m for nodes in receiving_nodes),
+        state_receive_counts=tuple(receiving_nodes[rank] * share for share in shares),
+        chain_steps=steps,
     )
 
 
 def _steps_of(paths: StatePaths, ranks: int, device: torch.device) -> ChainSteps:
     """The steps that apply all ranks' maps along the paths.
 
-    Maps are indexed by rank, then by `StatePaths.sent_by`; states by rank, then by
-    `StatePaths.received_by`.
+    Maps are indexed by rank, then by `StatePaths.sending_nodes_of`; states by rank,
+    then by `StatePaths.receiving_nodes_of`.
     """
-    maps = [j for r in range(ranks) for j in paths.sent_by(r)]
-    states = [j for r in range(ranks) for j in paths.received_by(r)]
+    maps = [j for r in range(ranks) for j in paths.sending_nodes_of(r)]
+    states = [j for r in range(ranks) for j in paths.receiving_nodes_of(r)]
     # A step is (index of the state to write, index of the map to apply after it).
     chains = []
-    for first, *between, last in paths.nodes:
+    for first, *between, last in paths.nodes_of_paths:
         chain = [(NO_INDEX, maps.index(first))]
         chain += [(states.index(j), maps.index(j)) for j in between]
         chain += [(states.index(last), NO_INDEX)]
@@ -162,39 +164,44 @@ def states_entering_nodes(
     group: dist.ProcessGroup,
     cuts: Tensor | None = None,
 ) -> Tensor:
-    """States ``[h, M, K, V]`` that enter this rank's nodes ``paths.received_by(rank)``,
-    in this order; a collective over ``group``.
+    """States ``[h, M, K, V]`` that enter this rank's nodes
+    ``paths.receiving_nodes_of(rank)``, in this order; a collective over ``group``.
 
     ``local``, ``through``: the maps ``[h, M, K, .]`` of the nodes
-    ``paths.sent_by(rank)``; ``through`` is not read if ``paths.is_direct``. ``cuts``:
-    int32 ``[nodes]`` on the device, for a single path: 1 at each node that no state
-    passes.
+    ``paths.sending_nodes_of(rank)``; ``through`` is not read if ``paths.is_direct``.
+    ``cuts``: int32 ``[nodes]`` on the device, for a single path: 1 at each node that no
+    state passes.
     """
     _, M, K, V = local.shape
     rank = group.rank()
     route = _route_of(paths, M, group.size(), rank, local.device)
     if route.is_direct:
         rows = local.flatten(0, 1)
-        states = exchange_rows(rows, route.maps_sent, route.maps_received, group)
+        states = exchange_rows(
+            rows, route.map_send_counts, route.map_receive_counts, group
+        )
         return states.unflatten(0, (-1, M))
     assert through is not None
-    rows = pack_maps_by_rank(local, through, route.shares)
-    maps = exchange_rows(rows, route.maps_sent, route.maps_received, group)
-    states = local.new_empty(sum(route.states_sent), K, V)
-    if route.steps is not None:
-        m = route.shares[rank]
+    rows = pack_maps_by_rank(local, through, route.states_per_rank)
+    maps = exchange_rows(rows, route.map_send_counts, route.map_receive_counts, group)
+    states = local.new_empty(sum(route.state_send_counts), K, V)
+    if route.chain_steps is not None:
+        m = route.states_per_rank[rank]
         X = maps.shape[-1]
         all_local, all_through = maps.view(-1, m, K, X).split([V, X - V], dim=-1)
         out = states.view(-1, m, K, V)
-        follow_chains(all_local, all_through, route.steps, out, None, cuts)
-    returned = exchange_rows(states, route.states_sent, route.states_received, group)
+        follow_chains(all_local, all_through, route.chain_steps, out, None, cuts)
+    returned = exchange_rows(
+        states, route.state_send_counts, route.state_receive_counts, group
+    )
     h = len(returned) // M
     if h == 1:  # the shares, in rank order, are the M states
         return returned[None]
     # Each rank returns its share of the M states, for all h nodes.
-    by_rank = returned.split(list(route.states_received))
+    by_rank = returned.split(list(route.state_receive_counts))
     shaped = [
-        x.view(h, share, K, V) for x, share in zip(by_rank, route.shares, strict=True)
+        x.view(h, share, K, V)
+        for x, share in zip(by_rank, route.states_per_rank, strict=True)
     ]
     return torch.cat(shaped, dim=1)
 

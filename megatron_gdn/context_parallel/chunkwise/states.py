@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.documents import Documents
-from ...ops.front.history import ranges
+from ...ops.front.history import join_ranges
 from ...ops.host_tables import to_device
 from ...ops.rules.base import Rule, RuleBackward, RuleForward, map_inputs
 from ...ops.state_maps.state_map import StateMap
@@ -51,45 +51,46 @@ class StateTable:
     sequences: Documents
     paths: StatePaths  # the nodes that states leave and enter, the same in every chain
     # of this rank's nodes, those that a state leaves, and those that a state enters
-    sending: tuple[int, ...]
-    receiving: tuple[int, ...]
+    sending_nodes: tuple[int, ...]
+    receiving_nodes: tuple[int, ...]
     # int64 [nodes * chains], node by node: the piece by which a state leaves each node
     # of ``sending``; None: all N pieces in order
-    left_pieces: Tensor | None
+    exit_pieces: Tensor | None
     # the same for the pieces by which states enter the nodes of ``receiving``
-    entered_pieces: Tensor | None
-    # Set only if ``left_pieces`` have less than half of the tokens: then maps are
+    entry_pieces: Tensor | None
+    # Set only if ``exit_pieces`` have less than half of the tokens: then maps are
     # computed of these pieces alone. If None, maps are computed of all pieces.
-    gathered_left: GatheredPieces | None
-    # int64 [nodes * chains]: for each of ``entered_pieces``, the index in
-    # ``left_pieces`` of the piece of the same node; None: 0, 1, 2, ...
-    entered_to_left: Tensor | None
-    masks: Masks | None  # None if the host knows the documents
+    gathered_exit_pieces: GatheredPieces | None
+    # int64 [nodes * chains]: for each of ``entry_pieces``, the index in
+    # ``exit_pieces`` of the piece of the same node; None: 0, 1, 2, ...
+    exit_of_each_entry: Tensor | None
+    masks: NodeMasks | None  # None if the host knows the documents
     # ``cuts`` of `follow_chains` for the forward and for the backward: int32 [n], 1 at
     # nodes that no state passes. Only for fixed buffers in which a chain has several
     # documents, else None.
     cuts: tuple[Tensor | None, Tensor | None]
-    chains: int  # over all batch rows
+    chain_count: int  # over all batch rows
     is_direct: bool  # whether every path has two nodes, so that no ``through`` is read
 
 
-class Masks(NamedTuple):
+class NodeMasks(NamedTuple):
     """Which nodes states leave, enter and pass, for fixed buffers, whose documents the
     host does not know. Bool ``[nodes * chains, 1, 1, 1]``."""
 
-    leaves: Tensor  # of the nodes ``StateTable.sending``
-    enters: Tensor  # of the nodes ``StateTable.receiving``
-    passes: Tensor  # of the nodes ``StateTable.sending``
+    state_leaves: Tensor  # of the nodes ``StateTable.sending_nodes``
+    state_enters: Tensor  # of the nodes ``StateTable.receiving_nodes``
+    state_passes: Tensor  # of the nodes ``StateTable.sending_nodes``
 
 
 class _NodeTensors(NamedTuple):
-    """The tensors of :class:`StateTable` and :class:`Masks` for this rank's nodes."""
+    """The tensors of :class:`StateTable` and :class:`NodeMasks` for this rank's
+    nodes."""
 
-    left_pieces: Tensor
-    entered_pieces: Tensor
-    leaves: Tensor
-    enters: Tensor
-    passes: Tensor
+    exit_pieces: Tensor
+    entry_pieces: Tensor
+    state_leaves: Tensor
+    state_enters: Tensor
+    state_passes: Tensor
     cuts: Tensor
     reversed_cuts: Tensor
 
@@ -116,8 +117,8 @@ def _make_state_table(
     pieces = pieces_of(documents, partition)
     N = pieces.sequences
     paths = _paths_of(documents, partition)
-    sending = paths.sent_by(partition.rank)
-    receiving = paths.received_by(partition.rank)
+    sending = paths.sending_nodes_of(partition.rank)
+    receiving = paths.receiving_nodes_of(partition.rank)
     # on the host, which compares them below; for fixed buffers on the device
     tensors = documents.keep_tensors(
         _node_tensors, pieces, partition, rows, sending, receiving, move=False
@@ -126,14 +127,16 @@ def _make_state_table(
     masks = None
     cuts = None, None
     if not documents.known_on_host:
-        masks = Masks(on_device.leaves, on_device.enters, on_device.passes)
+        masks = NodeMasks(
+            on_device.state_leaves, on_device.state_enters, on_device.state_passes
+        )
         # In zigzag a chain is one document, so every state passes every inner node.
         if partition.layout is not SequenceLayout.ZIGZAG:
             cuts = on_device.cuts, on_device.reversed_cuts
-    gathered_left = None
+    gathered_exit_pieces = None
     # only for one batch row, to whose tokens the indices refer
     if documents.known_on_host and rows == 1 and sending:
-        gathered_left = _gather_pieces(pieces, tensors.left_pieces)
+        gathered_exit_pieces = _gather_pieces(pieces, tensors.exit_pieces)
     chains = rows * fragments_of(documents, partition).begin.shape[1]
     sequences = pieces
     if rows != 1:  # lay the pieces of the rows end to end
@@ -155,31 +158,31 @@ def _make_state_table(
     return StateTable(
         sequences=sequences,
         paths=paths,
-        sending=sending,
-        receiving=receiving,
-        left_pieces=unless_all_pieces(tensors.left_pieces, on_device.left_pieces),
-        entered_pieces=unless_all_pieces(
-            tensors.entered_pieces, on_device.entered_pieces
+        sending_nodes=sending,
+        receiving_nodes=receiving,
+        exit_pieces=unless_all_pieces(tensors.exit_pieces, on_device.exit_pieces),
+        entry_pieces=unless_all_pieces(tensors.entry_pieces, on_device.entry_pieces),
+        gathered_exit_pieces=gathered_exit_pieces,
+        exit_of_each_entry=_exit_of_each_entry(
+            sending, receiving, chains, documents.device
         ),
-        gathered_left=gathered_left,
-        entered_to_left=_entered_to_left(sending, receiving, chains, documents.device),
         masks=masks,
         cuts=cuts,
         is_direct=paths.is_direct,
-        chains=chains,
+        chain_count=chains,
     )
 
 
-def _entered_to_left(
+def _exit_of_each_entry(
     sending: tuple[int, ...],
     receiving: tuple[int, ...],
     chains: int,
     device: torch.device,
 ) -> Tensor | None:
-    """Compute :attr:`StateTable.entered_to_left` for nodes ``sending`` and
+    """Compute :attr:`StateTable.exit_of_each_entry` for nodes ``sending`` and
     ``receiving``.
 
-    A node that does not send has no piece in ``left_pieces``, and gets the index of the
+    A node that does not send has no piece in ``exit_pieces``, and gets the index of the
     first piece. The ``through`` there is not read: such a node is the first of its path
     in the backward.
     """
@@ -239,18 +242,18 @@ def _node_tensors(
         indices = torch.searchsorted(ends, tokens.contiguous(), right=True)
         return (indices.clamp(max=N - 1) + row * N).flatten()
 
-    def mask(x: Tensor, nodes: tuple[int, ...]) -> Tensor:
+    def node_mask(x: Tensor, nodes: tuple[int, ...]) -> Tensor:
         """Rows ``nodes`` of ``x``, bool ``[n, chains]``, in the shape of
-        :class:`Masks`."""
+        :class:`NodeMasks`."""
         return of_nodes(x, nodes).reshape(-1, 1, 1, 1)
 
     cuts = (~fragments.state_passes[:, 0]).int()
     return _NodeTensors(
-        left_pieces=pieces_at(of_nodes(last_token, sending)),
-        entered_pieces=pieces_at(of_nodes(first_token, receiving)),
-        leaves=mask(fragments.state_leaves, sending),
-        enters=mask(fragments.state_enters, receiving),
-        passes=mask(fragments.state_passes, sending),
+        exit_pieces=pieces_at(of_nodes(last_token, sending)),
+        entry_pieces=pieces_at(of_nodes(first_token, receiving)),
+        state_leaves=node_mask(fragments.state_leaves, sending),
+        state_enters=node_mask(fragments.state_enters, receiving),
+        state_passes=node_mask(fragments.state_passes, sending),
         cuts=cuts,
         reversed_cuts=cuts.flip(0),
     )
@@ -264,7 +267,9 @@ def _gather_pieces(pieces: Documents, indices: Tensor) -> GatheredPieces | None:
     if 2 * int(length.sum()) >= pieces.total_tokens:
         return None
     boundaries = Documents((0, *length.cumsum(0).tolist()), pieces.device)
-    return GatheredPieces(to_device(ranges(begin, length), pieces.device), boundaries)
+    return GatheredPieces(
+        to_device(join_ranges(begin, length), pieces.device), boundaries
+    )
 
 
 def _select_pieces(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -303,7 +308,7 @@ class StateExchange:
         """``table``: this rank's pieces and nodes; ``group``: the ranks that exchange
         states; ``no_maps``: an empty :class:`StateMap`, ``[0, H, K, .]``."""
         self.documents = table.sequences
-        self._count = table.sequences.sequences
+        self._piece_count = table.sequences.sequences
         self._table = table
         self._group = group
         self._no_maps = no_maps
@@ -312,30 +317,30 @@ class StateExchange:
     def _maps_of_nodes(
         self, rule: Rule, forward: RuleForward, inputs: object
     ) -> StateMap:
-        """Maps ``[nodes * chains, H, K, .]`` of the pieces ``left_pieces``.
+        """Maps ``[nodes * chains, H, K, .]`` of the pieces ``exit_pieces``.
 
         ``forward`` is ``rule.begin(inputs, self.documents)``, ``inputs`` are the rule's
         inputs ``[B, tokens, ...]``.
         """
         table = self._table
-        if not table.sending:
+        if not table.sending_nodes:
             return self._no_maps
-        left = table.left_pieces
-        gathered = table.gathered_left
+        indices = table.exit_pieces
+        gathered = table.gathered_exit_pieces
         if gathered is not None:  # a second, shorter forward for the maps alone
             inputs = map_inputs(inputs, lambda x: x.index_select(1, gathered.tokens))
             forward = rule.begin(inputs, gathered.documents)
-            left = None  # the gathered pieces are all wanted, in order
+            indices = None  # the gathered pieces are all wanted, in order
         local, through = forward.state_map()
         leaves = None
         passes = None
         if table.masks is not None:
-            leaves = table.masks.leaves
-            passes = table.masks.passes
-        local = _select_pieces(local, left, leaves)
+            leaves = table.masks.state_leaves
+            passes = table.masks.state_passes
+        local = _select_pieces(local, indices, leaves)
         if table.is_direct:
             return StateMap(local, through)  # ``through`` is not read
-        return StateMap(local, _select_pieces(through, left, passes))
+        return StateMap(local, _select_pieces(through, indices, passes))
 
     def _exchange(
         self,
@@ -351,8 +356,8 @@ class StateExchange:
         :func:`states_entering_nodes`.
         """
         H, K, V = local.shape[1:]
-        M = self._table.chains * H
-        nodes = len(local) // self._table.chains
+        M = self._table.chain_count * H
+        nodes = len(local) // self._table.chain_count
         local = local.reshape(nodes, M, K, V)
         if through is not None:
             through = through.reshape(nodes, M, K, through.shape[-1])
@@ -378,7 +383,7 @@ class StateExchange:
     def states_from_saved(self, kept: tuple[Tensor, ...]) -> Tensor:
         """The states ``[N, H, K, V]`` that :meth:`forward_states` returned with
         ``kept``."""
-        return _fill_pieces(kept[0], self._table.entered_pieces, self._count)
+        return _fill_pieces(kept[0], self._table.entry_pieces, self._piece_count)
 
     def backward_states(
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
@@ -391,29 +396,29 @@ class StateExchange:
         """
         table = self._table
         d_local = self._no_maps.local
-        if table.receiving:
+        if table.receiving_nodes:
             enters = None
             if table.masks is not None:
-                enters = table.masks.enters
-            d_local = _select_pieces(backward.d_initial(), table.entered_pieces, enters)
+                enters = table.masks.state_enters
+            d_local = _select_pieces(backward.d_initial(), table.entry_pieces, enters)
         if table.is_direct:
             leaving = self._exchange(d_local, None, self._reversed_paths, None)
         else:
-            through = self._through_of_entered_pieces(kept[1])
+            through = self._through_of_entry_pieces(kept[1])
             maps = StateMap(d_local, through).transposed(d_local)
             leaving = self._exchange(
                 maps.local, maps.through, self._reversed_paths, table.cuts[1]
             )
-        d_final = _fill_pieces(leaving, table.left_pieces, self._count)
+        d_final = _fill_pieces(leaving, table.exit_pieces, self._piece_count)
         return self.states_from_saved(kept), d_final
 
-    def _through_of_entered_pieces(self, through: Tensor) -> Tensor:
-        """Reorder ``through``, which has an entry per piece of ``left_pieces``, to an
-        entry per piece of ``entered_pieces`` (see :func:`_entered_to_left`)."""
+    def _through_of_entry_pieces(self, through: Tensor) -> Tensor:
+        """Reorder ``through``, which has an entry per piece of ``exit_pieces``, to an
+        entry per piece of ``entry_pieces`` (see :func:`_exit_of_each_entry`)."""
         table = self._table
-        if table.entered_to_left is None:
+        if table.exit_of_each_entry is None:
             return through
-        if not table.sending:
+        if not table.sending_nodes:
             # No entry is read.
-            return through.new_zeros(table.entered_to_left.shape + through.shape[1:])
-        return through.index_select(0, table.entered_to_left)
+            return through.new_zeros(table.exit_of_each_entry.shape + through.shape[1:])
+        return through.index_select(0, table.exit_of_each_entry)

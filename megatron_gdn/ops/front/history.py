@@ -28,21 +28,21 @@ from ..host_tables import cached_by_stream, to_device
 class HistoryTable:
     """Which rows are the history of which tokens, for N pieces; int32 on the device.
 
-    In fixed buffers, unused pieces have indices -1, and unused lines of ``additions``
-    have token -1.
+    In fixed buffers, unused pieces have indices -1, and unused lines of
+    ``gradient_additions`` have token -1.
     """
 
     # [N, W - 1]: in `History.rows`, the indices of the rows 1, 2, .. tokens before a
     # piece; -1: there is no such row
-    before: Tensor
+    rows_before: Tensor
     # [N, W - 1]: the indices of each piece's first tokens; -1 past a short piece's end
-    edge: Tensor
-    # [s]: each token's index in the flattened ``edge``; -1 for tokens outside the edges
-    place: Tensor
+    edge_tokens: Tensor
+    # [s]: each token's index in the flattened ``edge_tokens``; -1 for other tokens
+    edge_index: Tensor
     # [M, 1 + most]: one line for each token whose row was sent. A line has the token's
     # index, then the indices of the returned gradients that are added to the
     # token's gradient in this order, then -1.
-    additions: Tensor
+    gradient_additions: Tensor
 
     @classmethod
     def build(
@@ -57,8 +57,9 @@ class HistoryTable:
         """The table from tensors on the host, for ``tokens`` tokens.
 
         ``first``, ``count`` ``[N]``: each piece's first token and number of tokens.
-        ``before`` ``[N, W - 1]``: the field. ``sent``: the tokens whose rows were sent,
-        in the order in which their gradients return; a token may occur several times.
+        ``before`` ``[N, W - 1]``: ``rows_before``. ``sent``: the tokens whose rows were
+        sent, in the order in which their gradients return; a token may occur several
+        times.
         """
         ahead = torch.arange(before.shape[1], device="cpu")
         edge = torch.where(ahead < count[:, None], first[:, None] + ahead, -1)
@@ -77,18 +78,18 @@ class HistoryTable:
         # for each such token, the indices of its returned gradients
         sources = sent.new_full((len(returns), most_returns), -1)
         line = torch.arange(len(returns), device="cpu").repeat_interleave(returns)
-        column = ranges(torch.zeros_like(returns), returns)
+        column = join_ranges(torch.zeros_like(returns), returns)
         sources[line, column] = order
         additions = torch.cat([token[:, None], sources], dim=1)
         return cls(
-            before=to_device(before.int(), device),
-            edge=to_device(edge.int(), device),
-            place=to_device(place.int(), device),
-            additions=to_device(additions.int(), device),
+            rows_before=to_device(before.int(), device),
+            edge_tokens=to_device(edge.int(), device),
+            edge_index=to_device(place.int(), device),
+            gradient_additions=to_device(additions.int(), device),
         )
 
 
-def ranges(start: Tensor, count: Tensor) -> Tensor:
+def join_ranges(start: Tensor, count: Tensor) -> Tensor:
     """``start[n] .. start[n] + count[n] - 1`` for every n, joined into one tensor."""
     first = count.cumsum(0) - count
     shift = (start - first).repeat_interleave(count)
@@ -115,8 +116,8 @@ class History(NamedTuple):
 
         ``weight_CW``: the taps of the convolution, the tap of the oldest row first.
         """
-        before = self.table.before
-        edge = self.table.edge.flatten()
+        before = self.table.rows_before
+        edge = self.table.edge_tokens.flatten()
         past = before.shape[1]  # W - 1
         # rows_NABC[:, age - 1] is the row ``age`` tokens before each piece. Absent rows
         # are masked before any product, because 0 * NaN is NaN.

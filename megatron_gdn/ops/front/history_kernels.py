@@ -56,7 +56,7 @@ def lead_in_kernel(
     channels, B).
 
     The history's rows ``[R, B, C]`` have the three strides. ``before_ptr``: the field
-    `HistoryTable.before`. A block has BLOCK of the CHANNELS.
+    `HistoryTable.rows_before`. A block has BLOCK of the CHANNELS.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -101,7 +101,7 @@ def lead_in_backward_kernel(
     Reads the lead-in's gradient ``d_lead_ptr [N, W - 1, B, C]``. Writes
     ``d_rows_ptr [R, B, C]``, and for each piece and batch row partial sums of d(weight)
     to the columns [0, C W) of ``partial_ptr [N B, columns]``. ``edge_ptr``: the field
-    `HistoryTable.edge`. The other arguments are those of :func:`lead_in_kernel`.
+    `HistoryTable.edge_tokens`. The other arguments are those of :func:`lead_in_kernel`.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -154,9 +154,9 @@ def add_rows_kernel(
     """Add returned gradients ``returned_ptr [., B, C]`` to the tokens' gradients
     ``d_rows_ptr [s, B, C]``; grid (M, blocks of channels, B).
 
-    ``additions_ptr``: the field `HistoryTable.additions`, ``[M, 1 + most]``; ``most``
-    is the largest number of gradients of a token. A program adds the gradients of one
-    line, in the line's order.
+    ``additions_ptr``: the field `HistoryTable.gradient_additions`, ``[M, 1 + most]``;
+    ``most`` is the largest number of gradients of a token. A program adds the gradients
+    of one line, in the line's order.
     """
     line_ptr = additions_ptr + tl.cast(tl.program_id(0), tl.int64) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -175,17 +175,17 @@ def add_rows_kernel(
 def lead_in(
     history: History | None, weight: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The fp32 lead-in ``[N, W - 1, B, C]`` and ``table.place``, for the front's
+    """The fp32 lead-in ``[N, W - 1, B, C]`` and ``table.edge_index``, for the front's
     kernels.
 
     Both are None if no piece has a history. ``weight``: ``[C, 1, W]``.
     """
-    if history is None or not len(history.table.before):
+    if history is None or not len(history.table.rows_before):
         return None, None
     rows = history.rows
     table = history.table
     B, C = rows.shape[1:]
-    lead = rows.new_empty(table.before.shape + (B, C), dtype=torch.float32)
+    lead = rows.new_empty(table.rows_before.shape + (B, C), dtype=torch.float32)
     launch = _launch(
         lead_in_kernel,
         len(lead),
@@ -195,8 +195,8 @@ def lead_in(
         *rows.stride(),
         W=weight.shape[-1],
     )
-    launch(rows, weight, table.before, lead)
-    return lead, table.place
+    launch(rows, weight, table.rows_before, lead)
+    return lead, table.edge_index
 
 
 def lead_in_backward(
@@ -212,17 +212,17 @@ def lead_in_backward(
     columns = partial.shape[1]
     # The kernel writes the columns of d(weight) alone, and a sum reads all of them.
     partial.zero_()
-    N, _ = table.before.shape
+    N, _ = table.rows_before.shape
     B, C = rows.shape[1:]
     numbers = rows.stride() + (columns,)
     W = weight.shape[-1]
     launch = _launch(lead_in_backward_kernel, N, B, C, rows.stride(2), *numbers, W=W)
-    launch(rows, weight, table.before, table.edge, d_lead, d_rows, partial)
+    launch(rows, weight, table.rows_before, table.edge_tokens, d_lead, d_rows, partial)
 
 
 def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
     """Add the gradients ``returned [., B, C]`` to ``d_rows [s, B, C]``, as
-    ``additions`` of :class:`.history.HistoryTable` says; sums are fp32."""
+    ``gradient_additions`` of :class:`.history.HistoryTable` says; sums are fp32."""
     M, columns = additions.shape
     B, C = returned.shape[1:]
     # the channels of a row are adjacent: stride 1
