@@ -23,7 +23,7 @@ class AutogradFront:
 
     def __init__(self, layout, make, inputs, convolved):
         self.layout = layout
-        self.names = inputs._fields
+        self.input_names = inputs._fields
         self.convolved_inputs = convolved
         self._make = make
 
@@ -53,7 +53,7 @@ class AutogradFront:
         past = None if history is None else history._replace(rows=before)
         with torch.enable_grad():
             made = self._make(leaves[0], leaves[1:], documents, past)
-        d_made = [_wide(getattr(grads, name)) for name in self.names]
+        d_made = [_wide(getattr(grads, name)) for name in self.input_names]
         found = iter(torch.autograd.grad(made, given, d_made, materialize_grads=True))
         if history is not None:
             history.d_rows.copy_(next(found))

@@ -24,7 +24,10 @@ from torch import Tensor, nn
 
 from megatron_gdn.gdn.flash_qla.plan import kernels
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.rules.fla_configurations import FIXED, tuned_kernels
+from megatron_gdn.ops.rules.fla_configurations import (
+    FIXED_CONFIGURATIONS,
+    tuned_kernels,
+)
 
 from .clone import CLONE, has_clone
 from .model import DEVICE, transformer_config
@@ -359,7 +362,7 @@ def tune_over(most: int) -> None:
     listed = {
         id(kernel): fixed
         for kernel, fixed, _ in tuned_kernels()
-        if kernel.base_fn.__name__ in FIXED
+        if kernel.base_fn.__name__ in FIXED_CONFIGURATIONS
     }
     for name, module in list(sys.modules.items()):
         if not name.startswith("fla."):

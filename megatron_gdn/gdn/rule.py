@@ -85,9 +85,9 @@ class FlaGDN(FlaDeltaRule):
 
     def d_states_arguments(self, call: FlaBackward) -> dict[str, Tensor]:
         """Arguments of fla's kernel of state gradients; :class:`FlaDeltaRule` lists
-        them. ``call.kept`` has the sums of g and the inverse A."""
+        them. ``call.kept_tensors`` has the sums of g and the inverse A."""
         q, k, v, _, beta = call.inputs
-        g_sum, A = call.kept
+        g_sum, A = call.kept_tensors
         w, _ = self.fla.recompute_w_u_fwd(
             k=k, v=v, beta=beta, A=A, g=g_sum, **call.boundaries
         )
@@ -102,7 +102,7 @@ class FlaGDN(FlaDeltaRule):
         """The gradients of the inputs; ``initial`` and ``d_final`` are ``[N, H, K, V]``
         or None (zeros). fla returns dbeta before dg; what follows dg is not read."""
         q, k, v, _, beta = call.inputs
-        g_sum, A = call.kept
+        g_sum, A = call.kept_tensors
         grads = self.fla.chunk_gated_delta_rule_bwd(
             q=q,
             k=k,

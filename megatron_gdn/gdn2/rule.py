@@ -41,7 +41,7 @@ class PlainGDN2(PlainRule):
     """The chunk rule with the erase key ``b * k`` and the written value ``w * v``."""
 
     backward_reads = frozenset(GDN2Inputs._fields)
-    grads = GDN2Inputs
+    gradients_class = GDN2Inputs
 
     def values(self, chunks: GDN2Inputs) -> ChunkValues:
         """The values for :func:`.chunk_math.run_group`; ``chunks`` are the inputs'
@@ -77,7 +77,7 @@ class FlaGDN2(FlaChannelRule):
     recompute_function = "recompute_w_u_fwd_gdn2"
     backward_function = "chunk_gdn2_bwd"
     gate_arguments = ("b", "w_gate")
-    grads = GDN2Inputs
+    gradients_class = GDN2Inputs
 
     def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> RuleForward:
         """Begin a forward, in which each value head has a copy of its key head's

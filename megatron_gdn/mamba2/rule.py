@@ -66,7 +66,7 @@ class PlainSSD(PlainRule):
     """The SSD rule in chunks, in plain torch: ``backend="reference"``."""
 
     backward_reads = frozenset(SSDInputs._fields)
-    grads = SSDInputs
+    gradients_class = SSDInputs
     erases = False
 
     def values(self, chunks: SSDInputs) -> ChunkValues:
@@ -99,7 +99,7 @@ class FlaSSD(FlaRule):
 
     backward_reads = frozenset({"x", "B", "C", "dt", "D"})
     repeatable_setups = (tested_on_h200((128, 64)),)
-    reads_boundaries = True
+    reads_boundaries_on_host = True
     fla_functions = {
         f"{_FLA_MODULE} chunk_local_cumsum": (
             "g scale reverse chunk_indices cu_seqlens chunk_size"
@@ -237,7 +237,7 @@ class FlaSSD(FlaRule):
 
         ``any_states`` has the shape of the initial states; its values are not read.
         """
-        g_sum, q, k, v = call.kept
+        g_sum, q, k, v = call.kept_tensors
         _, d_local = self.fla.chunk_bwd_dh(
             q=q,
             k=k,
@@ -262,7 +262,7 @@ class FlaSSD(FlaRule):
         over tokens.
         """
         inputs = call.inputs
-        g_sum, q, k, v = call.kept
+        g_sum, q, k, v = call.kept_tensors
         fla = self.fla
         # TileLang's kernel for the gradient of g reads states in the operands' dtype,
         # as fla's forward writes them. TileLang raises for the fp32 states of fla's

@@ -152,23 +152,23 @@ class _GroupResults:
         """Make rows for all tokens of ``grid``, with the heads and dtype of
         ``like``."""
         self._grid = grid
-        self._shared = None
+        self._shared_value = None
         if like.stride()[:2] == (0, 0):
             # All tokens share one value, such as the parameter D. It is not copied for
             # each token.
-            self._shared = like[:1, :1]
+            self._shared_value = like[:1, :1]
             like = like[..., :0]
         self._rows = grid.new_rows(like)
 
     def put(self, group: ChunkGroup, chunks: Tensor) -> None:
         """Store ``chunks``, the results ``[n, 64, ...]`` of one group."""
-        if self._shared is None:
+        if self._shared_value is None:
             self._grid.write_chunks(self._rows, group, chunks)
 
     def tokens(self, rows: torch.Size) -> Tensor:
         """The results of all tokens, ``[B, S, ...]``; ``rows`` is ``(B, S)``."""
-        if self._shared is not None:
-            return self._shared.expand(rows + self._shared.shape[2:])
+        if self._shared_value is not None:
+            return self._shared_value.expand(rows + self._shared_value.shape[2:])
         return self._rows.unflatten(0, rows)
 
 
@@ -179,7 +179,7 @@ class AlignedFront:
     def __init__(self, front: Front) -> None:
         """Take over what callers read of ``front``; only :meth:`forward` differs."""
         self.layout = front.layout
-        self.names = front.names
+        self.input_names = front.input_names
         self._front = front
         self.convolved_inputs = front.convolved_inputs
         self.recomputed = front.recomputed

@@ -16,7 +16,7 @@ from torch import Tensor
 
 _latest_stream = 0  # the handle of the stream of the latest call outside a capture
 # the tables that CUDA graphs read, by their ids; so Python never frees them
-_read_by_graphs: dict[int, object] = {}
+_tables_of_graphs: dict[int, object] = {}
 
 
 def to_device(table: Tensor, device: torch.device | str) -> Tensor:
@@ -71,7 +71,7 @@ def keep_if_captured[Made](tables: Made) -> Made:
     """Return ``tables``; if a CUDA graph is being captured, the tables are never freed,
     since each replay reads the same addresses."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        _read_by_graphs[id(tables)] = tables
+        _tables_of_graphs[id(tables)] = tables
     return tables
 
 

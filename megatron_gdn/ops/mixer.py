@@ -141,7 +141,7 @@ class MixerArguments(NamedTuple):
     rule: Rule
     readout: Readout
     sequence_context: SequenceContext
-    keep: bool  # whether tensors are kept for a backward
+    keeps_tensors: bool  # whether tensors are kept for a backward
     refilled: RefilledOutput | None  # frees and refills the output; None: it is kept
     hand_over: HandOver | None  # lets the backward free the output's gradient early
     second_run: SecondRun | None  # None if front and rule run only once
@@ -169,7 +169,7 @@ class _SavedTensors(NamedTuple):
         return flat, tuple(map(len, lists))
 
     @classmethod
-    def of_flat(cls, flat: Sequence[Any], lengths: Sequence[int]) -> _SavedTensors:
+    def from_flat(cls, flat: Sequence[Any], lengths: Sequence[int]) -> _SavedTensors:
         """The inverse of :meth:`flat`."""
         stamp, rows, o = flat[:3]
         ends = list(itertools.accumulate(lengths, initial=3))
@@ -200,9 +200,9 @@ class MixerFunction(torch.autograd.Function):
         ctx, arguments: MixerArguments, rows: Tensor, *parameters: Tensor | None
     ):
         """The output ``[S, B, H V]`` from ``rows`` and ``parameters``; with
-        ``arguments.keep`` tensors are saved for the backward."""
+        ``arguments.keeps_tensors`` tensors are saved for the backward."""
         out, saved, ctx.values = _forward(arguments, rows, parameters)
-        if arguments.keep:
+        if arguments.keeps_tensors:
             ctx.save_for_backward(*saved)
         return out
 
@@ -230,7 +230,7 @@ def _forward(
 ) -> tuple[Tensor, Sequence[Tensor | None], _BackwardValues | None]:
     """The mixer's output, the tensors to save, and the other values for the backward.
 
-    Without ``arguments.keep`` nothing is saved, and the last result is None.
+    Without ``arguments.keeps_tensors`` nothing is saved, and the last result is None.
     """
     front = arguments.front
     rule = arguments.rule
@@ -248,18 +248,18 @@ def _forward(
     of_states = ()
     if context.states is not None:
         initial, of_states = context.states.forward_states(rule, rule_forward, inputs)
-    o, _, of_rule = rule_forward.run(initial, keep=arguments.keep)
+    o, _, of_rule = rule_forward.run(initial, keep=arguments.keeps_tensors)
     del rule_forward
     saved = ()
     values = None
-    if arguments.keep:
+    if arguments.keeps_tensors:
         saved_o = o if readout.reads_o else None
         saved_names = rule.backward_reads.difference(front.recomputed)
         if second_run is not None:  # it computes o and all inputs again
             saved_o = None
             saved_names = ()
             of_rule = rule.kept_to_recompute(of_rule)
-        named_inputs = zip(front.names, inputs, strict=True)
+        named_inputs = zip(front.input_names, inputs, strict=True)
         saved_inputs = [x if name in saved_names else None for name, x in named_inputs]
         stamp = None
         if context.documents is not None:
@@ -313,7 +313,7 @@ def _backward(
     second_run = values.arguments.second_run
     history = values.history
     stamp, rows, o, parameters, saved_inputs, of_states, of_rule = (
-        _SavedTensors.of_flat(saved, values.list_lengths)
+        _SavedTensors.from_flat(saved, values.list_lengths)
     )
     saved.clear()
     if context.documents is not None and stamp is not None and values.stamp is not None:

@@ -22,10 +22,10 @@ PLAIN_ON_GPU_WARNING = (
     'pip install "flash-qla>=0.1.3" tilelang "flash-linear-attention>=0.6,<0.7"'
 )
 # fla's version in pyproject.toml; other versions may give other results
-_FLA_KNOWN = (0, 6)
+_FLA_VERSION = (0, 6)
 _FLA_PACKAGES = ("flash-linear-attention", "fla-core")  # fla-core holds the kernels
 # earlier versions have data races, and round dg through bf16
-_FLASH_QLA_OLDEST = (0, 1, 3)
+_OLDEST_FLASH_QLA_VERSION = (0, 1, 3)
 _FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
@@ -113,7 +113,7 @@ def why_not_flash_qla_package() -> Obstacle | None:
             "flash_qla carries no version; install flash-qla 0.1.3 or newer from a "
             "wheel"
         )
-    elif version_tuple(installed) < _FLASH_QLA_OLDEST:
+    elif version_tuple(installed) < _OLDEST_FLASH_QLA_VERSION:
         why = (
             f"flash-qla {installed} computes wrong gradients at times; install 0.1.3 "
             "or newer"
@@ -151,14 +151,14 @@ def fla_needs_tilelang(device: torch.device) -> bool:
 def why_not_fla_package(major: int) -> Obstacle | None:
     """Why fla cannot run on GPUs of compute capability ``major``.x, and the fix; None
     if it can."""
-    known = ".".join(map(str, _FLA_KNOWN))
+    known = ".".join(map(str, _FLA_VERSION))
     triton = installed_version("triton")
     versions = {name: installed_version(name) for name in _FLA_PACKAGES}
     found = {name: number for name, number in versions.items() if number is not None}
     other = [
         f"{name} {number}"
         for name, number in found.items()
-        if version_tuple(number)[:2] != _FLA_KNOWN
+        if version_tuple(number)[:2] != _FLA_VERSION
     ]
     if find_spec("fla") is None:
         why = f"flash-linear-attention is not installed ({FLA_INSTALL_HINT})"

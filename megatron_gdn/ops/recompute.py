@@ -218,6 +218,6 @@ class SecondRun:
         inputs, o, saved = self.compute_once(*arguments)
         self._result = None
         wanted = self._rule.backward_reads
-        named = zip(self._front.names, inputs, strict=True)
+        named = zip(self._front.input_names, inputs, strict=True)
         inputs = inputs._make(x if name in wanted else None for name, x in named)
         return SecondRunResult(inputs, o, saved)

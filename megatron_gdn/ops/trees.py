@@ -40,7 +40,7 @@ from .state_maps.state_map import StateMap
 from .switches import full_fp32_matmul
 
 # bytes; kernels take tensors whose addresses are multiples of this number
-ALIGNMENT = 16
+ALIGNMENT_BYTES = 16
 
 
 class TreeLevel(NamedTuple):
@@ -57,12 +57,12 @@ class TreeLevel(NamedTuple):
     def rows_of(self, x: Tensor) -> Tensor:
         """The rows of ``x [1, T, ...]`` at this level's tokens.
 
-        A slice is copied if its address is not a multiple of ALIGNMENT bytes, as
+        A slice is copied if its address is not a multiple of ALIGNMENT_BYTES, as
         kernels require.
         """
         if isinstance(self.token_indices, slice):
             rows = x[:, self.token_indices]
-            if rows.data_ptr() % ALIGNMENT == 0:
+            if rows.data_ptr() % ALIGNMENT_BYTES == 0:
                 return rows
             return rows.clone()
         return x.index_select(1, self.token_indices)
@@ -132,7 +132,7 @@ class TreeDocuments(Documents):
         return slice(start, start + self.lengths_without_padding[document])
 
     @cached_property
-    def _count_before(self) -> list[int]:
+    def _ancestor_token_counts(self) -> list[int]:
         """For each document, the number of tokens of all its ancestors."""
         length = self.lengths_without_padding
         return [sum(length[i] for i in ancestors) for ancestors in self.ancestors]
@@ -141,13 +141,17 @@ class TreeDocuments(Documents):
     def longest_sequence(self) -> int:
         """The largest sum of a document's tokens, its padding and the tokens of its
         ancestors."""
-        return max(map(sum, zip(self._count_before, self.lengths, strict=True)))
+        return max(
+            map(sum, zip(self._ancestor_token_counts, self.lengths, strict=True))
+        )
 
     @cached_property
     def position_in_sequence_T(self) -> Tensor:
         """int32 ``[T]``: how many tokens come before each token, in its document and in
         all ancestors of this document."""
-        before_N = torch.tensor(self._count_before, dtype=torch.int32, device="cpu")
+        before_N = torch.tensor(
+            self._ancestor_token_counts, dtype=torch.int32, device="cpu"
+        )
         before_T = before_N.repeat_interleave(torch.tensor(self.lengths, device="cpu"))
         return self.position_T + to_device(before_T, self.device)
 
@@ -252,10 +256,10 @@ class HistoryOfParents(NamedTuple):
     """
 
     table: HistoryTable
-    rows: Tensor  # int64, indices of the copied rows in the buffer
+    row_indices: Tensor  # int64, indices of the copied rows in the buffer
 
     def fetch(self, rows_sBC: Tensor) -> History:
-        return History(rows_sBC.index_select(0, self.rows), self.table)
+        return History(rows_sBC.index_select(0, self.row_indices), self.table)
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
         return d_rows_RBC
@@ -308,7 +312,7 @@ class ForwardByLevel(RuleForward):
 class _LevelPlan(NamedTuple):
     """What the backward of a level needs besides tensors."""
 
-    plan: object  # ``SavedForBackward.plan`` of the inner rule
+    rule_plan: object  # ``SavedForBackward.plan`` of the inner rule
     # how many tensors the inner rule saved; two more, ``entering`` and ``through``, lie
     # before them
     tensor_count: int

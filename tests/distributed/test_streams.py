@@ -78,6 +78,6 @@ def test_tables_belong_to_a_stream(cp, mode, packed):
     assert step(1) == 0
     if packed:
         return  # refused in a graph
-    before = len(host_tables._read_by_graphs)
+    before = len(host_tables._tables_of_graphs)
     assert step(3, capturing=True) == 0
-    assert len(host_tables._read_by_graphs) > before
+    assert len(host_tables._tables_of_graphs) > before

@@ -177,7 +177,9 @@ def test_in_deterministic_mode_bits_repeat_and_nothing_is_timed(mixer, monkeypat
     monkeypatch.setattr(Autotuner, "_bench", timed)
     lengths = (300, 64, 1, 700, 1000)
     rule, inputs = deterministic(mixer, sum(lengths))
-    assert rule.repeats(CUDA, BF16, sizes_of(rule, inputs)).yes, "an untested machine"
+    assert rule.repeats(CUDA, BF16, sizes_of(rule, inputs)).repeated, (
+        "an untested machine"
+    )
     values = inputs.x if mixer == "mamba2" else inputs.v
     d_o = torch.randn_like(values)
     with torch.no_grad(), torch_is_deterministic():

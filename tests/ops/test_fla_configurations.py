@@ -17,7 +17,10 @@ from megatron_gdn.ops.obstacles import Obstacle
 from megatron_gdn.ops.rules import fla_configurations, repeatable
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.rules.fla import ChunkProducts, FlaRule
-from megatron_gdn.ops.rules.fla_configurations import FIXED, fixed_configurations
+from megatron_gdn.ops.rules.fla_configurations import (
+    FIXED_CONFIGURATIONS,
+    fixed_configurations,
+)
 from megatron_gdn.ops.state_maps.state_map import StateShape
 
 pytest.importorskip("fla")
@@ -71,13 +74,15 @@ def test_a_thread_that_leaves_gives_no_list_back_to_one_that_is_inside(tuned):
 
 
 def test_each_kernel_that_is_listed_is_one_of_flas(tuned):
-    assert FIXED.keys() <= {kernel.base_fn.__name__ for kernel, _, _ in tuned}
+    assert FIXED_CONFIGURATIONS.keys() <= {
+        kernel.base_fn.__name__ for kernel, _, _ in tuned
+    }
 
 
 def test_a_listed_configuration_is_taken_from_flas_own_list(tuned):
     for kernel, fixed, timed in tuned:
         assert fixed[0] in timed
-        wanted = FIXED.get(kernel.base_fn.__name__)
+        wanted = FIXED_CONFIGURATIONS.get(kernel.base_fn.__name__)
         found = [c.kwargs | {"w": c.num_warps, "s": c.num_stages} for c in timed]
         if wanted and wanted.tiles | {"w": wanted.warps, "s": wanted.stages} in found:
             assert fixed[0].num_warps == wanted.warps, kernel.base_fn.__name__

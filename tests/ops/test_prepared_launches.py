@@ -102,7 +102,7 @@ def test_the_same_bits_with_tensors_at_any_address(add_kernel, shape, shift):
     _, ordinary = sums_of(add_kernel, views[0], ordinary=True)
     for view in (*views, *views):
         assert torch.equal(prepared(view), ordinary(view))
-    assert len(launch._prepared) == 2, (
+    assert len(launch._prepared_launches) == 2, (
         "one kernel for multiples of 16 bytes, one for others"
     )
 

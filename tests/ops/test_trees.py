@@ -11,7 +11,7 @@ from megatron_gdn.inference import gdn_rows
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.stages import GatedNorm, SequenceContext
-from megatron_gdn.ops.trees import ALIGNMENT
+from megatron_gdn.ops.trees import ALIGNMENT_BYTES
 from tests.ops.test_mixer import make_inputs, plain_rule
 from tests.parallel import assert_close
 from tests.trees import Tree, random_tree, separately
@@ -130,7 +130,7 @@ def test_a_rule_gets_tensors_as_aligned_as_whole_ones():
         for level in Tree((-1, 0), (3, 6)).documents.levels
     ]
     assert [x.shape[1] for x in seen] == [3, 6]
-    assert all(x.data_ptr() % ALIGNMENT == 0 for x in seen)
+    assert all(x.data_ptr() % ALIGNMENT_BYTES == 0 for x in seen)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,6 @@ def test_tables_are_made_on_the_host_whatever_the_default_device_is():
             history = documents.history(3)
             levels = documents.levels
         table = [x for x in vars(history.table).values() if torch.is_tensor(x)]
-        made.append([history.rows, *table, *(level.parents for level in levels)])
+        made.append([history.row_indices, *table, *(level.parents for level in levels)])
     for here, there in zip(*made, strict=True):
         assert torch.equal(here, there)

@@ -155,7 +155,8 @@ class FlaChannelRule(FlaDeltaRule):
     backward_function: ClassVar[str]
     # fla's argument names for the rule's inputs after g
     gate_arguments: ClassVar[tuple[str, ...]]
-    grads: ClassVar[Callable[..., Gradients]] = RuleGrads
+    # the NamedTuple of the gradients
+    gradients_class: ClassVar[Callable[..., Gradients]] = RuleGrads
     # more arguments of chunk_function and backward_function
     extra_arguments: dict[str, object] = {}  # noqa: RUF012
 
@@ -200,7 +201,7 @@ class FlaChannelRule(FlaDeltaRule):
     def d_states_arguments(self, call: FlaBackward) -> dict[str, Tensor]:
         """The arguments that :attr:`FlaDeltaRule.d_states_arguments` lists, computed
         again from the sums of g, Aqk and Akk."""
-        g_sum, Aqk, Akk = call.kept
+        g_sum, Aqk, Akk = call.kept_tensors
         w, u, q, k = self.call_fla(self.recompute_function, call, gk=g_sum, A=Akk)
         _, dv = self.fla.chunk_kda_bwd_dAv(
             q=call.inputs.q,
@@ -218,7 +219,7 @@ class FlaChannelRule(FlaDeltaRule):
     ) -> Gradients:
         """The gradients of the inputs; ``initial`` and ``d_final`` are ``[N, H, K, V]``
         or None (zeros)."""
-        g_sum, Aqk, Akk = call.kept
+        g_sum, Aqk, Akk = call.kept_tensors
         dq, dk, dv, *d_gates_and_dg = self.call_fla(
             self.backward_function,
             call,
@@ -234,7 +235,7 @@ class FlaChannelRule(FlaDeltaRule):
         # fla returns dg after the gates' gradients; the rule has g before the gates
         d_gates = d_gates_and_dg[: len(self.gate_arguments)]
         dg = d_gates_and_dg[len(self.gate_arguments)]
-        return self.grads(dq, dk, dv, dg, *d_gates)
+        return self.gradients_class(dq, dk, dv, dg, *d_gates)
 
 
 def segments_of(inputs: Inputs, documents: Documents | None) -> Segments:

@@ -250,7 +250,7 @@ class PlainBackward(RuleBackward):
         of_tokens = []
         for rows, like in zip(d_rows, inputs, strict=True):
             of_tokens.append(in_rows(table.to_tokens(rows, like), self.rows))
-        return self.rule.grads(*of_tokens), d_initial
+        return self.rule.gradients_class(*of_tokens), d_initial
 
 
 class PlainRule(Rule):
@@ -263,7 +263,8 @@ class PlainRule(Rule):
     backward_reads = frozenset(RuleInputs._fields)
     forward = PlainForward
     backward = PlainBackward
-    grads: ClassVar[Callable[..., Gradients]] = RuleGrads  # the type of the gradients
+    # the NamedTuple of the gradients
+    gradients_class: ClassVar[Callable[..., Gradients]] = RuleGrads
     erases = True  # whether a token erases a value from the state before it writes
     chunk_size = CHUNK
     scale: float | None = None  # factor of the output; None: 1 / sqrt(K)

@@ -23,10 +23,10 @@ def unit_lower_inverse(L: Tensor) -> Tensor:
     """``(I + L)^-1``, contiguous, for strictly lower triangular ``L [..., C, C]``."""
     if L.is_cuda:
         return _invert_by_growing_blocks(L)
-    return _by_substitution(L)
+    return _invert_by_substitution(L)
 
 
-def _by_substitution(L: Tensor) -> Tensor:
+def _invert_by_substitution(L: Tensor) -> Tensor:
     """Invert I + L by a triangular solve; on a CPU this is faster than many small
     products."""
     identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)

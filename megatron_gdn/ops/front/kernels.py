@@ -27,20 +27,20 @@ from .conv_forward import meets_a_boundary, walk_head
 
 # The places of the fields of both kinds of constants.
 FIRST_PROGRAM_INDEX = tl.constexpr(0)
-PROGRAMS_INDEX = tl.constexpr(1)
+PROGRAM_COUNT_INDEX = tl.constexpr(1)
 COLUMN_INDEX = tl.constexpr(2)
 WIDTH_INDEX = tl.constexpr(3)
-BLOCK_INDEX = tl.constexpr(4)
+BLOCK_WIDTH_INDEX = tl.constexpr(4)
 # The places of further fields of `.launches.ConvolvedConstants`.
 UNIT_LENGTH_INDEX = tl.constexpr(5)
-SUMMED_INDEX = tl.constexpr(6)
+SUMMED_HEADS_INDEX = tl.constexpr(6)
 # The places of further fields of `.launches.GateConstants`.
 PER_CHANNEL_INDEX = tl.constexpr(5)
-RESULTS_INDEX = tl.constexpr(6)
+RESULT_COUNT_INDEX = tl.constexpr(6)
 HAS_RATE_INDEX = tl.constexpr(7)
-LOW_INDEX = tl.constexpr(8)
-HIGH_INDEX = tl.constexpr(9)
-GATE_SUMMED_INDEX = tl.constexpr(10)
+LOWER_BOUND_INDEX = tl.constexpr(8)
+UPPER_BOUND_INDEX = tl.constexpr(9)
+GATE_SUMMED_HEADS_INDEX = tl.constexpr(10)
 IN_GATE_ROWS_INDEX = tl.constexpr(11)
 # elements (tokens times columns) of a gate's tile, at most 8 per thread
 _GATE_TILE_ELEMENTS = tl.constexpr(1024)
@@ -86,10 +86,10 @@ def _convolve_section(
     Edge tokens lie in tiles that meet a boundary, so this copy reads no lead-in.
     """
     FIRST_PROGRAM: tl.constexpr = CONVOLVED[SECTION_INDEX][FIRST_PROGRAM_INDEX]
-    HEADS: tl.constexpr = CONVOLVED[SECTION_INDEX][PROGRAMS_INDEX]
+    HEADS: tl.constexpr = CONVOLVED[SECTION_INDEX][PROGRAM_COUNT_INDEX]
     CHANNEL: tl.constexpr = CONVOLVED[SECTION_INDEX][COLUMN_INDEX]
     D: tl.constexpr = CONVOLVED[SECTION_INDEX][WIDTH_INDEX]
-    BLOCK: tl.constexpr = CONVOLVED[SECTION_INDEX][BLOCK_INDEX]
+    BLOCK: tl.constexpr = CONVOLVED[SECTION_INDEX][BLOCK_WIDTH_INDEX]
     UNIT_LENGTH: tl.constexpr = CONVOLVED[SECTION_INDEX][UNIT_LENGTH_INDEX]
     if (program >= FIRST_PROGRAM) & (program < FIRST_PROGRAM + HEADS):
         head = program - FIRST_PROGRAM
@@ -182,15 +182,15 @@ def _compute_gate_section(
     number of tokens of the tile. FUNCTION: one of :mod:`.gate_kernels`.
     """
     FIRST_PROGRAM: tl.constexpr = GATES[GATE_INDEX][FIRST_PROGRAM_INDEX]
-    PROGRAMS: tl.constexpr = GATES[GATE_INDEX][PROGRAMS_INDEX]
+    PROGRAMS: tl.constexpr = GATES[GATE_INDEX][PROGRAM_COUNT_INDEX]
     COLUMN: tl.constexpr = GATES[GATE_INDEX][COLUMN_INDEX]
     D: tl.constexpr = GATES[GATE_INDEX][WIDTH_INDEX]
-    BLOCK: tl.constexpr = GATES[GATE_INDEX][BLOCK_INDEX]
+    BLOCK: tl.constexpr = GATES[GATE_INDEX][BLOCK_WIDTH_INDEX]
     PER_CHANNEL: tl.constexpr = GATES[GATE_INDEX][PER_CHANNEL_INDEX]
-    RESULTS: tl.constexpr = GATES[GATE_INDEX][RESULTS_INDEX]
+    RESULT_COUNT: tl.constexpr = GATES[GATE_INDEX][RESULT_COUNT_INDEX]
     HAS_RATE: tl.constexpr = GATES[GATE_INDEX][HAS_RATE_INDEX]
-    LOW: tl.constexpr = GATES[GATE_INDEX][LOW_INDEX]
-    HIGH: tl.constexpr = GATES[GATE_INDEX][HIGH_INDEX]
+    LOW: tl.constexpr = GATES[GATE_INDEX][LOWER_BOUND_INDEX]
+    HIGH: tl.constexpr = GATES[GATE_INDEX][UPPER_BOUND_INDEX]
     TILE_TOKENS: tl.constexpr = (
         _GATE_TILE_ELEMENTS // BLOCK if BLOCK < _GATE_TILE_ELEMENTS else 1
     )
@@ -224,7 +224,7 @@ def _compute_gate_section(
             first_TD, second_TD = FUNCTION(x_TD, A_log_1D, LOW, HIGH)
             out_TD = out + t_T[:, None] * (PROGRAMS * D) + d_D[None, :]
             tl.store(first_ptr + out_TD, first_TD, mask=real_TD)
-            if RESULTS == 2:
+            if RESULT_COUNT == 2:
                 tl.store(second_ptr + out_TD, second_TD, mask=real_TD)
 
 
@@ -396,12 +396,12 @@ def _convolve_section_backward(
     partial sums.
     """
     FIRST_PROGRAM: tl.constexpr = CONVOLVED[SECTION_INDEX][FIRST_PROGRAM_INDEX]
-    HEADS: tl.constexpr = CONVOLVED[SECTION_INDEX][PROGRAMS_INDEX]
+    HEADS: tl.constexpr = CONVOLVED[SECTION_INDEX][PROGRAM_COUNT_INDEX]
     CHANNEL: tl.constexpr = CONVOLVED[SECTION_INDEX][COLUMN_INDEX]
     D: tl.constexpr = CONVOLVED[SECTION_INDEX][WIDTH_INDEX]
-    BLOCK: tl.constexpr = CONVOLVED[SECTION_INDEX][BLOCK_INDEX]
+    BLOCK: tl.constexpr = CONVOLVED[SECTION_INDEX][BLOCK_WIDTH_INDEX]
     UNIT_LENGTH: tl.constexpr = CONVOLVED[SECTION_INDEX][UNIT_LENGTH_INDEX]
-    GROUP: tl.constexpr = CONVOLVED[SECTION_INDEX][SUMMED_INDEX]
+    GROUP: tl.constexpr = CONVOLVED[SECTION_INDEX][SUMMED_HEADS_INDEX]
     if (program >= FIRST_PROGRAM) & (program < FIRST_PROGRAM + HEADS):
         head = program - FIRST_PROGRAM
         column = CHANNEL + head * D
@@ -515,16 +515,16 @@ def _compute_gate_section_backward(
     as in :func:`_convolve_section_backward`.
     """
     FIRST_PROGRAM: tl.constexpr = GATES[GATE_INDEX][FIRST_PROGRAM_INDEX]
-    PROGRAMS: tl.constexpr = GATES[GATE_INDEX][PROGRAMS_INDEX]
+    PROGRAMS: tl.constexpr = GATES[GATE_INDEX][PROGRAM_COUNT_INDEX]
     COLUMN: tl.constexpr = GATES[GATE_INDEX][COLUMN_INDEX]
     D: tl.constexpr = GATES[GATE_INDEX][WIDTH_INDEX]
-    BLOCK: tl.constexpr = GATES[GATE_INDEX][BLOCK_INDEX]
+    BLOCK: tl.constexpr = GATES[GATE_INDEX][BLOCK_WIDTH_INDEX]
     PER_CHANNEL: tl.constexpr = GATES[GATE_INDEX][PER_CHANNEL_INDEX]
-    RESULTS: tl.constexpr = GATES[GATE_INDEX][RESULTS_INDEX]
+    RESULT_COUNT: tl.constexpr = GATES[GATE_INDEX][RESULT_COUNT_INDEX]
     HAS_RATE: tl.constexpr = GATES[GATE_INDEX][HAS_RATE_INDEX]
-    LOW: tl.constexpr = GATES[GATE_INDEX][LOW_INDEX]
-    HIGH: tl.constexpr = GATES[GATE_INDEX][HIGH_INDEX]
-    GROUP: tl.constexpr = GATES[GATE_INDEX][GATE_SUMMED_INDEX]
+    LOW: tl.constexpr = GATES[GATE_INDEX][LOWER_BOUND_INDEX]
+    HIGH: tl.constexpr = GATES[GATE_INDEX][UPPER_BOUND_INDEX]
+    GROUP: tl.constexpr = GATES[GATE_INDEX][GATE_SUMMED_HEADS_INDEX]
     HEADS: tl.constexpr = PROGRAMS if PER_CHANNEL else D
     # half of the forward's tile, since the backward keeps more values per element
     TILE_TOKENS: tl.constexpr = (
@@ -580,13 +580,13 @@ def _compute_gate_section_backward(
                 d_first_TD += tl.load(
                     d_first_ptr + at_TD + member * COPY_DISTANCE, real_TD, 0.0
                 )
-                if RESULTS == 2:
+                if RESULT_COUNT == 2:
                     d_second_TD += tl.load(
                         d_second_ptr + at_TD + member * COPY_DISTANCE, real_TD, 0.0
                     )
             if SCALED:
                 # Only a rule in fp16 scales gradients, and its gates have one result.
-                tl.static_assert(RESULTS == 1)
+                tl.static_assert(RESULT_COUNT == 1)
                 d_first_TD = d_first_TD * factor_1D
             d_x_TD, d_A_log_term_TD = FUNCTION(
                 x_TD, A_log_1D, d_first_TD, d_second_TD, LOW, HIGH

@@ -200,11 +200,11 @@ class TritonFront(Front):
         )
         # The front's backward writes one row of partial sums for each tile of each
         # batch row. The lead-in's backward adds one for each piece of each batch row.
-        rows_of_tiles = B * plan.tiles
+        rows_of_tiles = B * plan.tile_count
         rows_of_pieces = 0 if lead is None else B * len(lead)
         partial = torch.empty(
             rows_of_tiles + rows_of_pieces,
-            plan.columns,
+            plan.column_count,
             dtype=torch.float32,
             device=proj.device,
         )
@@ -284,7 +284,7 @@ def _forward_launch(
     )
     require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
     tables = kernel_tables(front, has_gate_rows)
-    programs = [section.programs for section in tables.convolved + tables.gates]
+    programs = [section.program_count for section in tables.convolved + tables.gates]
     # the first wanted section, and one past the last
     first = is_wanted.index(True)
     end = len(is_wanted) - is_wanted[::-1].index(True)
@@ -310,8 +310,9 @@ class _BackwardPlan(NamedTuple):
     """The backward's launch, and the shape of the partial sums that it writes."""
 
     launch: Launch
-    tiles: int  # rows of partial sums for each batch row, one for each tile of tokens
-    columns: int  # columns of partial sums, for the gradients of all parameters
+    # rows of partial sums for each batch row, one for each tile of tokens
+    tile_count: int
+    column_count: int  # columns of partial sums, for the gradients of all parameters
 
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
@@ -359,7 +360,7 @@ def _backward_plan(
     row_bytes, gradient_bytes = element_bytes
     # per token of a head: the row's channels, and the gradients that are summed
     prefetched_bytes = [
-        part.block * (row_bytes + part.summed_heads * gradient_bytes)
+        part.block_width * (row_bytes + part.summed_heads * gradient_bytes)
         for part in tables.convolved
     ]
     tile = within_shared_memory(tile, max(prefetched_bytes))
@@ -371,7 +372,7 @@ def _backward_plan(
     # A_log has an element per head, dt_bias one per column of the gate.
     rates, biases_per_rate = layout.shape_of(rated.section)
     columns = rate_column + rates + rates * biases_per_rate
-    programs = sum(section.programs for section in tables.gates + tables.convolved)
+    programs = sum(section.program_count for section in tables.gates + tables.convolved)
     launch = Launch(
         front_backward_kernel,
         (programs, tiles, B),
@@ -413,10 +414,10 @@ class ConvolvedConstants(NamedTuple):
     indices of :mod:`.kernels`."""
 
     first_program: int
-    programs: int  # one for each head
+    program_count: int  # one for each head
     first_channel: int
     head_dim: int
-    block: int  # head_dim rounded up to a power of two
+    block_width: int  # head_dim rounded up to a power of two
     unit_length: bool
     summed_heads: int  # heads of the gradient that are summed for one head
 
@@ -426,12 +427,12 @@ class GateConstants(NamedTuple):
     of :mod:`.kernels`."""
 
     first_program: int
-    programs: int  # one for each head if the gate is per channel, else one
+    program_count: int  # one for each head if the gate is per channel, else one
     first_column: int
     columns: int  # of one program
-    block: int  # columns rounded up to a power of two
+    block_width: int  # columns rounded up to a power of two
     per_channel: bool
-    results: int  # 1 or 2
+    result_count: int  # 1 or 2
     has_rate: bool
     low: float
     high: float
@@ -444,7 +445,8 @@ class KernelTables(NamedTuple):
 
     convolved: tuple[ConvolvedConstants, ...]
     gates: tuple[GateConstants, ...]
-    functions: dict[str, object]  # the gates' functions by the kernels' argument names
+    # by the kernels' argument names
+    gate_functions: dict[str, object]
 
     def constants(self) -> dict[str, object]:
         """All constants by the kernels' argument names, as plain tuples for Triton."""
@@ -454,7 +456,7 @@ class KernelTables(NamedTuple):
     def gate_constants(self) -> dict[str, object]:
         """The constants of the gates alone."""
         gates = tuple(tuple(gate) for gate in self.gates)
-        return {"GATES": gates} | self.functions
+        return {"GATES": gates} | self.gate_functions
 
 
 def kernel_tables(
@@ -475,7 +477,7 @@ def kernel_tables(
     layout = front.layout
     table = front.table
     if summed_heads is None:
-        summed_heads = [1] * len(front.names)
+        summed_heads = [1] * len(front.input_names)
     # The gates' programs are the last ones in the forward and the first ones in the
     # backward.
     first_program = 0

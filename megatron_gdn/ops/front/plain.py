@@ -102,7 +102,7 @@ class PlainFront(Front):
             named = FrontParameters(weight, bias, A_log, dt_bias, None, gate_rows)
             before = history and history._replace(rows=history_rows)
             differentiated = FrontArguments(proj, named, documents, before)
-            made = self._differentiable_inputs(differentiated, self.names)
+            made = self._differentiable_inputs(differentiated, self.input_names)
             return list(made.values())
 
         d_inputs = []

@@ -190,7 +190,7 @@ class Front:
         return self.table.recomputed
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
+    def input_names(self) -> tuple[str, ...]:
         """The names of the rule's inputs, in the order of the NamedTuple."""
         return self.table.inputs_class._fields
 
@@ -266,22 +266,24 @@ class Front:
         """The rule's inputs, a ``table.inputs_class``, from rows ``proj [S, B, P]``,
         whose dimensions S and B may have any strides.
 
-        ``only``: the names to compute, adjacent in :attr:`names`; all other inputs are
-        None.
+        ``only``: the names to compute, adjacent in :attr:`input_names`; all other
+        inputs are None.
         """
         named = self._named_parameters(parameters)
         arguments = FrontArguments(proj, named, documents, history)
         if only is None:
-            wanted = self.names
+            wanted = self.input_names
         else:
             wanted = only
-        made: dict[str, Tensor | None] = dict.fromkeys(self.names)
+        made: dict[str, Tensor | None] = dict.fromkeys(self.input_names)
         made.update(self._make_inputs(arguments, wanted))
         if named.shared is not None and self.table.shared_input in wanted:
             wide = torch.promote_types(named.shared.dtype, torch.float32)
             # the last field of the NamedTuple, expanded to all tokens without a copy
             shared = named.shared.to(wide).view(self.layout.state_heads, -1)
-            made[self.names[-1]] = shared.expand(proj.shape[1], proj.shape[0], -1, -1)
+            made[self.input_names[-1]] = shared.expand(
+                proj.shape[1], proj.shape[0], -1, -1
+            )
         return self.table.inputs_class(
             **{name: made[name] if name in wanted else None for name in made}
         )
@@ -310,7 +312,7 @@ class Front:
         found = self._compute_gradients(arguments, grads, d_proj, d_gate_rows)
         if named.shared is not None:
             shared = named.shared
-            d_shared = getattr(grads, self.names[-1]).sum((0, 1))
+            d_shared = getattr(grads, self.input_names[-1]).sum((0, 1))
             found += (d_shared.to(shared.dtype).view(shared.shape),)
         if d_gate_rows is None:
             return found

@@ -139,11 +139,12 @@ class MemoryShape(NamedTuple):
     rank."""
 
     channels: int  # C; on the grid P, the width of a projection row
-    past: int  # rows of a history: W - 1; on the grid W + 64
+    history_rows: int  # rows of a history: W - 1; on the grid W + 64
     heads: int
     rows: int  # of a state
     columns: int  # of a state
-    # whether a history is [past, channels] (on the grid), not [channels, past]
+    # whether a history is [history_rows, channels] (on the grid), else it is
+    # [channels, history_rows]
     rows_first: bool = False
 
     @staticmethod
@@ -166,8 +167,8 @@ class MemoryShape(NamedTuple):
     def history(self) -> tuple[int, int]:
         """The shape of a history."""
         if self.rows_first:
-            return (self.past, self.channels)
-        return (self.channels, self.past)
+            return (self.history_rows, self.channels)
+        return (self.channels, self.history_rows)
 
     @property
     def window(self) -> tuple[int, int]:
@@ -175,7 +176,7 @@ class MemoryShape(NamedTuple):
         inputs."""
         if self.rows_first:
             return self.history
-        return (self.channels, self.past + 1)
+        return (self.channels, self.history_rows + 1)
 
     @property
     def state(self) -> tuple[int, int, int]:

@@ -25,10 +25,10 @@ from torch import Tensor
 from ..front.kernels import (
     COLUMN_INDEX,
     HAS_RATE_INDEX,
-    HIGH_INDEX,
-    LOW_INDEX,
+    LOWER_BOUND_INDEX,
     PER_CHANNEL_INDEX,
-    PROGRAMS_INDEX,
+    PROGRAM_COUNT_INDEX,
+    UPPER_BOUND_INDEX,
     WIDTH_INDEX,
 )
 from ..front.launches import kernel_tables
@@ -160,10 +160,10 @@ def _step_launches(
         layout.conv_columns.start,
         _EPS,
         W=taps,
-        HELD=history_rows,
+        HISTORY_ROWS=history_rows,
         BLOCK_V=block_dim(V),
         HAS_BIAS=has_bias,
-        UNIT=table.normalises_qk,
+        UNIT_LENGTH=table.normalises_qk,
         num_warps=1,
         **shape,
     )
@@ -177,7 +177,7 @@ def _step_launches(
         table.scale,
         **kernel_tables(front).gate_constants(),
         BLOCK_V=block_v,
-        SKIPS=D_size // H,
+        D_PER_HEAD=D_size // H,
         ERASES=table.erases,
         TRANSPOSED=transposed,
         num_warps=4,
@@ -210,11 +210,11 @@ def conv_step_kernel(
     V_AT: tl.constexpr,
     STEPS: tl.constexpr,
     W: tl.constexpr,
-    HELD: tl.constexpr,
+    HISTORY_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT_LENGTH: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     HAS_AFTER: tl.constexpr,
 ):
@@ -222,11 +222,11 @@ def conv_step_kernel(
 
     The heads are those of q, of k, then of v; k and v have G and H heads for each of
     the STEPS updates. ``row_ptr``: rows, ``stride_n`` elements apart. ``history_ptr``:
-    HELD inputs per channel, which the kernel shifts by one input. If HAS_AFTER it also
-    writes them to ``after_ptr``. ``*_stride``: elements from slot to slot.
-    ``slot_ptr``: slot numbers if HAS_SLOTS, else sequence n is in slot n. UNIT: q and k
-    get unit length. Q_AT, K_AT, V_AT: the first channels of q, k, v. BLOCK_*: K, V
-    rounded up to powers of two. ``first``: the first convolved column of a row.
+    HISTORY_ROWS inputs per channel, which the kernel shifts by one input. If HAS_AFTER
+    it also writes them to ``after_ptr``. ``*_stride``: elements from slot to slot.
+    ``slot_ptr``: slot numbers if HAS_SLOTS, else sequence n is in slot n. UNIT_LENGTH:
+    q and k get unit length. Q_AT, K_AT, V_AT: the first channels of q, k, v. BLOCK_*:
+    K, V rounded up to powers of two. ``first``: the first convolved column of a row.
     ``out_ptr``: the result [N, C], fp32.
     """
     head = tl.program_id(0)
@@ -256,9 +256,9 @@ def conv_step_kernel(
             K,
             BLOCK_K,
             W,
-            HELD,
+            HISTORY_ROWS,
             HAS_BIAS,
-            UNIT,
+            UNIT_LENGTH,
             HAS_AFTER,
         )
     else:
@@ -275,7 +275,7 @@ def conv_step_kernel(
             V,
             BLOCK_V,
             W,
-            HELD,
+            HISTORY_ROWS,
             HAS_BIAS,
             False,
             HAS_AFTER,
@@ -296,49 +296,55 @@ def conv_head_step(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     W: tl.constexpr,
-    HELD: tl.constexpr,
+    HISTORY_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT_LENGTH: tl.constexpr,
     HAS_AFTER: tl.constexpr,
 ):
-    """Convolve the D channels of one head of one row, and shift the HELD inputs of the
-    head's history by one input.
+    """Convolve the D channels of one head of one row, and shift the HISTORY_ROWS inputs
+    of the head's history by one input.
 
     ``row_ptr``, ``history_ptr``, ``after_ptr`` and ``out_ptr`` point at channel 0 of
     the sequence. If HAS_AFTER, the shifted history is also written to ``after_ptr``; if
-    UNIT, the result gets unit length. ``column`` is the head's first channel. The
-    program is one warp, so all its lanes load an input before a lane overwrites it. If
-    ``has_slot`` is False, the sequence has no slot, and the program neither loads nor
-    stores.
+    UNIT_LENGTH, the result gets unit length. ``column`` is the head's first channel.
+    The program is one warp, so all its lanes load an input before a lane overwrites it.
+    If ``has_slot`` is False, the sequence has no slot, and the program neither loads
+    nor stores.
     """
     d_D = tl.arange(0, BLOCK_D)
     real_D = (d_D < D) & has_slot
     x_raw = tl.load(row_ptr + column + d_D, mask=real_D, other=0.0)
     taps_ptr = weight_ptr + (column + d_D) * W
-    past_ptr = history_ptr + (column + d_D) * HELD
+    past_ptr = history_ptr + (column + d_D) * HISTORY_ROWS
     pre_D = x_raw.to(tl.float32) * tl.load(taps_ptr + W - 1, mask=real_D, other=0.0).to(
         tl.float32
     )
-    for place in tl.static_range(HELD):
+    for place in tl.static_range(HISTORY_ROWS):
         past_raw = tl.load(past_ptr + place, mask=real_D, other=0.0)
-        if place >= HELD - (W - 1):
-            tap_ptr = taps_ptr + (place - (HELD - (W - 1)))
+        if place >= HISTORY_ROWS - (W - 1):
+            tap_ptr = taps_ptr + (place - (HISTORY_ROWS - (W - 1)))
             tap_D = tl.load(tap_ptr, mask=real_D, other=0.0).to(tl.float32)
             pre_D += past_raw.to(tl.float32) * tap_D
         if place > 0:
             tl.store(past_ptr + place - 1, past_raw, mask=real_D)
             if HAS_AFTER:
                 tl.store(
-                    after_ptr + (column + d_D) * HELD + place - 1, past_raw, mask=real_D
+                    after_ptr + (column + d_D) * HISTORY_ROWS + place - 1,
+                    past_raw,
+                    mask=real_D,
                 )
     x_D = x_raw.to(history_ptr.dtype.element_ty)
-    tl.store(past_ptr + HELD - 1, x_D, mask=real_D)
+    tl.store(past_ptr + HISTORY_ROWS - 1, x_D, mask=real_D)
     if HAS_AFTER:
-        tl.store(after_ptr + (column + d_D) * HELD + HELD - 1, x_D, mask=real_D)
+        tl.store(
+            after_ptr + (column + d_D) * HISTORY_ROWS + HISTORY_ROWS - 1,
+            x_D,
+            mask=real_D,
+        )
     if HAS_BIAS:
         pre_D += tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
     act_D = pre_D * sigmoid(pre_D)
-    if UNIT:
+    if UNIT_LENGTH:
         act_D = tl.where(real_D, act_D, 0.0)
         act_D = act_D * tl.rsqrt(tl.sum(act_D * act_D, axis=0) + eps)
     tl.store(out_ptr + column + d_D, act_D, mask=real_D)
@@ -372,7 +378,7 @@ def state_step_kernel(
     K_AT: tl.constexpr,
     V_AT: tl.constexpr,
     STEPS: tl.constexpr,
-    SKIPS: tl.constexpr,
+    D_PER_HEAD: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     ERASES: tl.constexpr,
@@ -388,11 +394,11 @@ def state_step_kernel(
     the gate with a rate. ``convolved_ptr``: q, k, v [N, C] from `conv_step_kernel`.
     ``state_ptr``: the states, overwritten, ``state_stride`` elements from slot to slot.
     TRANSPOSED: a state is [V, K] in memory. ``o_ptr``: the output [N, H, V]. ``D_ptr``:
-    the parameter D, SKIPS elements per head (0, 1 or V). ERASES: S^T k is subtracted
-    from v, as in the delta rule. The first gate is the decay, the second the write
-    strength. If there is a third gate, it is the write strength of each column, and the
-    second only scales the subtracted S^T k. Without a second gate, the decay's second
-    result is the write strength.
+    the parameter D, D_PER_HEAD elements per head (0, 1 or V). ERASES: S^T k is
+    subtracted from v, as in the delta rule. The first gate is the decay, the second the
+    write strength. If there is a third gate, it is the write strength of each column,
+    and the second only scales the subtracted S^T k. Without a second gate, the decay's
+    second result is the write strength.
 
     If HAS_AFTER, the next state is also written to ``after_ptr``. A sequence whose slot
     is below zero gets o = 0. The other arguments are as in `conv_step_kernel`.
@@ -468,8 +474,8 @@ def state_step_kernel(
         kept_KV = S_KV.to(after_ptr.dtype.element_ty)
         tl.store(after_ptr + slot * after_stride + place_KV, kept_KV, mask=real_KV)
     o_V = tl.sum(S_KV * (q_K * scale)[:, None], axis=0)
-    if SKIPS > 0:
-        D_V = tl.load(D_ptr + h * SKIPS + v_V % SKIPS, mask=real_V, other=0.0)
+    if D_PER_HEAD > 0:
+        D_V = tl.load(D_ptr + h * D_PER_HEAD + v_V % D_PER_HEAD, mask=real_V, other=0.0)
         o_V += D_V.to(tl.float32) * value_V
     o_V = tl.where(slot >= 0, o_V, 0.0)
     tl.store(o_ptr + (n * H + h) * V + v_V, o_V, mask=real_V)
@@ -484,32 +490,39 @@ def _compute_gate(
     k_K,
     real_K,
     FUNCTION: tl.constexpr,
-    TABLE: tl.constexpr,
-    N: tl.constexpr,
+    GATES: tl.constexpr,
+    GATE_INDEX: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Both results of FUNCTION, the function of gate number N, for channels ``k_K`` of
-    head h, as fp32 vectors.
+    """Both results of FUNCTION, the function of gate number GATE_INDEX, for channels
+    ``k_K`` of head h, as fp32 vectors.
 
     ``row_ptr`` points at the sequence's projection row. ``h`` is one of H heads: those
     of the state, or those of all its updates. ``real_K`` is the mask k_K < K. K is the
-    number of a state's rows, or of its columns for the third gate. TABLE has the
+    number of a state's rows, or of its columns for the third gate. GATES has the
     columns and settings of all gates, as ``GATES`` in :mod:`..front.kernels`.
     """
-    COLUMN: tl.constexpr = TABLE[N][COLUMN_INDEX]
-    CHANNELS: tl.constexpr = TABLE[N][PER_CHANNEL_INDEX]
+    COLUMN: tl.constexpr = GATES[GATE_INDEX][COLUMN_INDEX]
+    CHANNELS: tl.constexpr = GATES[GATE_INDEX][PER_CHANNEL_INDEX]
     HEADS: tl.constexpr = (
-        TABLE[N][PROGRAMS_INDEX] if CHANNELS else TABLE[N][WIDTH_INDEX]
+        GATES[GATE_INDEX][PROGRAM_COUNT_INDEX]
+        if CHANNELS
+        else GATES[GATE_INDEX][WIDTH_INDEX]
     )
     h = h // (H // HEADS)  # several heads of the state may share one head of the gate
     column_K = h * K + k_K if CHANNELS else h + 0 * k_K
     x_K = tl.load(row_ptr + COLUMN + column_K, mask=real_K, other=0.0).to(tl.float32)
     A_log_K = 0.0
-    if TABLE[N][HAS_RATE_INDEX]:
+    if GATES[GATE_INDEX][HAS_RATE_INDEX]:
         A_log_K = tl.load(A_log_ptr + h + 0 * k_K).to(tl.float32)
         x_K += tl.load(dt_bias_ptr + column_K, mask=real_K, other=0.0).to(tl.float32)
-    return FUNCTION(x_K, A_log_K, TABLE[N][LOW_INDEX], TABLE[N][HIGH_INDEX])
+    return FUNCTION(
+        x_K,
+        A_log_K,
+        GATES[GATE_INDEX][LOWER_BOUND_INDEX],
+        GATES[GATE_INDEX][UPPER_BOUND_INDEX],
+    )
 
 
 def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:

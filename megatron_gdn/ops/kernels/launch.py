@@ -22,7 +22,7 @@ from .tiles import MOST_PROGRAMS
 
 _LARGEST_GRID = 2**31 - 1, MOST_PROGRAMS, MOST_PROGRAMS  # of CUDA, by axis
 # bytes; if a pointer is no multiple of 16, Triton compiles another variant
-_ALIGNED = 16
+_ALIGNMENT_BYTES = 16
 # the size of each `lru_cache` of launches, whose keys are shapes, strides and options
 LAUNCH_CACHE_SIZE = 256
 
@@ -50,19 +50,20 @@ def pointers_and_key(
         pointers.append(pointer)
         key.append(x.dtype)
         all_bits |= pointer
-    if all_bits % _ALIGNED:
+    if all_bits % _ALIGNMENT_BYTES:
         key.extend(
-            pointer is not None and pointer % _ALIGNED == 0 for pointer in pointers
+            pointer is not None and pointer % _ALIGNMENT_BYTES == 0
+            for pointer in pointers
         )
     return pointers, tuple(key)
 
 
-class _Prepared(NamedTuple):
+class _PreparedLaunch(NamedTuple):
     """A launch by Triton's launcher; a call adds the grid, the stream and pointers."""
 
     launch: Callable[..., None]  # Triton's launcher, in C
-    before: tuple  # the launcher's arguments before the pointers
-    after: tuple  # the launcher's arguments after the pointers
+    arguments_before: tuple  # the launcher's arguments before the pointers
+    arguments_after: tuple  # the launcher's arguments after the pointers
     compiled: object  # a reference that keeps the GPU function loaded
 
 
@@ -92,9 +93,10 @@ class Launch:
         """
         self._kernel = kernel
         self._grid = grid
-        self._axes = (grid + (1, 1))[:3]
+        self._grid_axes = (grid + (1, 1))[:3]
         if any(
-            size > most for size, most in zip(self._axes, _LARGEST_GRID, strict=True)
+            size > most
+            for size, most in zip(self._grid_axes, _LARGEST_GRID, strict=True)
         ):
             raise ValueError(
                 f"{kernel.__name__} needs a grid of {grid} programs, and CUDA takes at "
@@ -104,7 +106,7 @@ class Launch:
         self._numbers = numbers
         self._constants = constants
         # by device and key of `pointers_and_key`
-        self._prepared: dict[tuple, _Prepared] = {}
+        self._prepared_launches: dict[tuple, _PreparedLaunch] = {}
         # whether every call runs `kernel[grid]`, as in Triton's interpreter
         self._never_prepared = not isinstance(kernel, JITFunction)
         if not self._never_prepared:
@@ -127,7 +129,7 @@ class Launch:
         pointers, key = found
         # Private functions of torch, since the public ones take the host longer.
         device = torch._C._cuda_getDevice()
-        prepared = self._prepared.get((device, key))
+        prepared = self._prepared_launches.get((device, key))
         if prepared is None:
             compiled = self._kernel[self._grid](
                 *tensors, *self._numbers, **self._constants
@@ -136,13 +138,13 @@ class Launch:
             if prepared is None:
                 self._never_prepared = True
             else:
-                self._prepared[device, key] = prepared
+                self._prepared_launches[device, key] = prepared
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
         launch, before, after, _ = prepared
-        launch(*self._axes, stream, *before, *pointers, *after)
+        launch(*self._grid_axes, stream, *before, *pointers, *after)
 
-    def _prepare(self, compiled: Any, tensors: int) -> _Prepared | None:
+    def _prepare(self, compiled: Any, tensors: int) -> _PreparedLaunch | None:
         """Prepare later launches of ``compiled``, which ``kernel[grid](...)`` returned.
 
         ``tensors``: the number of the kernel's pointers. Returns None if Triton's
@@ -167,7 +169,7 @@ class Launch:
             after = list(self._numbers)
             for parameter in self._kernel.params[tensors + len(after) :]:
                 after.append(self._constants[parameter.name])
-            return _Prepared(launcher.launch, before, tuple(after), compiled)
+            return _PreparedLaunch(launcher.launch, before, tuple(after), compiled)
         except (AttributeError, KeyError):
             return None
 

@@ -18,13 +18,13 @@ from .launch import LAUNCH_CACHE_SIZE, Launch
 from .tiles import MOST_PROGRAMS, require_32_bits
 
 _ROWS_AT_ONCE = 8  # the rows that a program adds at a time
-# of one program; if there are more rows, a further launch adds the programs' sums
-_MOST_ROWS = 256
-_COLUMNS = 128  # of one program
-_MAX_OUTPUTS = 4
+# if there are more rows, a further launch adds the programs' sums
+_MOST_ROWS_OF_PROGRAM = 256
+_COLUMNS_OF_PROGRAM = 128
+_MOST_OUTPUTS = 4
 
 
-class _Stage(NamedTuple):
+class _SumStage(NamedTuple):
     """One launch of a sum of rows."""
 
     rows_written: int  # 1 for the last stage, which writes the outputs
@@ -101,25 +101,25 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
         sums_NM = partial_NM.new_empty(stage.rows_written, M)
         stage.launch(partial_NM, sums_NM, None, None, None)
         partial_NM = sums_NM
-    absent = (None,) * (_MAX_OUTPUTS - len(outs))  # the kernel has four pointers
+    absent = (None,) * (_MOST_OUTPUTS - len(outs))  # the kernel has four pointers
     stages[-1].launch(partial_NM, *(outs + absent))
 
 
 @lru_cache(maxsize=LAUNCH_CACHE_SIZE)
-def _stages_of_sum(N: int, M: int, sizes: tuple[int, ...]) -> tuple[_Stage, ...]:
+def _stages_of_sum(N: int, M: int, sizes: tuple[int, ...]) -> tuple[_SumStage, ...]:
     """The launches that sum N rows of M columns; the last writes outputs of ``sizes``
     columns.
 
     A launch sums the rows in groups, one program per group and block of columns. If
     there are several groups, the next launch sums their sums.
     """
-    assert sum(sizes) == M and 1 <= len(sizes) <= _MAX_OUTPUTS
-    require_32_bits("the number of columns of partial sums", M + _COLUMNS)
+    assert sum(sizes) == M and 1 <= len(sizes) <= _MOST_OUTPUTS
+    require_32_bits("the number of columns of partial sums", M + _COLUMNS_OF_PROGRAM)
     ends_of_outputs = tuple(accumulate(sizes)) + (M, M, M)
     stages = []
     while True:
         rows_of_program = N
-        if N > _MOST_ROWS:
+        if N > _MOST_ROWS_OF_PROGRAM:
             # so many that the groups fit on the grid's second axis
             rows_of_program = max(64, triton.cdiv(N, MOST_PROGRAMS))
         require_32_bits(
@@ -134,7 +134,7 @@ def _stages_of_sum(N: int, M: int, sizes: tuple[int, ...]) -> tuple[_Stage, ...]
             a_end, b_end, c_end = M, M, M
         launch = Launch(
             _sum_rows_kernel,
-            (triton.cdiv(M, _COLUMNS), groups),
+            (triton.cdiv(M, _COLUMNS_OF_PROGRAM), groups),
             N,
             M,
             a_end,
@@ -142,10 +142,10 @@ def _stages_of_sum(N: int, M: int, sizes: tuple[int, ...]) -> tuple[_Stage, ...]
             c_end,
             ROWS=_ROWS_AT_ONCE,
             REPEATS=repeats,
-            BLOCK_M=_COLUMNS,
+            BLOCK_M=_COLUMNS_OF_PROGRAM,
             num_warps=4,
         )
-        stages.append(_Stage(groups, launch))
+        stages.append(_SumStage(groups, launch))
         if groups == 1:
             return tuple(stages)
         N = groups

@@ -52,8 +52,8 @@ class Bits(IntEnum):
 class RepeatResult(NamedTuple):
     """Whether a rule gave the same bits again in a test."""
 
-    yes: bool
-    words: str = ""  # about the test, for the log
+    repeated: bool
+    log_text: str = ""  # about the test, for the log
 
 
 class SavedForBackward(NamedTuple):

@@ -162,7 +162,7 @@ class ChunkGroup:
         factors = through.unbind(0)
         index_in_final = {chunk: index for index, chunk in enumerate(stop_chunks)}
         add_product = _method_that_adds_product(through)
-        for c in self._order(back):
+        for c in self._walk_order(back):
             if c in index_in_final:
                 target = final[index_in_final[c]]
             else:
@@ -170,7 +170,7 @@ class ChunkGroup:
             add_product(target, factors[c], state_into[c])
         return WalkedStates(entering, state_out_of[last].clone(), final)
 
-    def _order(self, back: bool) -> range:
+    def _walk_order(self, back: bool) -> range:
         """The numbers of the chunks in the order of the walk."""
         if back:
             return range(self.visited_chunks)[::-1]
@@ -246,7 +246,7 @@ class GroupOnDevice(ChunkGroup):
             S = torch.zeros_like(given[0])
         else:
             S = carried
-        for c in self._order(back):
+        for c in self._walk_order(back):
             S = entering[c].copy_(torch.where(starts[c], entering[c], S))
             S = add_product(leaving[c], through[c], S)
         return WalkedStates(entering, S.clone(), leaving.index_select(0, stop_chunk))
@@ -371,7 +371,7 @@ class _TokenPlaces(NamedTuple):
     has_tokens: Tensor  # bool [N], whether the sequence has tokens
 
 
-def _token_places(documents: Documents, C: int, chunk_count: int) -> _TokenPlaces:
+def _find_token_places(documents: Documents, C: int, chunk_count: int) -> _TokenPlaces:
     """The tokens' places in ``chunk_count`` chunks of C tokens, with empty chunks at
     the end."""
     starts = documents.starts.long()
@@ -415,14 +415,16 @@ def _build_table(
         chunk_count = -(-n // chunks_per_group) * chunks_per_group
     else:
         chunk_count = n
-    places = documents.keep_tensors(_token_places, C, chunk_count, move=False)
+    places = documents.keep_tensors(_find_token_places, C, chunk_count, move=False)
     groups = []
     for start in range(0, n, chunks_per_group):
         stop = min(start + chunks_per_group, chunk_count)
         if documents.known_on_host:
-            group = _group(places, C, start, stop, min(stop, n), documents.device)
+            group = _build_group(places, C, start, stop, min(stop, n), documents.device)
         else:
-            group = _group_on_device(documents, places, C, chunk_count, start, stop)
+            group = _build_group_on_device(
+                documents, places, C, chunk_count, start, stop
+            )
         groups.append(group)
     place_of_token = None
     if not documents.known_on_host:
@@ -430,7 +432,7 @@ def _build_table(
     return ChunkTable(C, N, tuple(groups), place_of_token)
 
 
-def _group(
+def _build_group(
     places: _TokenPlaces,
     C: int,
     start: int,
@@ -494,7 +496,7 @@ def _sequences_of_group(
     This is a function for ``keep_tensors``, so that a new fill computes the fields
     again.
     """
-    places = documents.keep_tensors(_token_places, C, chunk_count, move=False)
+    places = documents.keep_tensors(_find_token_places, C, chunk_count, move=False)
     clamped = []
     is_here = []
     for chunk in (places.first_chunk, places.last_chunk):
@@ -504,7 +506,7 @@ def _sequences_of_group(
     return tuple(clamped + is_here)
 
 
-def _group_on_device(
+def _build_group_on_device(
     documents: Documents,
     places: _TokenPlaces,
     C: int,

@@ -99,7 +99,7 @@ class FlaForward(RuleForward):
         boundaries."""
         super().__init__(rule, inputs, documents)
         if (
-            rule.reads_boundaries
+            rule.reads_boundaries_on_host
             and documents is not None
             and not documents.known_on_host
         ):
@@ -159,7 +159,7 @@ class FlaBackward(RuleBackward):
         return self.saved.plan
 
     @cached_property
-    def kept(self) -> tuple[Tensor, ...]:
+    def kept_tensors(self) -> tuple[Tensor, ...]:
         """The saved tensors, and those that the rule computes again from them."""
         return self.rule.kept_for_backward(self)
 
@@ -219,7 +219,8 @@ class FlaRule(Rule):
     backward = FlaBackward
     # where a test saw bits repeat; sizes are (key dim, value dim)
     repeatable_setups: ClassVar[tuple[RepeatableSetup, ...]] = ()
-    reads_boundaries: ClassVar[bool] = False  # whether fla reads boundaries on the host
+    # whether fla reads the documents' boundaries on the host
+    reads_boundaries_on_host: ClassVar[bool] = False
     # The functions of fla that the rule calls: a key is "module function", its value
     # the names of the keyword arguments.
     fla_functions: ClassVar[Mapping[str, str]]
@@ -294,7 +295,7 @@ class FlaRule(Rule):
         return nullcontext()
 
     def kept_for_backward(self, call: FlaBackward) -> tuple[Tensor, ...]:
-        """The tensors of ``call.kept``: by default the saved tensors.
+        """The tensors of ``call.kept_tensors``: by default the saved tensors.
 
         A subclass may add tensors that it computes again.
         """

@@ -26,7 +26,7 @@ class Configuration(NamedTuple):
 
 # By kernel, the configuration that fla's timing chose on an H200 for 8192 tokens. A
 # kernel that is not in this table takes the first configuration of fla's list.
-FIXED: dict[str, Configuration] = {
+FIXED_CONFIGURATIONS: dict[str, Configuration] = {
     "chunk_bwd_kernel_dh": Configuration(8, 3, {"BK": 32, "BV": 64}),
     "chunk_bwd_kernel_dv": Configuration(4, 2),
     "chunk_bwd_kernel_dv_local": Configuration(4, 3),
@@ -65,8 +65,8 @@ _PACKAGES = (
     "fla.ops.simple_gla",
     "fla.ops.utils",
 )
-# One thread at a time is inside :func:`fixed_configurations`, since a thread that leaves
-# gives the kernels their lists back.
+# One thread at a time is inside :func:`fixed_configurations`, since a thread that
+# leaves gives the kernels their lists back.
 _LOCK = RLock()
 
 
@@ -83,16 +83,16 @@ def fixed_configurations() -> Iterator[None]:
                 kernel.configs = timed
 
 
-class _Tuned(NamedTuple):
+class _TunedKernel(NamedTuple):
     """A kernel of fla that chooses among configurations by timing them."""
 
     kernel: Any  # a triton.runtime.autotuner.Autotuner
-    fixed: list[Any]  # a list with its one fixed configuration
-    timed: list[Any]  # fla's own list, of those that would be timed
+    fixed_list: list[Any]  # a list with its one fixed configuration
+    timed_list: list[Any]  # fla's own list, of those that would be timed
 
 
 @cache
-def tuned_kernels() -> tuple[_Tuned, ...]:
+def tuned_kernels() -> tuple[_TunedKernel, ...]:
     """Each kernel of ``_PACKAGES`` that fla would time."""
     from triton.runtime.autotuner import Autotuner
 
@@ -106,15 +106,15 @@ def tuned_kernels() -> tuple[_Tuned, ...]:
             if isinstance(value, Autotuner):
                 found[id(value)] = value
     return tuple(
-        _Tuned(kernel, [_configuration_of(kernel)], kernel.configs)
+        _TunedKernel(kernel, [_configuration_of(kernel)], kernel.configs)
         for kernel in found.values()
     )
 
 
 def _configuration_of(kernel: Any) -> Any:
-    """The entry of ``kernel.configs`` that ``FIXED`` names; the first entry if there is
-    none. ``kernel`` is a Triton ``Autotuner``."""
-    fixed = FIXED.get(kernel.base_fn.__name__)
+    """The entry of ``kernel.configs`` that ``FIXED_CONFIGURATIONS`` names; the first
+    entry if there is none. ``kernel`` is a Triton ``Autotuner``."""
+    fixed = FIXED_CONFIGURATIONS.get(kernel.base_fn.__name__)
     for entry in kernel.configs:
         configuration = Configuration(entry.num_warps, entry.num_stages, entry.kwargs)
         if configuration == fixed:

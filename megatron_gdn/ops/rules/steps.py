@@ -144,7 +144,7 @@ class StepsBackward(RuleBackward):
     ) -> Gradients:
         """The gradients of the tokens' inputs; ``initial`` and ``d_final`` are
         ``[N, H, K, V]`` or None (zeros)."""
-        return self._of_tokens(self._inner.run(initial, d_final))
+        return self._gradients_of_tokens(self._inner.run(initial, d_final))
 
     def run_to_states(
         self,
@@ -155,9 +155,9 @@ class StepsBackward(RuleBackward):
         """The gradients of the tokens' inputs, and of the initial states; ``maps()``
         gives the forward's state maps."""
         grads, d_initial = self._inner.run_to_states(initial, d_final, maps)
-        return self._of_tokens(grads), d_initial
+        return self._gradients_of_tokens(grads), d_initial
 
-    def _of_tokens(self, grads: Gradients) -> Gradients:
+    def _gradients_of_tokens(self, grads: Gradients) -> Gradients:
         """The gradients of the tokens' inputs, from those of the rows; the transpose of
         :func:`spread_steps`."""
         steps = self._steps

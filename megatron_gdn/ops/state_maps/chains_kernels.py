@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.launch import LAUNCH_CACHE_SIZE, Launch
 from ..kernels.tiles import block_dim, require_32_bits
 
-_COLUMNS = 64  # columns of a state per program
+_COLUMNS_OF_PROGRAM = 64  # columns of a state per program
 # what each chain starts from: zeros, a given state, or the identity (to compose maps)
 _ZERO, _GIVEN, _IDENTITY = range(3)
 
@@ -121,11 +121,11 @@ def follow_chains_on_gpu(
     table: Tensor,
     out: Tensor,
     start: Tensor | None,
-    cut: Tensor | None = None,
+    cuts: Tensor | None = None,
     compose: bool = False,
 ) -> Tensor:
     """:func:`.state_map.follow_chains` on a GPU; ``table`` is ``ChainSteps.table``, and
-    ``cut`` the argument ``cuts``."""
+    ``cuts`` the argument ``cuts``."""
     N, L, _ = table.shape
     _, H, K, V = local.shape
     X = out.shape[3]
@@ -138,9 +138,9 @@ def follow_chains_on_gpu(
     strides = (
         local.stride()[:3] + through.stride() + given.stride()[:3] + out.stride()[:3]
     )
-    launch = _follow_launch(N, L, H, K, V, X, strides, kind, cut is not None)
+    launch = _follow_launch(N, L, H, K, V, X, strides, kind, cuts is not None)
     # ``table`` stands for absent cuts, which the kernel does not read
-    launch(local, through, given, out, table, table if cut is None else cut)
+    launch(local, through, given, out, table, table if cuts is None else cuts)
     return out
 
 
@@ -154,10 +154,10 @@ def _follow_launch(
     X: int,
     strides: tuple[int, ...],
     kind: int,
-    cut: bool,
+    has_cuts: bool,
 ) -> Launch:
-    """The kernel's launch. ``kind``: _ZERO, _GIVEN or _IDENTITY; ``cut``: whether the
-    argument ``cuts`` of :func:`.state_map.follow_chains` is given; ``strides``: the
+    """The kernel's launch. ``kind``: _ZERO, _GIVEN or _IDENTITY; ``has_cuts``: whether
+    the argument ``cuts`` of :func:`.state_map.follow_chains` is given; ``strides``: the
     kernel's arguments from ``local_p`` to ``out_i``."""
     local_i = strides[2]
     through_i, through_j = strides[5:7]
@@ -165,21 +165,22 @@ def _follow_launch(
     out_i = strides[12]
     within_a_map = max(local_i, through_i + through_j, start_i, out_i)
     require_32_bits(
-        "the size of a state map with its strides", within_a_map * K + X + _COLUMNS
+        "the size of a state map with its strides",
+        within_a_map * K + X + _COLUMNS_OF_PROGRAM,
     )
     return Launch(
         _follow_kernel,
-        (N, H, triton.cdiv(X, _COLUMNS)),
+        (N, H, triton.cdiv(X, _COLUMNS_OF_PROGRAM)),
         L,
         V,
         X,
         *strides,
         K=K,
         BLOCK_K=block_dim(K),
-        COLUMNS=_COLUMNS,
+        COLUMNS=_COLUMNS_OF_PROGRAM,
         START=kind,
         GIVEN=_GIVEN,
         IDENTITY=_IDENTITY,
-        CUT=cut,
+        CUT=has_cuts,
         num_warps=8,
     )

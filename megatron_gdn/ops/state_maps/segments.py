@@ -28,7 +28,7 @@ CHUNK = 64  # tokens
 # rounding.
 PROGRAMS_OF_A_FULL_GPU = 128
 # of a segment, with 32 heads or more; :func:`cut_by_length` has the rule for fewer
-_FEWEST_CHUNKS = 32
+_FEWEST_CHUNKS_OF_SEGMENT = 32
 
 
 class SegmentBoundaries(NamedTuple):
@@ -117,7 +117,7 @@ def _segment_limits(value_heads: int) -> tuple[int, int]:
     """The largest number of segments of a sequence, and the smallest number of chunks
     of a segment."""
     max_segments = max(1, PROGRAMS_OF_A_FULL_GPU // value_heads)
-    min_chunks = max(8, min(_FEWEST_CHUNKS, value_heads))
+    min_chunks = max(8, min(_FEWEST_CHUNKS_OF_SEGMENT, value_heads))
     return max_segments, min_chunks
 
 

@@ -24,7 +24,7 @@ from ..host_tables import to_device
 from ..switches import full_fp32_matmul
 
 # the most rows of a state that the kernel takes; one program loads all rows
-MOST_ROWS = 128
+MOST_STATE_ROWS = 128
 NO_INDEX = -1  # in a step of a chain: write no state, or apply no map
 
 
@@ -147,7 +147,12 @@ def follow_chains(
         assert all(chain[0][0] == NO_INDEX for chain in steps.chains), (
             "the identity is not written"
         )
-    if local.is_cuda and local.dtype == torch.float32 and dense and K <= MOST_ROWS:
+    if (
+        local.is_cuda
+        and local.dtype == torch.float32
+        and dense
+        and K <= MOST_STATE_ROWS
+    ):
         from . import chains_kernels
 
         return chains_kernels.follow_chains_on_gpu(

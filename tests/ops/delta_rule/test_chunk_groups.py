@@ -34,7 +34,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: 2)
     monkeypatch.setattr(chunk_table, "fills_last_group", lambda device: True)
     monkeypatch.setattr(
-        triangular, "_by_substitution", triangular._invert_by_growing_blocks
+        triangular, "_invert_by_substitution", triangular._invert_by_growing_blocks
     )
 
 
@@ -207,7 +207,7 @@ EPS = torch.finfo(torch.float32).eps
 WAYS = {
     "whole": triangular.unit_lower_inverse,
     "growing blocks": triangular._invert_by_growing_blocks,
-    "substitution": triangular._by_substitution,
+    "substitution": triangular._invert_by_substitution,
 }
 
 
