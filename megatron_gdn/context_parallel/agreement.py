@@ -121,6 +121,7 @@ def require_agreement(
         packed = documents.fingerprint  # number and hash; see `_describe`
     integers = (tokens, rows) + packed + (_LAYOUTS.index(layout),)
     gathered = _gather(integers, group, device)
+    # The host does not wait for the GPU; on a rank whose integers are new it does.
     if integers in agreement.agreed_micro_batches and device.type == "cuda":
         return
     integers_by_rank = [tuple(row) for row in gathered.tolist()]

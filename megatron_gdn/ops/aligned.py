@@ -111,6 +111,7 @@ def _fill_chunks(
 ) -> None:
     """Write the group's tokens of ``rows [B, S, D]`` to ``buffer [64, n, D]``; zeros
     where a chunk has no token."""
+    # to_chunks takes rows with a dimension of heads: here one head of D columns
     out = buffer.transpose(0, 1)[:, None]
     grid.to_chunks(rows[:, :, None], group, buffer.dtype, out=out)
 
@@ -130,6 +131,7 @@ def _fill_history(
     else:
         first = token[::CHUNK]
     distance = torch.arange(past, 0, -1, device=token_rows.device)
+    # The rows before a sequence's first chunk are wrong here, and are replaced below.
     tokens = (first - distance[:, None]).clamp(min=0)
     torch.index_select(token_rows, 0, tokens.flatten(), out=buffer.flatten(0, 1))
     if group.beginnings is not None:

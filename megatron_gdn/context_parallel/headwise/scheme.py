@@ -47,6 +47,7 @@ class Headwise(Scheme):
         self._width_of = dict(zip(layout.names, layout.widths, strict=True))
         self._copies_of = dict(zip(layout.names, copies, strict=True))
         self._rank = group.rank()
+        # by a parameter's length and the names of its sections
         self._parameter_shares: dict[tuple, tuple[HeadShares, ColumnBlock | None]] = {}
 
     def passage(
@@ -85,7 +86,7 @@ class Headwise(Scheme):
             key_names = tuple(names)
         known = self._parameter_shares.get((length, key_names))
         shares, block = known or self._shares_of_parameter(length, key_names)
-        if block is not None:
+        if block is not None:  # a view, without a copy
             return param.narrow(0, block.first_column, block.width)
         return param.index_select(0, _own_indices(shares, self._rank, param.device))
 
