@@ -120,7 +120,8 @@ def map_exchange_traffic(
     """The bytes of maps and states that a rank receives in a forward, and the number of
     products of a chain.
 
-    ``lengths``: those of packed documents, in tokens; None: ``rows`` batch rows.
+    ``state`` has the shape of the states of a tensor-parallel rank. ``lengths``: those
+    of packed documents, in tokens; None: ``rows`` batch rows.
     """
     if layout is SequenceLayout.ZIGZAG:
         documents = lengths
@@ -131,13 +132,13 @@ def map_exchange_traffic(
     else:
         chains = sum(n > 0 for n in documents)
     if layout is SequenceLayout.CONTIGUOUS:
-        per_rank = 1
+        nodes_per_rank = 1
     else:
-        per_rank = 2
-    rank_bytes = per_rank * chains * state.map_bytes
+        nodes_per_rank = 2
+    rank_bytes = nodes_per_rank * chains * state.map_bytes
     # Maps are sent, states come back.
     exchanged_bytes = (1 + state.columns / state.map_columns) * rank_bytes
-    return (cp_size - 1) / cp_size * exchanged_bytes, per_rank * cp_size
+    return (cp_size - 1) / cp_size * exchanged_bytes, nodes_per_rank * cp_size
 
 
 def price(

@@ -79,7 +79,7 @@ class StaticDocuments(Documents):
                 f"{max_documents} documents of at most {longest} tokens cannot fill a "
                 f"buffer of {total_tokens}."
             )
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # so that ``fill`` can change it in any mode
             boundaries = torch.arange(max_documents + 1, device="cpu") * longest
             boundaries = boundaries.clamp_(max=total_tokens).to(torch.int32)
             boundaries = to_device(boundaries, device)
@@ -241,8 +241,9 @@ class StaticDocuments(Documents):
         max_filled: int,
         tokens: int,
     ) -> Documents:
-        """Documents with the boundaries ``make(self, *arguments)``, ``max_filled`` at
-        most; :meth:`fill` computes the boundaries again, in place."""
+        """At most ``max_filled`` documents of ``tokens`` tokens together, with the
+        boundaries ``make(self, *arguments)``, an int32 tensor in a tuple; :meth:`fill`
+        computes the boundaries again, in place."""
         return self.keep(
             _static_documents_with_offsets, max_filled, tokens, make, *arguments
         )

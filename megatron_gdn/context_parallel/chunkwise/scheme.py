@@ -51,7 +51,7 @@ class Chunkwise(Scheme):
         self, documents: Documents | None, tokens: int, rows: int, like: Tensor
     ) -> Passage:
         """A passage that leaves rows in place and gives this rank's pieces their
-        history and states."""
+        history and states; neither is exchanged if no document is cut."""
         if documents is None:
             documents = one_document(tokens, like.device)
         partition = self._partition

@@ -87,7 +87,9 @@ def _require_32_bits(rows: int, tiles: int) -> None:
 def _strides_of(cp_rows: Tensor) -> _RowStrides:
     """The strides of ``cp_rows``, in units that tell Triton how rows are aligned.
 
-    A dimension of size 1 counts as stride 0, since torch gives it any stride.
+    The kernels multiply the strides by the unit, a constant, from which Triton knows
+    that a row begins at a multiple of so many elements. A dimension of size 1 counts as
+    stride 0, since torch gives it any stride.
     """
     assert cp_rows.stride(2) == 1 or cp_rows.shape[2] == 1
     token, batch_row = (

@@ -126,7 +126,8 @@ class FlaDeltaRule(FlaRule):
 
     def d_states(self, call: FlaBackward, any_states: Tensor) -> Tensor:
         """The gradients ``[N, H, K, V]`` of the initial states, with zero gradients of
-        the final states. Values of ``any_states`` are not read."""
+        the final states. fla returns them only if it gets initial states; the values of
+        ``any_states`` are not read."""
         _, d_local, _ = self.fla.chunk_gated_delta_rule_bwd_dhu(
             **self.d_states_arguments(call),
             do=call.d_o,

@@ -58,6 +58,8 @@ def decode_token_in_slots(
     Args:
         row: the tokens' projection rows ``[1, N, P]``; a row's columns are adjacent in
             memory.
+        parameters: the list of :class:`..front.table.Front`; the shared input, if there
+            is one, is Mamba2's parameter D.
         memory: the memory before this token; overwritten. Each history is a contiguous
             ``[C, W - 1]`` or ``[C, W]``; each state ``[H, K, V]`` is contiguous, or a
             view of a contiguous ``[H, V, K]``.

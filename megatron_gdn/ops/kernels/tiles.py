@@ -188,7 +188,7 @@ def within_shared_memory(tile: SegmentTile, row_bytes: int) -> SegmentTile:
 
 def norm_forward_tile(width: int) -> RowTile:
     """The tile of a norm's forward; a row of ``width`` columns is one head or group of
-    heads. A tile has 4096 elements, 32 for each thread of four warps."""
+    heads. A tile has 4096 elements, or one row if that is wider."""
     block = block_dim(width)
     return RowTile(rows=max(1, 4096 // block), repeats=1, warps=_norm_warps(block))
 

@@ -408,13 +408,14 @@ def _build_table(
     """The table in groups of ``chunks_per_group`` chunks; with ``fill_up`` empty chunks
     give the last group this size too."""
     n = documents.max_chunks(C)
-    N = max(documents.sequences, 1)
+    N = max(documents.sequences, 1)  # without tokens there is one empty sequence
     if n == 0:
         return ChunkTable(C, N, (), None)
     if fill_up:
         chunk_count = -(-n // chunks_per_group) * chunks_per_group
     else:
         chunk_count = n
+    # on the host, which reads them; those of fixed buffers are on the device
     places = documents.keep_tensors(_find_token_places, C, chunk_count, move=False)
     groups = []
     for start in range(0, n, chunks_per_group):
@@ -427,7 +428,7 @@ def _build_table(
             )
         groups.append(group)
     place_of_token = None
-    if not documents.known_on_host:
+    if not documents.known_on_host:  # the groups do not have ``tokens``
         place_of_token = places.place_of_token
     return ChunkTable(C, N, tuple(groups), place_of_token)
 
