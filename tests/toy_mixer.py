@@ -103,7 +103,7 @@ class Dims(NamedTuple):
     conv_kernel_dim: int = TAPS
 
     @property
-    def state(self) -> StateShape:
+    def state_shape(self) -> StateShape:
         return StateShape(self.layout.state_heads, K, V, diagonal=True)
 
     def shard(self, ranks: int) -> "Dims":

@@ -178,7 +178,7 @@ def convert_state_dict(mixer: Any, state_dict: StateDict, prefix: str) -> None:
     dims = mixer.dims
     names = ["query", "key", "value"]
     widths = list(dims.in_proj_layout.widths[:3])
-    H, K, V = dims.state[:3]
+    H, K, V = dims.state_shape[:3]
     for letter, rank, width in (
         ("f", dims.forget_rank, H * K),
         ("z", dims.output_rank, H * V),

@@ -41,7 +41,7 @@ def gdn_table(
     return FrontTable(
         layout,
         inputs_class=RuleInputs,
-        state=sizes.state,
+        state_shape=sizes.state_shape,
         convolved_sections=delta_sections(normalise_qk),
         gate_sections=(g, beta),
         scale=sizes.key_dim**-0.5,

@@ -47,14 +47,14 @@ class FlaGDN(FlaDeltaRule):
         cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
     ) -> Obstacle | None:
         """As :meth:`FlaRule.why_not`, which takes the states' shape."""
-        return super().why_not(device, dtype, sizes.state)
+        return super().why_not(device, dtype, sizes.state_shape)
 
     @classmethod
     def repeats(
         cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
     ) -> RepeatResult:
         """As :meth:`FlaRule.repeats`, which takes the states' shape."""
-        return super().repeats(device, dtype, sizes.state)
+        return super().repeats(device, dtype, sizes.state_shape)
 
     def chunk_products(self, call: FlaForward) -> ChunkProducts:
         """The products inside each chunk, which need no state: w and u of

@@ -33,7 +33,7 @@ def gdn2_table(
     return FrontTable(
         layout,
         inputs_class=GDN2Inputs,
-        state=sizes.state,
+        state_shape=sizes.state_shape,
         convolved_sections=delta_sections(normalise_qk),
         gate_sections=(g, b, w),
         scale=sizes.key_dim**-0.5,

@@ -123,7 +123,7 @@ class GatedDeltaNet2(RecurrentMixer):
             conv_init,
         )
         self.use_qk_l2norm = use_qk_l2norm
-        choose_rule = partial(choose_gdn2, given.backend, self.dims.state)
+        choose_rule = partial(choose_gdn2, given.backend, self.dims.state_shape)
         make_front = fronts_of(
             gdn2_table, normalise_qk=use_qk_l2norm, recompute_qkv=self.recompute_qkv
         )

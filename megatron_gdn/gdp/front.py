@@ -28,7 +28,7 @@ def gdp_table(layout: Layout, recompute_qkv: bool = False) -> FrontTable:
     return FrontTable(
         layout,
         inputs_class=RuleInputs,
-        state=StateShape(layout.state_heads, key_dim, value_dim),
+        state_shape=StateShape(layout.state_heads, key_dim, value_dim),
         convolved_sections=(
             ConvolvedSection("V", "v"),
             ConvolvedSection("K", "k", unit_length=True),

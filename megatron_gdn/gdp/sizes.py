@@ -65,8 +65,8 @@ class GDPDims:
         return HeadSizes(self.num_groups, self.num_heads, self.state_dim, self.head_dim)
 
     @property
-    def state(self) -> StateShape:
-        return self.heads.state
+    def state_shape(self) -> StateShape:
+        return self.heads.state_shape
 
     @property
     def layout(self) -> Layout:

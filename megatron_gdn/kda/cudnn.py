@@ -258,7 +258,7 @@ class CudnnKDA(Rule):
             return Obstacle(f"cuDNN runs on a GPU, not on {device}")
         if dtype != torch.bfloat16:
             return Obstacle(f"cuDNN's KDA takes bf16, not {dtype}")
-        for dim in (sizes.state.rows, sizes.state.columns):
+        for dim in (sizes.state_shape.rows, sizes.state_shape.columns):
             if dim != HEAD_DIM:
                 return Obstacle(f"cuDNN's KDA takes heads of {HEAD_DIM}, not {dim}")
         bound = sizes.lower_bound

@@ -35,7 +35,7 @@ def kda_table(
     return FrontTable(
         layout,
         inputs_class=RuleInputs,
-        state=sizes.state,
+        state_shape=sizes.state_shape,
         convolved_sections=delta_sections(normalise_qk),
         gate_sections=(g, GateSection("beta", ("beta",), strength)),
         scale=sizes.key_dim**-0.5,

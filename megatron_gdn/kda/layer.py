@@ -266,7 +266,7 @@ class KimiDeltaAttention(RecurrentMixer):
         self.muon_per_head = given.muon_per_head
         self._build(
             submodules,
-            partial(choose_kda, given.backend, self.dims.state, bound),
+            partial(choose_kda, given.backend, self.dims.state_shape, bound),
             fronts_of(kda_table, lower_bound=bound, normalise_qk=use_qk_l2norm),
             name=name,
             bias=bias,
@@ -384,7 +384,7 @@ class KimiDeltaAttention(RecurrentMixer):
             )
         dims = self.global_dims
         D = dims.hidden_size
-        H, K, V = dims.state[:3]
+        H, K, V = dims.state_shape[:3]
         self._duplicated_projections = set()
         add = partial(self._add_projection, submodules, path)
         # Optimizers number parameters in this order, so it is part of checkpoints.

@@ -58,14 +58,14 @@ class FlaKDA(FlaChannelRule):
         cls, device: torch.device, dtype: torch.dtype, sizes: KDARuleSizes
     ) -> Obstacle | None:
         """As :meth:`FlaRule.why_not`, which takes the states' shape."""
-        return super().why_not(device, dtype, sizes.state)
+        return super().why_not(device, dtype, sizes.state_shape)
 
     @classmethod
     def repeats(
         cls, device: torch.device, dtype: torch.dtype, sizes: KDARuleSizes
     ) -> RepeatResult:
         """As :meth:`FlaRule.repeats`, which takes the states' shape."""
-        return super().repeats(device, dtype, sizes.state)
+        return super().repeats(device, dtype, sizes.state_shape)
 
     @classmethod
     def of(cls, sizes: KDARuleSizes, bits: Bits) -> FlaKDA:

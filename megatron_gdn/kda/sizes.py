@@ -16,7 +16,7 @@ class KDARuleSizes(NamedTuple):
     """The state's shape and the log-decay's bound, by which a rule says whether it can
     run."""
 
-    state: StateShape
+    state_shape: StateShape
     lower_bound: float | None  # the least log-decay; None: there is no bound
 
 

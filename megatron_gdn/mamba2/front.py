@@ -31,7 +31,7 @@ def mamba2_table(
     return FrontTable(
         layout,
         inputs_class=SSDInputs,
-        state=StateShape(heads, state_dim, head_dim, diagonal=True),
+        state_shape=StateShape(heads, state_dim, head_dim, diagonal=True),
         convolved_sections=(
             ConvolvedSection("x", "x"),
             ConvolvedSection("B", "B"),

@@ -185,7 +185,7 @@ class Mamba2Mixer(MambaLayerMixer):
         self.chunk_size = chunk_size
         self._build(
             submodules,
-            partial(choose_ssd, given.backend, self.dims.state),
+            partial(choose_ssd, given.backend, self.dims.state_shape),
             fronts_of(mamba2_table, dt_limit=self.dt_limit),
             name=name,
             conv_bias=conv_bias,

@@ -77,7 +77,7 @@ class Mamba2Dims:
         )
 
     @property
-    def state(self) -> StateShape:
+    def state_shape(self) -> StateShape:
         return StateShape(self.num_heads, self.state_dim, self.head_dim, diagonal=True)
 
     def shard(self, ranks: int) -> Mamba2Dims:

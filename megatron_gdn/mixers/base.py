@@ -567,7 +567,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.micro_batches = MicroBatchPlanner(
             config,
             dims.layout,
-            dims.state,
+            dims.state_shape,
             dims.conv_kernel_dim,
             self.pg_collection.cp,
             self.loader_layout,
@@ -612,7 +612,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.out_proj = build_linear(
             submodules.out_proj,
             config,
-            global_dims.state.heads * global_dims.state.columns,
+            global_dims.state_shape.heads * global_dims.state_shape.columns,
             global_dims.hidden_size,
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
@@ -632,7 +632,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         """Build ``out_norm`` over the V columns of a head; ``submodules``: see
         :meth:`_build`."""
         config = self.config
-        width = self.global_dims.state.columns
+        width = self.global_dims.state_shape.columns
         self.out_norm = build_module(
             submodules.out_norm,
             config=config,

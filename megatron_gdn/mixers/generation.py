@@ -157,7 +157,7 @@ def _dynamic_step(mixer: Mixer, rows: Tensor, context: InferenceContext) -> Tens
     if decoded is not None and decoded_tokens == len(rows):
         mixed = decoded
     else:
-        state = mixer.dims.state
+        state = mixer.dims.state_shape
         mixed = rows.new_zeros(rows.shape[0], 1, state.heads * state.columns)
         if decoded is not None:
             mixed[:decoded_tokens] = decoded
@@ -178,14 +178,14 @@ def state_shapes_per_request(
     the window is larger, as described in :class:`..ops.generation.memory.Memory`.
     """
     dims = mixer.dims
-    state = dims.state
+    state = dims.state_shape
     if mixer.state_transposed:
         states = (state.heads, state.columns, state.rows)
     else:
         states = (state.heads, state.rows, state.columns)
     shape = MemoryShape.of(
         dims.layout,
-        dims.state,
+        dims.state_shape,
         dims.conv_kernel_dim,
         mixer.config.batch_invariant_mode,
     )
@@ -259,7 +259,7 @@ def prefill_requests(
     offsets = tuple(metadata.cu_seqlens_list)  # offsets of the requests' tokens
     memory = _checked_memory(mixer, stages, projected, conv_state, ssm_state)
     mixed = projected.new_zeros(
-        len(projected), 1, stages.state.heads * stages.state.columns
+        len(projected), 1, stages.state_shape.heads * stages.state_shape.columns
     )
     if len(offsets) > 1:
         slots = metadata.batch_indices_prefill[: len(offsets) - 1]

@@ -302,7 +302,7 @@ def reset_parameters(mixer: Mixer) -> None:
         assert config.init_method is not None
         assert config.output_layer_init_method is not None
         rows = layout_of_in_proj(global_dims).widths
-        columns = global_dims.state.heads * global_dims.state.columns
+        columns = global_dims.state_shape.heads * global_dims.state_shape.columns
         fill(getattr(mixer.in_proj, "weight", None), config.init_method, 0, rows)
         method = config.output_layer_init_method
         fill(getattr(mixer.out_proj, "weight", None), method, 1, (columns,))

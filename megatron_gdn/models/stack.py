@@ -206,7 +206,7 @@ def _gdn_layer(config: Config) -> LayerCounts:
     """The parameters and multiply-adds of a Gated DeltaNet layer."""
     dims = GDNDims.from_config(config)
     G = dims.num_key_heads
-    H, K, V = dims.state[:3]
+    H, K, V = dims.state_shape[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K
     return _recurrent_layer(dims, gdn_layer_maps("", "", dims, "flat"), rule)
 
@@ -214,7 +214,7 @@ def _gdn_layer(config: Config) -> LayerCounts:
 def _kda_layer(config: Config, options: Mapping[str, int | None]) -> LayerCounts:
     """The parameters and multiply-adds of a Kimi Delta Attention layer."""
     dims = KDADims.of(config, options.get("forget_rank"), options.get("output_rank"))
-    H, K, V = dims.state[:3]
+    H, K, V = dims.state_shape[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K)
     return _recurrent_layer(dims, kda_layer_maps("", "", dims, "kimi_linear"), rule)
 
@@ -223,7 +223,7 @@ def _mamba2_layer(config: Config) -> LayerCounts:
     """The parameters and multiply-adds of a Mamba2 layer."""
     dims = Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, MAMBA_EXPAND)
     G = dims.num_groups
-    H, K, V = dims.state[:3]
+    H, K, V = dims.state_shape[:3]
     rule = H * (2 * K * V + CHUNK * V) + G * CHUNK * K
     return _recurrent_layer(dims, mamba2_layer_maps("", "", dims), rule)
 
@@ -242,7 +242,7 @@ def _recurrent_layer(
     D = dims.hidden_size
     W = dims.conv_kernel_dim
     channels = dims.layout.conv_width
-    H, K, V = dims.state[:3]
+    H, K, V = dims.state_shape[:3]
     return LayerCounts(
         matrix_weights=matrices,
         vector_weights=D + sum(map(prod, shapes)) - matrices,

@@ -99,8 +99,8 @@ class Stages(NamedTuple):
         return self.front.table
 
     @property
-    def state(self) -> StateShape:
-        return self.table.state
+    def state_shape(self) -> StateShape:
+        return self.table.state_shape
 
     @property
     def history_length(self) -> int:
@@ -113,7 +113,9 @@ class Stages(NamedTuple):
         table = self.front.table
         weight = cast(Tensor, self.parameters[0])
         on_grid = self.rule.bits is Bits.ON_GRID
-        return MemoryShape.of(table.layout, table.state, weight.shape[-1], on_grid)
+        return MemoryShape.of(
+            table.layout, table.state_shape, weight.shape[-1], on_grid
+        )
 
 
 # A function (layout, rule, device, dtype, taps) that makes the front of rows with this

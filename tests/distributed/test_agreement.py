@@ -124,7 +124,7 @@ def test_schemes_of_groups_that_went_are_not_kept():
     chooser = MicroBatchPlanner(
         config,
         sizes.layout,
-        sizes.state,
+        sizes.state_shape,
         4,
         None,
         LoaderLayout("zigzag", config),

@@ -140,7 +140,7 @@ def rows_of_matrices(mixer: str, name: str, dims, rows: int) -> list[int]:
     if mixer not in PER_HEAD:
         return list(layout.widths) if name == "in_proj.weight" else [rows]
     # Kimi Delta Attention: each head's rows are a matrix
-    H, K, V = dims.state[:3]
+    H, K, V = dims.state_shape[:3]
     G = layout.heads("key")
     of_f, of_g = H * [K], H * [V]
     in_proj = [*2 * G * [K], *H * [V]]

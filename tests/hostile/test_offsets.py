@@ -91,8 +91,8 @@ def run_front(
         documents = Documents((0, S // 2, S), META)
         simulation.holds(documents.position_T, TAPS)
     C = layout.conv_width
-    H = table.state.heads
-    K = table.state.rows
+    H = table.state_shape.heads
+    K = table.state_shape.rows
     rows = tensor(S, B, layout.width)
     before = None
     if history:

@@ -129,7 +129,7 @@ def test_a_skip_has_a_number_per_head_or_per_channel(D_has_hdim):
 
 @pytest.mark.parametrize("kind", BY_NAME)
 def test_rows_of_a_state_stay_apart_in_mamba2_alone(kind):
-    assert whole(kind).dims.state.diagonal is (kind == "mamba2")
+    assert whole(kind).dims.state_shape.diagonal is (kind == "mamba2")
 
 
 @pytest.mark.parametrize(

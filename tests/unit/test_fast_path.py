@@ -133,9 +133,9 @@ def test_no_fallback_is_taken_in_the_shapes_of_the_other_mixers(machine, bits):
         ).layout
     )
     rules = [
-        choose_kda("auto", kda.state, -5.0, CUDA, BF16, bits).rule,
-        choose_gdn2("auto", gdn2.state, CUDA, BF16, bits).rule,
-        choose_ssd("auto", mamba2.state, CUDA, BF16, bits).rule,
+        choose_kda("auto", kda.state_shape, -5.0, CUDA, BF16, bits).rule,
+        choose_gdn2("auto", gdn2.state_shape, CUDA, BF16, bits).rule,
+        choose_ssd("auto", mamba2.state_shape, CUDA, BF16, bits).rule,
     ]
     assert [rule.name for rule in rules] == ["fla"] * 3
     for steps in (2, 4):

@@ -34,7 +34,7 @@ def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", dims=QWEN, n=None)
     inside = dims.layout.share(cp)
     layout = SequenceLayout.parse(layout)
     return price(
-        dims.heads.state, inside, cp, layout, tokens, rows, lengths, 2, n or cp
+        dims.heads.state_shape, inside, cp, layout, tokens, rows, lengths, 2, n or cp
     )
 
 
@@ -63,7 +63,7 @@ def test_chunkwise_pays_for_maps_and_for_computing_them(cp, per_rank, nodes, cas
 
 
 def test_a_map_of_a_rule_that_mixes_no_rows_has_one_column_beside_the_state():
-    decays = QWEN.heads.state._replace(diagonal=True)
+    decays = QWEN.heads.state_shape._replace(diagonal=True)
     b = 2 * 32 * 128 * (128 + 1) * 4
     received, steps = map_exchange_traffic(decays, 4, SequenceLayout.ZIGZAG, 1, None)
     assert (

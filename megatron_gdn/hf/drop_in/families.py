@@ -87,7 +87,7 @@ def _kda_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixe
     lower_bound = getattr(forget_gate, "safe_gate_lower_bound", None)
     if getattr(forget_gate, "safe_gate", False):
         lower_bound = forget_gate.lower_bound
-    choose_rule = partial(choose_kda, options.backend, dims.state, lower_bound)
+    choose_rule = partial(choose_kda, options.backend, dims.state_shape, lower_bound)
     make_front = fronts_of(kda_table, lower_bound=lower_bound)
     names = {"mixer": "KimiDeltaAttention", "recurrence": "KDA"}
     return DropInMixer(dims, choose_rule, make_front, names)

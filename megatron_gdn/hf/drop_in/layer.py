@@ -390,7 +390,7 @@ def become_drop_in(
     micro_batches = MicroBatchPlanner(
         megatron_config,
         mixer.dims.layout,
-        mixer.dims.state,
+        mixer.dims.state_shape,
         mixer.dims.conv_kernel_dim,
         group_of(options.cp_mesh),
         loader_layout,

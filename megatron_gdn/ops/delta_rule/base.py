@@ -103,7 +103,7 @@ class HeadSizes(NamedTuple):
         return HeadSizes(G, H, K, V)
 
     @property
-    def state(self) -> StateShape:
+    def state_shape(self) -> StateShape:
         return StateShape(self.value_heads, self.key_dim, self.value_dim)
 
     @property

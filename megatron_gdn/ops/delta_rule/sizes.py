@@ -89,8 +89,8 @@ class LinearDims:
         raise NotImplementedError
 
     @property
-    def state(self) -> StateShape:
-        return self.heads.state
+    def state_shape(self) -> StateShape:
+        return self.heads.state_shape
 
     def shard(self, ranks: int) -> Self:
         """The sizes on one of ``ranks`` tensor-parallel ranks; ``ranks`` must divide

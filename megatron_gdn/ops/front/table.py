@@ -97,7 +97,7 @@ class FrontTable:
     # The NamedTuple of the rule's inputs. Its fields are the inputs of the convolved
     # sections, those of the gate sections, and ``shared_input``, in this order.
     inputs_class: type[Any]
-    state: StateShape
+    state_shape: StateShape
     convolved_sections: ConvolvedSections
     gate_sections: tuple[GateSection, ...]
     # the name of an input that is equal for all tokens: a parameter [H] or [H V]

@@ -76,7 +76,7 @@ def prefill_on_grid(
     indices = _PrefillIndices._make(to_device(x, device) for x in on_host)
     source_rows = torch.cat([history.flatten(0, 1), new_rows.flatten(0, 1)])
     rows = source_rows.index_select(0, indices.source_row)[None]
-    grid = grid_of(rows, _documents(counts, device), stages.state.heads)
+    grid = grid_of(rows, _documents(counts, device), stages.state_shape.heads)
     before = history[:, :past].index_select(0, _indices_of_nonempty(counts, device))
     inputs = front_on_grid(stages.front, stages.front_parameters, rows, grid, before)
 
@@ -140,7 +140,7 @@ def decode_on_grid(row: Tensor, stages: Stages, memory: Memory) -> Tensor:
         state, keep=False, final=True
     )
     assert result.final is not None
-    grid = grid_of(chunks, None, stages.state.heads)
+    grid = grid_of(chunks, None, stages.state_shape.heads)
     mixed = _read_out_tokens(
         stages, result.o, chunks, grid, number * CHUNK + place, row
     )
@@ -179,7 +179,7 @@ def _rule_inputs(stages: Stages, rows: Tensor) -> Inputs:
         inputs = front.forward(rows.transpose(0, 1), stages.front_parameters, documents)
         return map_inputs(inputs, lambda x: x[:, past:].contiguous())
     chunks = rows[:, past:]
-    grid = grid_of(chunks, None, stages.state.heads)
+    grid = grid_of(chunks, None, stages.state_shape.heads)
     return front_on_grid(front, stages.front_parameters, chunks, grid, rows[:, :past])
 
 

@@ -79,7 +79,9 @@ def prefill(
     else:
         history, state = memory.gathered()
     if s == 0 or B == 0:
-        mixed = proj.new_empty(s, B, stages.state.heads * stages.state.columns)
+        mixed = proj.new_empty(
+            s, B, stages.state_shape.heads * stages.state_shape.columns
+        )
     elif stages.on_grid:
         mixed, history, state = prefill_on_grid(
             proj, stages, history, state, documents, begins

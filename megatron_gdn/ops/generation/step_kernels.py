@@ -92,7 +92,9 @@ def decode_token_in_slots(
     convolved = torch.empty(
         N, front.layout.conv_width, dtype=torch.float32, device=row.device
     )
-    o = convolved.new_empty(N, 1, front.table.state.heads, front.table.state.columns)
+    o = convolved.new_empty(
+        N, 1, front.table.state_shape.heads, front.table.state_shape.columns
+    )
     conv(row, weight, bias, history, after_history, slots, convolved)
     step(row, convolved, A_log, dt_bias, D, state, after_state, slots, o)
     return o
@@ -127,7 +129,7 @@ def _step_launches(
     """
     table = front.table
     layout = front.layout
-    H, K, V, _ = front.table.state
+    H, K, V, _ = front.table.state_shape
     _require_sequences_within_grid(N)
     require_32_bits(
         "the number of elements of a state", H * block_dim(K) * block_dim(V)
