@@ -19,7 +19,7 @@ class AutogradFront:
     dtype."""
 
     recomputed: tuple[str, ...] = ()
-    triton = False
+    is_triton = False
 
     def __init__(self, layout, make, inputs, convolved):
         self.layout = layout

@@ -26,7 +26,7 @@ class LocalDocument(NamedTuple):
     first_key: int  # of the document
     end_key: int  # one past the last key that a row sees
     # int64, each row's position in its document; None: 0, 1, 2, ...
-    positions: Tensor | None
+    row_positions: Tensor | None
     # keys of earlier documents, which all rows see (trees of documents)
     earlier_keys: tuple[slice, ...] = ()
 
@@ -41,10 +41,10 @@ class LocalDocument(NamedTuple):
     def mask(self, device: torch.device) -> Tensor | None:
         """bool ``[rows, keys]``: which keys each row sees; None if row i sees the keys
         0 to i."""
-        if self.positions is None and not self.earlier_keys:
+        if self.row_positions is None and not self.earlier_keys:
             return None
         earlier = sum(keys.stop - keys.start for keys in self.earlier_keys)
-        position = self.positions
+        position = self.row_positions
         if position is None:
             position = torch.arange(self.end_row - self.first_row, device="cpu")
         position = position.to(device, non_blocking=True) + earlier

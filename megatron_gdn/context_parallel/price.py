@@ -46,7 +46,7 @@ MAP_TIME = 1 / 7000 / NVLINK_SPEED
 # four ranks).
 FIXED_TIME = 0.46  # a value between the two times above
 # on several machines, where hosts issue launches while GPUs await messages
-FIXED_TIME_ACROSS = 0.22
+FIXED_TIME_ACROSS_MACHINES = 0.22
 # an estimate: a small collective takes a GPU 10 to 28 us, and a slow host 300 us to
 # launch
 COLLECTIVE_TIME = 0.0575
@@ -170,7 +170,7 @@ def price(
     if ranks_per_machine == cp_size:
         fixed = FIXED_TIME
     else:
-        fixed = FIXED_TIME_ACROSS
+        fixed = FIXED_TIME_ACROSS_MACHINES
     return Price(
         headwise=transfer_time(received, cp_size, ranks_per_machine),
         chunkwise=exchange + state.map_bytes * local * MAP_TIME + fixed,

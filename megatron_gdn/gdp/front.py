@@ -31,8 +31,8 @@ def gdp_table(layout: Layout, recompute_qkv: bool = False) -> FrontTable:
         state_shape=StateShape(layout.state_heads, key_dim, value_dim),
         convolved_sections=(
             ConvolvedSection("V", "v"),
-            ConvolvedSection("K", "k", unit_length=True),
-            ConvolvedSection("Q", "q", unit_length=True),
+            ConvolvedSection("K", "k", has_unit_length=True),
+            ConvolvedSection("Q", "q", has_unit_length=True),
         ),
         gate_sections=(
             GateSection("a", ("g",), decay, has_rate=True),

@@ -69,7 +69,7 @@ class KDADims(LinearDims):
             names += ("g", "gate")
         layout = self.layout
         sections = [section for section in layout.sections if section.name in names]
-        return Layout(tuple(sections), layout.counts, gate="")
+        return Layout(tuple(sections), layout.head_counts, output_gate="")
 
 
 # The fields of newer Megatrons' configs with the two ranks, by our names.
@@ -89,4 +89,4 @@ def kda_layout(heads: HeadSizes) -> Layout:
         Section("gate", "value", heads.value_dim),
         Section("beta", "value", 1, gates=True),
     )
-    return replace(layout, gate="gate")
+    return replace(layout, output_gate="gate")

@@ -70,7 +70,7 @@ class Model:
         the width of MLPs and shared experts. Routed experts are not split."""
         sizes = self.hf.sizes
         # the last pair (name, number) of counts: key heads; in Mamba2, groups
-        key_heads = self.dims.layout.counts[-1][1]
+        key_heads = self.dims.layout.head_counts[-1][1]
         heads = sizes.num_attention_heads
         groups = getattr(sizes, "num_query_groups", heads)
         split_sizes = [heads, key_heads]

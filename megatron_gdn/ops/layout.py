@@ -59,7 +59,7 @@ class Section(NamedTuple):
 
     name: str  # the section's name in checkpoints
     # the kind of its heads, such as "key" or "value"; the heads lie side by side
-    heads: str
+    head_kind: str
     width: int  # columns per head
     conv: bool = False  # whether the columns are inputs of the causal convolution
     # whether the columns are gates, which are never quantised: a product of their own
@@ -82,9 +82,9 @@ class Layout:
 
     sections: tuple[Section, ...]  # in storage order; convolved sections are neighbours
     # the kinds of heads, each with the number of its heads; the state heads first
-    counts: tuple[tuple[str, int], ...]
+    head_counts: tuple[tuple[str, int], ...]
     # the name of the section with the output gate, as wide as a row for out_proj
-    gate: str = "z"
+    output_gate: str = "z"
 
     def __post_init__(self) -> None:
         """Assert that convolved sections are neighbours, that gates come last, and that
@@ -103,14 +103,14 @@ class Layout:
         for run, members in self._runs.items():
             first = self.sections.index(members[0])
             neighbours = list(self.sections[first : first + len(members)])
-            shapes = {(x.heads, x.width, x.conv) for x in members}
+            shapes = {(x.head_kind, x.width, x.conv) for x in members}
             assert neighbours == members and len(shapes) == 1, (
                 f"the sections of run {run} must be neighbours of one shape"
             )
 
     def heads(self, kind: str) -> int:
         """The number of heads of this kind."""
-        return dict(self.counts)[kind]
+        return dict(self.head_counts)[kind]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ class Layout:
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """For each section and run, the number of heads and the columns of a head."""
-        shapes = {x.name: (self.heads(x.heads), x.width) for x in self.sections}
+        shapes = {x.name: (self.heads(x.head_kind), x.width) for x in self.sections}
         for run, members in self._runs.items():
             heads, width = shapes[members[0].name]
             shapes[run] = len(members) * heads, width
@@ -142,7 +142,7 @@ class Layout:
     def widths(self) -> tuple[int, ...]:
         """The number of columns of every section, for ``Tensor.split``."""
         return tuple(
-            self.heads(section.heads) * section.width for section in self.sections
+            self.heads(section.head_kind) * section.width for section in self.sections
         )
 
     @cached_property
@@ -166,7 +166,7 @@ class Layout:
     @cached_property
     def gate_columns(self) -> slice:
         """The slice of a row with the output gate."""
-        return self.columns(self.gate)
+        return self.columns(self.output_gate)
 
     @cached_property
     def main_width(self) -> int:
@@ -181,7 +181,7 @@ class Layout:
         # Mamba2's kinds are "head" and "group", other mixers' are "key" and "value".
         words = {"head": "heads", "group": "groups"}
         return " and ".join(
-            f"{n} {words.get(kind, f'{kind} heads')}" for kind, n in self.counts
+            f"{n} {words.get(kind, f'{kind} heads')}" for kind, n in self.head_counts
         )
 
     @cached_property
@@ -216,12 +216,13 @@ class Layout:
     @property
     def state_heads(self) -> int:
         """The number of heads with a recurrent state."""
-        return self.counts[0][1]
+        return self.head_counts[0][1]
 
     def shares_among(self, ranks: int) -> bool:
         """Whether :meth:`share` can give every rank an equal number of state heads."""
         return self.state_heads % ranks == 0 and all(
-            count % ranks == 0 or ranks % count == 0 for _, count in self.counts[1:]
+            count % ranks == 0 or ranks % count == 0
+            for _, count in self.head_counts[1:]
         )
 
     def why_not_share(self, ranks: int) -> str | None:
@@ -250,14 +251,14 @@ class Layout:
         why = self.why_not_share(ranks)
         if why is not None:
             raise SizeError(why)
-        counts = ((kind, max(1, count // ranks)) for kind, count in self.counts)
-        return replace(self, counts=tuple(counts))
+        counts = ((kind, max(1, count // ranks)) for kind, count in self.head_counts)
+        return replace(self, head_counts=tuple(counts))
 
     def copies(self, ranks: int) -> tuple[int, ...]:
         """For each section, how many ranks hold the same columns after :meth:`share`:
         more than 1 if there are fewer heads than ``ranks``."""
         return tuple(
-            max(1, ranks // self.heads(section.heads)) for section in self.sections
+            max(1, ranks // self.heads(section.head_kind)) for section in self.sections
         )
 
 

@@ -142,7 +142,8 @@ class MixerArguments(NamedTuple):
     readout: Readout
     sequence_context: SequenceContext
     keeps_tensors: bool  # whether tensors are kept for a backward
-    refilled: RefilledOutput | None  # frees and refills the output; None: it is kept
+    # frees and refills the output; None: it is kept
+    refilled_output: RefilledOutput | None
     hand_over: HandOver | None  # lets the backward free the output's gradient early
     second_run: SecondRun | None  # None if front and rule run only once
 
@@ -157,12 +158,12 @@ class _SavedTensors(NamedTuple):
     parameters: Sequence[Tensor | None]
     # the rule's inputs; None where the backward computes one again or does not read it
     inputs: Sequence[Tensor | None]
-    of_states: Sequence[Tensor]  # tensors of ``sequence_context.states``
-    of_rule: Sequence[Tensor | None]  # tensors of the rule's forward
+    state_tensors: Sequence[Tensor]  # tensors of ``sequence_context.states``
+    rule_tensors: Sequence[Tensor | None]  # tensors of the rule's forward
 
     def flat(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
         """All tensors in the order of the fields, and the lengths of the four lists."""
-        lists = (self.parameters, self.inputs, self.of_states, self.of_rule)
+        lists = (self.parameters, self.inputs, self.state_tensors, self.rule_tensors)
         flat: tuple[Tensor | None, ...] = (self.stamp, self.rows, self.o)
         for tensors in lists:
             flat += tuple(tensors)
@@ -276,7 +277,7 @@ def _forward(
         values = _BackwardValues(arguments, of_rule.plan, stamp, list_lengths, history)
     del inputs  # if nothing is kept for a backward, this frees the rule's inputs
     mixed = readout.forward(o, rows, gamma)
-    if arguments.refilled is not None:
+    if arguments.refilled_output is not None:
         if second_run is None:
             rule_output = o.detach  # gives o
         else:
@@ -293,7 +294,7 @@ def _forward(
         def refill(out: Tensor) -> None:
             readout.forward(rule_output(), rows, gamma, out=out)
 
-        arguments.refilled.remember(mixed, refill)
+        arguments.refilled_output.remember(mixed, refill)
     return mixed, saved, values
 
 

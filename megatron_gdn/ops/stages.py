@@ -225,7 +225,7 @@ def stages_of(
             norm.zero_centered,
             norm.activation,
             norm.groups,
-            front.triton,
+            front.is_triton,
         )
     if gates is not None:  # the front's last parameter, which kernels read by columns
         parameters += (gates.contiguous(),)

@@ -50,7 +50,7 @@ class StaticDocuments(Documents):
     boundaries: Tensor
     longest: int
     # the key of the :meth:`keep_documents` that made this object, or None
-    _key: Hashable
+    _derivation_key: Hashable
     # each table's tensors, and the function that computes them again
     _tables: dict[Hashable, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
     # the functions of :meth:`add_check`
@@ -91,7 +91,7 @@ class StaticDocuments(Documents):
             boundaries=boundaries,
             longest=longest,
             total_tokens=total_tokens,
-            _key=None,
+            _derivation_key=None,
             _tables={},
             _checks={},
             _stamps={},
@@ -219,10 +219,11 @@ class StaticDocuments(Documents):
         """The tensors ``make(self, *arguments)``, which :meth:`refresh` overwrites.
 
         The first call for a table raises an error if a CUDA graph is being captured.
-        Documents that :meth:`keep_documents` derived share ``_tables``; ``_key`` tells
-        them apart. ``move`` is not read: the tensors are on the device.
+        Documents that :meth:`keep_documents` derived share ``_tables``;
+        ``_derivation_key`` tells them apart. ``move`` is not read: the tensors are on
+        the device.
         """
-        key = self._key, (make, arguments)
+        key = self._derivation_key, (make, arguments)
         if key not in self._tables:
             require_no_capture("a table of packed documents")
             with torch.inference_mode(False), torch.no_grad():
@@ -316,7 +317,7 @@ def _static_documents_with_offsets(
         max_filled=max_filled,
         longest=tokens,
         total_tokens=tokens,
-        _key=(documents._key, (make, arguments)),
+        _derivation_key=(documents._derivation_key, (make, arguments)),
         _tables=documents._tables,
         _checks={},
         _stamps=documents._stamps,

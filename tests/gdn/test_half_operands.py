@@ -202,7 +202,7 @@ def test_states_are_in_true_units_on_both_sides(lengths):
         o, final = exact.forward(start.double())
         assert_close("o", made.o, o)
         # fp32 from what fp16 holds exactly
-        assert_close("final", made.final, final, 2**-20)
+        assert_close("final", made.final_states, final, 2**-20)
     forward = rule.begin(inputs, documents)
     through = forward.state_map().through
     saved = forward.run(initial).saved

@@ -160,7 +160,7 @@ def test_final_states(rule, lengths):
     from_initial = exact.forward(initial)
     for start, made in states.forwards_from(rule, inputs, documents, initial):
         o, final = from_initial if start is initial else from_zero
-        check([made.o, made.final.double()], [o, final])
+        check([made.o, made.final_states.double()], [o, final])
 
 
 @of_rows

@@ -165,7 +165,12 @@ def run_once(rule, inputs, d_o, lengths):
     backward = rule.begin_backward(d_o, inputs, out.saved, documents)
     d_initial = backward.d_initial()
     grads = backward.run(states, states)
-    named = {"o": out.o, "final": out.final, "local": maps.local, "start": d_initial}
+    named = {
+        "o": out.o,
+        "final": out.final_states,
+        "local": maps.local,
+        "start": d_initial,
+    }
     return named | {n: x for n, x in grads._asdict().items() if x is not None}
 
 

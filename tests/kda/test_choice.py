@@ -116,7 +116,7 @@ def kda_fwd(
         RuleInputs(*(x[None] for x in (q, k, v, g, beta))), documents
     )
     made = begun.run(initial_state.mT, final=True)
-    return made.o[0], made.final.mT.contiguous(), q.new_empty(0)
+    return made.o[0], made.final_states.mT.contiguous(), q.new_empty(0)
 
 
 def kda_bwd(
@@ -179,7 +179,7 @@ def test_it_gives_what_the_plain_rule_gives(lengths, with_states):
         for rule in (cudnn.CudnnKDA(), PlainRule())
     )
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
-    assert cudnn.CudnnKDA().begin(inputs, documents).run().final is None
+    assert cudnn.CudnnKDA().begin(inputs, documents).run().final_states is None
 
 
 def test_fewer_key_heads_and_documents_in_fixed_buffers_are_refused():

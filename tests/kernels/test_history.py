@@ -85,7 +85,7 @@ def history_of(cut, taps, batch, channels, device, normal):
     # way round.
     rows = rows.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     returned = normal(sum(route.send_counts), batch, channels)
-    return documents, History(rows, route.table), returned
+    return documents, History(rows, route.history_table), returned
 
 
 def compare(front, plain, history, returned, proj, parameters, grads, documents, only):

@@ -127,7 +127,7 @@ def hold_steps(made, memory, counts):
     stages = made["torch"]
     device = memory.history.device
     dtype = stages.front_parameters[0].dtype
-    assert made["triton"].front.triton and not stages.front.triton
+    assert made["triton"].front.is_triton and not stages.front.is_triton
     slots = memory.slots
     real = slice(None) if slots is None else (slots >= 0).nonzero()[:, 0]
     N, M = len(memory.history if slots is None else slots), len(memory.history)
@@ -241,7 +241,7 @@ def on_the_grid(kind, rows):
 def test_prefill_and_steps_have_the_bits_of_training(kind, device):
     rows = kind.rows(67, 2).to(device)
     stages = on_the_grid(kind, rows)
-    assert stages.front.triton
+    assert stages.front.is_triton
     with torch.no_grad():
         whole = mix(rows, stages, SequenceContext(None))
     mixed, memory = prefilled(stages, rows[:61])

@@ -138,4 +138,4 @@ def test_rows_of_a_state_stay_apart_in_mamba2_alone(kind):
 def test_in_proj_of_kimi_delta_attention_gates_no_readout(ranks, gate):
     layout = whole("kda", **ranks).dims.in_proj_layout
     names = [section.name for section in layout.sections]
-    assert layout.gate == "" and ("gate" in names) is bool(gate)
+    assert layout.output_gate == "" and ("gate" in names) is bool(gate)

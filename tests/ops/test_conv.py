@@ -166,7 +166,7 @@ def test_a_front_on_a_gpu_without_triton_is_plain_torch_and_the_log_says_so(
     table = gdn_table(HeadSizes(2, 4, 64, 64).layout)
     with caplog.at_level("INFO"):
         front = plain.front_of.__wrapped__(table, "cuda", torch.bfloat16, 4)
-    assert not front.triton
+    assert not front.is_triton
     assert (
         "conv, gates and norm run in plain torch: triton is not installed"
         in caplog.text

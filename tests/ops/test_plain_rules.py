@@ -198,7 +198,7 @@ def test_output_states_and_maps_are_the_recurrences(case, groups):
     for start, made in forwards_from(kind.rule, inputs, documents, initial):
         exact = (o, final) if start is initial else from_zero
         close("o", made.o, exact[0])
-        close("final", made.final, exact[1])
+        close("final", made.final_states, exact[1])
     maps = kind.rule.begin(inputs, documents).state_map()
     close("final by the map", maps.apply(initial), final)
     assert maps.is_diagonal == kind.diagonal

@@ -100,7 +100,7 @@ def test_no_fallback_is_taken_in_the_shapes_of_the_benchmarks(
     fallbacks = machine()
     for sizes in benchmarked(monkeypatch):
         rule, front = rule_and_front_of(sizes, Bits.FREE, operands)
-        assert rule.name == "flash_qla" and front.triton, sizes
+        assert rule.name == "flash_qla" and front.is_triton, sizes
     assert fallbacks() == []
 
 
@@ -112,7 +112,7 @@ def test_no_fallback_is_taken_in_deterministic_mode_where_bits_were_seen_to_repe
         sizes = HeadSizes(16, value_heads, 128, 128)
         for bits in (Bits.DETERMINISTIC, Bits.ON_GRID):
             rule, front = rule_and_front_of(sizes, bits, "bf16")
-            assert rule.name == "flash_qla" and front.triton, sizes
+            assert rule.name == "flash_qla" and front.is_triton, sizes
     assert fallbacks() == []
 
 
@@ -144,7 +144,7 @@ def test_no_fallback_is_taken_in_the_shapes_of_the_other_mixers(machine, bits):
         assert gdp_rule.name == "flash_qla"
     gdp = gdp_table(gdp_layout(HeadSizes(8, 32, 128, 128), 4))
     for table in (kda, gdn2, mamba2, gdp):
-        assert front_of(table, "cuda", BF16, 4, bits=bits).triton
+        assert front_of(table, "cuda", BF16, 4, bits=bits).is_triton
     assert fallbacks() == []
 
 

@@ -152,7 +152,7 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
         received = played_out(rows, sends, cp)
         returning = []
         expected = torch.zeros(sum(lengths), dtype=torch.float64)
-        for rank, table in enumerate(route.table for route in routes):
+        for rank, table in enumerate(route.history_table for route in routes):
             assert len(received[rank]) == sum(receives[rank])
             # Every piece that continues a document: the rows before it, and its first
             # ones.
@@ -193,7 +193,7 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
             returning.append(back)
         returned = played_out(returning, receives, cp)
         total = torch.zeros(sum(lengths), dtype=torch.float64)
-        for rank, table in enumerate(route.table for route in routes):
+        for rank, table in enumerate(route.history_table for route in routes):
             pool = torch.cat([returned[rank], torch.zeros(1)])
             lines = table.gradient_additions[table.gradient_additions[:, 0] >= 0]
             assert len(lines) == len(table.gradient_additions) or not known
@@ -289,11 +289,11 @@ def require_states(lengths, cp, layout, tables, rows, known):
     for rank, table in enumerate(tables):
         count = counts[rank]
         here = len(held[rank])
-        assert len(table.sequences.cu_seqlens) - 1 == rows * count
+        assert len(table.pieces.cu_seqlens) - 1 == rows * count
         assert count == here if known else count > here
         if table.gathered_exit_pieces is not None:
             tokens, pieces_alone = table.gathered_exit_pieces
-            stretches = torch.arange(pieces.tokens).split(list(table.sequences.lengths))
+            stretches = torch.arange(pieces.tokens).split(list(table.pieces.lengths))
             left = [stretches[i] for i in table.exit_pieces.tolist()]
             assert torch.equal(tokens, torch.cat(left))
             assert list(pieces_alone.lengths) == [len(x) for x in left]

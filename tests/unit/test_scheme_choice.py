@@ -15,7 +15,7 @@ from megatron_gdn.context_parallel.agreement import (
 from megatron_gdn.context_parallel.price import (
     COLLECTIVE_TIME,
     FIXED_TIME,
-    FIXED_TIME_ACROSS,
+    FIXED_TIME_ACROSS_MACHINES,
     MAP_TIME,
     NETWORK_SPEED,
     NVLINK_SPEED,
@@ -100,7 +100,7 @@ def by_hand(s, cp, n, heads, layout):
     exchange = (
         wire(1.5 * own * (cp - 1) / cp) + 2 * COLLECTIVE_TIME + steps * PRODUCT_TIME
     )
-    fixed = FIXED_TIME if n == cp else FIXED_TIME_ACROSS
+    fixed = FIXED_TIME if n == cp else FIXED_TIME_ACROSS_MACHINES
     return headwise, exchange + one_map * s * MAP_TIME + fixed
 
 

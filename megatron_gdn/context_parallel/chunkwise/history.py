@@ -37,7 +37,8 @@ class HistoryRoute(NamedTuple):
     send_rows: Tensor  # int64, indices of the local rows to send, by receiving rank
     send_counts: tuple[int, ...]  # the number of rows sent to each rank
     receive_counts: tuple[int, ...]  # the number of rows received from each rank
-    table: HistoryTable  # maps received rows to pieces, and gradients to sent rows
+    # maps received rows to pieces, and gradients to sent rows
+    history_table: HistoryTable
 
 
 class _CandidateRows(NamedTuple):
@@ -119,7 +120,7 @@ def _make_history_route(
         send_rows=to_device(tables.send_rows, device),
         send_counts=tuple(to_ranks.bincount(minlength=cp_size).tolist()),
         receive_counts=tuple(from_ranks.bincount(minlength=cp_size).tolist()),
-        table=HistoryTable(
+        history_table=HistoryTable(
             rows_before=to_device(tables.rows_before, device),
             edge_tokens=to_device(tables.edge_tokens, device),
             edge_index=to_device(tables.edge_index, device),
@@ -306,7 +307,7 @@ class HistoryExchange:
         received = exchange_rows(
             sent, route.send_counts, route.receive_counts, self._group
         )
-        return History(received, route.table)
+        return History(received, route.history_table)
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
         """Send back the gradients of received rows; return those of the rows that

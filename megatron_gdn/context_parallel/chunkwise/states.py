@@ -32,8 +32,9 @@ from .map_exchange import StatePaths, states_entering_nodes
 class GatheredPieces(NamedTuple):
     """Some of a rank's pieces, to be laid end to end in a shorter buffer."""
 
-    tokens: Tensor  # int64, indices of the pieces' tokens among the rank's tokens
-    documents: Documents  # boundaries of the pieces in the shorter buffer
+    # int64, indices of the pieces' tokens among the rank's tokens
+    token_indices: Tensor
+    boundaries: Documents  # of the pieces in the shorter buffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class StateTable:
     """
 
     # boundaries of all N pieces of this rank, batch rows laid end to end
-    sequences: Documents
+    pieces: Documents
     paths: StatePaths  # the nodes that states leave and enter, the same in every chain
     # of this rank's nodes, those that a state leaves, and those that a state enters
     sending_nodes: tuple[int, ...]
@@ -156,7 +157,7 @@ def _make_state_table(
         return on_device
 
     return StateTable(
-        sequences=sequences,
+        pieces=sequences,
         paths=paths,
         sending_nodes=sending,
         receiving_nodes=receiving,
@@ -307,8 +308,8 @@ class StateExchange:
     ) -> None:
         """``table``: this rank's pieces and nodes; ``group``: the ranks that exchange
         states; ``no_maps``: an empty :class:`StateMap`, ``[0, H, K, .]``."""
-        self.documents = table.sequences
-        self._piece_count = table.sequences.sequences
+        self.documents = table.pieces
+        self._piece_count = table.pieces.sequences
         self._table = table
         self._group = group
         self._no_maps = no_maps
@@ -328,8 +329,10 @@ class StateExchange:
         indices = table.exit_pieces
         gathered = table.gathered_exit_pieces
         if gathered is not None:  # a second, shorter forward for the maps alone
-            inputs = map_inputs(inputs, lambda x: x.index_select(1, gathered.tokens))
-            forward = rule.begin(inputs, gathered.documents)
+            inputs = map_inputs(
+                inputs, lambda x: x.index_select(1, gathered.token_indices)
+            )
+            forward = rule.begin(inputs, gathered.boundaries)
             indices = None  # the gathered pieces are all wanted, in order
         local, through = forward.state_map()
         leaves = None

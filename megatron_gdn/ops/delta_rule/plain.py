@@ -66,7 +66,12 @@ class _ChunkedInputs:
             documents, rule.chunk_size, v.shape[2], one_chunk_groups
         )
         # [N, H, K, V]
-        self.state_shape = (self.table.sequences, v.shape[2], k.shape[3], v.shape[3])
+        self.state_shape = (
+            self.table.sequence_count,
+            v.shape[2],
+            k.shape[3],
+            v.shape[3],
+        )
 
     def to_chunks(self, group: ChunkGroup, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The group's chunks ``[n heads, C, ...]`` of each tensor

@@ -55,7 +55,7 @@ class TritonFront(Front):
 
     tile: SegmentTile | None = None  # None: :mod:`..kernels.tiles` chooses the tile
 
-    triton: ClassVar[bool] = True
+    is_triton: ClassVar[bool] = True
 
     @cached_property
     def section_outputs(self) -> tuple[SectionOutput, ...]:
@@ -91,7 +91,7 @@ class TritonFront(Front):
             return made
         for index, output in enumerate(self.section_outputs):
             if index < _CONVOLVED_SECTIONS:
-                dtype = self.dtype
+                dtype = self.operand_dtype
             else:
                 dtype = torch.float32
             for name in output.names:
@@ -418,7 +418,7 @@ class ConvolvedConstants(NamedTuple):
     first_channel: int
     head_dim: int
     block_width: int  # head_dim rounded up to a power of two
-    unit_length: bool
+    has_unit_length: bool
     summed_heads: int  # heads of the gradient that are summed for one head
 
 
@@ -524,7 +524,7 @@ def kernel_tables(
                 front.conv_channels[part.section].start,
                 head_dim,
                 block_dim(head_dim),
-                part.unit_length,
+                part.has_unit_length,
                 summed,
             )
         )

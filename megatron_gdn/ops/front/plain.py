@@ -36,7 +36,7 @@ class PlainFront(Front):
         wider. A gate with one wanted result gives both of its results.
         """
         made = self._differentiable_inputs(arguments, wanted)
-        dtype = self.dtype or arguments.proj.dtype
+        dtype = self.operand_dtype or arguments.proj.dtype
         return {
             name: (x.to(dtype) if name in self.convolved_inputs else x).contiguous()
             for name, x in made.items()
@@ -69,7 +69,7 @@ class PlainFront(Front):
                 history_of_section,
             )
             x = x.unflatten(-1, self.layout.shape_of(part.section))
-            made[part.rule_input] = l2norm(x) if part.unit_length else x
+            made[part.rule_input] = l2norm(x) if part.has_unit_length else x
         return made | self.gates_of(
             proj, parameters.A_log, parameters.dt_bias, parameters.gate_rows, wanted
         )

@@ -34,7 +34,7 @@ class ConvolvedSection(NamedTuple):
 
     section: str  # the section's name in the layout
     rule_input: str  # the name of the rule's input
-    unit_length: bool = False  # whether each head's vector is scaled to unit length
+    has_unit_length: bool = False  # whether each head's vector is scaled to unit length
 
     @property
     def rule_inputs(self) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ class FrontTable:
     @cached_property
     def normalises_qk(self) -> bool:
         """Whether q and k are scaled to unit length."""
-        return any(part.unit_length for part in self.convolved_sections)
+        return any(part.has_unit_length for part in self.convolved_sections)
 
 
 class FrontParameters(NamedTuple):
@@ -124,7 +124,7 @@ class FrontParameters(NamedTuple):
     bias: Tensor | None  # [C], of the convolution
     A_log: Tensor  # [heads], fp32
     dt_bias: Tensor  # [heads * width], fp32
-    shared: Tensor | None  # [H] or [H V], the rule's input that all tokens share
+    shared_input: Tensor | None  # [H] or [H V], the rule's input that all tokens share
     # [S, B, .]: the columns of the layout's gates, if the projection rows lack them
     gate_rows: Tensor | None
 
@@ -150,11 +150,11 @@ class Front:
 
     table: FrontTable
     # dtype of the convolved inputs; None: the rows' dtype
-    dtype: torch.dtype | None = None
+    operand_dtype: torch.dtype | None = None
     # whether a token's bits must not depend on the token's place in the buffer
     batch_invariant: bool = False
 
-    triton: ClassVar[bool] = False  # whether the front runs in Triton
+    is_triton: ClassVar[bool] = False  # whether the front runs in Triton
 
     def _make_inputs(
         self, arguments: FrontArguments, wanted: tuple[str, ...]
@@ -277,10 +277,10 @@ class Front:
             wanted = only
         made: dict[str, Tensor | None] = dict.fromkeys(self.input_names)
         made.update(self._make_inputs(arguments, wanted))
-        if named.shared is not None and self.table.shared_input in wanted:
-            wide = torch.promote_types(named.shared.dtype, torch.float32)
+        if named.shared_input is not None and self.table.shared_input in wanted:
+            wide = torch.promote_types(named.shared_input.dtype, torch.float32)
             # the last field of the NamedTuple, expanded to all tokens without a copy
-            shared = named.shared.to(wide).view(self.layout.state_heads, -1)
+            shared = named.shared_input.to(wide).view(self.layout.state_heads, -1)
             made[self.input_names[-1]] = shared.expand(
                 proj.shape[1], proj.shape[0], -1, -1
             )
@@ -310,8 +310,8 @@ class Front:
         else:
             d_gate_rows = torch.empty_like(named.gate_rows)
         found = self._compute_gradients(arguments, grads, d_proj, d_gate_rows)
-        if named.shared is not None:
-            shared = named.shared
+        if named.shared_input is not None:
+            shared = named.shared_input
             d_shared = getattr(grads, self.input_names[-1]).sum((0, 1))
             found += (d_shared.to(shared.dtype).view(shared.shape),)
         if d_gate_rows is None:

@@ -97,8 +97,8 @@ def prefill_on_grid(
         result = forward.run(
             state.index_select(0, sequences), keep=False, final=is_full
         )
-        if result.final is not None:
-            state = state.index_copy(0, sequences, result.final.to(state.dtype))
+        if result.final_states is not None:
+            state = state.index_copy(0, sequences, result.final_states.to(state.dtype))
         if o is None:
             o = result.o.new_empty((1, rows.shape[1]) + result.o.shape[2:])
         o.index_copy_(1, tokens, result.o)
@@ -139,13 +139,15 @@ def decode_on_grid(row: Tensor, stages: Stages, memory: Memory) -> Tensor:
     result = stages.rule.begin(_rule_inputs(stages, rows), None).run(
         state, keep=False, final=True
     )
-    assert result.final is not None
+    assert result.final_states is not None
     grid = grid_of(chunks, None, stages.state_shape.heads)
     mixed = _read_out_tokens(
         stages, result.o, chunks, grid, number * CHUNK + place, row
     )
     full = place == CHUNK - 1
-    write_slots(memory.state, slots.where(full, -1), result.final.to(state.dtype))
+    write_slots(
+        memory.state, slots.where(full, -1), result.final_states.to(state.dtype)
+    )
     # The rows of each history that change: row 0 with the count, the new row and, after
     # a full chunk, the W - 1 rows before the next chunk.
     changed = torch.cat(
@@ -173,7 +175,7 @@ def _rule_inputs(stages: Stages, rows: Tensor) -> Inputs:
     """
     front = stages.front
     past = stages.history_length
-    if getattr(front, "triton", False):
+    if getattr(front, "is_triton", False):
         # with documents, Triton's front computes every token by the same code
         documents = one_document(rows.shape[1], rows.device)
         inputs = front.forward(rows.transpose(0, 1), stages.front_parameters, documents)

@@ -131,7 +131,7 @@ def _prefill_in_chunks(
         if filled is not None:
             initial = state.index_select(0, filled)
     output = stages.rule.begin(inputs, documents).run(initial, keep=False, final=True)
-    final = output.final
+    final = output.final_states
     assert final is not None
     if filled is not None:
         final = state.index_copy(0, filled, final.to(state.dtype))
@@ -172,7 +172,7 @@ def decode(
     gamma = stages.parameters[-1]
     on_grid = shape.rows_first
     decode_token = _decode_token_in_torch
-    if front.triton and not on_grid:
+    if front.is_triton and not on_grid:
         from .step_kernels import decode_token_in_slots
 
         decode_token = decode_token_in_slots

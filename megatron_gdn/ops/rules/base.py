@@ -71,7 +71,7 @@ class RuleOutput(NamedTuple):
     backward."""
 
     o: Tensor  # [B, S, H, V]
-    final: Tensor | None  # [N, H, K, V], the final states; None if not asked for
+    final_states: Tensor | None  # [N, H, K, V]; None if not asked for
     saved: SavedForBackward  # values for the backward; no tensors if keep is False
 
 

@@ -51,9 +51,9 @@ class ChunkSequences(NamedTuple):
 class WalkedStates(NamedTuple):
     """The result of :meth:`ChunkGroup.walk`."""
 
-    entering: Tensor  # [n, H, K, V], the state that enters each chunk
-    carried: Tensor  # [H, K, V], the state that leaves the group
-    final: Tensor  # the states that leave the sequences which end in the group
+    entering_states: Tensor  # [n, H, K, V], the state that enters each chunk
+    carried_state: Tensor  # [H, K, V], the state that leaves the group
+    final_states: Tensor  # the states that leave the sequences which end in the group
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +262,7 @@ class ChunkTable:
     """
 
     chunk_size: int
-    sequences: int
+    sequence_count: int
     groups: tuple[ChunkGroup, ...]
     # int64 [T], the place of each token; None if the groups have ``tokens``
     place_of_token: Tensor | None

@@ -178,7 +178,7 @@ def run_everything(rule, inputs, d_o, documents, initial, d_final) -> dict[str, 
     grads = backward.run(*(x if x.any() else None for x in (initial, d_final)))
     return {
         "o": made.o,
-        "final": made.final,
+        "final": made.final_states,
         "final by the map": maps.apply(initial),
         "d_initial": maps.transposed(d_local).apply(d_final),
         **{
@@ -276,7 +276,7 @@ def forwards_from(rule, inputs, documents, initial):
                 if map_first:
                     forward.state_map()
                 made = forward.run(start, keep=keep, final=True)
-                assert forward.run(start, keep=keep).final is None
+                assert forward.run(start, keep=keep).final_states is None
                 assert torch.equal(forward.run(start, keep=keep).o, made.o)
                 found.append(
                     (torch.zeros_like(initial) if start is None else start, made)

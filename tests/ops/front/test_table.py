@@ -70,7 +70,7 @@ def test_a_gate_without_a_triton_twin_runs_in_torch_on_a_gpu_and_the_log_says_so
     pytest.importorskip("triton")
     table = gdn_table(HeadSizes(2, 4, 16, 16).layout)
     g, beta = table.gate_sections
-    assert front_of(table, "cuda", torch.float32, 4).triton
+    assert front_of(table, "cuda", torch.float32, 4).is_triton
     ours = replace(table, gate_sections=(g, beta._replace(function=function)))
     front_of.cache_clear()
     log_obstacle_once.cache_clear()

@@ -248,7 +248,9 @@ def test_the_plain_rule_in_groups_of_chunks(at_once):
                 for output, these in ((found, static), (expected, documents))
             ]
         assert torch.equal(found.o, expected.o)
-        assert torch.equal(found.final[: len(expected.final)], expected.final)
-        assert not found.final[len(expected.final) :].any()
+        assert torch.equal(
+            found.final_states[: len(expected.final_states)], expected.final_states
+        )
+        assert not found.final_states[len(expected.final_states) :].any()
         for x, y in zip(*grads, strict=True):
             assert x is y is None or torch.equal(x, y)
