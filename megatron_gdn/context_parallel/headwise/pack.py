@@ -172,11 +172,16 @@ def _copy_launch(
     pack: bool,
     beside_transfer: bool,
 ) -> Launch:
-    """The launch of `copy_columns_kernel` for tensors of these sizes;
-    ``has_kept_rows``: whether `_launch_copy` has ``kept_rows``."""
+    """The launch of `copy_columns_kernel` for tensors of these sizes.
+
+    ``tokens``, ``batch``, ``strides`` and ``element_size`` are those of cp_rows,
+    ``rank_width`` is p. ``has_positions``, ``has_kept_rows``: whether `_launch_copy`
+    has these tensors. The others are its arguments.
+    """
     tile_rows = _rows_per_tile(tokens * batch, element_size, strips)
     tiles = triton.cdiv(tokens * batch, tile_rows) * message_count
     programs = _program_count(tiles, device, beside_transfer)
+    # the kernel's loop counts past the last tile, by at most the number of programs
     _require_32_bits(tokens * batch + tile_rows, tiles + programs)
     return Launch(
         copy_columns_kernel,

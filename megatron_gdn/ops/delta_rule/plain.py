@@ -49,7 +49,7 @@ class _ChunkedInputs:
     def __init__(
         self, call: PlainForward | PlainBackward, one_chunk_groups: bool = False
     ) -> None:
-        """Make the table of chunks.
+        """Keep the inputs of ``call`` and make the table of their chunks.
 
         With ``one_chunk_groups`` a group on a CPU has one chunk, so that all products
         have one shape.

@@ -341,7 +341,7 @@ class ChunkTable:
             of_tokens = chunks.flatten(0, 1).index_select(0, group.place_of_token)
             rows[group.tokens] = of_tokens.to(rows.dtype)
             return
-        if group.tokens is None:
+        if group.tokens is None:  # fixed buffers: ``rows`` has a row per place
             target = rows[group.places]
         else:
             target = rows[group.tokens]
