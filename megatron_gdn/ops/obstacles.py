@@ -191,6 +191,8 @@ def why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
         return f"the Triton kernels run on a GPU, not on {device}"
     if dtype == torch.float64:
         return "the Triton kernels compute in fp32, not in fp64"
+    # a kernel keeps at least one earlier row, and needs W - 1 tokens in every segment,
+    # whose smallest has 8 (_FEWEST_STEPS of kernels/tiles.py)
     if not 2 <= taps <= 8:
         return f"the Triton kernels take 2 to 8 conv taps, not {taps}"
     if find_spec("triton") is None:

@@ -53,7 +53,8 @@ class RefilledOutput:
 
     def remember_sent(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
         """Store ``output`` in place of the stored tensor x, from which it was made:
-        ``output = send(x)``. A refill then computes x and sends it."""
+        ``output = send(x)``, such as an exchange of heads. A refill then computes x and
+        sends it."""
         unsent = self._output
         refill = self._refill
         if unsent is None or refill is None:  # no tokens

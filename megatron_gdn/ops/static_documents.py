@@ -310,6 +310,7 @@ def _static_documents_with_offsets(
     ``max_filled`` documents of ``tokens`` tokens together. They share tables and fills
     with ``documents``."""
     (boundaries,) = documents.keep_tensors(make, *arguments)
+    # without the constructor, which would make boundaries and tables of its own
     derived = object.__new__(StaticDocuments)
     vars(derived).update(
         device=documents.device,

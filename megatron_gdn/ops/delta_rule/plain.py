@@ -158,6 +158,7 @@ class PlainForward(RuleForward):
         v = self.inputs.v
         table = chunks.table
         initial = chunks.states_or_zeros(initial)
+        # no state is passed on if each chunk is a whole sequence
         pass_states = final or not table.one_chunk_per_sequence
         rows = table.new_rows(v)
         carried = None
