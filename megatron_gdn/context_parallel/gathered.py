@@ -90,7 +90,8 @@ def gather_in_order(
     """All ranks' ``x [s, ...]`` as ``[S, ...]`` in sequence order; a collective.
 
     Every rank gets all S rows, so the backward sums the gradients of a row over the
-    ranks. ``lengths``: tokens of every document over all ranks.
+    ranks. ``lengths``: tokens of every document over all ranks; ``layout``: how they
+    were cut.
     """
     if group is None or group.size() == 1:
         return x

@@ -253,6 +253,7 @@ class StateLink(Protocol):
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """The initial states ``[N, H, K, V]``, and the tensors that the backward needs.
 
+        ``forward`` is ``rule.begin(inputs, self.documents)``, which has not run yet.
         The caller saves these tensors. It passes them as ``kept`` to
         :meth:`backward_states` and :meth:`states_from_saved`.
         """

@@ -196,8 +196,9 @@ def _exit_of_each_entry(
 
 
 def _paths_of(documents: Documents, partition: SequencePartition) -> StatePaths:
-    """The paths of states along a chain; if the host does not know them, one path
-    through all nodes."""
+    """The paths of states along a chain. If the host does not know where documents are
+    cut, it is one path through all nodes, as in zigzag, where each document is cut at
+    all nodes."""
     ranks = partition.nodes.ranks
     every_node = tuple(range(len(ranks)))
     if not documents.known_on_host or partition.layout is SequenceLayout.ZIGZAG:
@@ -371,7 +372,10 @@ class StateExchange:
         self, rule: Rule, forward: RuleForward, inputs: object
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The states ``[N, H, K, V]`` that enter pieces, and the tensors ``kept`` for
-        :meth:`backward_states`."""
+        :meth:`backward_states`.
+
+        ``forward`` is ``rule.begin(inputs, self.documents)``, which has not run yet.
+        """
         table = self._table
         maps = self._maps_of_nodes(rule, forward, inputs)
         if table.is_direct:

@@ -66,8 +66,8 @@ def _program_count(tiles: int, device: torch.device, beside_transfer: bool) -> i
 
 
 def _rows_per_tile(rows: int, element_size: int, strips: tuple[Strip, ...]) -> int:
-    """How many of ``rows`` a tile has, so that one block of a tile has at most
-    _TILE_BYTES bytes."""
+    """How many of the ``rows`` rows a tile has, so that the widest block of ``strips``
+    has at most _TILE_BYTES bytes in a tile; ``element_size`` is in bytes."""
     # With fewer rows, smaller tiles let more programs run at one time.
     if rows >= 4096:
         tile = _TILE_BYTES

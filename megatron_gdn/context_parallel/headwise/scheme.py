@@ -114,8 +114,8 @@ class Headwise(Scheme):
 
 @cached_by_stream(16)
 def _own_indices(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
-    """int64: the indices, along dimension 0 of a whole parameter, of the entries of
-    ``rank``."""
+    """int64: the indices, along dimension 0 of a whole parameter, of the entries that
+    ``shares`` give to ``rank``."""
     indices = []
     for block in shares.blocks(rank):
         indices += range(block.first_column, block.first_column + block.width)

@@ -449,8 +449,8 @@ class _SolveAndPassStates(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dS, dy, d_carried, d_final):
-        """The gradients of the inputs; ``dS`` and ``d_carried`` are those of the states
-        before chunks and after the group."""
+        """The gradients of the inputs from those of the results, in their order: ``dS``
+        of the states before chunks, ``d_carried`` of the state after the group."""
         inverse, W, k_out, through, S, y = ctx.saved_tensors
         states = S.new_empty((len(S) // ctx.heads + 1,) + d_carried.shape)
         if W is None:

@@ -152,8 +152,9 @@ class PlainForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output and the final states, one group of chunks after another. The
-        backward gets no tensors: it runs the groups again."""
+        """The output and the final states, one group of chunks after another, from
+        ``initial`` states ``[N, H, K, V]`` (None: zeros). ``keep`` is not read: the
+        backward gets no tensors, since it runs the groups again."""
         chunks = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID)
         v = self.inputs.v
         table = chunks.table

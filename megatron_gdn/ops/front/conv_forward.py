@@ -104,7 +104,7 @@ def load_history(
     another document.
 
     ``stride``: elements from token to token. ``position_R``: the place in its document
-    of the token at ``x_at_RD``.
+    of the token at ``x_at_RD``. The masks are those of :func:`load_row`.
     """
     history = ()
     for delay in tl.static_range(1, W):

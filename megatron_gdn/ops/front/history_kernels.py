@@ -55,7 +55,8 @@ def lead_in_kernel(
     """Write the lead-in ``[N, W - 1, B, C]`` to ``lead_ptr``; grid (N, blocks of
     channels, B).
 
-    The history's rows ``[R, B, C]`` have the three strides. ``before_ptr``: the field
+    ``rows_ptr``: the history's rows ``[R, B, C]``, which have the three strides.
+    ``weight_ptr``: the conv weight ``[C, 1, W]``. ``before_ptr``: the field
     `HistoryTable.rows_before`. A block has BLOCK of the CHANNELS.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
@@ -156,7 +157,8 @@ def add_rows_kernel(
 
     ``additions_ptr``: the field `HistoryTable.gradient_additions`, ``[M, 1 + most]``;
     ``most`` is the largest number of gradients of a token. A program adds the gradients
-    of one line, in the line's order.
+    of one line, in the line's order. The strides are those of ``d_rows_ptr``, whose
+    channels are adjacent.
     """
     line_ptr = additions_ptr + tl.cast(tl.program_id(0), tl.int64) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)

@@ -83,9 +83,10 @@ class PlainFront(Front):
     ) -> tuple[Tensor | None, ...]:
         """Run the forward again and let autograd compute all gradients.
 
-        Each gradient in ``grads`` is ``[B, S, heads of the gradient(, width)]``. The
-        true gradient of head h is the given one times ``grads.factor[h]``, if there is
-        such a factor.
+        Returns those of the parameters; writes those of rows to ``d_proj``,
+        ``d_gate_rows`` and ``history.d_rows``. Each gradient in ``grads`` is
+        ``[B, S, heads of the gradient(, width)]``. The true gradient of head h is the
+        given one times ``grads.factor[h]``, if there is such a factor.
         """
         proj, given, documents, history = arguments
         wide = torch.promote_types(proj.dtype, torch.float32)

@@ -152,7 +152,8 @@ class MemoryShape(NamedTuple):
     def of(
         layout: Layout, state: StateShape, taps: int, on_grid: bool = False
     ) -> MemoryShape:
-        """The sizes for this rank's ``layout`` and a convolution with ``taps`` taps."""
+        """The sizes for this rank's ``layout``, states of the shape ``state`` and a
+        convolution with ``taps`` taps; ``on_grid``: in ``batch_invariant_mode``."""
         if on_grid:
             channels = layout.width
             past = taps + CHUNK

@@ -252,7 +252,8 @@ def _compute_tables(
 
 def _steps_to_ends(chains: Sequence[range], device: torch.device) -> ChainSteps:
     """Steps ``(target, map)`` that write the state at the end of chain n to index n of
-    the output."""
+    the output. A chain has a sequence's segments in the order in which their maps are
+    applied."""
     steps = []
     for n, chain in enumerate(chains):
         steps.append([(NO_INDEX, segment) for segment in chain] + [(n, NO_INDEX)])
@@ -261,7 +262,8 @@ def _steps_to_ends(chains: Sequence[range], device: torch.device) -> ChainSteps:
 
 def _steps_to_segments(chains: Sequence[range], device: torch.device) -> ChainSteps:
     """Steps ``(target, map)`` that write the state before each segment to the segment's
-    index. The last segment's map is not applied."""
+    index. The last segment's map is not applied. ``chains`` as in
+    :func:`_steps_to_ends`."""
     steps = []
     for chain in chains:
         writes = [(segment, segment) for segment in chain[:-1]]
