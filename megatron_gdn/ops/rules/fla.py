@@ -266,7 +266,8 @@ class FlaRule(Rule):
         cls, device: torch.device, dtype: torch.dtype, sizes: Sizes
     ) -> RepeatResult:
         """Whether :attr:`repeatable_setups` has this GPU, this dtype, these head dims
-        and the installed versions."""
+        and the installed versions; ``sizes`` is the :class:`StateShape` of the
+        heads."""
         dims = (sizes.rows, sizes.columns)
         for known in cls.repeatable_setups:
             if known.covers(device, dtype, dims):
