@@ -1,6 +1,6 @@
 import gc
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import combinations
 
 import pytest
@@ -14,6 +14,8 @@ os.environ.setdefault("MEGATRON_GDN_COMPILE_AHEAD", "0")
 # What the test files import stays, half a million objects: they are not searched for
 # garbage.
 gc.disable()
+# Of quick tests, as many as take the time of a slow one.
+SLOW = 30
 
 
 def pytest_pycollect_makemodule():
@@ -34,9 +36,23 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a GPU")
 
 
-@pytest.hookimpl(tryfirst=True)  # before ``-m`` is read
-def pytest_collection_modifyitems(items):
-    """Leave to the nightly run what marks `each_value` and `each_pair` need not run."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items, config):
+    """Leave to the nightly run what marks `each_value` and `each_pair` need not run.
+
+    Workers of xdist take the longest files first, so that they end together.
+    """
+    _leave_to_nightly(items)  # before ``-m`` is read
+    result = yield
+    if hasattr(config, "workerinput"):
+        length = Counter()
+        for item in items:
+            length[item.path] += SLOW if item.get_closest_marker("slow") else 1
+        items.sort(key=lambda item: -length[item.path])
+    return result
+
+
+def _leave_to_nightly(items):
     for size, mark in ((1, "each_value"), (2, "each_pair")):
         cases_of = defaultdict(list)
         for item in items:
