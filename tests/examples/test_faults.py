@@ -33,6 +33,12 @@ CASES = [
     ("in the exchange", faults.lose_the_message),
     ("in a save", faults.fill_the_disk),
 ]
+# The run goes on after these. The others leave the files that "after the exchange"
+# leaves.
+GO_ON = [
+    ("after the exchange", faults.end),
+    *(case for case in CASES if case[0] == "in a save"),
+]
 SETTINGS = [*TINY, "--save-interval=3", "--sample-tokens=0"]
 
 
@@ -63,5 +69,7 @@ def test_a_faulty_rank_is_named_in_time_and_the_run_goes_on(
     assert len(said) == 1, printed
     assert re.search(NAMED[fault], said[0]), printed
     assert "saved is step 3, " in said[0], printed
+    if (place, fault) not in GO_ON:
+        return
     run("--resume", cwd=tmp_path)
     assert metrics(tmp_path / "runs/pretrain_hybrid") == whole

@@ -46,7 +46,11 @@ from tests.precision.training import (
 from tests.ranks import on_ranks
 
 remedies = pytest.mark.parametrize(
-    "remedied", [False, True], ids=["megatron alone", "remedied"]
+    "remedied",
+    [
+        pytest.param(False, id="megatron alone", marks=pytest.mark.slow),
+        pytest.param(True, id="remedied"),
+    ],
 )
 WITHOUT = {
     FLOAT16: "AssertionError: Optimizer shape",

@@ -64,6 +64,7 @@ def scripts(tmp_path_factory) -> tuple[list[str], dict]:
     return found, where
 
 
+@pytest.mark.slow  # in interpreters of their own
 @pytest.mark.parametrize(
     ("place", "told"),
     [
