@@ -89,7 +89,10 @@ def _cover(cases, size):
         case.add_marker("nightly")
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
+    if any(item.nodeid.startswith("tests/hf/") for item in session.items):
+        # Every model of transformers imports these. The ranks fork from here.
+        from transformers import GenerationMixin, PreTrainedModel  # noqa: F401
     gc.freeze()
     gc.enable()
 
