@@ -259,7 +259,8 @@ def _run_layer(
     held, packed = _tokens(lengths)
     torch.manual_seed(1)
     spec = gated_delta_net_spec("local", **options)
-    layer = _prepared(build_module(spec, config, layer_number=1), fp64)
+    layer: Any = build_module(spec, config, layer_number=1)
+    layer = _prepared(layer, fp64)
     both = torch.randn(2, sum(lengths), 1, config.hidden_size).to(config.params_dtype)
     if fp64:
         both = both.double()

@@ -210,7 +210,8 @@ GROUPS = {
     "context_parallel.jsonl": "A layer, four H200",
     "launches.jsonl": "A model of 16 layers, one H200",
 }
-# What is measured of a model: its steps, and its peak.
+# The time and the memory of a layer and of a model.
+OF_A_LAYER = ("forward_backward", "saved")
 OF_A_MODEL = ("step_ms", "peak")
 
 
@@ -219,14 +220,15 @@ def beside() -> list[Beside]:
     that run."""
     made = []
     for file, case, ours, label in PICTURED:
-        ms, mib = "forward_backward", "saved"
+        ms, mib = OF_A_LAYER
         if file == "launches.jsonl":
             ms, mib = OF_A_MODEL
         # Other lines measure the host, or the wire.
         of = {(name_of(r), r["layer"]): r for r in cards.read(file) if mib in r}
-        pair = (of[case, ours], of[case, "upstream"])
-        times = tuple(value(r, ms) for r in pair)
-        memory = tuple(value(r, mib) for r in pair)
+        mine = of[case, ours]
+        theirs = of[case, "upstream"]
+        times = (value(mine, ms), value(theirs, ms))
+        memory = (value(mine, mib), value(theirs, mib))
         made.append(Beside(GROUPS[file], label, times, memory))
     return made
 

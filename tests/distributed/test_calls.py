@@ -5,6 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import megatron.core
 import pytest
@@ -142,7 +143,8 @@ def steady_step() -> Counter[str]:
     """Of a token of two sequences in Megatron's static context."""
     config = make_config()
     spec = gated_delta_net_spec("local", backend="reference")
-    layer = build_module(spec, config, layer_number=1).eval()
+    layer: Any = build_module(spec, config, layer_number=1)
+    layer.eval()
     context = StaticInferenceContext(2, TOKENS)
 
     def feed(tokens: int) -> None:
