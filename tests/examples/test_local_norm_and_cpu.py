@@ -6,7 +6,7 @@ import torch
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from tests.parallel import make_config
-from tests.processes import python
+from tests.processes import imported_python
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -94,5 +94,7 @@ assert torch.equal(drawn, torch.rand(2))
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="nothing is changed when there is a GPU"
 )
-def test_only_megatron_sees_the_cpu_as_its_gpu():
-    python("-c", OTHERS)
+def test_only_megatron_sees_the_cpu_as_its_gpu(tmp_path):
+    script = tmp_path / "others.py"
+    script.write_text(OTHERS)
+    imported_python(script)

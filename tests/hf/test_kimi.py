@@ -99,7 +99,9 @@ def imported(hf_folder, tmp_path_factory):
     return checkpoint
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, slow({"pp": 2}), {"ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 2}, slow({"pp": 2}), slow({"ep": 2})], ids=str
+)
 def test_every_rank_loads_its_share_and_saves_what_exports(
     pools, hf_folder, imported, tmp_path, sizes
 ):
