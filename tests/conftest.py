@@ -89,10 +89,7 @@ def _cover(cases, size):
         case.add_marker("nightly")
 
 
-def pytest_collection_finish(session):
-    if any(item.nodeid.startswith("tests/hf/") for item in session.items):
-        # Every model of transformers imports these. The ranks fork from here.
-        from transformers import GenerationMixin, PreTrainedModel  # noqa: F401
+def pytest_collection_finish():
     gc.freeze()
     gc.enable()
 
