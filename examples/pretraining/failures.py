@@ -40,6 +40,13 @@ def fail(error: BaseException, said: str, output_dir: Path, way_on: str) -> NoRe
     _leave(f"{line}; {way_on}", 1)
 
 
+def say(line: str) -> None:
+    """Print a line of this rank, which goes on."""
+    below_the_bar = "\n" if sys.stderr.isatty() else ""
+    text = f"{below_the_bar}{PROGRAM}: rank {rank()}: {line}"
+    print(text, file=sys.stderr, flush=True)
+
+
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 

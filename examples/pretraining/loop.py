@@ -34,9 +34,9 @@ def main(stop: Stop) -> None:
     roll_call = RollCall()
     try:
         device = start_distributed(args)
-        roll_call.start()
+        roll_call.start(60 * args.distributed_timeout_minutes)
         share_places(args)
-        train(args, corpus, device, stop)
+        train(args, corpus, device, stop, roll_call)
     except NotFiniteError as fault:
         refuse(f"{fault}; {how_to_go_back(args, fault.weights_step)}")
     except Exception as error:
@@ -120,7 +120,7 @@ def start_distributed(args) -> torch.device:
     )
 
 
-def train(args, corpus, device: torch.device, stop: Stop) -> None:
+def train(args, corpus, device: torch.device, stop: Stop, roll_call: RollCall) -> None:
     from pretraining.model import build_training
 
     try:
@@ -141,7 +141,9 @@ def train(args, corpus, device: torch.device, stop: Stop) -> None:
     report.say(describe(args, corpus, training, device, first))
     try:
         with stop.at_step_boundaries():
-            iteration = run_steps(args, training, feed, device, stop, report, first)
+            iteration = run_steps(
+                args, training, feed, device, stop, report, roll_call, first
+            )
         if not stop.reason:
             loss, words = held_out_loss(args, training, held_out, device)
             report.held_out(loss)
@@ -192,7 +194,14 @@ def start_from(args, training, feed: Feed) -> int:
 
 
 def run_steps(
-    args, training, feed, device, stop: Stop, report: Report, first: int
+    args,
+    training,
+    feed,
+    device,
+    stop: Stop,
+    report: Report,
+    roll_call: RollCall,
+    first: int,
 ) -> int:
     """Train until the last step or until some rank is asked to stop; returns the step
     it is at.
@@ -212,6 +221,7 @@ def run_steps(
                 args.save, iteration, training, feed, args.settings_json
             )
             report.say(f"saved {place}")
+        roll_call.note_step()
         if is_end:
             return iteration
     return first

@@ -5,6 +5,10 @@ collective that takes too long; neither names a rank. So the first rank that fai
 all ranks, through torch's store, where they are. A thread of each rank answers, so a
 rank answers too whose main thread waits in a collective. A rank that does not answer
 has ended, or is stopped as a whole.
+
+A collective of NCCL raises nothing: the main thread waits for its GPU until NCCL's
+watchdog ends the process. There a second thread asks shortly before, and prints the
+answer.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
+
+from pretraining.failures import say
 
 _ASKED = "pretrain_hybrid/roll_call"
 _EVERY_S = 1.0  # how often a rank looks whether another one has asked
@@ -35,58 +41,97 @@ class RollCall:
         self._size = 1
         self._failed = False
         self._words: str | None = None
-        self._ended = threading.Event()
+        self._speaks = False  # the lowest rank that answers prints the words
+        self._question = 1  # the number of the next one
+        self._answered = threading.Condition()
+        self._last_step = time.monotonic()
 
-    def start(self) -> None:
-        """Answer from now on; after ``init_process_group``."""
+    def start(self, limit_s: float) -> None:
+        """Answer from now on; after ``init_process_group``, with its timeout."""
         self._store = distributed_c10d._get_default_store()
         self._rank = torch.distributed.get_rank()
         self._size = torch.distributed.get_world_size()
-        if self._size > 1:
-            threading.Thread(target=self._answer, daemon=True).start()
+        if self._size == 1:
+            return
+        threading.Thread(target=self._answer, daemon=True).start()
+        if not _collectives_raise():
+            patience_s = max(limit_s / 2, limit_s - _WAITED_FOR_S)
+            threading.Thread(
+                target=self._watch, args=(patience_s,), daemon=True
+            ).start()
+
+    def note_step(self) -> None:
+        """This rank has ended a step, or a save."""
+        self._last_step = time.monotonic()
 
     def ask(self) -> str | None:
         """This rank has failed: which ranks have not, in words; None if all have."""
         if self._size == 1 or self._store is None:
             return None
         self._failed = True
+        return self._ask()
+
+    def _ask(self) -> str | None:
+        number = self._question
         try:
-            self._store.set(_ASKED, str(self._rank))
+            self._store.set(f"{_ASKED}/{number}", str(self._rank))
         except RuntimeError:
             return self._words or self._lost_store()
-        self._ended.wait(_WAITED_FOR_S)
+        with self._answered:
+            self._answered.wait_for(lambda: self._question > number, _WAITED_FOR_S)
         if self._rank == 0:
             time.sleep(2 * _EVERY_S)  # it may keep the store, which the others ask
         return self._words
 
     def _answer(self) -> None:
-        try:
-            while not self._store.check([_ASKED]):
-                time.sleep(_EVERY_S)
-            time.sleep(_EVERY_S)  # for this rank's own error, if it has one
-            place = _FAILED if self._failed else _place_of_main_thread()
-            self._store.set(f"{_ASKED}/{self._rank}", place)
-            self._words = self._read_answers()
-        except RuntimeError:
-            self._words = self._lost_store()
-        self._ended.set()
+        has_store = True
+        while has_store:
+            asked = f"{_ASKED}/{self._question}"
+            try:
+                while not self._store.check([asked]):
+                    time.sleep(_EVERY_S)
+                time.sleep(_EVERY_S)  # for this rank's own error, if it has one
+                place = _FAILED if self._failed else _place_of_main_thread()
+                self._store.set(f"{asked}/{self._rank}", place)
+                self._words = self._read_answers(asked)
+            except RuntimeError:
+                self._words = self._lost_store()
+                self._speaks = True
+                has_store = False
+            with self._answered:
+                self._question += 1
+                self._answered.notify_all()
 
-    def _read_answers(self) -> str | None:
-        keys = {rank: f"{_ASKED}/{rank}" for rank in range(self._size)}
+    def _watch(self, patience_s: float) -> None:
+        """Print which ranks the others wait for, once for every step that takes
+        longer."""
+        while True:
+            time.sleep(_EVERY_S)
+            begun = self._last_step
+            if time.monotonic() - begun < patience_s:
+                continue
+            words = self._ask()
+            if words and self._speaks:
+                say(f"no step for {patience_s:.0f} s: {words}")
+            while self._last_step == begun:
+                time.sleep(_EVERY_S)
+
+    def _read_answers(self, asked: str) -> str | None:
+        keys = {rank: f"{asked}/{rank}" for rank in range(self._size)}
         deadline = time.monotonic() + _PATIENCE_S
         while (
             not self._store.check(list(keys.values())) and time.monotonic() < deadline
         ):
             time.sleep(_EVERY_S / 10)
-        silent = []
-        places = []
-        for rank, key in keys.items():
-            if not self._store.check([key]):
-                silent.append(str(rank))
-            elif (place := self._store.get(key).decode()) != _FAILED:
-                places.append(f"rank {rank} is at {place}")
+        silent = [rank for rank, key in keys.items() if not self._store.check([key])]
+        self._speaks = self._rank == min(keys.keys() - silent)
         if silent:
             return _words_of_silence(silent)
+        places = []
+        for rank, key in keys.items():
+            place = self._store.get(key).decode()
+            if place != _FAILED:
+                places.append(f"rank {rank} is at {place}")
         return "; ".join(places) or None
 
     def _lost_store(self) -> str | None:
@@ -96,12 +141,14 @@ class RollCall:
         return "rank 0 does not answer: it has ended"
 
 
-def _words_of_silence(ranks: list[str]) -> str:
+def _collectives_raise() -> bool:
+    return torch.distributed.get_backend() != "nccl"
+
+
+def _words_of_silence(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} does not answer: it has ended, or it is stopped"
-    return (
-        f"ranks {', '.join(ranks)} do not answer: they have ended, or they are stopped"
-    )
+    return f"ranks {', '.join(map(str, ranks))} do not answer: they have ended, or they are stopped"
 
 
 def _place_of_main_thread() -> str:

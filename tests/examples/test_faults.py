@@ -7,9 +7,10 @@ import time
 from functools import partial
 
 import pytest
+import torch
 
 from tests.examples import faults
-from tests.examples.launching import TINY, Launch, metrics, run
+from tests.examples.launching import TIMEOUT_S, TINY, Launch, metrics, run
 
 pytestmark = pytest.mark.slow
 
@@ -72,4 +73,59 @@ def test_a_faulty_rank_is_named_in_time_and_the_run_goes_on(
     if (place, fault) not in GO_ON:
         return
     run("--resume", cwd=tmp_path)
+    assert metrics(tmp_path / "runs/pretrain_hybrid") == whole
+
+
+@pytest.mark.parametrize("fault", [faults.end, faults.stall])
+def test_a_faulty_rank_is_named_where_collectives_raise_nothing(fault, text, tmp_path):
+    """As with NCCL: the main thread of the other rank stands still until the end."""
+    limit = f"--distributed-timeout-minutes={LIMIT_S / 60}"
+    plant = partial(faults.plant_where_nothing_raises, "in the exchange", fault)
+    launch = Launch(*SETTINGS, limit, "--data", text, cwd=tmp_path, limit=plant)
+    said = f"rank 0: no step for .*{NAMED[fault]}"
+    deadline = time.monotonic() + TIMEOUT_S
+    while not re.search(said, launch.printed) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    printed = launch.printed
+    launch.send(signal.SIGKILL)
+    for rank in launch._ranks:
+        rank.join()
+    assert re.search(said, printed), printed
+
+
+NCCL_LIMIT_S = 40
+ON_GPUS = ["--deterministic", "--transformer-impl=local"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        ("in the exchange", faults.end),
+        ("after the exchange", faults.stall),
+        ("in a save", faults.end),
+    ],
+)
+def test_a_faulty_gpu_is_named_before_nccl_ends_the_others_and_the_run_goes_on(
+    place, fault, text, tmp_path
+):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    settings = [*SETTINGS, *ON_GPUS, "--data", text]
+    never_ended = tmp_path / "never_ended"
+    never_ended.mkdir()
+    run(*settings, cwd=never_ended)
+    limit = f"--distributed-timeout-minutes={NCCL_LIMIT_S / 60}"
+    plant = partial(faults.plant, place, fault)
+    launch = Launch(*settings, limit, cwd=tmp_path, limit=plant)
+    sound, faulty = launch._ranks
+    launch.until(lambda: f"step {faults.STEP - 1} " in launch.printed)
+    sound.join(NCCL_LIMIT_S + PATIENCE_S)
+    printed = launch.printed
+    launch.send(signal.SIGKILL)
+    faulty.join()
+    assert sound.exitcode, printed
+    assert re.search(f"rank 0: no step for .*{NAMED[fault]}", printed), printed
+    run("--resume", cwd=tmp_path)
+    whole = metrics(never_ended / "runs/pretrain_hybrid")
     assert metrics(tmp_path / "runs/pretrain_hybrid") == whole
