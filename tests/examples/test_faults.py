@@ -97,6 +97,15 @@ NCCL_LIMIT_S = 40
 ON_GPUS = ["--deterministic", "--transformer-impl=local"]
 
 
+@pytest.fixture(scope="module")
+def whole_on_gpus(text, tmp_path_factory) -> list[dict]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    cwd = tmp_path_factory.mktemp("whole_on_gpus")
+    run(*SETTINGS, *ON_GPUS, "--data", text, cwd=cwd)
+    return metrics(cwd / "runs/pretrain_hybrid")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("place", "fault"),
@@ -107,14 +116,9 @@ ON_GPUS = ["--deterministic", "--transformer-impl=local"]
     ],
 )
 def test_a_faulty_gpu_is_named_before_nccl_ends_the_others_and_the_run_goes_on(
-    place, fault, text, tmp_path
+    place, fault, whole_on_gpus, text, tmp_path
 ):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     settings = [*SETTINGS, *ON_GPUS, "--data", text]
-    never_ended = tmp_path / "never_ended"
-    never_ended.mkdir()
-    run(*settings, cwd=never_ended)
     limit = f"--distributed-timeout-minutes={NCCL_LIMIT_S / 60}"
     plant = partial(faults.plant, place, fault)
     launch = Launch(*settings, limit, cwd=tmp_path, limit=plant)
@@ -127,5 +131,4 @@ def test_a_faulty_gpu_is_named_before_nccl_ends_the_others_and_the_run_goes_on(
     assert sound.exitcode, printed
     assert re.search(f"rank 0: no step for .*{NAMED[fault]}", printed), printed
     run("--resume", cwd=tmp_path)
-    whole = metrics(never_ended / "runs/pretrain_hybrid")
-    assert metrics(tmp_path / "runs/pretrain_hybrid") == whole
+    assert metrics(tmp_path / "runs/pretrain_hybrid") == whole_on_gpus
