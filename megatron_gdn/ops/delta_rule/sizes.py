@@ -36,8 +36,6 @@ class LinearDims:
     conv_kernel_dim: int
 
     may_be_zero: ClassVar[tuple[str, ...]] = ()  # names of sizes that may be 0
-    # names of more sizes that :meth:`shard` divides
-    also_shared: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         require_sizes(self, self.may_be_zero)
@@ -95,10 +93,10 @@ class LinearDims:
     def shard(self, ranks: int) -> Self:
         """The sizes on one of ``ranks`` tensor-parallel ranks; ``ranks`` must divide
         the heads."""
-        names = ("num_key_heads", "num_value_heads") + self.also_shared
-        counts = {name: getattr(self, name) for name in names}
+        counts = {
+            "num_key_heads": self.num_key_heads,
+            "num_value_heads": self.num_value_heads,
+        }
         heads = f"{self.num_key_heads} key heads and {self.num_value_heads} value heads"
-        others = [f", {name}={counts[name]}" for name in self.also_shared]
-        in_words = heads + "".join(others)
-        require_shares(ranks, tuple(counts.values()), in_words)
+        require_shares(ranks, tuple(counts.values()), heads)
         return replace(self, **{name: count // ranks for name, count in counts.items()})
