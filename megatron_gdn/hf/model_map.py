@@ -512,7 +512,7 @@ def _attention_maps(
         for name, count in row_counts.items()
     }
     # First put the rows in the order [q | gate | k | v], then group by group.
-    file_rows = torch.arange(2 * (q_rows + k_rows), device="cpu")
+    file_rows = torch.arange(sum(row_counts.values()), device="cpu")
     q_and_gate = file_rows[: 2 * q_rows].view(heads, 2, -1)
     q_then_gate = q_and_gate.transpose(0, 1).flatten()
     by_section = torch.cat([q_then_gate, file_rows[2 * q_rows :]])

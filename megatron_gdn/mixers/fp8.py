@@ -276,7 +276,7 @@ class _SeveralProducts(nn.Module):
                         "never run beside gates in bf16. Give in_proj an FP8 recipe, "
                         "or none."
                     )
-        delayed = getattr(linear.config, "delay_wgrad_compute", False)
+        delayed = linear.config.delay_wgrad_compute
         if delayed and linear.will_execute_quantized(bool(linear.config.fp8)):
             raise NotImplementedError(
                 "delay_wgrad_compute with FP8: in_proj computes its gates outside of "

@@ -237,6 +237,8 @@ def save_trained_gates(folder, target, tp, fp32_gates):
             read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16
         )
         load_hf_weights(model, folder)
+        (left_out,) = [line for line in said if "not part of a Megatron" in line]
+        assert left_out.startswith("2 tensors") and "the first mtp." in left_out
         layer = model.decoder.layers[0].self_attention
         gates = {"A_log": layer.A_log, "dt_bias": layer.dt_bias}
         with torch.no_grad():

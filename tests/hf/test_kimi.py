@@ -1,11 +1,13 @@
 """A whole Kimi Linear: built, trained, imported and exported as transformers does."""
 
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_gdn.hf import (
     build_model,
@@ -15,6 +17,7 @@ from megatron_gdn.hf import (
     parse_hf_config,
 )
 from megatron_gdn.hf.folders import find_checkpoint
+from megatron_gdn.mixers.latent_attention import LatentAttention
 from tests.hf import kimi_laws as laws
 from tests.hf.model_laws import (
     checkpoint_loads,
@@ -166,6 +169,26 @@ def test_what_latent_attention_cannot_generate_with_is_refused(pools, hf_folder)
     for cached, divided in pools(2).run(laws.generation_fails, hf_folder("kimi")):
         assert "cache_mla_latents=True" in cached
         assert "was built with context_parallel_size=2" in divided
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_latent_that_every_rank_has_whole_is_not_gathered(
+    monkeypatch, sequence_parallel
+):
+    """As Transformer Engine's duplicated linear gives it."""
+    rows = torch.randn(5, 1, 3)
+    latent = torch.randn(5, 1, 10)
+    layer = object.__new__(LatentAttention)
+    torch.nn.Module.__init__(layer)
+    layer.config = SimpleNamespace(
+        kv_lora_rank=6, qk_pos_emb_head_dim=4, sequence_parallel=sequence_parallel
+    )
+    layer.pg_collection = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(
+        MLASelfAttention, "_qkv_down_projection", lambda *_: (rows, latent)
+    )
+    found_rows, found = layer._qkv_down_projection(rows)
+    assert found_rows is rows and torch.equal(found, latent)
 
 
 # Of moonshotai/Kimi-Linear-48B-A3B-Instruct, all fields, of a small model's sizes.

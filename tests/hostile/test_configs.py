@@ -230,6 +230,30 @@ def test_a_value_makes_no_flag():
     assert "--load" not in flags
 
 
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        (("num_hidden_layers", "first_k_dense_replace"), 10_000),
+        (
+            (
+                "num_experts",
+                "num_experts_per_tok",
+                "expert_groups",
+                "chosen_expert_groups",
+                "shared_experts",
+            ),
+            100_000,
+        ),
+    ],
+)
+def test_a_config_has_so_many_layers_and_experts_at_most(fields, most):
+    """A larger number would take all memory before anything else refused it."""
+    for name in fields:
+        field = FIELD_TABLE[name]
+        assert field.is_legal(most) and not field.is_legal(most + 1), name
+        assert str(most) in field.legal
+
+
 def test_a_base_that_megatrons_flag_would_round_is_refused():
     with pytest.raises(ValueError, match="rope_theta=10000.5"):
         megatron_flags(parse_hf_config(CONFIG | {"rope_theta": 10000.5}))

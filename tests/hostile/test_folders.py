@@ -13,7 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_gdn.hf import export_folder, import_folder, save_hf_weights
+from megatron_gdn.compat.one_process import in_one_process
+from megatron_gdn.hf import (
+    export_folder,
+    import_folder,
+    megatron_model,
+    save_hf_weights,
+)
 from megatron_gdn.hf.__main__ import main
 from megatron_gdn.hf.new_folder import new_folder
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder, write_folder
@@ -258,6 +264,16 @@ def test_a_link_is_not_followed_out_of_the_folder(copy, tmp_path, imported, refu
     assert names_of(tmp_path) == ["secret.json", "source"]
 
 
+def test_a_link_is_refused_on_ranks_that_write_nothing(copy, tmp_path, monkeypatch):
+    """They would wait for ever for the rank that writes."""
+    secret = tmp_path / "secret.json"
+    secret.write_text("secret")
+    (copy / "notes.json").symlink_to(secret)
+    monkeypatch.setattr(megatron_model, "_parallel_rank", lambda _: 1)
+    with in_one_process(), pytest.raises(ValueError, match="is a link out of the fol"):
+        save_hf_weights(torch.nn.Module(), tmp_path / "back", copy)
+
+
 def test_a_linked_folder_is_not_copied(copy, tmp_path):
     (tmp_path / "secrets").mkdir()
     (copy / "notes").symlink_to(tmp_path / "secrets")
@@ -287,7 +303,6 @@ def test_links_within_the_folder_and_the_hubs_cache_are_files(copy, tmp_path):
 
 
 def test_an_export_refuses_nan_as_an_import_does(copy, tmp_path, imported):
-    from megatron_gdn.compat.one_process import in_one_process
     from megatron_gdn.hf.folders import _load_checkpoint
 
     with in_one_process():

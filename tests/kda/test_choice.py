@@ -132,6 +132,7 @@ def kda_bwd(
     d_final_state=None,
     plan_name=None,
 ):
+    assert scale == K**-0.5 and plan_name == "kda_hopper_cuda"
     documents = Documents.from_cu_seqlens(offsets.tolist(), len(q), device="cpu")
     inputs = RuleInputs(*(x[None] for x in (q, k, v, g, beta)))
     initial = initial_state.mT

@@ -102,3 +102,6 @@ def test_an_empty_document_changes_nothing_whichever_way_rotations_are_laid(
 
     for lengths in ((5, 0, 7), (0, 5, 7), (5, 7, 0)):
         assert torch.equal(outputs(lengths), outputs((5, 7)))
+    expected = outputs((5, 0, 7))
+    angles = (angles, angles.clone())  # of queries and of keys
+    assert torch.equal(outputs((5, 0, 7)), expected)

@@ -1,11 +1,21 @@
 """What a layer is beside its mathematics, the same for each mixer of the package."""
 
 import copy
+from inspect import signature
 
 import pytest
 import torch
 from megatron.core import utils
+from megatron.core.ssm import gated_delta_net as upstream
+from megatron.core.ssm.mamba_mixer import MambaMixer
 
+from megatron_gdn import (
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    KimiDeltaAttention,
+    Mamba2Mixer,
+)
 from megatron_gdn.compat.observe import nvtx_range_of
 from megatron_gdn.mixers import base
 from tests.distributed.layer_laws import (
@@ -16,6 +26,7 @@ from tests.distributed.layer_laws import (
     require_same_bits,
 )
 from tests.distributed.mixers import BY_NAME, FULL_GATES, whole
+from tests.written_out import OPTIONS, REFERENCES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -139,3 +150,45 @@ def test_in_proj_of_kimi_delta_attention_gates_no_readout(ranks, gate):
     layout = whole("kda", **ranks).dims.in_proj_layout
     names = [section.name for section in layout.sections]
     assert layout.output_gate == "" and ("gate" in names) is bool(gate)
+
+
+def defaults_of(function):
+    parameters = signature(function).parameters.values()
+    return {x.name: x.default for x in parameters if x.default is not x.empty}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "own"),
+    [
+        (GatedDeltaNet, upstream.GatedDeltaNet, {}),
+        (GatedDeltaNet2, upstream.GatedDeltaNet, {}),
+        (KimiDeltaAttention, upstream.GatedDeltaNet, {}),
+        (Mamba2Mixer, MambaMixer, {}),
+        # As in GatedDeltaProduct of Megatron's main branch.
+        (GatedDeltaProduct, MambaMixer, {"A_init_range": (0, 16), "conv_bias": False}),
+    ],
+)
+def test_arguments_that_megatrons_mixer_takes_have_its_defaults(ours, theirs, own):
+    found = defaults_of(ours.__init__)
+    expected = defaults_of(theirs.__init__) | own
+    shared = found.keys() & expected.keys()
+    assert len(shared) >= 7
+    assert {x: found[x] for x in shared} == {x: expected[x] for x in shared}
+
+
+@each_mixer
+def test_a_reference_without_options_is_of_the_mixer_without_options(kind):
+    mixer = whole(kind)
+    defaults = defaults_of(REFERENCES[type(mixer)])
+    for name in OPTIONS[type(mixer)]:
+        assert defaults[name] == getattr(mixer, name), name
+
+
+@each_mixer
+def test_megatrons_context_holds_states_as_megatrons_mixers_read_them(kind):
+    """``[H, K, V]``; Mamba2's ``[H, V, K]``."""
+    mixer = whole(kind)
+    heads, rows, columns, _ = mixer.dims.state_shape
+    assert rows != columns
+    shape = (heads, columns, rows) if kind == "mamba2" else (heads, rows, columns)
+    assert mixer.mamba_state_shapes_per_request()[1] == shape

@@ -36,7 +36,7 @@ CASES = {
     "gdn, light": ("gdn", {"recompute": "light"}, {}),
     "gdn, full": ("gdn", {"recompute": "full", "allow_neg_eigval": True}, {}),
     "gdn2": ("gdn2", {}, {}),
-    "gdn2, options": ("gdn2", {"conv_bias": True, "use_qk_l2norm": False}, {}),
+    "gdn2, options": ("gdn2", {"use_qk_l2norm": False, **BIASES}, {}),
     "gdn2, light": ("gdn2", {"recompute": "light"}, {}),
     "gdn2, full": ("gdn2", {"recompute": "full"}, {}),
     "gdp": ("gdp", {}, {}),

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,11 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.inference.generate import evaluating
-from megatron_gdn.mixers.fp8 import GatesOutsideFP8, SectionOutsideFP8
+from megatron_gdn.mixers.fp8 import (
+    GatesOutsideFP8,
+    SectionOutsideFP8,
+    keep_unquantised_input,
+)
 from megatron_gdn.ops.layout import SizeError
 from megatron_gdn.specs import gated_delta_net_spec, kimi_delta_attention_spec
 from tests.distributed.layer_laws import forward_backward
@@ -80,6 +85,13 @@ def test_out_proj_keeps_the_input_that_is_computed_again(scaling, drops, kda):
     layer = layer_of(scaling, (), NAME, kda, recompute="light")
     assert layer.recompute_norm_out == layer.out_proj.save_original_input == drops
     assert kda or not layer_of(scaling).out_proj.save_original_input
+
+
+def test_out_proj_of_an_older_transformer_engine_is_not_computed_again():
+    linear = SimpleNamespace(fp8_meta={})
+    config = make_config(fp8="hybrid", fp8_recipe=Fp8Recipe.tensorwise)
+    assert not keep_unquantised_input(linear, config)
+    assert vars(linear) == {"fp8_meta": {}}
 
 
 def test_megatron_fsdp_is_refused_before_it_loses_a_gradient():

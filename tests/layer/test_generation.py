@@ -219,6 +219,13 @@ def test_a_first_token_at_an_offset_has_no_state():
         step(layer, x, context)
 
 
+def test_a_layer_without_a_number_is_refused():
+    layer, x, context = make(tokens=3)
+    layer.layer_number = None
+    with pytest.raises(ValueError, match="build it with layer_number=1, 2"):
+        step(layer, x, context)
+
+
 def test_packed_requests_are_refused():
     layer, x, context = make(rows=1, tokens=6)
     with (

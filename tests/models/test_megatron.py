@@ -153,6 +153,28 @@ def flops_of_built_stacks(args: argparse.Namespace) -> list[float]:
     return counts
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Qwen3.5-9B", "rope"),
+        ("Nemotron-3-Nano-4B", "none"),
+        ("Kimi-Linear-48B-A3B", "none"),
+    ],
+)
+def test_flags_rotate_positions_in_models_that_do(name, kind):
+    flags = megatron_flags(find(name).hf)
+    assert flags[flags.index("--position-embedding-type") + 1] == kind
+    rotary = [flag for flag in flags if flag.startswith("--rotary")]
+    assert rotary == ["--rotary-percent", "--rotary-base"] * (kind == "rope")
+
+
+@pytest.mark.parametrize("modules", ["local", "te"])
+def test_transformer_engine_computes_all_experts_in_one_product(modules):
+    for name, has_experts in (("Qwen3.5-9B", False), ("Qwen3.5-35B-A3B", True)):
+        config = transformer_config(find(name).hf, modules=modules)
+        assert config.moe_grouped_gemm is (has_experts and modules == "te")
+
+
 def test_mamba2_layers_in_a_gpt_model_are_refused():
     with pytest.raises(NotImplementedError, match="use model='hybrid'"):
         megatron_flags(find("Nemotron-H-8B").hf, "gpt")

@@ -2,13 +2,24 @@
 included."""
 
 import io
+import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gdn.compat import observe
+from megatron_gdn.compat.checkpoints import (
+    explain_bucket_sizes,
+    explain_file_sizes,
+    load_sections_from_whole_tensor,
+    register_sections_of_upstream,
+    warn_on_dp_reshardable,
+)
 from megatron_gdn.compat.mixed_dtype_optimizers import (
     repair_mixed_dtype_optimizers,
     restore_mixed_dtype_optimizers,
@@ -260,6 +271,73 @@ def test_a_save_that_megatrons_layer_cannot_load_names_the_flags(
 @on_ranks(2)
 def test_a_save_that_it_can_load_says_nothing(tmp_path, kind):
     assert not said_when_saved(kind, str(tmp_path))
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_a_load_warns_of_no_format(monkeypatch, is_loading):
+    """Only who saves can choose another."""
+    said = []
+    log_once.cache_clear()
+    monkeypatch.setattr(observe, "log_single_rank", lambda *args: said.append(args))
+    buffers = [SimpleNamespace(param_dtype=torch.float32)]
+    optimizer = SimpleNamespace(buffers=buffers)
+    warn_on_dp_reshardable(lambda *_: {}, optimizer, {}, is_loading)
+    assert len(said) == (not is_loading)
+
+
+@pytest.mark.parametrize(
+    ("explain", "error", "way_out"),
+    [
+        (
+            explain_file_sizes,
+            "Number of unpadded elements must be same in current run (96) and "
+            "checkpoint (64)",
+            f"--auto-detect-ckpt-format {FULLY};",
+        ),
+        (
+            explain_bucket_sizes,
+            "Global shape mismatch for loaded (8) and expected (9) tensor for key "
+            "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0",
+            f"save it again with {FULLY} ",
+        ),
+    ],
+)
+def test_an_error_about_sizes_tells_the_way_out(explain, error, way_out):
+    def load(text):
+        raise ValueError(text)
+
+    for text, tells in ((error, True), ("no space left on device", False)):
+        with pytest.raises(ValueError, match=re.escape(text)) as raised:
+            explain(load, text)
+        notes = getattr(raised.value, "__notes__", [])
+        assert [way_out in note for note in notes] == [True] * tells
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", None])
+def test_sections_of_upstreams_tensor_come_where_the_layer_has_its_own(
+    tmp_path, device
+):
+    """``device`` None: a section without data, as in a state dict of places alone."""
+    whole = torch.arange(12.0).view(6, 2)
+    dcp.save({"whole": whole}, checkpoint_id=tmp_path, no_dist=True)
+
+    def build(key):
+        parts = {"first": whole[:4], "last": whole[4:]}
+        return [
+            ShardedTensor.from_rank_offsets(f"{key}.{name}", part.to(device or "cpu"))
+            for name, part in parts.items()
+        ]
+
+    sections = register_sections_of_upstream(build)("whole")
+    if device is None:
+        sections = [section.without_data() for section in sections]
+    asked = {section.key: section for section in sections}
+    loaded = load_sections_from_whole_tensor(
+        lambda strategy, others, folder: others, None, asked, tmp_path
+    )
+    assert {x.device.type for x in loaded.values()} == {device or "cpu"}
+    if device != "meta":
+        assert torch.equal(torch.cat(list(loaded.values())), whole)
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,16 @@ def test_a_response_that_fits_into_no_micro_batch_is_refused():
         pack_groups([([1, 2], [[3]]), ([1, 2, 3], [[4], [5, 5, 5]])], 4, device="cpu")
 
 
+def test_trees_are_packed_on_the_host_whatever_the_default_device_is():
+    """``torch.device("meta")`` stands for a GPU; what comes up there has no values."""
+    expected = pack_groups(GROUPS, 8, device="cpu").micro_batches
+    with torch.device("meta"):
+        found = pack_groups(GROUPS, 8, device="cpu").micro_batches
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.labels, other.labels)
+
+
 def test_rows_of_another_buffer_are_refused():
     with pytest.raises(ValueError, match="do not fit a buffer of"):
         pack_tree(PROMPTS, RESPONSES).unpack(torch.zeros(1, 3))

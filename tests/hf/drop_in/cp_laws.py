@@ -152,7 +152,8 @@ def a_mesh_that_is_set_counts(cases: list[tuple]) -> None:
 
 
 def a_mesh_set_on_a_patched_model_counts() -> None:
-    """Resolved batch, positions and softmax attention follow the layers' mesh."""
+    """Resolved batch, positions, softmax attention and the other layers follow the mesh
+    of one layer."""
     model = build("Qwen3_5ForCausalLM").double()
     one = copy.deepcopy(model)
     many = copy.deepcopy(model)
@@ -164,8 +165,8 @@ def a_mesh_set_on_a_patched_model_counts() -> None:
     offsets = offsets_of((5, 1, 23, 19))
     logits = one(tokens, use_cache=False, cu_seq_lens_q=offsets).logits
     for cp_mesh in (None, mesh(), None, mesh()):
-        for layer in patched.layers.values():
-            layer._cp_mesh = cp_mesh
+        *_, last = patched.layers.values()
+        last._cp_mesh = cp_mesh
         given = slice(None) if cp_mesh is None else mine
         local = many(tokens[:, given], use_cache=False, cu_seq_lens_q=offsets).logits
         assert_close(f"logits over {cp_mesh}", local, logits[:, given], 1e-5)
@@ -299,7 +300,7 @@ def fully_sharded_equals_one_rank(family: str) -> None:
     """FSDP2 over the context-parallel ranks, the fp32 gates in groups of their own."""
     one, many = pair(build(family))
     policy = MixedPrecisionPolicy()
-    shard_gates(many, mesh=mesh())
+    shard_gates(many, mesh=mesh(), reshard_after_forward=False)
     for layer in many.model.layers:
         fully_shard(layer, mesh=mesh(), mp_policy=policy)
     fully_shard(many, mesh=mesh(), mp_policy=policy)
@@ -324,6 +325,9 @@ def fully_sharded_equals_one_rank(family: str) -> None:
     alone, sharded = (each.model.layers[0].linear_attn for each in (one, many))
     a = torch.randn(3, 8)
     assert torch.equal(sharded._compute_gate(a), alone._compute_gate(a))
+    # The gates stay gathered after a forward, and are saved as shards.
+    state = sharded.state_dict()
+    assert isinstance(state["A_log"], DTensor) and isinstance(state["dt_bias"], DTensor)
 
 
 def a_sharded_model_has_the_parameters_of_transformers(family: str) -> None:

@@ -1,11 +1,16 @@
 """4-D masks of any dtype, and offsets with indices, keep documents of a patched model
 apart."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_gdn import unpad_data
+from megatron_gdn.context_parallel.gathered import LocalDocument
 from megatron_gdn.hf import patch
+from megatron_gdn.hf.drop_in.batch import ModelBatch
+from megatron_gdn.hf.drop_in.patching import gathered_attention
 from tests.hf.drop_in.conftest import DENSE, NEXT, VISION
 from tests.hf.drop_in.test_sources import block_mask
 from tests.hf.tiny_models import cache_name
@@ -236,3 +241,18 @@ def test_what_older_callers_pass_is_taken_by_keyword_alone(patched, unpacked):
             layer(x, None, third)
     with pytest.raises(ValueError, match=r"attention_mask has shape \(6,\)"):
         layer(x, attention_mask=torch.ones(6))
+
+
+@pytest.mark.parametrize("scaling", [None, 0.5, 3.0])
+def test_gathered_attention_scales_scores_as_the_model_does(scaling):
+    """None: by 1 / sqrt(D)."""
+    q, k, v = torch.randn(3, 1, 2, 5, 16, dtype=torch.float64)
+    document = LocalDocument(0, 5, 0, 5, None)
+    share = SimpleNamespace(gather=lambda x: x, local_documents=[document])
+    found, _ = gathered_attention(
+        torch.nn.Module(), q, k, v, None, scaling=scaling, gdn_batch=ModelBatch(share)
+    )
+    scores = q @ k.mT * (scaling or 0.25)
+    seen = torch.ones(5, 5).tril() > 0
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    torch.testing.assert_close(found.transpose(1, 2), weights @ v)

@@ -6,7 +6,11 @@ import torch
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel.layouts import positions
 from megatron_gdn.hf.drop_in import batch, is_indexed_packed_mask
-from megatron_gdn.hf.drop_in.sources import BoundarySources, document_ids
+from megatron_gdn.hf.drop_in.sources import (
+    BoundarySources,
+    document_ids,
+    split_masks,
+)
 from megatron_gdn.mixers.packing import MicroBatchShare
 
 LENGTHS = (3, 1, 4)
@@ -48,6 +52,8 @@ def test_every_source_names_the_same_documents():
     assert read(cu_seqlens=torch.tensor([0, 3, 3, 4, 8], dtype=torch.int32)) == IDS
     assert read(position_ids=positions) == IDS
     assert read(position_ids=positions.expand(4, 1, -1)) == IDS
+    of_images = torch.zeros(3, 1, 8, dtype=torch.long)
+    assert read(position_ids=torch.cat([positions[None], of_images])) == IDS
     assert read(position_ids=positions.expand(3, 1, -1)) == IDS
     assert (
         read(
@@ -55,6 +61,42 @@ def test_every_source_names_the_same_documents():
         )
         == IDS
     )
+
+
+def test_a_dict_that_lacks_the_mask_of_linear_attentions_gives_them_another():
+    """One that has a number for each token."""
+    padding = torch.tensor([[1, 1, 0]])
+    causal = block_mask([[1, 1, 1]])
+    both = {"sliding_attention": causal, "full_attention": padding}
+    for masks, expected in (
+        (both, padding),
+        ({"full_attention": causal}, None),
+        ({**both, "linear_attention": causal}, causal),
+    ):
+        linear, others = split_masks(masks)
+        assert linear is expected
+        assert others == {k: m for k, m in masks.items() if k != "linear_attention"}
+
+
+def test_sources_are_read_on_the_host_whatever_the_default_device_is():
+    """``torch.device("meta")`` stands for a GPU; what comes up there has no values."""
+    ids = torch.tensor(IDS)
+    offsets = torch.tensor([0, 3, 4, 8])
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    sources = (
+        {"attention_mask": ids},
+        {"attention_mask": block_mask(IDS)},
+        {"packed_seq_ids": ids},
+        {"cu_seqlens": offsets},
+        {"cu_seqlens": offsets, "indices": torch.arange(8)},
+        {"position_ids": positions},
+        {"position_ids": positions.expand(3, 1, -1)},
+        {"other_masks": {"full_attention": ids}},
+        {"other_masks": {"full_attention": block_mask(IDS)}},
+    )
+    with torch.device("meta"):
+        for source in sources:
+            assert read(**source) == IDS, source
 
 
 def test_positions_of_images_start_documents_where_all_three_are_0():
