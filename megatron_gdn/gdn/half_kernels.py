@@ -233,7 +233,7 @@ def to_half(
     x: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scale ``x [B, S, H, V]``, which is not fp64, to fp16 by powers of two, so that
-    each key head's |x| < ``2^log2_bound``.
+    |x| < ``2^log2_bound``. The value heads of one key head have the same power.
 
     Returns the result, the powers of two and the inverse powers, each ``[H]`` fp32, as
     :func:`.half_torch.to_half` does.

@@ -12,8 +12,9 @@ BIAS, MANTISSA = 127, 23  # fp32's exponent bias, and its number of mantissa bit
 def to_half(
     x: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale ``x [B, S, H, V]`` by powers of two, so that each key head's |x| <
-    ``2^log2_bound``.
+    """Scale ``x [B, S, H, V]`` by powers of two, so that |x| < ``2^log2_bound``.
+
+    The value heads of one key head have the same power.
 
     Returns:
         x times the powers, rounded once to fp16; the powers, and the inverse powers,

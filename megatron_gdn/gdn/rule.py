@@ -57,8 +57,9 @@ class FlaGDN(FlaDeltaRule):
         return super().repeats(device, dtype, sizes.state_shape)
 
     def chunk_products(self, call: FlaForward) -> ChunkProducts:
-        """The products inside each chunk, which need no state: w and u of
-        :class:`FlaDeltaRule`, and for the backward the inverse A."""
+        """The products inside each chunk, which need no state: w ``[B, S, H, K]`` and u
+        ``[B, S, H, V]`` of :mod:`..ops.delta_rule.fla`. The backward gets the sums of g
+        and the inverse A."""
         _, k, v, _, beta = call.inputs
         g_sum = self.decay_sums(call)
         w, u, A = self.fla.chunk_gated_delta_rule_fwd_intra(
@@ -84,8 +85,13 @@ class FlaGDN(FlaDeltaRule):
         )
 
     def d_states_arguments(self, call: FlaBackward) -> dict[str, Tensor]:
-        """Arguments of fla's kernel of state gradients; :class:`FlaDeltaRule` lists
-        them. ``call.kept_tensors`` has the sums of g and the inverse A."""
+        """The arguments q, k, w, g (its sums) and dv of fla's
+        ``chunk_gated_delta_rule_bwd_dhu``, for the gradients of the states.
+
+        :meth:`FlaDeltaRule.d_states` calls fla's function, and adds do, h0, dht, scale
+        and the boundaries. dv ``[B, S, H, V]`` is the part of the gradient of the
+        written values that comes from d_o of the same chunk.
+        """
         q, k, v, _, beta = call.inputs
         g_sum, A = call.kept_tensors
         w, _ = self.fla.recompute_w_u_fwd(
@@ -100,7 +106,11 @@ class FlaGDN(FlaDeltaRule):
         self, call: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> RuleGrads:
         """The gradients of the inputs; ``initial`` and ``d_final`` are ``[N, H, K, V]``
-        or None (zeros). fla returns dbeta before dg; what follows dg is not read."""
+        or None (zeros).
+
+        fla returns dbeta before dg. After dg it returns the gradient of ``initial``,
+        which is not read: :meth:`d_states` gives it to the callers that need it.
+        """
         q, k, v, _, beta = call.inputs
         g_sum, A = call.kept_tensors
         grads = self.fla.chunk_gated_delta_rule_bwd(

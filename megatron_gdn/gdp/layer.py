@@ -205,7 +205,22 @@ def choose_gdp(
     bits: Bits = Bits.FREE,
 ) -> Choice:
     """Choose the rule: a rule of Gated DeltaNet, which then runs over ``steps`` rows
-    for each token, one row for each update."""
+    for each token, one row for each update.
+
+    ``backend`` is ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch) or
+    ``"auto"``: the first of this list that runs here.
+
+    ``bits`` is what the rule must promise. ``Bits.DETERMINISTIC``: a sequence's bits
+    depend neither on the run nor on other sequences. ``Bits.ON_GRID``: a token's bits
+    depend only on its sequence's tokens. For both, "auto" takes a rule other than the
+    reference only if a test found that its bits repeat here.
+
+    Raises:
+        ValueError: an unknown backend, or a backend that does not support these heads,
+            this dtype, this device or ``bits``.
+        ImportError: the backend's package is missing, too old, or computes wrong
+            results here.
+    """
     rule, reason = choose(
         backend,
         "Gated DeltaProduct",

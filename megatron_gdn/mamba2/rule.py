@@ -315,8 +315,19 @@ def choose_ssd(
 ) -> Choice:
     """Choose the rule of a Mamba2 mixer for heads with this ``state``.
 
-    ``backend`` is ``"fla"``, ``"reference"`` or ``"auto"``; the others are as in
-    :func:`choose`.
+    ``backend`` is ``"fla"``, ``"reference"`` (plain torch) or ``"auto"``: fla if it
+    runs here, else the reference.
+
+    ``bits`` is what the rule must promise. ``Bits.DETERMINISTIC``: a sequence's bits
+    depend neither on the run nor on other sequences. ``Bits.ON_GRID``: a token's bits
+    depend only on its sequence's tokens. For both, "auto" takes a rule other than the
+    reference only if a test found that its bits repeat here.
+
+    Raises:
+        ValueError: an unknown backend, or a backend that does not support these heads,
+            this dtype, this device or ``bits``.
+        ImportError: the backend's package is missing, too old, or computes wrong
+            results here.
     """
     return choose(
         backend, "Mamba2", RULES, device=device, dtype=dtype, sizes=state, bits=bits

@@ -579,8 +579,10 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
 
 
 def _gather_angles(angles: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather the rotary angles of all positions; ``angles`` are this rank's share in
-    zigzag."""
+    """Gather the rotary angles ``[S, 1, 1, D]`` of all positions.
+
+    ``angles [s, 1, 1, D]`` are this rank's share in zigzag; None as ``group``: s = S.
+    """
     total = len(angles)
     if group is not None:
         total *= group.size()

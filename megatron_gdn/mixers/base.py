@@ -103,14 +103,26 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     A subclass's ``__init__`` calls this ``__init__``, sets options, and gives
     :meth:`_build` a function that chooses the rule, and one that makes the front. The
-    front computes the rule's inputs from projection rows. So a new gate's function goes
-    into ``ops/front/gates.py`` (its Triton twin into ``gate_kernels.py``), its line
-    into the mixer's ``front.py``, its columns into the layout, its parameter into
-    ``fp32`` of the subclass. One gate of a front may have ``A_log`` and ``dt_bias``.
-    ``docs/life_of_a_micro_batch.md`` lists all files of such a change. Document
-    boundaries enter :meth:`forward` with ``packed_seq_params``.
+    front computes the rule's inputs from projection rows.
+
+    A new gate of a Gated DeltaNet needs:
+
+        columns of a row       HeadSizes.layout in ops/delta_rule/base.py
+        a function             ops/front/gates.py, and in Triton gate_kernels.py
+        a line in the front    the table in gdn/front.py
+        an input of the rule   RuleInputs in ops/delta_rule/base.py, and every rule
+        a Hugging Face name    gdn/hf.py
+
+    The decode step takes the first gate of a table as the log-decay, and the last as
+    the write strength. Exactly one gate of a front has ``A_log`` and ``dt_bias``. A
+    second gate with a parameter of its own needs a new field of
+    :class:`..ops.front.table.FrontParameters`, and a change of the front's kernels.
+
+    Document boundaries enter :meth:`forward` with ``packed_seq_params``.
     :meth:`.micro_batch.MicroBatchPlanner.of` reads them, and
-    ``passage.sequence_context`` brings them to convolution and rule.
+    ``passage.sequence_context`` brings them to convolution and rule. Under context
+    parallelism one layer also compares the ranks' micro-batches there, by one small
+    all-gather in each forward (:mod:`..context_parallel.agreement`).
 
     ``dims`` are the sizes of the mixer: ``hidden_size``, ``conv_kernel_dim``, the
     ``layout`` of a projection row, the ``state`` of the heads, and the
@@ -451,9 +463,10 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         # before each piece, for the front; `states.forward_states` sends each rank the
         # maps for its share of the states, and returns the states, for the rule.
         # Backward: `states.backward_states` exchanges gradients of states, and
-        # `history.give_back` those of the rows. Headwise, and on one rank, `history`
-        # and `states` are None. `sequence_context.documents` has the boundaries of the
-        # rows that the rule sees.
+        # `history.give_back` those of the rows. Headwise, on one rank, and if no
+        # document is cut, `history` and `states` are None.
+        # `sequence_context.documents` has the boundaries of the rows that the rule
+        # sees.
         sequence_context = batch.passage.sequence_context
         mixed = mix(rows, stages, sequence_context, refilled)
         if batch.scheme.exchanges_heads:
@@ -688,7 +701,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             return None
         return self.tp_group
 
-    # The next four members may be set between micro-batches.
+    # The setters of pg_collection and cp_layout may be called between micro-batches.
 
     @property
     def pg_collection(self) -> ProcessGroupCollection:

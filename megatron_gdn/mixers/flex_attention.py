@@ -127,8 +127,12 @@ def _compiled_attention() -> Callable[..., Tensor]:
 
 
 def _key_places_and_ends(documents: Documents) -> tuple[Tensor, Tensor]:
-    """The place and the end of each key, as the module's docstring defines them: int32
-    ``[S]``, on the host."""
+    """``key_place_S`` and ``key_end_S`` of :class:`DocumentMask`: int32 ``[S]`` each,
+    on the host.
+
+    A query sees a key if the query's place is at least the key's place and below the
+    key's end. The module's docstring defines both.
+    """
     # a slot is a document with its padding
     slots = documents.lengths
     lengths = documents.lengths

@@ -211,7 +211,11 @@ def check_time_steps(
     dt_init_floor: float,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> None:
-    """Raise a ValueError if a range of time steps is empty or has an illegal bound."""
+    """Raise a ValueError if a range of time steps is empty or has an illegal bound.
+
+    A bound of ``dt_init_range``, and ``dt_init_floor``, must be above 0; a bound of
+    ``dt_limit`` may be 0. In each range low <= high.
+    """
     low, high = dt_init_range
     if not 0 < low <= high:
         raise ValueError(f"dt_min={low}, dt_max={high} must be 0 < dt_min <= dt_max.")

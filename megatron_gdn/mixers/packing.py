@@ -247,10 +247,10 @@ def _check_recomputation(documents: Documents) -> None:
     A stamp is a tensor on the host with numbers that tell the boundaries.
 
     Other micro-batches may run between a forward and its recomputation, and a reentrant
-    checkpoint passes no saved tensor to the recomputation. Both runs know the
-    checkpoint's autograd context: in the first run it is the argument ``ctx`` of a
-    function that is running, in the second it is the current node. The stamps are
-    stored on this context.
+    checkpoint passes no saved tensor to the recomputation. But both runs can find the
+    checkpoint's autograd context, which stores the stamps. In the first run, the
+    context is the argument ``ctx`` of the checkpoint's forward, which is running. In
+    the recomputation, it is the autograd node whose backward is running.
     """
     node = torch._C._current_autograd_node()
     stamps = getattr(node, _STAMPS_ATTRIBUTE, None)

@@ -62,6 +62,7 @@ def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
 def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> None:
     """Mark the parameters of a column-parallel linear whose rows form several sections.
 
+    So "packed" means here several matrices in one linear, not packed documents.
     Megatron's resharding reads ``partition_sizes``, and Megatron's Muon
     ``qkv_split_shapes``. Muon before 0.19 would ignore these sizes and cut in_proj in
     those of attention's heads, so it gets no such mark. ``use_muon``: whether Muon, and

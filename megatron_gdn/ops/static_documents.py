@@ -306,9 +306,13 @@ def _static_documents_with_offsets(
     make: Any,
     *arguments: object,
 ) -> StaticDocuments:
-    """Fixed buffers with boundaries ``make(documents, *arguments)``: up to
-    ``max_filled`` documents of ``tokens`` tokens together. They share tables and fills
-    with ``documents``."""
+    """Other fixed buffers: up to ``max_filled`` documents of ``tokens`` tokens
+    together, for :meth:`StaticDocuments.keep_documents`.
+
+    ``make(documents, *arguments)`` returns their boundaries, a 1-D int32 tensor on the
+    device, in a tuple. Examples are the boundaries of a rank's pieces, and of rows if a
+    token has several rows. A fill of ``documents`` computes the boundaries again.
+    """
     (boundaries,) = documents.keep_tensors(make, *arguments)
     # without the constructor, which would make boundaries and tables of its own
     derived = object.__new__(StaticDocuments)

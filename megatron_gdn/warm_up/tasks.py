@@ -125,7 +125,8 @@ def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
         """Record a variant of a FlashQLA kernel; return a kernel that does nothing.
 
         This function replaces the call of tilelang's ``JITImpl``, here ``kernel``:
-        ``args`` and ``kwargs`` name the variant.
+        ``args`` and ``kwargs`` name the variant. The task's name also has
+        ``expected_heads()``: FlashQLA's rule sets these heads before it calls a kernel.
         """
         kernel.target = _TILELANG_TARGET
         cache_file = cache_entry(kernel, args, kwargs, HOPPER_ARCH)

@@ -3,12 +3,15 @@ maps.
 
     S_out = through @ S_in + local                 the map of a piece
 
+A *node* is one fragment of a chain. A *path* lists the nodes through which a state
+goes, in order: the state begins, as zero, in the first node.
+
 The maps of all earlier pieces of a chain, applied to a zero state, give the state that
 enters a piece. The M states of all chains and heads are divided among the ranks. One
 all-to-all gives every rank the maps of its share of the M states. The rank applies the
 maps along each chain one after the other, in fp32, and another all-to-all returns the
-states. If every path has two nodes, the state that enters a node is ``local`` of the
-node before; then one all-to-all sends these states, and no maps.
+states. If every path has two nodes, S_in is zero in the first node, so S_out is
+``local``. Then one all-to-all sends these states to the second nodes, and no maps.
 
 Legend: M states that follow the same paths (one per chain and value head; chains of all
 batch rows), m of them in this rank's share; h nodes of this rank that send, or that

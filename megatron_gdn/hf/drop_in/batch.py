@@ -297,8 +297,12 @@ def _gather(tensor: Tensor, share: MicroBatchShare) -> Tensor:
 def _with_sequence_layout(
     sources: BoundarySources, rows: int, share: MicroBatchShare
 ) -> MicroBatchShare:
-    """``share`` with the sequence layout in which the row was cut, and the lengths that
-    were cut: of the whole row, or in ``zigzag`` of each document.
+    """``share`` with the sequence layout in which the row was cut, and with the lengths
+    that this layout cuts.
+
+    ``zigzag`` cuts each document, so it has one length for each document. The other
+    layouts cut the whole row, so they keep the lengths of ``share``: the tokens of one
+    row.
 
     The layout is found by ``sources.seq_index``. Without it, the layout of the options is
     taken; ``zigzag`` without the offsets of documents becomes ``zigzag_buffer``.

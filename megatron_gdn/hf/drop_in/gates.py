@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 class SSMGate(Fp32Parameters, nn.Module):
     """Holds ``A_log`` and ``dt_bias``, whose dtype stays when an outer module is cast.
 
+    A patched owner has the subclass :class:`GateHolder` as its holder. The holder of
+    :func:`install_ssm_gate` is an SSMGate itself.
+
     ``A_log`` and ``dt_bias`` are ``[num_v_heads]`` in a Gated DeltaNet, whose gate
     :meth:`forward` computes:
 
@@ -60,9 +63,11 @@ class SSMGate(Fp32Parameters, nn.Module):
         parameters' dtype.
 
         Without ``a``, the pair ``A_log``, ``dt_bias``. They are copies, because torch's
-        ``fully_shard`` frees the gathered parameters after the call. A ValueError is
-        raised if a parameter was rounded, or if ``a`` is given in a Kimi Delta
-        Attention.
+        ``fully_shard`` frees the gathered parameters after the call. The forwards of
+        patched modules call without ``a``; the method ``_compute_gate`` gives ``a``.
+
+        A ValueError is raised if a parameter was rounded, or if ``a`` is given in a
+        Kimi Delta Attention.
         """
         self.require_fp32_parameters()
         if a is None:

@@ -61,8 +61,9 @@ class FlaDeltaRule(FlaRule):
     u and the sums of g: ``g``, or ``gk`` if g has a value per channel."""
 
     # A method of each subclass, called with a FlaBackward. It returns arguments for
-    # fla's kernel of the states' gradients: q, k, w, the sums of g, and dv. dv is the
+    # fla's `chunk_gated_delta_rule_bwd_dhu`: q, k, w, the sums of g, and dv. dv is the
     # part of the gradient of the written values that comes from d_o of the same chunk.
+    # `d_states` adds the other arguments.
     d_states_arguments: Callable[..., dict[str, Tensor]]
 
     def decay_sums(self, call: FlaForward | FlaBackward) -> Tensor:
@@ -156,9 +157,9 @@ class FlaChannelRule(FlaDeltaRule):
     backward_function: ClassVar[str]
     # fla's argument names for the rule's inputs after g
     gate_arguments: ClassVar[tuple[str, ...]]
-    # the NamedTuple of the gradients
+    # the NamedTuple class in which `gradients` returns the gradients of the inputs
     gradients_class: ClassVar[Callable[..., Gradients]] = RuleGrads
-    # more arguments of chunk_function and backward_function
+    # further keyword arguments of the calls of chunk_function and backward_function
     extra_arguments: dict[str, object] = {}  # noqa: RUF012
 
     def call_fla(
@@ -200,8 +201,13 @@ class FlaChannelRule(FlaDeltaRule):
         return self.decay_sums(call), *call.saved.tensors
 
     def d_states_arguments(self, call: FlaBackward) -> dict[str, Tensor]:
-        """The arguments that :attr:`FlaDeltaRule.d_states_arguments` lists, computed
-        again from the sums of g, Aqk and Akk."""
+        """The arguments q, k, w, gk (the sums of g) and dv of fla's
+        ``chunk_gated_delta_rule_bwd_dhu``, for the gradients of the states.
+
+        They are computed from the inputs, Aqk and Akk.
+        :meth:`FlaDeltaRule.d_states` calls fla's function, and adds do, h0, dht, scale
+        and the boundaries.
+        """
         g_sum, Aqk, Akk = call.kept_tensors
         w, u, q, k = self.call_fla(self.recompute_function, call, gk=g_sum, A=Akk)
         _, dv = self.fla.chunk_kda_bwd_dAv(
@@ -219,7 +225,11 @@ class FlaChannelRule(FlaDeltaRule):
         self, call: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> Gradients:
         """The gradients of the inputs; ``initial`` and ``d_final`` are ``[N, H, K, V]``
-        or None (zeros)."""
+        or None (zeros).
+
+        After dg, fla returns the gradient of ``initial``, which is not read:
+        :meth:`d_states` gives it to the callers that need it.
+        """
         g_sum, Aqk, Akk = call.kept_tensors
         dq, dk, dv, *d_gates_and_dg = self.call_fla(
             self.backward_function,

@@ -270,7 +270,7 @@ class PlainRule(Rule):
     backward_reads = frozenset(RuleInputs._fields)
     forward = PlainForward
     backward = PlainBackward
-    # the NamedTuple of the gradients
+    # the NamedTuple class in which a backward returns the gradients of the inputs
     gradients_class: ClassVar[Callable[..., Gradients]] = RuleGrads
     erases = True  # whether a token erases a value from the state before it writes
     chunk_size = CHUNK

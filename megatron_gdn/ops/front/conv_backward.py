@@ -1,5 +1,8 @@
 """The backward of :mod:`.conv_forward`: a program computes one head token by token
-(Triton)."""
+(Triton).
+
+A segment is here one of the R parts of a tile, as in :mod:`.conv_forward`.
+"""
 
 from __future__ import annotations
 

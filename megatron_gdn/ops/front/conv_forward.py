@@ -1,10 +1,12 @@
 """Conv, SiLU and an optional l2norm of one head along the sequence (Triton).
 
 A program computes R segments of ``steps`` successive tokens side by side, token by
-token. The time of the coalescing pass of Triton 3.6 grows with the cube of a function's
-size. So each loop over tokens is a function that is not inlined, and constants are
-computed before the loop. The number of steps is a launch argument, so all sequence
-lengths share one compilation.
+token. Here a segment is a part of the program's tile, not a segment of a rule.
+
+The time of the coalescing pass of Triton 3.6 grows with the cube of a function's size.
+So each loop over tokens is a function that is not inlined, and constants are computed
+before the loop. The number of steps is a launch argument, so all sequence lengths share
+one compilation.
 
 Legend: D channels of the head, R segments. ``*at_RD`` are pointers, ``real_*`` masks of
 the elements that exist.

@@ -5,8 +5,9 @@ Triton.
                                    [heads, 1] or None
 
 x is the gate's columns, plus ``dt_bias`` if the gate has a rate. ``low`` and ``high``
-are those of the :class:`.table.GateSection`. Each function returns a tuple of one or
-two tensors in the shape of x, the rule's inputs.
+are two numbers that the mixer's ``front.py`` states; each function's equation says
+which of them it reads. Each function returns a tuple of one or two tensors in the shape
+of x, the rule's inputs. ``A_log`` only needs a shape that broadcasts to x.
 
 Log-decays are clamped at :func:`..elementwise.least_log_decay`, ``A_log`` at
 :func:`..elementwise.largest_A_log`. Where a clamp acts, the decay exp(g) and its
@@ -28,12 +29,13 @@ from ..elementwise import (
 
 
 def decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor]:
-    """The log-decay ``-exp(A_log) softplus(x)``."""
+    """The log-decay ``-exp(A_log) softplus(x)``; ``low`` and ``high`` are not read."""
     return (_log_decay(softplus(x), A_log),)
 
 
 def bounded_decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor]:
-    """The log-decay ``low sigmoid(exp(A_log) x)``, which lies between ``low`` and 0."""
+    """The log-decay ``low sigmoid(exp(A_log) x)``, which lies between ``low`` and 0;
+    ``high`` is not read."""
     return (low * sigmoid(_rate(A_log) * x),)
 
 
@@ -47,7 +49,8 @@ def time_step(
 
 
 def strength(x: Tensor, A_log: Tensor | None, low: float, high: float) -> tuple[Tensor]:
-    """The strength ``high sigmoid(x)`` of writing or erasing."""
+    """The strength ``high sigmoid(x)`` of writing or erasing; ``A_log`` and ``low`` are
+    not read."""
     return (sigmoid(x) * high,)
 
 
@@ -86,6 +89,7 @@ def decay_and_write_gates(
         the whole sequence.
     """
     wide = torch.promote_types(A_log_H.dtype, torch.float32)
+    # `decay` reads neither 0.0 nor 1.0, and `strength` does not read 0.0
     (g_H,) = decay(alpha_H.to(wide) + dt_bias_H.to(wide), A_log_H.to(wide), 0.0, 1.0)
     (beta_H,) = strength(beta_H.to(wide), None, 0.0, largest_beta(allow_neg_eigval))
     return g_H, beta_H

@@ -155,6 +155,9 @@ def add_rows_kernel(
     """Add returned gradients ``returned_ptr [., B, C]`` to the tokens' gradients
     ``d_rows_ptr [s, B, C]``; grid (M, blocks of channels, B).
 
+    Other ranks read rows of this rank as history. They return the gradients of these
+    rows.
+
     ``additions_ptr``: the field `HistoryTable.gradient_additions`, ``[M, 1 + most]``;
     ``most`` is the largest number of gradients of a token. A program adds the gradients
     of one line, in the line's order. The strides are those of ``d_rows_ptr``, whose

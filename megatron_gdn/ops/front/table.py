@@ -65,11 +65,13 @@ class GateSection(NamedTuple):
     rule_inputs: tuple[str, ...]
     function: Callable[..., tuple[Tensor, ...]]  # of :mod:`.gates`
     # Whether the gate uses A_log [heads] and dt_bias [columns]. Exactly one gate of a
-    # table does.
+    # table does: FrontParameters and the kernels have no parameter of a second gate.
     has_rate: bool = False
     # True: a value for each channel of a head. False: one value per head.
     per_channel: bool = False
-    low: float = 0.0  # the arguments ``low`` and ``high`` of ``function``
+    # the arguments ``low`` and ``high`` of ``function``, whose docstring says what they
+    # bound
+    low: float = 0.0
     high: float = 1.0
 
 

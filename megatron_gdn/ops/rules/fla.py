@@ -209,7 +209,7 @@ class FlaRule(Rule):
 
     ``call`` is a :class:`FlaForward` or :class:`FlaBackward`. Both have ``inputs``,
     ``documents`` and ``boundaries`` (fla's arguments for the boundaries). A backward
-    also has ``d_o`` and ``kept``.
+    also has ``d_o`` and ``kept_tensors``.
     """
 
     name = "fla"

@@ -34,8 +34,10 @@ _FEWEST_CHUNKS_OF_SEGMENT = 32
 class SegmentBoundaries(NamedTuple):
     """Where N sequences are cut: at multiples of 64 tokens from each sequence's start.
 
-    In fixed buffers P is the largest number of segments that any documents could have;
-    unused segments are empty segments of the last sequence.
+    ``documents.starts`` is ``[N + 1]``; for ordinary documents N counts those with
+    tokens. In fixed buffers N is the largest number of documents plus 1, and the last
+    sequence is empty. P is then the largest number of segments that any documents could
+    have; unused segments are empty segments of the last sequence.
     """
 
     # int32 [P + 1], the first token of every segment, and the end of the last segment
@@ -45,7 +47,10 @@ class SegmentBoundaries(NamedTuple):
 
 
 def one_segment_per_sequence(documents: Documents) -> SegmentBoundaries:
-    """The cut in which every sequence is one segment."""
+    """The cut in which every sequence is one segment, so P = N.
+
+    ``offsets`` are ``documents.starts [N + 1]``; ``first_segment`` is 0, 1, ..., N.
+    """
     starts = documents.starts
     return SegmentBoundaries(
         starts, torch.arange(len(starts), dtype=torch.int32, device=starts.device)
@@ -261,8 +266,8 @@ def _steps_to_ends(chains: Sequence[range], device: torch.device) -> ChainSteps:
 
 
 def _steps_to_segments(chains: Sequence[range], device: torch.device) -> ChainSteps:
-    """Steps ``(target, map)`` that write the state before each segment to the segment's
-    index. The last segment's map is not applied. ``chains`` as in
+    """Steps ``(target, map)`` that write the state before segment p to index p of the
+    output. The map of a chain's last segment is not applied. ``chains`` as in
     :func:`_steps_to_ends`."""
     steps = []
     for chain in chains:
