@@ -2,6 +2,7 @@
 exports."""
 
 import argparse
+import copy
 from pathlib import Path
 from unittest.mock import patch
 
@@ -169,6 +170,9 @@ def megatron_loads(folder, checkpoint, kind: str) -> dict[str, tuple]:
     args.data_parallel_size = 1
     args.params_dtype = torch.float32
     args.use_dist_ckpt = True
+    of_another_model = copy.copy(args)
+    of_another_model.rotary_interleaved = True
+    of_another_model.add_qkv_bias = True
     micro_batches.destroy_num_microbatches_calculator()
     micro_batches.init_num_microbatches_calculator(0, None, 1, 1, 1)
     with (
@@ -180,6 +184,8 @@ def megatron_loads(folder, checkpoint, kind: str) -> dict[str, tuple]:
     ):
         loaded, ours = build_model(folder, kind)
         assert checkpointing.load_checkpoint([loaded], None, None)[0] == 0
+        as_stored, _ = checkpointing.load_args_from_checkpoint(of_another_model)
+        assert not as_stored.rotary_interleaved and not as_stored.add_qkv_bias
         filled, _ = build_model(folder, kind)
         load_hf_weights(filled, folder)
         theirs = core_transformer_config_from_args(args)

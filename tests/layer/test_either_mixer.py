@@ -192,3 +192,14 @@ def test_megatrons_context_holds_states_as_megatrons_mixers_read_them(kind):
     assert rows != columns
     shape = (heads, columns, rows) if kind == "mamba2" else (heads, rows, columns)
     assert mixer.mamba_state_shapes_per_request()[1] == shape
+
+
+@each_mixer
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_mixer_has_the_biases_that_are_asked_for(kind, asked):
+    options = {"bias": asked, "conv_bias": asked}
+    if kind == "mamba2":
+        del options["bias"]  # refused
+    names = dict(whole(kind, **options).named_parameters())
+    assert ("in_proj.bias" in names) is (asked and kind != "mamba2")
+    assert ("conv1d.bias" in names or "conv1d_bias" in names) is asked

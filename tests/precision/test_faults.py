@@ -288,15 +288,15 @@ def test_an_optimizer_gets_states_without_padding(cut):
     """Also one that Megatron has repaired."""
     saved = partial(slice_without_padding, cut)
     kind = (torch.float32, torch.float32)
-    sizes = {"a": (0, 3, 0), "b": (128, 130, 1)}
+    sizes = {"a": (0, 3, 0), "b": (128, 130, 1), "c": (256, 257, 2)}
     buckets = [
         SimpleNamespace(grad_data=torch.zeros(128), numel_unpadded=n, offset=at)
-        for n, at in ((3, 0), (2, 128))
+        for n, at in ((3, 0), (2, 128), (1, 256))
     ]
     buffer = SimpleNamespace(
-        buckets=buckets, numel=256, numel_unpadded=5, param_index_map=sizes
+        buckets=buckets, numel=384, numel_unpadded=6, param_index_map=sizes
     )
-    gathered = {"param": torch.arange(5.0), "numel_unpadded": 5}
+    gathered = {"param": torch.arange(6.0), "numel_unpadded": 6}
     optimizer = SimpleNamespace(
         buffers=[buffer], get_parameter_state_dp_zero=lambda **_: {0: {kind: gathered}}
     )
@@ -304,7 +304,7 @@ def test_an_optimizer_gets_states_without_padding(cut):
         state["param"].data.tolist()
         for state in saved(optimizer, {}, metadata={}).values()
     ]
-    assert found == [[0.0, 1.0, 2.0], [3.0, 4.0]], found
+    assert found == [[0.0, 1.0, 2.0], [3.0, 4.0], [5.0]], found
 
 
 @pytest.mark.parametrize("fails", [False, True])
