@@ -360,8 +360,8 @@ def _list_every_master(
 ) -> StateDict:
     """Wrap ``state_dict``: list fp32 parameters too, as their own masters.
 
-    The entry _HALF_MASTERS_KEY has the masters of all parameters by Adam's groups, as
-    files of a layer with 16-bit parameters alone have.
+    The entry _HALF_MASTERS_KEY lists the masters of all parameters by Adam's groups. If
+    all parameters are 16-bit, Megatron's own entry has this form.
     """
     state = state_dict(optimizer, *args, **kwargs)
     if _mixes_dtypes(optimizer):

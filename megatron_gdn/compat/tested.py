@@ -58,8 +58,8 @@ def why_untested(package: str, installed: str) -> str | None:
 def warn_of_untested(package: str, installed: str | None = None) -> None:
     """Warn once, in one line, if the version of ``package`` was not tested.
 
-    ``installed`` is the version; None: that of the installed distribution. Nothing is
-    installed: no warning.
+    ``installed`` is the version; None: the installed version, or no warning if nothing
+    is installed.
     """
     if installed is None:
         installed = _installed_version(package)

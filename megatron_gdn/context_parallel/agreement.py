@@ -86,7 +86,7 @@ def require_agreement(
     """Raise a ValueError if the ranks of ``group`` were given different micro-batches.
 
     Args:
-        layer: the caller's :func:`number_of_new_layer`.
+        layer: the calling layer's number, from :func:`number_of_new_layer`.
         tokens: the length of a batch row, summed over the ranks.
         rows: the number of batch rows.
         documents: None if the micro-batch is not packed.

@@ -287,6 +287,9 @@ def check_field(
 ) -> Any:
     """Return ``value`` if it is legal for the field ``name``, else raise a ValueError.
 
+    If the field is a setting (`Field.is_setting`), the error names ``layer_from_hf``,
+    which converts single layers.
+
     Args:
         name: the field's name in the file.
         value: the field's value in the file.

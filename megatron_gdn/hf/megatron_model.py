@@ -398,8 +398,8 @@ def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
 def _match_maps_to_parameters(
     plan: TensorPlan, params: dict[str, Tensor], config: HFModelConfig
 ) -> list[tuple[TensorMap, list[str]]]:
-    """Each map of the plan that fills parameters of this rank, with their names in
-    ``params``.
+    """The maps of the plan that fill parameters of this rank. Each comes with the
+    parameters' names in ``params``.
 
     Raises a ValueError if a shape differs (computed with meta tensors), if a map has no
     parameter though this rank has all layers and experts, or if no map fills a

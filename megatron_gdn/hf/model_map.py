@@ -71,7 +71,7 @@ _SIZE_FIELDS = {
     "-": {"ffn_hidden_size": "intermediate_size"},
 }
 # Class in transformers of a model whose layers convert one by one -> why the whole model
-# does not, for errors.
+# does not convert, for errors.
 _WHAT_MEGATRON_LACKS = {
     "BailingHybridForCausalLM": "Megatron's latent attention has no output gate. ",
     "Glm5NextForConditionalGeneration": (
@@ -337,8 +337,10 @@ def _kimi_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
 
 
 def text_model_prefix(keys: Iterable[str]) -> str:
-    """The prefix of the text model's keys among ``keys``, all keys of the files, such as
-    "model." or "model.language_model."."""
+    """The prefix of the text model's keys, such as "model." or "model.language_model.".
+
+    ``keys`` are all keys of the files.
+    """
     for key in keys:
         if key.startswith("model.") and key.endswith(f".{EMBEDDING}"):
             return key.removesuffix(EMBEDDING)

@@ -141,8 +141,8 @@ class CudnnForward(RuleForward):
         self._arguments = _CudnnArguments(inputs, documents)
 
     def _run(self, v: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        """The output ``[T, H, V]`` and the final states ``[N, H, K, V]`` with the
-        values ``v``; ``initial``: the initial states, transposed."""
+        """The output ``[T, H, V]`` and the final states ``[N, H, K, V]``, computed for
+        the values ``v``; ``initial``: the initial states, transposed."""
         arguments = self._arguments
         tokens = arguments.token_inputs
         o, last, _ = _cudnn_functions().kda_fwd(

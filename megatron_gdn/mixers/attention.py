@@ -387,9 +387,13 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
     tokens.
 
     Megatron's ``SelfAttention`` rotates for the zigzag layout and the model's
-    context-parallel group. For any other layout or group, and for trees, this class
-    rotates in place of Megatron. Constructor arguments are those of SelfAttention, and
-    ``cp_layout`` as in `GatedDeltaNet`.
+    context-parallel group. If ``core_attention`` is a `TorchAttention`, this class
+    rotates in place of Megatron for any other layout or group. It also rotates for
+    trees, with any ``core_attention``. Else Megatron rotates: Transformer Engine's
+    attention expects the zigzag layout too.
+
+    Constructor arguments are those of SelfAttention, and ``cp_layout`` as in
+    `GatedDeltaNet`.
     """
 
     core_attention: Any
@@ -538,7 +542,8 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
 
     def _megatron_rotates_correctly(self, share: MicroBatchShare) -> bool:
         """Whether Megatron's own rotation uses the positions of the tokens in
-        ``share``."""
+        ``share``: on one rank, or in zigzag over this layer's own group, without
+        trees."""
         own_group = self.pg_collection.cp
         if share.documents is not None and share.documents.may_have_parents:
             return False

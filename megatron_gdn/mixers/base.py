@@ -380,7 +380,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     @property
     def gate_reads_own_rows(self) -> bool:
         """Whether the output gate is applied after ``passage.from_stages``, with the
-        gate columns of this rank's rows before ``passage.to_stages``."""
+        gate columns of this rank's rows before ``passage.to_stages``. Only mixers
+        of :mod:`.mamba_layer` override it."""
         return False
 
     @property

@@ -60,7 +60,7 @@ class LatentAttention(MLASelfAttention):
     ) -> None:
         """Build Megatron's layer without rotation.
 
-        ``norm_epsilon`` is the epsilon of the two norms; None: that of the config.
+        ``norm_epsilon`` is the epsilon of the two norms; None: the config's.
         """
         if config.cache_mla_latents:
             raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""Errors in words for lengths that Megatron's rotary positions cannot have.
+"""Clear errors for lengths that Megatron's rotary positions cannot have.
 
 A model makes its table of angles before any layer runs. Without these errors Megatron
 would raise errors about types and shapes.
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @cache
 def explain_rotary_lengths() -> None:
-    """Change Megatron's ``RotaryEmbedding``: before it makes a table of angles, it
-    raises a ValueError in words for a length that cannot run."""
+    """Change Megatron's ``RotaryEmbedding``: for a length that cannot run, it raises a
+    ValueError with the reason, before it makes a table of angles."""
     theirs = RotaryEmbedding.get_rotary_seq_len
 
     @wraps(theirs)

@@ -186,7 +186,11 @@ class StaticDocuments(Documents):
     @property
     def stamp(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """An empty tensor, a new one after each :meth:`fill`: so a backward notices
-        that ``fill`` ran after its forward."""
+        that ``fill`` ran after its forward.
+
+        Stamps are compared by identity. A stamp is a tensor because a forward saves it
+        with autograd.
+        """
         return self._stamps["fill"]
 
     def record_forward(self, recomputed: bool) -> None:

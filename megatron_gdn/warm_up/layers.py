@@ -213,8 +213,8 @@ def tasks_of(
     Must run in `simulated_hopper`. FlashQLA's kernels take longest to compile, so their
     tasks come first.
     """
-    # A fork has only the thread that forks. Work that torch gives to other threads
-    # would never end.
+    # `run_tasks` later runs each task in a fork of this process. A fork has only the
+    # thread that forks, so work that torch gives to other threads would never end.
     torch.set_num_threads(1)
     if "flash_qla" in arguments.kernels:
         backend = "flash_qla"
@@ -228,6 +228,7 @@ def tasks_of(
         for call in calls:
             run_layer(sizes, call, rule_operands=arguments.operands, backend=backend)
             if backend == "flash_qla":
+                # the layer's rule stored them by `set_next_calls`
                 compiled_heads.add(expected_heads())
 
     tasks = [task for task in recorded.values() if task.kind in arguments.kernels]

@@ -420,12 +420,17 @@ class StateExchange:
         return self.states_from_saved(kept), d_final
 
     def _through_of_entry_pieces(self, through: Tensor) -> Tensor:
-        """Reorder ``through``, which has an entry per piece of ``exit_pieces``, to an
-        entry per piece of ``entry_pieces`` (see :func:`_exit_of_each_entry`)."""
+        """For the backward: ``through`` of ``entry_pieces``, from ``through`` of
+        ``exit_pieces``.
+
+        States enter a node by its entry piece and leave it by its exit piece (see
+        :class:`StateTable`). If a state passes a node, the two are one piece.
+        """
         table = self._table
         if table.exit_of_each_entry is None:
             return through
         if not table.sending_nodes:
-            # No entry is read.
+            # All receiving nodes are the first of their path in the backward, which
+            # does not read their ``through``.
             return through.new_zeros(table.exit_of_each_entry.shape + through.shape[1:])
         return through.index_select(0, table.exit_of_each_entry)

@@ -113,16 +113,16 @@ def _launch_copy(
     beside_transfer: bool = False,
 ) -> None:
     """If ``pack``, copy the columns ``strips`` of ``cp_rows`` to ``rank_rows``, else
-    copy them back.
+    copy them back. A `Strip` is adjacent columns of one section.
 
     ``rank_rows`` has a message for each of the ``message_count`` ranks from
     ``first_rank`` on, without ``skipped_rank``. If ``positions`` is given,
     ``rank_rows`` is the hp_rows of ``first_rank`` alone. ``beside_transfer``: whether
     messages travel meanwhile; then fewer programs run.
 
-    ``kept_rows`` is (hp_rows, positions) or None. If it is given, the columns of
-    ``skipped_rank`` are copied to (or from) these rows, and ``message_count`` counts
-    this rank too.
+    ``kept_rows`` is (hp_rows, positions) or None; callers give ``positions`` or
+    ``kept_rows``, not both. If it is given, the columns of ``skipped_rank`` are copied
+    to (or from) these rows, and ``message_count`` counts this rank too.
     """
     tokens, batch, _ = cp_rows.shape
     if not tokens * batch or not message_count or not strips:

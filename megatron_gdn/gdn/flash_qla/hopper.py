@@ -526,8 +526,8 @@ class HopperKernels:
         )
         d_states_in = k.new_empty(P, H, K, V, dtype=_F32)
         d_states_at_chunks = self._chunk_states(output_dh, k, do, chunks=0)
-        # The first ``d_states_in`` is passed in place of the gradients of final states,
-        # which the kernel does not read.
+        # ``d_states_in`` is also passed where the kernel takes the gradients of final
+        # states. The kernel does not read that argument, since ``use_dht`` is False.
         run(
             q,
             k,

@@ -1,9 +1,9 @@
 """Patch a transformers model: turn its linear-attention modules into drop-ins, in place.
 
 The patched forward of the text model finds the documents of the batch once, for all
-layers. Under
-context parallelism, ``attention="gathered"`` lets softmax attention gather the keys and
-values of all ranks and attend with this rank's queries, document by document.
+layers. Under context parallelism, ``attention="gathered"`` lets softmax attention
+gather the keys and values of all ranks and attend with this rank's queries, document by
+document.
 
 Legend: B batch, S sequence tokens, s this rank's tokens, H query heads, G key heads, D
 head dim.
@@ -415,6 +415,7 @@ def _mask_of_documents(
     """The mask of softmax attention that separates the documents of ``batch``; None if
     attention separates them by ``position_ids`` or reads ``batch`` itself.
 
+    Under context parallelism ``batch.share.group`` is set, and the result is None.
     ``x``: token ids or embeddings of the batch.
     """
     implementation = text.config._attn_implementation

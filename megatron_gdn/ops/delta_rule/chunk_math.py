@@ -202,9 +202,10 @@ class _Decays(torch.autograd.Function):
     """From g ``[b, C]``, with G = cumsum(g): exp(G), exp(G_C - G), and the decayed
     ``pairs``.
 
-    Element (i, j) of a pair ``[m, C, C]`` is the product of k_j and q_i, or of k_j and
-    e_i. The result for a pair is this element times exp(G_i - G_j), a lower triangle
-    ``[b, C, C]``. The backward never subtracts two large sums.
+    ``pairs`` are tensors ``[m, C, C]``. Element (i, j) of a matrix is q_i . k_j in one
+    tensor and e_i . k_j in the other (q, e, k, m: the module's docstring). The decayed
+    element is this times exp(G_i - G_j), in a lower triangle ``[b, C, C]``. The
+    backward never subtracts two large sums.
     """
 
     @staticmethod

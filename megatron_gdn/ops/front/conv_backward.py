@@ -89,7 +89,8 @@ def _walk_one_token(
         position_R = tl.load(position_ptr + t_R, mask=real_R, other=0)
         history = drop_other_document(history, position_R, W)
     pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
-    place_R = position_R  # not read without a history; a Triton result needs a value
+    # ``place_R`` is returned in every case; without a history nobody reads it.
+    place_R = position_R
     if HAS_HISTORY:
         place_R = tl.load(place_ptr + t_R, mask=real_R, other=-1)
         pre_RD += load_lead_in(lead_ptr + d_1D, place_R, real_1D, lead_stride)

@@ -419,7 +419,7 @@ class ConvolvedConstants(NamedTuple):
     head_dim: int
     block_width: int  # head_dim rounded up to a power of two
     has_unit_length: bool
-    summed_heads: int  # heads of the gradient that are summed for one head
+    summed_heads: int  # heads of the gradient per head of the rule's input
 
 
 class GateConstants(NamedTuple):
@@ -436,7 +436,7 @@ class GateConstants(NamedTuple):
     has_rate: bool
     low: float
     high: float
-    summed_heads: int  # heads of the gradient that are summed for one head
+    summed_heads: int  # heads of the gradient per head of the rule's input
     in_gate_rows: bool  # whether the columns are in the gates' own rows
 
 

@@ -2,6 +2,9 @@
 
 Tiles decide the order of sums. Tiles chosen by a timing could differ between runs or
 ranks, and so could the bits of results.
+
+A segment is here ``steps`` successive tokens of a front's tile (:class:`SegmentTile`).
+It is not a segment of a rule.
 """
 
 from __future__ import annotations

@@ -230,7 +230,11 @@ def _compute_tables(
     documents: Documents, cut: Callable[..., SegmentBoundaries], *arguments: object
 ) -> _SegmentTables:
     """The tables for the segments of ``cut(documents, *arguments)``, on the device of
-    ``documents.starts``."""
+    ``documents.starts``.
+
+    ``cut`` returns the fields of :class:`SegmentBoundaries`. Tables ``[P, 1]``
+    broadcast over the H heads.
+    """
     offsets, first_segment = cut(documents, *arguments)
     starts = documents.starts
     number = torch.arange(len(offsets) - 1, dtype=torch.int32, device=starts.device)
