@@ -251,7 +251,7 @@ def test_a_config_has_so_many_layers_and_experts_at_most(fields, most):
     for name in fields:
         field = FIELD_TABLE[name]
         assert field.is_legal(most) and not field.is_legal(most + 1), name
-        assert str(most) in field.legal
+        assert str(most) in field.legal_values
 
 
 def test_a_base_that_megatrons_flag_would_round_is_refused():
