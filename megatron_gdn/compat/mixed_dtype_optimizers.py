@@ -111,7 +111,7 @@ def repair_mixed_dtype_optimizers() -> None:
             (half, "load_state_dict", _load_fp32_masters),
         ],
         versions.NO_MAIN_GRADS: [
-            (half, "_copy_model_grads_to_main_grads", _lend_main_grads)
+            (half, "_copy_model_grads_to_main_grads", _use_grads_as_main_grads)
         ],
         versions.ONE_DTYPE_IN_MUON: [
             (LayerWiseDistributedOptimizer, "allgather_params", _gather_by_dtype)
@@ -239,7 +239,7 @@ def _load_equal_replicas(
         dist.all_gather_into_tensor(bucket.param_data, shard.clone(), group=group)
 
 
-def _lend_main_grads(copy_grads: Callable, optimizer: HalfOptimizer) -> None:
+def _use_grads_as_main_grads(copy_grads: Callable, optimizer: HalfOptimizer) -> None:
     """Call Megatron's ``copy_grads``; during the call ``main_grad`` of an fp32
     parameter is its ``grad``.
 

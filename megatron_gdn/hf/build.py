@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from ..kda.sizes import CONFIG_FIELD_OF_RANK
+from ..kda.sizes import CONFIG_FIELD_OF_LOW_RANK
 from .kimi import KIMI
 from .model_map import HFModelConfig, MegatronModelKind, read_hf_config
 
@@ -308,7 +308,7 @@ def _launch_arguments(
     arguments: dict[str, Any] = {"spec": ("megatron_gdn.specs", spec)}
     # the ranks of the gates of 'K' layers, by the config's fields
     for option, value in config.kda_options.items():
-        settings[CONFIG_FIELD_OF_RANK[option]] = value
+        settings[CONFIG_FIELD_OF_LOW_RANK[option]] = value
     for name, value in settings.items():
         if value is None:  # Megatron's default
             continue

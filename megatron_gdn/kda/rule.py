@@ -51,7 +51,7 @@ class FlaKDA(FlaChannelRule):
         ``safe_gate`` selects fla's faster kernels."""
         super().__init__(bits)
         safe = lower_bound is not None and lower_bound >= _SAFE_LOWER_BOUND
-        self.extra_arguments = {"safe_gate": safe}
+        self.chunk_and_backward_arguments = {"safe_gate": safe}
 
     @classmethod
     def why_not(

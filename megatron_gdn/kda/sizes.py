@@ -43,7 +43,7 @@ class KDADims(LinearDims):
         """The sizes in a ``TransformerConfig``. If a rank is None, it is the config's
         ``kda_f_lora_rank`` or ``kda_gate_lora_rank``, or else 0."""
         ranks = {"forget_rank": forget_rank, "output_rank": output_rank}
-        for name, field in CONFIG_FIELD_OF_RANK.items():
+        for name, field in CONFIG_FIELD_OF_LOW_RANK.items():
             if ranks[name] is None:
                 ranks[name] = getattr(config, field, None)
         ranks_or_zero = {name: rank or 0 for name, rank in ranks.items()}
@@ -72,8 +72,9 @@ class KDADims(LinearDims):
         return Layout(tuple(sections), layout.head_counts, output_gate="")
 
 
-# The fields of newer Megatrons' configs with the two ranks, by our names.
-CONFIG_FIELD_OF_RANK = {
+# For each of our two low ranks (of matrices, not of processes), the field of newer
+# Megatrons' configs that has it.
+CONFIG_FIELD_OF_LOW_RANK = {
     "forget_rank": "kda_f_lora_rank",
     "output_rank": "kda_gate_lora_rank",
 }

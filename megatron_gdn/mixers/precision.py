@@ -48,9 +48,9 @@ class Fp32Parameters(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register as torch does. Megatron-FSDP registers its sharded parameters here,
-        so :func:`guard_mixed_dtypes` checks an fp32 parameter first."""
+        so :func:`prepare_fsdp_for_mixed_dtypes` checks an fp32 parameter first."""
         if name in self._keep_in_float32_parameter_names:
-            guard_mixed_dtypes(name, param)
+            prepare_fsdp_for_mixed_dtypes(name, param)
         super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
@@ -130,8 +130,9 @@ class Fp32Parameters(nn.Module):
         )
 
 
-def guard_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> None:
-    """Keep Megatron-FSDP from wrong numbers in a layer with parameters of two dtypes.
+def prepare_fsdp_for_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> None:
+    """Refuse parameters of two dtypes in one layer under Megatron-FSDP over gloo; over
+    other backends, switch off a fusion that would give wrong gradients.
 
     Megatron-FSDP gathers the parameters of a layer in one joined collective, and
     reduces their gradients in another one.

@@ -79,7 +79,8 @@ def front_on_grid(
             if result is not None:
                 result.put(group, x)
     return inputs._make(
-        None if result is None else result.tokens(rows.shape[:2]) for result in results
+        None if result is None else result.in_token_order(rows.shape[:2])
+        for result in results
     )
 
 
@@ -103,7 +104,7 @@ def readout_on_grid(
             results = _GroupResults(grid, mixed)
         results.put(group, mixed)
     assert results is not None, "the caller gives at least one token"
-    return results.tokens(rows.shape[:2])
+    return results.in_token_order(rows.shape[:2])
 
 
 def _fill_chunks(
@@ -167,7 +168,7 @@ class _GroupResults:
         if self._shared_value is None:
             self._grid.write_chunks(self._rows, group, chunks)
 
-    def tokens(self, rows: torch.Size) -> Tensor:
+    def in_token_order(self, rows: torch.Size) -> Tensor:
         """The results of all tokens, ``[B, S, ...]``; ``rows`` is ``(B, S)``."""
         if self._shared_value is not None:
             return self._shared_value.expand(rows + self._shared_value.shape[2:])

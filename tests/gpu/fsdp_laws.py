@@ -176,7 +176,9 @@ def losses_one_gather_at_a_time(dtype: torch.dtype) -> torch.Tensor:
 
 def losses_if_accepted(dtype: torch.dtype) -> torch.Tensor:
     """`losses` under Megatron-FSDP without the layer's refusal."""
-    with patch.object(precision, "guard_mixed_dtypes", lambda name, parameter: None):
+    with patch.object(
+        precision, "prepare_fsdp_for_mixed_dtypes", lambda name, parameter: None
+    ):
         return losses("fsdp", dtype)
 
 

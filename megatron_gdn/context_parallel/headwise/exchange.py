@@ -163,12 +163,12 @@ def _send_fragments(
     operations = []
     for peer, message in zip(exchange.shares.peers(rank), messages, strict=True):
         for fragment in wave.fragments[rank]:
-            tokens = message[fragment.wave_slice]
-            transfer = dist.P2POp(start_own, tokens, group=group, group_peer=peer)
+            rows = message[fragment.wave_slice]
+            transfer = dist.P2POp(start_own, rows, group=group, group_peer=peer)
             operations.append(transfer)
         for fragment in wave.fragments[peer]:
-            tokens = hp_rows[fragment.sequence_slice]
-            transfer = dist.P2POp(start_peers, tokens, group=group, group_peer=peer)
+            rows = hp_rows[fragment.sequence_slice]
+            transfer = dist.P2POp(start_peers, rows, group=group, group_peer=peer)
             operations.append(transfer)
     return dist.batch_isend_irecv(operations)
 

@@ -153,8 +153,12 @@ def alignment(*strides: int) -> int:
     return gcd(16, *strides)
 
 
-class Fragment(NamedTuple):
-    """Tokens that lie side by side both in a rank's wave and in the sequence."""
+class WaveFragment(NamedTuple):
+    """The part of a fragment in one wave: tokens that lie side by side both in a rank's
+    wave and in the sequence.
+
+    Two neighbouring fragments of a rank count as one.
+    """
 
     wave_slice: slice
     sequence_slice: slice
@@ -190,15 +194,15 @@ class Wave:
         return self.size / (1 + int(breaks.max()))
 
     @cached_property
-    def fragments(self) -> tuple[tuple[Fragment, ...], ...]:
-        """Every rank's fragments of this wave."""
+    def fragments(self) -> tuple[tuple[WaveFragment, ...], ...]:
+        """For each rank, the parts of its fragments in this wave."""
         assert self.positions is not None
         return tuple(consecutive_runs(positions_s) for positions_s in self.positions)
 
 
-def consecutive_runs(positions_s: Tensor) -> tuple[Fragment, ...]:
-    """The runs of consecutive numbers in ``positions_s``, a CPU tensor, as
-    fragments."""
+def consecutive_runs(positions_s: Tensor) -> tuple[WaveFragment, ...]:
+    """The runs of consecutive numbers in ``positions_s``, a CPU tensor, each as a
+    :class:`WaveFragment`."""
     if not positions_s.numel():
         return ()
     breaks = (positions_s.diff() != 1).nonzero().flatten() + 1
@@ -207,7 +211,7 @@ def consecutive_runs(positions_s: Tensor) -> tuple[Fragment, ...]:
     fragments = []
     for (start, end), first in zip(pairwise(bounds), first_positions, strict=True):
         sequence_slice = slice(first, first + end - start)
-        fragments.append(Fragment(slice(start, end), sequence_slice))
+        fragments.append(WaveFragment(slice(start, end), sequence_slice))
     return tuple(fragments)
 
 

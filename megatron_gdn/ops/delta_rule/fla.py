@@ -160,7 +160,7 @@ class FlaChannelRule(FlaDeltaRule):
     # the NamedTuple class in which `gradients` returns the gradients of the inputs
     gradients_class: ClassVar[Callable[..., Gradients]] = RuleGrads
     # further keyword arguments of the calls of chunk_function and backward_function
-    extra_arguments: dict[str, object] = {}  # noqa: RUF012
+    chunk_and_backward_arguments: dict[str, object] = {}  # noqa: RUF012
 
     def call_fla(
         self, function: str, call: FlaForward | FlaBackward, **others: object
@@ -178,7 +178,11 @@ class FlaChannelRule(FlaDeltaRule):
         g_sum = self.decay_sums(call)
         scale = call.inputs.k.shape[-1] ** -0.5
         w, u, _, k, Aqk, Akk = self.call_fla(
-            self.chunk_function, call, gk=g_sum, scale=scale, **self.extra_arguments
+            self.chunk_function,
+            call,
+            gk=g_sum,
+            scale=scale,
+            **self.chunk_and_backward_arguments,
         )
         return ChunkProducts({"k": k, "w": w, "u": u, "gk": g_sum}, (Aqk, Akk), Aqk)
 
@@ -241,7 +245,7 @@ class FlaChannelRule(FlaDeltaRule):
             do=call.d_o,
             dht=d_final,
             g=g_sum,
-            **self.extra_arguments,
+            **self.chunk_and_backward_arguments,
         )
         # fla returns dg after the gates' gradients; the rule has g before the gates
         d_gates = d_gates_and_dg[: len(self.gate_arguments)]

@@ -155,7 +155,7 @@ def add_rows_kernel(
     """Add returned gradients ``returned_ptr [., B, C]`` to the tokens' gradients
     ``d_rows_ptr [s, B, C]``; grid (M, blocks of channels, B).
 
-    Other ranks read rows of this rank as history. They return the gradients of these
+    The ranks that read rows of these tokens as history return the gradients of these
     rows.
 
     ``additions_ptr``: the field `HistoryTable.gradient_additions`, ``[M, 1 + most]``;
