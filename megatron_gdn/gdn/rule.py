@@ -167,7 +167,8 @@ def resolve_rule(
             dtype, heads and versions (:class:`.repeatable.RepeatableSetup`), else the
             reference. Each of fla's kernels then has one configuration. A backend that
             is asked for by name runs even if untested; the log then says so.
-            ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
+            With ``Bits.ON_GRID`` a token's bits depend only on its sequence's tokens,
+            and a kernel that is asked for by name raises a ValueError.
         operands: the dtype to which flash_qla and fla round operands of products in a
             bf16 layer: ``"fp16"``, or ``"bf16"``, with three bits less but a wider
             range (see :mod:`.half`). If fp16 would be more exact but cannot be used,

@@ -121,8 +121,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     Document boundaries enter :meth:`forward` with ``packed_seq_params``.
     :meth:`.micro_batch.MicroBatchPlanner.of` reads them, and
     ``passage.sequence_context`` brings them to convolution and rule. Under context
-    parallelism one layer also compares the ranks' micro-batches there, by one small
-    all-gather in each forward (:mod:`..context_parallel.agreement`).
+    parallelism the planner of one layer also compares the ranks' micro-batches, by a
+    small all-gather in each forward (:mod:`..context_parallel.agreement`).
 
     ``dims`` are the sizes of the mixer: ``hidden_size``, ``conv_kernel_dim``, the
     ``layout`` of a projection row, the ``state`` of the heads, and the
@@ -165,7 +165,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     # graph needs no buffer for a mask.
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal
     uses_attention_mask: ClassVar[bool] = False
-    use_muon: ClassVar[bool] = True  # Muon updates in_proj by sections; False: Adam
+    # Whether Muon updates in_proj, by sections. False: Adam, in Megatrons after 0.19.
+    use_muon: ClassVar[bool] = True
     # whether Megatron may capture the mixer in a CUDA graph of the layer
     may_be_captured: ClassVar[bool] = False
     # whether the convolution's parameters are in a submodule conv1d, as in Megatron's

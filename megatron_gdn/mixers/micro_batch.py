@@ -190,6 +190,11 @@ class MicroBatchPlanner:
 
         The decision is kept, so a recomputed forward finds it again.
 
+        With several context-parallel ranks, one layer all-gathers five integers in each
+        forward, to compare the ranks' micro-batches (:func:`.require_agreement`). The
+        first choice by price between headwise and chunkwise gathers the ranks' hosts,
+        once per group.
+
         Args:
             packed: names the documents, and may name a context-parallel group.
             proj_sBP: this rank's projection rows; device, dtype and sizes are read.

@@ -66,7 +66,9 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
     Megatron's resharding reads ``partition_sizes``, and Megatron's Muon
     ``qkv_split_shapes``. Muon before 0.19 would ignore these sizes and cut in_proj in
     those of attention's heads, so it gets no such mark. ``use_muon``: whether Muon, and
-    not Adam, updates the linear. ``sections`` are this rank's rows of each section.
+    not Adam, updates the linear. Megatron reads ``use_muon`` only after 0.19, so the
+    log line of older Megatrons does not depend on it. ``sections`` are this rank's rows
+    of each section.
     """
     sizes = list(sections)
     muon_splits = not MUON_KNOWS_ATTENTION_ALONE.is_present()

@@ -64,7 +64,8 @@ class SSMGate(Fp32Parameters, nn.Module):
 
         Without ``a``, the pair ``A_log``, ``dt_bias``. They are copies, because torch's
         ``fully_shard`` frees the gathered parameters after the call. The forwards of
-        patched modules call without ``a``; the method ``_compute_gate`` gives ``a``.
+        patched modules call without ``a``. Their method ``_compute_gate`` gives ``a``,
+        and so do modules that :func:`install_ssm_gate` has changed.
 
         A ValueError is raised if a parameter was rounded, or if ``a`` is given in a
         Kimi Delta Attention.

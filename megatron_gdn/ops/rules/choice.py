@@ -49,9 +49,12 @@ def choose(
             ``"reference"``, which runs everywhere and keeps every promise.
         sizes: the mixer's sizes, for :meth:`.base.Rule.why_not` and
             :meth:`.base.Rule.of`.
-        bits: what the rule must promise. For more than ``FREE``, ``"auto"`` takes a
-            rule only if a test found that its bits repeat. A name may select other
-            rules for ``DETERMINISTIC``; the log then says that they are untested.
+        bits: what the rule must promise. ``DETERMINISTIC``: a sequence's bits depend
+            neither on the run nor on other sequences. ``ON_GRID``: a token's bits
+            depend only on its sequence's tokens. For both, ``"auto"`` takes a rule only
+            if a test found that its bits repeat, or else the last rule. A name may
+            select other rules for ``DETERMINISTIC``; the log then says that they are
+            untested. For ``ON_GRID`` only the name "reference" is accepted.
 
     Raises:
         ValueError: an unknown name, or a rule that cannot run here, or cannot promise
