@@ -29,7 +29,7 @@ from megatron_gdn.kda.sizes import kda_layout
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleInputs
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.front.history import History, HistoryTable
-from megatron_gdn.ops.front.history_kernels import add_rows
+from megatron_gdn.ops.front.history_kernels import add_rows, lead_in
 from megatron_gdn.ops.front.launches import TritonFront
 from megatron_gdn.ops.generation.memory import Memory
 from megatron_gdn.ops.generation.step_kernels import (
@@ -108,6 +108,21 @@ def run_front(
     parameters = tensor(C, 1, TAPS), tensor(C), *gates
     made = front.forward(rows, parameters, documents, history=before)
     front.backward(rows, parameters, made, torch.empty_like(rows), documents, before)
+
+
+def run_lead_in(simulation):
+    """What the first tokens of a document read before it, of narrow sections of wide
+    rows."""
+    B = 65_535
+    C = 16
+    R = TAPS - 1
+    table = HistoryTable(
+        simulation.holds(tensor(1, TAPS - 1, dtype=INT32), R - 1),
+        tensor(1, TAPS - 1, dtype=INT32),
+        tensor(4, dtype=INT32),
+        tensor(1, 2, dtype=INT32),
+    )
+    lead_in(History(tensor(R, B, 2**16)[..., :C], table), tensor(C, 1, TAPS))
 
 
 def run_decode(simulation, N, slots, sizes, transposed=False):
@@ -202,6 +217,7 @@ LAWS = {
     "front, history": lambda x: run_front(
         x, 128, 32_898, GDN, history=True, tile=FEW_STEPS
     ),
+    "lead-in of many batch rows": run_lead_in,
     "front, packed": lambda x: run_front(
         x, 2**26 - 5, 1, SMALL, packed=True, history=True, tile=FEW_STEPS
     ),

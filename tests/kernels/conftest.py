@@ -4,8 +4,10 @@
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -124,11 +126,80 @@ def _unread_checks_left_out() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
+def _masked_lanes_hold_nan() -> None:
+    """A load that names no other value for the lanes that its mask hides promises
+    nothing of them: Triton's interpreter has zeros there."""
+    from triton.runtime import interpreter
+
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def load_with_nan(self, ptrs, mask, other, *args):
+        if other is None:
+            dtype = interpreter._get_np_dtype(ptrs.get_element_ty())
+            unknown = np.nan if dtype.kind == "f" else np.iinfo(dtype).max
+            data = np.full_like(ptrs.data, unknown, dtype=dtype)
+            other = interpreter.TensorHandle(data, ptrs.get_element_ty())
+        return load(self, ptrs, mask, other, *args)
+
+    interpreter.InterpreterBuilder.create_masked_load = load_with_nan
+
+
+def _elements_lie_in_their_tensors() -> None:
+    """A launch reads and writes elements of its own tensors: Triton's interpreter takes
+    any address."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    load = builder.create_masked_load
+    store = builder.create_masked_store
+    start_launch = interpreter.GridExecutor._init_args_hst
+    bounds = []  # the first byte of each tensor of the launch, and the one after its last
+
+    def note_tensors(self, args, kwargs):
+        made = start_launch(self, args, kwargs)
+        flat = pytree.tree_leaves(made)
+        tensors = [x for x in flat if isinstance(x, torch.Tensor) and x.numel()]
+        bounds[:] = {_bytes_of(x) for x in tensors}
+        return made
+
+    def require_inside(ptrs, mask):
+        reached = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+        if not reached.size:
+            return
+        least = reached.min()
+        most = reached.max()
+        if any(start <= least and most < end for start, end in bounds):
+            return
+        inside = np.zeros(reached.shape, bool)
+        for start, end in bounds:
+            inside |= (start <= reached) & (reached < end)
+        assert inside.all(), "an element lies outside the tensors of the launch"
+
+    def load_inside(self, ptrs, mask, *args):
+        require_inside(ptrs, mask)
+        return load(self, ptrs, mask, *args)
+
+    def store_inside(self, ptrs, value, mask, *args):
+        require_inside(ptrs, mask)
+        return store(self, ptrs, value, mask, *args)
+
+    builder.create_masked_load = load_inside
+    builder.create_masked_store = store_inside
+    interpreter.GridExecutor._init_args_hst = note_tensors
+
+
+def _bytes_of(x: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
 if INTERPRETED:
     _language_patched_once_a_launch()
     _unread_checks_left_out()
     _types_made_once()
     _numpy_scalars_as_indices()
+    _masked_lanes_hold_nan()
+    _elements_lie_in_their_tensors()
     _masks_of_bools()
 
 
