@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial, update_wrapper
+from functools import cache, partial, update_wrapper
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -219,7 +219,7 @@ def class_for_config(config: object) -> type:
     )
 
 
-@lru_cache
+@cache
 def class_with_mixin(prefix: str, mixin: type, cls: type) -> type[Any]:
     """The class with the bases ``mixin`` and ``cls``; its name is ``prefix`` + the name
     of ``cls``.
@@ -229,7 +229,7 @@ def class_with_mixin(prefix: str, mixin: type, cls: type) -> type[Any]:
     return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__})
 
 
-@lru_cache
+@cache
 def cache_parameter(function: Callable) -> str:
     """The name of the argument in which transformers' ``function`` takes the cache; it
     depends on transformers' version (:func:`.sources.find_cache`)."""

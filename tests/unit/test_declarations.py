@@ -1,0 +1,269 @@
+"""What the package declares once for all its code: records, caches, and the defaults of
+public functions."""
+
+import dataclasses
+import enum
+import inspect
+import pkgutil
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import megatron_gdn
+
+# Records that change after they are made; Megatron changes its lists of submodules.
+CHANGE = {
+    "_Agreement",
+    "_DropInState",
+    "_RowProgress",
+    "DropInOptions",
+    "GatedDeltaProductSubmodules",
+    "KimiDeltaAttentionSubmodules",
+    "Mamba2MixerSubmodules",
+    "MixerSubmodules",
+    "StaticPackedSeqParams",
+}
+# Records that are equal if their fields are. The others hold tensors, or are keys of
+# what is kept for one object.
+EQUAL_BY_VALUE = CHANGE - {"_DropInState", "DropInOptions"} | {
+    "Fp32Parameter",
+    "GDN2Dims",
+    "GDN2Options",
+    "GDNDims",
+    "GDNOptions",
+    "GDPDims",
+    "GDPOptions",
+    "HFModelConfig",
+    "HFRef",
+    "KDADims",
+    "KDAOptions",
+    "LayerCounts",
+    "Layout",
+    "LinearDims",
+    "Mamba2Dims",
+    "Mamba2Options",
+    "MixerOptions",
+    "Model",
+    "PassThroughReadout",
+    "PlainReadout",
+    "Stack",
+    "TritonReadout",
+    "UpstreamFault",
+}
+# Records whose fields have names where they are made.
+BY_KEYWORD = {
+    "DropInOptions",
+    "Fp32Parameter",
+    "GDN2Dims",
+    "GDN2Options",
+    "GDNDims",
+    "GDNOptions",
+    "GDPDims",
+    "GDPOptions",
+    "HFModelConfig",
+    "KDADims",
+    "KDAOptions",
+    "LayerCounts",
+    "LinearDims",
+    "Mamba2Dims",
+    "Mamba2Options",
+    "MixerOptions",
+    "Stack",
+    "TensorMap",
+}
+# Records that take no attribute but their fields.
+WITHOUT_OTHER_ATTRIBUTES = BY_KEYWORD - {
+    "DropInOptions",
+    "Fp32Parameter",
+    "GDN2Options",
+    "GDNOptions",
+    "GDPOptions",
+    "KDAOptions",
+    "Mamba2Options",
+    "MixerOptions",
+} | {"HFRef"}
+PUBLIC = (
+    "",
+    "context_parallel",
+    "hf",
+    "inference",
+    "models",
+    "ops",
+    "specs",
+    "testing",
+)
+DEFAULTS = Path(__file__).with_name("public_defaults.txt")
+
+
+@cache
+def modules():
+    """All modules but those that are run, or that change Megatron when imported."""
+    names = [
+        x.name for x in pkgutil.walk_packages(megatron_gdn.__path__, "megatron_gdn.")
+    ]
+    run = ("__main__", "enable")
+    return [import_module(x) for x in names if x.rpartition(".")[2] not in run]
+
+
+@cache
+def records():
+    found = [
+        x
+        for module in modules()
+        for x in vars(module).values()
+        if dataclasses.is_dataclass(x) and "__dataclass_params__" in vars(x)
+    ]
+    return {x for x in found if x.__module__.startswith("megatron_gdn")}
+
+
+def named(is_kept):
+    return {x.__name__ for x in records() if is_kept(x)}
+
+
+def test_a_record_does_not_change():
+    assert named(lambda x: not x.__dataclass_params__.frozen) == CHANGE
+
+
+def test_records_are_compared_by_value_or_are_themselves_alone():
+    assert named(lambda x: x.__eq__ is not object.__eq__) == EQUAL_BY_VALUE
+
+
+def test_many_fields_of_one_type_are_given_by_name():
+    def by_keyword(record):
+        return all(x.kw_only for x in dataclasses.fields(record))
+
+    assert named(by_keyword) == BY_KEYWORD
+
+
+def test_a_misspelt_field_of_sizes_is_no_new_attribute():
+    assert named(lambda x: "__slots__" in vars(x)) == WITHOUT_OTHER_ATTRIBUTES
+
+
+def own_caches():
+    """Each cache of a function or method, by its name."""
+    for module in modules():
+        for name, x in vars(module).items():
+            inner = vars(x) if isinstance(x, type) else {}
+            for function in (x, *inner.values()):
+                function = getattr(function, "__func__", function)
+                if not hasattr(function, "cache_parameters"):
+                    continue
+                if function.__module__ == module.__name__:
+                    yield f"{module.__name__}.{name}", function
+
+
+def test_every_cache_says_how_much_it_keeps():
+    """128 is what `lru_cache` keeps by default. Layouts, tables and launches of a run
+    are more than some and fewer than many."""
+    sizes = {name: x.cache_parameters()["maxsize"] for name, x in own_caches()}
+    assert len(sizes) > 50
+    assert set(sizes.values()) <= {None, 16, 64, 256, 1024}, sizes
+
+
+def default_in_words(x):
+    x = x.value if isinstance(x, enum.Enum) else x
+    return x.__name__ if isinstance(x, type) else repr(x)
+
+
+def defaults_of(function):
+    """``name=default`` of each argument that may be left out."""
+    return ", ".join(
+        f"{x.name}={default_in_words(x.default)}"
+        for x in inspect.signature(function).parameters.values()
+        if x.default is not x.empty
+    )
+
+
+def public_functions():
+    for place in PUBLIC:
+        module = import_module(f"megatron_gdn.{place}".rstrip("."))
+        for name in module.__all__:
+            x = getattr(module, name)
+            if not callable(x) or isinstance(x, enum.EnumMeta):
+                continue
+            yield f"{place}.{name}".lstrip("."), x
+            for method, y in vars(x).items() if isinstance(x, type) else ():
+                y = getattr(y, "__func__", y)
+                if callable(y) and method[0] != "_" and not isinstance(y, type):
+                    yield f"{place}.{name}.{method}".lstrip("."), y
+            if hasattr(x, "options_class"):
+                yield f"{name}.options", x.options_class
+    for mixer in ("gdn", "gdn2", "gdp", "kda", "mamba2"):
+        reference = import_module(f"megatron_gdn.{mixer}.reference")
+        for name, x in inspect.getmembers(reference, inspect.isfunction):
+            if x.__module__ == reference.__name__:
+                yield f"{mixer}.reference.{name}", x
+
+
+def test_defaults_of_public_functions_stay():
+    """A changed default changes every run that does not name it. ``python -m
+    tests.unit.test_declarations`` writes the file."""
+    known = dict(line.split(": ", 1) for line in DEFAULTS.read_text().splitlines())
+    assert {
+        name: defaults_of(x) for name, x in public_functions() if defaults_of(x)
+    } == (known)
+
+
+def given_defaults(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {x.name: x.default for x in parameters if x.default is not x.empty}
+
+
+def overrides():
+    """Pairs of a method of the package and the one that it replaces."""
+    classes = {
+        x
+        for module in modules()
+        for x in vars(module).values()
+        if isinstance(x, type) and x.__module__.startswith("megatron_gdn")
+    }
+    for cls in classes:
+        for name, method in vars(cls).items():
+            method = getattr(method, "__func__", method)
+            if not inspect.isfunction(method) or name == "__init__":
+                continue
+            for base in cls.__mro__[1:]:
+                original = vars(base).get(name)
+                original = getattr(original, "__func__", original)
+                if base in classes and inspect.isfunction(original):
+                    yield f"{cls.__name__}.{name}", method, original
+                    break
+
+
+def test_a_method_has_the_defaults_of_the_one_that_it_replaces():
+    different = {}
+    pairs = 0
+    for name, method, original in overrides():
+        own = given_defaults(method)
+        theirs = given_defaults(original)
+        common = own.keys() & theirs.keys()
+        pairs += bool(common)
+        for key in common:
+            if own[key] is not theirs[key] and own[key] != theirs[key]:
+                different[f"{name}({key})"] = own[key], theirs[key]
+    assert pairs > 15 and different == {}
+
+
+def test_a_kernels_launch_and_its_plain_twin_have_the_same_arguments():
+    pairs = 0
+    by_name = {module.__name__: module for module in modules()}
+    for name, twins in by_name.items():
+        launches = by_name.get(name.removesuffix("_torch"))
+        if launches is None or launches is twins:
+            continue
+        for function, twin in inspect.getmembers(twins, inspect.isfunction):
+            launch = getattr(launches, function, None)
+            if inspect.isfunction(launch) and launch is not twin:
+                pairs += 1
+                assert given_defaults(launch) == given_defaults(twin), function
+    assert pairs > 3
+
+
+if __name__ == "__main__":
+    DEFAULTS.write_text(
+        "".join(
+            f"{name}: {defaults_of(x)}\n"
+            for name, x in sorted(dict(public_functions()).items())
+            if defaults_of(x)
+        )
+    )
