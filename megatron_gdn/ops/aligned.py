@@ -184,7 +184,6 @@ class AlignedFront:
         self.layout = front.layout
         self.input_names = front.input_names
         self._front = front
-        self.convolved_inputs = front.convolved_inputs
         self.recomputed = front.recomputed
         self.backward = front.backward
 

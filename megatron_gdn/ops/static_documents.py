@@ -79,10 +79,10 @@ class StaticDocuments(Documents):
                 f"{max_documents} documents of at most {longest} tokens cannot fill a "
                 f"buffer of {total_tokens}."
             )
-        with torch.inference_mode(False):  # so that ``fill`` can change it in any mode
-            boundaries = torch.arange(max_documents + 1, device="cpu") * longest
-            boundaries = boundaries.clamp_(max=total_tokens).to(torch.int32)
-            boundaries = to_device(boundaries, device)
+        boundaries = torch.arange(max_documents + 1, device="cpu") * longest
+        boundaries = boundaries.clamp_(max=total_tokens).to(torch.int32)
+        # no inference tensor, so that ``fill`` can change it in any mode
+        boundaries = to_device(boundaries, device)
         # ``vars``, since the class is frozen: caches use the object as a key, by
         # identity.
         vars(self).update(

@@ -86,6 +86,7 @@ class FlashQlaStandIn:
     def get_warmup_chunks_bidi(
         self, g, cu_seqlens, ht_mask_fwd, ht_mask_bwd, threshold
     ):
+        assert threshold in (-10, -20)
         from_zero = threshold == -10
         assert ht_mask_fwd.any() == ht_mask_bwd.any() == from_zero
         every = chunks_of(cu_seqlens, g.shape[-1])

@@ -92,6 +92,24 @@ def test_what_a_kernel_writes_is_no_state_that_entered(final):
     )
 
 
+def test_a_segments_last_chunks_reach_the_kernel():
+    calls = []
+    kernels = flash_qla_hopper.HopperKernels(SimpleNamespace(build_cp_context=None), {})
+    kernels._chunk_table_module = SimpleNamespace(
+        prepare_chunk_offsets=lambda cu, size: (torch.tensor([0, 2]), 3)
+    )
+    kernels._kernel = lambda stage, *key: lambda *args: calls.append(args)
+    k, v = torch.zeros(1, 192, 1, 16), torch.zeros(1, 192, 2, 16)
+    a, g = torch.zeros(1, 192, 2, 64), torch.zeros(1, 192, 2)
+    last_chunks = torch.ones(2, 2, dtype=torch.int32)
+    offsets = torch.tensor([0, 128, 192], dtype=torch.int32)
+    for chunks in (last_chunks, None):
+        kernels.fused_gdr_h(k, v, a, g, g, cu_seqlens=offsets, num_warmup_chunks=chunks)
+    of_segments, unread = (args[8] for args in calls)
+    assert of_segments is last_chunks
+    assert unread.shape == last_chunks.shape and unread.dtype == last_chunks.dtype
+
+
 def inputs_of(S, B):
     make = torch.Generator(device="cuda").manual_seed(5)
 

@@ -3,12 +3,14 @@ stand-ins."""
 
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.gdn.flash_qla import states as flash_qla_states
 from megatron_gdn.ops import Documents
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.rules.base import Bits
@@ -227,3 +229,32 @@ def test_gradients_follow_a_d_o_that_was_scaled(rule, begun_first):
     for got, exact in zip(backward.run(initial, d_final), expected, strict=True):
         if exact is not None:
             torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [(0, 64, 192, 300)], indirect=True)
+def test_saved_tensors_are_free_while_the_backwards_kernel_runs(rule, monkeypatch):
+    inputs, d_o = random_inputs(300)
+    initial, d_final = random_states(1)
+    _, _, saved = rule.begin(inputs, None).run(initial)
+    backward = backward_of(rule, inputs, d_o, saved)
+    backward.d_initial()
+    kernel = flash_qla.gradients
+    held = []
+
+    def noted(*args, **more):
+        held.extend(name for name, x in vars(backward).items() if "saved" in name and x)
+        return kernel(*args, **more)
+
+    monkeypatch.setattr(flash_qla, "gradients", noted)
+    backward.run(initial, d_final)
+    assert held == []
+
+
+def test_generation_starts_its_kernel_from_zeros():
+    """So that training and generation run the same kernel."""
+    inputs = empty(1, 5, 3)
+    segments = SimpleNamespace(sequence_of_segment=torch.zeros(2))
+    made = flash_qla_states.initial_or_zero(None, inputs, segments)
+    assert torch.equal(made, torch.zeros(2, 3, 1, 1)) and made.dtype == torch.float32
+    given = torch.ones(2, 3, 1, 1)
+    assert flash_qla_states.initial_or_zero(given, inputs, None) is given

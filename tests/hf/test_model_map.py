@@ -1,10 +1,11 @@
 """The whole model's map: which rows go where, and what a config says."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_gdn.hf import parse_hf_config
+from megatron_gdn.hf import megatron_model, parse_hf_config
 from megatron_gdn.hf.model_map import model_maps
 from megatron_gdn.hf.safetensors_files import TensorSpec
 from megatron_gdn.hf.tensor_plan import plan_tensors
@@ -120,3 +121,20 @@ def test_a_folder_without_one_text_model_is_refused():
 def test_a_kind_of_rotary_embedding_under_its_older_name_is_refused_too(rope):
     with pytest.raises(ValueError, match="rope_type=.* must be 'default'"):
         parse_hf_config(CONFIG | {"rope_scaling": rope})
+
+
+@pytest.mark.parametrize("left_out", [[], ["mtp.fc.weight", "mtp.norm.weight"]])
+def test_a_load_names_what_it_leaves_out(left_out, monkeypatch, caplog):
+    plan = SimpleNamespace(passthrough_keys=left_out)
+    for name, made in {
+        "SafetensorsFolder": None,
+        "read_hf_config": parse_hf_config(CONFIG),
+        "_plan_model": (plan, {}),
+        "_check_source_tensors": None,
+        "_match_maps_to_parameters": [],
+    }.items():
+        monkeypatch.setattr(megatron_model, name, lambda *_, made=made: made)
+    megatron_model.load_hf_weights(None, "folder")
+    told = "2 tensors of the Qwen3_5ForCausalLM are not part of a Megatron text model"
+    assert (told in caplog.text) is bool(left_out)
+    assert not left_out or "the first mtp.fc.weight" in caplog.text

@@ -58,6 +58,9 @@ def test_a_copy_computes_the_same_and_shares_only_its_groups(kind):
             parameter.fill_(0.5)
     copied(x, None)
     assert layer.micro_batches is not copied.micro_batches
+    stored = [x for x in vars(layer.micro_batches).items() if isinstance(x[1], dict)]
+    assert len(stored) == 3
+    assert not any(x is vars(copied.micro_batches)[name] for name, x in stored)
     require_same_bits(forward_backward(layer, x), expected)
 
 

@@ -4,9 +4,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from megatron.core.transformer import transformer_config as megatron_configs
 
-from megatron_gdn.hf import megatron_flags, transformer_config
+from megatron_gdn.hf import megatron_flags
 from megatron_gdn.hf.build import megatron_arguments
 from megatron_gdn.models import find
 from tests.in_words import in_words, read, write
@@ -59,22 +58,6 @@ def declared(name):
 def test_a_published_model_stays_itself(name):
     """``python -m tests.models.test_declared_models`` writes the file."""
     assert declared(name) == read(FILE)[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "modules", "grouped"),
-    [
-        ("Qwen3.5-35B-A3B", "te", True),
-        ("Qwen3.5-35B-A3B", "local", False),
-        ("tiny", "te", False),
-    ],
-)
-def test_experts_are_grouped_where_transformer_engine_computes_them(
-    name, modules, grouped, monkeypatch
-):
-    monkeypatch.setattr(megatron_configs, "TransformerConfig", dict)
-    made = transformer_config(find(name).hf, "hybrid", modules=modules)
-    assert made["moe_grouped_gemm"] is grouped
 
 
 if __name__ == "__main__":

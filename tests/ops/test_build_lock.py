@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_gdn.ops.kernels import builds
 from megatron_gdn.ops.kernels.builds import build_lock, lock_file
 from tests.processes import PATIENCE, is_free, until
 from tests.processes import fork as start
@@ -98,3 +99,16 @@ def test_a_file_system_without_locks_lets_everyone_build(tmp_path, monkeypatch, 
     ):
         assert first is not None and two is not None
     assert "TILELANG_CACHE_DIR" in caplog.text
+
+
+def test_a_process_that_waits_leaves_the_core_to_the_one_that_builds(
+    tmp_path, monkeypatch
+):
+    slept = []
+    is_built = iter([False] * 3 + [True])
+    monkeypatch.setattr(builds.time, "sleep", slept.append)
+    monkeypatch.setattr(builds, "_try_to_lock", lambda file: False)
+    path = tmp_path / "locks" / "kernel.lock"
+    with build_lock(path, "kernel k", lambda: next(is_built)) as lock:
+        assert lock is None
+    assert slept == [0.1] * 3

@@ -171,3 +171,12 @@ def test_a_front_on_a_gpu_without_triton_is_plain_torch_and_the_log_says_so(
         "conv, gates and norm run in plain torch: triton is not installed"
         in caplog.text
     )
+
+
+def test_a_carried_state_in_fp32_is_rounded_to_the_rows_dtype_first():
+    x, weight, _ = (x.detach().bfloat16() for x in make())
+    state = torch.randn(2, *weight.shape)
+    found = causal_conv1d(x, weight, initial_state=state, output_final_state=True)
+    rounded = {"initial_state": state.bfloat16(), "output_final_state": True}
+    for y, expected in zip(found, causal_conv1d(x, weight, **rounded), strict=True):
+        assert y.dtype == x.dtype and torch.equal(y, expected)

@@ -9,14 +9,17 @@ import pytest
 import torch
 
 from megatron_gdn.gdn.api import recurrent_gated_delta_rule
+from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn2.rule import PlainGDN2
 from megatron_gdn.mamba2.rule import PlainSSD
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.rules import chunk_table
+from megatron_gdn.ops.rules.base import Bits, Rule
 from megatron_gdn.ops.rules.steps import RuleOfSteps
 from megatron_gdn.ops.static_documents import StaticDocuments
+from megatron_gdn.ops.trees import RuleByLevel
 from tests.gdn2 import oracle as gdn2
 from tests.kda.oracle import recurrent_kda
 from tests.mamba2 import oracle as ssd
@@ -342,3 +345,30 @@ def test_a_token_of_gdn2_that_is_not_finite_reaches_no_earlier_output():
         assert torch.equal(got[:, :40], o[:, :40]), name
         assert got[:, 40:, :heads].isnan().all(), name
         assert torch.equal(got[:, 40:, heads:], o[:, 40:, heads:]), name
+
+
+def test_a_wrapped_rule_says_what_the_rule_inside_says():
+    class Told(Rule):
+        name = "told"
+        backward_reads = ("k", "beta")
+
+        def __init__(self, bits):
+            self.bits = bits
+
+        def why_not_heads(self, heads):
+            return f"not {heads} heads"
+
+        def kept_to_recompute(self, saved):
+            return "kept"
+
+    inside = Told(Bits.DETERMINISTIC)
+    of_steps = RuleOfSteps(inside, 2)
+    for rule in (of_steps, RuleByLevel(inside)):
+        assert rule.name == "told" and rule.bits is Bits.DETERMINISTIC
+        assert rule.backward_reads == inside.backward_reads
+    half = HalfOperands(Told(Bits.FREE))
+    assert half.name == "told" and half.backward_reads == inside.backward_reads
+    for rule in (of_steps, half):
+        assert rule.why_not_heads(3) == "not 3 heads"
+        assert rule.kept_to_recompute(None) == "kept"
+    assert half.begin == half.rule.begin and half.recompute == half.rule.recompute

@@ -159,3 +159,10 @@ def test_tables_are_made_on_the_host_whatever_the_default_device_is():
         made.append([history.row_indices, *table, *(level.parents for level in levels)])
     for here, there in zip(*made, strict=True):
         assert torch.equal(here, there)
+
+
+def test_rows_of_documents_that_continue_none_are_the_buffers_rows():
+    documents = Tree((-1, -1), (3, 2)).documents
+    rows = torch.randn(1, sum(documents.lengths), 4)
+    assert documents.to_buffer([rows]) is rows
+    assert documents.to_buffer([None]) is None

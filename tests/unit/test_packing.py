@@ -16,7 +16,9 @@ from megatron_gdn import (
     static_packed_seq_params,
     tree_packed_seq_params,
 )
+from megatron_gdn.context_parallel.headwise.functional import _documents_of
 from megatron_gdn.mixers.packing import TREE_FORMAT, resolve_packed_seq_params
+from megatron_gdn.ops.static_documents import StaticDocuments
 from megatron_gdn.ops.trees import TreeDocuments
 
 CPU = torch.device("cpu")
@@ -388,3 +390,21 @@ def test_documents_know_the_stamp_of_equal_boundaries():
     one, other = (Documents((0, 3, 7), CPU) for _ in range(2))
     assert one.has_stamp(one.stamp) and one.has_stamp(other.stamp)
     assert not one.has_stamp(Documents((0, 4, 7), CPU).stamp)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "inference tensor"])
+def test_documents_of_boundaries_on_the_host_are_on_the_rows_device(kind):
+    """Meta stands for a GPU."""
+    with torch.inference_mode(kind == "inference tensor"):
+        given = torch.tensor([0, 3, 5], dtype=torch.int32)
+    for device in (torch.device("meta"), CPU):
+        documents = _documents_of(given, 5, device)
+        assert documents.device == device and documents.offsets == (0, 3, 5)
+        assert _documents_of(given, 5, device).device == device
+
+
+def test_fixed_buffers_made_in_an_evaluation_are_filled_in_training():
+    with torch.inference_mode():
+        documents = StaticDocuments(12, 3)
+    documents.fill([0, 5, 12])
+    assert documents.boundaries.tolist() == [0, 5, 12, 12]

@@ -1,8 +1,15 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from megatron_gdn.mixers.precision import Fp32Parameters, mark_keep_in_fp32
+from megatron_gdn.mixers import precision
+from megatron_gdn.mixers.precision import (
+    Fp32Parameters,
+    mark_keep_in_fp32,
+    prepare_fsdp_for_mixed_dtypes,
+)
 from megatron_gdn.mixers.tensor_parallel import MarkedParameters
 
 
@@ -100,3 +107,25 @@ def test_a_state_of_the_modules_own_dtype_is_not_called_rounded(caplog, dtype):
     module = Small().to(dtype)
     module.load_state_dict(module.state_dict())
     assert not caplog.records
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_only_a_fusion_that_is_on_is_switched_off_and_told(fused, monkeypatch):
+    """Megatron-FSDP over nccl, with a layer's parameters of two dtypes."""
+    said = []
+    monkeypatch.setattr(precision, "log_once", said.append)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
+    whole = nn.Parameter(torch.zeros(2))
+    config = SimpleNamespace(gradient_reduce_div_fusion=fused)
+    buffer = SimpleNamespace(
+        parameter_groups=[SimpleNamespace(dtype=x) for x in (F32, torch.bfloat16)],
+        param_to_param_group={whole: 0},
+        bucket_to_bucket_group={0: [0, 1]},
+        ddp_config=config,
+    )
+    model = SimpleNamespace(param_and_grad_buffer=buffer)
+    model.dist_index = SimpleNamespace(get_fsdp_group=lambda: None)
+    whole._megatron_fsdp_model = model
+    whole.orig_param = whole
+    prepare_fsdp_for_mixed_dtypes("A_log", whole)
+    assert config.gradient_reduce_div_fusion is False and len(said) == fused

@@ -110,7 +110,7 @@ def _launch_copy(
     skipped_rank: int | None = None,
     pack: bool,
     kept_rows: tuple[Tensor, Tensor] | None = None,
-    beside_transfer: bool = False,
+    beside_transfer: bool,
 ) -> None:
     """If ``pack``, copy the columns ``strips`` of ``cp_rows`` to ``rank_rows``, else
     copy them back. A `Strip` is adjacent columns of one section.

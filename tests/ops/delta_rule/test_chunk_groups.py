@@ -254,3 +254,9 @@ def test_a_key_that_repeats_costs_no_digits(way, L):
 def test_masks_of_the_inverse_lie_where_they_are_used():
     masks = _identity_and_corners(16, torch.float64, torch.device("meta"))
     assert {(x.dtype, x.device.type) for x in masks} == {(torch.float64, "meta")}
+
+
+def test_masks_of_the_inverse_serve_training_after_an_evaluation():
+    with torch.inference_mode():
+        masks = _identity_and_corners(17, torch.float64, torch.device("cpu"))
+    assert not any(x.is_inference() for x in masks)

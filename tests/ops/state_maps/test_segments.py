@@ -254,3 +254,13 @@ def test_the_plain_rule_in_groups_of_chunks(at_once):
         assert not found.final_states[len(expected.final_states) :].any()
         for x, y in zip(*grads, strict=True):
             assert x is y is None or torch.equal(x, y)
+
+
+def test_segments_are_cut_on_the_host_wherever_the_documents_are():
+    """A table on meta, which stands for a GPU here, tells the host nothing."""
+    offsets = (0, 100, 1000)
+    there = Documents(offsets, torch.device("meta"))
+    segments = Segments.of(there, cut_by_length, 4)
+    here = Segments.of(Documents(offsets, CPU), cut_by_length, 4)
+    assert segments.offsets.is_meta
+    assert segments.to_final_states.chains == here.to_final_states.chains

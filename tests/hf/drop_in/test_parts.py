@@ -1,0 +1,46 @@
+"""Parts of a drop-in by themselves, with stand-ins around them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_gdn.hf.drop_in.gates import HOLDER_NAME, GateOwner
+from megatron_gdn.hf.drop_in.layer import _DropInState
+
+
+@pytest.mark.parametrize("group", ["old", "new"])
+def test_a_mixer_follows_the_group_of_its_batch(group):
+    """cp_mesh may have been set in another layer."""
+    used = []
+    state = object.__new__(_DropInState)
+    state.loader_layout = SimpleNamespace(option=None)
+    state.micro_batches = SimpleNamespace(
+        group="old", use_group=used.append, of=lambda *_, documents: documents
+    )
+    share = SimpleNamespace(group=group, layout="zigzag", documents="documents")
+    made = state.micro_batch(SimpleNamespace(share=share), torch.zeros(1))
+    assert made == "documents" and state.loader_layout.option == "zigzag"
+    assert used == [] if group == "old" else used == ["new"]
+
+
+class Owner(GateOwner, nn.Linear):
+    pass
+
+
+def test_sharded_gates_are_saved_and_loaded_as_shards(monkeypatch):
+    """FSDP's gathered copies are freed first."""
+    freed = []
+
+    class Holder(nn.Module):
+        def reshard(self):
+            freed.append(self)
+
+    monkeypatch.setattr(GateOwner, "_gates_are_sharded", True)
+    owner = Owner(2, 2)
+    owner._modules[HOLDER_NAME] = Holder()
+    saved = owner.state_dict()
+    assert len(freed) == 1 and saved.keys() == {"weight", "bias"}
+    owner.load_state_dict(saved)
+    assert len(freed) == 2
