@@ -30,14 +30,14 @@ _WITHOUT_EFFECT_IN_EVERY_MODEL = {
 }
 
 
-def fields_without_effect(more: Mapping[str, str]) -> dict[str, str]:
+def fields_without_effect(family_fields: Mapping[str, str]) -> dict[str, str]:
     """The fields without effect of one family, each with its reason.
 
-    They are the fields of `_WITHOUT_EFFECT_IN_EVERY_MODEL` and of ``more`` (reason ->
-    field names, with spaces between).
+    They are the fields of `_WITHOUT_EFFECT_IN_EVERY_MODEL` and of ``family_fields``
+    (reason -> field names, with spaces between).
     """
     # A union of the two dicts would lose fields if both have the same reason.
-    reasons = list(_WITHOUT_EFFECT_IN_EVERY_MODEL.items()) + list(more.items())
+    reasons = list(_WITHOUT_EFFECT_IN_EVERY_MODEL.items()) + list(family_fields.items())
     return {name: reason for reason, names in reasons for name in names.split()}
 
 

@@ -296,7 +296,7 @@ def _plan_model(
     model: nn.Module, config: HFModelConfig, files: SafetensorsFolder
 ) -> tuple[TensorPlan, dict[str, Tensor]]:
     """The plan for ``model`` and ``files``, and the model's parameters and experts'
-    biases by their global names (`_global_parameters`).
+    biases by their global names (`_parameters_by_global_name`).
 
     Raises a ValueError if the model computes something else than the published model.
     """
@@ -315,7 +315,7 @@ def _plan_model(
         )
     for name, module in unwrapped.named_modules():
         _require_published_options(name, module, config)
-    return plan, _global_parameters(unwrapped)
+    return plan, _parameters_by_global_name(unwrapped)
 
 
 def _require_published_options(
@@ -342,7 +342,7 @@ def _require_published_options(
             )
 
 
-def _global_parameters(model: Any) -> dict[str, Tensor]:
+def _parameters_by_global_name(model: Any) -> dict[str, Tensor]:
     """Global name -> parameter or expert bias of this rank's part of the model.
 
     A global name has the layer's and the expert's number in the whole model, not in this

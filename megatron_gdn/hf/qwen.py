@@ -216,11 +216,11 @@ def pattern_of(fields: ConfigFields, architecture: str) -> str:
             f"{fields.where}: full_attention_interval={interval} contradicts "
             "layer_types, which names other layers; give one of them."
         )
-    mlps = _mlp_symbols(fields, architecture, count)
+    mlps = _mlp_or_expert_symbols(fields, architecture, count)
     return "".join(symbols[kind] + mlp for kind, mlp in zip(types, mlps, strict=True))
 
 
-def _mlp_symbols(fields: ConfigFields, architecture: str, count: int) -> str:
+def _mlp_or_expert_symbols(fields: ConfigFields, architecture: str, count: int) -> str:
     """A string of ``count`` symbols, one for each layer: '-' (an MLP) or 'E'
     (experts)."""
     if (

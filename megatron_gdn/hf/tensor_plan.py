@@ -48,7 +48,7 @@ def and_others(names: list[str]) -> str:
     return ""
 
 
-def _require_config_of_files(
+def _require_config_fits_files(
     config: HFModelConfig, specs: Mapping[str, TensorSpec], model_text: str
 ) -> None:
     """Raise a ValueError if the files have other numbers of layers, experts or rows
@@ -173,7 +173,7 @@ def plan_tensors(
     refuse_quantised(loaded)
     layers = len(config.hybrid_layer_pattern) // 2
     model_text = f"a {config.architecture} with {layers} layers"
-    _require_config_of_files(config, specs, model_text)
+    _require_config_fits_files(config, specs, model_text)
     maps = list(model_maps(config, specs.keys(), model, zero_centred))
     shapes = {source.key: source.shape for entry in maps for source in entry.sources}
     if missing := [key for key in shapes if key not in specs]:

@@ -317,13 +317,13 @@ def _checked_memory(
                 f"at every token; they must be {narrowest}. Build the context with "
                 "MambaInferenceStateConfig.from_model(model, "
                 f"conv_states_dtype={dtype}, ssm_states_dtype={wide}); in a launch: "
-                f"--mamba-inference-conv-states-dtype {_dtype_flag(dtype)} "
-                f"--mamba-inference-ssm-states-dtype {_dtype_flag(wide)}."
+                f"--mamba-inference-conv-states-dtype {_megatron_dtype_name(dtype)} "
+                f"--mamba-inference-ssm-states-dtype {_megatron_dtype_name(wide)}."
             )
     return _memory_of(mixer, conv, states, slots)
 
 
-def _dtype_flag(dtype: torch.dtype) -> str:
+def _megatron_dtype_name(dtype: torch.dtype) -> str:
     """The name of ``dtype`` in Megatron's arguments: bf16, fp16 or fp32."""
     if dtype is torch.bfloat16:
         return "bf16"

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from megatron_gdn.context_parallel.layouts import SequenceLayout, positions
 from megatron_gdn.hf import build_model, load_hf_weights, read_hf_config
 from megatron_gdn.hf.megatron_model import (
-    _global_parameters,
     _local_shard,
+    _parameters_by_global_name,
 )
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from megatron_gdn.hf.tensor_plan import plan_tensors
@@ -124,7 +124,7 @@ def step_of_megatron(
             beyond["logits"] = _beyond(ours, theirs[1][held], exact[1][held])
         files = SafetensorsFolder(theirs[0])
         files_of_exact = SafetensorsFolder(exact[0])
-        parameters = _global_parameters(model)
+        parameters = _parameters_by_global_name(model)
         for entry in plan_tensors(config, files.specs, "hybrid", False).maps:
             keys = [(source.key, source.expert) for source in entry.sources]
             for name in entry.names:

@@ -40,7 +40,7 @@ def build_megatron(config, kind, params_dtype=torch.float32, **changes):
 def megatron_state(model) -> dict[str, torch.Tensor]:
     """Parameters with the layer and expert numbers of the whole model, dequantised."""
     bare = megatron_model._unwrap_model(model)
-    named = megatron_model._global_parameters(bare)
+    named = megatron_model._parameters_by_global_name(bare)
     return {name: dequantised(parameter.detach()) for name, parameter in named.items()}
 
 
