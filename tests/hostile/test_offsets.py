@@ -38,7 +38,7 @@ from megatron_gdn.ops.generation.step_kernels import (
 )
 from megatron_gdn.ops.kernels.launch import Launch
 from megatron_gdn.ops.kernels.reduce import sum_rows
-from megatron_gdn.ops.kernels.tiles import SegmentTile, norm_backward_tile
+from megatron_gdn.ops.kernels.tiles import FrontTile, norm_backward_tile
 from megatron_gdn.ops.readout.base import PlainReadout
 from megatron_gdn.ops.readout.kernels import TritonReadout
 from megatron_gdn.ops.state_maps import chains_kernels
@@ -194,7 +194,7 @@ def run_additions(simulation, M, most, tokens, B, C):
 
 GDN = gdn_table(HeadSizes(1, 1, 128, 128).layout)
 SMALL = gdn_table(HeadSizes(1, 1, 16, 16).layout)
-FEW_STEPS = SegmentTile(128, 8, 4)  # the interpreter takes time for each step
+FEW_STEPS = FrontTile(128, 8, 4)  # the interpreter takes time for each step
 TWO_COPIES = HeadShares(4, (256, 256, 512, 4), (2, 2, 1, 1))
 # One value head of 128 and one of 16 behind a row of 514 and 546 columns, and Mamba2's
 # groups: from these numbers of batch rows on, the last token of a tile lies 2^31

@@ -10,14 +10,14 @@ import torch
 from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front.plain import front_of
-from megatron_gdn.ops.kernels.tiles import SegmentTile
+from megatron_gdn.ops.kernels.tiles import FrontTile
 from megatron_gdn.ops.rules.base import Bits
 
 from .conftest import INTERPRETED
 from .kernel_cases import Case, assert_close
 
 # several segments, and three tiles of 65 tokens
-SMALL_WALK = SegmentTile(rows=8, steps=4, warps=4)
+SMALL_WALK = FrontTile(rows=8, steps=4, warps=4)
 # documents shorter than the taps
 PACKED = {"S": 69, "lengths": (1, 2, 3, 1, 27, 0, 2, 33)}
 
@@ -277,7 +277,7 @@ def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
     made = [forward("triton", case, rows) for rows in (narrow, wide)]
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
     grads = case.grads(per_value_head=True)
-    tile = SegmentTile(rows=2, steps=16, warps=4)
+    tile = FrontTile(rows=2, steps=16, warps=4)
     # One of the two at a time: either stride must be minded.
     for rows, d_rows in ((wide, torch.zeros_like(narrow)), (narrow, spread(narrow))):
         _, got = backward("triton", case, grads, rows, d_rows, tile=tile)

@@ -4,7 +4,7 @@ hold them."""
 import pytest
 
 from megatron_gdn.ops.kernels.tiles import (
-    SegmentTile,
+    FrontTile,
     front_backward_tile,
     front_forward_tile,
     tile_of_32_bit_offsets,
@@ -16,7 +16,7 @@ WIDTH = 12352  # of a projection row with 16 key and 32 value heads of 128
 TABLE = [front_forward_tile, front_backward_tile]
 
 
-def reach(tile: SegmentTile, tokens: int, taps: int) -> int:
+def reach(tile: FrontTile, tokens: int, taps: int) -> int:
     return min(tile.tokens + taps - 1, tokens) - 1
 
 
@@ -62,7 +62,7 @@ def test_rows_too_far_apart_for_any_tile_are_refused_in_words():
     with pytest.raises(
         ValueError, match="1000000000 elements apart.*at most 214748364 .*torch"
     ):
-        tile_of_32_bit_offsets(SegmentTile(4, 32, 4), 10_000, 4, (1_000_000_000,))
+        tile_of_32_bit_offsets(FrontTile(4, 32, 4), 10_000, 4, (1_000_000_000,))
 
 
 @pytest.mark.parametrize(

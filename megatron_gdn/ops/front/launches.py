@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.launch import LAUNCH_CACHE_SIZE, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import (
-    SegmentTile,
+    FrontTile,
     block_dim,
     front_backward_tile,
     front_forward_tile,
@@ -53,7 +53,7 @@ class TritonFront(Front):
     and not in another copy.
     """
 
-    tile: SegmentTile | None = None  # None: :mod:`..kernels.tiles` chooses the tile
+    tile: FrontTile | None = None  # None: :mod:`..kernels.tiles` chooses the tile
 
     is_triton: ClassVar[bool] = True
 
@@ -541,7 +541,7 @@ def kernel_tables(
 
 def _constants(
     front: TritonFront,
-    tile: SegmentTile,
+    tile: FrontTile,
     W: int,
     has_bias: bool,
     packed: bool,

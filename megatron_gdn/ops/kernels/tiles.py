@@ -3,7 +3,7 @@
 Tiles decide the order of sums. Tiles chosen by a timing could differ between runs or
 ranks, and so could the bits of results.
 
-A segment is here ``steps`` successive tokens of a front's tile (:class:`SegmentTile`).
+A segment is here ``steps`` successive tokens of a front's tile (:class:`FrontTile`).
 It is not a segment of a rule.
 """
 
@@ -22,7 +22,7 @@ _STEPS_OF_A_STAGE = 4
 _MOST_PREFETCHED_BYTES = 96 << 10
 
 
-class SegmentTile(NamedTuple):
+class FrontTile(NamedTuple):
     """The tile of a front's program: ``rows`` segments of ``steps`` tokens, computed
     side by side."""
 
@@ -52,7 +52,7 @@ def block_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def front_forward_tile(tokens: int, widest_head: int) -> SegmentTile:
+def front_forward_tile(tokens: int, widest_head: int) -> FrontTile:
     """The tile of the front's forward; ``widest_head`` is the number of columns of the
     widest head.
 
@@ -60,12 +60,12 @@ def front_forward_tile(tokens: int, widest_head: int) -> SegmentTile:
     programs. A thread computes four channels with few registers, so nine programs share
     a multiprocessor.
     """
-    return SegmentTile(
+    return FrontTile(
         _segments_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4
     )
 
 
-def front_backward_tile(tokens: int, widest_head: int) -> SegmentTile:
+def front_backward_tile(tokens: int, widest_head: int) -> FrontTile:
     """The tile of the front's backward, where a thread needs some twenty registers per
     channel; arguments as in :func:`front_forward_tile`.
 
@@ -81,7 +81,7 @@ def front_backward_tile(tokens: int, widest_head: int) -> SegmentTile:
         steps = 32
     else:
         steps = 16
-    return SegmentTile(_segments_of(widest_head), steps, warps=4, registers=96)
+    return FrontTile(_segments_of(widest_head), steps, warps=4, registers=96)
 
 
 def _segments_of(widest_head: int) -> int:
@@ -91,8 +91,8 @@ def _segments_of(widest_head: int) -> int:
 
 
 def tile_of_32_bit_offsets(
-    tile: SegmentTile, tokens: int, taps: int, strides: Sequence[int]
-) -> SegmentTile:
+    tile: FrontTile, tokens: int, taps: int, strides: Sequence[int]
+) -> FrontTile:
     """``tile``, with fewer tokens if offsets from its first token would not fit into 32
     bits.
 
@@ -106,7 +106,7 @@ def tile_of_32_bit_offsets(
     """
     stride = max((x for x in strides if x < 2**31), default=0)
 
-    def fits(tile: SegmentTile) -> bool:
+    def fits(tile: FrontTile) -> bool:
         """Whether 32 bits hold the offsets inside ``tile``."""
         return (min(tile.tokens + taps - 1, tokens) - 1) * stride < 2**31
 
@@ -124,7 +124,7 @@ def tile_of_32_bit_offsets(
     return tile
 
 
-def within_grid(tile: SegmentTile, tokens: int, batch: int) -> SegmentTile:
+def within_grid(tile: FrontTile, tokens: int, batch: int) -> FrontTile:
     """``tile``, with more steps if a batch row would have more tiles than a grid's axis
     takes; a ValueError if ``batch`` has too many rows."""
     require_rows_within_grid(batch)
@@ -175,7 +175,7 @@ def rows_need_64_bits(
     return max(in_projection_rows, in_output, rows + tile_rows) >= 2**31
 
 
-def within_shared_memory(tile: SegmentTile, row_bytes: int) -> SegmentTile:
+def within_shared_memory(tile: FrontTile, row_bytes: int) -> FrontTile:
     """``tile``, with fewer stages if the prefetched rows would not fit into shared
     memory.
 
