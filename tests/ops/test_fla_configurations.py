@@ -19,7 +19,7 @@ from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.rules.fla import ChunkProducts, FlaRule
 from megatron_gdn.ops.rules.fla_configurations import (
     FIXED_CONFIGURATIONS,
-    fixed_configurations,
+    without_autotuning,
 )
 from megatron_gdn.ops.state_maps.state_map import StateShape
 
@@ -45,14 +45,14 @@ def lists(tuned):
 def test_inside_the_block_no_kernel_has_a_choice(tuned):
     before = lists(tuned)
     assert max(map(len, before)) > 1
-    with fixed_configurations():
+    with without_autotuning():
         assert {len(configurations) for configurations in lists(tuned)} == {1}
     assert lists(tuned) == before
 
 
 def test_an_error_inside_gives_the_lists_back(tuned):
     before = lists(tuned)
-    with pytest.raises(ZeroDivisionError), fixed_configurations():
+    with pytest.raises(ZeroDivisionError), without_autotuning():
         _ = 1 // 0
     assert lists(tuned) == before
 
@@ -61,10 +61,10 @@ def test_a_thread_that_leaves_gives_no_list_back_to_one_that_is_inside(tuned):
     inside, seen = threading.Event(), []
 
     def other():
-        with fixed_configurations():
+        with without_autotuning():
             inside.set()
 
-    with fixed_configurations():
+    with without_autotuning():
         thread = threading.Thread(target=other)
         thread.start()
         inside.wait(0.2)

@@ -37,7 +37,7 @@ from .base import (
     Sizes,
     in_rows,
 )
-from .fla_configurations import fixed_configurations
+from .fla_configurations import without_autotuning
 from .repeatable import RepeatableSetup
 
 
@@ -292,7 +292,7 @@ class FlaRule(Rule):
         each kernel has the configuration that fla's timing finds fastest.
         """
         if self.bits:
-            return fixed_configurations()
+            return without_autotuning()
         return nullcontext()
 
     def kept_for_backward(self, call: FlaBackward) -> tuple[Tensor, ...]:

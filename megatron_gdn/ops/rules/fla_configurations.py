@@ -2,7 +2,7 @@
 
 fla times a kernel in several configurations (tile sizes, warps, stages) and keeps the
 fastest. Another process may find another one fastest, whose sums have another order.
-Inside :func:`fixed_configurations` each kernel has one configuration, so the same
+Inside :func:`without_autotuning` each kernel has one configuration, so the same
 inputs give the same bits in every process.
 """
 
@@ -65,13 +65,13 @@ _PACKAGES = (
     "fla.ops.simple_gla",
     "fla.ops.utils",
 )
-# One thread at a time is inside :func:`fixed_configurations`, since a thread that
+# One thread at a time is inside :func:`without_autotuning`, since a thread that
 # leaves gives the kernels their lists back.
 _LOCK = RLock()
 
 
 @contextmanager
-def fixed_configurations() -> Iterator[None]:
+def without_autotuning() -> Iterator[None]:
     """A context in which each of fla's kernels has one configuration."""
     with _LOCK:
         for kernel, fixed, _ in tuned_kernels():
