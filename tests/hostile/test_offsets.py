@@ -171,11 +171,11 @@ def run_half(B, S, G, H, V):
 
 def run_exchange(simulation, s, B, shares):
     """All copies of a head exchange of the last rank but one."""
-    rank = shares.ranks - 2
-    S = s * shares.ranks
+    rank = shares.rank_count - 2
+    S = s * shares.rank_count
     whole = tensor(s, B, shares.width)
     full = tensor(S, B, shares.rank_width)
-    messages = tensor(shares.ranks - 1, s, B, shares.rank_width)
+    messages = tensor(shares.rank_count - 1, s, B, shares.rank_width)
     own = simulation.holds(tensor(s, dtype=INT32), S - 1)
     peers = simulation.holds(tensor(S - s, dtype=INT32), S - 1)
     pack.pack_peers(whole, messages, shares, rank)

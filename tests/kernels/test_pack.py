@@ -34,13 +34,15 @@ class Rows:
             return torch.randn(*shape, generator=make).to(device, dtype)
 
         self.shares = shares
-        self.rank = shares.ranks - 2
+        self.rank = shares.rank_count - 2
         self.whole = normal(s, B + extra, shares.width + extra)
         self.whole = self.whole[:, :B, : shares.width]
-        self.messages = normal(shares.ranks - 1, s, B, shares.rank_width)
-        self.full = normal(shares.ranks * s, B, shares.rank_width)
+        self.messages = normal(shares.rank_count - 1, s, B, shares.rank_width)
+        self.full = normal(shares.rank_count * s, B, shares.rank_width)
         order = (
-            torch.randperm(shares.ranks * s, generator=make).to(torch.int32).to(device)
+            torch.randperm(shares.rank_count * s, generator=make)
+            .to(torch.int32)
+            .to(device)
         )
         self.own_place, self.peer_place = order[:s].contiguous(), order[s:].contiguous()
 

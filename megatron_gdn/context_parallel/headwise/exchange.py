@@ -75,14 +75,14 @@ class HeadExchange:
         """
         rank = group.rank()
         rank_width = shares.rank_width
-        local = units.total_tokens // shares.ranks  # tokens of this rank
+        local = units.total_tokens // shares.rank_count  # tokens of this rank
         # of all batch rows of a token; at least 1, since it is a divisor
         row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
         wave_count = min(
             MOST_WAVES,
-            max(1, local * (shares.ranks - 1) * row_bytes // LEAST_WAVE_BYTES),
+            max(1, local * (shares.rank_count - 1) * row_bytes // LEAST_WAVE_BYTES),
         )
-        waves = waves_of(units, shares.ranks, rank, layout, wave_count)
+        waves = waves_of(units, shares.rank_count, rank, layout, wave_count)
         packs_kept_rows = wave_count == 1 and local * row_bytes <= MOST_KEPT_BYTES
         return cls(
             group,
@@ -185,9 +185,9 @@ def _exchange_to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     if cp_rows.stride(-1) != 1:  # a kernel takes any other strides
         cp_rows = cp_rows.contiguous()
     s, B, _ = cp_rows.shape
-    hp_rows = cp_rows.new_empty(s * shares.ranks, B, exchange.rank_width)
+    hp_rows = cp_rows.new_empty(s * shares.rank_count, B, exchange.rank_width)
     sent = []  # keeps the messages in memory until all are sent
-    peers = exchange.shares.ranks - 1
+    peers = exchange.shares.rank_count - 1
     for wave in exchange.waves:
         messages = cp_rows.new_empty(peers, wave.size, B, exchange.rank_width)
         received = None
@@ -238,9 +238,9 @@ def _exchange_to_sequence(hp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     rank = exchange.rank
     hp_rows = hp_rows.contiguous()
     S, B, _ = hp_rows.shape
-    cp_rows = hp_rows.new_empty(S // shares.ranks, B, exchange.width)
+    cp_rows = hp_rows.new_empty(S // shares.rank_count, B, exchange.width)
     awaited = []  # keeps the messages in memory until all are received
-    peers = exchange.shares.ranks - 1
+    peers = exchange.shares.rank_count - 1
     for wave in exchange.waves:
         received = messages = hp_rows.new_empty(
             peers, wave.size, B, exchange.rank_width

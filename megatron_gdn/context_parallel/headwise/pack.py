@@ -131,6 +131,7 @@ def _launch_copy(
     if kept_rows is None:
         hp_rows = rank_rows  # not read
     else:
+        assert positions is None
         hp_rows, positions = kept_rows
     if skipped_rank is None:
         skipped_rank = first_rank + message_count  # no rank is skipped
@@ -224,7 +225,7 @@ def pack_peers(
         None,
         strips_of(shares, _LARGEST_BLOCK_WIDTH),
         # the kept rows count as this rank's message
-        message_count=shares.ranks - (kept_rows is None),
+        message_count=shares.rank_count - (kept_rows is None),
         skipped_rank=rank,
         pack=True,
         kept_rows=kept_rows,
@@ -288,7 +289,7 @@ def unpack_peers(
         None,
         _unshared_strips(shares),
         # the kept rows count as this rank's message
-        message_count=shares.ranks - (not with_kept_rows),
+        message_count=shares.rank_count - (not with_kept_rows),
         skipped_rank=rank,
         pack=False,
         kept_rows=(hp_rows, positions) if with_kept_rows else None,
@@ -339,7 +340,7 @@ def _sum_launches(
         )
         # Sums are in a wider dtype than rows, so a tile of sums has half as many rows.
         tile_rows = max(1, _rows_per_tile(rows, dtype.itemsize, strips) // 2)
-        tiles = triton.cdiv(rows, tile_rows) * (shares.ranks // copies)
+        tiles = triton.cdiv(rows, tile_rows) * (shares.rank_count // copies)
         if tiles:
             programs = _program_count(tiles, device, beside_transfer)
             _require_32_bits(rows + tile_rows, tiles + programs)

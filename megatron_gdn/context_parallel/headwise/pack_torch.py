@@ -68,7 +68,7 @@ def unpack_peers(
     # (first column, width) of a block that several ranks hold -> the sum so far
     totals: dict[tuple[int, int], Tensor] = {}
     received = dict(zip(shares.peers(rank), messages, strict=True))
-    for other in range(shares.ranks):
+    for other in range(shares.rank_count):
         for block in shares.blocks(other):
             if block.copies == 1 and other == rank:
                 continue

@@ -37,25 +37,26 @@ class HeadShares(NamedTuple):
     """How ranks share the columns of a row: each section is cut into equal blocks of
     whole heads.
 
-    If c ranks hold each column of a section, the section is cut into ``ranks / c``
+    If c ranks hold each column of a section, the section is cut into ``rank_count / c``
     blocks, and rank r holds block ``r // c``. A rank's row has the rank's blocks in the
     order of the sections.
     """
 
-    ranks: int
+    rank_count: int
     sections: tuple[int, ...]  # the width of each section in the whole row
     copies: tuple[int, ...]  # how many ranks hold each column of the section
 
     @classmethod
-    def even(cls, ranks: int, sections: Sequence[int]) -> HeadShares:
+    def even(cls, rank_count: int, sections: Sequence[int]) -> HeadShares:
         """Shares in which every column belongs to one rank."""
-        return cls(ranks, tuple(sections), (1,) * len(sections))
+        return cls(rank_count, tuple(sections), (1,) * len(sections))
 
     @property
     def rank_widths(self) -> tuple[int, ...]:
         """The width of each section in one rank's row."""
         return tuple(
-            w * c // self.ranks for w, c in zip(self.sections, self.copies, strict=True)
+            w * c // self.rank_count
+            for w, c in zip(self.sections, self.copies, strict=True)
         )
 
     @property
@@ -74,7 +75,7 @@ class HeadShares(NamedTuple):
 
     def peers(self, rank: int) -> list[int]:
         """All ranks but ``rank``."""
-        return [other for other in range(self.ranks) if other != rank]
+        return [other for other in range(self.rank_count) if other != rank]
 
 
 @lru_cache(maxsize=1024)
