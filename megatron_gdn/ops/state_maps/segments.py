@@ -241,7 +241,6 @@ def _compute_tables(
     sequence = torch.searchsorted(
         first_segment[1:].contiguous(), number, right=True, out_int32=True
     )
-    sequence = sequence.clamp(max=documents.sequences - 1)
     lengths = offsets.diff()
     chunk_counts = ceil_div(lengths, CHUNK)
     places = chunk_places(chunk_counts, documents.max_chunks(CHUNK))
