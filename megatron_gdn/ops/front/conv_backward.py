@@ -70,10 +70,10 @@ def _walk_one_token(
     places in documents. ``history``: the last W - 1 inputs, newest first;
     ``partial_dx``: the unfinished dx of these tokens. If HAS_HISTORY, the lead-in is at
     ``lead_ptr``, and ``place_ptr`` has tokens' rows in the lead-in. MASKED: a sequence
-    or, if MASK_DOCUMENTS, a document may end nearby. ``grad_ptr``: gradients of GROUP
-    copies of the output, which are summed and, if SCALED, multiplied by ``factor``.
-    NORMALISE: outputs have unit length. ``stride_s``, ``*_stride``: elements from token
-    to token.
+    or, if MASK_DOCUMENTS, a document may end nearby. ``grad_ptr``: the output's
+    gradient, as GROUP terms that are added. If SCALED, the sum is multiplied by
+    ``factor``. NORMALISE: outputs have unit length. ``stride_s``, ``*_stride``:
+    elements from token to token.
     """
     x_RD = load_row(
         x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED
@@ -89,7 +89,7 @@ def _walk_one_token(
         position_R = tl.load(position_ptr + t_R, mask=real_R, other=0)
         history = drop_other_document(history, position_R, W)
     pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
-    # ``place_R`` is returned in every case; without a history nobody reads it.
+    # ``place_R`` is always returned, so it needs a value without a history too.
     place_R = position_R
     if HAS_HISTORY:
         place_R = tl.load(place_ptr + t_R, mask=real_R, other=-1)
@@ -110,14 +110,14 @@ def _walk_one_token(
         dact_RD = dact_RD * r_R[:, None] - act_RD * along_R[:, None]
     dpre_RD = dact_RD * (sig_RD + act_RD * (1.0 - sig_RD))
 
-    # dx of the tokens t, t - 1, .., t - (W - 1), with the terms of token t. A token of
-    # another document gets no term. Only the last sum is finished.
+    # Token t adds one term to dx of each of the tokens t, t - 1, .., t - (W - 1).
+    # Tokens of another document get no term. Then dx of token t - (W - 1) is finished.
     sums = (taps[W - 1] * dpre_RD,)
     for delay in tl.static_range(1, W):
         term_RD = dpre_RD
         if MASK_DOCUMENTS:
-            # The mask comes before the product, so that the compiler fuses product and
-            # sum as in code without masks: a document's bits must not depend on a
+            # The mask comes before the product. So the compiler fuses product and sum
+            # as in the code without masks, and a document's bits do not depend on a
             # boundary nearby.
             term_RD = tl.where((position_R >= delay)[:, None], dpre_RD, 0.0)
         sums = sums + (partial_dx[delay - 1] + taps[W - 1 - delay] * term_RD,)
@@ -166,10 +166,10 @@ def walk_head_backward(
 
     Writes dx to ``d_proj_ptr`` (token stride ``d_stride_s``), d(lead-in) to
     ``d_lead_ptr``, and sums of d(weight) and d(bias) over the segments to
-    ``partial_ptr``, the tile's row of sums. ``column``: the head's first of the
-    CHANNELS channels. ``grad_ptr``, ``d_proj_ptr``, ``d_lead_ptr`` are those of a batch
-    row; ``grad_ptr`` points at the head's gradients. PACKED: several documents. The
-    other arguments are as in :func:`.conv_forward.walk_head` and
+    ``partial_ptr``, the tile's row of sums. ``column``: the head's first channel; the
+    convolution has CHANNELS channels. ``d_proj_ptr`` and ``d_lead_ptr`` point at a
+    batch row, ``grad_ptr`` at the head's gradients in this batch row. PACKED: several
+    documents. The other arguments are as in :func:`.conv_forward.walk_head` and
     :func:`_walk_one_token`.
 
     A token's dx is a sum over d(pre-activation) of this token and of the next W - 1
@@ -271,8 +271,9 @@ def walk_head_backward(
             store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), ready_1D, True, MASKED)
             history = push_row(x_RD, history, W - 1)
 
-    # The W - 1 tokens after a segment finish the dx of the segment's last tokens. Their
-    # terms of d(weight), d(bias) and d(lead-in) belong to the segment that holds them.
+    # The W - 1 tokens after a segment finish the dx of the segment's last tokens.
+    # Another segment contains these tokens and adds their terms to d(weight), d(bias)
+    # and d(lead-in).
     for past in tl.static_range(W - 1):
         step = steps + past
         t_R = first_R + step

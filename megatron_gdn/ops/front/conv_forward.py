@@ -27,8 +27,8 @@ UNROLL = tl.constexpr(4)
 def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
     """Load a row of every segment at ``at_RD``, in the dtype of the pointer.
 
-    The masks are ``real_R`` of segments if MASKED, and ``real_1D`` of channels if
-    PADDED; masked elements are 0.
+    If MASKED, only the segments in ``real_R`` are loaded; if PADDED, only the channels
+    in ``real_1D``. Elements that are not loaded are 0.
     """
     if MASKED and PADDED:
         return tl.load(at_RD, mask=real_R[:, None] & real_1D, other=0.0)
@@ -56,8 +56,8 @@ def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.con
 
 @triton.jit
 def push_row(newest, rows, COUNT: tl.constexpr):
-    """The tuple ``rows`` of COUNT rows, newest first, with ``newest`` in front and
-    without the oldest row. The result also has COUNT rows."""
+    """Put ``newest`` in front of ``rows``, a tuple of COUNT rows, and drop the last
+    row, which is the oldest. The result also has COUNT rows."""
     pushed = (newest,)
     for age in tl.static_range(1, COUNT):
         pushed = pushed + (rows[age - 1],)
@@ -105,8 +105,8 @@ def load_history(
     """Load the W - 1 inputs before ``x_at_RD``, newest first, in fp32; 0 for inputs of
     another document.
 
-    ``stride``: elements from token to token. ``position_R``: the place in its document
-    of the token at ``x_at_RD``. The masks are those of :func:`load_row`.
+    ``stride``: elements from token to token. ``position_R``: the token at ``x_at_RD``
+    has this place in its document. The masks are those of :func:`load_row`.
     """
     history = ()
     for delay in tl.static_range(1, W):
@@ -126,7 +126,8 @@ def drop_other_document(history, position_R, W: tl.constexpr):
     """Zero the ``history`` of segments whose token is the first of a document.
 
     ``position_R``: the token's place in its document. ``history``: the W - 1 inputs
-    before the token, which then are of another document.
+    before the token. Before the first token of a document they belong to another
+    document.
     """
     kept = ()
     for delay in tl.static_range(1, W):
@@ -138,8 +139,8 @@ def drop_other_document(history, position_R, W: tl.constexpr):
 def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constexpr):
     """The convolution of one token ``x_RD`` per segment, before the activation.
 
-    ``history``: the W - 1 inputs before x, newest first. ``taps``: of
-    :func:`load_taps`, the tap of x last.
+    ``history``: the W - 1 inputs before x, newest first. ``taps``: from
+    :func:`load_taps`; the last one is the tap of x.
     """
     pre_RD = taps[W - 1] * x_RD
     if HAS_BIAS:
@@ -165,12 +166,11 @@ def load_lead_in(lead_at_1D, place_R, real_1D, stride):
 def meets_a_boundary(
     position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Whether the tokens of a tile, or the W - 1 tokens on either side of it, are of
-    more than one document or outside the sequence.
+    """Whether a tile of ``tokens`` tokens from ``start`` on needs masks.
 
-    The tile has ``tokens`` tokens from ``start`` on. Its code needs no masks if it
-    meets no boundary; in a long sequence few tiles meet one. ``position_ptr`` [S], read
-    if PACKED: each token's place in its document.
+    It does if the tile, or the W - 1 tokens on either side of it, contain a boundary of
+    documents or an end of the sequence. In a long sequence few tiles do.
+    ``position_ptr`` [S], read if PACKED: each token's place in its document.
     """
     # one past the last token that the tile reads
     end = start + tokens + (W - 1)
@@ -218,8 +218,8 @@ def walk_head(
     tokens of the batch row. ``out_ptr`` points at the head's output of token 0.
     ``position_ptr``: each token's place in its document, read if PACKED. If
     HAS_HISTORY, ``lead_ptr`` is the lead-in of this batch row, and ``place_ptr`` each
-    token's row in it (-1: none). ``stride_s``, ``out_stride``, ``lead_stride``:
-    elements from token to token of the rows and of the output, and from row to row of
+    token's row in it (-1: none). ``stride_s`` and ``out_stride``: elements from token
+    to token in the rows and in the output. ``lead_stride``: elements from row to row of
     the lead-in. NORMALISE: apply the l2norm. MASKED: a document or the sequence may end
     nearby. BLOCK_D: D rounded up to a power of two. STAGES: ``num_stages`` of the loop.
 

@@ -37,7 +37,8 @@ def _log_decay(dt, A_log):
 def _log_decay_backward(dt, A_log, d_g):
     """Gradients of dt and A_log from ``d_g``, the gradient of :func:`_log_decay`.
 
-    Both are 0 where the log-decay is clamped; that of A_log also where A_log is.
+    Both gradients are 0 where the log-decay is clamped. The gradient of A_log is also 0
+    where A_log is clamped.
     """
     rate = minus_rate(A_log)
     clamped = rate * dt < LEAST_LOG_DECAY
@@ -92,8 +93,8 @@ def time_step(x, A_log, low, high):
 
 @triton.jit
 def time_step_backward(x, A_log, d_g, d_dt, low, high):
-    """Gradients of x (0 if dt is clamped) and A_log from ``d_g`` (log-decay) and
-    ``d_dt`` (dt)."""
+    """Gradients of x and A_log from ``d_g`` and ``d_dt``, the gradients of the
+    log-decay and of dt. Where the clamp of dt acts, the gradient of x is 0."""
     unclamped = softplus(x)
     _, dt = time_step(x, A_log, low, high)
     d_dt_of_decay, d_A_log = _log_decay_backward(dt, A_log, d_g)

@@ -6,12 +6,12 @@ Triton.
 
 x is the gate's columns, plus ``dt_bias`` if the gate has a rate. ``low`` and ``high``
 are two numbers that the mixer's ``front.py`` states; each function's equation says
-which of them it reads. Each function returns a tuple of one or two tensors in the shape
-of x, the rule's inputs. ``A_log`` only needs a shape that broadcasts to x.
+which of them it reads. Each function returns one or two of the rule's inputs, as a
+tuple of tensors in the shape of x. ``A_log`` only needs a shape that broadcasts to x.
 
 Log-decays are clamped at :func:`..elementwise.least_log_decay`, ``A_log`` at
 :func:`..elementwise.largest_A_log`. Where a clamp acts, the decay exp(g) and its
-gradient are exactly 0 with and without the clamp, so the clamps change neither.
+gradient are exactly 0, and they would be 0 without the clamp too.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The convolution of a token reads the W - 1 rows before the token. So the first W - 1
 tokens of a piece, its *edge*, need rows from another rank, a cache or a parent piece,
 and the front waits for these rows. The part of the convolution that reads these rows is
-a separate sum, the *lead-in*:
+a separate sum, the *lead-in*. For token p of a piece, ``pre[p]`` is the convolution's
+result before the activation:
 
     pre[p]     = bias + taps over the piece's own rows + lead_in[p]    0 <= p < W - 1
     lead_in[p] = sum of tap[W - 1 - p - age] * row[age] over 1 <= age < W - p
@@ -32,16 +33,16 @@ class HistoryTable:
     ``gradient_additions`` have token -1.
     """
 
-    # [N, W - 1]: in `History.rows`, the indices of the rows 1, 2, .. tokens before a
-    # piece; -1: there is no such row
+    # [N, W - 1]: entry [n, i] is the index in `History.rows` of the row i + 1 tokens
+    # before piece n; -1: there is no such row
     rows_before: Tensor
     # [N, W - 1]: the indices of each piece's first tokens; -1 past a short piece's end
     edge_tokens: Tensor
     # [s]: each token's index in the flattened ``edge_tokens``; -1 for other tokens
     edge_index: Tensor
     # [M, 1 + most]: one line for each token whose row was sent. A line has the token's
-    # index, then the indices of the returned gradients that are added to the
-    # token's gradient in this order, then -1.
+    # index, then the indices of the gradients that return for the token, then -1. The
+    # returned gradients, at most ``most``, are added in this order.
     gradient_additions: Tensor
 
     @classmethod
@@ -137,8 +138,8 @@ class History(NamedTuple):
 def history_of(
     history_NCW: Tensor, documents: Documents | None, tokens: int
 ) -> History:
-    """The `History` of N sequences from the rows before each, ``history_NCW``
-    ``[N, C, W - 1]``, oldest first.
+    """The `History` of N sequences. ``history_NCW [N, C, W - 1]`` has the rows before
+    each sequence, the oldest first.
 
     The sequences are N batch rows of ``tokens`` tokens, or ``documents`` in one batch
     row.
@@ -160,8 +161,9 @@ def _history_table(
     """The table of sequences with ``lengths``, each with ``past`` = W - 1 rows before
     it; no row is sent.
 
-    Row ``n * past + i`` of the history is row i of sequence n; its oldest is row 0. If
-    the sequences are batch rows, ``lengths`` has one number, which all share.
+    Of the ``past`` rows before sequence n, row i has index ``n * past + i`` in the
+    history; row 0 is the oldest. Sequences that are batch rows have the same length and
+    the same indices, so ``lengths`` then has one entry.
     """
     counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     oldest = torch.arange(len(lengths), device="cpu") * past
@@ -188,8 +190,8 @@ def _last_row_indices(
 ) -> _LastRows:
     """Where the last ``past`` rows of each sequence are, after ``lengths`` new tokens.
 
-    Of ``new_index`` and ``old_index`` only one counts for a row. The other is clamped,
-    since ``index_select`` needs legal indices.
+    For each row, only one of ``new_index`` and ``old_index`` is used. The other is
+    clamped, since ``index_select`` needs legal indices.
     """
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
@@ -209,8 +211,8 @@ def _last_row_indices(
 def last_rows(
     rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None
 ) -> Tensor:
-    """The last p rows ``[N, C, p]`` of each sequence, whose rows are ``before_NCp``,
-    then ``rows_sBC``."""
+    """The last p rows of each sequence, ``[N, C, p]``. A sequence has the rows
+    ``before_NCp`` and, after these, the rows ``rows_sBC``."""
     N, _, past = before_NCp.shape
     if documents is None or not len(rows_sBC):
         # Copy no more than the last p of the new rows. Without new rows, ``expand``
@@ -231,11 +233,12 @@ class HistoryLink(Protocol):
     ranks or from other documents of the batch."""
 
     def fetch(self, rows_sBC: Tensor) -> History:
-        """Send those of ``rows_sBC``, the convolution's columns of this batch's rows,
-        that other pieces need; wait for and return the history of this batch."""
+        """Send the rows that other pieces need; wait for the history of this batch and
+        return it. ``rows_sBC``: the convolution's columns of this batch's rows."""
         ...
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
-        """Send ``History.d_rows`` to the pieces whose rows these are; return the
-        gradients of the rows that ``fetch`` sent, in the order of ``fetch``."""
+        """Send ``d_rows_RBC``, the gradients of the history's rows, to the pieces from
+        which these rows came. Return the gradients of the rows that ``fetch`` sent, in
+        the same order."""
         ...

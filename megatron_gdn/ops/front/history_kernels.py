@@ -99,10 +99,11 @@ def lead_in_backward_kernel(
     """Write the gradients of the history's rows, and a part of the gradient of the conv
     weight; grid (N, blocks of channels, B).
 
-    Reads the lead-in's gradient ``d_lead_ptr [N, W - 1, B, C]``. Writes
-    ``d_rows_ptr [R, B, C]``, and for each piece and batch row partial sums of d(weight)
-    to the columns [0, C W) of ``partial_ptr [N B, columns]``. ``edge_ptr``: the field
-    `HistoryTable.edge_tokens`. The other arguments are those of :func:`lead_in_kernel`.
+    Reads the lead-in's gradient ``d_lead_ptr [N, W - 1, B, C]``. Writes the rows'
+    gradients ``d_rows_ptr [R, B, C]``. Each piece of each batch row has one row of
+    ``partial_ptr [N B, columns]``; its columns [0, C W) get partial sums of d(weight).
+    ``edge_ptr``: the field `HistoryTable.edge_tokens`. The other arguments are those of
+    :func:`lead_in_kernel`.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -119,7 +120,7 @@ def lead_in_backward_kernel(
     )
     d_leads = ()
     for p in tl.static_range(W - 1):
-        # No token wrote its gradient here if the piece has p tokens or fewer.
+        # A piece of p or fewer tokens has no token p, so no gradient was written here.
         token = tl.load(edge_ptr + n * (W - 1) + p)
         at = d_lead_ptr + ((n * (W - 1) + p) * B + b) * CHANNELS
         d_leads = d_leads + (
@@ -155,13 +156,13 @@ def add_rows_kernel(
     """Add returned gradients ``returned_ptr [., B, C]`` to the tokens' gradients
     ``d_rows_ptr [s, B, C]``; grid (M, blocks of channels, B).
 
-    The ranks that read rows of these tokens as history return the gradients of these
+    Other ranks read rows of these tokens as history, and return the gradients of these
     rows.
 
     ``additions_ptr``: the field `HistoryTable.gradient_additions`, ``[M, 1 + most]``;
-    ``most`` is the largest number of gradients of a token. A program adds the gradients
-    of one line, in the line's order. The strides are those of ``d_rows_ptr``, whose
-    channels are adjacent.
+    ``most`` is the largest number of gradients that return for a token. A program adds
+    the gradients of one line, in the line's order. The strides are those of
+    ``d_rows_ptr``, whose channels are adjacent.
     """
     line_ptr = additions_ptr + tl.cast(tl.program_id(0), tl.int64) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -215,7 +216,7 @@ def lead_in_backward(
     """
     rows, table, d_rows = history
     columns = partial.shape[1]
-    # The kernel writes the columns of d(weight) alone, and a sum reads all of them.
+    # The kernel writes only the columns of d(weight), but all columns are summed later.
     partial.zero_()
     N, _ = table.rows_before.shape
     B, C = rows.shape[1:]
@@ -243,8 +244,9 @@ def _launch(
     channels, B).
 
     ``lines``: pieces, or lines of a table. ``stride_c``: elements from channel to
-    channel; a ValueError if offsets of channels need more than 32 bits. ``numbers``,
-    ``constants``: the kernel's arguments after its tensors, without CHANNELS and BLOCK.
+    channel. ``numbers``, ``constants``: the kernel's arguments after its tensors,
+    without CHANNELS and BLOCK. Raises a ValueError if offsets of channels need more
+    than 32 bits.
     """
     require_rows_within_grid(B)
     require_32_bits(

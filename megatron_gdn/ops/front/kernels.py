@@ -79,11 +79,12 @@ def _convolve_section(
     ``rows_ptr`` points at channel 0 of batch row ``b``, ``lead_ptr`` at row 0 of the
     lead-in of ``b``. ``start``: the tile's first token. ``out_ptr``: the section's
     output [B, S, HEADS, D]. ALWAYS_MASKED: run the code with masks in every tile, not
-    only in a tile that meets an end of a document or of the sequence. The other
-    arguments are as in :func:`front_forward_kernel`.
+    only near the ends of documents and of the sequence. The other arguments are as in
+    :func:`front_forward_kernel`.
 
-    Most tiles meet no boundary, and run the faster copy of the code, without masks.
-    Edge tokens lie in tiles that meet a boundary, so this copy reads no lead-in.
+    Most tiles are far from such ends and run a faster copy of the code, without masks.
+    Edge tokens are near the start of a document or sequence, so the faster copy reads
+    no lead-in.
     """
     FIRST_PROGRAM: tl.constexpr = CONVOLVED[SECTION_INDEX][FIRST_PROGRAM_INDEX]
     HEADS: tl.constexpr = CONVOLVED[SECTION_INDEX][PROGRAM_COUNT_INDEX]
@@ -272,23 +273,24 @@ def front_forward_kernel(
     """The front's forward. Grid: (programs of a tile of tokens; tiles; B).
 
     A tile has ROWS segments of ``steps`` tokens, of the S tokens of a batch row. The
-    programs of a tile are those of the convolved heads, then those of the gates. The
-    launch may leave some out: its program 0 is ``first_program`` of the tables.
-    Programs of neighbouring heads run at the same time, so together they read whole
-    rows.
+    programs of a tile are those of the convolved heads, then those of the gates. A
+    launch may leave out the first programs and the last: its program 0 is number
+    ``first_program`` of the tile. Programs of neighbouring heads run at the same time,
+    so together they read whole rows.
 
     Writes the convolved sections to ``conv0_ptr``, ``conv1_ptr``, ``conv2_ptr`` and the
-    gates to ``gate0_ptr``, ``gate1_ptr``, ``gate2_ptr``. A table's only gate may write
-    a second result, to ``gate1_ptr``. ``gates_ptr``: rows with the columns of the gates
-    that are not in ``rows_ptr``. ``position_ptr``: each token's place in its document.
-    ``lead_ptr``, ``place_ptr``: the lead-in of :mod:`.history`, and each token's row in
-    it. ``*stride_s``, ``*stride_b``: elements from a token or batch row to the next.
-    ``*_FUNCTION``: the gates' functions. FIRST_CONV_COLUMN: the first column of a row
-    that the convolution reads. ``weight_ptr`` [C, 1, W], ``bias_ptr`` [C],
-    ``A_log_ptr`` and ``dt_bias_ptr``: the front's parameters. ``eps``: added to a
-    head's sum of squares before its root is taken. STAGES: stages of loads that are
-    prefetched. HAS_HISTORY: rows precede the pieces. ALWAYS_MASKED: every tile runs the
-    same code, for batch invariance.
+    gates to ``gate0_ptr``, ``gate1_ptr``, ``gate2_ptr``. If a table has only one gate,
+    this gate may have a second result, which goes to ``gate1_ptr``. ``gates_ptr``: rows
+    with the columns of the gates that are not in ``rows_ptr``. ``position_ptr``: each
+    token's place in its document. ``lead_ptr``, ``place_ptr``: the lead-in of
+    :mod:`.history`, and each token's row in it. ``*stride_s``, ``*stride_b``: elements
+    from a token or batch row to the next. ``*_FUNCTION``: the gates' functions.
+    FIRST_CONV_COLUMN: the first column of a row that the convolution reads.
+    ``weight_ptr`` [C, 1, W], ``bias_ptr`` [C], ``A_log_ptr`` and ``dt_bias_ptr``: the
+    front's parameters. ``eps``: added to a head's sum of squares before its root is
+    taken. STAGES: stages of loads that are prefetched. HAS_HISTORY: there are rows
+    before the pieces. ALWAYS_MASKED: every tile runs the same code, for batch
+    invariance.
     """
     program = tl.program_id(0) + first_program
     tokens = ROWS * steps
@@ -385,11 +387,11 @@ def _convolve_section_backward(
 ):
     """Backward of :func:`_convolve_section`.
 
-    ``grad_ptr``: the output's gradient, whose heads are GROUP times as many as the
-    output's; the GROUP gradients of a head are summed. If SCALED, the true gradient of
-    head h of the state is the given one times ``factor_ptr [H]`` at h: a rule in fp16
-    scales gradients into fp16's range. State heads that share a head of this section
-    have equal factors.
+    ``grad_ptr``: the output's gradient. It has GROUP heads for each head of the output,
+    and these are summed. If SCALED, the true gradient of state head h is the given
+    gradient times entry h of ``factor_ptr [H]``. A rule in fp16 scales gradients so
+    that they fit into fp16. State heads that share a head of this section have equal
+    factors.
 
     ``d_rows_ptr`` and ``d_lead_ptr`` point at the gradients of the elements at which
     ``rows_ptr`` and ``lead_ptr`` point. ``partial_ptr`` points at the tile's row of
@@ -510,7 +512,7 @@ def _compute_gate_section_backward(
     """Backward of :func:`_compute_gate_section`.
 
     ``d_first_ptr``, ``d_second_ptr``: the gradients of the first and of the second
-    result, with GROUP gradients per value that are summed. RATE_COLUMN: the column of
+    result. Each value has GROUP gradients, which are summed. RATE_COLUMN: the column of
     ``partial_ptr`` where the sums for A_log and dt_bias begin. The other arguments are
     as in :func:`_convolve_section_backward`.
     """
@@ -530,8 +532,8 @@ def _compute_gate_section_backward(
     TILE_TOKENS: tl.constexpr = (
         _GATE_TILE_ELEMENTS // 2 // BLOCK if BLOCK < _GATE_TILE_ELEMENTS // 2 else 1
     )
-    # The GROUP gradients of a value lie COPY_DISTANCE elements apart, and the first
-    # gradients of two columns COLUMN_DISTANCE elements apart.
+    # The GROUP gradients of a value are COPY_DISTANCE elements apart. The first
+    # gradients of neighbouring columns are COLUMN_DISTANCE elements apart.
     COPY_DISTANCE: tl.constexpr = D if PER_CHANNEL else 1
     COLUMN_DISTANCE: tl.constexpr = 1 if PER_CHANNEL else GROUP
     if (program >= FIRST_PROGRAM) & (program < FIRST_PROGRAM + PROGRAMS):
@@ -670,10 +672,10 @@ def front_backward_kernel(
     ``gates_ptr`` to ``d_gates_ptr``, of the lead-in to ``d_lead_ptr``. The other
     arguments are as in the forward and in :func:`_convolve_section_backward`.
 
-    Each tile has a row of COLUMNS partial sums in ``partial_ptr`` for the gradients of
-    conv weight [C, W], conv bias [C] and, from column RATE_COLUMN on, A_log and
-    dt_bias. Each program writes some columns of its tile's row; a second launch adds
-    the rows of all tiles in a fixed order.
+    Each tile has a row of COLUMNS partial sums in ``partial_ptr``. The sums are for the
+    gradients of the conv weight [C, W] and conv bias [C] and, from column RATE_COLUMN
+    on, of A_log and dt_bias. Each program writes some columns of its tile's row; a
+    second launch adds the rows of all tiles in a fixed order.
     """
     program = tl.program_id(0)
     tile = tl.program_id(1)

@@ -32,7 +32,7 @@ from .table import Front, FrontArguments, FrontTable
 
 _EPS = 1e-6  # as in :func:`..elementwise.l2norm`
 _CONVOLVED_SECTIONS = 3  # of every table; each makes one input of the rule
-# the kernels' number of arguments for gates' results; a table may need fewer
+# The kernels have so many arguments for the results of gates. A table may need fewer.
 _MOST_GATE_RESULTS = 3
 
 
@@ -45,12 +45,12 @@ class SectionOutput(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TritonFront(Front):
-    """The front in Triton. The columns of a row lie side by side, the conv weight is
-    contiguous, and W is at least 2.
+    """The front in Triton. It needs rows whose columns are adjacent in memory, a
+    contiguous conv weight, and a W of at least 2.
 
-    With ``batch_invariant``, packed rows take one code path without fused
-    multiply-adds, since a compiler may fuse a product and a sum in one copy of a loop
-    and not in another copy.
+    With ``batch_invariant``, all tiles of packed rows run the same code, without fused
+    multiply-adds. Otherwise the compiler may fuse a product and a sum in one copy of a
+    loop, but not in the other copy.
     """
 
     tile: FrontTile | None = None  # None: :mod:`..kernels.tiles` chooses the tile
@@ -59,8 +59,8 @@ class TritonFront(Front):
 
     @cached_property
     def section_outputs(self) -> tuple[SectionOutput, ...]:
-        """The rule's inputs that each section makes: of convolved sections, then of
-        gate sections."""
+        """For each section, the rule's inputs that it makes. Convolved sections come
+        first, then gate sections."""
         layout = self.layout
         made = []
         for part in self.table.convolved_sections:
@@ -76,8 +76,8 @@ class TritonFront(Front):
     ) -> dict[str, Tensor | None]:
         """Compute the rule's inputs that ``wanted`` names, in one launch.
 
-        Returns inputs ``[B, S, heads(, width)]`` by name, without the shared input. The
-        inputs of a section that makes no wanted input are None or missing.
+        Returns inputs ``[B, S, heads(, width)]`` by name, without the shared input. If
+        no input of a section is wanted, its inputs are None or missing.
         """
         proj, parameters, documents, history = arguments
         S, B, _ = proj.shape
@@ -149,23 +149,25 @@ class TritonFront(Front):
         d_proj: Tensor,
         d_gate_rows: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """Return gradients of the parameters; write those of rows to ``d_proj`` and
-        ``d_gate_rows``.
+        """Return the gradients of the parameters; write the gradients of rows to
+        ``d_proj`` and ``d_gate_rows``.
 
-        Each gradient in ``grads`` is ``[B, S, heads of the gradient(, width)]``. The
-        true gradient of head h is the given one times ``grads.factor[h]``, if there is
-        such a factor.
+        Each gradient in ``grads`` is ``[B, S, heads of the gradient(, width)]``. If
+        ``grads`` has a ``factor``, the true gradient of head h is the given gradient
+        times ``factor[h]``.
         """
         proj, given, documents, history = arguments
         S, B, _ = proj.shape
-        # The kernel takes no strides of gradients, so each is contiguous.
+        # The kernel has no arguments for the strides of gradients, so these must be
+        # contiguous.
         d_inputs = [
             getattr(grads, name).contiguous()
             for output in self.section_outputs
             for name in output.names
         ]
         d_convolved = d_inputs[:_CONVOLVED_SECTIONS]
-        # A_log stands for absent gradients, which the kernel does not read.
+        # In place of an absent gradient the kernel gets A_log, which it does not read
+        # there.
         d_gates = _with_three_results(d_inputs[_CONVOLVED_SECTIONS:], given.A_log)
         factor = getattr(grads, "factor", None)
         weight, bias, A_log, dt_bias = given[:4]
@@ -199,7 +201,8 @@ class TritonFront(Front):
             lead is not None,
         )
         # The front's backward writes one row of partial sums for each tile of each
-        # batch row. The lead-in's backward adds one for each piece of each batch row.
+        # batch row. The lead-in's backward writes one more row for each piece of each
+        # batch row.
         rows_of_tiles = B * plan.tile_count
         rows_of_pieces = 0 if lead is None else B * len(lead)
         partial = torch.empty(
@@ -234,7 +237,7 @@ class TritonFront(Front):
 
 
 def gates_without_kernels(table: FrontTable) -> tuple[str, ...]:
-    """The names of the sections whose gate is no function of :mod:`.gates`, or has no
+    """The names of the gate sections whose function is not in :mod:`.gates` or has no
     twin in `.gate_kernels`. A table with such a section runs in plain torch."""
     lacking = []
     for gate in table.gate_sections:
@@ -246,8 +249,7 @@ def gates_without_kernels(table: FrontTable) -> tuple[str, ...]:
 
 
 def _with_three_results[Item](results: list[Item], absent: Item) -> list[Item]:
-    """The list ``results``, one element for each result of a gate, filled up to three
-    with ``absent``."""
+    """The list ``results``, filled up with ``absent`` to three elements."""
     return results + [absent] * (_MOST_GATE_RESULTS - len(results))
 
 
@@ -267,11 +269,11 @@ def _forward_launch(
 ) -> Launch:
     """The forward's launch for S tokens of B batch rows and a convolution of W taps.
 
-    ``strides``: the strides of S and B in the projection rows; ``gate_strides``: in the
-    rows with the gates. ``is_wanted``: for each section, whether its inputs of the rule
-    are computed. ``has_gate_rows``: the layout's gates have rows of their own.
-    ``has_bias``: the convolution has a bias. ``packed``: the rows are of several
-    documents. ``has_history``: there are rows before the first tokens.
+    ``strides``: the strides of S and B in the projection rows; ``gate_strides``: the
+    same in the rows with the gates' columns. ``is_wanted``: for each section, whether
+    its inputs of the rule are computed. ``has_gate_rows``: the layout's gates have rows
+    of their own. ``has_bias``: the convolution has a bias. ``packed``: the rows are of
+    several documents. ``has_history``: there are rows before the first tokens.
     """
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
     # Triton computes offsets inside a tile with 32 bits. They must fit for the rows and
@@ -364,7 +366,8 @@ def _backward_plan(
         for part in tables.convolved
     ]
     tile = within_shared_memory(tile, max(prefetched_bytes))
-    # In a shorter segment the kernel would also store tokens of the segment before.
+    # In a shorter segment the kernel would also write dx of the previous segment's
+    # tokens.
     assert tile.steps >= W - 1, "a segment must have at least W - 1 steps"
     tiles = triton.cdiv(S, tile.tokens)
     rate_column = layout.conv_width * (W + has_bias)
@@ -400,8 +403,8 @@ def _widest_head(front: TritonFront) -> int:
 
 
 def _elements_per_token(front: TritonFront) -> list[int]:
-    """For each input of the rule, the number of its elements per token: the distance of
-    tokens in a contiguous ``[B, S, ...]``."""
+    """For each input of the rule, its number of elements per token. This is the
+    distance from token to token in a contiguous ``[B, S, ...]``."""
     return [
         torch.Size(output.shape).numel()
         for output in front.section_outputs
@@ -466,11 +469,12 @@ def kernel_tables(
     backward: bool = False,
     summed_heads: Sequence[int] | None = None,
 ) -> KernelTables:
-    """The table of ``front`` as constants of the forward's or ``backward``'s kernel.
+    """The table of ``front`` as constants of the forward kernel or, with ``backward``,
+    of the backward kernel.
 
     ``has_gate_rows``: the layout's gates have rows of their own. ``summed_heads``: for
     each input of the rule, how many heads of its gradient are summed for one head;
-    None: 1. A decode step takes the gates' constants alone.
+    None: 1. A decode step uses only the gates' constants.
 
     A section's programs are numbered after those of the sections before it.
     """
@@ -547,7 +551,8 @@ def _constants(
     packed: bool,
     has_history: bool,
 ) -> dict[str, object]:
-    """The other constexpr arguments, and the compile options, of both kernels.
+    """The compile options of both kernels, and their constexpr arguments that are not
+    in :class:`KernelTables`.
 
     ``tile``: how many tokens a program computes. The others are as in
     :func:`_forward_launch`. For packed rows, a batch-invariant front runs the code with

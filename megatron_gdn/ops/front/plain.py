@@ -23,7 +23,8 @@ from .table import Front, FrontArguments, FrontParameters, FrontTable
 class PlainFront(Front):
     """A :class:`Front` in plain torch; autograd computes its backward.
 
-    The forward keeps no autograd graph. The backward runs it again, as Triton's does.
+    The forward keeps no autograd graph. So the backward computes the forward again, as
+    the backward in Triton does.
     """
 
     @torch.no_grad()
@@ -33,7 +34,8 @@ class PlainFront(Front):
         """The ``wanted`` inputs by name, contiguous ``[B, S, heads(, width)]``.
 
         Convolved inputs get the dtype of the rule's operands; gates stay in fp32 or
-        wider. A gate with one wanted result gives both of its results.
+        wider. If one result of a gate is wanted, the gate's other result is returned
+        too.
         """
         made = self._differentiable_inputs(arguments, wanted)
         dtype = self.operand_dtype or arguments.proj.dtype
@@ -83,10 +85,10 @@ class PlainFront(Front):
     ) -> tuple[Tensor | None, ...]:
         """Run the forward again and let autograd compute all gradients.
 
-        Returns those of the parameters; writes those of rows to ``d_proj``,
-        ``d_gate_rows`` and ``history.d_rows``. Each gradient in ``grads`` is
-        ``[B, S, heads of the gradient(, width)]``. The true gradient of head h is the
-        given one times ``grads.factor[h]``, if there is such a factor.
+        Returns the gradients of the parameters. Writes the gradients of rows to
+        ``d_proj``, ``d_gate_rows`` and ``history.d_rows``. Each gradient in ``grads``
+        is ``[B, S, heads of the gradient(, width)]``. If ``grads`` has a ``factor``,
+        the true gradient of head h is the given gradient times ``factor[h]``.
         """
         proj, given, documents, history = arguments
         wide = torch.promote_types(proj.dtype, torch.float32)
@@ -116,7 +118,7 @@ class PlainFront(Front):
                 # sum over the value heads that share one head of this input
                 d_input = d_input.sum(3)
                 if factor is not None:
-                    # the value heads of one head have equal factors
+                    # value heads that share a head have equal factors
                     factor_of_head = factor.view(heads, -1)[:, 0]
                     trailing = (1,) * (d_input.dim() - 3)
                     d_input = d_input * factor_of_head.view((heads,) + trailing)
@@ -168,7 +170,8 @@ def front_of(
         raise ValueError(
             f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'."
         )
-    # In deterministic mode too, a sequence's bits must not depend on other sequences.
+    # Deterministic mode also requires that other sequences do not change a sequence's
+    # bits.
     deterministic = bits >= Bits.DETERMINISTIC
     if kernels == "torch":
         return PlainFront(table, operands, deterministic)

@@ -69,8 +69,8 @@ class GateSection(NamedTuple):
     has_rate: bool = False
     # True: a value for each channel of a head. False: one value per head.
     per_channel: bool = False
-    # the arguments ``low`` and ``high`` of ``function``, whose docstring says what they
-    # bound
+    # two bounds that ``function`` gets, for example of a time step; a function may
+    # ignore a bound
     low: float = 0.0
     high: float = 1.0
 
@@ -161,8 +161,9 @@ class Front:
     def _make_inputs(
         self, arguments: FrontArguments, wanted: tuple[str, ...]
     ) -> Mapping[str, Tensor | None]:
-        """The inputs ``[B, S, heads(, width)]`` that ``wanted`` names, by name; the
-        shared input is left out, since :meth:`forward` adds it. Others may be None."""
+        """The inputs ``[B, S, heads(, width)]`` that ``wanted`` names, by name. The
+        shared input is missing: :meth:`forward` adds it. Inputs that are not wanted may
+        be None."""
         raise NotImplementedError
 
     def _compute_gradients(
@@ -172,13 +173,13 @@ class Front:
         d_proj: Tensor,
         d_gate_rows: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of weight, bias, A_log and dt_bias from ``grads``, those of the
-        rule's inputs.
+        """Compute the gradients of weight, bias, A_log and dt_bias. ``grads`` has the
+        gradients of the rule's inputs.
 
-        A gradient may have a multiple of its input's heads; the front then sums over
-        the heads that share one head of the input. ``grads`` may have a ``factor [H]``
-        by which a head's gradients must still be multiplied. Writes ``d_proj``,
-        ``d_gate_rows`` and ``history.d_rows``.
+        A gradient in ``grads`` may have n heads for each head of its input; the front
+        then sums these n heads. ``grads`` may have a ``factor [H]`` by which a head's
+        gradients must still be multiplied. Writes ``d_proj``, ``d_gate_rows`` and
+        ``history.d_rows``.
         """
         raise NotImplementedError
 
@@ -203,8 +204,8 @@ class Front:
 
     @cached_property
     def conv_channels(self) -> dict[str, slice]:
-        """The channels ``0 .. C - 1`` of the convolution that each convolved section
-        has, by the section's name."""
+        """For each convolved section, by name: its channels among the channels
+        ``0 .. C - 1`` of the convolution."""
         channels_of = {}
         first_column = self.layout.conv_columns.start
         for part in self.table.convolved_sections:
@@ -265,8 +266,8 @@ class Front:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
-        """The rule's inputs, a ``table.inputs_class``, from rows ``proj [S, B, P]``,
-        whose dimensions S and B may have any strides.
+        """Compute the rule's inputs, a ``table.inputs_class``, from rows
+        ``proj [S, B, P]``. The dimensions S and B of ``proj`` may have any strides.
 
         ``only``: the names to compute, adjacent in :attr:`input_names`; all other
         inputs are None.
@@ -302,8 +303,8 @@ class Front:
         """The gradients of the parameters, in the parameters' order, shapes and dtypes.
 
         ``grads`` has the gradients of the rule's inputs as attributes. The method
-        writes ``history.d_rows``, and every column of ``d_proj`` ``[S, B, P]`` once,
-        except the output gate's columns, which the readout writes.
+        writes ``history.d_rows`` and ``d_proj [S, B, P]``. It writes each column of
+        ``d_proj`` once, but not the output gate's columns: the readout writes these.
         """
         named = self._named_parameters(parameters)
         arguments = FrontArguments(proj, named, documents, history)
@@ -321,7 +322,7 @@ class Front:
         return found + (d_gate_rows,)
 
     def _named_parameters(self, parameters: FrontParameterList) -> FrontParameters:
-        """The list ``parameters``, in the order of the class's docstring, by name."""
+        """Name the parameters of a list; the class's docstring gives their order."""
         weight, bias, A_log, dt_bias = parameters[:4]
         others = list(parameters[4:])
         shared = None
