@@ -55,9 +55,10 @@ _get_block_submodules = transformer_block._get_block_submodules
 
 
 # ``--spec`` names a function. Megatron's ``pretrain_gpt.py`` calls this function on
-# core_r0.19.0 and main. On dev it gives the function itself to the model, which refuses
-# it ("specialize for function"). So the next function replaces the model's
-# ``_get_block_submodules``: it calls a function for its spec, then Megatron's original.
+# core_r0.19.0 and main. On dev the script passes the function itself to the model, and
+# the model raises an error ("specialize for function"). So the next function replaces
+# the model's ``_get_block_submodules``: it first calls the function to get the spec,
+# then Megatron's original.
 @functools.wraps(_get_block_submodules)
 def _submodules_of(
     config: TransformerConfig, spec: Any, *stage: int | None, **named: Any
@@ -131,8 +132,8 @@ def _mixer_spec(config: Any, modules: str, **options: Any) -> ModuleSpec:
 
 
 def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
-    """For each layer of the model Megatron's spec, with our mixer for Megatron's; and
-    Megatron's final norm. ``options`` are those of our mixer."""
+    """Megatron's specs of the model's layers, in which our mixer replaces Megatron's,
+    and Megatron's final norm. ``options`` are those of our mixer."""
     layer_specs = (
         variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
     )
@@ -185,8 +186,8 @@ def _local_layer_specs(
 
 
 def layer_kinds(config: Any) -> list[tuple[int, int]]:
-    """For each layer, 1 or 0 for "is a Gated DeltaNet", and 1 or 0 for "has
-    experts"."""
+    """Two flags for each layer, 1 or 0: whether it is a Gated DeltaNet, and whether it
+    has experts."""
     dense = [0] * config.num_layers
     variant = config.experimental_attention_variant
     if variant is None:

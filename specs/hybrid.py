@@ -106,9 +106,9 @@ class HybridStackSpec(ModuleSpec):
                 constructors.
             gdp: keyword arguments of the GatedDeltaProduct constructor; if given, 'M'
                 layers are Gated DeltaProducts, as in Megatron's ``gdp_stack_spec``.
-            mla: keyword arguments of the LatentAttention constructor, whose '+' layers
-                have no position embedding. None: "te" has Megatron's '+' layers, and
-                "local" has none.
+            mla: keyword arguments of the LatentAttention constructor; '+' layers are
+                then LatentAttentions, without position embedding. None: "te" has
+                Megatron's '+' layers, and "local" has none.
             **options: keyword arguments of the GatedDeltaNet constructor, or of
                 GatedDeltaNet2's if the config's variant is "gdn2". 'M' and 'K' layers
                 also get ``cp_layout``, ``linear_cp_mode``, ``cp_ranks_per_machine``
@@ -199,8 +199,8 @@ def _with_legal_backend(
 def _own_launch_options(
     mixer: type[RecurrentMixer], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The launch's options of ``mixer`` but those that 'G' layers share and those that
-    a call's ``options`` override."""
+    """The launch's options of ``mixer``, without the options shared with 'G' layers and
+    without those that ``options`` of a call override."""
     overridden = options.keys() | _SHARED_OPTIONS
     launched = with_launch_options(mixer, {}).items()
     return {name: value for name, value in launched if name not in overridden}
@@ -272,8 +272,10 @@ def _local_submodules(
 
 
 def _mixer_layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
-    """Spec of a TransformerLayer with ``mixer`` in the place of attention; with a norm
-    before the mixer's submodule ``linear``, or without a norm if that is None."""
+    """Spec of a TransformerLayer with ``mixer`` in the place of attention.
+
+    The layer has a norm before the mixer's submodule ``linear``; None: no norm.
+    """
     if linear is None:
         norm = {}
     else:
@@ -288,7 +290,7 @@ def _mixer_layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
 
 def _layer_after_norm(modules: str, mixer: ModuleSpec) -> ModuleSpec:
     """Spec of a TransformerLayer with ``mixer`` (Kimi Delta Attention or latent
-    attention), whose norm is a module of the layer, as in Megatron's spec."""
+    attention). The norm before the mixer is a module of the layer, as in Megatron."""
     norm = TorchRMSNorm
     if modules == "te":
         norm = te.TENorm
@@ -314,12 +316,12 @@ def _mamba_layer(mixer: ModuleSpec, **norm: Any) -> ModuleSpec:
 
 
 class KDAHybridStack(HybridStack):
-    """Megatron's stack with 'K' layers, for which Megatron's own code gets the letter
-    'G'.
+    """Megatron's stack with 'K' layers; Megatron's own code gets the letter 'G' for
+    each of them.
 
     ``kda_options`` are the options of 'K' layers in the last stack that this process
-    built. :func:`megatron_gdn.models.stack.stack_of_arguments`, which counts FLOPs,
-    sees the launch's arguments alone, and reads the options here.
+    built. :func:`megatron_gdn.models.stack.stack_of_arguments` counts FLOPs. It gets
+    only the launch's arguments, so it reads the options here.
     """
 
     kda_options: ClassVar[dict[str, Any]] = {}
@@ -477,7 +479,7 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
     another.
 
     If ``cu_seqlens_q`` and ``cu_seqlens_q_padded`` are two tensors, the host compares
-    their values, for which it waits for a GPU.
+    their values. For tensors on a GPU the host waits.
     """
     if packed is None:
         return
@@ -542,7 +544,7 @@ def checked_mtp_spec(block_spec: ModuleSpec, **options: Any) -> ModuleSpec:
 
 if (
     KDA_LETTER not in Symbols.VALID_LAYERS
-):  # a later Megatron may know the letter 'K' already
+):  # a later Megatron may have the letter 'K' already
     symbols: Any = Symbols
     symbols.KDA = KDA_LETTER
     symbols.VALID_LAYERS = set(Symbols.VALID_LAYERS) | {KDA_LETTER}
@@ -550,7 +552,8 @@ if (
 hybrid_stack_spec = _hybrid_stack_spec("auto")
 gdn_hybrid_stack_spec = hybrid_stack_spec
 gdn_hybrid_stack_spec_local = _hybrid_stack_spec("local")
-# 'M' layers are Gated DeltaProducts. Megatron counts their FLOPs by this name.
+# 'M' layers are Gated DeltaProducts. Megatron finds by this name how to count their
+# FLOPs.
 gdp_stack_spec = _hybrid_stack_spec("auto", gdp={})
 # For models with --qk-layernorm, such as Qwen3-Next and Qwen3.5.
 gdn_qk_norm_hybrid_stack_spec = _hybrid_stack_spec("auto", qk_layernorm=True)

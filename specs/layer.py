@@ -6,9 +6,9 @@ that a launch gives in the environment.
     MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute=light" torchrun ... \
         pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
 
-An option reaches every 'G' and 'K' layer, and every 'M' layer of ``gdp_stack_spec``,
-whose mixer has this option, unless a call in Python gives another value. The variable
-must be equal in all processes.
+An option applies to all 'G' and 'K' layers, and to all 'M' layers of
+``gdp_stack_spec``, if their mixer has this option. A value in a Python call overrides
+it. The variable must be equal in all processes.
 """
 
 import ast
@@ -55,8 +55,8 @@ from megatron_gdn.mixers.loader_layout import AUTO
 LEGAL_MODULES = ("auto", "local", "te")
 OPTIONS_VARIABLE = "MEGATRON_GDN_OPTIONS"
 _MOST_CHARACTERS = 2000  # of MEGATRON_GDN_OPTIONS
-# For fields of specs that are annotated as a class; Megatron calls their value, which
-# may be a function.
+# A value for fields of specs that Megatron annotates as a class. Megatron only calls
+# the value, so a function is legal.
 BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
 
@@ -111,7 +111,7 @@ def gated_delta_net2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 
 def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
     """Spec of `megatron_gdn.KimiDeltaAttention`; ``modules`` is as in
-    `gated_delta_net_spec`, but no norm is fused: the layer around has the norm."""
+    `gated_delta_net_spec`, but no norm is fused: the layer around the mixer has it."""
     # duplicated: every tensor-parallel rank has the whole weight
     if resolve_modules(modules) == "te":
         duplicated, column, row, norm = (
@@ -197,8 +197,8 @@ def norms_before(**linears: str) -> dict[str, Any]:
     """Arguments of a layer's submodules that give the layer plain-torch norms.
 
     ``linears`` maps the name of each norm in the layer to the name of the linear after
-    the norm. Transformer Engine fuses such a norm into the linear, so its keys in a
-    checkpoint are the linear's; the plain-torch norms get the same keys.
+    the norm. Transformer Engine fuses such a norm into the linear, so the norm's keys
+    in a checkpoint begin with the linear's name. The plain-torch norms get these keys.
     """
     keys = {f"{norm}.": f"{linear}.layer_norm_" for norm, linear in linears.items()}
     return {**dict.fromkeys(linears, TorchRMSNorm), "sharded_state_dict_keys_map": keys}
@@ -314,8 +314,8 @@ class UnavailableLayer:
 def with_launch_options(
     mixer: type[RecurrentMixer], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options in the environment that ``mixer`` has, overridden by ``named``, those
-    of a call."""
+    """The options of ``mixer`` that the environment gives, and ``named``, the options
+    of a call, which override them."""
     legal = launch_options_of(mixer)
     of_launch = {name: x for name, x in _launch_options().items() if name in legal}
     return of_launch | dict(named)
@@ -359,7 +359,8 @@ def parse_options(text: str) -> dict[str, Any]:
                 f"name=value,name=value with the names {', '.join(sorted(legal))}."
             )
         options[name] = value
-        # A value that is no literal is a word, however Python says that it is none.
+        # A value that is no literal is a word. Python raises any of these errors for
+        # it.
         with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             options[name] = ast.literal_eval(value)
         if value.lower() in ("true", "false") and not isinstance(options[name], bool):
