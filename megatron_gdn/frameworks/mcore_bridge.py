@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 TESTED_VERSION = "1.6.5"
 _WHY_NOT_QUANTISED = "stores quantised blocks of rows, whose order we cannot change"
 # Fields of the configuration that split or quantise mcore-bridge's in_proj, each with
-# the end of the error.
+# the last words of its error message.
 _UNSUPPORTED_FIELDS = {
     "linear_decoupled_in_proj": "splits in_proj in two linears, and our layer has one",
     "fp8_param": _WHY_NOT_QUANTISED,
@@ -80,7 +80,7 @@ def in_order_of_bridge(layer: GatedDeltaNet) -> Iterator[None]:
     # each parameter with its new order of rows
     moved = [(parameter, channels) for parameter in layer.conv1d.parameters()]
     for name, parameter in layer.in_proj.named_parameters():
-        # the norm's and LoRA's first factor have no rows of in_proj
+        # the norm's parameters and LoRA's first factor have no rows of in_proj
         if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):
             moved.append((parameter, row_order_by_key_head(layout)))
     assert all(len(parameter) == len(rows) for parameter, rows in moved)

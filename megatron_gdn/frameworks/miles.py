@@ -3,8 +3,8 @@
 
 from .patch import patch_megatron
 
-# How the names of modules begin in which miles and slime define layers of their own,
-# with transformers' parameters.
+# In modules whose names begin so, miles and slime define their own layers, which have
+# transformers' parameters.
 _PLUGIN_MODULE_PREFIXES = (
     "miles_plugins.models.qwen3_",
     "slime_plugins.models.qwen3_",

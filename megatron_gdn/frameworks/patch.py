@@ -76,15 +76,16 @@ def patch_megatron(
             :class:`Mamba2Mixer`.
         gdn2: the same for ``GatedDeltaNet2``, if Megatron has the class; None means
             True unless ``gdn`` is False.
-        kda: the same for ``KimiDeltaAttention``, of which newer Megatrons build 'K'
-            layers; None means True unless ``gdn`` is False.
-        gdp: the same for ``GatedDeltaProductMixer``, of which newer Megatrons build 'M'
-            layers of ``gdp_stack_spec``; None means True unless ``gdn`` is False.
+        kda: the same for ``KimiDeltaAttention``, the class of 'K' layers in newer
+            Megatrons; None means True unless ``gdn`` is False.
+        gdp: the same for ``GatedDeltaProductMixer``, the class of 'M' layers in
+            ``gdp_stack_spec`` of newer Megatrons; None means True unless ``gdn`` is
+            False.
 
     Raises:
-        TypeError: an argument is neither a bool nor a dict; our layer does not know an
-            option; or an argument of Megatron's constructor is absent in our
-            constructor, or has another default or position there.
+        TypeError: an argument is neither a bool nor a dict; our layer has no such
+            option; or our constructor lacks an argument of Megatron's constructor, or
+            has it at another position or with another default.
         ValueError: an option has an illegal value, or ``kda`` or ``gdp`` has options
             and Megatron has no such class.
         RuntimeError: other code has replaced ``__new__`` of Megatron's class.

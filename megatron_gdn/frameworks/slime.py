@@ -57,8 +57,9 @@ def get_qwen3_5_spec(
     """Make slime's block spec of Qwen3.5 with :class:`megatron_gdn.GatedDeltaNet` as
     the mixer.
 
-    After this call slime's loader and converter also know our layer. Options of the
-    layer come from ``MEGATRON_GDN_OPTIONS``, the sizes from ``args.hf_checkpoint``.
+    After this call slime's loader and converter also accept our layer's parameters.
+    The layer's options come from ``MEGATRON_GDN_OPTIONS``, and its sizes from
+    ``args.hf_checkpoint``.
 
     Raises:
         ValueError: ``--apply-layernorm-1p`` is absent, or ``hf_checkpoint`` is of
@@ -111,7 +112,7 @@ def _spec_with_our_layer(
 
 @cache
 def register_our_names() -> None:
-    """Wrap slime's loader and converter in this process, so that they know our
+    """Wrap slime's loader and converter in this process, so that both accept our
     parameters."""
     from slime.backends.megatron_utils import (  # pyright: ignore[reportMissingImports]
         hf_to_megatron,
@@ -129,13 +130,13 @@ def register_our_names() -> None:
 
 
 def _wrap_loader(slime_loader: Callable) -> Callable:
-    """A loader that loads our parameters, in rank order, and leaves all others to
-    ``slime_loader``."""
+    """A loader that loads our parameters in rank order; ``slime_loader`` loads all
+    others."""
 
     @wraps(slime_loader)
     def load(name: str, reader: Any, hf_config: object) -> Tensor:
-        """The whole Megatron parameter ``name``, ours in rank order; ``reader`` reads
-        Hugging Face's files."""
+        """Load the whole Megatron parameter ``name``; a parameter of our layer is in
+        rank order. ``reader`` reads Hugging Face's files."""
         prefix, entry = _prefix_and_map(name, reader.path)
         if entry is None:
             return slime_loader(name, reader, hf_config)
@@ -149,16 +150,16 @@ def _wrap_loader(slime_loader: Callable) -> Callable:
 
 
 def _wrap_converter(slime_converter: Callable) -> Callable:
-    """A converter into Hugging Face's tensors that also knows our parameters, and
-    leaves all others to ``slime_converter``."""
+    """A converter that also turns our parameters into Hugging Face's tensors;
+    ``slime_converter`` converts all others."""
 
     @wraps(slime_converter)
     def convert(
         args: Namespace, model_name: str, name: str, param: Tensor
     ) -> list[tuple[str, Tensor]]:
-        """The pairs (Hugging Face name, tensor) of ``param``, the Megatron parameter
-        ``name`` in rank order; tensors of ours get the dtypes of the published
-        files."""
+        """Convert ``param``, the Megatron parameter ``name``, to pairs (Hugging Face
+        name, tensor). A parameter of our layer is in rank order, and its tensors get
+        the dtypes of the published files."""
         prefix, entry = _prefix_and_map(name, args.hf_checkpoint)
         if entry is None:
             return slime_converter(args, model_name, name, param)
@@ -193,8 +194,9 @@ def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
         *settings: object,
         **options: object,
     ) -> list:
-        """Quantize the pairs of name and tensor that ``convert`` returned for
-        ``name``: of our parameters one pair for each parameter of slime's layer."""
+        """Quantize the pairs (Hugging Face name, tensor) that ``convert`` returned for
+        ``name``. For one of our parameters there is a pair for each source of its
+        map."""
         prefix, entry = _prefix_and_map(name, args.hf_checkpoint)
         if entry is None:
             return slime_quantizer(args, name, converted, *settings, **options)
