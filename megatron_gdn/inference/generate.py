@@ -78,7 +78,7 @@ def next_logits(
     model: nn.Module, tokens: Tensor, context: StaticInferenceContext
 ) -> Tensor:
     """Run the next tokens, int64 ``[B, s]``, through the model and return their logits
-    ``[B, s, V]``; ``context`` then has s tokens more.
+    ``[B, s, V]``; afterwards ``context`` holds s more tokens.
 
     In Megatron's ``InferenceMode`` the context's config may limit the logits to the
     last token.
@@ -115,8 +115,8 @@ def generate(
             runs single tokens.
         prompt: int64 ``[B, S]`` with S >= 1, which must be the same on every rank.
         count: number of tokens to append.
-        pick: maps fp32 logits ``[B, V]`` to tokens ``[B]``; must give the same on every
-            rank.
+        pick: maps fp32 logits ``[B, V]`` to tokens ``[B]``; must give the same tokens
+            on every rank.
         stop: a token id; generation ends when each row has this token after its prompt.
         chunk: number of tokens to prefill at a time, which bounds memory; None: the
             whole prompt.
@@ -155,7 +155,8 @@ def generate(
                 ended |= picked == stop
                 if bool(ended.all()):
                     break
-    # the tokens are an inference tensor; the clone, made outside of that mode, is none
+    # `tokens` is an inference tensor. This clone is a usual tensor, since it is made
+    # outside of inference mode.
     return tokens.clone()
 
 

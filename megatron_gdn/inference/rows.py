@@ -4,11 +4,12 @@ module.
 Each function returns the `Stages` that a layer would run on whole sequences, for
 ``decode`` and ``prefill``. All functions take:
 
-    rows                   projection rows [S, B, P], S and B with any strides
+    rows                   projection rows [S, B, P], any strides along S and B
     conv_weight, conv_bias [C, 1, W] or [C, W]; [C] or None
     A_log, dt_bias         fp32, with a value per head, or per channel as in the layer
     layout                 the sections of a row
-    rule                   the recurrence, such as ``megatron_gdn.resolve_rule`` returns
+    rule                   the recurrence, for example from
+                           ``megatron_gdn.resolve_rule``
     norm                   the gated output norm, or a readout that calls the norm as a
                            module; None: the output is gated and not normed
     recompute              whether a backward computes front and rule again
@@ -131,8 +132,8 @@ def kda_rows(
 ) -> Stages:
     """The stages of a Kimi Delta Attention, with ``A_log [H]`` and ``dt_bias [H K]``.
 
-    ``lower_bound`` is a lower bound of the log-decays, which changes their function;
-    None: no bound.
+    With a ``lower_bound``, another function computes the log-decays, which are all
+    above this bound (the module's docstring of :mod:`..kda.front`). None: no bound.
     """
     table = kda_table(layout, lower_bound)
     parameters = conv_weight, conv_bias, A_log, dt_bias
@@ -188,7 +189,7 @@ def _stages_from_table(
     weight = parameters[0]
     assert weight is not None
     front = front_by_table(
-        lambda _: table,  # made for this layout already
+        lambda _: table,  # the table was made for this layout
         table.layout,
         rule,
         rows.device,
