@@ -69,7 +69,7 @@ class Model:
         """The legal tensor-parallel sizes: those that divide the heads of all layers and
         the width of MLPs and shared experts. Routed experts are not split."""
         sizes = self.hf.sizes
-        # the last pair (name, number) of counts: key heads; in Mamba2, groups
+        # the last pair (name, number) counts the key heads; in Mamba2, the groups
         key_heads = self.dims.layout.head_counts[-1][1]
         heads = sizes.num_attention_heads
         groups = getattr(sizes, "num_query_groups", heads)
@@ -119,7 +119,7 @@ class Model:
             )
 
     def saved_bytes(self, tp: int = 1, recompute: str = "none") -> int:
-        """Bytes per token that a Gated DeltaNet keeps for its backward on a
+        """Bytes per token that a Gated DeltaNet saves for its backward on a
         tensor-parallel rank.
 
         The number holds for bf16 with sequence parallelism, and for the rules flash_qla
@@ -158,7 +158,8 @@ def _read_catalogue() -> dict[str, Model]:
     """Name -> model, of the models in ``catalogue.toml``."""
     file = Path(__file__).with_name("catalogue.toml")
     catalogue = tomllib.loads(file.read_text(encoding="utf-8"))
-    # name of a shared table, or of a model above -> fields, for the key `like`
+    # A model inherits the fields of the entry that its key `like` names: a shared table
+    # or an earlier model.
     fields_by_name = catalogue["shared"]
     models = {}
     for name, fields in catalogue["models"].items():

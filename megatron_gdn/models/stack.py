@@ -46,7 +46,8 @@ MAMBA_EXPAND = 2  # a Mamba2's inner width / hidden size, if no number of heads 
 class Flops(NamedTuple):
     """FLOPs of one forward, by part of the model.
 
-    ``output``: of the output layer, with those of multi-token prediction heads.
+    ``output``: FLOPs of the output layer, which also runs for each multi-token
+    prediction head.
     """
 
     projections: int
@@ -234,8 +235,8 @@ def _recurrent_layer(
     """The parameters and multiply-adds of a recurrent layer.
 
     ``maps``: the maps of its weights, which have the shapes of all parameters.
-    ``rule``: the multiply-adds of its rule per token, those of a chunk (the module's
-    docstring lists them) divided by C.
+    ``rule``: multiply-adds of its rule per token. These are the products of a chunk,
+    which the module's docstring lists, divided by C.
     """
     shapes = [source.shape for entry in maps for source in entry.sources]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
@@ -259,7 +260,7 @@ def _attention_layer(config: Config) -> LayerCounts:
     d = config.kv_channels
     n = config.num_attention_heads
     groups = config.num_query_groups
-    heads = n + 2 * groups  # of linear_qkv: q, k and v
+    heads = n + 2 * groups  # heads of q, k and v, which linear_qkv computes
     if getattr(config, "attention_output_gate", False):
         heads += n
     vector_weights = D
@@ -338,16 +339,17 @@ def _mlp_weights(config: Config, width: int) -> int:
 def stack_of_arguments(args: Namespace) -> Stack:
     """The stack that Megatron's parsed and validated arguments ``args`` describe.
 
-    Megatron's arguments have no options of 'K' layers, so the options of the last
-    `KDAHybridStack` that was built are taken. A layer that :class:`Stack` does not know
-    is a ValueError.
+    Megatron's arguments have no options of 'K' layers. So the options are those of the
+    `KDAHybridStack` that this process built last. Raises a ValueError for a layer that
+    :class:`Stack` cannot count.
     """
     from ..specs.gpt import GDN_VARIANTS, layer_kinds
     from ..specs.hybrid import KDAHybridStack
 
     pattern = getattr(args, "hybrid_layer_pattern", None)
     unknown_options = ["moe_latent_size"]
-    # a launch with '+' layers has this option for them; without, it concerns '*' layers
+    # With '+' layers this option is about these layers; without them it would change
+    # the '*' layers.
     if "+" not in (pattern or ""):
         unknown_options.append("multi_latent_attention")
     for name in unknown_options:
