@@ -155,7 +155,8 @@ def _run_backward(
     *_: object,
     **__: object,
 ) -> tuple[Tensor, ...]:
-    """Replaces autograd's engine (same arguments), which would ask the GPU for streams.
+    """Replaces autograd's engine, which would use streams of the GPU; takes the same
+    arguments.
 
     Each backward written in Python runs once, with gradients of zero, under autograd if
     ``create_graph``. The backward of the last forward comes first, as in autograd.

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 # numbers of tokens; FlashQLA cuts sequences of _LONG_TOKENS, not of _SHORT_TOKENS
 _SHORT_TOKENS = 208
 _LONG_TOKENS = 9216
-# The tokens of a rank are a multiple of this number, as those of most runs are: Triton
-# compiles a variant of its own for integers that 16 divides.
+# The tokens of a rank are a multiple of this number, as in most runs. Triton compiles a
+# separate variant for integers that are multiples of 16.
 _MULTIPLE_OF_TOKENS = 16
 # FlashQLA has three forward kernels: one if sequences * heads is at least this share of
 # the GPU's multiprocessors, another if it is at least half of this share, and a third
 # for less.
 _FULL_GPU_SHARE = 0.7
-# fields of `GDNDims`; with "linear_" before it, fields of Megatron's config
+# fields of `GDNDims`; with "linear_" before each, fields of Megatron's config
 _SIZE_NAMES = (
     "num_key_heads",
     "num_value_heads",
@@ -99,8 +99,8 @@ def read_sizes(path: str | Path) -> LayerSizes:
         """The number from 1 to ``most`` after the name ``argument`` in the file; None
         if the file does not have the name. Words of the name are joined by - or _."""
         words = r"[-_]".join(argument.split("_"))
-        # Of two patterns for spaces side by side the time would grow with the square of
-        # spaces.
+        # Successive spaces match one pattern only. Two neighbouring patterns for spaces
+        # would take time that grows with the square of the number of spaces.
         separated = r"(?:\s*[:=]\s*|\s+)"
         found = set(re.findall(rf"(?<![\w]){words}[\"']?{separated}([0-9]+)\b", text))
         if len(found) > 1:
@@ -128,7 +128,7 @@ def read_sizes(path: str | Path) -> LayerSizes:
 class LayerCall(NamedTuple):
     """One forward and backward of a layer on one rank."""
 
-    use: str  # of ``--uses``
+    use: str  # a value of ``--uses``
     cp: int  # context-parallel ranks
     tokens: int  # tokens of a batch row, of all ranks together
     rows: int  # batch rows
@@ -142,9 +142,10 @@ def layer_calls(
 ) -> list[LayerCall]:
     """List the calls that a rank of the run may make; ``mode`` is ``linear_cp_mode``.
 
-    ``uses``: of option ``--uses``; None: the usual ones. ``multiprocessors``: of the
-    GPU. In mode "auto" the layer picks a mode for each micro-batch, so the list has
-    both modes' calls. Raises a ValueError if the ranks cannot share the heads.
+    ``uses``: values of the option ``--uses``; None: the usual ones.
+    ``multiprocessors``: the number of the GPU's multiprocessors. In mode "auto" the
+    layer picks a mode for each micro-batch, so the list has the calls of both modes.
+    Raises a ValueError if the ranks cannot share the heads.
     """
     local = sizes.dims.shard(sizes.tp)
     headwise_ranks = 1  # the ranks that share the heads
@@ -228,7 +229,7 @@ def tasks_of(
         for call in calls:
             run_layer(sizes, call, rule_operands=arguments.operands, backend=backend)
             if backend == "flash_qla":
-                # the layer's rule stored them by `set_next_calls`
+                # the layer's rule has set these heads by `set_next_calls`
                 compiled_heads.add(expected_heads())
 
     tasks = [task for task in recorded.values() if task.kind in arguments.kernels]
@@ -274,8 +275,8 @@ def run_layer(sizes: LayerSizes, call: LayerCall, **options: object) -> None:
         use_cpu_initialization=True,
         perform_initialization=False,
     )
-    # Set after the constructor, which would require FlashAttention; the layer does not
-    # use it.
+    # Set only after the constructor, which would otherwise require FlashAttention. The
+    # layer does not use FlashAttention.
     config.batch_invariant_mode = call.use == "whole"
     if call.use == "recompute":
         options["recompute"] = "full"
@@ -308,8 +309,8 @@ def run_layer(sizes: LayerSizes, call: LayerCall, **options: object) -> None:
 
 @contextmanager
 def _fake_groups(tp: int, cp: int) -> Iterator[ProcessGroupCollection]:
-    """In this context torch.distributed runs as rank 0 of ``tp * cp`` ranks, of which
-    the others do not exist; gives the process groups ``tp`` and ``cp``.
+    """In this context torch.distributed runs as rank 0 of ``tp * cp`` ranks; the other
+    ranks do not exist. Yields the process groups ``tp`` and ``cp``.
 
     torch's backend "fake" sends nothing and returns at once.
     """

@@ -42,7 +42,7 @@ class Task(NamedTuple):
     """One variant of a kernel to compile."""
 
     name: str
-    # compiles the kernel; returns whether it had to, False if the cache had the kernel
+    # compiles the kernel and returns True; returns False if the cache had the kernel
     run: Callable[[], bool]
     kind: str = "triton"  # or "flash_qla": which package has the kernel
 
@@ -50,8 +50,9 @@ class Task(NamedTuple):
 def run_tasks(
     tasks: Iterable[Task], processes: int | None
 ) -> tuple[int, dict[str, str]]:
-    """Run every task in a fork of its own, which has this process's imports; print the
-    progress.
+    """Run every task in its own fork of this process, and print the progress.
+
+    A fork need not import again what this process has imported.
 
     At most ``processes`` forks run at a time; None: one per core. Side effects of a
     task (recorded launches, patches, a crash) do not reach other tasks. Returns the
@@ -144,9 +145,10 @@ def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
     ) -> None:
         """Record a variant of a Triton kernel without a launch.
 
-        This function replaces ``JITFunction.run``, with the same arguments. Triton's
-        own ``run`` with ``warmup=True`` finds the variant and would compile it, but
-        launch nothing; ``warmup`` of the caller is ignored.
+        This function replaces ``JITFunction.run``, with the same arguments. It calls
+        Triton's own ``run`` with ``warmup=True``, which finds the variant and launches
+        nothing. :func:`record_variant` replaces the compilation. The caller's
+        ``warmup`` is ignored.
         """
         do_compile = kernel._do_compile
 
@@ -187,8 +189,8 @@ def _compile_tilelang(
     return False if tilelang's cache has it (``cache_file`` exists)."""
     if cache_file.exists():
         return False
-    # tilelang's own method. The one that a run puts in its place takes the lock of
-    # these heads, which the run or this command holds.
+    # This is tilelang's own method. In a run another method replaces it, which first
+    # takes the lock of these heads; but the run or this command holds this lock.
     mark_as_cached(cache_file, kernel.compile.__wrapped__(*args, **kwargs))
     return True
 
