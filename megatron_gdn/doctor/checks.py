@@ -124,8 +124,8 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
 
 
 def _check_tested(name: str, installed: str) -> Finding:
-    """The finding about a package whose version ``installed`` should work: a note if it
-    was not tested."""
+    """The finding about a package whose version ``installed`` should work: a note if
+    this version was not tested."""
     why = why_untested(name, installed)
     if why is None:
         return Finding(name, "ok", installed)
@@ -135,7 +135,7 @@ def _check_tested(name: str, installed: str) -> Finding:
 def check_kernel_versions() -> Iterator[Finding]:
     """Check whether the kernels of fla and FlashQLA can run here.
 
-    Without a GPU the checks assume a Hopper GPU, and what is wrong is only a note.
+    Without a GPU the checks assume a Hopper GPU, and report each fault as a note only.
     """
     has_gpu = torch.cuda.is_available()
     if has_gpu:
@@ -177,7 +177,8 @@ def check_kernel_versions() -> Iterator[Finding]:
 
 
 def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
-    """Check the rules that a layer takes here, usually and in deterministic mode.
+    """Check the two rules that a layer uses on this machine: the usual rule, and the
+    rule of deterministic mode.
 
     The findings are the choice of each rule, its errors against fp64, and whether the
     deterministic rule repeats its bits. The rules run on two documents, of ``tokens``
