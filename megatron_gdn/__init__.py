@@ -53,8 +53,8 @@ __all__ = sorted(name for name in _MODULE_OF_NAME if name[0] != "_")  # pyright:
 
 
 def _version() -> str:
-    """Version of the installed package, else in the clone's ``pyproject.toml``, else
-    "unknown"."""
+    """The version of the installed package, or else the version in the clone's
+    ``pyproject.toml``; "unknown" without that file."""
     from importlib.metadata import PackageNotFoundError, version
     from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""What the package's commands need to read their options and to print errors, without
-torch."""
+"""Helpers with which the package's commands read options and print errors; torch is not
+imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_RANKS = 2**10
 class Parser(argparse.ArgumentParser):
     """Parses a command's options, which may not be abbreviated.
 
-    An error is one line that suggests known names for unknown ones.
+    Its error message is one line, which suggests known names for unknown ones.
     """
 
     def __init__(self, prog: str, **settings: Any) -> None:
@@ -58,8 +58,8 @@ class Parser(argparse.ArgumentParser):
         return did_you_mean([name for name in options if name not in known], known)
 
     def _options(self) -> list[str]:
-        """The names of the options that ``--help`` of this command and of its
-        subcommands shows, such as ``--tokens``."""
+        """The option names (for example ``--tokens``) in the ``--help`` of this command
+        and of its subcommands."""
         parsers: list[argparse.ArgumentParser] = [self]
         for action in self._actions:
             if action.nargs == argparse.PARSER:  # its choices are the subcommands
@@ -96,7 +96,7 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 
 def parse_whole_number(text: str, most: int = 2**31 - 1) -> int:
-    """The whole number in ``text``, from 1 to ``most``; another text is an
+    """The whole number in ``text``, from 1 to ``most``; any other text raises an
     ArgumentTypeError."""
     # int() raises an error for a text of several thousand digits.
     has_few_digits = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
@@ -115,8 +115,8 @@ def _shortened(text: str) -> str:
 
 
 def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:
-    """``; did you mean X, Y?``, with the nearest of the ``known`` words for each word
-    of ``given``; "" if none is near."""
+    """The text ``; did you mean X, Y?``, with the ``known`` word that is most like each
+    word of ``given``; "" if no known word is similar."""
     known = list(known)
     near = []
     for word in given:

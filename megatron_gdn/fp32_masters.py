@@ -51,9 +51,9 @@ def load_fp32_masters(
     """Set parameters marked ``keep_in_fp32`` to their fp32 masters in the checkpoint
     ``folder``.
 
-    Only parameters that are 16-bit in the checkpoint's model and fp32 in its optimizer
-    are set; the optimizer is not changed. Every rank must call this function after the
-    load, at any TP size.
+    Sets only parameters that are 16-bit in the checkpoint's model and fp32 in its
+    optimizer. Does not change the optimizer. Every rank must call this function after
+    it has loaded the checkpoint. The tensor-parallel size may be any.
 
     Args:
         model: a Megatron model or its pipeline chunks, bare or wrapped.
@@ -65,8 +65,8 @@ def load_fp32_masters(
         Checkpoint keys of the parameters that were set on this rank's pipeline stage.
 
     Raises:
-        ValueError: the checkpoint has two masters of one parameter, or a pickle that
-            may run code.
+        ValueError: the checkpoint has two masters for one parameter, or contains a
+            pickle that may run code.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
