@@ -2,10 +2,10 @@
 
 If ranks were given different tokens, rows, document boundaries or layouts, they would
 hang or exchange wrong rows. So one layer all-gathers and compares five integers in each
-of its forwards: tokens, rows, number and hash of documents, layout. The comparing layer
-is the first to run over the group after the latest layer was built, so all ranks choose
-the same layer. On a GPU the host waits for the gathered integers only if this rank's
-integers are new.
+of its forwards: tokens, rows, number and hash of documents, layout. After a new layer
+is built, the first layer that runs over the group becomes the comparing layer. So all
+ranks choose the same layer. On a GPU the host waits for the gathered integers only if
+this rank's integers are new.
 
 A scheme's price depends on which ranks share a machine (are joined by NVLink). The
 ranks exchange the names of their hosts once per group, because not every launcher sets
@@ -60,7 +60,7 @@ class _Agreement:
     comparing_layer: int = 0
     # False if the ranks' environments switch the comparison off
     is_comparing: bool = True
-    # the five integers of each micro-batch that all ranks had alike
+    # the five integers of each micro-batch for which all ranks had equal integers
     agreed_micro_batches: set[tuple[int, ...]] = field(default_factory=set)
     # The value of the option cp_ranks_per_machine -> how many successive ranks share a
     # machine.
@@ -121,7 +121,8 @@ def require_agreement(
         packed = documents.fingerprint  # number and hash; see `_describe`
     integers = (tokens, rows) + packed + (_LAYOUTS.index(layout),)
     gathered = _gather(integers, group, device)
-    # The host does not wait for the GPU; on a rank whose integers are new it does.
+    # If the ranks have agreed on these integers before, the host does not wait for the
+    # GPU.
     if integers in agreement.agreed_micro_batches and device.type == "cuda":
         return
     integers_by_rank = [tuple(row) for row in gathered.tolist()]
@@ -133,7 +134,7 @@ def require_agreement(
 
 
 def _all_ranks_compare(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks' environments ask them to compare micro-batches; a collective.
+    """Whether the ranks compare micro-batches, by their environments; a collective.
 
     Raises a ValueError on all ranks if CHECK_RANKS_VARIABLE differs between them.
     Without this check, a rank that compares would wait forever for one that does not.
@@ -153,8 +154,8 @@ def _all_ranks_compare(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _cannot_compare(device: torch.device) -> bool:
-    """Whether the host cannot compare numbers of ranks: on the meta device, and while a
-    CUDA graph is captured."""
+    """Whether the host cannot read integers of other ranks: on the meta device, and
+    while a CUDA graph is captured."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return device.type == "meta" or capturing
 
@@ -202,7 +203,7 @@ def _disagreement_message(
 
 
 def _describe(tokens: int, rows: int, count: int, fingerprint: int, layout: int) -> str:
-    """One rank's five integers in words.
+    """One rank's five integers as text, for the error.
 
     ``count``: number of documents, -1 if not packed, -2 for fixed buffers;
     ``fingerprint``: the hash of their offsets, or how many documents fixed buffers
@@ -244,10 +245,10 @@ def ranks_per_machine(
 
     ``configured``, the option cp_ranks_per_machine, is the number of ranks on each
     machine; the last machine may have fewer. If None, the ranks compare the names of
-    their hosts. All ranks must call together: the first call with a value of
-    ``configured`` is a collective on ``device``, and raises a ValueError on all ranks
-    if their values differ. On the meta device and while a CUDA graph is captured, None
-    means that all ranks are on one machine.
+    their hosts. All ranks must call together. The first call with each value of
+    ``configured`` is a collective on ``device``. It raises a ValueError on all ranks if
+    the ranks' values differ. On the meta device and while a CUDA graph is captured,
+    None means that all ranks are on one machine.
     """
     known = _agreement_of(group).ranks_per_machine
     if configured in known:
@@ -260,14 +261,14 @@ def ranks_per_machine(
     if configured is not None:
         machines = [rank // configured for rank in range(group.size())]
     number = largest_shared_run(machines)
-    if can_ask:  # without an answer of the ranks, a later call asks again
+    if can_ask:  # else a later call compares the ranks
         known[configured] = number
     return number
 
 
 def largest_shared_run(machines: Sequence[Hashable]) -> int:
-    """The largest n for which the ranks 0 to n - 1 are on one machine, so are n to
-    2 n - 1, and so on; ``machines[r]`` names the machine of rank r."""
+    """The largest n for which every n successive ranks (0 to n - 1, n to 2 n - 1, ...)
+    are on one machine. ``machines[r]`` names the machine of rank r."""
     return gcd(*(len(list(ranks)) for _, ranks in groupby(machines)))
 
 

@@ -8,7 +8,8 @@ communication.
     x_sequence = x_rank[place],  x_rank = x_sequence[inverse(place)]
 
 A token's *position* is its index in sequence order, its *place* the index in rank
-order. A layout divides *units* among the ranks: each document, or the whole buffer.
+order. A *unit* is a document, or the whole buffer; a layout divides each unit among the
+ranks.
 
 Legend: R context-parallel ranks, N documents, T tokens of the buffer, s = T / R tokens
 of one rank.
@@ -250,9 +251,9 @@ def require_divisible_on_device(
     """In fixed buffers, check that ``2 * cp_size`` divides each document's ``length``,
     an int64 tensor ``[N]`` on the device.
 
-    `StaticDocuments.fill` repeats the check whenever it writes other lengths, on the
-    host if it is given lengths there. Documents that the host knows were checked by
-    :func:`require_divisible_lengths`.
+    `StaticDocuments.fill` repeats the check for new lengths: on the host if the new
+    offsets are on the host, else on the device. Documents that the host knows were
+    checked by :func:`require_divisible_lengths`.
     """
     if isinstance(documents, StaticDocuments):
         demand = partial(check_lengths, cp_size=cp_size, layout=SequenceLayout.ZIGZAG)

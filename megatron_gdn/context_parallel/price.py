@@ -39,18 +39,18 @@ NVLINK_SPEED = (
 )  # 292 GB/s over NVLink: 128 MiB in 0.46 ms, on four H200
 NETWORK_SPEED = 50e6  # 50 GB/s: one network card of 400 Gbit/s per GPU, an assumption
 
-# to compute the maps of pieces, per token and byte of a map
+# time to compute the maps of pieces, per token and per byte of a map
 MAP_TIME = 1 / 7000 / NVLINK_SPEED
 # Small launches and the history of one layer take 0.22 ms in a CUDA graph and 0.7 ms
 # with a slow host (H200, flash_qla, 16 key and 32 value heads, 8192 tokens on each of
 # four ranks).
 FIXED_TIME = 0.46  # a value between the two times above
-# on several machines, where hosts issue launches while GPUs await messages
+# FIXED_TIME on several machines: hosts issue launches while GPUs wait for messages
 FIXED_TIME_ACROSS_MACHINES = 0.22
-# an estimate: a small collective takes a GPU 10 to 28 us, and a slow host 300 us to
-# launch
+# an estimate: a small collective takes 10 to 28 us on a GPU, and its launch takes 300
+# us on a slow host
 COLLECTIVE_TIME = 0.0575
-# for one product of a map and a state; each product of a chain waits for the one before
+# time of one product of a map and a state; the products of a chain run one by one
 PRODUCT_TIME = 0.0054
 
 
@@ -120,8 +120,8 @@ def map_exchange_traffic(
     """The bytes of maps and states that a rank receives in a forward, and the number of
     products of a chain.
 
-    ``state`` has the shape of the states of a tensor-parallel rank. ``lengths``: those
-    of packed documents, in tokens; None: ``rows`` batch rows.
+    ``state`` has the shape of the states of a tensor-parallel rank. ``lengths``: the
+    tokens of each packed document; None: ``rows`` batch rows are not packed.
     """
     if layout is SequenceLayout.ZIGZAG:
         documents = lengths
@@ -152,12 +152,12 @@ def price(
     element_size: int,
     ranks_per_machine: int,
 ) -> Price:
-    """The `Price` of a layer's forward; each of ``rows`` batch rows has ``tokens`` over
-    all ranks.
+    """The `Price` of a layer's forward; each of ``rows`` batch rows has ``tokens``
+    tokens over all ranks.
 
     ``state`` has the shape of a tensor-parallel rank's states, ``rank_layout`` the
-    projection columns of one rank's heads in the head exchange. ``lengths`` are those
-    of packed documents, None if not packed; ``element_size`` is in bytes.
+    projection columns of one rank's heads in the head exchange. ``lengths`` are the
+    tokens of each packed document, None if not packed; ``element_size`` is in bytes.
     """
     local = tokens // cp_size * rows
     received = row_bytes(rank_layout, cp_size, local, element_size)

@@ -32,7 +32,7 @@ class Passage(NamedTuple):
 
     to_stages: Callable[[Tensor], Tensor]  # projection rows: [s, B, P] -> [S, B, p]
     from_stages: Callable[[Tensor], Tensor]  # output rows: [S, B, v] -> [s, B, V]
-    # of the rows that the stages get: boundaries, history and initial states
+    # boundaries, history and initial states of the rows that the stages get
     sequence_context: SequenceContext
 
 
@@ -44,7 +44,7 @@ class Scheme:
     """
 
     name: ClassVar[str]  # a value of linear_cp_mode, or "whole"
-    # Whether Passage exchanges rows: then a rank runs some heads on all tokens.
+    # Whether a passage exchanges rows, so that a rank runs some heads on all tokens.
     exchanges_heads: ClassVar[bool] = False
     is_logged = False  # whether the log has already named this scheme
 

@@ -82,7 +82,7 @@ class SequencePartition(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Where the fragments of all ranks lie; each field is int64 ``[n, C]``.
+    """The places of all ranks' fragments; each field is int64 ``[n, C]``.
 
     All fields but ``local_begin`` are positions in the sequence. An ``end`` is one past
     the last token.
@@ -95,7 +95,7 @@ class Fragments(NamedTuple):
     # where the document with the fragment's first token begins and ends
     first_document_begin: Tensor
     first_document_end: Tensor
-    # the same of the document with the fragment's last token
+    # the same for the document with the fragment's last token
     last_document_begin: Tensor
     last_document_end: Tensor
 
@@ -172,8 +172,8 @@ def _cut_fragments(documents: Documents, partition: SequencePartition) -> Fragme
 
 
 def any_document_is_cut(documents: Documents, partition: SequencePartition) -> bool:
-    """Whether a document lies in several fragments; True if the host does not know the
-    lengths."""
+    """Whether any document has tokens in several fragments; True if the host does not
+    know the lengths."""
     fragments = fragments_of(documents, partition)
     return not documents.known_on_host or bool(fragments.state_enters.any())
 
@@ -205,8 +205,8 @@ def _piece_boundaries(
     if partition.layout is SequenceLayout.ZIGZAG:
         begins = local_begin.T  # every fragment is one piece
     else:
-        # A document that lies outside a fragment gives an empty piece at the edge of
-        # the fragment; keep_documents leaves empty pieces out.
+        # A document without tokens in the fragment gives an empty piece at the
+        # fragment's begin or end; keep_documents leaves empty pieces out.
         offset = torch.minimum((starts - begin).clamp(min=0), end - begin)
         begins = local_begin + offset
     total = starts[-1:] // partition.cp_size

@@ -1,14 +1,15 @@
 """Exchanges the rows that the convolution of a piece reads from other ranks.
 
 A convolution of W taps reads the W - 1 rows before a piece, the piece's *history*. A
-piece that continues a document begins a fragment, so its history lies in earlier
+piece that continues a document begins a fragment, so its history is in earlier
 fragments (nodes) of a chain:
 
     node j - k sends its last W - k rows to node j,   k = 1 .. W - 1
 
-Each of the k - 1 nodes between has at least one row, so node j reads at most W - k rows
-of node j - k. The gradients of the sent rows travel back. If the host knows the
-documents, only the rows that pieces need are sent, else all rows of the formula above.
+Each of the k - 1 nodes between these two has at least one row, so node j reads at most
+W - k rows of node j - k. The gradients of the sent rows travel back. If the host knows
+the documents, only the rows that pieces need are sent, else all rows of the formula
+above.
 
 Legend: n nodes of a chain, h of them on this rank, C chains (in ``rows_sBC``:
 channels), R rows from other ranks, s tokens of this rank.
@@ -48,20 +49,20 @@ class _CandidateRows(NamedTuple):
     """
 
     chain: Tensor
-    # of this rank's fragments of the chain: 0 the first, 1 the second
+    # 0: this rank's first fragment of the chain, 1: this rank's second fragment
     own_fragment: Tensor
-    hops: Tensor  # k above: the receiving node is so many nodes after the sending node
+    hops: Tensor  # k above: receiving node minus sending node
     # 1: the last row of the sending node, 2: the row before, ...
     number_from_end: Tensor
     receiving_node: Tensor  # the node that needs the row
-    peer_rank: Tensor  # the rank that receives the row from this rank, or sends it
+    peer_rank: Tensor  # the rank to which, or from which, the row is sent
 
 
 class _RouteTables(NamedTuple):
     """The tensors of a :class:`HistoryRoute`.
 
-    They have the needed rows; all candidate rows if the host does not know the
-    documents.
+    If the host knows the documents, the tensors have only the needed rows, else all
+    candidate rows.
     """
 
     send_rows: Tensor
@@ -140,7 +141,8 @@ def _candidate_rows(
     """
     nodes = partition.nodes
     rank = partition.rank
-    # for each other rank, the rows of one chain, as the fields after ``chain``
+    # for each other rank, the rows of one chain: all fields of _CandidateRows but
+    # ``chain``
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.ranks]
     for receiver in range(len(nodes.ranks)):
         for hops in range(min(history_len, receiver), 0, -1):
@@ -178,8 +180,8 @@ def _build_tables(
     """Compute which candidate rows are needed, and the tables of the needed rows.
 
     ``sendable``, ``receivable``: :func:`_candidate_rows` of this rank; ``history_len``:
-    W - 1. If the host knows the documents, the tables leave out rows and pieces that
-    need nothing.
+    W - 1. If the host knows the documents, the tables leave out rows that no piece
+    needs, and pieces without history.
     """
     fragments = fragments_of(documents, partition)
     own = partition.own_nodes
@@ -211,12 +213,12 @@ def _build_tables(
         return is_needed, torch.where(is_needed, number, -1), distance
 
     def of_pieces(x: Tensor) -> Tensor:
-        """Flatten ``x [h, C]`` to the pieces that may have a history, chain by chain:
-        without the first node of each chain, which is rank 0's."""
+        """``x [h, C]`` as a flat tensor, chain by chain. On rank 0 it lacks the first
+        node of each chain, which has no history."""
         with_history = x[1:] if rank == 0 else x
         return with_history.T.flatten()
 
-    # HistoryTable.rows_before: where each piece finds its rows among the received ones
+    # HistoryTable.rows_before: the indices of each piece's history in the received rows
     h, C = local_begin.shape
     is_received, number, distance = needed_rows(receivable)
     pieces_per_chain = h

@@ -104,7 +104,8 @@ def _route_of(
     """The route of ``rank``, one of ``ranks``, for M states; ``chain_steps`` are on
     ``device``.
 
-    Rank r applies the maps of the r-th of ``ranks`` shares of the M states.
+    The M states are divided into ``ranks`` shares; rank r computes the states of share
+    r.
     """
     if paths.is_direct:
         to_rank = [0] * ranks

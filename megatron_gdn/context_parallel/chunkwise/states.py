@@ -1,9 +1,9 @@
 """The states that enter and leave a rank's pieces of sequences.
 
-Every rank computes the maps of its pieces, ``S_out = through @ S_in + local``. From one
-exchange of maps each rank knows the states that enter its pieces. The backward passes
-gradients of states along the chains in reverse order, by ``dS_in = through^T dS_out +
-d_local``.
+Every rank computes the maps of its pieces, ``S_out = through @ S_in + local``. After
+one exchange of maps, each rank has the states that enter its pieces. The backward
+passes gradients of states along the chains in reverse order, by ``dS_in = through^T
+dS_out + d_local``.
 
 Legend: N pieces on this rank, over all batch rows; H, K, V heads, rows and columns of a
 state.
@@ -51,19 +51,19 @@ class StateTable:
     # boundaries of all N pieces of this rank, batch rows laid end to end
     pieces: Documents
     paths: StatePaths  # the nodes that states leave and enter, the same in every chain
-    # of this rank's nodes, those that a state leaves, and those that a state enters
+    # this rank's nodes that a state leaves; this rank's nodes that a state enters
     sending_nodes: tuple[int, ...]
     receiving_nodes: tuple[int, ...]
-    # int64 [nodes * chains], node by node: the piece by which a state leaves each node
-    # of ``sending``; None: all N pieces in order
+    # int64 [nodes * chains], node by node: the piece by which a state leaves each of
+    # ``sending_nodes``; None: all N pieces in order
     exit_pieces: Tensor | None
-    # the same for the pieces by which states enter the nodes of ``receiving``
+    # the same for the pieces by which states enter ``receiving_nodes``
     entry_pieces: Tensor | None
     # Set only if ``exit_pieces`` have less than half of the tokens: then maps are
-    # computed of these pieces alone. If None, maps are computed of all pieces.
+    # computed for these pieces only. If None, maps are computed for all pieces.
     gathered_exit_pieces: GatheredPieces | None
-    # int64 [nodes * chains]: for each of ``entry_pieces``, the index in
-    # ``exit_pieces`` of the piece of the same node; None: 0, 1, 2, ...
+    # int64 [nodes * chains]: for each of ``entry_pieces``, the index of its node's exit
+    # piece in ``exit_pieces``; None: 0, 1, 2, ...
     exit_of_each_entry: Tensor | None
     masks: NodeMasks | None  # None if the host knows the documents
     # ``cuts`` of `follow_chains` for the forward and for the backward: int32 [n], 1 at
@@ -120,7 +120,7 @@ def _make_state_table(
     paths = _paths_of(documents, partition)
     sending = paths.sending_nodes_of(partition.rank)
     receiving = paths.receiving_nodes_of(partition.rank)
-    # on the host, which compares them below; for fixed buffers on the device
+    # on the host, which reads the tensors below; for fixed buffers on the device
     tensors = documents.keep_tensors(
         _node_tensors, pieces, partition, rows, sending, receiving, move=False
     )
@@ -135,7 +135,7 @@ def _make_state_table(
         if partition.layout is not SequenceLayout.ZIGZAG:
             cuts = on_device.cuts, on_device.reversed_cuts
     gathered_exit_pieces = None
-    # only for one batch row, to whose tokens the indices refer
+    # only for one batch row, since the indices count the tokens of one row
     if documents.known_on_host and rows == 1 and sending:
         gathered_exit_pieces = _gather_pieces(pieces, tensors.exit_pieces)
     chains = rows * fragments_of(documents, partition).begin.shape[1]
@@ -196,9 +196,9 @@ def _exit_of_each_entry(
 
 
 def _paths_of(documents: Documents, partition: SequencePartition) -> StatePaths:
-    """The paths of states along a chain. If the host does not know where documents are
-    cut, it is one path through all nodes, as in zigzag, where each document is cut at
-    all nodes."""
+    """The paths of states along a chain. In zigzag each document is cut at all nodes,
+    so there is one path through all nodes. The same path is taken if the host does not
+    know where documents are cut."""
     ranks = partition.nodes.ranks
     every_node = tuple(range(len(ranks)))
     if not documents.known_on_host or partition.layout is SequenceLayout.ZIGZAG:
@@ -239,8 +239,8 @@ def _node_tensors(
         return chosen[:, None].expand(-1, rows, -1)
 
     def pieces_at(tokens: Tensor) -> Tensor:
-        """For ``tokens [nodes, rows, chains]`` of this rank, the index of the piece of
-        each, flat."""
+        """The index of the piece that holds each of ``tokens [nodes, rows, chains]``,
+        as a flat tensor."""
         indices = torch.searchsorted(ends, tokens.contiguous(), right=True)
         return (indices.clamp(max=N - 1) + row * N).flatten()
 
@@ -334,7 +334,7 @@ class StateExchange:
                 inputs, lambda x: x.index_select(1, gathered.token_indices)
             )
             forward = rule.begin(inputs, gathered.boundaries)
-            indices = None  # the gathered pieces are all wanted, in order
+            indices = None  # all gathered pieces are needed, in order
         local, through = forward.state_map()
         leaves = None
         passes = None

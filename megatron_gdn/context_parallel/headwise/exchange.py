@@ -33,9 +33,9 @@ from .shares import HeadShares, Wave, waves_of
 MOST_WAVES = 2
 LEAST_WAVE_BYTES = 96 << 20
 # Fragments below LEAST_FRAGMENT_BYTES travel in one message per peer, since a message
-# costs the host some 30 microseconds; a second copy orders the rows. On 4 H200, one
-# message per fragment takes 0.85 times as long as one per peer with fragments of 30 to
-# 100 MB, 3.5 times with those of 3 MB.
+# costs the host some 30 microseconds. Then a second copy puts the rows in sequence
+# order. On 4 H200, one message per fragment takes 0.85 times as long as one message per
+# peer for fragments of 30 to 100 MB, and 3.5 times as long for fragments of 3 MB.
 LEAST_FRAGMENT_BYTES = 28 << 20
 # A rank copies its own columns of its own tokens, the kept rows, without a message. A
 # separate kernel copies these rows while messages travel. If they have at most
@@ -76,7 +76,7 @@ class HeadExchange:
         rank = group.rank()
         rank_width = shares.rank_width
         local = units.total_tokens // shares.rank_count  # tokens of this rank
-        # of all batch rows of a token; at least 1, since it is a divisor
+        # bytes of one token in all batch rows; at least 1, since it is a divisor
         row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
         wave_count = min(
             MOST_WAVES,
@@ -182,7 +182,7 @@ def _exchange_to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     pack = _packing_module(cp_rows.is_cuda)
     shares = exchange.shares
     rank = exchange.rank
-    if cp_rows.stride(-1) != 1:  # a kernel takes any other strides
+    if cp_rows.stride(-1) != 1:  # the kernels need adjacent columns
         cp_rows = cp_rows.contiguous()
     s, B, _ = cp_rows.shape
     hp_rows = cp_rows.new_empty(s * shares.rank_count, B, exchange.rank_width)
@@ -231,7 +231,7 @@ def _exchange_to_sequence(hp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange ``[S, B, p]`` to ``[s, B, P]``, without autograd.
 
     All waves are sent, then kept rows are copied while messages travel. Received
-    columns are written to their places; those of several ranks are summed.
+    columns are written to their places; columns that several ranks hold are summed.
     """
     pack = _packing_module(hp_rows.is_cuda)
     shares = exchange.shares
@@ -293,7 +293,7 @@ class _ExchangeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
-        """Exchange the one gradient, the output's, in the other direction."""
+        """Exchange the output's gradient in the other direction."""
         (grad,) = gradients
         if torch.is_grad_enabled():  # the caller wants second derivatives
             d_rows = _ExchangeFunction.apply(grad, ctx.exchange, not ctx.to_heads)

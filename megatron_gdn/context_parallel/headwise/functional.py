@@ -339,8 +339,8 @@ class MambaContextParallel:
     def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
         """This rank's part of ``dt_bias`` [heads].
 
-        ``whole`` takes its place if the mixer holds a shard of it and the caller
-        gathered the shards.
+        If the mixer holds only a shard of ``dt_bias``, the caller passes the gathered
+        parameter as ``whole``.
         """
         return self._share(self.mixer.dt_bias if whole is None else whole)
 

@@ -34,7 +34,8 @@ _WARPS = 8
 _LARGEST_BLOCK_WIDTH = 1024  # columns that a program copies at a time
 _TILE_BYTES = 32 << 10  # a tile takes eight 16-byte loads per thread
 _PROGRAMS_PER_PROCESSOR = 2  # programs that fit on a multiprocessor at the same time
-# A kernel beside a transfer leaves 32 multiprocessors to NCCL, which takes up to 32.
+# A kernel that runs during a transfer leaves 32 multiprocessors to NCCL, the most that
+# NCCL takes.
 _PROCESSORS_FOR_NCCL = 32
 # The index of each field of a `Strip`, since kernels read a strip as a plain tuple.
 STRIP_FIRST_COLUMN = tl.constexpr(Strip._fields.index("first_column"))
@@ -85,11 +86,11 @@ def _require_32_bits(rows: int, tiles: int) -> None:
 
 
 def _strides_of(cp_rows: Tensor) -> _RowStrides:
-    """The strides of ``cp_rows``, in units that tell Triton how rows are aligned.
+    """The strides of ``cp_rows``, in units of ``alignment`` elements.
 
-    The kernels multiply the strides by the unit, a constant, from which Triton knows
-    that a row begins at a multiple of so many elements. A dimension of size 1 counts as
-    stride 0, since torch gives it any stride.
+    The kernels multiply the strides by ``alignment``. This is a constant, so Triton can
+    compile for rows that begin at multiples of ``alignment`` elements. A dimension of
+    size 1 counts as stride 0, since torch gives it any stride.
     """
     assert cp_rows.stride(2) == 1 or cp_rows.shape[2] == 1
     token, batch_row = (
@@ -121,8 +122,8 @@ def _launch_copy(
     messages travel meanwhile; then fewer programs run.
 
     ``kept_rows`` is (hp_rows, positions) or None; callers give ``positions`` or
-    ``kept_rows``, not both. If it is given, the columns of ``skipped_rank`` are copied
-    to (or from) these rows, and ``message_count`` counts this rank too.
+    ``kept_rows``, not both. With ``kept_rows``, the columns of ``skipped_rank`` are
+    copied to (or from) hp_rows, and ``message_count`` counts this rank too.
     """
     tokens, batch, _ = cp_rows.shape
     if not tokens * batch or not message_count or not strips:
@@ -326,9 +327,8 @@ def _sum_launches(
     """The launches of `sum_copies_kernel`: one for each number of ranks above 1 that
     hold the same columns of a section.
 
-    The other arguments describe :func:`unpack_peers`'s: ``tokens``, ``batch``,
-    ``strides`` and ``dtype`` those of ``cp_rows``, ``rank_width`` the columns p of
-    ``hp_rows``.
+    ``tokens``, ``batch``, ``strides`` and ``dtype`` are those of cp_rows;
+    ``rank_width`` is p. The others are arguments of :func:`unpack_peers`.
     """
     rows = tokens * batch
     launches = []
@@ -375,7 +375,7 @@ def move_rows(
     beside_transfer: bool = False,
 ) -> None:
     """If ``to_hp``, copy row t of the joined ``messages`` to ``hp_rows[positions[t]]``,
-    else copy it back. ``positions`` are here those of all peers' tokens."""
+    else copy it back. Here ``positions`` are the rows of all peers' tokens."""
     rows = messages.flatten(0, 1)
     # whole rows are copied, as if one rank had all columns
     strips = strips_of(HeadShares.even(1, messages.shape[-1:]), _LARGEST_BLOCK_WIDTH)
@@ -483,7 +483,8 @@ def copy_columns_kernel(
             message_row_R = tl.cast(message, tl.int64) * rows + row_R
         cp_R = _row_pointers(cp_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
         message_R = message_ptr + message_row_R * RANK_WIDTH
-        # a constant, and a number that only the GPU knows
+        # not joined by ``and``: HAS_KEPT_ROWS is a constant, ``rank`` is a value on the
+        # GPU
         if HAS_KEPT_ROWS:  # noqa: SIM102
             if rank == skipped_rank:
                 position_R = tl.load(positions_ptr + t_R, mask=row_R < rows, other=0)

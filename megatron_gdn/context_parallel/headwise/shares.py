@@ -103,12 +103,12 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
 
 
 class Strip(NamedTuple):
-    """Adjacent columns of one section: ``block_count * block_width``, the same on every
-    rank but for their place in a whole row.
+    """Adjacent columns of one section: ``block_count`` blocks of ``block_width``
+    columns. Ranks' strips differ only in their place in a whole row.
 
     ``block_width``, the number of columns that a kernel copies at a time, is a power of
     two. The first column of ``rank`` in a whole row is
-    ``first_column + (rank // copies) * rank_step``, in the rank's row
+    ``first_column + (rank // copies) * rank_step``. In the rank's row it is
     ``rank_first_column``.
     """
 
@@ -155,8 +155,8 @@ def alignment(*strides: int) -> int:
 
 
 class WaveFragment(NamedTuple):
-    """The part of a fragment in one wave: tokens that lie side by side both in a rank's
-    wave and in the sequence.
+    """The part of a fragment in one wave: its tokens are neighbours in a rank's wave
+    and in the sequence.
 
     Two neighbouring fragments of a rank count as one.
     """
@@ -186,8 +186,9 @@ class Wave:
     def mean_fragment_tokens(self) -> float:
         """The mean number of tokens of a fragment, on the rank with the most fragments.
 
-        0, so that no fragment becomes a message, if the host knows no positions. All
-        ranks compute the same number, so they choose the same messages.
+        If the host does not know positions, the number is 0, so that no fragment
+        becomes a message of its own. All ranks compute the same number, so they choose
+        the same messages.
         """
         if self.positions is None:
             return 0.0
