@@ -9,11 +9,11 @@ start. Each stage computes whole chunks; zeros fill up a chunk with fewer tokens
     readout  o, the output gate's columns of the rows   -> rows for out_proj
 
 Each stage runs over groups of a fixed number of chunks; empty chunks fill up the last
-group. So every matrix product has one shape in training, prefill and decode, and a
-library always computes it by the same kernel. On a CPU a group is one chunk in memory
-of its own, because MKL's rounding of one matrix in a batched product depends on the
-matrix's address. Our Triton kernels and FlashQLA's need no groups of a fixed size. In
-the backward, only the rule runs on the grid.
+group. So every matrix product has the same shape in training, prefill and decode, and a
+library computes it by the same kernel. On a CPU a group is one chunk in memory of its
+own: in a batched product, MKL's rounding of a matrix depends on the matrix's address.
+Our Triton kernels and FlashQLA's need no groups of a fixed size. In the backward, only
+the rule runs on the grid.
 
 Legend: n chunks of a group; other letters as in ``ops/__init__.py``.
 """
@@ -180,7 +180,8 @@ class AlignedFront:
     ``front``, which is not on the grid."""
 
     def __init__(self, front: Front) -> None:
-        """Take over what callers read of ``front``; only :meth:`forward` differs."""
+        """Copy the attributes of ``front`` that callers read; only :meth:`forward`
+        differs."""
         self.layout = front.layout
         self.input_names = front.input_names
         self._front = front
@@ -221,8 +222,8 @@ class AlignedReadout:
     reads_o: ClassVar[bool] = True
 
     def __init__(self, readout: Readout, documents: Documents | None) -> None:
-        """Take over what callers read of ``readout``; only :meth:`forward` differs.
-        ``documents`` are the boundaries of each batch row."""
+        """Copy the attributes of ``readout`` that callers read; only :meth:`forward`
+        differs. ``documents`` are the boundaries of each batch row."""
         self._readout = readout
         self.backward = readout.backward
         self.gate_columns = readout.gate_columns

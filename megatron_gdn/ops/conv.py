@@ -29,7 +29,7 @@ def _pre_activation(
     padded_BTC = F.pad(x_BTC.to(wide), (0, 0, past, 0))
     pre_BTC: Any = 0
     for tap in range(past + 1):
-        distance = past - tap  # the tap reads the token that is so many tokens earlier
+        distance = past - tap  # the tap reads the token ``distance`` tokens before
         x_BTC = padded_BTC[:, tap : tap + tokens]
         if position_T is not None and distance:
             other_document = position_T < distance

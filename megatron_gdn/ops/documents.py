@@ -123,8 +123,8 @@ class Documents:
 
     @property
     def boundary_key(self) -> tuple[int, ...]:
-        """Integers that say where the documents lie: two buffers of T tokens have equal
-        numbers only if they have equal boundaries."""
+        """Integers that determine the boundaries: two buffers of T tokens have equal
+        integers only if their boundaries are equal."""
         return self.offsets
 
     @cached_property
@@ -305,8 +305,8 @@ class Documents:
         return self.keep(_documents_with_offsets, make, *arguments)
 
     def document_T(self) -> Tensor:
-        """The index of each token's document among those with tokens: int64 ``[T]``, on
-        the device of :attr:`starts`."""
+        """The index of each token's document among the documents with tokens: int64
+        ``[T]``, on the device of :attr:`starts`."""
         return torch.searchsorted(self.starts[1:], _tokens_of(self), right=True)
 
     @cached_property
@@ -346,10 +346,10 @@ class Documents:
 def _documents_with_offsets(
     documents: Documents, make: Callable[..., tuple[Tensor]], *arguments: object
 ) -> Documents:
-    """Documents with the offsets ``make(documents, *arguments)``, one tensor; those
-    without tokens are left out, but one empty document remains of an empty buffer."""
+    """Documents with the offsets ``make(documents, *arguments)``, one tensor. Documents
+    without tokens are left out; an empty buffer has one empty document."""
     (offset_tensor,) = make(documents, *arguments)
-    # a document without tokens repeats an offset, and a dict keeps each once, in order
+    # a document without tokens repeats an offset; a dict has each offset once, in order
     offsets = tuple(dict.fromkeys(offset_tensor.tolist()))
     return Documents(offsets if len(offsets) > 1 else (0, 0), documents.device)
 
@@ -434,7 +434,7 @@ def shortened(numbers: Sequence[int]) -> str:
 
 def changed_boundaries_message(found: str) -> str:
     """The error message if a recomputation found other boundaries than its forward;
-    ``found`` describes those that it found."""
+    ``found`` describes the boundaries of the recomputation."""
     return (
         "the boundaries of the documents changed between a forward and its "
         f"recomputation in the backward, which found {found}. Give every micro-batch "

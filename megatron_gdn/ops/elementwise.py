@@ -90,21 +90,21 @@ def rms_norm(
 def least_log_decay(dtype: torch.dtype) -> float:
     """The number to which smaller log-decays are clamped: -104 in fp32, -746 in fp64.
 
-    exp gives 0 for it already. Sums of clamped log-decays are finite; with -inf a
+    exp of this number is already 0. Sums of clamped log-decays are finite; with -inf a
     difference of two sums would be -inf - (-inf) = NaN.
     """
     numbers = torch.finfo(dtype)
     smallest = numbers.tiny * numbers.eps  # the smallest positive number
-    # exp of the result is below half of it, so it is rounded to 0
+    # exp of the result is below half of this number, so exp is rounded to 0
     return float(math.floor(math.log(smallest) - math.log(2)))
 
 
 def largest_A_log(dtype: torch.dtype) -> float:
     """The number to which larger A_log are clamped: 66 in fp32, 532 in fp64.
 
-    With it exp(A_log) is at most max^0.75 of the dtype's largest number max, and times
-    a gradient up to max^0.25 it is finite. The decay is exactly 0 for every softplus
-    above 2e-27 (fp32).
+    Let max be the dtype's largest number. Then exp(A_log) is at most max^0.75, and its
+    product with a gradient up to max^0.25 is finite. The decay is exactly 0 for every
+    softplus above 2e-27 (fp32).
     """
     return float(math.floor(0.75 * math.log(torch.finfo(dtype).max)))
 

@@ -41,8 +41,8 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
 def require_no_capture(table_name: str) -> None:
     """Raise an error if a CUDA graph is being captured.
 
-    A captured copy would read freed host memory, and would fill the table in replays
-    only. ``table_name`` stands in the error's text.
+    A captured copy would run in replays only, and would then read freed host memory.
+    ``table_name`` stands in the error's text.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class SizeError(ValueError, AssertionError):
     """Raised if sizes do not fit each other, or ranks cannot share them evenly.
 
-    It is also an AssertionError, since Megatron's and Automodel's mixers raise that for
-    wrong sizes.
+    It is also an AssertionError, since Megatron's and Automodel's mixers raise an
+    AssertionError for wrong sizes.
     """
 
 
@@ -62,12 +62,13 @@ class Section(NamedTuple):
     head_kind: str
     width: int  # columns per head
     conv: bool = False  # whether the columns are inputs of the causal convolution
-    # whether the columns are gates, which are never quantised: a product of their own
-    # may compute them
+    # whether the columns are gates. Gates are never quantised, and a separate product
+    # may compute them.
     gates: bool = False
     # The name of the run of sections that this section belongs to, or "". The sections
     # of a run are neighbours of one shape. Ranks and checkpoints split each section by
-    # itself; a front may read the run as one section with the heads of all.
+    # itself; a front may read the run as one section, with the heads of all sections of
+    # the run.
     run_name: str = ""
 
 
@@ -76,8 +77,8 @@ class Layout:
     """The sections of a projection row, and how many heads of every kind a row has.
 
     Each head of the first kind has a recurrent state: it is a *state head*. A head of
-    another kind serves several neighbouring state heads, equally many for all heads of
-    one kind.
+    another kind serves one or more neighbouring state heads. All heads of one kind
+    serve equally many.
     """
 
     sections: tuple[Section, ...]  # in storage order; convolved sections are neighbours
@@ -177,7 +178,7 @@ class Layout:
 
     @property
     def heads_in_words(self) -> str:
-        """The numbers of heads in words, for error messages."""
+        """The numbers of heads as text, for error messages."""
         # Mamba2's kinds are "head" and "group", other mixers' are "key" and "value".
         words = {"head": "heads", "group": "groups"}
         return " and ".join(

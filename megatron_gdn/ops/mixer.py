@@ -156,7 +156,8 @@ class _SavedTensors(NamedTuple):
     rows: Tensor
     o: Any  # the rule's output, or None if the backward does not read it
     parameters: Sequence[Tensor | None]
-    # the rule's inputs; None where the backward computes one again or does not read it
+    # the rule's inputs; None for an input that the backward computes again or does not
+    # read
     inputs: Sequence[Tensor | None]
     state_tensors: Sequence[Tensor]  # tensors of ``sequence_context.states``
     rule_tensors: Sequence[Tensor | None]  # tensors of the rule's forward
@@ -365,8 +366,8 @@ def _backward(
 
 
 def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> None:
-    """Add to the rows' gradient ``d_conv_sBC``, in place, the gradients that other
-    pieces have of these rows.
+    """Add the gradients that other pieces computed to ``d_conv_sBC``, the gradient of
+    this rank's rows, in place.
 
     ``returned [R, B, C]`` are the gradients of the R rows that were read as history;
     ``table.gradient_additions`` says to which token each is added.

@@ -128,8 +128,8 @@ def _needs_tilelang(major: int) -> bool:
     """Whether Triton miscompiles fla's backward on GPUs of compute capability
     ``major``.x.
 
-    With Triton 3.4.0 up to, not including, 3.7.1, dg and db are wrong on Hopper (fla
-    issue 640).
+    With Triton from 3.4.0 to before 3.7.1, dg and db are wrong on Hopper (fla issue
+    640).
     """
     triton = installed_version("triton")
     return (
@@ -191,8 +191,8 @@ def why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
         return f"the Triton kernels run on a GPU, not on {device}"
     if dtype == torch.float64:
         return "the Triton kernels compute in fp32, not in fp64"
-    # a kernel keeps at least one earlier row, and needs W - 1 tokens in every segment,
-    # whose smallest has 8 (_FEWEST_STEPS of kernels/tiles.py)
+    # A kernel keeps at least one earlier row, so taps >= 2. A row of a FrontTile needs
+    # W - 1 tokens, and the shortest has 8 (_FEWEST_STEPS of kernels/tiles.py).
     if not 2 <= taps <= 8:
         return f"the Triton kernels take 2 to 8 conv taps, not {taps}"
     if find_spec("triton") is None:

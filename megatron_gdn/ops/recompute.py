@@ -1,5 +1,5 @@
-"""What a mixer frees before its backward ends: its output, its gradient, the rule's
-inputs.
+"""What a mixer frees before its backward ends: its output, the gradient of this output,
+and the rule's inputs.
 
     RefilledOutput   frees the mixer's output until out_proj's backward reads it
     HandOver         lets the mixer's backward free the output's gradient early
@@ -52,9 +52,8 @@ class RefilledOutput:
         self._refill = refill
 
     def remember_sent(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
-        """Store ``output`` in place of the stored tensor x, from which it was made:
-        ``output = send(x)``, such as an exchange of heads. A refill then computes x and
-        sends it."""
+        """Store ``output = send(x)`` in place of the stored tensor x; ``send`` is, for
+        example, an exchange of heads. A refill then computes x again and sends x."""
         unsent = self._output
         refill = self._refill
         if unsent is None or refill is None:  # no tokens
@@ -130,7 +129,8 @@ class HandOver:
         return _StoreGradient.apply(out, self)
 
     def take(self, gradient: Tensor) -> Tensor:
-        """The gradient that was stored in this backward; ``gradient`` if none was."""
+        """The gradient that was stored in this backward; ``gradient`` if nothing was
+        stored."""
         return self.stored_gradients.pop(torch._C._current_graph_task_id(), gradient)
 
 

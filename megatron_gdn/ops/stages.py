@@ -77,7 +77,8 @@ class Stages(NamedTuple):
     front: Front  # computes the rule's inputs from projection rows
     rule: Rule  # the recurrence
     readout: Readout | SplitReadout  # computes rows for out_proj from the rule's output
-    # those of the front, conv_weight [C, 1, W] first; then the readout's gamma or None
+    # the front's parameters, conv_weight [C, 1, W] first; then the readout's gamma or
+    # None
     parameters: tuple[Tensor | None, ...]
     recompute: bool = False  # whether the backward computes front and rule again
 
@@ -151,7 +152,7 @@ def front_by_table(
 
     Raises:
         ValueError: ``kernels`` is unknown, or the rule has fp16 operands and the front
-            leaves q and k at any length.
+            does not scale q and k to unit length.
     """
     table = make_table(layout)
     operands = rule.operand_dtype

@@ -49,7 +49,7 @@ class StaticDocuments(Documents):
     # int32 [N + 1], the offsets of the last :meth:`fill`; unused entries are T
     boundaries: Tensor
     longest: int
-    # the key of the :meth:`keep_documents` that made this object, or None
+    # the key of the call of :meth:`keep_documents` that made this object, or None
     _derivation_key: Hashable
     # each table's tensors, and the function that computes them again
     _tables: dict[Hashable, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
@@ -81,10 +81,10 @@ class StaticDocuments(Documents):
             )
         boundaries = torch.arange(max_documents + 1, device="cpu") * longest
         boundaries = boundaries.clamp_(max=total_tokens).to(torch.int32)
-        # no inference tensor, so that ``fill`` can change it in any mode
+        # not an inference tensor, so that ``fill`` can change it in any mode
         boundaries = to_device(boundaries, device)
-        # ``vars``, since the class is frozen: caches use the object as a key, by
-        # identity.
+        # ``vars``, since the class is frozen: caches use the object, by identity, as a
+        # key.
         vars(self).update(
             device=boundaries.device,
             max_filled=max_documents,
@@ -115,8 +115,8 @@ class StaticDocuments(Documents):
 
         Raises:
             ValueError: more than N documents; offsets on the host that are not valid,
-                or that a layer which has run with these documents cannot cut. Nothing
-                was overwritten then.
+                or that do not fit the sequence layout of a layer that has run with
+                these documents. Nothing was overwritten then.
             TypeError: ``cu_seqlens`` is neither a tensor nor a sequence of integers.
         """
         documents = None  # offsets on a GPU are not known here
@@ -285,8 +285,8 @@ class StaticDocuments(Documents):
 
     @cached_property
     def fingerprint(self) -> tuple[int, int]:
-        """(-2, N), which ranks compare; the first number of ordinary documents is their
-        count, so it is never -2."""
+        """(-2, N), which ranks compare. For ordinary documents the first number is
+        their count, which is never -2."""
         return -2, self.max_filled
 
     def max_chunks(self, size: int) -> int:

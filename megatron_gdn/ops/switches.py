@@ -118,8 +118,8 @@ def _restore_old_switch(precision: str) -> None:
 
 
 def _restore_switch(switch: Any, value: str) -> None:
-    """Give ``switch`` its former ``value``: through torch's general switch if that has
-    this value, else directly."""
+    """Give ``switch`` its former ``value``: let it follow torch's general switch if the
+    general switch has this value, else set it."""
     switch.fp32_precision = "none"
     if switch.fp32_precision != value:
         switch.fp32_precision = value

@@ -159,7 +159,8 @@ class TreeDocuments(Documents):
     def levels(self) -> tuple[TreeLevel, ...]:
         """The levels of the documents with tokens, from level 0 on."""
         length = self.lengths_without_padding
-        # for each document those that continue it; for -1 those that continue none
+        # for each document the documents that continue it; for -1 those without a
+        # parent
         children: dict[int, list[int]] = {i: [] for i in range(-1, len(length))}
         for document, ancestors in enumerate(self.ancestors):
             if length[document]:
@@ -192,7 +193,8 @@ class TreeDocuments(Documents):
         """Join the rows of all levels, ``[1, t, ...]`` for a level of t tokens, to
         ``[1, T, ...]``, with zeros at padding.
 
-        If the rule has no such gradient, all entries are None, and the result is None.
+        If the entries are None, for a gradient that the rule does not have, the result
+        is None.
         """
         first = rows_by_level[0]
         if first is None or first.shape[1] == self.total_tokens:
@@ -313,8 +315,8 @@ class _LevelPlan(NamedTuple):
     """What the backward of a level needs besides tensors."""
 
     rule_plan: object  # ``SavedForBackward.plan`` of the inner rule
-    # how many tensors the inner rule saved; two more, ``entering`` and ``through``, lie
-    # before them
+    # how many tensors the inner rule saved; ``entering`` and ``through`` come before
+    # these tensors
     tensor_count: int
 
 

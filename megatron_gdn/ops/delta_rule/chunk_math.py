@@ -180,7 +180,7 @@ def ones_from_diagonal(
 ) -> Tensor:
     """A matrix ``[C, C]`` with ones where column - row >= ``diagonal``, else zeros.
 
-    It is no inference tensor, since a later call may be under autograd.
+    It is not an inference tensor, since a later call may be under autograd.
     """
     with torch.inference_mode(False):
         return torch.ones(C, C, dtype=dtype, device=device).triu(diagonal)
@@ -204,15 +204,15 @@ class _Decays(torch.autograd.Function):
 
     ``pairs`` are tensors ``[m, C, C]``. Element (i, j) of a matrix is q_i . k_j in one
     tensor and e_i . k_j in the other (q, e, k, m: the module's docstring). The decayed
-    element is this times exp(G_i - G_j), in a lower triangle ``[b, C, C]``. The
+    element is this element times exp(G_i - G_j), in a lower triangle ``[b, C, C]``. The
     backward never subtracts two large sums.
     """
 
     @staticmethod
     def forward(ctx, g: Tensor, *pairs: Tensor) -> tuple[Tensor, ...]:
         """Return exp(G) and exp(G_C - G), each ``[b, C]``, then the decayed pairs, each
-        ``[b, C, C]``. Rows i b / m to (i + 1) b / m - 1 of ``g`` share matrix i of a
-        pair."""
+        ``[b, C, C]``. Rows i b / m to (i + 1) b / m - 1 of ``g`` share matrix i of each
+        of ``pairs``."""
         # Sums and differences of g are in fp64: after a strong decay G is in the
         # thousands, and the difference of two such fp32 numbers lacks the digits that
         # exp() magnifies. g is clamped, since (-inf) - (-inf) would be NaN.
@@ -241,8 +241,8 @@ class _Decays(torch.autograd.Function):
     def backward(ctx, d_start: Tensor, d_end: Tensor, *d_decayed: Tensor):
         """The gradients of g and ``pairs`` from those of the results, in their order.
 
-        The gradient of g_t sums over the pairs of a key before t and a query at t or
-        later, since g_t is in the decay of these pairs.
+        The gradient of g_t sums over all keys before t and all queries at t or later,
+        since g_t is in the decay between these tokens.
         """
         gamma, start, end, *decayed = ctx.saved_tensors
         d_exponent = d_decayed[0] * decayed[0]  # of G_i - G_j, [b, C, C]
@@ -279,8 +279,8 @@ def _products_per_head(x: ChunkValues, output: bool) -> _Products:
         ``decay [b, C]``."""
         return (t[:, None] * decay.view(m, -1, C, 1)).view(b, C, -1)
 
-    # The order of these operations is the order in which autograd adds the gradients of
-    # ``start``, and so part of the bits.
+    # Autograd adds the gradients of ``start`` in the order of these operations, so
+    # another order would change bits.
     A = None
     e_start = start
     if x.e is not None:
@@ -311,8 +311,8 @@ def _products_per_channel(x: ChunkValues, output: bool) -> _Products:
     """
 
     def repeated(t: Tensor | None, count: int) -> Tensor | None:
-        """``t [m, ...]`` as ``[count, ...]``: each key head once for each of its heads
-        in g or u. None stays None."""
+        """``t [m, ...]`` as ``[count, ...]``: each key head is repeated for its value
+        heads. None stays None."""
         if t is None or len(t) == count:
             return t
         return t.repeat_interleave(count // len(t), 0)

@@ -174,7 +174,8 @@ class FlaChannelRule(FlaDeltaRule):
         )
 
     def chunk_products(self, call: FlaForward) -> ChunkProducts:
-        """The products inside each chunk; Aqk is also what the output needs."""
+        """The products inside each chunk; :meth:`output` reads Aqk, the backward Aqk
+        and Akk."""
         g_sum = self.decay_sums(call)
         scale = call.inputs.k.shape[-1] ** -0.5
         w, u, _, k, Aqk, Akk = self.call_fla(

@@ -59,7 +59,7 @@ def _identity_and_corners(
     C: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """The identity ``[C, C]``, and for each block size a 0/1 mask of the corners,
-    ``[sizes, C, C]``, at least one. They are no inference tensors, since a later call
+    ``[sizes, C, C]``, at least one. They are not inference tensors, since a later call
     may be under autograd."""
     with torch.inference_mode(False):
         number = torch.arange(C, device="cpu")
