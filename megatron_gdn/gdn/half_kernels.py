@@ -44,7 +44,7 @@ def _largest_kernel(
 
     x is ``[T / RUN, G, RUN, C]``, ``largest`` int32 ``[N, G]``. A program loads
     ``[ROWS, BLOCK_C]`` elements at a time. Bits without the sign, read as integers, are
-    in the order of |x|. Those of inf and NaN are the largest, and are skipped.
+    in the order of |x|. The bits of inf and NaN are the largest, and are skipped.
     """
     INFINITY: tl.constexpr = 0x7F800000
     g = tl.program_id(1)
@@ -89,12 +89,12 @@ def _scale_kernel(
     """Write x times a power of two, in fp16, to ``out``; grid (tiles of ROWS tokens,
     G).
 
-    ``largest`` has the N <= TILES maxima of a key head. The power's exponent is
-    EXPONENT minus the exponent of the largest maximum, in the range in which the power
-    and its inverse are normal numbers. ``up`` gets the power, ``down`` the inverse
-    power, for each of the head's RATIO value heads. With LOWER, x was scaled by the
-    power ``old`` before. Then the new power is at most ``old``, x is scaled by new /
-    old, and ``ratio`` gets this quotient; x is neither read nor written if the power
+    ``largest`` ``[N, G]`` has N <= TILES maxima for each key head. The power's exponent
+    is EXPONENT minus the exponent of the largest maximum, in the range in which the
+    power and its inverse are normal numbers. ``up`` gets the power, ``down`` the
+    inverse power, for each of the head's RATIO value heads. With LOWER, x was scaled by
+    the power ``old`` before. Then the new power is at most ``old``, x is scaled by new
+    / old, and ``ratio`` gets this quotient; x is neither read nor written if the power
     stays. BIAS, MANTISSA: fp32's exponent bias, and its number of mantissa bits.
     """
     g = tl.program_id(1)

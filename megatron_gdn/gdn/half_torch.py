@@ -21,7 +21,7 @@ def to_half(
         ``[H]`` fp32.
     """
     exponent = power_exponent(x, key_heads, log2_bound, (0, 1, 3))
-    # 2 BIAS - exponent is that of the inverse power
+    # 2 BIAS - exponent is the exponent of the inverse power
     up, down = (_powers_of_two(e, x.shape[2]) for e in (exponent, 2 * BIAS - exponent))
     half = torch.empty(x.shape, dtype=torch.float16, device=x.device)
     return torch.mul(x, up[:, None], out=half), up, down

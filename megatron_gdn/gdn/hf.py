@@ -5,8 +5,8 @@ stores the projections "interleaved" (Qwen3-Next: for each key head [q | k | v o
 value heads | z]), "flat" (Qwen3.5, 3.6, 3.8, Qwen4-Exp) or "separate" (OLMo Hybrid). b
 is the write strength (beta), a the decay input (alpha). Convolution channels are [q | k
 | v]. Files of "separate" layers have three convolutions, which transformers' module
-joins ("separate, one conv"). Their norm and output projection are named o_norm and
-o_proj.
+joins ("separate, one conv"). The norm and the output projection of "separate" layers
+are named o_norm and o_proj.
 
 Qwen4-Exp's layers need the config's ``output_gate_type`` as the option
 `output_gate_activation`, OLMo Hybrid's layers need `allow_neg_eigval` and
@@ -53,13 +53,13 @@ PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
 
 
 def qkvz_rows(dims: GDNDims) -> list[int]:
-    """The numbers of rows of q, k, v and z in ``in_proj_qkvz`` for each key head."""
+    """How many rows of q, k, v and z ``in_proj_qkvz`` has for each key head."""
     value_rows = dims.value_heads_per_key_head * dims.value_head_dim
     return [dims.key_head_dim, dims.key_head_dim, value_rows, value_rows]
 
 
 def ba_rows(dims: GDNDims) -> list[int]:
-    """The numbers of rows of b and a in ``in_proj_ba`` for each key head."""
+    """How many rows of b and a ``in_proj_ba`` has for each key head."""
     return [dims.value_heads_per_key_head] * 2
 
 

@@ -82,14 +82,14 @@ class GatedDeltaNet(UpstreamNames):
 
     :class:`megatron_gdn.mixers.base.RecurrentMixer` has the forward, with the
     documents' boundaries and the exchanges of context parallelism. The gates' functions
-    stand in :mod:`megatron_gdn.ops.front.gates`; :mod:`megatron_gdn.gdn.front` names
-    the function of each gate.
+    are in :mod:`megatron_gdn.ops.front.gates`; :mod:`megatron_gdn.gdn.front` names the
+    function of each gate.
 
     Args:
         config: has ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes.
         layer_number: number of this layer in the model, from 1.
-        bias, conv_bias: whether the projections, and whether the convolution, have a
-            bias.
+        bias, conv_bias: whether the projections have biases, and whether the
+            convolution has one.
         conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 /
             sqrt(W).
         use_qk_l2norm: scale query and key heads to unit length.

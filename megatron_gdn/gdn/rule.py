@@ -46,14 +46,14 @@ class FlaGDN(FlaDeltaRule):
     def why_not(
         cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
     ) -> Obstacle | None:
-        """As :meth:`FlaRule.why_not`, which takes the states' shape."""
+        """Call :meth:`FlaRule.why_not` with the shape of the states."""
         return super().why_not(device, dtype, sizes.state_shape)
 
     @classmethod
     def repeats(
         cls, device: torch.device, dtype: torch.dtype, sizes: HeadSizes
     ) -> RepeatResult:
-        """As :meth:`FlaRule.repeats`, which takes the states' shape."""
+        """Call :meth:`FlaRule.repeats` with the shape of the states."""
         return super().repeats(device, dtype, sizes.state_shape)
 
     def chunk_products(self, call: FlaForward) -> ChunkProducts:
@@ -170,7 +170,7 @@ def resolve_rule(
             With ``Bits.ON_GRID`` a token's bits depend only on its sequence's tokens,
             and a kernel that is asked for by name raises a ValueError.
         operands: the dtype to which flash_qla and fla round operands of products in a
-            bf16 layer: ``"fp16"``, or ``"bf16"``, with three bits less but a wider
+            bf16 layer: ``"fp16"``, or ``"bf16"``, which has three bits less but a wider
             range (see :mod:`.half`). If fp16 would be more exact but cannot be used,
             the choice's ``reason`` says why.
         normalise_qk: whether q and k have unit length, which fp16 operands need.

@@ -65,8 +65,8 @@ class UpstreamNames(RecurrentMixer):
 
     @property
     def act_fn(self) -> Callable[[Tensor], Tensor]:
-        """The activation of the convolution (that of the gate is
-        ``output_gate_activation``)."""
+        """The activation of the convolution; ``output_gate_activation`` names the
+        gate's."""
         return F.silu
 
     @property
@@ -93,8 +93,9 @@ class UpstreamNames(RecurrentMixer):
     def _prepare_input_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor
     ) -> tuple[Tensor, ...]:
-        """q and k in unit length, repeated for every value head; v; ``gate`` and
-        ``gates`` unchanged. q, k and v are ``[batch, seq_len, H, K or V]``.
+        """Return q and k of unit length, repeated for every value head, then v, then
+        ``gate`` and ``gates`` unchanged. q and k are ``[batch, seq_len, H, K]``, v has
+        V columns.
 
         ``qkv`` is ``[batch, seq_len, C]``, with C columns of this tensor-parallel rank,
         or of one rank after a head exchange.

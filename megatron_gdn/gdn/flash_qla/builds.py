@@ -163,7 +163,7 @@ def _start_command(lock: int) -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=2,  # this process's standard error
         pass_fds=[lock],
-        # an interrupt from the keyboard reaches this process alone
+        # an interrupt from the keyboard reaches this process, but not the command
         start_new_session=True,
         # the command imports the packages that this process imports
         env={
@@ -238,6 +238,6 @@ def mark_as_cached(entry: Path, compiled: object) -> None:
     disk."""
     if os.path.isdir(getattr(compiled, "_tilelang_cache_path", None) or ""):
         entry.parent.mkdir(parents=True, exist_ok=True)
-        # Not through a link, which somebody else may have put there.
+        # Follow no link: somebody else may have put it there.
         with suppress(OSError):
             os.close(os.open(entry, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666))

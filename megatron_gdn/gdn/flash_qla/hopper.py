@@ -65,8 +65,8 @@ class HopperKernels:
         """The compiled kernel of FlashQLA's ``function``: its ``factory`` makes the
         kernel for ``args``, such as sizes and dtypes.
 
-        ``args`` are given by position, though the factory knows names: the file's name
-        in :func:`.builds.cache_entry` depends on the form of the call.
+        ``args`` are passed by position, never by name: the file's name in
+        :func:`.builds.cache_entry` depends on how arguments are passed.
         """
         return compiled_function(getattr(self._modules[function], factory)(*args))
 
@@ -97,8 +97,8 @@ class HopperKernels:
     def _chunk_states(
         self, is_needed: bool, k: Tensor, v: Tensor, chunks: int
     ) -> Tensor:
-        """Memory ``[B, chunks, H, K, V]`` for the states at a row's chunks; without
-        elements unless ``is_needed``."""
+        """If ``is_needed``, memory ``[B, chunks, H, K, V]`` for the states before every
+        chunk, else a tensor without elements."""
         B, _, _, K = k.shape
         H, V = v.shape[2:]
         if is_needed:
@@ -198,7 +198,7 @@ class HopperKernels:
 
         S reaches a chunk if the log-decay up to the chunk sums to more than
         ``threshold``. Where ``ht_mask_fwd``, bool ``[P]``, is True, S need not pass the
-        segment; where ``ht_mask_bwd`` is True, dS need not.
+        segment. Where ``ht_mask_bwd`` is True, dS need not pass the segment.
 
         Returns:
             four tensors ``[P, H]``: the number of a segment's last chunks that its map
@@ -249,9 +249,9 @@ class HopperKernels:
         ``[N, H, K, V]`` and ``through [N, H, K, K]`` if ``output_final_state``, else
         None.
 
-        Final states and ``through`` have ``final_dtype``. With
-        ``num_warmup_chunks [P, H]`` only so many last chunks of a segment count for its
-        final states.
+        Final states and ``through`` have ``final_dtype``. If ``num_warmup_chunks``,
+        ``[P, H]``, is given, a segment's final states are computed from so many of its
+        last chunks only.
         """
         G, K = k.shape[2:]
         H, V = v.shape[2:]
@@ -335,7 +335,7 @@ class HopperKernels:
         ``states`` enter sequences or, if ``backward``, are gradients of the states that
         leave sequences; None: zero. ``passes``, bool ``[P, H]``: whether the state (or
         gradient) passes the segment. ``first``, int32 ``[N + 1]``: the number of every
-        sequence's first segment, and P.
+        sequence's first segment, then P.
         """
         P, H, K, V = local.shape
         use_raw_h0 = states is not None
@@ -386,8 +386,8 @@ class HopperKernels:
         raw_cu_seqlens: Tensor | None = None,
         output_h: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The output, the states at chunks and the final states; states not asked for
-        are None.
+        """The output, the states before every chunk if ``output_h`` and the final
+        states if ``output_final_state``; else None.
 
         ``cu_seqlens`` are the offsets of segments, ``raw_cu_seqlens`` those of
         sequences; ``cp_seq_map`` has the sequence of each segment.
@@ -416,7 +416,8 @@ class HopperKernels:
                 initial = k.new_empty(P, H, K, V, dtype=_F32)
         # Without ``output_final_state`` the kernel does not write final states.
         to_final = initial[:N] if final is None else final
-        # As in FlashQLA: too few programs for the GPU get fewer value columns each.
+        # As in FlashQLA: if too few programs would run, each program gets fewer value
+        # columns, so that more programs run.
         programs = P * H
         target = self._modules["fused_gdr_fwd"].TARGET_NUM_CTAS
         if programs >= target:

@@ -1,8 +1,8 @@
 """How FlashQLA cuts the sequences of a batch into segments that run side by side.
 
 For documents in fixed buffers, the host knows only the largest number of segments and
-chunks. So how such a sequence is cut depends on its length and the number of heads
-alone. Kernels are launched for the largest numbers, and a thread block without tokens
+chunks. So the cuts of such a sequence depend only on its length and on the number of
+heads. Kernels are launched for the largest numbers, and a thread block without tokens
 writes nothing.
 """
 
@@ -109,8 +109,8 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
     """Offsets of segments by FlashQLA's cost model for ``value_heads``; None if no
     sequence is cut.
 
-    The default device is the CPU meanwhile, so FlashQLA makes its tensors beside
-    ``documents.starts``.
+    During FlashQLA's function the CPU is the default device, so its tensors are on the
+    host, as ``documents.starts`` is.
     """
     with torch.device("cpu"):
         context = kernels().build_cp_context(
@@ -147,8 +147,8 @@ def plan_of(
 ) -> Segments:
     """The segments of ``documents``, shared by all layers and their backward.
 
-    If ``batch_invariant``, how a sequence is cut depends on its length and the number
-    of heads alone. ``with_states``: whether documents have initial states.
+    If ``batch_invariant``, the cuts of a sequence depend only on its length and on the
+    number of heads. ``with_states``: whether documents have initial states.
     """
     return documents.keep(_make_plan, value_heads, batch_invariant, with_states)
 

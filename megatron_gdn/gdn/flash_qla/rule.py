@@ -156,7 +156,7 @@ class FlashQlaBackward(RuleBackward):
         self._saved_tensors = self._maps.saved_tensors_with(states_in=None)
 
     def _d_states_in_of_d_o(self) -> Tensor:
-        """The gradients of states that enter segments, from d_o alone: with zero
+        """The gradients of states that enter segments, computed from d_o, with zero
         gradients of the states that leave segments."""
         if self._d_states_in is None:
             q, k, _, _, beta = self.inputs
@@ -198,8 +198,9 @@ class FlashQlaBackward(RuleBackward):
         """The gradients of the inputs; ``initial`` and ``d_final`` are ``[N, H, K, V]``
         or None (zeros).
 
-        If ``through`` is saved, the kernel gets the segments' entering states and
-        leaving gradients in place of these. All saved tensors are freed.
+        If ``through`` is saved, the kernel gets the states that enter segments in place
+        of ``initial``, and the gradients of the states that leave segments in place of
+        ``d_final``. All saved tensors are freed.
         """
         tensors = self._saved_tensors
         states_in = initial
@@ -215,7 +216,7 @@ class FlashQlaBackward(RuleBackward):
         g_sum = tensors.g_sum
         A = tensors.A
         states_at_chunks = self._states_at_chunks
-        # Nothing else keeps these tensors alive during the kernel.
+        # Free the tensors that the kernel does not read, such as ``through``.
         del tensors, self._saved_tensors
         self._maps = None
         self._d_states_in = None
@@ -265,8 +266,8 @@ class FlashQlaRule(Rule):
     Args:
         bits: By default FlashQLA's cost model cuts sequences by all lengths of the
             batch, which is faster for a batch of long and short sequences.
-            ``DETERMINISTIC`` cuts a sequence by its own length and the number of heads
-            alone. (How many value columns a block computes depends on the size of the
+            ``DETERMINISTIC`` cuts a sequence only by its own length and the number of
+            heads. (How many value columns a block computes depends on the size of the
             batch, but no column's sums depend on that number.) ``ON_GRID`` cuts no
             sequence: a thread block computes one chunk after another with the state in
             fp32, and can start at any chunk. Its backward cuts as ``DETERMINISTIC``
