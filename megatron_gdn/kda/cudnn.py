@@ -8,9 +8,9 @@
     states                          fp32, ``[N, H, V, K]``, transposed at each call
 
 The kernels cut a sequence into segments and start each segment from a zero state
-instead of the true state. To make up for this, they run earlier tokens before each
-segment: so many that at most 2^-20 of the state before these tokens would be left (keys
-of length 1, beta up to 1). With slow decay these are all earlier tokens.
+instead of the true state. So before each segment they run earlier tokens, until at most
+2^-20 of the state before these tokens would be left (keys of length 1, beta up to 1).
+With slow decay these are all earlier tokens.
 
 cuDNN builds and keeps a graph for each number of tokens and of sequences. In version
 1.32.0 a graph keeps a buffer for every state that a call does not pass, so each call

@@ -8,7 +8,7 @@ f_proj, g_proj). Every tensor-parallel rank has f_a_proj, g_a_proj and beta_proj
 Modules of transformers hold the forget gate's tensors in ``forget_gate`` and have one
 convolution. Keys of files have no ``forget_gate``, and files have three convolutions;
 Bailing's files name o_proj "dense". Kimi Linear stores ``A_log`` as ``[1, 1, H, 1]``.
-No weight stores the bound of a bounded gate: give the layer this bound as the option
+No tensor holds the lower bound of a gate: give the layer this bound as the option
 `gate_lower_bound`.
 """
 

@@ -94,7 +94,7 @@ class KDAOptions(MixerOptions):
             ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``; default
             ``config.kda_lower_bound``.
         muon_per_head: whether Megatron's Muon orthogonalises the rows of each head by
-            themselves: of every section of in_proj, and of the gates' projections
+            themselves, in every section of in_proj and in the gates' projections
             ``f_proj``, ``f_b_proj``, ``g_proj`` and ``g_b_proj``. Over several
             tensor-parallel ranks Muon needs ``--muon-tp-mode blockwise``.
     """
@@ -333,8 +333,8 @@ class KimiDeltaAttention(RecurrentMixer):
         return ""
 
     def _widths_in_fp8(self) -> dict[str, int]:
-        """Columns that must fit FP8, by the names of what has them. The forget gate and
-        the write strengths are computed outside of FP8."""
+        """The widths that FP8 must be able to compute; each key names what has the
+        width. The forget gate and the write strengths are computed outside of FP8."""
         layout = self.dims.layout
         widths = {
             "query, key and value of in_proj": layout.conv_width,
@@ -528,10 +528,11 @@ class KimiDeltaAttention(RecurrentMixer):
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Let every projection of the layer's input save it unquantised, since the norm
-        before them is recomputed.
+        """Let every projection of the layer's input save this input unquantised, since
+        the norm that computes this input runs again in the backward.
 
-        The input of ``*_b_proj`` is the narrow linear's output, not that of the norm.
+        ``*_b_proj`` is left out: its input is the narrow linear's output, not the
+        norm's output.
         """
         from megatron.core.extensions.transformer_engine import set_save_original_input
 

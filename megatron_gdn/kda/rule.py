@@ -57,14 +57,14 @@ class FlaKDA(FlaChannelRule):
     def why_not(
         cls, device: torch.device, dtype: torch.dtype, sizes: KDARuleSizes
     ) -> Obstacle | None:
-        """As :meth:`FlaRule.why_not`, which takes the states' shape."""
+        """Call :meth:`FlaRule.why_not` with the shape of the states."""
         return super().why_not(device, dtype, sizes.state_shape)
 
     @classmethod
     def repeats(
         cls, device: torch.device, dtype: torch.dtype, sizes: KDARuleSizes
     ) -> RepeatResult:
-        """As :meth:`FlaRule.repeats`, which takes the states' shape."""
+        """Call :meth:`FlaRule.repeats` with the shape of the states."""
         return super().repeats(device, dtype, sizes.state_shape)
 
     @classmethod

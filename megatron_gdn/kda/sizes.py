@@ -25,8 +25,8 @@ class KDADims(LinearDims):
     """Sizes of a Kimi Delta Attention layer, or of one tensor-parallel rank's share of
     the layer.
 
-    Each value head has gates; Kimi Linear has as many key heads as value heads. The
-    two ranks are the same on every tensor-parallel rank.
+    Each value head has gates; Kimi Linear has as many key heads as value heads. Every
+    tensor-parallel rank has the same ``forget_rank`` and ``output_rank``.
     """
 
     # the rank of the forget gate's projection (columns of f_a_proj); 0: full rank
@@ -40,8 +40,9 @@ class KDADims(LinearDims):
     def of(
         cls, config: Any, forget_rank: int | None = None, output_rank: int | None = None
     ) -> KDADims:
-        """The sizes in a ``TransformerConfig``. If a rank is None, it is the config's
-        ``kda_f_lora_rank`` or ``kda_gate_lora_rank``, or else 0."""
+        """The sizes in a ``TransformerConfig``. If ``forget_rank`` is None, it is the
+        config's ``kda_f_lora_rank``; if ``output_rank`` is None,
+        ``kda_gate_lora_rank``; 0 if the config lacks the field."""
         ranks = {"forget_rank": forget_rank, "output_rank": output_rank}
         for name, field in CONFIG_FIELD_OF_LOW_RANK.items():
             if ranks[name] is None:
