@@ -92,8 +92,8 @@ class GatedDeltaProduct(MambaLayerMixer):
     ``dt_bias`` are fp32 in memory, in optimizers and in files.
 
     Args:
-        config: gives the ``mamba_*`` sizes; a key of ``mamba_state_dim`` columns serves
-            the heads of one of ``mamba_num_groups`` groups.
+        config: gives the ``mamba_*`` sizes; each of ``mamba_num_groups`` groups of
+            heads has its own query and keys, of ``mamba_state_dim`` columns.
         submodules: specs of ``in_proj`` and ``out_proj``.
         d_model, d_conv: hidden size, and taps of the convolution.
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high).
