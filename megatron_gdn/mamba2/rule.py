@@ -51,7 +51,7 @@ class SSDInputs(NamedTuple):
     g: Tensor  # [B, S, H] fp32 log-decay, <= 0
     D: Tensor  # [B, S, H, 1 or V] fp32; a parameter, expanded with stride 0 over tokens
 
-    # Code of all rules reads the sizes of k and v.
+    # Code that serves all rules reads the shapes of k and v.
 
     @property
     def k(self) -> Tensor:
