@@ -2,8 +2,8 @@
 
 Every rank computes the maps of its pieces, ``S_out = through @ S_in + local``. After
 one exchange of maps, each rank has the states that enter its pieces. The backward
-passes gradients of states along the chains in reverse order, by ``dS_in = through^T
-dS_out + d_local``.
+passes gradients of states along the chains in reverse order: ``dS_in = through^T dS_out
++ d_local``.
 
 Legend: N pieces on this rank, over all batch rows; H, K, V heads, rows and columns of a
 state.
