@@ -36,7 +36,8 @@ def compile_in_one_process(kernel: Any) -> None:
     kernel, by replacing the kernel's method ``_do_compile``.
 
     Without this, all ranks of a machine would compile the same variant at the same
-    time. The others wait and load the variant from Triton's cache on disk.
+    time. With it, the other processes wait, and then load the variant from Triton's
+    cache on disk.
     """
     # Triton calls _do_compile for each variant that the process has not loaded yet.
     compile_here = getattr(kernel, "_do_compile", None)
@@ -83,11 +84,11 @@ def build_lock(
     """Hold the lock of a file while the caller builds the kernel named ``what``.
 
     The file is :func:`lock_file` of ``path``, so that each user has files of their own.
-    The wait for the lock ends early if ``is_built()`` is true, and after
-    ``longest_wait`` seconds, and is logged after ``patience`` seconds. Yields the
-    file's descriptor if this process holds the lock, else None; then the caller builds
-    without a lock. A child process that inherits the descriptor holds the lock too. The
-    file is never removed.
+    The wait for the lock ends when ``is_built()`` is true, or after ``longest_wait``
+    seconds. A wait of more than ``patience`` seconds is logged. Yields the file's
+    descriptor if this process holds the lock. Otherwise yields None: the kernel is
+    built already, or the caller must build it without a lock. A child process that
+    inherits the descriptor holds the lock too. The file is never removed.
     """
     began = time.monotonic()
     file = _open_lock(path)
@@ -132,8 +133,8 @@ def build_lock(
 
 
 def lock_file(path: Path) -> Path:
-    """This user's file for the lock ``path``: in a folder of the user beside the other
-    files.
+    """This user's file for the lock ``path``. It is in a folder of this user, which is
+    in the folder of ``path``.
 
     Users may share a cache folder. If they shared its lock files, one user could hold a
     lock for ever, or put a link to a file of another user in the place of a lock.
@@ -142,8 +143,7 @@ def lock_file(path: Path) -> Path:
 
 
 def _open_lock(path: Path) -> int | None:
-    """Open the user's lock file for ``path``, which need not exist; return its
-    descriptor.
+    """Open this user's lock file for ``path``, or create it; return its descriptor.
 
     None, with a warning, if the file cannot be opened or other users could change it.
     """
@@ -183,8 +183,9 @@ def _open_lock(path: Path) -> int | None:
 def _require_own(descriptor: int, regular: bool = False) -> None:
     """Raise an OSError unless this user owns the open file or folder.
 
-    ``regular``: it must also be an ordinary file with one name. The lock's holder
-    overwrites the file, which a second name could make another file of the user.
+    ``regular``: it must also be an ordinary file with one name. A file with a second
+    name (a hard link) could be another file of the user, which the lock's holder would
+    overwrite.
     """
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid():
@@ -194,8 +195,8 @@ def _require_own(descriptor: int, regular: bool = False) -> None:
 
 
 def _holder_of(file: int) -> str:
-    """The process that the lock's file names, if it runs; the file's text may be of any
-    kind."""
+    """The process whose number is in the lock's file, if it runs; else "another
+    process". The file may contain any text."""
     text = os.pread(file, 100, 0).decode(errors="replace")
     found = re.fullmatch(r"process ([0-9]{1,10}) on (.{1,80})", text)
     if found is None or found[2] != _host():

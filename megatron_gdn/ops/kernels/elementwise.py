@@ -58,8 +58,8 @@ def gate_activation(z, sig, SIGMOID: tl.constexpr):
 
 @triton.jit
 def gate_activation_slope(act, sig, SIGMOID: tl.constexpr):
-    """The derivative by z of ``act = gate_activation(z, sig, SIGMOID)``; ``sig`` is
-    sigmoid(z)."""
+    """The derivative of ``act = gate_activation(z, sig, SIGMOID)`` with respect to z;
+    ``sig`` is sigmoid(z)."""
     slope = sig * (1.0 - sig)
     if not SIGMOID:
         slope = sig + act * (1.0 - sig)

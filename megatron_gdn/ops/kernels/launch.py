@@ -2,10 +2,9 @@
 microseconds.
 
 Triton's ``kernel[grid](...)`` inspects every argument in each call. A :class:`Launch`
-makes this call once and keeps Triton's launcher for later calls. There is one launcher,
-and one compiled variant of the kernel, for each device and for each choice of the
-tensors' dtypes, of the tensors that are None, and of the tensors whose address is a
-multiple of 16 bytes.
+makes this call once and keeps Triton's launcher for later calls. Each launcher is for
+one device and one compiled variant of the kernel. The variant depends on the tensors'
+dtypes, on which tensors are None, and on which addresses are multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ LAUNCH_CACHE_SIZE = 256
 def pointers_and_key(
     tensors: Sequence[Tensor | None],
 ) -> tuple[list[int | None], tuple] | None:
-    """The tensors' pointers, and a key of the compiled variant; None if a tensor is on
-    no GPU.
+    """The tensors' pointers, and a key of the compiled variant; None if a tensor is not
+    on a GPU.
 
     The key has the dtypes (None: no tensor), and the alignments unless all tensors are
     aligned.
@@ -113,11 +112,11 @@ class Launch:
             compile_in_one_process(kernel)
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        """Run the kernel on the current stream; ``tensors``: its first arguments, in
-        order.
+        """Run the kernel on the current stream; ``tensors`` are the kernel's first
+        arguments.
 
-        The first call on a device with new dtypes, absent tensors or alignments runs
-        `kernel[grid]`, which may compile.
+        If the device, the dtypes, the absent tensors or the alignments are new, the
+        call runs `kernel[grid]`, which may compile.
         """
         if self._never_prepared or _has_launch_hooks(self._kernel):
             found = None

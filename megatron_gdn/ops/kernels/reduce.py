@@ -88,8 +88,8 @@ def _sum_rows_kernel(
 
 
 def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
-    """Sum the rows of ``partial_NM`` in fp32, in an order that depends on N alone, into
-    ``outs``.
+    """Sum the rows of ``partial_NM`` in fp32 and write the sums to ``outs``. The order
+    of the additions depends only on N.
 
     ``outs`` are one to four contiguous tensors of any dtype; each gets the next numel()
     columns.
@@ -120,7 +120,7 @@ def _stages_of_sum(N: int, M: int, sizes: tuple[int, ...]) -> tuple[_SumStage, .
     while True:
         rows_of_program = N
         if N > _MOST_ROWS_OF_PROGRAM:
-            # so many that the groups fit on the grid's second axis
+            # at least so many rows that the groups fit on the grid's second axis
             rows_of_program = max(64, triton.cdiv(N, MOST_PROGRAMS))
         require_32_bits(
             "the number of rows of partial sums", N + rows_of_program + _ROWS_AT_ONCE

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 MOST_PROGRAMS = 65535  # the largest size of the second and the third axis of a grid
 _FEWEST_STEPS = 8  # fewest tokens of a segment; a convolution has at most 8 taps
-# equals conv_forward.UNROLL, but importing that file needs Triton
+# the value of conv_forward.UNROLL; that file cannot be imported without Triton
 _STEPS_OF_A_STAGE = 4
 # The most bytes of shared memory for a program's prefetched rows. Two such programs fit
-# on a multiprocessor of Hopper, one on that of a small GPU. A launch fails if a program
-# asks for more shared memory than the GPU has.
+# on a multiprocessor of Hopper, one fits on a multiprocessor of a small GPU. A launch
+# fails if a program asks for more shared memory than the GPU has.
 _MOST_PREFETCHED_BYTES = 96 << 10
 
 
@@ -69,9 +69,9 @@ def front_backward_tile(tokens: int, widest_head: int) -> FrontTile:
     """The tile of the front's backward, where a thread needs some twenty registers per
     channel; arguments as in :func:`front_forward_tile`.
 
-    With 96 registers per thread, five programs of four warps fit on a multiprocessor,
-    else four. Long segments compute fewer tokens twice; short segments give a GPU more
-    programs.
+    With at most 96 registers per thread, five programs of four warps fit on a
+    multiprocessor; without this limit, four fit. Long segments compute fewer tokens
+    twice; short segments give a GPU more programs.
     """
     if tokens >= 32768:
         steps = 128
@@ -126,7 +126,7 @@ def tile_of_32_bit_offsets(
 
 def within_grid(tile: FrontTile, tokens: int, batch: int) -> FrontTile:
     """``tile``, with more steps if a batch row would have more tiles than a grid's axis
-    takes; a ValueError if ``batch`` has too many rows."""
+    takes. Raises a ValueError if the batch has too many rows."""
     require_rows_within_grid(batch)
     while -(-tokens // tile.tokens) > MOST_PROGRAMS:
         tile = tile._replace(steps=2 * tile.steps)
@@ -145,8 +145,8 @@ def require_rows_within_grid(batch: int) -> None:
 
 
 def require_32_bits(what: str, number: int) -> None:
-    """Raise a ValueError if ``number``, which a kernel holds in 32 bits, does not
-    fit."""
+    """Raise a ValueError if ``number`` does not fit into the 32 bits that a kernel has
+    for it."""
     if number >= 2**31:
         raise ValueError(
             f"{what} is {number}, which the Triton kernels count with 32 bits: at most "
@@ -157,14 +157,12 @@ def require_32_bits(what: str, number: int) -> None:
 def rows_need_64_bits(
     tile_rows: int, rows: int, heads: int, strides: Sequence[int], row_stride: int
 ) -> bool:
-    """Whether offsets of a readout's tile of ``tile_rows`` rows do not fit into 32
-    bits.
+    """Whether offsets inside a readout's tile of ``tile_rows`` rows need 64 bits.
 
     Row ``s * heads + h`` is head h of token s; there are ``rows`` rows. ``strides``
-    has, for each tensor of projection rows, the number of elements from one token to
-    the next; ``row_stride`` is the number from one row of the rule's output to the
-    next. A stride of more than 32 bits is skipped, since its offsets are computed with
-    64 bits.
+    has, for each tensor of projection rows, the number of elements from token to token.
+    ``row_stride`` is the number of elements from row to row of the rule's output. A
+    stride of more than 32 bits is skipped, since its offsets are computed with 64 bits.
     """
     stride = max((x for x in strides if x < 2**31), default=0)
     # counted from the tile's first token
@@ -191,7 +189,7 @@ def within_shared_memory(tile: FrontTile, row_bytes: int) -> FrontTile:
 
 def norm_forward_tile(width: int) -> RowTile:
     """The tile of a norm's forward; a row of ``width`` columns is one head or group of
-    heads. A tile has 4096 elements, or one row if that is wider."""
+    heads. A tile has 4096 elements; if a row has more, a tile is one row."""
     block = block_dim(width)
     return RowTile(rows=max(1, 4096 // block), repeats=1, warps=_norm_warps(block))
 

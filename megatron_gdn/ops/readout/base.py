@@ -11,8 +11,8 @@ group in Triton.
 
 A group is ``H / groups`` adjacent heads, and a norm per group needs all heads of the
 group on one rank. If a head exchange puts a group's heads on several ranks, these ranks
-apply the gate alone. :func:`grouped_rms_norm` runs after the exchange that brings the
-heads together.
+apply only the gate. :func:`grouped_rms_norm` runs later, after the exchange that brings
+the heads together.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Readout(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of o ``[B, S, H, V]``, in the dtype of ``rows``, and of gamma.
 
-        ``d_out [S, B, H * V]`` is the gradient of the forward's result; the others are
-        the forward's arguments. Writes the gate's gradient to the gate's columns of
-        ``d_rows`` ``[S, B, P]``, to no others.
+        ``d_out [S, B, H * V]`` is the gradient of the forward's result; ``o``, ``rows``
+        and ``gamma`` are the forward's arguments. Writes the gate's gradient to the
+        gate's columns of ``d_rows [S, B, P]``, and no other columns.
         """
         ...
 
@@ -90,7 +90,8 @@ class PlainReadout:
     activation: str = "silu"
     eps: float = 1e-6  # added to the mean square
     zero_centered: bool = False  # whether a norm per head scales by ``1 + gamma``
-    # groups of a norm after the gate; None: a norm per head before it
+    # None: a norm per head, then the gate. A number: the gate, then a norm over each of
+    # so many groups of heads.
     groups: int | None = None
 
     reads_o: ClassVar[bool] = True
@@ -98,8 +99,8 @@ class PlainReadout:
     def _norm_and_gate(
         self, o: Tensor, gate: Tensor, gamma: Tensor | None = None
     ) -> Tensor:
-        """Norm ``o [B, S, H, V]`` and multiply by ``act(gate)``, ``gate [S, B, H V]``;
-        result ``[S, B, H V]``."""
+        """Apply the norm and the gate ``act(gate)`` to ``o [B, S, H, V]``. ``gate`` and
+        the result are ``[S, B, H V]``."""
         act = ACTIVATIONS[self.activation]
         if self.groups is None and gamma is not None:
             normed = rms_norm(o, gamma, self.eps, self.zero_centered)
@@ -132,8 +133,8 @@ class PlainReadout:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Norm and gate ``o [B, S, H, V]`` to ``[S, B, H V]``, as
-        :meth:`Readout.forward`; without gamma only the gate acts."""
+        """Apply norm and gate to ``o [B, S, H, V]``, as :meth:`Readout.forward`; the
+        result is ``[S, B, H V]``. If gamma is None, only the gate is applied."""
         y = self._norm_and_gate(*self._wide_inputs(o, rows, gamma))
         if out is None:
             return y.to(rows.dtype).contiguous()

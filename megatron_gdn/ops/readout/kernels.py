@@ -5,7 +5,7 @@ Arithmetic is fp32. A program computes tiles of rows; a row is one head of one t
 the norm is per group, each of the G groups counts as one head of V columns; otherwise G
 is 1.
 
-Legend: R rows of a tile, whose columns belong to one group.
+Legend: R rows of a tile. All columns of a tile belong to one group.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class TritonReadout(PlainReadout):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Norm and gate ``o [B, S, H, V]`` to ``[S, B, H V]`` in one launch, as
-        :meth:`.base.Readout.forward`."""
+        """Apply norm and gate to ``o [B, S, H, V]`` in one launch, as
+        :meth:`.base.Readout.forward`; the result is ``[S, B, H V]``."""
         assert gamma is not None
         S, B, _ = rows.shape
         H, V = o.shape[2:]
@@ -76,7 +76,7 @@ class TritonReadout(PlainReadout):
         :meth:`.base.Readout.backward`.
 
         One launch writes d_o, the gate's columns of ``d_rows`` and partial sums of
-        d_gamma; :func:`sum_rows` adds these. ``tile`` replaces the tile of
+        d_gamma; :func:`sum_rows` adds the partial sums. ``tile`` replaces the tile of
         :mod:`..kernels.tiles` in tuning and tests.
         """
         assert gamma is not None
@@ -107,8 +107,8 @@ def _forward_launch(
     strides: tuple[int, int],
     out_strides: tuple[int, int],
 ) -> Launch:
-    """The forward's launch; ``strides`` of S and B in the rows, ``out_strides`` in the
-    output."""
+    """The forward's launch. ``strides``: the strides of S and B in the projection rows;
+    ``out_strides``: the same in the output."""
     require_rows_within_grid(B)
     G, H, V = _groups_heads_columns(readout, H, V)
     tile = norm_forward_tile(V)
@@ -167,7 +167,8 @@ def _groups_heads_columns(
     """The kernels' G, H and V, for a rule's output that has ``H`` heads of ``V``
     columns.
 
-    A norm per group takes a group of heads as one wide head of each of G groups.
+    If the norm is per group, G is the number of groups, and each group counts as one
+    wide head.
     """
     if readout.groups is None:
         return (1, H, V)
@@ -215,8 +216,8 @@ def _row_offsets(row_R, first_row, H: tl.constexpr, V: tl.constexpr, stride_s):
     token s.
 
     Tokens are ``stride_s`` elements apart. Offsets count from the token of row
-    ``first_row``, so they fit into 32 bits at any length, if tokens lie close together;
-    else the rows have 64 bits.
+    ``first_row``, so they do not grow with the length of the sequence. If they need 64
+    bits, ``first_row`` and ``row_R`` have 64 bits.
     """
     return ((first_row + row_R) // H - first_row // H) * stride_s + (
         first_row + row_R
@@ -225,8 +226,8 @@ def _row_offsets(row_R, first_row, H: tl.constexpr, V: tl.constexpr, stride_s):
 
 @triton.jit
 def _pointer_to_token(ptr, first_row, stride_s, stride_b, H: tl.constexpr):
-    """``ptr``, at token 0 of batch row 0, plus the offset of the token of row
-    ``first_row`` in this program's batch row.
+    """Move ``ptr`` from token 0 of batch row 0 to the token of row ``first_row`` in
+    this program's batch row.
 
     Row s H + h is head h of token s. The offset has 64 bits.
     """
@@ -265,8 +266,8 @@ def gated_norm_forward_kernel(
     the projection rows, and ``gate_column`` is the gate's first column in a projection
     row. ``gamma_ptr``: [G V]. ``*stride_s``, ``*stride_b``: elements from token to
     token and from batch row to batch row. GATE_BEFORE_NORM: the gate comes before the
-    norm. ZERO_CENTERED: the norm is scaled by 1 + gamma. SIGMOID: the activation, else
-    SiLU. INT64: offsets inside a tile need 64 bits.
+    norm. ZERO_CENTERED: the norm is scaled by 1 + gamma. SIGMOID: the activation is
+    sigmoid, otherwise SiLU. INT64: offsets inside a tile need 64 bits.
     """
     column = tl.program_id(0) % G * V
     first_row, row_R = _first_row_and_places(tl.program_id(0) // G, ROWS, ROWS, INT64)
@@ -338,8 +339,8 @@ def gated_norm_backward_kernel(
     ``dy_ptr`` is the output's gradient; ``do_ptr`` gets the gradient of o,
     ``d_proj_ptr`` that of the gate's columns, ``partial_ptr`` a row of partial sums of
     d_gamma for each tile. The other arguments are as in the forward. Below, s = act(z),
-    the norm n = u r, r = rsqrt(mean(u^2) + eps), and du = r (dn - n mean(dn n)).
-    GATE_BEFORE_NORM uses line 2:
+    the norm n = u r, r = rsqrt(mean(u^2) + eps), and du = r (dn - n mean(dn n)). Line 1
+    is for the norm before the gate, line 2 for GATE_BEFORE_NORM:
 
         u = o   d_gamma = sum dy n s  dn = dy gamma s  do = du   dz = dy n gamma act'(z)
         u = o s d_gamma = sum dy n    dn = dy gamma    do = du s dz = du o act'(z)
