@@ -9,11 +9,11 @@ and a history ``[1 + W - 1 + 64, P]``:
     the last 64       the projection rows of the chunk; after its last token any finite
                       values
 
-A decode step writes one row to every history, and computes every current chunk again
-from the state at the chunk's start, with calls of the same shapes as in training. A
-state is overwritten only when its chunk is full. The rule's inputs are computed again,
-not stored: a copy would move as many bytes as the front reads, and on a CPU the front
-of a single row would round differently.
+A decode step writes one row to every history. Then it computes every current chunk
+again from the state at the chunk's start, with calls of the same shapes as in training.
+A state is overwritten only when its chunk is full. The rule's inputs are computed
+again, not stored. A stored copy would move as many bytes as the front reads. On a CPU
+the front of a single row would also round differently.
 
 Legend: s new tokens, B batch rows, N sequences, P columns of a projection row, W conv
 taps, H heads with a state, V columns of a state, T tokens of all current chunks
@@ -54,8 +54,8 @@ def prefill_on_grid(
 
     ``history [N, 1 + W - 1 + 64, P]`` and ``state [N, H, K, V]`` are the memory of N
     sequences before these tokens. ``documents``: the boundaries of the new tokens, if N
-    sequences lie in one batch row. With ``begins`` the sequences are new; else the host
-    waits for the GPU to read the token counts in ``history``.
+    sequences lie in one batch row. With ``begins`` the sequences are new. Otherwise the
+    host reads the token counts in ``history``, and waits for the GPU to do so.
     """
     new_rows = proj.transpose(0, 1)
     past = stages.history_length
@@ -120,8 +120,8 @@ def decode_on_grid(row: Tensor, stages: Stages, memory: Memory) -> Tensor:
     """Mix one token of each sequence, from ``row [1, N, P]`` to ``[1, N, H * V]``.
 
     Overwrites ``memory``, whose buffers must be contiguous. The host does not wait for
-    the GPU. So the rule computes the state after every chunk, though only full chunks
-    write their states.
+    the GPU, so it does not know which chunks are full. The rule computes the state
+    after every chunk, but only states after full chunks are written.
     """
     past = stages.history_length
     number = torch.arange(row.shape[1], device=row.device)
@@ -197,7 +197,7 @@ def _read_out_tokens(
 
     ``o [., ., H, V]`` and ``rows [., ., P]`` are those of all tokens since the starts
     of the current chunks; ``grid`` is their grid. ``token_indices [B s]`` are the
-    indices of the new tokens among them, counted across batch rows.
+    indices of the new tokens among all these tokens, counted across batch rows.
     ``new_rows [s, B, P]`` are the new tokens' projection rows. If the readout needs the
     grid, it computes all tokens.
     """
@@ -226,9 +226,9 @@ def _indices_of_nonempty(counts: Sequence[int], device: torch.device) -> Tensor:
 class _PrefillIndices(NamedTuple):
     """Index tables of a prefill.
 
-    The T tokens are those of the N sequences, each from the start of its current chunk.
-    The *source rows* are the rows of the N histories, and then the new rows; the tables
-    choose among them.
+    Each of the N sequences has its tokens from the start of its current chunk on;
+    together these are the T tokens. The *source rows* are the rows of the N histories,
+    and then the new rows; the tables choose among them.
     """
 
     source_row: Tensor  # int64 [T], the source row of each token

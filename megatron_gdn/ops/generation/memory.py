@@ -1,5 +1,5 @@
-"""The memory of a sequence: the history and the state that a mixer keeps of earlier
-tokens.
+"""The memory of a sequence: the history and the state of a mixer after the sequence's
+tokens so far.
 
 The caller allocates the buffers; :func:`.step.prefill` and :func:`.step.decode`
 overwrite them.
@@ -60,8 +60,8 @@ class Memory(NamedTuple):
         """The memory after token number ``token``; a negative number counts from the
         end.
 
-        ``slots``: of the returned memory. This object's buffers are ``[M, s, ...]``:
-        they hold the memory after each of s tokens.
+        ``slots``: the slots of the returned memory. This object's buffers are
+        ``[M, s, ...]``: they hold the memory after each of s tokens.
         """
         return Memory(self.history[:, token], self.state[:, token], slots)
 
@@ -143,8 +143,8 @@ class MemoryShape(NamedTuple):
     heads: int
     rows: int  # of a state
     columns: int  # of a state
-    # whether a history is [history_rows, channels] (on the grid), else it is
-    # [channels, history_rows]
+    # True (on the grid): a history is [history_rows, channels]. False: it is
+    # [channels, history_rows].
     rows_first: bool = False
 
     @staticmethod
@@ -173,8 +173,8 @@ class MemoryShape(NamedTuple):
 
     @property
     def window(self) -> tuple[int, int]:
-        """The shape of a history in Megatron's dynamic inference context, which keeps W
-        inputs."""
+        """The shape of a history in Megatron's dynamic inference context, which stores
+        W inputs."""
         if self.rows_first:
             return self.history
         return (self.channels, self.history_rows + 1)

@@ -5,9 +5,9 @@
     decode    computes one or a few tokens of every sequence, one after the other
 
 Prefill and decode run the same :class:`.stages.Stages` as training. The tokens of a
-sequence may be split over any number of calls, at any token; the results are those of
-one call. No call has a backward. Of all calls, only a prefill on the grid makes the
-host wait for the GPU.
+sequence may be split over any number of calls, at any token; the results are the same
+as with one call. No call has a backward. Of all calls, only a prefill on the grid makes
+the host wait for the GPU.
 
 If the front runs in Triton, a decoded token takes two kernel launches
 (:mod:`.step_kernels`) and one launch of the readout. Without Triton, plain torch gives
@@ -120,8 +120,8 @@ def _prefill_in_chunks(
     inputs = stages.front.forward(
         proj, stages.front_parameters, documents, history=past
     )
-    # The rule takes the states of documents with tokens only. A document without tokens
-    # keeps its state.
+    # The rule takes only the states of documents with tokens. The state of a document
+    # without tokens does not change.
     filled = None
     if documents is not None:
         filled = documents.filled_indices
@@ -153,9 +153,9 @@ def decode(
         memory: the memory of the N sequences before these tokens; overwritten. If a
             sequence's slot is below zero, the rule's output is zero and no memory is
             written.
-        steps: buffers that receive the memory after each token in their last s entries:
-            ``[M, s, ...]`` with slots and strides of ``memory``, or ``[N, s + 1, ...]``
-            of `Memory.steps`.
+        steps: buffers for the memory after each token; their last s entries are
+            written. They are ``[M, s, ...]`` with the slots and strides of ``memory``,
+            or ``[N, s + 1, ...]`` from `Memory.steps`.
 
     Raises:
         ValueError: s is 0, or the memory has a wrong number of sequences, wrong sizes
@@ -203,14 +203,16 @@ def _decode_token_in_torch(
 ) -> Tensor:
     """The twin of :func:`.step_kernels.decode_token_in_slots` in plain torch.
 
-    From ``row [1, N, P]`` to o ``[N, 1, H, V]``; overwrites ``memory``, and writes the
-    new memory to ``after`` too. ``parameters``: as in :class:`..front.table.Front`.
+    Returns o ``[N, 1, H, V]`` for ``row [1, N, P]``. Overwrites ``memory``; writes the
+    new memory also to ``after``, unless it is None. ``parameters``: as in
+    :class:`..front.table.Front`.
     """
     table = front.table
     layout = front.layout
     wide = torch.promote_types(row.dtype, torch.float32)
     wide_parameters = [None if x is None else x.to(wide) for x in parameters]
-    weight, bias, A_log, dt_bias, *skip = wide_parameters  # skip: D, or nothing
+    # skip: Mamba2's parameter D, or nothing
+    weight, bias, A_log, dt_bias, *skip = wide_parameters
     assert weight is not None and A_log is not None and dt_bias is not None
     history, state = memory.gathered()
     newest = row[0, :, layout.conv_columns, None].to(history.dtype)

@@ -502,10 +502,11 @@ def _compute_gate(
     """Both results of FUNCTION, the function of gate number GATE_INDEX, for channels
     ``k_K`` of head h, as fp32 vectors.
 
-    ``row_ptr`` points at the sequence's projection row. ``h`` is one of H heads: those
-    of the state, or those of all its updates. ``real_K`` is the mask k_K < K. K is the
-    number of a state's rows, or of its columns for the third gate. GATES has the
-    columns and settings of all gates, as ``GATES`` in :mod:`..front.kernels`.
+    ``row_ptr`` points at the sequence's projection row. ``h`` is a head's number. H is
+    the number of heads of the state, or of all its updates together. ``real_K`` is the
+    mask k_K < K. K is the number of a state's rows, or of its columns for the third
+    gate. GATES has the columns and settings of all gates, as ``GATES`` in
+    :mod:`..front.kernels`.
     """
     COLUMN: tl.constexpr = GATES[GATE_INDEX][COLUMN_INDEX]
     CHANNELS: tl.constexpr = GATES[GATE_INDEX][PER_CHANNEL_INDEX]

@@ -24,20 +24,20 @@ from .state_map import NO_INDEX, ChainSteps, StateMap, follow_chains
 
 CHUNK = 64  # tokens
 # A sequence gets so many segments that segments times heads is about this number, near
-# the 132 multiprocessors of an H200. It is the same on every GPU, since the cut decides
-# rounding.
+# the 132 multiprocessors of an H200. This number is the same on every GPU, since the
+# cuts change the rounding.
 PROGRAMS_OF_A_FULL_GPU = 128
-# of a segment, with 32 heads or more; :func:`cut_by_length` has the rule for fewer
+# with 32 heads or more; :func:`cut_by_length` says how many with fewer heads
 _FEWEST_CHUNKS_OF_SEGMENT = 32
 
 
 class SegmentBoundaries(NamedTuple):
     """Where N sequences are cut: at multiples of 64 tokens from each sequence's start.
 
-    ``documents.starts`` is ``[N + 1]``; for ordinary documents N counts those with
-    tokens. In fixed buffers N is the largest number of documents plus 1, and the last
-    sequence is empty. P is then the largest number of segments that any documents could
-    have; unused segments are empty segments of the last sequence.
+    ``documents.starts`` is ``[N + 1]``; for ordinary documents N is the number of
+    documents with tokens. In fixed buffers N is the largest number of documents plus 1,
+    and the last sequence is empty. P is then the largest number of segments that any
+    documents could have; unused segments are empty segments of the last sequence.
     """
 
     # int32 [P + 1], the first token of every segment, and the end of the last segment
@@ -58,8 +58,8 @@ def one_segment_per_sequence(documents: Documents) -> SegmentBoundaries:
 
 
 def cut_at(documents: Documents, offsets: Sequence[int]) -> SegmentBoundaries:
-    """The cut into segments that begin at ``offsets``, which include the starts of all
-    sequences."""
+    """The cut at ``offsets``: the first token of every segment, and the end of the last
+    segment. Every start of a sequence must be among them."""
     starts = documents.starts
     offsets_P = torch.tensor(offsets, dtype=torch.int32, device=starts.device)
     return SegmentBoundaries(
@@ -70,11 +70,13 @@ def cut_at(documents: Documents, offsets: Sequence[int]) -> SegmentBoundaries:
 def cut_by_length(
     documents: Documents, value_heads: int, longest_segment: int | None = None
 ) -> SegmentBoundaries:
-    """Cut each sequence by its own length and the number of heads alone.
+    """Cut each sequence at tokens that depend only on its length and on the number of
+    heads.
 
-    A sequence is cut into as many segments as fill the GPU. But a segment has at least
-    32 chunks, because other sequences also fill the GPU; with fewer than 32
-    ``value_heads`` at least ``value_heads`` chunks, and never fewer than 8.
+    A sequence is cut into as many segments as fill the GPU. But segments must not be
+    too short, because other sequences also fill the GPU: a segment has at least 32
+    chunks. With fewer than 32 heads it has at least ``value_heads`` chunks, and never
+    fewer than 8.
 
     Args:
         longest_segment: the largest number of tokens of a segment, a multiple of 64;
@@ -130,8 +132,8 @@ def _segment_limits(value_heads: int) -> tuple[int, int]:
 class Segments:
     """Tables of N sequences cut into P segments.
 
-    The last four fields are steps along the chain of each sequence's segments. The
-    steps ``to_entering_states`` write the state that enters each segment, and so on.
+    The last four fields are steps along the chain of each sequence's segments. For
+    example, the steps ``to_entering_states`` write the state that enters each segment.
     """
 
     # int32 [N + 1], the first token of every sequence, and the end of the last
@@ -169,7 +171,7 @@ class Segments:
         cut: Callable[[Documents, *Arguments], SegmentBoundaries],
         *arguments: *Arguments,
     ) -> Segments:
-        """The segments of ``cut(documents, *arguments)``, kept on ``documents``."""
+        """The segments of ``cut(documents, *arguments)``, cached on ``documents``."""
         return documents.keep(_build_segments, cut, *arguments)
 
 
@@ -179,7 +181,8 @@ def _build_segments(
     """The :class:`Segments` of ``cut(documents, *arguments)``, with tables on the
     device.
 
-    In fixed buffers the host does not know the chains, so their steps are empty.
+    In fixed buffers the host does not know the chains, so the last four fields have no
+    steps.
     """
     made = documents.keep_tensors(_compute_tables, cut, *arguments, move=False)
     device = documents.device

@@ -128,10 +128,10 @@ def follow_chains(
             ``through``'s columns.
         start: ``[N, H, K, V]``, the states before the first maps; None: zero.
         cuts: int32 ``[L]`` on the device, for one chain without ``compose``. A step
-            with 1 sets the state to ``local`` and ignores the state before it, even
-            NaN.
-        compose: write each chain's composed map to ``out``, ``local`` beside
-            ``through``, in place of states. ``start`` is None then.
+            whose entry is 1 sets the state to its map's ``local``; the state before has
+            no effect, even if it is NaN.
+        compose: write each chain's composed map to ``out`` instead of states, its
+            ``local`` and its ``through`` side by side. ``start`` must then be None.
 
     Returns:
         ``out``, computed in fp32 even if torch's TF32 switches are on. The GPU kernel
@@ -189,7 +189,8 @@ def follow_chains_in_torch(
                         product = through[index] * state
                     else:
                         product = through[index] @ state
-                    # with ``compose`` the columns after the first V are of ``through``
+                    # with ``compose`` the columns after the first V belong to
+                    # ``through``
                     product[..., :V].add_(local[index])
                     if cuts is None:
                         state = product
