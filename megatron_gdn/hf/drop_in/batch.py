@@ -1,5 +1,4 @@
-"""The batch of one forward: where its documents, its padding and each rank's tokens
-are.
+"""Finds the documents, the padding and each rank's tokens in the batch of one forward.
 
 The text model's forward makes one :class:`ModelBatch` (:func:`resolve_batch`) for all
 layers, so that layers and recomputations see the same boundaries.
@@ -46,8 +45,11 @@ _OFFSET_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
-    """The process group of the one-dimensional device mesh ``mesh``; None if there is no
-    mesh or the mesh has one rank. Another mesh is a ValueError."""
+    """The process group of the device mesh ``mesh``; None if there is no mesh or the mesh
+    has one rank.
+
+    A ValueError is raised if ``mesh`` is no device mesh or has several dimensions.
+    """
     if mesh is not None and not hasattr(mesh, "get_group"):
         raise ValueError(
             f"cp_mesh={mesh!r} is no device mesh; give the one-dimensional DeviceMesh "
@@ -74,7 +76,8 @@ class ModelBatch:
     """
 
     share: MicroBatchShare
-    # int64 [B, S] on the host: ids of all ranks' tokens, 0 at padding; None: no ids
+    # int64 [B, S] on the host: document ids of all ranks' tokens, 0 at padding. None
+    # only if each row is one sequence.
     document_ids: Tensor | None = None
     # bool [B, s]: False at padding, where the output is exactly zero; None: no padding
     is_token: Tensor | None = None
@@ -87,8 +90,8 @@ class ModelBatch:
 
     @property
     def unsupported_feature(self) -> str:
-        """What transformers' own forward does not support in a batch that is not plain,
-        for errors."""
+        """The feature that this batch needs and transformers' own forward lacks, as
+        errors name it. The batch must not be plain."""
         if self.share.group is None:
             return "packed documents"
         return "context parallelism"
@@ -142,16 +145,17 @@ def resolve_batch(
 
     Args:
         options: the `DropInOptions` of the model.
-        sources: with context parallelism, masks, ids and positions of this rank's
-            tokens, but offsets of the whole buffer; all ranks must give the same kinds
-            of sources.
+        sources: what the caller gave. With context parallelism, masks, ids and
+            positions are those of this rank's tokens; offsets are those of the whole
+            buffer. All ranks must give the same kinds of sources.
         x_BsH: hidden states ``[B, s, H]`` or token ids ``[B, s]``.
         cache: transformers' cache, or None.
         fills_cache: whether the forward makes a new cache.
 
     Raises:
-        ValueError: sources do not fit or contradict each other, ranks have different
-            batches, or a cache comes with packed documents or context parallelism.
+        ValueError: a source does not fit the batch, two sources contradict each other,
+            ranks have different batches, or a cache comes with packed documents or
+            context parallelism.
     """
     rows, tokens = x_BsH.shape[:2]
     group = group_of(options.cp_mesh)
@@ -192,12 +196,15 @@ def resolve_batch(
 def _find_documents(
     sources: BoundarySources, rows: int, share: MicroBatchShare
 ) -> ModelBatch:
-    """The batch of ``rows`` rows, whose documents ``sources`` tell.
+    """The :class:`ModelBatch` of ``rows`` rows; ``sources`` give its documents.
 
-    ``share`` has no documents, and the sequence layout of the options; the batch's
-    share has the documents and the layout that were found. It has no documents if each
-    row is one sequence. On one rank a 0/1 mask is padding alone. Under context
-    parallelism padding is document 0, so that a rank knows the padding of the others.
+    The argument ``share`` has no documents yet, and the sequence layout of the options.
+    The result's share has the documents and the layout that were found. Its documents
+    are None if each row is one sequence.
+
+    On one rank a 0/1 mask gives padding only, no document ids. Under context
+    parallelism it gives document ids, 0 at padding, so that each rank has the padding
+    of all ranks.
     """
     _require_one_batch(sources, rows, share)
     share = _with_sequence_layout(sources, rows, share)
@@ -247,8 +254,8 @@ def _require_one_batch(
 ) -> None:
     """Raise a ValueError on every rank if the ranks were not given shares of one batch.
 
-    Compared are the shape of the rows, the number of dimensions of each source, and the
-    offsets.
+    The ranks compare their numbers of rows and tokens, the number of dimensions of each
+    source, and the offsets. ``indices`` are a ValueError too.
     """
     if share.group is None:
         return
@@ -263,7 +270,7 @@ def _require_one_batch(
             dimensions = source.dim()
         compared[f"kinds of {name}"] = dimensions
     compared["numbers of offsets"] = len(offsets)
-    compared["offsets"] = zlib.crc32(offsets)  # one number for any number of offsets
+    compared["offsets"] = zlib.crc32(offsets)  # a checksum of all offsets
     # [cp, number of compared values]
     of_ranks = _gather(torch.tensor(list(compared.values()), device="cpu"), share)
     differs = (of_ranks != of_ranks[0]).any(0).tolist()
@@ -284,8 +291,7 @@ def _require_one_batch(
 
 
 def _gather(tensor: Tensor, share: MicroBatchShare) -> Tensor:
-    """The tensors of all ranks, which must have one shape, as ``[cp, ...]`` on the
-    host."""
+    """All ranks' tensors as ``[cp, ...]`` on the host; they must have one shape."""
     if share.group is None:
         return tensor[None].cpu()
     tensor = tensor[None].to(share.device).contiguous()
@@ -356,9 +362,9 @@ def _gather_sources(
     """The sources of all ranks' tokens: masks, ids and positions ``[B, s]`` of each rank
     become ``[B, S]`` in sequence order.
 
-    Offsets, which are of the whole buffer, stay. `_require_one_batch` has refused
-    ``indices``, `_with_sequence_layout` has read ``seq_index``, and masks of other
-    layers are read on one rank only, so these sources are left out.
+    Offsets stay, since they are those of the whole buffer. Three sources are left out:
+    `_require_one_batch` has refused ``indices``, `_with_sequence_layout` has read
+    ``seq_index``, and masks of other layers are read on one rank only.
     """
     if share.group is None:
         return sources

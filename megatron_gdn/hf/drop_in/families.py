@@ -34,7 +34,8 @@ LinearAttention = Any
 
 
 class DropInMixer(NamedTuple):
-    """What runs one linear-attention module of transformers: sizes, rule and front."""
+    """The sizes, rule and front with which this package runs one linear-attention module
+    of transformers."""
 
     dims: Any  # the mixer's sizes, such as GDNDims
     choose_rule: ChooseRule
@@ -44,7 +45,7 @@ class DropInMixer(NamedTuple):
 
 
 def _gdn_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixer:
-    """The mixer of ``module``, which computes Gated DeltaNet.
+    """The mixer for ``module``, a Gated DeltaNet of transformers.
 
     ``config``: the model's text config; ``options``: `DropInOptions`.
     """
@@ -61,7 +62,7 @@ def _gdn_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixe
 
 
 def _kda_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixer:
-    """The mixer of ``module``, which computes Kimi Delta Attention; arguments as in
+    """The mixer for ``module``, a Kimi Delta Attention of transformers; arguments as in
     `_gdn_mixer`."""
     if options.rule_operands != "fp16" or options.recompute_qkv:
         raise ValueError(
@@ -71,7 +72,8 @@ def _kda_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixe
         )
     heads = config.linear_num_heads
     head_dim = config.linear_head_dim
-    # The ranks are 0 because `project_rows` computes both gates in full width.
+    # Both gates have rank 0, which means full width: `project_rows` multiplies the two
+    # matrices of a low-rank gate.
     dims = KDADims(
         hidden_size=config.hidden_size,
         num_key_heads=heads,
@@ -83,7 +85,7 @@ def _kda_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixe
         output_rank=0,
     )
     forget_gate = module.forget_gate
-    # the lower bound of the log-decay: in GLM 5 next and Bailing Hybrid, else None
+    # the lower bound of the log-decay; only GLM 5 next and Bailing Hybrid have one
     lower_bound = getattr(forget_gate, "safe_gate_lower_bound", None)
     if getattr(forget_gate, "safe_gate", False):
         lower_bound = forget_gate.lower_bound
@@ -128,7 +130,8 @@ class ModelFamily(NamedTuple):
     gate_owner: str = ""  # submodule with A_log and dt_bias; "": the module itself
     # (module, config, options) -> the mixer
     make_mixer: Callable[..., DropInMixer] = _gdn_mixer
-    config_fields: tuple[str, ...] = _GDN_CONFIG_FIELDS  # that the layer reads
+    # the config's fields that the layer reads
+    config_fields: tuple[str, ...] = _GDN_CONFIG_FIELDS
 
 
 _FLAT_PROJECTIONS = tuple(PROJECTIONS["flat"])
@@ -224,7 +227,8 @@ def class_with_mixin(prefix: str, mixin: type, cls: type) -> type[Any]:
     """The class with the bases ``mixin`` and ``cls``; its name is ``prefix`` + the name
     of ``cls``.
 
-    The same arguments give the same class, so modules of one class stay of one class.
+    The same arguments give the same class object, so two patched modules of one class
+    still have one class.
     """
     return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__})
 
@@ -260,8 +264,8 @@ def project_rows(module: LinearAttention, x_BSH: Tensor, dims: Any) -> Tensor:
 
 
 def refuse_unsupported_modules(config: Any, feature: str) -> None:
-    """Raise if a module of the model, other than linear attention, does not support
-    ``feature``: "packed documents" or "context parallelism"."""
+    """Raise a NotImplementedError if a module of the model does not support ``feature``,
+    "packed documents" or "context parallelism". Linear attention supports both."""
     indexed = "indexed_attention" in config.layer_types
     reason = ""
     if getattr(config, "ple_layer_ids", None):
@@ -312,8 +316,8 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
         modeling = sys.modules[cls.__module__]
         for name in _KERNEL_FUNCTIONS:
             chosen = getattr(modeling, name, None)
-            # A chosen kernel wraps transformers' function in plain torch. The partial
-            # that an earlier call has set is no function, and stays.
+            # A chosen kernel wraps transformers' function in plain torch. A partial was
+            # set by an earlier call; it is no function, so it stays.
             if inspect.isfunction(chosen) and hasattr(chosen, "__wrapped__"):
                 plain = inspect.unwrap(chosen)
                 plain_arguments = frozenset(inspect.signature(plain).parameters)

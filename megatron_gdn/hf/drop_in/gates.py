@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class SSMGate(Fp32Parameters, nn.Module):
     """Holds ``A_log`` and ``dt_bias``, whose dtype stays when an outer module is cast.
 
-    A patched owner has the subclass :class:`GateHolder` as its holder. The holder of
-    :func:`install_ssm_gate` is an SSMGate itself.
+    The holder of a patched owner is a :class:`GateHolder`, a subclass. The holder that
+    :func:`install_ssm_gate` makes is an SSMGate itself.
 
     ``A_log`` and ``dt_bias`` are ``[num_v_heads]`` in a Gated DeltaNet, whose gate
     :meth:`forward` computes:
@@ -86,7 +86,7 @@ class SSMGate(Fp32Parameters, nn.Module):
         self, destination: StateDict, prefix: str, keep_vars: bool
     ) -> None:
         """Save as torch does, but under keys without the holder's name
-        ``_fp32_params``, as files have them. ``destination`` is filled in place."""
+        ``_fp32_params``, which files do not have. ``destination`` is filled in place."""
         bare = prefix.removesuffix(f"{HOLDER_NAME}.")
         super()._save_to_state_dict(destination, bare, keep_vars)
 
@@ -114,8 +114,8 @@ class GateHolder(SSMGate):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the owner's parameter, as torch's ``fully_shard`` does in each
-        forward."""
+        """Set the owner's ``A_log`` or ``dt_bias``; torch's ``fully_shard`` sets both in
+        each forward. Other names as torch does."""
         if name in FP32_GDN_PARAM_NAMES:
             self._owner._parameters[name] = value
         else:
@@ -124,8 +124,9 @@ class GateHolder(SSMGate):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The owner's two parameters, for callers that ask this module itself, such as
-        ``fully_shard``. A model's list has them once, as the owner's."""
+        """The owner's two parameters, for callers such as ``fully_shard`` that call this
+        method of the holder. A model's list has the two once, under the owner's
+        name."""
         for name in FP32_GDN_PARAM_NAMES:
             yield f"{prefix}.{name}" if prefix else name, getattr(self, name)
 
@@ -145,8 +146,7 @@ class GateHolder(SSMGate):
 
 
 class GateOwner(Fp32Parameters):
-    """Mixin of the module that has ``A_log`` and ``dt_bias``, and a holder as a
-    child."""
+    """Mixin for owners: modules with ``A_log``, ``dt_bias`` and a holder as a child."""
 
     _modules: dict[str, Any]
 
@@ -186,9 +186,10 @@ class GateOwner(Fp32Parameters):
         return isinstance(self._modules.get(HOLDER_NAME), FSDPModule)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The children without the holder, unless the holder is sharded by itself.
+        """The children; the holder is among them only if it is sharded by itself.
 
-        Code that visits each child's parameters would see the two parameters twice.
+        Otherwise code that visits the module's own parameters and each child's would
+        see the two parameters twice.
         """
         for name, child in super().named_children():
             if name != HOLDER_NAME or self._gates_are_sharded:
@@ -197,11 +198,11 @@ class GateOwner(Fp32Parameters):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """torch's ``named_parameters``; without children (``recurse=False``), sharded
-        gates are left out.
+        """torch's ``named_parameters``, but without sharded gates if ``recurse`` is
+        False.
 
-        ``fully_shard`` of an outer module asks without children, and would shard the
-        gates a second time.
+        ``fully_shard`` of an outer module passes ``recurse=False``. It would shard gates
+        in the result a second time.
         """
         leave_out_gates = self._gates_are_sharded and not recurse
         for name, parameter in super().named_parameters(
@@ -212,8 +213,9 @@ class GateOwner(Fp32Parameters):
                 yield name, parameter
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """For torch's distributed checkpoints: name of a parameter -> the component of
-        its path, the holder, that the keys of state dicts do not have."""
+        """For torch's distributed checkpoints: name of a gate parameter -> the holder's
+        name, which torch finds in the parameter's full name but not in the keys of state
+        dicts."""
         if self._gates_are_sharded:
             return dict.fromkeys(FP32_GDN_PARAM_NAMES, HOLDER_NAME)
         return {}
@@ -299,7 +301,7 @@ def remove_gate_holder(owner: LinearAttention, dtypes: dict[str, torch.dtype]) -
     del owner._keep_in_float32_parameter_names
     for name, dtype in dtypes.items():
         _cast_in_place(owner._parameters[name], dtype)
-    # A CPAwareGatedDeltaNet is a GateOwner without the class of add_gate_holder.
+    # A CPAwareGatedDeltaNet is a GateOwner already, so add_gate_holder left its class.
     if type(owner).__bases__[0] is GateOwner:
         owner.__class__ = type(owner).__bases__[1]
 

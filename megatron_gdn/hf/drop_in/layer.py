@@ -101,8 +101,7 @@ class DropInOptions:
 
 @dataclass(eq=False)
 class _DropInState:
-    """What a module has, beside transformers' own attributes, after it became a
-    drop-in."""
+    """The state that a module gets when it becomes a drop-in."""
 
     options: DropInOptions
     mixer: families.DropInMixer
@@ -206,8 +205,8 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
                 once for all layers; None: the layer finds them itself.
             kwargs: ``position_ids``, ``cu_seqlens`` (or ``cu_seq_lens_q``),
                 ``_packed_seq_ids``: other sources of documents (:mod:`.sources`).
-                ``indices``: int ``[T]``, which of the ``B * S`` tokens ``cu_seqlens``
-                counts; others are padding. ``seq_index``: with context parallelism, the
+                ``indices``: int ``[T]``, the tokens that ``cu_seqlens`` counts, of all
+                ``B * S``; others are padding. ``seq_index``: with context parallelism, the
                 sequence positions of this rank's tokens. ``cache_position`` and
                 ``qkv_format`` are not read. Other keywords go to transformers' kernels.
 
@@ -215,8 +214,8 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
             ``[B, S, D]``; exactly zero at the padding of packed rows.
 
         Raises:
-            ValueError: boundaries, ids, positions or lengths do not fit or contradict
-                each other, or a cache comes with packed documents or context
+            ValueError: boundaries, ids, positions or lengths do not fit, two of them
+                contradict each other, or a cache comes with packed documents or context
                 parallelism.
         """
         batch = gdn_batch
@@ -246,15 +245,15 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
     ) -> Tensor:
         """Run transformers' own forward on ``hidden_states`` ``[B, S, D]``.
 
-        ``mask``: its ``attention_mask``. ``kwargs``: further keywords of this forward,
-        which get ``cache``. If ``A_log`` and ``dt_bias`` are sharded, they are gathered
-        before the forward.
+        ``mask``: its ``attention_mask``. ``kwargs``: further keywords of this forward;
+        ``cache`` is added to them. If ``A_log`` and ``dt_bias`` are sharded, they are
+        gathered before the forward.
         """
         owner = gate_owner(self)
         kwargs[self.drop_in.cache_name] = cache
         owner.require_fp32_parameters()
         if owner._gates_are_sharded:
-            # attributes of the instance, which the forward reads before parameters
+            # attributes of the instance hide the sharded parameters from the forward
             gathered = owner._gate_holder()
             vars(owner).update(zip(FP32_GDN_PARAM_NAMES, gathered, strict=True))
         try:
@@ -267,8 +266,8 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
         """Run convolution, rule and norm on projection rows; return the rows for the
         output projection, ``[T, B, H V]``."""
-        # accelerate loads the parameters of modules when they are called. The forward
-        # reads parameters of these modules without a call.
+        # accelerate loads a module's parameters when the module is called. The mixer
+        # reads the parameters of ``modules`` without a call.
         owner = gate_owner(self)
         modules = [self.conv1d]
         if owner is not self:
@@ -277,10 +276,11 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
             return self._mix_on_device(proj_TBP, model_batch)
 
     def _mix_on_device(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
-        """:meth:`_mix`, if all parameters are on the device of ``proj_TBP``.
+        """Do the work of :meth:`_mix`; all parameters are on the device of
+        ``proj_TBP``.
 
-        The scheme's passage exchanges the rows. A rank that runs only some heads takes
-        their part of each parameter.
+        The batch's passage exchanges the rows. A rank that runs only some heads takes
+        these heads' part of each parameter.
         """
         batch = self.drop_in.micro_batch(model_batch, proj_TBP)
         scheme = batch.scheme
@@ -291,8 +291,8 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
         _require_silu_and_plain_conv(self)
 
         def conv_input() -> Tensor:
-            """What transformers would give to ``conv1d``: ``[B, C, T]``, without a
-            graph, since hooks may only look at it."""
+            """The tensor ``[B, C, T]`` that transformers would give to ``conv1d``. It has
+            no autograd graph, since hooks may only read it."""
             return rows.detach()[..., layout.conv_columns].permute(1, 2, 0)
 
         # The front reads conv1d's weight without calling the module, and a hook may
@@ -429,8 +429,8 @@ def undo_drop_in(module: CPAwareGatedDeltaNet) -> None:
 def _change_class(module: nn.Module, cls: type) -> None:
     """Give ``module`` the class ``cls``.
 
-    If the instance has its class's ``forward`` bound as an attribute (accelerate leaves
-    it there), the attribute becomes the bound ``forward`` of ``cls``.
+    accelerate leaves the bound ``forward`` of the old class as an attribute of the
+    instance. Such an attribute becomes the bound ``forward`` of ``cls``.
     """
     old_forward = type(module).forward
     attribute = forward_name(module)

@@ -68,10 +68,10 @@ def patch(
     become fp32.
 
     Each forward finds packed documents in the model's arguments (:mod:`.sources`) and
-    keeps their states apart. With context parallelism pass this rank's tokens,
-    ``cu_seq_lens_q`` of the whole buffer or this rank's document ids, and optionally
-    ``seq_index [s]``, the positions of this rank's tokens. Each rank has the gradients
-    of its own tokens: sum them over ``cp_mesh``.
+    keeps their states apart. With context parallelism pass this rank's tokens. Pass
+    packed documents as ``cu_seq_lens_q`` of the whole buffer or as this rank's document
+    ids. ``seq_index [s]``, the positions of this rank's tokens, is optional. Each rank
+    has the gradients of its own tokens: sum them over ``cp_mesh``.
 
     Args:
         model: any model of these families, or its text model.
@@ -156,7 +156,7 @@ class Patch(AbstractContextManager):
             raise
 
     def __repr__(self) -> str:
-        """In words: the patched modules, the ranks and what runs; `patch` logs this."""
+        """A sentence for the log: the patched modules, the ranks and what runs."""
         name = type(self.model).__name__
         count = len(self.layers)
         if not count:
@@ -243,7 +243,7 @@ class Patch(AbstractContextManager):
     def _wrap_forward(self, text: TextModel, gathers_keys: bool) -> None:
         """Let :func:`prepare_forward` find the documents before each forward of ``text``;
         ``gathers_keys``: as in :meth:`__init__`."""
-        # of the forward's arguments after self, for those given by position
+        # the names of the forward's arguments after self, for values given by position
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
         old_attention = text.config._attn_implementation
 
@@ -253,7 +253,7 @@ class Patch(AbstractContextManager):
             :func:`prepare_forward` changes them. ``module``: the text model."""
             options = next(linear_attentions(module)).drop_in.options
             config = module.config
-            # Another value was set after the patch by the user, and stays.
+            # A third value was set by the user after the patch; it stays.
             may_choose = config._attn_implementation in (
                 GATHERED_ATTENTION,
                 old_attention,
@@ -267,8 +267,8 @@ class Patch(AbstractContextManager):
 
         @wraps(type(text).forward)
         def forward(module: nn.Module, *args: object, **kwargs: object) -> object:
-            """Call the forward that ``module`` had before the patch with the prepared
-            arguments."""
+            """Prepare the arguments, then call the forward that ``module`` had before
+            the patch."""
             given = dict(zip(names, args, strict=False)) | kwargs
             arguments = prepare(module, given)
             wrapped = vars(module)[_WRAPPED_FORWARD_NAME]
@@ -336,7 +336,7 @@ def prepare_forward(
         linear_mask, other_masks = split_masks(mask)
     elif isinstance(mask, dict):
         linear_mask = mask.get("linear_attention")
-    # masks of kinds that are not known here are not read
+    # only masks that are tensors are read
     tensor_masks = {
         kind: other for kind, other in other_masks.items() if isinstance(other, Tensor)
     }
@@ -378,8 +378,8 @@ def prepare_forward(
 
 
 def _refuse_unread_cache(text: TextModel, kwargs: Keywords) -> None:
-    """Raise a ValueError if the cache is given as ``cache=``, the name of transformers
-    5.24, to a text model of an older version, which would ignore it."""
+    """Raise a ValueError if the cache is given as ``cache=`` and ``text`` does not take
+    this name of transformers 5.24: an older version would ignore the cache."""
     parameters = inspect.signature(type(text).forward).parameters
     if kwargs.get("cache") is not None and "cache" not in parameters:
         raise ValueError(

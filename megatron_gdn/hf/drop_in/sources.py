@@ -12,9 +12,9 @@ document ids.
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
 | ``position_ids`` ``[3, B, S]``, 0 at starts   | vision-language models                          |
 
-Ids are int64 ``[B, S]`` on the host; they count the documents of a row from 1, and 0 is
-padding. A 4-D mask is 1 or True at [.., i, j] if token i attends to token j; a float
-mask, which is added to scores, is 0 there.
+Ids are int64 ``[B, S]`` on the host. They increase from document to document in a row,
+and 0 is padding. A 4-D mask is 1 or True at [.., i, j] if token i attends to token j. A
+float mask is added to scores, so it is 0 there.
 
 Legend: B batch, S tokens of a row, N documents, T tokens without padding.
 """
@@ -47,7 +47,7 @@ class BoundarySources(NamedTuple):
     # offsets of documents [N + 1]; with ``indices`` they count its T tokens
     cu_seqlens: Tensor | None = None
     position_ids: Tensor | None = None
-    # [T]: which of the B * S tokens are no padding
+    # [T]: the tokens that are not padding, of all B * S tokens
     indices: Tensor | None = None
     # positions in the sequence of this rank's tokens, with context parallelism
     seq_index: Tensor | None = None
@@ -87,7 +87,7 @@ def split_masks(mask: object) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The mask of linear attentions, and kind of layer -> mask of the other layers.
 
     ``mask``: one mask of all layers, or a dict: kind of layer -> mask. If the dict has no
-    mask of linear attentions, they get a ``[B, S]`` mask of the other layers. torch's
+    mask of linear attentions, they get the first ``[B, S]`` mask in it. torch's
     BlockMask becomes a 4-D bool mask.
     """
     if not isinstance(mask, dict):
@@ -120,7 +120,7 @@ def find_cache(keywords: dict) -> Any:
 
     Models of transformers 5.24 take the cache as ``cache``. Models of earlier versions
     take it as ``past_key_values``, and their linear attentions as ``cache_params``. Two
-    different caches are a ValueError.
+    different caches raise a ValueError.
     """
     given = {
         name: keywords[name] for name in CACHE_NAMES if keywords.get(name) is not None
@@ -226,8 +226,8 @@ def document_ids(sources: BoundarySources, rows: int, tokens: int) -> Tensor | N
             "documents among these tokens. Give both, or the ids of documents as "
             "attention_mask."
         )
-    # Positions are read if no source gives boundaries. A 4-D mask gives none if each of
-    # its rows is one document.
+    # Positions are read if no source gives boundaries. A 4-D mask gives no boundaries if
+    # each of its rows is one document.
     other_sources = ids_of.keys() - {_BLOCK_MASK_NAME}
     mask_ids = ids_of.get(_BLOCK_MASK_NAME)
     mask_has_boundaries = mask_ids is not None and bool((mask_ids > 1).any())
@@ -272,7 +272,7 @@ def _renumber(ids_BS: Tensor) -> Tensor:
 
 
 def _describe_documents(ids_BS: Tensor) -> str:
-    """The lengths of the documents of row 0, in words for error messages."""
+    """A phrase for error messages: the lengths of the documents of row 0."""
     lengths = _renumber(ids_BS)[0].bincount()[1:].tolist()
     return (
         f"row 0 has documents of {lengths[:8]}{' ...' if len(lengths) > 8 else ''} "
@@ -294,8 +294,10 @@ def copy_to_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
 def _ids_from_offsets(
     cu_seqlens: Tensor, indices: Tensor | None, rows: int, tokens: int
 ) -> Tensor:
-    """Document ids ``[rows, tokens]`` from offsets, which count the tokens at
-    ``indices``; None: all tokens."""
+    """Document ids ``[rows, tokens]`` from the offsets ``cu_seqlens``.
+
+    The offsets count the tokens at ``indices``, or all tokens if ``indices`` is None.
+    """
     total = rows * tokens
     token_T = torch.arange(total, device="cpu")
     if indices is not None:
@@ -364,11 +366,11 @@ def _ids_from_softmax_mask(
     """Document ids from ``mask`` ``[B, 1, S, S]`` of softmax attention; None if the mask
     does not separate documents.
 
-    A mask of softmax attention may be of several kinds: causal, of a window, with padding
-    in its own way. It separates documents if there is a token such that neither this nor
-    any later token attends to an earlier one. Then the mask must be block-causal, else a
-    ValueError is raised. Where ``padding`` ``[B, S]`` is 0, the mask is not read. Columns
-    after the S-th belong to a cache.
+    The mask may have no boundaries, as a causal or a sliding-window mask. A token starts
+    a document if it and all later tokens attend to no earlier token. A mask with two
+    documents in a row must be block-causal, else a ValueError is raised. If ``padding``
+    is None, so must a mask with padding before tokens. The mask is not read at tokens
+    where ``padding`` ``[B, S]`` is 0, nor after column S (a cache's tokens).
     """
     if mask.is_floating_point():
         sees = mask > _EXCLUDED_SCORE
@@ -400,7 +402,7 @@ def _ids_from_softmax_mask(
 def _ids_from_block_causal_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
     """Document ids from a block-causal mask ``[B, 1, S, S]``: a token attends to the
     tokens of its document up to itself. A token that does not attend to itself is
-    padding. Another mask is a ValueError."""
+    padding. Any other mask raises a ValueError."""
     if mask.shape[0] not in (1, rows) or mask.shape[1:] != (1, tokens, tokens):
         raise ValueError(
             f"a 4-D attention_mask of shape {tuple(mask.shape)} does not fit {rows} "

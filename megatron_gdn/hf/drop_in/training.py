@@ -37,16 +37,20 @@ class PackingCollator:
     """Lay documents end to end in one row:
     ``collator([{"input_ids": [...]}, ...]) -> batch``.
 
-    The columns of the batch are ``[1, S]``: ``input_ids``; ``position_ids``, from 0 in
-    every document; ``labels``, ignored (-100) at the first token of a document, which no
-    token predicts; ``shift_labels``, at each token the label of the next token, ignored
-    at the last token of a document. The batch also has ``cu_seq_lens_q``,
-    ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``. Given ``shift_labels``,
-    transformers' losses do not shift ``labels``, which would be wrong inside a rank's
-    share of a row.
+    The batch has ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``,
+    ``max_length_k`` and these columns ``[1, S]``:
 
-    ``labels`` of a document (its ``input_ids`` if left out) are transformers' labels: at
-    each token this token itself, or -100; the collator shifts them.
+    - ``input_ids``;
+    - ``position_ids``, which start at 0 in every document;
+    - ``labels``, ignored (-100) at a document's first token, since no token predicts it;
+    - ``shift_labels``, the label of the next token, ignored at a document's last token.
+
+    transformers' losses shift ``labels`` only if there are no ``shift_labels``. A shift
+    inside a rank's share of a row would be wrong.
+
+    The ``labels`` of a document are transformers' labels: at each token this token
+    itself, or -100. The collator shifts them. Without ``labels`` it takes the
+    document's ``input_ids``.
 
     Args:
         pad_to_multiple_of: the row is padded to a multiple of this number, by a
@@ -283,8 +287,8 @@ class ContextParallelTrainerMixin(Trainer):
                 "dispatch_batches nor split_batches."
             )
         # accelerate's sampler deals each num_processes-th batch to one process.
-        # The sampler must count each context-parallel group as one process. A group is
-        # known by its first rank.
+        # The sampler must count each context-parallel group as one process. The first
+        # rank of a group identifies the group.
         first_ranks = [0] * dist.get_world_size()
         dist.all_gather_object(first_ranks, min(dist.get_process_group_ranks(group)))
         groups = sorted(set(first_ranks))
@@ -489,8 +493,8 @@ def _draw_inputs(module: Any, tokens: int, generator: torch.Generator) -> Tensor
 
 
 def _output_tensor(returned: Any) -> Tensor:
-    """The logits or hidden states in fp32, of what a module returned: transformers'
-    output object, a tuple or a tensor."""
+    """The logits or hidden states in ``returned``, in fp32. A module returns
+    transformers' output object, a tuple or a tensor."""
     for name in ("logits", "last_hidden_state"):
         if getattr(returned, name, None) is not None:
             return getattr(returned, name).float()
