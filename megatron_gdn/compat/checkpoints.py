@@ -56,8 +56,8 @@ def store_empty_shares(
 
     The fp32 bucket is small, so a rank's share of it may have no parameter. Megatron
     refuses to save such a share ("empty bucket encountered"; NVIDIA/Megatron-LM pull
-    request 6191 covers shares of padding). This wrapper adds an entry marked as
-    padding, which a load skips.
+    request 6191 repairs this for shares of padding). This wrapper adds an entry that is
+    marked as padding. A load skips this entry.
     """
     try:
         return original(optimizer, *args, **kwargs)
@@ -86,8 +86,8 @@ def _with_padding(optimizer: DistributedOptimizer, state: dict) -> dict:
     """Add an entry to ``state`` for each bucket in which this rank has no parameter;
     return ``state``.
 
-    ``state`` has, by the buffer's index and by dtype, a list for each bucket. This list
-    has a dictionary of states for each parameter in this rank's share.
+    ``state[buffer's index][dtype]`` has one list per bucket. The list has a dictionary
+    of states for each parameter in this rank's share.
     """
     group = optimizer.data_parallel_group
     for index, buffer in enumerate(optimizer.buffers):
@@ -96,7 +96,7 @@ def _with_padding(optimizer: DistributedOptimizer, state: dict) -> dict:
             for bucket, entries in zip(buffer.buckets, entries_of_buckets, strict=True):
                 if not entries:
                     share = bucket.grad_data.numel() // group.size()
-                    # elements of the bucket from this share on, without padding
+                    # elements from this share's start to the bucket's end, no padding
                     remaining = bucket.numel_unpadded - group.rank() * share
                     size = max(0, min(share, remaining))
                     device = bucket.grad_data.device
@@ -180,15 +180,15 @@ def slice_without_padding(
 
 
 def _without_padding(buffer: _ParamAndGradBuffer) -> SimpleNamespace:
-    """The attributes of a gradient ``buffer`` that Megatron reads to slice states, with
-    the values that they have without padding.
+    """A copy of the gradient ``buffer`` without padding, with only the attributes that
+    Megatron reads to slice states.
 
-    ``param_index_map``: parameter -> its first element in the buffer, the end of its
-    elements, the number of its bucket.
+    Its ``param_index_map``: parameter -> its first element in the buffer, the end of its
+    elements, the index of its bucket.
     """
     buckets = []
     start = 0
-    moves = []  # for each bucket, what is added to the offsets of its parameters
+    moves = []  # for each bucket: the change of its parameters' offsets
     for bucket in buffer.buckets:
         size = bucket.numel_unpadded
         buckets.append(
@@ -210,10 +210,9 @@ def make_states_to_load(
 ) -> object:
     """Let ``ChainedOptimizer.state_dict`` (``state_dict``) make states before a load.
 
-    A load of the format torch_dcp fills the states that exist. It passes
-    ``is_loading``, which Megatron 0.19's method does not take, and no states exist yet.
-    If ``is_loading``, this wrapper first makes the states of each optimizer in
-    ``chained``.
+    A load of the format torch_dcp fills states that exist already, but makes none. It
+    passes ``is_loading``, an argument that Megatron 0.19's method does not take. If
+    ``is_loading``, this wrapper first makes the states of each optimizer in ``chained``.
     """
     if is_loading:
         for member in chained.chained_optimizers:
@@ -253,8 +252,8 @@ def leave_strides_out(
 
 # The format ``dp_reshardable`` (Megatron's default) and the optimizer's file of
 # ``--ckpt-format torch`` store states as gradient buffers, without names of parameters.
-# With fp32 ``A_log`` and ``dt_bias`` the buffers have other sizes than with bf16.
-# Megatron's error names only the sizes, so we add a note.
+# With fp32 ``A_log`` and ``dt_bias`` the buffers have other sizes than with bf16 ones.
+# Megatron's error names only the sizes, so this file adds a note to the error.
 _BUCKET_SIZE_ERROR = re.compile(
     r"Global shape mismatch.*bucket_idx|bucket_idx\S* from model not in state dict"
 )
@@ -308,7 +307,7 @@ def _warn_of_fp32_parameters(optimizer: object, file_format: str, flags: str) ->
     """If ``optimizer`` has fp32 parameters, warn that Megatron's own layer does not
     load ``file_format``, and advise to save with ``flags``.
 
-    Only a DistributedOptimizer has gradient buffers, so others give no warning.
+    Only a DistributedOptimizer has gradient buffers; other optimizers give no warning.
     """
     if any(
         buffer.param_dtype == torch.float32
@@ -340,12 +339,12 @@ def _add_note(
 explain_file_sizes = partial(_add_note, _FILE_SIZE_ERROR, _FILE_SIZE_NOTE)
 explain_bucket_sizes = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
 
-# megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the
-# tensor-parallel ranks one after another. A load at another tensor-parallel size puts
+# megatron-core 0.19 stores ``in_proj.bias`` as one tensor: the shards of the
+# tensor-parallel ranks, one after another. A load at another tensor-parallel size puts
 # the rows in a wrong order. Megatron-Bridge stores a LoRA adapter the same way
-# (``in_proj.adapter.linear_out.weight``). This package stores bias and adapter section
-# by section. The functions below also load sections from Megatron's tensor; the sizes
-# of its stored shards tell the order of its rows.
+# (``in_proj.adapter.linear_out.weight``). This package stores each section of bias and
+# adapter as a tensor of its own. The functions below load sections from Megatron's
+# tensor too. They compute the order of its rows from the sizes of its stored shards.
 
 
 class _SectionRows(NamedTuple):
@@ -361,15 +360,15 @@ _section_rows: dict[str, _SectionRows] = {}  # by the section's key
 
 
 def register_sections_of_upstream(build: Callable) -> Callable:
-    """Wrap ``build(key, ...)``, which divides the tensor of ``key`` into a
-    ShardedTensor per section, so that a load finds each section's rows.
+    """Wrap ``build(key, ...)`` so that it also stores each section's rows in
+    _section_rows.
 
-    The rows are stored in _section_rows; :func:`load_sections_from_whole_tensor` reads
-    them.
+    ``build`` divides the tensor of ``key`` into a ShardedTensor per section.
+    :func:`load_sections_from_whole_tensor` reads the rows.
     """
 
     def build_sections(key: str, *args: object) -> list[ShardedTensor]:
-        """Call ``build`` for ``key``, and keep the rows of each section."""
+        """Call ``build`` for ``key``, and store the rows of each section."""
         sections = build(key, *args)
         sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
         first = 0
@@ -448,8 +447,8 @@ def _rows_of(
 ) -> Tensor:
     """The rows of ``section`` on this rank, out of ``whole_tensor``.
 
-    Megatron's tensor has the shards of the tensor-parallel ranks that stored it, one
-    after another, each with its part of every section. ``stored``, the tensor's
+    Megatron's tensor has one shard for each tensor-parallel rank that stored it, one
+    after another. A shard has its rank's part of every section. ``stored``, the tensor's
     metadata, has the sizes of the shards.
     """
     place = _section_rows[section.key]

@@ -1,9 +1,9 @@
 """Reads files of version 0.1, whose Kimi Delta Attention had other parameters.
 
-Version 0.1 had one projection, which also had the sections ``f_a`` and ``z_a`` (or
-``f`` and ``z``) and ``beta``. It stored the norm before the mixer with that projection.
-The numbers are the same today. Their keys differ, and in a plain state dict the rows of
-that projection are several parameters today.
+In version 0.1 ``in_proj`` also had the sections ``f_a`` and ``z_a`` (or ``f`` and
+``z``) and ``beta``. The norm before the mixer was stored with ``in_proj``. The numbers
+are the same today; their keys differ. In a plain state dict the rows of the old
+``in_proj`` are several parameters today.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _OLD_ENDS = {
     "g_b_proj.weight": "z_b_weight",
     "input_layernorm.weight": "self_attention.in_proj.layer_norm_weight",
 }
-# For the forget gate and the output gate: the ends of the keys of a gate of low rank,
-# those of a gate of full rank, and the config's field with the rank.
+# For the forget gate and the output gate: the ends of its keys if it has low rank, the
+# ends if it has full rank, and the config's field with the rank.
 _GATE_KEYS = (
     (
         ("f_a_proj.weight", "in_proj.weight.f_a"),
@@ -72,8 +72,8 @@ def load_old_names(
     """Call Megatron's ``load``; tensors that the checkpoint lacks are read by their
     keys of version 0.1.
 
-    ``load`` is ``TorchDistLoadShardedStrategy.load``; the other arguments are its own.
-    A tensor has its old key only during the call.
+    ``load`` is ``TorchDistLoadShardedStrategy.load``; the other arguments are those of
+    ``load``. A tensor has its old key only during the call.
 
     Raises:
         ValueError: the checkpoint's gates have another rank than the model's.
@@ -112,7 +112,8 @@ def load_old_names(
     if not renamed:
         return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
     log_once(_CONVERTED_MESSAGE)
-    # Entries of Transformer Engine for projections that version 0.1 did not have.
+    # Transformer Engine's entries for projections that version 0.1 did not have: they
+    # are loaded as None.
     absent, others = extract_matching_values(
         sharded_state_dict,
         lambda value: (
@@ -139,10 +140,11 @@ def _require_same_rank(key: str, stored: StateDict) -> None:
     ``key`` is not in the checkpoint; ``stored`` are the checkpoint's entries by key.
     """
     for low, full, setting in _GATE_KEYS:
-        # (key without its end, "") if the end is that of the gate, else None
+        # (key without its end, "") if the gate has a key with this end, else None
         of_low = _stem_and_other_end(key, dict.fromkeys(low, ""))
         of_full = _stem_and_other_end(key, dict.fromkeys(full, ""))
-        # ``others``: the keys that the gate has with the other kind of rank
+        # ``others``: the gate's keys with full rank if ``key`` is of low rank, and
+        # the reverse
         if of_low is not None:
             others = [f"{of_low[0]}{end}" for end in full]
         elif of_full is not None:
@@ -163,14 +165,14 @@ def _require_same_rank(key: str, stored: StateDict) -> None:
 
 
 def convert_state_dict(mixer: Any, state_dict: StateDict, prefix: str) -> None:
-    """Give a mixer's state dict of version 0.1 the keys of today, in place.
+    """Give ``state_dict``, if version 0.1 wrote it, the keys of today, in place.
 
-    ``mixer`` is the KimiDeltaAttention that loads it; keys begin with ``prefix``. A
-    state dict of today is left as it is.
+    ``mixer`` is the KimiDeltaAttention that loads ``state_dict``; the mixer's keys begin
+    with ``prefix``. A state dict of today is not changed.
 
     Raises:
-        ValueError: the state dict is of one of several tensor-parallel ranks. Version
-            0.1 divided ``f_a`` and ``z_a`` among them; today every rank has both whole.
+        ValueError: there are several tensor-parallel ranks. Version 0.1 divided ``f_a``
+            and ``z_a`` among them; today every rank has both whole.
     """
     key = f"{prefix}in_proj.weight"
     if key not in state_dict or f"{prefix}beta_proj.weight" in state_dict:
@@ -189,7 +191,7 @@ def convert_state_dict(mixer: Any, state_dict: StateDict, prefix: str) -> None:
     widths.append(H)
     weight = state_dict[key]
     if len(weight) != sum(widths):
-        return  # of other sizes, which torch's load refuses
+        return  # the sizes differ from the model's, so torch's load will raise an error
     if mixer.tp_size > 1:
         raise ValueError(
             f"{key} is a weight of megatron_gdn 0.1 on one of {mixer.tp_size} "
@@ -199,7 +201,7 @@ def convert_state_dict(mixer: Any, state_dict: StateDict, prefix: str) -> None:
         )
     log_once(_CONVERTED_MESSAGE)
     sections = dict(zip(names, weight.split(widths), strict=True))
-    # The sections that in_proj has today come first, in the same order.
+    # The sections of today's in_proj are the first rows, in the same order.
     state_dict[key] = weight[: dims.in_proj_layout.width]
     state_dict[f"{prefix}beta_proj.weight"] = sections["beta"]
     for old, new in (("f", "f"), ("z", "g")):

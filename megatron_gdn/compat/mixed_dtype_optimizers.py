@@ -1,14 +1,14 @@
 """Lets Megatron's optimizers train, save and load models that mix fp32 with 16-bit
 parameters.
 
-A bf16 model with fp32 ``A_log`` and ``dt_bias`` meets the faults of Megatron that
-`.versions` names. This file wraps the methods that have these faults. Megatron keeps an
-fp32 copy of a 16-bit parameter, its *master*, which the optimizer updates.
+Megatron has faults that show in a bf16 model with fp32 ``A_log`` and ``dt_bias``;
+`.versions` lists them. This file wraps the methods that have these faults. For each
+16-bit parameter Megatron has an fp32 copy, its *master*, which the optimizer updates.
 
 A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. Wrappers
-change nothing in models of one dtype. In checkpoints an fp32 parameter is its own
-master, also with a Megatron that is repaired. So layers with fp32 and with 16-bit
-``A_log`` load each other's checkpoints.
+change nothing in models of one dtype. In checkpoints an fp32 parameter is listed as its
+own master, also if Megatron has no fault. So layers with fp32 and with 16-bit ``A_log``
+load each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 _FP32_MASTERS_KEY = "fp32_params"
 # Megatron's key for the masters of 16-bit parameters
 _HALF_MASTERS_KEY = "fp32_from_fp16_params"
-# LayerWiseDistributedOptimizer's attributes with lists of parameters by rank -> the
-# name of the process group over these ranks.
+# For LayerWiseDistributedOptimizer: name of an attribute, which lists the parameters of
+# each rank -> name of the process group of these ranks.
 _GROUP_OF_PARAMS_LIST = {"dp_cp_params_list": "dp_cp", "expt_dp_params_list": "expt_dp"}
 
 _flatten = chain.from_iterable
@@ -84,8 +84,8 @@ def repair_mixed_dtype_optimizers() -> None:
     distributed = DistributedOptimizer
     half = Float16OptimizerWithFloat16Params
     files = TorchDistLoadShardedStrategy
-    # Fault -> (class, name of the method, wrapper). Of two wrappers of one method the
-    # later one calls the earlier one.
+    # Fault -> list of (class, name of the method, wrapper). If two wrap one method, the
+    # later wrapper calls the earlier one.
     repairs: dict[UpstreamFault, list[tuple[type, str, Callable]]] = {
         versions.STATES_IN_BUFFER_ORDER: [(distributed, "__init__", _order_as_adam)],
         versions.REPLICAS_DIFFER: [
@@ -171,9 +171,9 @@ def _order_as_adam(
 ) -> None:
     """Run ``__init__`` (``init``), then correct ``model_param_group_index_map``.
 
-    Megatron numbers parameters in the order of its buffers; in Adam the fp32 parameters
-    come first. With Megatron's numbers a file would have, for a parameter, the states
-    of another one.
+    Megatron numbers parameters in the order of its buffers, but Adam has the fp32
+    parameters first. With Megatron's numbers a file would store one parameter's states
+    under another parameter.
     """
     init(optimizer, *args, **kwargs)
     places = _places_in_adam(optimizer)
@@ -222,9 +222,9 @@ def _load_equal_replicas(
     """Call ``load``, then all-gather the shards of fp32 parameters, so that all
     data-parallel replicas are equal.
 
-    ``load`` is a method by which a rank loads the optimizer's shard. The shard of an
-    fp32 parameter is a view of the parameter, so the load changes only this shard. The
-    parameter's other shards keep the values of the model file, which may be rounded.
+    By ``load`` a rank loads its shard of the optimizer. The shard of an fp32 parameter
+    is a view of the parameter, so the load changes only this shard of the parameter. Its
+    other shards still have the values of the model's file, which may be rounded.
     """
     load(optimizer, *args, **kwargs)
     buffers = getattr(optimizer, "buffers", ())
@@ -234,7 +234,7 @@ def _load_equal_replicas(
     for bucket in _flatten(
         b.buckets for b in buffers if b.param_dtype == torch.float32
     ):
-        # a copy, since the gather writes over the bucket, of which the shard is a part
+        # a copy, since the gather writes the bucket and the shard is a view of it
         shard = bucket.param_data.chunk(group.size())[group.rank()]
         dist.all_gather_into_tensor(bucket.param_data, shard.clone(), group=group)
 
@@ -269,9 +269,9 @@ def _store_all_parameters(
 ) -> StateDict:
     """Wrap ``sharded_state_dict`` (``original``), to store fp32 parameters too.
 
-    Megatron's method lists 16-bit parameters only. The result has the masters of 16-bit
-    parameters by group under _HALF_MASTERS_KEY, as Megatron's. Under _FP32_MASTERS_KEY
-    it has the master of each fp32 parameter by the parameter's index in Adam.
+    Megatron's method lists 16-bit parameters only. Under _HALF_MASTERS_KEY the result
+    has the masters of 16-bit parameters by group, as Megatron's result has. Under
+    _FP32_MASTERS_KEY it has index in Adam -> master, for each fp32 parameter.
     """
     if not _mixes_dtypes(optimizer):
         return original(optimizer, model_sharded_state_dict, is_loading, metadata)
@@ -293,7 +293,7 @@ def _store_all_parameters(
             state[_FP32_MASTERS_KEY][index] = replace(master, data=master.data.clone())
         else:
             state[_FP32_MASTERS_KEY][index] = master
-    # by the groups that Megatron's load expects
+    # divided into the groups that Megatron's load expects
     rest = iter(half_masters)
     state[_HALF_MASTERS_KEY] = [
         [next(rest) for _ in group] for group in optimizer.fp32_from_float16_groups
@@ -308,11 +308,11 @@ def _mixes_dtypes(optimizer: object) -> bool:
 
 @contextmanager
 def _fp32_parameters_as_their_own_masters(optimizer: HalfOptimizer) -> Iterator[None]:
-    """In this context ``optimizer`` lists fp32 parameters among the 16-bit ones, and
-    each as its own master.
+    """In this context ``optimizer`` lists fp32 parameters among the 16-bit ones. Each
+    fp32 parameter is listed as its own master.
 
-    The order is that of Adam's groups, in which ``sharded_state_dict`` numbers
-    parameters.
+    The lists have the order of Adam's groups, since ``sharded_state_dict`` numbers
+    parameters in this order.
     """
     half_parameters = optimizer.float16_groups
     masters = optimizer.fp32_from_float16_groups
@@ -339,8 +339,9 @@ def _load_fp32_masters(
     """Call ``load``, then copy the masters of fp32 parameters from ``state_dict`` into
     the parameters.
 
-    The masters are under _FP32_MASTERS_KEY, or among those under _HALF_MASTERS_KEY.
-    ``load`` knows neither, so they are removed from ``state_dict`` first.
+    The masters are under _FP32_MASTERS_KEY, or among the masters of 16-bit parameters
+    under _HALF_MASTERS_KEY. ``load`` does not expect them in either place, so they are
+    removed from ``state_dict`` first.
     """
     masters = state_dict.pop(_FP32_MASTERS_KEY, {}) or _take_fp32_masters(
         optimizer, state_dict
@@ -418,8 +419,9 @@ def _gather_by_dtype(
     """Broadcast fp32 parameters one by one; Megatron's ``allgather_params`` gathers the
     other parameters.
 
-    Megatron flattens all parameters of a rank into one tensor, which needs one dtype.
-    During the call the optimizer's lists lack the parameters that were broadcast.
+    Megatron flattens all parameters of a rank into one tensor, so they must have one
+    dtype. During the call of ``allgather_params`` the optimizer's lists do not have the
+    parameters that were broadcast.
     """
     groups = optimizer.pg_collection
     before = {name: getattr(optimizer, name, None) for name in _GROUP_OF_PARAMS_LIST}
@@ -439,12 +441,12 @@ def _gather_by_dtype(
 def _broadcast_fp32(
     params_by_rank: list[list[Tensor]], group: dist.ProcessGroup
 ) -> list[list[Tensor]] | None:
-    """Broadcast fp32 parameters in ``group``, each from the rank that has it in
-    ``params_by_rank``; return the parameters of other dtypes by rank.
+    """Broadcast the fp32 parameters in ``group``; return the parameters of other dtypes
+    by rank.
 
-    If rank 0 of the group has fp32 parameters only, parameters of other dtypes are
-    broadcast too, and None is returned: Megatron reads the dtype from rank 0's first
-    parameter.
+    Rank r broadcasts ``params_by_rank[r]``. Megatron reads the dtype from rank 0's first
+    parameter. So if rank 0 has fp32 parameters only, all parameters are broadcast, and
+    None is returned.
     """
     others = [[p for p in ps if p.dtype != torch.float32] for ps in params_by_rank]
     for rank, parameters in enumerate(params_by_rank):

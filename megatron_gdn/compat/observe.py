@@ -21,7 +21,7 @@ _NO_RANGE = nullcontext()
 def nvtx_range_of(mixer: object, name: str) -> AbstractContextManager[None]:
     """A context whose body runs in the NVTX range ``<class of mixer>.<name>``, if
     Megatron's profiling is on."""
-    # A Megatron without the flag always makes ranges.
+    # A Megatron without the flag ``_nvtx_enabled`` always makes ranges.
     utils = sys.modules.get("megatron.core.utils")
     if utils is None or not getattr(utils, "_nvtx_enabled", True):
         return _NO_RANGE
@@ -30,8 +30,8 @@ def nvtx_range_of(mixer: object, name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _nvtx_range(utils: ModuleType, message: str) -> Iterator[None]:
-    """An NVTX range, made by ``utils`` (megatron.core.utils), that ends also if the
-    body raises."""
+    """An NVTX range, which ends also if the body raises; ``utils`` is the module
+    megatron.core.utils."""
     utils.nvtx_range_push(msg=message)
     try:
         yield
@@ -51,8 +51,8 @@ def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
 
 
 def _rank_of_environment() -> int:
-    """This process's rank in the environment of torchrun or Slurm; 0 if there is none,
-    or if it is no number."""
+    """This process's rank in the environment of torchrun or Slurm; 0 if the environment
+    has no rank or the rank is no number."""
     text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     if text.isascii() and text.isdecimal() and len(text) < 10:
         return int(text)

@@ -1,8 +1,8 @@
 """Megatron without torchrun and without a GPU, for a script or a test.
 
 Megatron-Core 0.19 asks CUDA for devices, streams and generators even for plain tensor
-maths. `run_megatron_on_cpu` calls the functions below it, which replace these calls.
-The docstring of each says when Megatron will not need it any more.
+maths. `run_megatron_on_cpu` calls functions of this file, which replace Megatron's
+calls. Each function's docstring says when the function can be removed.
 """
 
 import importlib
@@ -108,8 +108,8 @@ def run_megatron_on_cpu() -> None:
 
 
 class _FinishedStream:
-    """Replaces ``torch.cuda``'s streams and events on a CPU, where all work has ended
-    when a call returns."""
+    """Replaces ``torch.cuda``'s streams and events on a CPU. There a call returns only
+    after its work has ended."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._recorded_at = 0.0
@@ -137,7 +137,7 @@ class _FinishedStream:
 
 
 def replace_cuda_device_and_streams() -> None:
-    """Make the CPU the current device; streams never wait, events read the host's
+    """Make the CPU the current device. Streams never wait; events read the host's
     clock.
 
     The function can be removed when Megatron's files use the devices of their inputs.
@@ -202,8 +202,11 @@ _TENSOR_CREATORS = (
 
 
 class _TorchOnCPU:
-    """Replaces the module ``torch`` in Megatron's files: functions that make tensors
-    take "cuda" for the CPU, and pin no memory; all else is torch's."""
+    """Replaces the module ``torch`` in Megatron's files.
+
+    Functions that make tensors read ``device="cuda"`` as the CPU, and pin no memory.
+    All other names are torch's own.
+    """
 
     def __init__(self) -> None:
         for name in _TENSOR_CREATORS:
@@ -306,11 +309,14 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     """Let DistributedOptimizer load checkpoints into torch's Adam (without Apex and
     TE).
 
-    distrib_optimizer.py expects a fused Adam. With torch's Adam it has three faults: it
-    reads one common step from every rank's state, also if the state is empty; it copies
-    "step" from loaded tensors, which hold no step; it gives all parameters the same
-    step tensor, so each update counts one step per parameter. The function can be
-    removed when the three faults are repaired.
+    distrib_optimizer.py expects a fused Adam. With torch's Adam it has three faults:
+
+    - every rank reads a step from its states, also if it has no states;
+    - "step" is copied from loaded tensors, which have no step;
+    - all parameters get the same step tensor, so each update counts one step per
+      parameter.
+
+    The function can be removed when the three faults are repaired.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -327,12 +333,12 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     set_states = optimizer_class._set_main_param_and_optimizer_states
 
     def state_dict_with_a_step(self) -> StateDict:
-        """Call ``state_dict``, which reads a step from the states of any parameter;
-        during the call, an Adam without parameters has a step of 0."""
+        """Call ``state_dict``, which reads a step from one parameter's states. During
+        the call, an Adam without parameters has a step of 0."""
         adam = self.optimizer
         if any(group["params"] for group in adam.param_groups):
             return state_dict(self)
-        # Any value would do: a file stores the step of the first data-parallel rank.
+        # The value is not stored: a file has the step of the first data-parallel rank.
         adam.state["no parameter"] = {"step": torch.zeros(())}
         try:
             return state_dict(self)
@@ -342,7 +348,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     def sharded_state_dict_of_a_fresh_optimizer(self, *args: object, **kwargs: object):
         """Make Adam's states if it has none yet, then call ``sharded_state_dict``."""
         adam = self.optimizer
-        # Megatron would make states by an update, which decays parameters.
+        # Megatron would make the states by an optimizer step, which decays parameters.
         if not adam.state:
             for group in adam.param_groups:
                 for param in group["params"]:
@@ -356,14 +362,14 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     def set_states_without_step(
         self, model_param: torch.Tensor, tensors: StateDict
     ) -> None:
-        """Call ``_set_main_param_and_optimizer_states``, but copy no "step" from
-        ``tensors``, which have none."""
+        """Call ``_set_main_param_and_optimizer_states`` with a "step" of None, since
+        ``tensors`` has no step to copy."""
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: StateDict) -> None:
         """Load ``state_dict``, then give each parameter a step tensor of its own.
 
-        Megatron gives all parameters one tensor, which torch's Adam would count up
+        Megatron gives all parameters one step tensor. torch's Adam would add 1 to it
         once per parameter.
         """
         load_state_dict(self, state_dict)

@@ -2,6 +2,6 @@
 
 from typing import Any
 
-# By key: tensors, shards of tensors, objects, or further dicts and lists of these. The
-# packages that write state dicts declare no narrower type.
+# Key -> tensor, shard of a tensor, object, or a dict or list of these. torch and
+# Megatron declare no narrower type.
 StateDict = dict[str, Any]

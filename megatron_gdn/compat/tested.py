@@ -1,5 +1,5 @@
-"""The versions that were tested: one table, for the doctor, the warnings, the pages and
-the tests.
+"""The table of tested versions. The doctor, the warnings, the documentation's pages and
+the tests read it.
 
 ``make test-versions`` runs other versions; docs/versions.md has its results.
 """
@@ -39,8 +39,8 @@ TESTED = {
 
 
 def why_untested(package: str, installed: str) -> str | None:
-    """Why version ``installed`` of ``package`` is untested, in words; None if it was
-    tested.
+    """A phrase that says why version ``installed`` of ``package`` is untested; None if
+    it was tested.
 
     Versions are compared by their first two numbers. A package that is not in `TESTED`
     counts as tested.
@@ -58,8 +58,8 @@ def why_untested(package: str, installed: str) -> str | None:
 def warn_of_untested(package: str, installed: str | None = None) -> None:
     """Warn once, in one line, if the version of ``package`` was not tested.
 
-    ``installed`` is the version; None: the installed version, or no warning if nothing
-    is installed.
+    ``installed`` is the version. If it is None, the installed version is looked up. A
+    package that is not installed gives no warning.
     """
     if installed is None:
         installed = _installed_version(package)

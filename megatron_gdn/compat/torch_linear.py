@@ -20,8 +20,8 @@ class DuplicatedLinear(nn.Module):
 
     The arguments are those of Megatron's ``TELinear``; ``parallel_mode`` must be
     ``"duplicated"``. ``options`` takes the arguments that change nothing in plain
-    torch. The forward returns the output and None. Megatron's linears return there a
-    bias that the caller adds; this one has added its bias.
+    torch. The forward adds the bias, and returns the output and None. In place of None
+    Megatron's linears return a bias, which the caller adds.
 
     Raises:
         ValueError: another ``parallel_mode``, or ``skip_bias_add`` with a bias.
@@ -68,7 +68,8 @@ class DuplicatedLinear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias), None
 
     def get_extra_state(self) -> None:
-        """None: state dicts get an empty entry, as those of Megatron's linears do."""
+        """Return None, so that state dicts get an empty entry as from Megatron's
+        linears."""
 
     def set_extra_state(self, state: object) -> None:
         """Ignore the empty entry, as Megatron's linears do."""
@@ -81,5 +82,5 @@ class DuplicatedLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
 
     def backward_dw(self) -> None:
-        """Do nothing: the backward has already computed the weight's gradient, which
-        Transformer Engine can delay until this call."""
+        """Do nothing, since the backward has already computed the weight's gradient.
+        Transformer Engine can delay this gradient until ``backward_dw`` is called."""

@@ -13,8 +13,8 @@ class TorchRMSNorm(nn.Module):
     gamma is ``weight``, or ``1 + weight`` if ``config.layernorm_zero_centered_gamma``;
     ``config.params_dtype`` is the dtype of ``weight``. The mean and the products are
     computed in fp32 (fp64 for an fp64 ``x``); y has the shape and dtype of x. Under
-    sequence parallelism the weight is marked, so that Megatron sums its gradient over
-    the ranks.
+    sequence parallelism the weight is marked, so that Megatron sums the weight's
+    gradient over the ranks.
 
     Raises:
         ValueError: ``config.normalization`` is not ``"RMSNorm"``.

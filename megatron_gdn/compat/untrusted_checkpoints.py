@@ -1,8 +1,8 @@
 """Reads distributed checkpoints of unknown origin without running code from them.
 
-The file ``.metadata`` of a checkpoint is a pickle. The objects beside the tensors (in
-``common.pt``, or in the files of tensors) are pickles too. torch and Megatron unpickle
-any class, and a class may run any code.
+The file ``.metadata`` of a checkpoint is a pickle. Objects that are not tensors are
+pickles too, in ``common.pt`` or in the files of tensors. torch and Megatron unpickle any
+class, and a class may run any code.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             getattr(torch, name, None), torch.dtype
         ):
             return getattr(torch, name)
-        # These are the words of torch's weights_only=True; `why_refused` looks for
-        # them.
+        # This is the message of torch's weights_only=True; `why_refused` searches for
+        # it.
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module_name}.{name}")
 
 
@@ -114,10 +114,10 @@ def untrusted_checkpoint() -> Iterator[None]:
     """In this context torch and Megatron read checkpoints without running code from
     them.
 
-    ``.metadata`` may have only the classes that such a file needs. It may name files of
-    its own folder only. Objects are loaded by torch's ``weights_only=True``, also where
-    Megatron asks for ``weights_only=False``; classes that
-    ``torch.serialization.add_safe_globals`` has named are legal.
+    ``.metadata`` may have only the classes that a checkpoint needs, and may name only
+    files in its own folder. Objects are loaded with torch's ``weights_only=True``, even
+    if Megatron passes ``weights_only=False``. Classes given to
+    ``torch.serialization.add_safe_globals`` are legal in objects.
 
     Raises:
         ValueError: a pickle has another class, or ``.metadata`` has another form.
@@ -168,7 +168,7 @@ def _read_metadata(
             metadata = _MetadataUnpickler(file).load()
         except (pickle.UnpicklingError, OSError):
             raise
-        except Exception as error:  # unpickling raises what the bytes make it raise
+        except Exception as error:  # wrong bytes can make unpickling raise any error
             raise ValueError(f"{path} is no pickle of a table: {error}") from error
     try:
         _check_metadata(metadata, path)

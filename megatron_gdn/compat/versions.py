@@ -1,9 +1,10 @@
-"""The faults of Megatron-Core that this package repairs, and until which version.
+"""The faults of Megatron-Core that this package repairs, and the versions that have
+them.
 
-Code that repairs an `UpstreamFault` runs only if Megatron has the fault. Once
-`tested.TESTED` names no version with the fault, a test asks to remove that code. The
-versions were read in Megatron-LM's main at d98e8a64dd (2026-08-22, version 0.20.0) and
-dev at d48bd6be0a (2026-08-21, version 0.19.0).
+Code that repairs an `UpstreamFault` runs only if Megatron has the fault. A test fails if
+no version in `tested.TESTED` has the fault; then remove that code. The versions were
+read in Megatron-LM's main at d98e8a64dd (2026-08-22, version 0.20.0) and dev at
+d48bd6be0a (2026-08-21, version 0.19.0).
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ _OFFSET_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
-    """The process group of the device mesh ``mesh``; None if there is no mesh or the mesh
-    has one rank.
+    """The process group of the device mesh ``mesh``; None if there is no mesh or it has
+    one rank.
 
     A ValueError is raised if ``mesh`` is no device mesh or has several dimensions.
     """
@@ -255,7 +255,7 @@ def _require_one_batch(
     """Raise a ValueError on every rank if the ranks were not given shares of one batch.
 
     The ranks compare their numbers of rows and tokens, the number of dimensions of each
-    source, and the offsets. ``indices`` are a ValueError too.
+    source, and the offsets. ``indices`` raise a ValueError too.
     """
     if share.group is None:
         return
