@@ -54,7 +54,7 @@ def require_causal(
     ``[b or 1, 1, s, S]``, True where attention is forbidden; a bool mask of this shape
     with True everywhere, which Megatron's tests pass for "no mask".
 
-    The first layer that gets a mask checks its values, for which the host waits for the
+    The first layer that gets a mask checks its values, so the host waits for the
     device. This layer marks the tensor, so later layers need no check. All layers check
     an inference tensor, since torch does not count writes to it.
 
@@ -155,7 +155,8 @@ def refuse_unsupported(sequence_len_offset: object, keywords: dict[str, Any]) ->
 class KnownConfigFields(NamedTuple):
     """The fields of Megatron's config that concern one mixer.
 
-    The log names each other field with one of the ``prefixes`` that is set.
+    If any other field that begins with one of the ``prefixes`` is set, the log names
+    it.
     """
 
     # the name of every field about this mixer begins with one of these
@@ -200,13 +201,13 @@ def recomputed_parts(
     """The parts of a mixer that its backward computes again.
 
     Args:
-        config: names modules of Megatron's in ``recompute_modules``.
+        config: its ``recompute_modules`` has names of ``--recompute-modules``.
         recompute: the layer's option, a key of :data:`.options.RECOMPUTE_LEVELS`.
         modules: a table such as :data:`RECOMPUTE_MODULES`.
 
     Returns:
-        The parts that the option and the config ask for, or ``{"layer"}`` alone if the
-        config asks for the whole layer.
+        The parts that the option and the config name, or only ``{"layer"}`` if the
+        config names the whole layer.
 
     Raises:
         ValueError: the option is ``"none"``, and the config names a module.
@@ -222,7 +223,7 @@ def recomputed_parts(
             )
         if name in modules:
             asked.add(modules[name])
-        # a name in RECOMPUTE_MODULES has an effect on other mixers of the model
+        # no log for names in RECOMPUTE_MODULES: they have an effect on other mixers
         elif name.startswith("gdn") and name not in RECOMPUTE_MODULES:
             log_once(
                 f"GatedDeltaNet: --recompute-modules {name} has no effect here. 'gdn' "

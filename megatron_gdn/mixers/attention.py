@@ -56,8 +56,8 @@ class TorchAttention(HasCpLayout, DotProductAttention):
 
     Constructor arguments are those of DotProductAttention, and ``cp_layout`` as in
     `GatedDeltaNet`. Latent attention gives ``v_channels``, the columns of a head's
-    value. It also gives ``k_channels``, which is not read, since ``softmax_scale``
-    says all that depends on it.
+    value. It also gives ``k_channels`` and the ``softmax_scale`` for them, so
+    ``k_channels`` is not read.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         self, feature: str, mask_type: AttnMaskType | None = None
     ) -> None:
         """Raise if ``mask_type`` (None: the layer's) or a setting, such as a window,
-        cannot run with ``feature`` (words for the error)."""
+        cannot run with ``feature``, which is named as in the error."""
         if mask_type is None:
             mask_type = self.attn_mask_type
         refused = {
@@ -354,13 +354,13 @@ def class_with_tree_attention(theirs: type) -> type:
             """Build ``theirs``; only the `TorchAttention` for trees takes
             ``cp_layout``."""
             super().__init__(*args, **kwargs)
-            # The first tree builds it, since TorchAttention refuses some configs that
-            # run without trees.
+            # The TorchAttention is built at the first tree, since it refuses some
+            # configs that run without trees.
             self._make_tree_attention = partial(
                 TorchAttention, *args, cp_layout=cp_layout, **kwargs
             )
-            # Empty, or with the one TorchAttention. A list hides the module from torch,
-            # since a submodule would add keys to checkpoints.
+            # An empty list, or a list with the TorchAttention. The list hides the
+            # module from torch, since a submodule would add keys to checkpoints.
             self._tree_attention: list[TorchAttention] = []
 
         def forward(
@@ -369,8 +369,8 @@ def class_with_tree_attention(theirs: type) -> type:
             packed_seq_params: PackedSeqParams | None = None,
             **kwargs: Any,
         ) -> Tensor:
-            """The output of ``theirs``, or of `TorchAttention` for a tree, which the
-            same arguments call."""
+            """The output of ``theirs``; for a tree, the output of the `TorchAttention`,
+            which gets the same arguments."""
             kwargs["packed_seq_params"] = packed_seq_params
             if not _is_tree(packed_seq_params):
                 return super().forward(*args, **kwargs)
@@ -407,8 +407,8 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
         # the first layer changes Megatron's errors about rotary positions
         explain_rotary_lengths()
         self.loader_layout = LoaderLayout(cp_layout, self.config)
-        # The rotary angles of q and of k while a forward runs in which this class
-        # rotates; else None.
+        # During a forward in which this class rotates: the rotary angles of q and of k.
+        # Else None.
         self._angles: tuple[Tensor, ...] | None = None
 
     # Megatron's layers pass all arguments from the third on by name.
@@ -480,8 +480,8 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Run Megatron's forward with an inference context, which stores k and v.
 
-        Under context parallelism every rank runs whole sequences. The model cuts its
-        angles over the ranks all the same, so they are gathered first.
+        Under context parallelism every rank runs whole sequences. But the model cuts
+        its rotary angles over the ranks, so this method gathers the angles first.
         """
         if self.pg_collection.cp.size() == 1:
             return super().forward(
@@ -542,8 +542,8 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
 
     def _megatron_rotates_correctly(self, share: MicroBatchShare) -> bool:
         """Whether Megatron's own rotation uses the positions of the tokens in
-        ``share``: on one rank, or in zigzag over this layer's own group, without
-        trees."""
+        ``share``. It does so for batches without trees, on one rank or in zigzag over
+        this layer's own group."""
         own_group = self.pg_collection.cp
         if share.documents is not None and share.documents.may_have_parents:
             return False
@@ -556,9 +556,9 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
     def _local_angles(self, angles: Tensor, share: MicroBatchShare) -> Tensor:
         """The rotary angles ``[s, 1, 1, D]`` of this rank's tokens.
 
-        ``angles`` from the model are those of positions ``0 .. max_seqlen - 1`` for
-        packed documents, and of this rank's zigzag share for other batches and for
-        trees.
+        The model's ``angles`` for packed documents are those of positions
+        ``0 .. max_seqlen - 1``. For other batches and for trees they are those of this
+        rank's share in zigzag.
         """
         positions = share.positions.to(angles.device)
         if share.documents is not None:
@@ -586,7 +586,8 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
 def _gather_angles(angles: Tensor, group: ProcessGroup | None) -> Tensor:
     """Gather the rotary angles ``[S, 1, 1, D]`` of all positions.
 
-    ``angles [s, 1, 1, D]`` are this rank's share in zigzag; None as ``group``: s = S.
+    ``angles [s, 1, 1, D]`` are this rank's share in zigzag. Without a ``group`` the
+    share is the whole, s = S.
     """
     total = len(angles)
     if group is not None:

@@ -131,8 +131,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     Between in_proj and the convolution, ``to_stages`` of the micro-batch's *passage*
     (:class:`..context_parallel.scheme.Passage`) takes rows to the ranks that run them;
-    before out_proj ``from_stages`` takes the output back. Headwise, both exchange
-    heads; otherwise rows stay where they are.
+    before out_proj ``from_stages`` takes the output back. In the scheme headwise both
+    exchange heads; in the other schemes rows stay where they are.
 
     Legend: s tokens of this rank, S tokens that the rule sees, B batch, D hidden size,
     P columns of a projection row on this tensor-parallel rank, p columns after
@@ -190,8 +190,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     recompute_norm_out: bool = False  # out_proj's input
     recompute_rule: bool  # the results of front and rule
     recompute_qkv: bool  # the rule's inputs k and v (q: always)
-    # With recompute_norm_out: frees the memory of out_proj's input after a forward, and
-    # fills it with the same bits before out_proj's backward. Megatron's name.
+    # With recompute_norm_out: the object that frees the memory of out_proj's input
+    # after a forward, and fills this memory with the same bits before out_proj's
+    # backward. Megatron's mixers have this attribute too.
     norm_out_checkpoint: RefilledOutput | None = None
 
     def __init_subclass__(cls, **settings: object) -> None:
@@ -215,7 +216,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
         Args:
             dims: the sizes of the mixer over all tensor-parallel ranks.
-            options: what the options of this package are set to.
+            options: the values of this package's options.
             layer_number: the layer's number in the model, from 1 on.
             pg_collection: has the groups ``tp`` and ``cp``; None: Megatron's global
                 groups.
@@ -291,7 +292,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
                 global offsets); it may name the micro-batch's context-parallel group.
             sequence_len_offset: must be None.
             pg_collection: process groups of this forward. The context-parallel group is
-                that of ``packed_seq_params``, else this ``cp``, else the mixer's.
+                that of ``packed_seq_params``, else ``pg_collection.cp``, else the
+                mixer's.
             kwargs: keywords of attention, which change nothing here; another keyword
                 raises a TypeError.
 
@@ -360,8 +362,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         own_rows = None
         if self.gate_reads_own_rows:
             own_rows = rows
-        # Headwise exchanges here: before, all columns of s tokens; after, the columns
-        # of some heads, of all S tokens.
+        # Headwise exchanges rows here. Before, a rank has all columns of s tokens;
+        # after, it has the columns of some heads for all S tokens.
         if batch.scheme.exchanges_heads:
             with nvtx_range_of(self, "to_heads"):
                 rows = batch.passage.to_stages(rows)
@@ -380,15 +382,15 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     @property
     def gate_reads_own_rows(self) -> bool:
-        """Whether the output gate is applied after ``passage.from_stages``, with the
-        gate columns of this rank's rows before ``passage.to_stages``. Only mixers
-        of :mod:`.mamba_layer` override it."""
+        """Whether the output gate is applied after ``passage.from_stages``. The gate is
+        then read from this rank's rows before ``passage.to_stages``. Only mixers of
+        :mod:`.mamba_layer` override this property."""
         return False
 
     @property
     def section_outside_fp8(self) -> str:
-        """The name of a gate's section, with other sections on both sides, that in_proj
-        never computes in FP8; "" if the layout has none."""
+        """The name of the gate section in the middle of a row that in_proj never
+        computes in FP8; "" if the layout has no such section."""
         return ""
 
     def project(self, hidden_states: Tensor) -> Tensor:
@@ -407,8 +409,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         """The rows of :meth:`project`, and the gate columns if another product made
         them, else None.
 
-        In FP8 in_proj computes the gates by a product of their own
-        (:class:`.fp8.GatesOutsideFP8`). Two tensors then spare the copy that would join
+        In FP8 in_proj computes the gates by a separate product
+        (:class:`.fp8.GatesOutsideFP8`). Two results then avoid the copy that would join
         rows and gates.
         """
         if not isinstance(self.in_proj, GatesOutsideFP8):
@@ -440,9 +442,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             gates: the gate columns ``[S, B, .]`` if ``rows`` lacks them.
 
         Returns:
-            out_proj's input ``[s, B, H * V]``, and with ``recompute_norm_out`` the
-            object that frees this input after the forward and fills it again, by a
-            second exchange too, before out_proj's backward.
+            out_proj's input ``[s, B, H * V]``, and with ``recompute_norm_out`` an
+            object. This object frees the input after the forward, and fills it again
+            before out_proj's backward. If ranks exchange rows, it repeats the exchange.
         """
         frees_output = (
             self.recompute_norm_out and self.training and torch.is_grad_enabled()
@@ -460,15 +462,14 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         if self.norm_out_checkpoint is not refilled:  # nn.Module's assignment is slow
             self.norm_out_checkpoint = refilled
         stages = self.stages(rows, batch, gates)
-        # Chunkwise exchanges inside `mix`, by `history` and `states` of
-        # `sequence_context`, by all-to-all. Forward: `history.fetch` gets the W - 1 rows
-        # before each piece, for the front; `states.forward_states` sends each rank the
-        # maps for its share of the states, and returns the states, for the rule.
-        # Backward: `states.backward_states` exchanges gradients of states, and
-        # `history.give_back` those of the rows. Headwise, on one rank, and if no
-        # document is cut, `history` and `states` are None.
-        # `sequence_context.documents` has the boundaries of the rows that the rule
-        # sees.
+        # Chunkwise exchanges inside `mix`: `history` and `states` of `sequence_context`
+        # use all-to-all. Forward: `history.fetch` gets the W - 1 rows before each piece,
+        # for the front. `states.forward_states` sends each rank the maps for its share
+        # of the states, and returns the states for the rule. Backward:
+        # `states.backward_states` exchanges gradients of states, and `history.give_back`
+        # exchanges gradients of rows. In headwise, on one rank, and if no document is
+        # cut, `history` and `states` are None. `sequence_context.documents` has the
+        # boundaries of the rows that the rule sees.
         sequence_context = batch.passage.sequence_context
         mixed = mix(rows, stages, sequence_context, refilled)
         if batch.scheme.exchanges_heads:
@@ -523,7 +524,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
         """The output norm and gate for rows of this scheme, as ``stages_of`` takes it;
         None: a gate without a norm."""
-        group = None  # over which our backward sums the norm's gradients
+        group = None  # the ranks over which our backward sums the norm's gradients
         if self.tp_size > 1:
             group = self.norm_group
         activation = self.output_gate_activation
@@ -612,7 +613,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             init_method=config.init_method,
             gather_output=False,
             skip_bias_add=False,
-            tp_comm_buffer_name="fc1",  # as in Megatron's mixers: TE knows four names
+            # as in Megatron's mixers: TE accepts only four names
+            tp_comm_buffer_name="fc1",
             name=f"{path}in_proj" if path else None,
             **common_settings,
         )
@@ -637,7 +639,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             **common_settings,
         )
         self._add_projections(submodules, path)
-        # store the attributes by which Megatron knows how parameters are split
+        # store the attributes that tell Megatron how parameters are split
         self.remember_marks()
         if self._wants_norm_out_recompute:
             self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
@@ -670,8 +672,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         :func:`.tensor_parallel.fill_share`."""
 
     def _widths_in_fp8(self) -> dict[str, int]:
-        """The widths of the matrices that FP8 products read: a name in words for the
-        error, and the number of columns on this rank."""
+        """The widths of the matrices that FP8 products read: for each width a name for
+        the error, and the number of columns on this rank."""
         return widths_in_fp8(self.dims.layout)
 
     def _set_size_attributes(self) -> None:
@@ -695,9 +697,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         """The group over which our backward sums the norm's gradients; None if Megatron
         sums them.
 
-        Every rank has the whole norm, and the norm's gradient of its own heads only.
-        Megatron sums the ranks' gradients if the norm has the mark
-        ``sequence_parallel``; else our backward does.
+        Every rank has the whole norm, but computes the norm's gradient from its own
+        heads only. If the norm has the mark ``sequence_parallel``, Megatron sums these
+        gradients of the ranks; else our backward does.
         """
         if self.tp_size == 1 or self.config.sequence_parallel:
             return None
@@ -719,7 +721,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     @pg_collection.setter
     def pg_collection(self, groups: ProcessGroupCollection) -> None:
         """Use ``groups.cp`` from the next micro-batch on; ``groups.tp`` must have the
-        old ranks. The attributes with Megatron's names of sizes are set again."""
+        old ranks. This also sets again the sizes that have Megatron's names."""
         require_same_tensor_ranks(self.tp_group, groups)
         self.micro_batches.use_group(groups.cp)
         self._pg_collection = groups
@@ -831,7 +833,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self._backward_in_proj()
         self._backward_out_proj()
 
-    # The names of Megatron's own mixers; Kimi Delta Attention has more projections.
+    # Megatron's mixers have methods with these names. Kimi Delta Attention, which has
+    # more projections, overrides them.
 
     def _backward_in_proj(self) -> None:
         self.in_proj.backward_dw()

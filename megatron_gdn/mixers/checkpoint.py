@@ -154,8 +154,8 @@ def add_row_order(mixer: Mixer, destination: StateDict, prefix: str) -> None:
 def require_row_order(mixer: Mixer, state_dict: StateDict, prefix: str) -> None:
     """Raise a ValueError if ``state_dict`` has in_proj's rows in another order.
 
-    The entry that tells the order is taken off ``state_dict``; a file without the entry
-    passes.
+    Removes the entry that tells the order from ``state_dict``. Without this entry there
+    is no check.
     """
     entry: Tensor | None = state_dict.pop(f"{prefix}{_ROW_ORDER_KEY}", None)
     if entry is None:
@@ -180,7 +180,7 @@ def require_row_order(mixer: Mixer, state_dict: StateDict, prefix: str) -> None:
 
 
 def _row_order(mixer: Mixer) -> int:
-    """The order in which this launch stores in_proj's rows, as the entry tells it.
+    """The order in which this launch stores in_proj's rows, as a value of the entry.
 
     A script that has ``handle_gdn_in_state_dict`` stores each section by itself.
     """
@@ -229,7 +229,7 @@ def _let_planner_load_files_without_entry() -> None:
 
 
 def _order_in_words(row_order: int) -> str:
-    """``row_order``, the value of an entry, in words for the error."""
+    """A phrase for the error that describes ``row_order``, the value of an entry."""
     if row_order == _SECTION_BY_SECTION:
         return "each section by itself"
     return (

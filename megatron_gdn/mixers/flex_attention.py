@@ -51,8 +51,8 @@ class DocumentMask(NamedTuple):
         first_query_I, last_query_I = _block_min_max(query_s)
         first_key_J, last_key_J = _block_min_max(key_S)
         least_end_J, greatest_end_J = _block_min_max(end_S)
-        # whether some query of block I may see some key of block J, and whether all see
-        # all
+        # For a block of queries and a block of keys: some_IJ, whether some query may
+        # see some key; all_IJ, whether every query sees every key.
         some_IJ = (first_key_J <= last_query_I[:, None]) & (
             first_query_I[:, None] < greatest_end_J
         )
@@ -86,8 +86,8 @@ def attend(
     mask: DocumentMask,
     scale: float,
 ) -> Tensor:
-    """The output ``[s, B, H, D]`` of attention under ``mask``, with the softmax's
-    ``scale``."""
+    """The output ``[s, B, H, D]`` of attention under ``mask``; ``scale`` multiplies
+    q . k before the softmax."""
     heads_first = (x.permute(1, 2, 0, 3) for x in (query_sBHD, key_SBGD, value_SBGD))
     scale_in_text = repr(scale)  # torch would trace a number as a symbol
     out_BHsD = _compiled_attention()(*heads_first, scale_in_text, *mask)
@@ -162,8 +162,8 @@ def _key_places_and_ends(documents: Documents) -> tuple[Tensor, Tensor]:
         of_document[3], dim=1
     )
     position_S = torch.arange(documents.total_tokens, device="cpu") - offset_S
-    # No document continues padding, so only later padding in its slot sees a key of
-    # padding.
+    # No document continues padding, so only later padding in the same slot sees a key
+    # that is padding.
     end_S = start_S + torch.where(position_S < length_S, subtree_S, slot_S)
     return (start_S + position_S).int(), end_S.int()
 

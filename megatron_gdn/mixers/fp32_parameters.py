@@ -24,8 +24,8 @@ class Fp32Parameter:
     name: str  # the attribute of the mixer, and the key in checkpoints
     section: str  # the section of a projection row whose heads have the values
     # A function ``first_values(mixer, x)`` that fills ``x``, the values of all
-    # tensor-parallel ranks; or a number that all values get, for which no random number
-    # is drawn.
+    # tensor-parallel ranks. Or a number that all values get; then no random number is
+    # drawn.
     first_values: Callable[..., object] | float
     # whether every column of a head has a value of its own
     has_value_per_column: bool = False
@@ -46,7 +46,7 @@ def log_of_rates(mixer: Any, A_log: Tensor) -> None:
     low, high = mixer.A_init_range
     A_log.uniform_(low, high)
     if low == 0:
-        # A draw may be 0, whose logarithm is -inf. The next larger draw is high 2^-24.
+        # A draw may be 0, and log(0) is -inf. The least draw above 0 is high * 2**-24.
         A_log.clamp_(min=high * 2**-24)
     A_log.log_()
 

@@ -60,8 +60,8 @@ def check_fp8_settings(
         heads_in_words: the heads of this rank, for the error.
 
     Raises:
-        NotImplementedError: FP4, or MXFP8 on a GPU that has none.
-        SizeError: FP8 cannot have one of ``widths``.
+        NotImplementedError: FP4, or MXFP8 on a GPU without MXFP8.
+        SizeError: FP8 products cannot have one of ``widths``.
     """
     if getattr(config, "fp4", None):
         raise NotImplementedError(
@@ -121,8 +121,8 @@ def with_gates_outside_fp8(
     """``spec`` of an in_proj, changed so that the linear computes gates outside of FP8.
 
     The gates are the last columns of ``layout``, or the columns of ``section`` if it is
-    not "". A linear that has no FP8, or a layout without gates, keeps its ``spec``. The
-    built linear needs :func:`set_gate_columns`.
+    not "". For a linear without FP8, and for a layout without gates, ``spec`` is
+    returned as it is. Call :func:`set_gate_columns` on the built linear.
     """
     if section:
         return _with_mixin(spec, SectionOutsideFP8)
@@ -137,8 +137,8 @@ def spec_outside_fp8(spec: ModuleSpec | type) -> ModuleSpec | type:
 
 
 def _with_mixin(spec: ModuleSpec | type, mixin: type[nn.Module]) -> ModuleSpec | type:
-    """``spec`` of a linear whose class also inherits from ``mixin``; a linear without
-    FP8 keeps its ``spec``."""
+    """``spec`` with a class that also inherits from ``mixin``; ``spec`` as it is for a
+    linear without FP8."""
     linear_class = get_module(spec)
     if not hasattr(linear_class, "will_execute_quantized"):
         return spec
@@ -154,8 +154,8 @@ def set_gate_columns(
     """Tell the built ``in_proj`` which of its columns are gates.
 
     ``group`` is the tensor-parallel group; the other arguments are those of
-    :func:`with_gates_outside_fp8`. A log line says so if FP8 has no effect on this
-    linear.
+    :func:`with_gates_outside_fp8`. If FP8 has no effect on this linear, a log line says
+    so.
     """
     if not hasattr(in_proj, "fp8_meta"):  # an attribute of Transformer Engine's linears
         log_once(
@@ -312,8 +312,8 @@ class _SeveralProducts(nn.Module):
     def _split_weight(self, weight: nn.Parameter, *ends: int) -> tuple[Tensor, ...]:
         """Views of the weight's rows, split at the row numbers ``ends``.
 
-        If the linear adds gradients to ``weight.main_grad``, each view has its rows of
-        it as its own ``main_grad``.
+        If the linear adds gradients to ``weight.main_grad``, each view gets the same
+        rows of that tensor as its own ``main_grad``.
         """
         if hasattr(weight, "__fsdp_param__"):
             raise NotImplementedError(
@@ -344,8 +344,8 @@ _NOTES_OF_LATEST_CALL = ("fp8", "fp8_initialized", "fp8_calibration", "fp8_check
 
 class SectionOutsideFP8(_SeveralProducts):
     """Mixin of a column-parallel linear that computes one section of its columns
-    outside of FP8, and the columns before and after this section by an FP8 product
-    each.
+    outside of FP8. Two FP8 products compute the columns before this section and those
+    after it.
 
     Each product is a call of the linear's own forward. So the linear itself gathers the
     tokens of sequence parallelism, and its backward adds gradients to ``main_grad``.
@@ -376,11 +376,12 @@ class SectionOutsideFP8(_SeveralProducts):
         biases = (None,) * 3
         if bias is not None:
             biases = bias.tensor_split(ends)
-        # Transformer Engine's linear drops this mark after a call.
+        # Transformer Engine's linear removes this attribute after a call.
         is_first = getattr(linear, "is_first_microbatch", None)
 
         def product(index: int) -> Tensor:
-            """The columns before the section (0), of it (1), or after it (2)."""
+            """The columns before the section (0), of the section (1), or after it
+            (2)."""
             linear.is_first_microbatch = is_first
             return self._product_with(weights[index], biases[index], x, args, kwargs)
 
@@ -457,7 +458,7 @@ class GatesOutsideFP8(_SeveralProducts):
         out, gates = self._main_and_gate_columns(x, args, kwargs)
         if not together:
             return out, gates
-        # An adapter around the linear makes it return its columns and the normed rows.
+        # Inside an adapter the linear returns a tuple: its columns and the normed rows.
         if isinstance(out, tuple):
             return (torch.cat([out[0], gates], dim=-1),) + out[1:], None
         return torch.cat([out, gates], dim=-1), None
@@ -500,7 +501,8 @@ class GatesOutsideFP8(_SeveralProducts):
         """`GateProduct`'s arguments x, gamma and eps for the linear's input ``x``.
 
         A linear with a fused RMSNorm gives the norm's gamma and eps; ``GateProduct``
-        then computes the norm. Of a LayerNorm the first result is the normed x.
+        then computes the norm. With a fused LayerNorm, the first result is already
+        normed.
         """
         norm: Any = self
         gamma = self._parameters.get("layer_norm_weight")
@@ -521,6 +523,6 @@ class GatesOutsideFP8(_SeveralProducts):
 def _class_with(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of ``mixin`` and of the linear's class ``kind``.
 
-    It has the name and module of ``kind``, by which frameworks know a linear.
+    It has the name and module of ``kind``, by which frameworks recognise a linear.
     """
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})

@@ -35,7 +35,7 @@ class SplitRows(torch.autograd.Function):
         """Return the views.
 
         ``adds_to_main_grad``: the backward of the products that read the views adds
-        gradients to the views' ``main_grad``, and returns none.
+        gradients to the views' ``main_grad``, and returns no gradients.
         """
         ctx.set_materialize_grads(False)
         ctx.weight = weight
@@ -50,8 +50,9 @@ class SplitRows(torch.autograd.Function):
     def backward(ctx, *d_views: Tensor | None):
         """The weight's gradient from the gradients of the views; None means zero.
 
-        With ``adds_to_main_grad`` the products have added the gradients already. The
-        weight then gets Megatron's mark of this, and a gradient that is not read.
+        With ``adds_to_main_grad`` the products have added the gradients already. Then
+        the weight's ``grad_added_to_main_grad`` becomes True, by which Megatron sees
+        this, and the result is a gradient that Megatron does not read.
         """
         weight = ctx.weight
         if not ctx.adds_to_main_grad:
@@ -102,8 +103,8 @@ class GateProduct(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return y and the view of x.
 
-        ``group`` is the tensor-parallel group. With ``sequence_parallel`` each of its
-        ranks has the ``x`` of other tokens.
+        ``group`` is the tensor-parallel group. With ``sequence_parallel`` each rank has
+        other tokens in ``x``.
         """
         ctx.set_materialize_grads(False)
         # the gate rows of all ranks' weights
@@ -126,7 +127,8 @@ class GateProduct(torch.autograd.Function):
         ctx.main_grad = getattr(weight, "main_grad", None)
         view_of_x = x.view_as(x)
         if not x.requires_grad:
-            # else the view would need a gradient if the weight needs one
+            # Otherwise autograd would compute a gradient of the view whenever the
+            # weight needs one.
             ctx.mark_non_differentiable(view_of_x)
         if sequence_parallel and group.size() > 1:
             # all gates of this rank's tokens become this rank's gates of all tokens
