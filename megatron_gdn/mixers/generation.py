@@ -51,7 +51,8 @@ def generate(
     Raises:
         NotImplementedError: packed sequences, context parallelism, a mask that is not
             causal, or rows that need a gradient.
-        ValueError: the mixer has no ``layer_number``, or the context no such memory.
+        ValueError: the mixer has no ``layer_number``, or the rows do not fit the
+            context's buffers or the tokens before them.
     """
     _refuse_generation(mixer, rows, context)
     if not context.is_static_batching():
@@ -132,7 +133,7 @@ def _dynamic_step(mixer: Mixer, rows: Tensor, context: InferenceContext) -> Tens
             "prefixes; set prefix_caching_mamba_gb=None."
         )
     assert mixer.layer_number is not None
-    # the context has buffers for the layers of this pipeline stage alone
+    # the context only has buffers for the layers of this pipeline stage
     number_on_stage = mixer.layer_number - mixer.pp_layer_offset
     conv_state, ssm_state = context.mamba_states_cache(number_on_stage)
     s = 1 + context.num_speculative_tokens
@@ -241,12 +242,13 @@ def prefill_requests(
     ssm_state: Tensor,
     context: InferenceContext,
 ) -> Tensor:
-    """Run prompts or chunks of prompts, each from the state in its request's slot on.
+    """Run prompts or chunks of prompts; each starts from the state in its request's
+    slot.
 
     ``projected [t, 1, P]`` has the rows of all prompts end to end, then padding. The
     result ``[t, 1, H V]`` is zero at padding. ``conv_state`` and ``ssm_state`` are the
-    context's buffers, updated in place. The capture of a CUDA graph raises a
-    NotImplementedError.
+    context's buffers, updated in place. Raises a NotImplementedError while a CUDA graph
+    is captured.
     """
     if projected.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(

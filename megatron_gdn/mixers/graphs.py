@@ -37,8 +37,8 @@ _buffer_numbers = count()
 
 @dataclass(frozen=True, init=False, eq=False)
 class FixedBuffers:
-    """Documents in fixed buffers. Megatron compares ``number``, which every object of
-    this class has for itself."""
+    """Documents in fixed buffers. Every object of this class has its own ``number``,
+    which Megatron compares."""
 
     number: int
     # not a field, because Megatron compares all fields
@@ -57,7 +57,8 @@ class StaticPackedSeqParams(PackedSeqParams):
     buffers: FixedBuffers | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a field; a ValueError if the boundaries would leave the fixed buffer."""
+        """Set a field. Raise a ValueError for boundaries outside of the fixed
+        buffer."""
         fields = {**vars(self), name: value}
         buffers: FixedBuffers | None = fields.get("buffers")
         # While capturing, Megatron sets ``cu_seqlens_*`` to descriptions, then to graph
@@ -158,8 +159,8 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 def _captures_mixers(config: TransformerConfig) -> bool:
     """Whether Megatron captures mixers in CUDA graphs of layers.
 
-    Without names in ``cuda_graph_modules`` it captures whole layers, but none with
-    "local" and the inference scope "block".
+    If ``cuda_graph_modules`` is empty, Megatron captures whole layers. But with "local"
+    and the inference scope "block" it captures no layer.
     """
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False

@@ -22,7 +22,7 @@ _GLOBAL_HOOKS = (  # torch never replaces these dictionaries
     torch_module._global_backward_hooks,
 )
 # The modules whose hooks wait for gathered parameters. megatron-core has a copy of the
-# second one, whose name ends the same.
+# second module; its name has the same end.
 _DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
 _FSDP_MODULE_END = "megatron_fsdp.megatron_fsdp"
 
@@ -79,7 +79,7 @@ def gathered_parameters(module: nn.Module) -> Iterator[None]:
     """Gather the parameters of ``module``; in this context its modules do not wait for
     them again.
 
-    Inside, the hooks of :func:`wait_for_parameters` are taken off.
+    In this context the hooks of :func:`wait_for_parameters` are removed.
     """
     hooked = [part for part in module.modules() if part._forward_pre_hooks]
     all_hooks = [part._forward_pre_hooks for part in hooked]
@@ -187,7 +187,7 @@ def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
             new_inputs = hook(module, inputs)
             if new_inputs is None:
                 new_inputs = inputs
-        # torch takes a single tensor for a tuple of one
+        # for torch, a single tensor means the same as a tuple with this tensor
         if isinstance(new_inputs, tuple) and len(new_inputs) == 1:
             new_inputs = new_inputs[0]
         if new_keywords or new_inputs is not inputs[0]:

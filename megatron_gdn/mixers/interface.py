@@ -27,7 +27,8 @@ class Mixer(Protocol):
     pp_layer_offset: int
     tp_group: ProcessGroup
     tp_size: int
-    # sizes of the mixer, and on this tensor-parallel rank; each mixer has a class
+    # the sizes over all tensor-parallel ranks, and on this rank; each mixer has its own
+    # class for them
     global_dims: Any
     dims: Any
     fp32: tuple[Fp32Parameter, ...]
@@ -73,7 +74,7 @@ class Mixer(Protocol):
 
     def _init_further_parameters(self) -> None: ...
 
-    # of torch.nn.Module
+    # methods of torch.nn.Module
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
 

@@ -37,7 +37,7 @@ class LatentAttention(MLASelfAttention):
     (Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.)
 
     Args:
-        config: an ``MLATransformerConfig``; nothing about rotation is read.
+        config: an ``MLATransformerConfig``; its fields about rotation are not read.
         submodules: as in Megatron; ``q_layernorm`` is left out without
             ``config.q_lora_rank``. A norm must not be fused into a projection.
         norm_epsilon: epsilon of the two norms; None means
@@ -78,8 +78,9 @@ class LatentAttention(MLASelfAttention):
         self.rotary_pos_emb: Any = _NoAngles()
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Megatron calls this to choose the projections and norms to build: those of
-        the spec. Its own method would fuse a norm into linear_q_proj."""
+        """Megatron calls this method to choose the projections and norms to build. The
+        result is those of the spec; Megatron's own method would fuse a norm into
+        linear_q_proj."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
         norms = ("q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names + norms}
@@ -116,7 +117,7 @@ class LatentAttention(MLASelfAttention):
         if is_column_share:
             latent = gather_from_tensor_model_parallel_region(latent, group)
         if self.config.sequence_parallel:
-            # Megatron's code after this gathers the tokens of r, and so sums its
+            # Megatron's next code gathers the tokens of r, so its backward sums r's
             # gradient.
             if is_column_share:
                 latent = scatter_to_sequence_parallel_region(latent, group)
@@ -137,8 +138,8 @@ class LatentAttention(MLASelfAttention):
         """Megatron's q, k ``[s, B, H, D]`` and v ``[s, B, H, V]``; B is left out for
         packed documents.
 
-        Megatron's method gets no ``packed_seq_params``, which it reads for the rotation
-        alone.
+        Megatron's method gets no ``packed_seq_params``, since it reads this argument
+        only for the rotation.
         """
         tensors: Any = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, None, *others, **by_name

@@ -35,9 +35,9 @@ class MambaLayerMixer(RecurrentMixer):
 
         out = out_proj(RMSNorm_group(y * SiLU(z)))       y: the recurrence's output
 
-    The sizes are those of the config's ``mamba_*`` fields, and the attributes with
-    sizes have the names of Megatron's mixers. A subclass sets ``rmsnorm`` and
-    ``norm_eps`` before :meth:`_build`.
+    The sizes come from the config's ``mamba_*`` fields. The attributes with sizes have
+    the same names as in Megatron's mixers. A subclass sets ``rmsnorm`` and ``norm_eps``
+    before :meth:`_build`.
     """
 
     use_muon = False  # as in Megatron's mixers
@@ -124,20 +124,22 @@ class MambaLayerMixer(RecurrentMixer):
     @property
     def gate_reads_own_rows(self) -> bool:
         """Whether gate and norm run after ``passage.from_stages``, by a call of the
-        module ``norm``: kernels compute only a plain norm over this rank's groups."""
+        module ``norm``. They do if the norm is not a plain norm over this rank's
+        groups, since kernels compute only such a norm."""
         if not self.rmsnorm:
             return False
         plain = is_plain(self.norm) and only_waits_for_parameters(self.norm)
         return not plain or self.norm.groups != self.ngroups_local_tp
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
-        """The norm and gate for rows of this scheme; None (a gate alone) without
-        ``rmsnorm``.
+        """The norm and gate for rows of this scheme; without ``rmsnorm`` None, which
+        means a gate without a norm.
 
         The norm needs all heads of a group. If a head exchange puts these heads on
         several ranks, the gate is applied before ``passage.from_stages``, and the norm
-        after ``passage.from_stages``. With :attr:`gate_reads_own_rows` both come after
-        it, in a call of the module ``norm``.
+        after ``passage.from_stages``. With :attr:`gate_reads_own_rows` gate and norm
+        are both applied after ``passage.from_stages``, by a call of the module
+        ``norm``.
         """
         if not self.rmsnorm:
             return None
@@ -153,7 +155,8 @@ class MambaLayerMixer(RecurrentMixer):
         wait_for_parameters(self.norm)
         weight = self.norm.weight
         eps = self.norm.eps
-        # of this tensor-parallel rank, and of the rows after the exchange
+        # the groups of this tensor-parallel rank, and those in the rows after the
+        # exchange
         groups = self.ngroups_local_tp
         exchanged_groups = layout.heads("group")
         if not scheme.exchanges_heads:
@@ -202,7 +205,7 @@ class GroupedRMSNorm(nn.Module):
         return grouped_rms_norm(u, self.weight, self.groups, self.eps).to(x.dtype)
 
 
-# `is_plain` now knows the class: kernels may compute this norm
+# `is_plain` now accepts this class, so kernels may compute the norm
 FORWARDS_OF_PLAIN_NORMS[GroupedRMSNorm] = GroupedRMSNorm.forward
 
 

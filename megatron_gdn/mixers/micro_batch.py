@@ -52,7 +52,7 @@ _MOST_SCHEMES = 16  # the largest number of entries in MicroBatchPlanner._scheme
 _MOST_MICRO_BATCHES = 32  # the largest number of entries in MicroBatchPlanner._batches
 _ANY_LAYOUT = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
 # ``choose_rule(device=..., dtype=..., bits=...)`` returns the rule for rows of this
-# device and dtype, and the reason in words.
+# device and dtype, and a text with the reason for the log.
 ChooseRule = Callable[..., tuple[Rule, str]]
 
 
@@ -83,7 +83,7 @@ class MicroBatch:
 
 
 class MicroBatchPlanner:
-    """Decides how one layer runs each micro-batch, and keeps the decisions.
+    """Decides how one layer runs each micro-batch, and stores the decisions.
 
     Rules are deterministic while ``config.deterministic_mode`` or
     ``torch.use_deterministic_algorithms`` is on. While ``config.batch_invariant_mode``
@@ -133,7 +133,8 @@ class MicroBatchPlanner:
         self._ranks_per_machine = options.cp_ranks_per_machine
         self._choose_rule = choose_rule
         self._make_front = make_front
-        # one layer of each group compares documents between ranks; a number names it
+        # In each group one layer compares the ranks' documents. Layers are told apart
+        # by this number.
         self._layer_number = number_of_new_layer()
         self._mixer_name = mixer
         self._recurrence = recurrence
@@ -188,12 +189,12 @@ class MicroBatchPlanner:
         """Decide how the micro-batch of the projection rows ``proj_sBP [s, B, P]``
         runs.
 
-        The decision is kept, so a recomputed forward finds it again.
+        The decision is stored, so a recomputed forward finds it again.
 
         With several context-parallel ranks, one layer all-gathers five integers in each
-        forward, to compare the ranks' micro-batches (:func:`.require_agreement`). The
-        first choice by price between headwise and chunkwise gathers the ranks' hosts,
-        once per group.
+        forward, to compare the ranks' micro-batches (:func:`.require_agreement`). When
+        the costs of headwise and chunkwise are first compared in a group, the ranks
+        exchange their hosts' names.
 
         Args:
             packed: names the documents, and may name a context-parallel group.
@@ -260,8 +261,7 @@ class MicroBatchPlanner:
         return keep_if_captured(found)
 
     def _bits(self) -> Bits:
-        """The demand on the bits of results that config and torch make at the
-        moment."""
+        """What config and torch now demand of the bits of results."""
         config = self._config
         if config.batch_invariant_mode:
             return Bits.ON_GRID
@@ -277,7 +277,7 @@ class MicroBatchPlanner:
     ) -> MicroBatch:
         """How rows of this device and dtype run if this rank has whole sequences.
 
-        Generation runs its rows so. ``documents`` is None and ``tokens`` is 0, since
+        Generation uses this method. ``documents`` is None and ``tokens`` is 0, since
         the sequences may have any lengths.
         """
         bits = self._bits()
@@ -307,8 +307,8 @@ class MicroBatchPlanner:
         return self._schemes[key]
 
     def _drop_oldest_schemes(self) -> None:
-        """Drop the oldest schemes, if possible of another group than the layer's, and
-        the micro-batches that use them."""
+        """Drop the oldest schemes and the micro-batches that use them. Schemes of
+        groups other than the layer's own are dropped first."""
         oldest = next(iter(self._schemes))
         for key in self._schemes:
             group, _, _ = key
@@ -344,7 +344,7 @@ class MicroBatchPlanner:
     def _why_not_headwise(self, ranks: int, rule: Rule) -> str | None:
         """Why the scheme headwise cannot run over this number of ranks; None if it can.
 
-        It needs equal shares of the heads, and ``rule`` must run on one share.
+        Headwise needs equal shares of the heads, and ``rule`` must run on one share.
         """
         why = self._layout.why_not_share(ranks)
         if why is not None:
@@ -368,9 +368,11 @@ class MicroBatchPlanner:
     ) -> Scheme:
         """The scheme in which this micro-batch runs.
 
-        If both headwise and chunkwise can run, it is headwise where the documents or
-        ``batch_invariant_mode`` need it, chunkwise where that sends nothing, else the
-        cheaper.
+        If both headwise and chunkwise can run, the first true line decides:
+
+        - the documents or ``batch_invariant_mode`` need headwise: headwise;
+        - every document is on one rank, so chunkwise sends nothing: chunkwise;
+        - else the cheaper scheme.
         """
         schemes = self._schemes_of(group, rule, layout)
         # WholeSequences on one rank, else headwise if it can run

@@ -67,7 +67,7 @@ class MixerOptions:
     # names of fields of this class that are no options of the mixer
     absent_options: ClassVar[tuple[str, ...]] = ()
     mixer_name: ClassVar[str] = "the mixer"  # the mixer's name in errors
-    # the rules whose names are legal for ``backend``; (): every name is
+    # the rules whose names are legal for ``backend``; (): every name is legal
     rules: ClassVar[Sequence[type[Rule]]] = ()
 
     backend: str = "auto"

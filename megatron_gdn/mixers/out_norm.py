@@ -50,7 +50,7 @@ def is_plain(module: nn.Module) -> bool:
         return cls.forward is FORWARDS_OF_PLAIN_NORMS[cls]
     if cls.__name__ != "RMSNorm":
         return False
-    # a forward that was patched is of another package
+    # a patched forward comes from another package
     return all(
         one.__module__.split(".")[0] == "transformer_engine"
         for one in (cls, cls.forward)
@@ -120,8 +120,8 @@ class _SumGradient(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, gradient: Tensor):
         """Sum ``gradient``, that of the output, over the ranks of the group."""
-        # Other code may use ``gradient``, so the sum is in a copy, in fp32 and rounded
-        # once.
+        # Other code may use ``gradient``, so the sum is computed in a copy, in fp32,
+        # and rounded once.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)

@@ -63,10 +63,10 @@ class _ResolvedDocuments(NamedTuple):
 
 
 def _fingerprint_of(offset_tensors: Sequence[Tensor | None]) -> list[object]:
-    """A value for each tensor of offsets that changes if the tensor is written to.
+    """For each tensor of offsets, a value that changes if the tensor is written to.
 
-    On a CPU it is the list of offsets, on a GPU torch's version counter, for which the
-    host does not wait.
+    For a CPU tensor it is the list of offsets. For a GPU tensor it is torch's version
+    counter, which the host reads without waiting.
     """
     values: list[object] = []
     for offsets in offset_tensors:
@@ -194,8 +194,8 @@ def _resolve(
 
 
 def _is_recomputed() -> bool:
-    """Whether this forward is a recomputation, which runs inside a backward: outside
-    of one, torch's number of the running backward is -1."""
+    """Whether this forward is a recomputation, which runs inside a backward. If no
+    backward runs, torch's number of the running backward is -1."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -256,9 +256,9 @@ def _check_recomputation(documents: Documents) -> None:
     stamps = getattr(node, _STAMPS_ATTRIBUTE, None)
     if stamps and not any(documents.has_stamp(stamp) for stamp in stamps):
         raise RuntimeError(documents.changed_message(stamps[-1]))
-    # A reentrant checkpoint runs its first forward without gradients, and no backward
-    # follows a forward in inference mode. The walk over callers takes some 0.4
-    # microseconds per frame.
+    # Stamps are stored only in the first forward of a reentrant checkpoint. This
+    # forward runs without gradients, but not in inference mode. Other forwards return
+    # here, since the walk over callers takes some 0.4 microseconds per frame.
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return
     for context in _contexts_of_callers():
@@ -414,7 +414,7 @@ def context_parallel_group_of(
     """The context-parallel group of a micro-batch; None: one rank.
 
     It is the group that ``packed`` names by ``cp_group`` and ``local_cp_size``, else
-    ``group``. A ValueError if both fields contradict each other.
+    ``group``. Raises a ValueError if these two fields contradict each other.
     """
     if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
         return group
@@ -486,8 +486,8 @@ class MicroBatchShare(NamedTuple):
 
     @property
     def local_documents(self) -> tuple[LocalDocument, ...]:
-        """The documents with tokens on this rank: their rows here, and the keys that
-        these attend to."""
+        """The documents with tokens on this rank: their rows on this rank, and the keys
+        that these rows attend to."""
         found = local_documents_of(self.lengths, self.size, self.rank, self.layout)
         documents = self.documents
         if documents is None:

@@ -182,7 +182,7 @@ def read_mask(mask: Tensor) -> MaskOnHost:
     row_N, column_N = begins_BS.nonzero(as_tuple=True)
     id_N = id_BS[row_N, column_N]
     same_row = row_N[1:] == row_N[:-1]
-    # n, if document n + 1 is in the same row and has no larger id
+    # each n such that document n + 1 is in the same row, but its id is not larger
     wrong = (same_row & (id_N[1:] <= id_N[:-1])).nonzero()
     if len(wrong):
         n = int(wrong[0])

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # The argument `missing_keys` of the last load that warned. torch passes the same list
-# to all modules of one load, so it tells whether this load has warned.
+# to all modules of one load, so the list tells whether the present load has warned.
 _missing_keys_of_warned_load: list[str] | None = None
 
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
-    """Set the attribute ``keep_in_fp32``, by which newer Megatrons and optimizers know
-    a parameter that they must not cast."""
+    """Set the attribute ``keep_in_fp32``, which tells newer Megatrons and optimizers
+    that they must not cast the parameter."""
     assert parameter.dtype == torch.float32, parameter.dtype
     vars(parameter)["keep_in_fp32"] = True
     # older optimizers of Megatron fail on models that mix fp32 with 16-bit parameters
@@ -43,7 +43,7 @@ class Fp32Parameters(nn.Module):
     """Mixin of a module whose parameters named in ``_keep_in_float32_parameter_names``
     stay fp32 or fp64."""
 
-    # Megatron-Bridge reads it
+    # Megatron-Bridge reads this attribute
     _keep_in_float32_parameter_names: tuple[str, ...] = ()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -62,7 +62,7 @@ class Fp32Parameters(nn.Module):
         protected = kept + [p.grad for p in kept if p.grad is not None]
 
         def apply_without_narrowing(tensor: Tensor) -> Tensor:
-            """``fn(tensor)``, but a protected tensor at least in fp32."""
+            """``fn(tensor)``; for a protected tensor, in fp32 or a wider dtype."""
             moved = fn(tensor)
             if moved.dtype != tensor.dtype and any(tensor is p for p in protected):
                 wide = torch.promote_types(moved.dtype, torch.float32)
@@ -142,8 +142,9 @@ def prepare_fsdp_for_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> 
     * torch reduces all tensors of a joined collective like the first of them
       (``_coalescing_manager``). With ``gradient_reduce_div_fusion``, Megatron-FSDP
       divides a bf16 gradient by the number of ranks before the sum, and an fp32
-      gradient within the sum. So one of both is divided twice, or never. This function
-      switches the fusion off: then all gradients are divided before the sum.
+      gradient within the sum. So the gradients of one dtype are divided twice or never.
+      This function switches the fusion off: then all gradients are divided before the
+      sum.
 
     ``parameter`` is called ``name`` in its module. Nothing happens if Megatron-FSDP has
     not sharded it.
@@ -179,7 +180,8 @@ def prepare_fsdp_for_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> 
         )
 
 
-# The end of an error: in_proj is sharded so that checkpoints cannot store its sections.
+# The last words of an error: in_proj's shards are such that checkpoints cannot store
+# its sections.
 FSDP2_CHECKPOINT_ADVICE = (
     "Under torch's FSDP2 a rank holds a run of in_proj's rows, which --ckpt-format "
     "torch_dist cannot store section by section (nor does it load the optimizer's step "
@@ -297,8 +299,8 @@ def _fully_shard_for_a_launch(
 ) -> fsdp.FSDPModule | list[fsdp.FSDPModule]:
     """:func:`fully_shard` for a launch of Megatron's scripts.
 
-    Raises a ValueError if the launch saves checkpoints in the format torch_dist, which
-    stores sections of in_proj, and a rank's shard is no section.
+    Raises a ValueError if the launch saves checkpoints in the format torch_dist. This
+    format stores sections of in_proj, but a rank's shard is not a section.
     """
     arguments = launch_arguments()
     if arguments.get("save") and arguments.get("ckpt_format") == "torch_dist":

@@ -1,4 +1,4 @@
-"""Clear errors for lengths that Megatron's rotary positions cannot have.
+"""Clear errors for lengths that Megatron's rotary embedding cannot process.
 
 A model makes its table of angles before any layer runs. Without these errors Megatron
 would raise errors about types and shapes.

@@ -48,16 +48,16 @@ def mix_static(
     """Turn the projection rows ``[s, B, P]`` of the next s tokens of B batch rows into
     rows ``[s, B, H V]`` for out_proj.
 
-    The B batch rows are those from ``context.batch_size_offset`` on. The sequences
-    begin if ``context.sequence_len_offset`` is 0, else they continue. Up to
+    The first of the B batch rows is ``context.batch_size_offset``. If
+    ``context.sequence_len_offset`` is 0, the sequences begin; else they continue. Up to
     :data:`MOST_DECODED` continuing tokens run one by one, more tokens run as one
-    prefill. ``layer`` is the layer's number, under which the context keeps states and
+    prefill. ``layer`` is the layer's number, by which the context stores states and
     progress.
     """
     s, B = rows.shape[:2]
     start = context.batch_size_offset
     offset = context.sequence_len_offset
-    # by layer and first batch row
+    # keys: a layer and its first batch row
     progress_by_rows: dict[tuple[int, int], _RowProgress] = vars(context).setdefault(
         _PROGRESS_ATTRIBUTE, {}
     )
@@ -146,7 +146,7 @@ def _tokens_of_last_step(progress: _RowProgress) -> int:
     forward."""
     if progress.steps is None:
         return 0
-    # without the memory before this forward
+    # `steps` also has the memory before the forward, which belongs to no token
     return progress.steps.history.shape[1] - 1
 
 

@@ -54,7 +54,8 @@ class TensorMap:
     # differs, with Megatron's local ones
     names: tuple[str, ...]
     sources: tuple[HFRef, ...]
-    rows: Tensor | None = None  # Megatron's row i is rows[i] of cat(sources); None: i
+    # Megatron's row i is row rows[i] of cat(sources); None: row i
+    rows: Tensor | None = None
     # the dimension that is split over ranks; None: every rank has the whole tensor
     shard_dim: int | None = None
     # the sizes of the sections along shard_dim, each of which is split by itself; ():
@@ -76,8 +77,8 @@ class TensorMap:
     ) -> None:
         """Raise a ValueError unless the tensor may have ``dtype``.
 
-        Legal are bf16, fp16 and fp32; fp64 only if ``may_round`` or if Megatron's
-        tensor need not be :attr:`fp32`. The error names ``where``.
+        Legal are bf16, fp16 and fp32. fp64 is legal too if ``may_round`` is True or
+        :attr:`fp32` is False. The error names ``where``.
         """
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
@@ -277,7 +278,8 @@ def conv_map(
     ``hf_prefix`` starts Hugging Face's keys; ``taps`` is W. ``in_three``: files have
     one tensor each for q, k and v, not one for all.
     """
-    channels = {"": layout.conv_width}  # by the beginning of the tensor's name
+    # keys: the beginning of the tensor's name
+    channels = {"": layout.conv_width}
     if in_three:
         channels = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))
     sources = {

@@ -48,7 +48,7 @@ def device_for(config: TransformerConfig) -> torch.device:
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
     """Mark ``parameter`` as split over tensor-parallel ranks along dimension 0.
 
-    ``sections`` are the numbers of this rank's rows of each section; every section is
+    ``sections`` has the number of this rank's rows in each section; every section is
     split by itself.
     """
     vars(parameter).update(
@@ -63,12 +63,12 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
     """Mark the parameters of a column-parallel linear whose rows form several sections.
 
     So "packed" means here several matrices in one linear, not packed documents.
-    Megatron's resharding reads ``partition_sizes``, and Megatron's Muon
-    ``qkv_split_shapes``. Muon before 0.19 would ignore these sizes and cut in_proj in
-    those of attention's heads, so it gets no such mark. ``use_muon``: whether Muon, and
-    not Adam, updates the linear. Megatron reads ``use_muon`` only after 0.19, so the
-    log line of older Megatrons does not depend on it. ``sections`` are this rank's rows
-    of each section.
+    Megatron's resharding reads the mark ``partition_sizes``, and Megatron's Muon reads
+    ``qkv_split_shapes``. Muon before 0.19 would ignore these sizes and cut in_proj by
+    the sizes of attention's heads. So there the mark is not set, and a log line says
+    so. ``use_muon``: whether Muon, and not Adam, updates the linear. Megatron reads
+    ``use_muon`` only after 0.19, so the log line does not depend on ``use_muon``.
+    ``sections`` has the number of this rank's rows in each section.
     """
     sizes = list(sections)
     muon_splits = not MUON_KNOWS_ATTENTION_ALONE.is_present()
@@ -88,7 +88,8 @@ def mark_heads(weight: nn.Parameter, rows: Sequence[int]) -> None:
     """Let Megatron's Muon orthogonalise the heads of ``weight`` one by one; ``rows``
     has the number of rows of each head of this rank.
 
-    Muon before 0.19 cuts in the sizes of attention's heads only, so it gets no mark.
+    Muon before 0.19 can only cut by the sizes of attention's heads, so there the mark
+    is not set.
     """
     if not MUON_KNOWS_ATTENTION_ALONE.is_present():
         vars(weight).update(is_qkv=True, qkv_split_shapes=list(rows))
@@ -165,8 +166,8 @@ class MarkedParameters(nn.Module):
             }
             self._marks[name] = {**marks, _MARKED_ATTRIBUTE: True}
             setattr(parameter, _MARKED_ATTRIBUTE, True)
-        # A function, not a method: a copy of this module would call the method of this
-        # module.
+        # A function, not a method: a copy of this module would call the original's
+        # method.
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     def mark_parameters(self) -> None:
@@ -219,7 +220,7 @@ def add_parameter(
 ) -> None:
     """Register an uninitialised parameter ``[sum(sections), *shape]`` of ``mixer``.
 
-    ``sections`` are the numbers of this rank's rows of each section; ``dtype`` is by
+    ``sections`` has the number of this rank's rows in each section; ``dtype`` is by
     default ``params_dtype``.
     """
     if dtype is None:

@@ -30,8 +30,9 @@ def tree_packed_seq_params(
     """PackedSeqParams of packed documents, each of which may continue an earlier one.
 
     A document continues its parent: it starts from the parent's last state and last
-    convolution rows, at the next position, and attends to all its ancestors. The result
-    is that of one sequence for each document, with its ancestors before it.
+    convolution rows, at the next position, and attends to all its ancestors. Each
+    document's result is the same as in a separate sequence with its ancestors before
+    it.
 
     The mixers support trees (under context parallelism only headwise), and so does the
     attention of `hybrid_stack_spec` and of local specs. Transformer Engine's attention
@@ -141,12 +142,12 @@ def pack_tree(
     target: Any = device
     if device is None:
         target = getattr(prompts[0], "device", "cpu")
-    # Of each document: int64 [4, slot], its tokens, positions, labels and loss mask.
+    # For each document: int64 [4, slot], its tokens, positions, labels and loss mask.
     documents = []
     lengths = []
     parents = []
     slices_by_prompt = []
-    start = 0  # of the next document in the buffer
+    start = 0  # the start of the next document in the buffer
     for index, (given, given_responses) in enumerate(
         zip(prompts, responses, strict=True)
     ):
@@ -157,8 +158,8 @@ def pack_tree(
             )
         last = len(prompt) - 1
         prompt_document = len(parents)
-        # of each document: its parent, its first position, its tokens and its last
-        # label
+        # for each document: its parent, its first position, its tokens and then its
+        # last label
         texts = [(-1, 0, prompt)]
         for response in given_responses:
             text = torch.cat([prompt[last:], _on_host(response, index)])
@@ -174,7 +175,7 @@ def pack_tree(
             lengths.append(length)
             parents.append(parent)
             start += documents[-1].shape[1]
-        slices_by_prompt.append(tuple(slices[1:]))  # without the prompt's own
+        slices_by_prompt.append(tuple(slices[1:]))  # without the prompt's own slice
     params = tree_packed_seq_params(
         lengths, parents, multiple_of=multiple_of, device=target
     )
@@ -234,7 +235,7 @@ def pack_groups(
         ValueError: as in `pack_tree`, or if a prompt and one response exceed
             ``most_tokens``.
     """
-    # Of each micro-batch: its prompts, each with a list of responses.
+    # For each micro-batch: its prompts, each with a list of responses.
     batches: list[list[tuple[Tokens, list[Tokens]]]] = []
     free = 0  # tokens that still fit into the last micro-batch
     for index, (prompt, responses) in enumerate(groups):
