@@ -13,8 +13,8 @@ S_in and S_out are the states before and after a sequence. The calls ``state_map
 call waits for the device.
 
 States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. The N
-sequences are the batch rows, or the documents with tokens of all rows. An initial state
-of None means zeros.
+sequences are the batch rows or, if there are documents, those documents of all rows
+that have tokens. An initial state of None means zeros.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Sizes = Any
 
 
 class Bits(IntEnum):
-    """A promise about the bits of a result; each value includes the promises before
-    it."""
+    """A promise about the bits of a result; each value includes the promises of smaller
+    values."""
 
     FREE = 0  # no promise
     # a sequence's bits do not depend on the run or on other sequences
@@ -62,7 +62,7 @@ class SavedForBackward(NamedTuple):
     tensors: tuple[Any, ...] = ()  # autograd saves these tensors; an entry may be None
     # other values that the rule's backward reads, in the rule's own type
     plan: Any = None
-    # more values that a second forward computed, for the backward after it
+    # more values for the backward, if it follows a second forward (recompute)
     intermediates: Any = None
 
 
@@ -144,9 +144,10 @@ class RuleBackward(_RuleCall):
         raise NotImplementedError
 
     def scale_with_d_o(self, factor: Tensor) -> None:
-        """Tell this backward that d_o was scaled in place by ``factor [H, 1, 1]``: it
-        scales what it has computed from d_o before. A rule in fp16 does so if d_final
-        is too large. By default nothing was computed."""
+        """Scale the results that this backward has already computed from d_o by
+        ``factor [H, 1, 1]``. The caller has scaled d_o in place by this factor: a rule
+        in fp16 does so if d_final is too large. By default there are no such
+        results."""
 
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
@@ -167,8 +168,8 @@ class RuleBackward(_RuleCall):
         """The gradients of the inputs, as :meth:`run` gives them, and of the initial
         states.
 
-        ``maps()`` computes the forward's state maps; it is called if ``d_final`` is not
-        None.
+        ``maps()`` computes the forward's state maps; it is called only if ``d_final``
+        is not None.
         """
         d_initial = self.d_initial()
         if d_final is not None:
@@ -189,7 +190,8 @@ class Rule:
     why_chosen: ClassVar[str] = ""
     # whether "auto" never takes this rule, so that only its name selects it
     only_by_name: ClassVar[bool] = False
-    # the strongest promise that the rule can keep; repeats() says where a test saw it
+    # the strongest promise that the rule can keep; repeats() says whether a test on
+    # this GPU confirmed it
     keeps: ClassVar[Bits] = Bits.ON_GRID
     # why the rule cannot keep a stronger promise, for an error
     why_bits_vary: ClassVar[str] = ""
@@ -213,8 +215,8 @@ class Rule:
     def repeats(
         cls, device: torch.device, dtype: torch.dtype, sizes: Sizes
     ) -> RepeatResult:
-        """Whether a test found that a sequence's bits repeat: from run to run, and
-        beside other sequences."""
+        """Whether a test found that a sequence has the same bits in every run, whatever
+        the other sequences of the batch are."""
         return RepeatResult(True)
 
     @classmethod
@@ -233,8 +235,8 @@ class Rule:
         return None
 
     def wrapped_by(self, wrapper: Callable[[Rule], Rule]) -> Rule:
-        """``wrapper(self)``. A rule that converts operands before it calls an inner
-        rule wraps that inner rule instead."""
+        """``wrapper(self)``. If this rule only converts operands for an inner rule, the
+        wrapper goes around the inner rule instead."""
         return wrapper(self)
 
     def begin(self, inputs: Inputs, documents: Documents | None) -> RuleForward:
@@ -252,8 +254,9 @@ class Rule:
         return self.backward(self, d_o, inputs, saved, documents)
 
     def kept_to_recompute(self, saved: SavedForBackward) -> SavedForBackward:
-        """The part of ``saved`` that :meth:`recompute` needs; by default nothing. Its
-        tensors stay in memory until the backward, so they must be small."""
+        """The part of ``saved`` that :meth:`recompute` needs; by default nothing. The
+        tensors of this part stay in memory until the backward, so they must be
+        small."""
         return SavedForBackward()
 
     def recompute(

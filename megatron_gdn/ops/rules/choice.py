@@ -11,7 +11,7 @@ import torch
 from ..obstacles import Obstacle, advice_about_plain_rule, log_obstacle_once
 from .base import Bits, Rule
 
-# the mode that asks for a promise, in words for the log
+# text for the log: the mode in which a rule must keep this promise
 _MODE_IN_WORDS = {
     Bits.FREE: (),
     Bits.DETERMINISTIC: ("deterministic mode",),
@@ -22,7 +22,7 @@ _MODE_IN_WORDS = {
 
 
 class Choice(NamedTuple):
-    """The chosen rule, and the reason for the choice, in words for the log."""
+    """The chosen rule, and the reason for the choice as a text for the log."""
 
     rule: Rule
     reason: str
@@ -51,10 +51,10 @@ def choose(
             :meth:`.base.Rule.of`.
         bits: what the rule must promise. ``DETERMINISTIC``: a sequence's bits depend
             neither on the run nor on other sequences. ``ON_GRID``: a token's bits
-            depend only on its sequence's tokens. For both, ``"auto"`` takes a rule only
-            if a test found that its bits repeat, or else the last rule. A name may
-            select other rules for ``DETERMINISTIC``; the log then says that they are
-            untested. For ``ON_GRID`` only the name "reference" is accepted.
+            depend only on its sequence's tokens. For both, ``"auto"`` takes the first
+            rule whose bits repeated in a test; if there is none, it takes the last
+            rule. For ``DETERMINISTIC`` a name may also select an untested rule; the log
+            then says so. For ``ON_GRID`` only the name "reference" is accepted.
 
     Raises:
         ValueError: an unknown name, or a rule that cannot run here, or cannot promise
@@ -124,8 +124,8 @@ def _require_named_rule(
     sizes: object,
     bits: Bits,
 ) -> str:
-    """The reason for the log, for a ``rule`` that the user asked for by name; other
-    arguments as in :func:`choose`.
+    """Check a ``rule`` that the user asked for by name; return the reason for the log.
+    The other arguments are those of :func:`choose`.
 
     Raises:
         ValueError, ImportError: as :func:`choose` does.

@@ -36,8 +36,8 @@ def chunks_at_once(heads: int) -> int:
 
 
 def fills_last_group(device: torch.device) -> bool:
-    """Whether on ``device`` empty chunks give the last group the size of the other
-    groups, as :class:`ChunkTable` explains."""
+    """Whether, on this device, empty chunks are added until the last group has the size
+    of the other groups. :class:`ChunkTable` says why."""
     return device.type == "cuda"
 
 
@@ -64,11 +64,11 @@ class ChunkGroup:
     places: slice  # the group's places in the table
     # the number of chunks that :meth:`walk` visits; later chunks are empty
     visited_chunks: int
-    # int64, the token at each place; empty places repeat some token
+    # int64, the token at each place; an empty place has the index of some token
     token_of_place: Tensor | slice
     # bool, whether each place is empty; None: no place is empty
     empty_places: Tensor | None
-    # the group's tokens in the buffer; None: only the device knows
+    # the group's tokens in the buffer; None: the host does not know them
     tokens: slice | None = None
     # int64, the place of each token in the group; None: no place is empty
     place_of_token: Tensor | None = None
@@ -79,9 +79,9 @@ class ChunkGroup:
     end_chunks: tuple[int, ...] = ()  # ``endings.chunks`` on the host
 
     def select_states(self, states: Tensor, *, ends: bool = False) -> Tensor:
-        """Of ``states [N, ...]`` those of the sequences that begin in the group.
+        """The entries of ``states [N, ...]`` for the sequences that begin in the group.
 
-        With ``ends``, those of the sequences that end in the group.
+        With ``ends``, for the sequences that end in the group.
         """
         if ends:
             found = self.endings
@@ -115,8 +115,8 @@ class ChunkGroup:
     ) -> WalkedStates:
         """Apply ``S -> through @ S + added`` chunk after chunk, for all heads.
 
-        With ``back`` the walk starts at the last chunk; so the gradients of states pass
-        through the group.
+        With ``back`` the walk goes from the last chunk to the first, as the gradients
+        of states do.
 
         Args:
             through: ``[n, H, K, K]``; or ``[n, H, K or 1, 1]``, a factor of each row or
@@ -125,8 +125,8 @@ class ChunkGroup:
                 ``added`` of the chunks; with ``back`` ``states[:-1]`` does.
             carried: ``[H, K, V]``, the state from the group before; with ``back`` from
                 the group after. None: no group is there.
-            given: the states with which sequences start in this direction, as
-                ``select_states(initial)`` gives them; with ``back`` as
+            given: the states with which sequences begin, ``select_states(initial)``;
+                with ``back`` the gradients of the states with which sequences end,
                 ``select_states(d_final, ends=True)``.
         """
         if back:
@@ -228,8 +228,9 @@ class GroupOnDevice(ChunkGroup):
         sequences. The device chooses in each chunk between the carried and the given
         state.
 
-        The third result has one state for each of the N sequences. It is meaningful
-        only for the sequences that end in the group (with ``back``, begin in it).
+        ``final_states`` of the result has one state for each of the N sequences. Only
+        the states of the sequences that end in the group (with ``back``, begin in it)
+        are meaningful.
         """
         if back:
             leaving = states[:-1]
@@ -285,8 +286,9 @@ class ChunkTable:
         ``documents``.
 
         The number of ``heads`` decides how many chunks a group has. With
-        ``one_chunk_groups`` a group on a CPU has one chunk. There the rounding of one
-        matrix in a batched product depends on its address, so on the other chunks.
+        ``one_chunk_groups`` a group on a CPU has one chunk. On a CPU, the rounding of
+        one matrix in a batched product depends on the matrix's address, and so on the
+        other chunks of its group.
         """
         fill_up = fills_last_group(documents.device)
         if one_chunk_groups and not fill_up:
@@ -318,8 +320,8 @@ class ChunkTable:
         return out.copy_(chunks)
 
     def new_rows(self, x: Tensor) -> Tensor:
-        """Uninitialised rows, one per token or place, to which :meth:`write_chunks`
-        writes; heads and dtype are those of ``x [B, T, H, ...]``."""
+        """Uninitialised rows for :meth:`write_chunks`, one per token or per place.
+        Heads and dtype are those of ``x [B, T, H, ...]``."""
         count = 0
         if self.groups:
             last = self.groups[-1]
@@ -330,8 +332,7 @@ class ChunkTable:
     def write_head_chunks(
         self, rows: Tensor, group: ChunkGroup, chunks: Tensor
     ) -> None:
-        """Write chunks ``[n * H, C]`` or ``[n * H, C, D]`` to the group's tokens in
-        ``rows``."""
+        """Write chunks ``[n * H, C, ...]`` to the group's tokens in ``rows``."""
         by_head = chunks.unflatten(0, (-1, rows.shape[1]))
         self.write_chunks(rows, group, by_head.movedim(2, 1))
 
@@ -415,7 +416,8 @@ def _build_table(
         chunk_count = -(-n // chunks_per_group) * chunks_per_group
     else:
         chunk_count = n
-    # on the host, which reads them; those of fixed buffers are on the device
+    # The places are on the host, which reads them; in fixed buffers they are on the
+    # device.
     places = documents.keep_tensors(_find_token_places, C, chunk_count, move=False)
     groups = []
     for start in range(0, n, chunks_per_group):
@@ -441,8 +443,8 @@ def _build_group(
     first_empty: int,
     device: torch.device,
 ) -> ChunkGroup:
-    """The group of chunks ``start`` to ``stop``, for documents that the host knows;
-    chunks number ``first_empty`` and on are empty. ``places`` are those of all
+    """The group of chunks ``start`` to ``stop``, for documents that the host knows.
+    From number ``first_empty`` on, chunks are empty. ``places`` are the places of all
     chunks."""
     of_group = slice(start * C, stop * C)
     token = places.token_of_place[of_group]
@@ -494,8 +496,8 @@ def _sequences_of_group(
     """The fields ``first_chunk``, ``last_chunk``, ``has_first_chunk`` and
     ``has_last_chunk`` of a group in fixed buffers.
 
-    This is a function for ``keep_tensors``, so that a new fill computes the fields
-    again.
+    ``keep_tensors`` calls this function again after every new fill of the buffers, so
+    the fields are up to date.
     """
     places = documents.keep_tensors(_find_token_places, C, chunk_count, move=False)
     clamped = []

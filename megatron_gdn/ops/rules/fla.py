@@ -42,8 +42,8 @@ from .repeatable import RepeatableSetup
 
 
 def tested_on_h200(*dims: tuple[int, int]) -> RepeatableSetup:
-    """The record that fla's bf16 kernels repeated on an H200; ``dims`` are the (key
-    dim, value dim) of the tested heads."""
+    """The record that fla's bf16 kernels gave the same bits again on an H200; ``dims``
+    are the (key dim, value dim) of the tested heads."""
     return RepeatableSetup(
         (9, 0),
         {"flash-linear-attention": "0.6.0", "triton": "3.6.0", "tilelang": "0.1.15"},
@@ -95,7 +95,7 @@ class FlaForward(RuleForward):
     def __init__(
         self, rule: FlaRule, inputs: Inputs, documents: Documents | None
     ) -> None:
-        """Refuse calls that fla's kernels cannot run, and make their arguments for
+        """Refuse calls that fla's kernels cannot run, and make fla's arguments for the
         boundaries."""
         super().__init__(rule, inputs, documents)
         if (
@@ -165,8 +165,8 @@ class FlaBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        """``[N, H, K, V]``: the gradient of the initial states, with zero gradients of
-        the final states."""
+        """``[N, H, K, V]``: the gradient of the initial states if the final states have
+        gradient 0."""
         # fla computes this gradient only if it gets initial states. It does not read
         # their values, so they are left uninitialised.
         B, _, H, V = self.d_o.shape

@@ -1,8 +1,8 @@
 """One fixed configuration for each of fla's Triton kernels.
 
 fla times a kernel in several configurations (tile sizes, warps, stages) and keeps the
-fastest. Another process may find another one fastest, whose sums have another order.
-Inside :func:`without_autotuning` each kernel has one configuration, so the same
+fastest. Another process may find another configuration fastest, which adds in another
+order. Inside :func:`without_autotuning` each kernel has one configuration, so the same
 inputs give the same bits in every process.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 
 class Configuration(NamedTuple):
-    """A configuration of a Triton kernel in fla's list for this kernel."""
+    """One entry of fla's list of configurations for a Triton kernel."""
 
     warps: int
     stages: int
@@ -65,8 +65,8 @@ _PACKAGES = (
     "fla.ops.simple_gla",
     "fla.ops.utils",
 )
-# One thread at a time is inside :func:`without_autotuning`, since a thread that
-# leaves gives the kernels their lists back.
+# Only one thread at a time may be inside :func:`without_autotuning`, since a thread
+# that leaves it restores the kernels' lists.
 _LOCK = RLock()
 
 
@@ -88,7 +88,7 @@ class _TunedKernel(NamedTuple):
 
     kernel: Any  # a triton.runtime.autotuner.Autotuner
     fixed_list: list[Any]  # a list with its one fixed configuration
-    timed_list: list[Any]  # fla's own list, of those that would be timed
+    timed_list: list[Any]  # fla's own list, whose entries fla would time
 
 
 @cache
@@ -96,7 +96,7 @@ def tuned_kernels() -> tuple[_TunedKernel, ...]:
     """Each kernel of ``_PACKAGES`` that fla would time."""
     from triton.runtime.autotuner import Autotuner
 
-    found: dict[int, Any] = {}  # kernels by id, since modules import each other's
+    found: dict[int, Any] = {}  # by id, since several modules may have a kernel
     for name, module in list(sys.modules.items()):
         if not name.startswith(_PACKAGES):
             continue

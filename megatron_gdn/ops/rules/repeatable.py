@@ -20,9 +20,10 @@ class RepeatableSetup(NamedTuple):
     capability: tuple[int, int]
     versions: dict[str, str]  # versions of packages that contain or compile the kernels
     dtypes: tuple[torch.dtype, ...]
-    # the tested sizes of heads, in the form in which the rule asks :meth:`covers`
+    # the tested sizes of heads, in the form in which a rule passes them to
+    # :meth:`covers`
     sizes: tuple[object, ...]
-    evidence: str  # the test in words, for the log
+    evidence: str  # a description of the test, for the log
 
     def covers(self, device: torch.device, dtype: torch.dtype, size: object) -> bool:
         """Whether the rule was tested on such a device with the installed versions,

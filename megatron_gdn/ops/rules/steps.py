@@ -5,7 +5,7 @@
     o_t = S_t^T q_t / sqrt(K)
 
 A delta rule computes this over n rows for each token: only the first row of a token
-decays the state, and only the last row is read.
+decays the state, and only the output of its last row is used.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def spread_steps(inputs: Inputs, steps: int) -> Inputs:
     """A rule's inputs with n rows for each token, ``[B, n S, ...]``; n is ``steps``.
 
     The given ``inputs`` are ``[B, S, ...]``. ``k``, ``v`` and ``beta`` have n times the
-    heads, one step after another: the heads of a step become a row. ``g`` goes to the
-    first row of a token and ``q`` to the last; their other rows are zeros.
+    heads: those of the first step, then those of the second, and so on. The heads of
+    each step become one row. ``g`` goes to the first row of a token and ``q`` to the
+    last; their other rows are zeros.
     """
 
     def heads_to_rows(x: Tensor | None) -> Tensor | None:
@@ -72,7 +73,8 @@ def _row_of_each_token(x: Tensor, row: int, steps: int) -> Tensor:
 
 def _offsets_of_rows(documents: Documents, steps: int) -> tuple[Tensor]:
     """The boundaries of the documents, counted in rows."""
-    # in fixed buffers one more entry follows, the end of an empty document
+    # In fixed buffers ``starts`` has one more entry, the end of an empty document; it
+    # is left out.
     return (documents.starts[: documents.max_filled + 1] * steps,)
 
 
@@ -95,7 +97,7 @@ class StepsForward(RuleForward):
         self, rule: RuleOfSteps, inputs: Inputs, documents: Documents | None
     ) -> None:
         """Begin the inner rule's forward over ``n S`` rows for the S tokens of
-        ``inputs [B, S, ...]``. Only the inner forward keeps inputs."""
+        ``inputs [B, S, ...]``. Only the inner forward stores inputs."""
         steps = rule.steps
         self._steps = steps
         rows = documents_of_steps(documents, steps)
@@ -114,8 +116,8 @@ class StepsForward(RuleForward):
 
 
 class StepsBackward(RuleBackward):
-    """The backward of :class:`RuleOfSteps`: d_o is zero but for the last row of each
-    token."""
+    """The backward of :class:`RuleOfSteps`. In d_o all rows of a token are zero except
+    the last."""
 
     def __init__(
         self,
@@ -176,14 +178,14 @@ class StepsBackward(RuleBackward):
 
 
 class RuleOfSteps(Rule):
-    """Runs ``rule`` over rows, ``steps`` of them for each token."""
+    """Runs ``rule`` over rows; each token has ``steps`` rows."""
 
     forward = StepsForward
     backward = StepsBackward
 
     def __init__(self, rule: Rule, steps: int) -> None:
-        """Wrap ``rule``. What it says about bits, heads and saved tensors holds for its
-        rows too."""
+        """Wrap ``rule``, and take over its attributes about bits, heads and saved
+        tensors."""
         # A rule with fp16 operands scales its gradients by one factor per head
         # (`RuleGrads.factor`). Here it would need one factor per head and step.
         assert rule.operand_dtype is None

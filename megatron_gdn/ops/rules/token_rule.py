@@ -5,7 +5,7 @@ and is read:
 
     S_t = exp(g_t) S_{t-1}                        g_t is one number, or one for each row
     S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T    the delta rule
-    S_t = S_t + k_t (v_t - S_t^T e_t)^T           erases by another key e
+    S_t = S_t + k_t (v_t - S_t^T e_t)^T           erases with a key e
     S_t = S_t + k_t v_t^T                         erases nothing
     o_t = S_t^T q_t
 

@@ -171,7 +171,7 @@ class Segments:
         cut: Callable[[Documents, *Arguments], SegmentBoundaries],
         *arguments: *Arguments,
     ) -> Segments:
-        """The segments of ``cut(documents, *arguments)``, cached on ``documents``."""
+        """The segments of ``cut(documents, *arguments)``, stored on ``documents``."""
         return documents.keep(_build_segments, cut, *arguments)
 
 
