@@ -121,8 +121,7 @@ def require_agreement(
         packed = documents.fingerprint  # number and hash; see `_describe`
     integers = (tokens, rows) + packed + (_LAYOUTS.index(layout),)
     gathered = _gather(integers, group, device)
-    # If the ranks have agreed on these integers before, the host does not wait for the
-    # GPU.
+    # If all ranks had these integers before, the host does not wait for the GPU.
     if integers in agreement.agreed_micro_batches and device.type == "cuda":
         return
     integers_by_rank = [tuple(row) for row in gathered.tolist()]

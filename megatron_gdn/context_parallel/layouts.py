@@ -33,7 +33,7 @@ class SequenceLayout(StrEnum):
     """How the data loader cut a sequence among context-parallel ranks.
 
     Zigzag (DualChunkSwap) cuts tokens into ``2 * cp`` equal fragments; rank ``r`` holds
-    the fragments ``r`` and ``2 * cp - 1 - r``, which balances causal attention.
+    the fragments ``r`` and ``2 * cp - 1 - r``. This balances causal attention.
 
     ZIGZAG cuts every document in zigzag (a row that is not packed counts as a
     document), as Transformer Engine does. ZIGZAG_BUFFER cuts the whole buffer in
@@ -210,8 +210,8 @@ def units_of_layout(
 def positions_of(units: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
     """int64 ``[R, s]``: :func:`positions` for ``units`` of :func:`units_of_layout`.
 
-    The result is on the CPU; for fixed buffers, whose lengths the host does not know,
-    it is on their device. Fixed buffers are units in ``zigzag`` only.
+    The result is on the CPU. For fixed buffers it is on their device, since the host
+    does not know their lengths. Fixed buffers are units in ``zigzag`` only.
     """
     if units.known_on_host:
         return positions(units.lengths, cp_size, layout)

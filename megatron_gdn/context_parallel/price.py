@@ -1,4 +1,4 @@
-"""Finds the cheaper context-parallel scheme for a micro-batch from its lengths alone.
+"""Finds the cheaper context-parallel scheme of a micro-batch, only from its lengths.
 
 A scheme's price is the milliseconds that it adds to one forward
 (``docs/context_parallel.md``):

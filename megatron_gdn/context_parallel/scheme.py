@@ -9,8 +9,8 @@
 The stages of a mixer are its front, rule and readout (:mod:`..ops.stages`).
 
 Legend: S tokens of the whole sequence, s tokens of one rank, B batch, W taps of the
-convolution; P columns of a projection row and V of an output row with all heads, p and
-v with the heads that the rank's stages run on.
+convolution; P columns of a projection row and V columns of an output row with all
+heads; p and v are the same with only the heads that the rank's stages run on.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Scheme:
         raise NotImplementedError
 
     def needs_exchange(self, documents: Documents) -> bool:
-        """Whether ranks exchange anything for these documents; True for fixed buffers,
-        whose documents the host does not know."""
+        """Whether ranks exchange anything for ``documents``. True for fixed buffers,
+        since the host does not know their boundaries."""
         return self.size > 1
 
     def local_parameter(

@@ -59,12 +59,13 @@ class SequencePartition(NamedTuple):
 
     @property
     def joins_middle(self) -> bool:
-        """Whether the last rank holds one fragment, twice as long as those of other
-        ranks.
+        """Whether the last rank holds one fragment, twice as long as a fragment of
+        another rank.
 
         A zigzag of 2 cp parts gives the last rank the parts cp - 1 and cp, which are
-        adjacent. ZIGZAG_BUFFER counts them as one fragment, so that a document inside
-        these two parts is not cut. ZIGZAG keeps two fragments per rank and document.
+        adjacent. ZIGZAG_BUFFER counts the two parts as one fragment, so that a document
+        inside the two parts is not cut. In ZIGZAG each rank has two fragments of every
+        document.
         """
         return self.layout is SequenceLayout.ZIGZAG_BUFFER
 
@@ -113,9 +114,9 @@ class Fragments(NamedTuple):
 
     @property
     def state_passes(self) -> Tensor:
-        """bool ``[n, C]``: whether the state that leaves depends on the one that
-        enters. Then one document covers the whole fragment and goes on at both
-        ends."""
+        """bool ``[n, C]``: whether the state that leaves the fragment depends on the
+        state that enters. Then one document covers the whole fragment and goes on at
+        both ends."""
         one_document = self.first_document_begin == self.last_document_begin
         return self.state_enters & self.state_leaves & one_document
 
@@ -123,8 +124,8 @@ class Fragments(NamedTuple):
 def fragments_of(documents: Documents, partition: SequencePartition) -> Fragments:
     """The fragments of ``documents`` on all ranks, stored on ``documents``.
 
-    Their tensors are on the host; those of fixed buffers are on the device. Errors are
-    those of :func:`..layouts.check_lengths`.
+    The tensors are on the host; for fixed buffers they are on the device. Raises the
+    errors of :func:`..layouts.check_lengths`.
     """
     require_divisible_lengths(documents, partition.cp_size, partition.layout)
     return documents.keep_tensors(_cut_fragments, partition, move=False)

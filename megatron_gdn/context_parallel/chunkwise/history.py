@@ -90,7 +90,7 @@ def _make_history_route(
     """Compute :func:`history_route`.
 
     The host must know the counts of rows. For fixed buffers it takes all candidate
-    rows, because only the device knows which of them are needed.
+    rows, because the boundaries, and so the needed rows, are known only on the device.
     """
     history_len = taps - 1  # W - 1
     if not (history_len and any_document_is_cut(documents, partition)):
@@ -136,8 +136,8 @@ def _candidate_rows(
     """The rows that this rank may send (if ``sending``) or receive, on the CPU, sorted
     by the other rank.
 
-    They do not depend on the documents' lengths; :func:`_build_tables` finds which of
-    these rows are needed.
+    Candidate rows do not depend on the documents' lengths; :func:`_build_tables` finds
+    which of these rows are needed.
     """
     nodes = partition.nodes
     rank = partition.rank
@@ -233,7 +233,7 @@ def _build_tables(
         C * pieces_per_chain * history_len,
     ).view(-1, history_len)
 
-    # HistoryTable.edge_tokens: the first W - 1 tokens of these pieces
+    # HistoryTable.edge_tokens: the first W - 1 tokens of each piece with a history
     ahead = torch.arange(history_len, device=local_begin.device)
     first_piece_end = torch.minimum(fragments.end, fragments.first_document_end)[own]
     local_end = first_piece_end - fragments.begin[own] + local_begin
@@ -312,8 +312,8 @@ class HistoryExchange:
         return History(received, route.history_table)
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
-        """Send back the gradients of received rows; return those of the rows that
-        `fetch` sent."""
+        """Send back the gradients of received rows; return the gradients of the rows
+        that `fetch` sent."""
         route = self._route
         return exchange_rows(
             d_rows_RBC, route.receive_counts, route.send_counts, self._group

@@ -63,7 +63,7 @@ class StatePaths(NamedTuple):
 
     def sending_nodes_of(self, rank: int) -> tuple[int, ...]:
         """The nodes of ``rank`` that a state leaves, in the order in which ``rank``
-        sends their maps; ``is_direct`` paths are sorted by the receiving rank."""
+        sends their maps. If ``is_direct``, the order is that of the receiving ranks."""
         own_nodes = [j for j in self.sending_nodes if self.ranks[j] == rank]
         if self.is_direct:
             receiving_rank = {
@@ -236,8 +236,8 @@ def pack_maps_by_rank(local: Tensor, through: Tensor, shares: Sequence[int]) -> 
 
 def joined_view(local: Tensor, through: Tensor) -> Tensor | None:
     """A view ``[h, M, K, X]`` of ``local`` beside ``through``; None if they are not the
-    columns of one contiguous tensor. A rule may write both into one tensor, which then
-    needs no copy before it is sent."""
+    columns of one contiguous tensor. A rule may write ``local`` and ``through`` into
+    one tensor; then no copy is needed before they are sent."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):

@@ -75,8 +75,8 @@ class StateTable:
 
 
 class NodeMasks(NamedTuple):
-    """Which nodes states leave, enter and pass, for fixed buffers, whose documents the
-    host does not know. Bool ``[nodes * chains, 1, 1, 1]``."""
+    """Which nodes states leave, enter and pass. Made only for fixed buffers, since the
+    host does not know their documents. Bool ``[nodes * chains, 1, 1, 1]``."""
 
     state_leaves: Tensor  # of the nodes ``StateTable.sending_nodes``
     state_enters: Tensor  # of the nodes ``StateTable.receiving_nodes``
@@ -148,8 +148,8 @@ def _make_state_table(
         sequences = Documents((0, *ends), pieces.device)
 
     def unless_all_pieces(indices: Tensor, on_device: Tensor) -> Tensor | None:
-        """``on_device``, a copy of ``indices``; None if these are all pieces in
-        order."""
+        """``on_device``, a copy of ``indices``; None if ``indices`` are 0, 1, 2, ... of
+        all pieces."""
         if documents.known_on_host:
             all_pieces = torch.arange(rows * N, device="cpu")
             if torch.equal(indices, all_pieces):
@@ -262,8 +262,8 @@ def _node_tensors(
 
 
 def _gather_pieces(pieces: Documents, indices: Tensor) -> GatheredPieces | None:
-    """The pieces with these ``indices``; None if they have half of the tokens or more:
-    then the shorter buffer would save less than half of the work."""
+    """The pieces with these ``indices``; None if these pieces have half of all tokens
+    or more, since a shorter buffer would then save too little work."""
     begin = pieces.starts[indices].long()
     length = pieces.starts.diff()[indices].long()
     if 2 * int(length.sum()) >= pieces.total_tokens:

@@ -54,7 +54,7 @@ class HeadExchange:
     rank_width: int  # p
     width: int  # P
     waves: tuple[Wave, ...]  # the waves in which tokens travel
-    # A fragment of so many tokens or more is a message of its own.
+    # From this number of tokens on, a fragment is a message of its own.
     least_fragment_tokens: float
     # whether there is one wave, whose packing kernel also copies the kept rows
     packs_kept_rows: bool
@@ -186,7 +186,7 @@ def _exchange_to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
         cp_rows = cp_rows.contiguous()
     s, B, _ = cp_rows.shape
     hp_rows = cp_rows.new_empty(s * shares.rank_count, B, exchange.rank_width)
-    sent = []  # keeps the messages in memory until all are sent
+    sent = []  # references, so that no message is freed before it is sent
     peers = exchange.shares.rank_count - 1
     for wave in exchange.waves:
         messages = cp_rows.new_empty(peers, wave.size, B, exchange.rank_width)
@@ -239,7 +239,7 @@ def _exchange_to_sequence(hp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     hp_rows = hp_rows.contiguous()
     S, B, _ = hp_rows.shape
     cp_rows = hp_rows.new_empty(S // shares.rank_count, B, exchange.width)
-    awaited = []  # keeps the messages in memory until all are received
+    awaited = []  # references, so that no message is freed before it arrives
     peers = exchange.shares.rank_count - 1
     for wave in exchange.waves:
         received = messages = hp_rows.new_empty(

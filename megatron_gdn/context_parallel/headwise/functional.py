@@ -22,7 +22,7 @@ from .exchange import HeadExchange, to_heads, to_sequence
 from .scheme import Headwise
 from .shares import HeadShares
 
-# The attribute of a tensor of offsets that keeps the `Documents` made from the tensor.
+# The attribute in which a tensor of offsets stores the `Documents` made from it.
 _DOCUMENTS_ATTRIBUTE = "_megatron_gdn_boundaries"
 
 
@@ -234,9 +234,9 @@ class MambaContextParallel:
                                                   them
 
     The class owns no parameters: every ``get_*`` call reads the current parameters of
-    ``mixer``, also those that sharded data parallelism has replaced. Gradients of the
-    whole parameters, summed over the group, are those of a run on one rank. The caller
-    must cut every document in zigzag.
+    ``mixer``, also those that sharded data parallelism has replaced. The gradients of
+    the whole parameters, summed over the group, equal the gradients of a run on one
+    rank. The caller must cut every document in zigzag.
 
     Args:
         num_heads, head_dim: number and width of the mixer's heads, before ranks share
@@ -305,7 +305,7 @@ class MambaContextParallel:
         Raises:
             ValueError: for rows of another width, for offsets with more than one batch
                 row, for offsets that do not end at T, or for a sequence length that is
-                no multiple of 2 cp.
+                not a multiple of 2 cp.
         """
         return self._exchange_rows(
             projected_states, "projected_states", self._row_width, cu_seqlens
@@ -420,8 +420,8 @@ def _documents_of(
 ) -> Documents:
     """The documents with offsets ``cu_seqlens`` in ``tokens`` tokens.
 
-    They are kept as an attribute of the tensor until the tensor's values change, so
-    that the host waits for a GPU only at the first of several calls.
+    The result is stored as an attribute of the tensor until the tensor's values change.
+    So the host waits for a GPU only at the first of several calls.
     """
     # An inference tensor has no version, so its documents are not kept.
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():

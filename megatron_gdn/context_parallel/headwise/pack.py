@@ -118,8 +118,8 @@ def _launch_copy(
 
     ``rank_rows`` has a message for each of the ``message_count`` ranks from
     ``first_rank`` on, without ``skipped_rank``. If ``positions`` is given,
-    ``rank_rows`` is the hp_rows of ``first_rank`` alone. ``beside_transfer``: whether
-    messages travel meanwhile; then fewer programs run.
+    ``rank_rows`` is hp_rows, with only the columns of ``first_rank``.
+    ``beside_transfer``: whether messages travel meanwhile; then fewer programs run.
 
     ``kept_rows`` is (hp_rows, positions) or None; callers give ``positions`` or
     ``kept_rows``, not both. With ``kept_rows``, the columns of ``skipped_rank`` are
@@ -236,7 +236,7 @@ def pack_peers(
 
 @cache
 def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
-    """The strips of columns that one rank alone holds."""
+    """The strips of columns that only one rank holds."""
     return tuple(
         strip for strip in strips_of(shares, _LARGEST_BLOCK_WIDTH) if strip.copies == 1
     )
@@ -252,8 +252,8 @@ def copy_kept_rows(
     to_hp: bool,
 ) -> None:
     """If ``to_hp``, copy ``rank``'s columns of ``cp_rows`` to ``hp_rows[positions]``,
-    else copy back the columns that ``rank`` alone holds. :func:`unpack_peers` sums the
-    columns of several ranks."""
+    else copy back the columns that only ``rank`` holds. :func:`unpack_peers` sums the
+    columns that several ranks hold."""
     _launch_copy(
         cp_rows,
         hp_rows,
@@ -282,7 +282,7 @@ def unpack_peers(
 
     The sum adds ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once.
     This rank's term comes from ``hp_rows[positions]``. If ``with_kept_rows``, the
-    columns that ``rank`` alone holds are also copied from there.
+    columns that only ``rank`` holds are also copied from ``hp_rows[positions]``.
     """
     _launch_copy(
         cp_rows,

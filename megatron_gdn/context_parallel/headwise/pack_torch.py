@@ -1,5 +1,5 @@
-"""The functions of :mod:`.pack`, whose docstrings explain the arguments, in plain torch
-for any device."""
+"""The functions of :mod:`.pack` in plain torch, for any device. The docstrings in
+:mod:`.pack` explain the arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def copy_kept_rows(
     to_hp: bool,
 ) -> None:
     """If ``to_hp``, copy ``rank``'s columns of ``cp_rows [s, B, P]`` to
-    ``hp_rows[positions]``; else copy back those that ``rank`` alone holds."""
+    ``hp_rows[positions]``; else copy back the columns that only ``rank`` holds."""
     for block in shares.blocks(rank):
         if to_hp:
             hp_rows[positions, :, block.rank_columns] = cp_rows[..., block.columns]

@@ -26,9 +26,9 @@ class Headwise(Scheme):
 
     Every rank gets the same number of state heads, and the key heads that its state
     heads use. If ranks outnumber key heads, neighbouring ranks hold the same key head,
-    whose gradients are summed. The argument ``layout`` describes rows with all heads,
-    the attribute ``layout`` rows with one rank's heads. Raises a ValueError if ranks
-    cannot share heads.
+    and the gradients of its copies are summed. The argument ``layout`` describes rows
+    with all heads, the attribute ``layout`` rows with one rank's heads. Raises a
+    ValueError if ranks cannot share heads.
     """
 
     name = "headwise"

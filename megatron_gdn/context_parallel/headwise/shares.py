@@ -1,6 +1,7 @@
 """Tables of the columns and tokens that ranks exchange in a head exchange.
 
-A *whole row* has the columns of all heads, a *rank's row* those of one rank's heads.
+A *whole row* has the columns of all heads, a *rank's row* the columns of one rank's
+heads.
 
 Legend: R ranks, s tokens of one rank.
 """
