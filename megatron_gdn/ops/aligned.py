@@ -176,8 +176,8 @@ class _GroupResults:
 
 
 class AlignedFront:
-    """A front whose forward runs ``front`` on the grid; its backward is that of
-    ``front``, which is not on the grid."""
+    """A front whose forward runs ``front`` on the grid; its backward is ``front``'s
+    backward, not on the grid."""
 
     def __init__(self, front: Front) -> None:
         """Copy the attributes of ``front`` that callers read; only :meth:`forward`
@@ -216,8 +216,8 @@ class AlignedFront:
 
 
 class AlignedReadout:
-    """A readout whose forward runs ``readout`` on the grid; its backward is that of
-    ``readout``, which is not on the grid."""
+    """A readout whose forward runs ``readout`` on the grid; its backward is
+    ``readout``'s backward, not on the grid."""
 
     reads_o: ClassVar[bool] = True
 

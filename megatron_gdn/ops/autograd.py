@@ -15,9 +15,9 @@ def first_derivative_only(backward: Callable) -> Callable:
     """A decorator for an autograd function's ``backward``: raise an error if the user
     asks for ``create_graph=True``.
 
-    With ``create_graph=True``, and only then, autograd enables gradients in a backward.
-    torch's ``once_differentiable`` is not used: it would treat the saved tensors as
-    constants, without an error.
+    Autograd enables gradients in a backward only with ``create_graph=True``. torch's
+    ``once_differentiable`` is not used: it would treat the saved tensors as constants,
+    without an error.
     """
 
     @wraps(backward)

@@ -202,8 +202,8 @@ class Documents:
         return stamp is self.stamp or torch.equal(stamp, self.stamp)
 
     def changed_message(self, stamp: Tensor) -> str:
-        """The error message if a forward ran with documents of ``stamp``, and its
-        recomputation with these documents."""
+        """The error message for a forward that ran with documents of ``stamp``, and was
+        recomputed with these documents."""
         return changed_boundaries_message(
             f"{shortened(self.stamp.tolist())} after {shortened(stamp.tolist())}"
         )
@@ -250,11 +250,11 @@ class Documents:
         """The result of ``make(self, *arguments)``, computed at the first call and
         stored on this object.
 
-        The package stores results in two ways. A result that is made from a `Documents`
-        lives on it, by this method or :meth:`keep_tensors`; a `Documents` belongs to
-        one CUDA stream and lives as long as its micro-batch. A result that is made from
-        sizes alone is kept by an ``lru_cache``; if it has tensors, by
-        :func:`.host_tables.cached_by_stream`.
+        The package stores results in two ways. This method and :meth:`keep_tensors`
+        store results that are made from a `Documents` on that object, which belongs to
+        one CUDA stream and is freed with its micro-batch. An ``lru_cache`` stores
+        results that are made only from sizes; :func:`.host_tables.cached_by_stream`
+        does so if they have tensors.
         """
         key = make, arguments
         if key not in self.kept_results:

@@ -113,7 +113,7 @@ def largest_beta(allow_neg_eigval: bool) -> float:
     """The upper bound of write strengths beta: 1, or 2 with ``allow_neg_eigval``.
 
     A token multiplies the state by I - beta k k^T. The eigenvalue 1 - beta |k|^2 of
-    this matrix lies in (0, 1) for the bound 1, and in (-1, 1) for the bound 2.
+    this matrix is in (0, 1) for the bound 1, and in (-1, 1) for the bound 2.
     """
     if allow_neg_eigval:
         return 2.0

@@ -56,8 +56,8 @@ def require_no_capture(table_name: str) -> None:
 def stream_of_tables() -> int:
     """The handle of the CUDA stream whose tables the current call uses; 0 without CUDA.
 
-    The stream is the current one. During a capture no table can be made, so the stream
-    is that of the last call before the capture, which has made the tables.
+    The stream is the current one. During a capture no table can be made. So the stream
+    is then the stream of the last call before the capture, which has made the tables.
     """
     global _latest_stream
     if not torch.cuda.is_initialized():

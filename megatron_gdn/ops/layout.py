@@ -171,7 +171,7 @@ class Layout:
 
     @cached_property
     def main_width(self) -> int:
-        """The number of columns without those of sections with ``gates``, which come
+        """The number of columns of all sections that are not gates; the gates come
         last."""
         pairs = zip(self.sections, self.widths, strict=True)
         return sum(width for section, width in pairs if not section.gates)

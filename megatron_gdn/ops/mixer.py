@@ -193,7 +193,7 @@ class _BackwardValues(NamedTuple):
 class MixerFunction(torch.autograd.Function):
     """Maps rows ``[S, B, P]`` to ``[S, B, H V]``.
 
-    ``parameters`` are those of the front, then the readout's gamma or None.
+    ``parameters`` are the front's parameters, then the readout's gamma or None.
     """
 
     @staticmethod

@@ -44,7 +44,7 @@ def advice_about_plain_rule(
     """The advice to install kernels, if a GPU runs a rule in plain torch for lack of
     packages; else "". The function also warns once.
 
-    ``obstacles`` are those of the rules that were skipped.
+    ``obstacles``: why rules were skipped.
     """
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:

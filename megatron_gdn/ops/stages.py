@@ -255,8 +255,8 @@ class StateLink(Protocol):
         """The initial states ``[N, H, K, V]``, and the tensors that the backward needs.
 
         ``forward`` is ``rule.begin(inputs, self.documents)``, which has not run yet.
-        The caller saves these tensors. It passes them as ``kept`` to
-        :meth:`backward_states` and :meth:`states_from_saved`.
+        The caller saves the tensors that the backward needs. It passes them as ``kept``
+        to :meth:`backward_states` and :meth:`states_from_saved`.
         """
         ...
 
@@ -287,8 +287,8 @@ class SequenceContext:
 
     @cached_property
     def rule_documents(self) -> Documents | None:
-        """The boundaries that the rule gets: those of ``states``, if there are
-        states."""
+        """The boundaries that the rule gets: ``states.documents`` if there are states,
+        else ``documents``."""
         if self.states is None:
             return self.documents
         return self.states.documents

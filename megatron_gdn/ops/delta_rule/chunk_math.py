@@ -125,10 +125,11 @@ def run_group(
 def _zero_nonfinite_tokens(x: ChunkValues) -> tuple[ChunkValues, Tensor]:
     """Zero the tokens whose k, e, u, g or strength is not finite, in place.
 
-    The second result, bool ``[b, C]``, is True from the first zeroed token of a chunk
-    on: these tokens' outputs must be NaN. The zeros are needed, since in a product with
-    a triangular matrix 0 times a later token's NaN would make an earlier output NaN. A
-    q that is not finite is not changed: only its own token's output depends on it.
+    The second result, bool ``[b, C]``, is True at the first zeroed token of a chunk and
+    at all later tokens of the chunk: the caller must set their outputs to NaN. The
+    zeros are needed, since in a product with a triangular matrix 0 times a later
+    token's NaN would make an earlier output NaN. A q that is not finite is not changed:
+    only its own token's output depends on it.
     """
     g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
     # x * 0 is NaN if x is NaN or inf, so x * 0 != 0 finds the numbers that are not
@@ -239,7 +240,8 @@ class _Decays(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_start: Tensor, d_end: Tensor, *d_decayed: Tensor):
-        """The gradients of g and ``pairs`` from those of the results, in their order.
+        """The gradients of g and ``pairs`` from the gradients of the forward's results,
+        in the order of these results.
 
         The gradient of g_t sums over all keys before t and all queries at t or later,
         since g_t is in the decay between these tokens.
@@ -450,8 +452,9 @@ class _SolveAndPassStates(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dS, dy, d_carried, d_final):
-        """The gradients of the inputs from those of the results, in their order: ``dS``
-        of the states before chunks, ``d_carried`` of the state after the group."""
+        """The gradients of the inputs from the gradients of the forward's results:
+        ``dS`` of the states before chunks, ``dy`` of y, ``d_carried`` of the state
+        after the group, ``d_final`` of the final states."""
         inverse, W, k_out, through, S, y = ctx.saved_tensors
         states = S.new_empty((len(S) // ctx.heads + 1,) + d_carried.shape)
         if W is None:

@@ -3,8 +3,8 @@
     S_next = decayed S + k^T (u - w S)
 
 S is the state before a chunk, and S_next the state after it. k are the keys, decayed to
-the chunk's end. u are the values that the chunk writes if S is zero, and ``w S`` is
-what S takes away from these values. Each subclass computes w and u by its own kernels.
+the chunk's end. u are the values that the chunk writes if S is zero, and ``u - w S``
+the values that it writes for any S. Each subclass computes w and u by its own kernels.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class FlaDeltaRule(FlaRule):
 
     def d_states(self, call: FlaBackward, any_states: Tensor) -> Tensor:
         """The gradients ``[N, H, K, V]`` of the initial states, with zero gradients of
-        the final states. fla returns them only if it gets initial states; the values of
-        ``any_states`` are not read."""
+        the final states. fla returns these gradients only if it gets initial states;
+        the values of ``any_states`` are not read."""
         _, d_local, _ = self.fla.chunk_gated_delta_rule_bwd_dhu(
             **self.d_states_arguments(call),
             do=call.d_o,

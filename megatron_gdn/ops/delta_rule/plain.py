@@ -282,7 +282,7 @@ class PlainRule(Rule):
         chunk_size: int = CHUNK,
         scale: float | None = None,
     ) -> None:
-        """``bits`` is raised to ``DETERMINISTIC``, which this rule always keeps.
+        """``bits`` is raised to ``DETERMINISTIC``, which this rule always promises.
         ``chunk_size`` is in tokens."""
         self.bits = max(bits, self.bits)
         self.chunk_size = chunk_size
