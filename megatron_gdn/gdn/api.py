@@ -233,7 +233,7 @@ def run_rule(
     final_states = final.new_zeros((len(documents.lengths),) + final.shape[1:])
     if initial_state is not None:
         final_states = initial_state.to(final.dtype)
-    # the slice drops the state of the one empty sequence, if no document has a token
+    # If no document has a token, the slice drops the state of the one empty sequence.
     return o, final_states.index_copy(0, filled, final[: len(filled)])
 
 
@@ -300,7 +300,7 @@ class _RunRule(torch.autograd.Function):
 
 def gradients_of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, g and beta, times ``grads.factor`` (``[H]``, or None).
-    dq and dk, which may have H heads, are summed to ``key_heads`` heads."""
+    If dq and dk have H heads, they are summed to ``key_heads`` heads."""
     dq, dk, dv, dg, dbeta, factor = grads
     if factor is not None:
         dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))

@@ -1,8 +1,8 @@
 """Rounds the operands of the delta rule's products to fp16 in a bf16 layer
 (docs/precision.md).
 
-Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 keeps 8
-bits. fp16 keeps 11 bits at the same speed, but only for numbers of 2^-14 to 65504:
+Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 has 8 bits.
+fp16 has 11 bits at the same speed, but only for numbers of 2^-14 to 65504:
 
 - q, k, v and states are not scaled: q and k have unit length, v is the output of a
   SiLU, and a state is a weighted mean of values v.
@@ -10,10 +10,10 @@ bits. fp16 keeps 11 bits at the same speed, but only for numbers of 2^-14 to 655
   and the front multiplies the rule's gradients by the inverse of this power
   (`RuleGrads.factor`). Both steps are exact.
 
-This power of two brings the largest |d_o| of the key head's value heads below 1, which
+This power of two brings the largest |d_o| of the key head's value heads below 1. This
 leaves room for sums: with g <= 0, beta <= 2 and unit keys, a column of the state's
-gradient has a norm up to T / sqrt(K), 2^13.5 for K = 128 and 2^17 tokens. A value
-beyond 65504 becomes inf, a visible error.
+gradient has a norm up to T / sqrt(K). This is 2^13.5 for K = 128 and T = 2^17 tokens. A
+value beyond 65504 becomes inf, a visible error.
 
 In context parallelism the power of two also brings gradients of final states below 2^5,
 because tokens of other ranks may have far larger gradients. All documents of a rank

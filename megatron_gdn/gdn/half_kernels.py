@@ -6,7 +6,7 @@ then scale.
 Legend: x gradients of tokens or of states; G key heads; H value heads; T rows of x per
 key head (tokens, or rows of states); C columns of such a row; N tiles of rows; R rows
 of a tile. x has RUN neighbouring rows of one key head (1 for tokens), then RUN rows of
-the next one.
+the next key head.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ def _scale_kernel(
     G).
 
     ``largest`` ``[N, G]`` has N <= TILES maxima for each key head. The power's exponent
-    is EXPONENT minus the exponent of the largest maximum, in the range in which the
-    power and its inverse are normal numbers. ``up`` gets the power, ``down`` the
-    inverse power, for each of the head's RATIO value heads. With LOWER, x was scaled by
-    the power ``old`` before. Then the new power is at most ``old``, x is scaled by new
-    / old, and ``ratio`` gets this quotient; x is neither read nor written if the power
-    stays. BIAS, MANTISSA: fp32's exponent bias, and its number of mantissa bits.
+    is EXPONENT minus the exponent of the largest maximum, clamped so that the power and
+    its inverse are normal numbers. ``up`` gets the power, ``down`` the inverse power,
+    for each of the head's RATIO value heads. With LOWER, x was scaled by the power
+    ``old`` before. Then the new power is at most ``old``, x is scaled by new / old, and
+    ``ratio`` gets this quotient. If the power stays, x is not read and not written.
+    BIAS, MANTISSA: fp32's exponent bias, and its number of mantissa bits.
     """
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)

@@ -61,8 +61,8 @@ def power_exponent(
     ``dims`` are all dimensions of x except the dimension of the value heads. After
     scaling, the largest |x| of a key head is in ``[2^(log2_bound - 1), 2^log2_bound)``,
     or below 2^2 if |x| is near fp32's largest number. inf and NaN in one document count
-    as zero, so that other documents keep their power. The powers lie in 2^-126 ..
-    2^126.
+    as zero, so that they do not change the power of other documents. The powers are at
+    least 2^-126 and at most 2^126.
     """
     if x.numel() == 0:
         most_G = torch.zeros(key_heads, device=x.device)

@@ -159,16 +159,16 @@ def resolve_rule(
     Args:
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or
             ``"auto"``, the first backend of this list that runs here. If "auto" skips
-            flash_qla, the log says why, once. A backend that is asked for by name is
-            never replaced by another backend.
+            flash_qla, the log says why, once. A backend that the caller names is never
+            replaced by another backend.
         bits: with ``Bits.DETERMINISTIC`` results repeat bit for bit, from run to run
             and process to process, and a sequence's results do not depend on other
             sequences. ``"auto"`` takes flash_qla, or else fla, if a test covers GPU,
             dtype, heads and versions (:class:`.repeatable.RepeatableSetup`), else the
             reference. Each of fla's kernels then has one configuration. A backend that
-            is asked for by name runs even if untested; the log then says so.
-            With ``Bits.ON_GRID`` a token's bits depend only on its sequence's tokens,
-            and a kernel that is asked for by name raises a ValueError.
+            the caller names runs even if untested; the log then says so. With
+            ``Bits.ON_GRID`` a token's bits depend only on its sequence's tokens; then
+            only ``"auto"`` and ``"reference"`` are legal.
         operands: the dtype to which flash_qla and fla round operands of products in a
             bf16 layer: ``"fp16"``, or ``"bf16"``, which has three bits less but a wider
             range (see :mod:`.half`). If fp16 would be more exact but cannot be used,
@@ -194,7 +194,7 @@ def resolve_rule(
     )
     rule, reason = choice
     if operands == "bf16" or rule.name == "reference" or dtype != torch.bfloat16:
-        # bf16 was asked for, or the operands are at least as exact as fp16
+        # the caller chose bf16, or the operands are at least as exact as fp16
         return choice
     if rule.batch_invariant:
         why = (

@@ -5,8 +5,8 @@ The first process that needs a kernel takes a lock beside tilelang's cache and s
 it calls.
 
 tilelang takes up to two seconds to compute its own key of a kernel. So this module
-keeps an empty file for every cached kernel, named by a digest of the function's source
-and arguments.
+makes an empty file for every cached kernel. The file's name is a digest of the
+function's source and arguments.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ HOPPER_CAPABILITY = (9, 0)
 # With this variable set to 0, a process compiles missing kernels itself, one after the
 # other.
 _COMPILE_AHEAD_VARIABLE = "MEGATRON_GDN_COMPILE_AHEAD"
-# Names of groups of kernels, the option ``--uses`` of the warm-up command: "cut" is for
-# a long sequence in segments, "rows" for a batch, "uncut" for short documents. Some
+# Names of groups of kernels, for the option ``--uses`` of the warm-up command: "cut"
+# for a long sequence in segments, "rows" for a batch, "uncut" for short documents. Some
 # runs also need "states" (chunkwise context parallelism), "whole" (batch-invariant
 # mode) and "recompute" (a second run of the forward).
 USUAL_USES = ("cut", "rows", "uncut")
@@ -135,8 +135,9 @@ def _compile_once(
 
 def _may_start_command() -> bool:
     """Whether this process may start the warm-up command for the heads of the next
-    call: on Hopper, once for these heads, and only if the user did not switch this
-    off. Without a call of :func:`set_next_calls` the heads are not known."""
+    call: on Hopper, once for these heads, unless the user switched it off by
+    _COMPILE_AHEAD_VARIABLE. Without a call of :func:`set_next_calls` the heads are not
+    known."""
     switched_on = os.environ.get(_COMPILE_AHEAD_VARIABLE, "1") != "0"
     return (
         _next_heads.key > 0
@@ -175,8 +176,9 @@ def _start_command(lock: int) -> subprocess.Popen:
 
 
 def warm_up_command(heads: Heads, use: str) -> list[str]:
-    """The command line that compiles kernels for ``heads``, those of the group ``use``
-    first. ``--for-a-run`` tells the command that this process holds the lock."""
+    """The command line that compiles kernels for ``heads``, beginning with the kernels
+    of the group ``use``. ``--for-a-run`` tells the command that this process holds the
+    lock."""
     uses = [use] + [other for other in USUAL_USES if other != use]
     return [
         sys.executable,

@@ -2,10 +2,10 @@
 
 On Hopper, ordinary stores and bulk copies (TMA) reach shared memory through two
 proxies. Each thread that wrote to shared memory must issue ``fence.proxy.async`` before
-it signals that its part is done (PTX ISA, "Async proxy"); else the bulk store may send
-old contents. flash-qla 0.1.3, as tilelang 0.1.15 compiles it, lacks some of these
-fences. A hook adds them to a kernel's CUDA source. The kernels for Blackwell were not
-examined.
+it signals that its part is done (PTX ISA, "Async proxy"). Without the fence the bulk
+store may send old contents. flash-qla 0.1.3, as tilelang 0.1.15 compiles it, lacks some
+of these fences. A hook adds them to a kernel's CUDA source. The kernels for Blackwell
+were not examined.
 """
 
 from __future__ import annotations

@@ -201,9 +201,9 @@ class HopperKernels:
         segment. Where ``ht_mask_bwd`` is True, dS need not pass the segment.
 
         Returns:
-            four tensors ``[P, H]``: the number of a segment's last chunks that its map
-            needs; the number of its first chunks that S_in reaches; whether S passes
-            the segment; whether dS passes the segment.
+            four tensors ``[P, H]``: how many last chunks of a segment its map needs;
+            how many first chunks of the segment S_in reaches; whether S passes the
+            segment; whether dS passes the segment.
         """
         P, H = ht_mask_fwd.shape[0], g.shape[2]
         force_inter_boundaries = False  # no rank holds a part of a sequence
@@ -249,9 +249,10 @@ class HopperKernels:
         ``[N, H, K, V]`` and ``through [N, H, K, K]`` if ``output_final_state``, else
         None.
 
-        Final states and ``through`` have ``final_dtype``. If ``num_warmup_chunks``,
-        ``[P, H]``, is given, a segment's final states are computed from so many of its
-        last chunks only.
+        Final states and ``through`` have ``final_dtype``.
+
+        ``num_warmup_chunks``, ``[P, H]`` or None: from how many last chunks of a
+        segment its final states are computed; None: from all.
         """
         G, K = k.shape[2:]
         H, V = v.shape[2:]
@@ -389,7 +390,7 @@ class HopperKernels:
         """The output, the states before every chunk if ``output_h`` and the final
         states if ``output_final_state``; else None.
 
-        ``cu_seqlens`` are the offsets of segments, ``raw_cu_seqlens`` those of
+        ``cu_seqlens`` are the offsets of segments, ``raw_cu_seqlens`` the offsets of
         sequences; ``cp_seq_map`` has the sequence of each segment.
         """
         G, K = k.shape[2:]
@@ -560,8 +561,8 @@ class HopperKernels:
         cu_seqlens: Tensor | None = None,
         overwrite_dht: bool = False,
     ) -> tuple[Tensor, ...]:
-        """The gradients of q, k, v, g and b, and those of the states that enter
-        segments or uncut sequences. dq and dk have H heads.
+        """The gradients of q, k, v, g and b, and of the states that enter segments or
+        uncut sequences. dq and dk have H heads.
 
         ``dht``: gradients of the states that leave segments or uncut sequences; None:
         zero. With ``overwrite_dht`` the entering states' gradients overwrite ``dht``;

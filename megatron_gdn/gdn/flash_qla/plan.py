@@ -157,7 +157,7 @@ def _make_plan(
     documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
 ) -> Segments:
     """Compute :func:`plan_of`: by FlashQLA's cost model if the host knows the
-    boundaries and bits may vary, else by each sequence's length."""
+    boundaries and ``batch_invariant`` is False, else by each sequence's length."""
     if documents.known_on_host and not batch_invariant:
         offsets = _cut_by_cost(documents, value_heads)
         if offsets is None:

@@ -76,8 +76,8 @@ class FlashQlaForward(RuleForward):
             segments = maps.segments
         else:
             segments = self.rule.plan(self.inputs, self.documents, states=False)
-            # With batch_invariant, uncut sequences run in the kernels for segments too,
-            # because all sequences run in these kernels as soon as one of them is cut.
+            # If one sequence is cut, all sequences run in the kernels for segments. So
+            # with batch_invariant uncut sequences always run in these kernels.
             if segments is not None and (
                 self.rule.batch_invariant or not segments.are_sequences
             ):

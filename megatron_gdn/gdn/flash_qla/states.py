@@ -5,7 +5,7 @@ of a sequence and each head. Context parallelism sends the maps; the forward app
 maps to S_in.
 
 If a head's log-decay sums to less than -20 within a segment, ``through`` is zero.
-``local`` is then computed from the last chunks alone, whose log-decay sums to -20:
+``local`` is then computed only from the last chunks, whose log-decay sums to -20, since
 e^-20 = 2e-9 is below the precision of an fp32 sum. If the sequences begin with zero
 states, the bound is -10, as in FlashQLA.
 
@@ -50,8 +50,8 @@ class SavedTensors(NamedTuple):
 
         ``d_states_in``: the gradients of states that enter segments, computed with zero
         gradients of the states that leave segments. FlashQLA's kernel composes the
-        gradients of sequences that begin with zero states; this package composes those
-        of sequences with initial states.
+        gradients of sequences that begin with zero states; this package composes the
+        gradients of sequences with initial states.
         """
         if self.dS_passes is None:
             return leaving_gradients(d_states_in, self.through, segments, d_final)
@@ -130,8 +130,8 @@ def segment_maps(
         S_passes = None
         dS_passes = None
         # The kernel counts chunks back from a segment's end. If a segment ends inside a
-        # chunk, its chunks are not those of its sequence, so the kernel runs all chunks
-        # of the segment.
+        # chunk, chunks counted from the segment's end are not the sequence's chunks. So
+        # the kernel then runs all chunks of the segment.
         if segments.ends_inside_chunk is not None:
             last_chunks = torch.where(
                 segments.ends_inside_chunk, segments.chunk_counts, last_chunks
