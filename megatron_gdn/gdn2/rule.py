@@ -127,8 +127,8 @@ def choose_gdn2(
 
     ``bits`` is what the rule must promise. ``Bits.DETERMINISTIC``: a sequence's bits
     depend neither on the run nor on other sequences. ``Bits.ON_GRID``: a token's bits
-    depend only on its sequence's tokens. For both, "auto" takes a rule other than the
-    reference only if a test found that its bits repeat here.
+    depend only on its sequence's tokens. With either, "auto" takes a rule other than
+    the reference only if a test found that the rule's bits repeat here.
 
     Raises:
         ValueError: an unknown backend, or a backend that does not support these heads,

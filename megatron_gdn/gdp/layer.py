@@ -105,7 +105,8 @@ class GatedDeltaProduct(MambaLayerMixer):
             number; results do not depend on it.
         options: the fields of :class:`.mixers.options.MixerOptions` and
             :class:`GDPOptions`, without ``rule_operands``; ``backend`` is as in
-            :class:`megatron_gdn.GatedDeltaNet`, whose rules run over n rows per token.
+            :class:`megatron_gdn.GatedDeltaNet`, whose rules run here over n rows per
+            token, one for each update.
 
     The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass options
     through ``ModuleSpec(params={...})``.
@@ -212,8 +213,8 @@ def choose_gdp(
 
     ``bits`` is what the rule must promise. ``Bits.DETERMINISTIC``: a sequence's bits
     depend neither on the run nor on other sequences. ``Bits.ON_GRID``: a token's bits
-    depend only on its sequence's tokens. For both, "auto" takes a rule other than the
-    reference only if a test found that its bits repeat here.
+    depend only on its sequence's tokens. With either, "auto" takes a rule other than
+    the reference only if a test found that the rule's bits repeat here.
 
     Raises:
         ValueError: an unknown backend, or a backend that does not support these heads,

@@ -85,8 +85,8 @@ class GDPDims:
 def gdp_layout(sizes: HeadSizes, steps: int) -> Layout:
     """The columns z | V0 V1 .. | K0 K1 .. | Q | b0 b1 .. | a.
 
-    V, K and b have a section for each of the ``steps`` updates; a front reads each of
-    the three as one run of sections.
+    V, K and b have a section for each of the ``steps`` updates. A front reads all
+    sections of V as one run, and so for K and for b.
     """
     state_dim = sizes.key_dim
     head_dim = sizes.value_dim

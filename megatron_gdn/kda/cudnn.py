@@ -12,9 +12,9 @@ instead of the true state. So before each segment they run earlier tokens, until
 2^-20 of the state before these tokens would be left (keys of length 1, beta up to 1).
 With slow decay these are all earlier tokens.
 
-cuDNN builds and keeps a graph for each number of tokens and of sequences. In version
-1.32.0 a graph keeps a buffer for every state that a call does not pass, so each call
-passes all states.
+cuDNN builds and stores a graph for each number of tokens and of sequences. In version
+1.32.0 a graph allocates a buffer for every state that a call does not pass, so each
+call passes all states.
 
 The kernels divide by the decay of 16 tokens. If each log-decay is below about -5.5,
 this decay is 0 in fp32 and the kernels return NaN. So the rule needs a gate with a
@@ -135,8 +135,9 @@ class CudnnForward(RuleForward):
         """Make the arguments of cuDNN's calls; they depend only on ``inputs`` and
         ``documents``.
 
-        The base's ``__init__`` is not called: it would keep ``inputs`` in memory beside
-        their copies in the arguments, and no method here reads what it stores.
+        The base's ``__init__`` is not called: it would store ``inputs``, which no
+        method here reads. So ``inputs`` can be freed once they are copied to the
+        arguments.
         """
         self._arguments = _CudnnArguments(inputs, documents)
 
@@ -204,8 +205,8 @@ class CudnnBackward(RuleBackward):
     def _run(
         self, initial: Tensor | None, d_final: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """The gradients of q, k, v, g and beta, ``[T, H, ...]``, then that of the
-        initial states, transposed."""
+        """The gradients of q, k, v, g and beta, ``[T, H, ...]``, then the gradient of
+        the initial states, transposed."""
         arguments = self._arguments
         return _cudnn_functions().kda_bwd(
             self._d_o,

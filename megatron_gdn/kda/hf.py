@@ -33,8 +33,8 @@ def kda_layer_maps(
     """The maps between the two formats, for every parameter of one layer except its
     input norm.
 
-    ``family`` is the ``model_type`` of the model. Hugging Face names are those of
-    files, or of transformers' module if ``in_files`` is False. ``prefix``,
+    ``family`` is the ``model_type`` of the model. The Hugging Face names are the names
+    in files, or in transformers' module if ``in_files`` is False. ``prefix``,
     ``hf_prefix`` and ``zero_centered_gamma`` are as in :func:`..gdn.hf.gdn_layer_maps`.
     """
     D = dims.hidden_size

@@ -65,9 +65,9 @@ class KimiDeltaAttentionSubmodules(MixerSubmodules):
     """Specs of the modules inside a :class:`KimiDeltaAttention`.
 
     ``in_proj`` must not begin with a norm, since other projections read the same input.
-    ``f_a_proj`` and ``g_a_proj`` must be of a class with the argument
-    ``parallel_mode``, such as Megatron's ``TELinear``, which has its whole weight on
-    every tensor-parallel rank. ``beta_proj`` may be of such a class. All others are
+    The class of ``f_a_proj`` and ``g_a_proj`` must have the argument ``parallel_mode``,
+    as Megatron's ``TELinear`` has. Such a linear has its whole weight on every
+    tensor-parallel rank. ``beta_proj`` may be such a linear. All others are
     column-parallel linears.
     """
 
@@ -290,8 +290,8 @@ class KimiDeltaAttention(RecurrentMixer):
         return torch.cat(sections, dim=-1), None
 
     def _sections(self, x: Tensor) -> list[Tensor]:
-        """The columns of a row in order, as one tensor per projection of the layer's
-        input ``x [s, B, D]``: in_proj, the gates unless in_proj makes them, beta."""
+        """The columns of a row in order, one tensor per projection of the layer's input
+        ``x [s, B, D]``: in_proj; the two gates, unless in_proj makes both; beta."""
         rows, _ = self.in_proj(x)
         sections = [rows]
         if not self.dims.gates_in_in_proj:

@@ -2,8 +2,8 @@
 Megatron.
 
 Both formats store the projection as rows z | x | B | C | dt and the convolution as x |
-B | C, and all tensors but the convolution's have equal names. Tensors keep their bits,
-but ``A_log``, ``dt_bias`` and ``D`` become fp32. Each section is split over
+B | C. All tensors but the convolution's have the same names in both. Tensors keep their
+bits, but ``A_log``, ``dt_bias`` and ``D`` become fp32. Each section is split over
 tensor-parallel ranks by itself.
 """
 

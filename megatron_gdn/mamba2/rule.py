@@ -258,8 +258,8 @@ class FlaSSD(FlaRule):
         and ``d_final`` are ``[N, H, K, V]`` or None (zeros).
 
         fla gives the gradients of q, k and v of `_simple_gla_operands`. dC and dB are
-        sums over the heads of a group. dD keeps the token dimension: the front sums
-        over tokens.
+        sums over the heads of a group. dD has a token dimension, over which the front
+        sums.
         """
         inputs = call.inputs
         g_sum, q, k, v = call.kept_tensors
@@ -320,8 +320,8 @@ def choose_ssd(
 
     ``bits`` is what the rule must promise. ``Bits.DETERMINISTIC``: a sequence's bits
     depend neither on the run nor on other sequences. ``Bits.ON_GRID``: a token's bits
-    depend only on its sequence's tokens. For both, "auto" takes a rule other than the
-    reference only if a test found that its bits repeat here.
+    depend only on its sequence's tokens. With either, "auto" takes a rule other than
+    the reference only if a test found that the rule's bits repeat here.
 
     Raises:
         ValueError: an unknown backend, or a backend that does not support these heads,
