@@ -132,8 +132,8 @@ def refuse_unsupported(sequence_len_offset: object, keywords: dict[str, Any]) ->
     """Raise if ``sequence_len_offset``, an attention bias or an unknown keyword is
     given.
 
-    ``keywords`` are the further keywords of a forward; those of attention that change
-    nothing in a mixer pass.
+    ``keywords`` are the further keywords of a forward. Attention's keywords that change
+    nothing in a mixer are legal.
     """
     if sequence_len_offset is not None:
         raise NotImplementedError(

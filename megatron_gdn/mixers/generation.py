@@ -207,7 +207,8 @@ def decode_requests(
     Args:
         projected: ``[N, s, P]``.
         conv_state, ssm_state: the context's histories and states, updated in place.
-        batch_indices: int ``[N]``, the slot of each request; default: n for request n.
+        batch_indices: int ``[N]``, the slot of each request; None: request n has slot
+            n.
         intermediate_conv_state, intermediate_ssm_state: buffers ``[M, s, ...]`` that
             receive histories and states after each token. The context later keeps those
             after the last accepted token.

@@ -32,7 +32,7 @@ class LatentAttention(MLASelfAttention):
         c, r = kv_down(x)                     kv_lora_rank, qk_pos_emb_head_dim
         k, v = kv_up(RMSNorm(c))              per head
         q    = q_proj(x) or, with q_lora_rank, q_up(RMSNorm(q_down(x)))
-        y    = proj(softmax(q [k | r]^T / sqrt(D)) v)         causal, r for all heads
+        y    = proj(softmax(q [k | r]^T / sqrt(D)) v)         causal; all heads share r
 
     (Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.)
 
@@ -101,8 +101,8 @@ class LatentAttention(MLASelfAttention):
         return output_and_bias
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Megatron's input of q's projection, and the rows ``c | r`` of this rank's
-        tokens.
+        """The input of q's projection, as in Megatron, and the rows ``c | r`` of this
+        rank's tokens.
 
         Every tensor-parallel rank uses r for its own heads, so r's gradient must be
         summed over the ranks. Megatron's own code leaves this sum out, except under

@@ -74,7 +74,8 @@ class LoaderLayout:
             self.option = SequenceLayout(option)
 
     def of(self, packed: PackedSeqParams | None) -> SequenceLayout:
-        """How the loader cut a micro-batch; None: one that is not packed.
+        """How the loader cut a micro-batch; ``packed`` is None if the micro-batch is
+        not packed.
 
         Raises a ValueError if sources contradict each other.
         """

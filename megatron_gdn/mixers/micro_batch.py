@@ -234,8 +234,8 @@ class MicroBatchPlanner:
                 self._layer_number, group, tokens, B, documents, layout, device
             )
         # A CUDA stream has tables of its own, so the stream is part of the key.
-        # Documents are compared by identity: to hash lengths takes longer than a kernel
-        # launch.
+        # Documents are compared by identity, since hashing their lengths would take
+        # longer than a kernel launch.
         key = (
             stream_of_tables(),
             documents,

@@ -129,8 +129,11 @@ class _SumGradient(torch.autograd.Function):
 
 
 def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """A view of a replicated parameter whose gradient is summed over the ranks of
-    ``group``; without a group or a gradient, the parameter itself."""
+    """A view of a replicated parameter; the gradient of the view is summed over the
+    ranks of ``group``.
+
+    The result is the parameter itself if there is no group or no gradient is needed.
+    """
     if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
         return parameter
     return _SumGradient.apply(parameter, group)

@@ -34,8 +34,8 @@ PARENTS_ATTRIBUTE = "_megatron_gdn_parents"
 # The attribute of a checkpoint's autograd context: stamps of the documents that the
 # checkpoint's forward has read.
 _STAMPS_ATTRIBUTE = "_megatron_gdn_stamps"
-# The qkv_format of trees of documents. It is not "thd", so that a layer which does not
-# know trees refuses them.
+# The qkv_format of trees of documents. It is not "thd", so that layers without support
+# for trees raise an error.
 TREE_FORMAT = "thd_tree"
 _BOUNDARY_FIELDS = (
     "cu_seqlens_q_padded",
@@ -352,8 +352,8 @@ def _read_documents(
     _BOUNDARY_FIELDS.
     ``parents`` has the index of each document's parent if the documents are a tree.
     """
-    # Each tensor is read once, since the host waits for a GPU; most fields have the
-    # same tensor.
+    # Each tensor is read once, since the host waits for each read from a GPU. Most
+    # fields have the same tensor.
     offsets_by_id = {id(x): offsets_of(x) for x in offset_tensors if x is not None}
     q_padded, q, kv_padded, kv = (
         None if x is None else offsets_by_id[id(x)] for x in offset_tensors

@@ -50,8 +50,8 @@ class TensorMap:
     megatron = cat(sources)[rows] + shift
     """
 
-    # the tensor's key in a model with Transformer Engine's modules, then, if it
-    # differs, with Megatron's local ones
+    # the tensor's key in a model with Transformer Engine's modules; also its key with
+    # Megatron's local modules, if this key differs
     names: tuple[str, ...]
     sources: tuple[HFRef, ...]
     # Megatron's row i is row rows[i] of cat(sources); None: row i

@@ -40,19 +40,19 @@ def tree_packed_seq_params(
     all documents as one sequence.
 
     Args:
-        lengths: token count of each document; a child of an empty one continues its
-            grandparent.
-        parents: for each document the index of its parent, an earlier document; -1 for
-            none.
+        lengths: token count of each document; the child of an empty document continues
+            its grandparent.
+        parents: for each document the index of its parent, an earlier document; -1: no
+            parent.
         multiple_of: every document is padded to a multiple of this number of tokens
             (children ignore the padding); ``2 * context_parallel_size`` if the buffer
             is cut in zigzag.
         device: the device of the result; it must be the layers' device.
 
     Returns:
-        int32 ``[N + 1]``: ``cu_seqlens_*`` without padding, ``cu_seqlens_*_padded``
-        with padding; ``max_seqlen_*`` is the largest length of a document with all its
-        ancestors, padded.
+        ``PackedSeqParams`` with int32 tensors ``[N + 1]``: ``cu_seqlens_*`` without
+        padding, ``cu_seqlens_*_padded`` with padding. ``max_seqlen_*`` is the largest
+        padded length of a document with all its ancestors.
 
     Raises:
         ValueError: ``lengths`` and ``parents`` do not fit, or ``multiple_of`` is below
