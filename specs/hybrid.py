@@ -385,8 +385,11 @@ def _with_kda_and_gdn2(
 
 
 class _GDNOrKDALayer:
-    """Its constructor builds a layer of the spec ``kda`` if ``layer_number`` is in
-    ``kda_numbers``, else of the spec ``gdn``. ``submodules`` are not read."""
+    """A class whose constructor builds a layer of the spec ``kda`` or of ``gdn``.
+
+    It takes ``kda`` if ``layer_number`` is in ``kda_numbers``; ``submodules`` are not
+    read.
+    """
 
     def __new__(
         cls,
@@ -398,7 +401,8 @@ class _GDNOrKDALayer:
         submodules: Any,
         **others: Any,
     ) -> Any:
-        """Build layer ``layer_number``, from 1 in the whole model or in an MTP head."""
+        """Build layer ``layer_number``; numbers count from 1 in the whole model, or in
+        an MTP head."""
         if layer_number in kda_numbers:
             spec = kda
         else:
