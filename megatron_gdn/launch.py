@@ -65,7 +65,8 @@ def main(arguments: list[str]) -> int:
         import_module("megatron_gdn.enable")
     except ValueError as error:  # the environment names layers that do not exist
         return print_error(error)
-    # Only such a script has Megatron's count of FLOPs and its parser of flags.
+    # Only scripts that use megatron.training have Megatron's count of FLOPs and its
+    # parser of flags.
     if "megatron.training" in path.read_text(encoding="utf-8", errors="ignore"):
         import_module("megatron_gdn.models.stack").count_flops_in_megatron()
         import_module("megatron_gdn.frameworks.patch").add_flags_of_kda()

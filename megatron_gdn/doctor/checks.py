@@ -92,7 +92,8 @@ def check_packages() -> Iterator[Finding]:
 def _check_package(asked: Requirement, extra: str | None) -> Finding:
     """Compare the installed version of a package with a requirement of this package.
 
-    ``extra`` is the extra that asks for it; None: it is always required.
+    ``extra`` is the extra of this package with the requirement; None: the package is
+    always required.
     """
     name = asked.name
     install = f'pip install "{asked.name}{asked.specifier}"'
@@ -219,7 +220,7 @@ def _compare_errors(
 ) -> Finding:
     """Compare a rule's relative RMS ``errors`` with those of ``plain`` torch.
 
-    Both are by the names in _RESULT_NAMES; ``subject`` names the rule.
+    The keys of both are the names in _RESULT_NAMES; ``subject`` names the rule.
     """
     subject = f"{subject}, errors"
     ratios = {name: _ratio(errors[name], plain[name]) for name in _RESULT_NAMES}
@@ -228,7 +229,8 @@ def _compare_errors(
     text = (
         f"{worst} {errors[worst]:.1e}, {ratio:.2f} of plain torch's error against fp64"
     )
-    if ratio <= 2:  # kernels round once more than plain torch, so twice its error is ok
+    # Kernels round once more than plain torch, so twice the error of plain torch is ok.
+    if ratio <= 2:
         return Finding(subject, "ok", text)
     return Finding(subject, "wrong", f"{text}: choose another backend, and report this")
 
@@ -239,7 +241,7 @@ def _name_of_largest(numbers: dict[str, float]) -> str:
 
 
 def _ratio(error: float, other: float) -> float:
-    """``error / other``; 0 if both are 0, infinite if only ``other`` is."""
+    """``error / other``; 0 if both are 0, infinite if only ``other`` is 0."""
     if other:
         return error / other
     if error:

@@ -52,8 +52,8 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
         )
     cp = config.context_parallel_size
     if cp > 1:
-        # Megatron cuts rotary angles into two pieces per rank, so the number of tokens
-        # must be even.
+        # Megatron cuts rotary angles into two equal parts per rank, so the number of
+        # tokens must be even.
         tokens = tokens + tokens % 2
     context = StaticInferenceContext(rows, tokens)
     if cp > 1:
@@ -181,7 +181,8 @@ def ready_for_single_tokens(model: nn.Module) -> Iterator[None]:
     owners: list = list(model.modules())
     # modules share configs, and each config is changed once
     owners += {id(m.config): m.config for m in owners if hasattr(m, "config")}.values()
-    # (owner, name of the attribute, its value), to be set again
+    # (owner, name of the attribute, its value); the end of the context sets this value
+    # again
     before: list[tuple[object, str, object]] = []
     for owner in owners:
         if isinstance(owner, nn.Module):

@@ -100,8 +100,8 @@ class Model:
         return [n for n in range(1, experts + 1) if experts % n == 0]
 
     def refuse_illegal_sizes(self, tp: int, cp: int, ep: int, length: int) -> None:
-        """Raise a ValueError, with the legal sizes, if a launch would refuse one of the
-        parallel sizes, or sequences of ``length`` tokens with these sizes."""
+        """Raise a ValueError if a launch would refuse one of the parallel sizes, or
+        sequences of ``length`` tokens. The error names the legal sizes."""
         _require_legal_size("tensor-parallel size tp", tp, self.tensor_parallel_sizes())
         _require_legal_size("expert-parallel size ep", ep, self.expert_parallel_sizes())
         if cp < 1:
@@ -175,7 +175,8 @@ ENTRIES = _read_catalogue()
 
 
 def find(name: str) -> Model:
-    """The model ``name``, in upper or lower case; an unknown name is a ValueError."""
+    """The model ``name``, in upper or lower case; an unknown name raises a
+    ValueError."""
     for known, model in ENTRIES.items():
         if known.lower() == name.lower():
             return model

@@ -44,14 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_when_run_exits() -> None:
-    """Kill this process group as soon as the run that started it closes its standard
-    input; the system closes it too if the run is killed."""
+    """Kill this process group at the end of its standard input.
+
+    The run that started the group closes this input; if the run is killed, the system
+    closes it.
+    """
 
     def kill_group_at_end_of_input() -> None:
         """Wait for the end of standard input; then kill this process, its forks and
         compilers."""
-        # os.read takes no lock. A fork closes sys.stdin and would wait for the lock of
-        # a reader.
+        # os.read takes no lock, but a read of sys.stdin would. A fork closes sys.stdin,
+        # and would wait for this lock.
         while os.read(0, 4096):
             pass
         os.killpg(0, signal.SIGKILL)

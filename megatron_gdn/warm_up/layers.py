@@ -166,9 +166,10 @@ def layer_calls(
     ) -> None:
         """Add a call of ``use`` to ``found``.
 
-        ``tokens``, of all ranks, are rounded up, so that each rank has a multiple of
-        _MULTIPLE_OF_TOKENS tokens of every document or row. For "states", ``tokens``
-        and ``documents`` are the tokens and the pieces of one rank.
+        ``tokens`` counts the tokens of all ranks. It is rounded up, so that each rank
+        has a multiple of _MULTIPLE_OF_TOKENS tokens of every document or row. For
+        "states", ``tokens`` and ``documents`` are the tokens and the pieces of one
+        rank.
         """
         cp = headwise_ranks
         layout = "zigzag"
