@@ -56,8 +56,8 @@ def _walk_one_token(
     PADDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """d(pre-activation) of one token per segment, and dx of the token W - 1 tokens
-    earlier.
+    """Compute d(pre-activation) of one token t per segment, and finish dx of the token
+    t - (W - 1).
 
     Returns the token's input x, its d(pre-activation), the earlier token's dx, the
     token's row in the lead-in, its place in its document, and the next ``history`` and
@@ -69,11 +69,11 @@ def _walk_one_token(
     ``d_1D``: the channels; if PADDED, only ``real_1D`` exist. ``position_*``: tokens'
     places in documents. ``history``: the last W - 1 inputs, newest first;
     ``partial_dx``: the unfinished dx of these tokens. If HAS_HISTORY, the lead-in is at
-    ``lead_ptr``, and ``place_ptr`` has tokens' rows in the lead-in. MASKED: a sequence
-    or, if MASK_DOCUMENTS, a document may end nearby. ``grad_ptr``: the output's
-    gradient, as GROUP terms that are added. If SCALED, the sum is multiplied by
-    ``factor``. NORMALISE: outputs have unit length. ``stride_s``, ``*_stride``:
-    elements from token to token.
+    ``lead_ptr``, and ``place_ptr`` has tokens' rows in the lead-in. MASKED: the
+    sequence may end nearby. MASK_DOCUMENTS: a document may end nearby. ``grad_ptr``:
+    the output's gradient, as GROUP terms that are added. If SCALED, the sum is
+    multiplied by ``factor``. NORMALISE: outputs have unit length. ``stride_s``,
+    ``*_stride``: elements from token to token.
     """
     x_RD = load_row(
         x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED

@@ -3,8 +3,8 @@
 A program computes R segments of ``steps`` successive tokens side by side, token by
 token. Here a segment is a part of the program's tile, not a segment of a rule.
 
-The time of the coalescing pass of Triton 3.6 grows with the cube of a function's size.
-So each loop over tokens is a function that is not inlined, and constants are computed
+Triton 3.6 has a coalescing pass whose time grows with the cube of a function's size. So
+each loop over tokens is a function that is not inlined, and constants are computed
 before the loop. The number of steps is a launch argument, so all sequence lengths share
 one compilation.
 
@@ -68,8 +68,8 @@ def push_row(newest, rows, COUNT: tl.constexpr):
 def load_taps(weight_ptr, column, d_D, real_D, W: tl.constexpr):
     """Load the W taps of channels ``column + d_D`` from the conv weight [C, 1, W].
 
-    Returns a tuple of fp32 rows [1, D], the tap of the oldest input first; 0 if not
-    ``real_D``.
+    Returns a tuple of fp32 rows [1, D], the tap of the oldest input first; 0 where
+    ``real_D`` is False.
     """
     taps = ()
     for tap in tl.static_range(W):

@@ -55,12 +55,12 @@ class HistoryTable:
         tokens: int,
         device: torch.device,
     ) -> HistoryTable:
-        """The table from tensors on the host, for ``tokens`` tokens.
+        """Build the table from tensors on the host; the batch has ``tokens`` tokens.
 
         ``first``, ``count`` ``[N]``: each piece's first token and number of tokens.
-        ``before`` ``[N, W - 1]``: ``rows_before``. ``sent``: the tokens whose rows were
-        sent, in the order in which their gradients return; a token may occur several
-        times.
+        ``before`` ``[N, W - 1]``: the field ``rows_before``. ``sent``: the tokens whose
+        rows were sent, in the order in which their gradients return; a token may occur
+        several times.
         """
         ahead = torch.arange(before.shape[1], device="cpu")
         edge = torch.where(ahead < count[:, None], first[:, None] + ahead, -1)

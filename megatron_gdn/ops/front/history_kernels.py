@@ -57,7 +57,7 @@ def lead_in_kernel(
 
     ``rows_ptr``: the history's rows ``[R, B, C]``, which have the three strides.
     ``weight_ptr``: the conv weight ``[C, 1, W]``. ``before_ptr``: the field
-    `HistoryTable.rows_before`. A block has BLOCK of the CHANNELS.
+    `HistoryTable.rows_before`. CHANNELS is C, and a block has BLOCK channels.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -243,10 +243,10 @@ def _launch(
     """A launch of ``kernel``, one of this file's, on the grid (lines, blocks of
     channels, B).
 
-    ``lines``: pieces, or lines of a table. ``stride_c``: elements from channel to
-    channel. ``numbers``, ``constants``: the kernel's arguments after its tensors,
-    without CHANNELS and BLOCK. Raises a ValueError if offsets of channels need more
-    than 32 bits.
+    ``lines``: a number of pieces, or of lines of a table. ``stride_c``: elements from
+    channel to channel. ``numbers``, ``constants``: the kernel's arguments after its
+    tensors, without CHANNELS and BLOCK. Raises a ValueError if offsets of channels need
+    more than 32 bits.
     """
     require_rows_within_grid(B)
     require_32_bits(

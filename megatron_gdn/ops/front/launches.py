@@ -360,7 +360,8 @@ def _backward_plan(
         front, has_gate_rows, backward=True, summed_heads=summed_heads
     )
     row_bytes, gradient_bytes = element_bytes
-    # per token of a head: the row's channels, and the gradients that are summed
+    # bytes per token of a head: of the row's channels, and of the gradients that are
+    # summed
     prefetched_bytes = [
         part.block_width * (row_bytes + part.summed_heads * gradient_bytes)
         for part in tables.convolved
@@ -457,7 +458,7 @@ class KernelTables(NamedTuple):
         return {"CONVOLVED": convolved} | self.gate_constants()
 
     def gate_constants(self) -> dict[str, object]:
-        """The constants of the gates alone."""
+        """Only the constants of the gates."""
         gates = tuple(tuple(gate) for gate in self.gates)
         return {"GATES": gates} | self.gate_functions
 

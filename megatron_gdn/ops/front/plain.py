@@ -99,7 +99,7 @@ class PlainFront(Front):
             gate_rows: Tensor | None,
             *parameters: Tensor,
         ) -> list[Tensor]:
-            """All inputs of the rule, as a function of each tensor that has a gradient;
+            """Compute all inputs of the rule from the tensors that get gradients.
             ``parameters``: weight, bias, A_log and dt_bias."""
             weight, bias, A_log, dt_bias = parameters
             named = FrontParameters(weight, bias, A_log, dt_bias, None, gate_rows)

@@ -132,7 +132,8 @@ class FrontParameters(NamedTuple):
 
 
 class FrontArguments(NamedTuple):
-    """What the forward and the backward of a front both read, for one batch."""
+    """The arguments that the forward and the backward of a front share, for one
+    batch."""
 
     proj: Tensor  # projection rows [S, B, P]
     parameters: FrontParameters

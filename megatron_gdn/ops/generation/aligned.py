@@ -226,9 +226,9 @@ def _indices_of_nonempty(counts: Sequence[int], device: torch.device) -> Tensor:
 class _PrefillIndices(NamedTuple):
     """Index tables of a prefill.
 
-    Each of the N sequences has its tokens from the start of its current chunk on;
-    together these are the T tokens. The *source rows* are the rows of the N histories,
-    and then the new rows; the tables choose among them.
+    The T tokens are the tokens of all N sequences, from the start of each sequence's
+    current chunk on. The *source rows* are the rows of the N histories, and then the
+    new rows; the tables choose among them.
     """
 
     source_row: Tensor  # int64 [T], the source row of each token
@@ -248,7 +248,7 @@ class _PrefillIndices(NamedTuple):
 
         Args:
             old_counts: the number of tokens in each sequence's current chunk so far.
-            counts: these and the new tokens together.
+            counts: the number of these tokens and the new tokens together.
             past: W - 1.
         """
         old, count = torch.tensor([old_counts, counts], dtype=torch.int64, device="cpu")
@@ -258,8 +258,8 @@ class _PrefillIndices(NamedTuple):
         start = len(counts) * size + new_count.cumsum(0) - new_count
 
         def source_row_of(n: Tensor, token: Tensor) -> Tensor:
-            """The source row of sequence n's ``token``, counted from the start of its
-            current chunk."""
+            """The source row of token number ``token`` of sequence n; tokens are
+            counted from the start of the sequence's current chunk."""
             in_history = n * size + past + token
             in_new_rows = start[n] + token - old[n]
             return torch.where(token < old[n], in_history, in_new_rows)
@@ -269,8 +269,8 @@ class _PrefillIndices(NamedTuple):
         token = torch.arange(len(n), device="cpu") - (count.cumsum(0) - count)[n]
         in_full_chunks = count // CHUNK * CHUNK
         is_full = token < in_full_chunks[n]
-        # the token of each row of the next histories: they begin W - 1 tokens before
-        # the next current chunk
+        # the token of each row of the next histories; a next history begins W - 1 tokens
+        # before the chunk that is current after this prefill
         next_token = in_full_chunks[:, None] - past + torch.arange(size, device="cpu")
         next_is_zero = next_token >= count[:, None]
         next_token = torch.minimum(next_token, count[:, None] - 1)

@@ -224,14 +224,15 @@ def conv_step_kernel(
 ):
     """Convolve one head of one sequence; grid (G + STEPS (G + H), N).
 
-    The heads are those of q, of k, then of v; k and v have G and H heads for each of
-    the STEPS updates. ``row_ptr``: rows, ``stride_n`` elements apart. ``history_ptr``:
-    HISTORY_ROWS inputs per channel, which the kernel shifts by one input. If HAS_AFTER
-    it also writes them to ``after_ptr``. ``*_stride``: elements from slot to slot.
-    ``slot_ptr``: slot numbers if HAS_SLOTS, else sequence n is in slot n. UNIT_LENGTH:
-    q and k get unit length. Q_AT, K_AT, V_AT: the first channels of q, k, v. BLOCK_*:
-    K, V rounded up to powers of two. ``first``: the first convolved column of a row.
-    ``out_ptr``: the result [N, C], fp32.
+    The heads are G heads of q, then STEPS G heads of k, then STEPS H heads of v: k and
+    v have their own heads for each of the STEPS updates. ``row_ptr``: rows,
+    ``stride_n`` elements apart. ``history_ptr``: HISTORY_ROWS inputs per channel, which
+    the kernel shifts by one input. If HAS_AFTER, the shifted history is also written to
+    ``after_ptr``. ``*_stride``: elements from slot to slot. ``slot_ptr``: slot numbers
+    if HAS_SLOTS, else sequence n is in slot n. UNIT_LENGTH: q and k get unit length.
+    Q_AT, K_AT, V_AT: the first channels of q, k, v. BLOCK_*: K, V rounded up to powers
+    of two. ``first``: the first convolved column of a row. ``out_ptr``: the result
+    [N, C], fp32.
     """
     head = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)

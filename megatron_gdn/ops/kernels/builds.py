@@ -32,8 +32,8 @@ _SECONDS_BEFORE_LOG = 0.5
 
 
 def compile_in_one_process(kernel: Any) -> None:
-    """Let only one process of a machine at a time compile a variant of this Triton
-    kernel, by replacing the kernel's method ``_do_compile``.
+    """Replace the kernel's method ``_do_compile``, so that only one process of a
+    machine at a time compiles a variant of this Triton kernel.
 
     Without this, all ranks of a machine would compile the same variant at the same
     time. With it, the other processes wait, and then load the variant from Triton's

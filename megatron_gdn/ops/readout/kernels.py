@@ -262,12 +262,12 @@ def gated_norm_forward_kernel(
     """Norm and gate of ROWS rows in one group; grid (tiles * G, B), with ``rows`` = S
     H.
 
-    ``o_ptr`` has the rule's output [B, S, H, V] (per group [B, S, G V]), ``proj_ptr``
-    the projection rows, and ``gate_column`` is the gate's first column in a projection
-    row. ``gamma_ptr``: [G V]. ``*stride_s``, ``*stride_b``: elements from token to
-    token and from batch row to batch row. GATE_BEFORE_NORM: the gate comes before the
-    norm. ZERO_CENTERED: the norm is scaled by 1 + gamma. SIGMOID: the activation is
-    sigmoid, otherwise SiLU. INT64: offsets inside a tile need 64 bits.
+    ``o_ptr``: the rule's output [B, S, H, V]; for a norm per group [B, S, G V].
+    ``proj_ptr``: the projection rows. ``gate_column``: the gate's first column in a
+    projection row. ``gamma_ptr``: [G V]. ``*stride_s``, ``*stride_b``: elements from
+    token to token and from batch row to batch row. GATE_BEFORE_NORM: the gate comes
+    before the norm. ZERO_CENTERED: the norm is scaled by 1 + gamma. SIGMOID: the
+    activation is sigmoid, otherwise SiLU. INT64: offsets inside a tile need 64 bits.
     """
     column = tl.program_id(0) % G * V
     first_row, row_R = _first_row_and_places(tl.program_id(0) // G, ROWS, ROWS, INT64)

@@ -13,8 +13,8 @@ S_in and S_out are the states before and after a sequence. The calls ``state_map
 call waits for the device.
 
 States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. The N
-sequences are the batch rows or, if there are documents, those documents of all rows
-that have tokens. An initial state of None means zeros.
+sequences are the batch rows or, if there are documents, all documents with tokens. An
+initial state of None means zeros.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class RepeatResult(NamedTuple):
 
 
 class SavedForBackward(NamedTuple):
-    """What a rule's forward gives its backward, besides the inputs."""
+    """The values that a rule's forward gives to its backward, besides the inputs."""
 
     tensors: tuple[Any, ...] = ()  # autograd saves these tensors; an entry may be None
-    # other values that the rule's backward reads, in the rule's own type
+    # other values that the backward reads, of a type that the rule chooses
     plan: Any = None
     # more values for the backward, if it follows a second forward (recompute)
     intermediates: Any = None
@@ -71,7 +71,7 @@ class RuleOutput(NamedTuple):
     backward."""
 
     o: Tensor  # [B, S, H, V]
-    final_states: Tensor | None  # [N, H, K, V]; None if not asked for
+    final_states: Tensor | None  # [N, H, K, V]; None if ``final`` is False
     saved: SavedForBackward  # values for the backward; no tensors if keep is False
 
 
@@ -193,7 +193,7 @@ class Rule:
     # the strongest promise that the rule can keep; repeats() says whether a test on
     # this GPU confirmed it
     keeps: ClassVar[Bits] = Bits.ON_GRID
-    # why the rule cannot keep a stronger promise, for an error
+    # text for an error: why the rule cannot keep a stronger promise
     why_bits_vary: ClassVar[str] = ""
     bits: Bits = Bits.FREE
     # The dtype of inputs and o; None: the dtype of projection rows. d_o always has the

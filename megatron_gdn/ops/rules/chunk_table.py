@@ -209,7 +209,7 @@ class GroupOnDevice(ChunkGroup):
         self, states: Tensor, new: Tensor, *, begins: bool = False
     ) -> None:
         """Write ``new [N, ...]`` to ``states`` for the sequences that end in the group
-        (with ``begins``, begin in it)."""
+        (with ``begins``, for the sequences that begin in it)."""
         if begins:
             is_here = self.has_first_chunk
         else:
@@ -282,7 +282,7 @@ class ChunkTable:
         heads: int,
         one_chunk_groups: bool = False,
     ) -> ChunkTable:
-        """The table of ``documents`` in chunks of ``chunk_size`` tokens, kept on
+        """The table of ``documents`` in chunks of ``chunk_size`` tokens, stored on
         ``documents``.
 
         The number of ``heads`` decides how many chunks a group has. With
@@ -361,7 +361,7 @@ class _TokenPlaces(NamedTuple):
     last group."""
 
     place_of_token: Tensor  # int64 [T]
-    # int64 [n * C], the token at each place; empty places repeat some token
+    # int64 [n * C], the token at each place; an empty place has the index of some token
     token_of_place: Tensor
     empty_places: Tensor  # bool [n * C]
     sequence_of_chunk: Tensor  # int64 [n]

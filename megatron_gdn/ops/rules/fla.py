@@ -217,7 +217,7 @@ class FlaRule(Rule):
     keeps = Bits.DETERMINISTIC
     forward = FlaForward
     backward = FlaBackward
-    # where a test saw bits repeat; sizes are (key dim, value dim)
+    # the setups in which a test found that bits repeat; sizes are (key dim, value dim)
     repeatable_setups: ClassVar[tuple[RepeatableSetup, ...]] = ()
     # whether fla reads the documents' boundaries on the host
     reads_boundaries_on_host: ClassVar[bool] = False

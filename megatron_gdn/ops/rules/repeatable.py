@@ -10,7 +10,8 @@ from ..obstacles import installed_version
 
 
 class RepeatableSetup(NamedTuple):
-    """A GPU, versions, dtypes and sizes for which a rule repeats bit for bit.
+    """A GPU, versions, dtypes and sizes for which a rule gave the same bits in every
+    run.
 
     At least a hundred forward and backward passes ran on this GPU. Free memory was
     filled with NaN and other garbage, and another CUDA stream was busy. Two processes

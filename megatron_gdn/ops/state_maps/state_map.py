@@ -4,7 +4,8 @@ maps.
     S_after = through @ S_before + local
 
 A chain has the maps of a sequence's segments (:mod:`.segments`), or of its pieces on
-different ranks. On a GPU one launch follows all chains (:mod:`.chains_kernels`).
+different ranks. On a GPU one launch applies the maps of all chains
+(:mod:`.chains_kernels`).
 
 Legend: N stretches or chains, H heads, K rows of a state, V columns, L steps of the
 longest chain, P maps, Q states that a call writes, X columns of the state to which a
