@@ -1,5 +1,5 @@
-"""Weights to and from Hugging Face: Qwen3-Next, Qwen3.5, 3.6 and 3.8, dense and with
-experts, and Kimi Linear.
+"""Converts weights from and to Hugging Face: of Qwen3-Next, of Qwen3.5, 3.6 and 3.8
+(dense or with experts), and of Kimi Linear.
 
 load_hf_weights, save_hf_weights           weights of a model from `build_model`
 layer_from_hf, layer_to_hf                 one layer, at any tensor-parallel size

@@ -15,8 +15,8 @@ _DESCRIPTION = "Weights between Hugging Face folders and Megatron checkpoints."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command of ``argv`` (None: of the process). Return the exit code: 0 for
-    success, 1 if compared weights differ, 2 for an error."""
+    """Run the command in ``argv`` (None: the arguments of this process). Return the exit
+    code: 0 for success, 1 if compared weights differ, 2 for an error."""
     options = vars(_parser().parse_args(argv))
     # Hide warnings of Megatron and torch about absent packages and deprecated names.
     warnings.simplefilter("ignore")

@@ -53,14 +53,14 @@ def build_model(
         vocab_divisible_by: the vocabulary is padded to a multiple of this number times
             the tensor-parallel size. The softmax includes the added rows. Vocabularies
             of published models need no padding.
-        layer_pattern: of a HybridModel, ``hybrid_layer_pattern`` of the config with
-            ``|`` between pipeline stages; None adds no ``|``.
+        layer_pattern: for a HybridModel, the config's ``hybrid_layer_pattern`` with
+            ``|`` added between pipeline stages. None adds no ``|``.
         vp_stage: number of the virtual pipeline stage to build; None if there are no
             virtual stages.
         parallel_output: keep logits split over tensor-parallel ranks, as Megatron's
             loss needs.
-        layer_options: options of the Gated DeltaNet layers (`gated_delta_net_spec`), or
-            in a Kimi Linear of the Kimi Delta Attention layers.
+        layer_options: options of the Gated DeltaNet layers (`gated_delta_net_spec`). In
+            a Kimi Linear they are options of the Kimi Delta Attention layers.
         spec: a spec of a HybridStack or a GPT block, used in place of this package's
             spec.
         **changes: fields of ``TransformerConfig`` to override, such as
@@ -89,7 +89,7 @@ def build_model(
     config = transformer_config(hf, model, modules=resolved, dtype=dtype, **changes)
     multiple = vocab_divisible_by * config.tensor_model_parallel_size
     added_rows = -hf.vocab_size % multiple
-    # Unless told to ignore virtual stages, Megatron asserts that it is given one.
+    # Megatron asserts that a virtual stage is given, unless ignore_virtual is True.
     stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     arguments: dict[str, Any] = {
         "vocab_size": hf.vocab_size + added_rows,
@@ -223,8 +223,8 @@ def transformer_config(
     return TransformerConfig(**settings)
 
 
-# Names of arguments -> names of their flags, where the two differ. The flags that begin
-# with "disable" or "no" stand for the value False.
+# Names of arguments -> names of their flags, where the two differ. A flag that begins
+# with "disable_" or "no_" sets its argument to False.
 _FLAGS_WITH_OTHER_NAMES = {
     "layernorm_epsilon": "norm_epsilon",
     "add_bias_linear": "disable_bias_linear",
@@ -241,7 +241,7 @@ def megatron_flags(
 
     The caller must add the flags of parallel sizes, data, tokenizer and optimizer.
     Megatron pads the vocabulary; the model's checkpoint loads with any padding. Megatron
-    has no flag for the lower bound of a NemotronH's time steps, ``time_step_min``, so a
+    has no flag for ``time_step_min``, the lower bound of a NemotronH's time steps. So a
     launched model has no such bound; a model of `build_model` has it.
 
     Raises:
@@ -285,8 +285,8 @@ def _launch_arguments(
     of `megatron_flags`.
 
     The value of ``spec`` is a pair: module, name. A bool is in the dict only if its
-    flag must be given. ``activation_func`` holds a function, which
-    no flag takes: the activation's name is the flag.
+    flag must be given. The name of the activation replaces ``activation_func``, since a
+    flag cannot hold a function.
     """
     settings = config.megatron_settings(model)
     if settings.pop("gated_linear_unit"):
@@ -306,7 +306,7 @@ def _launch_arguments(
         del settings["num_layers"], settings["is_hybrid_model"]
         settings = {"hybrid_layer_pattern": config.hybrid_layer_pattern} | settings
     arguments: dict[str, Any] = {"spec": ("megatron_gdn.specs", spec)}
-    # the ranks of the gates of 'K' layers, by the config's fields
+    # the low ranks of the 'K' layers' gates, under the names of the config's fields
     for option, value in config.kda_options.items():
         settings[CONFIG_FIELD_OF_LOW_RANK[option]] = value
     for name, value in settings.items():

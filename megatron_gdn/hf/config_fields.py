@@ -19,14 +19,13 @@ _MAX_EXPERTS = 100_000
 
 
 class Field(NamedTuple):
-    """What one field may hold, and what it means.
+    """The legal values and the meaning of one field.
 
-    A *setting* is a field of which a built Megatron model assumes one value; every other
-    value is refused.
+    A *setting* is a field with one legal value, which a built Megatron model assumes.
     """
 
-    meaning: str  # in words, for errors
-    legal_values: str  # in words, for errors
+    meaning: str  # a phrase for errors
+    legal_values: str  # a phrase for errors
     is_legal: Callable[[Any], bool]  # whether a value of the field is legal
     is_setting: bool = False
 
@@ -36,15 +35,15 @@ def _is_integer(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Whether ``value`` is a finite number; True and False are none."""
+    """Whether ``value`` is a finite number; True and False do not count as numbers."""
     if isinstance(value, float):
         return math.isfinite(value)
     return _is_integer(value)
 
 
 def _integer_field(meaning: str, low: int = 1, high: int = _MAX_INT32) -> Field:
-    """The `Field` of a whole number from ``low`` to ``high``; ``meaning``: the field's
-    meaning in words."""
+    """The `Field` of a whole number from ``low`` to ``high``; ``meaning``:
+    `Field.meaning`."""
     legal = f"a whole number from {low} to {high}"
     return Field(
         meaning, legal, lambda value: _is_integer(value) and low <= value <= high
@@ -55,7 +54,7 @@ def _number_field(
     meaning: str, low: float, high: float, with_low: bool = False
 ) -> Field:
     """The `Field` of a finite number up to ``high`` and above ``low``; with
-    ``with_low``, ``low`` is legal too. ``meaning``: the field's meaning in words."""
+    ``with_low``, ``low`` is legal too. ``meaning``: `Field.meaning`."""
     legal = f"a number {'from' if with_low else 'above'} {low:g}, up to {high:g}"
 
     def is_legal(value: Any) -> bool:
@@ -71,7 +70,7 @@ def _number_field(
 
 def _setting_field(meaning: str, *values: object) -> Field:
     """The `Field` of a setting; the ``values`` are spellings of the one value that the
-    built model assumes. ``meaning``: the field's meaning in words."""
+    built model assumes. ``meaning``: `Field.meaning`."""
 
     def is_legal(value: object) -> bool:
         """Whether ``value`` is one of ``values``, with its type: 1 is not True."""
@@ -81,8 +80,8 @@ def _setting_field(meaning: str, *values: object) -> Field:
 
 
 def _list_field(meaning: str, legal: str, is_legal: Callable[[Any], bool]) -> Field:
-    """The `Field` of a list whose elements are all legal by ``is_legal``; ``legal``:
-    the legal elements in words."""
+    """The `Field` of a list. ``is_legal``: whether an element is legal; ``legal``: a
+    phrase that names the legal elements; ``meaning``: `Field.meaning`."""
 
     def are_legal(value: object) -> bool:
         """Whether ``value`` is a list of legal elements."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from .config_fields import check_field
 from .json_files import shown
 
-# Reason -> fields of every model of transformers that change no number of a built
-# model for this reason.
+# Reason -> fields that, for this reason, change no number of a built model. Every model
+# of transformers may have these fields.
 _WITHOUT_EFFECT_IN_EVERY_MODEL = {
     "it is about files or the library": """
         _name_or_path auto_map dtype model_type quantization_config torch_dtype transformers_version
@@ -63,8 +63,8 @@ class FieldGroups(NamedTuple):
         the fields that are null or change no number. Settings are checked.
 
         Raises:
-            ValueError: a field is unknown, is not supported, or has two names with two
-                values.
+            ValueError: a field is unknown, has a value that is not supported, or is
+                given under two names with two values.
         """
         found = {name: value for name, value in values.items() if value is not None}
         for name, canonical in self.other_names.items():

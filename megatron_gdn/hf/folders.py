@@ -62,7 +62,7 @@ _CPU_BUILD_OPTIONS: dict[str, Any] = {
     "use_cpu_initialization": True,
     "perform_initialization": False,
 }
-# The metadata of Megatron's own checkpoints: in which form a model shards its state.
+# Says in which form a model shards its state; Megatron's own checkpoints have it too.
 _CONTENT_METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -104,7 +104,7 @@ def import_folder(
     config = _read_checked_config(source, model)
     common_state = {
         "args": megatron_arguments(config, model),
-        # of files whose attention rows need no reordering by a load
+        # Megatron's load does not reorder the rows of attention in files of version 3.0
         "checkpoint_version": 3.0,
         "iteration": 0,
     }
@@ -148,7 +148,11 @@ def export_folder(
 
 def find_checkpoint(folder: str | Path) -> Path:
     """The folder of one iteration: ``folder`` itself, or its subfolder that the tracker
-    file names; raise a FileNotFoundError if that is no distributed checkpoint."""
+    file names.
+
+    Raises a FileNotFoundError if the folder of the iteration is no distributed
+    checkpoint.
+    """
     folder = Path(folder)
     iteration_folder = folder
     if (folder / _TRACKER_FILE).is_file():
@@ -187,10 +191,10 @@ def _read_checked_config(folder: str | Path, model: MegatronModelKind) -> HFMode
 
 
 def _add_extra_states_of_te(state: StateDict) -> StateDict:
-    """``state`` and empty ``_extra_state`` entries.
+    """A copy of ``state`` with added empty ``_extra_state`` entries.
 
-    ``state``: name -> ShardedTensor, of a model of local modules. A model of
-    Transformer Engine's modules, which loads the checkpoint, looks for these entries.
+    ``state``: name -> ShardedTensor, from a model of local modules. If a model of
+    Transformer Engine's modules loads the checkpoint, it expects these entries.
     """
     modules = [tensor.key.removesuffix(".weight") for tensor in state.values()]
     # core_attention has no weight; its name is that of linear_proj beside it.
@@ -246,7 +250,7 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
         _require_complete_tensor(key, storage_metadata[key], folder)
     for entry in state.values():
         key = entry.key
-        # The sections of a fused projection have one dtype, that of the first section.
+        # A fused projection gets the dtype of the first section that is stored.
         if key not in stored:
             key = next(
                 stored_key for stored_key in stored if stored_key.startswith(key)
@@ -256,7 +260,8 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
             entry.dtype = entry.data.dtype
     with untrusted_checkpoint(), _one_line_errors(lambda: _describe_damage(folder)):
         loaded = dist_checkpointing.load(state, str(folder))
-    # ``loaded`` has no _extra_state, so not all keys; assign keeps its dtypes.
+    # strict=False: ``loaded`` lacks the _extra_state keys. assign=True: the parameters
+    # get the dtypes of ``loaded``.
     model.load_state_dict(loaded, strict=False, assign=True)
     return model
 
@@ -264,8 +269,11 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
 def _stores_zero_centred_gains(
     common_state: StateDict, config: HFModelConfig, folder: Path
 ) -> bool:
-    """Whether the checkpoint in ``folder`` stores the gains of norms minus 1, by the
-    arguments of its run; without arguments, as a model of `build_model` does."""
+    """Whether the checkpoint in ``folder`` stores the gains of norms minus 1.
+
+    The arguments of the run that saved it say so. If there are no arguments, the answer
+    is that for a model of `build_model`.
+    """
     args = common_state.get("args")
     # Older versions of Megatron name the setting apply_layernorm_1p.
     stored = getattr(args, "apply_layernorm_1p", config.stores_gains_minus_1)
@@ -284,8 +292,8 @@ def _one_line_errors(describe: Callable[[], str]) -> Iterator[None]:
     line, "``describe()``: cause".
 
     Errors of the code (`_CODE_ERRORS`) are raised as they are. ``describe`` is called
-    after an error only, since it may read files. torch's CheckpointException, which
-    holds the errors of the ranks, is no Exception but a BaseException.
+    after an error only, since it may read files. torch's CheckpointException holds the
+    errors of the ranks; it is a BaseException, not an Exception.
     """
     try:
         yield
@@ -301,8 +309,8 @@ def _one_line_errors(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def _require_format(file: Path) -> None:
-    """Raise a ValueError unless ``file``, which names the checkpoint's format, names
-    torch_dist. The error does not name the file: `_one_line_errors` does."""
+    """Raise a ValueError if the checkpoint's format in ``file`` is not torch_dist.
+    `_one_line_errors` adds the file's name to the error."""
     backend = read_object(file).get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(
@@ -314,8 +322,8 @@ def _load_common_state(folder: Path) -> StateDict:
     """The dict that Megatron stored beside the tensors, with the arguments of the run as
     "args".
 
-    A ValueError if it has another form; Megatron's own errors would count as errors of
-    the code (`_CODE_ERRORS`).
+    Raises a ValueError if the stored state has another form. Megatron's own errors
+    would count as errors of the code (`_CODE_ERRORS`).
     """
     try:
         common = dist_checkpointing.load_common_state_dict(folder)
@@ -331,10 +339,11 @@ def _load_common_state(folder: Path) -> StateDict:
 
 
 def _describe_damage(folder: Path) -> str:
-    """The text of an error about the checkpoint in ``folder``, which could not be read:
-    which of its files is damaged, and what to do.
+    """The text of an error: which file of the checkpoint in ``folder`` is damaged, and
+    what to do.
 
-    The search reads the checkpoint, so call this within `untrusted_checkpoint`.
+    The search reads the checkpoint, so call this function within
+    `untrusted_checkpoint`.
     """
     advice = "copy the folder again, or take another iteration"
     try:
@@ -343,7 +352,7 @@ def _describe_damage(folder: Path) -> str:
         return f"{folder / _FORMAT_FILE} is damaged; {advice}"
     try:
         storage = FileSystemReader(folder).read_metadata().storage_data
-    except Exception:  # unpickling raises what the bytes make it raise
+    except Exception:  # wrong bytes can make unpickling raise any error
         return f"{folder / '.metadata'} is missing or damaged; {advice}"
     by_file_and_offset = sorted(
         storage.values(), key=lambda part: (part.relative_path, part.offset)
@@ -392,8 +401,8 @@ def _refuse_another_model(
 ) -> None:
     """Raise if the checkpoint in ``folder`` is not of the model of ``like``.
 
-    ``stored`` and ``expected``: the sharded tensors of the checkpoint and of the model
-    by key, whose keys and shapes must be equal.
+    ``stored`` has the sharded tensors of the checkpoint by key, ``expected`` has those
+    of the model. Their keys and shapes must be equal.
     """
     stored_keys = {key for key in stored if key.startswith(_MODEL_KEY_PREFIXES)}
     missing = expected.keys() - stored_keys

@@ -27,9 +27,9 @@ def read_object(path: Path) -> JsonObject:
 def parse_object(content: bytes, where: str) -> JsonObject:
     """The JSON object in ``content``, the bytes of the file ``where``.
 
-    Raises a ValueError, which names the file and the fault, if the content is not one
-    object or if an object lists a key twice: two readers of the file could take
-    different values of this key.
+    Raises a ValueError if the content is not one object or an object lists a key twice.
+    The error names the file and the fault. Of a key that is listed twice, two readers
+    could take different values.
     """
     try:
         parsed = json.loads(content.decode(), object_pairs_hook=_with_each_key_once)
@@ -48,7 +48,8 @@ def parse_object(content: bytes, where: str) -> JsonObject:
 
 
 def _with_each_key_once(pairs: list[tuple[str, object]]) -> JsonObject:
-    """The object with these ``pairs`` of key and value; a key twice is a ValueError."""
+    """The object with these ``pairs`` of key and value; two equal keys raise a
+    ValueError."""
     found: JsonObject = {}
     for key, value in pairs:
         if key in found:

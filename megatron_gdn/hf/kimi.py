@@ -4,11 +4,11 @@ its weights.
 A HybridModel has 'K' (Kimi Delta Attention) or '+' (latent attention without position
 embedding) for each layer, then '-' (MLP) or 'E' (experts).
 
-In ``tensor_map(names, sources, dim)``, ``names`` are Megatron's, ``sources`` has shapes
-by keys in the files, and ``dim`` is the dimension that tensor-parallel ranks share.
-Without ``dim`` every rank has the whole tensor. A ``prefix`` is of Megatron's names, an
-``hf_prefix`` of keys in the files. ``zero_centred``: Megatron stores the gains of norms
-minus 1.
+In ``tensor_map(names, sources, dim)``, ``names`` are Megatron's names and ``sources`` is
+a dict: key in the files -> shape. Tensor-parallel ranks divide the dimension ``dim``;
+without ``dim`` every rank has the whole tensor. ``prefix`` is the start of Megatron's
+names, ``hf_prefix`` is the start of keys in the files. ``zero_centred``: Megatron stores
+the gains of norms minus 1.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def pattern_of(fields: ConfigFields) -> str:
     by_lists = _mixer_types_of_lists(fields, count)
     mixers = _layer_symbols("layer_types", _MIXER_SYMBOLS, fields, by_lists)
     if mixers is None:
-        # the layers that transformers' KimiLinearConfig takes
+        # transformers' default: '+' in the layers 4, 8, ..., counted from 0
         mixers = ["K"] * count
         for layer in range(4, count, 4):
             mixers[layer] = "+"
@@ -316,12 +316,12 @@ def _expert_sizes(fields: ConfigFields) -> dict[str, Any]:
 
 
 def settings_of(pattern: str) -> dict[str, Any]:
-    """The ``TransformerConfig`` fields of the layers in ``pattern`` that are no
-    sizes."""
+    """The ``TransformerConfig`` fields of the layers in ``pattern``, without the sizes
+    (`sizes_of`)."""
     settings: dict[str, Any] = {}
     if "+" in pattern:
         # `LatentAttention` rotates nothing, but Megatron's class makes a rotary
-        # embedding; that of "rope" needs no other settings.
+        # embedding. The type "rope" needs no other settings.
         settings |= {
             "multi_latent_attention": True,
             "qk_layernorm": True,

@@ -76,7 +76,7 @@ def layer_from_hf(
     ranks: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
     for entry in maps:
         for source in entry.sources:
-            # may_round: fp64 too, of which fp32 parameters keep rounded values
+            # may_round: fp64 is legal too, and is rounded for fp32 parameters
             entry.check_dtype(hf_state[source.key].dtype, source.key, may_round=True)
         full = entry.to_megatron([hf_state[source.key] for source in entry.sources])
         for state, shard in zip(ranks, entry.shards(full, tp_size), strict=True):

@@ -1,10 +1,10 @@
 """Fill a built Megatron model from a Hugging Face folder, and write a Megatron model to
 a Hugging Face folder.
 
-Each rank reads the layers of its pipeline stage, and of these its tensor-parallel shard
-and its experts. The names of parameters show whether a norm is fused into a projection
-(Transformer Engine) or separate (local modules), and whether experts are grouped or
-sequential.
+Each rank loads the layers of its pipeline stage. Of each layer it loads its
+tensor-parallel shard and its experts. The names of parameters show whether a norm is
+fused into a projection (Transformer Engine) or separate (local modules), and whether
+experts are grouped or sequential.
 
 A low-rank adapter of Megatron-Bridge is a module around a linear: ``to_wrap`` is the
 linear, ``adapter`` is the low-rank branch, and ``weight`` is the merged weight
@@ -69,16 +69,16 @@ def load_hf_weights(
             Float16Module / DistributedDataParallel. Megatron's parallel groups must
             have been set up.
         folder: a folder with ``config.json`` and safetensors weights.
-        keep_dtypes: give parameters the dtypes of `TensorMap.to_megatron` (the files',
-            or fp32); by default values are cast to the parameters' dtypes.
+        keep_dtypes: give parameters the dtypes of `TensorMap.to_megatron` (those of the
+            files, or fp32). By default values are cast to the parameters' dtypes.
 
     Raises:
-        ValueError: before any parameter is changed, if the files do not fill a
-            parameter, if a weight has an illegal dtype (see `TensorMap.check_dtype`),
-            or if the model has no place for a weight. The last check needs one pipeline
-            stage and one expert rank, where every weight must have a place. If a weight
-            has NaN or inf, the error comes when the weight is read; weights read before
-            it are then in the model.
+        ValueError: a parameter has no tensor in the files, a weight has an illegal
+            dtype (see `TensorMap.check_dtype`), or a weight has no place in the model.
+            No parameter is changed then. The last check needs one pipeline stage and
+            one expert rank; otherwise the place may be on another rank. A weight with
+            NaN or inf raises the error when it is read; the weights that were read
+            before it are then in the model.
     """
     files = SafetensorsFolder(folder)
     config = read_hf_config(folder)
@@ -94,8 +94,8 @@ def load_hf_weights(
             param = params[name]
             shard = _local_shard(entry, hf_tensors, param)
             if not isinstance(param, nn.Parameter):
-                # An expert's bias, a buffer, which Megatron's Float16Module has cast.
-                # Megatron makes it fp32 again, but only in the first step.
+                # An expert's bias is a buffer, and Megatron's Float16Module has cast it
+                # to 16 bits. Megatron makes it fp32 again, but only in the first step.
                 param.data = param.data.float()
             if keep_dtypes:
                 param.data = shard
@@ -126,11 +126,11 @@ def save_hf_weights(
 
     Every rank must call this function. The ranks of the first data-parallel replica
     gather their tensor-parallel shards, one tensor at a time, and the first of these
-    ranks writes files; other replicas return at once. Keys that a Megatron text model
-    does not have (``mtp.``,
-    ``model.visual.``) and files that are not weights are copied from ``like``. Low-rank
-    adapters of Megatron-Bridge are merged into the weights, W + (alpha / dim) B A; the
-    model itself stays unmerged.
+    ranks writes files; other replicas return at once. Two things are copied from
+    ``like``: keys that a Megatron text model does not have (``mtp.``,
+    ``model.visual.``), and files that are not weights. Low-rank adapters of
+    Megatron-Bridge are merged into the written weights, W + (alpha / dim) B A. The
+    model itself is not changed.
 
     Args:
         model: a HybridModel or GPTModel, as for `load_hf_weights`.
@@ -196,7 +196,8 @@ class _ExportedTensors:
         self._like_files = like
         self._fp32_gates = fp32_gates
         self.rounded_keys: set[str] = set()
-        # key in the files -> its map and its place there; several if experts are stacked
+        # key in the files -> list of (map, source); one pair per expert if experts are
+        # stacked
         self._maps_of_key: dict[str, list[tuple[TensorMap, HFRef]]] = {}
         for entry in plan.maps:
             for source in entry.sources:
@@ -245,8 +246,8 @@ class _ExportedTensors:
         """
         full = entry.unshard(self._gather_shards(entry))
         dtypes = {source.key: self._dtype_of(source.key) for source in entry.sources}
-        # Megatron may store a norm's gain minus 1. Rounding that would lose bits of the
-        # gain in the file, so `exported` keeps the file's bits of unchanged gains.
+        # Megatron may store a norm's gain minus 1, and a rounded gain minus 1 loses bits
+        # of the file's gain. So `exported` writes the file's bits of unchanged gains.
         original_gains = {
             key: self._like_files.read(key)
             for key in dtypes
@@ -283,8 +284,8 @@ class _ExportedTensors:
 
 
 def _unwrap_model(model: Any) -> Any:
-    """The HybridModel or GPTModel inside its wrappers. Megatron's own function does not
-    know all wrappers."""
+    """The HybridModel or GPTModel inside its wrappers. Megatron's own function removes
+    only some kinds of wrappers."""
     while not hasattr(model, "decoder") and isinstance(
         getattr(model, "module", None), nn.Module
     ):
@@ -401,8 +402,8 @@ def _match_maps_to_parameters(
     """The maps of the plan that fill parameters of this rank. Each comes with the
     parameters' names in ``params``.
 
-    Raises a ValueError if a shape differs (computed with meta tensors), if a map has no
-    parameter though this rank has all layers and experts, or if no map fills a
+    Raises a ValueError if a shape differs (computed with meta tensors) or if a parameter
+    has no map. A rank that has all layers and experts also raises one if a map has no
     parameter.
     """
     matches = []
@@ -473,8 +474,8 @@ def _copy_values(param: Tensor, values: Tensor) -> bool:
     value."""
     converted = values.to(param.dtype)
     param.copy_(converted)
-    # Of a quantised weight, Transformer Engine keeps the initial values unquantised; the
-    # optimizer makes its fp32 copy of them.
+    # For a quantised weight, Transformer Engine also has the initial values, which are
+    # not quantised. The optimizer makes its fp32 copy from these values.
     if hasattr(param, "get_high_precision_init_val"):
         initial_values = cast(Any, param).get_high_precision_init_val()
         if initial_values is not None:

@@ -4,12 +4,12 @@ each of the model's tensors.
 A GPTModel has one layer for each layer of the config, a HybridModel has two (mixer,
 then MLP).
 
-In ``tensor_map(names, sources, dim)``, ``names`` are Megatron's, ``sources`` has shapes
-by keys in the files, and ``dim`` is the dimension that tensor-parallel ranks share.
-Without ``dim`` every rank has the whole tensor. A ``prefix`` is of Megatron's names, an
-``hf_prefix`` of keys in the files. ``zero_centred``: Megatron stores the gains of norms
-minus 1. Transformer Engine fuses a norm into the linear after it, so such a norm has
-two possible names in Megatron.
+In ``tensor_map(names, sources, dim)``, ``names`` are Megatron's names and ``sources`` is
+a dict: key in the files -> shape. Tensor-parallel ranks divide the dimension ``dim``;
+without ``dim`` every rank has the whole tensor. ``prefix`` is the start of Megatron's
+names, ``hf_prefix`` is the start of keys in the files. ``zero_centred``: Megatron stores
+the gains of norms minus 1. Transformer Engine fuses a norm into the linear after it, so
+such a norm has two possible names in Megatron.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _SIZE_FIELDS = {
         "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
         "moe_router_topk": "num_experts_per_tok",
     },
-    # comes after "E", since an MLP's width counts if a model has MLPs and experts
+    # after "E": if a model has MLPs and experts, ffn_hidden_size is the MLPs' width
     "-": {"ffn_hidden_size": "intermediate_size"},
 }
 # Class in transformers of a model whose layers convert one by one -> why the whole model
@@ -138,8 +138,8 @@ class HFModelConfig:
 
     @property
     def kda_options(self) -> dict[str, int]:
-        """The constructor options of the 'K' layers, which their weights need; {} for a
-        model without 'K' layers."""
+        """The constructor options that the published weights of 'K' layers need; {} for
+        a model without 'K' layers."""
         if "K" in self.hybrid_layer_pattern:
             return kimi.kda_ranks(self.sizes)
         return {}
@@ -213,8 +213,8 @@ class HFModelConfig:
 
 
 def read_hf_config(folder: str | Path) -> HFModelConfig:
-    """Read ``folder/config.json``; raise a FileNotFoundError, or as `parse_hf_config`
-    does."""
+    """Read ``folder/config.json``; raise a FileNotFoundError if it is missing, else the
+    errors of `parse_hf_config`."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(

@@ -6,15 +6,15 @@ from .config_fields import ConfigFields
 from .field_groups import FieldGroups, fields_without_effect
 from .json_files import shown
 
-# Fields of a NemotronH -> their names in `config_fields.FIELD_TABLE`, which are those of
-# the other models.
+# Fields of a NemotronH -> their names in `config_fields.FIELD_TABLE`. The table has the
+# names that other models use.
 TABLE_NAMES = {
     "layer_norm_epsilon": "rms_norm_eps",
     "n_routed_experts": "num_experts",
     "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
 }
-# Names in older files, and other names that transformers takes -> canonical names, those
-# of NemotronHConfig.
+# Other names that older files have or that transformers takes -> canonical names, which
+# are those of NemotronHConfig.
 _OTHER_NAMES = {
     "attention_head_dim": "head_dim",
     "layer_types": "layers_block_type",

@@ -25,8 +25,8 @@ def refuse_existing(target: str | Path) -> None:
 
 @contextmanager
 def new_folder(target: str | Path) -> Iterator[Path]:
-    """Yield the path of an empty scratch folder, whose files are in ``target`` at the
-    end.
+    """Yield the path of an empty scratch folder; at the end of the context its files
+    are in ``target``.
 
     On an error inside the context the scratch folder is deleted. If ``target`` does not
     exist, the scratch folder is renamed to ``target``. If ``target`` is an empty folder,

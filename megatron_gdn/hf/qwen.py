@@ -10,8 +10,8 @@ from .config_fields import ConfigFields
 from .field_groups import FieldGroups, fields_without_effect
 from .json_files import shown
 
-# Fields that are read: of every model, of models with experts, and of Qwen3-Next, whose
-# layers have MLPs or experts.
+# Three sets of fields that are read: for every model; for models with experts; for
+# Qwen3-Next, in which each layer has an MLP or experts.
 _READ_FIELDS = {
     "architectures",
     "full_attention_interval",
@@ -115,9 +115,9 @@ TOP_LEVEL_FIELDS = FieldGroups(
     setting_fields=frozenset(),
     without_effect=fields_without_effect(_VISION_FIELDS_WITHOUT_EFFECT),
 )
-# Fields that stand in the text_config and at the file's top level. As transformers,
-# `parse_hf_config` reads the top level: `tie_word_embeddings` of some published
-# text_configs is wrong.
+# Fields that are both in the text_config and at the file's top level. `parse_hf_config`
+# reads the top level, as transformers does, since `tie_word_embeddings` is wrong in some
+# published text_configs.
 _FIELDS_OF_BOTH_LEVELS = ("architectures", "tie_word_embeddings")
 FIELDS_OF_ARCHITECTURE = {
     "Qwen3NextForCausalLM": QWEN3_NEXT_FIELDS,

@@ -93,8 +93,8 @@ class SafetensorsFolder:
     """The weights of a Hugging Face folder.
 
     ``files``: the opened safetensors files by name. ``file_of``: the name of the file
-    that stores each key. ``specs``: the `TensorSpec` of each key. The two tables have
-    the keys in the order in which files store the tensors.
+    that stores each key. ``specs``: the `TensorSpec` of each key. ``file_of`` and
+    ``specs`` have the keys in the order in which files store the tensors.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -127,7 +127,8 @@ class SafetensorsFolder:
         self.specs = {key: self._read_spec(key) for key in self.file_of}
 
     def read(self, key: str, expert: int | None = None) -> Tensor:
-        """Read the tensor ``key``, or of stacked experts only ``tensor[expert]``."""
+        """Read the tensor ``key``. If ``expert`` is given, the tensor has stacked
+        experts, and only ``tensor[expert]`` is read."""
         from safetensors import SafetensorError
 
         file = self.files[self.file_of[key]]
@@ -327,8 +328,8 @@ def _require_legal_header(path: Path) -> None:
     """Raise if the header of the safetensors file ``path`` lists a key twice, or a key
     that is too long or not printable.
 
-    The package safetensors must have opened the file before, which checks the header's
-    size.
+    The package safetensors must have opened the file before, since it checks the
+    header's size.
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -374,8 +375,8 @@ def progress_bar[Item](items: Collection[Item], label: str) -> Iterable[Item]:
 def write_folder(
     target: str | Path, like: SafetensorsFolder, read: Callable[[str], Tensor]
 ) -> None:
-    """Write the new folder ``target`` with the files of ``like``, in which each tensor
-    ``key`` is replaced by ``read(key)``.
+    """Write the new folder ``target``: the files of ``like``, but with ``read(key)`` in
+    place of each tensor ``key``.
 
     The other files of ``like`` are copied, except those that may hold the old weights;
     a warning counts these.

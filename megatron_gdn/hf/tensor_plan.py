@@ -1,5 +1,5 @@
-"""`plan_tensors`: what an import and an export do with each tensor of a folder. It
-compares the config with the files before it makes the plan."""
+"""`plan_tensors` plans what an import and an export do with each tensor of a folder.
+First it compares the config with the files."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _require_config_fits_files(
     """Raise a ValueError if the files have other numbers of layers, experts or rows
     than the config.
 
-    `model_maps` makes maps for each layer and expert, and tables of rows, and a model
-    is built by the config's sizes. A wrong number in a config.json must not fill the
+    `model_maps` and `build_model` take memory for all layers, experts and rows that the
+    config names. Without this check a wrong number in a config.json could fill the
     memory. ``specs``: the tensors of the files; ``model_text``: the model, for errors.
     """
     sizes = config.sizes
@@ -76,7 +76,7 @@ def _require_config_fits_files(
             f"config.json says num_experts={config_experts}, but the files have weights "
             f"of {experts} experts."
         )
-    # The first layer of each kind stands for the others, which `plan_tensors` checks.
+    # This function checks the first layer of each kind; `plan_tensors` checks the others.
     if "*" in mixers:
         prefix = f"{text_prefix}layers.{mixers.index('*')}.self_attn."
         width = sizes.num_attention_heads * sizes.kv_channels
@@ -107,8 +107,8 @@ def _require_config_fits_files(
 def _count_layers_and_experts(
     text_prefix: str, specs: Mapping[str, TensorSpec]
 ) -> tuple[int, int]:
-    """The number of layers, and of experts of a layer, of which the files ``specs`` have
-    weights; ``text_prefix``: of the text model's keys."""
+    """The number of layers and the number of experts per layer that have weights in the
+    files ``specs``. ``text_prefix``: the prefix of the text model's keys."""
     layers = set()
     experts = set()
     stacked_experts = 0
