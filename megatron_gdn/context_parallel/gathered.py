@@ -56,8 +56,8 @@ class LocalDocument(NamedTuple):
 def local_documents_of(
     lengths: tuple[int, ...], size: int, rank: int, layout: SequenceLayout
 ) -> tuple[LocalDocument, ...]:
-    """The documents with rows on ``rank``, one of ``size``; ``lengths``: tokens of
-    every document over all ranks."""
+    """The documents that have rows on rank ``rank`` of ``size`` ranks; ``lengths``:
+    tokens of every document over all ranks."""
     # A rank holds its tokens in sequence order, so the tokens of one document lie side
     # by side.
     own_positions = positions(lengths, size, layout)[rank]

@@ -184,8 +184,8 @@ def _exit_of_each_entry(
     ``receiving``.
 
     A node that does not send has no piece in ``exit_pieces``, and gets the index of the
-    first piece. The ``through`` there is not read: such a node is the first of its path
-    in the backward.
+    first piece. The backward does not read ``through`` of such a node, because the node
+    is then the first of its path.
     """
     index = [sending.index(j) if j in sending else 0 for j in receiving]
     if index == list(range(len(sending))):
@@ -222,7 +222,8 @@ def _node_tensors(
     receiving: tuple[int, ...],
 ) -> _NodeTensors:
     """Compute the tensors of this rank's nodes from its ``pieces``, for ``rows`` batch
-    rows; ``sending`` and ``receiving`` are as in :class:`StateTable`."""
+    rows; ``sending`` and ``receiving`` are ``sending_nodes`` and ``receiving_nodes`` of
+    :class:`StateTable`."""
     fragments = fragments_of(documents, partition)
     N = pieces.sequences
     # indices, among this rank's tokens, of each fragment's first and last token

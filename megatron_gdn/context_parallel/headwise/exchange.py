@@ -6,9 +6,9 @@ heads.
     to sequence   hp_rows [S, B, p] -> cp_rows [s, B, P]   a rank sends each peer that
                                                            peer's tokens
 
-The names are those of Megatron's ``tensor_a2a_cp2hp``: context-parallel rows and
-hidden-parallel rows. The backward of each direction is the other direction. hp_rows are
-in sequence order, cp_rows in the order of the rank's tokens.
+The names come from Megatron's ``tensor_a2a_cp2hp``: cp_rows are context-parallel,
+hp_rows hidden-parallel. The backward of each direction is the other direction. hp_rows
+are in sequence order, cp_rows in the order of the rank's tokens.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def _copy_launch(
 
     ``tokens``, ``batch``, ``strides`` and ``element_size`` are those of cp_rows,
     ``rank_width`` is p. ``has_positions``, ``has_kept_rows``: whether `_launch_copy`
-    has these tensors. The others are its arguments.
+    got these tensors. The others are arguments of `_launch_copy`.
     """
     tile_rows = _rows_per_tile(tokens * batch, element_size, strips)
     tiles = triton.cdiv(tokens * batch, tile_rows) * message_count
@@ -456,10 +456,10 @@ def copy_columns_kernel(
     """Copy the STRIPS of ranks ``first_rank``, ``first_rank + 1``, ... without
     ``skipped_rank``.
 
-    With PACK columns go from cp_rows to messages of RANK_WIDTH columns at
+    If PACK, columns go from cp_rows to messages of RANK_WIDTH columns at
     ``message_ptr``, else back. A tile has ROWS rows; the programs share the ``tiles``.
-    With HAS_POSITIONS there is one message, whose row ``positions[t]`` holds token t.
-    With HAS_KEPT_ROWS columns of ``skipped_rank`` are copied too: row ``positions[t]``
+    If HAS_POSITIONS, there is one message, and its row ``positions[t]`` holds token t.
+    If HAS_KEPT_ROWS, columns of ``skipped_rank`` are copied too: row ``positions[t]``
     of hp_rows holds token t. ``stride_s``, ``stride_b``: of cp_rows, in ALIGN elements.
     """
     rows = tokens * batch

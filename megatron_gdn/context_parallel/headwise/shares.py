@@ -204,8 +204,8 @@ class Wave:
 
 
 def consecutive_runs(positions_s: Tensor) -> tuple[WaveFragment, ...]:
-    """The runs of consecutive numbers in ``positions_s``, a CPU tensor, each as a
-    :class:`WaveFragment`."""
+    """A :class:`WaveFragment` for each stretch of consecutive numbers in
+    ``positions_s``, a CPU tensor."""
     if not positions_s.numel():
         return ()
     breaks = (positions_s.diff() != 1).nonzero().flatten() + 1
