@@ -62,7 +62,7 @@ def uncompiled[F: Callable](function: F) -> F:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Run ``function``; while ``torch.compile`` traces, without tracing it."""
+        """Run ``function``; ``torch.compile`` does not trace it."""
         if torch.compiler.is_compiling():
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)

@@ -130,7 +130,7 @@ def convolve_rows(
     """The convolution and ``activation`` of each batch row, ``[B, S, C]``.
 
     ``documents`` are the boundaries in every batch row, ``history`` the rows before
-    each sequence (None: zeros). Of the intermediates autograd saves none: the backward
+    each sequence (None: zeros). Autograd saves no intermediate tensor: the backward
     computes them again.
     """
     position_T = None

@@ -250,11 +250,11 @@ class Documents:
         """The result of ``make(self, *arguments)``, computed at the first call and
         stored on this object.
 
-        The package stores results in two ways. This method and :meth:`keep_tensors`
-        store results that are made from a `Documents` on that object, which belongs to
-        one CUDA stream and is freed with its micro-batch. An ``lru_cache`` stores
-        results that are made only from sizes; :func:`.host_tables.cached_by_stream`
-        does so if they have tensors.
+        The package stores results in two ways. A result that is made from a `Documents`
+        is stored on it, by this method or :meth:`keep_tensors`; a `Documents` belongs
+        to one CUDA stream, and is freed with its micro-batch. A result that is made
+        only from sizes is stored by an ``lru_cache``, or, if it has tensors, by
+        :func:`.host_tables.cached_by_stream`.
         """
         key = make, arguments
         if key not in self.kept_results:
@@ -281,7 +281,7 @@ class Documents:
                 tensors = make(self, *arguments)
                 if move:
                     on_device = [to_device(x, self.device) for x in tensors]
-                    # a NamedTuple has _make; a plain tuple is made by tuple
+                    # a NamedTuple is made by its _make, a plain tuple by tuple
                     make_tuple = getattr(tensors, "_make", tuple)
                     tensors = cast(Made, make_tuple(on_device))
             self.kept_results[key] = tensors

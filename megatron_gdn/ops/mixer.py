@@ -109,8 +109,8 @@ def mix(
 def _checkpoint_readout(
     split_readout: SplitReadout, mixed: Tensor, rows: Tensor, refilled: RefilledOutput
 ) -> Tensor:
-    """The result of the second step of ``split_readout`` on ``mixed [S, B, H V]``,
-    which is not kept.
+    """The result of the second step of ``split_readout`` on ``mixed [S, B, H V]``. The
+    result is freed, and filled again by ``refilled``.
 
     The step runs three times: here, when ``refilled`` fills the result again, and in
     the step's backward. Megatron's checkpoint is not used, since it compiles a C++

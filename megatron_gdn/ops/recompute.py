@@ -37,8 +37,8 @@ def saved_tensors_are_hooked() -> bool:
 class RefilledOutput:
     """Frees the memory of one output of the mixer until out_proj's backward.
 
-    out_proj's autograd saves this output. Before out_proj's backward reads the output,
-    it is computed again, from tensors that the mixer saves anyway.
+    out_proj's autograd saves this output. The output is computed again before
+    out_proj's backward reads it, from tensors that the mixer saves anyway.
     """
 
     def __init__(self) -> None:

@@ -57,8 +57,8 @@ class TreeLevel(NamedTuple):
     def rows_of(self, x: Tensor) -> Tensor:
         """The rows of ``x [1, T, ...]`` at this level's tokens.
 
-        A slice is copied if its address is not a multiple of ALIGNMENT_BYTES, as
-        kernels require.
+        Kernels require addresses that are multiples of ALIGNMENT_BYTES, so a slice at
+        another address is copied.
         """
         if isinstance(self.token_indices, slice):
             rows = x[:, self.token_indices]

@@ -262,7 +262,7 @@ class _Decays(torch.autograd.Function):
 
 
 def _products_per_head(x: ChunkValues, output: bool) -> _Products:
-    """The products if g is per head; P and q_in only if ``output``.
+    """The products if g is per head; P and q_in are computed only if ``output``.
 
     The value heads of a key head share the products q k^T and e k^T.
     """
@@ -478,7 +478,8 @@ class _SolveAndPassStates(torch.autograd.Function):
         dk_out = torch.bmm(y, after.mT)
         if inverse is not None:
             du = torch.bmm(inverse.mT, du)
-            # Above the diagonal dA is not zero, but its product with the decays is.
+            # Above the diagonal dA is not zero, but its product with the decays is zero
+            # there.
             dA = _minus_bmm(du, y.mT)
             de_in = _minus_bmm(du, S.mT)
             dA.diagonal(dim1=-2, dim2=-1).zero_()

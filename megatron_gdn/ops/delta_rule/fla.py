@@ -148,7 +148,7 @@ class FlaChannelRule(FlaDeltaRule):
     and v together: the backward computes them again.
     """
 
-    # The names of three functions of fla, which a subclass states.
+    # A subclass gives the names of three functions of fla.
     # computes w, u, an unused item, k, Aqk and Akk
     chunk_function: ClassVar[str]
     # computes w, u, q and k from Akk
