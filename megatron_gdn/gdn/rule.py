@@ -163,8 +163,9 @@ def resolve_rule(
             replaced by another backend.
         bits: with ``Bits.DETERMINISTIC`` results repeat bit for bit, from run to run
             and process to process, and a sequence's results do not depend on other
-            sequences. ``"auto"`` takes flash_qla, or else fla, if a test covers GPU,
-            dtype, heads and versions (:class:`.repeatable.RepeatableSetup`), else the
+            sequences. ``"auto"`` takes the first of flash_qla and fla whose bits a test
+            found to repeat for this GPU, dtype, heads and versions
+            (:class:`.repeatable.RepeatableSetup`). If there is none, it takes the
             reference. Each of fla's kernels then has one configuration. A backend that
             the caller names runs even if untested; the log then says so. With
             ``Bits.ON_GRID`` a token's bits depend only on its sequence's tokens; then

@@ -148,8 +148,8 @@ def _may_start_command() -> bool:
 
 
 def _start_command(lock: int) -> subprocess.Popen:
-    """Start the warm-up command, which gets file descriptor ``lock`` and ends with this
-    process."""
+    """Start the warm-up command. It inherits the file descriptor ``lock``, and ends
+    when this process ends."""
     logger.warning(
         "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d "
         "cores, into %r. `python -m megatron_gdn.warm_up %s` does this before a run.",
