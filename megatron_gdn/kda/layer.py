@@ -401,7 +401,7 @@ class KimiDeltaAttention(RecurrentMixer):
         """Mark the weights whose rows belong to heads, so that Muon updates the rows of
         each head by themselves."""
         layout = self.dims.layout
-        # the sections that the rows of each weight make
+        # for each weight, the sections of a projection row that it computes
         sections_of = {
             "in_proj": self.dims.in_proj_layout.names,
             "f_proj": ("g",),
