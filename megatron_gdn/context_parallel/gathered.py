@@ -18,7 +18,8 @@ from .layouts import SequenceLayout, positions, rank_order_of_sequence
 class LocalDocument(NamedTuple):
     """This rank's rows (queries) of one document, and the keys that they attend to.
 
-    Rows are counted on this rank, keys in sequence order over all ranks.
+    Row numbers count the rows of this rank. Key numbers count the keys of all ranks, in
+    sequence order.
     """
 
     first_row: int

@@ -83,8 +83,8 @@ class Scheme:
         """The part of a parameter for the heads that this rank runs.
 
         Dimension 0 of ``param`` has an entry for each column, or for each head, of the
-        layout's sections ``names``. If ``names`` is None, it has one for each state
-        head.
+        layout's sections ``names``. If ``names`` is None, dimension 0 has an entry for
+        each state head.
         """
         return param
 

@@ -199,7 +199,7 @@ def states_entering_nodes(
         states, route.state_send_counts, route.state_receive_counts, group
     )
     h = len(returned) // M
-    if h == 1:  # the shares, in rank order, are the M states
+    if h == 1:  # the shares, joined in rank order, are the M states
         return returned[None]
     # Each rank returns its share of the M states, for all h nodes.
     by_rank = returned.split(list(route.state_receive_counts))
