@@ -212,8 +212,8 @@ class Documents:
         """Raise if ``saved``, the stamp that autograd gives the backward, is not the
         forward's ``stamp``.
 
-        Under activation checkpointing, a second forward made ``saved``. It may have run
-        with other boundaries.
+        Under activation checkpointing, a second forward made ``saved``. This forward
+        may have run with other boundaries.
         """
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(

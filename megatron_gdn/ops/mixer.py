@@ -187,7 +187,7 @@ class _BackwardValues(NamedTuple):
     rule_plan: object  # ``SavedForBackward.plan`` of the rule's forward
     stamp: Tensor | None  # from :attr:`Documents.stamp`, the boundaries in the forward
     list_lengths: tuple[int, ...]  # from :meth:`_SavedTensors.flat`
-    history: History | None  # the rows before each sequence that the front read
+    history: History | None  # the rows before each sequence, which the front read
 
 
 class MixerFunction(torch.autograd.Function):
