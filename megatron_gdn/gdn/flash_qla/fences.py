@@ -18,9 +18,9 @@ from types import ModuleType
 
 from ...ops.obstacles import log_obstacle_once
 
-# The next patterns and names are of the CUDA source that tilelang generates: a bulk
-# store (group 1 is its buffer), a signal to other threads, a fence, and the head of a
-# kernel whose source gets fences.
+# Patterns and names in the CUDA source that tilelang generates: a bulk store (group 1
+# is its buffer), a signal to other threads, a fence, and the head of a kernel whose
+# source gets fences.
 _BULK_STORE = re.compile(r"\btl::tma_store\(\w+, \(?&\(\(\(\w+\s?\*\)(\w+)\)")
 _SIGNAL_TO_THREADS = re.compile(
     r"\.arrive\w*\(|\b__syncthreads\(|\b__sync_thread_partial\b|\btl::tma_store\("

@@ -24,7 +24,7 @@ from torch import Tensor
 from ...ops.state_maps.segments import CHUNK
 
 _F32 = torch.float32
-# arguments of FlashQLA's factories of kernels, which are equal in all calls
+# arguments of FlashQLA's kernel factories that have the same value in all calls
 _ACCUM_DTYPE = "float32"
 _STATE_V_FIRST = False  # states are [.., K, V], not [.., V, K]
 
