@@ -114,7 +114,8 @@ class KDAOptions(MixerOptions):
 
 
 def _check_bound(name: str, bound: float | None) -> None:
-    """Raise a ValueError for a lower bound of the log-decay that is not below 0."""
+    """Raise a ValueError unless ``bound``, the lower bound of the log-decay, is None or
+    below 0."""
     if bound is not None and not bound < 0:
         raise ValueError(
             f"{name}={bound} must be below 0: it bounds a log-decay. Use -5, or None "
@@ -196,7 +197,7 @@ class KimiDeltaAttention(RecurrentMixer):
         ),
     )
     may_be_captured: ClassVar[bool] = True
-    # Megatrons with a class for this mixer cut its in_proj by sections.
+    # A Megatron that has a class for this mixer cuts the mixer's in_proj by sections.
     scripts_split_in_proj: ClassVar[bool] = hasattr(
         gated_delta_net, "KimiDeltaAttention"
     )
