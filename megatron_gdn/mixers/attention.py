@@ -47,10 +47,10 @@ class TorchAttention(HasCpLayout, DotProductAttention):
 
         o_t = sum_j p_tj v_j,  p_t = softmax_j(scale q_t . k_j),  j <= t in t's document
 
-    A batch that is not packed, on one context-parallel rank, runs in Megatron's
+    On one context-parallel rank, a batch that is not packed runs in Megatron's
     DotProductAttention with all its options. With packed documents or context
-    parallelism, every rank gathers the keys and values of all ranks and attends with
-    its own queries, so the number of heads does not limit the number of ranks. GPUs run
+    parallelism, every rank gathers the keys and values of all ranks, and attends with
+    its own queries. So the number of heads does not limit the number of ranks. GPUs run
     ``flex_attention``. On a CPU, in fp64, with dropout, with head sizes below 16 and in
     ``batch_invariant_mode``, plain torch runs each document by itself.
 

@@ -101,9 +101,10 @@ class MixerSubmodules:
 class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
-    A subclass's ``__init__`` calls this ``__init__``, sets options, and gives
-    :meth:`_build` a function that chooses the rule, and one that makes the front. The
-    front computes the rule's inputs from projection rows.
+    A subclass's ``__init__`` calls this ``__init__``, sets options and calls
+    :meth:`_build`. It gives :meth:`_build` a function that chooses the rule and a
+    function that makes the front. The front computes the rule's inputs from projection
+    rows.
 
     A new gate of a Gated DeltaNet needs:
 
@@ -181,8 +182,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     parameters_split_by_heads: ClassVar[tuple[str, ...]] = ()
     # whether Megatron's dynamic context stores a state as [H, V, K], not [H, K, V]
     state_transposed: ClassVar[bool] = False
-    # Megatron's dynamic context may cut prompts at multiples of this number, which must
-    # be equal in all recurrent layers of a model.
+    # Megatron's dynamic context may cut prompts at multiples of this number. The number
+    # must be equal in all recurrent layers of a model.
     chunk_size: int = 128
     output_gate_activation: str = "silu"  # activation of the output gate z
     # What the backward computes again, by the option `recompute` and Megatron's flags:
@@ -190,9 +191,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     recompute_norm_out: bool = False  # out_proj's input
     recompute_rule: bool  # the results of front and rule
     recompute_qkv: bool  # the rule's inputs k and v (q: always)
-    # With recompute_norm_out: the object that frees the memory of out_proj's input
-    # after a forward, and fills this memory with the same bits before out_proj's
-    # backward. Megatron's mixers have this attribute too.
+    # With recompute_norm_out: this object frees the memory of out_proj's input after a
+    # forward. Before out_proj's backward it fills the memory with the same bits. The
+    # attribute has Megatron's name.
     norm_out_checkpoint: RefilledOutput | None = None
 
     def __init_subclass__(cls, **settings: object) -> None:

@@ -5,7 +5,7 @@ Distributed checkpoints hold ``in_proj`` and the convolution section by section
 Under Megatron-FSDP (fsdp_dtensor) a file holds ``state_dict()``, where
 ``in_proj.weight`` has the rows of all tensor-parallel ranks end to end. The order of
 these rows depends on the tensor-parallel size, so the state dict has an entry with this
-size (0 if a launch script stores each section by itself).
+size. The entry is 0 if a launch script stores each section by itself.
 """
 
 from __future__ import annotations

@@ -18,8 +18,11 @@ from ..ops.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32Parameter:
-    """A parameter that stays in fp32, with a value for each head of a section of
-    projection rows, or for each column of a head."""
+    """A parameter that stays in fp32.
+
+    It has a value for each head of one section of projection rows, or for each column
+    of these heads.
+    """
 
     name: str  # the attribute of the mixer, and the key in checkpoints
     section: str  # the section of a projection row whose heads have the values

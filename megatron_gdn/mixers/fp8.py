@@ -397,9 +397,9 @@ class SectionOutsideFP8(_SeveralProducts):
         """In this context the linear computes in its weight's dtype.
 
         On leaving, Transformer Engine's notes about the linear's latest call are as
-        before. Transformer Engine reads the notes when a checkpoint runs the linear
-        again, to do what the latest call did, and when it saves the state of delayed
-        scaling.
+        before. If a checkpoint runs the linear again, Transformer Engine reads the
+        notes to do what the latest call did. It also reads them when it saves the state
+        of delayed scaling.
         """
         linear: Any = self
         attributes = vars(linear)

@@ -50,9 +50,9 @@ class SplitRows(torch.autograd.Function):
     def backward(ctx, *d_views: Tensor | None):
         """The weight's gradient from the gradients of the views; None means zero.
 
-        With ``adds_to_main_grad`` the products have added the gradients already. Then
-        the weight's ``grad_added_to_main_grad`` becomes True, by which Megatron sees
-        this, and the result is a gradient that Megatron does not read.
+        With ``adds_to_main_grad`` the products have added the gradients already. The
+        weight's ``grad_added_to_main_grad`` becomes True to tell Megatron so. The
+        result is then a gradient that Megatron does not read.
         """
         weight = ctx.weight
         if not ctx.adds_to_main_grad:

@@ -2,8 +2,8 @@
 
 A ``DynamicInferenceContext`` lays the tokens of a step end to end: first the s tokens
 of each decoding request (s = 1 + num_speculative_tokens), then prompts or chunks of
-prompts, then padding. A slot is the index of one request in the context's buffers,
-which hold each request's states and last W conv inputs; padding has slot -1.
+prompts, then padding. The context's buffers hold each request's states and last W conv
+inputs. A slot is the index of one request in these buffers; padding has slot -1.
 
 Legend: N requests, M slots, s tokens of one request, t tokens of a step.
 """

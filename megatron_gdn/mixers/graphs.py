@@ -135,8 +135,8 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
     The host does not wait for the GPU. One set of buffers serves one micro-batch at a
     time, since the micro-batch's backward reads the buffers too. Call this function on
-    the stream of the replay, or inside the captured region with a ``cu_seqlens`` that
-    is a fixed buffer on the GPU.
+    the stream of the replay. A call inside the captured region is legal too, if
+    ``cu_seqlens`` is a fixed buffer on the GPU.
 
     Args:
         cu_seqlens: int ``[m + 1]``, m up to ``max_documents``: global offsets from 0 to
@@ -171,8 +171,8 @@ def _captures_mixers(config: TransformerConfig) -> bool:
 
 
 def check_layer_graph(config: TransformerConfig) -> None:
-    """Raise a ValueError if Megatron captures mixers and each micro-batch has a
-    context-parallel group of its own, since a graph replays one group."""
+    """Raise a ValueError if Megatron captures mixers while each micro-batch has its own
+    context-parallel group. A graph replays one group."""
     own_group_field = next(
         (name for name in _OWN_GROUP_FIELDS if getattr(config, name, False)), None
     )

@@ -3,7 +3,7 @@ rule.
 
 A model may be moved or cast after its layers are built, and a micro-batch may bring its
 own context-parallel group. So a new layer chooses a rule for a guessed device and
-dtype, and each forward chooses again for the device and dtype of its rows.
+dtype. Each forward chooses again, for the device and dtype of its rows.
 """
 
 from __future__ import annotations

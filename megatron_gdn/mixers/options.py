@@ -14,8 +14,9 @@ from ..ops.rules.choice import require_known
 from .loader_layout import AUTO, check_cp_layout
 
 # The parts of a mixer that the backward computes again, for each value of the option
-# `recompute`. "qkv" means k and v (q is always computed again), "norm_out" out_proj's
-# input, "rule" the rule's output, its gates and the inverses of its chunks.
+# `recompute`. "qkv" means k and v; q is always computed again. "norm_out" means
+# out_proj's input. "rule" means the rule's output, its gates and the inverses of its
+# chunks.
 RECOMPUTE_LEVELS = {
     "none": frozenset(),
     "light": frozenset({"qkv", "norm_out"}),
@@ -34,8 +35,8 @@ class MixerOptions:
     Args:
         backend: implementation of the recurrence: ``"reference"`` (plain torch,
             deterministic), ``"fla"``, a name that only this mixer has (``"flash_qla"``,
-            ``"cudnn"``), or ``"auto"``, the first that supports the device and dtype of
-            the rows. The mixer's ``rule.py`` lists them.
+            ``"cudnn"``), or ``"auto"``. The mixer's ``rule.py`` lists the rules;
+            ``"auto"`` takes the first that supports the device and dtype of the rows.
         rule_operands: ``"fp16"`` or ``"bf16"``, the dtype to which the GPU backends
             round operands of products inside a chunk, in a bf16 layer. fp16 is more
             exact, bf16 has the wider range, see :mod:`megatron_gdn.gdn.half`.
@@ -47,9 +48,9 @@ class MixerOptions:
             :mod:`megatron_gdn.mixers.loader_layout`. A value that contradicts
             Megatron's setting raises a ValueError.
         linear_cp_mode: ``"headwise"`` (an all-to-all gives a rank all tokens of some
-            heads), ``"chunkwise"`` (ranks send states, not activations) or ``"auto"``,
-            the cheaper for each micro-batch; default ``config.linear_cp_mode`` if
-            Megatron has it, else ``"auto"``.
+            heads), ``"chunkwise"`` (ranks send states, not activations) or ``"auto"``
+            (the cheaper of both for each micro-batch). Default:
+            ``config.linear_cp_mode`` if Megatron has this field, else ``"auto"``.
         cp_ranks_per_machine: the number of successive context-parallel ranks that
             NVLink joins; ``linear_cp_mode="auto"`` needs it to estimate costs. The last
             machine may have fewer ranks. None (default): the ranks exchange their

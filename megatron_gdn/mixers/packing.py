@@ -295,8 +295,11 @@ def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
 def _checked_buffers(
     documents: StaticDocuments, total_tokens: int, device: torch.device
 ) -> StaticDocuments:
-    """Return ``documents``; raise if they do not fit the layer's tokens and device, or
-    if a recomputed forward finds buffers that were filled again."""
+    """Return ``documents``.
+
+    Raise if they do not fit the layer's tokens and device. Also raise if a recomputed
+    forward finds buffers that were filled again.
+    """
     if documents.total_tokens != total_tokens or documents.device != device:
         raise ValueError(
             f"packed_seq_params has fixed buffers for {documents.total_tokens} tokens "

@@ -1,8 +1,8 @@
 """Stores mixers' histories and states in Megatron's StaticInferenceContext, whose batch
 rows all have the same length.
 
-Histories and states are in ``key_value_memory_dict`` with the batch in dimension 1,
-like keys and values, so Megatron's ``swap_key_value_dict`` reorders them too. s is the
+Histories and states are in ``key_value_memory_dict``, with the batch in dimension 1
+like keys and values. So Megatron's ``swap_key_value_dict`` reorders them too. s is the
 number of tokens of a forward.
 """
 

@@ -1,8 +1,8 @@
 """Tensor parallelism of a mixer's parameters: initial values, marks and process groups.
 
 Initial values do not depend on the number of ranks: every rank draws the whole
-parameter from the same seed and keeps its share. *Marks* are attributes of a parameter
-that tell Megatron how the parameter is split, over which ranks its gradient is summed,
+parameter from the same seed and keeps its share. *Marks* are attributes of a parameter.
+They tell Megatron how the parameter is split, over which ranks its gradient is summed,
 and in which precision it stays. torch loses marks, for example in ``copy.deepcopy`` and
 ``fully_shard``, and a lost mark gives a wrong gradient without an error. So a mixer
 puts lost marks back.
@@ -145,7 +145,8 @@ class MarkedParameters(nn.Module):
     that replace the first ones.
 
     New parameters get the marks when the module is moved, cast, loaded, copied or
-    unpickled, and before any code iterates over its modules or parameters.
+    unpickled. They also get the marks before any code iterates over the module's
+    modules or parameters.
     """
 
     # parameter name -> attribute -> value; empty before remember_marks
@@ -248,8 +249,8 @@ def add_conv(mixer: Mixer, bias: bool) -> None:
         else:
             mixer.conv1d_bias = None
         return
-    # Without skip_init, torch would draw a number for each weight on this rank, so all
-    # later random numbers would depend on the tensor-parallel size.
+    # Without skip_init, torch would draw a number for each weight on this rank. Then
+    # all later random numbers would depend on the tensor-parallel size.
     channels = layout.conv_width
     mixer.conv1d = nn.utils.skip_init(
         nn.Conv1d,

@@ -224,8 +224,8 @@ def pack_groups(
     """Pack groups, each a prompt and its responses, into micro-batches, in order.
 
     A group that fits into one micro-batch stays together. A larger group is cut between
-    responses, and its prompt is computed once in every micro-batch that has responses
-    of the group.
+    responses. Every micro-batch with responses of the group then computes the prompt
+    once.
 
     Args:
         groups, multiple_of, device: as in :func:`pack_tree`.
