@@ -5,8 +5,8 @@ Mamba2, or Gated DeltaProduct in ``gdp_stack_spec``.
     --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
 
 A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2".
-Megatron's patterns have no letter for Kimi Delta Attention (0.19; pull request 6556
-adds one), so this file passes 'G' for each 'K' to Megatron and builds 'K' layers from
+Patterns of Megatron 0.19 have no letter for Kimi Delta Attention; pull request 6556
+adds one. So this file passes 'G' for each 'K' to Megatron, and builds 'K' layers from
 their own spec. ``"M*G-/M*/M*"`` is the model ``M*G-`` with two heads of multi-token
 prediction, each with layers ``M*``.
 """
@@ -112,8 +112,9 @@ class HybridStackSpec(ModuleSpec):
             **options: keyword arguments of the GatedDeltaNet constructor, or of
                 GatedDeltaNet2's if the config's variant is "gdn2". 'M' and 'K' layers
                 also get ``cp_layout``, ``linear_cp_mode``, ``cp_ranks_per_machine``
-                and, if legal there, ``backend``, unless ``mamba``, ``kda`` or ``gdp``
-                gives another value; '*' and '+' layers get ``cp_layout``.
+                and, if its value is legal there, ``backend``. Values in ``mamba``,
+                ``kda`` and ``gdp`` override these. '*' and '+' layers get
+                ``cp_layout``.
 
         Raises:
             ValueError: ``modules`` is unknown. ImportError: "te" without Transformer
@@ -215,7 +216,7 @@ def _te_submodules(
     gdn: ModuleSpec, mamba_mixer: ModuleSpec, qk_layernorm: bool, cp_layout: str
 ) -> HybridStackSubmodules:
     """Megatron's hybrid stack with the mixers ``gdn`` for 'G' and ``mamba_mixer`` for
-    'M', and with our attention, which takes trees and ``cp_layout``."""
+    'M'. The attention is ours, which supports trees and ``cp_layout``."""
     layer = cast(Any, _upstream_submodules().attention_layer)
     upstream_attention = layer.submodules.self_attention
     core_class = class_with_tree_attention(upstream_attention.submodules.core_attention)
