@@ -1,8 +1,7 @@
 """Our layer in models of mcore-bridge, the model library of ms-swift.
 
 mcore-bridge's subclass of Megatron's layer stores the rows of ``in_proj`` and the
-channels of ``conv1d`` by key head, and its bridge loads and saves weights in that
-order:
+channels of ``conv1d`` by key head. Its bridge loads and saves weights in this order:
 
     Megatron and we  q of all heads, k of all heads, v, z, b, a
     mcore-bridge     q, k, v, z, b, a of key head 0 and its value heads, then of key

@@ -1,7 +1,7 @@
 """Counts parameters and floating-point operations of a model by its layers.
 
-``docs/models.md`` has the equations. The delta rule computes these products for a chunk
-of C tokens, where S is the state before the chunk and A the chunk's triangular inverse:
+``docs/models.md`` has the equations. S is the state before a chunk of C tokens, A is
+the chunk's triangular inverse. For each chunk the delta rule computes these products:
 
     k k^T,  q k^T                               C C K multiply-adds each, per key head
     k S,  q S,  k^T x                           C K V multiply-adds each, per value head

@@ -2,7 +2,7 @@
 forks.
 
 The keys of tilelang's and Triton's caches on disk are the kernel, the target and the
-versions, so a machine with a GPU can use a cache that was filled without a GPU.
+versions. So a machine with a GPU can use a cache that was filled without a GPU.
 """
 
 from __future__ import annotations
