@@ -250,8 +250,9 @@ def leave_strides_out(
     return read(strategy, checkpoint_dir, metadata)
 
 
-# The format ``dp_reshardable`` (Megatron's default) and the optimizer's file of
-# ``--ckpt-format torch`` store states as gradient buffers, without names of parameters.
+# Two formats store states as gradient buffers, without names of parameters:
+# ``dp_reshardable`` (Megatron's default) and the optimizer's file of ``--ckpt-format
+# torch``.
 # With fp32 ``A_log`` and ``dt_bias`` the buffers have other sizes than with bf16 ones.
 # Megatron's error names only the sizes, so this file adds a note to the error.
 _BUCKET_SIZE_ERROR = re.compile(

@@ -223,8 +223,8 @@ def _load_equal_replicas(
     data-parallel replicas are equal.
 
     By ``load`` a rank loads its shard of the optimizer. The shard of an fp32 parameter
-    is a view of the parameter, so the load changes only this shard of the parameter. Its
-    other shards still have the values of the model's file, which may be rounded.
+    is a view of the parameter, so only this shard is loaded. The parameter's other
+    shards still have the values of the model's file, which may be rounded.
     """
     load(optimizer, *args, **kwargs)
     buffers = getattr(optimizer, "buffers", ())

@@ -1,6 +1,6 @@
 """Megatron without torchrun and without a GPU, for a script or a test.
 
-Megatron-Core 0.19 asks CUDA for devices, streams and generators even for plain tensor
+Megatron-Core 0.19 uses CUDA's devices, streams and generators even for plain tensor
 maths. `run_megatron_on_cpu` calls functions of this file, which replace Megatron's
 calls. Each function's docstring says when the function can be removed.
 """

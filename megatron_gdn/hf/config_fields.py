@@ -1,8 +1,8 @@
 """`FIELD_TABLE`: the type, the range and the meaning of each field of ``config.json``.
 
-The conversion of weights (`.model_map`) and the published models
-(`megatron_gdn.models`) read their fields by a `ConfigFields`, which checks each field
-against the table. The transformers drop-in calls `check_config`.
+A `ConfigFields` reads fields and checks each against the table. The conversion of
+weights (`.model_map`) and the published models (`megatron_gdn.models`) use it. The
+transformers drop-in calls `check_config`.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class FieldGroups(NamedTuple):
     table_names: Mapping[str, str] = {}
 
     def canonical_fields(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The fields ``values`` of the file ``where`` by their canonical names, without
-        the fields that are null or change no number. Settings are checked.
+        """The fields ``values`` of the file ``where`` by their canonical names. Fields
+        that are null or change no number are left out. Settings are checked.
 
         Raises:
             ValueError: a field is unknown, has a value that is not supported, or is

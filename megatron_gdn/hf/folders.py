@@ -2,8 +2,8 @@
 
 Import and export build Megatron's model on the CPU, with local (torch) modules. All
 weights are in memory at the same time, in the dtypes of the files. An imported
-checkpoint has weights alone (Megatron calls it a *release*), and Megatron's ``--load``
-reads a release at any parallel sizes. A checkpoint's folder has:
+checkpoint has only weights; Megatron calls it a *release*. Megatron's ``--load`` reads a
+release at any parallel sizes. A checkpoint's folder has:
 
     latest_checkpointed_iteration.txt  "release", or the number of the newest iteration
     release/ or iter_0000160/          metadata.json and torch.distributed.checkpoint's
@@ -212,8 +212,8 @@ def _add_extra_states_of_te(state: StateDict) -> StateDict:
 
 
 def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
-    """Build the model of the Hugging Face folder ``like`` on the CPU, and fill it from
-    the newest checkpoint in ``source``, in the checkpoint's dtypes.
+    """Build the model of the Hugging Face folder ``like`` on the CPU; fill it from the
+    newest checkpoint in ``source``. Parameters get the checkpoint's dtypes.
 
     The checkpoint may come from anyone: within `untrusted_checkpoint`, torch runs no
     code from its pickles.

@@ -120,8 +120,8 @@ _MLP_SYMBOLS = {"dense": "-", "sparse": "E"}
 
 
 def canonical_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields ``values`` of the file ``where`` by the names of KimiLinearConfig, with
-    the fields of ``linear_attn_config`` among them.
+    """The fields ``values`` of the file ``where`` by the names of KimiLinearConfig; the
+    fields inside ``linear_attn_config`` are moved out of it.
 
     Raises as `FieldGroups.canonical_fields`.
     """

@@ -52,8 +52,8 @@ def layer_from_hf(
     Raises:
         NotImplementedError: the weights are quantised, such as FP8, NVFP4, INT8 or
             GPTQ.
-        ValueError: a tensor is missing, unknown (such as a bias of a projection) or of
-            the wrong shape or dtype, or ``tp_size`` does not divide the heads or
+        ValueError: a tensor is missing, is unknown (such as a bias of a projection), or
+            has a wrong shape or dtype. Or ``tp_size`` does not divide the heads or
             groups.
     """
     dims.shard(tp_size)  # raises if tp_size does not divide the heads or groups

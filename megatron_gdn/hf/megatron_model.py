@@ -6,9 +6,9 @@ tensor-parallel shard and its experts. The names of parameters show whether a no
 fused into a projection (Transformer Engine) or separate (local modules), and whether
 experts are grouped or sequential.
 
-A low-rank adapter of Megatron-Bridge is a module around a linear: ``to_wrap`` is the
-linear, ``adapter`` is the low-rank branch, and ``weight`` is the merged weight
-W + (alpha / dim) B A.
+A linear with a low-rank adapter of Megatron-Bridge is inside a wrapper module. The
+wrapper's ``to_wrap`` is the linear, ``adapter`` is the low-rank branch (matrices A and
+B), and ``weight`` is the merged weight W + (alpha / dim) B A.
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ def _parameters_by_global_name(model: Any) -> dict[str, Tensor]:
 
 def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
     """Raise a ValueError if a tensor of the files has an illegal dtype, or if an alias
-    (a tied model's output layer) differs from the tensor that it stands for."""
+    differs from its tensor. A tied model's output layer is an alias of the embedding."""
     for key, same_as in plan.aliases.items():
         if folder.specs[key] != folder.specs[same_as] or not torch.equal(
             folder.read(key), folder.read(same_as)
@@ -486,8 +486,8 @@ def _copy_values(param: Tensor, values: Tensor) -> bool:
 
 
 def _adapter_wrappers(model: nn.Module) -> dict[Tensor, nn.Module]:
-    """Map each wrapped linear's weight to its wrapper, whose ``weight`` is the merged
-    weight."""
+    """The weight of each linear with an adapter -> the linear's wrapper; the wrapper's
+    ``weight`` is the merged weight."""
     wrappers: dict[Tensor, nn.Module] = {}
     for name, module in model.named_modules():
         if _is_adapter_wrapper(module):

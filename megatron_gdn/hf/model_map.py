@@ -70,8 +70,8 @@ _SIZE_FIELDS = {
     # after "E": if a model has MLPs and experts, ffn_hidden_size is the MLPs' width
     "-": {"ffn_hidden_size": "intermediate_size"},
 }
-# Class in transformers of a model whose layers convert one by one -> why the whole model
-# does not convert, for errors.
+# For errors: class in transformers -> why its whole model cannot be converted. Single
+# layers of these models can.
 _WHAT_MEGATRON_LACKS = {
     "BailingHybridForCausalLM": "Megatron's latent attention has no output gate. ",
     "Glm5NextForConditionalGeneration": (
@@ -202,7 +202,8 @@ class HFModelConfig:
             )
         mixers = pattern[::2]
         mlps = pattern[1::2]
-        # one number for each layer: 1 for experts, 1 for Gated DeltaNet, else 0
+        # Both lists have one number per layer: 1 for experts or for Gated DeltaNet,
+        # else 0.
         if "E" in mlps:
             settings["moe_layer_freq"] = [int(kind == "E") for kind in mlps]
         return settings | {
@@ -499,8 +500,8 @@ def _attention_maps(
     """Yield the maps of softmax attention with an output gate.
 
     The rows of the file's q_proj are ``[q | gate]`` head by head. Megatron's rows are
-    ``[q | gate | k | v]`` group by group, with the q and the gates of all heads of the
-    group.
+    ``[q | gate | k | v]`` group by group: q of all query heads of the group, the gates
+    of these heads, then k and v of the group's key head.
     """
     sizes = config.sizes
     hidden = sizes.hidden_size

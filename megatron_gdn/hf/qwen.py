@@ -134,8 +134,8 @@ _ROPE_FIELDS_WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved")
 def canonical_fields(
     values: Mapping[str, Any], text: Mapping[str, Any], architecture: str, where: str
 ) -> dict[str, Any]:
-    """The text model's fields by canonical names, with the rotary embedding's fields
-    among them.
+    """The text model's fields by canonical names; the rotary embedding's fields are
+    moved out of ``rope_parameters``.
 
     ``values``: the parsed file ``where``; ``text``: its ``text_config``, or ``values``
     itself if it has none. Raises as `FieldGroups.canonical_fields`.

@@ -325,8 +325,8 @@ def _is_plain_name(name: object) -> bool:
 
 
 def _require_legal_header(path: Path) -> None:
-    """Raise if the header of the safetensors file ``path`` lists a key twice, or a key
-    that is too long or not printable.
+    """Raise a ValueError if the header of the safetensors file ``path`` has a key twice,
+    a key that is too long, or a key that is not printable.
 
     The package safetensors must have opened the file before, since it checks the
     header's size.
@@ -431,8 +431,8 @@ class Difference(NamedTuple):
 
 
 def compare_folders(left: str | Path, right: str | Path) -> Iterator[Difference]:
-    """Yield a `Difference` for each tensor that is in one folder alone, or whose dtype,
-    shape or bits differ between the folders ``left`` and ``right``."""
+    """Yield a `Difference` for each tensor that is only in ``left`` or only in
+    ``right``, and for each whose dtype, shape or bits differ between the two."""
     left_files = SafetensorsFolder(left)
     right_files = SafetensorsFolder(right)
     for key in progress_bar(left_files.specs, "compare"):

@@ -76,7 +76,7 @@ def _require_config_fits_files(
             f"config.json says num_experts={config_experts}, but the files have weights "
             f"of {experts} experts."
         )
-    # This function checks the first layer of each kind; `plan_tensors` checks the others.
+    # These lines check the first layer of each kind; `plan_tensors` checks the others.
     if "*" in mixers:
         prefix = f"{text_prefix}layers.{mixers.index('*')}.self_attn."
         width = sizes.num_attention_heads * sizes.kv_channels

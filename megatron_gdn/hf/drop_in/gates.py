@@ -2,8 +2,8 @@
 
 The *owner* of the two parameters is the linear-attention module or its forget gate. A
 patched owner keeps both, under transformers' names and in transformers' order. Its
-child module ``_fp32_params``, the *holder*, gives access to the same two parameters, so
-that torch's ``fully_shard`` can shard them as a group of their own.
+child module ``_fp32_params``, the *holder*, gives access to the same two parameters.
+torch's ``fully_shard`` of the holder shards the two as a group of their own.
 """
 
 from __future__ import annotations
@@ -214,8 +214,7 @@ class GateOwner(Fp32Parameters):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch's distributed checkpoints: name of a gate parameter -> the holder's
-        name, which torch finds in the parameter's full name but not in the keys of state
-        dicts."""
+        name. It is in the parameter's full name, but keys of state dicts lack it."""
         if self._gates_are_sharded:
             return dict.fromkeys(FP32_GDN_PARAM_NAMES, HOLDER_NAME)
         return {}
@@ -266,8 +265,8 @@ def install_ssm_gate(
     module: LinearAttention, fp32_dtype: torch.dtype = torch.float32
 ) -> SSMGate:
     """Move ``A_log`` and ``dt_bias`` of ``module`` into a new holder; return the
-    holder. `patch` does not call this: it is for modules of classes that `patch` does
-    not know.
+    holder. `patch` does not call this function. The function is for modules of classes
+    that `patch` does not support.
 
     The parameters stay the same objects. 16-bit parameters become ``fp32_dtype``; fp64
     parameters stay fp64. Missing parameters raise a KeyError, a 16-bit ``fp32_dtype``

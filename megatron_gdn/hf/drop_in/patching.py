@@ -2,8 +2,8 @@
 
 The patched forward of the text model finds the documents of the batch once, for all
 layers. Under context parallelism, ``attention="gathered"`` lets softmax attention
-gather the keys and values of all ranks and attend with this rank's queries, document by
-document.
+gather the keys and values of all ranks. This rank's queries then attend to them,
+document by document.
 
 Legend: B batch, S sequence tokens, s this rank's tokens, H query heads, G key heads, D
 head dim.
@@ -391,8 +391,8 @@ def _refuse_unread_cache(text: TextModel, kwargs: Keywords) -> None:
 def _keeps_callers_mask(
     mask: object, kind: str, batch: ModelBatch, dense_mask: object
 ) -> bool:
-    """Whether the layers of ``kind`` get ``mask[kind]`` as the caller gave it, and not a
-    mask that is made from packed documents.
+    """Whether the layers of ``kind`` get the caller's ``mask[kind]``; otherwise they get
+    a mask that is made from packed documents.
 
     ``dense_mask``: ``mask[kind]`` as :func:`.sources.split_masks` gives it. Under context
     parallelism the caller's mask is always kept. On one rank it is kept only if it is no

@@ -159,9 +159,9 @@ def _positions_in_documents(position_ids: Tensor | None) -> Tensor | None:
     unknown shapes.
 
     ``position_ids`` ``[3, B, S]`` are three axes of positions. If all are equal, they
-    are text positions. Otherwise the row has images, and a document starts where all
-    three axes are 0, since no later token of a document has three zeros. Other shapes
-    are read by :func:`text_positions`.
+    are text positions. Otherwise the row has images. Then a document starts where all
+    three axes are 0: no later token of a document has three zeros. Other shapes are read
+    by :func:`text_positions`.
     """
     if position_ids is None or position_ids.dim() != 3 or position_ids.shape[0] != 3:
         return text_positions(position_ids)
@@ -366,11 +366,11 @@ def _ids_from_softmax_mask(
     """Document ids from ``mask`` ``[B, 1, S, S]`` of softmax attention; None if the mask
     does not separate documents.
 
-    The mask may have no boundaries, as a causal or a sliding-window mask. A token starts
-    a document if it and all later tokens attend to no earlier token. A mask with two
+    A causal or a sliding-window mask, for example, has no boundaries. A token starts a
+    document if no token from it on attends to a token before it. A mask with two
     documents in a row must be block-causal, else a ValueError is raised. If ``padding``
-    is None, so must a mask with padding before tokens. The mask is not read at tokens
-    where ``padding`` ``[B, S]`` is 0, nor after column S (a cache's tokens).
+    is None, this also holds for a mask with padding before tokens. The mask is not read
+    at tokens where ``padding`` ``[B, S]`` is 0. Columns after the S-th are of a cache.
     """
     if mask.is_floating_point():
         sees = mask > _EXCLUDED_SCORE

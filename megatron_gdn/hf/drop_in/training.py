@@ -58,9 +58,9 @@ class PackingCollator:
             multiples of ``2 * cp``.
 
     Raises:
-        ValueError: no tokens, labels of another length than their document, labels that
-            are shifted already, documents with padding (an ``attention_mask`` with 0),
-            or columns that packing would drop.
+        ValueError: there are no tokens, or a document has labels of another length,
+            labels that are shifted already, padding (0 in its ``attention_mask``), or
+            columns that packing would drop.
     """
 
     def __init__(self, pad_to_multiple_of: int = 1, pad_token_id: int = 0) -> None:
@@ -166,9 +166,9 @@ class ContextParallelTrainerMixin(Trainer):
         CPTrainer(model, args, train_dataset=dataset, data_collator=collator).train()
 
     The ranks of one ``cp_mesh`` get the same batches, and ``compute_loss`` gives the
-    model this rank's share of each batch. Gradients equal those of one rank with the
-    whole batch, because ``Trainer`` divides every rank's sum by the number of labels on
-    all ranks. List the mixin before ``Trainer``, or before a subclass of ``Trainer``
+    model this rank's share of each batch. ``Trainer`` divides every rank's sum of losses
+    by the number of labels on all ranks. So gradients equal those of one rank with the
+    whole batch. List the mixin before ``Trainer``, or before a subclass of ``Trainer``
     whose methods pass their arguments to ``super()``.
 
     Raises:
@@ -344,8 +344,8 @@ class PackingReach(NamedTuple):
     largest: Tensor  # fp32 [N]: the largest absolute output of each document
 
     def leaks(self, tolerance: float = 1e-5) -> list[tuple[int, int]]:
-        """The pairs (i, j), i != j, for which replacing document i changes the output of
-        document j by more than ``tolerance`` times the largest output."""
+        """The pairs (i, j), i != j, in which a replaced document i changes document j's
+        output by more than ``tolerance`` times the largest output."""
         bound = tolerance * self.largest.max()
         leaks = ~(self.change <= bound)  # NaN counts as a leak
         return [(i, j) for i, j in leaks.nonzero().tolist() if i != j]
@@ -431,7 +431,7 @@ def assert_no_packing_leak(
     """Raise if a packed document changes the output of another document.
 
     The check packs documents of random tokens (or hidden states) in one row. It replaces
-    one document after the other by a document of the same length, and compares the
+    one document at a time by another one of the same length. Then it compares the
     outputs of the other documents. Unpatched models of transformers can be checked too.
 
     Args:
