@@ -205,10 +205,11 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
                 once for all layers; None: the layer finds them itself.
             kwargs: ``position_ids``, ``cu_seqlens`` (or ``cu_seq_lens_q``),
                 ``_packed_seq_ids``: other sources of documents (:mod:`.sources`).
-                ``indices``: int ``[T]``, the tokens that ``cu_seqlens`` counts, of all
-                ``B * S``; others are padding. ``seq_index``: with context parallelism,
-                the sequence positions of this rank's tokens. ``cache_position`` and
-                ``qkv_format`` are not read. Other keywords go to transformers' kernels.
+                ``indices``: int ``[T]``, numbers of the tokens that ``cu_seqlens``
+                counts, in the flattened ``B * S`` tokens; the other tokens are padding.
+                ``seq_index``: with context parallelism, the sequence positions of this
+                rank's tokens. ``cache_position`` and ``qkv_format`` are not read. Other
+                keywords go to transformers' kernels.
 
         Returns:
             ``[B, S, D]``; exactly zero at the padding of packed rows.

@@ -47,7 +47,7 @@ class BoundarySources(NamedTuple):
     # offsets of documents [N + 1]; with ``indices`` they count its T tokens
     cu_seqlens: Tensor | None = None
     position_ids: Tensor | None = None
-    # [T]: the tokens that are not padding, of all B * S tokens
+    # [T]: numbers of the tokens that are not padding, in the flattened B * S tokens
     indices: Tensor | None = None
     # positions in the sequence of this rank's tokens, with context parallelism
     seq_index: Tensor | None = None
@@ -366,8 +366,8 @@ def _ids_from_softmax_mask(
     """Document ids from ``mask`` ``[B, 1, S, S]`` of softmax attention; None if the mask
     does not separate documents.
 
-    A causal or a sliding-window mask, for example, has no boundaries. A token starts a
-    document if no token from it on attends to a token before it. A mask with two
+    A causal or a sliding-window mask, for example, has no boundaries. Token t starts a
+    document if the tokens t, t + 1, ... attend to no token before t. A mask with two
     documents in a row must be block-causal, else a ValueError is raised. If ``padding``
     is None, this also holds for a mask with padding before tokens. The mask is not read
     at tokens where ``padding`` ``[B, S]`` is 0. Columns after the S-th are of a cache.

@@ -58,9 +58,9 @@ class PackingCollator:
             multiples of ``2 * cp``.
 
     Raises:
-        ValueError: there are no tokens, or a document has labels of another length,
-            labels that are shifted already, padding (0 in its ``attention_mask``), or
-            columns that packing would drop.
+        ValueError: there are no tokens. Or a document has labels and ``input_ids`` of
+            different lengths, labels that are shifted already, padding (0 in its
+            ``attention_mask``), or columns that packing would drop.
     """
 
     def __init__(self, pad_to_multiple_of: int = 1, pad_token_id: int = 0) -> None:
