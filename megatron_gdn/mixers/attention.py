@@ -116,9 +116,9 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         """Attend with this rank's queries to all ranks' keys; return ``[s, B, H * D]``.
 
         ``query`` is ``[s, B, H, D]``; ``key`` and ``value`` have G heads. In generation
-        the keys are those of all tokens so far, and the queries those of the last
-        tokens. Packed inputs may lack the dimension B. ``attn_mask_type`` (Megatron's)
-        says which keys a query sees.
+        ``key`` and ``value`` have all tokens so far, and ``query`` has the last tokens.
+        Packed inputs may lack the dimension B. ``attn_mask_type`` (Megatron's) says
+        which keys a query sees.
         """
         share = MicroBatchShare.of(
             packed_seq_params,
@@ -262,8 +262,8 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         other (slow).
 
         So the bits of a query's result do not depend on the other queries. ``query`` is
-        ``[s, B, H, D]``, ``key`` and ``value`` are ``[S, B, G, D]``. The queries are
-        those of the last s of the S tokens.
+        ``[s, B, H, D]``, ``key`` and ``value`` are ``[S, B, G, D]``. The s queries
+        belong to the last s tokens.
         """
         self._require_plain("batch_invariant_mode")
         earlier_keys = key.shape[0] - query.shape[0]

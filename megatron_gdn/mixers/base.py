@@ -399,7 +399,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         ``[s, B, D]``.
 
         Under sequence parallelism the input has only this tensor-parallel rank's
-        tokens, and the rows are those of all tensor-parallel ranks.
+        tokens, but the output has the tokens of all tensor-parallel ranks.
         """
         rows, _ = self.in_proj(hidden_states)
         return rows

@@ -181,7 +181,8 @@ def _list_blocks(dense_IJ: Tensor) -> tuple[Tensor, Tensor]:
     """The blocks of keys for each block of queries, as `BlockMask` takes them.
 
     ``dense_IJ`` is bool. The results are int32: the number of True in each row
-    ``[1, 1, I]``, and the row's columns, those of True first, ``[1, 1, I, J]``.
+    ``[1, 1, I]``, and the row's column numbers, those with True first,
+    ``[1, 1, I, J]``.
     """
     order_IJ = dense_IJ.int().argsort(dim=1, descending=True, stable=True)
     return dense_IJ.sum(1, dtype=torch.int32)[None, None], order_IJ.int()[None, None]

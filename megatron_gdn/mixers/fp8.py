@@ -252,7 +252,8 @@ def _never_quantised() -> Any:
 
 class _SeveralProducts(nn.Module):
     """Mixin of a column-parallel linear that computes its columns by several products
-    under FP8, each with some rows of the weight. The weight stays one parameter."""
+    under FP8. Each product reads some rows of the weight, which stays one
+    parameter."""
 
     sequence_parallel: bool
     fuse_wgrad_accumulation: bool

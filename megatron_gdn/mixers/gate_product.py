@@ -84,9 +84,9 @@ class GateProduct(torch.autograd.Function):
 
     ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` is
     ``[p, D]``, ``gamma`` ``[D]`` or None (no norm, r = 1). The results are y
-    ``[S, B, p]`` and a view of ``x``, which only the linear of the other columns may
-    read. So the backward gets that linear's gradient d_x, and adds the gates' term to
-    it in place:
+    ``[S, B, p]`` and a view of ``x``. Only the linear of the other columns may read
+    this view. So the backward gets that linear's gradient d_x, and adds the gates' term
+    to d_x in place:
 
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
     """

@@ -210,8 +210,8 @@ def decode_requests(
         batch_indices: int ``[N]``, the slot of each request; None: request n has slot
             n.
         intermediate_conv_state, intermediate_ssm_state: buffers ``[M, s, ...]`` that
-            receive histories and states after each token. The context later keeps those
-            after the last accepted token.
+            receive histories and states after each token. Later the context takes the
+            histories and states after the last accepted token.
 
     Raises:
         ValueError: buffers of another shape or dtype, or several tokens without

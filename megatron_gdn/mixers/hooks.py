@@ -101,8 +101,8 @@ def gathered_parameters(module: nn.Module) -> Iterator[None]:
 def forward_name(module: nn.Module) -> str:
     """The name of the attribute with the forward that a call of ``module`` runs.
 
-    accelerate's hooks replace the attribute ``forward``, and keep the module's own in
-    ``_old_forward``.
+    accelerate's hooks replace the attribute ``forward``, and store the module's own
+    forward in ``_old_forward``.
     """
     hooked = "_hf_hook" in vars(module) and "_old_forward" in vars(module)
     if hooked:

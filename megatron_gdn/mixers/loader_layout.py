@@ -10,8 +10,8 @@ other:
    ``packed_seq_params``;
 4. if 3 names none, the flags of a launch of Megatron's scripts.
 
-If none of them names a layout, it is zigzag. Batches that are not packed are cut by
-``cp_layout``, in zigzag if it is ``"auto"``.
+If no source names a layout, the layout is zigzag. Batches that are not packed are cut
+by ``cp_layout``, or in zigzag if ``cp_layout`` is ``"auto"``.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ FORWARDS_OF_PLAIN_NORMS: dict[type, Callable] = {
 def is_plain(module: nn.Module) -> bool:
     """Whether the norm ``module`` is a plain RMSNorm, which the kernels compute.
 
-    Plain are the classes in FORWARDS_OF_PLAIN_NORMS and Transformer Engine's RMSNorm,
-    each with the forward of its class.
+    The plain classes are those in FORWARDS_OF_PLAIN_NORMS and Transformer Engine's
+    RMSNorm. A module with a patched forward is not plain.
     """
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
@@ -119,7 +119,7 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, gradient: Tensor):
-        """Sum ``gradient``, that of the output, over the ranks of the group."""
+        """Sum ``gradient``, the output's gradient, over the ranks of the group."""
         # Other code may use ``gradient``, so the sum is computed in a copy, in fp32,
         # and rounded once.
         wide = torch.promote_types(gradient.dtype, torch.float32)

@@ -149,7 +149,7 @@ def _resolve(
     ):
         stream = stream_of_tables()
         if stream not in known.documents_by_stream:
-            # The copy has no tables yet; those of another stream may not be ready.
+            # The copy has no tables yet. Tables of another stream may not be ready.
             known.documents_by_stream[stream] = replace(known.documents)
         return known.documents_by_stream[stream]
     if not _is_packed(params):
@@ -444,8 +444,8 @@ class MicroBatchShare(NamedTuple):
     size: int  # the number of the group's ranks
     rank: int
     layout: SequenceLayout  # how the loader cut the documents over the ranks
-    # tokens of each document with its padding; of a batch that is not packed, the
-    # tokens of one row
+    # the number of tokens of each document with its padding; if the batch is not
+    # packed, the number of tokens of one row
     lengths: tuple[int, ...]
     device: torch.device  # of the layer's rows
 

@@ -177,7 +177,7 @@ def read_mask(mask: Tensor) -> MaskOnHost:
             f"a mask of documents holds {int(id_BS.min())}; ids count from 1, padding "
             "is 0."
         )
-    # a document begins where the id differs from the one before it in the row
+    # a document begins where the id differs from the id before it in the row
     begins_BS = (id_BS != F.pad(id_BS[:, :-1], (1, 0))) & (id_BS > 0)
     row_N, column_N = begins_BS.nonzero(as_tuple=True)
     id_N = id_BS[row_N, column_N]

@@ -239,7 +239,7 @@ class SeparatelyShardedFp32(Fp32Parameters):
         """The fp32 parameters in the order of their names, gathered if they are
         sharded.
 
-        Raises a ValueError if one was rounded.
+        Raises a ValueError if a parameter was rounded.
         """
         own = tuple(
             [getattr(self, name) for name in self._keep_in_float32_parameter_names]

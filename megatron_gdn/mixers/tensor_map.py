@@ -144,7 +144,7 @@ class TensorMap:
         dtypes: Mapping[str, torch.dtype],
         originals: Mapping[str, Tensor],
     ) -> dict[HFRef, Tensor]:
-        """:meth:`to_hf` as a dictionary from source to Hugging Face tensor.
+        """The tensors of :meth:`to_hf`, in a dictionary from source to tensor.
 
         ``originals`` are tensors that were imported, by key. A tensor has the dtype
         that ``dtypes`` gives for its key, else that of its original, else that of

@@ -198,8 +198,8 @@ class PackedGroups(NamedTuple):
         """For every group, a list with the values ``[n, ...]`` of each response, in
         order.
 
-        ``token_values`` has one tensor per micro-batch, each as for
-        :meth:`PackedTree.unpack`.
+        ``token_values`` has one tensor per micro-batch, with the shape that
+        :meth:`PackedTree.unpack` takes.
         """
         # the responses of all groups, in order
         responses = []
