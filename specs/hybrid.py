@@ -168,7 +168,7 @@ def _hybrid_stack_spec(
         mtp_spec = _local_mtp_spec()
         attention = local_attention_spec(qk_layernorm, cp_layout)
         submodules = _local_submodules(gdn, mamba_mixer, attention)
-    # Megatrons without the letter '+' (0.18) have no place for its layer.
+    # Megatrons without the letter '+' (0.18) have no field for a '+' layer.
     if mla is not None and hasattr(submodules, "mla_layer"):
         attention = latent_attention_spec(modules, **{"cp_layout": cp_layout} | mla)
         latent = _layer_after_norm(modules, attention)

@@ -8,7 +8,7 @@ that a launch gives in the environment.
 
 An option applies to all 'G' and 'K' layers, and to all 'M' layers of
 ``gdp_stack_spec``, if their mixer has this option. A value in a Python call overrides
-it. The variable must be equal in all processes.
+the variable, which must be equal in all processes.
 """
 
 import ast

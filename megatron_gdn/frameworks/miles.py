@@ -3,8 +3,8 @@
 
 from .patch import patch_megatron
 
-# In modules whose names begin so, miles and slime define their own layers, which have
-# transformers' parameters.
+# miles and slime define their own layers in modules whose names begin with one of
+# these. These layers have transformers' parameters.
 _PLUGIN_MODULE_PREFIXES = (
     "miles_plugins.models.qwen3_",
     "slime_plugins.models.qwen3_",

@@ -286,8 +286,10 @@ class _PatchedClass:
 def _make_new(
     megatron_class: type, our_class: type | None, options: dict[str, object]
 ) -> Callable:
-    """A ``__new__`` for ``megatron_class`` that builds ``our_class`` with ``options``;
-    None: it builds Megatron's layer."""
+    """A ``__new__`` for ``megatron_class`` that builds ``our_class`` with ``options``.
+
+    If ``our_class`` is None, it builds Megatron's layer.
+    """
 
     def __new__(cls, *args, **kwargs):
         """Build ``our_class``; a subclass of ``megatron_class``, except mcore-bridge's,

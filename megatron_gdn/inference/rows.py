@@ -133,7 +133,7 @@ def kda_rows(
     """The stages of a Kimi Delta Attention, with ``A_log [H]`` and ``dt_bias [H K]``.
 
     With a ``lower_bound``, another function computes the log-decays, which are all
-    above this bound (the module's docstring of :mod:`..kda.front`). None: no bound.
+    above this bound (see ``kda/front.py``). None: no bound.
     """
     table = kda_table(layout, lower_bound)
     parameters = conv_weight, conv_bias, A_log, dt_bias

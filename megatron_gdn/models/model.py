@@ -128,7 +128,7 @@ class Model:
         for long sequences are not counted (16 MiB for 32768 tokens of 32 heads).
         """
         dims: Any = self.dims.shard(tp)
-        # in_proj's input, of which sequence parallelism gives each rank 1 / tp
+        # in_proj's input; under sequence parallelism a rank has 1 / tp of it
         saved = 2 * dims.hidden_size // tp
         if recompute == "layer":
             return saved

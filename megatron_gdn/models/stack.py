@@ -348,7 +348,7 @@ def stack_of_arguments(args: Namespace) -> Stack:
 
     pattern = getattr(args, "hybrid_layer_pattern", None)
     unknown_options = ["moe_latent_size"]
-    # With '+' layers this option is about these layers; without them it would change
+    # If the pattern has '+' layers, this option only describes them. Else it changes
     # the '*' layers.
     if "+" not in (pattern or ""):
         unknown_options.append("multi_latent_attention")

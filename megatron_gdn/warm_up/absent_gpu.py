@@ -100,7 +100,7 @@ def without_computing() -> Iterator[None]:
 
     def address(tensor: Tensor) -> int:
         """``data_ptr`` of a fake tensor, as if its storage were at address 0. Triton
-        reads from an address whether it is aligned, and compiles for that."""
+        compiles other variants for addresses that are aligned."""
         return int(tensor.storage_offset()) * tensor.element_size()
 
     with (

@@ -45,9 +45,9 @@ _LONG_TOKENS = 9216
 # The tokens of a rank are a multiple of this number, as in most runs. Triton compiles a
 # separate variant for integers that are multiples of 16.
 _MULTIPLE_OF_TOKENS = 16
-# FlashQLA has three forward kernels. It takes the first if sequences * heads is at
-# least this share of the GPU's multiprocessors, the second if it is at least half of
-# this share, else the third.
+# FlashQLA chooses one of three forward kernels by sequences * heads / multiprocessors.
+# The first runs from this share on, the second from half of this share on, and the
+# third below.
 _FULL_GPU_SHARE = 0.7
 # fields of `GDNDims`; with "linear_" before each, fields of Megatron's config
 _SIZE_NAMES = (
