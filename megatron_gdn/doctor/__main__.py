@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokens", type=tokens, default=1000, help="of the checks (1000)")
     add("--json", action="store_true", help="a list of findings, for programs")
     options = parser.parse_args(argv)
-    # Hide the warnings of imported packages: findings report what matters of them.
+    # Hide the warnings of imported packages; the findings report what matters.
     warnings.simplefilter("ignore")
     from ..ops.delta_rule.base import HeadSizes
     from .checks import (

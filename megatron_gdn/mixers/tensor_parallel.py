@@ -65,8 +65,8 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
     So "packed" means here several matrices in one linear, not packed documents.
     Megatron's resharding reads the mark ``partition_sizes``, and Megatron's Muon reads
     ``qkv_split_shapes``. Muon before 0.19 would ignore these sizes and cut in_proj by
-    the sizes of attention's heads. So there the mark is not set, and a log line says
-    so. ``use_muon``: whether Muon, and not Adam, updates the linear. Megatron reads
+    the sizes of attention's heads. So there the mark is not set, and a log line warns
+    of Muon. ``use_muon``: whether Muon, and not Adam, updates the linear. Megatron reads
     ``use_muon`` only after 0.19, so the log line does not depend on ``use_muon``.
     ``sections`` has the number of this rank's rows in each section.
     """
