@@ -113,7 +113,7 @@ def repair_mixed_dtype_optimizers() -> None:
         versions.NO_MAIN_GRADS: [
             (half, "_copy_model_grads_to_main_grads", _use_grads_as_main_grads)
         ],
-        versions.ONE_DTYPE_IN_MUON: [
+        versions.MUON_GATHERS_ONE_DTYPE: [
             (LayerWiseDistributedOptimizer, "allgather_params", _gather_by_dtype)
         ],
         versions.IN_PROJ_BY_RANK: [(files, "load", load_sections_from_whole_tensor)],

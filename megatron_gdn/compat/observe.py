@@ -15,7 +15,7 @@ from ..command_line import one_line
 
 logger = logging.getLogger(__name__)
 
-_NO_RANGE = nullcontext()
+_NO_NVTX_RANGE = nullcontext()
 
 
 def nvtx_range_of(mixer: object, name: str) -> AbstractContextManager[None]:
@@ -24,7 +24,7 @@ def nvtx_range_of(mixer: object, name: str) -> AbstractContextManager[None]:
     # A Megatron without the flag ``_nvtx_enabled`` always makes ranges.
     utils = sys.modules.get("megatron.core.utils")
     if utils is None or not getattr(utils, "_nvtx_enabled", True):
-        return _NO_RANGE
+        return _NO_NVTX_RANGE
     return _nvtx_range(utils, f"{type(mixer).__name__}.{name}")
 
 

@@ -62,7 +62,7 @@ EMPTY_SHARES = UpstreamFault(
     "shares of padding)"
 )
 NO_MAIN_GRADS = UpstreamFault("under torch's FSDP2 fp32 parameters have no main_grad")
-ONE_DTYPE_IN_MUON = UpstreamFault(
+MUON_GATHERS_ONE_DTYPE = UpstreamFault(
     "LayerWiseDistributedOptimizer gathers dtypes as one tensor"
 )
 NO_STATES_TO_LOAD = UpstreamFault(

@@ -36,7 +36,7 @@ def gdn_table(
     """
     sizes = HeadSizes.of(layout)
     require_whole_groups(sizes.key_heads, sizes.value_heads)
-    g = GateSection("alpha", ("g",), decay, has_rate=True)
+    g = GateSection("alpha", ("g",), decay, has_A_log=True)
     beta = GateSection("beta", ("beta",), strength, high=largest_beta(allow_neg_eigval))
     return FrontTable(
         layout,

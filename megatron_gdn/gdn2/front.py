@@ -27,7 +27,7 @@ def gdn2_table(
     ``recompute_qkv`` are as in :func:`..gdn.front.gdn_table`.
     """
     sizes = HeadSizes.of(layout)
-    g = GateSection("f", ("g",), decay, has_rate=True, per_channel=True)
+    g = GateSection("f", ("g",), decay, has_A_log=True, per_channel=True)
     b = GateSection("b", ("b",), strength, per_channel=True)
     w = GateSection("w", ("w",), strength, per_channel=True)
     return FrontTable(

@@ -35,7 +35,7 @@ def gdp_table(layout: Layout, recompute_qkv: bool = False) -> FrontTable:
             ConvolvedSection("Q", "q", has_unit_length=True),
         ),
         gate_sections=(
-            GateSection("a", ("g",), decay, has_rate=True),
+            GateSection("a", ("g",), decay, has_A_log=True),
             GateSection("b", ("beta",), strength),
         ),
         qkv_sections=("Q", "K", "V"),

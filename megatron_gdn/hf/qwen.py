@@ -41,6 +41,7 @@ _EXPERT_READ_FIELDS = {
     "num_experts_per_tok",
     "shared_expert_intermediate_size",
 }
+# further fields that only Qwen3-Next's files have
 _QWEN3_NEXT_READ_FIELDS = {
     "decoder_sparse_step",
     "intermediate_size",

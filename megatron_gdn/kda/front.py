@@ -29,7 +29,7 @@ def kda_table(
     :func:`..gdn.front.gdn_table`. The backward always computes g again.
     """
     sizes = HeadSizes.of(layout)
-    g = GateSection("g", ("g",), decay, has_rate=True, per_channel=True)
+    g = GateSection("g", ("g",), decay, has_A_log=True, per_channel=True)
     if lower_bound is not None:
         g = g._replace(function=bounded_decay, low=lower_bound)
     return FrontTable(

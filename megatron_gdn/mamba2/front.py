@@ -27,7 +27,7 @@ def mamba2_table(
     heads, head_dim = layout.shape_of("x")
     _, state_dim = layout.shape_of("B")
     low, high = dt_limit
-    dt = GateSection("dt", ("g", "dt"), time_step, has_rate=True, low=low, high=high)
+    dt = GateSection("dt", ("g", "dt"), time_step, has_A_log=True, low=low, high=high)
     return FrontTable(
         layout,
         inputs_class=SSDInputs,

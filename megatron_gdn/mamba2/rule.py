@@ -134,7 +134,7 @@ class FlaSSD(FlaRule):
 
     def chunk_products(self, call: FlaForward) -> ChunkProducts:
         """q, k, v and the sums of g within chunks, divided by ln 2, since fla computes
-        2^x. No other products are needed."""
+        2^x. A state without erasing needs no products within chunks."""
         g_sum = self.fla.chunk_local_cumsum(
             call.inputs.g.contiguous(),
             chunk_size=CHUNK,

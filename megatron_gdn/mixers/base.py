@@ -108,16 +108,17 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     A new gate of a Gated DeltaNet needs:
 
-        columns of a row       HeadSizes.layout in ops/delta_rule/base.py
+        columns of in_proj     HeadSizes.layout in ops/delta_rule/base.py
         a function             ops/front/gates.py, and in Triton gate_kernels.py
         a line in the front    the table in gdn/front.py
         an input of the rule   RuleInputs in ops/delta_rule/base.py, and every rule
         a Hugging Face name    gdn/hf.py
 
-    The decode step takes the first gate of a table as the log-decay, and the last as
-    the write strength. Exactly one gate of a front has ``A_log`` and ``dt_bias``. A
-    second gate with a parameter of its own needs a new field of
-    :class:`..ops.front.table.FrontParameters`, and a change of the front's kernels.
+    The decode step takes the first gate of a front as the log-decay, the last as the
+    write strength, and a gate between them as the erase gate. Exactly one gate of a
+    front has ``A_log`` and ``dt_bias``. A second gate with a parameter of its own needs
+    a new field of :class:`..ops.front.table.FrontParameters`, and a change of the
+    front's kernels.
 
     Document boundaries enter :meth:`forward` with ``packed_seq_params``.
     :meth:`.micro_batch.MicroBatchPlanner.of` reads them, and

@@ -48,7 +48,7 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(own) or any(_GLOBAL_HOOKS)
 
 
-def _has_other_hooks(module: nn.Module) -> bool:
+def _has_hooks_besides_forward_pre(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs hooks other than the module's forward
     pre-hooks."""
     own = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -59,7 +59,9 @@ def only_waits_for_parameters(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs only hooks that :func:`wait_for_parameters`
     runs."""
     before = module._forward_pre_hooks.values()
-    return not _has_other_hooks(module) and all(map(_waits_for_parameters, before))
+    return not _has_hooks_besides_forward_pre(module) and all(
+        map(_waits_for_parameters, before)
+    )
 
 
 def wait_for_parameters(module: nn.Module) -> None:
@@ -167,7 +169,7 @@ def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
     says so.
     """
     name = type(module).__name__
-    if _has_other_hooks(module):
+    if _has_hooks_besides_forward_pre(module):
         log_once(
             f"GatedDeltaNet: the mixer computes its {name} itself and never calls it, "
             "so forward hooks and backward hooks, also those for all modules, do not "

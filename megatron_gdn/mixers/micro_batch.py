@@ -133,8 +133,8 @@ class MicroBatchPlanner:
         self._ranks_per_machine = options.cp_ranks_per_machine
         self._choose_rule = choose_rule
         self._make_front = make_front
-        # In each group one layer compares the ranks' documents. Layers are told apart
-        # by this number.
+        # In each context-parallel group one layer of the model compares the ranks'
+        # documents. This number tells the layers apart.
         self._layer_number = number_of_new_layer()
         self._mixer_name = mixer
         self._recurrence = recurrence
@@ -219,7 +219,7 @@ class MicroBatchPlanner:
             tokens = s
         else:
             tokens = s * group.size()
-        if documents is not None:
+        if documents is not None:  # this only checks the tokens and the device
             documents = Documents.from_cu_seqlens(documents, tokens).to(device)
         elif packed is not None:
             documents = resolve_packed_seq_params(packed, tokens, device)
@@ -235,7 +235,8 @@ class MicroBatchPlanner:
             )
         # A CUDA stream has tables of its own, so the stream is part of the key.
         # Documents are compared by identity, since hashing their lengths would take
-        # longer than a kernel launch.
+        # longer than a kernel launch. `resolve_packed_seq_params` stores them in
+        # ``packed``, so each layer gets the same object.
         key = (
             stream_of_tables(),
             documents,

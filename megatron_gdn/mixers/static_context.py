@@ -45,8 +45,8 @@ class _RowProgress:
 def mix_static(
     rows: Tensor, stages: Stages, context: StaticInferenceContext, layer: int
 ) -> Tensor:
-    """Turn the projection rows ``[s, B, P]`` of the next s tokens of B batch rows into
-    rows ``[s, B, H V]`` for out_proj.
+    """Run the next s tokens of B sequences: in_proj's output ``[s, B, P]`` becomes
+    out_proj's input ``[s, B, H V]``.
 
     The first of the B batch rows is ``context.batch_size_offset``. If
     ``context.sequence_len_offset`` is 0, the sequences begin; else they continue. Up to

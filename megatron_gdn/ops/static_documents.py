@@ -194,7 +194,7 @@ class StaticDocuments(Documents):
         return self._stamps["fill"]
 
     def record_forward(self, recomputed: bool) -> None:
-        """Store which fill a forward reads.
+        """Store the stamp of the fill that a forward reads.
 
         Activation checkpointing runs a forward again, ``recomputed``. Such a forward
         raises if ``fill`` ran after the first forward.

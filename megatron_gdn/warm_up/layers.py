@@ -45,9 +45,9 @@ _LONG_TOKENS = 9216
 # The tokens of a rank are a multiple of this number, as in most runs. Triton compiles a
 # separate variant for integers that are multiples of 16.
 _MULTIPLE_OF_TOKENS = 16
-# FlashQLA chooses one of three forward kernels by sequences * heads / multiprocessors.
-# The first runs from this share on, the second from half of this share on, and the
-# third below.
+# FlashQLA chooses one of three forward kernels by the quotient
+# sequences * heads / multiprocessors. The first kernel runs if the quotient is at least
+# this number, the second if it is at least half of this number, else the third.
 _FULL_GPU_SHARE = 0.7
 # fields of `GDNDims`; with "linear_" before each, fields of Megatron's config
 _SIZE_NAMES = (

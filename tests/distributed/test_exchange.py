@@ -117,7 +117,7 @@ def _open_gives_every_rank_its_heads(
         cut = units_of_layout(SequenceLayout(layout), documents, tokens, device)
         made = HeadExchange.of(
             dist.group.WORLD,
-            scheme._row_shares,
+            scheme._projection_shares,
             cut,
             SequenceLayout(layout),
             whole[held],
@@ -161,7 +161,7 @@ def sums_over_copies_are_rounded_once_in_the_order_of_ranks() -> None:
         size, 8 * size, 2, scheme.layout.width, device=device
     ).bfloat16()
     mine = (
-        torch.zeros(8, 2, scheme._row_shares.width, device=device)
+        torch.zeros(8, 2, scheme._projection_shares.width, device=device)
         .bfloat16()
         .requires_grad_()
     )

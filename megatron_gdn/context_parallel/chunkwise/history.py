@@ -196,7 +196,7 @@ def _build_tables(
 
     def needed_rows(rows: _CandidateRows) -> tuple[Tensor, Tensor, Tensor]:
         """Per row: whether it is needed, its index among the exchanged rows or -1, and
-        by how many tokens it is before the piece."""
+        its distance in tokens from the piece's first row."""
         sender = rows.receiving_node - rows.hops
         sender_tokens = length[sender, rows.chain]
         between = (

@@ -483,8 +483,8 @@ def copy_columns_kernel(
             message_row_R = tl.cast(message, tl.int64) * rows + row_R
         cp_R = _row_pointers(cp_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
         message_R = message_ptr + message_row_R * RANK_WIDTH
-        # not joined by ``and``: HAS_KEPT_ROWS is a constant, ``rank`` is a value on the
-        # GPU
+        # Two conditions, not one with ``and``: the first is a constant, so Triton leaves
+        # the branch out if it is false. ``rank`` is a value on the GPU.
         if HAS_KEPT_ROWS:  # noqa: SIM102
             if rank == skipped_rank:
                 position_R = tl.load(positions_ptr + t_R, mask=row_R < rows, other=0)

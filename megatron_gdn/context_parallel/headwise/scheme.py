@@ -40,8 +40,8 @@ class Headwise(Scheme):
         """Divide the heads of ``layout`` among the ranks of ``group``."""
         super().__init__(layout.share(group.size()), group, sequence_layout)
         copies = layout.copies(self.size)
-        self._row_shares = HeadShares(self.size, layout.widths, copies)
-        assert self._row_shares.rank_widths == self.layout.widths
+        self._projection_shares = HeadShares(self.size, layout.widths, copies)
+        assert self._projection_shares.rank_widths == self.layout.widths
         self._output_shares = HeadShares.even(self.size, (layout.mixed_width,))
         # of each section of a projection row: its width, the number of copies
         self._width_of = dict(zip(layout.names, layout.widths, strict=True))
@@ -60,7 +60,7 @@ class Headwise(Scheme):
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
         layout = self.sequence_layout
         row_exchange = HeadExchange.of(
-            self.group, self._row_shares, units, layout, local
+            self.group, self._projection_shares, units, layout, local
         )
         output_exchange = HeadExchange.of(
             self.group, self._output_shares, units, layout, local

@@ -116,7 +116,7 @@ class Strip(NamedTuple):
     first_column: int
     rank_first_column: int
     rank_step: int
-    copies: int
+    copies: int  # the number of ranks that hold these columns
     block_width: int
     block_count: int
 

@@ -135,9 +135,12 @@ def _compile_once(
 
 def _may_start_command() -> bool:
     """Whether this process may start the warm-up command for the heads of the next
-    call: on Hopper, once for these heads, unless the user switched it off by
-    _COMPILE_AHEAD_VARIABLE. Without a call of :func:`set_next_calls` the heads are not
-    known."""
+    call.
+
+    It may on Hopper, if no command was started for these heads, and if the user did not
+    switch commands off by _COMPILE_AHEAD_VARIABLE. Without a call of
+    :func:`set_next_calls` the heads are not known.
+    """
     switched_on = os.environ.get(_COMPILE_AHEAD_VARIABLE, "1") != "0"
     return (
         _next_heads.key > 0

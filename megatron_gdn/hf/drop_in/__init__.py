@@ -4,4 +4,4 @@ documents.
 A function that needs transformers imports it when called; Megatron is never imported.
 """
 
-from .. import __getattr__ as __getattr__  # `megatron_gdn.hf` lists the names
+from .. import __getattr__ as __getattr__  # of names that `megatron_gdn.hf` lists

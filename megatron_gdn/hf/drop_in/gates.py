@@ -2,7 +2,8 @@
 
 The *owner* of the two parameters is the linear-attention module or its forget gate. A
 patched owner keeps both, under transformers' names and in transformers' order. Its
-child module ``_fp32_params``, the *holder*, gives access to the same two parameters.
+child module ``_fp32_params``, the *holder*, is an :class:`SSMGate`. It gives access to
+the same two parameters.
 torch's ``fully_shard`` of the holder shards the two as a group of their own.
 """
 
@@ -47,7 +48,8 @@ class SSMGate(Fp32Parameters, nn.Module):
     _keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
 
     def __init__(self, num_v_heads: int, dtype: torch.dtype = torch.float32) -> None:
-        """Make the two parameters, ``[num_v_heads]`` of ``dtype``."""
+        """Make the two parameters, ``[num_v_heads]`` of ``dtype``, with the initial
+        values that the class names."""
         super().__init__()
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(

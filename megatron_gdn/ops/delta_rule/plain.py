@@ -89,7 +89,7 @@ class _ChunkedInputs:
             return self.inputs.v.new_zeros(self.state_shape, dtype=self.dtype)
         return states.to(self.dtype).reshape(self.state_shape).contiguous()
 
-    def run(
+    def run_group(
         self, group: ChunkGroup, *chunks_and_states: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The result of :func:`.chunk_math.run_group`. ``chunks_and_states`` are the
@@ -233,7 +233,7 @@ class PlainBackward(RuleBackward):
                 _, carried = chunks.walk(table.groups[:-1], initial)
             for group in reversed(table.groups):
                 input_chunks = chunks.to_chunks(group, self.inputs)
-                run = partial(chunks.run, group)
+                run = partial(chunks.run_group, group)
                 differentiated: list[Tensor | None] = []
                 if of_inputs:
                     differentiated += input_chunks

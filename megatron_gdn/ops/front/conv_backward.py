@@ -1,5 +1,5 @@
-"""The backward of :mod:`.conv_forward`: a program computes one head token by token
-(Triton).
+"""The backward of :mod:`.conv_forward`: a program computes the tokens of one head
+one by one (Triton).
 
 A segment is here one of the R parts of a tile, as in :mod:`.conv_forward`.
 """

@@ -37,7 +37,7 @@ SUMMED_HEADS_INDEX = tl.constexpr(6)
 # The places of further fields of `.launches.GateConstants`.
 PER_CHANNEL_INDEX = tl.constexpr(5)
 RESULT_COUNT_INDEX = tl.constexpr(6)
-HAS_RATE_INDEX = tl.constexpr(7)
+HAS_A_LOG_INDEX = tl.constexpr(7)
 LOWER_BOUND_INDEX = tl.constexpr(8)
 UPPER_BOUND_INDEX = tl.constexpr(9)
 GATE_SUMMED_HEADS_INDEX = tl.constexpr(10)
@@ -189,7 +189,7 @@ def _compute_gate_section(
     BLOCK: tl.constexpr = GATES[GATE_INDEX][BLOCK_WIDTH_INDEX]
     PER_CHANNEL: tl.constexpr = GATES[GATE_INDEX][PER_CHANNEL_INDEX]
     RESULT_COUNT: tl.constexpr = GATES[GATE_INDEX][RESULT_COUNT_INDEX]
-    HAS_RATE: tl.constexpr = GATES[GATE_INDEX][HAS_RATE_INDEX]
+    HAS_A_LOG: tl.constexpr = GATES[GATE_INDEX][HAS_A_LOG_INDEX]
     LOW: tl.constexpr = GATES[GATE_INDEX][LOWER_BOUND_INDEX]
     HIGH: tl.constexpr = GATES[GATE_INDEX][UPPER_BOUND_INDEX]
     TILE_TOKENS: tl.constexpr = (
@@ -202,7 +202,7 @@ def _compute_gate_section(
         real_D = d_D < D
         A_log_1D = 0.0
         dt_bias_1D = 0.0
-        if HAS_RATE:
+        if HAS_A_LOG:
             # a vector in both cases: all channels of a head share its A_log
             head_D = head + 0 * d_D if PER_CHANNEL else d_D
             A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(
@@ -220,7 +220,7 @@ def _compute_gate_section(
                 rows_ptr + t_T[:, None] * stride_s + d_D[None, :], real_TD, 0.0
             )
             x_TD = x_TD.to(tl.float32)
-            if HAS_RATE:
+            if HAS_A_LOG:
                 x_TD += dt_bias_1D
             first_TD, second_TD = FUNCTION(x_TD, A_log_1D, LOW, HIGH)
             out_TD = out + t_T[:, None] * (PROGRAMS * D) + d_D[None, :]
@@ -523,7 +523,7 @@ def _compute_gate_section_backward(
     BLOCK: tl.constexpr = GATES[GATE_INDEX][BLOCK_WIDTH_INDEX]
     PER_CHANNEL: tl.constexpr = GATES[GATE_INDEX][PER_CHANNEL_INDEX]
     RESULT_COUNT: tl.constexpr = GATES[GATE_INDEX][RESULT_COUNT_INDEX]
-    HAS_RATE: tl.constexpr = GATES[GATE_INDEX][HAS_RATE_INDEX]
+    HAS_A_LOG: tl.constexpr = GATES[GATE_INDEX][HAS_A_LOG_INDEX]
     LOW: tl.constexpr = GATES[GATE_INDEX][LOWER_BOUND_INDEX]
     HIGH: tl.constexpr = GATES[GATE_INDEX][UPPER_BOUND_INDEX]
     GROUP: tl.constexpr = GATES[GATE_INDEX][GATE_SUMMED_HEADS_INDEX]
@@ -545,7 +545,7 @@ def _compute_gate_section_backward(
         head_D = head + 0 * d_D if PER_CHANNEL else d_D
         A_log_1D = 0.0
         dt_bias_1D = 0.0
-        if HAS_RATE:
+        if HAS_A_LOG:
             A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(
                 tl.float32
             )[None, :]
@@ -569,7 +569,7 @@ def _compute_gate_section_backward(
                 rows_ptr + t_T[:, None] * stride_s + d_D[None, :], real_TD, 0.0
             )
             x_TD = x_TD.to(tl.float32)
-            if HAS_RATE:
+            if HAS_A_LOG:
                 x_TD += dt_bias_1D
             at_TD = (
                 grad
@@ -593,12 +593,12 @@ def _compute_gate_section_backward(
             d_x_TD, d_A_log_term_TD = FUNCTION(
                 x_TD, A_log_1D, d_first_TD, d_second_TD, LOW, HIGH
             )
-            if HAS_RATE:
+            if HAS_A_LOG:
                 d_A_log_TD += tl.where(real_TD, d_A_log_term_TD, 0.0)
                 d_dt_bias_TD += tl.where(real_TD, d_x_TD, 0.0)
             out_TD = d_rows_ptr + t_T[:, None] * d_stride_s + d_D[None, :]
             tl.store(out_TD, d_x_TD.to(d_rows_ptr.dtype.element_ty), mask=real_TD)
-        if HAS_RATE:
+        if HAS_A_LOG:
             d_A_log_D = tl.sum(d_A_log_TD, axis=0)
             partial_ptr += RATE_COLUMN
             if PER_CHANNEL:

@@ -372,9 +372,9 @@ def _backward_plan(
     assert tile.steps >= W - 1, "a segment must have at least W - 1 steps"
     tiles = triton.cdiv(S, tile.tokens)
     rate_column = layout.conv_width * (W + has_bias)
-    (rated,) = (gate for gate in front.table.gate_sections if gate.has_rate)
+    (gate_with_A_log,) = (gate for gate in front.table.gate_sections if gate.has_A_log)
     # A_log has an element per head, dt_bias one per column of the gate.
-    rates, biases_per_rate = layout.shape_of(rated.section)
+    rates, biases_per_rate = layout.shape_of(gate_with_A_log.section)
     columns = rate_column + rates + rates * biases_per_rate
     programs = sum(section.program_count for section in tables.gates + tables.convolved)
     launch = Launch(
@@ -437,7 +437,7 @@ class GateConstants(NamedTuple):
     block_width: int  # columns rounded up to a power of two
     per_channel: bool
     result_count: int  # 1 or 2
-    has_rate: bool
+    has_A_log: bool
     low: float
     high: float
     summed_heads: int  # heads of the gradient per head of the rule's input
@@ -508,7 +508,7 @@ def kernel_tables(
                 block_dim(columns),
                 gate.per_channel,
                 len(gate.rule_inputs),
-                gate.has_rate,
+                gate.has_A_log,
                 float(gate.low),
                 float(gate.high),
                 summed_heads[input_index],

@@ -66,7 +66,7 @@ class GateSection(NamedTuple):
     function: Callable[..., tuple[Tensor, ...]]  # of :mod:`.gates`
     # Whether the gate uses A_log [heads] and dt_bias [columns]. Exactly one gate of a
     # table does: FrontParameters and the kernels have no parameter of a second gate.
-    has_rate: bool = False
+    has_A_log: bool = False
     # True: a value for each channel of a head. False: one value per head.
     per_channel: bool = False
     # two bounds that ``function`` gets, for example of a time step; a function may
@@ -251,7 +251,7 @@ class Front:
             x = x_SBC.transpose(0, 1).to(wide)
             x = x.unflatten(-1, self.layout.shape_of(gate.section))
             A_log_H1 = None
-            if gate.has_rate:
+            if gate.has_A_log:
                 x = x + dt_bias.to(wide).view(x.shape[2:])
                 A_log_H1 = A_log.to(wide)[:, None]
             values = gate.function(x, A_log_H1, gate.low, gate.high)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..front.kernels import (
     COLUMN_INDEX,
-    HAS_RATE_INDEX,
+    HAS_A_LOG_INDEX,
     LOWER_BOUND_INDEX,
     PER_CHANNEL_INDEX,
     PROGRAM_COUNT_INDEX,
@@ -521,7 +521,7 @@ def _compute_gate(
     column_K = h * K + k_K if CHANNELS else h + 0 * k_K
     x_K = tl.load(row_ptr + COLUMN + column_K, mask=real_K, other=0.0).to(tl.float32)
     A_log_K = 0.0
-    if GATES[GATE_INDEX][HAS_RATE_INDEX]:
+    if GATES[GATE_INDEX][HAS_A_LOG_INDEX]:
         A_log_K = tl.load(A_log_ptr + h + 0 * k_K).to(tl.float32)
         x_K += tl.load(dt_bias_ptr + column_K, mask=real_K, other=0.0).to(tl.float32)
     return FUNCTION(

@@ -145,9 +145,11 @@ class RuleBackward(_RuleCall):
 
     def scale_with_d_o(self, factor: Tensor) -> None:
         """Scale the results that this backward has already computed from d_o by
-        ``factor [H, 1, 1]``. The caller has scaled d_o in place by this factor: a rule
-        in fp16 does so if d_final is too large. By default there are no such
-        results."""
+        ``factor [H, 1, 1]``. By default there are no such results.
+
+        The caller, the backward of a rule with fp16 operands, has scaled d_o in place
+        by this factor, because d_final was too large.
+        """
 
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None

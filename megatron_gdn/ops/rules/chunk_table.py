@@ -1,4 +1,5 @@
-"""Tables of the chunks of a batch, cut into groups, and the walk over a group.
+"""Tables of a batch's chunks, and the walk over a group of successive chunks. The
+tables divide the chunks into groups to bound the memory of a walk.
 
 Each chunk has C places for tokens; the places after the last token of a sequence are
 empty. The walk carries the state from chunk to chunk. Where a sequence begins, its

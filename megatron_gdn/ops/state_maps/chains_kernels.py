@@ -1,5 +1,8 @@
-"""A Triton kernel that applies chains of affine maps to states; the letters are those
-of :mod:`.state_map`."""
+"""A Triton kernel that applies chains of affine maps to states.
+
+Legend: N chains, H heads, L steps of the longest chain; a map is for states [K, V]. It
+is applied to states [K, X], with X > V when maps are composed.
+"""
 
 from __future__ import annotations
 

@@ -351,7 +351,12 @@ def initial_gradients(
     d_local: Tensor, through: Tensor | None, segments: Segments
 ) -> Tensor:
     """The gradient of the initial states ``[N, H, K, V]`` if the final states have
-    gradient 0; ``d_local`` and ``through`` as in :func:`leaving_gradients`."""
+    gradient 0.
+
+    ``d_local [P, H, K, V]``: the gradient of the state that enters each segment, if the
+    gradient of the state that leaves it is 0. ``through [P, H, K, K]``: from the
+    segments' maps.
+    """
     if segments.are_sequences:
         return d_local
     assert through is not None
