@@ -14,6 +14,7 @@ from megatron_gdn.frameworks.patch import add_flags_of_kda
 from megatron_gdn.hf import build_model, megatron_flags, transformer_config
 from megatron_gdn.models import ENTRIES, find, stack
 from megatron_gdn.models.__main__ import launch_flags, parse
+from megatron_gdn.specs.hybrid import KDAHybridStack
 from tests.models.test_flops import tiny
 from tests.parallel import parallel
 
@@ -39,6 +40,8 @@ def arguments_of(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # as in a launch that has built no stack: FLOPs are counted with the last one's
+    monkeypatch.setattr(KDAHybridStack, "kda_options", {})
     add_flags_of_kda()
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
     args = parser.parse_args([*flags, *MORE])
