@@ -1,6 +1,7 @@
 """Ways in which a run ends before its time, each at a random moment, and what it then
 says."""
 
+import contextlib
 import re
 import signal
 import sys
@@ -41,11 +42,22 @@ def end_by_kill(flags: list, cwd: Path, random: Random) -> None:
 def end_by_kill_amid_a_save(flags: list, cwd: Path, random: Random) -> None:
     """Kill -9 while a checkpoint is being written: it is not complete, and not taken
     for one."""
+    left_over = _partial_saves(cwd)  # by an earlier kill
     launch = Launch(*flags, "--save-interval=2", cwd=cwd, limit=_hesitate)
-    launch.until(lambda: list(cwd.glob("runs/*/checkpoints/*.partial")))
+    launch.until(lambda: _partial_saves(cwd) - left_over)
     time.sleep(random.random() * 0.05)
     launch.send(signal.SIGKILL)
     assert launch.end() == [-9, -9], launch.printed
+
+
+def _partial_saves(cwd: Path) -> set[int]:
+    """The inodes of the folders of checkpoints that are not complete: a save may have
+    the name of one that was cut off."""
+    found = set()
+    for path in cwd.glob("runs/*/checkpoints/*.partial"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(path.stat().st_ino)
+    return found
 
 
 def _hesitate() -> None:
