@@ -40,7 +40,7 @@ class RollCall:
         self._rank = 0
         self._size = 1
         self._failed = False
-        self._words: str | None = None
+        self._words: str | None = None  # the answer since the latest step
         self._speaks = False  # the lowest rank that answers prints the words
         self._question = 1  # the number of the next one
         self._answered = threading.Condition()
@@ -63,13 +63,18 @@ class RollCall:
     def note_step(self) -> None:
         """This rank has ended a step, or a save."""
         self._last_step = time.monotonic()
+        self._words = None
 
     def ask(self) -> str | None:
-        """This rank has failed: which ranks have not, in words; None if all have."""
+        """This rank has failed: which ranks have not, in words; None if all have.
+
+        If another rank has asked since the latest step, its answer stands: it may have
+        ended by now, and would not answer.
+        """
         if self._size == 1 or self._store is None:
             return None
         self._failed = True
-        return self._ask()
+        return self._words or self._ask()
 
     def _ask(self) -> str | None:
         number = self._question
@@ -148,7 +153,8 @@ def _collectives_raise() -> bool:
 def _words_of_silence(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} does not answer: it has ended, or it is stopped"
-    return f"ranks {', '.join(map(str, ranks))} do not answer: they have ended, or they are stopped"
+    numbers = ", ".join(map(str, ranks))
+    return f"ranks {numbers} do not answer: they have ended, or they are stopped"
 
 
 def _place_of_main_thread() -> str:
