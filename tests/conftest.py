@@ -14,8 +14,8 @@ os.environ.setdefault("MEGATRON_GDN_COMPILE_AHEAD", "0")
 # What the test files import stays, half a million objects: they are not searched for
 # garbage.
 gc.disable()
-# Of quick tests, as many as take the time of a slow one.
-SLOW = 30
+# A slow test takes about as long as this number of quick tests.
+QUICK_TESTS_PER_SLOW_TEST = 30
 
 
 def pytest_pycollect_makemodule():
@@ -47,7 +47,9 @@ def pytest_collection_modifyitems(items, config):
     if hasattr(config, "workerinput"):
         length = Counter()
         for item in items:
-            length[item.path] += SLOW if item.get_closest_marker("slow") else 1
+            length[item.path] += 1
+            if item.get_closest_marker("slow"):
+                length[item.path] += QUICK_TESTS_PER_SLOW_TEST - 1
         items.sort(key=lambda item: -length[item.path])
     return result
 

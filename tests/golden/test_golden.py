@@ -29,13 +29,6 @@ def _slow_unless(quick: bool) -> tuple:
     return () if quick else (pytest.mark.slow,)
 
 
-def _marks_of(version: str, name: str, saved_at: int, tp: int, number: int):
-    if saved_at == tp:
-        return pytest.mark.nightly
-    first = version == OLDEST or name in ADDED
-    return _slow_unless(first and saved_at == RANKS[1 - number % 2])
-
-
 # A quick test has each folder once, of the oldest version that kept it.
 FOLDERS = [
     pytest.param(
@@ -50,15 +43,17 @@ FOLDERS = [
     for kind in kinds
 ]
 # Quick tests load at the other tensor-parallel size, to and fro in turns: each mixer as
-# the first version saved it that had it so. Slow tests load every file at the other
-# size, nightly ones at its own.
+# the first version saved it that had it so.
 CASES = [
     pytest.param(
         version,
         name,
         saved_at,
         tp,
-        marks=_marks_of(version, name, saved_at, tp, number),
+        marks=_slow_unless(
+            (saved_at, tp) == (RANKS if number % 2 else RANKS[::-1])
+            and (version == OLDEST or name in ADDED)
+        ),
     )
     for tp in RANKS  # one after the other: each size has ranks of its own
     for version in VERSIONS

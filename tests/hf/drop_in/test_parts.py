@@ -22,7 +22,7 @@ def test_a_mixer_follows_the_group_of_its_batch(group):
     share = SimpleNamespace(group=group, layout="zigzag", documents="documents")
     made = state.micro_batch(SimpleNamespace(share=share), torch.zeros(1))
     assert made == "documents" and state.loader_layout.option == "zigzag"
-    assert used == [] if group == "old" else used == ["new"]
+    assert used == ([] if group == "old" else ["new"])
 
 
 class Owner(GateOwner, nn.Linear):
