@@ -318,10 +318,7 @@ def choose_ssd(
     ``backend`` is ``"fla"``, ``"reference"`` (plain torch) or ``"auto"``: fla if it
     runs here, else the reference.
 
-    ``bits`` is what the rule must promise. ``Bits.DETERMINISTIC``: a sequence's bits
-    depend neither on the run nor on other sequences. ``Bits.ON_GRID``: a token's bits
-    depend only on its sequence's tokens. With either, "auto" takes a rule other than
-    the reference only if a test found that the rule's bits repeat here.
+    ``bits`` is what the rule must promise (:class:`..ops.rules.base.Bits`).
 
     Raises:
         ValueError: an unknown backend, or a backend that does not support these heads,

@@ -23,65 +23,40 @@ CHANGE = {
     "MixerSubmodules",
     "StaticPackedSeqParams",
 }
+SIZES = {"GDN2Dims", "GDNDims", "GDPDims", "KDADims", "LinearDims", "Mamba2Dims"}
+OPTIONS = {
+    "GDN2Options",
+    "GDNOptions",
+    "GDPOptions",
+    "KDAOptions",
+    "Mamba2Options",
+    "MixerOptions",
+}
 # Records that are equal if their fields are. The others hold tensors, or are keys of
 # what is kept for one object.
-EQUAL_BY_VALUE = CHANGE - {"_DropInState", "DropInOptions"} | {
-    "Fp32Parameter",
-    "GDN2Dims",
-    "GDN2Options",
-    "GDNDims",
-    "GDNOptions",
-    "GDPDims",
-    "GDPOptions",
-    "HFModelConfig",
-    "HFRef",
-    "KDADims",
-    "KDAOptions",
-    "LayerCounts",
-    "Layout",
-    "LinearDims",
-    "Mamba2Dims",
-    "Mamba2Options",
-    "MixerOptions",
-    "Model",
-    "PassThroughReadout",
-    "PlainReadout",
-    "Stack",
-    "TritonReadout",
-    "UpstreamFault",
-}
-# Records whose fields have names where they are made.
-BY_KEYWORD = {
-    "DropInOptions",
-    "Fp32Parameter",
-    "GDN2Dims",
-    "GDN2Options",
-    "GDNDims",
-    "GDNOptions",
-    "GDPDims",
-    "GDPOptions",
-    "HFModelConfig",
-    "KDADims",
-    "KDAOptions",
-    "LayerCounts",
-    "LinearDims",
-    "Mamba2Dims",
-    "Mamba2Options",
-    "MixerOptions",
-    "Stack",
-    "TensorMap",
-}
-# Records that take no attribute but their fields.
-WITHOUT_OTHER_ATTRIBUTES = BY_KEYWORD - {
-    "DropInOptions",
-    "Fp32Parameter",
-    "GDN2Options",
-    "GDNOptions",
-    "GDPOptions",
-    "KDAOptions",
-    "Mamba2Options",
-    "MixerOptions",
-} | {"HFRef"}
+EQUAL_BY_VALUE = (
+    CHANGE - {"_DropInState", "DropInOptions"}
+    | SIZES
+    | OPTIONS
+    | {
+        "Fp32Parameter",
+        "HFModelConfig",
+        "HFRef",
+        "LayerCounts",
+        "Layout",
+        "Model",
+        "PassThroughReadout",
+        "PlainReadout",
+        "Stack",
+        "TritonReadout",
+        "UpstreamFault",
+    }
+)
+# Records that take no attribute but their fields, which have names where the records
+# are made.
+NAMED_FIELDS_ALONE = SIZES | {"HFModelConfig", "LayerCounts", "Stack", "TensorMap"}
+BY_KEYWORD = NAMED_FIELDS_ALONE | OPTIONS | {"DropInOptions", "Fp32Parameter"}
+WITHOUT_OTHER_ATTRIBUTES = NAMED_FIELDS_ALONE | {"HFRef"}
 PUBLIC = (
     "",
     "context_parallel",

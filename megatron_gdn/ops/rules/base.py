@@ -39,8 +39,12 @@ Sizes = Any
 
 
 class Bits(IntEnum):
-    """A promise about the bits of a result; each value includes the promises of smaller
-    values."""
+    """What a rule promises about the bits of its results; each value includes the
+    promises of smaller values.
+
+    For every value but FREE, the backend "auto" takes a rule other than plain torch
+    only if a test found that the rule's bits repeat on this GPU with these packages.
+    """
 
     FREE = 0  # no promise
     # a sequence's bits do not depend on the run or on other sequences
