@@ -6,7 +6,8 @@ Public names are imported at first use, so that ``megatron_gdn.ops`` needs only 
 from importlib import import_module
 from typing import Any
 
-# The names that this package offers, by the module that defines them.
+# Module -> the names from it that this package offers. They include every name of
+# Megatron's module gated_delta_net, also its `_split_tensor_factory`.
 _NAMES_BY_MODULE = {
     "mixers.checkpoint": ("_split_tensor_factory",),
     "context_parallel": (

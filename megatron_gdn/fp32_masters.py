@@ -75,7 +75,8 @@ def load_fp32_masters(
 
     from .compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
 
-    repair_mixed_dtype_optimizers()  # it also repairs Megatron's reader of files
+    # This also lets Megatron's reader read the files of torch 2.15.
+    repair_mixed_dtype_optimizers()
     chunks: Any = unwrap_model([model] if isinstance(model, nn.Module) else list(model))
     with untrusted_checkpoint():
         saved: StateDict = dist_checkpointing.load_tensors_metadata(str(folder))

@@ -54,11 +54,10 @@ _SPEC_OF_VARIANT = {
 _get_block_submodules = transformer_block._get_block_submodules
 
 
-# ``--spec`` names a function. Megatron's ``pretrain_gpt.py`` calls this function on
-# core_r0.19.0 and main. On dev the script passes the function itself to the model, and
-# the model raises an error ("specialize for function"). So the next function replaces
-# the model's ``_get_block_submodules``: it first calls the function to get the spec,
-# then Megatron's original.
+# ``--spec`` names a function that makes a spec. Megatron's ``pretrain_gpt.py`` calls it
+# on core_r0.19.0 and main. On dev the script passes the function itself to the model,
+# which raises an error ("specialize for function"). So `_submodules_of` replaces the
+# model's ``_get_block_submodules``: it makes the spec, then calls Megatron's original.
 @functools.wraps(_get_block_submodules)
 def _submodules_of(
     config: TransformerConfig, spec: Any, *stage: int | None, **named: Any
@@ -112,6 +111,7 @@ def gpt_block_spec(
             "(in newer Megatrons 'gdn', or 'gdn2' for Gated DeltaNet-2) and choose "
             "linear_attention_freq (an interval, or a list of 0 and 1 per layer)."
         )
+    # the mixer's class, which is the same in "te"; "local" needs no Transformer Engine
     mixer = cast(type[RecurrentMixer], _mixer_spec(config, "local").module)
     options = with_launch_options(mixer, options)
     if config.transformer_impl == "local":
@@ -164,7 +164,8 @@ def _local_layer_specs(
         else:
             self_attention = attention
             linears = {"input_layernorm": "self_attention.linear_qkv"}
-        # Not even Transformer Engine fuses the norm before experts.
+        # A norm before experts is a module of its own in Transformer Engine's layers
+        # too, so its checkpoint keys need no change.
         norms: dict[str, Any] = {"pre_mlp_layernorm": TorchRMSNorm}
         if has_experts:
             mlp = get_moe_module_spec(

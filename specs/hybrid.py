@@ -160,7 +160,8 @@ def _hybrid_stack_spec(
         mamba_mixer = gated_delta_product_spec(modules, **gdp_options)
     cp_layout = gdn_options.get("cp_layout", AUTO)
     if modules == "te":
-        normed_linear = None  # Transformer Engine fuses the norm into in_proj
+        # the linear after a norm of its own; Transformer Engine fuses the norm into it
+        normed_linear = None
         mtp_spec = cast(ModuleSpec, _upstream_submodules().mtp_block_spec)
         submodules = _te_submodules(gdn, mamba_mixer, qk_layernorm, cp_layout)
     else:
@@ -497,10 +498,10 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
         )
     documents = packed.cu_seqlens_q
     padded = packed.cu_seqlens_q_padded
-    differ = padded is not None and padded is not documents
-    if differ and documents is not None:
-        differ = padded.tolist() != documents.tolist()
-    if differ:
+    offsets_differ = padded is not None and padded is not documents
+    if offsets_differ and documents is not None:
+        offsets_differ = padded.tolist() != documents.tolist()
+    if offsets_differ:
         raise ValueError(
             "multi-token prediction with padded slots: Megatron would shift labels "
             "between the offsets without padding. Make the padding part of its "
@@ -511,8 +512,10 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
         ranks = 1
     else:
         ranks = packed.cp_group.size()
-    given = packed.cp_group is not None or packed.local_cp_size is not None
-    if given and packed.cp_group is not cp_group and (ranks, cp_group.size()) != (1, 1):
+    brings_group = packed.cp_group is not None or packed.local_cp_size is not None
+    is_other_group = packed.cp_group is not cp_group
+    # two groups of one rank are as good as equal
+    if brings_group and is_other_group and (ranks, cp_group.size()) != (1, 1):
         raise NotImplementedError(
             f"multi-token prediction over a context-parallel group of {ranks} ranks "
             "that packed_seq_params brings: Megatron shifts labels over the model's "
@@ -547,9 +550,8 @@ def checked_mtp_spec(block_spec: ModuleSpec, **options: Any) -> ModuleSpec:
     return replace(block_spec, submodules=submodules)
 
 
-if (
-    KDA_LETTER not in Symbols.VALID_LAYERS
-):  # a later Megatron may have the letter 'K' already
+# A later Megatron may have the letter 'K' already.
+if KDA_LETTER not in Symbols.VALID_LAYERS:
     symbols: Any = Symbols
     symbols.KDA = KDA_LETTER
     symbols.VALID_LAYERS = set(Symbols.VALID_LAYERS) | {KDA_LETTER}

@@ -219,7 +219,8 @@ def local_attention_spec(
     qk_layernorm: bool = False, cp_layout: str = AUTO
 ) -> ModuleSpec:
     """Spec of causal self-attention in torch, for batches, documents and context
-    parallelism."""
+    parallelism. ``qk_layernorm``: norms on query and key. ``cp_layout``: the sequence
+    layout, by default that of the data loader."""
     if qk_layernorm:
         qk_norm = {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm}
     else:
@@ -242,10 +243,12 @@ def latent_attention_spec(
 ) -> ModuleSpec:
     """Spec of `LatentAttention`, for '+' layers without position embedding.
 
-    ``modules`` is as in `gated_delta_net_spec`, but no norm is fused; ``options`` are
-    keyword arguments of the constructor, such as ``norm_epsilon``.
+    ``modules`` is as in `gated_delta_net_spec`, but no norm is fused. ``cp_layout`` is as
+    in `local_attention_spec`. ``options`` are keyword arguments of the constructor, such
+    as ``norm_epsilon``.
     """
     if resolve_modules(modules) == "te":
+        # Transformer Engine's attention refuses documents that continue others (trees).
         core = class_with_tree_attention(cast(type, te.TEDotProductAttention))
         down, column, row, norm = (
             te.TELinear,
@@ -314,11 +317,13 @@ class UnavailableLayer:
 def with_launch_options(
     mixer: type[RecurrentMixer], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options of ``mixer`` that the environment gives, and ``named``, the options
-    of a call, which override them."""
+    """The options of ``mixer`` in the environment, overridden by ``named``, the options
+    of a call."""
     legal = launch_options_of(mixer)
-    of_launch = {name: x for name, x in _launch_options().items() if name in legal}
-    return of_launch | dict(named)
+    from_environment = {
+        name: value for name, value in _launch_options().items() if name in legal
+    }
+    return from_environment | dict(named)
 
 
 @cache
@@ -359,8 +364,8 @@ def parse_options(text: str) -> dict[str, Any]:
                 f"name=value,name=value with the names {', '.join(sorted(legal))}."
             )
         options[name] = value
-        # A value that is no literal is a word. Python raises any of these errors for
-        # it.
+        # A value that is no literal stays a word. For such a value Python raises one of
+        # these errors.
         with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             options[name] = ast.literal_eval(value)
         if value.lower() in ("true", "false") and not isinstance(options[name], bool):

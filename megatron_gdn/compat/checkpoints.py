@@ -62,10 +62,11 @@ def store_empty_shares(
     try:
         return original(optimizer, *args, **kwargs)
     except (AssertionError, IndexError):  # IndexError if python -O skips the assertion
-        of_buffers = (
+        buckets_of_buffers = (
             buckets for ranges in optimizer.gbuf_ranges for buckets in ranges.values()
         )
-        if all(bucket["param_map"] for bucket in chain.from_iterable(of_buffers)):
+        buckets = chain.from_iterable(buckets_of_buffers)
+        if all(bucket["param_map"] for bucket in buckets):
             raise  # every share has parameters, so this is another error
     get_state = optimizer.get_parameter_state_dp_reshardable
     optimizer.get_parameter_state_dp_reshardable = lambda: _with_padding(
@@ -144,11 +145,11 @@ def slice_without_padding(
     """Call ``sharded_param_state_fully_reshardable`` (``shard_state``) with corrected
     offsets.
 
-    With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers
-    every state without the padding between buckets. Then Megatron slices the state at
+    A buffer has several buckets with ``overlap_grad_reduce`` or a shared embedding. Then
+    Megatron gathers every state without the padding between buckets, and slices it at
     offsets that count the padding. So parameters after the first padding get values of
     other parameters, without an error (repaired on Megatron's main). This wrapper gives
-    Megatron buffers without padding, to which the offsets fit.
+    Megatron copies of the buffers without padding, whose offsets fit the states.
     """
     gather = optimizer.get_parameter_state_dp_zero
     buffers = optimizer.buffers
@@ -352,9 +353,9 @@ class _SectionRows(NamedTuple):
     """The rows of a section in the tensor that Megatron stores."""
 
     whole_key: str  # the key of Megatron's tensor
-    whole_rows: int  # the number of rows of that tensor
+    whole_row_count: int  # the number of rows of that tensor
     first_row: int  # the section's first row
-    rows: int  # the section's number of rows
+    row_count: int  # the section's number of rows
 
 
 _section_rows: dict[str, _SectionRows] = {}  # by the section's key
@@ -435,7 +436,7 @@ def load_sections_from_whole_tensor(
     def read(section: ShardedTensor) -> Tensor:
         """The rows of ``section`` on this rank."""
         key = _section_rows[section.key].whole_key
-        return _rows_of(section, whole_tensor(key), stored[key])
+        return _rows_of_section(section, whole_tensor(key), stored[key])
 
     dict_list_map_inplace(read, upstream)
     loaded = load(strategy, others, checkpoint_dir, *args, **kwargs)
@@ -443,7 +444,7 @@ def load_sections_from_whole_tensor(
     return loaded
 
 
-def _rows_of(
+def _rows_of_section(
     section: ShardedTensor, whole_tensor: Tensor, stored: TensorStorageMetadata
 ) -> Tensor:
     """The rows of ``section`` on this rank, out of ``whole_tensor``.
@@ -453,7 +454,7 @@ def _rows_of(
     metadata, has the sizes of the shards.
     """
     place = _section_rows[section.key]
-    whole_rows = place.whole_rows
+    whole_rows = place.whole_row_count
     axis = section.prepend_axis_num
     shard_sizes = {chunk.sizes[axis] for chunk in stored.chunks}
     shard_rows = min(shard_sizes)
@@ -461,7 +462,7 @@ def _rows_of(
         whole_tensor.shape[axis] != whole_rows
         or len(shard_sizes) > 1
         or whole_rows % shard_rows
-        or place.rows % (whole_rows // shard_rows)
+        or place.row_count % (whole_rows // shard_rows)
     ):
         raise ValueError(
             f"{place.whole_key} has {whole_tensor.shape[axis]} rows in the checkpoint, "
@@ -473,7 +474,7 @@ def _rows_of(
     of_layer = whole_tensor[tuple(section.global_offset[:axis])]
     by_rank = of_layer.unflatten(0, (ranks, shard_rows))
     first = place.first_row // ranks
-    end = (place.first_row + place.rows) // ranks
+    end = (place.first_row + place.row_count) // ranks
     section_rows = by_rank[:, first:end].flatten(0, 1)
     local_first = section.global_offset[axis]
     rows = section_rows[local_first : local_first + section.local_shape[0]]

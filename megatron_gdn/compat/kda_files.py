@@ -1,9 +1,9 @@
 """Reads files of version 0.1, whose Kimi Delta Attention had other parameters.
 
 In version 0.1 ``in_proj`` also had the sections ``f_a`` and ``z_a`` (or ``f`` and
-``z``) and ``beta``. The norm before the mixer was stored with ``in_proj``. The numbers
-are the same today; their keys differ. In a plain state dict the rows of the old
-``in_proj`` are several parameters today.
+``z``) and ``beta``. The norm before the mixer was stored with ``in_proj``. Distributed
+checkpoints have the same tensors today, under other keys. In a plain state dict the old
+``in_proj.weight`` is one tensor, whose rows belong to several parameters today.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .state_dict import StateDict
 
 # Ends of keys in distributed checkpoints: today -> in version 0.1.
-_OLD_ENDS = {
+_OLD_KEY_ENDS = {
     "in_proj.weight.g": "in_proj.weight.f",
     "in_proj.weight.gate": "in_proj.weight.z",
     "beta_proj.weight": "in_proj.weight.beta",
@@ -91,7 +91,7 @@ def load_old_names(
         value
         for value in nested_values(sharded_state_dict)
         if isinstance(value, ShardedTensor)
-        and _stem_and_other_end(value.key, _OLD_ENDS)
+        and _stem_and_other_end(value.key, _OLD_KEY_ENDS)
     ]
     if not tensors:
         return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -100,7 +100,7 @@ def load_old_names(
     )
     renamed = []  # (tensor, its key today, its key of version 0.1)
     for tensor in tensors:
-        found = _stem_and_other_end(tensor.key, _OLD_ENDS)
+        found = _stem_and_other_end(tensor.key, _OLD_KEY_ENDS)
         assert found is not None
         old = "".join(found)
         if tensor.key in stored:
@@ -139,24 +139,24 @@ def _require_same_rank(key: str, stored: StateDict) -> None:
 
     ``key`` is not in the checkpoint; ``stored`` are the checkpoint's entries by key.
     """
-    for low, full, setting in _GATE_KEYS:
-        # (key without its end, "") if the gate has a key with this end, else None
-        of_low = _stem_and_other_end(key, dict.fromkeys(low, ""))
-        of_full = _stem_and_other_end(key, dict.fromkeys(full, ""))
-        # ``others``: the gate's keys with full rank if ``key`` is of low rank, and
-        # the reverse
-        if of_low is not None:
-            others = [f"{of_low[0]}{end}" for end in full]
-        elif of_full is not None:
-            others = [f"{of_full[0]}{end}" for end in low]
+    for low_ends, full_ends, setting in _GATE_KEYS:
+        # (key without its end, "") if the key has one of the ends, else None
+        low_match = _stem_and_other_end(key, dict.fromkeys(low_ends, ""))
+        full_match = _stem_and_other_end(key, dict.fromkeys(full_ends, ""))
+        # ``others``: the keys that the gate would have with full rank if ``key`` is of
+        # low rank, and the reverse
+        if low_match is not None:
+            others = [f"{low_match[0]}{end}" for end in full_ends]
+        elif full_match is not None:
+            others = [f"{full_match[0]}{end}" for end in low_ends]
         else:
             continue
         for other in others:
             if other not in stored:
                 continue
             rank = 0
-            if of_full is not None:
-                rank = stored[other].size[0]
+            if full_match is not None:
+                rank = stored[other].size[0]  # a low-rank weight is [rank, D]
             raise ValueError(
                 f"{key} is not in the checkpoint, which has {other}: that gate has "
                 f"another rank. Set {setting}={rank} in the config (0 or None: full "

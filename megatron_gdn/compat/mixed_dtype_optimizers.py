@@ -121,7 +121,7 @@ def repair_mixed_dtype_optimizers() -> None:
         versions.STRIDES_IN_FILES: [
             (files, "load_tensors_metadata", leave_strides_out)
         ],
-        versions.SIZES_WITHOUT_NAMES: [
+        versions.SIZE_ERRORS_WITHOUT_NAMES: [
             (distributed, "load_parameter_state_from_dp_zero", explain_file_sizes),
             (distributed, "sharded_param_state_dp_reshardable", warn_on_dp_reshardable),
             (distributed, "save_parameter_state", warn_on_torch_file),
@@ -222,14 +222,15 @@ def _load_equal_replicas(
     """Call ``load``, then all-gather the shards of fp32 parameters, so that all
     data-parallel replicas are equal.
 
-    By ``load`` a rank loads its shard of the optimizer. The shard of an fp32 parameter
-    is a view of the parameter, so only this shard is loaded. The parameter's other
-    shards still have the values of the model's file, which may be rounded.
+    Each rank has one shard of the optimizer, which ``load`` fills. The shard of an fp32
+    parameter is a view of the parameter. So on this rank ``load`` changes only that part
+    of the parameter. The other parts still have the values of the model's file, which
+    may be rounded.
     """
     load(optimizer, *args, **kwargs)
     buffers = getattr(optimizer, "buffers", ())
     if len({buffer.param_dtype for buffer in buffers}) < 2:
-        return
+        return  # no mixed dtypes
     group = optimizer.data_parallel_group
     for bucket in _flatten(
         b.buckets for b in buffers if b.param_dtype == torch.float32
@@ -289,7 +290,8 @@ def _store_all_parameters(
         if id(parameter) not in fp32_ids:
             half_masters.append(master)
         elif is_loading:
-            # The model's entry loads into the parameter, the master's into a copy.
+            # The model's own entry already loads into the parameter, so the master is
+            # loaded into a copy, which `_load_fp32_masters` copies to the parameter.
             state[_FP32_MASTERS_KEY][index] = replace(master, data=master.data.clone())
         else:
             state[_FP32_MASTERS_KEY][index] = master
@@ -385,7 +387,7 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
 
     saved = state.get(_HALF_MASTERS_KEY)
     if saved is None or shapes(saved) == shapes(optimizer.fp32_from_float16_groups):
-        return {}
+        return {}  # there are no masters of fp32 parameters
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
     if shapes(saved) != shapes(groups):
         raise ValueError(
@@ -400,14 +402,14 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
     fp32_masters: dict[int, Tensor] = {}
     index = 0
     for group, saved_group in zip(groups, saved, strict=True):
-        of_group = []
+        half_masters_of_group = []
         for parameter, master in zip(group, saved_group, strict=True):
             if id(parameter) in half_ids:
-                of_group.append(master)
+                half_masters_of_group.append(master)
             else:
                 fp32_masters[index] = master
             index += 1
-        half_masters.append(of_group)
+        half_masters.append(half_masters_of_group)
     state[_HALF_MASTERS_KEY] = half_masters
     return fp32_masters
 

@@ -69,4 +69,5 @@ def hide_import_notes() -> None:
     """Hide the warnings that importing Megatron and fla would print."""
     for module in ("megatron", "fla"):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
+    # torch logs here that it found CUDA's compiler but no GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

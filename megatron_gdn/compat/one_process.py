@@ -362,8 +362,9 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     def set_states_without_step(
         self, model_param: torch.Tensor, tensors: StateDict
     ) -> None:
-        """Call ``_set_main_param_and_optimizer_states`` with a "step" of None, since
-        ``tensors`` has no step to copy."""
+        """Call ``_set_main_param_and_optimizer_states`` with a "step" of None, which it
+        does not copy. It looks up each of Adam's states in ``tensors``, which has no
+        step."""
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: StateDict) -> None:

@@ -99,6 +99,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def why_refused(error: BaseException) -> str | None:
     """The reason, in one line, if ``error`` refuses a class in a pickle; else None."""
     if isinstance(error, CheckpointException):
+        # failures: rank -> (its error, a traceback); one rank's error is enough
         error = next(failure for failure, _ in error.failures.values())
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found is None or not isinstance(error, pickle.UnpicklingError):
@@ -125,8 +126,7 @@ def untrusted_checkpoint() -> Iterator[None]:
     reader_class: Any = filesystem.FileSystemReader
     torch_read_metadata = reader_class.read_metadata
     names = (_FORCE_WEIGHTS_ONLY, _FORCE_NO_WEIGHTS_ONLY)
-    variables = {name: os.environ.pop(name, None) for name in names}
-    # torch hides an error of `read_metadata` from its callers, so it is kept here.
+    values_before = {name: os.environ.pop(name, None) for name in names}
     refusals: list[Exception] = []
 
     def read_metadata(
@@ -151,7 +151,7 @@ def untrusted_checkpoint() -> Iterator[None]:
         raise
     finally:
         reader_class.read_metadata = torch_read_metadata
-        for name, value in variables.items():
+        for name, value in values_before.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
@@ -196,7 +196,7 @@ def _check_metadata(metadata: object, path: Path) -> None:
         raise ValueError(f"{path} is not a table of tensors and their files")
     for key, entry in tensors.items():
         is_object = isinstance(entry, BytesStorageMetadata)
-        if not isinstance(key, str) or not (is_object or _is_tensor(entry)):
+        if not isinstance(key, str) or not (is_object or _describes_tensor(entry)):
             raise ValueError(
                 f"{path} has an entry {key!r} that is neither a tensor nor an object"
             )
@@ -210,11 +210,11 @@ def _check_metadata(metadata: object, path: Path) -> None:
             raise ValueError(
                 f"{path} names the file {name!r}; legal are names inside the folder"
             )
-        if not _is_storage_entry(index, entry):
+        if not _describes_stored_chunk(index, entry):
             raise ValueError(f"{path} has an invalid place in {name}")
 
 
-def _is_tensor(entry: object) -> bool:
+def _describes_tensor(entry: object) -> bool:
     """Whether ``entry`` describes a tensor: its size, properties and chunks."""
     if not isinstance(entry, TensorStorageMetadata) or not _is_size(entry.size):
         return False
@@ -229,11 +229,11 @@ def _is_tensor(entry: object) -> bool:
         return False
     if not isinstance(entry.chunks, list):
         return False
-    return all(_is_chunk(chunk, entry.size) for chunk in entry.chunks)
+    return all(_describes_chunk(chunk, entry.size) for chunk in entry.chunks)
 
 
-def _is_chunk(chunk: object, size: torch.Size) -> bool:
-    """Whether ``chunk`` is a box of elements inside a tensor of ``size``."""
+def _describes_chunk(chunk: object, size: torch.Size) -> bool:
+    """Whether ``chunk`` describes a box of elements inside a tensor of ``size``."""
     if not isinstance(chunk, ChunkStorageMetadata):
         return False
     if not (_is_size(chunk.offsets) and _is_size(chunk.sizes)):
@@ -244,7 +244,7 @@ def _is_chunk(chunk: object, size: torch.Size) -> bool:
     return all(end <= whole for end, whole in zip(ends, size, strict=True))
 
 
-def _is_storage_entry(index: object, entry: object) -> bool:
+def _describes_stored_chunk(index: object, entry: object) -> bool:
     """Whether ``index`` names a chunk of a tensor and ``entry`` its bytes in a
     file."""
     if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):

@@ -73,7 +73,7 @@ TWO_DIVISIONS_IN_ONE_SUM = UpstreamFault(
     "not, and torch treats all of them as the first one"
 )
 # Files.
-SIZES_WITHOUT_NAMES = UpstreamFault(
+SIZE_ERRORS_WITHOUT_NAMES = UpstreamFault(
     "errors and files of gradient buffers name no parameter, and no way to another layer"
 )
 STRIDES_IN_FILES = UpstreamFault(

@@ -34,7 +34,7 @@ from ..ops.rules.fla import why_not_callable
 
 # Extras with packages that run in training; the other extras are for developers of this
 # project.
-_EXTRAS = ("fla", "te", "hf")
+_TRAINING_EXTRAS = ("fla", "te", "hf")
 _HOPPER_MAJOR = 9  # the major number of Hopper's compute capability
 # the rule's output, and the gradients of its inputs
 _RESULT_NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 def check_machine() -> Iterator[Finding]:
     """Report the GPU and the CUDA version of torch."""
-    torch_is = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
+    torch_version = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         yield Finding("gpu", "ok", f"{torch.cuda.get_device_name()} ({major}.{minor})")
@@ -60,7 +60,7 @@ def check_machine() -> Iterator[Finding]:
             why = "torch is built without CUDA"
         else:
             why = "the driver may be too old for it, or CUDA_VISIBLE_DEVICES empty"
-        text = f"nvidia-smi is here, and torch {torch_is} sees no GPU: {why}"
+        text = f"nvidia-smi is here, and torch {torch_version} sees no GPU: {why}"
         yield Finding("gpu", "wrong", text)
     else:
         yield Finding("gpu", "note", "none: everything runs on the CPU, in plain torch")
@@ -74,29 +74,29 @@ def check_packages() -> Iterator[Finding]:
     imports."""
     yield _check_tested("python", platform.python_version())
     try:
-        asked = [Requirement(text) for text in requires("megatron-gdn") or ()]
+        required = [Requirement(text) for text in requires("megatron-gdn") or ()]
     except PackageNotFoundError:
         why = "runs from a clone, so versions were not checked; pip install -e . there"
         yield Finding("megatron-gdn", "note", why)
         return
-    for requirement in asked:
+    for requirement in required:
         if requirement.marker is None:
             yield _check_package(requirement, None)
-    for extra in _EXTRAS:
-        for requirement in asked:
+    for extra in _TRAINING_EXTRAS:
+        for requirement in required:
             marker = requirement.marker
             if marker is not None and marker.evaluate({"extra": extra}):
                 yield _check_package(requirement, extra)
 
 
-def _check_package(asked: Requirement, extra: str | None) -> Finding:
-    """Compare the installed version of a package with a requirement of this package.
+def _check_package(requirement: Requirement, extra: str | None) -> Finding:
+    """Compare the installed version of a package with a ``requirement`` of megatron-gdn.
 
-    ``extra`` is the extra of this package with the requirement; None: the package is
+    ``extra`` is the extra of megatron-gdn with the requirement; None: the package is
     always required.
     """
-    name = asked.name
-    install = f'pip install "{asked.name}{asked.specifier}"'
+    name = requirement.name
+    install = f'pip install "{name}{requirement.specifier}"'
     installed = installed_version(name)
     if installed is None and extra is None:
         return Finding(name, "wrong", f"is required and not installed; {install}")
@@ -104,13 +104,12 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
         return Finding(
             name, "note", f"not installed (pip install 'megatron-gdn[{extra}]')"
         )
-    if not asked.specifier.contains(installed, prereleases=True):
+    if not requirement.specifier.contains(installed, prereleases=True):
         # Megatron layers do not use the packages of the extra "hf", so their versions
         # may differ.
         state = "note" if extra == "hf" else "wrong"
-        return Finding(
-            name, state, f"{installed} is installed, {asked.specifier} works; {install}"
-        )
+        text = f"{installed} is installed, {requirement.specifier} works; {install}"
+        return Finding(name, state, text)
     try:
         # Transformer Engine is compiled for one torch version, so its import tells more
         # than its version.
@@ -159,6 +158,7 @@ def check_kernel_versions() -> Iterator[Finding]:
         )
     why_not_fla = why_not_fla_package(major)
     if why_not_fla is None:
+        # the installed fla may lack functions or arguments that the rule needs
         why = why_not_callable(FlaGDN)
         if why is not None:
             why_not_fla = Obstacle(why)
@@ -208,6 +208,7 @@ def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
             errors = _rms_errors(_run_rule(rule, inputs, documents), exact)
             yield _compare_errors(subject, errors, plain_errors)
         elif subject == "rule":
+            # Plain torch has no other rule to compare with: its errors must be finite.
             worst = _name_of_largest(plain_errors)
             error = plain_errors[worst]
             text = f"{worst} {error:.1e}, of plain torch, against fp64"

@@ -140,11 +140,11 @@ def _wrap_loader(slime_loader: Callable) -> Callable:
         prefix, entry = _prefix_and_map(name, reader.path)
         if entry is None:
             return slime_loader(name, reader, hf_config)
-        pieces = [
+        hf_tensors = [
             slime_loader(prefix + source.key, reader, hf_config)
             for source in entry.sources
         ]
-        return _to_rank_order(entry, entry.to_megatron(pieces))
+        return _to_rank_order(entry, entry.to_megatron(hf_tensors))
 
     return load
 
@@ -169,13 +169,13 @@ def _wrap_converter(slime_converter: Callable) -> Callable:
             dtype = torch.float32
         else:
             dtype = whole.dtype
-        pieces = entry.to_hf(whole, [dtype] * len(entry.sources))
+        slime_params = entry.to_hf(whole, [dtype] * len(entry.sources))
         published = _published_dtypes(args.hf_checkpoint)
         return [
             (hf_name, tensor.to(published.get(hf_name, param.dtype)))
-            for source, piece in zip(entry.sources, pieces, strict=True)
+            for source, slime_param in zip(entry.sources, slime_params, strict=True)
             for hf_name, tensor in slime_converter(
-                args, model_name, prefix + source.key, piece
+                args, model_name, prefix + source.key, slime_param
             )
         ]
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ..mixers.attention import TorchAttention
 
-# Attribute -> the value that switches off sequence parallelism or FP8, since neither
-# can run single tokens.
+# Attribute -> the value that switches off sequence parallelism or FP8. Neither can run
+# single tokens.
 _OFF_VALUES_OF_MODULES = {
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
@@ -57,19 +57,20 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
         tokens = tokens + tokens % 2
     context = StaticInferenceContext(rows, tokens)
     if cp > 1:
-        others = {
+        unsupported = {
             type(module).__name__
             for module in model.modules()
             if isinstance(module, Attention)
             and not isinstance(getattr(module, "core_attention", None), TorchAttention)
         }
-        if others:
+        if unsupported:
             raise NotImplementedError(
-                f"{', '.join(sorted(others))} cannot run whole sequences in a model "
+                f"{', '.join(sorted(unsupported))} cannot run whole sequences in a model "
                 f"built with context_parallel_size={cp}. Load the checkpoint into a "
                 "model without context parallelism, or use the local attention spec."
             )
-        # mixers and `TorchAttention` look for this mark
+        # Mixers and `TorchAttention` then run all tokens on each rank. Without this
+        # attribute they refuse to generate with context parallelism.
         vars(context)["whole_on_every_rank"] = True
     return context
 
@@ -144,10 +145,11 @@ def generate(
     with torch.inference_mode(), evaluating(model), active:
         tokens_run = 0
         for _ in range(count):
-            pieces = tokens[:, tokens_run:].split(chunk or tokens.shape[1], dim=1)
-            for piece in pieces[:-1]:
-                next_logits(model, piece, context)
-            logits = next_logits(model, pieces[-1], context)[:, -1]
+            # the tokens of each call: at first parts of the prompt, later one token
+            calls = tokens[:, tokens_run:].split(chunk or tokens.shape[1], dim=1)
+            for call_tokens in calls[:-1]:
+                next_logits(model, call_tokens, context)
+            logits = next_logits(model, calls[-1], context)[:, -1]
             tokens_run = tokens.shape[1]
             picked = pick(logits.float())
             tokens = torch.cat([tokens, picked[:, None]], dim=1)

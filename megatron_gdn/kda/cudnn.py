@@ -7,10 +7,10 @@
                                     issue 1130)
     states                          fp32, ``[N, H, V, K]``, transposed at each call
 
-The kernels cut a sequence into segments and start each segment from a zero state
-instead of the true state. So before each segment they run earlier tokens, until at most
-2^-20 of the state before these tokens would be left (keys of length 1, beta up to 1).
-With slow decay these are all earlier tokens.
+The kernels cut a sequence into segments and run them in parallel, each from a zero
+state. To come near the true state, a kernel first runs tokens before its segment. It
+runs so many that at most 2^-20 of any earlier state is left (keys of length 1, beta up
+to 1). If the decay is slow, it runs all earlier tokens.
 
 cuDNN builds and stores a graph for each number of tokens and of sequences. In version
 1.32.0 a graph allocates a buffer for every state that a call does not pass, so each
@@ -112,7 +112,7 @@ class _CudnnArguments:
             self.offsets = documents.cu_seqlens
         self.heads = inputs.v.shape[2]
         self.scale = inputs.k.shape[-1] ** -0.5
-        # in the order of cuDNN's arguments
+        # [T, H, ...] each, in the order of cuDNN's arguments
         self.token_inputs = RuleInputs._make(
             x[0].contiguous() for x in in_one_row(inputs)
         )
@@ -175,8 +175,8 @@ class CudnnForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output ``[B, S, H, V]`` and, with ``final``, the final states; the
-        backward needs no saved tensors."""
+        """The output ``[B, S, H, V]`` and, with ``final``, the final states. ``keep`` is
+        not read: the backward needs no saved tensors."""
         arguments = self._arguments
         o, last = self._run(
             arguments.token_inputs.v, arguments.transposed_states(initial)
@@ -222,7 +222,8 @@ class CudnnBackward(RuleBackward):
     def d_initial(self) -> Tensor:
         """``[N, H, K, V]``: the gradient of the initial states, with zero gradients of
         the final states."""
-        # The gradient does not depend on the initial states.
+        # The output is linear in the initial states, so their gradient does not depend
+        # on them. It comes after the gradients of the five inputs.
         gradients = self._run(initial=None, d_final=None)
         return gradients[5].mT.contiguous()
 

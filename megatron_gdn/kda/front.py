@@ -26,7 +26,8 @@ def kda_table(
     """The front table for rows of :func:`.sizes.kda_layout`.
 
     ``lower_bound`` is the lower bound of g, or None. ``normalise_qk`` is as in
-    :func:`..gdn.front.gdn_table`. The backward always computes g again.
+    :func:`..gdn.front.gdn_table`. The backward computes g again, since g in fp32 takes
+    twice the memory of k in bf16.
     """
     sizes = HeadSizes.of(layout)
     g = GateSection("g", ("g",), decay, has_A_log=True, per_channel=True)

@@ -197,7 +197,8 @@ class KimiDeltaAttention(RecurrentMixer):
         ),
     )
     may_be_captured: ClassVar[bool] = True
-    # A Megatron that has a class for this mixer cuts the mixer's in_proj by sections.
+    # Scripts of a Megatron that has a class for this mixer store each section of in_proj
+    # by itself.
     scripts_split_in_proj: ClassVar[bool] = hasattr(
         gated_delta_net, "KimiDeltaAttention"
     )
@@ -334,8 +335,8 @@ class KimiDeltaAttention(RecurrentMixer):
         return ""
 
     def _widths_in_fp8(self) -> dict[str, int]:
-        """The widths that FP8 must be able to compute; each key names what has the
-        width. The forget gate and the write strengths are computed outside of FP8."""
+        """Name of a matrix, for errors -> its number of columns on this rank, for each
+        matrix in an FP8 product. The forget gate and the write strengths are in none."""
         layout = self.dims.layout
         widths = {
             "query, key and value of in_proj": layout.conv_width,

@@ -15,7 +15,9 @@ from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA
 from .sizes import KDARuleSizes
 
-_SAFE_LOWER_BOUND = -5.0  # fla's faster kernels compute exp of the sum of 16 log-decays
+# fla's faster kernels compute exp of minus the sum of up to 16 log-decays. With
+# log-decays of -5 or more this is at most e^80, which fp32 holds.
+_SAFE_LOWER_BOUND = -5.0
 
 
 class FlaKDA(FlaChannelRule):
@@ -47,8 +49,8 @@ class FlaKDA(FlaChannelRule):
     def __init__(
         self, lower_bound: float | None = None, bits: Bits = Bits.FREE
     ) -> None:
-        """``lower_bound`` is the least log-decay; None: there is no bound.
-        ``safe_gate`` selects fla's faster kernels."""
+        """``lower_bound`` is the least log-decay; None: there is no bound. fla's
+        argument ``safe_gate`` selects its faster kernels."""
         super().__init__(bits)
         safe = lower_bound is not None and lower_bound >= _SAFE_LOWER_BOUND
         self.chunk_and_backward_arguments = {"safe_gate": safe}

@@ -69,7 +69,8 @@ class Model:
         """The legal tensor-parallel sizes: those that divide the heads of all layers and
         the width of MLPs and shared experts. Routed experts are not split."""
         sizes = self.hf.sizes
-        # the last pair (name, number) counts the key heads; in Mamba2, the groups
+        # head_counts has pairs (kind of heads, number). The last kind are the key
+        # heads, in Mamba2 the groups; their number divides the number of value heads.
         key_heads = self.dims.layout.head_counts[-1][1]
         heads = sizes.num_attention_heads
         groups = getattr(sizes, "num_query_groups", heads)
@@ -124,8 +125,9 @@ class Model:
 
         The number holds for bf16 with sequence parallelism, and for the rules flash_qla
         and fla. ``recompute`` is the layer's option, or ``"layer"`` for
-        ``--recompute-modules gdn`` of Megatron's dev branch. States that flash_qla saves
-        for long sequences are not counted (16 MiB for 32768 tokens of 32 heads).
+        ``--recompute-modules gdn`` of Megatron's dev branch. The rule flash_qla also
+        saves states of long sequences (16 MiB for 32768 tokens of 32 heads), which are
+        not counted.
         """
         dims: Any = self.dims.shard(tp)
         # in_proj's input; under sequence parallelism a rank has 1 / tp of it

@@ -73,13 +73,13 @@ class LayerCounts:
     """Parameters and multiply-adds of one layer of a hybrid pattern, with the norm
     before it."""
 
-    matrix_weights: int  # elements of the matrices that multiply a token's row
+    matrix_weights: int  # elements of the matrices that multiply each token
     vector_weights: int  # elements of other parameters: norms, convolutions, gates
     # elements of the experts to which a token is not routed
     idle_expert_weights: int = 0
-    convolution: int = 0  # multiply-adds per token
-    rule: int = 0  # multiply-adds per token
-    attention: int = 0  # multiply-adds per pair (query, key)
+    conv_multiply_adds: int = 0  # per token
+    rule_multiply_adds: int = 0  # per token
+    attention_multiply_adds: int = 0  # per pair (query, key)
     state_bytes: int = 0  # bytes of a sequence's fp32 state
     # bytes of a sequence's last W - 1 bf16 rows, which the convolution reads
     conv_bytes: int = 0
@@ -193,13 +193,14 @@ class Stack:
     def flops_of_sums(self, tokens: int, squares: int) -> Flops:
         """FLOPs of one forward; ``squares`` is the sum of the documents' squared
         lengths."""
+        output_tokens = tokens * self.outputs
         return Flops(
             projections=2 * tokens * self._sum("matrix_weights"),
-            convolution=2 * tokens * self._sum("convolution"),
-            rule=2 * tokens * self._sum("rule"),
-            # 2 FLOPs for each pair (query, key); causal attention computes half of them
-            attention=squares * self._sum("attention"),
-            output=2 * tokens * self.outputs * self.hidden_size * self.vocab_size,
+            convolution=2 * tokens * self._sum("conv_multiply_adds"),
+            rule=2 * tokens * self._sum("rule_multiply_adds"),
+            # Causal attention computes half of the pairs (query, key), 2 FLOPs each.
+            attention=squares * self._sum("attention_multiply_adds"),
+            output=2 * output_tokens * self.hidden_size * self.vocab_size,
         )
 
 
@@ -208,16 +209,18 @@ def _gdn_layer(config: Config) -> LayerCounts:
     dims = GDNDims.from_config(config)
     G = dims.num_key_heads
     H, K, V = dims.state_shape[:3]
-    rule = H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K
-    return _recurrent_layer(dims, gdn_layer_maps("", "", dims, "flat"), rule)
+    rule_multiply_adds = H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K
+    maps = gdn_layer_maps("", "", dims, "flat")
+    return _recurrent_layer(dims, maps, rule_multiply_adds)
 
 
 def _kda_layer(config: Config, options: Mapping[str, int | None]) -> LayerCounts:
     """The parameters and multiply-adds of a Kimi Delta Attention layer."""
     dims = KDADims.of(config, options.get("forget_rank"), options.get("output_rank"))
     H, K, V = dims.state_shape[:3]
-    rule = H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K)
-    return _recurrent_layer(dims, kda_layer_maps("", "", dims, "kimi_linear"), rule)
+    rule_multiply_adds = H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K)
+    maps = kda_layer_maps("", "", dims, "kimi_linear")
+    return _recurrent_layer(dims, maps, rule_multiply_adds)
 
 
 def _mamba2_layer(config: Config) -> LayerCounts:
@@ -225,18 +228,19 @@ def _mamba2_layer(config: Config) -> LayerCounts:
     dims = Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, MAMBA_EXPAND)
     G = dims.num_groups
     H, K, V = dims.state_shape[:3]
-    rule = H * (2 * K * V + CHUNK * V) + G * CHUNK * K
-    return _recurrent_layer(dims, mamba2_layer_maps("", "", dims), rule)
+    rule_multiply_adds = H * (2 * K * V + CHUNK * V) + G * CHUNK * K
+    maps = mamba2_layer_maps("", "", dims)
+    return _recurrent_layer(dims, maps, rule_multiply_adds)
 
 
 def _recurrent_layer(
-    dims: GDNDims | KDADims | Mamba2Dims, maps: list[TensorMap], rule: int
+    dims: GDNDims | KDADims | Mamba2Dims, maps: list[TensorMap], rule_multiply_adds: int
 ) -> LayerCounts:
     """The parameters and multiply-adds of a recurrent layer.
 
     ``maps``: the maps of its weights, which have the shapes of all parameters.
-    ``rule``: multiply-adds of its rule per token. These are the products of a chunk,
-    which the module's docstring lists, divided by C.
+    ``rule_multiply_adds``: per token. These are the products of a chunk, which the
+    module's docstring lists, divided by C.
     """
     shapes = [source.shape for entry in maps for source in entry.sources]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
@@ -247,8 +251,8 @@ def _recurrent_layer(
     return LayerCounts(
         matrix_weights=matrices,
         vector_weights=D + sum(map(prod, shapes)) - matrices,
-        convolution=W * channels,
-        rule=rule,
+        conv_multiply_adds=W * channels,
+        rule_multiply_adds=rule_multiply_adds,
         state_bytes=4 * H * K * V,
         conv_bytes=2 * (W - 1) * channels,
     )
@@ -270,7 +274,7 @@ def _attention_layer(config: Config) -> LayerCounts:
     return LayerCounts(
         matrix_weights=matrix_weights,
         vector_weights=vector_weights,
-        attention=2 * n * d,
+        attention_multiply_adds=2 * n * d,
     )
 
 
@@ -295,7 +299,7 @@ def _latent_attention_layer(config: Config) -> LayerCounts:
     return LayerCounts(
         matrix_weights=matrix_weights,
         vector_weights=vector_weights,
-        attention=n * (d + v),
+        attention_multiply_adds=n * (d + v),
     )
 
 

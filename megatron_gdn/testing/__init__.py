@@ -51,11 +51,11 @@ class RowByRow(TorchDispatchMode):
             return _call_on_each_row(
                 lambda row: function(args[0], row, args[2], **kwargs), args[1]
             )
-        by_row = function in _ROWWISE_FUNCTIONS and args[0].dim() > 1
-        if by_row and "softmax" in str(function):
-            # args[1] is the dimension, which must be the last one
-            by_row = args[1] in (-1, args[0].dim() - 1)
-        if by_row:
+        rows_are_independent = function in _ROWWISE_FUNCTIONS and args[0].dim() > 1
+        if rows_are_independent and "softmax" in str(function):
+            # args[1] is the dimension of the sum
+            rows_are_independent = args[1] in (-1, args[0].dim() - 1)
+        if rows_are_independent:
             flat = args[0].reshape(-1, args[0].shape[-1])
             result = _call_on_each_row(
                 lambda row: function(row, *args[1:], **kwargs), flat
@@ -149,10 +149,11 @@ def check_generation(
         positions = torch.arange(S, device=tokens.device).expand(B, S)
         logits = model(tokens, positions, None, runtime_gather_output=True)
         context = static_context(model, B, S)
-        pieces = [tokens[:, :prompt]]
-        pieces.extend(tokens[:, prompt:].split(at_once, dim=1))
+        # the tokens of the prefill, then those of each decode step
+        steps = [tokens[:, :prompt]]
+        steps.extend(tokens[:, prompt:].split(at_once, dim=1))
         generated_logits = torch.cat(
-            [next_logits(model, piece, context) for piece in pieces], 1
+            [next_logits(model, step_tokens, context) for step_tokens in steps], 1
         )
         # log-probabilities of the whole vocabulary
         generated = generated_logits.float().log_softmax(-1)

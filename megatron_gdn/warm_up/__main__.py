@@ -29,7 +29,7 @@ from ..command_line import (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile the kernels. Returns the exit status: 0, or 1 if a kernel failed, 2 for
-    an error."""
+    an error, 130 after Ctrl-C."""
     arguments = parse(argv)
     if arguments.for_a_run:
         _exit_when_run_exits()
@@ -144,14 +144,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of the whole layer, as 16:32",
     )
 
-    def number(name: str, most: int, **about: Any) -> None:
-        """Add an option whose value is a whole number from 1 to ``most``."""
-        of_option = partial(parse_whole_number, most=most)
-        parser.add_argument(name, type=of_option, metavar="N", **about)
+    def add_number(name: str, most: int, **settings: Any) -> None:
+        """Add the option ``name``, a whole number from 1 to ``most``; ``settings``: more
+        arguments of ``add_argument``."""
+        parse_number = partial(parse_whole_number, most=most)
+        parser.add_argument(name, type=parse_number, metavar="N", **settings)
 
-    several = partial(parser.add_argument, nargs="+")  # an option with several values
-    number("--tp", MOST_RANKS, help="tensor parallel ranks (1)")
-    number("--cp", MOST_RANKS, help="context parallel ranks (1)")
+    add_list = partial(parser.add_argument, nargs="+")  # an option with several values
+    add_number("--tp", MOST_RANKS, help="tensor parallel ranks (1)")
+    add_number("--cp", MOST_RANKS, help="context parallel ranks (1)")
     parser.add_argument(
         "--linear-cp-mode",
         choices=("auto", "headwise", "chunkwise"),
@@ -164,13 +165,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default="fp16",
         help="the layer's rule_operands; deterministic mode needs bf16 (fp16)",
     )
-    several(
+    add_list(
         "--kernels",
         choices=("flash_qla", "triton"),
         default=["flash_qla", "triton"],
         help="the kernels to compile (flash_qla triton)",
     )
-    several(
+    add_list(
         "--uses",
         "--parts",  # an earlier name
         choices=("cut", "rows", "uncut", "states", "whole", "recompute"),
@@ -179,8 +180,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "The default is all but the last two; without context parallelism all but the "
         "last three",
     )
-    number("--processes", _MOST_PROCESSES, help="processes at a time (one per core)")
-    number(
+    add_number(
+        "--processes", _MOST_PROCESSES, help="processes at a time (one per core)"
+    )
+    add_number(
         "--multiprocessors",
         _MOST_MULTIPROCESSORS,
         default=132,

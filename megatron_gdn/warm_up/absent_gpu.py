@@ -129,7 +129,7 @@ class _FakeGpuTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """torch calls this method for each operator ``function``; with a GPU tensor or
-        device among the arguments, the result is fake."""
+        device among the arguments, the result is fake. ``types`` is not read."""
         kwargs = kwargs or {}
         if function is torch.ops.aten._pin_memory.default:
             return args[0]  # to pin memory, torch would call the GPU's driver
@@ -172,8 +172,8 @@ def _run_backward(
             waiting += [source for source, _ in node.next_functions]
     with torch.set_grad_enabled(create_graph):
         for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
-            if hasattr(node, "apply"):
-                metadata = node._input_metadata
+            if hasattr(node, "apply"):  # only a backward written in Python has it
+                metadata = node._input_metadata  # one entry per output of the forward
                 zeros = (
                     torch.zeros(x.shape, dtype=x.dtype, device=x.device)
                     for x in metadata

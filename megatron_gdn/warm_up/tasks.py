@@ -52,11 +52,11 @@ def run_tasks(
 ) -> tuple[int, dict[str, str]]:
     """Run every task in its own fork of this process, and print the progress.
 
-    A fork need not import again what this process has imported.
+    At most ``processes`` forks run at a time; None: one per core. Returns the number of
+    tasks that compiled a kernel, and the output of each failed task by name.
 
-    At most ``processes`` forks run at a time; None: one per core. Side effects of a
-    task (recorded launches, patches, a crash) do not reach other tasks. Returns the
-    number of tasks that compiled a kernel, and the output of each failed task by name.
+    A fork has the modules that this process imported. The side effects of a task
+    (recorded launches, patches, a crash) stay in its fork.
     """
     waiting = deque(tasks)
     began = printed = time.monotonic()
@@ -171,7 +171,8 @@ def recorded_kernels() -> Iterator[dict[Hashable, Task]]:
         # fla's autotuned kernels are not compiled here: a run chooses them by timing on
         # its GPU.
         patch.object(Autotuner, "run", lambda *_, **__: None),
-        # With this patch every Launch calls Triton's own run, which is patched above.
+        # A Launch of this package calls a cached kernel without Triton's run, except for
+        # kernels with hooks. With this patch all calls go through the run patched above.
         patch.object(launch, "_has_launch_hooks", lambda kernel: True),
         ExitStack() as patches,
     ):

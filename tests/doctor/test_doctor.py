@@ -13,7 +13,7 @@ from megatron_gdn.compat.tested import TESTED
 from megatron_gdn.doctor import checks
 from megatron_gdn.doctor.__main__ import main
 from megatron_gdn.doctor.checks import (
-    _EXTRAS,
+    _TRAINING_EXTRAS,
     check_kernel_versions,
     check_machine,
     check_packages,
@@ -185,10 +185,10 @@ def test_what_is_absent_and_optional_is_a_note_and_the_rest_is_well():
 def test_every_extra_of_training_is_looked_at():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
-    assert set(_EXTRAS) <= set(extras)
+    assert set(_TRAINING_EXTRAS) <= set(extras)
     of_the_project = {"docs", "dev", "test", "bench", "train", "hf-train"}
     of_others = {"hopper", "gpu"}  # `kernels` looks at flash-qla and tilelang
-    assert set(extras) - set(_EXTRAS) == of_the_project | of_others
+    assert set(extras) - set(_TRAINING_EXTRAS) == of_the_project | of_others
 
 
 SMALL = HeadSizes(1, 2, 8, 12)
