@@ -347,7 +347,7 @@ def _backward_plan(
     for of_gradient, of_input in zip(d_heads, heads, strict=True):
         assert of_gradient % of_input == 0, (d_heads, heads)
         summed_heads.append(of_gradient // of_input)
-    tile = front.tile or front_backward_tile(S * B, _widest_head(front))
+    tile = front.tile or front_backward_tile(S * B, _widest_head(front), has_history)
     tile = within_grid(tile, S, B)
     gradient_widths = [
         summed * width

@@ -65,13 +65,17 @@ def front_forward_tile(tokens: int, widest_head: int) -> FrontTile:
     )
 
 
-def front_backward_tile(tokens: int, widest_head: int) -> FrontTile:
+def front_backward_tile(
+    tokens: int, widest_head: int, has_history: bool = False
+) -> FrontTile:
     """The tile of the front's backward, where a thread needs some twenty registers per
-    channel; arguments as in :func:`front_forward_tile`.
+    channel; ``tokens`` and ``widest_head`` as in :func:`front_forward_tile`.
 
     With at most 96 registers per thread, five programs of four warps fit on a
-    multiprocessor; without this limit, four fit. Long segments compute fewer tokens
-    twice; short segments give a GPU more programs.
+    multiprocessor; without this limit, four fit. With a history
+    (``has_history``), 96 registers hold too little: each step would move over a hundred
+    numbers to memory and back. Long segments compute fewer tokens twice; short segments
+    give a GPU more programs.
     """
     if tokens >= 32768:
         steps = 128
@@ -81,7 +85,8 @@ def front_backward_tile(tokens: int, widest_head: int) -> FrontTile:
         steps = 32
     else:
         steps = 16
-    return FrontTile(_segments_of(widest_head), steps, warps=4, registers=96)
+    registers = 128 if has_history else 96
+    return FrontTile(_segments_of(widest_head), steps, warps=4, registers=registers)
 
 
 def _segments_of(widest_head: int) -> int:
