@@ -1,5 +1,5 @@
 """Ranks of the example, to be signalled and killed: forked from the server of
-`tests/ranks.py`."""
+`tests/ranks.py`, or started anew where they use a GPU."""
 
 import contextlib
 import json
@@ -11,6 +11,8 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import ClassVar
+
+import torch
 
 from tests.examples.conftest import EXAMPLES
 from tests.ranks import _context
@@ -38,7 +40,7 @@ class Launch:
     def __init__(self, *flags: object, cwd: Path, size: int = 2, limit=None) -> None:
         self._log = cwd / f"printed-{len(list(cwd.glob('printed-*')))}.txt"
         port = free_port()
-        context = _context("gloo")
+        context = _context("nccl" if torch.cuda.is_available() else "gloo")
         self._ranks = [
             context.Process(
                 target=_rank,
