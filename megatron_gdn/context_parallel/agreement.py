@@ -3,9 +3,9 @@
 If ranks were given different tokens, rows, document boundaries or layouts, they would
 hang or exchange wrong rows. So one layer all-gathers and compares five integers in each
 of its forwards: tokens, rows, number and hash of documents, layout. After a new layer
-is built, the first layer that runs over the group becomes the comparing layer. So all
-ranks choose the same layer. On a GPU the host waits for the gathered integers only if
-this rank's integers are new.
+is built, the first layer that runs over the group becomes the comparing layer. This is
+the same layer on all ranks, since ranks run their layers in the same order. On a GPU
+the host waits for the gathered integers only if this rank's integers are new.
 
 A scheme's price depends on which ranks share a machine (are joined by NVLink). The
 ranks exchange the names of their hosts once per group, because not every launcher sets
@@ -116,10 +116,10 @@ def require_agreement(
     if not agreement.is_comparing:
         return
     if documents is None:
-        packed = (-1, 0)
+        number_and_hash = (-1, 0)
     else:
-        packed = documents.fingerprint  # number and hash; see `_describe`
-    integers = (tokens, rows) + packed + (_LAYOUTS.index(layout),)
+        number_and_hash = documents.fingerprint  # see `_describe`
+    integers = (tokens, rows) + number_and_hash + (_LAYOUTS.index(layout),)
     gathered = _gather(integers, group, device)
     # If all ranks had these integers before, the host does not wait for the GPU.
     if integers in agreement.agreed_micro_batches and device.type == "cuda":
@@ -133,22 +133,22 @@ def require_agreement(
 
 
 def _all_ranks_compare(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks compare micro-batches, by their environments; a collective.
+    """Whether the ranks' environments let them compare micro-batches; a collective.
 
     Raises a ValueError on all ranks if CHECK_RANKS_VARIABLE differs between them.
     Without this check, a rank that compares would wait forever for one that does not.
     """
-    own = os.environ.get(CHECK_RANKS_VARIABLE, "1") != "0"
-    of_ranks = _gather((int(own),), group, device).flatten().tolist()
-    if len(set(of_ranks)) == 1:
-        return own
-    off = ", ".join(
-        str(rank) for rank, switched_on in enumerate(of_ranks) if not switched_on
+    compares = os.environ.get(CHECK_RANKS_VARIABLE, "1") != "0"
+    all_compare = _gather((int(compares),), group, device).flatten().tolist()
+    if len(set(all_compare)) == 1:
+        return compares
+    ranks_with_0 = ", ".join(
+        str(rank) for rank, value in enumerate(all_compare) if not value
     )
     raise ValueError(
         f"{CHECK_RANKS_VARIABLE} differs between the ranks of a context-parallel "
-        f"group: it is 0 on rank(s) {off} and not on the others. Set it to 0 on all "
-        "ranks, or unset it on all ranks."
+        f"group: it is 0 on rank(s) {ranks_with_0} and not on the others. Set it to 0 "
+        "on all ranks, or unset it on all ranks."
     )
 
 
@@ -224,8 +224,8 @@ def _describe(tokens: int, rows: int, count: int, fingerprint: int, layout: int)
 
 
 def check_ranks_per_machine(ranks: object) -> None:
-    """Raise unless ``ranks``, the option cp_ranks_per_machine, is None or at least
-    1."""
+    """Raise a ValueError unless ``ranks``, the option cp_ranks_per_machine, is None or
+    an integer of at least 1."""
     if ranks is None or (type(ranks) is int and ranks >= 1):
         return
     raise ValueError(
@@ -252,15 +252,16 @@ def ranks_per_machine(
     known = _agreement_of(group).ranks_per_machine
     if configured in known:
         return known[configured]
-    can_ask = not _cannot_compare(device)
-    if can_ask:  # also with ``configured``, to see that all ranks have the same number
+    can_compare = not _cannot_compare(device)
+    # also with ``configured``, to see that all ranks were given the same number
+    if can_compare:
         machines = _hosts(group, configured, device)
     else:
         machines = [0] * group.size()
     if configured is not None:
         machines = [rank // configured for rank in range(group.size())]
     number = largest_shared_run(machines)
-    if can_ask:  # else a later call compares the ranks
+    if can_compare:  # else a later call compares the ranks
         known[configured] = number
     return number
 

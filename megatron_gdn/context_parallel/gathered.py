@@ -24,7 +24,7 @@ class LocalDocument(NamedTuple):
 
     first_row: int
     end_row: int  # one past the last row
-    first_key: int  # of the document
+    first_key: int  # the document's first key
     end_key: int  # one past the last key that a row sees
     # int64, each row's position in its document; None: 0, 1, 2, ...
     row_positions: Tensor | None
@@ -44,12 +44,13 @@ class LocalDocument(NamedTuple):
         0 to i."""
         if self.row_positions is None and not self.earlier_keys:
             return None
-        earlier = sum(keys.stop - keys.start for keys in self.earlier_keys)
+        earlier_count = sum(keys.stop - keys.start for keys in self.earlier_keys)
         position = self.row_positions
         if position is None:
             position = torch.arange(self.end_row - self.first_row, device="cpu")
-        position = position.to(device, non_blocking=True) + earlier
-        key = torch.arange(earlier + self.end_key - self.first_key, device=device)
+        position = position.to(device, non_blocking=True) + earlier_count
+        key_count = earlier_count + self.end_key - self.first_key
+        key = torch.arange(key_count, device=device)
         return position[:, None] >= key
 
 
@@ -64,7 +65,7 @@ def local_documents_of(
     own_positions = positions(lengths, size, layout)[rank]
     offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
     row_bounds = torch.searchsorted(own_positions, offsets).tolist()
-    found = []
+    local_documents = []
     # there is one more offset than there are documents
     for first_key, (first_row, end_row) in zip(
         offsets.tolist(), pairwise(row_bounds), strict=False
@@ -78,8 +79,8 @@ def local_documents_of(
         document = LocalDocument(
             first_row, end_row, first_key, first_key + seen_keys, row_positions
         )
-        found.append(document)
-    return tuple(found)
+        local_documents.append(document)
+    return tuple(local_documents)
 
 
 def gather_in_order(
@@ -96,6 +97,7 @@ def gather_in_order(
     """
     if group is None or group.size() == 1:
         return x
+    # each token's index in the gathered tensor, which has rank 0's tokens first
     place = rank_order_of_sequence(lengths, group.size(), layout)
     return _AllGather.apply(x, group).index_select(
         0, place.to(x.device, non_blocking=True)
@@ -108,7 +110,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """``x [s, ...]`` of all ranks, rank 0's first: ``[S, ...]``."""
+        """Gather the ranks' ``x [s, ...]``, rank 0's first: ``[S, ...]``."""
         ctx.group = group
         out = x.new_empty((len(x) * group.size(),) + x.shape[1:])
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)

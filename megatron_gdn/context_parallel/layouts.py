@@ -89,15 +89,18 @@ def check_lengths(
     for index, length in enumerate(unit_lengths):
         if length % multiple:
             if layout is SequenceLayout.ZIGZAG:
-                passed = " and pass the padded boundaries as cu_seqlens_q_padded"
+                padded_boundaries = (
+                    " and pass the padded boundaries as cu_seqlens_q_padded"
+                )
             else:
-                passed = ""
+                padded_boundaries = ""
             raise SizeError(
                 f"{unit} {index} has {length} tokens, which is not a multiple of "
                 f"{multiple}: the {layout.value!r} layout cuts it into {multiple} "
                 f"equal fragments for context_parallel_size={cp_size}. Pad the {unit} "
-                f"to {-(-length // multiple) * multiple} tokens{passed}; or, if the "
-                "data loader uses another layout, name that layout as cp_layout: "
+                f"to {-(-length // multiple) * multiple} tokens{padded_boundaries}; "
+                "or, if the data loader uses another layout, name that layout as "
+                "cp_layout: "
                 f"{', '.join(repr(other.value) for other in SequenceLayout if other != layout)}."
             )
 
@@ -210,8 +213,8 @@ def units_of_layout(
 def positions_of(units: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
     """int64 ``[R, s]``: :func:`positions` for ``units`` of :func:`units_of_layout`.
 
-    The result is on the CPU. For fixed buffers it is on their device, since the host
-    does not know their lengths. Fixed buffers are units in ``zigzag`` only.
+    The result is on the CPU. For fixed buffers it is on the buffers' device, since the
+    host does not know their lengths. Fixed buffers are units in ``zigzag`` only.
     """
     if units.known_on_host:
         return positions(units.lengths, cp_size, layout)
@@ -238,7 +241,7 @@ def _zigzag_positions(documents: Documents, cp_size: int) -> tuple[Tensor]:
     """:func:`positions` for ZIGZAG, computed on the device of fixed buffers; a tuple
     of one tensor, as `Documents.keep_tensors` needs."""
     start = documents.cu_seqlens.long()
-    document_T = documents.document_T()
+    document_T = documents.document_T()  # the index of each token's document
     length = start.diff()
     require_divisible_on_device(documents, length, cp_size)
     places_T = zigzag_places(start[document_T], length[document_T], cp_size)
@@ -256,8 +259,11 @@ def require_divisible_on_device(
     checked by :func:`require_divisible_lengths`.
     """
     if isinstance(documents, StaticDocuments):
-        demand = partial(check_lengths, cp_size=cp_size, layout=SequenceLayout.ZIGZAG)
-        documents.add_check((require_divisible_on_device, cp_size), demand)
+        host_check = partial(
+            check_lengths, cp_size=cp_size, layout=SequenceLayout.ZIGZAG
+        )
+        key = (require_divisible_on_device, cp_size)  # a second call adds no check
+        documents.add_check(key, host_check)
         require_on_device(
             (length % (2 * cp_size) == 0).all(),
             f"every document must be a multiple of {2 * cp_size} tokens: the 'zigzag' "

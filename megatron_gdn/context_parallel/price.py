@@ -15,8 +15,8 @@ A scheme's price is the milliseconds that it adds to one forward
     d          map * chains * nodes of a chain on a rank  bytes of a rank's maps
     r          1 + V / (K + V)                            (maps + states) / maps, in bytes
 
-If the rule does not mix a state's rows, K + V is 1 + V. A chain is a document in
-zigzag, else a batch row. No price was measured across machines.
+If the rule does not mix a state's rows, a map has 1 + V columns, not K + V. A chain is
+a document in zigzag, else a batch row. No price was measured across machines.
 
 Legend: b bytes that a rank receives, H value heads of one tensor-parallel rank, h value
 heads and p projection columns of a rank inside the head exchange, K and V rows and
@@ -45,7 +45,8 @@ MAP_TIME = 1 / 7000 / NVLINK_SPEED
 # with a slow host (H200, flash_qla, 16 key and 32 value heads, 8192 tokens on each of
 # four ranks).
 FIXED_TIME = 0.46  # a value between the two times above
-# FIXED_TIME on several machines: hosts issue launches while GPUs wait for messages
+# FIXED_TIME on several machines: as in a CUDA graph, since hosts issue launches while
+# GPUs wait for messages
 FIXED_TIME_ACROSS_MACHINES = 0.22
 # an estimate: a small collective takes 10 to 28 us on a GPU, and its launch takes 300
 # us on a slow host
@@ -79,8 +80,7 @@ class Price(NamedTuple):
     @property
     def cheaper_mode(self) -> LinearCpMode:
         """The scheme with the lower price; headwise if both are equal."""
-        chunkwise = self.chunkwise < self.headwise
-        if chunkwise:
+        if self.chunkwise < self.headwise:
             return LinearCpMode.CHUNKWISE
         return LinearCpMode.HEADWISE
 
@@ -93,6 +93,7 @@ def transfer_time(
 ) -> float:
     """Milliseconds in which a rank receives ``received`` bytes, the same number from
     each peer; ``nvlink_speed`` is in bytes per millisecond."""
+    # bytes from other machines; they arrive at the same time as those over NVLink
     across = received * (cp_size - ranks_per_machine) / (cp_size - 1)
     return max((received - across) / nvlink_speed, across / NETWORK_SPEED)
 
@@ -106,6 +107,7 @@ def row_bytes(
     ``rank_layout``: the columns of one rank's heads; ``local_rows``: tokens of a rank
     times batch rows; ``element_size``: bytes of an element.
     """
+    # columns of a projection row, and of a row of the readout's output
     width = rank_layout.width + rank_layout.mixed_width
     return (cp_size - 1) * local_rows * width * element_size
 
@@ -124,13 +126,13 @@ def map_exchange_traffic(
     tokens of each packed document; None: ``rows`` batch rows are not packed.
     """
     if layout is SequenceLayout.ZIGZAG:
-        documents = lengths
+        document_lengths = lengths
     else:
-        documents = None
-    if documents is None:
+        document_lengths = None
+    if document_lengths is None:
         chains = rows
     else:
-        chains = sum(n > 0 for n in documents)
+        chains = sum(n > 0 for n in document_lengths)
     if layout is SequenceLayout.CONTIGUOUS:
         nodes_per_rank = 1
     else:
@@ -159,8 +161,8 @@ def price(
     projection columns of one rank's heads in the head exchange. ``lengths`` are the
     tokens of each packed document, None if not packed; ``element_size`` is in bytes.
     """
-    local = tokens // cp_size * rows
-    received = row_bytes(rank_layout, cp_size, local, element_size)
+    local_rows = tokens // cp_size * rows
+    received = row_bytes(rank_layout, cp_size, local_rows, element_size)
     map_bytes, products = map_exchange_traffic(state, cp_size, layout, rows, lengths)
     exchange = (
         transfer_time(map_bytes, cp_size, ranks_per_machine)
@@ -173,5 +175,5 @@ def price(
         fixed = FIXED_TIME_ACROSS_MACHINES
     return Price(
         headwise=transfer_time(received, cp_size, ranks_per_machine),
-        chunkwise=exchange + state.map_bytes * local * MAP_TIME + fixed,
+        chunkwise=exchange + state.map_bytes * local_rows * MAP_TIME + fixed,
     )

@@ -66,9 +66,9 @@ class Scheme:
         """The passage of one micro-batch of ``rows`` batch rows.
 
         ``documents`` are packed into one row; None: not packed. ``tokens`` is the
-        number of tokens of a batch row, over all ranks. ``like``, any tensor, has the
-        dtype and device of the projection rows. Raises a ValueError for a length that
-        ``sequence_layout`` cannot cut.
+        number of tokens of a batch row, over all ranks. ``like`` is any tensor with
+        the dtype and device of the projection rows. Raises a ValueError for a length
+        that ``sequence_layout`` cannot divide among the ranks.
         """
         raise NotImplementedError
 
@@ -84,7 +84,7 @@ class Scheme:
 
         Dimension 0 of ``param`` has an entry for each column, or for each head, of the
         layout's sections ``names``. If ``names`` is None, dimension 0 has an entry for
-        each state head.
+        each state head. This class runs all heads, so it returns ``param``.
         """
         return param
 
@@ -125,10 +125,10 @@ def local_conv_parameters(
 ) -> tuple[Tensor, Tensor | None]:
     """The convolution's ``weight [C, 1, W]`` and ``bias [C]`` for the channels of this
     rank's heads."""
-    convolved = scheme.layout.conv_names
-    weight = scheme.local_parameter(weight, convolved)
+    sections = scheme.layout.conv_names
+    weight = scheme.local_parameter(weight, sections)
     if bias is not None:
-        bias = scheme.local_parameter(bias, convolved)
+        bias = scheme.local_parameter(bias, sections)
     return weight, bias
 
 

@@ -77,13 +77,14 @@ class SequencePartition(NamedTuple):
         ranks = self.nodes.ranks
         if ranks.count(rank) == 1:
             return slice(rank, rank + 1)
-        # The second half of a zigzag has the ranks in reverse order.
+        # The second half of a zigzag has the ranks in reverse order. The slice's step
+        # leaves out the nodes of other ranks.
         second = len(ranks) - 1 - rank
         return slice(rank, second + 1, second - rank)
 
 
 class Fragments(NamedTuple):
-    """The places of all ranks' fragments; each field is int64 ``[n, C]``.
+    """Where all ranks' fragments begin and end; each field is int64 ``[n, C]``.
 
     All fields but ``local_begin`` are positions in the sequence. An ``end`` is one past
     the last token.
@@ -145,14 +146,14 @@ def _cut_fragments(documents: Documents, partition: SequencePartition) -> Fragme
     else:
         chain_bounds = torch.cat([starts[:1], starts[-1:]])
     node = torch.arange(len(partition.nodes.ranks), device=starts.device)[:, None]
-    second = (node >= cp_size).long()
+    second = (node >= cp_size).long()  # 1 for a rank's second fragment
     if partition.layout is SequenceLayout.CONTIGUOUS:
         length = chain_bounds.diff() // cp_size
     else:
         length = chain_bounds.diff() // (2 * cp_size)
     begin = chain_bounds[:-1] + node * length
     end = begin + length
-    if partition.joins_middle:
+    if partition.joins_middle:  # node cp - 1 is twice as long as each other node
         begin = begin + second * length
         end = end + (node >= cp_size - 1) * length
     # The index of the document that holds each fragment's first and last token. An
@@ -184,20 +185,20 @@ def pieces_of(documents: Documents, partition: SequencePartition) -> Documents:
     tokens. They are stored on ``documents``."""
     # A rank has at most two fragments of the buffer, and at most one document is in
     # both fragments.
-    most = documents.max_filled + 1
+    most_pieces = documents.max_filled + 1
     if partition.layout is SequenceLayout.ZIGZAG:
-        most = 2 * documents.max_filled
+        most_pieces = 2 * documents.max_filled
     tokens = documents.total_tokens // partition.cp_size
     return documents.keep_documents(
-        _piece_boundaries, partition, max_filled=most, tokens=tokens
+        _piece_boundaries, partition, max_filled=most_pieces, tokens=tokens
     )
 
 
 def _piece_boundaries(
     documents: Documents, partition: SequencePartition
 ) -> tuple[Tensor]:
-    """One int32 tensor: the first token of each piece of this rank, then the rank's
-    token count."""
+    """A tuple of one int32 tensor, as `Documents.keep_documents` needs: the first token
+    of each piece of this rank, then the rank's token count."""
     fragments = fragments_of(documents, partition)
     starts = documents.starts
     begin = fragments.begin[partition.own_nodes]

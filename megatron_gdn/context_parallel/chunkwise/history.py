@@ -38,7 +38,8 @@ class HistoryRoute(NamedTuple):
     send_rows: Tensor  # int64, indices of the local rows to send, by receiving rank
     send_counts: tuple[int, ...]  # the number of rows sent to each rank
     receive_counts: tuple[int, ...]  # the number of rows received from each rank
-    # maps received rows to pieces, and gradients to sent rows
+    # which received rows each piece reads, and which returned gradients are added to
+    # each sent row's gradient
     history_table: HistoryTable
 
 
@@ -89,8 +90,8 @@ def _make_history_route(
 ) -> HistoryRoute | None:
     """Compute :func:`history_route`.
 
-    The host must know the counts of rows. For fixed buffers it takes all candidate
-    rows, because the boundaries, and so the needed rows, are known only on the device.
+    The all-to-all needs the counts of rows on the host. For fixed buffers all candidate
+    rows are exchanged, because only the device knows which rows are needed.
     """
     history_len = taps - 1  # W - 1
     if not (history_len and any_document_is_cut(documents, partition)):
@@ -136,8 +137,8 @@ def _candidate_rows(
     """The rows that this rank may send (if ``sending``) or receive, on the CPU, sorted
     by the other rank.
 
-    Candidate rows do not depend on the documents' lengths; :func:`_build_tables` finds
-    which of these rows are needed.
+    The rows of a message are in sequence order. Candidate rows do not depend on the
+    documents' lengths; :func:`_build_tables` finds which of these rows are needed.
     """
     nodes = partition.nodes
     rank = partition.rank
@@ -195,8 +196,8 @@ def _build_tables(
     tokens = documents.total_tokens // partition.cp_size
 
     def needed_rows(rows: _CandidateRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Per row: whether it is needed, its index among the exchanged rows or -1, and
-        its distance in tokens from the piece's first row."""
+        """Per row: whether a piece needs it, its index among the exchanged rows or -1,
+        and how many tokens before the piece's first row it is."""
         sender = rows.receiving_node - rows.hops
         sender_tokens = length[sender, rows.chain]
         between = (
@@ -218,7 +219,8 @@ def _build_tables(
         with_history = x[1:] if rank == 0 else x
         return with_history.T.flatten()
 
-    # HistoryTable.rows_before: the indices of each piece's history in the received rows
+    # HistoryTable.rows_before: the indices of each piece's history in the received
+    # rows. ``target`` is an index in the flattened table [C, pieces, W - 1].
     h, C = local_begin.shape
     is_received, number, distance = needed_rows(receivable)
     pieces_per_chain = h
@@ -234,7 +236,7 @@ def _build_tables(
     ).view(-1, history_len)
 
     # HistoryTable.edge_tokens: the first W - 1 tokens of each piece with a history
-    ahead = torch.arange(history_len, device=local_begin.device)
+    ahead = torch.arange(history_len, device=local_begin.device)  # 0 .. W - 2
     first_piece_end = torch.minimum(fragments.end, fragments.first_document_end)[own]
     local_end = first_piece_end - fragments.begin[own] + local_begin
     has_history = of_pieces(history_tokens[own]) > 0
@@ -269,14 +271,14 @@ def _build_tables(
         send_rows = send_rows[is_sent]
         additions = additions[additions[:, 0] >= 0]
         additions = additions[:, : 1 + int((additions[:, 1:] >= 0).any(0).sum())]
-    place = _scatter(
+    edge_index = _scatter(
         edge.flatten(), torch.arange(edge.numel(), device=edge.device), tokens
     )
     return _RouteTables(
         send_rows=send_rows,
         rows_before=before.int(),
         edge_tokens=edge.int(),
-        edge_index=place.int(),
+        edge_index=edge_index.int(),
         gradient_additions=additions.int(),
         is_sent=is_sent,
         is_received=is_received,
@@ -286,7 +288,8 @@ def _build_tables(
 def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
     """A table ``[size]`` of -1, with ``values[i]`` at ``indices[i]`` for every index
     but -1."""
-    # One more entry takes the values of index -1: a mask would make the host wait.
+    # One more entry takes the values of index -1. Indexing by a mask would make the
+    # host wait for the device.
     table = torch.full((size + 1,), -1, dtype=torch.int64, device=indices.device)
     table[torch.where(indices < 0, size, indices)] = values
     return table[:size]

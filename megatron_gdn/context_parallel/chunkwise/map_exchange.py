@@ -33,10 +33,10 @@ from ...ops.state_maps.state_map import NO_INDEX, ChainSteps, follow_chains
 
 
 class StatePaths(NamedTuple):
-    """The nodes between which states travel, in every chain.
+    """The nodes that states leave and enter, the same in every chain.
 
-    A state begins at the first node of a path, changes at the nodes between and ends at
-    the last node.
+    A state leaves the first node of a path, passes the nodes between, and enters the
+    last node.
     """
 
     ranks: tuple[int, ...]  # the rank of each node of a chain
@@ -126,19 +126,19 @@ def _route_of(
         )
     shares = tuple(M // ranks + (r < M % ranks) for r in range(ranks))
     m = shares[rank]
-    # the number of nodes of each rank
-    sending_nodes = [len(paths.sending_nodes_of(r)) for r in range(ranks)]
-    receiving_nodes = [len(paths.receiving_nodes_of(r)) for r in range(ranks)]
+    # of each rank, the number of nodes that a state leaves, and enters
+    sending_counts = [len(paths.sending_nodes_of(r)) for r in range(ranks)]
+    receiving_counts = [len(paths.receiving_nodes_of(r)) for r in range(ranks)]
     steps = None
     if m:
         steps = _steps_of(paths, ranks, device)
     return _MapRoute(
         is_direct=False,
         states_per_rank=shares,
-        map_send_counts=tuple(sending_nodes[rank] * share for share in shares),
-        map_receive_counts=tuple(nodes * m for nodes in sending_nodes),
-        state_send_counts=tuple(nodes * m for nodes in receiving_nodes),
-        state_receive_counts=tuple(receiving_nodes[rank] * share for share in shares),
+        map_send_counts=tuple(sending_counts[rank] * share for share in shares),
+        map_receive_counts=tuple(nodes * m for nodes in sending_counts),
+        state_send_counts=tuple(nodes * m for nodes in receiving_counts),
+        state_receive_counts=tuple(receiving_counts[rank] * share for share in shares),
         chain_steps=steps,
     )
 
@@ -151,7 +151,8 @@ def _steps_of(paths: StatePaths, ranks: int, device: torch.device) -> ChainSteps
     """
     maps = [j for r in range(ranks) for j in paths.sending_nodes_of(r)]
     states = [j for r in range(ranks) for j in paths.receiving_nodes_of(r)]
-    # A step is (index of the state to write, index of the map to apply after it).
+    # A step is (index of the state to write, index of the map to apply after that).
+    # NO_INDEX: the step writes no state, or applies no map.
     chains = []
     for first, *between, last in paths.nodes_of_paths:
         chain = [(NO_INDEX, maps.index(first))]
@@ -194,6 +195,7 @@ def states_entering_nodes(
         X = maps.shape[-1]
         all_local, all_through = maps.view(-1, m, K, X).split([V, X - V], dim=-1)
         out = states.view(-1, m, K, V)
+        # None: every chain begins with a zero state
         follow_chains(all_local, all_through, route.chain_steps, out, None, cuts)
     returned = exchange_rows(
         states, route.state_send_counts, route.state_receive_counts, group
@@ -241,14 +243,16 @@ def joined_view(local: Tensor, through: Tensor) -> Tensor | None:
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):
-        whole = local.shape[:-1] + (X,)
+        joined_shape = local.shape[:-1] + (X,)
         beside = through.storage_offset() == local.storage_offset() + V
         same_memory = (
             through.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
         )
-        contiguous = tuple([math.prod(whole[d + 1 :]) for d in range(len(whole))])
-        if same_memory and beside and strides == contiguous:
-            return local.as_strided(whole, strides)
+        contiguous_strides = tuple(
+            [math.prod(joined_shape[d + 1 :]) for d in range(len(joined_shape))]
+        )
+        if same_memory and beside and strides == contiguous_strides:
+            return local.as_strided(joined_shape, strides)
     return None
 
 

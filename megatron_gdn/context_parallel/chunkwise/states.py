@@ -5,8 +5,9 @@ one exchange of maps, each rank has the states that enter its pieces. The backwa
 passes gradients of states along the chains in reverse order: ``dS_in = through^T dS_out
 + d_local``.
 
-Legend: N pieces on this rank, over all batch rows; H, K, V heads, rows and columns of a
-state.
+Legend: a *node* is one fragment of a *chain* (:mod:`.fragments`), n the nodes of a
+chain, N the pieces on this rank over all batch rows; H, K, V heads, rows and columns of
+a state.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ class GatheredPieces(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StateTable:
-    """The pieces and nodes of one rank, between which states travel, for all rows of a
-    batch.
+    """The pieces and nodes of one rank that states enter and leave, for all batch rows.
 
     In zigzag every document is a chain of 2 * cp nodes with one piece each. In the
     other layouts the buffer is one chain. A state enters a node by the node's first
@@ -147,7 +147,7 @@ def _make_state_table(
             ends = (0,)  # one empty document, since `Documents` needs one
         sequences = Documents((0, *ends), pieces.device)
 
-    def unless_all_pieces(indices: Tensor, on_device: Tensor) -> Tensor | None:
+    def none_if_all_pieces(indices: Tensor, on_device: Tensor) -> Tensor | None:
         """``on_device``, a copy of ``indices``; None if ``indices`` are 0, 1, 2, ... of
         all pieces."""
         if documents.known_on_host:
@@ -161,8 +161,8 @@ def _make_state_table(
         paths=paths,
         sending_nodes=sending,
         receiving_nodes=receiving,
-        exit_pieces=unless_all_pieces(tensors.exit_pieces, on_device.exit_pieces),
-        entry_pieces=unless_all_pieces(tensors.entry_pieces, on_device.entry_pieces),
+        exit_pieces=none_if_all_pieces(tensors.exit_pieces, on_device.exit_pieces),
+        entry_pieces=none_if_all_pieces(tensors.entry_pieces, on_device.entry_pieces),
         gathered_exit_pieces=gathered_exit_pieces,
         exit_of_each_entry=_exit_of_each_entry(
             sending, receiving, chains, documents.device
@@ -191,8 +191,8 @@ def _exit_of_each_entry(
     if index == list(range(len(sending))):
         return None
     first = torch.tensor(index, dtype=torch.int64, device="cpu")[:, None] * chains
-    places = first + torch.arange(chains, device="cpu")
-    return to_device(places.flatten(), device)
+    indices = first + torch.arange(chains, device="cpu")
+    return to_device(indices.flatten(), device)
 
 
 def _paths_of(documents: Documents, partition: SequencePartition) -> StatePaths:
@@ -236,6 +236,7 @@ def _node_tensors(
     def of_nodes(x: Tensor, nodes: tuple[int, ...]) -> Tensor:
         """Rows ``nodes`` of ``x [n, chains]``, repeated for the batch rows: ``[nodes,
         rows, chains]``."""
+        # stacked, since a list of indices would have to be copied to the device
         chosen = torch.stack([x[j] for j in nodes]) if nodes else x[:0]
         return chosen[:, None].expand(-1, rows, -1)
 
@@ -354,14 +355,14 @@ class StateExchange:
         paths: StatePaths,
         cuts: Tensor | None,
     ) -> Tensor:
-        """Exchange maps along ``paths``, for the states that enter this rank's nodes.
+        """Exchange maps along ``paths``; return the states that enter this rank's
+        nodes, ``[receiving nodes * chains, H, K, V]``.
 
-        ``local``, ``through``: ``[sending nodes * chains, H, K, .]``. Returns
-        ``[receiving nodes * chains, H, K, V]``. ``cuts`` as in
-        :func:`states_entering_nodes`.
+        ``local``, ``through``: the maps ``[sending nodes * chains, H, K, .]``.
+        ``cuts``: as in :func:`states_entering_nodes`.
         """
         H, K, V = local.shape[1:]
-        M = self._table.chain_count * H
+        M = self._table.chain_count * H  # states that follow the same paths
         nodes = len(local) // self._table.chain_count
         local = local.reshape(nodes, M, K, V)
         if through is not None:
@@ -413,6 +414,7 @@ class StateExchange:
             leaving = self._exchange(d_local, None, self._reversed_paths, None)
         else:
             through = self._through_of_entry_pieces(kept[1])
+            # dS_in = through^T dS_out + d_local
             maps = StateMap(d_local, through).transposed(d_local)
             leaving = self._exchange(
                 maps.local, maps.through, self._reversed_paths, table.cuts[1]

@@ -201,7 +201,7 @@ def _exchange_to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
             shares,
             rank,
             kept_rows=kept_rows,
-            beside_transfer=bool(sent),
+            beside_transfer=bool(sent),  # whether earlier messages travel
         )
         if exchange.sends_fragments(wave):
             works = _send_fragments(exchange, wave, messages, hp_rows, to_heads=True)
@@ -231,7 +231,7 @@ def _exchange_to_sequence(hp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange ``[S, B, p]`` to ``[s, B, P]``, without autograd.
 
     All waves are sent, then kept rows are copied while messages travel. Received
-    columns are written to their places; columns that several ranks hold are summed.
+    columns are written to the result; columns that several ranks hold are summed.
     """
     pack = _packing_module(hp_rows.is_cuda)
     shares = exchange.shares
@@ -314,7 +314,7 @@ def to_heads(cp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     return _ExchangeFunction.apply(cp_rows, exchange, True)
 
 
-@uncompiled  # for the same reason
+@uncompiled  # for the same reason as :func:`to_heads`
 def to_sequence(hp_rows: Tensor, exchange: HeadExchange) -> Tensor:
     """``[S, B, p] -> [s, B, P]``: the inverse of :func:`to_heads` if ranks share no
     column."""

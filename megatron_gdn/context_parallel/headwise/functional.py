@@ -153,12 +153,12 @@ def tensor_a2a_hp2cp(
         sections = list(split_sections)
     if sum(sections) != d:
         if sum(sections) == d * cp_size:
-            meant = " They are the widths before the exchange."
+            hint = " They are the widths before the exchange."
         else:
-            meant = ""
+            hint = ""
         raise ValueError(
             f"tensor_a2a_hp2cp: sections {sections} must add up to {d}, the width of "
-            f"the tensor on this rank.{meant} Give the widths that a rank holds: those "
+            f"the tensor on this rank.{hint} Give the widths that a rank holds: those "
             "given to tensor_a2a_cp2hp, each divided by the context-parallel size "
             f"{cp_size}."
         )
@@ -176,7 +176,7 @@ def get_parameter_local_cp(
 ) -> Tensor:
     """This rank's share of a parameter whose dimension ``dim`` is split by heads.
 
-    Gradients reach only this rank's rows of ``param``. Megatron's data-parallel
+    Gradients reach only this rank's share of ``param``. Megatron's data-parallel
     reduction sums the gradients over the group, and the sum equals the gradient of a
     run on one rank.
 
@@ -378,8 +378,8 @@ class MambaContextParallel:
     ) -> Tensor:
         """Exchange ``x``, ``[B, tokens, width]`` or ``[tokens, width]``.
 
-        ``argument`` is the name of ``x`` in the caller: "projected_states", which are
-        exchanged to heads, or "output", which is exchanged back to tokens.
+        ``argument`` is the name of ``x`` in the caller. "projected_states" go to this
+        rank's heads of all tokens, "output" goes back to this rank's tokens.
         """
         if self.cp_size == 1:
             return x
@@ -428,7 +428,7 @@ def _documents_of(
         return Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
     key = (cu_seqlens._version, device)  # torch counts changes in place
     kept_key, kept = getattr(cu_seqlens, _DOCUMENTS_ATTRIBUTE, (None, cu_seqlens))
-    if key == kept_key:
+    if key == kept_key:  # this call only checks the number of tokens
         return Documents.from_cu_seqlens(kept, tokens)
     documents = Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
     setattr(cu_seqlens, _DOCUMENTS_ATTRIBUTE, (key, documents))

@@ -13,6 +13,10 @@
 A rank copies its own columns of its own tokens, the *kept rows*, from cp_rows to
 hp_rows without a message.
 
+A kernel's work is cut into *tiles*: some rows of one rank's columns. A program copies
+the rows of a tile *strip* by strip (:class:`.shares.Strip`), and a strip in blocks of
+columns.
+
 Legend: R rows of a tile, one per (token, batch row); D columns of a block.
 """
 
@@ -114,7 +118,7 @@ def _launch_copy(
     beside_transfer: bool,
 ) -> None:
     """If ``pack``, copy the columns ``strips`` of ``cp_rows`` to ``rank_rows``, else
-    copy them back. A `Strip` is adjacent columns of one section.
+    copy them back.
 
     ``rank_rows`` has a message for each of the ``message_count`` ranks from
     ``first_rank`` on, without ``skipped_rank``. If ``positions`` is given,
@@ -413,6 +417,7 @@ def _copy_strip(
 
     ``cp_R``, ``message_R``: pointers to R rows ``[R, 1]``, of which ``mask_R`` exist.
     """
+    # the number of the group of ranks that hold the same columns as ``rank``
     rank_group = rank // STRIPS[INDEX][STRIP_COPIES]
     cp_R += (
         STRIPS[INDEX][STRIP_FIRST_COLUMN] + rank_group * STRIPS[INDEX][STRIP_RANK_STEP]
@@ -467,7 +472,7 @@ def copy_columns_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         message = tile // tiles_per_rank
         rank = first_rank + message
-        if not HAS_KEPT_ROWS:  # no message is the skipped rank's
+        if not HAS_KEPT_ROWS:  # the skipped rank has no tiles
             rank += (rank >= skipped_rank).to(tl.int32)
         row_R = tile % tiles_per_rank * ROWS + tl.arange(0, ROWS)
         mask_R = (row_R < rows)[:, None]

@@ -78,14 +78,15 @@ class Headwise(Scheme):
         :meth:`.Scheme.local_parameter`.
 
         In the backward all other entries get zeros. Megatron's data-parallel reduction
-        adds up the gradients of the group's ranks to the gradient of a run on one rank.
+        sums the gradients of the group's ranks; the sum is the gradient of a run on one
+        rank.
         """
         length = param.shape[0]
         key_names = None
         if names is not None:
             key_names = tuple(names)
-        known = self._parameter_shares.get((length, key_names))
-        shares, block = known or self._shares_of_parameter(length, key_names)
+        stored = self._parameter_shares.get((length, key_names))
+        shares, block = stored or self._shares_of_parameter(length, key_names)
         if block is not None:  # a view, without a copy
             return param.narrow(0, block.first_column, block.width)
         return param.index_select(0, _own_indices(shares, self._rank, param.device))

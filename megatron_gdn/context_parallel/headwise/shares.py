@@ -105,7 +105,7 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
 
 class Strip(NamedTuple):
     """Adjacent columns of one section: ``block_count`` blocks of ``block_width``
-    columns. Ranks' strips differ only in their place in a whole row.
+    columns. Ranks' strips differ only in their first column in a whole row.
 
     ``block_width``, the number of columns that a kernel copies at a time, is a power of
     two. The first column of ``rank`` in a whole row is
@@ -125,28 +125,28 @@ class Strip(NamedTuple):
 def strips_of(shares: HeadShares, largest_block: int) -> tuple[Strip, ...]:
     """The strips that cover a rank's columns, with blocks of at most ``largest_block``
     columns."""
-    # Blocks are powers of two and cover the columns exactly, so kernels mask no
-    # columns.
-    # Rank 0's blocks stand for all ranks': a `Strip` has the step between ranks.
+    # Block widths are powers of two and cover the columns exactly, so kernels mask no
+    # columns. Rank 0's strips describe all ranks' strips, since a `Strip` has the step
+    # from rank to rank.
     strips = []
     for section in shares.blocks(0):
         width = section.width
-        done = 0
+        covered = 0  # columns of the section that strips cover already
         block_width = largest_block
-        while done < width:
-            while block_width > width - done:
+        while covered < width:
+            while block_width > width - covered:
                 block_width //= 2
-            block_count = (width - done) // block_width
+            block_count = (width - covered) // block_width
             strip = Strip(
-                first_column=section.first_column + done,
-                rank_first_column=section.rank_first_column + done,
+                first_column=section.first_column + covered,
+                rank_first_column=section.rank_first_column + covered,
                 rank_step=width,
                 copies=section.copies,
                 block_width=block_width,
                 block_count=block_count,
             )
             strips.append(strip)
-            done += block_count * block_width
+            covered += block_count * block_width
     return tuple(strips)
 
 
@@ -200,12 +200,12 @@ class Wave:
     def fragments(self) -> tuple[tuple[WaveFragment, ...], ...]:
         """For each rank, the parts of its fragments in this wave."""
         assert self.positions is not None
-        return tuple(consecutive_runs(positions_s) for positions_s in self.positions)
+        return tuple(fragments_in_wave(positions_s) for positions_s in self.positions)
 
 
-def consecutive_runs(positions_s: Tensor) -> tuple[WaveFragment, ...]:
-    """A :class:`WaveFragment` for each stretch of consecutive numbers in
-    ``positions_s``, a CPU tensor."""
+def fragments_in_wave(positions_s: Tensor) -> tuple[WaveFragment, ...]:
+    """The fragments of one rank's wave. ``positions_s``, a CPU tensor, has the sequence
+    position of each token; in a fragment they are successive numbers."""
     if not positions_s.numel():
         return ()
     breaks = (positions_s.diff() != 1).nonzero().flatten() + 1
@@ -238,19 +238,19 @@ def _make_waves(
     slices = _tokens_of_waves(units.total_tokens // cp_size, waves)
     # on the device, two tensors per wave; new boundaries overwrite them
     of_waves = units.keep_tensors(_positions_of_waves, cp_size, cp_rank, layout, waves)
-    made = []
+    all_waves = []
     for number, tokens in enumerate(slices):
-        known_positions = None
+        host_positions = None
         if units.known_on_host:
-            known_positions = positions_Rs[:, tokens]
+            host_positions = positions_Rs[:, tokens]
         wave = Wave(
             tokens,
             own_positions=of_waves[2 * number],
             peer_positions=of_waves[2 * number + 1],
-            positions=known_positions,
+            positions=host_positions,
         )
-        made.append(wave)
-    return tuple(made)
+        all_waves.append(wave)
+    return tuple(all_waves)
 
 
 def _tokens_of_waves(tokens: int, waves: int) -> list[slice]:
