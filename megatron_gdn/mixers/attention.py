@@ -32,7 +32,7 @@ from ..ops.documents import Documents, one_document
 from .arguments import require_causal
 from .flex_attention import DocumentMask, attend
 from .loader_layout import AUTO, HasCpLayout, LoaderLayout
-from .packing import TREE_FORMAT, MicroBatchShare
+from .packing import TREE_FORMAT, MicroBatchShare, context_parallel_group_of
 from .rotary_lengths import explain_rotary_lengths
 
 if TYPE_CHECKING:
@@ -388,9 +388,10 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
 
     Megatron's ``SelfAttention`` rotates for the zigzag layout and the model's
     context-parallel group. If ``core_attention`` is a `TorchAttention`, this class
-    rotates in place of Megatron for any other layout or group. It also rotates for
-    trees, with any ``core_attention``. Else Megatron rotates: Transformer Engine's
-    attention expects the zigzag layout too.
+    rotates in place of Megatron for any other layout or group. With any
+    ``core_attention`` it also rotates for trees, and for a micro-batch that brings
+    another group, over which Transformer Engine's attention then runs. Else Megatron
+    rotates: Transformer Engine's attention expects the zigzag layout too.
 
     Constructor arguments are those of SelfAttention, and ``cp_layout`` as in
     `GatedDeltaNet`.
@@ -433,9 +434,11 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
         )
         if inference_context is not None:
             kwargs["inference_context"] = inference_context
+        own_group = self.pg_collection.cp
         if not (
             isinstance(self.core_attention, TorchAttention)
             or _is_tree(packed_seq_params)
+            or context_parallel_group_of(packed_seq_params, own_group) is not own_group
         ):
             return super().forward(
                 hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
+from torch import nn
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
@@ -24,6 +25,7 @@ from tests.distributed.mixer_laws import Mixers, parallel_equals_one_rank
 from tests.parallel import (
     alone,
     assert_close,
+    group_of_one,
     groups_of_megatron,
     make_config,
     parallel,
@@ -248,6 +250,37 @@ def test_a_tree_with_tensor_parallelism_alone_equals_one_rank(pools, sp):
 def test_the_context_parallel_group_of_the_micro_batch_is_honoured(pools, layout):
     given = {"lengths": UNEQUAL, "layout": layout, "own_cp_group": True, "rope": True}
     pools(2).run(parallel_equals_one_rank, ATTENTION, 1, 2, **given)
+
+
+class OthersCore(nn.Module):
+    """As Transformer Engine's: no `TorchAttention`, and attends over the group of the
+    micro-batch."""
+
+    def __init__(self, core):
+        super().__init__()
+        self.core = core
+
+    def forward(self, *args, **kwargs):
+        return self.core(*args, **kwargs)
+
+
+@on_ranks(cp=2)
+def test_another_core_gets_queries_rotated_for_the_group_of_the_micro_batch():
+    """Megatron 0.19 rotates for the layer's group, whatever group the core takes."""
+    lengths = (8, 24, 16)
+    one = build_attention(attention_config(), alone(), rope=True)
+    layer = build_attention(
+        attention_config(context_parallel_size=2), groups_of_megatron(), rope=True
+    )
+    layer.load_state_dict(one.state_dict())
+    layer.core_attention = OthersCore(layer.core_attention)
+    packed = thd(lengths)
+    packed.cp_group = group_of_one()
+    packed.local_cp_size = 1
+    x = torch.randn(48, 1, HIDDEN)
+    expected, _ = one(x, packed_seq_params=thd(lengths))
+    actual, _ = layer(x, packed_seq_params=packed)
+    assert_close("output", actual, expected, TOLERANCE)
 
 
 @layouts
