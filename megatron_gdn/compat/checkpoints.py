@@ -56,8 +56,8 @@ def store_empty_shares(
 
     The fp32 bucket is small, so a rank's share of it may have no parameter. Megatron
     refuses to save such a share ("empty bucket encountered"; NVIDIA/Megatron-LM pull
-    request 6191 repairs this for shares of padding). This wrapper adds an entry that is
-    marked as padding. A load skips this entry.
+    request 6191 repairs this for shares that have padding only). This wrapper adds an
+    entry that is marked as padding, which a load skips.
     """
     try:
         return original(optimizer, *args, **kwargs)
@@ -424,8 +424,8 @@ def load_sections_from_whole_tensor(
 
     @cache
     def whole_tensor(key: str) -> Tensor:
-        """The tensor ``key`` of the checkpoint, on the CPU. Each rank reads all of it,
-        once for all of its sections."""
+        """The tensor ``key`` of the checkpoint, on the CPU. Each rank reads the whole
+        tensor once, for all its sections."""
         metadata = stored[key]
         state = {key: torch.empty(metadata.size, dtype=metadata.properties.dtype)}
         load_tensors(

@@ -165,7 +165,7 @@ def _require_same_rank(key: str, stored: StateDict) -> None:
 
 
 def convert_state_dict(mixer: Any, state_dict: StateDict, prefix: str) -> None:
-    """Give ``state_dict``, if version 0.1 wrote it, the keys of today, in place.
+    """Convert ``state_dict`` in place to today's keys, if version 0.1 wrote it.
 
     ``mixer`` is the KimiDeltaAttention that loads ``state_dict``; the mixer's keys begin
     with ``prefix``. A state dict of today is not changed.

@@ -200,7 +200,7 @@ def _places_in_adam(
     for models, shards in (
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-        # of an Adam that updates 16-bit parameters themselves, without masters
+        # for an Adam without masters, which updates the 16-bit parameters
         (optimizer.model_float16_groups, optimizer.shard_float16_groups),
     ):
         for model, shard in zip(_flatten(models), _flatten(shards), strict=True):
@@ -342,8 +342,8 @@ def _load_fp32_masters(
     the parameters.
 
     The masters are under _FP32_MASTERS_KEY, or among the masters of 16-bit parameters
-    under _HALF_MASTERS_KEY. ``load`` does not expect them in either place, so they are
-    removed from ``state_dict`` first.
+    under _HALF_MASTERS_KEY. ``load`` expects them under neither key, so they are removed
+    from ``state_dict`` first.
     """
     masters = state_dict.pop(_FP32_MASTERS_KEY, {}) or _take_fp32_masters(
         optimizer, state_dict

@@ -60,8 +60,8 @@ def build(
 
 
 def row_order_by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
-    """For each row of mcore-bridge's in_proj, the index of the row in ours: int64
-    ``[P]``; with ``conv`` the same for the channels of conv1d, ``[C]``."""
+    """For each row of mcore-bridge's in_proj, the index of the same row in our in_proj:
+    int64 ``[P]``. With ``conv``, the same for the channels of conv1d: ``[C]``."""
     if conv:
         widths = layout.conv_widths
     else:
@@ -111,8 +111,9 @@ def _reorder_in_the_bridge() -> None:
     def _set_linear_attn_state(
         self: object, mg_attn: object, *args: object, **kwargs: object
     ) -> object:
-        """Load or save the layer ``mg_attn``; our layer's rows are put in the bridge's
-        order meanwhile. ``self`` is the bridge; the other arguments are its own."""
+        """Load or save the layer ``mg_attn``. If it is our layer, its rows are in the
+        bridge's order meanwhile. ``self``: the bridge; ``args`` and ``kwargs``: the other
+        arguments of its method."""
         # mg_attn is None if another stage has it
         if not isinstance(mg_attn, GatedDeltaNet):
             return convert(self, mg_attn, *args, **kwargs)

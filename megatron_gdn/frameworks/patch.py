@@ -63,9 +63,9 @@ def patch_megatron(
 
     Specs, partials and providers made before the call build our layer too; existing
     layers do not change. ``patch_megatron(gdn=False)`` restores Megatron's layer. A
-    subclass of Megatron's class may order its weights differently, so it is not
-    replaced, and a log line names it; only mcore-bridge's subclass is built as our
-    layer (see :mod:`.mcore_bridge`).
+    subclass of Megatron's class is not replaced, since it may order its weights
+    differently; a log line names it. Only mcore-bridge's subclass is built as our layer
+    (see :mod:`.mcore_bridge`).
 
     Args:
         gdn: what ``megatron.core.ssm.gated_delta_net.GatedDeltaNet`` builds. True: our

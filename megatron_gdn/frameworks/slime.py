@@ -194,9 +194,9 @@ def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
         *settings: object,
         **options: object,
     ) -> list:
-        """Quantize the pairs (Hugging Face name, tensor) that ``convert`` returned for
-        ``name``. For one of our parameters there is a pair for each source of its
-        map."""
+        """Quantize ``converted``, the pairs (Hugging Face name, tensor) that ``convert``
+        returned for ``name``. For a parameter of ours, these are one pair for each
+        source of the parameter's map."""
         prefix, entry = _prefix_and_map(name, args.hf_checkpoint)
         if entry is None:
             return slime_quantizer(args, name, converted, *settings, **options)

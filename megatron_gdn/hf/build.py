@@ -84,12 +84,12 @@ def build_model(
         hf = source
     else:
         hf = read_hf_config(source)
-    resolved = resolve_modules(modules)
+    te_or_local = resolve_modules(modules)
     options = layer_options or {}
-    config = transformer_config(hf, model, modules=resolved, dtype=dtype, **changes)
+    config = transformer_config(hf, model, modules=te_or_local, dtype=dtype, **changes)
     multiple = vocab_divisible_by * config.tensor_model_parallel_size
     added_rows = -hf.vocab_size % multiple
-    # Megatron asserts that a virtual stage is given, unless ignore_virtual is True.
+    # Unless ignore_virtual is True, Megatron asserts that a virtual stage is given.
     stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     arguments: dict[str, Any] = {
         "vocab_size": hf.vocab_size + added_rows,
@@ -116,9 +116,9 @@ def build_model(
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     if spec is None and hf.architecture == KIMI:
-        spec = _kimi_stack_spec(hf, resolved, options)
+        spec = _kimi_stack_spec(hf, te_or_local, options)
     spec = spec or hybrid_stack_spec(
-        resolved,
+        te_or_local,
         qk_layernorm=config.qk_layernorm,
         mamba=hf.mamba_options,
         **options,

@@ -62,7 +62,8 @@ _CPU_BUILD_OPTIONS: dict[str, Any] = {
     "use_cpu_initialization": True,
     "perform_initialization": False,
 }
-# Says in which form a model shards its state; Megatron's own checkpoints have it too.
+# The settings with which a model shards its state. Megatron also writes them to its own
+# checkpoints.
 _CONTENT_METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -196,15 +197,15 @@ def _add_extra_states_of_te(state: StateDict) -> StateDict:
     ``state``: name -> ShardedTensor, from a model of local modules. If a model of
     Transformer Engine's modules loads the checkpoint, it expects these entries.
     """
-    modules = [tensor.key.removesuffix(".weight") for tensor in state.values()]
-    # core_attention has no weight; its name is that of linear_proj beside it.
-    modules += [name.replace("linear_proj", "core_attention") for name in modules]
-    with_extra_state = {"output_layer"}
-    for name in modules:
+    names = [tensor.key.removesuffix(".weight") for tensor in state.values()]
+    # core_attention has no weight, so its name is made from that of linear_proj.
+    names += [name.replace("linear_proj", "core_attention") for name in names]
+    names_with_extra_state = {"output_layer"}
+    for name in names:
         if name.endswith(_TE_MODULES_WITH_EXTRA_STATE):
-            with_extra_state.add(name)
+            names_with_extra_state.add(name)
     extra_states = {}
-    for name in with_extra_state:
+    for name in names_with_extra_state:
         key = f"{name}._extra_state"
         # None, as one object that is not divided: part 0 of 1
         extra_states[key] = mapping.ShardedObject(key, None, (1,), (0,))
@@ -219,7 +220,7 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     code from its pickles.
     """
     folder = find_checkpoint(source)
-    # Megatron's reader refuses the metadata of torch 2.15
+    # Without these repairs Megatron's reader refuses the metadata of torch 2.15.
     repair_mixed_dtype_optimizers()
     with untrusted_checkpoint(), _one_line_errors(lambda: _describe_damage(folder)):
         _require_format(folder / _FORMAT_FILE)
@@ -271,8 +272,8 @@ def _stores_zero_centred_gains(
 ) -> bool:
     """Whether the checkpoint in ``folder`` stores the gains of norms minus 1.
 
-    The arguments of the run that saved it say so. If there are no arguments, the answer
-    is that for a model of `build_model`.
+    The arguments of the run that saved it say so. Without arguments, the answer is that
+    of `build_model`, which builds models with ``config.stores_gains_minus_1``.
     """
     args = common_state.get("args")
     # Older versions of Megatron name the setting apply_layernorm_1p.

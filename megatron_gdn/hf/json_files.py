@@ -27,9 +27,9 @@ def read_object(path: Path) -> JsonObject:
 def parse_object(content: bytes, where: str) -> JsonObject:
     """The JSON object in ``content``, the bytes of the file ``where``.
 
-    Raises a ValueError if the content is not one object or an object lists a key twice.
-    The error names the file and the fault. Of a key that is listed twice, two readers
-    could take different values.
+    Raises a ValueError if the content is not one object or an object lists a key twice:
+    two readers could take different values of such a key. The error names the file and
+    the fault.
     """
     try:
         parsed = json.loads(content.decode(), object_pairs_hook=_with_each_key_once)

@@ -150,21 +150,22 @@ def canonical_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def pattern_of(fields: ConfigFields) -> str:
-    """A HybridModel's pattern: for each layer the symbols of its mixer and of its
-    MLP."""
+    """A HybridModel's pattern: for each layer the symbol of its mixer ("K" or "+"), then
+    of its MLP ("-") or experts ("E"). Raises a ValueError if fields contradict each
+    other."""
     count = fields["num_hidden_layers"]
-    by_lists = _mixer_types_of_lists(fields, count)
-    mixers = _layer_symbols("layer_types", _MIXER_SYMBOLS, fields, by_lists)
+    listed_types = _mixer_types_of_lists(fields, count)
+    mixers = _layer_symbols("layer_types", _MIXER_SYMBOLS, fields, listed_types)
     if mixers is None:
         # transformers' default: '+' in the layers 4, 8, ..., counted from 0
         mixers = ["K"] * count
         for layer in range(4, count, 4):
             mixers[layer] = "+"
-    dense = fields.get("first_k_dense_replace", None)
-    by_number = None
-    if dense is not None:
-        by_number = (["dense"] * dense + ["sparse"] * count)[:count]
-    mlps = _layer_symbols("mlp_layer_types", _MLP_SYMBOLS, fields, by_number)
+    dense_count = fields.get("first_k_dense_replace", None)
+    types_by_count = None
+    if dense_count is not None:
+        types_by_count = (["dense"] * dense_count + ["sparse"] * count)[:count]
+    mlps = _layer_symbols("mlp_layer_types", _MLP_SYMBOLS, fields, types_by_count)
     if mlps is None:
         # transformers' default, too: experts in every layer but the first
         mlps = ["-"] + ["E"] * (count - 1)
@@ -284,7 +285,7 @@ def _expert_sizes(fields: ConfigFields) -> dict[str, Any]:
     experts_per_token = fields["num_experts_per_tok"]
     width = fields["moe_intermediate_size"]
     sizes = {
-        # Megatron needs it also without "-" layers
+        # Megatron needs this field also without "-" layers.
         "ffn_hidden_size": width,
         "num_moe_experts": fields["num_experts"],
         "moe_ffn_hidden_size": width,

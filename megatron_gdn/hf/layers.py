@@ -19,7 +19,7 @@ from .quantised import refuse_quantised
 from .safetensors_files import TensorSpec
 
 # The class of a layer's sizes -> the function that makes the layer's maps.
-_MAPS_FUNCTIONS: dict[type, Any] = {
+_MAPS_FUNCTION_OF_SIZES: dict[type, Any] = {
     GDNDims: gdn_layer_maps,
     KDADims: kda_layer_maps,
     Mamba2Dims: mamba2_layer_maps,
@@ -114,9 +114,10 @@ def layer_to_hf(
 def _layer_maps(dims: object, stored: dict[str, Any]) -> list[TensorMap]:
     """The maps of a layer of sizes ``dims``, without prefixes of keys; ``stored``: as
     for `layer_from_hf`."""
-    if type(dims) not in _MAPS_FUNCTIONS:
+    if type(dims) not in _MAPS_FUNCTION_OF_SIZES:
+        legal = ", ".join(cls.__name__ for cls in _MAPS_FUNCTION_OF_SIZES)
         raise TypeError(
             f"dims is a {type(dims).__name__}; give the sizes of a layer with "
-            f"published weights: {', '.join(cls.__name__ for cls in _MAPS_FUNCTIONS)}."
+            f"published weights: {legal}."
         )
-    return _MAPS_FUNCTIONS[type(dims)]("", "", dims, **stored)
+    return _MAPS_FUNCTION_OF_SIZES[type(dims)]("", "", dims, **stored)

@@ -75,10 +75,10 @@ def load_hf_weights(
     Raises:
         ValueError: a parameter has no tensor in the files, a weight has an illegal
             dtype (see `TensorMap.check_dtype`), or a weight has no place in the model.
-            No parameter is changed then. The last check needs one pipeline stage and
-            one expert rank; otherwise the place may be on another rank. A weight with
-            NaN or inf raises the error when it is read; the weights that were read
-            before it are then in the model.
+            No parameter is changed then. A weight without a place is only found with
+            one pipeline stage and one expert rank; otherwise its place may be on
+            another rank. A weight with NaN or inf raises the error when it is read;
+            the weights that were read before it are then in the model.
     """
     files = SafetensorsFolder(folder)
     config = read_hf_config(folder)
@@ -399,8 +399,8 @@ def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
 def _match_maps_to_parameters(
     plan: TensorPlan, params: dict[str, Tensor], config: HFModelConfig
 ) -> list[tuple[TensorMap, list[str]]]:
-    """The maps of the plan that fill parameters of this rank. Each comes with the
-    parameters' names in ``params``.
+    """Pairs: a map of the plan that fills parameters of this rank, and the names of
+    these parameters in ``params``.
 
     Raises a ValueError if a shape differs (computed with meta tensors) or if a parameter
     has no map. A rank that has all layers and experts also raises one if a map has no

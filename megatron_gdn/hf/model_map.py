@@ -60,7 +60,7 @@ _SIZE_FIELDS = {
         "mamba_num_groups": "n_groups",
     },
     "E": {
-        # Megatron needs it also without "-" layers
+        # Megatron needs this field also without "-" layers.
         "ffn_hidden_size": "moe_intermediate_size",
         "num_moe_experts": "num_experts",
         "moe_ffn_hidden_size": "moe_intermediate_size",

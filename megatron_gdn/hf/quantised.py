@@ -11,8 +11,8 @@ from .safetensors_files import TensorSpec
 _FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
 # dtypes of scales that are powers of two, in MXFP4 and MXFP8
 _POWER_OF_TWO_DTYPES = ("U8", "F8_E8M0")
-# The key of scales is the weight's key with one of these suffixes, or the key of the
-# weight's module, a dot and one of these names.
+# The key of scales is the weight's key with one of these suffixes. Or it is one of these
+# names, after the key of the weight's module and a dot.
 _SUFFIXES_OF_SCALES = ("_scale_inv", "_scale", "_scale_2")
 _NAMES_OF_SCALES = ("SCB", "weight_global_scale")
 

@@ -154,8 +154,11 @@ def canonical_fields(
 
 
 def _with_rotary_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``values`` with ``rope_type``, ``rope_theta`` and ``partial_rotary_factor``, which
-    are moved there from ``rope_parameters`` (older files: ``rope_scaling``)."""
+    """``values`` without ``rope_parameters`` (older files: ``rope_scaling``); the fields
+    inside of it, such as ``rope_theta``, become fields of ``values``.
+
+    Raises a ValueError if a setting is given twice with two values, or is unknown.
+    """
     found = dict(values)
     fields = ConfigFields(values, where)
     ropes = {}
@@ -184,10 +187,10 @@ def _with_rotary_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]
         for key in _ROPE_FIELDS:
             if key not in rope:
                 continue
-            beside = found.get(key)
-            if beside is not None and beside != rope[key]:
+            outside = found.get(key)
+            if outside is not None and outside != rope[key]:
                 raise ValueError(
-                    f"{where}: {key}={shown(beside)}, and {name} has {key}="
+                    f"{where}: {key}={shown(outside)}, and {name} has {key}="
                     f"{shown(rope[key])}; give one value."
                 )
             found[key] = rope[key]
@@ -195,8 +198,9 @@ def _with_rotary_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]
 
 
 def pattern_of(fields: ConfigFields, architecture: str) -> str:
-    """A HybridModel's pattern: for each layer the symbols of its mixer and of its
-    MLP."""
+    """A HybridModel's pattern: for each layer the symbol of its mixer ("G" or "*"), then
+    of its MLP ("-") or experts ("E"). Raises a ValueError if fields contradict each
+    other."""
     count = fields["num_hidden_layers"]
     interval = fields.get("full_attention_interval", None)
     step = interval or 4  # transformers' default

@@ -115,8 +115,8 @@ def has_gated_delta_net_fp32_checkpoint_contract(hf_config: object) -> bool:
 def is_gated_delta_net_fp32_param_key(
     key: str, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES
 ) -> bool:
-    """Whether ``key`` names a parameter of a linear attention, or of its holder, that is
-    one of ``param_names``."""
+    """Whether ``key`` names one of ``param_names`` in a linear attention or in its
+    holder."""
     return _LINEAR_ATTENTION in key and key.rpartition(".")[2] in param_names
 
 

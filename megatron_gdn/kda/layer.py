@@ -93,10 +93,10 @@ class KDAOptions(MixerOptions):
         gate_lower_bound: a number below 0 for the gate
             ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``; default
             ``config.kda_lower_bound``.
-        muon_per_head: whether Megatron's Muon orthogonalises the rows of each head by
-            themselves, in every section of in_proj and in the gates' projections
-            ``f_proj``, ``f_b_proj``, ``g_proj`` and ``g_b_proj``. Over several
-            tensor-parallel ranks Muon needs ``--muon-tp-mode blockwise``.
+        muon_per_head: whether Megatron's Muon orthogonalises the rows of each head
+            separately. This changes in_proj and the gates' projections ``f_proj``,
+            ``f_b_proj``, ``g_proj`` and ``g_b_proj``. Over several tensor-parallel ranks
+            Muon needs ``--muon-tp-mode blockwise``.
     """
 
     absent_options = ("rule_operands",)
@@ -400,8 +400,8 @@ class KimiDeltaAttention(RecurrentMixer):
             self._mark_heads()
 
     def _mark_heads(self) -> None:
-        """Mark the weights whose rows belong to heads, so that Muon updates the rows of
-        each head by themselves."""
+        """Mark the weights whose rows belong to heads, so that Muon orthogonalises the
+        rows of each head separately."""
         layout = self.dims.layout
         # for each weight, the sections of a projection row that it computes
         sections_of = {
@@ -415,11 +415,11 @@ class KimiDeltaAttention(RecurrentMixer):
         for name, sections in sections_of.items():
             if name not in linears:
                 continue
-            rows_of_heads: list[int] = []
+            row_counts: list[int] = []  # of each head of the weight
             for section in sections:
                 heads, width = layout.shape_of(section)
-                rows_of_heads += [width] * heads
-            mark_heads(linears[name].weight, rows_of_heads)
+                row_counts += [width] * heads
+            mark_heads(linears[name].weight, row_counts)
 
     def _add_gate(
         self, add: Callable[..., None], letter: str, rank: int, width: int

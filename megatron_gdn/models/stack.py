@@ -160,8 +160,8 @@ class Stack:
 
     @property
     def active_parameters(self) -> int:
-        """The number of parameters that one token uses: of all layers, but only of the
-        experts to which the token is routed."""
+        """The number of parameters that one token uses: all parameters, except those of
+        experts to which the token is not routed."""
         embeddings = self.vocab_size * self.hidden_size
         if not self.tied:
             embeddings *= 2  # embedding and output layer

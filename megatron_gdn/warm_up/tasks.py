@@ -190,8 +190,8 @@ def _compile_tilelang(
     return False if tilelang's cache has it (``cache_file`` exists)."""
     if cache_file.exists():
         return False
-    # This is tilelang's own method. In a run another method replaces it, which first
-    # takes the lock of these heads; but the run or this command holds this lock.
+    # This is tilelang's own method. The method that replaces it in a run first takes the
+    # lock of these heads. Here the run or this command holds the lock already.
     mark_as_cached(cache_file, kernel.compile.__wrapped__(*args, **kwargs))
     return True
 

@@ -305,8 +305,8 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
 
     Without this call CPU tensors fail with ``0 active drivers ([])`` if
     flash-linear-attention is installed; :func:`.patching.patch` calls this function too.
-    It replaces functions of transformers' modeling files in this process. Tensors on
-    other devices run the same functions as before. Functions that the package
+    The call replaces functions in transformers' modeling files in this process. Tensors
+    on other devices run the same functions as before. Functions that the package
     ``kernels`` has replaced by modules stay unless ``USE_HUB_KERNELS=NO`` is set.
     """
     for module in model.modules():

@@ -2,9 +2,9 @@
 
 The *owner* of the two parameters is the linear-attention module or its forget gate. A
 patched owner keeps both, under transformers' names and in transformers' order. Its
-child module ``_fp32_params``, the *holder*, is an :class:`SSMGate`. It gives access to
-the same two parameters.
-torch's ``fully_shard`` of the holder shards the two as a group of their own.
+child module ``_fp32_params``, the *holder*, is an :class:`SSMGate` that gives access to
+the same two parameters. torch's ``fully_shard`` of the holder shards the two as a group
+of their own.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ class GateOwner(Fp32Parameters):
         """torch's ``named_parameters``, but without sharded gates if ``recurse`` is
         False.
 
-        ``fully_shard`` of an outer module passes ``recurse=False``. It would shard gates
-        in the result a second time.
+        ``fully_shard`` of an outer module calls this method with ``recurse=False``, and
+        shards all parameters that it gets. It would shard the gates a second time.
         """
         leave_out_gates = self._gates_are_sharded and not recurse
         for name, parameter in super().named_parameters(
@@ -216,7 +216,8 @@ class GateOwner(Fp32Parameters):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch's distributed checkpoints: name of a gate parameter -> the holder's
-        name. It is in the parameter's full name, but keys of state dicts lack it."""
+        name. A sharded gate's full name has the holder's name, its key in a state dict
+        does not."""
         if self._gates_are_sharded:
             return dict.fromkeys(FP32_GDN_PARAM_NAMES, HOLDER_NAME)
         return {}
@@ -226,7 +227,8 @@ class GateOwner(Fp32Parameters):
         ``dt_bias`` in fp32 or fp64."""
         super()._apply(fn, recurse)
         if self._gates_are_sharded:
-            # the holder's `_apply` lets `fully_shard` read the new addresses
+            # `fully_shard` gave the holder an `_apply` that reads the parameters' new
+            # addresses. The function that it applies here changes nothing.
             self._gate_holder._apply(lambda tensor: tensor)
         return self
 

@@ -84,7 +84,8 @@ class BoundarySources(NamedTuple):
 
 
 def split_masks(mask: object) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The mask of linear attentions, and kind of layer -> mask of the other layers.
+    """Return the mask of linear attentions, and a dict of the other layers' masks: kind
+    of layer -> mask.
 
     ``mask``: one mask of all layers, or a dict: kind of layer -> mask. If the dict has no
     mask of linear attentions, they get the first ``[B, S]`` mask in it. torch's
@@ -367,10 +368,11 @@ def _ids_from_softmax_mask(
     does not separate documents.
 
     A causal or a sliding-window mask, for example, has no boundaries. Token t starts a
-    document if the tokens t, t + 1, ... attend to no token before t. A mask with two
-    documents in a row must be block-causal, else a ValueError is raised. If ``padding``
-    is None, this also holds for a mask with padding before tokens. The mask is not read
-    at tokens where ``padding`` ``[B, S]`` is 0. Columns after the S-th are of a cache.
+    document if the tokens t, t + 1, ... attend to no token before t. If a batch row has
+    two or more documents, the mask must be block-causal, else a ValueError is raised.
+    The same holds if ``padding`` is None and the mask has padding before a token. The
+    mask is not read at tokens where ``padding`` ``[B, S]`` is 0. Columns after the S-th
+    are of a cache.
     """
     if mask.is_floating_point():
         sees = mask > _EXCLUDED_SCORE

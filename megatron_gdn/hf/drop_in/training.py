@@ -76,21 +76,25 @@ class PackingCollator:
         """The batch of ``documents``."""
         if not documents:
             raise ValueError("there are no documents to pack.")
-        rows = []
-        labels = []
+        # a list of numbers for each document, and at last for the padding
+        token_lists = []
+        label_lists = []
         for number, document in enumerate(documents):
             _require_packable(number, document)
-            rows.append(_to_list(document["input_ids"]))
-            labels.append(_to_list(document.get("labels", document["input_ids"])))
-            _refuse_shifted_labels(number, rows[-1], labels[-1])
-        if not any(rows):
-            raise ValueError(f"the {len(rows)} documents have no tokens.")
-        missing = -sum(map(len, rows)) % self.pad_to_multiple_of
-        if missing:
-            rows.append([self.pad_token_id] * missing)
-            labels.append([IGNORED_LABEL] * missing)
-        labels = [row for row in labels if row]
-        lengths = [len(row) for row in rows]
+            tokens = _to_list(document["input_ids"])
+            labels = _to_list(document.get("labels", document["input_ids"]))
+            _refuse_shifted_labels(number, tokens, labels)
+            token_lists.append(tokens)
+            label_lists.append(labels)
+        if not any(token_lists):
+            raise ValueError(f"the {len(token_lists)} documents have no tokens.")
+        padding = -sum(map(len, token_lists)) % self.pad_to_multiple_of
+        if padding:
+            token_lists.append([self.pad_token_id] * padding)
+            label_lists.append([IGNORED_LABEL] * padding)
+        # an empty document has no first token whose label is ignored
+        label_lists = [labels for labels in label_lists if labels]
+        lengths = [len(tokens) for tokens in token_lists]
 
         def one_row(lists: Iterable[Iterable[int]]) -> Tensor:
             """The numbers of all ``lists``, joined to one row ``[1, tokens]``."""
@@ -100,9 +104,11 @@ class PackingCollator:
             list(accumulate(lengths, initial=0)), dtype=torch.int32, device="cpu"
         )
         return {
-            "input_ids": one_row(rows),
-            "labels": one_row([IGNORED_LABEL] + row[1:] for row in labels),
-            "shift_labels": one_row(row[1:] + [IGNORED_LABEL] for row in labels),
+            "input_ids": one_row(token_lists),
+            "labels": one_row([IGNORED_LABEL] + labels[1:] for labels in label_lists),
+            "shift_labels": one_row(
+                labels[1:] + [IGNORED_LABEL] for labels in label_lists
+            ),
             "position_ids": one_row(map(range, lengths)),
             "cu_seq_lens_q": offsets,
             "cu_seq_lens_k": offsets,
