@@ -94,12 +94,14 @@ def _spec_with_our_layer(
     _published_dtypes(args.hf_checkpoint)
     plugin = import_module(f"slime_plugins.models.{model}")
     block = getattr(plugin, f"get_{model}_spec")(args, config, vp_stage)
+    # slime's own layer reads its sizes from Hugging Face's config, our layer from this
     vars(config).update(dims.config_fields)
     # slime's `slice_with_cp` cuts every document into 2 cp pieces, the zigzag layout.
     options = with_launch_options(GatedDeltaNet, {"cp_layout": "zigzag"})
     mixer = gated_delta_net_spec("te", **options)
     count = 0
     for layer in block.layer_specs:
+        # plugin.Attention: slime's class of the linear attention of both models
         if layer.submodules.self_attention.module is plugin.Attention:
             layer.submodules.self_attention = mixer
             count += 1

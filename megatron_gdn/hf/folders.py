@@ -242,7 +242,8 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
         for name, entry in model.sharded_state_dict().items()
         if not isinstance(entry, mapping.ShardedObject)
     }
-    # A factory splits a fused projection into the sections that a checkpoint stores.
+    # An entry of a fused projection is a factory, which makes an entry for each of the
+    # sections that a checkpoint stores.
     split_state = dict(state)
     mapping.apply_factories(split_state)
     expected = {entry.key: entry for entry in dict_utils.nested_values(split_state)}

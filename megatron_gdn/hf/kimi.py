@@ -6,9 +6,9 @@ embedding) for each layer, then '-' (MLP) or 'E' (experts).
 
 In ``tensor_map(names, sources, dim)``, ``names`` are Megatron's names and ``sources`` is
 a dict: key in the files -> shape. Tensor-parallel ranks divide the dimension ``dim``;
-without ``dim`` every rank has the whole tensor. ``prefix`` is the start of Megatron's
-names, ``hf_prefix`` is the start of keys in the files. ``zero_centred``: Megatron stores
-the gains of norms minus 1.
+without ``dim`` every rank has the whole tensor. `TensorMap` has the other arguments.
+``prefix`` is the start of Megatron's names, ``hf_prefix`` is the start of keys in the
+files. ``zero_centred``: Megatron stores the gains of norms minus 1.
 """
 
 from __future__ import annotations

@@ -262,8 +262,8 @@ class _ExportedTensors:
 
     @torch.no_grad()
     def _gather_shards(self, entry: TensorMap) -> list[Tensor]:
-        """Gather the Megatron shards of ``entry`` from all tensor-parallel ranks, in
-        rank order."""
+        """Gather the shards of the Megatron tensor of ``entry`` from all tensor-parallel
+        ranks, in rank order; an adapter is merged into them."""
         parameter = next(
             self._params[name] for name in entry.names if name in self._params
         )

@@ -6,10 +6,10 @@ then MLP).
 
 In ``tensor_map(names, sources, dim)``, ``names`` are Megatron's names and ``sources`` is
 a dict: key in the files -> shape. Tensor-parallel ranks divide the dimension ``dim``;
-without ``dim`` every rank has the whole tensor. ``prefix`` is the start of Megatron's
-names, ``hf_prefix`` is the start of keys in the files. ``zero_centred``: Megatron stores
-the gains of norms minus 1. Transformer Engine fuses a norm into the linear after it, so
-such a norm has two possible names in Megatron.
+without ``dim`` every rank has the whole tensor. `TensorMap` has the other arguments.
+``prefix`` is the start of Megatron's names, ``hf_prefix`` is the start of keys in the
+files. ``zero_centred``: Megatron stores the gains of norms minus 1. Transformer Engine
+fuses a norm into the linear after it, so such a norm has two possible names in Megatron.
 """
 
 from __future__ import annotations
@@ -514,7 +514,8 @@ def _attention_maps(
         f"{hf_prefix}{name}.weight": (count, hidden)
         for name, count in row_counts.items()
     }
-    # First put the rows in the order [q | gate | k | v], then group by group.
+    # File rows in Megatron's order: first sort them by section, [q | gate | k | v], then
+    # by group.
     file_rows = torch.arange(sum(row_counts.values()), device="cpu")
     q_and_gate = file_rows[: 2 * q_rows].view(heads, 2, -1)
     q_then_gate = q_and_gate.transpose(0, 1).flatten()

@@ -70,6 +70,7 @@ class KDADims(LinearDims):
             names += ("g", "gate")
         layout = self.layout
         sections = [section for section in layout.sections if section.name in names]
+        # no output gate: a readout finds the gate in a full row, by `layout`
         return Layout(tuple(sections), layout.head_counts, output_gate="")
 
 

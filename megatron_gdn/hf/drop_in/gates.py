@@ -241,7 +241,7 @@ class GateOwner(Fp32Parameters):
         self, state_dict: StateDict, prefix: str, *args: Any, **keywords: Any
     ) -> None:
         """Load as torch does; keys of the gate parameters may contain the holder's
-        name."""
+        name. Sharded gates are loaded as shards."""
         self._reshard_gates()
         for name in FP32_GDN_PARAM_NAMES:
             in_holder = f"{prefix}{HOLDER_NAME}.{name}"
