@@ -24,7 +24,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_gdn.compat.tested import TESTED
+from megatron_gdn.compat.tested import TESTED_VERSIONS
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "versions.jsonl"
@@ -247,7 +247,8 @@ def sentence() -> str:
         "transformer-engine": "Transformer Engine",
     }
     ranges = [
-        f"{named.get(package, package)} {tested}" for package, tested in TESTED.items()
+        f"{named.get(package, package)} {tested}"
+        for package, tested in TESTED_VERSIONS.items()
     ]
     return f"Tested with {', '.join(ranges)}."
 

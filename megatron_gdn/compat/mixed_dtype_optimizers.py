@@ -92,7 +92,7 @@ def repair_mixed_dtype_optimizers() -> None:
             (distributed, "load_state_dict", _load_equal_replicas),
             (distributed, "load_parameter_state_from_dp_zero", _load_equal_replicas),
         ],
-        versions.EMPTY_SHARES: [
+        versions.EMPTY_SHARES_REFUSED: [
             (distributed, "sharded_param_state_dp_reshardable", store_empty_shares)
         ],
         versions.NO_STATES_TO_LOAD: [
@@ -105,7 +105,7 @@ def repair_mixed_dtype_optimizers() -> None:
                 slice_without_padding,
             )
         ],
-        versions.STATES_OF_HALF_PARAMETERS: [
+        versions.FP32_PARAMETERS_NOT_STORED: [
             (half, "state_dict", _list_every_master),
             (half, "sharded_state_dict", _store_all_parameters),
             (half, "load_state_dict", _load_fp32_masters),
@@ -116,7 +116,9 @@ def repair_mixed_dtype_optimizers() -> None:
         versions.MUON_GATHERS_ONE_DTYPE: [
             (LayerWiseDistributedOptimizer, "allgather_params", _gather_by_dtype)
         ],
-        versions.IN_PROJ_BY_RANK: [(files, "load", load_sections_from_whole_tensor)],
+        versions.IN_PROJ_STORED_BY_RANK: [
+            (files, "load", load_sections_from_whole_tensor)
+        ],
         versions.KDA_NAMES_OF_0_1: [(files, "load", load_old_names)],
         versions.STRIDES_IN_FILES: [
             (files, "load_tensors_metadata", leave_strides_out)

@@ -27,7 +27,7 @@ class VersionRange(NamedTuple):
         return f"{self.oldest} to {self.newest}"
 
 
-TESTED = {
+TESTED_VERSIONS = {
     "python": VersionRange("3.12", "3.14"),
     "torch": VersionRange("2.8", "2.15"),
     "megatron-core": VersionRange("0.18", "0.19"),
@@ -42,10 +42,10 @@ def why_untested(package: str, installed: str) -> str | None:
     """A phrase that says why version ``installed`` of ``package`` is untested; None if
     it was tested.
 
-    Versions are compared by their first two numbers. A package that is not in `TESTED`
+    Versions are compared by their first two numbers. A package that is not in `TESTED_VERSIONS`
     counts as tested.
     """
-    tested = TESTED.get(package)
+    tested = TESTED_VERSIONS.get(package)
     if tested is None:
         return None
     release = version_tuple(installed)[:2]

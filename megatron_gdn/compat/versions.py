@@ -2,7 +2,7 @@
 them.
 
 Code that repairs an `UpstreamFault` runs only if Megatron has the fault. A test fails if
-no version in `tested.TESTED` has the fault; then remove that code. The versions were
+no version in `tested.TESTED_VERSIONS` has the fault; then remove that code. The versions were
 read in Megatron-LM's main at d98e8a64dd (2026-08-22, version 0.20.0) and dev at
 d48bd6be0a (2026-08-21, version 0.19.0).
 """
@@ -37,7 +37,7 @@ class UpstreamFault:
         return version_tuple(__version__)[:2] < version_tuple(self.until)
 
 
-MUON_KNOWS_ATTENTION_ALONE = UpstreamFault(
+MUON_SPLITS_AS_ATTENTION = UpstreamFault(
     "Muon cuts every fused projection in the sizes of attention's heads", until="0.19"
 )
 # Optimizers of models that have parameters of two dtypes.
@@ -49,7 +49,7 @@ STATES_IN_BUFFER_ORDER = UpstreamFault(
     "DistributedOptimizer numbers parameters in the order of its buffers, not in Adam's "
     "(NVIDIA/Megatron-LM issue 2777; repaired on dev by pull request 5835)"
 )
-STATES_OF_HALF_PARAMETERS = UpstreamFault(
+FP32_PARAMETERS_NOT_STORED = UpstreamFault(
     "Float16Optimizer's files list 16-bit parameters alone. 0.20 numbers them right "
     "(pull request 5929), but still stores no fp32 parameter with the optimizer, and "
     "files of this package hold them"
@@ -57,7 +57,7 @@ STATES_OF_HALF_PARAMETERS = UpstreamFault(
 REPLICAS_DIFFER = UpstreamFault(
     "DistributedOptimizer loads its own shard of an fp32 parameter, so replicas differ"
 )
-EMPTY_SHARES = UpstreamFault(
+EMPTY_SHARES_REFUSED = UpstreamFault(
     "dp_reshardable files refuse a share without parameters (pull request 6191 covers "
     "shares of padding)"
 )
@@ -68,7 +68,7 @@ MUON_GATHERS_ONE_DTYPE = UpstreamFault(
 NO_STATES_TO_LOAD = UpstreamFault(
     "ChainedOptimizer.state_dict makes no states for a load"
 )
-TWO_DIVISIONS_IN_ONE_SUM = UpstreamFault(
+FSDP_JOINS_MEANS_AND_SUMS = UpstreamFault(
     "Megatron-FSDP joins reductions that divide by the ranks with reductions that do "
     "not, and torch treats all of them as the first one"
 )
@@ -79,7 +79,9 @@ SIZE_ERRORS_WITHOUT_NAMES = UpstreamFault(
 STRIDES_IN_FILES = UpstreamFault(
     "files of torch 2.15 store strides, which torch.empty refuses"
 )
-IN_PROJ_BY_RANK = UpstreamFault("in_proj's bias and adapters are stored rank by rank")
+IN_PROJ_STORED_BY_RANK = UpstreamFault(
+    "in_proj's bias and adapters are stored rank by rank"
+)
 # Not a fault of Megatron. The entry goes when files of 0.1 need not load any more.
 KDA_NAMES_OF_0_1 = UpstreamFault(
     "files of this package's version 0.1 have other keys for 'K' layers"

@@ -17,7 +17,7 @@ from torch.distributed import fsdp
 
 from ..compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
 from ..compat.observe import log_once
-from ..compat.versions import TWO_DIVISIONS_IN_ONE_SUM
+from ..compat.versions import FSDP_JOINS_MEANS_AND_SUMS
 from .loader_layout import launch_arguments
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def prepare_fsdp_for_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> 
             "and no fsdp_unit_modules)."
         )
     fused = buffer.ddp_config.gradient_reduce_div_fusion
-    if fused and TWO_DIVISIONS_IN_ONE_SUM.is_present():
+    if fused and FSDP_JOINS_MEANS_AND_SUMS.is_present():
         buffer.ddp_config.gradient_reduce_div_fusion = False
         log_once(
             f"Megatron-FSDP: {name} is {original.dtype} in a layer of "

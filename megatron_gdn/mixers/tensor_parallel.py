@@ -22,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
-from ..compat.versions import MUON_KNOWS_ATTENTION_ALONE
+from ..compat.versions import MUON_SPLITS_AS_ATTENTION
 from ..ops.layout import layout_of_in_proj
 from .loader_layout import launch_arguments
 from .precision import mark_keep_in_fp32, replace_fully_shard_in_megatron
@@ -71,7 +71,7 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
     ``sections`` has the number of this rank's rows in each section.
     """
     sizes = list(sections)
-    muon_splits = not MUON_KNOWS_ATTENTION_ALONE.is_present()
+    muon_splits = not MUON_SPLITS_AS_ATTENTION.is_present()
     if not muon_splits:
         log_once(
             "megatron_gdn: Muon of this megatron-core would orthogonalise in_proj as "
@@ -91,7 +91,7 @@ def mark_heads(weight: nn.Parameter, rows: Sequence[int]) -> None:
     Muon before 0.19 can only cut by the sizes of attention's heads, so there the mark
     is not set.
     """
-    if not MUON_KNOWS_ATTENTION_ALONE.is_present():
+    if not MUON_SPLITS_AS_ATTENTION.is_present():
         vars(weight).update(is_qkv=True, qkv_split_shapes=list(rows))
 
 

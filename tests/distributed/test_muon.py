@@ -21,7 +21,7 @@ from megatron.core.optimizer import (
 )
 from torch import nn
 
-from megatron_gdn.compat.versions import MUON_KNOWS_ATTENTION_ALONE
+from megatron_gdn.compat.versions import MUON_SPLITS_AS_ATTENTION
 from megatron_gdn.mixers.tensor_parallel import check_muon_of_heads
 from megatron_gdn.ops.layout import layout_of_in_proj
 from tests import parallel
@@ -33,7 +33,7 @@ from tests.ranks import on_ranks
 pytest.importorskip(
     "emerging_optimizers", reason="Megatron's Muon needs emerging-optimizers"
 )
-if MUON_KNOWS_ATTENTION_ALONE.is_present():
+if MUON_SPLITS_AS_ATTENTION.is_present():
     pytest.skip("Muon of this megatron-core knows no sections", allow_module_level=True)
 # Megatron's main branch keeps Muon from parameters that ask for it, as Mamba2's in_proj
 # does.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_gdn.compat.tested import TESTED
+from megatron_gdn.compat.tested import TESTED_VERSIONS
 from megatron_gdn.doctor import checks
 from megatron_gdn.doctor.__main__ import main
 from megatron_gdn.doctor.checks import (
@@ -101,7 +101,7 @@ def test_a_python_that_was_not_tested_is_a_note(monkeypatch):
     monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
     assert said(check_packages(), "python") == (
         "note",
-        f"tested with python {TESTED['python']}, this is 3.99.0",
+        f"tested with python {TESTED_VERSIONS['python']}, this is 3.99.0",
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from megatron_gdn.compat.tested import TESTED
+from megatron_gdn.compat.tested import TESTED_VERSIONS
 from tests import versions
 from tests.versions import (
     MEGATRON_LM,
@@ -60,7 +60,7 @@ def versions_run(package: str) -> list[tuple[int, ...]]:
 )
 def test_what_is_called_tested_begins_and_ends_with_green_rows(package):
     run = versions_run(package)
-    ends = tuple(Version(end).release for end in TESTED[package])
+    ends = tuple(Version(end).release for end in TESTED_VERSIONS[package])
     assert ends == (run[0], run[-1])
 
 
@@ -70,7 +70,7 @@ def test_what_has_no_row_is_tested_in_its_pinned_version(package):
         line.split("==")
         for line in (ROOT / "constraints.txt").read_text().splitlines()[1:]
     )
-    newest = Version(TESTED[package].newest).release
+    newest = Version(TESTED_VERSIONS[package].newest).release
     assert newest == Version(pins[package]).release[:2]
 
 
@@ -80,7 +80,7 @@ def test_the_classifiers_name_the_tested_pythons_and_what_an_index_page_sorts_by
     named = [
         int(one.removeprefix(prefix)) for one in classifiers if one.startswith(prefix)
     ]
-    oldest, newest = (Version(end).minor for end in TESTED["python"])
+    oldest, newest = (Version(end).minor for end in TESTED_VERSIONS["python"])
     assert named == list(range(oldest, newest + 1))
     for kind in ("Development Status", "Operating System", "Topic"):
         assert any(one.startswith(f"{kind} :: ") for one in classifiers)
@@ -97,7 +97,7 @@ def test_every_tested_version_may_be_installed():
     ]
     for text in [*asked, *extras["te"]]:
         requirement = Requirement(text)
-        for end in TESTED.get(requirement.name, ()):
+        for end in TESTED_VERSIONS.get(requirement.name, ()):
             assert requirement.specifier.contains(f"{end}.9"), requirement
 
 

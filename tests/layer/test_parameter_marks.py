@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_gdn.compat.versions import MUON_KNOWS_ATTENTION_ALONE
+from megatron_gdn.compat.versions import MUON_SPLITS_AS_ATTENTION
 from tests.distributed.layer_laws import layer_with
 from tests.distributed.mixers import MAMBA2_FP32
 from tests.distributed.test_parameter_marks import WAYS
@@ -39,7 +39,7 @@ EXPECTED = {
     "out_norm.weight": {"sequence_parallel": True},
 }
 
-if not MUON_KNOWS_ATTENTION_ALONE.is_present():
+if not MUON_SPLITS_AS_ATTENTION.is_present():
     EXPECTED["in_proj.weight"] |= {
         "is_qkv": True,
         "qkv_split_shapes": [32, 32, 96, 96, 8, 8],
@@ -108,7 +108,7 @@ def test_mamba2s_projection_has_them_too():
     marks = vars(MAMBA2_FP32.build(MAMBA2_FP32.config(), None).in_proj.weight)
     sections = [24, 24, 10, 10, 8]
     assert marks["partition_sizes"] == sections and not marks["use_muon"]
-    if not MUON_KNOWS_ATTENTION_ALONE.is_present():
+    if not MUON_SPLITS_AS_ATTENTION.is_present():
         assert marks["is_qkv"] and marks["qkv_split_shapes"] == sections
 
 

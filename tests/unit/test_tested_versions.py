@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from megatron_gdn.compat.tested import (
-    TESTED,
+    TESTED_VERSIONS,
     VersionRange,
     warn_of_untested,
     why_untested,
@@ -14,8 +14,8 @@ from megatron_gdn.compat.tested import (
 
 @pytest.fixture
 def pair(monkeypatch):
-    monkeypatch.setitem(TESTED, "some-package", VersionRange("2.8", "2.15"))
-    monkeypatch.setitem(TESTED, "absent-package", VersionRange("1.0", "1.1"))
+    monkeypatch.setitem(TESTED_VERSIONS, "some-package", VersionRange("2.8", "2.15"))
+    monkeypatch.setitem(TESTED_VERSIONS, "absent-package", VersionRange("1.0", "1.1"))
 
 
 @pytest.mark.parametrize(

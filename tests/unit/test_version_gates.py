@@ -8,7 +8,7 @@ import pytest
 
 import megatron_gdn
 from megatron_gdn.compat import versions
-from megatron_gdn.compat.tested import TESTED
+from megatron_gdn.compat.tested import TESTED_VERSIONS
 from megatron_gdn.compat.versions import UpstreamFault
 from megatron_gdn.ops.obstacles import version_tuple
 
@@ -25,7 +25,7 @@ def test_a_tested_version_has_the_fault(name):
     """Else the fault and the code that repairs it go."""
     until = FAULTS[name].until
     assert until is None or version_tuple(until) > version_tuple(
-        TESTED["megatron-core"].oldest
+        TESTED_VERSIONS["megatron-core"].oldest
     )
 
 
@@ -41,5 +41,5 @@ def test_code_reads_every_fault(name):
 )
 def test_a_fault_is_present_before_its_version(monkeypatch, version, is_present):
     monkeypatch.setattr(megatron.core, "__version__", version)
-    assert versions.MUON_KNOWS_ATTENTION_ALONE.is_present() == is_present
+    assert versions.MUON_SPLITS_AS_ATTENTION.is_present() == is_present
     assert versions.STRIDES_IN_FILES.is_present()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_gdn.compat.tested import TESTED, VersionRange, warn_of_untested
+from megatron_gdn.compat.tested import TESTED_VERSIONS, VersionRange, warn_of_untested
 from megatron_gdn.hf import PackingCollator, SSMGate, context_parallel_share, patch
 from tests.hf.drop_in.conftest import (
     DENSE,
@@ -126,7 +126,7 @@ def test_a_patch_whose_forward_was_wrapped_is_not_undone_around_it(fresh):
 
 
 def test_a_patch_under_untested_versions_warns_once_in_one_line(fresh, monkeypatch):
-    monkeypatch.setitem(TESTED, "transformers", VersionRange("5.1", "5.2"))
+    monkeypatch.setitem(TESTED_VERSIONS, "transformers", VersionRange("5.1", "5.2"))
     warn_of_untested.cache_clear()
     with pytest.warns(UserWarning, match="megatron_gdn was tested with") as warned:
         patch(fresh(DENSE))
