@@ -89,7 +89,7 @@ def parse_heads(text: str) -> tuple[int, int]:
         is_legal = False
     if not is_legal:
         raise argparse.ArgumentTypeError(
-            f"{_shortened(text)} is not KEY:VALUE, such as 16:32; key heads must "
+            f"{_shorten_text(text)} is not KEY:VALUE, such as 16:32; key heads must "
             f"divide value heads, of which there are at most {MOST_HEADS}"
         )
     return key_heads, value_heads
@@ -102,12 +102,12 @@ def parse_whole_number(text: str, most: int = 2**31 - 1) -> int:
     has_few_digits = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
     if not has_few_digits or not 1 <= int(text) <= most:
         raise argparse.ArgumentTypeError(
-            f"{_shortened(text)} is not a whole number from 1 to {most}"
+            f"{_shorten_text(text)} is not a whole number from 1 to {most}"
         )
     return int(text)
 
 
-def _shortened(text: str) -> str:
+def _shorten_text(text: str) -> str:
     """``text`` for a message, cut if it is long."""
     if len(text) <= 40:
         return text

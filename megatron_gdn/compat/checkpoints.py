@@ -338,8 +338,8 @@ def _add_note(
 
 # Wrap DistributedOptimizer.load_parameter_state_from_dp_zero and
 # TorchDistLoadShardedStrategy.load.
-explain_file_sizes = partial(_add_note, _FILE_SIZE_ERROR, _FILE_SIZE_NOTE)
-explain_bucket_sizes = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
+explain_file_size_error = partial(_add_note, _FILE_SIZE_ERROR, _FILE_SIZE_NOTE)
+explain_bucket_size_error = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
 
 # megatron-core 0.19 stores ``in_proj.bias`` as one tensor: the shards of the
 # tensor-parallel ranks, one after another. A load at another tensor-parallel size puts
@@ -433,12 +433,12 @@ def load_sections_from_whole_tensor(
         )
         return state[key]
 
-    def read(section: ShardedTensor) -> Tensor:
+    def read_section(section: ShardedTensor) -> Tensor:
         """The rows of ``section`` on this rank."""
         key = _section_rows[section.key].whole_key
         return _rows_of_section(section, whole_tensor(key), stored[key])
 
-    dict_list_map_inplace(read, upstream)
+    dict_list_map_inplace(read_section, upstream)
     loaded = load(strategy, others, checkpoint_dir, *args, **kwargs)
     merge(loaded, upstream)
     return loaded

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from . import versions
 from .checkpoints import (
-    explain_bucket_sizes,
-    explain_file_sizes,
+    explain_bucket_size_error,
+    explain_file_size_error,
     leave_strides_out,
     load_sections_from_whole_tensor,
     log_repair,
@@ -124,11 +124,11 @@ def repair_mixed_dtype_optimizers() -> None:
             (files, "load_tensors_metadata", leave_strides_out)
         ],
         versions.SIZE_ERRORS_WITHOUT_NAMES: [
-            (distributed, "load_parameter_state_from_dp_zero", explain_file_sizes),
+            (distributed, "load_parameter_state_from_dp_zero", explain_file_size_error),
             (distributed, "sharded_param_state_dp_reshardable", warn_on_dp_reshardable),
             (distributed, "save_parameter_state", warn_on_torch_file),
             (ChainedOptimizer, "save_parameter_state", warn_on_torch_file),
-            (files, "load", explain_bucket_sizes),
+            (files, "load", explain_bucket_size_error),
         ],
     }
     for fault, methods in repairs.items():

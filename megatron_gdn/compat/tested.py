@@ -42,8 +42,8 @@ def why_untested(package: str, installed: str) -> str | None:
     """A phrase that says why version ``installed`` of ``package`` is untested; None if
     it was tested.
 
-    Versions are compared by their first two numbers. A package that is not in `TESTED_VERSIONS`
-    counts as tested.
+    Versions are compared by their first two numbers. A package that is not in
+    `TESTED_VERSIONS` counts as tested.
     """
     tested = TESTED_VERSIONS.get(package)
     if tested is None:

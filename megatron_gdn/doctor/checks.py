@@ -38,7 +38,7 @@ _TRAINING_EXTRAS = ("fla", "te", "hf")
 _HOPPER_MAJOR = 9  # the major number of Hopper's compute capability
 # the rule's output, and the gradients of its inputs
 _RESULT_NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
-_REPEATS = 10
+_REPEAT_COUNT = 10
 
 
 class Finding(NamedTuple):
@@ -251,9 +251,9 @@ def _ratio(error: float, other: float) -> float:
 
 
 def _check_repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Finding:
-    """Check that _REPEATS runs of ``rule`` give equal bits."""
+    """Check that _REPEAT_COUNT runs of ``rule`` give equal bits."""
     first = _run_rule(rule, inputs, documents)
-    for repeat in range(1, _REPEATS):
+    for repeat in range(1, _REPEAT_COUNT):
         results = _run_rule(rule, inputs, documents)
         different = [
             name
@@ -265,7 +265,9 @@ def _check_repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Find
                 "repeats", "wrong", f"{', '.join(different)} differ in repeat {repeat}"
             )
     return Finding(
-        "repeats", "ok", f"{_REPEATS} repeats equal in {len(_RESULT_NAMES)} tensors"
+        "repeats",
+        "ok",
+        f"{_REPEAT_COUNT} repeats equal in {len(_RESULT_NAMES)} tensors",
     )
 
 

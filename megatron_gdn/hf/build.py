@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..kda.sizes import CONFIG_FIELD_OF_LOW_RANK
-from .kimi import KIMI
+from .kimi import KIMI_ARCHITECTURE
 from .model_map import HFModelConfig, MegatronModelKind, read_hf_config
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def build_model(
 
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    if spec is None and hf.architecture == KIMI:
+    if spec is None and hf.architecture == KIMI_ARCHITECTURE:
         spec = _kimi_stack_spec(hf, te_or_local, options)
     spec = spec or hybrid_stack_spec(
         te_or_local,
@@ -296,7 +296,7 @@ def _launch_arguments(
     del settings["activation_func"]
     spec = "gpt_block_spec"
     if model == "hybrid":
-        if config.architecture == KIMI:
+        if config.architecture == KIMI_ARCHITECTURE:
             spec = "kimi_linear_stack_spec"
         elif "qk_layernorm" in settings:
             spec = "gdn_qk_norm_hybrid_stack_spec"

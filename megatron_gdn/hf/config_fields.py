@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from .json_files import shown
+from .json_files import short_text
 
 _MAX_INT32 = 2**31 - 1
 _MAX_LAYERS = 10_000
@@ -76,7 +76,9 @@ def _setting_field(meaning: str, *values: object) -> Field:
         """Whether ``value`` is one of ``values``, with its type: 1 is not True."""
         return any(type(value) is type(legal) and value == legal for legal in values)
 
-    return Field(meaning, " or ".join(map(shown, values)), is_legal, is_setting=True)
+    return Field(
+        meaning, " or ".join(map(short_text, values)), is_legal, is_setting=True
+    )
 
 
 def _list_field(meaning: str, legal: str, is_legal: Callable[[Any], bool]) -> Field:
@@ -282,7 +284,7 @@ FIELD_TABLE: dict[str, Field] = {
 
 
 def check_field(
-    name: str, value: object, where: str, table_name: str | None = None
+    name: str, value: object, where: str, name_in_table: str | None = None
 ) -> Any:
     """Return ``value`` if it is legal for the field ``name``, else raise a ValueError.
 
@@ -293,19 +295,19 @@ def check_field(
         name: the field's name in the file.
         value: the field's value in the file.
         where: the file's name, for errors.
-        table_name: the field's name in `FIELD_TABLE`; None: ``name``.
+        name_in_table: the field's name in `FIELD_TABLE`; None: ``name``.
     """
-    field = FIELD_TABLE[table_name or name]
+    field = FIELD_TABLE[name_in_table or name]
     if field.is_legal(value):
         return value
     if field.is_setting:
         raise ValueError(
-            f"{where}: {name}={shown(value)} is not supported in whole models; it must "
+            f"{where}: {name}={short_text(value)} is not supported in whole models; it must "
             f"be {field.legal_values}. Layers convert one by one, see layer_from_hf of "
             "megatron_gdn.hf."
         )
     raise ValueError(
-        f"{where}: {name}={shown(value)} is not legal; {name} ({field.meaning}) must "
+        f"{where}: {name}={short_text(value)} is not legal; {name} ({field.meaning}) must "
         f"be {field.legal_values}."
     )
 
@@ -332,24 +334,24 @@ class ConfigFields:
         values: Mapping[str, Any],
         where: str,
         architecture: str = "model",
-        table_names: Mapping[str, str] | None = None,
+        names_in_table: Mapping[str, str] | None = None,
     ) -> None:
         """Read from ``values``, the parsed file.
 
         ``where`` (the file's name) and ``architecture`` (the model's class) are for
-        errors. ``table_names``: names of fields in the file -> their names in
+        errors. ``names_in_table``: names of fields in the file -> their names in
         `FIELD_TABLE`, where the two differ.
         """
         if not isinstance(values, Mapping):
             raise ValueError(
-                f"{where} must hold one JSON object, but holds {shown(values)}."
+                f"{where} must hold one JSON object, but holds {short_text(values)}."
             )
         self.where = where
         self._values = values
         self._architecture = architecture
         # names in `FIELD_TABLE` -> names in the file
         self._file_names = {
-            in_table: in_file for in_file, in_table in (table_names or {}).items()
+            in_table: in_file for in_file, in_table in (names_in_table or {}).items()
         }
 
     def __getitem__(self, name: str) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .config_fields import check_field
-from .json_files import shown
+from .json_files import short_text
 
 # Reason -> fields that, for this reason, change no number of a built model. Every model
 # of transformers may have these fields.
@@ -56,7 +56,7 @@ class FieldGroups(NamedTuple):
     # other names of fields that files may have -> canonical names
     other_names: Mapping[str, str] = {}
     # canonical names -> names in `config_fields.FIELD_TABLE`, where the two differ
-    table_names: Mapping[str, str] = {}
+    names_in_table: Mapping[str, str] = {}
 
     def canonical_fields(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The fields ``values`` of the file ``where`` by their canonical names. Fields
@@ -73,8 +73,8 @@ class FieldGroups(NamedTuple):
             value = found.pop(name)
             if found.setdefault(canonical, value) != value:
                 raise ValueError(
-                    f"{where}: {name}={shown(value)} and "
-                    f"{canonical}={shown(found[canonical])} are one setting of a "
+                    f"{where}: {name}={short_text(value)} and "
+                    f"{canonical}={short_text(found[canonical])} are one setting of a "
                     f"{self.model_name}; give one value."
                 )
         found = {
@@ -85,10 +85,10 @@ class FieldGroups(NamedTuple):
         unknown = sorted(found.keys() - self.read_fields - self.setting_fields)
         if unknown:
             raise ValueError(
-                f"{where}: {shown(unknown)} are not known as fields of a "
+                f"{where}: {short_text(unknown)} are not known as fields of a "
                 f"{self.model_name}, and could change the model. Remove them if they "
                 "do not."
             )
         for name in sorted(self.setting_fields & found.keys()):
-            check_field(name, found[name], where, self.table_names.get(name))
+            check_field(name, found[name], where, self.names_in_table.get(name))
         return found

@@ -31,7 +31,7 @@ from ..compat.mixed_dtype_optimizers import repair_mixed_dtype_optimizers
 from ..compat.one_process import in_one_process
 from ..compat.untrusted_checkpoints import untrusted_checkpoint, why_refused
 from .build import build_model, megatron_arguments
-from .json_files import read_object, shown
+from .json_files import read_object, short_text
 from .megatron_model import load_hf_weights, save_hf_weights
 from .model_map import HFModelConfig, MegatronModelKind, read_hf_config
 from .new_folder import new_folder, refuse_existing
@@ -177,7 +177,7 @@ def _iteration_folder_name(tracker: Path) -> str:
     if re.fullmatch("[0-9]{1,18}", content):
         return f"iter_{int(content):07d}"
     raise ValueError(
-        f"{tracker} holds {shown(content)}; legal are the number of an iteration, or "
+        f"{tracker} holds {short_text(content)}; legal are the number of an iteration, or "
         f"{_RELEASE_NAME!r}. Give the folder of one iteration."
     )
 
@@ -282,7 +282,7 @@ def _stores_zero_centred_gains(
     stored = getattr(args, "layernorm_zero_centered_gamma", stored)
     if not isinstance(stored, bool):
         raise ValueError(
-            f"{folder} was saved with layernorm_zero_centered_gamma={shown(stored)}; "
+            f"{folder} was saved with layernorm_zero_centered_gamma={short_text(stored)}; "
             "legal are True and False."
         )
     return stored
@@ -316,7 +316,7 @@ def _require_format(file: Path) -> None:
     backend = read_object(file).get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(
-            f"it has sharded_backend={shown(backend)}; only 'torch_dist' is read"
+            f"it has sharded_backend={short_text(backend)}; only 'torch_dist' is read"
         )
 
 
@@ -335,7 +335,7 @@ def _load_common_state(folder: Path) -> StateDict:
         ) from error
     if not isinstance(common, dict):
         raise ValueError(
-            f"the state beside its tensors is {shown(common)}, but must be a dict"
+            f"the state beside its tensors is {short_text(common)}, but must be a dict"
         )
     return common
 

@@ -42,7 +42,7 @@ def parse_object(content: bytes, where: str) -> JsonObject:
         raise ValueError(f"{where} is not JSON: {error}.") from error
     if not isinstance(parsed, dict):
         raise ValueError(
-            f"{where} must hold one JSON object, but holds {shown(parsed)}."
+            f"{where} must hold one JSON object, but holds {short_text(parsed)}."
         )
     return parsed
 
@@ -53,12 +53,12 @@ def _with_each_key_once(pairs: list[tuple[str, object]]) -> JsonObject:
     found: JsonObject = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {shown(key)} is listed twice")
+            raise ValueError(f"the key {short_text(key)} is listed twice")
         found[key] = value
     return found
 
 
-def shown(value: object) -> str:
+def short_text(value: object) -> str:
     """A value of a JSON file as one short line, for an error."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)

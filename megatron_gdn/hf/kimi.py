@@ -23,10 +23,10 @@ from ..kda.sizes import KDADims
 from ..mixers.tensor_map import TensorMap, tensor_map
 from .config_fields import ConfigFields, check_field
 from .field_groups import FieldGroups, fields_without_effect
-from .json_files import shown
+from .json_files import short_text
 
 # transformers' class
-KIMI = "KimiLinearForCausalLM"
+KIMI_ARCHITECTURE = "KimiLinearForCausalLM"
 
 # Attributes of built layers -> the values with which the published models compute. No
 # field of the config sets `norm_epsilon`, the epsilon of the norms inside latent
@@ -109,14 +109,14 @@ KIMI_FIELDS = FieldGroups(
         "num_local_experts": "num_experts",
         "num_shared_experts": "n_shared_experts",
     },
-    table_names={
+    names_in_table={
         "n_group": "expert_groups",
         "topk_group": "chosen_expert_groups",
         "n_shared_experts": "shared_experts",
     },
 )
-_MIXER_SYMBOLS = {"linear_attention": "K", "full_attention": "+"}
-_MLP_SYMBOLS = {"dense": "-", "sparse": "E"}
+_SYMBOL_OF_MIXER_TYPE = {"linear_attention": "K", "full_attention": "+"}
+_SYMBOL_OF_MLP_TYPE = {"dense": "-", "sparse": "E"}
 
 
 def canonical_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def canonical_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         canonical = _NAMES_OUTSIDE_LINEAR_ATTN_CONFIG.get(name)
         if canonical is None:
             raise ValueError(
-                f"{where}: linear_attn_config has {shown(name)}, which is not known as "
+                f"{where}: linear_attn_config has {short_text(name)}, which is not known as "
                 "a field of a Kimi Linear, and could change the model. Remove it if it "
                 "does not."
             )
@@ -143,8 +143,8 @@ def canonical_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             values[canonical] = value
         elif outside != value:
             raise ValueError(
-                f"{where}: linear_attn_config has {name}={shown(value)}, and "
-                f"{canonical}={shown(outside)}; give one value."
+                f"{where}: linear_attn_config has {name}={short_text(value)}, and "
+                f"{canonical}={short_text(outside)}; give one value."
             )
     return KIMI_FIELDS.canonical_fields(values, where)
 
@@ -155,7 +155,7 @@ def pattern_of(fields: ConfigFields) -> str:
     other."""
     count = fields["num_hidden_layers"]
     listed_types = _mixer_types_of_lists(fields, count)
-    mixers = _layer_symbols("layer_types", _MIXER_SYMBOLS, fields, listed_types)
+    mixers = _layer_symbols("layer_types", _SYMBOL_OF_MIXER_TYPE, fields, listed_types)
     if mixers is None:
         # transformers' default: '+' in the layers 4, 8, ..., counted from 0
         mixers = ["K"] * count
@@ -165,7 +165,9 @@ def pattern_of(fields: ConfigFields) -> str:
     types_by_count = None
     if dense_count is not None:
         types_by_count = (["dense"] * dense_count + ["sparse"] * count)[:count]
-    mlps = _layer_symbols("mlp_layer_types", _MLP_SYMBOLS, fields, types_by_count)
+    mlps = _layer_symbols(
+        "mlp_layer_types", _SYMBOL_OF_MLP_TYPE, fields, types_by_count
+    )
     if mlps is None:
         # transformers' default, too: experts in every layer but the first
         mlps = ["-"] + ["E"] * (count - 1)
@@ -183,7 +185,7 @@ def _mixer_types_of_lists(fields: ConfigFields, count: int) -> list[str] | None:
     if numbers != list(range(1, count + 1)):
         raise ValueError(
             f"{fields.where}: kda_layers and full_attn_layers must name each of the "
-            f"{count} layers once, from 1; they name {shown(numbers)}."
+            f"{count} layers once, from 1; they name {short_text(numbers)}."
         )
     return [
         "full_attention" if n in (full or []) else "linear_attention"
@@ -211,14 +213,14 @@ def _layer_symbols(
         return None
     if other_types is not None and list(types) != other_types:
         raise ValueError(
-            f"{fields.where}: {name}={shown(types)} contradicts the fields that give "
-            f"{shown(other_types)}; give one of them."
+            f"{fields.where}: {name}={short_text(types)} contradicts the fields that give "
+            f"{short_text(other_types)}; give one of them."
         )
     unknown = sorted(set(types) - symbols.keys())
     if unknown or len(types) != count:
         raise ValueError(
             f"{fields.where}: {name} must be {count} times one of "
-            f"{', '.join(map(repr, symbols))}; it is {shown(types)}."
+            f"{', '.join(map(repr, symbols))}; it is {short_text(types)}."
         )
     return [symbols[layer_type] for layer_type in types]
 

@@ -192,7 +192,7 @@ class _ExportedTensors:
     ) -> None:
         """``like``, ``fp32_gates``: as for `save_hf_weights`."""
         plan, self._params = _plan_model(model, read_hf_config(like.folder), like)
-        self._wrappers = _adapter_wrappers(_unwrap_model(model))
+        self._wrapper_of_weight = _adapter_wrappers(_unwrap_model(model))
         self._like_files = like
         self._fp32_gates = fp32_gates
         self.rounded_keys: set[str] = set()
@@ -213,12 +213,12 @@ class _ExportedTensors:
         ``like``. Raise a ValueError if a value is NaN or inf."""
         if key not in self._maps_of_key:
             return self._like_files.read(key)
-        computed = self._compute(key)
+        tensor = self._compute_tensor(key)
         # Every tensor-parallel rank computes the full tensor, so all ranks raise.
-        require_finite(computed, f"the model's {key}", "Export other weights")
-        return computed
+        require_finite(tensor, f"the model's {key}", "Export other weights")
+        return tensor
 
-    def _compute(self, key: str) -> Tensor:
+    def _compute_tensor(self, key: str) -> Tensor:
         """The tensor ``key`` of the written files, from the model's weights."""
         maps = self._maps_of_key[key]
         entry, source = maps[0]
@@ -267,7 +267,7 @@ class _ExportedTensors:
         parameter = next(
             self._params[name] for name in entry.names if name in self._params
         )
-        wrapper = self._wrappers.get(parameter)
+        wrapper = self._wrapper_of_weight.get(parameter)
         # Reading the merged weight is a collective of the tensor-parallel ranks.
         if wrapper is None:
             weight = parameter

@@ -31,18 +31,18 @@ from ..mixers.tensor_map import HFRef, TensorMap, rows_by_group, tensor_map
 from ..ops.delta_rule.sizes import LINEAR_SIZES
 from . import kimi, nemotron, qwen
 from .config_fields import ConfigFields
-from .json_files import read_object, shown
-from .kimi import KIMI
+from .json_files import read_object, short_text
+from .kimi import KIMI_ARCHITECTURE
 from .state_dict_adapter import GDN_FP32_CHECKPOINT_ARCHITECTURES
 
 # Megatron's model class: HybridModel or GPTModel.
 MegatronModelKind = Literal["hybrid", "gpt"]
 
-EMBEDDING = "embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
+EMBEDDING_KEY = "embed_tokens.weight"
+LM_HEAD_KEY = "lm_head.weight"
 # transformers' class of a model with Mamba2 layers, which can be built, but not filled
 # from files
-NEMOTRON = "NemotronHForCausalLM"
+NEMOTRON_ARCHITECTURE = "NemotronHForCausalLM"
 
 # Symbol of a layer ("": every layer) -> fields of a TransformerConfig -> names of these
 # fields in `FIELD_TABLE`.
@@ -117,14 +117,14 @@ class HFModelConfig:
     def published_options(self) -> dict[str, Any]:
         """Attributes of built layers -> the values with which the published model
         computes."""
-        if self.architecture == KIMI:
+        if self.architecture == KIMI_ARCHITECTURE:
             return kimi.PUBLISHED_OPTIONS
         return _PUBLISHED_OPTIONS
 
     @property
     def stores_gains_minus_1(self) -> bool:
         """Whether the files, and a built model, hold the gains of norms minus 1."""
-        return self.architecture != KIMI
+        return self.architecture != KIMI_ARCHITECTURE
 
     @property
     def gdn(self) -> GDNDims:
@@ -165,7 +165,7 @@ class HFModelConfig:
         pattern = self.hybrid_layer_pattern
         settings = dict(vars(self.sizes))
         settings |= {"normalization": "RMSNorm", "add_bias_linear": False}
-        if self.architecture == NEMOTRON:
+        if self.architecture == NEMOTRON_ARCHITECTURE:
             from megatron.core.activations import squared_relu
 
             settings |= {"gated_linear_unit": False, "activation_func": squared_relu}
@@ -173,7 +173,7 @@ class HFModelConfig:
                 "moe_router_score_function": "sigmoid",
                 "moe_router_enable_expert_bias": True,
             }
-        elif self.architecture == KIMI:
+        elif self.architecture == KIMI_ARCHITECTURE:
             settings |= {"gated_linear_unit": True, "activation_func": F.silu}
             settings |= kimi.settings_of(pattern)
             expert_settings = {}
@@ -195,7 +195,7 @@ class HFModelConfig:
                 f"{self.architecture} has Mamba2 layers, and a GPTModel cannot have "
                 "any; use model='hybrid' (pretrain_hybrid.py)."
             )
-        if self.architecture == KIMI:
+        if self.architecture == KIMI_ARCHITECTURE:
             raise NotImplementedError(
                 f"{self.architecture} has Kimi Delta Attention, and this package builds "
                 "no GPTModel with it; use model='hybrid' (pretrain_hybrid.py)."
@@ -243,19 +243,21 @@ def parse_hf_config(
             type or value, or contradicts another field.
     """
     top = ConfigFields(config, where)
-    known = sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES) + [KIMI]
+    known = sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES) + [KIMI_ARCHITECTURE]
     named = top.get("architectures", [])
-    architecture = next((name for name in named if name in known + [NEMOTRON]), None)
+    architecture = next(
+        (name for name in named if name in known + [NEMOTRON_ARCHITECTURE]), None
+    )
     if architecture is None:
         reasons = "".join(_WHAT_MEGATRON_LACKS.get(name, "") for name in named)
         raise ValueError(
-            f"unknown architecture {shown(named)}; known: {', '.join(known)}. {reasons}"
+            f"unknown architecture {short_text(named)}; known: {', '.join(known)}. {reasons}"
             "Linear-attention layers of other models convert one by one, see "
             "layer_from_hf of megatron_gdn.hf."
         )
-    if architecture == KIMI:
+    if architecture == KIMI_ARCHITECTURE:
         return _kimi_config(config, where)
-    if architecture == NEMOTRON:
+    if architecture == NEMOTRON_ARCHITECTURE:
         return _nemotron_config(config, where)
     text = top.get("text_config", {}) or config
     values = qwen.canonical_fields(config, text, architecture, where)
@@ -299,7 +301,7 @@ def _sizes_of(fields: ConfigFields, pattern: str) -> SimpleNamespace:
 def _nemotron_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
     """The config of a NemotronH, from the parsed file ``config``."""
     values = nemotron.NEMOTRON_FIELDS.canonical_fields(config, where)
-    fields = ConfigFields(values, where, NEMOTRON, nemotron.TABLE_NAMES)
+    fields = ConfigFields(values, where, NEMOTRON_ARCHITECTURE, nemotron.NAMES_IN_TABLE)
     pattern = nemotron.pattern_of(fields)
     sizes = _sizes_of(fields, pattern)
     # The defaults are those of transformers.
@@ -310,7 +312,7 @@ def _nemotron_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
         scaling = fields.get("routed_scaling_factor", 1.0)
         sizes.moe_router_topk_scaling_factor = scaling
     return HFModelConfig(
-        architecture=NEMOTRON,
+        architecture=NEMOTRON_ARCHITECTURE,
         hybrid_layer_pattern=pattern,
         sizes=sizes,
         vocab_size=fields["vocab_size"],
@@ -324,10 +326,12 @@ def _nemotron_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
 def _kimi_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
     """The config of a Kimi Linear, from the parsed file ``config``."""
     values = kimi.canonical_fields(config, where)
-    fields = ConfigFields(values, where, KIMI, kimi.KIMI_FIELDS.table_names)
+    fields = ConfigFields(
+        values, where, KIMI_ARCHITECTURE, kimi.KIMI_FIELDS.names_in_table
+    )
     pattern = kimi.pattern_of(fields)
     return HFModelConfig(
-        architecture=KIMI,
+        architecture=KIMI_ARCHITECTURE,
         hybrid_layer_pattern=pattern,
         sizes=kimi.sizes_of(fields, pattern),
         vocab_size=fields["vocab_size"],
@@ -343,8 +347,8 @@ def text_model_prefix(keys: Iterable[str]) -> str:
     ``keys`` are all keys of the files.
     """
     for key in keys:
-        if key.startswith("model.") and key.endswith(f".{EMBEDDING}"):
-            return key.removesuffix(EMBEDDING)
+        if key.startswith("model.") and key.endswith(f".{EMBEDDING_KEY}"):
+            return key.removesuffix(EMBEDDING_KEY)
     return "model."
 
 
@@ -373,7 +377,7 @@ def model_maps(
         names = (embedding, output)
     else:
         names = (embedding,)
-    source = {text_prefix + EMBEDDING: (vocab, hidden)}
+    source = {text_prefix + EMBEDDING_KEY: (vocab, hidden)}
     yield tensor_map(names, source, 0, pad_rows=True)
     pattern = config.hybrid_layer_pattern
     for layer in range(len(pattern) // 2):
@@ -385,7 +389,7 @@ def model_maps(
             mixer_prefix = f"decoder.layers.{layer}."
             mlp_prefix = mixer_prefix
         hf_prefix = f"{text_prefix}layers.{layer}."
-        if config.architecture == KIMI:
+        if config.architecture == KIMI_ARCHITECTURE:
             yield from kimi.layer_maps(
                 symbols,
                 mixer_prefix,
@@ -409,7 +413,7 @@ def model_maps(
     key = f"{text_prefix}norm.weight"
     yield _norm_map(final_norm, key, hidden, config, zero_centered_gamma)
     if not config.tied:
-        yield tensor_map(output, {LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
+        yield tensor_map(output, {LM_HEAD_KEY: (vocab, hidden)}, 0, pad_rows=True)
 
 
 def _qwen_mixer_maps(

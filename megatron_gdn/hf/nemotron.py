@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from .config_fields import ConfigFields
 from .field_groups import FieldGroups, fields_without_effect
-from .json_files import shown
+from .json_files import short_text
 
 # Fields of a NemotronH -> their names in `config_fields.FIELD_TABLE`. The table has the
 # names that other models use.
-TABLE_NAMES = {
+NAMES_IN_TABLE = {
     "layer_norm_epsilon": "rms_norm_eps",
     "n_routed_experts": "num_experts",
     "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
@@ -100,9 +100,9 @@ NEMOTRON_FIELDS = FieldGroups(
     setting_fields=frozenset(SETTING_FIELDS),
     without_effect=FIELDS_WITHOUT_EFFECT,
     other_names=_OTHER_NAMES,
-    table_names=TABLE_NAMES,
+    names_in_table=NAMES_IN_TABLE,
 )
-_SYMBOL_OF_BLOCK = {
+_SYMBOL_OF_BLOCK_TYPE = {
     "attention": "*",
     "full_attention": "*",
     "linear_attention": "M",
@@ -121,12 +121,12 @@ def pattern_of(fields: ConfigFields) -> str:
         pattern = fields["hybrid_override_pattern"]
     else:
         source = "layers_block_type"
-        pattern = "".join(_SYMBOL_OF_BLOCK[block] for block in blocks)
+        pattern = "".join(_SYMBOL_OF_BLOCK_TYPE[block] for block in blocks)
         given = fields.get("hybrid_override_pattern", pattern)
         if given != pattern:
             raise ValueError(
                 f"{fields.where}: hybrid_override_pattern has the layers "
-                f"{shown(given)}, and layers_block_type has {shown(pattern)}."
+                f"{short_text(given)}, and layers_block_type has {short_text(pattern)}."
             )
     count = fields.get("num_hidden_layers", len(pattern))
     if count != len(pattern):

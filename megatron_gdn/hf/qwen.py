@@ -8,7 +8,7 @@ from typing import Any
 
 from .config_fields import ConfigFields
 from .field_groups import FieldGroups, fields_without_effect
-from .json_files import shown
+from .json_files import short_text
 
 # Three sets of fields that are read: for every model; for models with experts; for
 # Qwen3-Next, in which each layer has an MLP or experts.
@@ -92,7 +92,7 @@ QWEN3_5_FIELDS = FieldGroups(
             """
         }
     ),
-    table_names={"num_experts": "no_experts"},
+    names_in_table={"num_experts": "no_experts"},
 )
 # Each layer has experts.
 QWEN3_5_MOE_FIELDS = FieldGroups(
@@ -104,7 +104,7 @@ QWEN3_5_MOE_FIELDS = FieldGroups(
     without_effect=fields_without_effect(
         _FIELDS_WITHOUT_EFFECT | {"the model has no MLP": "intermediate_size"}
     ),
-    table_names={
+    names_in_table={
         "decoder_sparse_step": "every_layer_sparse",
         "mlp_only_layers": "no_mlp_only_layers",
     },
@@ -168,8 +168,8 @@ def _with_rotary_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]
             ropes[name] = rope
     if len(ropes) == 2 and ropes["rope_parameters"] != ropes["rope_scaling"]:
         raise ValueError(
-            f"{where}: rope_parameters={shown(ropes['rope_parameters'])} and "
-            f"rope_scaling={shown(ropes['rope_scaling'])} are one setting; give one."
+            f"{where}: rope_parameters={short_text(ropes['rope_parameters'])} and "
+            f"rope_scaling={short_text(ropes['rope_scaling'])} are one setting; give one."
         )
     for name, given in ropes.items():
         rope = {key: value for key, value in given.items() if value is not None}
@@ -180,8 +180,8 @@ def _with_rotary_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]
         unknown = sorted(rope.keys() - set(_ROPE_FIELDS + _ROPE_FIELDS_WITHOUT_EFFECT))
         if rope.get("rope_type", "default") == "default" and unknown:
             raise ValueError(
-                f"{where}: {name}={shown(given)} is not legal; its fields must be "
-                f"{', '.join(_ROPE_FIELDS)}, and it has {shown(unknown)}, which could change "
+                f"{where}: {name}={short_text(given)} is not legal; its fields must be "
+                f"{', '.join(_ROPE_FIELDS)}, and it has {short_text(unknown)}, which could change "
                 "the model."
             )
         for key in _ROPE_FIELDS:
@@ -190,8 +190,8 @@ def _with_rotary_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]
             outside = found.get(key)
             if outside is not None and outside != rope[key]:
                 raise ValueError(
-                    f"{where}: {key}={shown(outside)}, and {name} has {key}="
-                    f"{shown(rope[key])}; give one value."
+                    f"{where}: {key}={short_text(outside)}, and {name} has {key}="
+                    f"{short_text(rope[key])}; give one value."
                 )
             found[key] = rope[key]
     return found
@@ -214,7 +214,7 @@ def pattern_of(fields: ConfigFields, architecture: str) -> str:
         raise ValueError(
             f"{fields.where}: layer_types must be {count} times 'linear_attention' or "
             f"'full_attention'; it has {len(types)} entries"
-            f"{f' and also {shown(unknown)}' if unknown else ''}."
+            f"{f' and also {short_text(unknown)}' if unknown else ''}."
         )
     if interval is not None and list(types) != by_interval:
         raise ValueError(
@@ -237,7 +237,7 @@ def _mlp_or_expert_symbols(fields: ConfigFields, architecture: str, count: int) 
     mlp_only = set(fields.get("mlp_only_layers", []))
     if beyond := sorted(mlp_only - set(range(count))):
         raise ValueError(
-            f"{fields.where}: mlp_only_layers has {shown(beyond)}; the layers are 0 to "
+            f"{fields.where}: mlp_only_layers has {short_text(beyond)}; the layers are 0 to "
             f"{count - 1}."
         )
     symbols = ""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..command_line import one_line
 from ..mixers.tensor_map import bits_of
-from .json_files import parse_object, read_object, shown
+from .json_files import parse_object, read_object, short_text
 from .new_folder import new_folder
 
 logger = logging.getLogger(__name__)
@@ -250,17 +250,17 @@ class SafetensorsFolder:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(
                 f"{path} is not an index of weights: it needs a 'weight_map' of keys "
-                f"and file names, but has {shown(weight_map)}."
+                f"and file names, but has {short_text(weight_map)}."
             )
         if not isinstance(index.get("metadata", {}), dict):
             raise ValueError(
                 f"{path}: 'metadata' must be an object such as {{'total_size': 1234}}, "
-                f"but is {shown(index['metadata'])}."
+                f"but is {short_text(index['metadata'])}."
             )
         for key, name in weight_map.items():
             if not _is_plain_name(name):
                 raise ValueError(
-                    f"{path} says that {shown(key)} is in {shown(name)}; legal are "
+                    f"{path} says that {short_text(key)} is in {short_text(name)}; legal are "
                     "names of .safetensors files inside the folder, without a path. "
                     "Download the index again."
                 )
@@ -337,7 +337,7 @@ def _require_legal_header(path: Path) -> None:
     for key in header:
         if not key.isprintable() or len(key) > _MAX_KEY_LENGTH:
             raise ValueError(
-                f"{path} has a tensor with the key {shown(key)}; legal are at most "
+                f"{path} has a tensor with the key {short_text(key)}; legal are at most "
                 f"{_MAX_KEY_LENGTH} printable characters."
             )
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from ..mixers.tensor_map import TensorMap
 from .model_map import (
-    EMBEDDING,
-    LM_HEAD,
-    NEMOTRON,
+    EMBEDDING_KEY,
+    LM_HEAD_KEY,
+    NEMOTRON_ARCHITECTURE,
     HFModelConfig,
     MegatronModelKind,
     model_maps,
@@ -63,7 +63,7 @@ def _require_config_fits_files(
     hidden = sizes.hidden_size
     text_prefix = text_model_prefix(specs)
     embedding_shape = (config.vocab_size, hidden)
-    _require_shape(text_prefix + EMBEDDING, embedding_shape, specs, model_text)
+    _require_shape(text_prefix + EMBEDDING_KEY, embedding_shape, specs, model_text)
     layers, experts = _count_layers_and_experts(text_prefix, specs)
     if layers != len(mixers):
         raise ValueError(
@@ -159,9 +159,9 @@ def plan_tensors(
             the config.
         NotImplementedError: weights are quantised, or the model is a NemotronH.
     """
-    if config.architecture == NEMOTRON:
+    if config.architecture == NEMOTRON_ARCHITECTURE:
         raise NotImplementedError(
-            f"whole models of {NEMOTRON} are not converted; "
+            f"whole models of {NEMOTRON_ARCHITECTURE} are not converted; "
             "megatron_gdn.hf.layer_from_hf converts one Mamba2 layer."
         )
     # An export copies the other tensors as they are, so these may be quantised.
@@ -182,10 +182,10 @@ def plan_tensors(
         )
     for key, shape in shapes.items():
         _require_shape(key, shape, specs, model_text)
-    if config.tied and LM_HEAD in specs:
-        aliases = {LM_HEAD: maps[0].sources[0].key}  # the first map is the embedding's
-    else:
-        aliases = {}
+    aliases = {}
+    if config.tied and LM_HEAD_KEY in specs:
+        # the first map is the embedding's
+        aliases[LM_HEAD_KEY] = maps[0].sources[0].key
     unmapped = [key for key in specs if key not in shapes and key not in aliases]
     unknown = [key for key in unmapped if not key.startswith(_PASSTHROUGH_PREFIXES)]
     if unknown:

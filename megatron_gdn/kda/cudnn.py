@@ -101,8 +101,8 @@ class _CudnnArguments:
                 "cuDNN computes a wrong output from 16-bit g on Hopper. Give "
                 "g.float(), or use backend='fla'."
             )
-        self.rows = inputs.v.shape[:2]  # (B, S)
-        B, S = self.rows
+        self.batch_shape = inputs.v.shape[:2]  # (B, S)
+        B, S = self.batch_shape
         device = inputs.v.device
         if documents is None:
             self.offsets = torch.arange(
@@ -181,7 +181,7 @@ class CudnnForward(RuleForward):
         o, last = self._run(
             arguments.token_inputs.v, arguments.transposed_states(initial)
         )
-        o = in_rows(o[None], arguments.rows)
+        o = in_rows(o[None], arguments.batch_shape)
         return RuleOutput(o, last if final else None, SavedForBackward())
 
 
@@ -234,8 +234,8 @@ class CudnnBackward(RuleBackward):
         """The gradients of the inputs; ``initial`` and ``d_final`` are ``[N, H, K, V]``
         or None (zeros)."""
         of_inputs = self._run(initial, d_final)[:5]
-        rows = self._arguments.rows
-        return RuleGrads(*(in_rows(x[None], rows) for x in of_inputs))
+        batch_shape = self._arguments.batch_shape
+        return RuleGrads(*(in_rows(x[None], batch_shape) for x in of_inputs))
 
 
 class CudnnKDA(Rule):

@@ -110,10 +110,10 @@ class KDAOptions(MixerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_bound("gate_lower_bound", self.gate_lower_bound)
+        _require_negative_bound("gate_lower_bound", self.gate_lower_bound)
 
 
-def _check_bound(name: str, bound: float | None) -> None:
+def _require_negative_bound(name: str, bound: float | None) -> None:
     """Raise a ValueError unless ``bound``, the lower bound of the log-decay, is None or
     below 0."""
     if bound is not None and not bound < 0:
@@ -234,7 +234,7 @@ class KimiDeltaAttention(RecurrentMixer):
         bound = given.gate_lower_bound
         if bound is None:
             bound = kda_fields["kda_lower_bound"]
-            _check_bound("kda_lower_bound", bound)
+            _require_negative_bound("kda_lower_bound", bound)
         if kda_fields["kda_safe_gate"] and bound is None:
             raise ValueError(
                 "kda_safe_gate=True bounds the forget gate, and no bound is given. Set "
@@ -278,20 +278,20 @@ class KimiDeltaAttention(RecurrentMixer):
     def project(self, hidden_states: Tensor) -> Tensor:
         """Rows query | key | value | g | gate | beta ``[s, B, P]``: g is the forget
         gate, gate the output gate, both in full width."""
-        return torch.cat(self._sections(hidden_states), dim=-1)
+        return torch.cat(self._project_sections(hidden_states), dim=-1)
 
     def project_rows_and_gates(
         self, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """The rows of :meth:`project`. If in_proj makes both gates, beta ``[s, B, H]``
         comes as a second tensor, so that the rows are not copied."""
-        sections = self._sections(hidden_states)
+        sections = self._project_sections(hidden_states)
         if self.dims.gates_in_in_proj:
             rows, beta = sections
             return rows, beta
         return torch.cat(sections, dim=-1), None
 
-    def _sections(self, x: Tensor) -> list[Tensor]:
+    def _project_sections(self, x: Tensor) -> list[Tensor]:
         """The columns of a row in order, one tensor per projection of the layer's input
         ``x [s, B, D]``: in_proj; the two gates, unless in_proj makes both; beta."""
         rows, _ = self.in_proj(x)

@@ -32,10 +32,12 @@ from ..gdn.flash_qla.builds import (
 )
 from .absent_gpu import HOPPER_ARCH
 
-_FORK = multiprocessing.get_context("fork")
+_FORK_CONTEXT = multiprocessing.get_context("fork")
 _SECONDS_BETWEEN_LINES = 5.0  # seconds between two lines of progress
 _TILELANG_TARGET = {"kind": "cuda", "arch": "sm_90a"}  # tilelang's name for Hopper
-_ALREADY_COMPILED = 3  # exit status of a fork whose kernel was in the cache already
+_STATUS_ALREADY_COMPILED = (
+    3  # exit status of a fork whose kernel was in the cache already
+)
 
 
 class Task(NamedTuple):
@@ -71,14 +73,16 @@ def run_tasks(
             while waiting and len(running) < limit:
                 task = waiting.popleft()
                 output = TemporaryFile("w+")  # noqa: SIM115 - closed below
-                process = _FORK.Process(target=_run_in_fork, args=(task, output))
+                process = _FORK_CONTEXT.Process(
+                    target=_run_in_fork, args=(task, output)
+                )
                 process.start()
                 running[process.sentinel] = task.name, process, output
             for ended in wait(list(running)):
                 name, process, output = running.pop(ended)
                 process.join()
                 compiled += process.exitcode == 0
-                if process.exitcode not in (0, _ALREADY_COMPILED):
+                if process.exitcode not in (0, _STATUS_ALREADY_COMPILED):
                     output.seek(0)
                     failures[name] = output.read() or "its process was killed"
                 output.close()
@@ -98,7 +102,7 @@ def run_tasks(
 
 def _run_in_fork(task: Task, output: TextIO) -> None:
     """Run ``task`` with ``output`` as stdout and stderr; exit with 0 or
-    _ALREADY_COMPILED.
+    _STATUS_ALREADY_COMPILED.
 
     Ctrl-C kills this fork at once, so that no traceback of it is printed.
     """
@@ -107,7 +111,7 @@ def _run_in_fork(task: Task, output: TextIO) -> None:
     for stream in (1, 2):  # compilers write to these file descriptors
         os.dup2(output.fileno(), stream)
     if not task.run():
-        sys.exit(_ALREADY_COMPILED)
+        sys.exit(_STATUS_ALREADY_COMPILED)
 
 
 @contextmanager
@@ -201,12 +205,12 @@ def _compile_triton(do_compile: Callable, *variant: object) -> bool:
     Triton's disk cache had the variant."""
     import triton
 
-    found: list[bool] = []
+    cache_hits: list[bool] = []
 
-    def record(**event: Any) -> None:
+    def store_cache_hit(**event: Any) -> None:
         """Triton calls this after a compilation or a hit in its cache."""
-        found.append(event["cache_hit"])
+        cache_hits.append(event["cache_hit"])
 
-    with patch.object(triton.knobs.compilation, "listener", record):
+    with patch.object(triton.knobs.compilation, "listener", store_cache_hit):
         do_compile(*variant)
-    return not all(found)
+    return not all(cache_hits)

@@ -219,8 +219,8 @@ def test_a_field_has_one_name_in_the_file(name):
     """So `ConfigFields` looks for a field by its name in the file alone."""
     groups = GROUPS[name]
     legal = groups.read_fields | groups.setting_fields
-    assert groups.table_names.keys() <= legal
-    assert not legal & set(groups.table_names.values())
+    assert groups.names_in_table.keys() <= legal
+    assert not legal & set(groups.names_in_table.values())
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gdn.compat import observe
 from megatron_gdn.compat.checkpoints import (
-    explain_bucket_sizes,
-    explain_file_sizes,
+    explain_bucket_size_error,
+    explain_file_size_error,
     load_sections_from_whole_tensor,
     register_sections_of_upstream,
     warn_on_dp_reshardable,
@@ -289,13 +289,13 @@ def test_a_load_warns_of_no_format(monkeypatch, is_loading):
     ("explain", "error", "way_out"),
     [
         (
-            explain_file_sizes,
+            explain_file_size_error,
             "Number of unpadded elements must be same in current run (96) and "
             "checkpoint (64)",
             f"--auto-detect-ckpt-format {FULLY};",
         ),
         (
-            explain_bucket_sizes,
+            explain_bucket_size_error,
             "Global shape mismatch for loaded (8) and expected (9) tensor for key "
             "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0",
             f"save it again with {FULLY} ",

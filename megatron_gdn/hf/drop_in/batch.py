@@ -272,7 +272,9 @@ def _require_one_batch(
     compared["numbers of offsets"] = len(offsets)
     compared["offsets"] = zlib.crc32(offsets)  # a checksum of all offsets
     # [cp, number of compared values]
-    of_ranks = _gather(torch.tensor(list(compared.values()), device="cpu"), share)
+    of_ranks = _gather_to_host(
+        torch.tensor(list(compared.values()), device="cpu"), share
+    )
     differs = (of_ranks != of_ranks[0]).any(0).tolist()
     if any(differs):
         raise ValueError(
@@ -290,7 +292,7 @@ def _require_one_batch(
         )
 
 
-def _gather(tensor: Tensor, share: MicroBatchShare) -> Tensor:
+def _gather_to_host(tensor: Tensor, share: MicroBatchShare) -> Tensor:
     """All ranks' tensors as ``[cp, ...]`` on the host; they must have one shape."""
     if share.group is None:
         return tensor[None].cpu()
@@ -342,7 +344,7 @@ def _with_sequence_layout(
             "the rows of seq_index differ; all rows of a batch must be cut alike for "
             "context parallelism. Pass one row."
         )
-    index_of_ranks = _gather(index[0], share)  # [cp, s]
+    index_of_ranks = _gather_to_host(index[0], share)  # [cp, s]
     for layout, lengths in lengths_of_layout.items():
         # positions_of raises if the layout cannot cut the lengths
         with suppress(SizeError):

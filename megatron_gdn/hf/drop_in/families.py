@@ -289,7 +289,7 @@ def refuse_unsupported_modules(config: Any, feature: str) -> None:
 
 
 # Functions in transformers' modeling files that may be kernels of another package.
-_KERNEL_FUNCTIONS = (
+_KERNEL_FUNCTION_NAMES = (
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "torch_chunk_gated_delta_rule",
@@ -314,7 +314,7 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
         if cls is None:
             continue
         modeling = sys.modules[cls.__module__]
-        for name in _KERNEL_FUNCTIONS:
+        for name in _KERNEL_FUNCTION_NAMES:
             chosen = getattr(modeling, name, None)
             # A chosen kernel wraps transformers' function in plain torch. A partial was
             # set by an earlier call; it is no function, so it stays.

@@ -277,7 +277,7 @@ def test_places_of_tokens_give_the_layout_and_what_it_cuts(layout, monkeypatch):
     layout = SequenceLayout(layout)
     cut = (8, 16) if layout is SequenceLayout.ZIGZAG else (24,)
     places = positions(cut, 2, layout)
-    monkeypatch.setattr(batch, "_gather", lambda index, share: places)
+    monkeypatch.setattr(batch, "_gather_to_host", lambda index, share: places)
     sources = BoundarySources(cu_seqlens=torch.tensor([0, 8, 24]), seq_index=places[0])
     cpu = torch.device("cpu")
     share = MicroBatchShare(None, None, 2, 0, SequenceLayout.ZIGZAG, (24,), cpu)
