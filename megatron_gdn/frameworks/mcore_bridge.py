@@ -112,8 +112,8 @@ def _reorder_in_the_bridge() -> None:
         self: object, mg_attn: object, *args: object, **kwargs: object
     ) -> object:
         """Load or save the layer ``mg_attn``. If it is our layer, its rows are in the
-        bridge's order meanwhile. ``self``: the bridge; ``args`` and ``kwargs``: the other
-        arguments of its method."""
+        bridge's order meanwhile. ``self``: the bridge. ``args`` and ``kwargs``: the
+        other arguments of its method."""
         # mg_attn is None if another stage has it
         if not isinstance(mg_attn, GatedDeltaNet):
             return convert(self, mg_attn, *args, **kwargs)

@@ -302,13 +302,13 @@ def check_field(
         return value
     if field.is_setting:
         raise ValueError(
-            f"{where}: {name}={short_text(value)} is not supported in whole models; it must "
-            f"be {field.legal_values}. Layers convert one by one, see layer_from_hf of "
-            "megatron_gdn.hf."
+            f"{where}: {name}={short_text(value)} is not supported in whole models; it "
+            f"must be {field.legal_values}. Layers convert one by one, see "
+            "layer_from_hf of megatron_gdn.hf."
         )
     raise ValueError(
-        f"{where}: {name}={short_text(value)} is not legal; {name} ({field.meaning}) must "
-        f"be {field.legal_values}."
+        f"{where}: {name}={short_text(value)} is not legal; {name} ({field.meaning}) "
+        f"must be {field.legal_values}."
     )
 
 

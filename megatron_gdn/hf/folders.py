@@ -177,8 +177,8 @@ def _iteration_folder_name(tracker: Path) -> str:
     if re.fullmatch("[0-9]{1,18}", content):
         return f"iter_{int(content):07d}"
     raise ValueError(
-        f"{tracker} holds {short_text(content)}; legal are the number of an iteration, or "
-        f"{_RELEASE_NAME!r}. Give the folder of one iteration."
+        f"{tracker} holds {short_text(content)}; legal are the number of an iteration, "
+        f"or {_RELEASE_NAME!r}. Give the folder of one iteration."
     )
 
 
@@ -282,8 +282,9 @@ def _stores_zero_centred_gains(
     stored = getattr(args, "layernorm_zero_centered_gamma", stored)
     if not isinstance(stored, bool):
         raise ValueError(
-            f"{folder} was saved with layernorm_zero_centered_gamma={short_text(stored)}; "
-            "legal are True and False."
+            f"{folder} was saved with "
+            f"layernorm_zero_centered_gamma={short_text(stored)}; legal are True and "
+            "False."
         )
     return stored
 

@@ -132,9 +132,9 @@ def canonical_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         canonical = _NAMES_OUTSIDE_LINEAR_ATTN_CONFIG.get(name)
         if canonical is None:
             raise ValueError(
-                f"{where}: linear_attn_config has {short_text(name)}, which is not known as "
-                "a field of a Kimi Linear, and could change the model. Remove it if it "
-                "does not."
+                f"{where}: linear_attn_config has {short_text(name)}, which is not "
+                "known as a field of a Kimi Linear, and could change the model. Remove "
+                "it if it does not."
             )
         if value is None:
             continue
@@ -213,8 +213,8 @@ def _layer_symbols(
         return None
     if other_types is not None and list(types) != other_types:
         raise ValueError(
-            f"{fields.where}: {name}={short_text(types)} contradicts the fields that give "
-            f"{short_text(other_types)}; give one of them."
+            f"{fields.where}: {name}={short_text(types)} contradicts the fields that "
+            f"give {short_text(other_types)}; give one of them."
         )
     unknown = sorted(set(types) - symbols.keys())
     if unknown or len(types) != count:

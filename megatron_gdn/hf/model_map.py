@@ -251,8 +251,8 @@ def parse_hf_config(
     if architecture is None:
         reasons = "".join(_WHAT_MEGATRON_LACKS.get(name, "") for name in named)
         raise ValueError(
-            f"unknown architecture {short_text(named)}; known: {', '.join(known)}. {reasons}"
-            "Linear-attention layers of other models convert one by one, see "
+            f"unknown architecture {short_text(named)}; known: {', '.join(known)}. "
+            f"{reasons}Linear-attention layers of other models convert one by one, see "
             "layer_from_hf of megatron_gdn.hf."
         )
     if architecture == KIMI_ARCHITECTURE:

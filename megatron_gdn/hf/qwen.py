@@ -169,7 +169,8 @@ def _with_rotary_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]
     if len(ropes) == 2 and ropes["rope_parameters"] != ropes["rope_scaling"]:
         raise ValueError(
             f"{where}: rope_parameters={short_text(ropes['rope_parameters'])} and "
-            f"rope_scaling={short_text(ropes['rope_scaling'])} are one setting; give one."
+            f"rope_scaling={short_text(ropes['rope_scaling'])} are one setting; give "
+            "one."
         )
     for name, given in ropes.items():
         rope = {key: value for key, value in given.items() if value is not None}
@@ -181,8 +182,8 @@ def _with_rotary_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]
         if rope.get("rope_type", "default") == "default" and unknown:
             raise ValueError(
                 f"{where}: {name}={short_text(given)} is not legal; its fields must be "
-                f"{', '.join(_ROPE_FIELDS)}, and it has {short_text(unknown)}, which could change "
-                "the model."
+                f"{', '.join(_ROPE_FIELDS)}, and it has {short_text(unknown)}, which "
+                "could change the model."
             )
         for key in _ROPE_FIELDS:
             if key not in rope:
@@ -237,8 +238,8 @@ def _mlp_or_expert_symbols(fields: ConfigFields, architecture: str, count: int) 
     mlp_only = set(fields.get("mlp_only_layers", []))
     if beyond := sorted(mlp_only - set(range(count))):
         raise ValueError(
-            f"{fields.where}: mlp_only_layers has {short_text(beyond)}; the layers are 0 to "
-            f"{count - 1}."
+            f"{fields.where}: mlp_only_layers has {short_text(beyond)}; the layers are "
+            f"0 to {count - 1}."
         )
     symbols = ""
     for layer in range(count):

@@ -260,9 +260,9 @@ class SafetensorsFolder:
         for key, name in weight_map.items():
             if not _is_plain_name(name):
                 raise ValueError(
-                    f"{path} says that {short_text(key)} is in {short_text(name)}; legal are "
-                    "names of .safetensors files inside the folder, without a path. "
-                    "Download the index again."
+                    f"{path} says that {short_text(key)} is in {short_text(name)}; "
+                    "legal are names of .safetensors files inside the folder, without "
+                    "a path. Download the index again."
                 )
         return weight_map
 
@@ -337,8 +337,8 @@ def _require_legal_header(path: Path) -> None:
     for key in header:
         if not key.isprintable() or len(key) > _MAX_KEY_LENGTH:
             raise ValueError(
-                f"{path} has a tensor with the key {short_text(key)}; legal are at most "
-                f"{_MAX_KEY_LENGTH} printable characters."
+                f"{path} has a tensor with the key {short_text(key)}; legal are at "
+                f"most {_MAX_KEY_LENGTH} printable characters."
             )
 
 
