@@ -31,7 +31,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Iterable[str] | None = None, *others: Any, **named: Any
     ) -> tuple[Any, list[str]]:
-        """Parse ``args`` as argparse does, and store them for :meth:`_suggestion`."""
+        """Parse ``args`` (None: the command line) as argparse does, and store them for
+        :meth:`_suggestion`."""
         if args is None:
             self._arguments = sys.argv[1:]
         else:

@@ -298,7 +298,7 @@ def warn_on_dp_reshardable(
 
 def warn_on_torch_file(save: Callable, optimizer: object, filename: str) -> None:
     """Warn of fp32 parameters, then call ``save``, Megatron's method, which writes
-    ``filename``."""
+    ``filename``. ``optimizer`` may be a ChainedOptimizer, which has several."""
     flags = f"--ckpt-format torch_dist --auto-detect-ckpt-format {_RESHARDABLE_FLAG}"
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         _warn_of_fp32_parameters(member, "--ckpt-format torch", flags)

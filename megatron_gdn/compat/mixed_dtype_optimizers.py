@@ -270,7 +270,8 @@ def _store_all_parameters(
     is_loading: bool = False,
     metadata: object = None,
 ) -> StateDict:
-    """Wrap ``sharded_state_dict`` (``original``), to store fp32 parameters too.
+    """Wrap ``sharded_state_dict`` (``original``, with these arguments), to store fp32
+    parameters too.
 
     Megatron's method lists 16-bit parameters only. Under _HALF_MASTERS_KEY the result
     has the masters of 16-bit parameters by group, as Megatron's result has. Under

@@ -124,8 +124,8 @@ def _check_package(requirement: Requirement, extra: str | None) -> Finding:
 
 
 def _check_tested(name: str, installed: str) -> Finding:
-    """The finding about a package whose version ``installed`` should work: a note if
-    this version was not tested."""
+    """The finding about the package ``name``, whose version ``installed`` should work: a
+    note if this version was not tested."""
     why = why_untested(name, installed)
     if why is None:
         return Finding(name, "ok", installed)
@@ -302,8 +302,8 @@ def _rms_errors(
 def _random_inputs(
     sizes: HeadSizes, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> RuleInputs:
-    """Random inputs of a rule: one batch row of ``tokens``, with heads of ``sizes``; g
-    and beta are in fp32."""
+    """Random inputs of a rule: one batch row of ``tokens``, with heads of ``sizes``. q, k
+    and v have ``dtype``; g and beta are fp32."""
     generator = torch.Generator().manual_seed(1)
 
     def random_rows(*shape: int) -> Tensor:

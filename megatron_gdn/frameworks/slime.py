@@ -82,7 +82,8 @@ def get_qwen3_next_spec(
 def _spec_with_our_layer(
     model: str, args: Namespace, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Slime's block spec of ``model`` with our layer in place of slime's."""
+    """Slime's block spec of ``model`` with our layer in place of slime's; the other
+    arguments and the errors are those of :func:`get_qwen3_5_spec`."""
     if not config.layernorm_zero_centered_gamma:
         raise ValueError(
             "slime copies the norm weights of Qwen3.5 and Qwen3-Next from the files, "
@@ -161,7 +162,8 @@ def _wrap_converter(slime_converter: Callable) -> Callable:
     ) -> list[tuple[str, Tensor]]:
         """Convert ``param``, the Megatron parameter ``name``, to pairs (Hugging Face
         name, tensor). A parameter of our layer is in rank order, and its tensors get
-        the dtypes of the published files."""
+        the dtypes of the published files. ``args``: slime's arguments; ``model_name``:
+        slime's name of the model."""
         prefix, entry = _prefix_and_map(name, args.hf_checkpoint)
         if entry is None:
             return slime_converter(args, model_name, name, param)

@@ -322,8 +322,8 @@ def _require_format(file: Path) -> None:
 
 
 def _load_common_state(folder: Path) -> StateDict:
-    """The dict that Megatron stored beside the tensors, with the arguments of the run as
-    "args".
+    """The dict that Megatron stored in ``folder`` beside the tensors, with the arguments
+    of the run as "args".
 
     Raises a ValueError if the stored state has another form. Megatron's own errors
     would count as errors of the code (`_CODE_ERRORS`).

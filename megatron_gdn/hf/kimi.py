@@ -8,7 +8,8 @@ In ``tensor_map(names, sources, dim)``, ``names`` are Megatron's names and ``sou
 a dict: key in the files -> shape. Tensor-parallel ranks divide the dimension ``dim``;
 without ``dim`` every rank has the whole tensor. `TensorMap` has the other arguments.
 ``prefix`` is the start of Megatron's names, ``hf_prefix`` is the start of keys in the
-files. ``zero_centred``: Megatron stores the gains of norms minus 1.
+files. ``sizes``: the result of `sizes_of`. ``zero_centred``: Megatron stores the gains of
+norms minus 1.
 """
 
 from __future__ import annotations
@@ -341,8 +342,8 @@ def settings_of(pattern: str) -> dict[str, Any]:
 
 
 def kda_ranks(sizes: SimpleNamespace) -> dict[str, int]:
-    """The options of the 'K' layers: each of the two gates is a product of two matrices,
-    whose rank is the head's dim."""
+    """The options of the 'K' layers: the projection of each of the two gates is a product
+    of two matrices, whose rank is the dim of a head."""
     return {
         "forget_rank": sizes.linear_key_head_dim,
         "output_rank": sizes.linear_value_head_dim,

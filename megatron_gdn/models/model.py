@@ -120,8 +120,8 @@ class Model:
             )
 
     def saved_bytes(self, tp: int = 1, recompute: str = "none") -> int:
-        """Bytes per token that a Gated DeltaNet saves for its backward on a
-        tensor-parallel rank.
+        """Bytes per token that a Gated DeltaNet saves for its backward on one of ``tp``
+        tensor-parallel ranks.
 
         The number holds for bf16 with sequence parallelism, and for the rules flash_qla
         and fla. ``recompute`` is the layer's option, or ``"layer"`` for

@@ -215,7 +215,8 @@ def _gdn_layer(config: Config) -> LayerCounts:
 
 
 def _kda_layer(config: Config, options: Mapping[str, int | None]) -> LayerCounts:
-    """The parameters and multiply-adds of a Kimi Delta Attention layer."""
+    """The parameters and multiply-adds of a Kimi Delta Attention layer; ``options``: its
+    ``forget_rank`` and ``output_rank``, if given."""
     dims = KDADims.of(config, options.get("forget_rank"), options.get("output_rank"))
     H, K, V = dims.state_shape[:3]
     rule_multiply_adds = H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K)

@@ -3,8 +3,8 @@
 The text model's forward makes one :class:`ModelBatch` (:func:`resolve_batch`) for all
 layers, so that layers and recomputations see the same boundaries.
 
-Legend: B batch, S tokens of the whole sequence, s this rank's share (S on one rank), H
-hidden size.
+Legend: B batch rows (``rows`` in the code), S tokens of the whole sequence, s this rank's
+share (S on one rank), H hidden size.
 """
 
 from __future__ import annotations

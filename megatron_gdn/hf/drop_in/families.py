@@ -265,7 +265,8 @@ def project_rows(module: LinearAttention, x_BSH: Tensor, dims: Any) -> Tensor:
 
 def refuse_unsupported_modules(config: Any, feature: str) -> None:
     """Raise a NotImplementedError if a module of the model does not support ``feature``,
-    "packed documents" or "context parallelism". Linear attention supports both."""
+    "packed documents" or "context parallelism". Linear attention supports both.
+    ``config``: the model's text config."""
     indexed = "indexed_attention" in config.layer_types
     reason = ""
     if getattr(config, "ple_layer_ids", None):

@@ -310,7 +310,8 @@ def remove_gate_holder(owner: LinearAttention, dtypes: dict[str, torch.dtype]) -
 
 
 def _cast_in_place(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Cast the values and the gradient of ``parameter`` in place."""
+    """Cast the values and the gradient of ``parameter`` to ``dtype``; the parameter
+    stays the same object, so optimizers keep it."""
     if parameter.dtype != dtype:
         parameter.data = parameter.data.to(dtype)
         if parameter.grad is not None:

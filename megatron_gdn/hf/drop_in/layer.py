@@ -341,8 +341,8 @@ def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
 
 
 def _require_silu_and_plain_conv(module: families.LinearAttention) -> None:
-    """Raise if the activation is not SiLU or ``conv1d`` is not torch's plain
-    convolution."""
+    """Raise if the activation of ``module`` is not SiLU, or if its ``conv1d`` is not
+    torch's plain convolution: the front computes SiLU(conv) from the weights."""
     require_plain_conv(module.conv1d)
     if module.activation not in ("silu", "swish"):
         raise ValueError(

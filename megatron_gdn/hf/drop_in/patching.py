@@ -482,9 +482,10 @@ def gathered_attention(
     AttentionInterface.
 
     ``query [B, H, s, D]``, ``key`` and ``value`` ``[B, G, s, D]`` are of this rank's
-    tokens; ``scaling`` is the factor of q . k. Other keywords are not read.
+    tokens; ``scaling`` is the factor of q . k. ``gdn_batch``, which the patched text
+    model passes, has the documents. Other keywords are not read.
 
-    Returns the pair ``[B, s, H, D]``, None.
+    Returns the output ``[B, s, H, D]``, and None in place of attention weights.
     """
     if attention_mask is not None or gdn_batch is None:
         raise ValueError(

@@ -16,7 +16,8 @@ Ids are int64 ``[B, S]`` on the host. They increase from document to document in
 and 0 is padding. A 4-D mask is 1 or True at [.., i, j] if token i attends to token j. A
 float mask is added to scores, so it is 0 there.
 
-Legend: B batch, S tokens of a row, N documents, T tokens without padding.
+Legend: B batch rows, S tokens of a row (``rows`` and ``tokens`` in the code), N
+documents, T tokens without padding.
 """
 
 from __future__ import annotations
