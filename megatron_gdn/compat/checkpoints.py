@@ -69,7 +69,7 @@ def store_empty_shares(
         if all(bucket["param_map"] for bucket in buckets):
             raise  # every share has parameters, so this is another error
     get_state = optimizer.get_parameter_state_dp_reshardable
-    optimizer.get_parameter_state_dp_reshardable = lambda: _with_padding(
+    optimizer.get_parameter_state_dp_reshardable = lambda: _with_padding_entries(
         optimizer, get_state()
     )
     try:
@@ -83,7 +83,7 @@ def store_empty_shares(
     return state
 
 
-def _with_padding(optimizer: DistributedOptimizer, state: dict) -> dict:
+def _with_padding_entries(optimizer: DistributedOptimizer, state: dict) -> dict:
     """Add an entry to ``state`` for each bucket in which this rank has no parameter;
     return ``state``.
 
@@ -165,7 +165,7 @@ def slice_without_padding(
         """Return the gathered states; replace ``optimizer.buffers`` by copies without
         padding."""
         gathered = gather(*args, **kwargs)
-        optimizer.buffers = [_without_padding(buffer) for buffer in buffers]
+        optimizer.buffers = [_buffer_without_padding(buffer) for buffer in buffers]
         return gathered
 
     log_repair(
@@ -180,7 +180,7 @@ def slice_without_padding(
         optimizer.buffers = buffers
 
 
-def _without_padding(buffer: _ParamAndGradBuffer) -> SimpleNamespace:
+def _buffer_without_padding(buffer: _ParamAndGradBuffer) -> SimpleNamespace:
     """A copy of the gradient ``buffer`` without padding, with only the attributes that
     Megatron reads to slice states.
 

@@ -52,7 +52,7 @@ _CONVERTED_MESSAGE = (
 )
 
 
-def _stem_and_other_end(key: str, ends: Mapping[str, str]) -> tuple[str, str] | None:
+def _stem_and_mapped_end(key: str, ends: Mapping[str, str]) -> tuple[str, str] | None:
     """If ``key`` ends in a key of ``ends``: ``key`` without that end, and the end's
     value in ``ends``. Else None."""
     for end, other in ends.items():
@@ -91,7 +91,7 @@ def load_old_names(
         value
         for value in nested_values(sharded_state_dict)
         if isinstance(value, ShardedTensor)
-        and _stem_and_other_end(value.key, _OLD_KEY_ENDS)
+        and _stem_and_mapped_end(value.key, _OLD_KEY_ENDS)
     ]
     if not tensors:
         return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -100,7 +100,7 @@ def load_old_names(
     )
     renamed = []  # (tensor, its key today, its key of version 0.1)
     for tensor in tensors:
-        found = _stem_and_other_end(tensor.key, _OLD_KEY_ENDS)
+        found = _stem_and_mapped_end(tensor.key, _OLD_KEY_ENDS)
         assert found is not None
         old = "".join(found)
         if tensor.key in stored:
@@ -141,8 +141,8 @@ def _require_same_rank(key: str, stored: StateDict) -> None:
     """
     for low_ends, full_ends, setting in _GATE_KEYS:
         # (key without its end, "") if the key has one of the ends, else None
-        low_match = _stem_and_other_end(key, dict.fromkeys(low_ends, ""))
-        full_match = _stem_and_other_end(key, dict.fromkeys(full_ends, ""))
+        low_match = _stem_and_mapped_end(key, dict.fromkeys(low_ends, ""))
+        full_match = _stem_and_mapped_end(key, dict.fromkeys(full_ends, ""))
         # ``others``: the keys that the gate would have with full rank if ``key`` is of
         # low rank, and the reverse
         if low_match is not None:

@@ -298,7 +298,7 @@ def _store_all_parameters(
             state[_FP32_MASTERS_KEY][index] = replace(master, data=master.data.clone())
         else:
             state[_FP32_MASTERS_KEY][index] = master
-    # divided into the groups that Megatron's load expects
+    # Megatron's load expects these masters in the groups of the 16-bit parameters.
     rest = iter(half_masters)
     state[_HALF_MASTERS_KEY] = [
         [next(rest) for _ in group] for group in optimizer.fp32_from_float16_groups

@@ -22,24 +22,25 @@ from ..compat.observe import log_single_rank
 
 logger = logging.getLogger(__name__)
 
-# Pairs of a class of Megatron and the class of this package that replaces it.
-_GDN_PATHS = (
+# Pairs of a class of Megatron and the class of this package that replaces it, each as
+# "module:name".
+_GDN_CLASSES = (
     "megatron.core.ssm.gated_delta_net:GatedDeltaNet",
     "megatron_gdn:GatedDeltaNet",
 )
-_GDN2_PATHS = (
+_GDN2_CLASSES = (
     "megatron.core.ssm.gated_delta_net:GatedDeltaNet2",
     "megatron_gdn:GatedDeltaNet2",
 )
-_KDA_PATHS = (
+_KDA_CLASSES = (
     "megatron.core.ssm.gated_delta_net:KimiDeltaAttention",
     "megatron_gdn:KimiDeltaAttention",
 )
-_GDP_PATHS = (
+_GDP_CLASSES = (
     "megatron.core.ssm.gated_delta_product:GatedDeltaProductMixer",
     "megatron_gdn:GatedDeltaProduct",
 )
-_MAMBA_PATHS = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
+_MAMBA_CLASSES = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
 # mcore-bridge's subclass of Megatron's GatedDeltaNet, which orders weights in another
 # way. `.mcore_bridge` builds our layer in its place.
 _MCORE_BRIDGE_CLASS = "mcore_bridge.model.modules.gated_delta_net.GatedDeltaNet"
@@ -90,23 +91,23 @@ def patch_megatron(
             and Megatron has no such class.
         RuntimeError: other code has replaced ``__new__`` of Megatron's class.
     """
-    classes = [_PatchedClass(*_GDN_PATHS, gdn), _PatchedClass(*_MAMBA_PATHS, mamba)]
+    classes = [_PatchedClass(*_GDN_CLASSES, gdn), _PatchedClass(*_MAMBA_CLASSES, mamba)]
     by_default = gdn is not False
     if has_gdn2():
         classes.insert(
-            1, _PatchedClass(*_GDN2_PATHS, by_default if gdn2 is None else gdn2)
+            1, _PatchedClass(*_GDN2_CLASSES, by_default if gdn2 is None else gdn2)
         )
-    for name, (megatron_path, our_path), given in (
-        ("kda", _KDA_PATHS, kda),
-        ("gdp", _GDP_PATHS, gdp),
+    for name, (megatron_class_name, our_class_name), given in (
+        ("kda", _KDA_CLASSES, kda),
+        ("gdp", _GDP_CLASSES, gdp),
     ):
-        if _megatron_has(megatron_path):
+        if _megatron_has(megatron_class_name):
             options = by_default if given is None else given
-            classes.append(_PatchedClass(megatron_path, our_path, options))
+            classes.append(_PatchedClass(megatron_class_name, our_class_name, options))
         elif isinstance(given, Mapping) and given:
             raise ValueError(
                 f"patch_megatron was given options of {name}, and this megatron-core "
-                f"has no {megatron_path.partition(':')[2]}. Only this package's spec "
+                f"has no {megatron_class_name.partition(':')[2]}. Only this package's spec "
                 "builds such layers: give the options to "
                 f"hybrid_stack_spec({name}={{...}}), or set MEGATRON_GDN_OPTIONS."
             )
@@ -121,18 +122,19 @@ def patch_megatron(
 def has_gdn2() -> bool:
     """Whether the installed Megatron has Gated DeltaNet-2 (main branch has it, 0.19 has
     not)."""
-    return _megatron_has(_GDN2_PATHS[0])
+    return _megatron_has(_GDN2_CLASSES[0])
 
 
 def has_kda() -> bool:
     """Whether the installed Megatron has a class of Kimi Delta Attention (pull request
     6556 has it, 0.19 has not)."""
-    return _megatron_has(_KDA_PATHS[0])
+    return _megatron_has(_KDA_CLASSES[0])
 
 
-def _megatron_has(path: str) -> bool:
-    """Whether the installed Megatron has the class ``path``, ``"module:name"``."""
-    module, _, name = path.partition(":")
+def _megatron_has(class_name: str) -> bool:
+    """Whether the installed Megatron has the class ``class_name``, a text
+    ``"module:name"``."""
+    module, _, name = class_name.partition(":")
     return find_spec(module) is not None and hasattr(resolve_name(module), name)
 
 
@@ -170,16 +172,16 @@ def add_flags_of_kda() -> None:
 class _PatchedClass:
     """A class of Megatron and the class of this package that replaces it.
 
-    The paths of both classes are ``"module:name"``.
+    The names of both classes are ``"module:name"``.
     """
 
     def __init__(
-        self, megatron_path: str, our_path: str, options: LayerOptions
+        self, megatron_class_name: str, our_class_name: str, options: LayerOptions
     ) -> None:
         """Import both classes; ``options``: an argument of :func:`patch_megatron`."""
-        self.megatron_class = resolve_name(megatron_path)
-        self.our_class = resolve_name(our_path)
-        self.our_name = our_path.replace(":", ".")
+        self.megatron_class = resolve_name(megatron_class_name)
+        self.our_class = resolve_name(our_class_name)
+        self.our_name = our_class_name.replace(":", ".")
         self.is_replaced = options is not False
         if not isinstance(options, bool | Mapping):
             raise TypeError(

@@ -350,7 +350,7 @@ class ConfigFields:
         self._values = values
         self._architecture = architecture
         # names in `FIELD_TABLE` -> names in the file
-        self._file_names = {
+        self._name_in_file = {
             in_table: in_file for in_file, in_table in (names_in_table or {}).items()
         }
 
@@ -361,14 +361,14 @@ class ConfigFields:
         if value is None:
             raise ValueError(
                 f"{self.where} of a {self._architecture} has no "
-                f"{self._file_names.get(name, name)!r}."
+                f"{self._name_in_file.get(name, name)!r}."
             )
         return value
 
     def get(self, name: str, default: object) -> Any:
         """The value of the field ``name`` (as in `FIELD_TABLE`), or ``default`` if the
         file has no such field; raise a ValueError if the value is illegal."""
-        file_name = self._file_names.get(name, name)
+        file_name = self._name_in_file.get(name, name)
         value = self._values.get(file_name)
         if value is None:
             return default

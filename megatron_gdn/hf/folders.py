@@ -273,8 +273,8 @@ def _stores_zero_centred_gains(
 ) -> bool:
     """Whether the checkpoint in ``folder`` stores the gains of norms minus 1.
 
-    The arguments of the run that saved it say so. Without arguments, the answer is that
-    of `build_model`, which builds models with ``config.stores_gains_minus_1``.
+    The arguments of the run that saved it say so. Without arguments, the answer is
+    ``config.stores_gains_minus_1``, with which `build_model` builds the model.
     """
     args = common_state.get("args")
     # Older versions of Megatron name the setting apply_layernorm_1p.

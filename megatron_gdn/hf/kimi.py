@@ -364,7 +364,7 @@ def layer_maps(
 
     Args:
         symbols: the symbols of mixer and MLP in the pattern, such as "KE".
-        mixer_prefix, mlp_prefix: prefixes of their names in Megatron.
+        mixer_prefix, mlp_prefix: prefixes of the names of mixer and MLP in Megatron.
         hf_prefix: prefix of the layer's keys in the files.
         sizes: as `sizes_of` gives them.
         keys: all keys of the files.

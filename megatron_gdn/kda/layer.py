@@ -530,11 +530,12 @@ class KimiDeltaAttention(RecurrentMixer):
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Let every projection of the layer's input save this input unquantised, since
-        the norm that computes this input runs again in the backward.
+        """Let every projection of the layer's input save the input itself for the
+        backward, not a quantised copy.
 
-        ``*_b_proj`` is left out: its input is the narrow linear's output, not the
-        norm's output.
+        Megatron calls this method if it recomputes ``input_layernorm``: the norm then
+        computes the input again before the backward. ``*_b_proj`` is left out: its input
+        is the narrow linear's output, not the norm's output.
         """
         from megatron.core.extensions.transformer_engine import set_save_original_input
 

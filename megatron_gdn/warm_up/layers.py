@@ -39,12 +39,12 @@ from .tasks import Task, recorded_kernels
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-# numbers of tokens; FlashQLA cuts sequences of _LONG_TOKENS, not of _SHORT_TOKENS
-_SHORT_TOKENS = 208
-_LONG_TOKENS = 9216
+# lengths of sequences in tokens; FlashQLA cuts those of _LONG_LENGTH into segments
+_SHORT_LENGTH = 208
+_LONG_LENGTH = 9216
 # The tokens of a rank are a multiple of this number, as in most runs. Triton compiles a
 # separate variant for integers that are multiples of 16.
-_MULTIPLE_OF_TOKENS = 16
+_LENGTH_MULTIPLE = 16
 # FlashQLA chooses one of three forward kernels by the quotient
 # sequences * heads / multiprocessors. The first kernel runs if the quotient is at least
 # this number, the second if it is at least half of this number, else the third.
@@ -167,7 +167,7 @@ def layer_calls(
         """Add a call of ``use`` to ``found``.
 
         ``tokens`` counts the tokens of all ranks. It is rounded up, so that each rank
-        has a multiple of _MULTIPLE_OF_TOKENS tokens of every document or row. For
+        has a multiple of _LENGTH_MULTIPLE tokens of every document or row. For
         "states", ``tokens`` and ``documents`` are the tokens and the pieces of one
         rank.
         """
@@ -182,7 +182,7 @@ def layer_calls(
             documents = max(1, (documents or 1) // 2)
             tokens = tokens * cp
         # Every document or row gives each rank an equal share of its tokens.
-        multiple = _MULTIPLE_OF_TOKENS * cp * (documents or rows)
+        multiple = _LENGTH_MULTIPLE * cp * (documents or rows)
         tokens = -(-tokens // multiple) * multiple
         found.append(LayerCall(use, cp, tokens, rows, documents, layout))
 
@@ -194,15 +194,15 @@ def layer_calls(
         full = math.ceil(_FULL_GPU_SHARE * multiprocessors)
         counts = sorted({1, math.ceil(full / 2 / heads), math.ceil(full / heads)})
         if use in ("cut", "recompute"):
-            add_call(use, _LONG_TOKENS)
-            add_call(use, _LONG_TOKENS, documents=3)
+            add_call(use, _LONG_LENGTH)
+            add_call(use, _LONG_LENGTH, documents=3)
         for count in counts:
             if use in ("rows", "recompute"):
-                add_call(use, _SHORT_TOKENS, rows=max(2, count))
+                add_call(use, _SHORT_LENGTH, rows=max(2, count))
             if use in ("uncut", "states", "recompute"):
-                add_call(use, _SHORT_TOKENS, documents=count)
+                add_call(use, _SHORT_LENGTH, documents=count)
             if use == "whole":
-                add_call(use, _LONG_TOKENS, documents=count)
+                add_call(use, _LONG_LENGTH, documents=count)
     return found
 
 

@@ -296,7 +296,7 @@ def _print_noted(config: str) -> None:
 
     # a small GPU, few sequences
     uses = "--uses uncut states whole --multiprocessors 8"
-    layers._LONG_TOKENS = 640  # the plain rule takes one chunk after the other
+    layers._LONG_LENGTH = 640  # the plain rule takes one chunk after the other
     arguments = parse(f"--config {config} --cp 2 --kernels triton {uses}".split())
     with simulated_hopper(arguments.multiprocessors):
         tasks, heads = layers.tasks_of(sizes_from_options(arguments), arguments)

@@ -113,7 +113,7 @@ class ModelBatch:
     def to_mixer_rows(self, x_BsH: Tensor) -> Tensor:
         """Hidden states in the shape for the mixer, with zeros at padding:
         ``[1, B s, H]`` if documents are packed, else ``[B, s, H]``."""
-        x_BsH = self._zero_padding(x_BsH)
+        x_BsH = self._with_zeros_at_padding(x_BsH)
         if self.share.documents is None:
             return x_BsH
         return x_BsH.flatten(0, 1).unsqueeze(0)
@@ -121,9 +121,9 @@ class ModelBatch:
     def from_mixer_rows(self, y: Tensor, like_BsH: Tensor) -> Tensor:
         """Undo :meth:`to_mixer_rows`: ``y`` as ``[B, s, -1]``, with B and s of
         ``like_BsH`` and zeros at padding."""
-        return self._zero_padding(y.reshape(like_BsH.shape[:2] + (-1,)))
+        return self._with_zeros_at_padding(y.reshape(like_BsH.shape[:2] + (-1,)))
 
-    def _zero_padding(self, x_BsH: Tensor) -> Tensor:
+    def _with_zeros_at_padding(self, x_BsH: Tensor) -> Tensor:
         """``x_BsH`` with zeros at padding; gradients are zero there too."""
         if self.is_token is None:
             return x_BsH

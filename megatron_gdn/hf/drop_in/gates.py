@@ -127,8 +127,8 @@ class GateHolder(SSMGate):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The owner's two parameters, for callers such as ``fully_shard`` that call this
-        method of the holder. A model's list has the two once, under the owner's
-        name."""
+        method of the holder. ``named_parameters`` of a model does not call it, so a
+        model lists the two once."""
         for name in FP32_GDN_PARAM_NAMES:
             yield f"{prefix}.{name}" if prefix else name, getattr(self, name)
 

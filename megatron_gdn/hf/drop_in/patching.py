@@ -114,7 +114,7 @@ def patch(
 
 
 class Patch(AbstractContextManager):
-    """The handle of a patched model, which undoes the patch.
+    """The handle that undoes the patch of a model.
 
     ``layers``: name in ``model`` -> patched linear-attention module.
     """
